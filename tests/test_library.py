@@ -56,7 +56,7 @@ def test_errors_are_the_packages_own(tmp_path: Path):
     assert type(caught.value).__mro__[1] is Exception
     with pytest.raises(mesp.MespError, match="There is no setting stepz; there are steps, "):
         mesp.train(tmp_path, stepz=1)
-    with pytest.raises(mesp.MespError, match="Say how many steps"):
+    with pytest.raises(mesp.MespError, match="Set the number of steps"):
         mesp.train(tmp_path)
 
 

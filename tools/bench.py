@@ -16,6 +16,7 @@ Tables, each with its own defaults for the options that apply to it:
   rank          MeSP by LoRA rank, all three sizes
   time          MeSP's time against MeBP's, by memory limit
   gpu           what a step on a phone's GPU would take, counted on any machine
+  generation    tokens a second of prompts and of decoding, beside mlx-lm's and llama.cpp's
   h             what storing h = xA would take, and what recomputing it costs
   mezo-quality  MeZO's estimate of each block's gradient against the exact gradient
   preferences   a step on preference data by objective, beside a supervised one
@@ -123,12 +124,18 @@ def memory_limit(value: str) -> str:
     "--peft", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PYTHON",
     help="A Python with torch, peft and transformers, for torch-peft.",
 )  # fmt: skip
+@click.option(
+    "--llama", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PYTHON",
+    help="A Python with xllamacpp, for llama.cpp, where the model is a GGUF file.",
+)  # fmt: skip
 @several(
     "--memory-limit", "limits", kind=click.types.FuncParamType(memory_limit), metavar="MB,...",
     help="MeSP: see above.",
 )  # fmt: skip
 @click.option(
-    "--steps", type=click.IntRange(min=1), help="Steps of a run; of mezo-quality, draws of z."
+    "--steps",
+    type=click.IntRange(min=1),
+    help="Steps of a run; of mezo-quality, draws of z; of generation, tokens.",
 )
 @click.option("--data", metavar="FILE|DIR|NAME", help="Text for convergence and defaults.")
 @click.option(

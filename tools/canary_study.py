@@ -1,4 +1,4 @@
-"""How much of its training records a model gives away, with and without differential privacy.
+"""Measures what a model reveals of its training records, with and without differential privacy.
 
     python tools/canary_study.py
 

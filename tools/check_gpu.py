@@ -101,7 +101,7 @@ def main(
     sys.exit(1 if report["end"]["verdict"] == "fail" else 0)
 
 
-# Where a report comes from
+# The sources of a report
 
 
 def check_here(settings: dict[str, Any], console: Console, environment: dict[str, str]) -> Report:
@@ -238,7 +238,7 @@ def ended(report: Report) -> Report:
     return {"start": report["start"], "checks": [*report["checks"], *missing], "end": end}
 
 
-# What people see
+# The output
 
 
 def show(check: dict[str, Any], console: Console) -> None:

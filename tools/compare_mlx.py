@@ -146,7 +146,7 @@ def functions(bundles: tuple[Path, ...]) -> Arrays:
 
 
 def train(bundle: Path, steps: int, scratch: Path) -> Arrays:
-    """The losses of so many steps and the adapters, by an engine built against this MLX."""
+    """The losses of this many steps and the adapters, by an engine built against this MLX."""
     engine = build_engine(ROOT, scratch / "build")
     out = scratch / "run"
     command = [sys.executable, "-m", "mesp", "train", bundle, "--steps", steps, "--out", out]

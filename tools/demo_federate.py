@@ -61,7 +61,7 @@ def main(both: bool, rounds: int, split: str, seed: int, learning_rate: float, o
 
 
 def write_data(folder: Path, held_out: int) -> None:
-    """A file of training cases for each thing in the house, and so many that are held out."""
+    """A file of training cases for each thing in the house, and this many held-out ones."""
     files = {f"{what}.jsonl": [] for what in DO}
     for case in cases(CASES, seed=0, held_out=False):
         files[json.loads(case.completion)["what"] + ".jsonl"].append(case)

@@ -1,4 +1,4 @@
-"""What a model forgets of other texts while it learns a task, and how to keep it.
+"""Measures forgetting of other texts while a model learns a task, and the ways to limit it.
 
     python tools/forgetting.py            two tasks, three seeds
     python tools/forgetting.py --after    five tasks one after the other, each from the adapters

@@ -1,4 +1,4 @@
-"""Whether a real checkpoint trains as mlx-lm says: export, 20 steps, losses, adapters, fusing.
+"""Checks that a real checkpoint trains as with mlx-lm: export, 20 steps, losses, adapters, fusing.
 
 Exports the model, trains it, and evaluates the model, the model with its adapters, and the model
 that mlx_lm.fuse makes of both, in mlx-lm on the same held-out tokens. Ends with an error where

@@ -1,4 +1,4 @@
-"""Whether MeSP's fine-tuning is as good as that of other trainers.
+"""Compares MeSP's fine-tuning with that of other trainers.
 
     python tools/parity.py            the study
     python tools/parity.py --quick    MeSP against mlx-lm's trainer, in half a minute
@@ -73,8 +73,8 @@ OPTIMIZERS = ("adamw", "sgd")
 
 
 class Trainer(NamedTuple):
-    """How it trains, the optimizers that it is compared under, whether it takes the same gradients,
-    whether with every seed or the first alone, and by how much each step's loss may be another."""
+    """The function that trains, the optimizers to compare it under, whether its gradients are the
+    same, whether it runs with every seed, and the largest difference of a step's loss."""
 
     train: Callable[[Path, Task, str, int, Path], Trained]
     optimizers: tuple[str, ...] = ("adamw",)
@@ -402,7 +402,11 @@ def mean(values: Iterable[float]) -> float:
 
 
 def interval(difference: Difference, digits: int) -> str:
-    return f"{difference.low:+.{digits}f} … {difference.high:+.{digits}f}"
+    """Both ends, or one number where they are rounded to the same."""
+    low, high = (round(end, digits) + 0.0 for end in (difference.low, difference.high))
+    if low == high:
+        return f"{low:+.{digits}f}" if low else f"{0:.{digits}f}"
+    return f"{low:+.{digits}f} … {high:+.{digits}f}"
 
 
 if __name__ == "__main__":

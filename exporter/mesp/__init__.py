@@ -51,7 +51,7 @@ __all__ = [
     "train",
 ]
 
-# Where each is: imported when it is asked for, as MLX and what reads models take a while.
+# The module of each, imported when it is first used: MLX and the readers of models take a while.
 _MODULES = {
     "mesp.bundle.export": ("export", "rewrite"),
     "mesp.bundle.reader": ("Bundle", "load"),

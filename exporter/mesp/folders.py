@@ -104,7 +104,7 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
 
 
 def _holder(lock: int) -> str:
-    """Who holds the lock on an open folder, as Linux tells; empty where it does not."""
+    """The holder of the lock on an open folder, in words; empty if the system does not tell."""
     with suppress(OSError):
         inode = os.fstat(lock).st_ino
         for line in Path("/proc/locks").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""How far a function is, for who called it."""
+"""The progress of a function, for its caller."""
 
 from __future__ import annotations
 

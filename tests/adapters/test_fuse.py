@@ -167,6 +167,21 @@ def test_gguf_adapters_are_as_llama_cpp_names_them(family, tmp_path):
     assert np.array_equal(tensors["blk.0.attn_q.weight.lora_b"], heads.reshape(b.shape))
 
 
+def test_gguf_adapters_of_mamba_2(tmp_path):
+    bundle, adapters = with_adapters("granite-mamba", tmp_path)
+    done = fuse(bundle, adapters, tmp_path / "fused", "--gguf", "--val-batches", 0)
+    assert done.returncode == 0, done.stderr
+    reader = gguf.GGUFReader(tmp_path / "fused" / "adapters.gguf")
+    assert reader.get_field("general.architecture").contents() == "granitehybrid"
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    ours = read_adapters(adapters, Bundle(bundle).architecture).matrices
+    for name, theirs in (("in_proj", "ssm_in"), ("out_proj", "ssm_out")):
+        for matrix, array in zip("ab", ours[f"model.layers.0.mamba.{name}"], strict=True):
+            assert np.array_equal(
+                tensors[f"blk.0.{theirs}.weight.lora_{matrix}"], np.array(array).T
+            )
+
+
 @pytest.mark.parametrize("what", ["another model", "no adapters", "no B", "taken"])
 def test_bad_input_is_one_sentence_and_nothing_is_left(family, tmp_path, what):
     bundle, adapters = family

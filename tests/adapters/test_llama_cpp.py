@@ -123,7 +123,7 @@ def write_base(path: Path, model: nn.Module, folder: Path) -> Path:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_block_count(arch.num_hidden_layers)
     writer.add_embedding_length(arch.hidden_size)
-    writer.add_feed_forward_length(arch.intermediate_size)
+    writer.add_feed_forward_length(arch.mlps[0].intermediate_size)
     mixer = arch.mixers[0]
     writer.add_head_count(mixer.num_attention_heads)
     writer.add_head_count_kv(mixer.num_key_value_heads)

@@ -149,10 +149,13 @@ def test_peft_has_the_adapters_of_a_text_among_several_modalities(tmp_path: Path
         assert np.array_equal(np.array(array), parameters[name]), name
 
 
-def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(tmp_path: Path):
-    """Granite 4's gate and up: both ways, with the loss of transformers."""
+@pytest.mark.parametrize(("name", "modules"), [("granitemoehybrid", 12), ("granite-mamba", 10)])
+def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(
+    tmp_path: Path, name: str, modules: int
+):
+    """Granite 4's gate and up, also beside Mamba-2: both ways, with the loss of transformers."""
     folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
-    config = {k: v for k, v in FAMILIES["granitemoehybrid"].items() if k != "head_dim"}
+    config = {k: v for k, v in FAMILIES[name].items() if k != "head_dim"}
     write_model(folder, config)
     text.write_text(TEXT * 5)
     call(
@@ -160,7 +163,11 @@ def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(tmp_path: Path):
         "--bits", 8, "--head-bits", 8, "--quantize", "nearest",
     )  # fmt: skip
     tensors = dict(tree_flatten(dequantize_model(Bundle(bundle).to_mlx_lm()).parameters()))
-    _, tensors = published(config, {name: a.astype(mx.float32) for name, a in tensors.items()})
+    tensors = {
+        name: (a.swapaxes(1, 2) if name.endswith(CONVOLUTIONS) else a).astype(mx.float32)
+        for name, a in tensors.items()
+    }
+    _, tensors = published(config, tensors)
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -171,7 +178,7 @@ def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(tmp_path: Path):
     written = tmp_path / "run" / "adapters" / "peft"
     adapted = PeftModel.from_pretrained(model, written)
     saved = mx.load(str(written / "adapter_model.safetensors"))
-    assert saved.keys() == lora_parameters(adapted).keys() and len(saved) == 2 * 2 * 6
+    assert saved.keys() == lora_parameters(adapted).keys() and len(saved) == 2 * modules
     assert held_out_loss(adapted.eval(), bundle) == pytest.approx(after, abs=TOLERANCE)
     model = adapted.unload()
 

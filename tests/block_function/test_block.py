@@ -20,19 +20,22 @@ from helpers.models import (
     HEADS_64,
     TINY,
     arrays_of,
+    given_to,
     mlx_lm_model,
     residual_factor,
     run_layer,
 )
 from mesp import reference
-from mesp.block_function import attention, dequantize, fused, gated_delta_net, mlxfn, tiles
+from mesp.block_function import attention, chunks, dequantize, fused, mlxfn, tiles
 from mesp.block_function.forward_pass import BlockFunction, block_function
 from mesp.block_function.gated_delta_net import delta_rule
+from mesp.block_function.mamba2 import state_space
+from mesp.block_function.rope import rope
 from mesp.block_function.trace import export_block
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture, Block
 from mesp.models.layout import Layout, block_layout
-from mesp.models.mixers import AttentionMixer, GatedDeltaNet, ShortConvolution
+from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer, ShortConvolution
 from mesp.models.names import name_there
 from mesp.models.quantization import Quantization
 
@@ -71,7 +74,8 @@ MODELS |= {
 BLOCKS = [
     pytest.param(name, layer, id=f"{name} {layer}" if layer else name)
     for name, (config, _) in MODELS.items()
-    for layer in range(len(Architecture.from_config(config).mixers))
+    for arch in [Architecture.from_config(config)]
+    for layer in map(arch.blocks.index, arch.kinds)
 ]
 
 
@@ -109,6 +113,15 @@ class Case:
             self.replace(name, adapted)
             flat += [adapted.lora_a.flatten(), adapted.lora_b.flatten()]
         self.lora = mx.concatenate(flat)
+        self.given: dict[int, dict] = {}  # what the block takes besides x, by the length of that
+
+    def beside(self, length: int) -> dict:
+        return self.given.setdefault(length, given_to(self.described, length))
+
+    def more(self, length: int) -> list[mx.array]:
+        """The same as arguments of the block function."""
+        beside = self.beside(length)
+        return [*([beside["per_layer"]] if beside else []), *beside.get("shared", ())]
 
     def module(self, name: str) -> nn.Module:
         return dict(self.block.named_modules())[self.there(name)]
@@ -125,12 +138,16 @@ class Case:
 
     def run(self, x: mx.array) -> mx.array:
         """mlx-lm's block, with the window that Hugging Face gives it."""
-        return run_layer(self.block, x, self.described)
+        return run_layer(self.block, x, self.described, **self.beside(x.shape[1]))
 
     def expected(self, x: mx.array) -> list[mx.array]:
         """mlx-lm's results: y, and the inputs and outputs of its modules."""
         names = ["input_layernorm", self.arch.mlp_norm, *self.described.modules]
-        of_mixer = {GatedDeltaNet: "linear_attn.norm", ShortConvolution: "conv.conv"}
+        of_mixer = {
+            GatedDeltaNet: "linear_attn.norm",
+            ShortConvolution: "conv.conv",
+            Mamba2Mixer: "mamba.norm",
+        }
         names += [name for kind, name in of_mixer.items() if isinstance(self.mixer, kind)]
         spies = {name: Spy(self.module(name)) for name in names}
         for name, spy in spies.items():
@@ -148,10 +165,18 @@ class Case:
         elif isinstance(self.mixer, ShortConvolution):
             found |= dict(zip(("m1", "m2", "m3"), mx.split(found["in"], 3, axis=-1), strict=True))
             found["mixed"] = spies["conv.conv"].seen["out"]
+        elif isinstance(self.mixer, Mamba2Mixer):
+            ends = [self.mixer.values, self.mixer.values + self.mixer.conv_dim]
+            parts = mx.split(found["in"], ends, axis=-1)
+            found |= dict(zip(("m1", "m2", "m3"), parts, strict=True))
+            found["mixed"] = spies["mamba.norm"].seen["in"]
         else:
             counts = [self.mixer.num_attention_heads] + 2 * [self.mixer.num_key_value_heads]
             for m, name, heads in zip(("m1", "m2", "m3"), "qkv", counts, strict=True):
-                found[m] = found[name].reshape(1, x.shape[1], heads, -1).swapaxes(1, 2)
+                if name in found:
+                    found[m] = found[name].reshape(1, x.shape[1], heads, -1).swapaxes(1, 2)
+            if self.described.takes_keys:
+                found["m2"], found["m3"] = self.beside(x.shape[1])["shared"]
             *_, out = self.mixer.modules
             found["mixed"] = spies[out[0]].seen["in"]
             if self.mixer.head_gate:
@@ -213,7 +238,8 @@ def test_equals_mlx_lm(tmp_path, name, layer, seq_len):
     case = Case(name, layer)
     function = case.export(tmp_path, seq_len)
     x = mx.random.normal((1, seq_len, case.arch.hidden_size))
-    assert_same(case, function(x, case.lora, mx.array(SCALE), case.weights), x)
+    given = case.more(x.shape[1])
+    assert_same(case, function(x, case.lora, mx.array(SCALE), case.weights, *given), x)
 
 
 @pytest.mark.parametrize("length", [63, 64, 65, 200])
@@ -228,11 +254,25 @@ def test_the_delta_rule_equals_the_reference(heads, sizes, length):
     assert error <= TOLERANCE
 
 
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (3, 1)])
+def test_the_state_space_equals_the_reference(heads, groups, length):
+    """Over the borders of its chunks, where some decays are near 0 and some near 1."""
+    x, D = mx.random.normal((heads, length, 8)), mx.random.normal((heads,))
+    A = -mx.exp(3 * mx.random.normal((heads,)) - 2)
+    dt = mx.random.uniform(shape=(heads, length))
+    B, C = (mx.random.normal((groups, length, 16)) for _ in range(2))
+    y = state_space(dt[..., None] * x, A[:, None] * dt, B, C) + D[:, None, None] * x
+    assert relative_error(y, reference.state_space(x, dt, B, C, A, D)) <= TOLERANCE
+
+
 @pytest.mark.parametrize(("name", "layer"), BLOCKS)
 def test_the_reference_computes_the_same(name, layer):
     case = Case(name, layer)
     x, arrays = mx.random.normal((1, 12, case.arch.hidden_size)), case.layout.unpack(case.weights)
-    outputs = reference.block_forward(x, case.lora, SCALE, arrays, case.described)
+    outputs = reference.block_forward(
+        x, case.lora, SCALE, arrays, case.described, **case.beside(12)
+    )
     assert_same(case, outputs, x)
 
 
@@ -240,7 +280,8 @@ def test_without_lora_it_is_the_base_model(tmp_path):
     case = Case("groups", rank=2, lora=False)
     function = case.export(tmp_path, 9)
     x = mx.random.normal((1, 9, case.arch.hidden_size))
-    assert_same(case, function(x, case.lora, mx.array(SCALE), case.weights), x)
+    given = case.more(x.shape[1])
+    assert_same(case, function(x, case.lora, mx.array(SCALE), case.weights, *given), x)
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 32])
@@ -262,7 +303,7 @@ def test_it_differentiates(tmp_path, name, layer, seq_len):
         return case.run(x)
 
     def imported(x: mx.array, lora: mx.array) -> mx.array:
-        return function(x, lora, mx.array(SCALE), case.weights)[0]
+        return function(x, lora, mx.array(SCALE), case.weights, *case.more(x.shape[1]))[0]
 
     _, expected = mx.vjp(mlx_lm, [x, case.lora], [dy])
     _, actual = mx.vjp(imported, [x, case.lora], [dy])
@@ -305,7 +346,7 @@ def test_the_gpu_function_computes_the_same(monkeypatch, name, layer, how):
         monkeypatch.setattr(tiles, "HEADS_BY_TOKENS", 1)
     x = mx.random.normal((1, 20, case.arch.hidden_size))
     function = case.function(how == "plain", device="gpu")
-    outputs = function(x, case.lora, mx.array(SCALE), case.weights)
+    outputs = function(x, case.lora, mx.array(SCALE), case.weights, *case.more(x.shape[1]))
     takes_fused = has_scores and case.mixer.attn_logit_softcapping is None
     assert bool(calls) == (how == "fused" and takes_fused)
     assert_same(case, outputs, x)
@@ -321,15 +362,27 @@ def test_packed_records_do_not_see_each_other(monkeypatch, name, layer, how):
         monkeypatch.setattr(attention, "FUSED_HEADS", heads)
     if how == "tiled":
         monkeypatch.setattr(tiles, "ATTENTION_ROWS", 4)
-    monkeypatch.setattr(gated_delta_net, "CHUNK", 8)
+    monkeypatch.setattr(chunks, "CHUNK", 8)
     function = case.function(how == "plain", "gpu")
     x, ends = mx.random.normal((1, 30, case.arch.hidden_size)), [1, 3, 15, 16, 30]
     records = list(pairwise([0, *ends]))
     starts = mx.array([start for start, end in records for _ in range(start, end)])
     inputs = (case.lora, mx.array(SCALE), case.weights)
-    found = function(x, *inputs, starts)
-    alone = [function(x[:, start:end], *inputs) for start, end in records]
+    beside = case.beside(30)
+
+    def more(start: int, end: int) -> list[mx.array]:
+        """Of some tokens what the block takes besides x, with positions from 0 on."""
+        given = [beside["per_layer"][:, start:end]] if beside else []
+        if case.described.takes_keys:
+            keys, values = (each[:, :, start:end] for each in beside["shared"])
+            given += [rope(case.mixer, slice(0, 30))(keys, slice(0, end - start)), values]
+        return given
+
+    found = function(x, *inputs, *more(0, 30), starts)
+    alone = [function(x[:, a:b], *inputs, *more(a, b)) for a, b in records]
     for name, packed, parts in zip(OUTPUTS, found, zip(*alone, strict=True), strict=False):
+        if case.described.takes_keys and name == "m2":
+            continue  # given, at other positions
         assert relative_error(packed, mx.concatenate(parts, axis=-2)) <= TOLERANCE, name
 
 

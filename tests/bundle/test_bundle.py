@@ -96,6 +96,10 @@ def family(request, tmp_path_factory):
         config["layer_types"] += ["sliding_attention"]
     if request.param == "granitemoehybrid":
         config["layer_types"] = ["attention"] * 4
+    if request.param == "granite-mamba":
+        config["layer_types"] = ["mamba", "attention", "mamba", "mamba"]
+    if request.param == "gemma4":
+        config["layer_types"] = ["sliding_attention", "full_attention"] * 2
     if request.param == "lfm3":
         config["layer_types"] = ["conv", "sliding_attention", "full_attention", "conv"]
     model = write_model(folder / "model", config)
@@ -136,11 +140,17 @@ def test_functions_give_the_logits_of_mlx_lm(family):
     for length in (4,) if ignores_window else (4, 9):
         tokens = mx.array(bundle.tokens("train")[:length])
         rows = {name: a[tokens] for name, a in bundle.embedding().items() if name != "norm"}
-        x = arch.embedding_scale * reference.dequantize(rows, "", arch.hidden_size)[None]
+        x0 = x = arch.embedding_scale * reference.dequantize(rows, "", arch.hidden_size)[None]
+        ours, shared = reference.Model.of(bundle), {}
         for i, block in enumerate(arch.blocks):
             lora = mx.zeros(block.lora_size(2))
+            per_layer = reference.layer_input(ours, tokens, x0, i)
+            given = [] if per_layer is None else [per_layer]
+            given += shared.get(reference.keys_of(block), ())
             function = bundle.function(length, i)
-            x = function(x, lora, mx.array(1.0), bundle.block_words(i))[0]
+            x, *more = function(x, lora, mx.array(1.0), bundle.block_words(i), *given)
+            if i in arch.owners:
+                shared[i] = reference.lent(more, lora, ours.blocks[i], block)
         head = bundle.head()
         x = reference.rms_norm(x, head["norm"], arch.rms_norm_eps)
         logits = x @ reference.dequantize(head, "", arch.hidden_size).T
@@ -186,8 +196,11 @@ def test_blocks_are_grouped_by_layout_and_mixer(family):
         "qwen3_5": [(0, 2), (1, 3)],
         "lfm2": [(0, 2, 3), (1,)],
         "lfm3": [(0, 3), (1,), (2,)],
+        "gemma4": [(0,), (1,), (2,), (3,)],
     }
     expected = kinds.get(config["model_type"], [(0, 1, 2, 3)])
+    if "mamba" in (config["layer_types"] or ()):
+        expected = [(0, 2, 3), (1,)]
     assert [group.layers for group in bundle.manifest.blocks] == expected
     if len(expected) == 2:
         first, second = bundle.manifest.blocks
@@ -320,7 +333,7 @@ def test_folder_that_is_no_bundle(tmp_path):
         Bundle(tmp_path)
 
 
-@pytest.mark.parametrize("manifest", ["", "{", "[]", "{}", '{"format": 4}'])
+@pytest.mark.parametrize("manifest", ["", "{", "[]", "{}", '{"format": 5}'])
 def test_damaged_manifest(tmp_path, manifest):
     (tmp_path / "manifest.json").write_text(manifest)
     with pytest.raises(MespError, match=r"manifest\.json (cannot be read|is damaged); write"):

@@ -244,7 +244,7 @@ def test_functions_for_the_gpu_are_of_the_mlx_whose_files_are_known(tiny, monkey
 
 def test_random_weights_of_a_hybrid_model_count():
     """No mixer is silent: without its state or its gates the logits would be others."""
-    for name in ("qwen3_5", "lfm2"):
+    for name in ("qwen3_5", "lfm2", "granite-mamba"):
         folder = write_model(Path(name), FAMILIES[name], {}, tokenizer=False)
         bundle = exported("--model", folder, "--random-weights", "--seq-len", 8)
         for i, block in enumerate(bundle.architecture.blocks):

@@ -185,7 +185,7 @@ def test_a_file_that_is_no_function_is_not_put_in_a_layout(old):
     ]
     edit(old, layouts={}, files=[entry, *others])
     before = content(old)
-    assert "block.8.mlxfn is not a function of mesp-export's" in refused(
+    assert "block.8.mlxfn is not a function that mesp-export wrote" in refused(
         "--from", old, "--overwrite"
     )
     assert content(old) == before

@@ -16,9 +16,9 @@ STEPS = 2  # the second step's gradient of A is not 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granite-mamba"])
 def test_steps_of_a_long_sequence(family: str, tmp_path: Path):
-    """In blocks of attention, of gated delta nets and of short convolutions."""
+    """In blocks of attention, and of each other mixer."""
     source, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
     config = FAMILIES[family] | {"max_position_embeddings": LENGTH}
     write_model(source, config)

@@ -19,7 +19,7 @@ from mesp.commands.progress_bars import TrainingProgress
 from mesp.models.architecture import Architecture
 from mesp.runs.log import Speed
 
-MANIFEST = {"format": 4, "name": "demo", "mlx_version": mlxfn.LAYOUTS[0], "device": "cpu"}
+MANIFEST = {"format": 5, "name": "demo", "mlx_version": mlxfn.LAYOUTS[0], "device": "cpu"}
 MANIFEST |= {"layouts": {layout: f"mlx-{layout}" for layout in mlxfn.LAYOUTS[1:]}}
 MANIFEST |= {"seq_lens": [128, 256, 512], "ranks": [8, 16], "files": []}
 MANIFEST |= {"model": {"id": "demo", "revision": None, "license": None}}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -93,6 +94,30 @@ FAMILIES = {
         "rope_local_base_freq": 100.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
+    "gemma4": {
+        **_GEMMA,
+        "model_type": "gemma4",
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "query_pre_attn_scalar": 1,
+        "layer_types": [
+            f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")
+        ],
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 64,
+        "vocab_size_per_layer_input": 320,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 2.0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.25,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
     "granite": {
         **_COMMON,
         "model_type": "granite",
@@ -117,6 +142,28 @@ FAMILIES = {
         "residual_multiplier": 0.5,
         "logits_scaling": 1.5,
         "attention_bias": False,
+    },
+    "granite-mamba": {
+        **_COMMON,
+        "model_type": "granitemoehybrid",
+        "head_dim": None,
+        "rms_norm_eps": 1e-3,  # large enough for the residual factor's division to show
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 128,
+        "position_embedding_type": "nope",
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 1.5,
+        "attention_bias": False,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 24,
+        "mamba_d_conv": 4,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
     },
     "minicpm": {
         **_COMMON,
@@ -216,8 +263,10 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
         return 1 + 0.2 * mx.random.normal((size,), key=next(keys)) - offset
 
     def vector(name: str, shape: tuple[int, ...]) -> mx.array:
-        if "norm" in name:
+        if "norm" in name or name == "layer_scalar":
             return norm(*shape, offset=0)
+        if name == "mamba.dt_bias":  # mlx-lm takes no time step below 0.001
+            return mx.abs(normal(*shape))
         return normal(*shape)[:, None] if name.endswith(CONVOLUTIONS) else normal(*shape) * 3
 
     tensors = {"model.embed_tokens.weight": normal(arch.vocab_size, arch.hidden_size)}
@@ -228,12 +277,20 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
             if name in arch.biases:
                 tensors[f"{prefix}{name}.bias"] = normal(out) * 3
         for name, size in block.norms().items():
-            tensors[name_there(prefix + name, arch.model_type)] = norm(size)
+            weight = norm(size)
+            if name.endswith("q_norm.weight") and getattr(block.mixer, "attention_scale", 0) == 1:
+                weight = weight * size**-0.5  # it holds the scale of the scores
+            tensors[name_there(prefix + name, arch.model_type)] = weight
         for name, shape in block.vectors().items():
             tensors[prefix + name] = vector(name, shape)
     tensors[name_there("model.norm.weight", arch.model_type)] = norm(arch.hidden_size)
     if not arch.tie_word_embeddings:
         tensors["lm_head.weight"] = normal(arch.vocab_size, arch.hidden_size)
+    if arch.per_layer:
+        keys = iter(mx.random.split(mx.random.key(seed + 1), 3))
+        for name, shape in arch.per_layer_shapes.items():
+            tensors[f"{name}.weight"] = normal(*shape)
+        tensors["model.per_layer_projection_norm.weight"] = norm(arch.per_layer.size)
     mx.eval(tensors)
     return tensors
 
@@ -382,12 +439,33 @@ def residual_factor(layer: nn.Module) -> float:
     return getattr(layer, "residual_multiplier", 1.0)
 
 
-def run_layer(layer: nn.Module, x: mx.array, block: Block) -> mx.array:
+def run_layer(
+    layer: nn.Module,
+    x: mx.array,
+    block: Block,
+    per_layer: mx.array | None = None,
+    shared: tuple[mx.array, mx.array] | None = None,
+) -> mx.array:
     """mlx-lm's block of what ours takes: where it multiplies what it adds to x by m, x is m times
     ours. Ministral 3's multiplies queries too, by 1 as far as sequences go here."""
     factor = residual_factor(layer)
+    if block.arch.per_layer:
+        given = {"per_layer_input": per_layer, "shared_kv": shared, "offset": 0}
+        return layer(x, mask_of(block, x.shape[1]), **given)[0]
     query_scale = [mx.array(1.0)] if type(layer).__module__.endswith("ministral3") else []
     return layer(factor * x, *query_scale, mask_of(block, x.shape[1])) / factor
+
+
+def given_to(block: Block, T: int) -> dict[str, Any]:
+    """What a block takes besides x, at random: embeddings of its layer, and keys and values."""
+    given: dict[str, Any] = {}
+    mixer = block.mixer
+    if block.arch.per_layer:
+        given["per_layer"] = mx.random.normal((1, T, block.arch.per_layer.size))
+    if isinstance(mixer, AttentionMixer) and mixer.keys_of is not None:
+        shape = (1, mixer.num_key_value_heads, T, mixer.head_dim)
+        given["shared"] = mx.random.normal(shape), mx.random.normal(shape)
+    return given
 
 
 def dequantize_once(patch: pytest.MonkeyPatch) -> None:
@@ -417,8 +495,8 @@ def load_lora(layer: nn.Module, flat: mx.array, block: Block, scale: float) -> N
         wrapped.append((name, lora))
     layer.freeze()
     for name, lora in wrapped:
-        parent, child = name.split(".")
-        setattr(layer[parent], child, lora)
+        *parents, child = name.split(".")
+        setattr(layer[parents[0]] if parents else layer, child, lora)
 
 
 def byte_tokenizer(folder: Path, has_begin: bool, adds_begin: bool) -> TokenizerWrapper:

@@ -10,9 +10,12 @@ from helpers.models import FAMILIES, TINY, arrays_of, mlx_lm_model
 from mesp.block_function.rope import fast_rope
 from mesp.block_function.rope import rope as rope_of
 from mesp.errors import MespError
+from mesp.models import families
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete
 from mesp.models.families import FUSED_ATTENTION, FUSED_MLP
+from mesp.models.names import name_here
+from mesp.models.short_names import KNOWN
 
 
 def test_geometry_of_a_config():
@@ -159,12 +162,14 @@ def test_manifest_keeps_everything(name):
     entry = json.loads(json.dumps(arch.to_manifest()))
     assert Architecture.from_manifest(entry) == arch
     assert list(entry) == [
-        "model_type", "hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps",
-        "tie_word_embeddings", "hidden_act", "post_norms", "final_logit_softcapping",
-        "embedding_scale", "logits_scaling", "mlx_prefix", "hf_prefix", "mlp", "biases", "mixers",
-        "layers", "hf_modules",
+        "model_type", "hidden_size", "vocab_size", "rms_norm_eps", "tie_word_embeddings",
+        "hidden_act", "post_norms", "final_logit_softcapping", "embedding_scale", "logits_scaling",
+        "mlx_prefix", "hf_prefix", "biases", "mixers", "layers", "mlps", "mlp_layers", "hf_modules",
+        "per_layer",
     ]  # fmt: skip
-    assert entry["mlp"][-1][1] == ["down"]
+    for mlp in entry["mlps"]:
+        assert list(mlp) == ["modules", "intermediate_size"]
+        assert mlp["modules"][-1][1] == ["down"]
     for mixer in entry["mixers"]:
         assert list(mixer)[:2] == ["type", "modules"] and mixer["modules"][-1][1] in (
             ["o"],
@@ -179,7 +184,11 @@ def test_manifest_keeps_everything(name):
         {"layers": [0, 2]},
         {"layers": []},
         {"hidden_act": "relu"},
-        {"mlp": [["mlp.gate_proj", ["gate"]]]},
+        {"mlps": [{"modules": [["mlp.gate_proj", ["gate"]]], "intermediate_size": 128}]},
+        {"mlps": [{"modules": families.SEPARATE_MLP, "intermediate_size": 0}]},
+        {"mlps": []},
+        {"mlp_layers": [0]},
+        {"mlp_layers": [0, 1]},
         {"biases": ["lm_head"]},
         {"embedding_scale": "1"},
         {"mixers": []},
@@ -223,10 +232,8 @@ def test_layers_of_a_hybrid():
     named = {**lfm2, "layer_types": ["conv", "full_attention"], "full_attn_idxs": None}
     assert Architecture.from_config(named) == Architecture.from_config(lfm2)
     narrow = Architecture.from_config({**lfm2, "block_auto_adjust_ff_dim": False})
-    assert (Architecture.from_config(lfm2).intermediate_size, narrow.intermediate_size) == (
-        128,
-        192,
-    )
+    found = [arch.mlps[0].intermediate_size for arch in (Architecture.from_config(lfm2), narrow)]
+    assert found == [128, 192]
 
 
 def test_layers_and_rope_of_lfm3():
@@ -256,6 +263,47 @@ def test_layers_and_rope_of_lfm3():
     assert (conv.kernel_size, sliding.sliding_window, full.head_dim) == (7, 256, 128)
     assert full.frequencies == (*(1e6 ** (-2 * i / 128) for i in range(32)), *32 * [0])
     assert sliding.frequencies == tuple(1e4 ** (-2 * i / 128) for i in range(64))
+
+
+def test_gemma4():
+    """Blocks that have keys and values, and those that take the last ones' of their kind."""
+    arch = Architecture.from_config(KNOWN["Gemma-4-E2B"][2])
+    sliding, full, after_sliding, after_full = arch.mixers
+    assert arch.layers[:15] == (0, 0, 0, 0, 1) * 3 and arch.layers[15:] == (2, 2, 2, 2, 3) * 4
+    assert (after_sliding.keys_of, after_full.keys_of) == (13, 14) and arch.owners == {13, 14}
+    assert [mlp.intermediate_size for mlp in arch.mlps] == [6144, 12288]
+    assert arch.mlp_layers == (0,) * 15 + (1,) * 20
+    assert (sliding.head_dim, sliding.sliding_window, full.head_dim) == (256, 512, 512)
+    assert sliding.frequencies == tuple(1e4 ** (-2 * i / 256) for i in range(128))
+    assert full.frequencies == (*(1e6 ** (-2 * i / 512) for i in range(64)), *192 * [0])
+    assert {mixer.attention_scale for mixer in arch.mixers} == {1} and arch.norm_offset == 0
+    assert arch.embedding_scale == 39.25  # √1536 in bfloat16
+    assert [*arch.blocks[15].modules] == [
+        "self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+        "per_layer_input_gate", "per_layer_projection",
+    ]  # fmt: skip
+    assert "self_attn.k_norm.weight" not in arch.blocks[15].norms()
+    assert arch.per_layer_shapes == {
+        "model.embed_tokens_per_layer": (262144, 35 * 256),
+        "model.per_layer_model_projection": (35 * 256, 1536),
+    }
+    wide = Architecture.from_config(KNOWN["Gemma-4-E4B"][2])
+    assert wide.owners == {22, 23} and len(wide.mlps) == 1
+    unused = (
+        "embed_audio.x",
+        "audio_tower.x",
+        "language_model.layers.0.self_attn.q_proj.input_max",
+    )
+    assert all(name_here(f"model.{name}", "gemma4") is None for name in unused)
+
+
+@pytest.mark.parametrize("keys_of", [-1, 3, 4, 0.0, True])
+def test_a_block_takes_keys_of_one_before_that_has_such(keys_of):
+    entry = Architecture.from_config(FAMILIES["gemma4"]).to_manifest()
+    assert entry["layers"] == (0, 0, 1, 2, 3)
+    entry["mixers"][2]["keys_of"] = keys_of
+    with pytest.raises(ValueError, match="keys_of"):
+        Architecture.from_manifest(entry)
 
 
 @pytest.mark.parametrize(
@@ -313,13 +361,21 @@ def test_rope_as_transformers_5_writes_it():
         (
             "gemma2",
             {"model_type": "gemma3n", "text_config": {}},
-            "embeddings for each layer.* share keys and values",
+            "four streams",
         ),
-        ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, "layer_types to 'mamba'"),
-        ("granitemoehybrid", {"layer_types": ["linear_attention"] * 2}, "layer_types to 'mamba'"),
+        ("granitemoehybrid", {"layer_types": ["conv", "attention"]}, "layer_types to 'conv'"),
+        ("granite-mamba", {"mamba_proj_bias": True}, "mamba_proj_bias to True"),
+        ("granite-mamba", {"mamba_conv_bias": False}, "mamba_conv_bias to False"),
+        ("granite-mamba", {"time_step_limit": [0.001, 100.0]}, "time_step_limit"),
+        ("granite-mamba", {"mamba_n_groups": 3}, "not in order .*num_groups"),
+        ("granite-mamba", {"mamba_d_state": 0}, "not in order .*sizes"),
         ("granitemoehybrid", {"layer_types": None}, "lacks 'layer_types'"),
         ("granitemoehybrid", {"num_local_experts": 8}, "num_local_experts to 8"),
-        ("gemma2", {"model_type": "gemma4", "text_config": {}}, "embeddings for each layer"),
+        ("gemma4", {"enable_moe_block": True}, "enable_moe_block"),
+        ("gemma4", {"attention_k_eq_v": True}, "attention_k_eq_v"),
+        ("gemma4", {"num_global_key_value_heads": 4}, "num_global_key_value_heads"),
+        ("gemma4", {"hidden_size_per_layer_input": 0}, "not in order .*sizes"),
+        ("gemma4", {"num_kv_shared_layers": 5}, "not in order"),
         ("granite", {"layer_types": ["mamba"] * 2}, "layer_types to 'mamba'"),
         ("granite", {"num_local_experts": 8}, "num_local_experts to 8"),
         ("qwen3", {"residual_multiplier": 0.5}, "residual_multiplier to 0.5"),
@@ -328,9 +384,9 @@ def test_rope_as_transformers_5_writes_it():
         ("qwen2", {"model_type": "exaone4"}, "norm what comes out of attention and MLP alone"),
         ("qwen2", {"model_type": "glm4"}, "RoPE turns neighbours"),
         ("qwen2", {"model_type": "nemotron_h"}, "Mamba mixers"),
-        ("qwen3", {"head_dim": 33}, "not in order .*frequencies"),
-        ("lfm2", {"conv_L_cache": 0}, "not in order .*kernel_size"),
-        ("qwen3_5", {"linear_key_head_dim": 0}, "not in order .*sizes"),
+        ("qwen3", {"head_dim": 33}, "not valid .*frequencies"),
+        ("lfm2", {"conv_L_cache": 0}, "not valid .*kernel_size"),
+        ("qwen3_5", {"linear_key_head_dim": 0}, "not valid .*sizes"),
         ("qwen3_5", {"model_type": "qwen3_5_moe", "text_config": {"num_experts": 8}}, "experts"),
         ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate"),
         ("qwen3_5", {"layer_types": ["mamba", "full_attention"]}, "layer_types to 'mamba'"),
@@ -350,10 +406,10 @@ def test_rope_as_transformers_5_writes_it():
         ("llama", {"rope_traditional": True}, "rope_traditional"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("llama", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
-        ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "not in order"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "not valid"),
         ("llama", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         ("smollm3", {"no_rope_layers": [1] * 9}, "no_rope_layers has 9 .*; take an unchanged"),
-        ("llama", {"hidden_size": "64"}, "not in order"),
+        ("llama", {"hidden_size": "64"}, "not valid"),
     ],
 )
 def test_what_is_not_supported_is_named(family, change, named):
@@ -371,8 +427,13 @@ def test_granite_4_turns_as_transformers_has_it():
     for kind in (None, "nope"):
         still = Architecture.from_config({**config, "position_embedding_type": kind})
         assert still.mixers[0].frequencies == ()
+    mamba = FAMILIES["granite-mamba"]
+    renamed = {**mamba, "layer_types": ["linear_attention", "full_attention"]}
+    assert Architecture.from_config(renamed) == Architecture.from_config(mamba)
+    said = {"time_step_limit": [0.0, math.inf], "mamba_d_head": "auto", "mamba_expand": 2}
+    assert Architecture.from_config(mamba | said) == Architecture.from_config(mamba)
     wide = {**config, "intermediate_size": 7, "shared_intermediate_size": 96}
-    assert Architecture.from_config(wide).intermediate_size == 96
+    assert Architecture.from_config(wide).mlps[0].intermediate_size == 96
 
 
 def test_missing_size_is_named():

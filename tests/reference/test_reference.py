@@ -17,6 +17,7 @@ from helpers.models import (
     FAMILIES,
     TINY,
     arrays_of,
+    given_to,
     load_lora,
     mlx_lm_model,
     run_layer,
@@ -291,7 +292,11 @@ def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
     offset = 0 if arch.model_type == "qwen3_5" else arch.norm_offset  # in mlx-lm's memory
     norm = model.model[name_there("model.norm", arch.model_type)[6:]].weight + offset
     norm = norm / arch.logits_scaling
-    return reference.Model(arch, blocks, embedding, head | {"norm": norm})
+    every = dict(tree_flatten(model.model.parameters()))
+    per_layer = {
+        f"model.{n}": a for n, a in every.items() if "per_layer_" in n or "_per_layer" in n
+    }
+    return reference.Model(arch, blocks, embedding, head | {"norm": norm}, per_layer)
 
 
 def flat_gradient(grads: dict, block: Block) -> mx.array:
@@ -340,29 +345,62 @@ def test_block(T, rank, group_size, config):
     arch = Architecture.from_config(config)
     model = quantized(config, group_size)
     ours = reference_model(model, arch)
-    for i in range(len(arch.mixers)):  # the first blocks are one of each kind
+    for i in map(arch.blocks.index, arch.kinds):
         described, weights, lora = arch.blocks[i], ours.blocks[i], random_lora(arch, rank)[i]
         x, dy = normal(1, T, arch.hidden_size), normal(1, T, arch.hidden_size)
-        block = (lora, SCALE, weights, described)
+        block, given = (lora, SCALE, weights, described), given_to(described, T)
 
-        y, *intermediates = reference.block_forward(x, *block)
-        dx, d_lora = reference.block_backward(x, intermediates, dy, *block)
-        dx_vjp, d_lora_vjp = reference.mebp_block_gradient(x, dy, *block)
+        y = reference.block_forward(x, *block, **given)[0]
+        dx, d_lora, by_shared = reference.mesp_block_gradient(x, dy, *block, **given)
+        dx_vjp, d_lora_vjp, by_shared_vjp = reference.mebp_block_gradient(x, dy, *block, **given)
         assert_close("dx (vjp)", dx, dx_vjp)
         assert_same_gradient(d_lora, d_lora_vjp, described, T)
+        if by_shared:
+            if T > 1:  # one token has no choice of keys
+                assert_close("the gradient by another block's keys", by_shared[0], by_shared_vjp[0])
+            assert_close("the gradient by another block's values", by_shared[1], by_shared_vjp[1])
 
         layer = model.layers[i]
         load_lora(layer, lora, described, SCALE)
 
-        def mlx_lm_block(x, parameters, layer=layer, described=described, dy=dy):
+        def mlx_lm_block(x, parameters, layer=layer, described=described, dy=dy, given=given):
             layer.update(parameters)
-            return (run_layer(layer, x, described) * dy).sum()
+            return (run_layer(layer, x, described, **given) * dy).sum()
 
-        assert_close("y", y, run_layer(layer, x, described))
+        assert_close("y", y, run_layer(layer, x, described, **given))
         trainable = layer.trainable_parameters()
         dx_lm, grads = mx.grad(mlx_lm_block, argnums=(0, 1))(x, trainable)
         assert_close("dx (mlx-lm)", dx, dx_lm)
         assert_same_gradient(d_lora, flat_gradient(grads, described), described, T)
+
+
+def test_the_gradient_by_shared_keys_and_values_is_a_sum():
+    """Of a model whose last blocks take the keys and values of two others: every gradient is that
+    of the whole loss. A lost sum would change no loss, but the gradients of the owners."""
+    T, config = 12, FAMILIES["gemma4"]  # beyond the windows
+    arch = Architecture.from_config(config)
+    assert arch.owners == {1, 2}
+    ours, lora = reference_model(quantized(config), arch), random_lora(arch, 4)
+    window = mx.random.randint(0, arch.vocab_size, (T + 1,))
+    expected = mx.grad(lambda lora: reference.loss(ours, lora, window, SCALE))(lora)
+
+    def without_sums(*given):
+        return reference.mesp_block_gradient(*given[:-1], None)
+
+    found, lost = (
+        reference.gradients(ours, lora, window, SCALE, gradient)
+        for gradient in (reference.mesp_block_gradient, without_sums)
+    )
+    assert found.loss == lost.loss
+    for i, block in enumerate(arch.blocks):
+        assert_same_gradient(found.lora[i], expected[i], block, T)
+        if i not in arch.owners:
+            continue
+        a, b = (reference.unpack_lora(each.lora[i], block) for each in (found, lost))
+        for name in ("self_attn.k_proj", "self_attn.v_proj"):
+            for right, wrong in zip(a[name], b[name], strict=True):
+                error = mx.linalg.norm(wrong - right) / mx.linalg.norm(right)
+                assert error > 0.1, f"{name} of block {i}"
 
 
 class Windowed(nn.Module):

@@ -108,6 +108,21 @@ def test_the_products_alone_are_measured_by_threads(model: Path, tmp_path: Path)
 
 @pytest.mark.slow
 @needs_engine
+def test_generation_is_measured_alone_and_together(model: Path, tmp_path: Path):
+    size = ("--model", model, "--seq-len", 8, "--steps", 4, "--work", tmp_path / "work")
+    done = bench("--table", "generation", *size, "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(row["variant"], row["texts"]) for row in rows] == [
+        ("mesp", 1), ("mesp", 8), ("mlx-lm", 1)
+    ]  # fmt: skip
+    for row in rows:
+        assert row["prompt_per_second"] > 0 and row["footprint_peak_bytes"] > 0
+    assert rows[0]["to_one"] == 1
+
+
+@pytest.mark.slow
+@needs_engine
 def test_the_whole_model_is_extrapolated(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 16, "--layers", "1,2", "--work", tmp_path / "work")
     files = ("--json", tmp_path / "rows.json", "--plot", tmp_path / "rows.png")

@@ -58,7 +58,7 @@ def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[
 
 def export(model: str, options: dict[str, Any], layers: int | None, work: Path) -> Path:
     """The model's bundle in `work`: with its weights where the table is about what is learned,
-    from data, or it is the demo model; otherwise with random ones.
+    from data, or it is the demo model or a GGUF file; otherwise with random ones.
 
     Of a known geometry, one that is there serves again, and keeps the lengths and ranks it has.
     """
@@ -88,7 +88,7 @@ def export(model: str, options: dict[str, Any], layers: int | None, work: Path) 
         command += [option, ",".join(map(str, sorted(numbers)))]
     command += ["--layers", layers] if layers else []
     command += ["--data", data] if data else []
-    command += [] if model == "demo" or learns else ["--random-weights"]
+    command += [] if model == "demo" or learns or model.endswith(".gguf") else ["--random-weights"]
     program = [sys.executable, "-c", "from mesp.commands.export import main; main()"]
     done = subprocess.run(
         [*program, *map(str, command)], stdin=subprocess.DEVNULL, capture_output=True, text=True

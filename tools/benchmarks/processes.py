@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
-# Where OpenBLAS, and PyTorch with its own BLAS, read how many threads to use.
+# The variables from which OpenBLAS and PyTorch's BLAS read their number of threads.
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 TOOLS = Path(__file__).resolve().parents[1]
 
@@ -51,7 +51,7 @@ def blas_threads() -> int:
 
 
 def with_threads(threads: int) -> dict[str, str]:
-    """The environment of a run with so many threads of BLAS."""
+    """The environment of a run with this many threads of BLAS."""
     return os.environ | dict.fromkeys(THREADS, str(threads))
 
 

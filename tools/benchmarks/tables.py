@@ -15,6 +15,7 @@ from rich.console import Console
 from benchmarks import paper
 from benchmarks.cells import Cell, Row, find_cells
 from benchmarks.columns import SIZE, grouped
+from benchmarks.generation import measure_generation
 from benchmarks.preferences import measure_objectives
 from benchmarks.processes import Tell, engine_program, run_program, run_python
 from benchmarks.rows import compare, engine_settings, extrapolate, measure
@@ -33,7 +34,8 @@ SIZES = tuple(paper.PEAK_MB)
 MODELS = (*SIZES, "Llama-3.2-1B", "Llama-3.2-3B", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B",
           "SmolLM2-135M", "SmolLM2-360M", "SmolLM2-1.7B", "Gemma-3-1B")  # fmt: skip
 HYBRIDS = ("Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "LFM2-350M", "LFM2-700M", "LFM2-1.2B",
-           "LFM3-1.7B")  # fmt: skip
+           "LFM3-1.7B", "Granite-4.0-H-350M", "Granite-4.0-H-1B", "Gemma-4-E2B",
+           "Gemma-4-E4B")  # fmt: skip
 
 # MeZO's estimate is so noisy that it diverges at the exact methods' learning rate.
 CONVERGENCE_RATES = {"mesp": 0.1, "mebp": 0.1, "mezo": 1e-4}
@@ -85,6 +87,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "defaults": {**_DEMO, "seq_lens": (128,), "steps": 200, "data": None},
     "records": {**_DEMO, "seq_lens": (128, 256, 512), "layers": (), "steps": 60},
     "packing": {**_SIZE, "seq_lens": (64, 128, 256, 512), "steps": 24},
+    "generation": {**_SIZE, "seq_lens": (128,), "steps": 128, "threads": (), "llama": None},
     "packing-gpu": {
         "models": SIZES[:1],
         "seq_lens": (64, 128, 256, 512),
@@ -356,6 +359,19 @@ def with_records(
     return out
 
 
+def generation_rows(bench: Bench) -> Iterator[Row]:
+    """A row for each program and number of texts that are written together."""
+    cells, models = bench.cells(), bench.options["models"]
+    for index, cell in enumerate(cells):
+        model = models[index * len(models) // len(cells)]
+        gguf = Path(model) if model.endswith(".gguf") else None
+        for threads in bench.options["threads"] or (None,):
+            tell = bench.doing(cell, "writing")
+            yield from measure_generation(
+                cell, gguf, bench.options["llama"], bench.steps, threads, bench.work, tell
+            )
+
+
 def preferences_rows(bench: Bench) -> Iterator[Row]:
     """A row for supervised steps and one for each objective."""
     for cell in bench.cells():
@@ -400,7 +416,7 @@ def check_agreement(rows: list[Row]) -> None:
 
 
 class Kind(NamedTuple):
-    """How rows of a table are made, drawn by headings of COLUMNS, and explained."""
+    """The variants, columns and explanation of a table."""
 
     rows: Callable[[Bench], Iterator[Row]]
     x: str | None  # None: the length, or the rank where only that varies
@@ -447,6 +463,14 @@ one block, medians with mesp.reference; the gradient's includes recomputing its 
         ("cosine", "equal signs", "relative error"),
         """Means over draws of z, with mesp.reference in float32, after some exact steps (as B is
 zero at first, so is A's gradient).""",
+    ),
+    "generation": Kind(
+        generation_rows,
+        None,
+        ("decoded tokens/s",),
+        """Prompts of random tokens and so many of the likeliest after them, medians of rounds that
+alternate. CPU: user and system time of all threads. llama.cpp multiplies with activations in 8
+bits, the others in float32. mlx-lm's linear layers are MLX's own.""",
     ),
     "preferences": Kind(
         preferences_rows,

@@ -1,4 +1,4 @@
-"""How it is trained: methods, what is on disk, and memory limits."""
+"""Variants of training: methods, offloading and memory limits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EVERYTHING_MB = 1e6  # more than keeping every intermediate takes
 
 
 class Variant(NamedTuple):
-    """How it is trained. `limit`: one of LIMITS, or MB; `threads`: of products, by default
+    """A variant of training. `limit`: one of LIMITS, or MB; `threads`: of products, by default
     a core each, up to 8."""
 
     method: str

@@ -1,4 +1,4 @@
-"""Whether a bundle's model answers as it should, to the letter."""
+"""Counts the exact answers of a bundle's model."""
 
 from __future__ import annotations
 

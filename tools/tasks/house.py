@@ -13,7 +13,7 @@ import random
 import zlib
 from typing import NamedTuple
 
-HELD_OUT = 5  # one command in so many
+HELD_OUT = 5  # one command in this many
 
 
 class Case(NamedTuple):

@@ -15,7 +15,7 @@ import random
 import zlib
 from typing import NamedTuple
 
-HELD_OUT = 5  # one day and time in so many
+HELD_OUT = 5  # one day and time in this many
 
 # Asked of the model without fine-tuning too.
 INSTRUCTION = "Calendar entry as JSON with title, with, where, day, time: "

@@ -20,7 +20,7 @@ FUSED_HEADS = (64, 80, 128)
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a query and a key make a score: soft_cap(scale · q·k), or -inf where it is not seen."""
+    """The score of a query and a key: soft_cap(scale · q·k), or -inf for a key that is not seen."""
 
     scale: float
     cap: float | None
@@ -44,12 +44,15 @@ def mix_by_attention(
 
     def place(name: str, x: mx.array, rows: slice = everywhere) -> mx.array:
         """Some rows of q or k, as attention takes them."""
-        x = x.astype(mx.float32)
-        return turn(parts.norm(f"self_attn.{name}_norm", x) if mixer.qk_norm else x, rows)
+        return place_rows(mixer, parts, turn, name, x, rows)
 
     q = heads(parts.project("q", x), mixer.num_attention_heads)
-    k = heads(parts.project("k", x, q), mixer.num_key_value_heads)
-    v = heads(parts.project("v", x, k), mixer.num_key_value_heads)
+    if parts.shared:
+        (k, v), keys = parts.shared, parts.shared
+    else:
+        k = heads(parts.project("k", x, q), mixer.num_key_value_heads)
+        v = heads(parts.project("v", x, k), mixer.num_key_value_heads)
+        keys = keys_and_values(mixer, parts, turn, k, v)
     if mixer.head_gate:
         gate = heads(parts.project("g", x, v), mixer.num_attention_heads)
         q = mx.concatenate([q, gate], axis=-1)
@@ -60,12 +63,31 @@ def mix_by_attention(
         attend = partial(fused_attention, parts.fast)
     else:
         attend = attention
-    attn_out = attend(queries, place("k", k), v, partial(place, "q"), scoring).astype(dtype)
+    attn_out = attend(queries, *keys, partial(place, "q"), scoring).astype(dtype)
     if not mixer.gate_dim:
         return [q, k, v, attn_out], attn_out
     gates = mx.sigmoid(gates.swapaxes(1, 2).astype(mx.float32))
     by_head = attn_out.reshape(*gates.shape[:3], mixer.head_dim)
     return [q, k, v, attn_out], (by_head * gates).flatten(2)
+
+
+def place_rows(
+    mixer: AttentionMixer, parts: Parts, turn: Turn, name: str, x: mx.array, rows: slice
+) -> mx.array:
+    """Some rows of q or k through the norm, where there is one, and RoPE, float32."""
+    x = x.astype(mx.float32)
+    return turn(parts.norm(f"self_attn.{name}_norm", x) if mixer.qk_norm else x, rows)
+
+
+def keys_and_values(
+    mixer: AttentionMixer, parts: Parts, turn: Turn, k: mx.array, v: mx.array
+) -> tuple[mx.array, mx.array]:
+    """k and v as attention takes them, in this block and in those that share them."""
+    k = place_rows(mixer, parts, turn, "k", k, slice(0, k.shape[2]))
+    if mixer.v_norm:
+        v = v.astype(mx.float32)
+        v = v * mx.rsqrt(mx.mean(mx.square(v), axis=-1, keepdims=True) + parts.eps)
+    return k, v
 
 
 def soft_cap(scores: mx.array, cap: float | None) -> mx.array:

@@ -24,7 +24,7 @@ from mesp.block_function.mlxfn import (
     functions,
 )
 from mesp.models.architecture import Block
-from mesp.models.mixers import AttentionMixer, GatedDeltaNet
+from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer
 
 Shape = tuple[int, ...]
 _TYPES = {tuple(code): name for name, code in ALLOWED["types"].items()}
@@ -94,7 +94,7 @@ def _signature(
         "1": 1,
         "length": length,
         "hidden": arch.hidden_size,
-        "intermediate": arch.intermediate_size,
+        "intermediate": block.mlp.intermediate_size,
         "lora": block.lora_size(rank),
         "words": words,
     }
@@ -105,6 +105,8 @@ def _signature(
     elif isinstance(mixer, GatedDeltaNet):
         sizes |= {"channels": mixer.conv_dim, "mixed": mixer.values}
         sizes |= {"ba": 2 * mixer.num_value_heads}
+    elif isinstance(mixer, Mamba2Mixer):
+        sizes |= {"channels": mixer.conv_dim, "mixed": mixer.values, "heads": mixer.num_heads}
     codes = _CODES | {"dtype": (DTYPES.index(dtype), dtype.size)}
 
     def array(text: str) -> Array:
@@ -113,7 +115,11 @@ def _signature(
 
     outputs = listed["first"] + listed[mixer.type] + listed["then"]
     outputs += listed["post_norms"] if arch.post_norms else []
-    inputs = listed["inputs"] + (listed["packed"] if packed else [])
+    if arch.per_layer:
+        sizes["per_layer"] = arch.per_layer.size
+    inputs = listed["inputs"] + (listed["per_layer"] if arch.per_layer else [])
+    inputs += listed["shared"] if block.takes_keys else []
+    inputs += listed["packed"] if packed else []
     return [*map(array, inputs)], [*map(array, outputs)]
 
 
@@ -361,7 +367,7 @@ def _check_indices(primitive: Primitive, inputs: list[Array], greatest: dict[int
 
 
 def _greatest(function: Function, id: int) -> int | None:
-    """The greatest value of a constant of integers; None where one is below 0, or it is none."""
+    """The greatest value of a constant of integers; None if one is below 0."""
     array, data = function.constants[id]
     kind = _TYPES[array.dtype]
     if not data or "int" not in kind:

@@ -5,9 +5,12 @@
 and with post norms two more, ``mixer_out`` and ``mlp_out``, which those take. m1, m2, m3 and mixed
 depend on the mixer: of attention they are q, k, v and its output.
 
+A model with embeddings for each layer has one more input, ``per_layer``, and attention without keys
+and values of its own two, those of another block, which it returns as m2 and m3.
+
 The function for packed records takes one array more, ``starts``: of each token the position at
 which its record begins. Attention sees no key before it, a convolution takes zeros there, and a
-gated delta rule forgets its state. Positions go on from record to record, as RoPE makes scores that
+recurrent mixer forgets its state. Positions go on from record to record, as RoPE makes scores that
 depend on the difference of two positions alone.
 
 It is made of plain, differentiable operations: MeBP differentiates it, and on a CPU the self-check
@@ -33,12 +36,13 @@ import mlx.core as mx
 from mesp.block_function.attention import mix_by_attention
 from mesp.block_function.convolution import mix_by_short_convolution
 from mesp.block_function.gated_delta_net import mix_by_gated_delta_net
+from mesp.block_function.mamba2 import mix_by_mamba2
 from mesp.block_function.mlp import ACTIVATIONS, mlp_by_tokens, plain_mlp
 from mesp.block_function.parts import Parts
 from mesp.block_function.projection import projections
 from mesp.models.architecture import Block
 from mesp.models.layout import Layout
-from mesp.models.mixers import AttentionMixer, GatedDeltaNet, ShortConvolution
+from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer, ShortConvolution
 
 BlockFunction = Callable[..., list[mx.array]]
 
@@ -47,6 +51,7 @@ MIX = {
     AttentionMixer: mix_by_attention,
     GatedDeltaNet: mix_by_gated_delta_net,
     ShortConvolution: mix_by_short_convolution,
+    Mamba2Mixer: mix_by_mamba2,
 }
 
 
@@ -55,18 +60,22 @@ def block_function(
 ) -> BlockFunction:
     """The block function for `device` ("cpu" or "gpu"); for a GPU, the plain one or the other.
 
-    It takes x [1, T, hidden], lora [P] float32, scale [] float32, weights [layout.words] uint32
-    and, of packed records, starts [T] int32;
+    It takes x [1, T, hidden], lora [P] float32, scale [] float32, weights [layout.words] uint32,
+    what `Block.given_shapes` names and, of packed records, starts [T] int32;
     T, the LoRA rank and the dtype (x's) are read off the arguments. docs/architecture.md has the
     outputs' shapes. The fused primitives are those of `fast`: `mx.fast`, which has plain operations
     in their place on a CPU, or `mesp.block_function.fused`, which can only be traced there.
     """
     plain = plain or device == "cpu"
 
-    def function(x, lora, scale, weights, starts=None):
-        arrays = layout.unpack(weights)
+    def function(x, lora, scale, weights, *more):
+        arrays, more = layout.unpack(weights), list(more)
         p = projections(block, layout, arrays, lora, scale, device, x.dtype)
-        parts = Parts(p, arrays, block.arch.rms_norm_eps, x.dtype, plain, fast, starts)
+        per_layer = more.pop(0) if block.arch.per_layer else None
+        shared = (more.pop(0), more.pop(0)) if block.takes_keys else None
+        starts = more.pop(0) if more else None
+        eps = block.arch.rms_norm_eps
+        parts = Parts(p, arrays, eps, x.dtype, plain, fast, starts, per_layer, shared)
         return forward(block, parts, x)
 
     return function
@@ -95,4 +104,8 @@ def forward(block: Block, parts: Parts, x: mx.array) -> list[mx.array]:
         mlp_out = y.astype(dtype)
         y = x_mid + norm("post_feedforward_layernorm", mlp_out.astype(mx.float32))
         outputs += [mixer_out, mlp_out]
+    if parts.per_layer is not None:
+        gate = act(parts.project("ple_gate", y)) * parts.per_layer.astype(mx.float32)
+        out = parts.project("ple_out", gate)
+        y = (y + norm("post_per_layer_input_norm", out)) * parts.vector("layer_scalar")
     return [a.astype(dtype) for a in (y, *outputs)]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mesp.block_function import tiles
+from mesp.block_function.chunks import by_chunk, decays, forgetting
 from mesp.block_function.convolution import convolution
 from mesp.block_function.mlp import silu
 from mesp.block_function.parts import Parts
 from mesp.models.mixers import GatedDeltaNet
 
-CHUNK = 64  # tokens, a power of two
-FORGET = -1e4  # the logarithm of a decay that leaves nothing; an infinite one is no Metal constant
 UNIT_EPS = 1e-6  # added to the sum of squares by the norms of q and k, which have no weights
 
 
@@ -72,10 +71,7 @@ def _recurrence(
     )
     # As a logarithm: the decay itself may be 0 in float32, and its logarithm then infinite.
     log_g = -mx.exp(A_log) * mx.logaddexp(a + dt_bias, mx.array(0.0))
-    if parts.starts is not None:  # the first token of a record finds no state
-        follows = mx.arange(parts.starts.size) > parts.starts
-        log_g = mx.where(follows, log_g, mx.array(FORGET))
-    o = delta_rule(q, k, v, log_g, mx.sigmoid(b))
+    o = delta_rule(q, k, v, forgetting(log_g, parts.starts), mx.sigmoid(b))
     return o.swapaxes(0, 1).reshape(1, o.shape[1], -1)
 
 
@@ -103,22 +99,13 @@ def delta_rule(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.
         D = U - W S        O = γ Q S + P D        S ← γ_C S + (δ K)ᵀ D
     """
     Hk, length, _ = q.shape
-    chunk = CHUNK
-    while chunk >= 2 * length:
-        chunk //= 2
-    q, k = (_by_chunk(each, chunk)[:, None] for each in (q, k))
+    q, k = (by_chunk(each)[:, None] for each in (q, k))
     v, log_g, beta = (
-        _by_chunk(each.reshape(Hk, -1, length, last), chunk)
+        by_chunk(each.reshape(Hk, -1, length, last))
         for each, last in ((v, v.shape[-1]), (log_g, 1), (beta, 1))
-    )  # [Hk, Hv / Hk, chunks, chunk, …]
-
-    row, column = mx.arange(chunk)[:, None], mx.arange(chunk)
-    below = row > column
-    # Each sum of logarithms by itself: differences of one running sum would lose digits.
-    between = mx.cumsum(mx.where(below, log_g, 0.0), axis=-2)
-    Gamma = mx.where(row >= column, mx.exp(between), 0.0)
-    gamma = mx.exp(mx.cumsum(log_g, axis=-2))
-    delta = Gamma[..., -1, :, None]
+    )  # [Hk, Hv / Hk, chunks, C, …]
+    Gamma, gamma, delta = decays(log_g)
+    below = mx.arange(k.shape[-2])[:, None] > mx.arange(k.shape[-2])
 
     k_t = k.swapaxes(-1, -2)
     M = unit_inverse(beta * mx.where(below, Gamma * (k @ k_t), 0.0))
@@ -133,15 +120,6 @@ def delta_rule(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.
         S = last[:, :, i] * S + k_t[:, :, i] @ D
     o = mx.concatenate(outputs, axis=-2)
     return o.flatten(0, 1)[:, :length]
-
-
-def _by_chunk(x: mx.array, chunk: int) -> mx.array:
-    """[…, T, n] -> […, chunks, chunk, n], with zeros behind: they neither decay nor write."""
-    missing = -x.shape[-2] % chunk
-    if missing:
-        zeros = mx.zeros((*x.shape[:-2], missing, x.shape[-1]))
-        x = mx.concatenate([x, zeros], axis=-2)
-    return x.reshape(*x.shape[:-2], -1, chunk, x.shape[-1])
 
 
 def unit_inverse(L: mx.array) -> mx.array:

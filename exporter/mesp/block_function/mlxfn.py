@@ -287,7 +287,7 @@ def functions(file: bytes) -> list[Function]:
                 constants[id] = (array, reader.one(f"{array.nbytes}s"))
             function.constants[id] = constants[id]
         elif id not in function.inputs:
-            raise ValueError("an input is none")
+            raise ValueError("an input is missing")
 
     try:
         found = [function() for _ in range(reader.header())]

@@ -22,11 +22,15 @@ class Parts:
     fast: ModuleType
     # Of each token of packed records the position at which its record begins: int32 [T].
     starts: mx.array | None = None
+    # Its layer's part of the tokens' embeddings [1, T, size], where the model has such.
+    per_layer: mx.array | None = None
+    # Keys, after norm and RoPE, and values [1, kv_heads, T, D] of another block, where it has none.
+    shared: tuple[mx.array, mx.array] | None = None
 
-    def norm(self, name: str, x: mx.array) -> mx.array:
-        """RMSNorm by the norm `name`; x's dtype."""
+    def norm(self, name: str, x: mx.array, eps: float | None = None) -> mx.array:
+        """RMSNorm by the norm `name`, with the blocks' ε or its own; x's dtype."""
         function = rms_norm if self.plain else self.fast.rms_norm
-        return function(x, self.arrays[f"{name}.weight"], self.eps)
+        return function(x, self.arrays[f"{name}.weight"], eps or self.eps)
 
     def vector(self, name: str) -> mx.array:
         """A weight that no linear layer has, float32."""

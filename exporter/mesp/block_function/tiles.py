@@ -1,4 +1,4 @@
-"""How large the tiles are that a GPU's block function is cut into."""
+"""The sizes of the tiles of a GPU's block function."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ ATTENTION_ROWS = 32
 # Value heads times tokens in a tile of a gated delta net, and how many heads it has at least: a
 # head's part of the graph takes as much memory as fewer heads would save.
 HEADS_BY_TOKENS = 512
+# The same of Mamba-2, whose heads are smaller.
+STATE_SPACE_HEADS_BY_TOKENS = 2048
 FEWEST_HEADS = 2
 
 

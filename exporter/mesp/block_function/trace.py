@@ -42,6 +42,7 @@ def export_block(
                     lora,
                     mx.array(1.0),
                     weights,
+                    *(mx.zeros(shape, dtype) for shape in block.given_shapes(seq_len)),
                     *([mx.zeros(seq_len, mx.int32)] if packed else []),
                 )
     file = mlxfn.in_layout(Path(path).read_bytes(), mlxfn.LAYOUTS[0])

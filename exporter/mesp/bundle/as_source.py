@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mesp.bundle.reader import Bundle, block_file
+from mesp.models.architecture import PER_LAYER_PROJECTION
 from mesp.models.layout import DTYPES
 from mesp.models.quantization import Quantization
 from mesp.quantization.choose import Quantizations
@@ -40,14 +41,14 @@ class BundleWeights:
             (rows.stop - rows.start) * size,
         )  # fmt: skip
         found = mx.array(data).view(dtype).reshape(-1, *spec.shape[1:])
-        if array == "norm":
+        if name == "model.norm.weight":
             found = found * self.bundle.architecture.logits_scaling
         return found
 
     def quantizations(self) -> Quantizations:
         """Of every matrix, as the shapes of its arrays say."""
         arch = self.bundle.architecture
-        columns = dict.fromkeys(("model.embed_tokens", "lm_head"), arch.hidden_size)
+        columns = {"lm_head": arch.hidden_size} | arch.embedding_columns
         for i, block in enumerate(arch.blocks):
             for module, (_, size) in block.sizes().items():
                 columns[f"model.layers.{i}.{module}"] = size
@@ -63,6 +64,11 @@ class BundleWeights:
         if name.startswith("model.layers."):
             _, _, index, array = name.split(".", 3)
             return block_file(int(index)), array
+        for matrix, entry in self.bundle.manifest.per_layer.items():
+            if name.startswith(f"{matrix}."):
+                return entry.file, name.removeprefix(f"{matrix}.")
+        if name == "model.per_layer_projection_norm.weight":
+            return self.bundle.manifest.per_layer[PER_LAYER_PROJECTION].file, "norm"
         table = "embedding" if name.startswith("model.embed_tokens.") else "head"
         array = "norm" if name == "model.norm.weight" else name.rpartition(".")[2]
         return getattr(self.bundle.manifest, table).file, array

@@ -62,7 +62,7 @@ class Job:
         return manifest
 
     def describe_gguf(self) -> str | None:
-        """How the matrices of a GGUF file were taken; None of another source."""
+        """A sentence on the matrices of a GGUF file; None for another source."""
         if self.source.gguf is None or isinstance(self.weights, RandomWeights):
             return None
         from mesp.source_model.gguf.weights import GGUFWeights
@@ -81,7 +81,7 @@ class Job:
         return excerpts(tokens, self.source, self.architecture, count, length)
 
     def measure(self, sequences: list[list[int]]) -> Loss:
-        """How far the predictions of the bundle, which is written, are from the model's."""
+        """The distance of the written bundle's predictions from the model's."""
         model = SourceModel(self.weights, self.architecture, self.options.quantizations)
         bundle = Bundle(self.options.out, to_run=False)
         return measure_loss(model, as_source(bundle), sequences)
@@ -125,6 +125,11 @@ def prepare(
     arch = Architecture.from_config(source.config)
     if layers and layers > arch.num_hidden_layers:
         raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
+    if layers and arch.per_layer and not random_weights:
+        raise MespError(
+            f"A row of {source.name}'s table of embeddings for each layer holds all layers; leave "
+            "out --layers, or take --random-weights."
+        )
     arch = arch.first(layers or arch.num_hidden_layers)
     quantizations = find_quantizations(
         source.name, source.config, arch, mode, bits, group_size, head_bits
@@ -215,7 +220,7 @@ def export(
         dtype: Of the activations, ``float32`` or ``bfloat16``; by default as the device has it.
         device: ``cpu`` or ``gpu``, for an iPhone ``gpu``; None for what is here.
         random_weights: The model's geometry with random weights.
-        layers: Only so many of the first blocks.
+        layers: The number of blocks, the first ones; all by default.
         seed: Of random weights.
         overwrite: Replace a bundle that is there.
         progress: Called with the progress of the export.

@@ -27,8 +27,8 @@ def write_functions(
     """Writes the block functions, a file for each sequence length; for a GPU plain ones too and,
     with `options.pack`, those for packed records. Each is there in every layout.
 
-    Blocks of one layout and one mixer are a group, with functions of its own for the lengths at
-    which no group before has the same: a window counts only for longer sequences.
+    Blocks of one layout, one mixer and one MLP are a group, with functions of its own for the
+    lengths at which no group before has the same: a window counts only for longer sequences.
     """
     members: dict[tuple[Layout, Block], list[int]] = {}
     for i, described in enumerate(zip(layouts, arch.blocks, strict=True)):
@@ -76,7 +76,7 @@ def write_layouts(bundle: Path, functions: Iterable[str], folder: Path) -> None:
 
 def no_function(path: Path, error: Exception) -> MespError:
     """The error for a file that is not a block function in the layout that it should have."""
-    return MespError(f"{path} is not a function of mesp-export's ({error}); do not use it.")
+    return MespError(f"{path} is not a function that mesp-export wrote ({error}); do not use it.")
 
 
 def write_function(

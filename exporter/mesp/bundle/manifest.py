@@ -15,11 +15,19 @@ from mlx.core import __version__ as MLX  # type: ignore[attr-defined]
 from mesp.block_function.mlxfn import LAYOUTS, layout_of
 from mesp.errors import MespError
 from mesp.files import create, inside, read_object
-from mesp.models.architecture import Architecture
+from mesp.models.architecture import (
+    PER_LAYER_EMBEDDING,
+    PER_LAYER_PROJECTION,
+    Architecture,
+)
 from mesp.models.layout import Layout
 from mesp.models.quantization import Quantization
 
-FORMAT = 4
+FORMAT = 5
+PER_LAYER = {
+    "per_layer_embedding": PER_LAYER_EMBEDDING,
+    "per_layer_projection": PER_LAYER_PROJECTION,
+}
 MODEL = ("id", "revision", "license")
 # The folders of the functions in the layouts after the first.
 LAYOUT_FOLDERS = {layout: f"mlx-{layout}" for layout in LAYOUTS[1:]}
@@ -85,7 +93,7 @@ class ModelName:
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """Blocks of one layout and one mixer, and their functions' files by length.
+    """Blocks of one layout, one mixer and one MLP, and their functions' files by length.
 
     `packed_functions` are those that a GPU trains packed records with; there may be none.
     """
@@ -203,6 +211,8 @@ class Manifest:
     blocks: tuple[BlockGroup, ...]
     embedding: Table
     head: Table
+    # Of the matrices that embeddings for each layer are made with, by their names.
+    per_layer: Mapping[str, Table] = field(default_factory=dict)
     data: Mapping[str, DataSplit] = field(default_factory=dict)
     files: tuple[File, ...] = ()
     mlx_version: str = LAYOUTS[0]
@@ -248,6 +258,9 @@ class Manifest:
             blocks=tuple(map(BlockGroup.of, entries["blocks"])),
             embedding=Table.of(entries["embedding"]),
             head=Table.of(entries["head"]),
+            per_layer={
+                name: Table.of(entries[key]) for key, name in PER_LAYER.items() if key in entries
+            },
             data={split: DataSplit.of(entry) for split, entry in data.items()},
             files=tuple(
                 File(each["path"], each["size"], each["sha256"]) for each in entries["files"]
@@ -273,6 +286,11 @@ class Manifest:
             "blocks": [group.to_json() for group in self.blocks],
             "embedding": self.embedding.to_json(),
             "head": self.head.to_json(),
+            **{
+                key: self.per_layer[name].to_json()
+                for key, name in PER_LAYER.items()
+                if name in self.per_layer
+            },
             "data": {split: each.to_json() for split, each in self.data.items()},
             "files": [asdict(each) for each in self.files],
         }

@@ -28,13 +28,20 @@ from mesp.errors import MespError
 from mesp.files import read_bytes, read_object
 from mesp.models.architecture import Architecture
 from mesp.models.families import FAMILIES
-from mesp.models.layout import DTYPE_OF, DTYPES, Layout, block_layout, table_layout
+from mesp.models.layout import (
+    DTYPE_OF,
+    DTYPES,
+    Layout,
+    block_layout,
+    per_layer_layout,
+    table_layout,
+)
 from mesp.models.names import CONVOLUTIONS, name_there
 from mesp.models.quantization import Quantization
 
 
 def block_file(index: int) -> str:
-    """Where a block's weights are."""
+    """The file of a block's weights."""
     return f"blocks/{index:02d}.bin"
 
 
@@ -68,20 +75,27 @@ class Bundle:
             raise damaged(self.path) from error
 
     def _check_groups(self) -> None:
-        """Raises ValueError unless each block is in one group, of one mixer, and every layout
-        holds the architecture's arrays."""
+        """Raises ValueError unless each block is in one group, of one mixer and MLP, and every
+        layout holds the architecture's arrays."""
         arch, dtype = self.architecture, self.manifest.dtype
         layers = [layer for group in self.manifest.blocks for layer in group.layers]
         if sorted(layers) != list(range(arch.num_hidden_layers)):
             raise ValueError("a block is in no group, or in several")
         for group in self.manifest.blocks:
-            if len({arch.layers[layer] for layer in group.layers}) != 1:
-                raise ValueError("blocks of a group differ in their mixer")
+            kinds = {(arch.layers[layer], arch.mlp_layers[layer]) for layer in group.layers}
+            if len(kinds) != 1:
+                raise ValueError("blocks of a group differ in their mixer or their MLP")
         expected = self.layouts_in(dtype)
         for group in self.manifest.blocks:
             _check_arrays(group.layout, expected[block_file(group.layers[0])])
-        for table in (self.manifest.embedding, self.manifest.head):
+        for table in self.tables():
             _check_arrays(table.layout, expected[table.file])
+
+    def tables(self) -> list[Table]:
+        """The files of weights beside the blocks'."""
+        return [
+            self.manifest.embedding, self.manifest.head, *self.manifest.per_layer.values()
+        ]  # fmt: skip
 
     def _check_files(self) -> None:
         """Raises ValueError unless each file that the manifest names is in its list, and each
@@ -112,7 +126,7 @@ class Bundle:
         files = {
             block_file(i): group.layout for group in self.manifest.blocks for i in group.layers
         }
-        for table in (self.manifest.embedding, self.manifest.head):
+        for table in self.tables():
             files[table.file] = table.layout
         return files
 
@@ -135,6 +149,12 @@ class Bundle:
             quantization = Quantization.of(files[table.file], "", arch.hidden_size)
             norm = table is self.manifest.head or arch.tie_word_embeddings
             files[table.file] = table_layout(arch, quantization, dtype, norm)
+        if self.manifest.per_layer.keys() != arch.per_layer_shapes.keys():
+            raise ValueError("it has embeddings for each layer, or lacks them")
+        for name, table in self.manifest.per_layer.items():
+            _, columns = arch.per_layer_shapes[name]
+            quantization = Quantization.of(files[table.file], "", columns)
+            files[table.file] = per_layer_layout(arch, name, quantization, dtype)
         return files
 
     def function_names(self) -> set[str]:
@@ -171,6 +191,16 @@ class Bundle:
         """The output projection's arrays as in `embedding`, and ``norm``, the final RMSNorm's."""
         return self._table(self.manifest.head)
 
+    def per_layer(self) -> dict[str, mx.array]:
+        """The arrays of the matrices that embeddings for each layer are made with, by mlx-lm's
+        names; none where the model has no such embeddings."""
+        arrays = {}
+        for name, table in self.manifest.per_layer.items():
+            for part, array in self._table(table).items():
+                whole = "model.per_layer_projection_norm.weight"
+                arrays[whole if part == "norm" else f"{name}.{part}"] = array
+        return arrays
+
     def to_mlx_lm(self) -> nn.Module:
         """The weights, quantized as they are, as mlx-lm's model.
 
@@ -199,6 +229,7 @@ class Bundle:
         tables |= {} if arch.is_tied_in_mlx_lm else {"lm_head": head}
         for table, arrays in tables.items():
             weights |= {f"{table}.{part}": a for part, a in arrays.items() if part != "norm"}
+        weights |= self.per_layer()
         for index in range(arch.num_hidden_layers):
             block = self.block(index)
             norms = arch.blocks[index].norms()
@@ -293,7 +324,7 @@ class Bundle:
         return self._map(self._data(split).file)
 
     def examples(self, split: str) -> np.ndarray | None:
-        """Where in `tokens` each example lies: uint32 [M, 2], mapped; None for a packed stream.
+        """The range of each example in `tokens`: uint32 [M, 2], mapped; None for a packed stream.
 
         A row is (start, length): the tokens [start, start + length).
         """

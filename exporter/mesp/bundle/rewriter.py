@@ -77,6 +77,10 @@ def rewrite_bundle(
         for entry in kept:
             link(source / entry.path, folder / entry.path)
         embedding, head = (table.file for table in (manifest.embedding, manifest.head))
+        per_layer = {
+            name: Table(table.file, layouts[table.file])
+            for name, table in manifest.per_layer.items()
+        }
         manifest = replace(
             manifest,
             mlx_version=LAYOUTS[0],
@@ -88,6 +92,7 @@ def rewrite_bundle(
             blocks=groups,
             embedding=Table(embedding, layouts[embedding]),
             head=Table(head, layouts[head]),
+            per_layer=per_layer,
             files=tuple(sorted([*kept, *written], key=lambda entry: entry.path)),
         )
         manifest.write(folder)

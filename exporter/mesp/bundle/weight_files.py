@@ -10,13 +10,31 @@ import mlx.core as mx
 import numpy as np
 
 from mesp.bundle.export_options import ExportOptions
-from mesp.models.architecture import Architecture, Block
-from mesp.models.layout import DTYPES, Layout, Piece, block_layout, table_layout
+from mesp.models.architecture import (
+    PER_LAYER_EMBEDDING,
+    PER_LAYER_PROJECTION,
+    Architecture,
+    Block,
+)
+from mesp.models.layout import (
+    DTYPES,
+    Layout,
+    Piece,
+    block_layout,
+    per_layer_layout,
+    table_layout,
+)
 from mesp.models.weights import Weights, norm
 from mesp.quantization.choose import Quantizations
 from mesp.quantization.quantize_rows import Quantizer, least_squares_of, matrix_pieces, nearest
 from mesp.source_model.moments import Moments
 
+# The files of the matrices that embeddings for each layer are made with. A GPU would hold all of a
+# file of which it reads a part, so the table, of which it reads some rows, has one of its own.
+PER_LAYER = {
+    PER_LAYER_EMBEDDING: "per_layer_embedding.bin",
+    PER_LAYER_PROJECTION: "per_layer_projection.bin",
+}
 WeightFiles = dict[str, tuple[Layout, Iterable[Piece]]]  # by path
 
 
@@ -48,6 +66,10 @@ def weight_files(
             table_pieces(weights, name, layout, arch, quantizations, moments) if weights else ()
         )
         files[file] = layout, pieces
+    for name in arch.per_layer_shapes:
+        layout = per_layer_layout(arch, name, quantizations.of(name), options.dtype)
+        pieces = per_layer_pieces(weights, name, layout, arch, quantizations) if weights else ()
+        files[PER_LAYER[name]] = layout, pieces
     return files
 
 
@@ -90,6 +112,16 @@ def table_pieces(
     if is_head:
         final = norm(weights, "model.norm.weight", layout["norm"].shape, arch)
         yield "norm", 0, final / arch.logits_scaling
+
+
+def per_layer_pieces(
+    weights: Weights, name: str, layout: Layout, arch: Architecture, quantizations: Quantizations
+) -> Iterator[Piece]:
+    """The arrays of the file of a matrix that embeddings for each layer are made with."""
+    yield from matrix_pieces(weights, name, layout, "", quantizations, nearest)
+    if "norm" in layout:
+        its = "model.per_layer_projection_norm.weight"
+        yield "norm", 0, norm(weights, its, layout["norm"].shape, arch)
 
 
 def write_weights(

@@ -12,7 +12,13 @@ from mesp.bundle.data_files import write_data
 from mesp.bundle.export_options import ExportOptions
 from mesp.bundle.function_files import write_functions
 from mesp.bundle.manifest import Manifest, ModelName, Table, describe_files
-from mesp.bundle.weight_files import WeightFiles, weight_bytes, weight_files, write_weights
+from mesp.bundle.weight_files import (
+    PER_LAYER,
+    WeightFiles,
+    weight_bytes,
+    weight_files,
+    write_weights,
+)
 from mesp.data.examples import Split
 from mesp.data.load import load, random_data
 from mesp.errors import MespError, plain_os_errors
@@ -94,6 +100,9 @@ def write_model(
         blocks=tuple(groups),
         embedding=Table("embedding.bin", layouts["embedding.bin"]),
         head=Table(head, layouts[head]),
+        per_layer={
+            name: Table(PER_LAYER[name], layouts[PER_LAYER[name]]) for name in arch.per_layer_shapes
+        },
     )
 
 
@@ -153,6 +162,11 @@ def write_texts(
         "num_hidden_layers": arch.num_hidden_layers,
         "tie_word_embeddings": arch.is_tied_in_mlx_lm,
     }
+    if "num_kv_shared_layers" in config:
+        mixers = [block.mixer for block in arch.blocks]
+        config["num_kv_shared_layers"] = sum(
+            getattr(mixer, "keys_of", None) is not None for mixer in mixers
+        )
     for key in ("layer_types", "no_rope_layers"):  # one entry a block
         if isinstance(config.get(key), list):
             config[key] = config[key][: arch.num_hidden_layers]

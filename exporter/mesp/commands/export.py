@@ -158,7 +158,7 @@ def main(
 
 
 def describe_loss(loss: Loss) -> str:
-    """How far the predictions of a bundle are from those of its source."""
+    """The distance of a bundle's predictions from those of its source."""
     before, after = loss.perplexities
     return (
         f"KL to the source {loss.kl.mean():.4f} nats, perplexity {before:.2f} -> {after:.2f}, on "

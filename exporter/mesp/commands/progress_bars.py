@@ -1,4 +1,4 @@
-"""How far an export, a training run or an evaluation is, on standard error."""
+"""The progress of an export, a training run or an evaluation, on standard error."""
 
 from __future__ import annotations
 

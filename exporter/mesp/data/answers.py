@@ -1,4 +1,4 @@
-"""Where a conversation's answers are among its token ids, as its chat template writes them."""
+"""Finds a conversation's answers among its token ids, as its chat template writes them."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def _spans(
         said = content.split("</think>")[-1].strip() if isinstance(content, str) else ""
         if min(start, at) < 0 or said not in text[start:stop]:
             raise MespError(
-                "the chat template rewrites the conversation, so where its answers are cannot be "
-                f"told: {NOT_FOUND}"
+                "the chat template rewrites the conversation, so its answers cannot be located: "
+                f"{NOT_FOUND}"
             )
         spans.append((start, stop))
     return spans
@@ -70,8 +70,8 @@ def _spans(
 def _start(
     tokenizer: Any, text: str, since: int, before: list[dict[str, Any]], tools: list[Any] | None
 ) -> int:
-    """Where in `text` the answer to the messages `before` it begins, from the end `since` of the
-    answer before it; -1 where that cannot be told."""
+    """The place in `text` of the answer to the messages `before` it, after the end `since` of the
+    answer before it; -1 if it cannot be found."""
     # No template can be asked to begin a conversation.
     context = before or [{"role": "user", "content": PROBE}]
     told = _render(tokenizer, context, tools)
@@ -104,7 +104,7 @@ def _encode(tokenizer: Any, text: str) -> dict[str, Any]:
 
 
 def _agreed(a: Sequence, b: Sequence) -> int:
-    """How far two texts, or two lists of ids, are the same."""
+    """The length of the common beginning of two texts, or of two lists of ids."""
     return sum(1 for _ in takewhile(bool, map(eq, a, b)))
 
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How data is taken: with `pack` text as one stream and of other records several a sequence
+    """How to read data: with `pack` text as one stream and of other records several a sequence
     (None: only text), what is in the loss, one of `LOSS_ON` (None: the answers, of text all), what
     becomes of examples longer than the longest sequence, ``cut`` or ``split``, what of a dataset is
     the `selection`, and whether prompts and answers that are strings go through the chat template

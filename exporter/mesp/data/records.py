@@ -76,7 +76,7 @@ def read_object(where: str, line: str, records: str) -> dict[str, Any]:
     try:
         record = parse_json(line)
     except UnicodeEncodeError as error:
-        raise MespError(f"{where} has half a character, as \\ud83d alone is; mend it.") from error
+        raise MespError(f"{where} has half a character, as \\ud83d alone is; fix it.") from error
     except ValueError as error:
         raise MespError(f"{where} is not JSON.") from error
     if not isinstance(record, dict):

@@ -1,4 +1,4 @@
-"""Where data comes from: files, folders, datasets on the Hugging Face Hub, or a built-in text."""
+"""Sources of data: files, folders, datasets on the Hugging Face Hub, or a built-in text."""
 
 from __future__ import annotations
 

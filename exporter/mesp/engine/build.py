@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 # Installed editable, the package lies in exporter/ of the checkout it came from.
 CHECKOUT = Path(__file__).resolve().parents[3]
-# Where `setup.py` puts the package of SwiftPM, as in a checkout.
+# The folder into which `setup.py` puts the Swift package, laid out as in a checkout.
 SOURCES = Path(__file__).with_name("sources")
 
 
@@ -53,7 +53,7 @@ def find_engine(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
 
 
 def engine_path() -> Path:
-    """Where the engine is, or would be: as `find_engine`, which builds it."""
+    """The path of the engine, which `find_engine` builds."""
     if named := os.environ.get("MESP_ENGINE"):
         return Path(named)
     return built_engine(CHECKOUT) if has_sources(CHECKOUT) else cached_engine(SOURCES, mlx_folder())
@@ -65,7 +65,7 @@ def has_sources(folder: Path) -> bool:
 
 
 def built_engine(checkout: Path) -> Path:
-    """Where a checkout's engine is, once it is built."""
+    """The path of a checkout's engine."""
     return checkout / ".build" / "release" / "mesp-engine"
 
 
@@ -128,7 +128,7 @@ def user_cache() -> Path:
 
 
 def cached_engine(sources: Path, mlx: Path) -> Path:
-    """Where the engine is that is built of these sources with this `mlx` package, once it is.
+    """The path of the engine of these sources and this `mlx` package.
 
     The engine finds MLX's library by its path: another environment's is another engine.
     """

@@ -89,7 +89,7 @@ def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
 
 
 def describe_privacy(settings: TrainSettings, examples: int, steps: int) -> str:
-    """The ε of so many steps of a run with DP-SGD, in a sentence."""
+    """The ε of this many steps of a run with DP-SGD, in a sentence."""
     if not settings.dp_noise:
         return "Differential privacy: none, as gradients are clipped and get no noise."
     sampled = settings.batch_size / examples

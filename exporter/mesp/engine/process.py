@@ -271,7 +271,7 @@ def generate(
 
 
 class Score(NamedTuple):
-    """How likely a continuation is: in nats, and whether greedy choice would write it."""
+    """The log-likelihood of a continuation in nats, and whether greedy choice would write it."""
 
     log_likelihood: float
     is_greedy: bool
@@ -284,13 +284,13 @@ class Evaluator:
         self._engine = engine
 
     def choices(self, prompt: Sequence[int], choices: Sequence[Sequence[int]]) -> list[Score]:
-        """How likely each of the `choices` is after the `prompt`, which is computed once."""
+        """The log-likelihood of each choice after the `prompt`, which is computed once."""
         request = {"type": "choices", "prompt": list(prompt), "choices": [*map(list, choices)]}
         record = self._engine.ask(request)
         return [*map(Score, record["log_likelihoods"], record["greedy"])]
 
     def text(self, tokens: Sequence[int], window: int) -> float:
-        """The log-likelihood in nats of all `tokens` but the first, in windows of so many."""
+        """The log-likelihood in nats of all `tokens` but the first, in windows of `window`."""
         request = {"type": "text", "tokens": list(tokens), "window": window}
         return float(self._engine.ask(request)["log_likelihood"])
 

@@ -335,7 +335,7 @@ class TrainSettings(Settings):
         if unknown := [name for name in given if name not in known]:
             raise MespError(f"There is no setting {unknown[0]}; there are {', '.join(known)}.")
         if given.get("steps") is None:
-            raise MespError("Say how many steps to train: steps=N.")
+            raise MespError("Set the number of steps: steps=N.")
         return cls(**given)
 
     def completed(self, manifest: Manifest, paper: bool = False) -> TrainSettings:

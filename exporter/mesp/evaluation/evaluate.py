@@ -1,4 +1,4 @@
-"""How good a bundle's model is, with adapters and without, scored by mesp-engine."""
+"""Scores a bundle's model with mesp-engine, with adapters and without."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def evaluate(
         adapters: A folder of adapters, or several, to compare with the base model.
         base: Whether the base model is measured too.
         tasks: Tasks of lm-evaluation-harness, in place of `data`.
-        limit: The first so many records.
+        limit: The number of records, the first ones.
         max_length: The tokens that the model sees at once; longer prompts lose their beginning.
             None: the model's, at most 2,048.
         chat: Whether prompts go into the chat template; None: for answers to write, where the
@@ -153,7 +153,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def context_of(bundle: Path) -> int:
-    """How many tokens the model was made for."""
+    """The number of tokens that the model was made for."""
     try:
         length = read_object(bundle / "config.json").get("max_position_embeddings")
     except (OSError, ValueError) as error:

@@ -19,7 +19,7 @@ from mesp.text import encode, in_template
 
 @dataclass(frozen=True)
 class Options:
-    """How prompts are put, and answers written and compared."""
+    """The form of prompts, and the ways of writing and comparing answers."""
 
     chat: bool | None = None  # None: prompts of tasks, where the tokenizer has a template
     max_tokens: int = 256

@@ -47,7 +47,7 @@ class Model:
         return before, both[len(before) :]
 
     def scores(self, prompt: list[int], continuations: Sequence[list[int]]) -> list[Score]:
-        """How likely each continuation is after the same prompt.
+        """The log-likelihood of each continuation of the same prompt.
 
         Raises MespError where one has no token of its own, or more than `max_length`.
         """

@@ -50,7 +50,7 @@ def rows(adapters: Sequence[Path | None], metrics: Sequence[Sequence[Metric]]) -
 
 
 def table(found: Sequence[Row], width: int = 200) -> str:
-    """The rows as a table of at most so many columns of text."""
+    """The rows as a table of at most `width` columns of text."""
     from rich.console import Console
     from rich.table import Table
 

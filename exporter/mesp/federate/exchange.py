@@ -127,7 +127,7 @@ def clipped(arrays: Arrays, start: Arrays, norm: float) -> Arrays:
 
 
 def drift(clients: list[Arrays], weights: list[float], start: Arrays) -> float:
-    """How far clients are from each other, by how far they went together:
+    """The distance of clients from each other, relative to their common way:
     √(Σ pᵢ ‖wᵢ - w̄‖²) / ‖w̄ - w‖, with w̄ = Σ pᵢ wᵢ; 0 where nobody moved."""
     apart = moved = 0.0
     for name, before in start.items():

@@ -146,7 +146,7 @@ class Rounds:
         shutil.rmtree(partial, ignore_errors=True)
         start = partial / "start"
         settings = self.training | self.evaluation | {"steps": 0, "warmup": 0}
-        # Clients keep theirs in bfloat16, perhaps; a mean of them is none.
+        # Clients keep theirs in bfloat16, perhaps; a mean of them is not.
         settings |= {"lora_dtype": "float32", "output": str(partial / "run")}
         if arrays is not None:
             arch = read_manifest(Path(settings["bundle"])).architecture

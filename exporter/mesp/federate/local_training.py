@@ -38,7 +38,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Trained:
-    """A client's answer to a round's matrices, trained on so many `targets` that counted.
+    """A client's answer to a round's matrices, after training on `targets` targets that counted.
 
     `examples`: the number of records that DP-SGD draws from; None without it.
     """

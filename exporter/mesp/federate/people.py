@@ -34,7 +34,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Split:
-    """How topics are shared out: `iid`, `by-file`, or `dirichlet` with its alpha."""
+    """The way in which topics are shared out: `iid`, `by-file`, or `dirichlet` with its alpha."""
 
     kind: str
     alpha: float = 0.0

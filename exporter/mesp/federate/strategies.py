@@ -196,7 +196,7 @@ class Screened(Strategy):
             self.inner.num_sampled_clients = len(taken)
         averaged, metrics = self.inner.aggregate_train(number, replies)
         if averaged is None:
-            raise MespError(f"The strategy made no adapters of the clients' in round {number}.")
+            raise MespError(f"The strategy returned no adapters in round {number}.")
         arrays = {name: array.astype(np.float32) for name, array in to_numpy(averaged).items()}
         return to_record(self.keep(number, arrays, self.report)), metrics
 

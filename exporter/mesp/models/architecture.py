@@ -10,6 +10,7 @@ from mesp.errors import MespError
 from mesp.models.config_json import complete, unsupported
 from mesp.models.families import FAMILIES, VARIANTS, short
 from mesp.models.mixers import (
+    AttentionMixer,
     Mixer,
     Modules,
     is_positive,
@@ -20,10 +21,20 @@ from mesp.models.mixers import (
     refuse_unsound,
 )
 from mesp.models.mixers_by_layer import mixers_by_layer
+from mesp.models.mlps import (
+    MLP,
+    PerLayerEmbedding,
+    mlp_from_manifest,
+    per_layer_from_manifest,
+)
+
+# The matrices that embeddings for each layer are made with.
+PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer"
+PER_LAYER_PROJECTION = "model.per_layer_model_projection"
 
 
 class Rows(NamedTuple):
-    """Where one of a block's projections lies: these rows of the W of a module, [out, in]."""
+    """The place of one of a block's projections: these rows of the W of a module, [out, in]."""
 
     module: str
     rows: slice
@@ -39,7 +50,6 @@ class Architecture:
 
     model_type: str
     hidden_size: int
-    intermediate_size: int
     vocab_size: int
     rms_norm_eps: float
     tie_word_embeddings: bool
@@ -50,11 +60,13 @@ class Architecture:
     logits_scaling: float
     mlx_prefix: str
     hf_prefix: str
-    mlp: Modules
     biases: tuple[str, ...]
     mixers: tuple[Mixer, ...]
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # of each block its mixer
+    mlps: tuple[MLP, ...]
+    mlp_layers: tuple[int, ...]  # of each block its MLP
     hf_modules: Modules = ()
+    per_layer: PerLayerEmbedding | None = None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Architecture:
@@ -67,7 +79,7 @@ class Architecture:
         except KeyError as error:
             raise MespError(f"The model's config.json lacks {error.args[0]!r}.") from error
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise MespError(f"The model's config.json is not in order ({error}).") from error
+            raise MespError(f"The model's config.json is not valid ({error}).") from error
 
     @classmethod
     def _from_complete(cls, config: dict[str, Any]) -> Architecture:
@@ -85,6 +97,8 @@ class Architecture:
         embedding_scale = family.embedding_scale(config["hidden_size"])
         embedding_scale *= config.get("embedding_multiplier") or 1.0
         mixers = tuple(dict.fromkeys(by_layer))
+        mlp_by_layer = [MLP(family.mlp, width) for width in _mlp_widths(config, by_layer)]
+        mlps = tuple(dict.fromkeys(mlp_by_layer))
         biased = set(family.biases)
         if config.get("attention_bias"):
             biased |= {name for name, _ in family.attention}
@@ -93,7 +107,6 @@ class Architecture:
         return cls(
             model_type=config["model_type"],
             hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
             vocab_size=config["vocab_size"],
             rms_norm_eps=config["rms_norm_eps"] / residual**2,
             tie_word_embeddings=config["tie_word_embeddings"],
@@ -104,11 +117,15 @@ class Architecture:
             logits_scaling=config.get("logits_scaling") or 1.0,
             mlx_prefix=family.mlx_prefix,
             hf_prefix=family.hf_prefix,
-            mlp=family.mlp,
             biases=tuple(name for name, _ in family.attention + family.mlp if name in biased),
             mixers=mixers,
             layers=tuple(map(mixers.index, by_layer)),
+            mlps=mlps,
+            mlp_layers=tuple(map(mlps.index, mlp_by_layer)),
             hf_modules=family.hf_modules,
+            per_layer=PerLayerEmbedding(family.per_layer, config["hidden_size_per_layer_input"])
+            if family.per_layer
+            else None,
         )._checked()
 
     @classmethod
@@ -117,11 +134,13 @@ class Architecture:
         return cls(
             **{
                 **entry,
-                "mlp": modules_from_manifest(entry["mlp"]),
                 "hf_modules": modules_from_manifest(entry.get("hf_modules", [])),
                 "biases": tuple(entry["biases"]),
                 "mixers": tuple(map(mixer_from_manifest, entry["mixers"])),
                 "layers": tuple(entry["layers"]),
+                "mlps": tuple(map(mlp_from_manifest, entry["mlps"])),
+                "mlp_layers": tuple(entry["mlp_layers"]),
+                "per_layer": per_layer_from_manifest(entry.get("per_layer")),
             }
         )._checked()
 
@@ -131,40 +150,65 @@ class Architecture:
 
     def _checked(self) -> Architecture:
         """Itself. Raises ValueError where a field can't be what it says."""
-        for mixer in self.mixers:
-            mixer.check()
+        for each in (*self.mixers, *self.mlps, *([self.per_layer] if self.per_layer else [])):
+            each.check()
+        refuse_unsound(
+            {
+                "layers": self.layers and _index(self.layers, self.mixers),
+                "mlp_layers": len(self.mlp_layers) == len(self.layers)
+                and _index(self.mlp_layers, self.mlps),
+            }
+        )
         cap, joined = self.final_logit_softcapping, list(projections_of(self.hf_modules))
         numbers = [self.rms_norm_eps, self.embedding_scale, self.logits_scaling]
         numbers += [] if cap is None else [cap]
         refuse_unsound(
             {
                 "model_type": self.model_type in FAMILIES,
-                "sizes": all(
-                    map(is_size, (self.hidden_size, self.intermediate_size, self.vocab_size))
-                ),
+                "sizes": all(map(is_size, (self.hidden_size, self.vocab_size))),
                 "numbers": all(map(is_positive, numbers)),
                 "flags": type(self.tie_word_embeddings) is type(self.post_norms) is bool,
                 "prefixes": type(self.mlx_prefix) is type(self.hf_prefix) is str,
                 "hidden_act": self.hidden_act in ("silu", "gelu"),
-                "mlp": sorted(projections_of(self.mlp)) == ["down", "gate", "up"],
                 "biases": set(self.modules) >= set(self.biases),
                 "hf_modules": set(self.modules) >= set(joined) and len(set(joined)) == len(joined),
-                "layers": self.layers
-                and all(type(i) is int and 0 <= i < len(self.mixers) for i in self.layers),
             }
         )
+        for layer, block in enumerate(self.blocks):
+            refuse_unsound({"keys_of": self._has_keys_for(layer, block.mixer)})
         return self
+
+    def _has_keys_for(self, layer: int, mixer: Mixer) -> bool:
+        """Whether a block has keys and values: its own, or those of one before it that has."""
+        owner = getattr(mixer, "keys_of", None)
+        if owner is None:
+            return True
+        if not 0 <= owner < layer:
+            return False
+        its = self.mixers[self.layers[owner]]
+        return (
+            isinstance(its, AttentionMixer)
+            and its.keys_of is None
+            and (its.num_key_value_heads, its.head_dim)
+            == (mixer.num_key_value_heads, mixer.head_dim)
+        )
+
+    @property
+    def owners(self) -> set[int]:
+        """The blocks whose keys and values others take too."""
+        found = {getattr(mixer, "keys_of", None) for mixer in self.mixers}
+        return {owner for owner in found if owner is not None}
 
     @property
     def kinds(self) -> tuple[Block, ...]:
-        """The kinds of block, one for each mixer."""
-        return tuple(Block(self, mixer) for mixer in self.mixers)
+        """The kinds of block: each pair of a mixer and an MLP that some block has, in order."""
+        return tuple(dict.fromkeys(self.blocks))
 
     @property
     def blocks(self) -> tuple[Block, ...]:
         """Of each layer its block."""
-        kinds = self.kinds
-        return tuple(kinds[kind] for kind in self.layers)
+        kinds = zip(self.layers, self.mlp_layers, strict=True)
+        return tuple(Block(self, self.mixers[mixer], self.mlps[mlp]) for mixer, mlp in kinds)
 
     @property
     def num_hidden_layers(self) -> int:
@@ -192,9 +236,16 @@ class Architecture:
 
     def first(self, count: int) -> Architecture:
         """The same without the blocks after the first `count`."""
-        kept = [self.mixers[kind] for kind in self.layers[:count]]
-        mixers = tuple(dict.fromkeys(kept))
-        return replace(self, mixers=mixers, layers=tuple(map(mixers.index, kept)))
+        kept = self.blocks[:count]
+        mixers = tuple(dict.fromkeys(block.mixer for block in kept))
+        mlps = tuple(dict.fromkeys(block.mlp for block in kept))
+        return replace(
+            self,
+            mixers=mixers,
+            layers=tuple(mixers.index(block.mixer) for block in kept),
+            mlps=mlps,
+            mlp_layers=tuple(mlps.index(block.mlp) for block in kept),
+        )
 
     @property
     def mlp_norm(self) -> str:
@@ -206,26 +257,65 @@ class Architecture:
         """The numbers in the model, with those of a tied head counted once."""
         tables = 1 if self.tie_word_embeddings else 2
         ends = (tables * self.vocab_size + 1) * self.hidden_size
+        ends += sum(rows * columns for rows, columns in self.per_layer_shapes.values())
+        ends += self.per_layer.size if self.per_layer else 0
         return ends + sum(block.num_parameters for block in self.blocks)
+
+    @property
+    def per_layer_shapes(self) -> dict[str, tuple[int, int]]:
+        """Of the matrices that embeddings for each layer are made with, by their names."""
+        if self.per_layer is None:
+            return {}
+        width = self.num_hidden_layers * self.per_layer.size
+        return {
+            PER_LAYER_EMBEDDING: (self.vocab_size, width),
+            PER_LAYER_PROJECTION: (width, self.hidden_size),
+        }
+
+    @property
+    def embedding_columns(self) -> dict[str, int]:
+        """The inputs of the matrices outside of the blocks, by their names."""
+        columns = {"model.embed_tokens": self.hidden_size}
+        columns |= {} if self.tie_word_embeddings else {"lm_head": self.hidden_size}
+        return columns | {name: size for name, (_, size) in self.per_layer_shapes.items()}
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a model: its mixer, and the MLP that is the same in all of them."""
+    """A block of a model: its mixer and its MLP."""
 
     arch: Architecture
     mixer: Mixer
+    mlp: MLP
 
     @property
     def modules(self) -> dict[str, tuple[str, ...]]:
         """Its linear layers, and the projections that each computes, in the order of their rows."""
-        return dict(self.mixer.modules + self.arch.mlp)
+        per_layer = self.arch.per_layer
+        return dict(
+            self.mixer.modules + self.mlp.modules + (per_layer.modules if per_layer else ())
+        )
+
+    @property
+    def takes_keys(self) -> bool:
+        """Whether it takes the keys and values of another block."""
+        return isinstance(self.mixer, AttentionMixer) and self.mixer.keys_of is not None
+
+    def given_shapes(self, length: int) -> list[tuple[int, ...]]:
+        """Of what it takes besides its input: its layer's part of the tokens' embeddings, and the
+        keys and values of another block."""
+        shapes: list[tuple[int, ...]] = []
+        if self.arch.per_layer:
+            shapes.append((1, length, self.arch.per_layer.size))
+        if isinstance(self.mixer, AttentionMixer) and self.takes_keys:
+            shapes += [(1, self.mixer.num_key_value_heads, length, self.mixer.head_dim)] * 2
+        return shapes
 
     def projections(self) -> dict[str, Rows]:
-        """Where each of its projections (`q`, …, `down`) lies."""
-        hidden, ff = self.arch.hidden_size, self.arch.intermediate_size
-        shapes = self.mixer.shapes(hidden)
-        shapes |= {"gate": (ff, hidden), "up": (ff, hidden), "down": (hidden, ff)}
+        """The place of each of its projections (`q`, …, `down`)."""
+        hidden = self.arch.hidden_size
+        shapes = self.mixer.shapes(hidden) | self.mlp.shapes(hidden)
+        shapes |= self.arch.per_layer.shapes(hidden) if self.arch.per_layer else {}
         found = {}
         for module, computes in self.modules.items():
             start = 0
@@ -251,14 +341,17 @@ class Block:
         names = ["input_layernorm", "post_attention_layernorm"]
         if self.arch.post_norms:
             names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        if self.arch.per_layer:
+            names += ["post_per_layer_input_norm"]
         return {f"{name}.weight": self.arch.hidden_size for name in names} | self.mixer.norms()
 
     def vectors(self) -> dict[str, tuple[int, ...]]:
         """The shapes of its other weights that no linear layer has, by their names."""
-        return self.mixer.vectors(self.arch.hidden_size)
+        scalar: dict[str, tuple[int, ...]] = {"layer_scalar": (1,)} if self.arch.per_layer else {}
+        return self.mixer.vectors(self.arch.hidden_size) | scalar
 
     def lora_size(self, rank: int) -> int:
-        """How many LoRA parameters of this rank it has."""
+        """The number of LoRA parameters of this rank."""
         return rank * sum(out + inp for out, inp in self.sizes().values())
 
     @property
@@ -271,3 +364,15 @@ class Block:
     def within(self, length: int) -> Block:
         """The same for sequences of `length` tokens; see `AttentionMixer.within`."""
         return replace(self, mixer=self.mixer.within(length))
+
+
+def _mlp_widths(config: dict[str, Any], mixers: list[Mixer]) -> list[int]:
+    """Of each layer; Gemma 4 may have those twice as wide that have no keys and values."""
+    width = config["intermediate_size"]
+    wide = 2 * width if config.get("use_double_wide_mlp") else width
+    return [wide if getattr(mixer, "keys_of", None) is not None else width for mixer in mixers]
+
+
+def _index(layers: tuple[Any, ...], kinds: tuple[Any, ...]) -> bool:
+    """Whether each layer's number is that of a kind."""
+    return all(type(i) is int and 0 <= i < len(kinds) for i in layers)

@@ -45,7 +45,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         if isinstance(config.get(key), int | float) and not 0 < config[key] <= most:
             raise unsupported(key, config[key])
     config |= family.read(config)
-    rope = config.pop("rope_parameters", None) or {}
+    rope = by_type = config.pop("rope_parameters", None) or {}
     if "full_attention" in rope:
         sliding, rope = rope.get("sliding_attention"), rope["full_attention"]
         if sliding:
@@ -59,6 +59,8 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         raise unsupported("rope_scaling", scaling)
     named = {**scaling, "type": kind, "rope_type": kind}
     config["rope_scaling"] = None if kind == "default" else named
+    if family.rope_by_type:
+        config["rope_parameters"] = by_type
     # mlx-lm reads these of some families there alone, where there is one base.
     if (rope or family.texts) and "rope_local_base_freq" not in config:
         keys = ("rope_theta", "partial_rotary_factor")

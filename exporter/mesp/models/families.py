@@ -34,6 +34,7 @@ GATED_DELTA_NET: Modules = (
 )
 HEAD_GATE: Modules = (("self_attn.g_proj", ("g",)),)
 SHORT_CONVOLUTION: Modules = (("conv.in_proj", ("in",)), ("conv.out_proj", ("out",)))
+MAMBA2: Modules = (("mamba.in_proj", ("in",)), ("mamba.out_proj", ("out",)))
 _LFM_MLP: Modules = (
     ("feed_forward.w1", ("gate",)),
     ("feed_forward.w3", ("up",)),
@@ -55,7 +56,8 @@ def short(module: str) -> str:
 # The short names of all modules that some model has, in the order of the projections.
 TRAINABLE = (
     "q", "k", "v", "qkv", "g", "o", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in",
-    "out", "gate", "up", "gate_up", "down", "w1", "w3", "w2",
+    "out", "gate", "up", "gate_up", "down", "w1", "w3", "w2", "per_layer_input_gate",
+    "per_layer_projection",
 )  # fmt: skip
 
 
@@ -67,7 +69,10 @@ class Family:
     mlp: Modules = SEPARATE_MLP
     biases: tuple[str, ...] = ()  # modules that have one, whatever the config.json says
     qk_norm: bool = False
+    v_norm: bool = False
+    per_layer: Modules = ()  # the linear layers of embeddings for each layer; none: it has none
     output_gate: bool = False
+    rope_by_type: bool = False  # mlx-lm reads `rope_parameters` by the type of a layer
     post_norms: bool = False
     norm_offset: int = 0  # a norm multiplies by this plus the weight in the checkpoint
     # Norms and linear layers that checkpoints name otherwise, by their names here.
@@ -227,6 +232,35 @@ _GEMMA3 = replace(
         "rope_local_base_freq": 1e4,
     },
 )
+_GEMMA4 = Family(
+    qk_norm=True,
+    v_norm=True,
+    per_layer=(
+        ("per_layer_input_gate", ("ple_gate",)),
+        ("per_layer_projection", ("ple_out",)),
+    ),
+    post_norms=True,
+    rope_by_type=True,
+    activation="gelu_pytorch_tanh",
+    full_every=5,
+    embedding_scale=_GEMMA3.embedding_scale,
+    takes=("partial_rotary_factor",),
+    defaults={
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "query_pre_attn_scalar": 1,  # the norm of q holds the scale
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 512,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+        },
+    },
+)
 FAMILIES = {
     "qwen2": _QWEN2,
     "qwen2_5_vl": _in_several(_QWEN2, "qwen2_5_vl_text"),
@@ -237,10 +271,17 @@ FAMILIES = {
     "granite": replace(_LLAMA, takes=(*_LLAMA.takes, *_GRANITE_FACTORS)),
     "granitemoehybrid": Family(
         hf_modules=_SHARED_MLP,
+        other_layers="mamba",
         takes=("attention_bias", *_GRANITE_FACTORS),
         defaults={
             **dict.fromkeys(_GRANITE_FACTORS, 1.0),
             "attention_bias": False,
+            "mamba_d_conv": 4,
+            "mamba_d_head": "auto",
+            "mamba_d_state": 256,
+            "mamba_expand": 2,
+            "mamba_n_groups": 1,
+            "mamba_n_heads": 128,
             "position_embedding_type": None,
             "shared_intermediate_size": 1024,
             "tie_word_embeddings": False,
@@ -267,6 +308,8 @@ FAMILIES = {
             "num_key_value_heads": 4,
         },
     ),
+    "gemma4_text": _GEMMA4,
+    "gemma4": _in_several(_GEMMA4, "gemma4_text"),
     "qwen3_5": _in_several(_QWEN3_5, "qwen3_5_text"),
     "qwen3_5_text": _QWEN3_5,
     "lfm2": Family(
@@ -337,6 +380,9 @@ VARIANTS = {
     "use_bidirectional_attention": False,
     "attn_output_gate": True,
     "conv_bias": False,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "time_step_limit": [0.0, math.inf],
     "use_attention_gate": True,
     "use_sandwich_norm": True,
     "embedding_multiplier": 1.0,
@@ -346,6 +392,9 @@ VARIANTS = {
     "sparse_config": None,
     "num_experts": 0,
     "num_local_experts": 0,
+    "enable_moe_block": False,
+    "attention_k_eq_v": False,
+    "num_global_key_value_heads": None,
 }
 
 # Other models that mlx-lm can run, by `model_type`, and the parts that the trainer lacks.
@@ -362,8 +411,8 @@ LACKING = {
     "hunyuan_v1_dense": "it norms q and k after RoPE",
     "gemma": "its activation in mlx-lm is not the one that it was trained with",
     **dict.fromkeys(
-        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
-        "it has embeddings for each layer, and layers that share keys and values",
+        ("gemma3n", "gemma3n_text"),
+        "each of its blocks has four streams, of which one is computed and the others predicted",
     ),
     **dict.fromkeys(("mamba", "mamba2", "falcon_h1", "nemotron_h", "jamba"), "it has Mamba mixers"),
     **dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Where the arrays of a weight file lie (docs/architecture.md has the format)."""
+"""The layout of the arrays of a weight file (docs/architecture.md has the format)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mesp.models.architecture import Architecture, Block
+from mesp.models.architecture import PER_LAYER_PROJECTION, Architecture, Block
 from mesp.models.quantization import Quantization
 
 PAGE = 16384  # bytes: the page of Apple's processors; weight files are whole pages, to be mapped
@@ -22,12 +22,13 @@ DTYPES = {
 }
 DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # of a bundle, by device, where none is asked for
 
-KEPT_WIDE = ("linear_attn.A_log",)  # float32 whatever the bundle's dtype: its exponential counts
+# float32 whatever the bundle's dtype: the exponential of A_log counts, and Δ and D are by head.
+KEPT_WIDE = ("linear_attn.A_log", "mamba.A_log", "mamba.dt_bias", "mamba.D")
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Where an array lies in a weight file: `offset` in 32-bit words."""
+    """The place of an array in a weight file: `offset` in 32-bit words."""
 
     name: str
     offset: int
@@ -103,6 +104,17 @@ def table_layout(arch: Architecture, quantization: Quantization, dtype: str, nor
     arrays = quantization.arrays("", arch.vocab_size, arch.hidden_size, dtype)
     if norm:
         arrays.append(("norm", (arch.hidden_size,), dtype))
+    return Layout.of(arrays)
+
+
+def per_layer_layout(
+    arch: Architecture, name: str, quantization: Quantization, dtype: str
+) -> Layout:
+    """The layout of the file of one of the matrices that embeddings for each layer are made with;
+    behind the projection it has the norm of what that gives."""
+    arrays = quantization.arrays("", *arch.per_layer_shapes[name], dtype)
+    if arch.per_layer and name == PER_LAYER_PROJECTION:
+        arrays.append(("norm", (arch.per_layer.size,), dtype))
     return Layout.of(arrays)
 
 

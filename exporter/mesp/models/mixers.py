@@ -29,6 +29,8 @@ class AttentionMixer:
     frequencies: tuple[float, ...]
     rope_scale: float = 1.0  # multiplies the rotated part of q and k
     sliding_window: int | None = None  # a query at t sees the keys t - window + 1 … t
+    v_norm: bool = False  # v over its root mean square, as RMSNorm without a weight
+    keys_of: int | None = None  # the block whose keys and values it takes; None: its own
 
     @property
     def head_gate(self) -> bool:
@@ -41,7 +43,7 @@ class AttentionMixer:
         return self.head_dim if self.output_gate else int(self.head_gate)
 
     def within(self, length: int) -> AttentionMixer:
-        """The same for sequences of `length` tokens: a window of that many or more is none."""
+        """The same for sequences of `length` tokens: a window of that many or more is no limit."""
         unlimited = self.sliding_window is None or self.sliding_window >= length
         return replace(self, sliding_window=None) if unlimited else self
 
@@ -50,16 +52,20 @@ class AttentionMixer:
         heads = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         queries = 2 * heads if self.output_gate else heads
-        return {
-            "q": (queries, hidden),
-            "k": (keys, hidden),
-            "v": (keys, hidden),
-            "o": (hidden, heads),
-        } | ({"g": (self.num_attention_heads, hidden)} if self.head_gate else {})
+        shapes = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden)}
+        shapes |= {"o": (hidden, heads), "g": (self.num_attention_heads, hidden)}
+        return {name: shapes[name] for name in self._projections}
+
+    @property
+    def _projections(self) -> str:
+        """The names of its projections."""
+        own = "qkvo" if self.keys_of is None else "qo"
+        return f"{own}g" if self.head_gate else own
 
     def norms(self) -> dict[str, int]:
         """The lengths of its norms, by the names of their weights."""
-        return {f"self_attn.{each}_norm.weight": self.head_dim for each in "qk" if self.qk_norm}
+        normed = [each for each in "qk" if self.qk_norm and each in self._projections]
+        return {f"self_attn.{each}_norm.weight": self.head_dim for each in normed}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """The shapes of its other weights that no linear layer has."""
@@ -76,13 +82,13 @@ class AttentionMixer:
             {
                 "sizes": all(map(is_size, sizes)),
                 "numbers": all(map(is_positive, numbers)),
-                "flags": type(self.qk_norm) is type(self.output_gate) is bool,
+                "flags": type(self.qk_norm) is type(self.output_gate) is type(self.v_norm) is bool,
                 "gates": not (self.output_gate and self.head_gate),
                 "num_key_value_heads": self.num_attention_heads % self.num_key_value_heads == 0,
                 "frequencies": 2 * len(self.frequencies) <= self.head_dim
                 and all(is_positive(f) or (type(f) is float and f == 0) for f in self.frequencies),
-                "modules": sorted(projections_of(self.modules))
-                == sorted("qkvog" if self.head_gate else "qkvo"),
+                "modules": sorted(projections_of(self.modules)) == sorted(self._projections),
+                "keys_of": self.keys_of is None or type(self.keys_of) is int,
             }
         )
 
@@ -191,8 +197,79 @@ class ShortConvolution:
         )
 
 
-Mixer = AttentionMixer | GatedDeltaNet | ShortConvolution
-_TYPES = {each.type: each for each in (AttentionMixer, GatedDeltaNet, ShortConvolution)}
+@dataclass(frozen=True)
+class Mamba2Mixer:
+    """A state for each head, which decays and is written to (Dao & Gu, arXiv:2405.21060).
+
+    The projection gives z, xBC and dt side by side, of which xBC goes through a causal convolution
+    of each channel and silu.
+    """
+
+    type: ClassVar[str] = "mamba2"
+    out: ClassVar[str] = "out"
+
+    modules: Modules
+    num_heads: int
+    head_dim: int
+    num_groups: int  # of heads that share B and C
+    state_size: int  # the numbers of B, and of C
+    kernel_size: int  # tokens that the convolution sees
+    norm_eps: float  # of the norm of its output, whatever the factor of what a block adds
+
+    def within(self, length: int) -> Mamba2Mixer:
+        """Itself: it is the same for any length."""
+        return self
+
+    @property
+    def values(self) -> int:
+        """The numbers that all heads give together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """The channels of the convolution: x, B and C."""
+        return self.values + 2 * self.num_groups * self.state_size
+
+    def shapes(self, hidden: int) -> dict[str, Shape]:
+        """Its projections."""
+        outputs = self.values + self.conv_dim + self.num_heads
+        return {"in": (outputs, hidden), "out": (hidden, self.values)}
+
+    def norms(self) -> dict[str, int]:
+        """None that a family may store minus 1; `vectors` has its norm."""
+        return {}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights that no linear layer has; a row of conv1d is a channel."""
+        shapes = {
+            "conv1d.weight": (self.conv_dim, self.kernel_size),
+            "conv1d.bias": (self.conv_dim,),
+            "norm.weight": (self.values,),
+            "dt_bias": (self.num_heads,),
+            "A_log": (self.num_heads,),
+            "D": (self.num_heads,),
+        }
+        return {f"mamba.{name}": shape for name, shape in shapes.items()}
+
+    def check(self) -> None:
+        """Raises ValueError where a field can't be what it says."""
+        sizes = (
+            self.num_heads, self.head_dim, self.num_groups, self.state_size, self.kernel_size,
+        )  # fmt: skip
+        refuse_unsound(
+            {
+                "sizes": all(map(is_size, sizes)),
+                "num_groups": self.num_heads % self.num_groups == 0,
+                "norm_eps": is_positive(self.norm_eps),
+                "modules": sorted(projections_of(self.modules)) == ["in", "out"],
+            }
+        )
+
+
+Mixer = AttentionMixer | GatedDeltaNet | ShortConvolution | Mamba2Mixer
+_TYPES = {
+    each.type: each for each in (AttentionMixer, GatedDeltaNet, ShortConvolution, Mamba2Mixer)
+}
 
 
 def mixer_from_manifest(entry: dict[str, Any]) -> Mixer:
@@ -214,7 +291,7 @@ def projections_of(modules: Modules) -> Iterator[str]:
 
 
 def is_size(value: Any) -> bool:
-    """Whether it can be the number of something."""
+    """Whether it is a valid count."""
     return type(value) is int and 0 < value < 1 << 31
 
 

@@ -6,8 +6,14 @@ from typing import Any
 
 from mesp.errors import MespError
 from mesp.models.config_json import unsupported
-from mesp.models.families import FAMILIES, GATED_DELTA_NET, SHORT_CONVOLUTION
-from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mixer, ShortConvolution
+from mesp.models.families import FAMILIES, GATED_DELTA_NET, MAMBA2, SHORT_CONVOLUTION
+from mesp.models.mixers import (
+    AttentionMixer,
+    GatedDeltaNet,
+    Mamba2Mixer,
+    Mixer,
+    ShortConvolution,
+)
 from mesp.models.rope_scaling import rope_frequencies
 
 
@@ -28,18 +34,25 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
     for key, each in (("layer_types", types), ("no_rope_layers", has_rope)):
         if len(each) != count:
             raise MespError(
-                f"The model's config.json is not in order: {key} has {len(each)} entries for "
+                f"The model's config.json is not valid: {key} has {len(each)} entries for "
                 f"{count} blocks; take an unchanged config.json."
             )
+    # The last blocks take the keys and values of the last one before them of their type.
+    owners = types[: count - (config.get("num_kv_shared_layers") or 0)]
     mixers: list[Mixer] = []
-    for layer_type, rotates in zip(types, has_rope, strict=True):
+    for layer, (layer_type, rotates) in enumerate(zip(types, has_rope, strict=True)):
         if layer_type in ("full_attention", "attention", "sliding_attention"):
             slides = layer_type == "sliding_attention"
-            mixers.append(_attention(config, slides, bool(rotates)))
+            keys_of = None
+            if layer >= len(owners):
+                keys_of = max(i for i, each in enumerate(owners) if each == layer_type)
+            mixers.append(_attention(config, slides, bool(rotates), keys_of))
         elif layer_type == "linear_attention" and family.other_layers == layer_type:
             mixers.append(_gated_delta_net(config))
         elif layer_type == "conv" and family.other_layers == layer_type:
             mixers.append(ShortConvolution(SHORT_CONVOLUTION, config["conv_L_cache"]))
+        elif layer_type == "mamba" and family.other_layers == layer_type:
+            mixers.append(_mamba2(config))
         else:
             raise unsupported("layer_types", layer_type)
     return mixers
@@ -56,15 +69,36 @@ def _gated_delta_net(config: dict[str, Any]) -> GatedDeltaNet:
     )
 
 
-def _attention(config: dict[str, Any], slides: bool, rotates: bool) -> AttentionMixer:
+def _mamba2(config: dict[str, Any]) -> Mamba2Mixer:
+    heads, head_dim = config["mamba_n_heads"], config["mamba_d_head"]
+    if head_dim == "auto":
+        head_dim = config["mamba_expand"] * config["hidden_size"] // heads
+    return Mamba2Mixer(
+        modules=MAMBA2,
+        num_heads=heads,
+        head_dim=head_dim,
+        num_groups=config["mamba_n_groups"],
+        state_size=config["mamba_d_state"],
+        kernel_size=config["mamba_d_conv"],
+        norm_eps=config["rms_norm_eps"],
+    )
+
+
+def _attention(
+    config: dict[str, Any], slides: bool, rotates: bool, keys_of: int | None
+) -> AttentionMixer:
     family = FAMILIES[config["model_type"]]
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    if not slides:
+        head_dim = config.get("global_head_dim") or head_dim
     frequencies, rope_scale = (), 1.0
     if rotates:
         frequencies, rope_scale = rope_frequencies(config, head_dim, local=slides)
     return AttentionMixer(
-        modules=family.attention,
+        modules=tuple(
+            each for each in family.attention if keys_of is None or each[1] not in (("k",), ("v",))
+        ),
         num_attention_heads=heads,
         num_key_value_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
@@ -76,4 +110,6 @@ def _attention(config: dict[str, Any], slides: bool, rotates: bool) -> Attention
         frequencies=frequencies,
         rope_scale=rope_scale,
         sliding_window=(config.get("sliding_window") if slides else None) or None,
+        v_norm=family.v_norm,
+        keys_of=keys_of,
     )

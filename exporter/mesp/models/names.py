@@ -10,8 +10,12 @@ _TEXT = {"model.language_model.": "model.", "language_model.": ""}
 _UNUSED = (
     "mtp.", "language_model.mtp.", "visual.", "model.visual.",
     "vision_tower.", "model.vision_tower.", "multi_modal_projector.",
-    "model.multi_modal_projector.",
+    "model.multi_modal_projector.", "audio_tower.", "model.audio_tower.", "embed_vision.",
+    "model.embed_vision.", "embed_audio.", "model.embed_audio.", "vision_embedder.",
+    "model.vision_embedder.",
 )  # fmt: skip
+# The limits of what goes into a linear layer and comes out, which Gemma 4's training left.
+_LIMITS = (".input_min", ".input_max", ".output_min", ".output_max")
 # Matrices here, [channels, kernel]; in checkpoints they are [channels, 1, kernel].
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 
@@ -19,7 +23,7 @@ CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 def name_here(name: str, model_type: str) -> str | None:
     """The name of a checkpoint's tensor or module; None where it takes no part in the training."""
     family = FAMILIES[model_type]
-    if name.startswith(_UNUSED):
+    if name.startswith(_UNUSED) or name.endswith(_LIMITS):
         return None
     if family.texts:
         for prefix, ours in _TEXT.items():

@@ -1,4 +1,4 @@
-"""How a matrix can be quantized: MLX's modes, with their bits and groups."""
+"""The ways of quantizing a matrix: MLX's modes, with their bits and groups."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Quantization:
 
     @classmethod
     def of(cls, arrays: Arrays, prefix: str, columns: int) -> Quantization:
-        """The quantization of a matrix with so many columns, by the shapes of `prefix`weight,
+        """The quantization of a matrix with this many columns, by the shapes of `prefix`weight,
         `prefix`scales and, where there are, `prefix`biases. Raises ValueError where they fit none.
         """
         weight, scales = (arrays[prefix + part].shape[1] for part in ("weight", "scales"))
@@ -46,7 +46,7 @@ class Quantization:
 
     @property
     def is_of_mlx(self) -> bool:
-        """Whether MLX has it."""
+        """Whether MLX supports it."""
         if self.mode == "affine":
             return self.bits in AFFINE[0] and self.group_size in AFFINE[1]
         return MODES.get(self.mode) == (self.bits, self.group_size)

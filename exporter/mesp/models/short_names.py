@@ -71,6 +71,24 @@ _granite = partial(
     rope_theta=1e7, rope_scaling=None, embedding_multiplier=12.0, residual_multiplier=0.22,
     attention_bias=False, mlp_bias=False, tie_word_embeddings=True, hidden_act="silu",
 )  # fmt: skip
+
+
+def _granite4h(
+    hidden: int, layers: int, intermediate: int, attention: tuple[int, ...], **factors: float
+) -> dict[str, Any]:
+    """Mamba-2 but for the layers in `attention`."""
+    types = ["attention" if i in attention else "mamba" for i in range(layers)]
+    return _config(
+        "granitemoehybrid", hidden, layers, intermediate, 12, 4, layer_types=types,
+        shared_intermediate_size=intermediate, num_local_experts=0, num_experts_per_tok=0,
+        position_embedding_type="nope", rope_theta=1e4, vocab_size=100352, rms_norm_eps=1e-5,
+        max_position_embeddings=32768, embedding_multiplier=12.0, attention_bias=False,
+        mamba_n_heads=48, mamba_d_head=hidden // 24, mamba_d_state=128, mamba_n_groups=1,
+        mamba_d_conv=4, mamba_expand=2, mamba_conv_bias=True, mamba_proj_bias=False,
+        tie_word_embeddings=True, hidden_act="silu", **factors,
+    )  # fmt: skip
+
+
 _mistral = partial(
     _config, "mistral", vocab_size=32768, max_position_embeddings=32768, rms_norm_eps=1e-5,
     rope_theta=1e6, sliding_window=None, tie_word_embeddings=False, hidden_act="silu",
@@ -126,6 +144,32 @@ _LFM3 = {
         },
     },
 }  # fmt: skip
+
+
+def _gemma4(
+    hidden: int, layers: int, kv_heads: int, intermediate: int, pattern: int, shared: int,
+    is_wide: bool,
+) -> dict[str, Any]:  # fmt: skip
+    kinds = ["sliding_attention"] * (pattern - 1) + ["full_attention"]
+    return {
+        "model_type": "gemma4_text", "hidden_size": hidden, "num_hidden_layers": layers,
+        "intermediate_size": intermediate, "num_attention_heads": 8,
+        "num_key_value_heads": kv_heads, "head_dim": 256, "global_head_dim": 512,
+        "layer_types": [kinds[i % pattern] for i in range(layers)], "sliding_window": 512,
+        "num_kv_shared_layers": shared, "use_double_wide_mlp": is_wide,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
+        "vocab_size": 262144, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }  # fmt: skip
+
+
 _PHI4_LONG_FACTOR = [
     1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649,
     2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845,
@@ -216,6 +260,16 @@ _MODELS = (
             sliding_window=1024, rope_scaling={"rope_type": "linear", "factor": 8.0},
         )},
     ),
+    (
+        _tuned("google/gemma-4-E2B", "-it"),
+        "apache-2.0",
+        {"model_type": "gemma4", "text_config": _gemma4(1536, 35, 1, 6144, 5, 20, True)},
+    ),
+    (
+        _tuned("google/gemma-4-E4B", "-it"),
+        "apache-2.0",
+        {"model_type": "gemma4", "text_config": _gemma4(2560, 42, 2, 10240, 6, 18, False)},
+    ),
     (_tuned("google/gemma-2-2b", "-it"), "gemma", _gemma2(2304, 26, 9216, 8, 4)),
     (_tuned("google/gemma-2-9b", "-it"), "gemma", _gemma2(3584, 42, 14336, 16, 8)),
     (
@@ -227,6 +281,22 @@ _MODELS = (
         ("ibm-granite/granite-3.3-8b-base", "ibm-granite/granite-3.3-8b-instruct"),
         "apache-2.0",
         _granite(4096, 40, 12800, 32, 8, attention_multiplier=0.0078125, logits_scaling=16.0),
+    ),
+    (
+        ("ibm-granite/granite-4.0-h-350m-base", "ibm-granite/granite-4.0-h-350m"),
+        "apache-2.0",
+        _granite4h(
+            768, 32, 2048, (10, 13, 17, 27), attention_multiplier=0.015625,
+            residual_multiplier=0.246, logits_scaling=3.0,
+        ),
+    ),
+    (
+        ("ibm-granite/granite-4.0-h-1b-base", "ibm-granite/granite-4.0-h-1b"),
+        "apache-2.0",
+        _granite4h(
+            1536, 40, 4096, (5, 15, 25, 35), attention_multiplier=0.0078125,
+            residual_multiplier=0.22, logits_scaling=6.0,
+        ),
     ),
     (
         ("microsoft/Phi-3-mini-4k-instruct",),
@@ -284,6 +354,10 @@ _SHORT_NAMES = {
     "google/gemma-3-1b-it": "Gemma-3-1B-it",
     "google/gemma-3-4b-pt": "Gemma-3-4B",
     "google/gemma-3-4b-it": "Gemma-3-4B-it",
+    "google/gemma-4-E2B": "Gemma-4-E2B",
+    "google/gemma-4-E2B-it": "Gemma-4-E2B-it",
+    "google/gemma-4-E4B": "Gemma-4-E4B",
+    "google/gemma-4-E4B-it": "Gemma-4-E4B-it",
     "google/gemma-2-2b": "Gemma-2-2B",
     "google/gemma-2-2b-it": "Gemma-2-2B-it",
     "google/gemma-2-9b": "Gemma-2-9B",
@@ -292,6 +366,10 @@ _SHORT_NAMES = {
     "ibm-granite/granite-3.3-2b-instruct": "Granite-3.3-2B-Instruct",
     "ibm-granite/granite-3.3-8b-base": "Granite-3.3-8B",
     "ibm-granite/granite-3.3-8b-instruct": "Granite-3.3-8B-Instruct",
+    "ibm-granite/granite-4.0-h-350m-base": "Granite-4.0-H-350M-Base",
+    "ibm-granite/granite-4.0-h-350m": "Granite-4.0-H-350M",
+    "ibm-granite/granite-4.0-h-1b-base": "Granite-4.0-H-1B-Base",
+    "ibm-granite/granite-4.0-h-1b": "Granite-4.0-H-1B",
     "microsoft/phi-4": "Phi-4",
     "mistralai/Ministral-3-3B-Base-2512": "Ministral-3-3B",
     "mistralai/Ministral-3-3B-Instruct-2512-BF16": "Ministral-3-3B-Instruct",

@@ -52,7 +52,7 @@ def not_quantized(module: str) -> MespError:
 
 def _not_in_order(key: str) -> MespError:
     return MespError(
-        f"The model's config.json is not in order (its {key} cannot be used); take an unchanged "
+        f"The model's config.json is not valid (its {key} cannot be used); take an unchanged "
         "config.json."
     )
 
@@ -150,9 +150,7 @@ def choose_quantizations(
 
 def check_quantizations(arch: Architecture, quantizations: Quantizations) -> None:
     """Raises MespError unless every matrix is quantized, and groups divide its rows."""
-    columns = {"model.embed_tokens": arch.hidden_size}
-    if not arch.tie_word_embeddings:
-        columns["lm_head"] = arch.hidden_size
+    columns = arch.embedding_columns
     for i, block in enumerate(arch.blocks):
         for name, (_, inp) in block.sizes().items():
             columns[f"model.layers.{i}.{name}"] = inp

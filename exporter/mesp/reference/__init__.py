@@ -4,8 +4,8 @@ Right below each formula is its derivative, the backward pass, in which `dy` is 
 loss by `y`. Read
 
 - `pieces`: what is shared, such as a linear layer with LoRA;
-- `attention`, `gated_delta_net`, `short_convolution`: the mixers of a block;
-- `mamba2`: a mixer that the trainer lacks;
+- `attention`, `gated_delta_net`, `short_convolution`, `mamba2`: the mixers of a block;
+- `per_layer`: embeddings for each layer;
 - `block`, and `head` with the loss;
 - `methods`: MeSP, by hand from a block's input and its intermediates; MeBP, the same loop over
   blocks, each differentiated by `mx.vjp`; MeZO, two forward passes with a seeded perturbation;
@@ -24,6 +24,7 @@ from mesp.reference.head import *
 from mesp.reference.mamba2 import *
 from mesp.reference.methods import *
 from mesp.reference.model import *
+from mesp.reference.per_layer import *
 from mesp.reference.pieces import *
 from mesp.reference.preferences import *
 from mesp.reference.private import *

@@ -120,13 +120,38 @@ def place_backward(
     return dy if weight is None else rms_norm_backward(x, dy, weight, eps)
 
 
+Shared = tuple[mx.array, mx.array]  # k̂ and v̂ [1, kv_heads, T, D], or the gradients by these
+
+
+def keys_and_values(k: mx.array, v: mx.array, parts: Parts, mixer: AttentionMixer) -> Shared:
+    """k̂ = place(k), v̂ = v, or with a norm of v RMSNorm(v) with no weight.   [1, kv_heads, T, D]"""
+    _, vector, eps = parts
+    placed = place(k, vector.get("self_attn.k_norm.weight"), eps, mixer)
+    return placed, rms_norm(v, 1.0, eps) if mixer.v_norm else v
+
+
+def keys_and_values_backward(
+    k: mx.array, v: mx.array, dy: Shared, parts: Parts, mixer: AttentionMixer
+) -> Shared:
+    """dk and dv from the gradients by k̂ and v̂: sums over all blocks that take them."""
+    _, vector, eps = parts
+    dk = place_backward(k, dy[0], vector.get("self_attn.k_norm.weight"), eps, mixer)
+    return dk, rms_norm_backward(v, dy[1], 1.0, eps) if mixer.v_norm else dy[1]
+
+
 def mix_by_attention(
-    x: mx.array, scale: float, parts: Parts, mixer: AttentionMixer, stored: Stored
+    x: mx.array,
+    scale: float,
+    parts: Parts,
+    mixer: AttentionMixer,
+    stored: Stored,
+    shared: Shared | None = None,
 ) -> list[mx.array]:
     """[q, k, v, attn_out] of x [1, T, hidden]
 
-    attn_out = attention(place(q(x)), place(k(x)), v(x)). Behind each head's query, q has the gate
-    of its output: D numbers of q(x) with an output gate, or one of g(x) with a head gate.
+    attn_out = attention(place(q(x)), k̂, v̂). Behind each head's query, q has the gate of its output:
+    D numbers of q(x) with an output gate, or one of g(x) with a head gate. A block without keys and
+    values of its own takes another's, `shared`, in place of k and v.
     """
     p, vector, eps = parts
     heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
@@ -134,12 +159,15 @@ def mix_by_attention(
     if mixer.head_gate:
         q = mx.concatenate([q, split_heads(linear(x, p["g"], scale), heads)], axis=-1)
     q = stored(q)
-    k = stored(split_heads(linear(x, p["k"], scale), kv_heads))
-    v = stored(split_heads(linear(x, p["v"], scale), kv_heads))
+    if shared:
+        (k, v), keys = shared, shared
+    else:
+        k = stored(split_heads(linear(x, p["k"], scale), kv_heads))
+        v = stored(split_heads(linear(x, p["v"], scale), kv_heads))
+        keys = keys_and_values(k, v, parts, mixer)
     query = q[..., : mixer.head_dim]
     placed_q = place(query, vector.get("self_attn.q_norm.weight"), eps, mixer)
-    placed_k = place(k, vector.get("self_attn.k_norm.weight"), eps, mixer)
-    return [q, k, v, stored(attention(placed_q, placed_k, v, mixer))]
+    return [q, k, v, stored(attention(placed_q, *keys, mixer))]
 
 
 def output_of_attention(mixed: list[mx.array], parts: Parts, mixer: AttentionMixer) -> mx.array:
@@ -161,7 +189,8 @@ def mix_by_attention_backward(
     scale: float,
     parts: Parts,
     mixer: AttentionMixer,
-) -> tuple[mx.array, Matrices]:
+    d_shared: Shared | None = None,
+) -> tuple[mx.array, Matrices, Shared | None]:
     """dx, and dA and dB of q, k, v and g.   mixed is what `mix_by_attention` gives
 
     dy is by what o takes, y. With a gate, and s = sigmoid(gate),
@@ -169,6 +198,12 @@ def mix_by_attention_backward(
     d_attn_out = dy ∘ s        d_gate = dy ∘ attn_out ∘ s ∘ (1 - s)
 
     A gate of one number a head sums d_gate over the D numbers that it multiplies.
+
+    Where other blocks took k̂ and v̂ too, `d_shared` are the sums of their gradients by these, and
+
+    d_k̂ += d_shared[0]        d_v̂ += d_shared[1]
+
+    A block that took another's k̂ and v̂ gives its gradients by these, and none of k and v.
     """
     p, vector, eps = parts
     q, k, v, attn_out = mixed
@@ -178,18 +213,24 @@ def mix_by_attention_backward(
         s, heads = mx.sigmoid(gate), mixer.num_attention_heads
         d_attn_out = merge_heads(split_heads(dy, heads) * s)
         d_gate = split_heads(dy * attn_out, heads) * s * (1 - s)
-    q_norm, k_norm = (vector.get(f"self_attn.{name}_norm.weight") for name in "qk")
-    placed_q, placed_k = place(q, q_norm, eps, mixer), place(k, k_norm, eps, mixer)
-    dq, dk, dv = attention_backward(placed_q, placed_k, v, attn_out, d_attn_out, mixer)
+    is_own, q_norm = mixer.keys_of is None, vector.get("self_attn.q_norm.weight")
+    keys = keys_and_values(k, v, parts, mixer) if is_own else (k, v)
+    placed_q = place(q, q_norm, eps, mixer)
+    dq, *d_keys = attention_backward(placed_q, *keys, attn_out, d_attn_out, mixer)
     dq = place_backward(q, dq, q_norm, eps, mixer)
-    dk = place_backward(k, dk, k_norm, eps, mixer)
     if mixer.output_gate:
         dq = mx.concatenate([dq, d_gate], axis=-1)
-    of_outputs = {"q": dq, "k": dk, "v": dv}
+    of_outputs = {"q": dq}
+    if is_own:
+        dk, dv = d_keys
+        if d_shared:
+            dk, dv = dk + d_shared[0], dv + d_shared[1]
+        dk, dv = keys_and_values_backward(k, v, (dk, dv), parts, mixer)
+        of_outputs |= {"k": dk, "v": dv}
     if mixer.head_gate:
         of_outputs["g"] = d_gate.sum(axis=-1, keepdims=True)
     dx, grad = mx.zeros_like(x), {}
     for name, dy in of_outputs.items():
         d_in, *grad[name] = linear_backward(x, merge_heads(dy), p[name], scale)
         dx = dx + d_in
-    return dx, grad
+    return dx, grad, None if is_own else (d_keys[0], d_keys[1])

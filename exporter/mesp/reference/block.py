@@ -8,8 +8,10 @@ from itertools import pairwise
 import mlx.core as mx
 
 from mesp.models.architecture import Block
-from mesp.models.mixers import AttentionMixer, GatedDeltaNet, ShortConvolution
+from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer, ShortConvolution
 from mesp.reference.attention import (
+    Shared,
+    keys_and_values,
     mix_by_attention,
     mix_by_attention_backward,
     output_of_attention,
@@ -19,7 +21,9 @@ from mesp.reference.gated_delta_net import (
     mix_by_gated_delta_net_backward,
     output_of_gated_delta_net,
 )
+from mesp.reference.mamba2 import mix_by_mamba2, mix_by_mamba2_backward, output_of_mamba2
 from mesp.reference.model import Parts, Stored, Weights, fuse, pack_lora
+from mesp.reference.per_layer import add_per_layer, add_per_layer_backward
 from mesp.reference.pieces import (
     gated,
     gated_backward,
@@ -50,6 +54,7 @@ MIXERS = {
         output_of_short_convolution,
         mix_by_short_convolution_backward,
     ),
+    Mamba2Mixer: (mix_by_mamba2, output_of_mamba2, mix_by_mamba2_backward),
 }
 
 
@@ -66,6 +71,8 @@ def block_forward(
     block: Block,
     stored: Stored = lambda x: x,
     starts: Sequence[int] = (0,),
+    per_layer: mx.array | None = None,
+    shared: Shared | None = None,
 ) -> list[mx.array]:
     """[y, mixer_in, m1, m2, m3, mixed, x_mid, gate, up], shapes as in docs/architecture.md.
 
@@ -76,6 +83,9 @@ def block_forward(
 
     The records of a packed sequence begin at the positions `starts`. The mixer, alone in a block,
     relates tokens to each other, so it takes each record by itself.
+
+    `per_layer` is p of `add_per_layer`, which then ends the block, and `shared` are the keys and
+    values of another block, where it has none of its own: see `lent`.
     """
     parts, arch, mixer = Parts.of(weights, lora, block), block.arch, block.mixer
     p, vector, eps = parts
@@ -83,7 +93,7 @@ def block_forward(
     mixer_in = stored(rms_norm(x, vector["input_layernorm.weight"], eps))
     mix, output, _ = MIXERS[type(mixer)]
     of_records = [
-        mix(mixer_in[:, record], scale, parts, mixer, stored)
+        mix(mixer_in[:, record], scale, parts, mixer, stored, *_of_record(shared, record))
         for record in records(starts, x.shape[1])
     ]
     mixed = [mx.concatenate(arrays, axis=-2) for arrays in zip(*of_records, strict=True)]
@@ -101,8 +111,33 @@ def block_forward(
     if not arch.post_norms:
         return [stored(x_mid + mlp_out), mixer_in, *mixed, x_mid, gate, up]
     mlp_out = stored(mlp_out)
-    y = stored(x_mid + rms_norm(mlp_out, vector["post_feedforward_layernorm.weight"], eps))
-    return [y, mixer_in, *mixed, x_mid, gate, up, mixer_out, mlp_out]
+    y = x_mid + rms_norm(mlp_out, vector["post_feedforward_layernorm.weight"], eps)
+    if per_layer is not None:
+        y = add_per_layer(y, per_layer, scale, parts, arch.hidden_act)
+    return [stored(y), mixer_in, *mixed, x_mid, gate, up, mixer_out, mlp_out]
+
+
+def _of_record(shared: Shared | None, record: slice) -> list[Shared]:
+    """Of some keys and values, or of gradients by these, those of a record; none of none."""
+    return [] if shared is None else [(shared[0][..., record, :], shared[1][..., record, :])]
+
+
+def lent(
+    intermediates: list[mx.array],
+    lora: mx.array,
+    weights: Weights,
+    block: Block,
+    starts: Sequence[int] = (0,),
+) -> Shared:
+    """k̂ and v̂ [1, kv_heads, T, D] of a block's intermediates, which others take too."""
+    parts = Parts.of(weights, lora, block)
+    _, _, k, v, *_ = intermediates
+    of_records = [
+        keys_and_values(k[..., record, :], v[..., record, :], parts, block.mixer)
+        for record in records(starts, k.shape[2])
+    ]
+    keys, values = zip(*of_records, strict=True)
+    return mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
 
 
 def block_backward(
@@ -114,15 +149,24 @@ def block_backward(
     weights: Weights,
     block: Block,
     starts: Sequence[int] = (0,),
-) -> tuple[mx.array, mx.array]:
-    """dx [1, T, hidden] and the gradient [P] by the flat LoRA vector.
+    per_layer: mx.array | None = None,
+    d_shared: Shared | None = None,
+) -> tuple[mx.array, mx.array, Shared | None]:
+    """dx [1, T, hidden], the gradient [P] by the flat LoRA vector, and that by `shared`.
 
-    From x and the intermediates of `block_forward`, last formula first. `starts` are its.
+    From x and the intermediates of `block_forward`, last formula first. `starts` and `per_layer`
+    are its; `d_shared` is the gradient by what it lent, the sum of all blocks that took it.
     """
     parts, arch, mixer = Parts.of(weights, lora, block), block.arch, block.mixer
     p, vector, eps = parts
     mixer_in, *mixed, x_mid, gate, up = intermediates[: len(INTERMEDIATES)]
     grad = {}
+
+    # y = c (h + PLE(h))
+    if per_layer is not None:
+        mlp_out = intermediates[-1]
+        h = x_mid + rms_norm(mlp_out, vector["post_feedforward_layernorm.weight"], eps)
+        dy, grad = add_per_layer_backward(h, per_layer, dy, scale, parts, arch.hidden_act)
 
     # y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
     d_mlp_out = dy
@@ -147,16 +191,27 @@ def block_backward(
     _, output, mix_backward = MIXERS[type(mixer)]
     taken = output(mixed, parts, mixer)
     d_taken, *grad[mixer.out] = linear_backward(taken, d_mixer_out, p[mixer.out], scale)
-    d_mixer_in = []
+    d_mixer_in, by_shared = [], []
     for record in records(starts, x.shape[1]):
         of_record = [array[..., record, :] for array in (mixer_in, *mixed, d_taken)]
-        d_in, matrices = mix_backward(
-            of_record[0], of_record[1:-1], of_record[-1], scale, parts, mixer
+        d_in, matrices, *by_its = mix_backward(
+            of_record[0],
+            of_record[1:-1],
+            of_record[-1],
+            scale,
+            parts,
+            mixer,
+            *_of_record(d_shared, record),
         )
         d_mixer_in.append(d_in)
+        by_shared += [each for each in by_its if each]
         for name, d_matrices in matrices.items():
             sums = grad.get(name, [0, 0])
             grad[name] = [a + b for a, b in zip(sums, d_matrices, strict=True)]
     d_mixer_in = mx.concatenate(d_mixer_in, axis=1)
     dx = d_x_mid + rms_norm_backward(x, d_mixer_in, vector["input_layernorm.weight"], eps)
-    return dx, pack_lora(fuse(grad, block), block)
+    by_keys = None
+    if by_shared:
+        dk, dv = (mx.concatenate(arrays, axis=2) for arrays in zip(*by_shared, strict=True))
+        by_keys = dk, dv
+    return dx, pack_lora(fuse(grad, block), block), by_keys

@@ -17,8 +17,17 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from mesp.models.mixers import Mamba2Mixer
 from mesp.reference.gated_delta_net import CHUNK, decays
-from mesp.reference.pieces import rms_norm, rms_norm_backward, silu, silu_derivative
+from mesp.reference.model import Matrices, Parts, Stored
+from mesp.reference.pieces import (
+    linear,
+    linear_backward,
+    rms_norm,
+    rms_norm_backward,
+    silu,
+    silu_derivative,
+)
 from mesp.reference.short_convolution import convolution, convolution_backward
 
 
@@ -147,6 +156,12 @@ class Mamba2(NamedTuple):
     groups: int
     eps: float
 
+    @classmethod
+    def of(cls, parts: Parts, mixer: Mamba2Mixer) -> Mamba2:
+        names = ("conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D", "norm.weight")
+        arrays = (parts.vector[f"mamba.{name}"] for name in names)
+        return cls(*arrays, mixer.num_groups, mixer.norm_eps)
+
     def split(self, projected: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """z, xBC and dt, which lie side by side in a projection of x."""
         values, channels = self.norm.size, self.conv_bias.size
@@ -207,3 +222,34 @@ def mamba2_backward(projected: mx.array, o: mx.array, dy: mx.array, weights: Mam
     d_xBC = convolution_backward(d_conv * silu_derivative(conv), weights.conv_weight)
     d_dt = d_step.T[None] * mx.sigmoid(dt + weights.dt_bias)
     return mx.concatenate([dz, d_xBC, d_dt], axis=-1)
+
+
+def mix_by_mamba2(
+    x: mx.array, scale: float, parts: Parts, mixer: Mamba2Mixer, stored: Stored
+) -> list[mx.array]:
+    """[z, xBC, dt, o] of x [1, T, hidden], where in(x) is z, xBC and dt side by side."""
+    weights, projected = Mamba2.of(parts, mixer), stored(linear(x, parts.p["in"], scale))
+    o, _ = mamba2(projected, weights)
+    return [*weights.split(projected), stored(o)]
+
+
+def output_of_mamba2(mixed: list[mx.array], parts: Parts, mixer: Mamba2Mixer) -> mx.array:
+    """RMSNorm(o ∘ silu(z)), what the output projection takes.   [1, T, heads·P]"""
+    z, _, _, o = mixed
+    return rms_norm(o * silu(z), parts.vector["mamba.norm.weight"], mixer.norm_eps)
+
+
+def mix_by_mamba2_backward(
+    x: mx.array,
+    mixed: list[mx.array],
+    dy: mx.array,
+    scale: float,
+    parts: Parts,
+    mixer: Mamba2Mixer,
+) -> tuple[mx.array, Matrices]:
+    """dx, and dA and dB of in.   dy [1, T, heads·P] is by what the output takes"""
+    *split, o = mixed
+    weights, projected = Mamba2.of(parts, mixer), mx.concatenate(split, axis=-1)
+    d_projected = mamba2_backward(projected, o, dy, weights)
+    dx, dA, dB = linear_backward(x, d_projected, parts.p["in"], scale)
+    return dx, {"in": (dA, dB)}

@@ -9,9 +9,11 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mesp.models.architecture import Block
-from mesp.reference.block import block_backward, block_forward
+from mesp.reference.attention import Shared
+from mesp.reference.block import block_backward, block_forward, lent
 from mesp.reference.head import cross_entropy, cross_entropy_backward
 from mesp.reference.model import Model, Weights, dequantize
+from mesp.reference.per_layer import per_layer_input
 
 
 def embed(model: Model, tokens: mx.array) -> mx.array:
@@ -31,11 +33,46 @@ def forward(
 
     The records of a packed sequence begin at the positions `starts`.
     """
-    hidden = [embed(model, tokens)]
-    for block_lora, weights, block in zip(lora, model.blocks, model.arch.blocks, strict=True):
-        outputs = block_forward(hidden[-1], block_lora, scale, weights, block, starts=starts)
-        hidden.append(outputs[0])
-    return hidden
+    return forward_lending(model, lora, tokens, scale, starts)[0]
+
+
+def forward_lending(
+    model: Model,
+    lora: list[mx.array],
+    tokens: mx.array,
+    scale: float,
+    starts: Sequence[int] = (0,),
+) -> tuple[list[mx.array], dict[int, Shared]]:
+    """What `forward` gives, and the keys and values that later blocks took, by the block that has
+    them. Where there are none, each block's input is all that it takes of the others.
+    """
+    hidden, shared = [embed(model, tokens)], {}
+    for i, block in enumerate(model.arch.blocks):
+        weights, per_layer = model.blocks[i], layer_input(model, tokens, hidden[0], i)
+        y, *intermediates = block_forward(
+            hidden[-1],
+            lora[i],
+            scale,
+            weights,
+            block,
+            starts=starts,
+            per_layer=per_layer,
+            shared=shared.get(keys_of(block)),
+        )
+        if i in model.arch.owners:
+            shared[i] = lent(intermediates, lora[i], weights, block, starts)
+        hidden.append(y)
+    return hidden, shared
+
+
+def keys_of(block: Block) -> int | None:
+    """The block whose keys and values it takes, unless it has its own."""
+    return getattr(block.mixer, "keys_of", None)
+
+
+def layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) -> mx.array | None:
+    """`per_layer_input`, where the model has such."""
+    return per_layer_input(model, tokens, x0, layer) if model.arch.per_layer else None
 
 
 def loss(
@@ -54,9 +91,8 @@ def loss(
     return cross_entropy(y, window[1:], model.head, model.arch, weights)
 
 
-BlockGradient = Callable[
-    [mx.array, mx.array, mx.array, float, Weights, Block, Sequence[int]], tuple[mx.array, mx.array]
-]
+# Takes besides x, dy, … what `block_forward` does, and the gradient by what the block lent.
+BlockGradient = Callable[..., tuple[mx.array, mx.array, Shared | None]]
 
 
 def mesp_block_gradient(
@@ -67,10 +103,18 @@ def mesp_block_gradient(
     weights: Weights,
     block: Block,
     starts: Sequence[int] = (0,),
-) -> tuple[mx.array, mx.array]:
-    """MeSP: dx and the flat LoRA gradient of a block by hand. Recomputes the intermediates."""
-    _, *intermediates = block_forward(x, lora, scale, weights, block, starts=starts)
-    return block_backward(x, intermediates, dy, lora, scale, weights, block, starts)
+    per_layer: mx.array | None = None,
+    shared: Shared | None = None,
+    d_shared: Shared | None = None,
+) -> tuple[mx.array, mx.array, Shared | None]:
+    """MeSP: dx, the flat LoRA gradient and that by `shared` of a block by hand. Recomputes the
+    intermediates.
+    """
+    given = {"starts": starts, "per_layer": per_layer}
+    _, *intermediates = block_forward(x, lora, scale, weights, block, shared=shared, **given)
+    return block_backward(
+        x, intermediates, dy, lora, scale, weights, block, d_shared=d_shared, **given
+    )
 
 
 def mebp_block_gradient(
@@ -81,14 +125,23 @@ def mebp_block_gradient(
     weights: Weights,
     block: Block,
     starts: Sequence[int] = (0,),
-) -> tuple[mx.array, mx.array]:
+    per_layer: mx.array | None = None,
+    shared: Shared | None = None,
+    d_shared: Shared | None = None,
+) -> tuple[mx.array, mx.array, Shared | None]:
     """MeBP: the same by automatic differentiation."""
 
-    def output(x: mx.array, lora: mx.array) -> mx.array:
-        return block_forward(x, lora, scale, weights, block, starts=starts)[0]
+    def outputs(x: mx.array, lora: mx.array, *shared: mx.array) -> list[mx.array]:
+        y, *intermediates = block_forward(
+            x, lora, scale, weights, block, starts=starts, per_layer=per_layer,
+            shared=(shared[0], shared[1]) if shared else None,
+        )  # fmt: skip
+        return [y, *(lent(intermediates, lora, weights, block, starts) if d_shared else ())]
 
-    _, (dx, d_lora) = mx.vjp(output, [x, lora], [dy])
-    return dx, d_lora
+    _, (dx, d_lora, *by_shared) = mx.vjp(
+        outputs, [x, lora, *(shared or ())], [dy, *(d_shared or ())]
+    )
+    return dx, d_lora, (by_shared[0], by_shared[1]) if by_shared else None
 
 
 class Gradients(NamedTuple):
@@ -112,15 +165,31 @@ def gradients(
     """Forward keeping only block inputs, then backward from the last block.   window [T + 1] int
 
     The targets' weights are as `cross_entropy` has them, `starts` as `forward` has them.
+
+    Keys and values that several blocks take are kept too, until their own block: the sum of the
+    gradients by these, which each of the others adds to, is its d_shared.
     """
     arch, targets = model.arch, window[1:]
-    x = forward(model, lora, window[:-1], scale, starts)
+    x, shared = forward_lending(model, lora, window[:-1], scale, starts)
     window_loss = cross_entropy(x[-1], targets, model.head, arch, weights)
     dx = [cross_entropy_backward(x[-1], targets, model.head, arch, weights)]
-    d_lora = []
+    d_lora: list[mx.array] = []
+    sums: dict[int, Shared] = {}
     for i in reversed(range(len(lora))):
         block = (lora[i], scale, model.blocks[i], arch.blocks[i])
-        d_input, d_block = block_gradient(x[i], dx[0], *block, starts)
+        owner = keys_of(arch.blocks[i])
+        d_input, d_block, by_shared = block_gradient(
+            x[i],
+            dx[0],
+            *block,
+            starts,
+            layer_input(model, window[:-1], x[0], i),
+            shared.get(owner),
+            sums.get(i),
+        )
+        if by_shared:
+            dk, dv = sums.get(owner, (0, 0))
+            sums[owner] = dk + by_shared[0], dv + by_shared[1]
         dx.insert(0, d_input)
         d_lora.insert(0, d_block)
     return Gradients(window_loss, x, dx, d_lora)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -30,13 +30,16 @@ class Model:
     blocks: list[Weights]
     embedding: Weights
     head: Weights
+    # With embeddings for each layer `model.embed_tokens_per_layer`, the rows of all layers,
+    # `model.per_layer_model_projection` and the norm of what that gives.
+    per_layer: Weights = field(default_factory=dict)
 
     @classmethod
     def of(cls, bundle: Bundle) -> Model:
         """All weights of a bundle, read into memory."""
         arch = bundle.architecture
         blocks = [bundle.block(i) for i in range(arch.num_hidden_layers)]
-        return cls(arch, blocks, bundle.embedding(), bundle.head())
+        return cls(arch, blocks, bundle.embedding(), bundle.head(), bundle.per_layer())
 
 
 def dequantize(weights: Weights, name: str, in_size: int) -> mx.array:

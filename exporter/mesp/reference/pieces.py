@@ -49,13 +49,13 @@ def _rows(x: mx.array) -> mx.array:
     return x.reshape(-1, x.shape[-1])
 
 
-def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """y = x r ∘ w,   r = 1 / √(mean(x²) + ε).   x [..., n], w [n] -> y [..., n]"""
+def rms_norm(x: mx.array, weight: mx.array | float, eps: float) -> mx.array:
+    """y = x r ∘ w,   r = 1 / √(mean(x²) + ε).   x [..., n], w [n] or 1 -> y [..., n]"""
     r = mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps)
     return x * r * weight
 
 
-def rms_norm_backward(x: mx.array, dy: mx.array, weight: mx.array, eps: float) -> mx.array:
+def rms_norm_backward(x: mx.array, dy: mx.array, weight: mx.array | float, eps: float) -> mx.array:
     """dx = r g - x r³ mean(g ∘ x),   g = dy ∘ w. The second term comes through r. w is frozen."""
     r = mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps)
     g = dy * weight

@@ -255,7 +255,7 @@ class Run:
         return (before[0] if before else None, after[-1] if after else None)
 
     def state(self, now: datetime | None = None) -> str:
-        """How the run ended, says its end record; without one `running`, or `killed` if silent."""
+        """The reason in the end record; without one `running`, or `killed` if the log is silent."""
         if self.end:
             return str(self.end.get("reason", "?"))
         if self.last_time is None:

@@ -55,7 +55,7 @@ def epsilon(steps: Iterable[Steps], delta: float) -> float:
 
 
 def gaussian_epsilon(noise: float, delta: float, releases: int = 1) -> float:
-    """The ε of so many releases together, with Gaussian noise whose standard deviation is `noise`
+    """The ε of this many releases together, with Gaussian noise whose standard deviation is `noise`
     times the sensitivity of one."""
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 

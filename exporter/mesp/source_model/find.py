@@ -24,7 +24,7 @@ DEMO = Path(__file__).parents[1] / "demo_model"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from; `folder` is None for random weights of a known geometry.
+    """The source of a model; `folder` is None for random weights of a known geometry.
 
     For a GGUF file, `folder` holds its tokenizer, and goes when `temporary` does.
     """

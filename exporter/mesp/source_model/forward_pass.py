@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
-from mesp.block_function.attention import soft_cap
+from mesp.block_function.attention import keys_and_values, soft_cap
 from mesp.block_function.dequantize import dequantize
 from mesp.block_function.forward_pass import forward
 from mesp.block_function.parts import Parts, rms_norm
+from mesp.block_function.rope import rope
 from mesp.block_function.tiles import cut
 from mesp.models.architecture import Architecture
 from mesp.models.weights import Weights, norm
@@ -44,6 +46,16 @@ class SourceProjection:
         return sum(terms, y)
 
 
+@dataclass
+class Beside:
+    """What the blocks take of a sequence besides the output of the block before."""
+
+    tokens: Sequence[int]
+    x0: mx.array  # the first block's input
+    # By the block that has them, keys and values that others take too.
+    shared: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class SourceModel:
     """A source model that is run without LoRA, in float32."""
@@ -73,7 +85,23 @@ class SourceModel:
         """Some rows of the embedding or the head, float32."""
         return self.matrix(name, (self.arch.vocab_size, self.arch.hidden_size), rows)
 
-    def block(self, index: int, x: mx.array, seen: Seen = lambda module, x: None) -> mx.array:
+    def per_layer(self, index: int, beside: Beside) -> mx.array | None:
+        """A layer's part of the tokens' embeddings for each layer, [1, T, size]."""
+        if self.arch.per_layer is None:
+            return None
+        size, shapes = self.arch.per_layer.size, self.arch.per_layer_shapes
+        of_layer = slice(index * size, (index + 1) * size)
+        table, projection = shapes
+        rows = [self.matrix(table, shapes[table], slice(t, t + 1)) for t in beside.tokens]
+        e = mx.concatenate(rows)[:, of_layer] * math.sqrt(size)
+        r = product(beside.x0, self.matrix(projection, shapes[projection], of_layer))
+        weight = norm(self.weights, "model.per_layer_projection_norm.weight", (size,), self.arch)
+        r = rms_norm(r / math.sqrt(self.arch.hidden_size), weight, self.arch.rms_norm_eps)
+        return (r + e) / math.sqrt(2)
+
+    def block(
+        self, index: int, x: mx.array, beside: Beside, seen: Seen = lambda module, x: None
+    ) -> mx.array:
         """The output of a block for the input x [1, T, hidden]."""
         block, prefix, weights = self.arch.blocks[index], f"model.layers.{index}.", self.weights
 
@@ -100,8 +128,16 @@ class SourceModel:
 
         p = {name: projection(*rows) for name, rows in block.projections().items()}
         eps = self.arch.rms_norm_eps
-        parts = Parts(p, arrays, eps, mx.float32, plain=True, fast=mx.fast)
-        y = forward(block, parts, x)[0]
+        parts = Parts(
+            p, arrays, eps, mx.float32, plain=True, fast=mx.fast,
+            per_layer=self.per_layer(index, beside),
+            shared=beside.shared[block.mixer.keys_of] if block.takes_keys else None,
+        )  # fmt: skip
+        y, _, _, k, v, *_ = forward(block, parts, x)
+        if index in self.arch.owners:
+            turn = rope(block.mixer, slice(0, x.shape[1]))
+            beside.shared[index] = keys_and_values(block.mixer, parts, turn, k, v)
+            mx.eval(*beside.shared[index])
         mx.eval(y)
         return y
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mesp.block_function.tiles import cut
-from mesp.source_model.forward_pass import SourceModel
+from mesp.source_model.forward_pass import Beside, SourceModel
 
 TILE = 1 << 20  # logits that are computed at a time
 
@@ -41,8 +41,10 @@ class Loss:
 def finals(model: SourceModel, sequences: Sequence[Sequence[int]]) -> list[mx.array]:
     """The inputs of the head, float32 [T, hidden] a sequence; blocks run one by one."""
     xs = [model.embed(tokens) for tokens in sequences]
+    besides = list(map(Beside, sequences, xs))
     for index in range(model.arch.num_hidden_layers):
-        xs = [model.block(index, x) for x in xs]
+        pairs = zip(xs, besides, strict=True)
+        xs = [model.block(index, x, beside) for x, beside in pairs]
     return [model.final(x)[0] for x in xs]
 
 
@@ -52,7 +54,7 @@ def measure(
     sequences: Sequence[Sequence[int]],
     of_source: list[mx.array] | None = None,
 ) -> Loss:
-    """How far `model` is from `source`, whose `finals` may be given."""
+    """The distance of `model` from `source`, whose `finals` may be given."""
     pairs = zip(of_source or finals(source, sequences), finals(model, sequences), strict=True)
     return Loss.of(
         _compare(source, model, *pair, tokens)

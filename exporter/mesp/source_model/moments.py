@@ -10,7 +10,7 @@ import numpy as np
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete
 from mesp.source_model.find import Source
-from mesp.source_model.forward_pass import SourceModel, product
+from mesp.source_model.forward_pass import Beside, SourceModel, product
 
 SEQUENCES, LENGTH = 4, 128  # that the model reads; more of both change little
 # Sequences of a text, of which products of two inputs are taken too. There are many of them, so
@@ -51,6 +51,7 @@ class Moments:
         self.with_products = with_products
         self.done = 0
         self.xs: list[mx.array] = []  # what goes into the next block
+        self.besides: list[Beside] = []
 
     def of_block(self, index: int) -> dict[str, mx.array]:
         """By the block's modules [in], and with products [in, in] of modules with at most WIDEST
@@ -70,8 +71,9 @@ class Moments:
 
         if index == 0:
             self.xs = [self.model.embed(tokens) for tokens in self.sequences]
+            self.besides = list(map(Beside, self.sequences, self.xs))
         for i, x in enumerate(self.xs):
-            self.xs[i] = self.model.block(index, x, seen)
+            self.xs[i] = self.model.block(index, x, self.besides[i], seen)
         self.done += 1
         return found
 

@@ -27,7 +27,7 @@ class RandomWeights:
 
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
         size = (rows.stop - rows.start, *shape[1:])
-        if "norm" in name:
+        if "norm" in name or name.endswith("layer_scalar"):
             return mx.full(size, 1.0 if "linear_attn" in name else self.norm)
         seed = (self.seed, zlib.crc32(name.encode()))
         generator = self.generators.setdefault(name, np.random.default_rng(seed))

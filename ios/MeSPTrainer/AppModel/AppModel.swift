@@ -38,7 +38,7 @@ import Observation
         get { problem != nil }
         set { if !newValue { problem = nil } }
     }
-    /// How much of the text is tokenized, from 0 to 1; nil while none is being tokenized.
+    /// The part of the text that is tokenized, from 0 to 1; nil while no text is being tokenized.
     public private(set) var tokenized: Double?
     /// Whether the form for a new run is shown, and not the run in progress or the last one.
     public var showsSetup = true
@@ -152,7 +152,7 @@ import Observation
         }
     }
 
-    /// Looks up a bundle at the Hub.
+    /// Looks up a bundle on the Hub.
     public func lookUp() async { await attempt { try await downloads.look() } }
 
     /// Downloads the bundle that was looked up, and chooses it.
@@ -271,7 +271,7 @@ import Observation
     /// Whether a run has ended that the list does not have yet.
     private var hasEnded = false
 
-    /// How far the run in progress is, or the last one was; nil before the first.
+    /// The progress of the current or last run; nil before the first.
     public var progress: RunProgress? {
         controller.settings.map { RunProgress(controller.log, steps: $0.steps) }
     }

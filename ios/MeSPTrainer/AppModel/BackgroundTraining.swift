@@ -21,7 +21,7 @@ import MeSPCore
     func withdraw(_ grant: BackgroundGrant)
 }
 
-/// How far a run is.
+/// The progress of a run.
 public struct RunProgress: Sendable, Equatable {
     public var step: Int
     public var steps: Int
@@ -29,7 +29,7 @@ public struct RunProgress: Sendable, Equatable {
     public var loss: Float?
     /// nil before the first step.
     public var secondsLeft: Double?
-    /// How many blocks of the step in progress have begun.
+    /// The number of blocks of the current step that have begun.
     public var blocks: Int
 
     public init(_ log: LogSummary, steps: Int, blocks: Int = 0) {
@@ -42,7 +42,7 @@ public struct RunProgress: Sendable, Equatable {
     private static let unitsOfStep = 1000.0
     /// The size of the run in units of progress, which are parts of a step.
     public var units: Int64 { Int64(Double(steps) * Self.unitsOfStep) }
-    /// How many of them are done. A block of the step in progress adds less than the one before it, as nobody knows how many there will
+    /// The number of them that are done. A block of the step in progress adds less than the one before it, as nobody knows how many there will
     /// be: that depends on the batches, and on whether held-out data is measured.
     public var unitsDone: Int64 {
         min(units, Int64((Double(step) + Double(blocks) / Double(blocks + 100)) * Self.unitsOfStep))
@@ -77,7 +77,7 @@ public struct RunProgress: Sendable, Equatable {
     /// The folder of the run that time was asked for.
     private var askedFor: String?
 
-    /// How often the system is told of the progress: it ends a time that makes none, and a step can take minutes.
+    /// The time between two reports of progress to the system, which ends a task without progress; a step can take minutes.
     private static let reportInterval = Duration.seconds(1)
 
     /// - Parameters:

@@ -59,7 +59,7 @@ import Observation
     public private(set) var problem: Sentence?
 
     @ObservationIgnored private let phone: any Phone
-    /// Where the conversation is kept.
+    /// The file of the conversation.
     @ObservationIgnored private let folder: DocumentsFolder?
     /// Whether what is kept was read, or given up: until then it is not replaced.
     @ObservationIgnored private var hasReadKept = false

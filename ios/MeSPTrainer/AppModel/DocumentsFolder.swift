@@ -18,7 +18,7 @@ public struct DocumentsFolder: Sendable {
     private let read: @Sendable (URL) throws -> Data
     private let list: @Sendable (URL) throws -> [URL]
 
-    /// How the name of a benchmark's run ends.
+    /// The suffix of the name of a benchmark's run.
     static let benchmark = "benchmark"
 
     /// - Parameters:
@@ -51,7 +51,7 @@ public struct DocumentsFolder: Sendable {
         keep(folder, .state)
         return folder
     }
-    /// Where `tools/collect.py` finds reports of self-checks.
+    /// The folder in which `tools/collect.py` finds reports of self-checks.
     public var selfChecksFolder: URL { documents.appendingPathComponent("self-check") }
 
     // MARK: - Runs

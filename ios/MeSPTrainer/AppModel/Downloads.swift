@@ -7,7 +7,7 @@ import Observation
 @MainActor @Observable public final class Downloads {
     /// The text that the person typed: `owner/name`.
     public var repository = ""
-    /// The repository at the Hub under that name; nil until it was looked up.
+    /// The repository on the Hub under that name; nil until it was looked up.
     public private(set) var offer: BundleDownload.Offer?
     /// Whether the Hub is asked.
     public private(set) var isLooking = false
@@ -24,7 +24,7 @@ import Observation
         (self.folder, self.phone, self.open) = (folder, phone, open)
     }
 
-    /// Looks up what is at the Hub.
+    /// Looks up what is on the Hub.
     func look() async throws {
         guard !isLooking, progress == nil else { return }
         (offer, isLooking) = (nil, true)

@@ -3,7 +3,7 @@ import MeSPCore
 import MeSPFiles
 import Observation
 
-/// How good the base model and the fine-tuned one are on the same records, by the rules of `mesp evaluate`: the perplexity of texts, how
+/// The scores of the base model and the fine-tuned one on the same records, by the rules of `mesp evaluate`: the perplexity of texts, how
 /// often the right one of several choices is the likeliest, or how often what is written is what should be. While the app is not in front,
 /// it waits.
 @MainActor @Observable public final class Evaluation {
@@ -14,7 +14,7 @@ import Observation
         public let base: Double
         /// nil without adapters.
         public let tuned: Double?
-        /// Where 95% of the bootstrap's differences from the base model are; nil of less than two records.
+        /// The 95% bootstrap interval of the difference from the base model; nil for less than two records.
         public let difference: ClosedRange<Double>?
 
         public enum Kind: Sendable { case perplexity, accuracy, exactMatch }
@@ -22,7 +22,7 @@ import Observation
 
     /// The results of the last evaluation; nil until it has ended.
     public private(set) var figure: Figure?
-    /// How much of it is done, from 0 to 1; nil while none is in progress.
+    /// The part of it that is done, from 0 to 1; nil while no evaluation is in progress.
     public private(set) var progress: Double?
     /// Why it ended early, in a sentence.
     public private(set) var problem: Sentence?
@@ -300,7 +300,7 @@ extension TextTokenizer {
     }
 }
 
-/// How many tokens the model in a bundle's folder sees at once, at most 2,048: keys and values of all of them are held.
+/// The number of tokens that the model in a bundle's folder sees at once, at most 2,048, as keys and values of all are held.
 private func contextLength(of bundle: URL) -> Int {
     struct Config: Decodable {
         let positions: Int?

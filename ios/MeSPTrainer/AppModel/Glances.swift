@@ -29,7 +29,7 @@ public struct Glance: Sendable, Equatable {
     private let board: any GlanceBoard
     /// The least time between two changes of the figures, in seconds. iOS limits how many changes it shows.
     private static let interval = 5.0
-    /// How long figures are taken to be true at least, in seconds.
+    /// The least time for which figures count as current, in seconds.
     private static let lifetime = 120.0
     /// The content that is shown; nil for none.
     private var shown: Glance?

@@ -1,7 +1,7 @@
 import Foundation
 import MeSPCore
 
-/// How the system keeps what the app writes.
+/// The protection and the backup of a file that the app writes.
 public struct Keeping: Sendable, Equatable {
     /// Whether a backup of the phone has it.
     public var isInBackup: Bool

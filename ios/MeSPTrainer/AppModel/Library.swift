@@ -15,7 +15,7 @@ import Observation
 
     init(_ folder: DocumentsFolder) { self.folder = folder }
 
-    /// How often it was looked; what an earlier look finds later is dropped.
+    /// The number of looks at the folder; the result of an earlier look that ends later is dropped.
     @ObservationIgnored private var looks = 0
 
     /// Looks for bundles and runs again, beside the main thread.
@@ -68,7 +68,7 @@ import Observation
         return bundle.id
     }
 
-    /// Where the text is that was copied last.
+    /// The file of the text that was copied last.
     @ObservationIgnored private var textFolder: URL?
 
     /// Copies a text that the person chose, in place of the last, to where the system may clear it. Files in AirDrop's inbox are moved

@@ -22,7 +22,7 @@ public struct Notice: Sendable, Equatable {
 
 /// Tells a person who has left the app what has become of the run: that it is done, that it waits and why, or that it has failed.
 @MainActor final class Notices {
-    /// How long a run may wait for the app to come back before anybody is told, in seconds: most people come back at once.
+    /// The seconds that a run waits for the app to come back before it notifies: most people come back at once.
     static let patience = 60.0
 
     private let controller: RunController

@@ -19,7 +19,7 @@ import Observation
     @ObservationIgnored private let phone: any Phone
     @ObservationIgnored private let controller: RunController
     @ObservationIgnored private let display: (any Display)?
-    /// How bright it was.
+    /// The brightness before.
     @ObservationIgnored private var brightness: Double?
 
     init(phone: any Phone, controller: RunController, display: (any Display)?) {

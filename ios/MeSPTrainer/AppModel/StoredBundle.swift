@@ -35,7 +35,7 @@ public struct StoredBundle: Identifiable, Sendable {
     /// The size of all its files, in bytes.
     public var size: Int { manifest?.files.reduce(0) { $0 + $1.size } ?? 0 }
 
-    /// Where a phone would do better with another export.
+    /// A hint that another export would suit a phone better.
     public var advice: Sentence? {
         manifest?.device == .cpu ? "Runs on the CPU. For the GPU, export it with --device gpu." : nil
     }

@@ -4,7 +4,7 @@ import Observation
 
 /// The form for the next run: a bundle, a text, and the settings.
 @MainActor @Observable public final class TrainingForm {
-    /// Where the text to train on comes from.
+    /// The source of the text to train on.
     public enum TextKind: Sendable, CaseIterable { case bundle, file, pasted, choices }
 
     /// The bundle to train.
@@ -202,7 +202,7 @@ import Observation
         // `make app-bundle` gives the bundles that come with the app this text.
         case .bundle where bundle.isIncluded:
             return "A small demo model learns to write like the reference manual of the Python language."
-        case .bundle: return "\(bundle.name) learns the text that is in its bundle."
+        case .bundle: return "\(bundle.name) learns the text in its bundle."
         case .file:
             guard let file else { return "Choose a text file that \(bundle.name) is to learn, under More." }
             return file.pathExtension.lowercased() == "jsonl"

@@ -16,7 +16,7 @@ import MeSPSentences
 /// The manifest comes first. Each other file has the size and the SHA-256 that it says, or is refused. `fetch` resumes a download that
 /// ended early.
 public struct BundleDownload: Sendable {
-    /// A bundle at the Hub, before it is downloaded. It can be stored, so that another process can resume the download.
+    /// A bundle on the Hub, before it is downloaded. It can be stored, so that another process can resume the download.
     public struct Offer: Sendable, Codable {
         /// As `owner/name`.
         public let repository: String
@@ -64,7 +64,7 @@ public struct BundleDownload: Sendable {
     private let attempts = 3
 
     /// - Parameters:
-    ///   - repository: as `owner/name`, or its address at the Hub.
+    ///   - repository: as `owner/name`, or its address on the Hub.
     ///   - hub: the Hub's address.
     ///   - patience: the timeout of a silent connection, in seconds.
     ///   - background: receives files while the app is suspended; without it only while the process runs.

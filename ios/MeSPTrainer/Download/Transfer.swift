@@ -8,7 +8,7 @@ import MeSPSentences
 
 /// A transfer of a file over the network.
 protocol Transfer: Sendable {
-    /// How many files may be asked for before one has come.
+    /// The number of files that may be requested before one has arrived.
     var filesAtOnce: Int { get }
     /// Receives what the wanted file lacks.
     ///
@@ -56,7 +56,7 @@ struct Wanted: Sendable {
             throw MeSPError("\(repository) is not open to everybody; see \(page), or take another repository.")
         case 404:
             throw MeSPError(
-                "There is no \(what) at the Hub; write the repository as owner/name, of one that holds a bundle.")
+                "There is no \(what) on the Hub; write the repository as owner/name, of one that holds a bundle.")
         case 416: throw Retryable(sentence: "\(what) is not as long as its manifest says.")
         case 429, 500...599:
             throw Retryable(sentence: "The Hub is busy (\(response.statusCode)); try again later.")
@@ -66,7 +66,7 @@ struct Wanted: Sendable {
 
     /// The message for a connection that ended.
     func brokenOff(_ error: any Error) -> Retryable {
-        Retryable(sentence: "\(what) stopped coming: \(error.plainSentence). Check the network and try again.")
+        Retryable(sentence: "\(what) stopped arriving: \(error.plainSentence). Check the network and try again.")
     }
 }
 

@@ -11,7 +11,7 @@
         /// With MLX's own command buffers, whose arrays go as they are complete: MLX's arrays and its cache, without the process and mapped
         /// weights, and the planner's prediction for them.
         let ledgerPeakBytes, predictedPeakBytes: Int
-        /// How often `eval` polls instead of sleeping, and an upper bound of the seconds.
+        /// The number of times that `eval` polls instead of sleeping, and an upper bound of the seconds.
         let commandBuffers, spins: Int
         let spinningSeconds: Double
         /// The same with the trainer's command buffers and late handlers.

@@ -24,7 +24,7 @@ nonisolated(unsafe) var stopRequested: sig_atomic_t = 0
 nonisolated(unsafe) var memoryIsShort: sig_atomic_t = 0
 // A message that a signal handler can print: it may not allocate memory.
 nonisolated(unsafe) let lostFile = strdup(
-    "A file of the bundle became shorter or unreadable while it was in use; copy or export the bundle again. What was saved last is still there.\n"
+    "A file of the bundle became shorter or unreadable while it was in use; copy or export the bundle again. The last saved state is kept.\n"
 )
 
 for number in [SIGINT, SIGTERM, SIGHUP] {

@@ -69,7 +69,7 @@ struct FleetAPI: Sendable {
             throw Unreachable(sentence: "\(server.absoluteString) takes too long to answer.")
         } catch Transport.Failure.tooLong {
             throw MeSPError(
-                "\(server.absoluteString) answers \(name) with more bytes than any answer of Flower's has; ask who runs it."
+                "\(server.absoluteString) answers \(name) with more bytes than any answer of Flower's has; ask its operator."
             )
         }
         switch status {
@@ -115,7 +115,7 @@ struct Metadata {
         destinationTask = message.has(11) ? message.number(11) : nil
         guard timeToLive.isFinite, created.isFinite, (created + timeToLive).isFinite,
             [self.message, replyTo, group, type].allSatisfy({ $0.utf8.count <= 1000 })
-        else { throw MeSPError("The server sent a message whose metadata is not in order; ask who runs it.") }
+        else { throw MeSPError("The server sent a message whose metadata is invalid; ask its operator.") }
     }
 
     /// The metadata of an answer that is made now. It is good as long as the question.

@@ -4,7 +4,7 @@ import MeSPSentences
 #if os(iOS)
     import Security
 
-    /// Where a node's private key is kept: in the Keychain, as other apps and the person's computer can read an app's documents.
+    /// Keeps a node's private key in the Keychain, as other apps and the person's computer can read an app's documents.
     struct KeyStore {
         private let item: [String: Any] = [
             kSecClass as String: kSecClassGenericPassword, kSecAttrService as String: "Federation",
@@ -38,7 +38,7 @@ import MeSPSentences
         }
     }
 #else
-    /// Where a node's private key is kept: in a file that its owner alone can read.
+    /// Keeps a node's private key in a file that its owner alone can read.
     struct KeyStore {
         let file: URL
 

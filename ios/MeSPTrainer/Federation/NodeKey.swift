@@ -5,7 +5,7 @@ import MeSPSentences
     import CryptoKit
 #endif
 
-/// Who a node is to a SuperLink: a key pair on P-256, which signs each of its calls.
+/// The identity of a node at a SuperLink: a key pair on P-256, which signs each of its calls.
 public struct NodeKey: Sendable {
     private let key: P256Key
 

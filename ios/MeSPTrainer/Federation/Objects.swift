@@ -29,7 +29,7 @@ struct FlowerObject {
             .map { String(decoding: $0, as: UTF8.self) }
         let body = Data(content.drop { $0 != 0 }.dropFirst())
         guard parts.count == 3, Int(parts[2]) == body.count else {
-            throw MeSPError("The server sent an object that is not whole; ask who runs it.")
+            throw MeSPError("The server sent an object that is incomplete; ask its operator.")
         }
         self.init(parts[0], children: parts[1].split(separator: ",").map(String.init), body: body)
     }
@@ -46,7 +46,7 @@ struct ObjectTree {
     init(_ message: ProtobufMessage, depth: Int = 8) throws {
         id = message.text(1)
         guard depth > 0, id.count == 64, id.allSatisfy(\.isHexDigit) else {
-            throw MeSPError("The server sent an object tree that is not in order; ask who runs it.")
+            throw MeSPError("The server sent an invalid object tree; ask its operator.")
         }
         children = try message.messages(2).map { try ObjectTree($0, depth: depth - 1) }
     }

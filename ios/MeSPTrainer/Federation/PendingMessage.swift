@@ -16,7 +16,7 @@ struct PendingMessage {
 
     static func tooLarge(_ most: Int) -> MeSPError {
         MeSPError(
-            "The server sent a message of more than \(max(most / 1_000_000, 1)) MB, which is more than this model's adapters take; ask who runs it."
+            "The server sent a message of more than \(max(most / 1_000_000, 1)) MB, which is more than this model's adapters take; ask its operator."
         )
     }
 

@@ -98,7 +98,7 @@ struct ProtobufMessage {
         }
     }
 
-    private static let damaged = MeSPError("The server sent something other than a protobuf message; ask who runs it.")
+    private static let damaged = MeSPError("The server sent something other than a protobuf message; ask its operator.")
 
     private static func take(_ count: UInt64, _ rest: inout Data) throws -> Data {
         guard count <= UInt64(rest.count) else { throw damaged }

@@ -94,11 +94,11 @@ public struct FlowerArray: Sendable, Equatable {
 
     private static let magic = Data([0x93]) + Data("NUMPY".utf8)
 
-    /// - Throws: `MeSPError` for another kind of numbers, and where the file is not whole.
+    /// - Throws: `MeSPError` for another kind of numbers, and where the file is incomplete.
     init(npy file: Data) throws {
         let file = Data(file)
         guard file.count >= 12, file.prefix(6) == Self.magic else {
-            throw MeSPError("The server sent an array that is not a .npy file; ask who runs it.")
+            throw MeSPError("The server sent an array that is not a .npy file; ask its operator.")
         }
         let start = file[6] == 1 ? 10 : 12
         let length = (8..<start).reversed().reduce(0) { $0 << 8 | Int(file[$1]) }
@@ -108,7 +108,7 @@ public struct FlowerArray: Sendable, Equatable {
         }
         guard let kind = (value("descr", until: ",")?.dropFirst().dropLast()).flatMap({ Kind(rawValue: String($0)) }),
             value("fortran_order", until: ",") == "False", let sizes = value("shape", until: ")")
-        else { throw MeSPError("The server sent an array that is neither float32 nor uint16; ask who runs it.") }
+        else { throw MeSPError("The server sent an array that is neither float32 nor uint16; ask its operator.") }
         let shape = sizes.dropFirst().split(separator: ",").map { Int($0.trimmingCharacters(in: .whitespaces)) }
         let data = Data(file.dropFirst(start + length))
         var bytes = kind.size
@@ -117,7 +117,7 @@ public struct FlowerArray: Sendable, Equatable {
             guard let size, size >= 0, !overflow else { throw MeSPError("The server sent an array without a shape.") }
             bytes = product
         }
-        guard bytes == data.count else { throw MeSPError("The server sent an array that is not whole.") }
+        guard bytes == data.count else { throw MeSPError("The server sent an array that is incomplete.") }
         self.init(kind, shape: shape.compactMap { $0 }, data: data)
     }
 }

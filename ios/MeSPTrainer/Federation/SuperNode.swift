@@ -19,9 +19,9 @@ public struct SuperNode: Sendable {
     /// An event, for people.
     public enum Event: Sendable, Equatable {
         case joined(node: UInt64)
-        /// A message is here, of so many bytes.
+        /// A message of this many bytes has arrived.
         case received(Question, bytes: Int)
-        /// Its answer has been sent, of so many bytes, but for what the server had.
+        /// Its answer has been sent, with this many bytes that the server did not have.
         case sent(Question, bytes: Int)
         /// The message, or its answer, had expired.
         case dropped(Question, Sentence)
@@ -62,7 +62,7 @@ public struct SuperNode: Sendable {
         var heartbeat = 30.0
         /// Before asking again whether there is a message.
         var poll = 3.0
-        /// How long a key is taken to be in use by a node that has ended without a word.
+        /// The time for which the key of a node that ended without notice counts as in use.
         var lease = 75.0
     }
 

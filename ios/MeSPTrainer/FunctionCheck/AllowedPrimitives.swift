@@ -24,15 +24,16 @@ package struct AllowedPrimitives: Decodable {
     }
 
     package struct Signature: Decodable {
-        package let inputs, packed, first, then: [String]
-        package let attention, gatedDeltaNet, shortConvolution: [String]
-        package let postNorms: [String]
+        package let inputs, packed, shared, first, then: [String]
+        package let attention, gatedDeltaNet, shortConvolution, mamba2: [String]
+        package let postNorms, perLayer: [String]
 
         enum CodingKeys: String, CodingKey {
-            case inputs, packed, first, then, attention
+            case inputs, packed, shared, first, then, attention, mamba2
             case gatedDeltaNet = "gated_delta_net"
             case shortConvolution = "short_convolution"
             case postNorms = "post_norms"
+            case perLayer = "per_layer"
         }
     }
 
@@ -65,13 +66,16 @@ package struct AllowedPrimitives: Decodable {
           "types": {"bool": [0, 1], "uint8": [1, 1], "uint32": [3, 4], "uint64": [4, 8], "int32": [7, 4], "float32": [10, 4], "bfloat16": [12, 2]},
           "limits": {"dimensions": 16, "array_bytes": 1099511627776},
           "signature": {
-            "about": "What a block's function takes and returns: of each array its type, where `dtype` is the manifest's, and its shape. One for packed records takes `packed` too: of each token the position at which its record begins. `lora` is the number of LoRA parameters of a rank, `words` the length of the block's file. A block returns `first`, the four arrays of its mixer, `then`, and with post-norms `post_norms`.",
+            "about": "What a block's function takes and returns: of each array its type, where `dtype` is the manifest's, and its shape. Behind `inputs` come `per_layer`, of a model with embeddings for each layer, its layer's part of them; `shared`, of attention that takes the keys and values of another block, these; and of a function for packed records `packed`, of each token the position at which its record begins. `lora` is the number of LoRA parameters of a rank, `words` the length of the block's file. A block returns `first`, the four arrays of its mixer, `then`, and with post-norms `post_norms`.",
             "inputs": ["dtype 1 length hidden", "float32 lora", "float32", "uint32 words"],
+            "per_layer": ["dtype 1 length per_layer"],
+            "shared": ["dtype 1 kv_heads length head_dim", "dtype 1 kv_heads length head_dim"],
             "packed": ["int32 length"],
             "first": ["dtype 1 length hidden", "dtype 1 length hidden"],
             "attention": ["dtype 1 heads length query", "dtype 1 kv_heads length head_dim", "dtype 1 kv_heads length head_dim", "dtype 1 length mixed"],
             "gated_delta_net": ["dtype 1 length channels", "dtype 1 length mixed", "dtype 1 length ba", "dtype 1 length mixed"],
             "short_convolution": ["dtype 1 length hidden", "dtype 1 length hidden", "dtype 1 length hidden", "dtype 1 length hidden"],
+            "mamba2": ["dtype 1 length mixed", "dtype 1 length channels", "dtype 1 length heads", "dtype 1 length mixed"],
             "then": ["dtype 1 length hidden", "dtype 1 length intermediate", "dtype 1 length intermediate"],
             "post_norms": ["dtype 1 length hidden", "dtype 1 length hidden"]
           },

@@ -3,7 +3,7 @@ import MeSPSentences
 
 /// Throws unless the functions in a file keep to `AllowedPrimitives`, so that MLX reads and writes within their arrays: it takes the shapes
 /// of a primitive's outputs from the file, and checks neither these nor the indices of a `Gather`. The rules are those of
-/// exporter/mesp/block_function/check.py. docs/security.md has the file's layout.
+/// exporter/mesp/block_function/check.py. exporter/mesp/block_function/mlxfn.py has the file's layout.
 ///
 /// - Parameters:
 ///   - onGPU: whether all primitives must be on the GPU; otherwise on the CPU.
@@ -288,7 +288,7 @@ private struct FunctionCheck {
     }
 
     private mutating func add(_ id: UInt64, _ type: ArrayType) throws {
-        guard known.updateValue(type, forKey: id) == nil else { throw MeSPError("two of its arrays have one number") }
+        guard known.updateValue(type, forKey: id) == nil else { throw MeSPError("two of its arrays have the same id") }
     }
 
     private func types(of ids: [UInt64]) throws -> [ArrayType] {

@@ -4,7 +4,7 @@ import MeSPCore
 
 /// The device's times of the parts of a step.
 extension Bench {
-    /// The time of one `eval` of a chain of so many kernels, each a number added to one, in seconds.
+    /// The time of one `eval` of a chain of this many kernels, each of which adds a number, in seconds.
     private func chain(_ kernels: Int) throws -> Double {
         let one = MLXArray(Float(1))
         eval(one)

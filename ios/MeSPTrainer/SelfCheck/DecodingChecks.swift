@@ -40,13 +40,20 @@ extension Bench {
                 ]
             ]
         ),
+        ("mamba2", ["two groups": mamba2, "one group": mamba2.merging(["num_groups": 1]) { $1 }]),
+    ]
+
+    /// Four heads, in two groups.
+    private static let mamba2: Fields = [
+        "type": "mamba2", "num_heads": 4, "head_dim": 16, "num_groups": 2, "state_size": 32, "kernel_size": 4,
+        "norm_eps": 1e-5, "modules": modules([("mamba.in_proj", "in"), ("mamba.out_proj", "out")]),
     ]
 
     /// Four heads of 32 features. The scores have a variance of 4: with a small one all weights would be alike, whatever the positions.
     private static let attention: Fields = [
         "type": "attention", "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "qk_norm": false,
         "output_gate": false, "attention_scale": 2 / 32.0.squareRoot(), "frequencies": frequencies(16),
-        "rope_scale": 1, "modules": modules(ofAttention),
+        "rope_scale": 1, "modules": modules(ofAttention), "v_norm": false,
     ]
 
     private static let ofAttention = [
@@ -72,8 +79,8 @@ extension Bench {
         (0..<count).map { pow(10000, -Double($0) / Double(count)) }
     }
 
-    /// The number of tokens: more than a chunk of the gated delta rule and than a window.
-    private static let decoded = GatedDeltaRule.chunk + 6
+    /// The number of tokens: more than a chunk of a recurrent mixer and than a window.
+    private static let decoded = ChunkDecays.chunk + 6
 
     /// Compares a block's output, the logits, and the state that the block keeps for the next token, for each variant of a mixer.
     func decoding(_ name: String, _ variants: KeyValuePairs<String, Fields>) throws -> Finding {

@@ -25,27 +25,37 @@ extension Bench {
         let example = example(Self.differenceTokens)
 
         var inputs = [Int: MLXArray]()
-        var x = try model.embed(example)
+        // What blocks take of others would be rounded as x is, so that the loss would move in steps.
+        var x = try model.embed(example).asType(.float32)
+        let context = try model.context(example, x0: x)
+        try lend(before: blocks[0], x, model, context)
+        /// The outputs of a block with these parameters, which later blocks' keys and values may be made with too.
+        func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray) throws -> BlockOutputs {
+            try forward.outputs(block, x, lora, beside(block, x, lora, model, context))
+        }
         for block in blocks {
             try atBlock()
             inputs[block] = x
-            x = try forward.outputs(block, x, model.parameters(block)).y
+            x = try outputs(block, x, model.parameters(block)).y
         }
         var (_, d) = try forward.lossAndGradient(x, example, scale: 1 / Float(Self.differenceTokens))
 
         let end = Date.now.addingTimeInterval(20 * settings.seconds)
         var errors = [String: Double]()
+        var shared = [Int: MixerState.KeyValues]()
         for block in blocks.reversed() where errors.isEmpty || Date.now < end {
             guard let x = inputs[block] else { continue }
             let lora = try model.parameters(block)
+            let intermediates = try outputs(block, x, lora).intermediates
             let gradient = tamper(
                 "gradients.differences",
-                try backward.backward(block, x, lora, forward.outputs(block, x, lora).intermediates, d: &d))
+                try backward.backward(
+                    block, x, lora, beside(block, x, lora, model, context), intermediates, d: &d, shared: &shared))
             /// The loss with other parameters in this block.
             func loss(_ changed: MLXArray) throws -> Double {
-                var y = try forward.outputs(block, x, changed).y
+                var y = try outputs(block, x, changed).y
                 for later in block + 1..<model.blocks.upperBound {
-                    y = try forward.outputs(later, y, model.parameters(later)).y
+                    y = try outputs(later, y, model.parameters(later)).y
                 }
                 return try forward.loss(y, example)
             }

@@ -86,17 +86,21 @@ extension Bench {
         let model = trainer.model
         let x = try model.embed(example(shortest))
         /// The first block of a kind stands for all.
-        let blocks = architecture.mixers.indices.compactMap { architecture.layers.firstIndex(of: $0) }
+        let blocks = architecture.firstOfKinds
         func errors(_ block: Int, _ records: [Range<Int>]?) throws -> [Measurement] {
             let lora = try model.parameters(block)
+            // Each block gets the embedding, so that what it takes of another comes of that too.
+            let context = try model.context(example(shortest), x0: x)
+            try lend(before: block, x, model, context)
+            let beside = try beside(block, x, lora, model, context)
             let outputs = try bundle.withBlock(block) { weights in
                 let function = try model.function(block, x, packed: records != nil)(
-                    lora: lora, scale: model.scale, weights: weights, records: records)
+                    lora: lora, scale: model.scale, weights: weights, records: records, beside: beside)
                 let outputs = try function.outputs(x).list
                 eval(outputs)
                 return outputs
             }
-            let expected = try cpu(trainer).outputs(block, x, lora, records: records).list
+            let expected = try cpu(trainer).outputs(block, x, lora, beside, records: records).list
             let names = BlockOutputs.names(of: architecture.block(block).mixer)
             return zip(names, zip(outputs, expected)).map { name, pair in
                 let name = "\(block).\(name)" + (records == nil ? "" : ".packed")
@@ -120,34 +124,61 @@ extension Bench {
             [Measurement("loss", error(MLXArray(loss), sum))] + found)
     }
 
-    /// The input of the first trained block `[1, T, hidden]`, from the device's own forward pass.
-    func inputOfTrained(_ trainer: Trainer) throws -> MLXArray {
+    /// What a block takes besides its input x, from a context that has what it takes of others.
+    func beside(
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.Context
+    ) throws -> Beside {
+        try bundle.withBlock(block) {
+            try model.beside(block, context, lending: x, lora, $0)
+        }
+    }
+
+    /// Has blocks before lend their keys and values of x to a context.
+    func lend(
+        before block: Int, _ x: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.Context
+    ) throws {
+        for owner in architecture.owners where owner < block {
+            _ = try beside(owner, x, model.parameters(owner), model, context)
+        }
+    }
+
+    /// The input of the first trained block `[1, T, hidden]`, from the device's own forward pass, and its context.
+    func inputOfTrained(_ trainer: Trainer) throws -> (x: MLXArray, context: BlockwiseModel.Context) {
         let model = trainer.model
         var x = try model.embed(example(shortest))
+        let context = try model.context(example(shortest), x0: x)
         for block in 0..<trainer.trained[0] {
-            x = try bundle.withBlock(block) { try model.output(block, x, model.parameters(block), $0) }
+            let lora = try model.parameters(block)
+            let beside = try beside(block, x, lora, model, context)
+            x = try bundle.withBlock(block) { try model.output(block, x, lora, $0, beside: beside) }
         }
-        return x
+        return (x, context)
     }
 
     /// The mean loss, and each trained block's gradient `[P]`, by the formulas on the CPU.
-    func gradientsOnCPU(_ trainer: Trainer, _ input: MLXArray) throws -> (loss: MLXArray, gradients: [Int: MLXArray]) {
+    func gradientsOnCPU(
+        _ trainer: Trainer, _ input: (x: MLXArray, context: BlockwiseModel.Context)
+    ) throws -> (loss: MLXArray, gradients: [Int: MLXArray]) {
         let (model, cpu, example) = (trainer.model, cpu(trainer), example(shortest))
-        var x = input
-        var inputs = [Int: MLXArray]()
+        var x = input.x
+        var inputs = [Int: (x: MLXArray, beside: Beside)]()
         for block in trainer.trained {
             try atBlock()
-            inputs[block] = x
-            x = try cpu.outputs(block, x, model.parameters(block)).y
+            let lora = try model.parameters(block)
+            let beside = try beside(block, x, lora, model, input.context)
+            inputs[block] = (x, beside)
+            x = try cpu.outputs(block, x, lora, beside).y
         }
         let weight = 1 / Float(example.counted.count)
         var (sum, d) = try cpu.lossAndGradient(x, example, scale: weight)
         var gradients = [Int: MLXArray]()
+        var shared = [Int: MixerState.KeyValues]()
         for block in trainer.trained.reversed() {
             try atBlock()
-            guard let x = inputs.removeValue(forKey: block) else { continue }
+            guard let (x, beside) = inputs.removeValue(forKey: block) else { continue }
             let lora = try model.parameters(block)
-            gradients[block] = try cpu.backward(block, x, lora, cpu.outputs(block, x, lora).intermediates, d: &d)
+            gradients[block] = try cpu.backward(
+                block, x, lora, beside, cpu.outputs(block, x, lora, beside).intermediates, d: &d, shared: &shared)
         }
         return (sum * weight, gradients)
     }
@@ -167,7 +198,9 @@ extension Bench {
         let trainer = try trainer(run(shortest))
         let whole = example(shortest)
         let model = trainer.model
-        let y = try bundle.withBlock(0) { try model.output(0, model.embed(whole), model.parameters(0), $0) }
+        let (x, lora) = (try model.embed(whole), try model.parameters(0))
+        let beside = try beside(0, x, lora, model, model.context(whole, x0: x))
+        let y = try bundle.withBlock(0) { try model.output(0, x, lora, $0, beside: beside) }
         let errors = try [1, 2, 3].filter { $0 <= shortest }.flatMap { count in
             let few = Example(tokens: whole.tokens, counted: Array(shortest - count..<shortest))
             let (loss, dy) = try model.lossAndGradient(y, few, scale: 1)
@@ -224,7 +257,7 @@ extension Bench {
         }
         let resumed = try trainer(run, plan: plan)
         guard let saved = try SavedState.load(from: folder, run) else {
-            throw MeSPError("The state that was saved in \(folder.path) is not there.")
+            throw MeSPError("The saved state in \(folder.path) is not there.")
         }
         try resumed.restore { saved.vectors[$0] }
         try step(resumed, 2)

@@ -4,7 +4,7 @@ import MeSPCore
 
 /// Measurements of the first step in the process. On a GPU it compiles every kernel, and Metal takes memory for them.
 struct FirstStep {
-    /// How much the footprint has grown since before MLX was used, without MLX's arrays, in bytes: after the first use, and after the step.
+    /// The growth of the footprint since before MLX was used, without MLX's arrays, in bytes: after the first use, and after the step.
     let afterUse, afterStep: Int
     /// The longest time from one boundary to the next, in the first step and in a second one, in seconds.
     let longest, longestAgain: Double

@@ -15,9 +15,12 @@ struct FormulasOnCPU {
     /// - Parameters:
     ///   - x: `[1, T, hidden]`
     ///   - lora: `[P]`
+    ///   - beside: what the block takes besides x
     ///   - records: see `Example`; nil for one
-    func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray, records: [Range<Int>]? = nil) throws -> BlockOutputs {
-        try withBlock(block, lora, records: records) { block in
+    func outputs(
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ beside: Beside, records: [Range<Int>]? = nil
+    ) throws -> BlockOutputs {
+        try withBlock(block, lora, beside, records: records) { block in
             let outputs = block.outputs(x.asType(.float32))
             eval(outputs.mixerIn)
             return outputs
@@ -25,11 +28,16 @@ struct FormulasOnCPU {
     }
 
     /// The gradient of a block's LoRA parameters `[P]`; d goes from dy to dx. Both are evaluated.
-    func backward(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ intermediates: Intermediates, d: inout MLXArray)
-        throws -> MLXArray
-    {
-        try withBlock(block, lora) { block in
-            block.gradient(x: x.asType(.float32), intermediates, d: &d, wantsInput: true)
+    ///
+    /// - Parameter shared: as that of `Block.gradient`, by the block that has the keys and values.
+    func backward(
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ beside: Beside, _ intermediates: Intermediates,
+        d: inout MLXArray, shared: inout [Int: MixerState.KeyValues]
+    ) throws -> MLXArray {
+        let owner = bundle.architecture.keysOf(block) ?? block
+        return try withBlock(block, lora, beside) { block in
+            block.gradient(
+                x: x.asType(.float32), intermediates, d: &d, wantsInput: true, shared: &shared[owner])
         }
     }
 
@@ -63,14 +71,14 @@ struct FormulasOnCPU {
     }
 
     private func withBlock<R>(
-        _ block: Int, _ lora: MLXArray, records: [Range<Int>]? = nil, _ body: (Block) throws -> R
+        _ block: Int, _ lora: MLXArray, _ beside: Beside, records: [Range<Int>]? = nil, _ body: (Block) throws -> R
     ) throws -> R {
         try Device.withDefaultDevice(.cpu) {
             try bundle.withBlock(block) { weights in
                 try body(
                     Block(
                         weights: weights.onCPU, lora: lora, layout: layouts[block], scale: scale, tile: tile,
-                        records: records))
+                        records: records, beside: beside))
             }
         }
     }

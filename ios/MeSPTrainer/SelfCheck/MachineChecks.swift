@@ -69,7 +69,7 @@ extension Bench {
             ])
     }
 
-    /// Where Metal refuses an address or a length, MLX copies without a word. Then a change of the file does not show in the
+    /// Where Metal refuses an address or a length, MLX copies silently. Then a change of the file does not show in the
     /// array.
     func mapWithoutCopy() throws -> Finding {
         let size = min(largestFile.words * 4, 16 << 20)

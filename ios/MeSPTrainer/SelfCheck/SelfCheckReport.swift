@@ -4,7 +4,7 @@ import MeSPFiles
 
 /// A machine's self-check: one finding a line, and the constants that it measured.
 public struct SelfCheckReport: Codable, Sendable {
-    /// Where and on what it ran.
+    /// The machine and the model of the run.
     public var start: Start
     public var checks = [Check]()
     /// nil until every check has run. A report that stays so is of a process that was ended: by the check after the last one here.
@@ -28,7 +28,7 @@ public struct SelfCheckReport: Codable, Sendable {
         public var names: [String]
     }
 
-    /// How one check came out.
+    /// The result of one check.
     public struct Check: Codable, Sendable, Identifiable {
         public var name: String
         public var verdict: Verdict

@@ -18,13 +18,16 @@ struct TinyBundle {
     ///   - folder: the folder to make.
     ///   - model: a bundle with the device, the dtype and the quantization to use.
     func write(to folder: URL, like model: ModelBundle) throws -> ModelBundle {
-        let architecture: [String: any Sendable] = [
-            "model_type": "tiny", "hidden_size": Self.hidden, "intermediate_size": 2 * Self.hidden,
-            "vocab_size": Self.vocabulary, "rms_norm_eps": 1e-5, "tie_word_embeddings": true, "hidden_act": "silu",
-            "post_norms": false, "embedding_scale": 1, "mlx_prefix": "model", "hf_prefix": "model",
-            "mlp": [["mlp.gate_proj", ["gate"]], ["mlp.up_proj", ["up"]], ["mlp.down_proj", ["down"]]]
+        let mlp: [String: any Sendable] = [
+            "modules": [["mlp.gate_proj", ["gate"]], ["mlp.up_proj", ["up"]], ["mlp.down_proj", ["down"]]]
                 as [[any Sendable]],
-            "biases": [String](), "mixers": [mixer], "layers": [0],
+            "intermediate_size": 2 * Self.hidden,
+        ]
+        let architecture: [String: any Sendable] = [
+            "model_type": "tiny", "hidden_size": Self.hidden, "vocab_size": Self.vocabulary, "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": true, "hidden_act": "silu",
+            "post_norms": false, "embedding_scale": 1, "mlx_prefix": "model", "hf_prefix": "model",
+            "biases": [String](), "mixers": [mixer], "layers": [0], "mlps": [mlp], "mlp_layers": [0],
         ]
         let block = try JSONDecoder.snakeCase.decode(
             Architecture.self, from: JSONSerialization.data(withJSONObject: architecture)

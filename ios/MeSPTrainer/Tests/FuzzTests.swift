@@ -281,7 +281,10 @@ import Testing
         defer { try? FileManager.default.removeItem(at: folder) }
         var manifest = try #require(try JSONSerialization.jsonObject(with: json) as? [String: Any])
         var architecture = try #require(manifest["architecture"] as? [String: Any])
-        for name in ["hidden_size", "intermediate_size", "vocab_size"] { architecture[name] = 1 << 20 }
+        for name in ["hidden_size", "vocab_size"] { architecture[name] = 1 << 20 }
+        var mlp = try #require((architecture["mlps"] as? [[String: Any]])?.first)
+        mlp["intermediate_size"] = 1 << 20
+        architecture["mlps"] = [mlp]
         var attention = try #require((architecture["mixers"] as? [[String: Any]])?.first)
         (attention["num_attention_heads"], attention["num_key_value_heads"]) = (1 << 12, 1 << 12)
         attention["head_dim"] = 1 << 8
@@ -293,8 +296,13 @@ import Testing
         let convolution: [String: Any] = [
             "type": "short_convolution", "modules": modules(["in", "out"]), "kernel_size": 1 << 12,
         ]
-        architecture["mixers"] = [attention, net, convolution]
-        architecture["layers"] = (0..<1 << 12).map { $0 % 3 }
+        let mamba: [String: Any] = [
+            "type": "mamba2", "modules": modules(["in", "out"]), "num_heads": 1 << 10, "head_dim": 1 << 8,
+            "num_groups": 1 << 5, "state_size": 1 << 12, "kernel_size": 1 << 12, "norm_eps": 1e-5,
+        ]
+        architecture["mixers"] = [attention, net, convolution, mamba]
+        architecture["layers"] = (0..<1 << 12).map { $0 % 4 }
+        architecture["mlp_layers"] = [Int](repeating: 0, count: 1 << 12)
         (manifest["architecture"], manifest["seq_lens"]) = (architecture, [1 << 20])
         let largest = try JSONDecoder.snakeCase.decode(
             Manifest.self, from: try JSONSerialization.data(withJSONObject: manifest))

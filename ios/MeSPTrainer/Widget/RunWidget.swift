@@ -26,7 +26,7 @@ import WidgetKit
     }
 }
 
-/// How far the run is, and why it waits.
+/// The progress of the run, and the reason for which it waits.
 private struct RunStatus: View {
     let context: ActivityViewContext<RunAttributes>
 

@@ -1,4 +1,4 @@
-"""How far MeZO's estimates of the gradient are from the gradient."""
+"""The distance of MeZO's estimates of the gradient from the gradient."""
 
 from __future__ import annotations
 

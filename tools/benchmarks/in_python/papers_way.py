@@ -68,7 +68,7 @@ def paper_step(
         block = (lora[index], scale, weights, arch.blocks[index])
         intermediates = reference.block_forward(x, *block)[1:]
         mx.eval(intermediates)
-        dy, gradient = reference.block_backward(x, intermediates, dy, *block)
+        dy, gradient, _ = reference.block_backward(x, intermediates, dy, *block)
         lora[index] = lora[index] - learning_rate * gradient
         mx.eval(dy, lora[index])
         del x, weights, block, intermediates, gradient

@@ -33,8 +33,8 @@ def products(bundle: Bundle, settings: dict[str, Any]) -> None:
     gradients = {name: np.empty((rows, inp), np.float32) for name, (_, inp) in sizes.items()}
 
     forward = [name for block in arch.blocks for name in block.modules] + ["head"]
-    down = arch.mlp[-1][0]
-    again = [name for name in forward[:-1] if name != down]
+    downs = {block.mlp.modules[-1][0] for block in arch.kinds}
+    again = [name for name in forward[:-1] if name not in downs]
     # Nothing before the first block is trained: its mixer needs no gradient by x.
     unused = [name for name, _ in arch.blocks[0].mixer.modules[:-1]]
     backward = forward[:]

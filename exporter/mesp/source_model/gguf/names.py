@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 
 from mesp.models.architecture import Architecture, Block
-from mesp.models.mixers import AttentionMixer, GatedDeltaNet
+from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer
 from mesp.models.names import name_there
 
 # llama.cpp's name of an architecture, by model_type.
@@ -20,7 +20,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "QWEN35", "lfm2": "LFM2", "phi3": "PHI3",
 }  # fmt: skip
 # Those whose q and k llama.cpp turns in pairs of neighbours: rows of a head's halves alternate.
-_INTERLEAVED = ("LLAMA", "SMOLLM3", "GRANITE", "MINICPM", "MISTRAL3")
+_INTERLEAVED = ("LLAMA", "SMOLLM3", "GRANITE", "GRANITE_HYBRID", "MINICPM", "MISTRAL3")
 
 
 class Names:
@@ -29,6 +29,8 @@ class Names:
     def __init__(self, arch: Architecture):
         self.arch = arch
         self.name = ARCHITECTURES[arch.model_type]
+        if any(isinstance(mixer, Mamba2Mixer) for mixer in arch.mixers):
+            self.name = "GRANITE_HYBRID"
         number = gguf.MODEL_ARCH[self.name]
         self.architecture = gguf.MODEL_ARCH_NAMES[number]
         self.map = gguf.get_tensor_name_map(number, arch.num_hidden_layers)

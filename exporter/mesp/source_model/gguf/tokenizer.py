@@ -84,7 +84,7 @@ def write_tokenizer(file: GGUF, folder: Path) -> None:
         )
         tokenizer.save(str(folder / "tokenizer.json"))
     except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise MespError(f"The tokenizer of {file.path} is not in order ({error}).") from error
+        raise MespError(f"The tokenizer of {file.path} is not valid ({error}).") from error
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -78,7 +78,7 @@ class GGUFWeights:
         return any(kind not in UNQUANTIZED for kind in self.types)
 
     def quantization(self) -> dict[str, Any]:
-        """How the matrices are quantized, as mlx-lm's config.json has it."""
+        """The quantization of the matrices, in the form of mlx-lm's config.json."""
         sizes: Counter[Quantization] = Counter()
         for kind, size in self.types.items():
             sizes[_quantization(kind)] += size
@@ -94,7 +94,7 @@ class GGUFWeights:
         return entries
 
     def describe(self, dtype: str) -> str:
-        """How much of the weights has the file's own values, in words."""
+        """The part of the weights that has the file's own values, in words."""
         total = sum(self.types.values())
 
         def share(kinds: tuple[str, ...]) -> str:

@@ -578,6 +578,36 @@ HostArray host_rope(
         return wrap(fused("RoPE", state.bytes, inputs));
     });
 }
+HostArray host_rope_dynamic(
+    HostArray x, int dimensions, bool traditional, bool has_base, float base, float scale, HostArray offsets,
+    HostArray frequencies, HostStream s) {
+    return guarded([&] {
+        const auto stream = get(s);
+        const auto freqs = frequencies ? std::optional(get(frequencies)) : std::nullopt;
+        if (freqs && !traditional && scale == 1 && !needs_mlx()) {
+            if (const auto y = host::rope(get(x), get(offsets), *freqs, stream)) return wrap(*y);
+        }
+        return wrap(mx::fast::rope(
+            get(x), dimensions, traditional, has_base ? std::optional(base) : std::nullopt, scale, get(offsets), freqs,
+            stream));
+    });
+}
+HostArray host_scaled_dot_product_attention(
+    HostArray queries, HostArray keys, HostArray values, float scale, HostArray mask, HostStream s) {
+    return guarded([&] {
+        const auto &q = get(queries), &k = get(keys), &v = get(values);
+        if (!mask && !needs_mlx()) {
+            if (const auto y = host::attention_of_one(q, k, v, scale, get(s))) return wrap(*y);
+        }
+#if MLX_VERSION_NUMERIC > 31001
+        return wrap(mx::fast::scaled_dot_product_attention(
+            q, k, v, scale, mask ? "array" : "", maybe(mask), std::nullopt, false, get(s)));
+#else
+        return wrap(mx::fast::scaled_dot_product_attention(
+            q, k, v, scale, mask ? "array" : "", maybe(mask), std::nullopt, get(s)));
+#endif
+    });
+}
 HostArray host_concatenate(HostVector arrays, int32_t axis, HostStream s) {
     return WRAP(mx::concatenate(get(arrays), axis, get(s)));
 }
@@ -607,6 +637,14 @@ HostArray host_slice(HostArray a, const int32_t *start, const int32_t *end, cons
     return guarded([&] {
         const size_t n = get(a).ndim();
         return wrap(mx::slice(get(a), shape(start, n), shape(end, n), shape(strides, n), get(s)));
+    });
+}
+HostArray host_slice_update(
+    HostArray a, HostArray update, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s) {
+    return guarded([&] {
+        const size_t n = get(a).ndim();
+        return wrap(
+            mx::slice_update(get(a), get(update), shape(start, n), shape(end, n), shape(strides, n), get(s)));
     });
 }
 

@@ -26,7 +26,7 @@ std::mutex mutex;
 std::atomic<bool> is_on = false;
 HostMetalRules rules;
 size_t evaluations = 0;
-/// How often each fault occurred.
+/// The number of times that each fault occurred.
 std::map<std::string, size_t> faults;
 std::vector<std::vector<char>> zeros;
 /// The CPU's default streams of Swift and, in the GPU's place, of C++.

@@ -30,6 +30,7 @@ namespace {
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 typedef uint8_t Quads __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
+typedef int32_t Signed __attribute__((vector_size(64)));
 typedef float Floats __attribute__((vector_size(64)));
 
 using Mode = mx::QuantizationMode;
@@ -154,7 +155,7 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
         result = parts[0];                                              \
     }
 
-/// How many rows of W are multiplied together with so many of x: as many sums as there are registers for.
+/// The number of rows of W that are multiplied together with this many of x, by the sums that registers hold.
 constexpr int rows_at_once(int most) { return most > 4 ? 2 : 4; }
 
 /// The rows of W from `row` on, as many as go together and are before `end`, times `count` ≤ `most` rows of x, into `y`, whose rows are
@@ -232,12 +233,158 @@ INLINE void multiply_rows(
 FOR_EACH_CPU
 void multiply_few(const PackedMatrix &w, int first, int end, int columns, const float *x, int m, float *y, int rows) {
     switch (w.bits) {
-        case 2: return multiply_rows<2>(w, first, end, columns, x, m, y, rows);
         case 3: return multiply_rows<3>(w, first, end, columns, x, m, y, rows);
-        case 4: return multiply_rows<4>(w, first, end, columns, x, m, y, rows);
         case 5: return multiply_rows<5>(w, first, end, columns, x, m, y, rows);
-        case 6: return multiply_rows<6>(w, first, end, columns, x, m, y, rows);
-        default: return multiply_rows<8>(w, first, end, columns, x, m, y, rows);
+        default: return multiply_rows<6>(w, first, end, columns, x, m, y, rows);
+    }
+}
+
+// MARK: - Few rows of x, codes that do not cross a word
+
+/// x for W of 2, 4 or 8 bits, whose words hold 32 / bits codes. A block is 16 words: of these, the numbers that belong to the first code of
+/// each word come first, then those of the second, so that a shift and a mask give 16 codes for 16 numbers of x. A row's last block is its last
+/// 16 words, with zeros for those that the block before has too.
+struct FewRows {
+    /// The words of a row of W, and its blocks.
+    int words, blocks;
+    /// [m, blocks, 32 / bits, 16]
+    std::vector<float> numbers;
+
+    FewRows(const float *x, int m, int columns, int bits)
+        : words(columns * bits / 32), blocks((words + 15) / 16),
+          numbers(size_t(m) * blocks * (512 / bits)) {
+        const int codes = 32 / bits;
+        float *out = numbers.data();
+        for (int row = 0; row < m; row++) {
+            for (int block = 0; block < blocks; block++, out += 16 * codes) {
+                for (int word = block * 16; word < std::min(words, block * 16 + 16); word++) {
+                    const float *in = x + ptrdiff_t(row) * columns + word * codes;
+                    float *place = out + word - first_word(block);
+                    for (int code = 0; code < codes; code++) place[code * 16] = in[code];
+                }
+            }
+        }
+    }
+
+    int first_word(int block) const { return std::max(0, std::min(block * 16, words - 16)); }
+};
+
+/// 16 numbers, one for each word of a block, from `per_block` groups, or as many as the row has.
+#define BY_WORD(result, of_row, group, have)                                                                  \
+    {                                                                                                         \
+        Floats read{};                                                                                        \
+        std::memcpy(&read, of_row + group, (have < per_block ? have : per_block) * sizeof(float));            \
+        [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {                      \
+            result = __builtin_shufflevector(read, read, i * per_block / 16 ...);                             \
+        }(std::make_integer_sequence<int, 16>());                                                             \
+    }
+
+/// As `multiply_block`. `per_block`: the groups of a block, or 1 where one is longer.
+template <int bits, int per_block, int most, bool is_short>
+INLINE void multiply_words(
+    const PackedMatrix &w, ptrdiff_t row, ptrdiff_t end, const FewRows &x, int first, int count, float *y,
+    ptrdiff_t rows) {
+    constexpr int block = rows_at_once(most), codes = 32 / bits;
+    // Of a row with less than a block.
+    const int size = is_short ? x.words * 4 : 64, have = is_short ? x.words * codes / w.group_size : per_block;
+    const uint8_t *packed[block];
+    const float *scales[block], *biases[block];
+    for (int r = 0; r < block; r++) {
+        const ptrdiff_t index = std::min(row + r, end - 1);
+        packed[r] = w.codes + index * w.codes_stride;
+        scales[r] = static_cast<const float *>(w.scales) + index * w.scales_stride;
+        biases[r] = w.biases + index * w.scales_stride;
+    }
+    const float *inputs[most];
+    for (int i = 0; i < most; i++) {
+        inputs[i] = x.numbers.data() + ptrdiff_t(first + std::min(i, count - 1)) * x.blocks * 16 * codes;
+    }
+    Floats sums[block][most] = {};
+    for (int b = 0; b < x.blocks; b++) {
+        const int first_word = x.first_word(b), group = first_word * codes / w.group_size;
+        Words sixteen[block];
+        Floats scale[block], bias[block];
+#pragma unroll
+        for (int r = 0; r < block; r++) {
+            if (is_short) sixteen[r] = Words{};
+            std::memcpy(&sixteen[r], packed[r] + first_word * 4, size);
+            BY_WORD(scale[r], scales[r], group, have)
+            BY_WORD(bias[r], biases[r], group, have)
+        }
+        const auto add = [&](int code) __attribute__((always_inline)) {
+#pragma clang fp contract(fast)
+            Floats weights[block];
+#pragma unroll
+            for (int r = 0; r < block; r++) {
+                const Words one = sixteen[r] & ((1u << bits) - 1);
+                weights[r] = __builtin_convertvector((Signed)one, Floats) * scale[r] + bias[r];
+                sixteen[r] >>= bits;
+            }
+#pragma unroll
+            for (int i = 0; i < most; i++) {
+                Floats in;
+                std::memcpy(&in, inputs[i] + code * 16, sizeof in);
+#pragma unroll
+                for (int r = 0; r < block; r++) sums[r][i] = weights[r] * in + sums[r][i];
+            }
+        };
+        if constexpr (most <= 2) {
+#pragma unroll
+            for (int code = 0; code < codes; code++) add(code);
+        } else {
+            // Unrolled, the weights of several codes would not fit into the registers.
+#pragma clang loop unroll(disable)
+            for (int code = 0; code < codes; code++) add(code);
+        }
+        for (int i = 0; i < most; i++) inputs[i] += 16 * codes;
+    }
+    for (int r = 0; r < std::min<ptrdiff_t>(block, end - row); r++) {
+        for (int i = 0; i < count; i++) {
+            SUM(sum, sums[r][i])
+            y[i * rows + row + r] = sum;
+        }
+    }
+}
+
+/// `multiply_few` for 2, 4 and 8 bits.
+template <int bits, int per_block>
+INLINE void multiply_rows_by_words(
+    const PackedMatrix &w, int first, int end, const FewRows &x, int m, float *y, int rows) {
+    const auto multiply = [&]<int most, bool is_short>(
+                              int i, std::integral_constant<int, most>,
+                              std::bool_constant<is_short>) __attribute__((always_inline)) {
+        for (ptrdiff_t row = first; row < end; row += rows_at_once(most)) {
+            multiply_words<bits, per_block, most, is_short>(
+                w, row, end, x, i, std::min(m - i, most), y + ptrdiff_t(i) * rows, rows);
+        }
+    };
+    for (int i = 0; i < m; i += 8) {
+        if (x.words < 16) {
+            multiply(i, std::integral_constant<int, 8>(), std::true_type());
+            continue;
+        }
+        switch (m - i) {
+            case 1: multiply(i, std::integral_constant<int, 1>(), std::false_type()); break;
+            case 2: multiply(i, std::integral_constant<int, 2>(), std::false_type()); break;
+            case 3:
+            case 4: multiply(i, std::integral_constant<int, 4>(), std::false_type()); break;
+            default: multiply(i, std::integral_constant<int, 8>(), std::false_type());
+        }
+    }
+}
+
+FOR_EACH_CPU
+void multiply_few_by_words(const PackedMatrix &w, int first, int end, const FewRows &x, int m, float *y, int rows) {
+    // The groups of 16 words.
+    switch (w.bits * 1000 + w.group_size) {
+        case 2032: return multiply_rows_by_words<2, 8>(w, first, end, x, m, y, rows);
+        case 2064: return multiply_rows_by_words<2, 4>(w, first, end, x, m, y, rows);
+        case 2128: return multiply_rows_by_words<2, 2>(w, first, end, x, m, y, rows);
+        case 4032: return multiply_rows_by_words<4, 4>(w, first, end, x, m, y, rows);
+        case 4064: return multiply_rows_by_words<4, 2>(w, first, end, x, m, y, rows);
+        case 4128: return multiply_rows_by_words<4, 1>(w, first, end, x, m, y, rows);
+        case 8032: return multiply_rows_by_words<8, 2>(w, first, end, x, m, y, rows);
+        default: return multiply_rows_by_words<8, 1>(w, first, end, x, m, y, rows);
     }
 }
 
@@ -247,7 +394,7 @@ constexpr int few = 16;
 // MARK: - By OpenBLAS
 
 constexpr int row_major = 101, plain = 111, transposed = 112;
-/// How many columns, or rows, of a part are unpacked at a time: a tile is to stay in a core's own cache.
+/// The number of columns, or rows, of a part that are unpacked at a time: a tile stays in a core's own cache.
 constexpr int tile_length = 1024;
 
 /// The bounds of the parts of a product, in rows or columns of W: an even number of parts, of 128 where they are that many, and the
@@ -292,10 +439,18 @@ void by_tiles(int outputs, int unit, int inputs, int m, F multiply) {
 /// y = x Wᵀ: x [m, columns], y [m, rows]
 void by_rows(const PackedMatrix &w, int rows, int columns, const float *x, int m, float *y) {
     if (m <= few && w.mode == Mode::Affine) {
-        constexpr int part = 64;
-        parallel((rows + part - 1) / part, int64_t(rows) * columns * (m + 3) > 1 << 20, [&](int index) {
-            multiply_few(w, index * part, std::min(rows, (index + 1) * part), columns, x, m, y, rows);
-        });
+        const int part = 64;
+        const auto each = [&](const auto &multiply) {
+            parallel((rows + part - 1) / part, int64_t(rows) * columns * (m + 3) > 1 << 20, [&](int index) {
+                multiply(index * part, std::min(rows, (index + 1) * part));
+            });
+        };
+        if (32 % w.bits != 0) {
+            each([&](int first, int end) { multiply_few(w, first, end, columns, x, m, y, rows); });
+            return;
+        }
+        const FewRows arranged(x, m, columns, w.bits);
+        each([&](int first, int end) { multiply_few_by_words(w, first, end, arranged, m, y, rows); });
         return;
     }
     by_tiles(rows, 16, columns, m, [&](int first, int count, int start, int length, float *tile) {
@@ -392,7 +547,7 @@ std::optional<mx::array> packed_product(
     const bool is_affine = mode == "affine";
     if (!is_affine && mode != "mxfp4" && mode != "nvfp4" && mode != "mxfp8") return std::nullopt;
     if (bits < 2 || bits > 8 || bits == 7) return std::nullopt;
-    if (w.dtype() != mx::uint32 || group_size % (is_affine ? 32 : 16) != 0 || biases.has_value() != is_affine ||
+    if (w.dtype() != mx::uint32 || group_size % (is_affine ? 32 : 16) != 0 || group_size > 128 || group_size == 96 || biases.has_value() != is_affine ||
         (!is_affine && scales.dtype() != mx::uint8)) {
         return std::nullopt;
     }

@@ -22,7 +22,7 @@ namespace {
 /// Numbers that go through the operations together: 20 intermediate results of so many stay in a core's first cache.
 constexpr int chunk = 256;
 
-/// Where the numbers of an array lie that is broadcast to a shape: from each row's first number, `step` numbers apart.
+/// The places of the numbers of an array that is broadcast to a shape: from each row's first number, `step` numbers apart.
 struct Rows {
     const float *data;
     mx::Shape shape;
@@ -344,20 +344,26 @@ void turn(const float *x, int step, const float *cos, const float *sin, int half
 
 class RoPEPrimitive : public mx::UnaryPrimitive {
   public:
-    RoPEPrimitive(mx::Stream s, int offset) : UnaryPrimitive(s), offset(offset) {}
+    /// `offset`: nil where the third input has one for each of the first axis, or one for all.
+    RoPEPrimitive(mx::Stream s, std::optional<int> offset) : UnaryPrimitive(s), offset(offset) {}
 
     void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {
         out.set_data(mx::allocator::malloc(out.nbytes()));
         const int length = out.shape(-1), positions = out.shape(-2), half = inputs[1].shape(-1);
-        const int64_t heads = out.size() / length / positions;
+        const int sequences = offset ? 1 : out.shape(0);
+        const int64_t heads = out.size() / length / positions / sequences;
+        const int *offsets = offset ? nullptr : inputs[2].data<int>(), step = offset || inputs[2].size() == 1 ? 0 : 1;
         mx::cpu::get_command_encoder(stream()).dispatch(
-            [x = Rows(inputs[0], out.shape()), frequencies = inputs[1].data<float>(), offset = offset, heads, positions,
-             half, length, y = out.data<float>()] {
-                by_rows(positions, heads * length, 4, [&](int64_t first, int64_t count) {
+            [x = Rows(inputs[0], out.shape()), frequencies = inputs[1].data<float>(), offset = offset, offsets, step,
+             sequences, heads, positions, half, length, y = out.data<float>()] {
+                by_rows(sequences * positions, heads * length, 4, [&](int64_t first, int64_t count) {
                     std::vector<float> cos(half), sin(half);
-                    for (int64_t position = first; position < first + count; position++) {
-                        turns(float(offset + position), frequencies, half, cos.data(), sin.data());
-                        for (int64_t row = position; row < heads * positions; row += positions) {
+                    for (int64_t index = first; index < first + count; index++) {
+                        const int64_t sequence = index / positions, position = index % positions;
+                        const int64_t start = offset ? *offset : offsets[sequence * step];
+                        turns(float(start + position), frequencies, half, cos.data(), sin.data());
+                        const int64_t begin = sequence * heads * positions, end = begin + heads * positions;
+                        for (int64_t row = begin + position; row < end; row += positions) {
                             turn(x.row(row), x.step, cos.data(), sin.data(), half, length, y + row * length);
                         }
                     }
@@ -370,7 +376,7 @@ class RoPEPrimitive : public mx::UnaryPrimitive {
     const char *name() const override { return "HostRoPE"; }
 
   private:
-    const int offset;
+    const std::optional<int> offset;
 };
 
 }  // namespace
@@ -380,6 +386,124 @@ std::optional<mx::array> rope(const mx::array &x, int offset, const mx::array &p
     return mx::array(
         x.shape(), mx::float32, std::make_shared<RoPEPrimitive>(s, offset),
         std::vector<mx::array>{x, mx::reciprocal(periods, s)});
+}
+
+std::optional<mx::array> rope(const mx::array &x, const mx::array &offsets, const mx::array &periods, mx::Stream s) {
+    const bool fits = x.ndim() > 2 && (offsets.size() == 1 || offsets.shape() == mx::Shape{x.shape(0)});
+    if (!fits || !is_plain(x, s) || offsets.dtype() != mx::int32 || periods.dtype() != mx::float32) return std::nullopt;
+    return mx::array(
+        x.shape(), mx::float32, std::make_shared<RoPEPrimitive>(s, std::nullopt),
+        std::vector<mx::array>{x, mx::reciprocal(periods, s), mx::contiguous(offsets, false, s)});
+}
+
+// MARK: - Attention
+
+namespace {
+
+/// Where the rows of a key-value head lie, whose numbers lie in one piece.
+struct HeadRows {
+    const float *data;
+    ptrdiff_t step;
+};
+
+/// The attention of one query: `scores` has room for `length` numbers, rounded up to whole vectors.
+FOR_EACH_CPU
+void attend(const float *q, HeadRows k, HeadRows v, int length, int d, float scale, float *scores, float *out) {
+    float most = -std::numeric_limits<float>::infinity();
+    for (int n = 0; n < length; n++) {
+        const float *key = k.data + n * k.step;
+        Floats sums{};
+        int i = 0;
+        for (; i + lanes <= d; i += lanes) {
+            Floats a, b;
+            std::memcpy(&a, q + i, sizeof a);
+            std::memcpy(&b, key + i, sizeof b);
+            sums = __builtin_elementwise_fma(a, b, sums);
+        }
+        float parts[lanes], rest = 0;
+        std::memcpy(parts, &sums, sizeof parts);
+        for (; i < d; i++) rest += q[i] * key[i];
+        for (int width = lanes / 2; width > 0; width /= 2) {
+            for (int j = 0; j < width; j++) parts[j] += parts[j + width];
+        }
+        scores[n] = (parts[0] + rest) * scale;
+        most = std::max(most, scores[n]);
+    }
+    float sum = 0;
+    for (int n = 0; n < length; n += lanes) {
+        LOAD(in, scores + n, length - n)
+        EXPONENTIAL(e, in - most)
+        STORE(scores + n, e, length - n)
+    }
+    for (int n = 0; n < length; n++) sum += scores[n];
+    int i = 0;
+    for (; i + lanes <= d; i += lanes) {
+        Floats sums{};
+        for (int n = 0; n < length; n++) {
+            Floats value;
+            std::memcpy(&value, v.data + n * v.step + i, sizeof value);
+            sums = __builtin_elementwise_fma(value, Floats{} + scores[n], sums);
+        }
+        sums = sums / sum;
+        std::memcpy(out + i, &sums, sizeof sums);
+    }
+    for (; i < d; i++) {
+        float result = 0;
+        for (int n = 0; n < length; n++) result += scores[n] * v.data[n * v.step + i];
+        out[i] = result / sum;
+    }
+}
+
+class AttentionOfOnePrimitive : public mx::UnaryPrimitive {
+  public:
+    AttentionOfOnePrimitive(mx::Stream s, float scale) : UnaryPrimitive(s), scale(scale) {}
+
+    void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {
+        out.set_data(mx::allocator::malloc(out.nbytes()));
+        const mx::array &q = inputs[0], &k = inputs[1], &v = inputs[2];
+        for (const auto &x : inputs) {
+            if (x.strides(3) != 1) {
+                throw std::runtime_error("[scaled_dot_product_attention] rows must lie in one piece: take contiguous()");
+            }
+        }
+        const int heads = q.shape(1), each = heads / k.shape(1), length = k.shape(2), d = q.shape(3);
+        mx::cpu::get_command_encoder(stream()).dispatch(
+            [=, scale = scale, q = q.data<float>(), q_step = q.strides(1), k = k.data<float>(), v = v.data<float>(),
+             k_head = k.strides(1), v_head = v.strides(1), k_step = k.strides(2), v_step = v.strides(2),
+             y = out.data<float>()] {
+                // Of as many numbers as keys and values are.
+                by_rows(heads, int64_t(2) * length * d, 1, [&](int64_t first, int64_t count) {
+                    std::vector<float> scores(length);
+                    for (int64_t head = first; head < first + count; head++) {
+                        attend(
+                            q + head * q_step, {k + head / each * k_head, k_step}, {v + head / each * v_head, v_step},
+                            length, d, scale, scores.data(), y + head * d);
+                    }
+                });
+            });
+    }
+    void eval_gpu(const std::vector<mx::array> &, mx::array &) override {
+        throw std::runtime_error("attention for the CPU");
+    }
+    const char *name() const override { return "HostAttentionOfOne"; }
+
+  private:
+    const float scale;
+};
+
+}  // namespace
+
+std::optional<mx::array> attention_of_one(
+    const mx::array &q, const mx::array &k, const mx::array &v, float scale, mx::Stream s) {
+    const auto is_read = [&](const mx::array &x) {
+        return is_plain(x, s) && x.ndim() == 4 && x.shape(0) == 1 && x.shape(3) == q.shape(3);
+    };
+    if (!is_read(q) || !is_read(k) || !is_read(v) || q.shape(2) != 1 || k.shape() != v.shape() ||
+        q.shape(1) % k.shape(1) != 0) {
+        return std::nullopt;
+    }
+    return mx::array(
+        q.shape(), mx::float32, std::make_shared<AttentionOfOnePrimitive>(s, scale), std::vector<mx::array>{q, k, v});
 }
 
 }  // namespace host

@@ -133,7 +133,7 @@ extension Stream: CustomStringConvertible {
     public var description: String { "Stream(Device(\(ctx.device == 1 ? "gpu" : "cpu"), 0), \(ctx.index))" }
 }
 
-/// Where an operation runs.
+/// The device, or the stream of one, that runs an operation.
 public struct StreamOrDevice: Sendable, CustomStringConvertible, Equatable {
 
     public let stream: Stream

@@ -156,7 +156,26 @@ extension MLXArray {
 
     /// A part of the array, as in NumPy.
     public subscript(indices: any MLXArrayIndex..., stream stream: StreamOrDevice = .default) -> MLXArray {
-        self[indices, stream: stream]
+        get { self[indices, stream: stream] }
+        set { update(indices.map { $0.mlxArrayIndexOperation }, newValue, stream) }
+    }
+
+    /// Makes this the array with other elements in the place of some, which ranges name.
+    private func update(
+        _ operations: [MLXArrayIndexOperation], _ elements: MLXArray, _ stream: StreamOrDevice
+    ) {
+        var start = shape.map { _ in Int32(0) }
+        var end = shape.asInt32
+        var strides = shape.map { _ in Int32(1) }
+        for (axis, operation) in Self.expandingEllipsis(operations, shape: shape).enumerated() {
+            guard case .slice(let slice) = operation else { fatalError("only ranges name what is replaced") }
+            let size = dim(axis).int32
+            (start[axis], end[axis], strides[axis]) = (slice.start(size), slice.end(size), slice.stride)
+        }
+        _updateInternal(
+            withExtendedLifetime(elements) {
+                MLXArray(host_slice_update(ctx, $0.ctx, start, end, strides, stream.ctx))
+            })
     }
 
     /// A part of the array, as in NumPy.

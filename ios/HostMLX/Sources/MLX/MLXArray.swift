@@ -135,7 +135,7 @@ extension MLXArray {
         host_array_copy_bytes(ctx, destination)
     }
 
-    /// How ``asData(access:)`` gives the bytes.
+    /// The way in which ``asData(access:)`` returns the bytes.
     public enum AccessMethod {
         /// Contiguous, in a copy.
         case copy

@@ -17,6 +17,32 @@ public enum MLXFast {
         }
     }
 
+    /// The same from a position for each of the first axis: `offset`, int32.
+    // swift-format-ignore: AlwaysUseLowerCamelCase
+    public static func RoPE(
+        _ array: MLXArray, dimensions: Int, traditional: Bool, base: Float?, scale: Float, offset: MLXArray,
+        freqs: MLXArray? = nil, stream: StreamOrDevice = .default
+    ) -> MLXArray {
+        withExtendedLifetime((array, offset, freqs)) {
+            MLXArray(
+                host_rope_dynamic(
+                    array.ctx, dimensions.int32, traditional, base != nil, base ?? 0, scale, offset.ctx, freqs?.ctx,
+                    stream.ctx))
+        }
+    }
+
+    /// softmax(scale q kᵀ + mask) v of queries `[B, heads, n, D]`, keys and values `[B, kv_heads, N, D]`.
+    public static func scaledDotProductAttention(
+        queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float, mask: MLXArray?,
+        stream: StreamOrDevice = .default
+    ) -> MLXArray {
+        withExtendedLifetime((queries, keys, values, mask)) {
+            MLXArray(
+                host_scaled_dot_product_attention(
+                    queries.ctx, keys.ctx, values.ctx, scale, mask?.ctx, stream.ctx))
+        }
+    }
+
     /// x / √(mean(x²) + eps) · weight, over the last axis.
     public static func rmsNorm(_ x: MLXArray, weight: MLXArray, eps: Float, stream: StreamOrDevice = .default)
         -> MLXArray

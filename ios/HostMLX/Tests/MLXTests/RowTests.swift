@@ -78,5 +78,51 @@ extension AllTests {
                 #expect(abs(own - mlx).max().item(Float.self) < 1e-6)
             }
         }
+
+        /// From a position for each of the first axis, as from each by itself.
+        @Test func rotationsOfSeveral() {
+            let x = MLXRandom.normal([3, 4, 2, 24], key: MLXRandom.key(1))
+            let frequencies = MLXArray((0..<8).map { Float(pow(10_000.0, Double($0) / 8)) })
+            func rope(_ x: MLXArray, _ offset: Int) -> MLXArray {
+                MLXFast.RoPE(
+                    x, dimensions: 16, traditional: false, base: nil, scale: 1, offset: offset, freqs: frequencies)
+            }
+            let offsets = [0, 7, 16_000]
+            let together = MLXFast.RoPE(
+                x, dimensions: 16, traditional: false, base: nil, scale: 1,
+                offset: MLXArray(offsets.map { Int32($0) }), freqs: frequencies)
+            for (i, offset) in offsets.enumerated() {
+                #expect(together[i].asArray(Float.self) == rope(x[i..<i + 1], offset).asArray(Float.self))
+            }
+        }
+
+        /// Of one query, over a part of longer keys and values; and of several, with a mask.
+        @Test(arguments: [1, 3, 17, 300], [16, 24]) func attention(length: Int, d: Int) {
+            func random(_ shape: [Int], _ key: UInt64) -> MLXArray { MLXRandom.normal(shape, key: MLXRandom.key(key)) }
+            let (k, v) = (random([1, 2, length + 5, d], 1), random([1, 2, length + 5, d], 2))
+            for queries in [1, 2] {
+                let q = random([1, 6, queries, d], 3)
+                let (k, v) = (k[0..., 0..., 2..<length + 2], v[0..., 0..., 2..<length + 2])
+                let mask = queries > 1 ? random([queries, length], 4) : nil
+                let y = MLXFast.scaledDotProductAttention(
+                    queries: q, keys: k, values: v, scale: Float(0.3), mask: mask)
+                let (keys, values) = (k.expandedDimensions(axis: 2), v.expandedDimensions(axis: 2))
+                var scores = matmul(q.reshaped([1, 2, 3, queries, d]) * Float(0.3), keys.swappedAxes(-1, -2))
+                if let mask { scores = scores + mask }
+                let expected = matmul(softmax(scores, axis: -1), values).reshaped(q.shape)
+                #expect(abs(y - expected).max().item(Float.self) <= 1e-5)
+            }
+        }
+
+        /// In place where nobody else has the array.
+        @Test func replacedElements() {
+            let x = MLXArray.zeros([2, 4, 3])
+            let other = x[.ellipsis]
+            x[0..., 1..<3] = MLXArray.ones([2, 2, 3])
+            x[1..., 3...] = MLXArray.full([1, 1, 3], values: MLXArray(Float(2)))
+            #expect(other.sum().item(Float.self) == 0)
+            #expect(x.sum().item(Float.self) == 18)
+            #expect(x[1, 3].asArray(Float.self) == [2, 2, 2])
+        }
     }
 }

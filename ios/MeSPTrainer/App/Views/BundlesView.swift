@@ -67,7 +67,7 @@ private struct DownloadSection: View {
         Section {
             TextField("owner/name", text: $downloads.repository)
                 .plainWords()
-                .accessibilityLabel("Repository at the Hugging Face Hub")
+                .accessibilityLabel("Repository on the Hugging Face Hub")
                 .onSubmit { Task { await model.lookUp() } }
             if downloads.isLooking {
                 ProgressView("Asking the Hub")

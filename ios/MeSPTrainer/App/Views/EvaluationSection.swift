@@ -2,7 +2,7 @@ import MeSPAppModel
 import MeSPCore
 import SwiftUI
 
-/// How good the base model and the fine-tuned one are on the records of a file.
+/// The scores of the base model and the fine-tuned one on the records of a file.
 struct EvaluationSection: View {
     @Environment(AppModel.self) private var model
     @State private var runID: StoredRun.ID?

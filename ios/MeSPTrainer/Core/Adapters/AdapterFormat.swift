@@ -2,7 +2,7 @@ import Foundation
 import MLX
 import MeSPFiles
 
-/// How two libraries name and lay out adapters in a folder.
+/// The names and the layout of adapters in a folder, of two libraries.
 enum AdapterFormat {
     /// mlx-lm and mlx-swift-lm: A `[in, rank]`, B `[rank, out]`, and the scale in the configuration.
     case mlx

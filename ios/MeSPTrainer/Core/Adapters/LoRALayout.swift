@@ -1,7 +1,7 @@
 import Foundation
 import MLX
 
-/// How a block's LoRA matrices lie in one flat float32 vector `[count]`: for each module A `[in, rank]`, then B `[rank, out]`, row-major.
+/// The places of a block's LoRA matrices in one flat float32 vector `[count]`: for each module A `[in, rank]`, then B `[rank, out]`, row-major.
 /// The projections of a module share its A and have columns of its B each.
 ///
 /// Anything made of a gradient, such as the optimizer's state, has a vector `[trainedCount]` of the trained parameters alone.
@@ -22,7 +22,7 @@ package struct LoRALayout {
     /// P, the number of LoRA parameters of a block.
     package var count: Int { modules.reduce(0) { $0 + size($1) } }
 
-    /// The number of those that are trained.
+    /// The number of trained parameters.
     var trainedCount: Int { freezesA ? modules.reduce(0) { $0 + block.dimensions($1).outputs * rank } : count }
 
     private func size(_ module: Module) -> Int {

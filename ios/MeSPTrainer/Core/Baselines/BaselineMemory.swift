@@ -34,6 +34,7 @@ extension MixerMemory {
                 + (a.qkNorm ? 13 * activation(a.queryWidth + a.keyValueWidth) : 0)
         case .gatedDeltaNet: 10 * intermediates
         case .shortConvolution: 3 * intermediates
+        case .mamba2: 10 * intermediates
         }
     }
 }

@@ -10,12 +10,14 @@ final class AutomaticBackward {
 
     /// - Parameters:
     ///   - x: the block's input `[1, T, hidden]`
+    ///   - beside: what the block takes besides x
     ///   - d: dy `[1, T, hidden]`, replaced by dx
+    ///   - shared: as that of `Block.gradient`
     /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. It and d are evaluated.
-    func callAsFunction(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, d: inout MLXArray)
-        throws
-        -> MLXArray
-    {
+    func callAsFunction(
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ beside: Beside, d: inout MLXArray,
+        shared: inout MixerState.KeyValues?
+    ) throws -> MLXArray {
         let layout = model.layouts[block]
         let functions =
             try functions[x.dim(1)]
@@ -27,20 +29,37 @@ final class AutomaticBackward {
         // `compile` asks for it too: on iOS nothing is fused while it is the CPU.
         defer { defaultDevice.set(before) }
         var failure: (any Error)?
+        // Keys and values are inputs of a block that takes another's, and outputs of one whose others took.
+        let (taken, sum) = (beside.shared, beside.shared == nil ? shared : nil)
+        let dtype = x.dtype
         let (_, gradients) = vjp(
             { [model] primals in
                 do {
                     let lora = layout.whole(layout.replacing(in: lora, trained: primals[1]))
-                    let function = functions[block](lora: lora, scale: model.scale, weights: weights)
-                    return [try function.output(primals[0])]
+                    var beside = beside
+                    if taken != nil { beside.shared = .init(keys: primals[2], values: primals[3]) }
+                    let function = functions[block](
+                        lora: lora, scale: model.scale, weights: weights, beside: beside)
+                    guard sum != nil else { return [try function.output(primals[0])] }
+                    let outputs = try function.outputs(primals[0])
+                    let lent = weights.keysAndValues(outputs.intermediates)
+                    return [outputs.y, lent.keys, lent.values]
                 } catch {
                     failure = error
-                    return [primals[0]]  // of y's shape
+                    return [primals[0]] + (sum.map { [$0.keys, $0.values] } ?? [])  // of the outputs' shapes
                 }
-            }, primals: [x, layout.trained(in: lora)], cotangents: [d])
+            }, primals: [x, layout.trained(in: lora)] + (taken.map { [$0.keys, $0.values] } ?? []),
+            cotangents: [d] + (sum.map { [$0.keys, $0.values] } ?? []))
         if let failure { throw failure }
-        eval(gradients)
-        d = gradients[0]
+        if gradients.count > 2 {
+            let own = gradients[2...].map { $0.asType(.float32) }
+            shared = .init(
+                keys: shared.map { $0.keys + own[0] } ?? own[0], values: shared.map { $0.values + own[1] } ?? own[1])
+        } else {
+            shared = nil
+        }
+        eval(gradients + (shared.map { [$0.keys, $0.values] } ?? []))
+        d = gradients[0].asType(dtype)
         return gradients[1]
     }
 }

@@ -6,37 +6,111 @@ extension Block {
         _ mixer: AttentionMixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
     ) -> Mixed {
         let (attention, d, dtype) = (weights.attention(mixer), mixer.headDim, mixerIn.dtype)
-        func heads(_ p: Projection, _ count: Int) -> MLXArray {
-            projected(p, mixerIn).reshaped([mixerIn.dim(0), count, -1]).swappedAxes(0, 1)
+        if mixer.keysOf != nil { return attentionOverShared(mixer, mixerIn, sequences, &states) }
+        if attention.servesOne, sequences.allSatisfy({ $0.count == 1 }) {
+            return attentionOfOne(mixer, attention, mixerIn, &states)
         }
-        let (ofQ, k, v) = (
-            heads(.q, mixer.numAttentionHeads), heads(.k, mixer.numKeyValueHeads), heads(.v, mixer.numKeyValueHeads)
-        )
-        let gates: MLXArray? =
-            mixer.outputGate
-            ? ofQ[.ellipsis, d...] : mixer.headGate ? heads(.g, mixer.numAttentionHeads) : nil
-        let q = mixer.outputGate ? ofQ[.ellipsis, ..<d] : ofQ
+        let (m1, k, v) = projections(mixer, mixerIn)
+        let (ofQ, gates): (MLXArray, MLXArray?) = mixer.gateDim > 0 ? (m1, m1[.ellipsis, d...]) : (m1, nil)
+        let q = mixer.gateDim > 0 ? ofQ[.ellipsis, ..<d] : ofQ
         let attnOut = eachSequence(sequences, &states) { rows, state in
             guard case .attention(var cache) = state else { preconditionFailure("another mixer's state") }
             let start = state.count
-            let kHat = attention.key(k[0..., rows], start: start).asType(dtype)
-            cache.keys = concatenated([cache.keys, kHat], axis: 1)
-            cache.values = concatenated([cache.values, v[0..., rows]], axis: 1)
+            cache.append(
+                attention.key(k[0..., rows], start: start).asType(dtype),
+                attention.value(v[0..., rows]).asType(dtype))
             state = .attention(cache)
             return attention(
-                q: attention.query(q[0..., rows], start: start), k: cache.keys, v: cache.values, tile: tile.attention
+                q: attention.query(q[0..., rows], start: start), k: cache.keys[0..., 0..<cache.count],
+                v: cache.values[0..., 0..<cache.count], tile: tile.attention
             ).asType(dtype)
         }
         let taken = gates.map { OutputGate(g: $0.swappedAxes(0, 1))(attnOut) } ?? attnOut
-        let m1 = mixer.headGate ? concatenated([ofQ] + [gates].compactMap { $0 }, axis: -1) : ofQ
         return Mixed(m1: m1, m2: k, m3: v, mixed: attnOut, out: projection(.o)(taken, tile: tile.projection))
+    }
+
+    /// m₁ (q, behind each head its gate if it has one), k and v, `[heads, n, …]`.
+    func projections(_ mixer: AttentionMixer, _ mixerIn: MLXArray) -> (m1: MLXArray, k: MLXArray, v: MLXArray) {
+        let q = heads(.q, mixer.numAttentionHeads, mixerIn)
+        let m1 = mixer.headGate ? concatenated([q, heads(.g, mixer.numAttentionHeads, mixerIn)], axis: -1) : q
+        return (m1, heads(.k, mixer.numKeyValueHeads, mixerIn), heads(.v, mixer.numKeyValueHeads, mixerIn))
+    }
+
+    /// `[heads, n, …]`
+    private func heads(_ p: Projection, _ count: Int, _ mixerIn: MLXArray) -> MLXArray {
+        projected(p, mixerIn).reshaped([mixerIn.dim(0), count, -1]).swappedAxes(0, 1)
+    }
+
+    /// The same for one token of each sequence, in fewer operations, which are most of the time of so few tokens.
+    private func attentionOfOne(
+        _ mixer: AttentionMixer, _ attention: Attention, _ mixerIn: MLXArray, _ states: inout [MixerState]
+    ) -> Mixed {
+        let (n, d, dtype) = (mixerIn.dim(0), mixer.headDim, mixerIn.dtype)
+        func heads(_ p: Projection, _ count: Int) -> MLXArray { projected(p, mixerIn).reshaped([n, count, 1, -1]) }
+        let (ofQ, k, v) = (
+            heads(.q, mixer.numAttentionHeads), heads(.k, mixer.numKeyValueHeads), heads(.v, mixer.numKeyValueHeads)
+        )
+        let positions = MLXArray(states.map { Int32($0.count) })
+        let vHat = attention.value(v).asType(dtype)
+        let q = attention.query(mixer.outputGate ? ofQ[.ellipsis, ..<d] : ofQ, positions: positions)
+        let kHat = attention.key(k, positions: positions).asType(dtype)
+        let parts = states.indices.map { i in
+            guard case .attention(var cache) = states[i] else { preconditionFailure("another mixer's state") }
+            cache.append(kHat[i..<i + 1].squeezed(axis: 0), vHat[i..<i + 1].squeezed(axis: 0))
+            states[i] = .attention(cache)
+            return attention.ofOne(q: q[i..<i + 1], cache)
+        }
+        let attnOut = concatenated(parts).reshaped([n, -1]).asType(dtype)
+        let gates: MLXArray? =
+            mixer.outputGate
+            ? ofQ[.ellipsis, d...].squeezed(axis: 2)
+            : mixer.headGate ? heads(.g, mixer.numAttentionHeads).squeezed(axis: 2) : nil
+        let taken = gates.map { OutputGate(g: $0)(attnOut) } ?? attnOut
+        return Mixed(m1: ofQ, m2: k, m3: v, mixed: attnOut, out: projection(.o)(taken, tile: tile.projection))
+    }
+
+    /// o(attention(q, k̂, v̂)) with another block's keys and values, which has read the same tokens.
+    private func attentionOverShared(
+        _ mixer: AttentionMixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
+    ) -> Mixed {
+        let attention = weights.attention(mixer)
+        let q = heads(.q, mixer.numAttentionHeads, mixerIn)
+        let caches = beside.shared.map { shared in sequences.map { shared[$0] } } ?? sharedStates
+        precondition(caches.count == sequences.count, "the keys of another block are missing")
+        let parts = zip(sequences, caches).map { rows, cache in
+            let start = beside.shared == nil ? cache.count - rows.count : rows.lowerBound
+            return attention(
+                q: attention.query(q[0..., rows], start: start), k: cache.keys[0..., 0..<cache.count],
+                v: cache.values[0..., 0..<cache.count], tile: tile.attention
+            ).asType(q.dtype)
+        }
+        for (index, cache) in caches.enumerated() { states[index] = .shared(count: cache.count) }
+        let attnOut = concatenated(parts)
+        let keys = beside.shared ?? caches[0]
+        return Mixed(
+            m1: q, m2: keys.keys, m3: keys.values, mixed: attnOut,
+            out: projection(.o)(attnOut, tile: tile.projection))
+    }
+
+    /// The keys and values of a whole sequence x `[1, T, hidden]` that other blocks take too, as they are stored; evaluated. Positions go on
+    /// from record to record, as in a block function: scores depend on the difference of two alone.
+    func keysAndValues(_ x: MLXArray) -> MixerState.KeyValues {
+        guard case .attention(let mixer) = weights.shape.mixer else { preconditionFailure("no attention") }
+        let (attention, x) = (weights.attention(mixer), x.squeezed(axis: 0))
+        let mixerIn = weights.mixerNorm(x)
+        let shared = MixerState.KeyValues(
+            keys: attention.key(heads(.k, mixer.numKeyValueHeads, mixerIn), start: 0).asType(x.dtype),
+            values: attention.value(heads(.v, mixer.numKeyValueHeads, mixerIn)).asType(x.dtype))
+        eval(shared.keys, shared.values)
+        return shared
     }
 
     /// The derivative of o(attention(q, k, v)), or of o(attention(q, k, v) ∘ σ(g)), from that of its output `[T, hidden]`.
     func attentionBackward(
-        _ mixer: AttentionMixer, _ forward: consuming Intermediates, dOut: MLXArray,
-        _ gradients: inout LoRAGradients
+        _ mixer: AttentionMixer, _ forward: consuming Intermediates, dOut: MLXArray, _ behind: inout Behind,
+        _ gradients: inout LoRAGradients, shared: inout MixerState.KeyValues?
     ) -> Projected {
+        let segment = forward.segment
         let (length, heads, d) = (dOut.dim(0), mixer.numAttentionHeads, mixer.headDim)
         let (ofQ, k, v) = (forward.m1, forward.m2, forward.m3)
         // attn_out goes here: attention's derivative does not read it.
@@ -44,10 +118,34 @@ extension Block {
         let (q, dO) = (
             mixer.gateDim > 0 ? ofQ[.ellipsis, ..<d] : ofQ, dAttnOut.reshaped([length, heads, d]).swappedAxes(0, 1)
         )
-        let parts = eachRecord(records(length)) { rows in
-            let d = weights.attention(mixer).backward(
-                q: q[0..., rows], k: k[0..., rows], v: v[0..., rows], dOut: dO[0..., rows], tile: tile)
-            return [d.dq, d.dk, d.dv]
+        let (attention, sum) = (weights.attention(mixer), shared)
+        func backward(_ rows: Range<Int>) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
+            attention.backward(
+                q: q[0..., rows], k: k[0..., rows], v: v[0..., rows], dOut: dO[0..., rows], tile: tile,
+                start: rows.lowerBound, addedTo: sum?[rows])
+        }
+        if mixer.keysOf != nil {
+            let parts = records(length).map(backward)
+            let d = MixerState.KeyValues(
+                keys: concatenated(parts.map(\.dk), axis: 1), values: concatenated(parts.map(\.dv), axis: 1))
+            let dq = concatenated(parts.map(\.dq))
+            eval(dq, d.keys, d.values)
+            shared = d
+            return [.q: dq]
+        }
+        shared = nil
+        let parts: [MLXArray]
+        if let segment, case .attention(let cache) = segment.state {
+            let seen = cache[0..<segment.rows.upperBound]
+            let d = attention.backward(
+                q: q, k: k, v: v, seen.keys, seen.values, start: segment.rows.lowerBound, dOut: dO,
+                behind: &behind.keyValues, tile: tile)
+            parts = [d.dq, d.dk, d.dv]
+        } else {
+            parts = eachRecord(records(length)) { rows in
+                let d = backward(rows)
+                return [d.dq, d.dk, d.dv]
+            }
         }
         let (dq, dk, dv) = (parts[0], parts[1], parts[2])
         guard let dg else { return [.q: dq, .k: dk, .v: dv] }

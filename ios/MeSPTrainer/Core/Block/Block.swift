@@ -8,8 +8,8 @@ import MLX
 /// Each projection is a LoRA linear. In a block with post-norms the outputs of the mixer and of the MLP go through an RMSNorm before they
 /// are added to x and x_mid. x, y and the arrays of `Intermediates` have the bundle's dtype; everything between them is float32.
 ///
-/// BlockForward.swift and BlockBackward.swift have the two passes, AttentionBlock.swift, GatedDeltaNetBlock.swift and
-/// ShortConvolutionBlock.swift both passes of a mixer.
+/// BlockForward.swift and BlockBackward.swift have the two passes, AttentionBlock.swift, GatedDeltaNetBlock.swift,
+/// ShortConvolutionBlock.swift and Mamba2Block.swift both passes of a mixer.
 package struct Block {
     let weights: BlockWeights
     /// The LoRA parameters `[P]`, or nil for the base model.
@@ -22,18 +22,28 @@ package struct Block {
     var keptMatrices: [Projection: LoRAMatrices]?
     /// See `Example.records`.
     private let records: [Range<Int>]?
+    let beside: Beside
+    /// Of attention over another block's keys and values, that block's of each sequence, where `beside` has none.
+    var sharedStates = [MixerState.KeyValues]()
 
     package init(
         weights: BlockWeights, lora: MLXArray?, layout: LoRALayout, scale: Float, tile: TileSizes,
-        records: [Range<Int>]? = nil
+        records: [Range<Int>]? = nil, beside: Beside = Beside()
     ) {
         (self.weights, self.lora, self.layout, self.scale, self.tile) = (weights, lora, layout, scale, tile)
         self.records = records
+        self.beside = beside
     }
 
     /// The rows of each record in a sequence of T tokens. The mixer, alone in a block, relates tokens to each other, so it takes each
     /// record by itself.
     func records(_ length: Int) -> [Range<Int>] { records ?? [0..<length] }
+
+    /// The segments that the mixer goes by, some thousand tokens each; none of a shorter sequence, nor of packed records.
+    func segments(_ length: Int) -> [Range<Int>] {
+        guard records == nil, length > tile.mixerTokens, weights.shape.mixer.goesBySegments else { return [] }
+        return tiles(of: length, size: tile.mixerTokens)
+    }
 
     /// The matrices of a projection's adapter, nil where it has none.
     func matrices(_ projection: Projection) -> LoRAMatrices? {
@@ -44,6 +54,23 @@ package struct Block {
         LoRALinear(
             weight: weights.matrix(projection), bias: weights.bias(projection),
             lora: matrices(projection), scale: scale)
+    }
+}
+
+/// What a block takes of a sequence besides the output of the block before.
+package struct Beside {
+    /// Its layer's part of the tokens' embeddings `[T, size]`, where the model has such.
+    var perLayer: MLXArray?
+    /// The keys and values of another block, where this has none.
+    var shared: MixerState.KeyValues?
+
+    package init(perLayer: MLXArray? = nil, shared: MixerState.KeyValues? = nil) {
+        (self.perLayer, self.shared) = (perLayer, shared)
+    }
+
+    /// In the order of the block function's arguments.
+    var arrays: [MLXArray] {
+        [perLayer, shared?.keys, shared?.values].compactMap { $0?.expandedDimensions(axis: 0) }
     }
 }
 
@@ -83,7 +110,23 @@ package struct BlockWeights {
             scale: mixer.attentionScale, softcap: mixer.attnLogitSoftcapping.map(SoftCap.init),
             window: mixer.slidingWindow,
             rope: RoPE(frequencies: mixer.frequencies, scale: mixer.ropeScale),
-            qNorm: mixer.qkNorm ? norm("self_attn.q_norm") : nil, kNorm: mixer.qkNorm ? norm("self_attn.k_norm") : nil)
+            qNorm: mixer.qkNorm ? norm("self_attn.q_norm") : nil,
+            kNorm: mixer.qkNorm && mixer.keysOf == nil ? norm("self_attn.k_norm") : nil,
+            vNorm: mixer.vNorm
+                ? RMSNorm(weight: MLXArray.ones([mixer.headDim]), eps: architecture.rmsNormEps) : nil,
+            hasOwnKeys: mixer.keysOf == nil)
+    }
+
+    /// The factor of the output of a block with embeddings for each layer `[1]`, and the norm of what it makes of them.
+    var layerScalar: MLXArray { packed["layer_scalar"].asType(.float32) }
+    var perLayerNorm: RMSNorm { norm("post_per_layer_input_norm") }
+
+    /// k̂ and v̂ of one record's intermediates, in float32.
+    func keysAndValues(_ intermediates: Intermediates) -> MixerState.KeyValues {
+        guard case .attention(let mixer) = shape.mixer else { preconditionFailure("no attention") }
+        let attention = attention(mixer)
+        return MixerState.KeyValues(
+            keys: attention.key(intermediates.m2, start: 0), values: attention.value(intermediates.m3))
     }
 
     func gatedDeltaNet(_ mixer: GatedDeltaNetMixer) -> GatedDeltaNet {
@@ -95,6 +138,14 @@ package struct BlockWeights {
 
     var shortConvolution: ShortConvolution {
         ShortConvolution(convolution: CausalConvolution(weight: packed["conv.conv.weight"]))
+    }
+
+    func mamba2(_ mixer: Mamba2Mixer) -> Mamba2 {
+        Mamba2(
+            heads: mixer.numHeads, groups: mixer.numGroups, headDim: mixer.headDim, stateSize: mixer.stateSize,
+            convolution: CausalConvolution(weight: packed["mamba.conv1d.weight"]), bias: packed["mamba.conv1d.bias"],
+            dtBias: packed["mamba.dt_bias"], aLog: packed["mamba.A_log"], d: packed["mamba.D"],
+            norm: RMSNorm(weight: packed["mamba.norm.weight"], eps: mixer.normEps))
     }
 
     private func norm(_ name: String) -> RMSNorm {
@@ -139,6 +190,7 @@ package struct Intermediates {
     ///     attention            q, behind each head its gate if it has one;  k;  v
     ///     gated delta net      qkv, before its convolution;  z;  b and a behind it
     ///     short convolution    b;  c;  u
+    ///     Mamba-2              z;  xBC, before its convolution;  dt
     let m1, m2, m3: MLXArray
     /// The result of the mixer's formula, before its output's gate or norm `[T, features]`.
     let mixed: MLXArray
@@ -147,6 +199,30 @@ package struct Intermediates {
     var gate, up: MLXArray?
     /// The outputs of the mixer and of the MLP before their norms, in a block with post-norms.
     var mixerOut, mlpOut: MLXArray?
+    /// Of a long sequence, whose mixer goes by segments: m₁, m₂, m₃ and mixed are empty, and made again of each.
+    var segments = [Segment]()
+    /// Where these are of one of them.
+    var segment: Segment?
 
-    var arrays: [MLXArray] { [m1, m2, m3, mixed, xMid] + [gate, up, mixerOut, mlpOut].compactMap { $0 } }
+    /// Some tokens of a sequence.
+    struct Segment {
+        let rows: Range<Int>
+        /// The state before them; of attention, whose tokens see none behind them, that of the whole sequence.
+        var state: MixerState
+        /// mixed, of attention, where making it again would take longest.
+        let mixed: MLXArray?
+    }
+
+    var arrays: [MLXArray] {
+        [m1, m2, m3, mixed, xMid] + [gate, up, mixerOut, mlpOut].compactMap { $0 }
+            + segments.flatMap { $0.state.arrays + [$0.mixed].compactMap { $0 } }
+    }
+}
+
+/// What a sequence's later segments give to the gradient of those before.
+struct Behind {
+    /// The gradients of attention's k̂ and v, `[kv_heads, n, d]` of the last n positions before; nil where there is none.
+    var keyValues: (dk: MLXArray, dv: MLXArray)?
+    /// nil where a gated delta net does not go by segments.
+    var net: GatedDeltaNet.Behind?
 }

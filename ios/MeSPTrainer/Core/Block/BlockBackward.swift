@@ -7,16 +7,21 @@ extension Block {
     ///   - forward: given away, so that each array goes when it has been used
     ///   - d: dy `[1, T, hidden]`, replaced by dx
     ///   - wantsInput: false for the first block, whose dx nobody reads; d then ends as d_x_mid
+    ///   - shared: the sum of the gradients by keys and values that several blocks take, `[kv_heads, T, head_dim]` each; the block that has
+    ///     them takes the sum, each of the others adds to it. nil at first, and elsewhere.
     /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. It and d are evaluated.
-    package func gradient(x: MLXArray, _ forward: consuming Intermediates, d: inout MLXArray, wantsInput: Bool)
-        -> MLXArray
-    {
+    package func gradient(
+        x: MLXArray, _ forward: consuming Intermediates, d: inout MLXArray, wantsInput: Bool,
+        shared: inout MixerState.KeyValues?
+    ) -> MLXArray {
         let shape = x.shape
         let x = x.reshaped([shape[1], shape[2]])
         var gradients = LoRAGradients()
         d = d.reshaped([shape[1], shape[2]]).asType(.float32)
         d = mlpBackward(forward, dy: d, &gradients)
-        if let dx = mixerBackward(x: x, consume forward, dMid: d, wantsInput: wantsInput, &gradients) { d = dx }
+        let dx = mixerBackward(
+            x: x, consume forward, dMid: d, wantsInput: wantsInput, &gradients, shared: &shared)
+        if let dx { d = dx }
         d = d.reshaped(shape).asType(x.dtype)
         let gradient = layout.packed(gradients)
         eval(d, gradient)
@@ -35,7 +40,12 @@ extension Block {
         var parts = [MLXArray]()
         for rows in tiles(of: dy.dim(0), size: tile.mlpTokens) {
             var own = LoRAGradients()
-            let (xMid, dResidual) = (xMid[rows], dy[rows])
+            let xMid = xMid[rows]
+            var dResidual = dy[rows]
+            if let p = beside.perLayer, let norm = weights.mlpPostNorm, let mlpOut {
+                let h = xMid.asType(.float32) + norm(mlpOut[rows].asType(.float32))
+                dResidual = perLayerBackward(h, p: p[rows], dy: dResidual, &own)
+            }
             let dMlpIn = gatedMLP(
                 weights.mlpNorm(xMid), gate: gate?[rows], up: up?[rows],
                 dy: through(weights.mlpPostNorm, mlpOut?[rows], dy: dResidual), &own)
@@ -148,12 +158,44 @@ extension Block {
 
     // MARK: - x_mid = x + norm(mixer_out),  mixer_out = mixer(mixer_in),  mixer_in = RMSNorm(x)
 
+    /// Of a long sequence by segments, the last first: what a segment's tokens give to those before goes from one to the next.
+    ///
     /// - Returns: dx `[T, hidden]`, evaluated, or nil where it is not wanted.
     private func mixerBackward(
         x: MLXArray, _ forward: consuming Intermediates, dMid: MLXArray, wantsInput: Bool,
-        _ gradients: inout LoRAGradients
+        _ gradients: inout LoRAGradients, shared: inout MixerState.KeyValues?
     ) -> MLXArray? {
-        let projected = projected(consume forward, dMid: dMid, &gradients)
+        var behind = Behind()
+        guard !forward.segments.isEmpty else {
+            return mixerBackward(
+                x: x, consume forward, dMid: dMid, wantsInput: wantsInput, &behind, &gradients,
+                shared: &shared)
+        }
+        let mixerOut = forward.mixerOut
+        var segments = forward.segments
+        _ = consume forward
+        var parts = [MLXArray]()
+        while let segment = segments.popLast() {
+            var own = LoRAGradients()
+            let x = x[segment.rows]
+            let dx = mixerBackward(
+                x: x, again(segment, x, mixerOut: mixerOut?[segment.rows]), dMid: dMid[segment.rows],
+                wantsInput: wantsInput, &behind, &own, shared: &shared)
+            gradients.add(own)
+            eval(gradients.arrays)
+            if let dx { parts.append(dx) }
+        }
+        guard !parts.isEmpty else { return nil }
+        let dx = concatenated(parts.reversed())
+        eval(dx)
+        return dx
+    }
+
+    private func mixerBackward(
+        x: MLXArray, _ forward: consuming Intermediates, dMid: MLXArray, wantsInput: Bool, _ behind: inout Behind,
+        _ gradients: inout LoRAGradients, shared: inout MixerState.KeyValues?
+    ) -> MLXArray? {
+        let projected = projected(consume forward, dMid: dMid, &behind, &gradients, shared: &shared)
         let norm = weights.mixerNorm
         let mixerIn = norm(x).asType(.float32)
         var dMixerIn: MLXArray?
@@ -171,13 +213,17 @@ extension Block {
     typealias Projected = KeyValuePairs<Projection, MLXArray>
 
     private func projected(
-        _ forward: consuming Intermediates, dMid: MLXArray, _ gradients: inout LoRAGradients
+        _ forward: consuming Intermediates, dMid: MLXArray, _ behind: inout Behind, _ gradients: inout LoRAGradients,
+        shared: inout MixerState.KeyValues?
     ) -> Projected {
         let dOut = through(weights.mixerPostNorm, forward.mixerOut, dy: dMid)
         switch weights.shape.mixer {
-        case .attention(let mixer): return attentionBackward(mixer, consume forward, dOut: dOut, &gradients)
-        case .gatedDeltaNet(let mixer): return gatedDeltaNetBackward(mixer, consume forward, dOut: dOut, &gradients)
+        case .attention(let mixer):
+            return attentionBackward(mixer, consume forward, dOut: dOut, &behind, &gradients, shared: &shared)
+        case .gatedDeltaNet(let mixer):
+            return gatedDeltaNetBackward(mixer, consume forward, dOut: dOut, &behind, &gradients)
         case .shortConvolution: return shortConvolutionBackward(consume forward, dOut: dOut, &gradients)
+        case .mamba2(let mixer): return mamba2Backward(mixer, consume forward, dOut: dOut, &gradients)
         }
     }
 
@@ -192,7 +238,7 @@ extension Block {
     }
 
     /// The derivative of one projection of `input`: see `linearBackward`.
-    private func projection(
+    func projection(
         _ projection: Projection, _ input: MLXArray, dy: MLXArray, wantsInput: Bool, addedTo sum: MLXArray?,
         _ gradients: inout LoRAGradients
     ) -> MLXArray? {

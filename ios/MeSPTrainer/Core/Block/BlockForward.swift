@@ -9,23 +9,29 @@ extension Block: BlockForward {
     ///   - sequences: the rows of each
     ///   - states: for each the state after the tokens before, replaced by that after these
     ///   - keepsStates: whether that is asked for; otherwise it is not evaluated
-    /// - Returns: y `[n, hidden]`, evaluated.
-    func output(_ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState], keepsStates: Bool) -> MLXArray {
+    ///   - waits: false where y and the states may be evaluated later, while the next block is called
+    /// - Returns: y `[n, hidden]`, evaluated if it waits.
+    func output(
+        _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState], keepsStates: Bool, waits: Bool = true
+    ) -> MLXArray {
         let mixerOut = mixer(weights.mixerNorm(x), sequences, &states).out
         let xMid = sum(x, weights.mixerPostNorm, mixerOut)
-        let y = sum(xMid, weights.mlpPostNorm, mlp(weights.mlpNorm(xMid)))
-        eval([y] + (keepsStates ? states.flatMap(\.arrays) : []))
+        let y = y(xMid, mlp(weights.mlpNorm(xMid)))
+        let results = [y] + (keepsStates ? states.flatMap(\.arrays) : [])
+        if waits { eval(results) } else { asyncEval(results) }
         return y
     }
 
     package func output(_ x: MLXArray) -> MLXArray {
         let xMid = {
             let x = x.squeezed(axis: 0)
+            let segments = segments(x.dim(0))
+            guard segments.isEmpty else { return bySegments(x, segments, keeps: false).xMid }
             let xMid = sum(x, weights.mixerPostNorm, mixed(x).out)
             eval(xMid)
             return xMid
         }()
-        let y = sum(xMid, weights.mlpPostNorm, mlp(weights.mlpNorm(xMid))).expandedDimensions(axis: 0)
+        let y = y(xMid, mlp(weights.mlpNorm(xMid))).expandedDimensions(axis: 0)
         eval(y)
         return y
     }
@@ -45,7 +51,7 @@ extension Block: BlockForward {
         let xMid = intermediates.xMid
         var tiles: [(gate: MLXArray, up: MLXArray)]? = []
         let mlpOut = mlp(weights.mlpNorm(xMid), keeping: &tiles)
-        let y = stored(sum(xMid, weights.mlpPostNorm, mlpOut).expandedDimensions(axis: 0), as: x.dtype)
+        let y = stored(y(xMid, mlpOut).expandedDimensions(axis: 0), as: x.dtype)
         let (gate, up) = (
             concatenated(tiles?.map(\.gate) ?? [], axis: -1), concatenated(tiles?.map(\.up) ?? [], axis: -1)
         )
@@ -57,6 +63,8 @@ extension Block: BlockForward {
 
     /// The first half of the block, evaluated; x `[T, hidden]`.
     private func toXMid(_ x: MLXArray) -> Intermediates {
+        let segments = segments(x.dim(0))
+        guard segments.isEmpty else { return bySegments(x, segments, keeps: true) }
         // The mixer's output goes as soon as x_mid is there.
         let intermediates = {
             let mixed = mixed(x)
@@ -67,6 +75,50 @@ extension Block: BlockForward {
         }()
         eval(intermediates.arrays)
         return intermediates
+    }
+
+    /// The first half of the block by segments of a long sequence, so that no array of the mixer's own features is as long as the sequence
+    /// but keys, values and mixed of attention.
+    ///
+    /// - Parameter keeps: whether what the backward pass reads is kept.
+    private func bySegments(_ x: MLXArray, _ rows: [Range<Int>], keeps: Bool) -> Intermediates {
+        var states = [MixerState(weights, dtype: x.dtype)]
+        var (segments, xMids, outs) = ([Intermediates.Segment](), [MLXArray](), [MLXArray]())
+        for rows in rows {
+            let before = states[0]
+            let x = x[rows]
+            let mixed = mixer(weights.mixerNorm(x), [0..<rows.count], &states)
+            xMids.append(sum(x, weights.mixerPostNorm, mixed.out))
+            eval(xMids.suffix(1) + states[0].arrays)
+            guard keeps else { continue }
+            if weights.mixerPostNorm != nil { outs.append(stored(mixed.out, as: x.dtype)) }
+            let kept = before.isRecurrent ? nil : stored(mixed.mixed, as: x.dtype)
+            segments.append(.init(rows: rows, state: before, mixed: kept))
+        }
+        if !states[0].isRecurrent { for i in segments.indices { segments[i].state = states[0] } }
+        let (xMid, none) = (concatenated(xMids), MLXArray.zeros([0]))
+        xMids = []
+        let mixerOut = outs.isEmpty ? nil : concatenated(outs)
+        eval([xMid] + [mixerOut].compactMap { $0 })
+        return Intermediates(
+            m1: none, m2: none, m3: none, mixed: none, xMid: xMid, mixerOut: mixerOut, segments: segments)
+    }
+
+    /// A segment's intermediates again, evaluated, from its rows of x.
+    func again(_ segment: Intermediates.Segment, _ x: MLXArray, mixerOut: MLXArray?) -> Intermediates {
+        let mixerIn = weights.mixerNorm(x)
+        var again: Intermediates
+        if case .attention(let mixer) = weights.shape.mixer, let kept = segment.mixed {
+            let (m1, k, v) = projections(mixer, mixerIn)
+            again = Intermediates(m1: m1, m2: k, m3: v, mixed: kept, xMid: x)
+        } else {
+            var states = [segment.state]
+            let mixed = mixer(mixerIn, [0..<x.dim(0)], &states)
+            again = Intermediates(m1: mixed.m1, m2: mixed.m2, m3: mixed.m3, mixed: mixed.mixed, xMid: x)
+        }
+        (again.segment, again.mixerOut) = (segment, mixerOut)
+        eval([again.m1, again.m2, again.m3, again.mixed])
+        return again
     }
 
     /// The mixer over a whole sequence x `[T, hidden]`, each record of it from its own start.
@@ -82,9 +134,20 @@ extension Block: BlockForward {
         return stored
     }
 
+    /// The block's output from the MLP's; in x_mid's dtype.
+    private func y(_ xMid: MLXArray, _ mlpOut: MLXArray) -> MLXArray {
+        let h = wideSum(xMid, weights.mlpPostNorm, mlpOut)
+        return (beside.perLayer.map { perLayer(h, p: $0) } ?? h).asType(xMid.dtype)
+    }
+
     /// x + norm(output), where there is a norm of the output as it would be stored; in x's dtype.
     private func sum(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
-        (x + (norm.map { $0(output.asType(x.dtype).asType(.float32)) } ?? output)).asType(x.dtype)
+        wideSum(x, norm, output).asType(x.dtype)
+    }
+
+    /// The same in float32.
+    private func wideSum(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
+        x + (norm.map { $0(output.asType(x.dtype).asType(.float32)) } ?? output)
     }
 
     // MARK: - The mixer
@@ -102,6 +165,7 @@ extension Block: BlockForward {
         case .attention(let mixer): attention(mixer, mixerIn, sequences, &states)
         case .gatedDeltaNet(let mixer): gatedDeltaNet(mixer, mixerIn, sequences, &states)
         case .shortConvolution: shortConvolution(mixerIn, sequences, &states)
+        case .mamba2(let mixer): mamba2(mixer, mixerIn, sequences, &states)
         }
     }
 

@@ -36,13 +36,14 @@ package final class BlockFunction {
     ///   - pause: for a GPU that has not compiled the kernels: called after each output, which is evaluated first.
     package func callAsFunction(
         lora: MLXArray, scale: Float, weights: BlockWeights, records: [Range<Int>]? = nil,
-        pause: (() -> Void)? = nil
+        beside: Beside = Beside(), pause: (() -> Void)? = nil
     ) -> some BlockForward {
         let starts = records.map { records in
             MLXArray(records.flatMap { Array(repeating: Int32($0.lowerBound), count: $0.count) })
         }
         return Call(
-            function: self, parameters: [lora, MLXArray(scale), weights.packed.words] + [starts].compactMap { $0 },
+            function: self,
+            parameters: [lora, MLXArray(scale), weights.packed.words] + beside.arrays + [starts].compactMap { $0 },
             pause: pause)
     }
 
@@ -74,9 +75,22 @@ package final class BlockFunction {
     }
 
     private func call(_ a: [MLXArray]) throws -> [MLXArray] {
-        a.count == 4
-            ? try function.dynamicallyCall(withKeywordArguments: ["": a[0], "": a[1], "": a[2], "": a[3]])
-            : try function.dynamicallyCall(withKeywordArguments: ["": a[0], "": a[1], "": a[2], "": a[3], "": a[4]])
+        // The arguments of a call can only be written out.
+        switch a.count {
+        case 4: try function.dynamicallyCall(withKeywordArguments: ["": a[0], "": a[1], "": a[2], "": a[3]])
+        case 5: try function.dynamicallyCall(withKeywordArguments: ["": a[0], "": a[1], "": a[2], "": a[3], "": a[4]])
+        case 6:
+            try function.dynamicallyCall(
+                withKeywordArguments: ["": a[0], "": a[1], "": a[2], "": a[3], "": a[4], "": a[5]])
+        case 7:
+            try function.dynamicallyCall(
+                withKeywordArguments: ["": a[0], "": a[1], "": a[2], "": a[3], "": a[4], "": a[5], "": a[6]])
+        default:
+            try function.dynamicallyCall(
+                withKeywordArguments: [
+                    "": a[0], "": a[1], "": a[2], "": a[3], "": a[4], "": a[5], "": a[6], "": a[7],
+                ])
+        }
     }
 
     private func kernels(_ selection: Selection) -> @Sendable ([MLXArray]) -> [MLXArray] {

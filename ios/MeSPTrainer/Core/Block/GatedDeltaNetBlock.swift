@@ -26,17 +26,20 @@ extension Block {
 
     /// The derivative of out(norm(o) ∘ silu(z)), with o the gated delta rule of qkv, b and a, from that of its output `[T, hidden]`.
     func gatedDeltaNetBackward(
-        _ mixer: GatedDeltaNetMixer, _ forward: consuming Intermediates, dOut: MLXArray,
+        _ mixer: GatedDeltaNetMixer, _ forward: consuming Intermediates, dOut: MLXArray, _ behind: inout Behind,
         _ gradients: inout LoRAGradients
     ) -> Projected {
         let net = weights.gatedDeltaNet(mixer)
         let (qkv, ba) = (forward.m1, forward.m3)
+        var before: GatedDeltaNet.State?
+        if case .gatedDeltaNet(let state, _) = forward.segment?.state { before = state }
+        if before != nil, behind.net == nil { behind.net = net.nothingBehind }
         let parts = gatedOutput(net, consume forward, dOut: dOut, &gradients)
         let (dO, dZ) = (concatenated(parts.map(\.dO)), concatenated(parts.map(\.dZ)))
         tile.pace.finish([dO, dZ])
         let d = net.backward(
             qkv: consume qkv, b: ba[0..., ..<mixer.numValueHeads], a: ba[0..., mixer.numValueHeads...],
-            dO: consume dO, records: records(dOut.dim(0)),
+            dO: consume dO, records: records(dOut.dim(0)), before: before, behind: &behind.net,
             tile: net.tile(length: dOut.dim(0), bytes: tile.bytes), pace: tile.pace)
         return [.qkv: d.dQKV, .z: dZ, .b: d.dB, .a: d.dA]
     }

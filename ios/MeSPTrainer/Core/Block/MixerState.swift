@@ -6,39 +6,91 @@ package enum MixerState {
     case gatedDeltaNet(GatedDeltaNet.State, count: Int)
     /// b ∘ u of the last tokens.
     case shortConvolution(tail: MLXArray, count: Int)
+    case mamba2(Mamba2.State, count: Int)
+    /// Of attention over another block's keys and values, which that has.
+    case shared(count: Int)
 
-    /// Keys after RoPE, and values: `[kv_heads, n, head_dim]` each.
+    /// Keys after RoPE, and values: `[kv_heads, room, head_dim]` each, those of `count` tokens and behind them room for more.
     package struct KeyValues {
-        var keys: MLXArray
-        var values: MLXArray
+        private(set) var keys: MLXArray
+        private(set) var values: MLXArray
+        private(set) var count = 0
+        /// The tokens that there is room for once more.
+        private static let room = 32
 
         init(_ mixer: AttentionMixer, dtype: DType) {
             keys = MLXArray.zeros([mixer.numKeyValueHeads, 0, mixer.headDim], dtype: dtype)
             values = keys
+        }
+
+        /// In bytes, without the room.
+        var size: Int { count == 0 ? 0 : (keys.nbytes + values.nbytes) / keys.dim(1) * count }
+
+        /// Adds those of some tokens `[kv_heads, n, head_dim]`. One token's go into the room, in place unless someone else has these
+        /// arrays too.
+        mutating func append(_ newKeys: MLXArray, _ newValues: MLXArray) {
+            let n = newKeys.dim(1)
+            if n == 1, count < keys.dim(1) {
+                (keys, values) = (keys[.ellipsis], values[.ellipsis])  // objects of their own
+                keys[0..., count..<count + 1] = newKeys
+                values[0..., count..<count + 1] = newValues
+            } else {
+                let room =
+                    n == 1
+                    ? [MLXArray.zeros([newKeys.dim(0), Self.room - 1, newKeys.dim(2)], dtype: newKeys.dtype)] : []
+                keys = concatenated([keys[0..., 0..<count], newKeys] + room, axis: 1)
+                values = concatenated([values[0..., 0..<count], newValues] + room, axis: 1)
+            }
+            count += n
+        }
+
+        /// Keeps those of the first tokens. Copies, as a view would keep all.
+        mutating func cut(to count: Int) {
+            (keys, values) = (contiguous(keys[0..., 0..<count]), contiguous(values[0..., 0..<count]))
+            eval(keys, values)
+            self.count = count
+        }
+
+        init(keys: MLXArray, values: MLXArray) { (self.keys, self.values, count) = (keys, values, keys.dim(1)) }
+
+        /// Those of some positions.
+        subscript(rows: Range<Int>) -> KeyValues {
+            KeyValues(keys: keys[0..., rows], values: values[0..., rows])
         }
     }
 
     /// Before the first token.
     init(_ weights: BlockWeights, dtype: DType) {
         switch weights.shape.mixer {
-        case .attention(let mixer): self = .attention(KeyValues(mixer, dtype: dtype))
+        case .attention(let mixer):
+            self = mixer.keysOf == nil ? .attention(KeyValues(mixer, dtype: dtype)) : .shared(count: 0)
         case .gatedDeltaNet(let mixer):
             self = .gatedDeltaNet(weights.gatedDeltaNet(mixer).start(dtype: dtype), count: 0)
         case .shortConvolution: self = .shortConvolution(tail: weights.shortConvolution.start(), count: 0)
+        case .mamba2(let mixer): self = .mamba2(weights.mamba2(mixer).start(dtype: dtype), count: 0)
         }
     }
 
     /// The tokens seen.
     var count: Int {
         switch self {
-        case .attention(let cache): cache.keys.dim(1)
-        case .gatedDeltaNet(_, let count), .shortConvolution(_, let count): count
+        case .attention(let cache): cache.count
+        case .gatedDeltaNet(_, let count), .shortConvolution(_, let count), .mamba2(_, let count), .shared(let count):
+            count
         }
     }
 
     /// Whether it has not each token by itself, so that none can be taken away.
     var isRecurrent: Bool {
-        if case .attention = self { false } else { true }
+        switch self {
+        case .attention, .shared: false
+        case .gatedDeltaNet, .shortConvolution, .mamba2: true
+        }
+    }
+
+    /// Of attention, unless they are another block's.
+    var keysAndValues: KeyValues? {
+        if case .attention(let cache) = self { cache } else { nil }
     }
 
     package var arrays: [MLXArray] {
@@ -46,22 +98,24 @@ package enum MixerState {
         case .attention(let cache): [cache.keys, cache.values]
         case .gatedDeltaNet(let state, _): [state.tail, state.memory]
         case .shortConvolution(let tail, _): [tail]
+        case .mamba2(let state, _): [state.tail, state.memory]
+        case .shared: []
         }
     }
 
     /// In bytes.
-    var size: Int { arrays.reduce(0) { $0 + $1.nbytes } }
+    var size: Int {
+        if case .attention(let cache) = self { cache.size } else { arrays.reduce(0) { $0 + $1.nbytes } }
+    }
 
     /// Whether it has what the first `count` tokens left.
     func canBeCut(to count: Int) -> Bool { isRecurrent ? count == self.count : count <= self.count }
 
-    /// Keeps what the first tokens left. Copies, as a view would keep all.
+    /// Keeps what the first tokens left.
     mutating func cut(to count: Int) {
+        if case .shared = self { self = .shared(count: min(count, self.count)) }
         guard case .attention(var cache) = self, count < self.count else { return }
-        (cache.keys, cache.values) = (
-            contiguous(cache.keys[0..., 0..<count]), contiguous(cache.values[0..., 0..<count])
-        )
-        eval(cache.keys, cache.values)
+        cache.cut(to: count)
         self = .attention(cache)
     }
 }

@@ -7,7 +7,6 @@ public struct Architecture: Decodable, Sendable, Equatable {
     /// The name of the family in `config.json`, for people.
     public let modelType: String
     public let hiddenSize: Int
-    public let intermediateSize: Int
     public let vocabSize: Int
     public let rmsNormEps: Float
     public let tieWordEmbeddings: Bool
@@ -19,14 +18,18 @@ public struct Architecture: Decodable, Sendable, Equatable {
     /// The prefix of `.layers.N.` in the names of adapters, of mlx-lm and of PEFT.
     let mlxPrefix: String
     let hfPrefix: String
-    /// The linear layers of the MLP.
-    let mlp: [Module]
     /// The names of the linear layers with a bias.
     let biases: [String]
     /// The mixers in the model.
     package let mixers: [Mixer]
     /// For each block the index of its mixer.
     package let layers: [Int]
+    /// The MLPs in the model, which differ in their width.
+    package let mlps: [MLP]
+    /// For each block the index of its MLP.
+    package let mlpLayers: [Int]
+    /// Embeddings of the tokens for each layer; nil where the model has none.
+    package let perLayer: PerLayerEmbedding?
     /// The linear layers that Hugging Face has in place of some of these; nil where it has none.
     let hfModules: [JoinedModule]?
 
@@ -42,12 +45,15 @@ package enum Projection: String, Decodable, CaseIterable, Sendable {
     case q, k, v, g, o
     /// Into a gated delta net; qkv before its convolution.
     case qkv, z, b, a
-    /// Into a short convolution: its three parts behind each other.
+    /// Into a short convolution or Mamba-2: their three parts behind each other.
     case `in`
-    /// Out of either.
+    /// Out of a mixer that is not attention.
     case out
     /// The projections of the MLP.
     case gate, up, down
+    /// The projections of embeddings for each layer.
+    case perLayerGate = "ple_gate"
+    case perLayerOut = "ple_out"
 }
 
 /// A linear layer of a block, named as in Hugging Face and mlx-lm checkpoints: one projection, or several whose outputs lie behind each
@@ -82,26 +88,28 @@ struct JoinedModule: Decodable, Sendable, Equatable {
     }
 }
 
-/// A block's dimensions: its mixer's, and those that all blocks share.
+/// A block's dimensions: its mixer's, its MLP's, and those that all blocks share.
 package struct BlockShape: Sendable, Equatable {
     let architecture: Architecture
     package let mixer: Mixer
+    package let mlp: MLP
 
     /// The linear layers, in the order of every flat vector of LoRA parameters.
-    package var modules: [Module] { mixer.modules + architecture.mlp }
+    package var modules: [Module] {
+        mixer.modules + mlp.modules + (architecture.perLayer?.modules ?? [])
+    }
 
     /// (input, output) features of a projection, which the block must have.
     func dimensions(_ projection: Projection) -> (inputs: Int, outputs: Int) {
-        let (hidden, intermediate) = (architecture.hiddenSize, architecture.intermediateSize)
-        switch projection {
-        case .gate, .up: return (hidden, intermediate)
-        case .down: return (intermediate, hidden)
-        default:
-            guard let dimensions = mixer.dimensions(projection, hidden: hidden) else {
-                preconditionFailure("no projection \(projection)")
-            }
-            return dimensions
-        }
+        guard let dimensions = known(projection) else { preconditionFailure("no projection \(projection)") }
+        return dimensions
+    }
+
+    /// The same, nil for a projection that the block has not.
+    private func known(_ projection: Projection) -> (inputs: Int, outputs: Int)? {
+        let hidden = architecture.hiddenSize
+        return mixer.dimensions(projection, hidden: hidden) ?? mlp.dimensions(projection, hidden: hidden)
+            ?? architecture.perLayer?.dimensions(projection, hidden: hidden)
     }
 
     /// (input, output) features of a module, whose projections have the same input.
@@ -129,18 +137,17 @@ package struct BlockShape: Sendable, Equatable {
         let norms =
             ["input_layernorm", "post_attention_layernorm"]
             + (postNorms ? ["pre_feedforward_layernorm", "post_feedforward_layernorm"] : [])
+            + (architecture.perLayer == nil ? [] : ["post_per_layer_input_norm"])
+        let scalars = architecture.perLayer == nil ? [] : [PlainArray(name: "layer_scalar", shape: [1])]
         let biased = modules.filter { architecture.biases.contains($0.name) }
         return norms.map { PlainArray(name: $0 + ".weight", shape: [hidden]) } + mixer.arrays(hidden: hidden)
-            + biased.map { PlainArray(name: $0.name + ".bias", shape: [dimensions($0).outputs]) }
+            + scalars + biased.map { PlainArray(name: $0.name + ".bias", shape: [dimensions($0).outputs]) }
     }
 
     /// Whether every part of the block is there, once.
     fileprivate var isWhole: Bool {
-        let hidden = architecture.hiddenSize
         let parts = modules.flatMap(\.projections)
-        let all = Projection.allCases.filter {
-            [.gate, .up, .down].contains($0) || mixer.dimensions($0, hidden: hidden) != nil
-        }
+        let all = Projection.allCases.filter { known($0) != nil }
         return parts.count == all.count && Set(parts) == Set(all)
             && modules.allSatisfy { Set($0.projections.map { dimensions($0).inputs }).count == 1 }
             && Set(modules.map(\.name)).count == modules.count
@@ -159,13 +166,47 @@ package struct BlockShape: Sendable, Equatable {
 
 extension Architecture {
     /// The block with this index.
-    package func block(_ index: Int) -> BlockShape { BlockShape(architecture: self, mixer: mixers[layers[index]]) }
+    package func block(_ index: Int) -> BlockShape {
+        BlockShape(architecture: self, mixer: mixers[layers[index]], mlp: mlps[mlpLayers[index]])
+    }
 
     /// A block of each kind.
-    var kinds: [BlockShape] { mixers.map { BlockShape(architecture: self, mixer: $0) } }
+    var kinds: [BlockShape] { firstOfKinds.map(block) }
+
+    /// The first block of each kind: of each pair of a mixer and an MLP that some block has.
+    package var firstOfKinds: [Int] {
+        unique(zip(layers, mlpLayers).map { [$0, $1] }).compactMap { kind in
+            layers.indices.first { [layers[$0], mlpLayers[$0]] == kind }
+        }
+    }
+
+    /// The width of the widest MLP.
+    package var widestMLP: Int { mlps.map(\.intermediateSize).max() ?? 0 }
 
     /// The linear layers of all blocks, each once.
-    package var modules: [Module] { unique(mixers.flatMap(\.modules)) + mlp }
+    package var modules: [Module] {
+        unique(mixers.flatMap(\.modules)) + unique(mlps.flatMap(\.modules)) + (perLayer?.modules ?? [])
+    }
+
+    /// The block whose keys and values a block takes; nil for one that has its own, or none.
+    package func keysOf(_ block: Int) -> Int? {
+        if case .attention(let mixer) = mixers[layers[block]] { mixer.keysOf } else { nil }
+    }
+
+    /// The blocks whose keys and values others take too.
+    package var owners: Set<Int> { Set(layers.indices.compactMap(keysOf)) }
+
+    /// Whether each block that takes another's keys and values takes those of one before it that has such.
+    private var sharesKeys: Bool {
+        layers.indices.allSatisfy { block in
+            guard let owner = keysOf(block) else { return true }
+            guard (0..<block).contains(owner), case .attention(let mixer) = mixers[layers[block]],
+                case .attention(let its) = mixers[layers[owner]]
+            else { return false }
+            return its.keysOf == nil
+                && (its.numKeyValueHeads, its.headDim) == (mixer.numKeyValueHeads, mixer.headDim)
+        }
+    }
 
     /// The most query heads of attention, 1 if there is none.
     var attentionHeads: Int {
@@ -182,12 +223,14 @@ extension Architecture {
 
     /// Whether the sizes can be a model's, and every part of a block is there. No product of the sizes, here or in a plan, overflows.
     var isConsistent: Bool {
-        let widths = [hiddenSize, intermediateSize, vocabSize]
+        let widths = [hiddenSize, vocabSize] + mlps.map(\.intermediateSize)
         let factors = [embeddingScale, finalLogitSoftcapping].compactMap { $0 }
         return (1...(1 << 12)).contains(numHiddenLayers) && widths.allSatisfy { (1...(1 << 20)).contains($0) }
             && factors.allSatisfy { $0.isFinite && $0 > 0 }
+            && mlpLayers.count == layers.count && mlpLayers.allSatisfy(mlps.indices.contains)
             && layers.allSatisfy(mixers.indices.contains) && mixers.allSatisfy { $0.isConsistent(hidden: hiddenSize) }
             && (hfModules ?? []).allSatisfy { !$0.parts.isEmpty && $0.parts.allSatisfy(modules.map(\.name).contains) }
+            && sharesKeys && perLayer.map { (1...(1 << 12)).contains($0.size) } ?? true
             && kinds.allSatisfy(\.isWhole) && biases.allSatisfy(modules.map(\.name).contains)
     }
 }

@@ -14,15 +14,19 @@ extension Manifest {
     }
 
     private func checkDimensions(_ bundle: String) throws {
-        let lengths = blocks.map(\.words) + [embedding.words, head.words]
-        // Every block must be of one kind, and have that kind's mixer.
+        let perLayer = [perLayerEmbedding, perLayerProjection].compactMap { $0 }
+        let lengths = blocks.map(\.words) + ([embedding, head] + perLayer).map(\.words)
+        // Every block must be of one kind, and have that kind's mixer and MLP.
         let layers = blocks.flatMap(\.layers).sorted()
         guard architecture.isConsistent, [.float32, .bfloat16].contains(dtype),
             lengths.allSatisfy({ (1...(1 << 31)).contains($0) }),
             !seqLens.isEmpty, seqLens.allSatisfy({ (1...(1 << 20)).contains($0) }),
             !ranks.isEmpty, ranks.allSatisfy({ (1...(1 << 12)).contains($0) }),
             layers == Array(0..<architecture.numHiddenLayers),
-            blocks.allSatisfy({ Set($0.layers.map { architecture.layers[$0] }).count == 1 })
+            perLayer.count == (architecture.perLayer == nil ? 0 : 2),
+            blocks.allSatisfy({
+                Set($0.layers.map { [architecture.layers[$0], architecture.mlpLayers[$0]] }).count == 1
+            })
         else { throw MeSPError("\(bundle): the manifest's dimensions don't fit together; export the bundle again.") }
     }
 
@@ -61,7 +65,7 @@ extension Manifest {
     /// The files of weights, with the words that each has.
     var weightFiles: [(file: String, words: Int)] {
         blocks.flatMap { kind in kind.layers.map { (ModelBundle.blockFile($0), kind.words) } }
-            + [(embedding.file, embedding.words), (head.file, head.words)]
+            + [embedding, head, perLayerEmbedding, perLayerProjection].compactMap { $0 }.map { ($0.file, $0.words) }
     }
 
     private func checkLayout(_ bundle: String) throws {
@@ -111,6 +115,14 @@ extension Manifest {
         try check(embedding.arrays, embedding.words, plain: [], matrices: table)
         let norm = PlainArray(name: "norm", shape: [architecture.hiddenSize])
         try check(head.arrays, head.words, plain: [norm], matrices: table)
+        guard let size = architecture.perLayer?.size, let perLayerEmbedding, let perLayerProjection else { return }
+        let width = architecture.numHiddenLayers * size
+        try check(
+            perLayerEmbedding.arrays, perLayerEmbedding.words, plain: [],
+            matrices: [("", architecture.vocabSize, width)])
+        try check(
+            perLayerProjection.arrays, perLayerProjection.words, plain: [PlainArray(name: "norm", shape: [size])],
+            matrices: [("", width, architecture.hiddenSize)])
     }
 }
 

@@ -11,11 +11,13 @@ extension FunctionSignature {
     init(of block: BlockShape, dtype: ElementType, words: Int, length: Int, rank: Int, packed: Bool) throws {
         let (architecture, listed) = (block.architecture, try AllowedPrimitives.list.get().signature)
         var sizes = [
-            "1": 1, "length": length, "hidden": architecture.hiddenSize, "intermediate": architecture.intermediateSize,
+            "1": 1, "length": length, "hidden": architecture.hiddenSize, "intermediate": block.mlp.intermediateSize,
             "lora": LoRALayout(block: block, rank: rank).count, "words": words,
             "mixed": block.mixer.mixedSize(hidden: architecture.hiddenSize),
         ]
         let ofMixer: [String]
+        var given = architecture.perLayer == nil ? [] : listed.perLayer
+        sizes["per_layer"] = architecture.perLayer?.size
         switch block.mixer {
         case .attention(let mixer):
             sizes["heads"] = mixer.numAttentionHeads
@@ -23,12 +25,17 @@ extension FunctionSignature {
             sizes["head_dim"] = mixer.headDim
             sizes["query"] = mixer.headDim + mixer.gateDim
             ofMixer = listed.attention
+            if mixer.keysOf != nil { given += listed.shared }
         case .gatedDeltaNet(let mixer):
             sizes["channels"] = mixer.convolutionWidth
             sizes["ba"] = 2 * mixer.numValueHeads
             ofMixer = listed.gatedDeltaNet
         case .shortConvolution:
             ofMixer = listed.shortConvolution
+        case .mamba2(let mixer):
+            sizes["channels"] = mixer.convolutionWidth
+            sizes["heads"] = mixer.numHeads
+            ofMixer = listed.mamba2
         }
         func array(_ text: String) throws -> ArrayType {
             let words = text.split(separator: " ").map(String.init)
@@ -38,7 +45,7 @@ extension FunctionSignature {
             return ArrayType(shape: shape, element: element)
         }
         let outputs = listed.first + ofMixer + listed.then + (architecture.postNorms ? listed.postNorms : [])
-        let inputs = listed.inputs + (packed ? listed.packed : [])
+        let inputs = listed.inputs + given + (packed ? listed.packed : [])
         self.init(inputs: try inputs.map(array), outputs: try outputs.map(array))
     }
 }

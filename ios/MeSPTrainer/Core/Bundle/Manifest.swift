@@ -5,7 +5,7 @@ import MeSPFunctionCheck
 /// `manifest.json`: what a bundle holds. See `docs/architecture.md`.
 public struct Manifest: Decodable, Sendable {
     /// The bundle format this build reads.
-    public static let format = 4
+    public static let format = 5
 
     public struct Model: Decodable, Sendable {
         public let id: String
@@ -18,14 +18,14 @@ public struct Manifest: Decodable, Sendable {
         public let groupSize: Int
         public let mode: String
     }
-    /// Where an array lies in a file of words. `offset` counts 32-bit words.
+    /// The place of an array in a file of words. `offset` counts 32-bit words.
     public struct PackedArray: Decodable, Sendable {
         public let name: String
         public let offset: Int
         public let shape: [Int]
         public let dtype: ElementType
     }
-    /// Blocks whose files have one layout and whose mixer is one.
+    /// Blocks whose files have one layout and whose mixer and MLP are one.
     public struct Blocks: Decodable, Sendable {
         public let layers: [Int]
         /// Files by sequence length: the function that a GPU trains with, and the one in plain operations. On a CPU they are one.
@@ -45,7 +45,7 @@ public struct Manifest: Decodable, Sendable {
     public struct Tokens: Codable, Sendable {
         public let file: String
         public let tokens: Int
-        /// Where the data is one example a sequence.
+        /// The examples, if the data is one example a sequence.
         public let examples: Examples?
         /// A file with a byte a token, 1 where its prediction is in the loss; nil where all are.
         public let mask: String?
@@ -85,6 +85,9 @@ public struct Manifest: Decodable, Sendable {
     public let blocks: [Blocks]
     public let embedding: PackedFile
     public let head: PackedFile
+    /// The table of embeddings for each layer, and the projection that is added to them; nil where the model has none.
+    public let perLayerEmbedding: PackedFile?
+    public let perLayerProjection: PackedFile?
     public let data: [String: Tokens]?
     public let files: [File]
 }
@@ -93,7 +96,8 @@ extension Manifest {
     /// The size of all weight files, in bytes.
     var mappedBytes: Int {
         let table = head.file == embedding.file ? 0 : head.words
-        return (self.blocks.reduce(0) { $0 + $1.layers.count * $1.words } + embedding.words + table) * 4
+        let perLayer = (perLayerEmbedding?.words ?? 0) + (perLayerProjection?.words ?? 0)
+        return (self.blocks.reduce(0) { $0 + $1.layers.count * $1.words } + embedding.words + table + perLayer) * 4
     }
 
     /// The most bytes of a manifest that is read; decoding takes some 16 times as much memory. A model of 64 blocks, each with a layout
@@ -152,9 +156,11 @@ extension Manifest {
 
     /// The most weights that share a scale in a row of a down projection. Tiles of the intermediate features are multiples of it.
     package var featureGroup: Int {
-        let scales = architecture.kinds[0].place(.down).module.name + ".scales"
-        return blocks.compactMap { $0.arrays.first { $0.name == scales }?.shape.last }
-            .map { architecture.intermediateSize / $0 }.max() ?? 1
+        blocks.compactMap { blocks in
+            let block = architecture.block(blocks.layers[0])
+            let scales = block.place(.down).module.name + ".scales"
+            return blocks.arrays.first { $0.name == scales }?.shape.last.map { block.mlp.intermediateSize / $0 }
+        }.max() ?? 1
     }
 
     /// The numbers of inputs that a run's sequences have, ascending: `seqLen` and, unless all data is packed, what the bundle has

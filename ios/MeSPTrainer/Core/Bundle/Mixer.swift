@@ -4,6 +4,15 @@ package enum Mixer: Sendable, Equatable {
     case attention(AttentionMixer)
     case gatedDeltaNet(GatedDeltaNetMixer)
     case shortConvolution(ShortConvolutionMixer)
+    case mamba2(Mamba2Mixer)
+
+    /// Whether a long sequence goes through it by segments. A short convolution's arrays are few.
+    var goesBySegments: Bool {
+        switch self {
+        case .attention, .gatedDeltaNet: true
+        case .shortConvolution, .mamba2: false
+        }
+    }
 }
 
 /// Softmax attention over the tokens before:
@@ -26,8 +35,12 @@ package struct AttentionMixer: Decodable, Sendable, Equatable {
     let frequencies: [Float]
     /// The factor of the rotated dimensions.
     let ropeScale: Float
-    /// How many positions a query sees, its own included; nil for all before it.
+    /// The number of positions that a query sees, its own included; nil for all before it.
     let slidingWindow: Int?
+    /// Whether v goes through an RMSNorm without weights.
+    let vNorm: Bool
+    /// The block whose keys and values this one takes; nil where it has its own.
+    let keysOf: Int?
 
     var queryWidth: Int { numAttentionHeads * headDim }
     var keyValueWidth: Int { numKeyValueHeads * headDim }
@@ -66,6 +79,27 @@ package struct ShortConvolutionMixer: Decodable, Sendable, Equatable {
     let kernelSize: Int
 }
 
+/// The state space of Mamba-2 ([Dao & Gu](https://arxiv.org/abs/2405.21060)), with z, xBC and dt the parts of one projection:
+///
+///     x, B, C = silu(conv(xBC) + bias)                 B and C of a group of heads
+///     S ← exp(−exp(A_log) Δ) S + Δ x Bᵀ                Δ = softplus(dt + dt_bias)
+///     mixed = S C + D x                                by head
+///     x_mid = x + out(norm(mixed ∘ silu(z)))
+package struct Mamba2Mixer: Decodable, Sendable, Equatable {
+    let modules: [Module]
+    let numHeads: Int
+    let headDim: Int
+    let numGroups: Int
+    let stateSize: Int
+    let kernelSize: Int
+    /// ε of the norm.
+    let normEps: Float
+
+    var width: Int { numHeads * headDim }
+    /// The width of x, B and C together.
+    var convolutionWidth: Int { width + 2 * numGroups * stateSize }
+}
+
 extension Mixer {
     /// The linear layers, in the order of every flat vector of LoRA parameters.
     var modules: [Module] {
@@ -73,6 +107,7 @@ extension Mixer {
         case .attention(let mixer): mixer.modules
         case .gatedDeltaNet(let mixer): mixer.modules
         case .shortConvolution(let mixer): mixer.modules
+        case .mamba2(let mixer): mixer.modules
         }
     }
 
@@ -80,7 +115,9 @@ extension Mixer {
     func dimensions(_ projection: Projection, hidden: Int) -> (inputs: Int, outputs: Int)? {
         switch (self, projection) {
         case (.attention(let mixer), .q): (hidden, mixer.queryWidth * (mixer.outputGate ? 2 : 1))
-        case (.attention(let mixer), .k), (.attention(let mixer), .v): (hidden, mixer.keyValueWidth)
+        case (.attention(let mixer), .k) where mixer.keysOf == nil,
+            (.attention(let mixer), .v) where mixer.keysOf == nil:
+            (hidden, mixer.keyValueWidth)
         case (.attention(let mixer), .g) where mixer.headGate: (hidden, mixer.numAttentionHeads)
         case (.attention(let mixer), .o): (mixer.queryWidth, hidden)
         case (.gatedDeltaNet(let mixer), .qkv): (hidden, mixer.convolutionWidth)
@@ -89,6 +126,8 @@ extension Mixer {
         case (.gatedDeltaNet(let mixer), .out): (mixer.valueWidth, hidden)
         case (.shortConvolution, .in): (hidden, 3 * hidden)
         case (.shortConvolution, .out): (hidden, hidden)
+        case (.mamba2(let mixer), .in): (hidden, mixer.width + mixer.convolutionWidth + mixer.numHeads)
+        case (.mamba2(let mixer), .out): (mixer.width, hidden)
         default: nil
         }
     }
@@ -99,6 +138,7 @@ extension Mixer {
         case .attention(let mixer): mixer.queryWidth
         case .gatedDeltaNet(let mixer): mixer.valueWidth
         case .shortConvolution: hidden
+        case .mamba2(let mixer): mixer.width
         }
     }
 
@@ -108,6 +148,7 @@ extension Mixer {
         case .attention: ["q", "k", "v", "attn_out"]
         case .gatedDeltaNet: ["qkv", "z", "ba", "o"]
         case .shortConvolution: ["b", "c", "u", "mixed"]
+        case .mamba2: ["z", "xBC", "dt", "o"]
         }
     }
 
@@ -115,8 +156,8 @@ extension Mixer {
     func arrays(hidden: Int) -> [PlainArray] {
         switch self {
         case .attention(let mixer):
-            mixer.qkNorm
-                ? ["q_norm", "k_norm"].map { PlainArray(name: "self_attn.\($0).weight", shape: [mixer.headDim]) } : []
+            (!mixer.qkNorm ? [] : mixer.keysOf == nil ? ["q_norm", "k_norm"] : ["q_norm"])
+                .map { PlainArray(name: "self_attn.\($0).weight", shape: [mixer.headDim]) }
         case .gatedDeltaNet(let mixer):
             [
                 PlainArray(name: "linear_attn.conv1d.weight", shape: [mixer.convolutionWidth, mixer.kernelSize]),
@@ -126,6 +167,15 @@ extension Mixer {
             ]
         case .shortConvolution(let mixer):
             [PlainArray(name: "conv.conv.weight", shape: [hidden, mixer.kernelSize])]
+        case .mamba2(let mixer):
+            [
+                PlainArray(name: "mamba.conv1d.weight", shape: [mixer.convolutionWidth, mixer.kernelSize]),
+                PlainArray(name: "mamba.conv1d.bias", shape: [mixer.convolutionWidth]),
+                PlainArray(name: "mamba.norm.weight", shape: [mixer.width]),
+            ]
+                + ["dt_bias", "A_log", "D"].map {
+                    PlainArray(name: "mamba.\($0)", shape: [mixer.numHeads], isFloat32: true)
+                }
         }
     }
 
@@ -148,6 +198,10 @@ extension Mixer {
                 && mixer.numValueHeads % mixer.numKeyHeads == 0
         case .shortConvolution(let mixer):
             return areCounts([mixer.kernelSize])
+        case .mamba2(let mixer):
+            return areCounts([mixer.numHeads, mixer.headDim, mixer.numGroups, mixer.stateSize, mixer.kernelSize])
+                && areWidths([mixer.width + mixer.convolutionWidth + mixer.numHeads])
+                && mixer.numHeads % mixer.numGroups == 0 && mixer.normEps.isFinite && mixer.normEps > 0
         }
     }
 }
@@ -171,12 +225,14 @@ extension Mixer: Decodable {
             case attention
             case gatedDeltaNet = "gated_delta_net"
             case shortConvolution = "short_convolution"
+            case mamba2
         }
         self =
             switch try decoder.container(keyedBy: Key.self).decode(Kind.self, forKey: .type) {
             case .attention: .attention(try AttentionMixer(from: decoder))
             case .gatedDeltaNet: .gatedDeltaNet(try GatedDeltaNetMixer(from: decoder))
             case .shortConvolution: .shortConvolution(try ShortConvolutionMixer(from: decoder))
+            case .mamba2: .mamba2(try Mamba2Mixer(from: decoder))
             }
     }
 }

@@ -23,7 +23,7 @@ public struct ModelBundle {
     package final class Maps {
         package var areKept = false { didSet { if !areKept { words = [:] } } }
         fileprivate var words = [String: MLXArray]()
-        /// How often each file was mapped.
+        /// The number of times that each file was mapped.
         fileprivate(set) var mapped = [String: Int]()
     }
 
@@ -109,6 +109,24 @@ public struct ModelBundle {
 
     package func withHead<R>(_ body: (PackedWeights) throws -> R) throws -> R {
         try withWeights(manifest.head.file, manifest.head.words, manifest.head.arrays, body)
+    }
+
+    /// The embeddings of some tokens for each layer; nil where the model has none.
+    ///
+    /// - Parameter x0: the first block's input `[T, hidden]`.
+    func layerEmbeddings(_ tokens: [Int32], x0: MLXArray) throws -> LayerEmbeddings? {
+        guard let size = architecture.perLayer?.size, let file = manifest.perLayerEmbedding else { return nil }
+        return try withWeights(file.file, file.words, file.arrays) {
+            LayerEmbeddings(tokens, x0: x0, table: $0, architecture, size: size)
+        }
+    }
+
+    /// A layer's part of these `[T, size]`, evaluated; nil where there are none.
+    func part(of embeddings: LayerEmbeddings?, layer: Int) throws -> MLXArray? {
+        guard let embeddings, let file = manifest.perLayerProjection else { return nil }
+        return try withWeights(file.file, file.words, file.arrays) {
+            embeddings(layer, projection: $0, eps: architecture.rmsNormEps)
+        }
     }
 
     private func withWeights<R>(

@@ -1,7 +1,7 @@
 import Foundation
 import MLX
 
-/// Where a thread that works block by block waits.
+/// The gate at which a thread that works block by block waits.
 package final class PauseGate: @unchecked Sendable {
     private let condition = NSCondition()
     private var reasons = Set<PauseReason>()

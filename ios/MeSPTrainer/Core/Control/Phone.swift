@@ -1,9 +1,9 @@
 import Foundation
 
-/// Where an app is: in front, about to leave or partly covered, or out of sight.
+/// The place of an app: in front, about to leave or partly covered, or out of sight.
 public enum AppScene: String, Sendable, CaseIterable { case active, inactive, background }
 
-/// How warm the device is, as `ProcessInfo.ThermalState` has it.
+/// The thermal state of the device, as in `ProcessInfo.ThermalState`.
 public enum ThermalState: String, Sendable, CaseIterable {
     case nominal, fair, serious, critical
 

@@ -51,13 +51,13 @@ import Observation
 
     /// The least duration of a pause after a memory warning.
     static let memoryPause = Duration.seconds(15)
-    /// How long leaving the app waits for the block in progress; iOS allows some five seconds.
+    /// The time for which leaving the app waits for the current block; iOS allows some five seconds.
     package nonisolated static let leaving = 3.0
 
     @ObservationIgnored private let phone: any Phone
     @ObservationIgnored private let clock: any Clock<Duration>
     @ObservationIgnored private var gate = PauseGate()
-    /// How many blocks had begun when the last step was logged.
+    /// The number of blocks that had begun when the last step was logged.
     @ObservationIgnored private var blocksBefore = 0
     @ObservationIgnored private var memoryIsShort = false
     /// The footprint without the run, in bytes.

@@ -166,7 +166,7 @@ public struct TokenStream: Sendable {
         return sequences
     }
 
-    /// How many sequences may take another example at a time.
+    /// The number of sequences that may take another example at a time.
     private static let openSequences = 16
 
     private var exampleCount: Int { (examples?.count ?? 0) / 8 }
@@ -176,7 +176,7 @@ public struct TokenStream: Sendable {
         return (number(examples, 2 * example), number(examples, 2 * example + 1))
     }
 
-    /// Where the example or the window of T inputs with this index lies, cut to T + 1 tokens.
+    /// The range of the example or the window of T inputs with this index, cut to T + 1 tokens.
     fileprivate func bounds(_ index: Int, _ length: Int) -> (start: Int, length: Int) {
         guard examples != nil else { return (index * length, length + 1) }
         let bounds = bounds(index)

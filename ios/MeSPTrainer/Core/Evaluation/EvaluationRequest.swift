@@ -12,9 +12,9 @@ public struct EvaluationSettings: Decodable, Sendable {
 
 /// A request to `mesp-engine evaluate`, a line of JSON. `type` says which.
 public enum EvaluationRequest: Decodable, Sendable {
-    /// How likely each of several continuations of a prompt is.
+    /// The log-likelihoods of several continuations of a prompt.
     case choices(Choices)
-    /// How likely a text is.
+    /// The log-likelihood of a text.
     case text(Text)
     /// The texts after some prompts.
     case generate(Texts)
@@ -25,7 +25,7 @@ public enum EvaluationRequest: Decodable, Sendable {
     }
 
     public struct Texts: Decodable, Sendable {
-        /// How many are written together.
+        /// The number of texts that are written together.
         public let atOnce: Int
         public let requests: [Generator.Request]
     }

@@ -176,7 +176,7 @@ public struct FederatedRun {
         }
         let matrices = found.suffix(array.shape.first ?? 0)
         guard !matrices.isEmpty, matrices.allSatisfy({ array.shape == [matrices.count] + $0.shape }) else {
-            throw MeSPError("The server sent \(name), which this model does not have like that.")
+            throw MeSPError("The server sent \(name), in a form that this model does not have.")
         }
         return Array(matrices)
     }

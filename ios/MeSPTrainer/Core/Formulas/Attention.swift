@@ -2,31 +2,67 @@ import MLX
 
 /// Grouped-query attention, causal, a tile of query rows at a time over the keys that they see:
 ///
-///     S = cap(q̂ k̂ᵀ · scale) + mask,   P = softmax(S),   attn_out = P v
+///     S = cap(q̂ k̂ᵀ · scale) + mask,   P = softmax(S),   attn_out = P v̂
+///
+/// Keys and values may be those of another block, which are k̂ and v̂.
 struct Attention {
     let scale: Float
     let softcap: SoftCap?
-    /// How many positions a query sees, its own included; nil for all.
+    /// The number of positions that a query sees, its own included; nil for all.
     let window: Int?
     let rope: RoPE
     let qNorm: RMSNorm?
     let kNorm: RMSNorm?
+    let vNorm: RMSNorm?
+    let hasOwnKeys: Bool
 
     /// q̂ = RoPE(norm(q)), in float32.
     /// - Parameter q: `[heads, n, d]`, positions `start ..< start + n`
     func query(_ q: MLXArray, start: Int) -> MLXArray { positioned(q, qNorm, start) }
 
     /// k̂ = RoPE(norm(k)), in float32.
-    func key(_ k: MLXArray, start: Int) -> MLXArray { positioned(k, kNorm, start) }
+    func key(_ k: MLXArray, start: Int) -> MLXArray {
+        hasOwnKeys ? positioned(k, kNorm, start) : k.asType(.float32)
+    }
+
+    /// v̂ = norm(v), in float32.
+    func value(_ v: MLXArray) -> MLXArray {
+        let v = v.asType(.float32)
+        return hasOwnKeys ? vNorm.map { $0(v) } ?? v : v
+    }
 
     private func positioned(_ x: MLXArray, _ norm: RMSNorm?, _ start: Int) -> MLXArray {
         let x = x.asType(.float32)
         return rope(norm.map { $0(x) } ?? x, start: start)
     }
 
+    // MARK: - One token of each of several sequences
+
+    /// Whether `ofOne` serves. On a GPU it has not been tried.
+    var servesOne: Bool { CPUProducts.current.fuses && Device.isCPU && softcap == nil }
+
+    /// q̂ or k̂ `[n, heads, 1, d]` of n sequences, each at a position of its own, in float32.
+    func query(_ q: MLXArray, positions: MLXArray) -> MLXArray { positioned(q, qNorm, positions) }
+    func key(_ k: MLXArray, positions: MLXArray) -> MLXArray { positioned(k, kNorm, positions) }
+
+    private func positioned(_ x: MLXArray, _ norm: RMSNorm?, _ positions: MLXArray) -> MLXArray {
+        let x = x.asType(.float32)
+        return rope(norm.map { $0(x) } ?? x, positions: positions)
+    }
+
+    /// attn_out `[1, heads, 1, d]` in float32 of q̂, alike, the last of N positions, over k̂ and v `[kv_heads, N, d]`.
+    func ofOne(q: MLXArray, _ cache: MixerState.KeyValues) -> MLXArray {
+        let keys = seen(by: cache.count - 1..<cache.count)
+        return MLXFast.scaledDotProductAttention(
+            queries: q, keys: cache.keys[0..., keys].expandedDimensions(axis: 0).asType(.float32),
+            values: cache.values[0..., keys].expandedDimensions(axis: 0).asType(.float32), scale: scale, mask: nil)
+    }
+
+    // MARK: - Backward
+
     /// dq or dk from the gradient of q̂ or k̂, in float32.
-    private func positionedBackward(_ x: MLXArray, _ norm: RMSNorm?, dy: MLXArray) -> MLXArray {
-        let d = rope.backward(dy: dy, start: 0)
+    private func positionedBackward(_ x: MLXArray, _ norm: RMSNorm?, dy: MLXArray, start: Int) -> MLXArray {
+        let d = rope.backward(dy: dy, start: start)
         return norm.map { $0.backward(x.asType(.float32), dy: d) } ?? d
     }
 
@@ -90,11 +126,30 @@ struct Attention {
     /// - Parameters:
     ///   - q: `[heads, T, d]`; k, v: `[kv_heads, T, d]`; before the norms and RoPE
     ///   - dOut: the gradient of attn_out by head, `[heads, T, d]`
-    /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32, evaluated.
-    func backward(q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, tile: TileSizes)
-        -> (dq: MLXArray, dk: MLXArray, dv: MLXArray)
-    {
-        var parts = tilesBackward(q: q, k: k, v: v, dOut: dOut, tile: tile)
+    ///   - start: the position of the first row
+    ///   - sum: the gradients by k̂ and v̂ of other blocks that take them, which those of this one are added to
+    /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32, evaluated; in place of these the sums `[kv_heads, T, d]` of
+    ///   the gradients by k̂ and v̂ where they are another block's.
+    func backward(
+        q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, tile: TileSizes, start: Int = 0,
+        addedTo sum: MixerState.KeyValues? = nil
+    ) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
+        var behind: (dk: MLXArray, dv: MLXArray)?
+        return backward(
+            q: q, k: k, v: v, key(k, start: start), value(v), start: start, dOut: dOut, addedTo: sum, behind: &behind,
+            tile: tile)
+    }
+
+    /// The same of a segment of the positions, of which the last were differentiated before.
+    /// - Parameters:
+    ///   - q, k, v: of the segment
+    ///   - kHat, vHat: k̂ and v̂ up to its end, `[kv_heads, N, d]`
+    ///   - behind: see `Behind`; becomes that for the segment before
+    func backward(
+        q: MLXArray, k: MLXArray, v: MLXArray, _ kHat: MLXArray, _ vHat: MLXArray, start: Int, dOut: MLXArray,
+        addedTo sum: MixerState.KeyValues? = nil, behind: inout (dk: MLXArray, dv: MLXArray)?, tile: TileSizes
+    ) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
+        var parts = tilesBackward(q: q, kHat, vHat, start: start, dOut: dOut, behind: &behind, tile: tile)
         /// By token, and before that some heads at a time through `backward`.
         func joined(_ parts: inout [MLXArray], _ backward: (MLXArray, _ heads: Range<Int>) -> MLXArray) -> MLXArray {
             let whole = concatenated(parts.reversed(), axis: 1)
@@ -108,29 +163,47 @@ struct Attention {
             tile.pace.finish([byToken])
             return byToken
         }
-        let dq = joined(&parts.dq) { positionedBackward(q[$1], qNorm, dy: $0 * scale) }
-        let dk = joined(&parts.dk) { positionedBackward(k[$1], kNorm, dy: $0) }
-        let dv = joined(&parts.dv) { d, _ in d }
-        eval(dq, dk, dv)
+        /// With the gradients of other blocks.
+        func whole(_ parts: inout [MLXArray], _ sum: MLXArray?) -> MLXArray {
+            let whole = concatenated(parts.reversed(), axis: 1)
+            parts = []
+            return sum.map { $0 + whole } ?? whole
+        }
+        let dq = joined(&parts.dq) { positionedBackward(q[$1], qNorm, dy: $0 * scale, start: start) }
+        guard hasOwnKeys else {
+            let (dk, dv) = (whole(&parts.dk, sum?.keys), whole(&parts.dv, sum?.values))
+            eval(dq, dk, dv)
+            return (dq, dk, dv)
+        }
+        let dk = joined(&parts.dk) { d, heads in
+            positionedBackward(k[heads], kNorm, dy: sum.map { d + $0.keys[heads] } ?? d, start: start)
+        }
+        let dv = joined(&parts.dv) { d, heads in
+            let d = sum.map { d + $0.values[heads] } ?? d
+            return vNorm.map { $0.backward(v[heads].asType(.float32), dy: d) } ?? d
+        }
+        eval([dq, dk, dv] + (behind.map { [$0.dk, $0.dv] } ?? []))
         return (dq, dk, dv)
     }
 
     private static let scoresGradient = Fused { $0[0] * ($0[1] - $0[2]) }
 
     /// The tiles of dq̂ / scale, dk̂ and dv, `[…heads, n, d]`, the last first.
-    private func tilesBackward(q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, tile: TileSizes)
-        -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray])
-    {
+    private func tilesBackward(
+        q: MLXArray, _ kHat: MLXArray, _ v: MLXArray, start: Int, dOut: MLXArray,
+        behind: inout (dk: MLXArray, dv: MLXArray)?, tile: TileSizes
+    ) -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray]) {
         let (heads, length, d) = (q.dim(0), q.dim(1), q.dim(2))
-        let (groups, perGroup) = (k.dim(0), heads / k.dim(0))
+        let (groups, perGroup, before) = (kHat.dim(0), heads / kHat.dim(0), kHat.dim(1) - length)
         var (dqTiles, dkTiles, dvTiles) = ([MLXArray](), [MLXArray](), [MLXArray]())
         // What the tiles so far add to the keys and values that earlier tiles see too, up to the next tile's last row.
-        var (dk, dv): (MLXArray?, MLXArray?) = (nil, nil)
-        var (qHat, kHat, v, dOut) = (query(q, start: 0) * scale, key(k, start: 0), v.asType(.float32), dOut)
+        var (dk, dv) = (behind?.dk, behind?.dv)
+        var (qHat, kHat, v, dOut) = (query(q, start: start) * scale, kHat.asType(.float32), v.asType(.float32), dOut)
         tile.pace.finish([qHat, kHat, v])
 
         for rows in tiles(of: length, size: tile.attention).reversed() {
-            let keys = seen(by: rows)
+            let positions = before + rows.lowerBound..<before + rows.upperBound
+            let keys = seen(by: positions)
             // The query heads that share a key-value head lie below each other, so that a sum over them is a matrix product.
             func stacked(_ x: MLXArray) -> MLXArray { x[0..., rows].reshaped([groups, perGroup * rows.count, d]) }
             /// new, of the `keys`, plus the sum so far, of the last of them.
@@ -145,7 +218,7 @@ struct Attention {
                 let (kTile, vTile) = (kHat[0..., keys], v[0..., keys])
                 let (qTile, dO) = (stacked(qHat), stacked(dOut))
 
-                let (p, slope) = probabilities(qTile, kTile, rows, keys)
+                let (p, slope) = probabilities(qTile, kTile, positions, keys)
                 let dP = matmul(dO, vTile.swappedAxes(-1, -2))
                 var dS = Self.scoresGradient([p, dP, (p * dP).sum(axis: -1, keepDims: true)])
                 if let slope { dS = dS * slope }
@@ -158,7 +231,7 @@ struct Attention {
             }
 
             let sums = scoresBackward()
-            let own = rows.lowerBound - keys.lowerBound  // where in dk and dv the tile's own positions begin
+            let own = positions.lowerBound - keys.lowerBound  // where in dk and dv the tile's own positions begin
             dqTiles.append(sums.dq)
             // Copies, as a view would keep what is before it.
             dkTiles.append(contiguous(sums.dk[0..., own...]))
@@ -168,6 +241,7 @@ struct Attention {
                 [qHat, kHat, v, dOut], after: [dk, dv, dqTiles.last, dkTiles.last, dvTiles.last].compactMap { $0 })
             (qHat, kHat, v, dOut) = (next[0], next[1], next[2], next[3])
         }
+        behind = dk.flatMap { dk in dv.map { (dk, $0) } }
         return (dqTiles, dkTiles, dvTiles)
     }
 }

@@ -26,9 +26,10 @@ struct CausalConvolution {
         concatenated([tail, x[max(0, x.dim(0) - tail.dim(0))...]])[(-tail.dim(0))...]
     }
 
-    /// dx of a whole sequence `[T, D]`, from dy, in float32.
-    func backward(dy: MLXArray) -> MLXArray {
-        sum(of: concatenated([dy, start(dtype: dy.dtype)]), weights.reversed())
+    /// dx of `[n, D]`, from dy, in float32.
+    /// - Parameter behind: dy of the tokens behind, `[K − 1, D]`, zeros behind the last; nil for these
+    func backward(dy: MLXArray, behind: MLXArray? = nil) -> MLXArray {
+        sum(of: concatenated([dy, behind ?? start(dtype: dy.dtype)]), weights.reversed())
     }
 
     /// w_0 … w_{K−1}, `[D]` each.

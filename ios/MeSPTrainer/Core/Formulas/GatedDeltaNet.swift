@@ -26,16 +26,30 @@ package struct GatedDeltaNet {
         var memory: MLXArray
     }
 
+    /// What the tokens behind some others give to these's gradient.
+    struct Behind {
+        /// The gradient of S, `[value_heads, dk, dv]`.
+        var memory: MLXArray
+        /// The gradient of the convolution's output for the first K − 1 of them, `[K − 1, D]`.
+        var convolved: MLXArray
+    }
+
+    /// Where no tokens are behind.
+    var nothingBehind: Behind {
+        Behind(
+            memory: MLXArray.zeros([valueHeads, keyDim, valueDim]), convolved: convolution.start(dtype: .float32))
+    }
+
     /// The state before the first token.
     /// - Parameter dtype: that of qkv
     func start(dtype: DType) -> State {
         State(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([valueHeads, keyDim, valueDim]))
     }
 
-    /// How many key heads at a time keep the derivative's temporaries in proportion to `bytes`: of what has a row a token it holds some
+    /// The number of key heads at a time that keeps the derivative's temporaries in proportion to `bytes`: of what has a row a token it holds some
     /// 25 arrays, where attention's holds some 6 of `bytes` each.
     func tile(length: Int, bytes: Int) -> Int {
-        let features = max(keyDim, valueHeads / keyHeads * max(keyDim, valueDim, GatedDeltaRule.chunk))
+        let features = max(keyDim, valueHeads / keyHeads * max(keyDim, valueDim, ChunkDecays.chunk))
         return min(keyHeads, max(1, bytes / (3 * 4 * length * features)))
     }
 
@@ -123,11 +137,18 @@ package struct GatedDeltaNet {
             return norm.map { $0(x) } ?? x
         }
 
-        /// The gradient of these features of a whole sequence's qkv, in float32.
-        func backward(_ qkv: MLXArray, dy: MLXArray) -> MLXArray {
-            let convolved = convolution(qkv[0..., features], tail: convolution.start(dtype: qkv.dtype))
+        /// The gradient of these features of qkv, in float32.
+        /// - Parameter behind: see `Behind.convolved`, of these features; becomes that for the tokens before
+        func backward(_ qkv: MLXArray, tail: MLXArray, dy: MLXArray, behind: inout MLXArray) -> MLXArray {
+            let convolved = convolution(qkv[0..., features], tail: tail[0..., features])
             let d = norm.map { $0.backward(activated(convolved), dy: dy) } ?? dy
-            return convolution.backward(dy: Self.siluBackward([d.reshaped(convolved.shape), convolved]))
+            let dConvolved = Self.siluBackward([d.reshaped(convolved.shape), convolved])
+            let dx = convolution.backward(dy: dConvolved, behind: behind)
+            let count = behind.dim(0)
+            behind =
+                dConvolved.dim(0) < count
+                ? concatenated([dConvolved, behind])[0..<count] : contiguous(dConvolved[0..<count])
+            return dx
         }
 
         private func activated(_ x: MLXArray) -> MLXArray { Self.silu([x]).reshaped([x.dim(0), -1, dim]) }
@@ -136,8 +157,8 @@ package struct GatedDeltaNet {
         private static let siluBackward = Fused { $0[0] * Activation.silu.values($0[1]).slope }
     }
 
-    /// The derivative of o, of a whole sequence. The intermediates of o are computed again, some key heads at a time. qkv and dO are
-    /// consumed, as their gradient is assembled after their last use.
+    /// The derivative of o, of a whole sequence or a segment. The intermediates of o are computed again, some key heads at a time. qkv and
+    /// dO are consumed, as their gradient is assembled after their last use.
     ///
     ///     db = β (1 − β) dβ        da = −exp(A_log) σ(a + dt_bias) dl
     ///
@@ -146,46 +167,67 @@ package struct GatedDeltaNet {
     ///   - b, a: `[T, value_heads]`
     ///   - dO: `[T, value_heads · dv]`, in float32
     ///   - records: the rows of each record of the sequence, which has a state of its own; nil for one
+    ///   - before: the state before a segment of one record; nil for the start of a sequence
+    ///   - behind: what the segment behind gives, replaced by what this gives to the one before; nil where there are no segments
     ///   - tile: key heads at a time
     /// - Returns: the gradients of qkv, b and a, in float32, evaluated.
     func backward(
         qkv: consuming MLXArray, b: MLXArray, a: MLXArray, dO: consuming MLXArray, records: [Range<Int>]? = nil,
-        tile: Int, pace: Pace
+        before: State? = nil, behind: inout Behind?, tile: Int, pace: Pace
     )
         -> (dQKV: MLXArray, dB: MLXArray, dA: MLXArray)
     {
+        let state = before ?? start(dtype: qkv.dtype)
         var arrays = [consume qkv, b, a, consume dO]
         let records = records ?? [0..<b.dim(0)]
         var gradients = [[MLXArray]]()
+        var behindEach = [(memory: MLXArray, convolved: [MLXArray])]()
         for heads in tiles(of: keyHeads, size: tile) {
             let d = eachRecord(records) {
-                backward(
-                    heads, qkv: arrays[0][$0], b: arrays[1][$0], a: arrays[2][$0], dO: arrays[3][$0], pace: pace)
+                var own = parts(heads, behind ?? nothingBehind)
+                let d = backward(
+                    heads, qkv: arrays[0][$0], b: arrays[1][$0], a: arrays[2][$0], dO: arrays[3][$0], before: state,
+                    behind: &own, pace: pace)
+                if behind != nil { behindEach.append(own) }
+                return d
             }
-            arrays = pace.next(arrays, after: d)
+            arrays = pace.next(arrays, after: d + (behindEach.last.map { [$0.memory] + $0.convolved } ?? []))
             gradients.append(d)
         }
         arrays = []
+        if behind != nil {
+            let convolved = (0..<3).flatMap { index in behindEach.map { $0.convolved[index] } }
+            behind = Behind(
+                memory: concatenated(behindEach.map(\.memory)), convolved: concatenated(convolved, axis: -1))
+        }
         func whole(_ indices: Range<Int>) -> MLXArray {
             concatenated(indices.flatMap { index in gradients.map { $0[index] } }, axis: -1)
         }
         let all = (whole(0..<3), whole(3..<4), whole(4..<5))
-        eval(all.0, all.1, all.2)
+        eval([all.0, all.1, all.2] + (behind.map { [$0.memory, $0.convolved] } ?? []))
         return all
+    }
+
+    /// What of `behind` is some heads', with the features of q, k and v each.
+    private func parts(_ heads: Range<Int>, _ behind: Behind) -> (memory: MLXArray, convolved: [MLXArray]) {
+        (behind.memory[values(heads)], inputs(heads).map { behind.convolved[0..., $0.features] })
     }
 
     /// The gradients of some heads' q, k and v in qkv, and of their b and a, `[T, features]`.
     private func backward(
-        _ heads: Range<Int>, qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, pace: Pace
+        _ heads: Range<Int>, qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, before: State,
+        behind: inout (memory: MLXArray, convolved: [MLXArray]), pace: Pace
     ) -> [MLXArray] {
         let values = values(heads)
-        let tail = convolution.start(dtype: qkv.dtype)
-        let d = rule(heads, qkv: qkv, tail: tail, b: b, a: a, pace: pace)
-            .backward(dO: byHead(dO[0..., values.lowerBound * valueDim..<values.upperBound * valueDim]))
-        let dQKV = zip(inputs(heads), [d.dq, d.dk, d.dv]).map { input, dy in
-            let dx = input.backward(qkv, dy: dy)
-            pace.finish([dx])
-            return dx
+        let d = rule(heads, qkv: qkv, tail: before.tail, b: b, a: a, pace: pace)
+            .backward(
+                dO: byHead(dO[0..., values.lowerBound * valueDim..<values.upperBound * valueDim]),
+                state: before.memory[values], dState: &behind.memory)
+        var dQKV = [MLXArray]()
+        for (i, (input, dy)) in zip(inputs(heads), [d.dq, d.dk, d.dv]).enumerated() {
+            let dx = input.backward(qkv, tail: before.tail, dy: dy, behind: &behind.convolved[i])
+            pace.finish([dx, behind.convolved[i]])
+            dQKV.append(dx)
         }
         return dQKV + [(1 - beta(heads, b)) * d.betaDBeta, Self.logDecayBackward(decay(heads, a) + [d.dLogDecay])]
     }

@@ -23,9 +23,6 @@ package struct GatedDeltaRule {
     private let length: Int
     private let pace: Pace
 
-    /// C, but for fewer tokens: the next power of two.
-    package static let chunk = 64
-
     /// All in float32.
     /// - Parameters:
     ///   - q, k: `[n, key_heads, dk]`
@@ -47,10 +44,9 @@ package struct GatedDeltaRule {
     /// - Parameter state: S before the tokens, `[value_heads, dk, dv]` in float32; becomes that behind them
     /// - Returns: o `[n, value_heads, dv]`, in float32.
     func callAsFunction(state: inout MLXArray) -> MLXArray {
-        let shape = state.shape
-        var s = state.reshaped([1, k.dim(1), -1, shape[1], shape[2]])
+        var s = byKeyHead(state)
         let o = length == 1 ? step(&s) : byChunks(&s)
-        state = s.reshaped(shape)
+        state = s.reshaped(state.shape)
         return byToken(o)
     }
 
@@ -93,25 +89,28 @@ package struct GatedDeltaRule {
     ///     dQ = γ dO Sᵀ + (Γ ∘ dP) K
     ///     dK = δ D dS₊ᵀ − γ dV Sᵀ + (Γ ∘ dA + (Γ ∘ dA)ᵀ) K + (Γ ∘ dP)ᵀ Q
     ///
-    /// with dQ and dK summed over a key head's value heads. l_m is in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m:
+    /// with dQ and dK summed over a key head's value heads, and dl by `ChunkDecays` from
     ///
-    ///     X = Γ ∘ (dP ∘ Q Kᵀ + dA ∘ K Kᵀ)        x = rowsum(Q ∘ γ dO Sᵀ − K ∘ γ dV Sᵀ)        y = rowsum(K ∘ δ D dS₊ᵀ)
-    ///     dl_m = Σ_{j < m ≤ i} X_ij + Σ_{i ≥ m} x_i + Σ_{j < m} y_j + γ_C ⟨S, dS₊⟩
+    ///     Γ ∘ dΓ = Γ ∘ (dP ∘ Q Kᵀ + dA ∘ K Kᵀ)        γ dγ = rowsum(Q ∘ γ dO Sᵀ − K ∘ γ dV Sᵀ)
+    ///     δ dδ = rowsum(K ∘ δ D dS₊ᵀ)        dγ_C = ⟨S, dS₊⟩
     ///
-    /// - Parameter dO: `[T, value_heads, dv]`
+    /// - Parameters:
+    ///   - dO: `[T, value_heads, dv]`
+    ///   - state: S before the tokens, `[value_heads, dk, dv]`
+    ///   - dState: the gradient of S behind them, alike; becomes that of S before them
     /// - Returns: dq and dk `[T, key_heads, dk]`, dv `[T, value_heads, dv]`, dl and β dβ `[T, value_heads]`, in float32.
-    func backward(dO: MLXArray) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray, dLogDecay: MLXArray, betaDBeta: MLXArray)
+    func backward(dO: MLXArray, state: MLXArray, dState: inout MLXArray)
+        -> (dq: MLXArray, dk: MLXArray, dv: MLXArray, dLogDecay: MLXArray, betaDBeta: MLXArray)
     {
         let c = Chunks(self)
         let dO = Self.chunked(dO, keyHeads: k.dim(1))
-        let (d, states, dv, betaDBeta, dStates) = recurrenceBackward(c, dO)
+        let (d, states, dv, betaDBeta, dStates) = recurrenceBackward(c, dO, state, &dState)
         let inAll = c.whole * dot(states, dStates)
         let (dP, dA) = (
             Self.product([matmul(dO, transposed(d)), c.gamma]),
             Self.product([matmul(dv, transposed(d)), c.gamma, -c.below])
         )
         pace.finish([inAll, dP, dA])
-        let inGamma = cumsum(Self.sumOfProducts([dP, c.qk, dA, c.kk]), axis: -2, reverse: true) * c.below
 
         let dQStart = c.start * matmul(dO, transposed(states))
         let inQStart = rowsum(q, dQStart)
@@ -124,9 +123,9 @@ package struct GatedDeltaRule {
         let inEnd = rowsum(k, dKEnd)
         let dk = overValueHeads(
             addMM(addMM(dKEnd - dKStart, dA + transposed(dA), k), transposed(dP), q))
-        let dLogDecay =
-            inGamma.sum(axis: -1, keepDims: true) + cumsum(inQStart - inKStart, axis: -2, reverse: true)
-            + cumsum(inEnd, axis: -2, inclusive: false) + inAll
+        let dLogDecay = c.decays.backward(
+            inGamma: Self.sumOfProducts([dP, c.qk, dA, c.kk]), inStart: inQStart - inKStart, inEnd: inEnd,
+            inWhole: inAll)
         let results = [dq, dk, dv, dLogDecay, betaDBeta].map(byToken)
         pace.finish(results)
         return (
@@ -145,15 +144,15 @@ package struct GatedDeltaRule {
     }
 
     /// D, S before each chunk, dV, β dβ, and dS₊ behind each chunk.
-    private func recurrenceBackward(_ c: Chunks, _ dO: MLXArray)
+    private func recurrenceBackward(_ c: Chunks, _ dO: MLXArray, _ state: MLXArray, _ dState: inout MLXArray)
         -> (d: MLXArray, states: MLXArray, dv: MLXArray, betaDBeta: MLXArray, dStates: MLXArray)
     {
         let w = c.w(self)
-        var s = MLXArray.zeros([1, k.dim(1), v.dim(2), k.dim(4), v.dim(4)])
+        var s = byKeyHead(state)
         let (d, states) = corrections(c, w: w, &s)
         pace.finish([w, d, states])
-        let (dD, dStates) = statesBackward(c, w: w, dO)
-        pace.finish([dD, dStates])
+        let (dD, dStates) = statesBackward(c, w: w, dO, &dState)
+        pace.finish([dD, dStates, dState])
         let z = matmul(transposed(c.m), dD)
         let (dv, betaDBeta) = (beta * z, rowsum(z, d))
         pace.finish([dv, betaDBeta])
@@ -161,16 +160,19 @@ package struct GatedDeltaRule {
     }
 
     /// dD, and dS₊ behind each chunk.
-    private func statesBackward(_ c: Chunks, w: MLXArray, _ dO: MLXArray) -> (dD: MLXArray, dStates: MLXArray) {
+    private func statesBackward(_ c: Chunks, w: MLXArray, _ dO: MLXArray, _ dState: inout MLXArray)
+        -> (dD: MLXArray, dStates: MLXArray)
+    {
         let (pDO, kEnd) = (each(matmul(transposed(c.gamma * c.qk), dO)), each(c.end * k))
         let (qStart, w, dO, whole) = (each(transposed(c.start * q)), each(transposed(w)), each(dO), each(c.whole))
         var (dD, dStates) = ([MLXArray](), [MLXArray]())
-        var dS = MLXArray.zeros([1, k.dim(1), v.dim(2), k.dim(4), v.dim(4)])
+        var dS = byKeyHead(dState)
         for n in pDO.indices.reversed() {
             dStates.insert(dS, at: 0)
             dD.insert(addMM(pDO[n], kEnd[n], dS), at: 0)
             dS = addMM(addMM(whole[n] * dS, qStart[n], dO[n]), w[n], dD[0], alpha: -1)
         }
+        dState = dS.reshaped(dState.shape)
         return (concatenated(dD), concatenated(dStates))
     }
 
@@ -181,45 +183,38 @@ package struct GatedDeltaRule {
 
     /// The products among a chunk's tokens, which need no state.
     private struct Chunks {
-        /// Γ `[…, C, C]`
-        let gamma: MLXArray
+        let decays: ChunkDecays
         /// Q Kᵀ and K Kᵀ
         let qk, kk: MLXArray
         let m: MLXArray
-        /// γ and δ `[…, C, 1]`, and γ_C `[…, 1, 1]`
-        let start, end, whole: MLXArray
-        /// 1 below the diagonal, else 0: `[C, C]`.
-        let below: MLXArray
+        var gamma: MLXArray { decays.gamma }
+        var start: MLXArray { decays.start }
+        var end: MLXArray { decays.end }
+        var whole: MLXArray { decays.whole }
+        var below: MLXArray { decays.below }
 
         init(_ rule: GatedDeltaRule) {
-            let (l, last) = (rule.logDecay, rule.k.dim(3) - 1)
-            below = mask(last + 1) { i, j in i > j }
-            // Added up term by term: differences of one running sum would lose what strong decays leave of weak ones.
-            gamma = Self.expMasked([cumsum(l * below, axis: -2), mask(last + 1) { i, j in i >= j }])
-            start = exp(cumsum(l, axis: -2))
-            end = transposed(gamma[.ellipsis, last..., 0...])
-            whole = start[.ellipsis, last..., 0...]
+            decays = ChunkDecays(rule.logDecay)
             qk = matmul(rule.q, transposed(rule.k))
             kk = matmul(rule.k, transposed(rule.k))
-            m = inverse(GatedDeltaRule.product([kk, gamma, rule.beta, below]))
-            rule.pace.finish([gamma, start, qk, kk, m])
+            m = inverse(GatedDeltaRule.product([kk, decays.gamma, rule.beta, decays.below]))
+            rule.pace.finish([decays.gamma, decays.start, qk, kk, m])
         }
-
-        private static let expMasked = Fused { exp($0[0]) * $0[1] }
 
         /// W `[…, C, dk]`
         func w(_ rule: GatedDeltaRule) -> MLXArray { matmul(m, rule.beta * start * rule.k) }
     }
 
-    /// `[n, heads, d]` to `[chunks, key_heads, value heads of each, C, d]`, with zeros behind the last token: these change no state.
+    /// `[n, heads, d]` to `[chunks, key_heads, value heads of each, C, d]`.
     private static func chunked(_ x: MLXArray, keyHeads: Int) -> MLXArray {
-        let (length, heads, d) = (x.dim(0), x.dim(1), x.dim(2))
-        var rows = 1
-        while rows < min(length, chunk) { rows *= 2 }
-        let chunks = (length + rows - 1) / rows
-        let missing = chunks * rows - length
-        let whole = missing > 0 ? concatenated([x, MLXArray.zeros([missing, heads, d])]) : x
+        let whole = ChunkDecays.chunked(x)
+        let (chunks, rows, heads, d) = (whole.dim(0), whole.dim(1), whole.dim(2), whole.dim(3))
         return whole.reshaped([chunks, rows, keyHeads, heads / keyHeads, d]).transposed(axes: [0, 2, 3, 1, 4])
+    }
+
+    /// `[value_heads, dk, dv]` to `[1, key_heads, value heads of each, dk, dv]`.
+    private func byKeyHead(_ state: MLXArray) -> MLXArray {
+        state.reshaped([1, k.dim(1), -1, state.dim(1), state.dim(2)])
     }
 
     /// The chunks, `[1, …]` each.
@@ -233,11 +228,6 @@ package struct GatedDeltaRule {
 
 /// The transpose of the last two axes.
 private func transposed(_ x: MLXArray) -> MLXArray { x.swappedAxes(-1, -2) }
-
-/// 1 where `contains` says of a row and a column, else 0: `[C, C]`.
-private func mask(_ c: Int, _ contains: (_ row: Int, _ column: Int) -> Bool) -> MLXArray {
-    MLXArray((0..<c * c).map { contains($0 / c, $0 % c) ? 1 : 0 as Float }, [c, c])
-}
 
 /// (I + L)⁻¹ of L `[…, C, C]`, zero but below the diagonal, C a power of two.
 ///

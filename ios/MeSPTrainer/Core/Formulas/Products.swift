@@ -43,7 +43,7 @@ func quantizedMM(
     return MLX.matmul(TF32.rounded(x), TF32.rounded(dense).T)
 }
 
-/// How `quantizedMM` and `compile` compute on the CPU, by which MLX this is.
+/// The behaviour of `quantizedMM` and `compile` on the CPU, which depends on the MLX in use.
 package struct CPUProducts {
     /// Whether it dequantizes W by tiles that stay in the caches. MLX's own, some 50 times slower than a dense product, does not: there W
     /// is dequantized before the product.

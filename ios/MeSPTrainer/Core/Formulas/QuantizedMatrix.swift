@@ -1,6 +1,6 @@
 import MLX
 
-/// How a matrix is quantized. The shapes of its arrays tell.
+/// The quantization of a matrix, which follows from the shapes of its arrays.
 package struct QuantizationFormat {
     package let bits: Int
     package let groupSize: Int
@@ -107,6 +107,14 @@ package struct QuantizedMatrix {
         Self.dequantize(
             weight.take(indices, axis: 0), scales.take(indices, axis: 0), biases?.take(indices, axis: 0), format)
     }
+
+    /// The same, quantized as they are.
+    func packedRows(_ indices: MLXArray) -> QuantizedMatrix {
+        part(weight.take(indices, axis: 0), scales.take(indices, axis: 0), biases?.take(indices, axis: 0))
+    }
+
+    /// W, in float32.
+    var inFloat32: MLXArray { Self.dequantize(weight, scales, biases, format) }
 
     /// x Wᵀ, `[T, out]`, in `dtype`, by default x's.
     func apply(_ x: MLXArray, as dtype: DType? = nil) -> MLXArray {

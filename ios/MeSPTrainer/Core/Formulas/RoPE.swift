@@ -11,21 +11,33 @@ struct RoPE {
     /// - Parameter x: `[heads, n, d]`, positions `start ..< start + n`
     func callAsFunction(_ x: MLXArray, start: Int) -> MLXArray { turned(x, start: start, sign: 1) }
 
+    /// x `[n, heads, 1, d]` of n sequences, each at a position of its own.
+    func callAsFunction(_ x: MLXArray, positions: MLXArray) -> MLXArray {
+        guard !frequencies.isEmpty else { return x }
+        return MLXFast.RoPE(
+            scaled(x), dimensions: 2 * frequencies.count, traditional: false, base: nil, scale: 1, offset: positions,
+            freqs: periods(sign: 1))
+    }
+
     /// The derivative of a rotation is the rotation by the opposite angle.
     func backward(dy: MLXArray, start: Int) -> MLXArray { turned(dy, start: start, sign: -1) }
 
     private func turned(_ x: MLXArray, start: Int, sign: Float) -> MLXArray {
         guard !frequencies.isEmpty else { return x }
-        let dimensions = 2 * frequencies.count
         // Behind an axis of one: the kernel for one token a row turns only the first of the leading axis (`rope_single`,
         // mended in MLX 0.32.0).
-        var x = x.expandedDimensions(axis: 0)
-        if scale != 1 {
-            x = concatenated([x[.ellipsis, 0..<dimensions] * scale, x[.ellipsis, dimensions...]], axis: -1)
-        }
         return MLXFast.RoPE(
-            x, dimensions: dimensions, traditional: false, base: nil, scale: 1, offset: start,
-            freqs: MLXArray(frequencies.map { sign / $0 })
+            scaled(x.expandedDimensions(axis: 0)), dimensions: 2 * frequencies.count, traditional: false, base: nil,
+            scale: 1, offset: start, freqs: periods(sign: sign)
         ).squeezed(axis: 0)
     }
+
+    /// x with its first dimensions times s.
+    private func scaled(_ x: MLXArray) -> MLXArray {
+        guard scale != 1 else { return x }
+        let dimensions = 2 * frequencies.count
+        return concatenated([x[.ellipsis, 0..<dimensions] * scale, x[.ellipsis, dimensions...]], axis: -1)
+    }
+
+    private func periods(sign: Float) -> MLXArray { MLXArray(frequencies.map { sign / $0 }) }
 }

@@ -54,10 +54,13 @@ package struct CachedModel {
         for range in cache.pieces(of: tokens.count, size: chunk, isRecurrent: isRecurrent) {
             let read = tokens.dropFirst(range.lowerBound).prefix(range.count)
             var x = try embedded(read)
+            let embeddings = try layerEmbeddings(read, x)
             for block in cache.blocks.indices {
                 try atBlock()
                 var states = [cache.blocks[block]]
-                x = try forward(block, x, sequences: [0..<range.count], &states, keepsStates: true)
+                x = try forward(
+                    block, x, sequences: [0..<range.count], &states, keepsStates: true, embeddings,
+                    shared: shared(block, [cache]))
                 cache.blocks[block] = states[0]
                 if range.count > 1 { Memory.clearCache() }
             }
@@ -78,15 +81,23 @@ package struct CachedModel {
         next tokens: [Int], _ caches: inout [PromptCache], _ atBlock: () throws -> Void
     ) throws -> MLXArray {
         var x = try embedded(tokens[...])
+        let embeddings = try layerEmbeddings(tokens[...], x)
         for block in 0..<bundle.architecture.numHiddenLayers {
             try atBlock()
-            var states = caches.map { $0.blocks[block] }
+            var states = [MixerState?]()
+            for text in caches.indices {
+                states.append(caches[text].blocks[block])
+                caches[text].blocks[block] = nil  // keys and values that nobody else has are written in place
+            }
+            defer { for text in caches.indices { caches[text].blocks[block] = states[text] } }
+            // While one block is computed, the graph of the next is made.
             x = try forward(
-                block, x, sequences: tokens.indices.map { $0..<$0 + 1 }, &states, keepsStates: true,
+                block, x, sequences: tokens.indices.map { $0..<$0 + 1 }, &states, keepsStates: true, embeddings,
+                shared: shared(block, caches), waits: bundle.backend == .gpu || !bundle.maps.areKept,
                 untiled: bundle.backend == .gpu || CPUProducts.current.dequantizeInside
                     ? Self.mostTexts : QuantizedMatrix.fewRows)
-            for (text, state) in states.enumerated() { caches[text].blocks[block] = state }
         }
+        try x.compute()
         for (text, token) in tokens.enumerated() { caches[text].add([token]) }
         Memory.clearCache()
         return x
@@ -112,11 +123,19 @@ package struct CachedModel {
             let start = rows.last?.upperBound ?? 0
             rows.append(start..<start + sequence.count)
         }
-        var x = try embedded(sequences.flatMap { $0 }[...])
+        let tokens = sequences.flatMap { $0 }
+        var x = try embedded(tokens[...])
+        let embeddings = try layerEmbeddings(tokens[...], x)
+        // The states of blocks whose keys and values others take.
+        let owners = bundle.architecture.owners
+        var kept = [Int: [MixerState.KeyValues]]()
         for block in cache.blocks.indices {
             try atBlock()
             var states = [MixerState?](repeating: cache.blocks[block], count: rows.count)
-            x = try forward(block, x, sequences: rows, &states, keepsStates: false)
+            let shared = bundle.architecture.keysOf(block).flatMap { kept[$0] } ?? []
+            x = try forward(
+                block, x, sequences: rows, &states, keepsStates: owners.contains(block), embeddings, shared: shared)
+            if owners.contains(block) { kept[block] = states.compactMap { $0?.keysAndValues } }
         }
         Memory.clearCache()
         return x
@@ -124,7 +143,7 @@ package struct CachedModel {
 
     /// The sizes of tiles for `rows` tokens of sequences that are `length` tokens long with those before.
     ///
-    /// - Parameter untiled: up to so many rows nothing is cut.
+    /// - Parameter untiled: the number of rows up to which nothing is cut into tiles.
     func tile(rows: Int, length: Int, untiled: Int = QuantizedMatrix.fewRows) -> TileSizes {
         TileSizes(
             bundle.architecture, group: featureGroup, length: length,
@@ -137,22 +156,36 @@ package struct CachedModel {
         }[0]
     }
 
+    private func layerEmbeddings(_ tokens: ArraySlice<Int>, _ x0: MLXArray) throws -> LayerEmbeddings? {
+        try bundle.layerEmbeddings(tokens.map { Int32($0) }, x0: x0)
+    }
+
+    /// The keys and values that a block takes of another, of each text; that has read the same tokens.
+    private func shared(_ block: Int, _ caches: [PromptCache]) -> [MixerState.KeyValues] {
+        guard let owner = bundle.architecture.keysOf(block) else { return [] }
+        return caches.compactMap { $0.blocks[owner]?.keysAndValues }
+    }
+
     /// - Parameter states: nil before the first token; see `Block.output`.
     private func forward(
         _ index: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState?], keepsStates: Bool,
+        _ embeddings: LayerEmbeddings?, shared: [MixerState.KeyValues], waits: Bool = true,
         untiled: Int = QuantizedMatrix.fewRows
     ) throws -> MLXArray {
-        try bundle.withBlock(index) { weights in
+        let perLayer = try bundle.part(of: embeddings, layer: index)
+        return try bundle.withBlock(index) { weights in
             var known = states.map { $0 ?? MixerState(weights, dtype: bundle.dtype) }
+            states = states.map { _ in nil }
+            defer { if keepsStates { states = known } }
             var block = Block(
                 weights: weights, lora: adapters?.lora[index],
                 layout: LoRALayout(block: weights.shape, rank: adapters?.rank ?? 0), scale: adapters?.scale ?? 0,
                 tile: tile(
-                    rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), untiled: untiled))
+                    rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), untiled: untiled),
+                beside: Beside(perLayer: perLayer))
+            block.sharedStates = shared
             if bundle.maps.areKept { block = keeping(index, block) }
-            let y = block.output(x, sequences: sequences, &known, keepsStates: keepsStates)
-            if keepsStates { states = known }
-            return y
+            return block.output(x, sequences: sequences, &known, keepsStates: keepsStates, waits: waits)
         }
     }
 
@@ -163,7 +196,9 @@ package struct CachedModel {
         var weights = block.weights
         weights.packed.views = views
         var same = Block(
-            weights: weights, lora: block.lora, layout: block.layout, scale: block.scale, tile: block.tile)
+            weights: weights, lora: block.lora, layout: block.layout, scale: block.scale, tile: block.tile,
+            beside: block.beside)
+        same.sharedStates = block.sharedStates
         guard block.lora != nil else { return same }
         if kept.matrices[index] == nil {
             let projections = weights.shape.modules.flatMap(\.projections)
@@ -180,7 +215,7 @@ extension Architecture {
     /// The keys and values of all blocks for `tokens`, in bytes.
     func cacheSize(tokens: Int, itemSize: Int) -> Int {
         layers.indices.reduce(0) { sum, index in
-            guard case .attention(let mixer) = block(index).mixer else { return sum }
+            guard case .attention(let mixer) = block(index).mixer, mixer.keysOf == nil else { return sum }
             return sum + 2 * mixer.numKeyValueHeads * mixer.headDim * itemSize * tokens
         }
     }

@@ -27,7 +27,7 @@ public struct Generator {
         public init(prompt: [Int]) { self.prompt = prompt }
     }
 
-    /// How a generation went.
+    /// The result of a generation.
     public struct Summary: Codable, Sendable, Equatable {
         public let reason: Reason
         public let tokens: Int
@@ -44,8 +44,8 @@ public struct Generator {
     }
 
     private let model: CachedModel
-    /// Rows of the vocabulary whose logits are computed at once.
-    private static let vocabularyTile = 1 << 14
+    /// Rows of the vocabulary that are dequantized at once.
+    private static var vocabularyTile: Int { CPUProducts.current.dequantizeInside ? .max : 1 << 14 }
 
     /// - Parameters:
     ///   - bundle: the model.
@@ -190,11 +190,17 @@ public struct Generator {
                     read =
                         waiting.first?.request.prompt == next.request.prompt
                         ? (next.request.prompt, texts[i].cache, logits) : nil
-                    if let reason = try choose(logits, &texts[i], onToken) { try end(texts.removeLast(), reason) }
+                    if let reason = try choose(logits, likeliest: nil, &texts[i], onToken) {
+                        try end(texts.removeLast(), reason)
+                    }
                 }
                 guard !texts.isEmpty else { return }
                 let logits = try logits(forward(&texts, atBlock))
-                let reasons = try texts.indices.map { try choose(logits[$0], &texts[$0], onToken) }
+                let isGreedy = texts.contains { $0.request.temperature <= 0 }
+                let likeliest = isGreedy ? try logits.argMax(axis: -1).numbers(Int.self) : nil
+                let reasons = try texts.indices.map {
+                    try choose(logits[$0], likeliest: likeliest?[$0], &texts[$0], onToken)
+                }
                 let ended = zip(texts, reasons)
                 texts = ended.filter { $0.1 == nil }.map(\.0)
                 for (text, reason) in ended { if let reason { try end(text, reason) } }
@@ -207,6 +213,8 @@ public struct Generator {
     /// The last block's output for the texts' last tokens.
     private func forward(_ texts: inout [Text], _ atBlock: () throws -> Void) throws -> MLXArray {
         var caches = texts.map(\.cache)
+        // Keys and values that nobody else has are written in place.
+        for i in texts.indices { texts[i].cache = PromptCache() }
         defer { for i in texts.indices { texts[i].cache = caches[i] } }
         return try model.forward(next: texts.map(\.last), &caches, atBlock)
     }
@@ -221,12 +229,14 @@ public struct Generator {
 
     /// Chooses a text's next token.
     ///
+    /// - Parameter likeliest: the likeliest, where it is known.
     /// - Returns: why the text ends with it; nil where it continues.
     private func choose(
-        _ logits: MLXArray, _ text: inout Text, _ onToken: (Int, Int) throws -> Void
+        _ logits: MLXArray, likeliest: Int?, _ text: inout Text, _ onToken: (Int, Int) throws -> Void
     ) throws -> Summary.Reason? {
         if text.first == nil { text.first = Date.now }
-        text.last = try choose(logits, text.request, text.random)
+        let isGreedy = text.request.temperature <= 0
+        text.last = try (isGreedy ? likeliest : nil) ?? choose(logits, text.request, text.random)
         if text.request.stop.contains(text.last) { return .stop }
         do { try onToken(text.index, text.last) } catch is CancellationError { return .stopped }
         text.count += 1

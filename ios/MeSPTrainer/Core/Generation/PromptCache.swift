@@ -16,7 +16,7 @@ public struct PromptCache {
     package var blocks = [MixerState?]()
     let limit: Int
     private var mark: Mark?
-    /// Where the next mark is to be.
+    /// The place of the next mark.
     private var nextMark = 0
     /// More tokens than a template takes to open an answer.
     static let opening = 16

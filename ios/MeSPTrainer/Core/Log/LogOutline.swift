@@ -8,7 +8,7 @@ public struct LogOutline: Sendable {
     public let lastStep: Int
     /// That step's, in nats a token.
     public let lastLoss: Float?
-    /// How the run ended; nil where it has not, or was cut off.
+    /// The reason of the run's end; nil if it has not ended or was cut off.
     public let end: LogRecord.End.Reason?
 
     /// Some hundred lines.

@@ -86,7 +86,7 @@ final class ArrayFile {
 package struct BlockArrays {
     private var arrays: [MLXArray?]
     private let file: ArrayFile?
-    /// Where in the file each array lies.
+    /// The place of each array in the file.
     private var slots: [Int]
     private let keepsPrevious: Bool
 

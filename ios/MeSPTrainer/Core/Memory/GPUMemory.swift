@@ -1,7 +1,7 @@
 import Foundation
 import MLX
 
-/// How many operations MLX encodes into one of Metal's command buffers before it commits it.
+/// The number of operations that MLX encodes into one of Metal's command buffers before it commits it.
 ///
 /// The arrays of a command buffer are alive until it is complete. MLX's own numbers, 20 on an iPhone and 40 or 50 on an iPad or a Mac
 /// (device.cpp:341), make the memory of a step depend on the device, and leave one buffer running where memory is short: `eval` then polls

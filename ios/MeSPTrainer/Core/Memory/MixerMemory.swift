@@ -5,6 +5,8 @@ struct MixerMemory {
     /// The model's width.
     let hiddenSize: Int
     let length: Int
+    /// Tokens of a segment; all where the mixer does not go by segments.
+    let segment: Int
     /// The size of a stored number, in bytes.
     let itemSize: Int
 
@@ -16,14 +18,31 @@ struct MixerMemory {
 
     private var isFused: Bool { CPUProducts.current.fuses }
 
-    /// m₁, m₂, m₃ and mixed, which the backward pass reads.
+    private var isCut: Bool { segment < length && mixer.goesBySegments }
+    /// Of an array `[T, …]`, a segment's part.
+    private func ofSegment(_ bytes: Int) -> Int { bytes / length * segment }
+
+    /// What the backward pass reads: m₁, m₂, m₃ and mixed; of segments, k̂, v and mixed of attention, and the states of a gated delta net.
     var intermediates: Int {
+        guard isCut else { return whole }
+        switch mixer {
+        case .attention(let a): return activation(2 * a.keyValueWidth) + mixed
+        case .gatedDeltaNet(let net):
+            let state = 4 * net.valueWidth * net.keyHeadDim + itemSize * (net.kernelSize - 1) * net.convolutionWidth
+            return (length + segment - 1) / segment * state
+        case .shortConvolution, .mamba2: return whole
+        }
+    }
+
+    /// m₁, m₂, m₃ and mixed.
+    private var whole: Int {
         switch mixer {
         case .attention(let a):
             activation(2 * a.queryWidth + a.numAttentionHeads * a.gateDim + 2 * a.keyValueWidth)
         case .gatedDeltaNet(let net):
             activation(net.convolutionWidth + 2 * net.valueWidth + 2 * net.numValueHeads)
         case .shortConvolution: 4 * hidden
+        case .mamba2(let mamba): activation(2 * mamba.width + mamba.convolutionWidth + mamba.numHeads)
         }
     }
 
@@ -31,9 +50,10 @@ struct MixerMemory {
     var forward: Int {
         switch mixer {
         case .attention(let a):
-            intermediates + (a.qkNorm ? 4 * mixed : 0)
-        case .gatedDeltaNet: intermediates
-        case .shortConvolution: intermediates
+            (isCut ? activation(2 * a.keyValueWidth) + intermediates : 0)
+                + ofSegment(whole + (a.qkNorm ? 4 * mixed : 0))
+        case .gatedDeltaNet: (isCut ? intermediates : 0) + ofSegment(whole)
+        case .shortConvolution, .mamba2: whole
         }
     }
 
@@ -45,9 +65,21 @@ struct MixerMemory {
             let scores = a.numAttentionHeads * queries * length * 4
             // x and d_x_mid; q, attn_out, d_attn_out, q̂ and the tiles of dq; k, v, k̂, v in float32 and the tiles of dk and dv, these
             // before and after a tile; of the tile, P, dP and dS, and dP − rowsum(P ∘ dP) where that is not fused with dS.
-            return 2 * hidden + 5 * mixed + 9 * activation(a.keyValueWidth) + (isFused ? 3 : 4) * scores
-        case .gatedDeltaNet: return 2 * intermediates + 3 * hidden
+            let arrays = 5 * mixed + 9 * activation(a.keyValueWidth)
+            guard isCut else { return 2 * hidden + arrays + (isFused ? 3 : 4) * scores }
+            // x, d_x_mid and dx of the segments so far; k̂, v and attn_out; the sums of dk and dv before and after a tile; a segment's.
+            return 3 * hidden + intermediates + 4 * activation(a.keyValueWidth) + (isFused ? 3 : 4) * scores
+                + ofSegment(arrays + activation(2 * a.numAttentionHeads * a.gateDim))
+        case .gatedDeltaNet:
+            return isCut
+                ? 3 * hidden + intermediates + ofSegment(2 * whole + 3 * hidden) : 2 * intermediates + 3 * hidden
         case .shortConvolution: return (isFused ? 11 : 13) * hidden
+        case .mamba2(let mamba):
+            let (_, array) = Mamba2.tile(
+                headsOfGroup: mamba.numHeads / mamba.numGroups, headDim: mamba.headDim, stateSize: mamba.stateSize,
+                length: length, bytes: tile.bytes)
+            // x and d_x_mid; do, dz, xBC and the parts of its gradient; a tile's arrays.
+            return 2 * hidden + activation(2 * (mamba.width + mamba.convolutionWidth)) + 13 * array
         }
     }
 
@@ -57,6 +89,7 @@ struct MixerMemory {
         case .attention(let a): 142 * activation(a.queryWidth) + 157 * activation(a.keyValueWidth)
         case .gatedDeltaNet: 40 * intermediates
         case .shortConvolution: 40 * intermediates
+        case .mamba2: 40 * intermediates
         }
     }
 }

@@ -1,6 +1,6 @@
 import Foundation
 
-/// How a step trades time for memory. No choice changes the mathematics, only the order of sums.
+/// The choices of a step between time and memory. No choice changes the mathematics, only the order of sums.
 public struct Plan: Codable, Sendable, Equatable {
     /// The size that temporaries are cut to, in bytes.
     public var tileBytes: Int
@@ -8,7 +8,7 @@ public struct Plan: Codable, Sendable, Equatable {
     public var keptBlocks = 0
     /// The arrays that are kept in a file instead of in memory.
     public var offload = RunSettings.Offload.none
-    /// How the sequences of a step go through the model; nil for a step of one.
+    /// The order of a step's sequences through the model; nil for a step of one.
     public var order: RunSettings.Order?
     /// Whether of a pair the block inputs of the answer that is scored first are kept too, so that it runs forward once.
     public var keepsAnswer = false
@@ -50,14 +50,18 @@ public struct Planner: Sendable {
     private let trainedBlocks: Int
     /// The parameters of the block that has most, and the gradient of the one that has the largest, in bytes.
     private let loraBytes, gradientBytes: Int
-    /// How many of gate, up and down have adapters.
+    /// The number of gate, up and down that have adapters.
     private let adaptedInMLP: Int
     /// For each of the model's mixers.
     private let mixers: [MixerMemory]
-    /// The intermediates of the mixers of the last blocks, by the number of blocks, in bytes.
-    private let mixerIntermediates: [Int]
+    /// The intermediates of the mixers and of the MLPs of the last blocks, by the number of blocks, in bytes.
+    private let intermediates: [Int]
 
     private var tileSizes: [Int] { TileSizes.choices(backend, hiddenSize: architecture.hiddenSize, length: length) }
+
+    /// What blocks take of a sequence besides the output of the block before, and the sums of the gradients by keys and values that several
+    /// take, in bytes.
+    private let context, sharedSums: Int
 
     /// The memory that the system allows the process, in bytes; nil for all there is.
     private let systemLimit: Int?
@@ -82,14 +86,19 @@ public struct Planner: Sendable {
         functionBytes = manifest.files.filter { functions.contains($0.path) }.reduce(0) { $0 + $1.size }
         (vectors, gradients) = Self.vectors(layouts, settings)
         wholeBytes = layouts.reduce(0) { $0 + 4 * $1.whole.count }
-        let mixers = architecture.mixers.map { [architecture, itemSize] in
+        (context, sharedSums) = Self.context(manifest, settings, firstTrained: layouts.count - trainedBlocks)
+        let mixers = architecture.mixers.map { [architecture, backend, itemSize] in
             MixerMemory(
-                mixer: $0, hiddenSize: architecture.hiddenSize, length: settings.seqLen, itemSize: itemSize)
-        }
-        mixerIntermediates = architecture.layers.reversed().reduce(into: [0]) {
-            $0.append($0[$0.count - 1] + mixers[$1].intermediates)
+                mixer: $0, hiddenSize: architecture.hiddenSize, length: settings.seqLen,
+                segment: TileSizes.mixerTokens(architecture, settings.seqLen, backend), itemSize: itemSize)
         }
         self.mixers = mixers
+        var sums = [0]
+        for (mixer, mlp) in zip(architecture.layers, architecture.mlpLayers).reversed() {
+            let width = architecture.mlps[mlp].intermediateSize
+            sums.append(sums[sums.count - 1] + mixers[mixer].intermediates + 2 * settings.seqLen * width * itemSize)
+        }
+        intermediates = sums
     }
 
     private static func passedBytes(_ manifest: Manifest, _ settings: RunSettings, _ trainedBlocks: Int) -> Int {
@@ -99,6 +108,23 @@ public struct Planner: Sendable {
             sum + kind.words * (kind.layers.count + kind.layers.count { $0 >= first })
         }
         return 4 * (blocks + manifest.head.words * (goesBack ? 1 : 2))
+    }
+
+    private static func context(
+        _ manifest: Manifest, _ settings: RunSettings, firstTrained: Int
+    ) -> (context: Int, sums: Int) {
+        let (architecture, itemSize) = (manifest.architecture, manifest.dtype.dtype.size)
+        // The tokens' rows of the table, as they are quantized, and the first block's input.
+        let row = (manifest.perLayerEmbedding?.arrays ?? []).reduce(0) { $0 + $1.words * 4 / $1.shape[0] }
+        let embeddings = architecture.perLayer == nil ? 0 : row + architecture.hiddenSize * itemSize
+        let owners = architecture.owners.compactMap { block -> (block: Int, width: Int)? in
+            guard case .attention(let mixer) = architecture.block(block).mixer else { return nil }
+            return (block, 2 * mixer.keyValueWidth)
+        }
+        let shared = owners.reduce(0) { $0 + $1.width }
+        // The block that has them takes what the sums were into those of its own.
+        let summed = owners.filter { $0.block >= firstTrained }.reduce(0) { $0 + $1.width }
+        return (settings.seqLen * (embeddings + shared * itemSize), settings.seqLen * summed * 4)
     }
 
     private static func vectors(_ layouts: [LoRALayout], _ settings: RunSettings) -> (vectors: Int, gradients: Int) {
@@ -203,7 +229,7 @@ public struct Planner: Sendable {
         return withMargin(peak(plan)) + mappedBytes <= room ? [[.blocks, .sequences]] : [[.blocks], [.sequences]]
     }
 
-    /// The most sequences that may go through the blocks together: so many that no product overflows.
+    /// The most sequences that may go through the blocks together without an overflow of a product.
     private var maxTogether: Int {
         min(RunSettings.maxSequences, (1 << 60) / (kept(trainedBlocks) + (trainedBlocks + 1) * hidden))
     }
@@ -320,7 +346,7 @@ public struct Planner: Sendable {
         let (sequences, gathers) = (plan.sequences(of: settings), plan.gathersGradients(of: settings))
         let inputs = !method.hasBackwardPass || plan.offload != .none ? 0 : sequences * trainedBlocks * hidden
         // The last block's outputs of the other sequences, then their d.
-        let waiting = (sequences - 1) * hidden
+        let waiting = (sequences - 1) * hidden + sequences * (context + (method.hasBackwardPass ? sharedSums : 0))
         let together = plan.order == .blocks
         // Of a block, until the last sequence's gradient is there.
         let sum = together ? gradientBytes : 0
@@ -365,21 +391,22 @@ public struct Planner: Sendable {
     }
 
     /// The memory that malloc keeps in gaps between arrays, in bytes. Small activations leave gaps among the arrays that last through a
-    /// step, a few percent of these. Large ones leave gaps of their own size: of the mixer's where that is wider than the model, and three
-    /// of these where it is recurrent.
+    /// step, a few percent of these. Large ones leave gaps of their own size: of the mixer's where that is wider than the model, and two
+    /// or three of these where it is recurrent.
     private func gaps(_ plan: Plan) -> Int {
-        let isWide = largest(\.mixed) > hidden
+        let widest = max(hidden, largest(\.mixed))
+        let isWide = widest > hidden
         let isRecurrent = isWide && architecture.isRecurrent
-        let large = (isRecurrent ? 1_000_000 : isWide ? 600_000 : 1_600_000)..<8 << 20
+        let isLarge = isRecurrent ? widest >= 1_500_000 : hidden >= (isWide ? 600_000 : 1_600_000)
         let ofHidden =
-            large.contains(hidden)
-            ? (isRecurrent ? 3 : 1) * max(hidden, largest(\.mixed)) : min(1_000_000, lasting(plan) / 32)
+            isLarge && hidden < 8 << 20
+            ? (isRecurrent ? hidden < 1_000_000 ? 2 : 3 : 1) * widest : min(1_000_000, lasting(plan) / 32)
         return ofHidden + (baseline?.gaps ?? 0)
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
 
-    /// Where the method is not the structured backward pass.
+    /// The baseline, if the method is not the structured backward pass.
     private var baseline: BaselineMemory? {
         switch method {
         case .mesp: nil
@@ -398,28 +425,36 @@ public struct Planner: Sendable {
     /// One array `[T, features]`.
     private func activation(_ features: Int) -> Int { length * features * itemSize }
     private var hidden: Int { activation(architecture.hiddenSize) }
-    private var intermediate: Int { activation(architecture.intermediateSize) }
+    private var intermediate: Int { activation(architecture.widestMLP) }
 
     /// The bytes of the mixer that takes most.
     private func largest(_ bytes: (MixerMemory) -> Int) -> Int { mixers.map(bytes).max() ?? 0 }
+
+    /// Whether mixers go by segments.
+    private var isCut: Bool { TileSizes.mixerTokens(architecture, length, backend) < length }
 
     /// `rows` of a weight `[rows, hidden]`, dequantized before it is multiplied.
     private func weight(_ rows: Int) -> Int {
         CPUProducts.current.dequantizeInside ? 0 : rows * architecture.hiddenSize * 4
     }
 
+    /// p of a block with embeddings for each layer.
+    private var perLayer: Int { activation(architecture.perLayer?.size ?? 0) }
+
     /// The outputs of the mixer and of the MLP, which the backward pass of post-norms reads.
     private var postNormed: Int { architecture.postNorms ? 2 * hidden : 0 }
 
     /// The intermediates that the last blocks keep, in bytes: m₁, m₂, m₃, mixed, x_mid, gate and up.
     private func kept(_ blocks: Int) -> Int {
-        mixerIntermediates[blocks] + blocks * (hidden + 2 * intermediate + postNormed)
+        intermediates[blocks] + blocks * (hidden + postNormed)
     }
 
     /// The forward pass of a block: x, mixer_in, x_mid and y, with post-norms an output before its norm, what the mixer takes and makes,
     /// and its tiles, of some 256 outputs each.
     private var forward: Int {
+        // Of embeddings for each layer p, u and m.
         (architecture.postNorms ? 5 : 4) * hidden + largest(\.forward) + 3 * weight(256) + 2 * activation(256)
+            + 3 * perLayer
     }
 
     /// y, h, dh and the running sum before and after a tile, in float32; of the tile, W while it is dequantized, and z and p.
@@ -431,26 +466,29 @@ public struct Planner: Sendable {
     private func backward(_ tile: TileSizes) -> Int {
         if let baseline { return baseline.derivative }
         let a = architecture
-        let features = min(tile.mlp, a.intermediateSize)
+        let features = min(tile.mlp, a.widestMLP)
         // Of the tokens that go through the MLP's derivative at a time; x, x_mid, dy, and d_x_mid of the tokens before.
         let some = hidden / length * tile.mlpTokens
         let before = 4 * hidden - some
         return max(
-            // d waits while the block function runs again.
-            hidden + forward + postNormed,
+            // d waits while the block function runs again; by segments there is no y, nor all of mixer_in.
+            (isCut ? 0 : hidden) + forward + postNormed,
             // The mixer's intermediates; of some tokens, with post-norms the gradient by mlp_out, mlp_in and its gradient before a tile, with
             // the tile's gate and after it; of the tile, three weights, one of them while it is dequantized, and its arrays.
             largest(\.intermediates) + before + (a.postNorms ? 4 : 3) * some + 5 * weight(features)
                 + tileArrays * (activation(features) / length * tile.mlpTokens) + gradientBytes + postNormed,
             // The same without the tile, but with the temporaries of the norm's derivative.
             largest(\.intermediates) + before + 9 * some / 2 + gradientBytes + postNormed,
+            // Of embeddings for each layer h, z and dz, dh₁ and dh; p, u, m, dm and du.
+            a.perLayer == nil
+                ? 0 : largest(\.intermediates) + before + 5 * some + 5 * perLayer + gradientBytes + postNormed,
             // d_x_mid of all tokens, and its parts.
             largest(\.intermediates) + 5 * hidden + gradientBytes + postNormed,
             // With post-norms also the gradient by mixer_out.
             largest { $0.backward(tile) } + (a.postNorms ? hidden : 0) + 2 * gradientBytes)
     }
 
-    /// How many arrays of a tile's size the MLP's derivative has at once. Fused: gate, up, d_act and d_gate, with the second product that
+    /// The number of arrays of a tile's size that the MLP's derivative has at once. Fused: gate, up, d_act and d_gate, with the second product that
     /// gate or up is the sum of where it has an adapter, and act where down has one. Otherwise also these sums and the parts of the
     /// activation's derivative, of which gelu has more, with its tanh.
     private var tileArrays: Int {

@@ -1,6 +1,6 @@
 import MLX
 
-/// How much of a matrix is worked on at once.
+/// The part of a matrix that is computed at once.
 ///
 /// On a CPU it is W that is cut, and each part is dequantized once for all tokens. On a GPU W costs
 /// nothing, and what is wide is cut by tokens: fewer and larger kernels for the same memory.
@@ -11,6 +11,8 @@ package struct TileSizes {
     let mlp: Int
     /// Tokens in the MLP's derivative, and of these in a tile.
     let mlpTokens: Int
+    /// Tokens of a segment, of a mixer that goes by segments where the sequence is longer.
+    let mixerTokens: Int
     let tokens: Int
     /// Query rows of attention.
     let attention: Int
@@ -34,6 +36,24 @@ package struct TileSizes {
         return [largest, largest / 2, largest / 4]
     }
 
+    /// Some tokens of a segment; tests cut short sequences.
+    @TaskLocal static var segmentTokens = 1024
+
+    /// The tokens of a segment of a mixer, of a sequence of more than twice as many where a product unpacks W for its tokens anyway;
+    /// otherwise all, as in models whose blocks share keys and values.
+    static func mixerTokens(_ a: Architecture, _ length: Int, _ backend: Backend) -> Int {
+        guard backend == .cpu, CPUProducts.current.dequantizeInside, length > 2 * segmentTokens, a.owners.isEmpty
+        else { return length }
+        let (tokens, chunk) = (evenly(length, segmentTokens), ChunkDecays.chunk)
+        return tokens < chunk ? tokens : (tokens + chunk - 1) / chunk * chunk
+    }
+
+    /// Parts of one size, of which none is longer than `size`.
+    private static func evenly(_ count: Int, _ size: Int) -> Int {
+        let parts = (count + size - 1) / size
+        return (count + parts - 1) / parts
+    }
+
     /// Sizes that keep each temporary near `bytes`, for sequences of `length` tokens.
     ///
     /// - Parameter pause: see `Pace`.
@@ -44,11 +64,8 @@ package struct TileSizes {
         self.bytes = bytes
         let floats = bytes / 4
         let rows = max(8, floats / (a.attentionHeads * length))
-        /// Parts of one size, of which none is longer than `size`.
-        func evenly(_ count: Int, _ size: Int) -> Int {
-            let parts = (count + size - 1) / size
-            return (count + parts - 1) / parts
-        }
+        let evenly = Self.evenly
+        mixerTokens = Self.mixerTokens(a, length, backend)
         switch backend {
         case .cpu:
             attention = rows
@@ -56,7 +73,7 @@ package struct TileSizes {
             let dequantizeInside = CPUProducts.current.dequantizeInside
             let row = dequantizeInside ? 2 * length : max(a.hiddenSize, length)
             projection = dequantizeInside ? .max : max(64, floats / max(row, a.mixedSize))
-            // Where a product unpacks W for its tokens anyway, so many at a time that this costs little.
+            // If a product unpacks W for its tokens anyway, enough tokens at a time that this costs little.
             mlpTokens = dequantizeInside ? evenly(length, 2048) : length
             mlp = max(1, floats / (dequantizeInside ? 2 * mlpTokens : row) / group) * group
             (tokens, lossTokens) = (length, length)
@@ -65,7 +82,7 @@ package struct TileSizes {
         case .gpu:
             attention = evenly(length, rows)
             (projection, mlp, mlpTokens) = (.max, .max, length)
-            tokens = evenly(length, max(8, floats / a.intermediateSize))
+            tokens = evenly(length, max(8, floats / a.widestMLP))
             lossTokens = min(256, length)
             vocabulary = max(64, 2 * floats / lossTokens)
             pace = Pace(isChained: true, pause: pause)
@@ -74,7 +91,7 @@ package struct TileSizes {
         }
     }
 
-    /// How many rows of x `[n, …]` go at a time through arithmetic by rows: on a CPU, where each operation writes an array, as many as
+    /// The number of rows of x `[n, …]` that go through arithmetic by rows at a time: on a CPU, where each operation writes an array, as many as
     /// take a quarter of `bytes`, so that some take what a tile of a product does.
     func rows(of x: MLXArray) -> Int { cutsRows ? max(1, bytes / 4 * x.dim(0) / x.nbytes) : x.dim(0) }
 
@@ -85,7 +102,7 @@ package struct TileSizes {
     }
 }
 
-/// How the temporaries of a piece of work go before the next begins.
+/// The way in which the temporaries of a piece of work are freed before the next begins.
 package struct Pace {
     /// The next piece depends on it, so that MLX encodes one after the other, and nobody waits for a GPU that would then have nothing to
     /// do. `Memory.memoryLimit` bounds what lives until the GPU has got so far. Otherwise each piece is evaluated: a CPU computes while it

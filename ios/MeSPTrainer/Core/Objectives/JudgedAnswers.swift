@@ -4,7 +4,7 @@ struct JudgedAnswer {
     let isGood: Bool
     /// The split and the examples of the prompt and the answer.
     let source: Source
-    /// How long sequences may be, in tokens, ascending.
+    /// The lengths that sequences may have, in tokens, ascending.
     let lengths: [Int]
 
     struct Source: Hashable, Comparable {
@@ -52,7 +52,7 @@ struct JudgedAnswers {
         (self.sequences, self.split, takesPairs) = (sequences, split, objective.takesPairs)
     }
 
-    /// How many pairs or single answers there are.
+    /// The number of pairs or single answers.
     var count: Int { takesPairs ? sequences.count / 2 : sequences.count }
 
     /// The pair, chosen before rejected, or the answer with this number.

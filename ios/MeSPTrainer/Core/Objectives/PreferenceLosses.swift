@@ -6,7 +6,7 @@ struct Answer {
     var logProbability: Double
     /// log π₀(y); 0 for an objective that has no π₀.
     var reference: Double
-    /// How many targets it has.
+    /// The number of its targets.
     var tokens: Int
 
     /// log π(y) / π₀(y)

@@ -15,7 +15,7 @@ struct AnswerSampler {
     let trainer: Trainer
     let bundle: ModelBundle
     let settings: RunSettings
-    /// How many answers a prompt gets.
+    /// The number of answers to a prompt.
     let groupSize: Int
 
     /// The groups of some prompts, and each answer as a sequence of which the answer's tokens count, the one that ends it too.

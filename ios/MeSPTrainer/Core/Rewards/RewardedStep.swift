@@ -4,7 +4,7 @@ struct SamplingFigures {
     var reward: Float
     /// The answers', with those that end them.
     var tokens: Int
-    /// How long sampling took.
+    /// The time that sampling took.
     var seconds: Double
 }
 

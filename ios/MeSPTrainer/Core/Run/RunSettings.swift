@@ -46,7 +46,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var desirableWeight: Float?
     public var undesirableWeight: Float?
 
-    /// How many answers are sampled to each prompt, to be rewarded (GRPO, arXiv:2402.03300); nil to train on the data's answers.
+    /// The number of answers that are sampled to each prompt, to be rewarded (GRPO, arXiv:2402.03300); nil to train on the data's answers.
     public var groupSize: Int?
     /// The most tokens of a sampled answer.
     public var maxTokens: Int = 128
@@ -111,7 +111,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var memoryLimitMb: Double?
     /// The arrays that are kept in a file on disk instead of in memory; nil leaves it to the planner.
     public var offload: Offload?
-    /// How the sequences of a step go through the model; nil leaves it to the planner.
+    /// The order of a step's sequences through the model; nil leaves it to the planner.
     public var order: Order?
     /// Whether to report the plan and end.
     public var dryRun = false
@@ -221,7 +221,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         }
     }
 
-    /// The settings of a JSON object, with the defaults of those that it lacks.
+    /// The settings of a JSON object, with the defaults of missing ones.
     static func completed(_ given: [String: Any]) throws -> [String: Any] {
         let defaults = try JSONEncoder.snakeCase.encode(RunSettings(bundle: "", output: ""))
         let keys = try JSONSerialization.jsonObject(with: defaults) as? [String: Any] ?? [:]

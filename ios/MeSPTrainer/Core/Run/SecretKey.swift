@@ -8,7 +8,7 @@ import MeSPFiles
 /// The randomness of a run with DP-SGD: which examples a step draws, and the noise that it adds, follow from these 32 bytes and the number
 /// of the step, and from nothing that is published.
 ///
-/// Who has the key can subtract the noise. It is kept in the run's folder, readable by its owner alone, so that a resumed run is the same
+/// Anyone who has the key can subtract the noise. It is kept in the run's folder, readable by its owner alone, so that a resumed run is the same
 /// run, and removed when the run has finished.
 struct SecretKey {
     private let bytes: Data

@@ -126,7 +126,7 @@ final class TrainingLoop {
         } catch let bad as NotFinite {
             guard settings.skipBadSteps else {
                 throw MeSPError(
-                    "\(bad.what) is not finite in step \(state.step + 1); start again with a lower learning rate, or leave such steps out with skip_bad_steps. What was saved last is still there."
+                    "\(bad.what) is not finite in step \(state.step + 1); start again with a lower learning rate, or leave such steps out with skip_bad_steps. The last saved state is kept."
                 )
             }
             state.step += 1
@@ -260,7 +260,7 @@ final class TrainingLoop {
         }
         guard record.loss.isFinite else {
             throw MeSPError(
-                "The loss on the \(split) data is not finite after step \(state.step); start again with a lower learning rate. What was saved last is still there."
+                "The loss on the \(split) data is not finite after step \(state.step); start again with a lower learning rate. The last saved state is kept."
             )
         }
         try append(.eval(record))

@@ -22,7 +22,7 @@ package final class BlockwiseModel {
     package var lora: BlockArrays
     /// Whether a whole step was done, so that a GPU has compiled the kernels; see `Pace`.
     var isWarm: Bool
-    /// For each block the function of its kind, by the number of tokens, imported when a sequence of so many comes.
+    /// For each block the function of its kind, by the number of tokens, imported when a sequence of this length first comes.
     private var functions = [Int: [BlockFunction]]()
     /// Those of packed records.
     private var packedFunctions = [Int: [BlockFunction]]()
@@ -85,6 +85,42 @@ package final class BlockwiseModel {
         }
     }
 
+    /// What the blocks take of a sequence besides the output of the block before, from the forward to the backward pass.
+    package final class Context {
+        fileprivate let embeddings: LayerEmbeddings?
+        /// The keys and values that several blocks take, by the block that has them.
+        fileprivate var lent = [Int: MixerState.KeyValues]()
+        /// The sums of the gradients by these, of the blocks that took them.
+        var gradients = [Int: MixerState.KeyValues]()
+
+        fileprivate init(_ embeddings: LayerEmbeddings?) { self.embeddings = embeddings }
+    }
+
+    /// - Parameter x0: the embeddings of the sequence's inputs `[1, T, hidden]`.
+    package func context(_ example: Example, x0: MLXArray) throws -> Context {
+        Context(try bundle.layerEmbeddings(example.inputs, x0: x0.squeezed(axis: 0)))
+    }
+
+    /// What a block takes of a context.
+    func beside(_ block: Int, _ context: Context) throws -> Beside {
+        Beside(
+            perLayer: try bundle.part(of: context.embeddings, layer: block),
+            shared: bundle.architecture.keysOf(block).flatMap { context.lent[$0] })
+    }
+
+    /// The same as the block runs forward: where others take its keys and values too, these are made of x, as a block function does not
+    /// give them.
+    package func beside(
+        _ block: Int, _ context: Context, lending x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights
+    ) throws -> Beside {
+        if bundle.architecture.owners.contains(block) {
+            context.lent[block] = try clock.timed(\.forward) {
+                self.block(block, x, lora, weights).keysAndValues(x)
+            }
+        }
+        return try beside(block, context)
+    }
+
     /// The block's output `[1, T, hidden]`, evaluated.
     ///
     /// - Parameters:
@@ -93,9 +129,10 @@ package final class BlockwiseModel {
     ///   - weights: the block's, mapped.
     ///   - records: see `Example`; nil for one
     package func output(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, records: [Range<Int>]? = nil
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, records: [Range<Int>]? = nil,
+        beside: Beside = Beside()
     ) throws -> MLXArray {
-        try forward(block, x, lora, weights, records) { pass in
+        try forward(block, x, lora, weights, records, beside) { pass in
             let y = try pass.output(x)
             eval(y)
             return y
@@ -104,9 +141,10 @@ package final class BlockwiseModel {
 
     /// The block's output and its intermediates, evaluated.
     func outputs(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, records: [Range<Int>]?
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, records: [Range<Int>]?,
+        beside: Beside
     ) throws -> BlockOutputs {
-        try forward(block, x, lora, weights, records) { pass in
+        try forward(block, x, lora, weights, records, beside) { pass in
             let outputs = try pass.outputs(x)
             eval([outputs.y] + outputs.intermediates.arrays)
             return outputs
@@ -115,20 +153,21 @@ package final class BlockwiseModel {
 
     private func forward<R>(
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ records: [Range<Int>]?,
-        _ body: (any BlockForward) throws -> R
+        _ beside: Beside, _ body: (any BlockForward) throws -> R
     ) throws -> R {
         try clock.boundary()
         return try clock.timed(\.forward) {
             defer { freeCache() }
-            return try withWorkspace { try body(forwardPass(block, x, lora, weights, records)) }
+            return try withWorkspace { try body(forwardPass(block, x, lora, weights, records, beside)) }
         }
     }
 
     /// The block's intermediates again, from its input; evaluated.
     func recompute(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, records: [Range<Int>]?
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, records: [Range<Int>]?,
+        beside: Beside
     ) throws -> Intermediates {
-        let intermediates = try forwardPass(block, x, lora, weights, records).intermediates(x)
+        let intermediates = try forwardPass(block, x, lora, weights, records, beside).intermediates(x)
         eval(intermediates.arrays)
         return intermediates
     }
@@ -136,20 +175,25 @@ package final class BlockwiseModel {
     /// By the bundle's function on a GPU, whose kernels it lays out. A function runs on one stream: on a CPU the same formulas are called
     /// one by one, so that each product has all cores.
     private func forwardPass(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ records: [Range<Int>]?
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ records: [Range<Int>]?,
+        _ beside: Beside
     ) throws -> any BlockForward {
-        guard bundle.backend == .gpu else { return self.block(block, x, lora, weights, records: records) }
+        guard bundle.backend == .gpu else {
+            return self.block(block, x, lora, weights, records: records, beside: beside)
+        }
         return try function(block, x, packed: records != nil)(
             lora: layouts[block].whole(lora), scale: scale, weights: weights, records: records,
-            pause: isWarm ? nil : { [clock] in clock.pause() })
+            beside: beside, pause: isWarm ? nil : { [clock] in clock.pause() })
     }
 
     /// The block's formulas for x `[1, T, hidden]`.
     func block(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, records: [Range<Int>]? = nil
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, records: [Range<Int>]? = nil,
+        beside: Beside = Beside()
     ) -> Block {
         Block(
-            weights: weights, lora: lora, layout: layouts[block], scale: scale, tile: tile(x), records: records)
+            weights: weights, lora: lora, layout: layouts[block], scale: scale, tile: tile(x), records: records,
+            beside: beside)
     }
 
     /// Calls `body` with a workspace for a block or the head, whose weights are mapped.
@@ -201,12 +245,13 @@ package final class BlockwiseModel {
         throws -> Float
     {
         var x = try embed(example)
+        let context = try context(example, x0: x)
         for block in blocks {
             x = try bundle.withBlock(block) { weights in
-                let lora = try parameters(block)
-                return try output(
-                    block, x, layouts[block].count > 0 ? moved(block, lora) : lora, weights,
-                    records: example.records)
+                let parameters = try parameters(block)
+                let lora = layouts[block].count > 0 ? try moved(block, parameters) : parameters
+                let beside = try beside(block, context, lending: x, lora, weights)
+                return try output(block, x, lora, weights, records: example.records, beside: beside)
             }
         }
         return try loss(x, example)

@@ -1,7 +1,7 @@
 import Foundation
 import MLX
 
-/// How AdamW's moments are kept in 8 bits, as bitsandbytes does: 256 numbers share a scale, their largest absolute value, and each has
+/// The 8-bit form of AdamW's moments, as in bitsandbytes: 256 numbers share a scale, their largest absolute value, and each has
 /// a code, which stands for the nearest of 256 fractions of it; of two that are equally near, the lower.
 ///
 /// A vector `[P]` becomes uint8 `[⌈P / 256⌉, 260]`, a row for 256 numbers: the bytes of the scale, a float32, and the codes.
@@ -29,7 +29,7 @@ struct DynamicMap {
         }
         let fractions = numbers.sorted().map(Float.init)
         let middles = zip(fractions, fractions.dropFirst()).map { ($0 + $1) / 2 }
-        /// How many middles are below `number`, by bisection.
+        /// The number of middles below `number`, by bisection.
         func code(_ number: Float) -> UInt8 {
             var (low, high) = (0, middles.count)
             while low < high {

@@ -16,7 +16,7 @@ extension BlockwiseModel {
         throw NotFinite(what: "The gradient of \(place)")
     }
 
-    /// Where the numbers go wrong that make the loss of these sequences not finite, found by another forward pass.
+    /// The place of the first number that is not finite in the forward pass of these sequences, found by another forward pass.
     func notFinite(_ examples: [Example]) throws -> NotFinite {
         for example in examples {
             var x = try embed(example)

@@ -8,7 +8,7 @@ struct Optimizer {
     var first: BlockArrays?
     /// AdamW's second moment v.
     var second: BlockArrays?
-    /// How `first` and `second` are quantized; nil where they are float32.
+    /// The quantization of `first` and `second`; nil if they are float32.
     private let maps: (first: DynamicMap, second: DynamicMap)?
 
     /// - Parameter zeros: makes an array of zeros for each block, in the shape that its P trained parameters give.
@@ -23,7 +23,7 @@ struct Optimizer {
         maps = settings.optimizer == .adamw8bit ? (DynamicMap(signed: true), DynamicMap(signed: false)) : nil
     }
 
-    /// How many arrays are kept for a block of P trained parameters, and of what kind: float32 `[P]`, or what `DynamicMap` makes of them.
+    /// The number and the kind of the arrays that are kept for a block of P trained parameters: float32 `[P]`, or what `DynamicMap` makes of them.
     static func state(_ settings: RunSettings) -> (count: Int, shape: (_ parameters: Int) -> [Int], dtype: DType) {
         switch settings.optimizer {
         case .sgd: (settings.momentum > 0 ? 1 : 0, { [$0] }, .float32)

@@ -2,7 +2,7 @@ import MLX
 
 /// The figures of a step or an evaluation on preference data besides its loss: means over its pairs or answers.
 struct PreferenceFigures {
-    /// How much higher the reward of chosen or good answers is.
+    /// The difference of the rewards of chosen or good answers and the others.
     var margin: Float?
     /// The share of pairs whose chosen answer has the higher reward; of single answers the share on the right side of β k.
     var accuracy: Float?
@@ -179,7 +179,7 @@ extension Trainer {
         }
     }
 
-    /// How many targets a batch's chosen answers and their prompts have, a pair.
+    /// The number of targets of a batch's chosen answers with their prompts, of each pair.
     private static func supervisedTargets(_ batch: [JudgedAnswer]) -> Double {
         let chosen = stride(from: 0, to: batch.count, by: 2).map { batch[$0] }
         let targets = chosen.reduce(0) { $0 + $1.example.counted.count + ($1.context?.counted.count ?? 0) }

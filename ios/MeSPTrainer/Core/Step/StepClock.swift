@@ -1,11 +1,11 @@
-/// Where a step may wait or end, and where its time goes.
+/// The points at which a step may wait or end, and the time of its phases.
 package final class StepClock {
     /// Called at every block boundary, forward and backward, some times within the head, and in a GPU's first step within blocks. It may
     /// wait (a pause, with the half-done step in memory) or throw `CancellationError`, which ends the step while that has changed nothing
     /// yet, and is not heeded afterwards.
     package var atBlock: () throws -> Void = {}
 
-    /// Where the time since the start went, in seconds.
+    /// The time of each phase since the start, in seconds.
     package private(set) var time = Phases()
 
     package struct Phases {

@@ -56,19 +56,23 @@ package final class Trainer {
         kept = [:]
         for (sequence, example) in examples.enumerated() { records[first + sequence] = example.records }
         var states = try examples.map(model.embed)
+        let contexts = try zip(examples, states).map { try model.context($0, x0: $1) }
+        for (sequence, context) in contexts.enumerated() { self.contexts[first + sequence] = context }
         for block in model.blocks {
             try model.bundle.withBlock(block) { weights in
                 let lora = try model.parameters(block)
                 for sequence in states.indices {
                     let (index, x) = (inputIndex(block, first + sequence), states[sequence])
+                    let example = examples[sequence]
+                    let beside = try model.beside(block, contexts[sequence], lending: x, lora, weights)
                     if block >= trained[0] { try inputs.write(x, index) }
                     if first == 0, keepsIntermediates(block) {
                         let outputs = try model.outputs(
-                            block, x, lora, weights, records: examples[sequence].records)
+                            block, x, lora, weights, records: example.records, beside: beside)
                         (states[sequence], kept[index]) = (outputs.y, outputs.intermediates)
                     } else {
                         states[sequence] = try model.output(
-                            block, x, lora, weights, records: examples[sequence].records)
+                            block, x, lora, weights, records: example.records, beside: beside)
                     }
                 }
             }
@@ -114,6 +118,7 @@ package final class Trainer {
                 }
             }
         }
+        for sequence in d.indices { contexts[first + sequence] = nil }
         model.isWarm = true
     }
 
@@ -124,13 +129,19 @@ package final class Trainer {
         let (input, records) = (inputIndex(block, sequence), records[sequence])
         let x = try inputs.take(input)
         let lora = try model.parameters(block)
-        if let automatic { return try automatic(block, x, lora, weights, d: &d) }
+        guard let context = contexts[sequence] else { preconditionFailure("a sequence that did not run forward") }
+        let beside = try model.beside(block, context)
+        // Keys and values that several blocks take: by the block that has them.
+        let owner = model.bundle.architecture.keysOf(block) ?? block
+        var shared = context.gradients.removeValue(forKey: owner)
+        defer { if owner >= trained[0] { context.gradients[owner] = shared } }
+        if let automatic { return try automatic(block, x, lora, weights, beside, d: &d, shared: &shared) }
         return try model.withWorkspace {
             let intermediates =
                 try kept.removeValue(forKey: input)
-                ?? model.recompute(block, x, lora, weights, records: records)
-            return model.block(block, x, lora, weights, records: records)
-                .gradient(x: x, consume intermediates, d: &d, wantsInput: block > trained[0])
+                ?? model.recompute(block, x, lora, weights, records: records, beside: beside)
+            return model.block(block, x, lora, weights, records: records, beside: beside)
+                .gradient(x: x, consume intermediates, d: &d, wantsInput: block > trained[0], shared: &shared)
         }
     }
 
@@ -243,6 +254,8 @@ package final class Trainer {
     private var inputs: BlockArrays
     /// Of the packed sequences among those whose inputs stay: see `Example`.
     private var records = [Int: [Range<Int>]]()
+    /// What blocks take of the sequences whose inputs stay besides these.
+    private var contexts = [Int: BlockwiseModel.Context]()
     /// The last blocks' intermediates that stay from the forward to the backward pass, by the index of the block's input.
     private var kept = [Int: Intermediates]()
     /// Sums of gradients, where an update needs more than one backward pass gives at a time.

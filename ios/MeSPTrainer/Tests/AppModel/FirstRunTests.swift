@@ -40,7 +40,7 @@ import Testing
         #expect(model.form.lesson == nil)
         try await app.importTied()
         let form = model.form
-        #expect(form.lesson == "bundle learns the text that is in its bundle.")
+        #expect(form.lesson == "bundle learns the text in its bundle.")
         form.textKind = .file
         #expect(form.lesson == "Choose a text file that bundle is to learn, under More.")
         form.file = URL(fileURLWithPath: "/notes.txt")

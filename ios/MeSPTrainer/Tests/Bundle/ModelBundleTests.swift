@@ -45,8 +45,8 @@ import Testing
 
     @Test(arguments: [
         (
-            "\"format\": 4", "\"format\": 3",
-            "format 3, this build reads format 4; export it again"
+            "\"format\": 5", "\"format\": 4",
+            "format 4, this build reads format 5; export it again"
         ),
         ("\"num_attention_heads\":", "\"heads\":", "num"),
         ("\"path\": \"embedding.bin\"", "\"path\": \"../embedding.bin\"", "embedding.bin"),

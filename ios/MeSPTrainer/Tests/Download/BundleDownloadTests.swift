@@ -169,7 +169,7 @@ enum Way: CaseIterable { case foreground, background }
             (["long"], "blocks/00.bin of someone/tied-mesp is longer than its manifest says."),
             (
                 [404],
-                "There is no blocks/00.bin of someone/tied-mesp at the Hub; write the repository as owner/name, of one that holds a bundle."
+                "There is no blocks/00.bin of someone/tied-mesp on the Hub; write the repository as owner/name, of one that holds a bundle."
             ),
             (
                 [403],

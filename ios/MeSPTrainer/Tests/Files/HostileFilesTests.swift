@@ -152,7 +152,7 @@ import Testing
 
     // MARK: - Manifests
 
-    /// A bundle at the Hub is planned with before a file of it is there.
+    /// A bundle on the Hub is planned with before a file of it is there.
     @Test(arguments: [
         "no mixers", "a layer that is not there", "a zero in a shape", "words", "no layers", "a window", "no ranks",
         "a length of zero", "a rank of 2⁶²", "a size of 2⁶²",

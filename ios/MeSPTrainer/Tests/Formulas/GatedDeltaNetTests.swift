@@ -78,7 +78,9 @@ import Testing
         var state = net.start(dtype: .float32)
         let o = net(qkv: inputs.qkv, b: inputs.b, a: inputs.a, state: &state, tile: tile)
         let (dO, dZ) = net.outputBackward(o: o, z: inputs.z, dy: inputs.dy)
-        let d = net.backward(qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: dO, tile: tile, pace: .evaluated)
+        var none: GatedDeltaNet.Behind?
+        let d = net.backward(
+            qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: dO, behind: &none, tile: tile, pace: .evaluated)
         let found = [net.output(o: o, z: inputs.z), d.dQKV, dZ, d.dB, d.dA]
         for (name, (found, expected)) in zip(["y", "dqkv", "dz", "db", "da"], zip(found, y + expected)) {
             let error = (found - expected).square().sum().sqrt().item(Float.self)
@@ -143,12 +145,39 @@ import Testing
         #expect(cut.state.tail.shape == [3, inputs.qkv.dim(1)] && all(cut.state.tail .== whole.state.tail).item())
     }
 
+    /// However a sequence is cut into segments, they have the gradients of the whole, from the states before and what is behind.
+    @Test(arguments: [[64, 66], [129, 1], [2, 1, 100, 27]], [1, 2]) func segmentsHaveTheGradientsOfTheWhole(
+        _ counts: [Int], _ tile: Int
+    ) {
+        let net = net(keyHeads: 2, valueHeads: 4)
+        let i = Inputs(net, length: 130)
+        var none: GatedDeltaNet.Behind?
+        let whole = net.backward(qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, behind: &none, tile: tile, pace: .evaluated)
+        var (state, segments) = (net.start(dtype: .float32), [(rows: Range<Int>, state: GatedDeltaNet.State)]())
+        for count in counts {
+            let start = segments.last?.rows.upperBound ?? 0
+            let rows = start..<start + count
+            segments.append((rows, state))
+            _ = net(qkv: i.qkv[rows], b: i.b[rows], a: i.a[rows], state: &state, tile: tile)
+        }
+        var behind: GatedDeltaNet.Behind? = net.nothingBehind
+        let parts = segments.reversed().map { rows, state in
+            net.backward(
+                qkv: i.qkv[rows], b: i.b[rows], a: i.a[rows], dO: i.dy[rows], before: state, behind: &behind,
+                tile: tile, pace: .evaluated)
+        }
+        #expect(relativeError(concatenated(parts.map(\.dQKV).reversed()), whole.dQKV) < 1e-5)
+        #expect(relativeError(concatenated(parts.map(\.dB).reversed()), whole.dB) < 1e-5)
+        #expect(relativeError(concatenated(parts.map(\.dA).reversed()), whole.dA) < 1e-5)
+    }
+
     /// The derivative on a GPU, whose tiles wait for each other in other ways.
     @Test func everyPaceGivesTheSame() {
         let net = net(keyHeads: 3, valueHeads: 6)
         let i = Inputs(net, length: 100)
         func run(_ tile: Int, _ pace: Pace) -> [MLXArray] {
-            let d = net.backward(qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, tile: tile, pace: pace)
+            var none: GatedDeltaNet.Behind?
+            let d = net.backward(qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, behind: &none, tile: tile, pace: pace)
             return [d.dQKV, d.dB, d.dA]
         }
         for (a, b) in zip(run(2, .chained), run(3, .evaluated)) { #expect(relativeError(a, b) < 1e-6) }
@@ -165,7 +194,8 @@ import Testing
             let o = net(qkv: qkv, b: b, a: a, state: &state, tile: 1)
             #expect(state.tail.dtype == dtype)
             let (dO, dZ) = net.outputBackward(o: stored(o), z: z, dy: i.dy)
-            let d = net.backward(qkv: qkv, b: b, a: a, dO: dO, tile: 1, pace: .evaluated)
+            var none: GatedDeltaNet.Behind?
+            let d = net.backward(qkv: qkv, b: b, a: a, dO: dO, behind: &none, tile: 1, pace: .evaluated)
             return [o, net.output(o: stored(o), z: z), dO, dZ, d.dQKV, d.dB, d.dA]
         }
         for (a, b) in zip(run(.bfloat16), run(.float32)) {
@@ -180,8 +210,10 @@ import Testing
         eval(inputs.qkv, inputs.b, inputs.a, inputs.dy)
         let before = Memory.activeMemory
         Memory.peakMemory = 0
+        var none: GatedDeltaNet.Behind?
         let d = net.backward(
-            qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: inputs.dy, tile: net.tile(length: 128, bytes: bytes),
+            qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: inputs.dy, behind: &none,
+            tile: net.tile(length: 128, bytes: bytes),
             pace: .evaluated)
         #expect(Memory.peakMemory - before < d.dQKV.nbytes + 9 * bytes)
     }

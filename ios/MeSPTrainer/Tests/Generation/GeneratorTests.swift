@@ -36,6 +36,26 @@ import Testing
         #expect(cache.tokens == tokens && cache.blocks.allSatisfy { $0?.count == tokens.count })
     }
 
+    /// The operations that only this program's CPU has give the plain ones' logits, for texts that go on beyond the room for keys and values,
+    /// each at a place of its own.
+    @Test(arguments: cases) func decodingInFewerOperationsIsTheSame(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "gradients")
+        func logits() throws -> [MLXArray] {
+            let model = try CachedModel(fixture.bundle, adapters: nil)
+            let generator = Generator(model)
+            return try fixture.bundle.withDevice {
+                var caches = [PromptCache(), PromptCache()]
+                for (i, length) in [3, 7].enumerated() {
+                    _ = try generator.logits(caches[i].begin(Array(1...length)), &caches[i]) {}
+                }
+                return try (0..<40).map { token in try model.forward(next: [token % 9 + 1, token % 5 + 2], &caches) {} }
+            }
+        }
+        let (fewer, plain) = (try logits(), try CPUProducts.$current.withValue(.plain) { try logits() })
+        // The order of sums in float32.
+        for (a, b) in zip(fewer, plain) { #expect(relativeError(a, b) < 1e-5) }
+    }
+
     /// Texts of several lengths, some after the same prompt, greedy and drawn, one stopped by who reads it: with any number at once, and where memory has room for one,
     /// each is the one that it is alone.
     @Test(arguments: cases) func textsWrittenTogetherAreTheSame(_ folder: URL) throws {
@@ -119,7 +139,7 @@ import Testing
     }
 
     /// A text that departs from the one read after the mark is read from there, whatever was written then.
-    @Test(arguments: cases.filter { ["qwen3_5", "lfm2"].contains($0.lastPathComponent) }, [1, 256])
+    @Test(arguments: cases.filter { ["qwen3_5", "lfm2", "granite-mamba"].contains($0.lastPathComponent) }, [1, 256])
     func aRecurrentModelGoesBackToItsMark(_ folder: URL, _ chunk: Int) throws {
         let fixture = try Fixture(folder, "gradients")
         let generator = Generator(try CachedModel(fixture.bundle, adapters: nil, chunk: chunk))

@@ -44,6 +44,7 @@ import Testing
                 "buffer.new", "memory.bandwidth", "product.transposed", "product.plain", "product.dequantized",
                 "block.outputs", "gradients.cpu", "gradients.mebp", "gradients.differences", "tf32", "head.few_targets",
                 "repeats", "resume", "decode.attention", "decode.gated_delta_net", "decode.short_convolution",
+                "decode.mamba2",
             ] + lengths.flatMap { ["peak.\($0)", "time.\($0)"] } + ["throttling"]
         #expect(Set(names) == Set(all) && names.count == all.count)
         for line in lines {
@@ -79,6 +80,7 @@ import Testing
     @Test(arguments: [
         "map.no_copy", "block.outputs", "gradients.cpu", "gradients.mebp", "gradients.differences", "head.few_targets",
         "repeats", "resume", "decode.attention", "decode.gated_delta_net", "decode.short_convolution",
+        "decode.mamba2",
     ])
     func anErrorIsFound(_ name: String) throws {
         // One part in a thousand of one number is enough for what must be equal, and the smallest error that counts for the rest.

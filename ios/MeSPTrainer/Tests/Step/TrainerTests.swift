@@ -94,11 +94,14 @@ import Testing
         // What is stored in bfloat16 is rounded by up to 2⁻⁹; sums in another order, or a norm of what was rounded, go the other way.
         let bar: Float = fixture.bundle.dtype == .float32 ? 1e-5 : 1e-2
         var x = try model.embed(fixture.example())
+        let context = try model.context(fixture.example(), x0: x)
         for block in model.blocks {
             let lora = try model.parameters(block)
             x = try fixture.bundle.withBlock(block) { weights in
-                let function = try model.function(block, x)(lora: lora, scale: model.scale, weights: weights)
-                let formulas = model.block(block, x, lora, weights)
+                let beside = try model.beside(block, context, lending: x, lora, weights)
+                let function = try model.function(block, x)(
+                    lora: lora, scale: model.scale, weights: weights, beside: beside)
+                let formulas = model.block(block, x, lora, weights, beside: beside)
                 let asked: KeyValuePairs<String, (any BlockForward) throws -> [MLXArray]> = [
                     "y": { [try $0.output(x)] }, "intermediates": { try $0.intermediates(x).arrays },
                     "all": { try $0.outputs(x).list },
@@ -132,6 +135,24 @@ import Testing
             }
             #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < 1e-5, "\(plan)")
             #expect((trainer.writtenBytes > 0) == (plan.offload != .none))
+        }
+    }
+
+    /// A mixer that goes by segments of few tokens, as it does by a thousand of a long sequence.
+    @Test(arguments: Fixture.cases, [2, 4]) func segmentsGiveTheSameGradients(_ folder: URL, _ tokens: Int) throws {
+        let fixture = try Fixture(folder, "gradients")
+        try TileSizes.$segmentTokens.withValue(tokens) {
+            let architecture = fixture.bundle.architecture
+            #expect(
+                TileSizes.mixerTokens(architecture, fixture.length, .cpu) <= tokens || !architecture.owners.isEmpty)
+            for plan in [Plan(tileBytes: 1 << 10), Plan(tileBytes: 1 << 20, keptBlocks: fixture.layers)] {
+                let trainer = try fixture.trainer(.mesp, plan: plan)
+                let loss = try fixture.backpropagate(trainer) { block, gradient in
+                    let error = relativeError(gradient, try fixture.array("grad.\(block)"))
+                    #expect(error < tolerance, "block \(block), \(plan)")
+                }
+                #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < 1e-5, "\(plan)")
+            }
         }
     }
 
@@ -236,12 +257,14 @@ import Testing
         let (model, records) = (trainer.model, [0..<1, 1..<5, 5..<fixture.length])
         let bar: Float = fixture.bundle.dtype == .float32 ? 1e-5 : 1e-2
         var x = try model.embed(fixture.example())
+        let context = try model.context(fixture.example(), x0: x)
         for block in model.blocks {
             let lora = try model.parameters(block)
             x = try fixture.bundle.withBlock(block) { weights in
+                let beside = try model.beside(block, context, lending: x, lora, weights)
                 let function = try model.function(block, x, packed: true)(
-                    lora: lora, scale: model.scale, weights: weights, records: records)
-                let formulas = model.block(block, x, lora, weights, records: records)
+                    lora: lora, scale: model.scale, weights: weights, records: records, beside: beside)
+                let formulas = model.block(block, x, lora, weights, records: records, beside: beside)
                 let (ours, expected) = (try function.outputs(x).list, formulas.outputs(x).list)
                 for (index, (a, b)) in zip(ours, expected).enumerated() {
                     let error = relativeError(a.asType(.float32), b.asType(.float32))

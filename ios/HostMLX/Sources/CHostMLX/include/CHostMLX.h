@@ -130,6 +130,12 @@ HostArray host_rms_norm(HostArray x, HostArray weight, float eps, HostStream s);
 HostArray host_rope(
     HostArray x, int dimensions, bool traditional, bool has_base, float base, float scale, int offset,
     HostArray frequencies, HostStream s);
+/// `offsets`: int32, one for each of the first axis of `x`, or one for all.
+HostArray host_rope_dynamic(
+    HostArray x, int dimensions, bool traditional, bool has_base, float base, float scale, HostArray offsets,
+    HostArray frequencies, HostStream s);
+HostArray host_scaled_dot_product_attention(
+    HostArray queries, HostArray keys, HostArray values, float scale, HostArray mask, HostStream s);
 HostArray host_concatenate(HostVector arrays, int32_t axis, HostStream s);
 HostArray host_stack(HostVector arrays, int32_t axis, HostStream s);
 HostVector host_split_parts(HostArray a, int32_t parts, int32_t axis, HostStream s);
@@ -141,6 +147,9 @@ HostArray host_gather(
     HostArray a, HostVector indices, const int32_t *axes, size_t count, const int32_t *slice_sizes, HostStream s);
 /// `start`, `end` and `strides` have one entry for each axis of `a`.
 HostArray host_slice(HostArray a, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);
+/// `a` with `update` in that place.
+HostArray host_slice_update(
+    HostArray a, HostArray update, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);
 
 HostVector host_quantize(
     HostArray w, HostOptionalInt group_size, HostOptionalInt bits, const char *mode, HostArray global_scale,
@@ -225,7 +234,7 @@ void host_synchronize(HostStream s);
 
 // MARK: The ledger
 
-/// Where the work that is recorded would run.
+/// The device of the recorded work.
 typedef struct {
     bool compute;                      // also compute the values, on the CPU; else they are zeros
     bool metal;                        // Metal's allocator and cache; else the CPU's, which has exact sizes and no cache

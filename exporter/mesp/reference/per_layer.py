@@ -1,0 +1,74 @@
+"""Embeddings for each layer (PLE), as in Gemma 3n and Gemma 4."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+
+from mesp.reference.model import Matrices, Model, Parts, dequantize
+from mesp.reference.pieces import (
+    gated,
+    gated_backward,
+    linear,
+    linear_backward,
+    rms_norm,
+    rms_norm_backward,
+)
+
+NORM = "post_per_layer_input_norm.weight"
+
+
+def per_layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) -> mx.array:
+    """p of a layer, [1, T, size], of the tokens [T] and the first block's input x₀ [1, T, hidden]:
+
+    p = (RMSNorm(x₀ Wᵀ / √hidden) + √size e) / √2
+
+    e are the layer's columns of the tokens' rows in the table of all layers, and W [size, hidden]
+    its rows of the projection. Nothing here is trained, nor depends on what is.
+    """
+    arch, arrays = model.arch, model.per_layer
+    assert arch.per_layer
+    size = arch.per_layer.size
+    of_layer = slice(layer * size, (layer + 1) * size)
+    table, projection = (f"{name}." for name in arch.per_layer_shapes)
+    rows = {n: array[tokens] for n, array in arrays.items() if n.startswith(table)}
+    e = dequantize(rows, table, arch.num_hidden_layers * size)[:, of_layer]
+    W = dequantize(arrays, projection, arch.hidden_size)[of_layer]
+    weight = arrays["model.per_layer_projection_norm.weight"].astype(mx.float32)
+    r = rms_norm(x0 @ W.T / math.sqrt(arch.hidden_size), weight, arch.rms_norm_eps)
+    return (r + math.sqrt(size) * e) / math.sqrt(2)
+
+
+def add_per_layer(
+    h: mx.array, per_layer: mx.array, scale: float, parts: Parts, hidden_act: str
+) -> mx.array:
+    """y = c (h + RMSNorm(out(act(gate(h)) ∘ p))).   h, y [1, T, hidden]; p [1, T, size]
+
+    c is the block's `layer_scalar`.
+    """
+    p, vector, eps = parts
+    u = linear(h, p["ple_gate"], scale)
+    z = linear(gated(u, per_layer, hidden_act), p["ple_out"], scale)
+    return vector["layer_scalar"] * (h + rms_norm(z, vector[NORM], eps))
+
+
+def add_per_layer_backward(
+    h: mx.array, per_layer: mx.array, dy: mx.array, scale: float, parts: Parts, hidden_act: str
+) -> tuple[mx.array, Matrices]:
+    """dh, and dA and dB of gate and out. u, m = act(u) ∘ p and z are made again from h.
+
+    dh₁ = c dy        dm = out's derivative of RMSNorm's of dh₁, at z        du = dm ∘ p ∘ act'(u)
+
+    dh = dh₁ + gate's derivative of du. p is frozen.
+    """
+    p, vector, eps = parts
+    u = linear(h, p["ple_gate"], scale)
+    m = gated(u, per_layer, hidden_act)
+    z = linear(m, p["ple_out"], scale)
+    dh, grad = vector["layer_scalar"] * dy, {}
+    dz = rms_norm_backward(z, dh, vector[NORM], eps)
+    dm, *grad["ple_out"] = linear_backward(m, dz, p["ple_out"], scale)
+    du, _ = gated_backward(u, per_layer, dm, hidden_act)
+    dh_gate, *grad["ple_gate"] = linear_backward(h, du, p["ple_gate"], scale)
+    return dh + dh_gate, grad

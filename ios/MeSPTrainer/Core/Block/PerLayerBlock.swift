@@ -1,0 +1,33 @@
+import MLX
+
+/// y = c (h + norm(z)),  z = out(m),  m = act(u) ∘ p,  u = gate(h), with c the block's `layer_scalar`.
+extension Block {
+    /// - Parameters:
+    ///   - h: `[T, hidden]`, in float32
+    ///   - p: `[T, size]`
+    /// - Returns: y, in float32
+    func perLayer(_ h: MLXArray, p: MLXArray) -> MLXArray {
+        weights.layerScalar * (h + weights.perLayerNorm(perLayerOut(h, p: p).z))
+    }
+
+    private func perLayerOut(_ h: MLXArray, p: MLXArray) -> (u: MLXArray, m: MLXArray, z: MLXArray) {
+        let u = projection(.perLayerGate)(h)
+        let m = weights.activation.gated(gate: u, up: p.asType(.float32))
+        return (u, m, projection(.perLayerOut)(m))
+    }
+
+    /// The derivative, from h, of which u, m and z are made again:
+    ///
+    ///     dh₁ = c dy      dz = norm′(z) dh₁      dm = out's of dz      du = dm ∘ p ∘ act′(u)      dh = dh₁ + gate's of du
+    ///
+    /// - Returns: dh, evaluated.
+    func perLayerBackward(_ h: MLXArray, p: MLXArray, dy: MLXArray, _ gradients: inout LoRAGradients) -> MLXArray {
+        let (u, m, z) = perLayerOut(h, p: p)
+        let dH = weights.layerScalar * dy
+        let dM = lastProjection(.perLayerOut, m, dy: weights.perLayerNorm.backward(z, dy: dH), &gradients)
+        let dU = weights.activation.gatedBackward(gate: [u], up: [p], dAct: dM).dGate
+        let dx = projection(.perLayerGate, h, dy: dU, wantsInput: true, addedTo: dH, &gradients) ?? dH
+        tile.endPhase([dx] + gradients.arrays)
+        return dx
+    }
+}

@@ -1,0 +1,58 @@
+import MLX
+
+/// How a recurrent mixer's state decays among the C tokens of a chunk, by the logarithms l ≤ 0 of each token's decay:
+///
+///     Γ_ij = exp(l_{j+1} + … + l_i) for i ≥ j, else 0        γ_i = exp(l_1 + … + l_i)        δ_j = Γ_Cj
+package struct ChunkDecays {
+    /// Γ `[…, C, C]`
+    let gamma: MLXArray
+    /// γ and δ `[…, C, 1]`, and γ_C `[…, 1, 1]`
+    let start, end, whole: MLXArray
+    /// 1 below the diagonal, else 0: `[C, C]`.
+    let below: MLXArray
+
+    /// C, but for fewer tokens: the next power of two.
+    package static let chunk = 64
+
+    /// - Parameter l: `[…, C, 1]`, in float32
+    init(_ l: MLXArray) {
+        let last = l.dim(-2) - 1
+        below = mask(last + 1) { i, j in i > j }
+        // Added up term by term: differences of one running sum would lose what strong decays leave of weak ones.
+        gamma = Self.expMasked([cumsum(l * below, axis: -2), mask(last + 1) { i, j in i >= j }])
+        start = exp(cumsum(l, axis: -2))
+        end = gamma[.ellipsis, last..., 0...].swappedAxes(-1, -2)
+        whole = start[.ellipsis, last..., 0...]
+    }
+
+    private static let expMasked = Fused { exp($0[0]) * $0[1] }
+
+    /// dl `[…, C, 1]`. l_m is in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m, and in γ_C:
+    ///
+    ///     dl_m = Σ_{j < m ≤ i} (Γ ∘ dΓ)_ij + Σ_{i ≥ m} (γ dγ)_i + Σ_{j < m} (δ dδ)_j + γ_C dγ_C
+    ///
+    /// - Parameters:
+    ///   - inGamma: Γ ∘ dΓ `[…, C, C]`
+    ///   - inStart, inEnd: γ dγ and δ dδ `[…, C, 1]`
+    ///   - inWhole: γ_C dγ_C `[…, 1, 1]`
+    func backward(inGamma: MLXArray, inStart: MLXArray, inEnd: MLXArray, inWhole: MLXArray) -> MLXArray {
+        let between = (cumsum(inGamma, axis: -2, reverse: true) * below).sum(axis: -1, keepDims: true)
+        return between + cumsum(inStart, axis: -2, reverse: true) + cumsum(inEnd, axis: -2, inclusive: false) + inWhole
+    }
+
+    /// `[n, …]` to `[chunks, C, …]`, with zeros behind the last token: these change no state.
+    static func chunked(_ x: MLXArray) -> MLXArray {
+        let (length, others) = (x.dim(0), Array(x.shape[1...]))
+        var rows = 1
+        while rows < min(length, chunk) { rows *= 2 }
+        let chunks = (length + rows - 1) / rows
+        let missing = chunks * rows - length
+        let whole = missing > 0 ? concatenated([x, MLXArray.zeros([missing] + others)]) : x
+        return whole.reshaped([chunks, rows] + others)
+    }
+}
+
+/// 1 where `contains` says of a row and a column, else 0: `[C, C]`.
+func mask(_ c: Int, _ contains: (_ row: Int, _ column: Int) -> Bool) -> MLXArray {
+    MLXArray((0..<c * c).map { contains($0 / c, $0 % c) ? 1 : 0 as Float }, [c, c])
+}

@@ -1,0 +1,40 @@
+import MLX
+
+/// The embeddings of a sequence's tokens for each layer:
+///
+///     p = (RMSNorm(x₀ Wᵀ / √hidden) + √size e) / √2
+///
+/// with e the layer's columns of the tokens' rows in the table of all layers, and W its rows of the projection. Nothing of it is trained.
+/// The rows stay quantized, and p is made a layer at a time.
+package struct LayerEmbeddings {
+    /// The tokens' rows of the table.
+    private let rows: QuantizedMatrix
+    /// The first block's input `[T, hidden]`.
+    private let x0: MLXArray
+    private let size: Int
+
+    /// Reads the rows of the tokens by the CPU, as `embed` does.
+    init(_ tokens: [Int32], x0: MLXArray, table: PackedWeights, _ architecture: Architecture, size: Int) {
+        (self.x0, self.size) = (x0, size)
+        rows = Device.withDefaultDevice(.cpu) {
+            let rows = table.matrix("", inputs: architecture.numHiddenLayers * size).packedRows(MLXArray(tokens))
+            eval([rows.weight, rows.scales] + [rows.biases].compactMap { $0 })
+            return rows
+        }
+    }
+
+    /// p `[T, size]` of a layer, evaluated.
+    ///
+    /// - Parameter projection: W of all layers, and the norm.
+    func callAsFunction(_ layer: Int, projection: PackedWeights, eps: Float) -> MLXArray {
+        let ofLayer = layer * size..<(layer + 1) * size
+        let (hidden, dtype) = (x0.dim(1), x0.dtype)
+        let product = projection.matrix("", inputs: hidden).rows(ofLayer).apply(x0, as: .float32)
+        let norm = RMSNorm(weight: projection["norm"].asType(.float32), eps: eps)
+        let r = norm(product * (1 / Float(hidden).squareRoot()))
+        let p = (r + rows.columns(ofLayer).inFloat32 * Float(size).squareRoot()) * Float(0.5).squareRoot()
+        let stored = p.asType(dtype)
+        eval(stored)
+        return stored
+    }
+}

@@ -1,0 +1,142 @@
+import MLX
+
+/// The state space of some heads of a group ([Dao & Gu](https://arxiv.org/abs/2405.21060)). Each token decays a head's state S `[P, N]`,
+/// writes u into it along B, which the heads share, and reads it along C:
+///
+///     S ← exp(l) S + u Bᵀ        y = S C
+///
+/// By chunks of tokens, the rows of U, B, C and Y, with S before a chunk, S₊ behind it, and Γ, γ and δ of `ChunkDecays`:
+///
+///     Π = Γ ∘ C Bᵀ        Y = γ (C Sᵀ) + Π U        S₊ = γ_last S + (δ U)ᵀ B
+///
+/// γ and δ are columns. Only S₊ waits for the chunk before. A product with S is one of all heads, whose rows of S lie below each other.
+package struct StateSpace {
+    /// U `[chunks, rows, heads, P]`
+    private let u: MLXArray
+    /// B and C `[chunks, rows, N]`
+    private let b, c: MLXArray
+    /// C Bᵀ `[chunks, 1, rows, rows]`
+    private let cb: MLXArray
+    private let decays: ChunkDecays
+    private let length: Int
+    private let pace: Pace
+
+    /// All in float32.
+    /// - Parameters:
+    ///   - u: `[n, heads, P]`
+    ///   - logDecay: l ≤ 0, `[n, heads]`
+    ///   - b, c: `[n, N]`
+    init(u: MLXArray, logDecay: MLXArray, b: MLXArray, c: MLXArray, pace: Pace) {
+        (length, self.pace) = (u.dim(0), pace)
+        (self.u, self.b, self.c) = (ChunkDecays.chunked(u), ChunkDecays.chunked(b), ChunkDecays.chunked(c))
+        decays = ChunkDecays(swapped(ChunkDecays.chunked(logDecay.expandedDimensions(axis: -1))))
+        cb = matmul(self.c, transposed(self.b)).expandedDimensions(axis: 1)
+        pace.finish([decays.gamma, decays.start, cb])
+    }
+
+    // MARK: - Forward
+
+    /// - Parameter state: S before the tokens, `[heads, P, N]` in float32; becomes that behind them
+    /// - Returns: y `[n, heads, P]`, in float32.
+    func callAsFunction(state: inout MLXArray) -> MLXArray {
+        let read = matmul(c, transposed(flat(states(&state)))).reshaped(u.shape)
+        return byToken(swapped(decays.start) * read + swapped(matmul(decays.gamma * cb, swapped(u))))
+    }
+
+    /// S before each chunk `[chunks, heads, P, N]`; s becomes that behind the last.
+    private func states(_ s: inout MLXArray) -> MLXArray {
+        let (written, whole) = (each(matmul(transposed(wide(swapped(decays.end) * u)), b)), each(decays.whole))
+        var states = [MLXArray]()
+        for n in written.indices {
+            states.append(s.expandedDimensions(axis: 0))
+            s = whole[n] * s + written[n].reshaped(s.shape)
+        }
+        return concatenated(states)
+    }
+
+    // MARK: - Backward
+
+    /// The derivative of a sequence that began with S = 0. From the last chunk to the first
+    ///
+    ///     dS = γ_last dS₊ + (γ dY)ᵀ C
+    ///
+    /// and of all chunks at once
+    ///
+    ///     dΠ = dY Uᵀ        dU = Πᵀ dY + δ (B dS₊ᵀ)
+    ///     dC = (γ dY) S + (Γ ∘ dΠ) B        dB = (Γ ∘ dΠ)ᵀ C + (δ U) dS₊
+    ///
+    /// with dB and dC summed over the heads, and dl by `ChunkDecays` from
+    ///
+    ///     Γ ∘ dΓ = Γ ∘ dΠ ∘ C Bᵀ        γ dγ = rowsum(γ dY ∘ C Sᵀ)        δ dδ = rowsum(U ∘ δ B dS₊ᵀ)        dγ_last = ⟨S, dS₊⟩
+    ///
+    /// - Parameter dY: `[T, heads, P]`
+    /// - Returns: du `[T, heads, P]`, dl `[T, heads]`, dB and dC `[T, N]`, in float32.
+    func backward(dY: MLXArray) -> (du: MLXArray, dLogDecay: MLXArray, dB: MLXArray, dC: MLXArray) {
+        let dY = ChunkDecays.chunked(dY)
+        let (start, end) = (swapped(decays.start), swapped(decays.end))
+        var s = MLXArray.zeros([u.dim(2), u.dim(3), b.dim(-1)])
+        let states = states(&s)
+        let dStart = start * dY
+        let dStates = statesBackward(matmul(transposed(wide(dStart)), c), like: s)
+        let inWhole = decays.whole * dot(states, dStates)
+        pace.finish([states, dStates, dStart, inWhole])
+
+        let inStart = rowsum(dStart, matmul(c, transposed(flat(states))).reshaped(u.shape))
+        let dCStart = matmul(wide(dStart), flat(states))
+        let fromEnd = end * matmul(b, transposed(flat(dStates))).reshaped(u.shape)
+        let inEnd = rowsum(u, fromEnd)
+        let dBEnd = matmul(wide(end * u), flat(dStates))
+        pace.finish([inStart, dCStart, fromEnd, inEnd, dBEnd])
+
+        let dPi = decays.gamma * matmul(swapped(dY), transposed(swapped(u)))
+        let ofHeads = dPi.sum(axis: 1)
+        let du = fromEnd + swapped(matmul(transposed(decays.gamma * cb), swapped(dY)))
+        let dLogDecay = decays.backward(
+            inGamma: dPi * cb, inStart: swapped(inStart), inEnd: swapped(inEnd), inWhole: inWhole)
+        let results = [
+            du, swapped(dLogDecay), addMM(dBEnd, transposed(ofHeads), c), addMM(dCStart, ofHeads, b),
+        ].map(byToken)
+        pace.finish(results)
+        return (results[0], results[1].squeezed(axis: -1), results[2], results[3])
+    }
+
+    /// dS₊ behind each chunk, `[chunks, heads, P, N]`.
+    /// - Parameter read: (γ dY)ᵀ C `[chunks, heads·P, N]`
+    private func statesBackward(_ read: MLXArray, like s: MLXArray) -> MLXArray {
+        let (read, whole) = (each(read), each(decays.whole))
+        var (dS, dStates) = (MLXArray.zeros(s.shape), [MLXArray]())
+        for n in read.indices.reversed() {
+            dStates.insert(dS.expandedDimensions(axis: 0), at: 0)
+            dS = whole[n] * dS + read[n].reshaped(s.shape)
+        }
+        return concatenated(dStates)
+    }
+
+    private func rowsum(_ x: MLXArray, _ y: MLXArray) -> MLXArray { (x * y).sum(axis: -1, keepDims: true) }
+
+    /// ⟨S, dS₊⟩ of each chunk and head, `[chunks, heads, 1, 1]`: a product, so that S ∘ dS₊ is not made.
+    private func dot(_ x: MLXArray, _ y: MLXArray) -> MLXArray {
+        let shape = Array(x.shape[..<2])
+        return matmul(x.reshaped(shape + [1, -1]), y.reshaped(shape + [-1, 1]))
+    }
+
+    // MARK: - Shapes
+
+    /// The chunks, without the first axis.
+    private func each(_ x: MLXArray) -> [MLXArray] { x.split(parts: x.dim(0)).map { $0.squeezed(axis: 0) } }
+
+    /// `[chunks, rows, heads, P]` to `[chunks, rows, heads·P]`.
+    private func wide(_ x: MLXArray) -> MLXArray { x.reshaped([x.dim(0), x.dim(1), -1]) }
+
+    /// `[chunks, heads, P, N]` to `[chunks, heads·P, N]`.
+    private func flat(_ x: MLXArray) -> MLXArray { x.reshaped([x.dim(0), -1, x.dim(3)]) }
+
+    /// `[chunks, rows, …]` to `[n, …]`.
+    private func byToken(_ x: MLXArray) -> MLXArray { x.reshaped([-1] + Array(x.shape[2...]))[0..<length] }
+}
+
+/// `[chunks, rows, heads, …]` to `[chunks, heads, rows, …]`, and back.
+private func swapped(_ x: MLXArray) -> MLXArray { x.swappedAxes(1, 2) }
+
+/// The transpose of the last two axes.
+private func transposed(_ x: MLXArray) -> MLXArray { x.swappedAxes(-1, -2) }

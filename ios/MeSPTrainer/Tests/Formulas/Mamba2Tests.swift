@@ -1,0 +1,189 @@
+import MLX
+import Testing
+
+@testable import MeSPCore
+
+/// Against the recurrence as it is defined, a token after the other, and automatic differentiation of it.
+@Suite(.serialized) struct Mamba2Tests {
+    /// The parts of the mixer's projection, and the gradient of its output.
+    private struct Inputs {
+        var z, xBC, dt, dy: MLXArray
+
+        init(_ mamba: Mamba2, length: Int) {
+            let keys = MLXRandom.split(key: MLXRandom.key(UInt64(length)), into: 4)
+            func normal(_ features: Int, _ index: Int) -> MLXArray {
+                MLXRandom.normal([length, features], key: keys[index])
+            }
+            (z, dy) = (normal(mamba.heads * mamba.headDim, 0), normal(mamba.heads * mamba.headDim, 3))
+            (xBC, dt) = (normal(mamba.convolution.weight.dim(0), 1), normal(mamba.heads, 2))
+        }
+    }
+
+    /// P ≠ N, so that none stands for the other.
+    private func mamba(heads: Int, groups: Int, headDim: Int = 8, stateSize: Int = 16) -> Mamba2 {
+        let keys = MLXRandom.split(key: MLXRandom.key(0), into: 6)
+        let features = heads * headDim + 2 * groups * stateSize
+        return Mamba2(
+            heads: heads, groups: groups, headDim: headDim, stateSize: stateSize,
+            convolution: CausalConvolution(weight: MLXRandom.normal([features, 4], key: keys[0])),
+            bias: MLXRandom.normal([features], key: keys[1]), dtBias: MLXRandom.normal([heads], key: keys[2]),
+            aLog: MLXRandom.uniform(low: -4, high: 1, [heads], key: keys[3]),
+            d: MLXRandom.normal([heads], key: keys[4]),
+            norm: RMSNorm(
+                weight: MLXRandom.uniform(low: 0.5, high: 1.5, [heads * headDim], key: keys[5]), eps: 1e-2))
+    }
+
+    /// y of a whole sequence: `[T, heads · P]`.
+    private func sequential(_ mamba: Mamba2, _ inputs: [MLXArray]) -> MLXArray {
+        let (z, xBC, dt) = (inputs[0], inputs[1], inputs[2])
+        let (n, w, reach) = (xBC.dim(0), mamba.convolution.weight, mamba.convolution.weight.dim(1) - 1)
+        let all = concatenated([MLXArray.zeros([reach, xBC.dim(1)]), xBC])
+        let conv = (0...reach).map { all[$0..<$0 + n] * w[0..., $0] }.reduce(mamba.bias) { $0 + $1 }
+        let activated = conv * sigmoid(conv)
+
+        let (heads, values) = (mamba.heads, mamba.heads * mamba.headDim)
+        let x = activated[0..., ..<values].reshaped([n, heads, mamba.headDim])
+        func ofGroups(_ start: Int) -> MLXArray {
+            let size = mamba.groups * mamba.stateSize
+            return repeated(
+                activated[0..., start..<start + size].reshaped([n, mamba.groups, mamba.stateSize]),
+                count: heads / mamba.groups, axis: 1)
+        }
+        let (b, c) = (ofGroups(values), ofGroups(values + mamba.groups * mamba.stateSize))
+        let step = logAddExp(dt + mamba.dtBias, Float(0))
+        let decay = exp(-exp(mamba.aLog) * step)
+
+        // Of a token, with S's axes: x is a column, b and c are rows.
+        func number(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axes: [-1, -2]) }
+        var s = MLXArray.zeros([heads, mamba.headDim, mamba.stateSize])
+        let o = stacked(
+            (0..<n).map { t in
+                let written = x[t].expandedDimensions(axis: -1) * b[t].expandedDimensions(axis: -2)
+                s = number(decay[t]) * s + number(step[t]) * written
+                return (s * c[t].expandedDimensions(axis: -2)).sum(axis: -1)
+                    + mamba.d.expandedDimensions(axis: -1) * x[t]
+            }
+        ).reshaped(z.shape)
+        let gated = o * z * sigmoid(z)
+        return gated * rsqrt(gated.square().mean(axis: -1, keepDims: true) + mamba.norm.eps) * mamba.norm.weight
+    }
+
+    /// That y and all gradients are those of the sequential form, ‖found − expected‖ ≤ 1e-4 ‖expected‖.
+    private func expectEqual(
+        _ mamba: Mamba2, _ inputs: Inputs, tile: Int, sourceLocation: SourceLocation = #_sourceLocation
+    ) {
+        let (y, expected) = vjp(
+            { [sequential(mamba, $0)] }, primals: [inputs.z, inputs.xBC, inputs.dt], cotangents: [inputs.dy])
+        var state = mamba.start(dtype: .float32)
+        let o = mamba(xBC: inputs.xBC, dt: inputs.dt, state: &state, tile: tile)
+        let (dO, dZ) = mamba.outputBackward(o: o, z: inputs.z, dy: inputs.dy)
+        let d = mamba.backward(xBC: inputs.xBC, dt: inputs.dt, dO: dO, tile: tile, pace: .evaluated)
+        let found = [mamba.output(o: o, z: inputs.z), dZ, d.dXBC, d.dDt]
+        for (name, (found, expected)) in zip(["y", "dz", "dxBC", "ddt"], zip(found, y + expected)) {
+            let error = (found - expected).square().sum().sqrt().item(Float.self)
+            let size = expected.square().sum().sqrt().item(Float.self)
+            #expect(found.shape == expected.shape && error <= 1e-4 * size, "\(name)", sourceLocation: sourceLocation)
+        }
+    }
+
+    @Test(
+        arguments: [1, 2, 37, 64, 130, 256],
+        [(heads: 2, groups: 1, tile: 2), (3, 1, 2), (4, 2, 1), (6, 2, 3)])
+    func equalsTheSequentialForm(_ length: Int, _ heads: (heads: Int, groups: Int, tile: Int)) {
+        let mamba = mamba(heads: heads.heads, groups: heads.groups)
+        expectEqual(mamba, Inputs(mamba, length: length), tile: heads.tile)
+    }
+
+    @Test func equalsTheSequentialFormOfALongSequence() {
+        let mamba = mamba(heads: 2, groups: 1)
+        expectEqual(mamba, Inputs(mamba, length: 1024), tile: 1)
+    }
+
+    /// From a state that forgets at once, exp(l) < 1e-37, to one that forgets nothing, exp(l) = 1 in float32.
+    @Test(arguments: [-20, 5, 100] as [Float]) func extremeDecays(_ dt: Float) {
+        let mamba = mamba(heads: 4, groups: 2)
+        var inputs = Inputs(mamba, length: 130)
+        // Half of the tokens: strong decays stand beside weak ones.
+        inputs.dt = inputs.dt + (MLXArray.arange(130) % 2).expandedDimensions(axis: -1) * dt
+        expectEqual(mamba, inputs, tile: 1)
+    }
+
+    /// However a text is cut, the state carries what the pieces say to each other.
+    @Test(arguments: [[1, 1, 1, 127], [64, 66], [129, 1], [5, 2, 100, 1, 1, 21]])
+    func piecesEqualTheWhole(_ pieces: [Int]) {
+        let mamba = mamba(heads: 4, groups: 2)
+        let inputs = Inputs(mamba, length: 130)
+        func run(_ pieces: [Int]) -> (o: MLXArray, state: Mamba2.State) {
+            var (state, start) = (mamba.start(dtype: .float32), 0)
+            let outputs = pieces.map { count in
+                let rows = start..<start + count
+                start += count
+                return mamba(xBC: inputs.xBC[rows], dt: inputs.dt[rows], state: &state, tile: 1)
+            }
+            return (concatenated(outputs), state)
+        }
+        let (whole, cut) = (run([130]), run(pieces))
+        #expect(relativeError(cut.o, whole.o) < 1e-5)
+        #expect(relativeError(cut.state.memory, whole.state.memory) < 1e-5)
+        #expect(cut.state.tail.shape == [3, inputs.xBC.dim(1)] && all(cut.state.tail .== whole.state.tail).item())
+    }
+
+    /// The records of a sequence have the gradients of sequences of their own.
+    @Test func recordsDoNotSeeEachOther() {
+        let mamba = mamba(heads: 4, groups: 2)
+        let i = Inputs(mamba, length: 130)
+        func run(_ rows: Range<Int>, _ records: [Range<Int>]?) -> [MLXArray] {
+            let d = mamba.backward(
+                xBC: i.xBC[rows], dt: i.dt[rows], dO: i.dy[rows], records: records, tile: 1, pace: .evaluated)
+            return [d.dXBC, d.dDt]
+        }
+        let records = [0..<1, 1..<70, 70..<130]
+        let alone = records.map { run($0, nil) }
+        for (index, together) in run(0..<130, records).enumerated() {
+            #expect(relativeError(together, concatenated(alone.map { $0[index] })) < 1e-6)
+        }
+    }
+
+    /// The derivative on a GPU, whose tiles wait for each other in other ways.
+    @Test func everyPaceGivesTheSame() {
+        let mamba = mamba(heads: 6, groups: 2)
+        let i = Inputs(mamba, length: 100)
+        func run(_ tile: Int, _ pace: Pace) -> [MLXArray] {
+            let d = mamba.backward(xBC: i.xBC, dt: i.dt, dO: i.dy, tile: tile, pace: pace)
+            return [d.dXBC, d.dDt]
+        }
+        for (a, b) in zip(run(2, .chained), run(3, .evaluated)) { #expect(relativeError(a, b) < 1e-6) }
+    }
+
+    /// Arithmetic is float32, whatever dtype the block function left its arrays in.
+    @Test func readsBFloat16() {
+        let mamba = mamba(heads: 4, groups: 2)
+        let i = Inputs(mamba, length: 70)
+        func run(_ dtype: DType) -> [MLXArray] {
+            func stored(_ x: MLXArray) -> MLXArray { x.asType(.bfloat16).asType(dtype) }
+            let (z, xBC, dt) = (stored(i.z), stored(i.xBC), stored(i.dt))
+            var state = mamba.start(dtype: dtype)
+            let o = mamba(xBC: xBC, dt: dt, state: &state, tile: 1)
+            #expect(state.tail.dtype == dtype)
+            let (dO, dZ) = mamba.outputBackward(o: stored(o), z: z, dy: i.dy)
+            let d = mamba.backward(xBC: xBC, dt: dt, dO: dO, tile: 1, pace: .evaluated)
+            return [o, mamba.output(o: stored(o), z: z), dO, dZ, d.dXBC, d.dDt]
+        }
+        for (a, b) in zip(run(.bfloat16), run(.float32)) {
+            #expect(a.dtype == .float32 && relativeError(a, b) < 1e-6)
+        }
+    }
+
+    /// Beside the gradient and its parts, the derivative takes memory in proportion to a tile's bytes: some 13 arrays of half of them.
+    @Test(arguments: [1 << 18, 1 << 19, 1 << 20]) func tilesBoundMemory(_ bytes: Int) {
+        let mamba = mamba(heads: 32, groups: 1, headDim: 32, stateSize: 128)
+        let inputs = Inputs(mamba, length: 128)
+        eval(inputs.xBC, inputs.dt, inputs.dy)
+        let before = Memory.activeMemory
+        Memory.peakMemory = 0
+        let d = mamba.backward(
+            xBC: inputs.xBC, dt: inputs.dt, dO: inputs.dy, tile: mamba.tile(length: 128, bytes: bytes),
+            pace: .evaluated)
+        #expect(Memory.peakMemory - before < 2 * d.dXBC.nbytes + 7 * bytes)
+    }
+}
