@@ -38,7 +38,13 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
                 f"{count} blocks; take an unchanged config.json."
             )
     # The last blocks take the keys and values of the last one before them of their type.
-    owners = types[: count - (config.get("num_kv_shared_layers") or 0)]
+    owners = types[: max(count - (config.get("num_kv_shared_layers") or 0), 0)]
+    if lacking := set(types) - set(owners):
+        raise MespError(
+            f"The model's config.json is not valid: no block before the last "
+            f"{count - len(owners)}, which share keys, is of the type {min(lacking)!r}; take an "
+            "unchanged config.json."
+        )
     mixers: list[Mixer] = []
     for layer, (layer_type, rotates) in enumerate(zip(types, has_rope, strict=True)):
         if layer_type in ("full_attention", "attention", "sliding_attention"):
