@@ -218,6 +218,33 @@ FAMILIES = {
         "block_auto_adjust_ff_dim": True,
         "full_attn_idxs": [1],
     },
+    "lfm2_moe": {
+        **_COMMON,
+        "model_type": "lfm2_moe",
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+        "routed_scaling_factor": 1.25,
+    },
+    "qwen3_moe": {
+        **_COMMON,
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "mlp_only_layers": [0],
+        "decoder_sparse_step": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
     "lfm3": {
         **_COMMON,
         "model_type": "lfm3",
@@ -246,6 +273,11 @@ FAMILIES = {
         "rms_norm_eps": 1e-5,
     },
 }
+# The names of an expert's matrices in Hugging Face's checkpoints.
+EXPERT_MATRICES = {
+    "lfm2_moe": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    "qwen3_moe": {name: name for name in ("gate_proj", "up_proj", "down_proj")},
+}
 # With heads that the GPU's fused attention takes.
 HEADS_64 = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.\n\n" * 80
@@ -256,7 +288,9 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
     arch = Architecture.from_config(config)
     keys = iter(mx.random.split(mx.random.key(seed), 20 * arch.num_hidden_layers + 3))
 
-    def normal(*shape: int) -> mx.array:
+    expert_keys = iter(mx.random.split(mx.random.key(seed + 2), 100 * arch.num_hidden_layers))
+
+    def normal(*shape: int, keys=keys) -> mx.array:
         return mx.random.normal(shape, key=next(keys)) * shape[-1] ** -0.5
 
     def norm(size: int, offset: int = arch.norm_offset) -> mx.array:
@@ -276,6 +310,15 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
             tensors[name_there(f"{prefix}{name}.weight", arch.model_type)] = normal(out, inp)
             if name in arch.biases:
                 tensors[f"{prefix}{name}.bias"] = normal(out) * 3
+        for name, (out, inp) in block.router().items():
+            tensors[f"{prefix}{name}.weight"] = normal(out, inp, keys=expert_keys)
+        for name, (out, inp) in block.stacked().items():
+            assert block.mlp.experts
+            matrix = EXPERT_MATRICES[arch.model_type][name.rpartition(".")[2]]
+            layer = prefix + block.mlp.experts.matrices.rpartition(".")[0]
+            for e in range(block.mlp.experts.num_experts):
+                name = f"{layer}.experts.{e}.{matrix}.weight"
+                tensors[name] = normal(out, inp, keys=expert_keys)
         for name, size in block.norms().items():
             weight = norm(size)
             if name.endswith("q_norm.weight") and getattr(block.mixer, "attention_scale", 0) == 1:
@@ -289,7 +332,7 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
     if arch.per_layer:
         keys = iter(mx.random.split(mx.random.key(seed + 1), 3))
         for name, shape in arch.per_layer_shapes.items():
-            tensors[f"{name}.weight"] = normal(*shape)
+            tensors[f"{name}.weight"] = normal(*shape, keys=keys)
         tensors["model.per_layer_projection_norm.weight"] = norm(arch.per_layer.size)
     mx.eval(tensors)
     return tensors
@@ -348,6 +391,8 @@ def published(config: dict, tensors: dict[str, mx.array]) -> tuple[dict, dict[st
     for theirs, parts in family.hf_modules:
         for i in range(config["num_hidden_layers"]):
             layer = f"model.layers.{i}."
+            if f"{layer}{parts[0]}.weight" not in tensors:
+                continue
             rows = [tensors.pop(f"{layer}{part}.weight") for part in parts]
             tensors[f"{layer}{theirs}.weight"] = mx.concatenate(rows)
     if not family.mlx_ties:

@@ -56,6 +56,11 @@ def test_arrays_are_those_of_mlx_lm(name):
         arrays |= {f"{module}.bias": (size,) for module, size in block.biases().items()}
         arrays |= {norm: (size,) for norm, size in block.norms().items()}
         arrays |= block.vectors()
+        arrays |= {f"{name}.weight": size for name, size in block.router().items()}
+        arrays |= {
+            f"{name}.weight": (block.mlp.experts.num_experts, *size)
+            for name, size in block.stacked().items()
+        }
         theirs = arrays_of(layer, block)
         assert {name: array.shape for name, array in theirs.items()} == arrays
         assert block.num_parameters == sum(array.size for array in theirs.values())
@@ -168,8 +173,9 @@ def test_manifest_keeps_everything(name):
         "per_layer",
     ]  # fmt: skip
     for mlp in entry["mlps"]:
-        assert list(mlp) == ["modules", "intermediate_size"]
-        assert mlp["modules"][-1][1] == ["down"]
+        experts = ["experts"] if "experts" in mlp else []
+        assert list(mlp) == ["modules", "intermediate_size", *experts]
+        assert experts or mlp["modules"][-1][1] == ["down"]
     for mixer in entry["mixers"]:
         assert list(mixer)[:2] == ["type", "modules"] and mixer["modules"][-1][1] in (
             ["o"],
@@ -350,7 +356,11 @@ def test_rope_as_transformers_5_writes_it():
     [
         ("qwen2", {"model_type": "falcon"}, "'falcon' is not supported; supported are qwen2, "),
         ("qwen2", {"model_type": None}, "None"),
-        ("qwen3", {"model_type": "qwen3_moe", "num_experts": 8}, "mixes experts"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob to False"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "not valid .*experts' sizes"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "not valid .*experts' sizes"),
+        ("qwen3", {"num_experts": 8}, "num_experts to 8"),
+        ("qwen3_moe", {"model_type": "olmoe"}, "norms q and k over all heads"),
         ("qwen2", {"model_type": "idefics3", "text_config": {}}, "several modalities"),
         ("qwen2", {"model_type": "mixtral", "num_local_experts": 8}, "mixes experts"),
         (
@@ -415,6 +425,19 @@ def test_rope_as_transformers_5_writes_it():
 def test_what_is_not_supported_is_named(family, change, named):
     with pytest.raises(MespError, match=named):
         Architecture.from_config({**FAMILIES[family], **change})
+
+
+def test_layers_with_experts():
+    """LFM2's first layers have none; of Qwen3's every how many-th has some, but for those named."""
+    lfm2 = Architecture.from_config({**FAMILIES["lfm2_moe"], "use_expert_bias": False})
+    assert [bool(block.mlp.experts) for block in lfm2.blocks] == [False, True]
+    assert list(lfm2.blocks[1].modules) == [f"self_attn.{n}_proj" for n in ("q", "k", "v", "out")]
+    assert lfm2.blocks[1].vectors() == {}
+    config = {**FAMILIES["qwen3_moe"], "num_hidden_layers": 6, "mlp_only_layers": [3]}
+    qwen3 = Architecture.from_config(config | {"decoder_sparse_step": 2})
+    assert [bool(block.mlp.experts) for block in qwen3.blocks] == [
+        False, True, False, False, False, True,
+    ]  # fmt: skip
 
 
 def test_granite_4_turns_as_transformers_has_it():

@@ -123,6 +123,8 @@ def prepare(
     )
     source = find_source(str(model), random_weights)
     arch = Architecture.from_config(source.config)
+    if any(mlp.experts for mlp in arch.mlps):
+        raise MespError(f"{source.name} mixes experts, which cannot be exported; take another.")
     if layers and layers > arch.num_hidden_layers:
         raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
     if layers and arch.per_layer and not random_weights:

@@ -27,6 +27,7 @@ from mesp.models.mlps import (
     mlp_from_manifest,
     per_layer_from_manifest,
 )
+from mesp.models.mlps_by_layer import mlps_by_layer
 
 # The matrices that embeddings for each layer are made with.
 PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer"
@@ -97,7 +98,7 @@ class Architecture:
         embedding_scale = family.embedding_scale(config["hidden_size"])
         embedding_scale *= config.get("embedding_multiplier") or 1.0
         mixers = tuple(dict.fromkeys(by_layer))
-        mlp_by_layer = [MLP(family.mlp, width) for width in _mlp_widths(config, by_layer)]
+        mlp_by_layer = mlps_by_layer(config, by_layer)
         mlps = tuple(dict.fromkeys(mlp_by_layer))
         biased = set(family.biases)
         if config.get("attention_bias"):
@@ -146,7 +147,8 @@ class Architecture:
 
     def to_manifest(self) -> dict[str, Any]:
         mixers = [{"type": mixer.type, **asdict(mixer)} for mixer in self.mixers]
-        return {**asdict(self), "mixers": mixers}
+        mlps = [mlp.to_manifest() for mlp in self.mlps]
+        return {**asdict(self), "mixers": mixers, "mlps": mlps}
 
     def _checked(self) -> Architecture:
         """Itself. Raises ValueError where a field can't be what it says."""
@@ -347,8 +349,20 @@ class Block:
 
     def vectors(self) -> dict[str, tuple[int, ...]]:
         """The shapes of its other weights that no linear layer has, by their names."""
-        scalar: dict[str, tuple[int, ...]] = {"layer_scalar": (1,)} if self.arch.per_layer else {}
-        return self.mixer.vectors(self.arch.hidden_size) | scalar
+        found = self.mixer.vectors(self.arch.hidden_size)
+        found |= self.mlp.experts.vectors() if self.mlp.experts else {}
+        return found | ({"layer_scalar": (1,)} if self.arch.per_layer else {})
+
+    def router(self) -> dict[str, tuple[int, int]]:
+        """The (output size, input size) of the linear layer that chooses experts, which is no
+        module: it is frozen. None where there are no experts."""
+        experts = self.mlp.experts
+        return {experts.router: (experts.num_experts, self.arch.hidden_size)} if experts else {}
+
+    def stacked(self) -> dict[str, tuple[int, int]]:
+        """The (output size, input size) of one expert's matrices, by the names of all experts'
+        together. None where there are no experts."""
+        return self.mlp.experts.stacked(self.arch.hidden_size) if self.mlp.experts else {}
 
     def lora_size(self, rank: int) -> int:
         """The number of LoRA parameters of this rank."""
@@ -357,20 +371,16 @@ class Block:
     @property
     def num_parameters(self) -> int:
         """The numbers in it."""
-        weights = sum(out * inp for out, inp in self.sizes().values())
+        weights = sum(out * inp for out, inp in (self.sizes() | self.router()).values())
+        if self.mlp.experts:
+            each = sum(out * inp for out, inp in self.stacked().values())
+            weights += self.mlp.experts.num_experts * each
         vectors = sum(map(math.prod, self.vectors().values()))
         return weights + vectors + sum(self.norms().values()) + sum(self.biases().values())
 
     def within(self, length: int) -> Block:
         """The same for sequences of `length` tokens; see `AttentionMixer.within`."""
         return replace(self, mixer=self.mixer.within(length))
-
-
-def _mlp_widths(config: dict[str, Any], mixers: list[Mixer]) -> list[int]:
-    """Of each layer; Gemma 4 may have those twice as wide that have no keys and values."""
-    width = config["intermediate_size"]
-    wide = 2 * width if config.get("use_double_wide_mlp") else width
-    return [wide if getattr(mixer, "keys_of", None) is not None else width for mixer in mixers]
 
 
 def _index(layers: tuple[Any, ...], kinds: tuple[Any, ...]) -> bool:

@@ -25,7 +25,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         if model_type in LACKING:
             missing = f" ({LACKING[model_type]})"
         elif any("expert" in key for key in (*config, *(config.get("text_config") or ()))):
-            missing = " (it mixes experts, and the trainer has one MLP a block)"
+            missing = " (it mixes experts in a way of its own)"
         elif "text_config" in config:
             missing = " (it is of several modalities, and the trainer takes text alone)"
         raise MespError(

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mesp.models.mixers import Modules
+from mesp.models.mlps import Experts
 
 # The linear layers of attention and of an MLP, and the projections that each computes, in the order
 # of their rows.
@@ -70,6 +71,7 @@ class Family:
     biases: tuple[str, ...] = ()  # modules that have one, whatever the config.json says
     qk_norm: bool = False
     v_norm: bool = False
+    experts: Experts | None = None  # with the sizes of a config.json
     per_layer: Modules = ()  # the linear layers of embeddings for each layer; none: it has none
     output_gate: bool = False
     rope_by_type: bool = False  # mlx-lm reads `rope_parameters` by the type of a layer
@@ -111,6 +113,12 @@ def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
         width = int(config["block_ffn_dim_multiplier"] * int(2 * width / 3))
         width = math.ceil(width / config["block_multiple_of"]) * config["block_multiple_of"]
     return found | {"intermediate_size": width}
+
+
+def _read_lfm2_moe(config: dict[str, Any]) -> dict[str, Any]:
+    """LFM2's names, with the width of the layers without experts as others have it."""
+    width = {"block_ff_dim": config["intermediate_size"], "block_auto_adjust_ff_dim": False}
+    return _read_lfm2({**config, **width})
 
 
 def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
@@ -261,10 +269,45 @@ _GEMMA4 = Family(
         },
     },
 )
+_LFM2 = Family(
+    attention=(*SEPARATE_ATTENTION[:3], ("self_attn.out_proj", ("o",))),
+    mlp=_LFM_MLP,
+    qk_norm=True,
+    other_layers="conv",
+    names={
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_norm": "self_attn.q_layernorm",
+        "self_attn.k_norm": "self_attn.k_layernorm",
+        "model.norm": "model.embedding_norm",
+    },
+    defaults={
+        "norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "conv_L_cache": 3,
+        "block_ff_dim": None,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+    },
+    read=_read_lfm2,
+)
 FAMILIES = {
     "qwen2": _QWEN2,
     "qwen2_5_vl": _in_several(_QWEN2, "qwen2_5_vl_text"),
     "qwen3": _QWEN3,
+    "qwen3_moe": replace(
+        _QWEN3,
+        experts=Experts("mlp.gate", "mlp.switch_mlp", "softmax", None),
+        takes=("num_experts",),
+        defaults={
+            **_QWEN3.defaults,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": False,
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen3_vl": _in_several(_QWEN3, "qwen3_vl_text"),
     "llama": _LLAMA,
     "smollm3": replace(_LLAMA, defaults={"rope_theta": 2e6}),
@@ -312,28 +355,33 @@ FAMILIES = {
     "gemma4": _in_several(_GEMMA4, "gemma4_text"),
     "qwen3_5": _in_several(_QWEN3_5, "qwen3_5_text"),
     "qwen3_5_text": _QWEN3_5,
-    "lfm2": Family(
-        attention=(*SEPARATE_ATTENTION[:3], ("self_attn.out_proj", ("o",))),
-        mlp=_LFM_MLP,
-        qk_norm=True,
-        other_layers="conv",
-        names={
-            "input_layernorm": "operator_norm",
-            "post_attention_layernorm": "ffn_norm",
-            "self_attn.q_norm": "self_attn.q_layernorm",
-            "self_attn.k_norm": "self_attn.k_layernorm",
-            "model.norm": "model.embedding_norm",
-        },
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(
+        _LFM2,
+        mlp=(
+            ("feed_forward.gate_proj", ("gate",)),
+            ("feed_forward.up_proj", ("up",)),
+            ("feed_forward.down_proj", ("down",)),
+        ),
+        hf_modules=(
+            ("feed_forward.w1", ("feed_forward.gate_proj",)),
+            ("feed_forward.w3", ("feed_forward.up_proj",)),
+            ("feed_forward.w2", ("feed_forward.down_proj",)),
+        ),
+        experts=Experts(
+            "feed_forward.gate", "feed_forward.switch_mlp", "sigmoid", "feed_forward.expert_bias"
+        ),
+        takes=("num_experts",),
         defaults={
             "norm_eps": 1e-5,
             "rope_theta": 1e6,
             "conv_L_cache": 3,
-            "block_ff_dim": None,
-            "block_multiple_of": 256,
-            "block_ffn_dim_multiplier": 1.0,
-            "block_auto_adjust_ff_dim": True,
+            "num_dense_layers": 2,
+            "norm_topk_prob": True,
+            "use_expert_bias": True,
+            "routed_scaling_factor": 1.0,
         },
-        read=_read_lfm2,
+        read=_read_lfm2_moe,
     ),
     "lfm3": Family(
         attention=(*SEPARATE_ATTENTION[:3], *HEAD_GATE, *SEPARATE_ATTENTION[3:]),
@@ -390,6 +438,7 @@ VARIANTS = {
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
     "sparse_config": None,
+    "norm_topk_prob": True,
     "num_experts": 0,
     "num_local_experts": 0,
     "enable_moe_block": False,
@@ -404,6 +453,7 @@ LACKING = {
         "its blocks norm what comes out of attention and MLP alone, and q and k over all heads",
     ),
     "exaone4": "its blocks norm what comes out of attention and MLP alone",
+    "olmoe": "its weights of experts do not add up to 1, and it norms q and k over all heads",
     **dict.fromkeys(
         ("glm", "glm4", "ernie4_5", "helium"),
         "its RoPE turns neighbours, where the trainer's turns halves",

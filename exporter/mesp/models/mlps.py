@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mesp.models.mixers import (
     Modules,
     Shape,
+    is_positive,
     is_size,
     modules_from_manifest,
     projections_of,
@@ -16,25 +17,82 @@ from mesp.models.mixers import (
 
 
 @dataclass(frozen=True)
-class MLP:
-    """down(act(gate(x)) ∘ up(x)); a model may have several that differ in their width."""
+class Experts:
+    """Gated MLPs of one width, of which a router chooses some for each token.
 
-    modules: Modules
-    intermediate_size: int
+    y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over the `num_experts_per_tok` experts whose scores
+    are the highest, with w_e = scaling · s_e / Σ s. The router and the experts are frozen.
+    """
+
+    router: str  # the linear layer [num_experts, hidden] that gives the scores
+    matrices: str  # before the names of the matrices, which are stacked expert by expert
+    scores: str  # s of what the router gives: "softmax", or "sigmoid"
+    bias: str | None  # is added to the scores, for the choice alone
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    intermediate_size: int = 0
+    scaling: float = 1.0
+
+    def stacked(self, hidden: int) -> dict[str, Shape]:
+        """The shape of one expert's matrices, by the names of all experts' together."""
+        inner = (self.intermediate_size, hidden)
+        shapes = {"gate_proj": inner, "up_proj": inner, "down_proj": inner[::-1]}
+        return {f"{self.matrices}.{name}": shape for name, shape in shapes.items()}
+
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights that no linear layer has."""
+        return {} if self.bias is None else {self.bias: (self.num_experts,)}
+
+    def check(self) -> None:
+        """Raises ValueError where a field can't be what it says."""
+        names = (self.router, self.matrices, *([] if self.bias is None else [self.bias]))
+        sizes = (self.num_experts, self.num_experts_per_tok, self.intermediate_size)
+        refuse_unsound(
+            {
+                "experts' sizes": all(map(is_size, sizes))
+                and self.num_experts_per_tok <= self.num_experts <= 1 << 12,
+                "experts' scores": self.scores in ("softmax", "sigmoid"),
+                "experts' scaling": is_positive(self.scaling),
+                "experts' names": all(type(name) is str for name in names),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class MLP:
+    """down(act(gate(x)) ∘ up(x)), a mixture of experts, or the sum of both.
+
+    A model may have several, that differ in their width or in that some have experts.
+    """
+
+    modules: Modules  # none where there are only experts
+    intermediate_size: int  # 0 then
+    experts: Experts | None = None
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
         """Its projections."""
         inner = (self.intermediate_size, hidden)
-        return {"gate": inner, "up": inner, "down": (hidden, self.intermediate_size)}
+        shapes = {"gate": inner, "up": inner, "down": inner[::-1]}
+        return shapes if self.modules else {}
 
     def check(self) -> None:
         """Raises ValueError where a field can't be what it says."""
+        if self.experts:
+            self.experts.check()
+        has_none = self.experts is not None and not self.modules
+        projections = [] if has_none else ["down", "gate", "up"]
         refuse_unsound(
             {
-                "sizes": is_size(self.intermediate_size),
-                "mlp": sorted(projections_of(self.modules)) == ["down", "gate", "up"],
+                "sizes": self.intermediate_size == 0
+                if has_none
+                else is_size(self.intermediate_size),
+                "mlp": sorted(projections_of(self.modules)) == projections,
             }
         )
+
+    def to_manifest(self) -> dict[str, Any]:
+        """The entry that `mlp_from_manifest` reads."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -63,7 +121,9 @@ class PerLayerEmbedding:
 
 def mlp_from_manifest(entry: dict[str, Any]) -> MLP:
     """Raises ValueError, TypeError or KeyError where the entry is damaged."""
-    return MLP(**{**entry, "modules": modules_from_manifest(entry["modules"])})
+    experts = entry.get("experts")
+    fields = {**entry, "modules": modules_from_manifest(entry["modules"])}
+    return MLP(**{**fields, "experts": None if experts is None else Experts(**experts)})
 
 
 def per_layer_from_manifest(entry: dict[str, Any] | None) -> PerLayerEmbedding | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from mesp.models.families import FAMILIES
 
 # Before the text's part in a model of several modalities, in Hugging Face's form and in mlx-lm's.
@@ -16,6 +18,9 @@ _UNUSED = (
 )  # fmt: skip
 # The limits of what goes into a linear layer and comes out, which Gemma 4's training left.
 _LIMITS = (".input_min", ".input_max", ".output_min", ".output_max")
+# An expert's matrices in checkpoints that have each by itself, and LFM2's names of them.
+_EXPERT = re.compile(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(.*)")
+_MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 # Matrices here, [channels, kernel]; in checkpoints they are [channels, 1, kernel].
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 
@@ -41,11 +46,21 @@ def names_here(name: str, model_type: str) -> list[str]:
     ours = name_here(name, model_type)
     if ours is None:
         return []
+    experts = FAMILIES[model_type].experts
+    if experts and (found := _EXPERT.fullmatch(ours)):
+        layer, number, matrix, suffix = found.groups()
+        expert = expert_of(experts.matrices, int(number))
+        return [f"{layer}.{expert}.{_MATRICES.get(matrix, matrix)}.{suffix}"]
     for theirs, parts in FAMILIES[model_type].hf_modules:
-        layer, found, suffix = ours.partition(f".{theirs}.")
-        if found:
+        layer, is_there, suffix = ours.partition(f".{theirs}.")
+        if is_there:
             return [f"{layer}.{part}.{suffix}" for part in parts]
     return [ours]
+
+
+def expert_of(matrices: str, number: int) -> str:
+    """The name of one expert, before the names of its matrices."""
+    return f"{matrices}.{number}"
 
 
 def name_there(name: str, model_type: str) -> str:

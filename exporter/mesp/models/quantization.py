@@ -32,10 +32,12 @@ class Quantization:
 
     @classmethod
     def of(cls, arrays: Arrays, prefix: str, columns: int) -> Quantization:
-        """The quantization of a matrix with this many columns, by the shapes of `prefix`weight,
-        `prefix`scales and, where there are, `prefix`biases. Raises ValueError where they fit none.
+        """The quantization of a matrix with this many columns, or of stacked ones, by the shapes of
+        `prefix`weight, `prefix`scales and, where there are, `prefix`biases.
+
+        Raises ValueError where they fit none.
         """
-        weight, scales = (arrays[prefix + part].shape[1] for part in ("weight", "scales"))
+        weight, scales = (arrays[prefix + part].shape[-1] for part in ("weight", "scales"))
         bits, group_size = 32 * weight // columns, columns // scales
         if (32 * weight, columns) == (bits * columns, group_size * scales):
             for mode in MODES:

@@ -16,6 +16,7 @@ from mesp.reference.attention import (
     mix_by_attention_backward,
     output_of_attention,
 )
+from mesp.reference.experts import mix_by_experts, mix_by_experts_backward
 from mesp.reference.gated_delta_net import (
     mix_by_gated_delta_net,
     mix_by_gated_delta_net_backward,
@@ -76,13 +77,15 @@ def block_forward(
 ) -> list[mx.array]:
     """[y, mixer_in, m1, m2, m3, mixed, x_mid, gate, up], shapes as in docs/architecture.md.
 
-    x_mid = x + out(mix(RMSNorm(x)))        y = x_mid + down(act(gate) ∘ up)
+    x_mid = x + out(mix(RMSNorm(x)))        y = x_mid + down(act(gate) ∘ up) + experts
 
     With post norms (out and down are normed before they are added) also mixer_out and mlp_out,
     which those take. Gate and up, which are made again where they are needed, are not `stored`.
 
     The records of a packed sequence begin at the positions `starts`. The mixer, alone in a block,
     relates tokens to each other, so it takes each record by itself.
+
+    Gate and up are empty in a block whose MLP has experts alone, which `mix_by_experts` has.
 
     `per_layer` is p of `add_per_layer`, which then ends the block, and `shared` are the keys and
     values of another block, where it has none of its own: see `lent`.
@@ -105,9 +108,16 @@ def block_forward(
         x_mid = stored(x + mixer_out)
 
     mlp_in = rms_norm(x_mid, vector[f"{arch.mlp_norm}.weight"], eps)
-    gate = linear(mlp_in, p["gate"], scale)
-    up = linear(mlp_in, p["up"], scale)
-    mlp_out = linear(gated(gate, up, arch.hidden_act), p["down"], scale)
+    if block.mlp.modules:
+        gate = linear(mlp_in, p["gate"], scale)
+        up = linear(mlp_in, p["up"], scale)
+        mlp_out = linear(gated(gate, up, arch.hidden_act), p["down"], scale)
+    else:
+        gate = up = mx.zeros((*mlp_in.shape[:2], 0))
+        mlp_out = mx.zeros(mlp_in.shape)
+    if block.mlp.experts:
+        experts = block.mlp.experts
+        mlp_out = mlp_out + mix_by_experts(mlp_in, weights, experts, arch.hidden_act)
     if not arch.post_norms:
         return [stored(x_mid + mlp_out), mixer_in, *mixed, x_mid, gate, up]
     mlp_out = stored(mlp_out)
@@ -168,20 +178,27 @@ def block_backward(
         h = x_mid + rms_norm(mlp_out, vector["post_feedforward_layernorm.weight"], eps)
         dy, grad = add_per_layer_backward(h, per_layer, dy, scale, parts, arch.hidden_act)
 
-    # y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
+    # y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in)) + experts(mlp_in)
     d_mlp_out = dy
     if arch.post_norms:
         mixer_out, mlp_out = intermediates[len(INTERMEDIATES) :]
         weight = vector["post_feedforward_layernorm.weight"]
         d_mlp_out = rms_norm_backward(mlp_out, dy, weight, eps)
-    gated_up = gated(gate, up, arch.hidden_act)
-    d_gated, *grad["down"] = linear_backward(gated_up, d_mlp_out, p["down"], scale)
-    d_gate, d_up = gated_backward(gate, up, d_gated, arch.hidden_act)
     mlp_norm = vector[f"{arch.mlp_norm}.weight"]
     mlp_in = rms_norm(x_mid, mlp_norm, eps)
-    d_in_gate, *grad["gate"] = linear_backward(mlp_in, d_gate, p["gate"], scale)
-    d_in_up, *grad["up"] = linear_backward(mlp_in, d_up, p["up"], scale)
-    d_x_mid = dy + rms_norm_backward(x_mid, d_in_gate + d_in_up, mlp_norm, eps)
+    d_mlp_in = mx.zeros(mlp_in.shape)
+    if block.mlp.modules:
+        gated_up = gated(gate, up, arch.hidden_act)
+        d_gated, *grad["down"] = linear_backward(gated_up, d_mlp_out, p["down"], scale)
+        d_gate, d_up = gated_backward(gate, up, d_gated, arch.hidden_act)
+        d_in_gate, *grad["gate"] = linear_backward(mlp_in, d_gate, p["gate"], scale)
+        d_in_up, *grad["up"] = linear_backward(mlp_in, d_up, p["up"], scale)
+        d_mlp_in = d_in_gate + d_in_up
+    if block.mlp.experts:
+        d_mlp_in = d_mlp_in + mix_by_experts_backward(
+            mlp_in, d_mlp_out, weights, block.mlp.experts, arch.hidden_act
+        )
+    d_x_mid = dy + rms_norm_backward(x_mid, d_mlp_in, mlp_norm, eps)
 
     # x_mid = x + o(mix(mixer_in))
     d_mixer_out = d_x_mid

@@ -1,0 +1,42 @@
+"""Which MLP each layer of a model has, by its config.json."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mesp.models.families import FAMILIES
+from mesp.models.mixers import Mixer
+from mesp.models.mlps import MLP
+
+
+def mlps_by_layer(config: dict[str, Any], mixers: list[Mixer]) -> list[MLP]:
+    """The MLP of each layer, as Hugging Face's implementation has it."""
+    family = FAMILIES[config["model_type"]]
+    dense = [MLP(family.mlp, width) for width in _widths(config, mixers)]
+    if family.experts is None:
+        return dense
+    experts = replace(
+        family.experts,
+        bias=family.experts.bias if config.get("use_expert_bias", True) else None,
+        num_experts=config["num_experts"],
+        num_experts_per_tok=config["num_experts_per_tok"],
+        intermediate_size=config["moe_intermediate_size"],
+        scaling=float(config.get("routed_scaling_factor") or 1.0),
+    )
+    mixture = MLP((), 0, experts)
+    return [mixture if _has_experts(config, layer) else mlp for layer, mlp in enumerate(dense)]
+
+
+def _has_experts(config: dict[str, Any], layer: int) -> bool:
+    """LFM2 names the first layers without, Qwen3 every how many-th layer has them."""
+    if layer < config.get("num_dense_layers", 0) or layer in (config.get("mlp_only_layers") or ()):
+        return False
+    return (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+
+
+def _widths(config: dict[str, Any], mixers: list[Mixer]) -> list[int]:
+    """Of each layer; Gemma 4 may have those twice as wide that have no keys and values."""
+    width = config["intermediate_size"]
+    wide = 2 * width if config.get("use_double_wide_mlp") else width
+    return [wide if getattr(mixer, "keys_of", None) is not None else width for mixer in mixers]

@@ -1,0 +1,112 @@
+"""A mixture of experts: gated MLPs, of which a router chooses some for each token."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from mesp.models.mlps import Experts
+from mesp.reference.model import Weights, dequantize
+from mesp.reference.pieces import gated, gated_backward
+
+# Keeps the sum of sigmoids that w is divided by above 0, as in LFM2; a softmax needs none.
+EPSILON = {"sigmoid": 1e-6, "softmax": 0.0}
+
+
+def choose(z: mx.array, bias: mx.array | None, experts: Experts) -> mx.array:
+    """The experts of each token, int [T, k], whose scores are the highest; of equal ones the first.
+
+    z [T, E] is what the router gives. The choice has no gradient.
+    """
+    s = mx.sigmoid(z) if experts.scores == "sigmoid" else z
+    s = s if bias is None else s + bias
+    return mx.stop_gradient(mx.argsort(-s, axis=-1)[:, : experts.num_experts_per_tok])
+
+
+def weigh(z: mx.array, experts: Experts) -> tuple[mx.array, mx.array, mx.array]:
+    """w = c s / (Σ s + ε) [T, k],   s = sigmoid(z), or exp(z) where scores are a softmax.
+
+    z [T, k] is what the router gives for the chosen experts, and c the scaling. Also s, and the
+    sum that it is divided by.
+    """
+    highest = mx.stop_gradient(mx.max(z, axis=-1, keepdims=True))
+    s = mx.sigmoid(z) if experts.scores == "sigmoid" else mx.exp(z - highest)
+    total = mx.sum(s, axis=-1, keepdims=True) + EPSILON[experts.scores]
+    return experts.scaling * s / total, s, total
+
+
+def weigh_backward(z: mx.array, dw: mx.array, experts: Experts) -> mx.array:
+    """dz = ds ∘ s',   ds = (c dw - Σ w dw) / (Σ s + ε).   s' = s (1 - s) of a sigmoid, s of exp"""
+    w, s, total = weigh(z, experts)
+    ds = (experts.scaling * dw - mx.sum(w * dw, axis=-1, keepdims=True)) / total
+    return ds * s * (1 - s) if experts.scores == "sigmoid" else ds * s
+
+
+def mix_by_experts(x: mx.array, weights: Weights, experts: Experts, hidden_act: str) -> mx.array:
+    """y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts.   x, y [1, T, hidden]
+
+    Each expert computes the tokens that chose it, and no others.
+    """
+    x = x[0]
+    chosen, w = _route(x, weights, experts)
+    y = mx.zeros(x.shape)
+    for e, rows, slots in _by_expert(chosen, experts):
+        gate, up, down = _matrices(weights, experts, e, x.shape[-1])
+        out = gated(x[rows] @ gate.T, x[rows] @ up.T, hidden_act) @ down.T
+        y = y.at[rows].add(w[rows, slots][:, None] * out)
+    return y[None]
+
+
+def mix_by_experts_backward(
+    x: mx.array, dy: mx.array, weights: Weights, experts: Experts, hidden_act: str
+) -> mx.array:
+    """dx. Of the rows X of an expert's tokens, with gate g = X Wgᵀ, up u = X Wuᵀ, H = act(g) ∘ u:
+
+    Q = dY Wd        dw = rowsum(Q ∘ H)        dH = w ∘ Q        dX = dg Wg + du Wu
+
+    so that the output of down is not made again. Through the router dx += dz R.
+    """
+    x, dy = x[0], dy[0]
+    chosen, w = _route(x, weights, experts)
+    dx, dw = mx.zeros(x.shape), mx.zeros(w.shape)
+    for e, rows, slots in _by_expert(chosen, experts):
+        gate, up, down = _matrices(weights, experts, e, x.shape[-1])
+        g, u = x[rows] @ gate.T, x[rows] @ up.T
+        q = dy[rows] @ down
+        dw = dw.at[rows, slots].add(mx.sum(q * gated(g, u, hidden_act), axis=-1))
+        dg, du = gated_backward(g, u, w[rows, slots][:, None] * q, hidden_act)
+        dx = dx.at[rows].add(dg @ gate + du @ up)
+    router = dequantize(weights, f"{experts.router}.", x.shape[-1])
+    z = mx.take_along_axis(x @ router.T, chosen, axis=-1)
+    dz = mx.zeros((x.shape[0], experts.num_experts))
+    dz = mx.put_along_axis(dz, chosen, weigh_backward(z, dw, experts), axis=-1)
+    return (dx + dz @ router)[None]
+
+
+def _route(x: mx.array, weights: Weights, experts: Experts) -> tuple[mx.array, mx.array]:
+    """The experts of each token and their weights, both [T, k]."""
+    z = x @ dequantize(weights, f"{experts.router}.", x.shape[-1]).T
+    bias = None if experts.bias is None else weights[experts.bias].astype(mx.float32)
+    chosen = choose(z, bias, experts)
+    w, _, _ = weigh(mx.take_along_axis(z, chosen, axis=-1), experts)
+    return chosen, w
+
+
+def _by_expert(chosen: mx.array, experts: Experts) -> list[tuple[int, mx.array, mx.array]]:
+    """Each expert that some token chose, with the tokens, and the places in their lists."""
+    found = []
+    for e in range(experts.num_experts):
+        rows, slots = np.nonzero(np.array(chosen) == e)
+        if rows.size:
+            found.append((e, mx.array(rows), mx.array(slots)))
+    return found
+
+
+def _matrices(weights: Weights, experts: Experts, e: int, hidden: int) -> list[mx.array]:
+    """W [out, in] float32 of an expert's gate, up and down."""
+    found = []
+    for name, (_, columns) in experts.stacked(hidden).items():
+        prefix = f"{name}."
+        own = {part: array[e] for part, array in weights.items() if part.startswith(prefix)}
+        found.append(dequantize(own, prefix, columns))
+    return found
