@@ -35,6 +35,7 @@ import mlx.core as mx
 
 from mesp.block_function.attention import mix_by_attention
 from mesp.block_function.convolution import mix_by_short_convolution
+from mesp.block_function.experts import mix_by_experts
 from mesp.block_function.gated_delta_net import mix_by_gated_delta_net
 from mesp.block_function.mamba2 import mix_by_mamba2
 from mesp.block_function.mlp import ACTIVATIONS, mlp_by_tokens, plain_mlp
@@ -98,7 +99,14 @@ def forward(block: Block, parts: Parts, x: mx.array) -> list[mx.array]:
 
     mlp_in = norm(arch.mlp_norm, x_mid)
     plus = None if arch.post_norms else x_mid
-    y, gate, up = mlp(mlp_in, p["gate"], p["up"], p["down"], act, plus)
+    if block.mlp.experts:
+        mixed_by_experts = mix_by_experts(block.mlp.experts, parts, mlp_in, act)
+        plus = mixed_by_experts if plus is None else plus + mixed_by_experts
+    if block.mlp.modules:
+        y, gate, up = mlp(mlp_in, p["gate"], p["up"], p["down"], act, plus)
+    else:
+        assert plus is not None
+        y, gate, up = plus, *([mx.zeros((*x.shape[:2], 0))] * 2)
     outputs = [mixer_in, *m, mixed, x_mid, gate, up]
     if arch.post_norms:
         mlp_out = y.astype(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -26,6 +27,8 @@ class Parts:
     per_layer: mx.array | None = None
     # Keys, after norm and RoPE, and values [1, kv_heads, T, D] of another block, where it has none.
     shared: tuple[mx.array, mx.array] | None = None
+    # Gate, up and down of an expert, by its number, where there are some.
+    expert: Callable[[int], Sequence[Projection]] | None = None
 
     def norm(self, name: str, x: mx.array, eps: float | None = None) -> mx.array:
         """RMSNorm by the norm `name`, with the blocks' ε or its own; x's dtype."""

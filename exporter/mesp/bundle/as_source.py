@@ -10,6 +10,7 @@ import numpy as np
 from mesp.bundle.reader import Bundle, block_file
 from mesp.models.architecture import PER_LAYER_PROJECTION
 from mesp.models.layout import DTYPES
+from mesp.models.names import name_of_stacked
 from mesp.models.quantization import Quantization
 from mesp.quantization.choose import Quantizations
 from mesp.source_model.forward_pass import SourceModel
@@ -32,15 +33,15 @@ class BundleWeights:
         return False
 
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
+        name, expert = name_of_stacked(name)
         file, array = self._place(name)
         spec = self.layouts[file][array]
         dtype = DTYPES[spec.dtype]
-        size = math.prod(spec.shape[1:]) * dtype.size
-        data = np.memmap(
-            self.bundle.path / file, np.uint8, "r", spec.offset * 4 + rows.start * size,
-            (rows.stop - rows.start) * size,
-        )  # fmt: skip
-        found = mx.array(data).view(dtype).reshape(-1, *spec.shape[1:])
+        row = spec.shape[1:] if expert is None else spec.shape[2:]
+        first = rows.start + (expert or 0) * shape[0]
+        size = (rows.stop - rows.start) * math.prod(row) * dtype.size
+        data = np.memmap(self.bundle.path / file, np.uint8, "r", spec.place(first), (size,))
+        found = mx.array(data).view(dtype).reshape(-1, *row)
         if name == "model.norm.weight":
             found = found * self.bundle.architecture.logits_scaling
         return found
@@ -50,7 +51,7 @@ class BundleWeights:
         arch = self.bundle.architecture
         columns = {"lm_head": arch.hidden_size} | arch.embedding_columns
         for i, block in enumerate(arch.blocks):
-            for module, (_, size) in block.sizes().items():
+            for module, (_, size) in block.matrices().items():
                 columns[f"model.layers.{i}.{module}"] = size
         found: dict[str, Quantization | None] = {}
         for name, size in columns.items():

@@ -48,7 +48,7 @@ def block_file(index: int) -> str:
 def _check_arrays(found: Layout, expected: Layout) -> None:
     """Raises ValueError unless both hold the same arrays."""
     described = [
-        {spec.name: (spec.shape, spec.dtype) for spec in layout.arrays}
+        {a.name: (a.shape, a.dtype, a.stride is None) for a in layout.arrays}
         for layout in (found, expected)
     ]
     if described[0] != described[1]:
@@ -106,6 +106,8 @@ class Bundle:
             file: size for split in manifest.data.values() for file, size in split.sizes.items()
         }
         for group in manifest.blocks:
+            if self.architecture.blocks[group.layers[0]].mlp.experts:
+                continue  # a CPU trains without functions
             for functions in group.files:
                 if not functions.keys() >= set(map(str, manifest.seq_lens)):
                     raise ValueError("it lacks a function")
@@ -117,7 +119,7 @@ class Bundle:
             raise ValueError("a file of its data has another size than its arrays")
         for file, layout in self.weight_files().items():
             if sizes[file] != layout.words * 4 or any(
-                spec.offset + spec.words > layout.words for spec in layout.arrays
+                spec.end > layout.words for spec in layout.arrays
             ):
                 raise ValueError("an array is not within its file")
 
@@ -140,7 +142,7 @@ class Bundle:
             block = arch.blocks[group.layers[0]]
             quantizations = {
                 name: Quantization.of(group.layout, f"{name}.", columns)
-                for name, (_, columns) in block.sizes().items()
+                for name, (_, columns) in block.matrices().items()
             }
             files |= dict.fromkeys(
                 map(block_file, group.layers), block_layout(block, quantizations, dtype)
@@ -278,7 +280,7 @@ class Bundle:
             blocks = Architecture.from_config(config).blocks
         except MespError as error:
             raise self._other_model() from error
-        if [block.sizes() for block in blocks] != [block.sizes() for block in arch.blocks]:
+        if [block.matrices() for block in blocks] != [block.matrices() for block in arch.blocks]:
             raise self._other_model()
         return config
 
@@ -297,6 +299,8 @@ class Bundle:
         Raises MespError where `check_block_functions` refuses it.
         """
         group = self.group(index)
+        if not group.functions:
+            raise MespError(f"Block {index} of {self.path} mixes experts and has no function.")
         files = group.plain_functions if plain else group.functions
         files = group.packed_functions if packed else files
         path = functions_folder(self.path, self.manifest) / files[str(seq_len)]

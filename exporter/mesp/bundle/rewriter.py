@@ -62,8 +62,8 @@ def rewrite_bundle(
             groups = tuple(write_functions(folder, bundle.architecture, blocks, options))
             functions = set()
         for file in changed:
-            arrays = old[file].unpack(bundle.words(file))
-            pieces = ((name, 0, array) for name, array in arrays.items())
+            words = bundle.words(file)
+            pieces = (piece for spec in old[file].arrays for piece in spec.pieces(words))
             write_weights(folder / file, layouts[file], pieces, writing.advance)
         gone = {*changed, *bundle.function_files()} - functions
         listed = {entry.path for entry in manifest.files}

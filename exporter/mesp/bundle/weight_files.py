@@ -52,8 +52,8 @@ def weight_files(
     quantizations = options.quantizations
     files: WeightFiles = {}
     for i, block in enumerate(arch.blocks):
-        modules = {name: quantizations.of(f"model.layers.{i}.{name}") for name in block.modules}
-        layout = block_layout(block, modules, options.dtype)
+        its = {name: quantizations.of(f"model.layers.{i}.{name}") for name in block.matrices()}
+        layout = block_layout(block, its, options.dtype)
         pieces = block_pieces(weights, i, layout, block, quantizations, moments) if weights else ()
         files[f"blocks/{i:02d}.bin"] = layout, pieces
     tied = arch.tie_word_embeddings
@@ -92,11 +92,18 @@ def block_pieces(
         shape = layout[f"{name}.bias"].shape
         yield f"{name}.bias", 0, weights.rows(f"{prefix}{name}.bias", shape, slice(0, *shape))
     found = moments.of_block(index) if moments else {}
-    for name in block.modules:
+    for name in (*block.modules, *block.router()):
         quantize = least_squares_of(found[name]) if moments else nearest
         yield from matrix_pieces(
             weights, prefix + name, layout, f"{name}.", quantizations, quantize
         )
+    # Few of the tokens that moments are taken of go to each expert: it gets none.
+    quantize = least_squares_of(None) if moments else nearest
+    for expert in range(block.num_experts):
+        for name in block.stacked():
+            yield from matrix_pieces(
+                weights, prefix + name, layout, f"{name}.", quantizations, quantize, expert
+            )
 
 
 def table_pieces(
@@ -133,6 +140,6 @@ def write_weights(
         for name, row, array in pieces:
             spec = layout[name]
             data = np.array(array.astype(DTYPES[spec.dtype]).flatten().view(mx.uint8))
-            file.seek(spec.offset * 4 + row * data.size // array.shape[0])
+            file.seek(spec.place(row))
             file.write(data.data)
             progress(data.size)

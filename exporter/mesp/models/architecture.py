@@ -353,6 +353,15 @@ class Block:
         found |= self.mlp.experts.vectors() if self.mlp.experts else {}
         return found | ({"layer_scalar": (1,)} if self.arch.per_layer else {})
 
+    @property
+    def num_experts(self) -> int:
+        """0 where there are none."""
+        return self.mlp.experts.num_experts if self.mlp.experts else 0
+
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """The (output size, input size) of every quantized matrix; of stacked ones, of each."""
+        return self.sizes() | self.router() | self.stacked()
+
     def router(self) -> dict[str, tuple[int, int]]:
         """The (output size, input size) of the linear layer that chooses experts, which is no
         module: it is frozen. None where there are no experts."""
@@ -372,9 +381,7 @@ class Block:
     def num_parameters(self) -> int:
         """The numbers in it."""
         weights = sum(out * inp for out, inp in (self.sizes() | self.router()).values())
-        if self.mlp.experts:
-            each = sum(out * inp for out, inp in self.stacked().values())
-            weights += self.mlp.experts.num_experts * each
+        weights += self.num_experts * sum(out * inp for out, inp in self.stacked().values())
         vectors = sum(map(math.prod, self.vectors().values()))
         return weights + vectors + sum(self.norms().values()) + sum(self.biases().values())
 

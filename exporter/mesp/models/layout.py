@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -22,22 +22,71 @@ DTYPES = {
 }
 DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # of a bundle, by device, where none is asked for
 
-# float32 whatever the bundle's dtype: the exponential of A_log counts, and Δ and D are by head.
-KEPT_WIDE = ("linear_attn.A_log", "mamba.A_log", "mamba.dt_bias", "mamba.D")
+Array = tuple[str, tuple[int, ...], str]  # name, shape and dtype of an array
+
+# float32 whatever the bundle's dtype: the exponential of A_log counts, Δ and D are by head, and
+# which scores are the highest may be a matter of their last bits.
+KEPT_WIDE = (
+    "linear_attn.A_log", "mamba.A_log", "mamba.dt_bias", "mamba.D", "feed_forward.expert_bias",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """The place of an array in a weight file: `offset` in 32-bit words."""
+    """The place of an array in a weight file: `offset` in 32-bit words.
+
+    Of stacked matrices, each lies `stride` words behind the one before: what belongs to one expert
+    lies together.
+    """
 
     name: str
     offset: int
     shape: tuple[int, ...]
     dtype: str
+    stride: int | None = None
 
     @property
     def words(self) -> int:
-        return math.ceil(math.prod(self.shape) * DTYPES[self.dtype].size / 4)
+        """Those of its numbers: of all of them, or of one of the stacked matrices."""
+        shape = self.shape if self.stride is None else self.shape[1:]
+        return math.ceil(math.prod(shape) * DTYPES[self.dtype].size / 4)
+
+    @property
+    def end(self) -> int:
+        """The word behind its last one."""
+        before = 0 if self.stride is None else (self.shape[0] - 1) * self.stride
+        return self.offset + before + self.words
+
+    def place(self, row: int) -> int:
+        """The byte of the file at which a row begins, of those of all stacked matrices."""
+        shape, start = self.shape, 4 * self.offset
+        if self.stride is not None:
+            number, row = divmod(row, self.shape[1])
+            shape, start = self.shape[1:], start + 4 * number * self.stride
+        return start + row * math.prod(shape[1:]) * DTYPES[self.dtype].size
+
+    def view(self, words: mx.array) -> mx.array:
+        """The array in `words` (uint32 [n]), as a view of the same memory."""
+        dtype = DTYPES[self.dtype]
+        if self.stride is None:
+            # An array of 8 or 16 bits may be padded to a whole word.
+            flat = words[self.offset : self.offset + self.words].view(dtype)
+            return flat[: math.prod(self.shape)].reshape(self.shape)
+        each = (self.shape[0], self.words)
+        stacked = mx.as_strided(words, each, (self.stride, 1), self.offset).view(dtype)
+        return stacked[:, : math.prod(self.shape[1:])].reshape(self.shape)
+
+    def pieces(self, words: mx.array) -> Iterator[Piece]:
+        """The array in `words`, as it is written; of stacked matrices one after the other."""
+        array = self.view(words)
+        if self.stride is None:
+            yield self.name, 0, array
+        else:
+            for number in range(self.shape[0]):
+                yield self.name, number * self.shape[1], array[number]
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -48,13 +97,22 @@ class Layout:
     arrays: tuple[ArraySpec, ...]
 
     @classmethod
-    def of(cls, arrays: Iterable[tuple[str, tuple[int, ...], str]]) -> Layout:
-        """Lays (name, shape, dtype) out one after another."""
+    def of(cls, arrays: Iterable[Array], stacked: Iterable[Array] = (), count: int = 0) -> Layout:
+        """Lays (name, shape, dtype) out one after another, then `count` times those to stack."""
         specs, offset = [], 0
-        for name, shape, dtype in arrays:
-            spec = ArraySpec(name, offset, tuple(shape), dtype)
-            specs.append(spec)
-            offset += math.ceil(spec.words / ALIGNMENT) * ALIGNMENT
+
+        def add(arrays: Iterable[Array]) -> Iterator[ArraySpec]:
+            nonlocal offset
+            for name, shape, dtype in arrays:
+                spec = ArraySpec(name, offset, tuple(shape), dtype)
+                offset += math.ceil(spec.words / ALIGNMENT) * ALIGNMENT
+                yield spec
+
+        specs += add(arrays)
+        start, first = offset, [*add(stacked)]
+        stride = offset - start
+        specs += [replace(a, shape=(count, *a.shape), stride=stride) for a in first]
+        offset = start + count * stride
         return cls(math.ceil(offset * 4 / PAGE) * PAGE // 4, tuple(specs))
 
     def __getitem__(self, name: str) -> ArraySpec:
@@ -72,21 +130,15 @@ class Layout:
         return cls(entry["words"], tuple(arrays))
 
     def to_json(self) -> dict[str, Any]:
-        return {"words": self.words, "arrays": [asdict(a) for a in self.arrays]}
+        return {"words": self.words, "arrays": [a.to_json() for a in self.arrays]}
 
     def unpack(self, words: mx.array) -> dict[str, mx.array]:
         """The arrays in `words` (uint32 [self.words]), as views of the same memory."""
-        arrays = {}
-        for spec in self.arrays:
-            dtype = DTYPES[spec.dtype]
-            flat = words[spec.offset : spec.offset + spec.words].view(dtype)
-            # An array of 8 or 16 bits may be padded to a whole word.
-            arrays[spec.name] = flat[: math.prod(spec.shape)].reshape(spec.shape)
-        return arrays
+        return {spec.name: spec.view(words) for spec in self.arrays}
 
 
 def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype: str) -> Layout:
-    """The layout of a block whose modules are quantized so; docs/architecture.md has the names."""
+    """The layout of a block whose matrices are quantized so; docs/architecture.md has the names."""
     arrays: list = [(name, (size,), dtype) for name, size in block.norms().items()]
     arrays += [
         (name, shape, "float32" if name in KEPT_WIDE else dtype)
@@ -96,7 +148,14 @@ def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype:
         arrays += quantizations[name].arrays(name + ".", rows, columns, dtype)
         if name in block.arch.biases:
             arrays.append((name + ".bias", (rows,), dtype))
-    return Layout.of(arrays)
+    for name, (rows, columns) in block.router().items():
+        arrays += quantizations[name].arrays(name + ".", rows, columns, dtype)
+    stacked = [
+        array
+        for name, (rows, columns) in block.stacked().items()
+        for array in quantizations[name].arrays(name + ".", rows, columns, dtype)
+    ]
+    return Layout.of(arrays, stacked, block.num_experts)
 
 
 def table_layout(arch: Architecture, quantization: Quantization, dtype: str, norm: bool) -> Layout:
@@ -118,4 +177,6 @@ def per_layer_layout(
     return Layout.of(arrays)
 
 
-Piece = tuple[str, int, mx.array]  # an array of the layout, a row of it, the rows from there on
+# An array of the layout, a row of it, the rows from there on. The rows of stacked matrices are
+# counted through all of them.
+Piece = tuple[str, int, mx.array]

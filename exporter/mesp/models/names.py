@@ -21,6 +21,7 @@ _LIMITS = (".input_min", ".input_max", ".output_min", ".output_max")
 # An expert's matrices in checkpoints that have each by itself, and LFM2's names of them.
 _EXPERT = re.compile(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(.*)")
 _MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_STACKED = re.compile(r"(.*\.switch_mlp)\.(\d+)\.(.*)")
 # Matrices here, [channels, kernel]; in checkpoints they are [channels, 1, kernel].
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 
@@ -49,8 +50,8 @@ def names_here(name: str, model_type: str) -> list[str]:
     experts = FAMILIES[model_type].experts
     if experts and (found := _EXPERT.fullmatch(ours)):
         layer, number, matrix, suffix = found.groups()
-        expert = expert_of(experts.matrices, int(number))
-        return [f"{layer}.{expert}.{_MATRICES.get(matrix, matrix)}.{suffix}"]
+        matrix = _MATRICES.get(matrix, matrix)
+        return [f"{layer}.{experts.matrices}.{number}.{matrix}.{suffix}"]
     for theirs, parts in FAMILIES[model_type].hf_modules:
         layer, is_there, suffix = ours.partition(f".{theirs}.")
         if is_there:
@@ -58,9 +59,17 @@ def names_here(name: str, model_type: str) -> list[str]:
     return [ours]
 
 
-def expert_of(matrices: str, number: int) -> str:
-    """The name of one expert, before the names of its matrices."""
-    return f"{matrices}.{number}"
+def name_of_expert(name: str, number: int) -> str:
+    """The name of one expert's matrix, by that of the stacked ones."""
+    matrices, _, matrix = name.rpartition(".")
+    return f"{matrices}.{number}.{matrix}"
+
+
+def name_of_stacked(name: str) -> tuple[str, int | None]:
+    """The name of stacked matrices, or of a tensor of theirs, and the number, by that of one; any
+    other name as it is."""
+    found = _STACKED.fullmatch(name)
+    return (f"{found[1]}.{found[3]}", int(found[2])) if found else (name, None)
 
 
 def name_there(name: str, model_type: str) -> str:

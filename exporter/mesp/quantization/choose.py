@@ -12,6 +12,7 @@ from mesp.models.quantization import MODES, Quantization, describe_quantization
 
 BITS = (4, 5, 6, 8)  # that a model is quantized to here
 HEAD_BITS = 6  # of the head, where the rest has fewer
+ROUTER_BITS = 8  # of what chooses experts, as in mlx-lm: with 4 it would choose others
 
 
 @dataclass(frozen=True)
@@ -139,20 +140,24 @@ def choose_quantizations(
 
     Raises MespError where bits are asked for that the mode does not have.
     """
+    routers = [
+        f"model.layers.{i}.{name}" for i, block in enumerate(arch.blocks) for name in block.router()
+    ]
+    others: dict[str, Quantization | None] = dict.fromkeys(routers, Quantization(ROUTER_BITS))
     if main.mode != "affine":
         if head_bits:
             raise MespError("--head-bits is of --mode affine; leave out one of them.")
-        return Quantizations(main)
+        return Quantizations(main, others)
     head = replace(main, bits=head_bits or max(main.bits, HEAD_BITS))
     name = "model.embed_tokens" if arch.tie_word_embeddings else "lm_head"
-    return Quantizations(main, {} if head == main else {name: head})
+    return Quantizations(main, others | ({} if head == main else {name: head}))
 
 
 def check_quantizations(arch: Architecture, quantizations: Quantizations) -> None:
     """Raises MespError unless every matrix is quantized, and groups divide its rows."""
     columns = arch.embedding_columns
     for i, block in enumerate(arch.blocks):
-        for name, (_, inp) in block.sizes().items():
+        for name, (_, inp) in block.matrices().items():
             columns[f"model.layers.{i}.{name}"] = inp
     for name, size in columns.items():
         group_size = quantizations.of(name).group_size

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from mesp.block_function.tiles import cut
 from mesp.models.layout import DTYPES, Layout, Piece
+from mesp.models.names import name_of_expert
 from mesp.models.quantization import Quantization
 from mesp.models.weights import Weights
 from mesp.quantization import least_squares
@@ -54,15 +55,20 @@ def least_squares_of(moments: mx.array | None) -> Quantizer:
 
 def matrix_pieces(
     weights: Weights, source: str, layout: Layout, prefix: str, quantizations: Quantizations,
-    quantize: Quantizer,
+    quantize: Quantizer, expert: int | None = None,
 ) -> Iterator[Piece]:  # fmt: skip
     """The matrix `source` quantized, some rows at a time; as it is where it comes quantized.
+
+    Of stacked matrices that of the `expert`.
 
     A bfloat16 bundle rounds float16 scales and biases, by 3 bits of their mantissa.
     """
     quantization = quantizations.of(source)
     parts = quantization.parts
-    shapes = [layout[prefix + part].shape for part in parts]
+    shapes = [layout[prefix + part].shape[-2:] for part in parts]
+    first = 0
+    if expert is not None:
+        first, source = expert * shapes[0][0], name_of_expert(source, expert)
     count, columns = shapes[0][0], shapes[0][1] * 32 // quantization.bits
     if quantizations.config and weights.is_stored_unquantized(source):
         raise not_quantized(source)
@@ -80,7 +86,7 @@ def matrix_pieces(
     tiles = cut(count, max(TILE // columns, 1))
     for rows, arrays in _on_every_core(pack, tiles):
         for part, array in zip(parts, arrays, strict=True):
-            yield prefix + part, rows.start, array
+            yield prefix + part, first + rows.start, array
 
 
 def _on_every_core(

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
 from mesp.block_function.attention import keys_and_values, soft_cap
 from mesp.block_function.dequantize import dequantize
+from mesp.block_function.experts import ROUTER
 from mesp.block_function.forward_pass import forward
 from mesp.block_function.parts import Parts, rms_norm
 from mesp.block_function.rope import rope
 from mesp.block_function.tiles import cut
 from mesp.models.architecture import Architecture
+from mesp.models.names import name_of_expert
 from mesp.models.weights import Weights, norm
 from mesp.quantization.choose import Quantizations
 
@@ -64,11 +67,14 @@ class SourceModel:
     arch: Architecture
     quantizations: Quantizations  # of matrices that come quantized
 
-    def matrix(self, name: str, shape: tuple[int, int], rows: slice) -> mx.array:
-        """Some rows of a matrix [out, in], float32."""
+    def matrix(
+        self, name: str, shape: tuple[int, int], rows: slice, expert: int | None = None
+    ) -> mx.array:
+        """Some rows of a matrix [out, in], float32; of stacked matrices that of the `expert`."""
+        stacked, name = name, name if expert is None else name_of_expert(name, expert)
         if not self.weights.is_quantized(name):
             return self.weights.rows(f"{name}.weight", shape, rows).astype(mx.float32)
-        quantization = self.quantizations.of(name)
+        quantization = self.quantizations.of(stacked)
         arrays = {
             array: self.weights.rows(array, its_shape, rows)
             for array, its_shape, _ in quantization.arrays(f"{name}.", *shape, "float32")
@@ -113,7 +119,7 @@ class SourceModel:
             for name, size in block.norms().items()
         }
         arrays |= {name: vector(name, shape) for name, shape in block.vectors().items()}
-        sizes, biases = block.sizes(), block.biases()
+        sizes, biases = block.matrices(), block.biases()
 
         def projection(module: str, rows: slice, shape: tuple[int, int]) -> SourceProjection:
             def read(some: slice) -> mx.array:
@@ -127,11 +133,24 @@ class SourceModel:
             )
 
         p = {name: projection(*rows) for name, rows in block.projections().items()}
+        for name, shape in block.router().items():
+            p[ROUTER] = projection(name, slice(0, shape[0]), shape)
+
+        def expert(number: int) -> list[SourceProjection]:
+            return [
+                SourceProjection(
+                    partial(self.matrix, prefix + name, shape, expert=number), shape, None,
+                    lambda x: None,
+                )
+                for name, shape in block.stacked().items()
+            ]  # fmt: skip
+
         eps = self.arch.rms_norm_eps
         parts = Parts(
             p, arrays, eps, mx.float32, plain=True, fast=mx.fast,
             per_layer=self.per_layer(index, beside),
             shared=beside.shared[block.mixer.keys_of] if block.takes_keys else None,
+            expert=expert,
         )  # fmt: skip
         y, _, _, k, v, *_ = forward(block, parts, x)
         if index in self.arch.owners:

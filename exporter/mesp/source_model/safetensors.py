@@ -10,7 +10,7 @@ import numpy as np
 
 from mesp.errors import MespError
 from mesp.files import parse_json, read_object
-from mesp.models.names import CONVOLUTIONS, names_here
+from mesp.models.names import CONVOLUTIONS, name_of_expert, names_here
 
 # Types in a safetensors file: as NumPy reads them (it has no bfloat16), and what they are.
 TENSOR_DTYPES = {
@@ -81,6 +81,13 @@ class SafetensorsWeights:
                     # [channels, 1, kernel], or as mlx-lm has it [channels, kernel, 1]
                     self.is_converted = array.shape[2] == 1
                     array = array.reshape(len(array), -1)
+                if ".switch_mlp." in names[0] and array.ndim == 3:  # as mlx-lm stacks them
+                    stacked, _, part = names[0].rpartition(".")
+                    names = [f"{name_of_expert(stacked, e)}.{part}" for e in range(len(array))]
+                    self.tensors |= {
+                        name: (each, dtype) for name, each in zip(names, array, strict=True)
+                    }
+                    continue
                 parts = np.split(array, len(names))
                 self.tensors |= {
                     name: (part, dtype) for name, part in zip(names, parts, strict=True)
