@@ -118,6 +118,18 @@ _qwen35 = partial(
 )  # fmt: skip
 
 
+def _lfm2_moe(vocab_size: int, rope_theta: float) -> dict[str, Any]:
+    attention = (2, 6, 10, 14, 18, 21)
+    types = ["full_attention" if i in attention else "conv" for i in range(24)]
+    return _config(
+        "lfm2_moe", 2048, 24, 7168, 32, 8, vocab_size=vocab_size, max_position_embeddings=128000,
+        norm_eps=1e-5, conv_bias=False, conv_L_cache=3, rope_theta=rope_theta, layer_types=types,
+        num_dense_layers=2, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=1792,
+        norm_topk_prob=True, use_expert_bias=True, routed_scaling_factor=1.0,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+
+
 def _lfm2(hidden: int, block_ff_dim: int, heads: int) -> dict[str, Any]:
     """The MLP is a good two thirds as wide as `block_ff_dim`."""
     return {
@@ -210,6 +222,16 @@ _MODELS = (
         "apache-2.0",
         _qwen3(5120, 40, 17408, 40, 8, tie_word_embeddings=False),
     ),
+    (
+        ("Qwen/Qwen3-30B-A3B-Base", "Qwen/Qwen3-30B-A3B"),
+        "apache-2.0",
+        {
+            **_qwen3(2048, 48, 6144, 32, 4, tie_word_embeddings=False),
+            "model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": [],
+            "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+        },
+    ),
     (_tuned("Qwen/Qwen3.5-0.8B", "-Base"), "apache-2.0",
      _qwen35(1024, 24, 3584, 8, 2, linear_num_value_heads=16)),
     (_tuned("Qwen/Qwen3.5-2B", "-Base"), "apache-2.0",
@@ -220,6 +242,8 @@ _MODELS = (
     (("LiquidAI/LFM2-700M",), "lfm1.0", _lfm2(1536, 10240, 24)),
     (("LiquidAI/LFM2-1.2B", "LiquidAI/LFM2.5-1.2B-Base", "LiquidAI/LFM2.5-1.2B-Instruct"), "lfm1.0",
      _lfm2(2048, 12288, 32)),
+    (("LiquidAI/LFM2-8B-A1B",), "lfm1.0", _lfm2_moe(65536, 1e6)),
+    (("LiquidAI/LFM2.5-8B-A1B-Base", "LiquidAI/LFM2.5-8B-A1B"), "lfm1.0", _lfm2_moe(128000, 5e6)),
     (("LiquidAI/LFM3-1.7B-Base", "LiquidAI/LFM3-1.7B"), "lfm1.0", _LFM3),
     (_tuned("meta-llama/Llama-3.2-1B"), "llama3.2", _llama32(2048, 16, 8192, 32, 8, head_dim=64)),
     (_tuned("meta-llama/Llama-3.2-3B"), "llama3.2", _llama32(3072, 28, 8192, 24, 8, head_dim=128)),

@@ -633,6 +633,9 @@ HostArray host_gather(
     HostArray a, HostVector indices, const int32_t *axes, size_t count, const int32_t *slice_sizes, HostStream s) {
     return WRAP(mx::gather(get(a), get(indices), list(axes, count), shape(slice_sizes, get(a).ndim()), get(s)));
 }
+HostArray host_scatter_add(HostArray a, HostArray indices, HostArray updates, HostStream s) {
+    return WRAP(mx::scatter_add(get(a), get(indices), get(updates), 0, get(s)));
+}
 HostArray host_slice(HostArray a, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s) {
     return guarded([&] {
         const size_t n = get(a).ndim();

@@ -5,7 +5,7 @@ import MLX
 ///     mixer_in = RMSNorm(x)                     mlp_in = RMSNorm(x_mid)
 ///     x_mid = x + mixer(mixer_in)               y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
 ///
-/// Each projection is a LoRA linear. In a block with post-norms the outputs of the mixer and of the MLP go through an RMSNorm before they
+/// or in place of the MLP, or beside it, a mixture of experts (ExpertsBlock.swift). Each projection is a LoRA linear. In a block with post-norms the outputs of the mixer and of the MLP go through an RMSNorm before they
 /// are added to x and x_mid. x, y and the arrays of `Intermediates` have the bundle's dtype; everything between them is float32.
 ///
 /// BlockForward.swift and BlockBackward.swift have the two passes, AttentionBlock.swift, GatedDeltaNetBlock.swift,
@@ -89,6 +89,29 @@ package struct BlockWeights {
     package func matrix(_ projection: Projection) -> QuantizedMatrix {
         let (module, outputs) = shape.place(projection)
         return packed.matrix(module.name + ".", inputs: shape.dimensions(projection).inputs).rows(outputs)
+    }
+
+    /// The matrices of an expert.
+    func expert(
+        _ experts: Experts, _ number: Int
+    ) -> (gate: QuantizedMatrix, up: QuantizedMatrix, down: QuantizedMatrix) {
+        let hidden = architecture.hiddenSize
+        return (
+            packed.matrix(experts.gate + ".", number, inputs: hidden),
+            packed.matrix(experts.up + ".", number, inputs: hidden),
+            packed.matrix(experts.down + ".", number, inputs: experts.intermediateSize)
+        )
+    }
+
+    /// R `[E, hidden]`
+    func router(_ experts: Experts) -> QuantizedMatrix {
+        packed.matrix(experts.router + ".", inputs: architecture.hiddenSize)
+    }
+
+    func choice(_ experts: Experts) -> Router {
+        Router(
+            scores: experts.scores, bias: experts.bias.map { packed[$0] }, count: experts.numExpertsPerTok,
+            scaling: experts.scaling)
     }
 
     /// `[out]`

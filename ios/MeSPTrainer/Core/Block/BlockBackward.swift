@@ -28,7 +28,7 @@ extension Block {
         return gradient
     }
 
-    // MARK: - y = x_mid + norm(mlp_out),  mlp_out = down(act(gate(mlp_in)) ∘ up(mlp_in)),  mlp_in = RMSNorm(x_mid)
+    // MARK: - y = x_mid + norm(mlp_out),  mlp_out = down(act(gate(mlp_in)) ∘ up(mlp_in)) + mixture(mlp_in),  mlp_in = RMSNorm(x_mid)
 
     /// Each token's derivative depends on no other token, so that a long sequence goes through some tokens at a time.
     ///
@@ -46,9 +46,15 @@ extension Block {
                 let h = xMid.asType(.float32) + norm(mlpOut[rows].asType(.float32))
                 dResidual = perLayerBackward(h, p: p[rows], dy: dResidual, &own)
             }
-            let dMlpIn = gatedMLP(
-                weights.mlpNorm(xMid), gate: gate?[rows], up: up?[rows],
-                dy: through(weights.mlpPostNorm, mlpOut?[rows], dy: dResidual), &own)
+            let mlpIn = weights.mlpNorm(xMid)
+            let dMlpOut = through(weights.mlpPostNorm, mlpOut?[rows], dy: dResidual)
+            let dense =
+                weights.shape.mlp.modules.isEmpty
+                ? nil : gatedMLP(mlpIn, gate: gate?[rows], up: up?[rows], dy: dMlpOut, &own)
+            let mixed = weights.shape.mlp.experts.map { mixtureBackward($0, mlpIn, dy: dMlpOut) }
+            guard let dMlpIn = dense.map({ dense in mixed.map { dense + $0 } ?? dense }) ?? mixed else {
+                preconditionFailure("a block without an MLP")
+            }
             let dMid = weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
             gradients.add(own)
             eval([dMid] + gradients.arrays)

@@ -52,11 +52,11 @@ extension Block: BlockForward {
         var tiles: [(gate: MLXArray, up: MLXArray)]? = []
         let mlpOut = mlp(weights.mlpNorm(xMid), keeping: &tiles)
         let y = stored(y(xMid, mlpOut).expandedDimensions(axis: 0), as: x.dtype)
-        let (gate, up) = (
-            concatenated(tiles?.map(\.gate) ?? [], axis: -1), concatenated(tiles?.map(\.up) ?? [], axis: -1)
-        )
-        eval(gate, up)
-        (intermediates.gate, intermediates.up) = (gate, up)
+        if let tiles, !tiles.isEmpty {
+            let (gate, up) = (concatenated(tiles.map(\.gate), axis: -1), concatenated(tiles.map(\.up), axis: -1))
+            eval(gate, up)
+            (intermediates.gate, intermediates.up) = (gate, up)
+        }
         if weights.mlpPostNorm != nil { intermediates.mlpOut = stored(mlpOut, as: x.dtype) }
         return BlockOutputs(y: y, mixerIn: weights.mixerNorm(x).squeezed(axis: 0), intermediates: intermediates)
     }
@@ -184,7 +184,7 @@ extension Block: BlockForward {
 
     // MARK: - The MLP
 
-    /// down(act(gate) ∘ up), in float32.
+    /// down(act(gate) ∘ up) and the mixture of experts, or what there is of both, in float32.
     private func mlp(_ mlpIn: MLXArray) -> MLXArray {
         var kept: [(gate: MLXArray, up: MLXArray)]?
         return mlp(mlpIn, keeping: &kept)
@@ -192,9 +192,11 @@ extension Block: BlockForward {
 
     /// - Parameter kept: gets gate and up by tiles of their features, unless it is nil.
     private func mlp(_ mlpIn: MLXArray, keeping kept: inout [(gate: MLXArray, up: MLXArray)]?) -> MLXArray {
+        let mixed = weights.shape.mlp.experts.map { mixture($0, mlpIn) }
+        if let mixed, weights.shape.mlp.modules.isEmpty { return mixed }
         let (gate, up, down) = (projection(.gate), projection(.up), projection(.down))
         let features = tiles(of: gate.weight.rows, size: tile.mlp)
-        var sum = MLXArray.zeros(mlpIn.shape)
+        var sum = mixed ?? MLXArray.zeros(mlpIn.shape)
         for f in features {
             let (gateF, upF) = (gate.outputs(f)(mlpIn), up.outputs(f)(mlpIn))
             sum = sum + down.inputs(f)(weights.activation.gated(gate: gateF, up: upF))

@@ -24,7 +24,7 @@ public struct Architecture: Decodable, Sendable, Equatable {
     package let mixers: [Mixer]
     /// For each block the index of its mixer.
     package let layers: [Int]
-    /// The MLPs in the model, which differ in their width.
+    /// The MLPs in the model, which differ in their width, or in that some have experts.
     package let mlps: [MLP]
     /// For each block the index of its MLP.
     package let mlpLayers: [Int]
@@ -138,10 +138,36 @@ package struct BlockShape: Sendable, Equatable {
             ["input_layernorm", "post_attention_layernorm"]
             + (postNorms ? ["pre_feedforward_layernorm", "post_feedforward_layernorm"] : [])
             + (architecture.perLayer == nil ? [] : ["post_per_layer_input_norm"])
+        let choosing = mlp.experts.flatMap { experts in
+            experts.bias.map { PlainArray(name: $0, shape: [experts.numExperts], isFloat32: true) }
+        }
         let scalars = architecture.perLayer == nil ? [] : [PlainArray(name: "layer_scalar", shape: [1])]
         let biased = modules.filter { architecture.biases.contains($0.name) }
         return norms.map { PlainArray(name: $0 + ".weight", shape: [hidden]) } + mixer.arrays(hidden: hidden)
-            + scalars + biased.map { PlainArray(name: $0.name + ".bias", shape: [dimensions($0).outputs]) }
+            + [choosing].compactMap { $0 } + scalars + biased.map { PlainArray(name: $0.name + ".bias", shape: [dimensions($0).outputs]) }
+    }
+
+    /// A quantized matrix: its name, its size and, of stacked ones, how many there are.
+    struct Matrix {
+        let name: String
+        let outputs, inputs: Int
+        var count: Int?
+    }
+
+    /// Those of the modules, of the router and of the experts.
+    var matrices: [Matrix] {
+        let ofModules = modules.map { module in
+            let (inputs, outputs) = dimensions(module)
+            return Matrix(name: module.name, outputs: outputs, inputs: inputs)
+        }
+        guard let experts = mlp.experts else { return ofModules }
+        let (hidden, width, count) = (architecture.hiddenSize, experts.intermediateSize, experts.numExperts)
+        return ofModules + [
+            Matrix(name: experts.router, outputs: count, inputs: hidden),
+            Matrix(name: experts.gate, outputs: width, inputs: hidden, count: count),
+            Matrix(name: experts.up, outputs: width, inputs: hidden, count: count),
+            Matrix(name: experts.down, outputs: hidden, inputs: width, count: count),
+        ]
     }
 
     /// Whether every part of the block is there, once.
@@ -180,8 +206,13 @@ extension Architecture {
         }
     }
 
-    /// The width of the widest MLP.
-    package var widestMLP: Int { mlps.map(\.intermediateSize).max() ?? 0 }
+    /// The width of the widest MLP, or expert.
+    package var widestMLP: Int {
+        mlps.map { max($0.intermediateSize, $0.experts?.intermediateSize ?? 0) }.max() ?? 0
+    }
+
+    /// Whether some block has experts.
+    package var hasExperts: Bool { mlps.contains { $0.experts != nil } }
 
     /// The linear layers of all blocks, each once.
     package var modules: [Module] {
@@ -223,10 +254,10 @@ extension Architecture {
 
     /// Whether the sizes can be a model's, and every part of a block is there. No product of the sizes, here or in a plan, overflows.
     var isConsistent: Bool {
-        let widths = [hiddenSize, vocabSize] + mlps.map(\.intermediateSize)
+        let widths = [hiddenSize, vocabSize]
         let factors = [embeddingScale, finalLogitSoftcapping].compactMap { $0 }
         return (1...(1 << 12)).contains(numHiddenLayers) && widths.allSatisfy { (1...(1 << 20)).contains($0) }
-            && factors.allSatisfy { $0.isFinite && $0 > 0 }
+            && factors.allSatisfy { $0.isFinite && $0 > 0 } && mlps.allSatisfy(\.isConsistent)
             && mlpLayers.count == layers.count && mlpLayers.allSatisfy(mlps.indices.contains)
             && layers.allSatisfy(mixers.indices.contains) && mixers.allSatisfy { $0.isConsistent(hidden: hiddenSize) }
             && (hfModules ?? []).allSatisfy { !$0.parts.isEmpty && $0.parts.allSatisfy(modules.map(\.name).contains) }

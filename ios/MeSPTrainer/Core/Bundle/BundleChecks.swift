@@ -43,7 +43,8 @@ extension Manifest {
         }
         for length in seqLens {
             for blocks in blocks
-            where [blocks.functions, blocks.plainFunctions, blocks.packedFunctions ?? blocks.functions]
+            where architecture.block(blocks.layers[0]).mlp.experts == nil
+                && [blocks.functions, blocks.plainFunctions, blocks.packedFunctions ?? blocks.functions]
                 .contains(where: { $0["\(length)"] == nil })
             {
                 throw MeSPError(
@@ -75,12 +76,12 @@ extension Manifest {
         }
         func check(
             _ arrays: [PackedArray], _ words: Int, plain: [PlainArray],
-            matrices: [(name: String, rows: Int, columns: Int)]
+            matrices: [BlockShape.Matrix]
         ) throws {
             func array(_ name: String, dtype: ElementType, fits: ([Int]) -> Bool) throws -> PackedArray {
                 guard let array = arrays.first(where: { $0.name == name }), array.dtype == dtype, fits(array.shape),
                     array.shape.allSatisfy({ (1...(1 << 24)).contains($0) }),
-                    (0...words).contains(array.offset), array.words <= words - array.offset
+                    array.isWithin(words)
                 else { throw wrong(name) }
                 return array
             }
@@ -91,14 +92,22 @@ extension Manifest {
                 let dtype = expected.isFloat32 ? .float32 : dtype
                 _ = try array(expected.name, dtype: dtype) { $0 == expected.shape }
             }
-            for (name, rows, columns) in matrices {
+            for matrix in matrices {
+                let (name, stacked) = (matrix.name, [matrix.count].compactMap { $0 })
                 let hasBiases = arrays.contains { $0.name == name + "biases" }
-                let isTable = { (shape: [Int]) in shape.count == 2 && shape[0] == rows }
+                let isTable = { (shape: [Int]) in
+                    shape.count == stacked.count + 2 && shape.dropLast() == stacked + [matrix.outputs]
+                }
+                for part in ["weight", "scales", "biases"] {
+                    guard let array = arrays.first(where: { $0.name == name + part }) else { continue }
+                    guard (array.stride == nil) == stacked.isEmpty else { throw wrong(array.name) }
+                }
                 let weight = try array(name + "weight", dtype: .uint32, fits: isTable)
                 let scales = try array(name + "scales", dtype: hasBiases ? dtype : .uint8, fits: isTable)
                 if hasBiases { _ = try array(name + "biases", dtype: dtype) { $0 == scales.shape } }
                 let format = QuantizationFormat(
-                    inputs: columns, words: weight.shape[1], groups: scales.shape[1], hasBiases: hasBiases)
+                    inputs: matrix.inputs, words: weight.shape[stacked.count + 1],
+                    groups: scales.shape[stacked.count + 1], hasBiases: hasBiases)
                 guard format != nil else { throw wrong(name + "weight") }
             }
         }
@@ -106,12 +115,14 @@ extension Manifest {
             let block = architecture.block(blocks.layers[0])
             try check(
                 blocks.arrays, blocks.words, plain: block.plainArrays,
-                matrices: block.modules.map {
-                    let (inputs, outputs) = block.dimensions($0)
-                    return ($0.name + ".", outputs, inputs)
+                matrices: block.matrices.map { matrix in
+                    .init(
+                        name: matrix.name + ".", outputs: matrix.outputs, inputs: matrix.inputs, count: matrix.count)
                 })
         }
-        let table = [("", architecture.vocabSize, architecture.hiddenSize)]
+        let table = [
+            BlockShape.Matrix(name: "", outputs: architecture.vocabSize, inputs: architecture.hiddenSize)
+        ]
         try check(embedding.arrays, embedding.words, plain: [], matrices: table)
         let norm = PlainArray(name: "norm", shape: [architecture.hiddenSize])
         try check(head.arrays, head.words, plain: [norm], matrices: table)
@@ -119,10 +130,10 @@ extension Manifest {
         let width = architecture.numHiddenLayers * size
         try check(
             perLayerEmbedding.arrays, perLayerEmbedding.words, plain: [],
-            matrices: [("", architecture.vocabSize, width)])
+            matrices: [.init(name: "", outputs: architecture.vocabSize, inputs: width)])
         try check(
             perLayerProjection.arrays, perLayerProjection.words, plain: [PlainArray(name: "norm", shape: [size])],
-            matrices: [("", width, architecture.hiddenSize)])
+            matrices: [.init(name: "", outputs: width, inputs: architecture.hiddenSize)])
     }
 }
 

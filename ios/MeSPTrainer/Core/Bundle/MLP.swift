@@ -1,16 +1,53 @@
-/// The part of a block that takes each token by itself: down(act(gate(mlp_in)) ∘ up(mlp_in)).
+/// The part of a block that takes each token by itself: down(act(gate(mlp_in)) ∘ up(mlp_in)), a mixture of experts, or the sum of both.
 package struct MLP: Decodable, Sendable, Equatable {
-    /// The linear layers, in the order of every flat vector of LoRA parameters.
+    /// The linear layers, in the order of every flat vector of LoRA parameters; none where there are only experts.
     let modules: [Module]
+    /// 0 where there are only experts.
     let intermediateSize: Int
+    /// nil where there are none.
+    let experts: Experts?
 
     /// (input, output) features of one of its projections in a model of this width; nil for a projection that it has not.
     func dimensions(_ projection: Projection, hidden: Int) -> (inputs: Int, outputs: Int)? {
-        switch projection {
+        guard !modules.isEmpty else { return nil }
+        return switch projection {
         case .gate, .up: (hidden, intermediateSize)
         case .down: (intermediateSize, hidden)
         default: nil
         }
+    }
+
+    /// Whether its sizes can be a model's.
+    var isConsistent: Bool {
+        let least = modules.isEmpty && experts != nil ? 0 : 1
+        return (least...(least << 20)).contains(intermediateSize) && experts?.isConsistent ?? true
+    }
+}
+
+/// Gated MLPs of one width, of which a router chooses some for each token. Both are frozen.
+package struct Experts: Decodable, Sendable, Equatable {
+    /// s, of what the router gives.
+    enum Scores: String, Decodable, Sendable { case softmax, sigmoid }
+
+    /// The linear layer `[num_experts, hidden]` that gives the scores.
+    let router: String
+    /// Before the names of the experts' matrices, which are stacked.
+    private let matrices: String
+    let scores: Scores
+    /// The vector that is added to the scores, for the choice alone; nil where there is none.
+    let bias: String?
+    let numExperts: Int
+    let numExpertsPerTok: Int
+    let intermediateSize: Int
+    let scaling: Float
+
+    var gate: String { matrices + ".gate_proj" }
+    var up: String { matrices + ".up_proj" }
+    var down: String { matrices + ".down_proj" }
+
+    fileprivate var isConsistent: Bool {
+        (1...(1 << 12)).contains(numExperts) && (1...numExperts).contains(numExpertsPerTok)
+            && (1...(1 << 20)).contains(intermediateSize) && scaling.isFinite && scaling > 0
     }
 }
 

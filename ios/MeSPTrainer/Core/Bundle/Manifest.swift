@@ -24,6 +24,9 @@ public struct Manifest: Decodable, Sendable {
         public let offset: Int
         public let shape: [Int]
         public let dtype: ElementType
+        /// Of stacked matrices `[number, rows, columns]` the words from one to the next: those of one expert lie together. nil of other
+        /// arrays.
+        public let stride: Int?
     }
     /// Blocks whose files have one layout and whose mixer and MLP are one.
     public struct Blocks: Decodable, Sendable {
@@ -158,8 +161,12 @@ extension Manifest {
     package var featureGroup: Int {
         blocks.compactMap { blocks in
             let block = architecture.block(blocks.layers[0])
-            let scales = block.place(.down).module.name + ".scales"
-            return blocks.arrays.first { $0.name == scales }?.shape.last.map { block.mlp.intermediateSize / $0 }
+            let mlp = block.mlp
+            let dense = mlp.modules.isEmpty ? [] : [(block.place(.down).module.name, mlp.intermediateSize)]
+            let downs = dense + (mlp.experts.map { [($0.down, $0.intermediateSize)] } ?? [])
+            return downs.compactMap { name, width in
+                blocks.arrays.first { $0.name == name + ".scales" }?.shape.last.map { width / $0 }
+            }.max()
         }.max() ?? 1
     }
 
@@ -174,6 +181,11 @@ extension Manifest {
     package func check(_ settings: RunSettings) throws {
         let (length, rank) = (settings.seqLen, settings.rank)
         try settings.checkProjections(of: architecture)
+        if settings.method == .mebp, architecture.hasExperts {
+            throw MeSPError(
+                "\(name) mixes experts, and MeBP differentiates a function, which such blocks have not; take another method."
+            )
+        }
         guard seqLens.contains(length) else {
             throw MeSPError(
                 "\(name) has no trace for sequences of \(length) tokens, only for \(list(seqLens)); choose one of these or export it with --seq-len \(String(length))."
@@ -190,6 +202,19 @@ extension Manifest {
 private func list(_ numbers: [Int]) -> String { numbers.map(String.init).joined(separator: ", ") }
 
 extension Manifest.PackedArray {
-    /// The array's length in 32-bit words.
-    var words: Int { (shape.reduce(1, *) * dtype.dtype.size + 3) / 4 }
+    /// The array's length in 32-bit words, of stacked matrices that of one.
+    var words: Int { (shape.dropFirst(stride == nil ? 0 : 1).reduce(1, *) * dtype.dtype.size + 3) / 4 }
+
+    /// The array's place in its file, of stacked matrices that of one of them.
+    func range(_ number: Int? = nil) -> Range<Int> {
+        let start = offset + (number ?? 0) * (stride ?? 0)
+        return start..<start + words
+    }
+
+    /// Whether the array, or every one of stacked matrices, lies within a file of so many words.
+    func isWithin(_ total: Int) -> Bool {
+        guard (0...total).contains(offset), words <= total - offset else { return false }
+        guard let stride else { return true }
+        return (words...(1 << 31)).contains(stride) && stride * (shape[0] - 1) <= total - offset - words
+    }
 }

@@ -145,6 +145,8 @@ HostArray host_take_axis(HostArray a, HostArray indices, int32_t axis, HostStrea
 HostArray host_take_along_axis(HostArray a, HostArray indices, int32_t axis, HostStream s);
 HostArray host_gather(
     HostArray a, HostVector indices, const int32_t *axes, size_t count, const int32_t *slice_sizes, HostStream s);
+/// `a` with `updates` [n, 1, …] added to the rows that `indices` [n] name.
+HostArray host_scatter_add(HostArray a, HostArray indices, HostArray updates, HostStream s);
 /// `start`, `end` and `strides` have one entry for each axis of `a`.
 HostArray host_slice(HostArray a, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);
 /// `a` with `update` in that place.

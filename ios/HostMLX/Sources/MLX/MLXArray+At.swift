@@ -1,0 +1,35 @@
+import CHostMLX
+
+extension MLXArray {
+    /// The array with other elements in the place of some: `a.at[rows].add(values)`.
+    public var at: ArrayAt { ArrayAt(array: self) }
+}
+
+/// What ``MLXArray/at`` gives, for its subscript.
+public struct ArrayAt {
+    let array: MLXArray
+
+    public subscript(indices: any MLXArrayIndex..., stream stream: StreamOrDevice = .default) -> ArrayAtIndices {
+        ArrayAtIndices(array: array, operations: indices.map { $0.mlxArrayIndexOperation }, stream: stream)
+    }
+}
+
+/// The elements that ``ArrayAt`` names.
+public struct ArrayAtIndices {
+    let array: MLXArray
+    let operations: [MLXArrayIndexOperation]
+    let stream: StreamOrDevice
+
+    /// The array with `values` added to these elements; where an index is named twice, both.
+    public func add(_ values: some ScalarOrArray) -> MLXArray {
+        guard operations.count == 1, case .array(let indices) = operations[0], indices.ndim == 1 else {
+            fatalError("only one array of rows names what is added to")
+        }
+        let rest = array.shape.dropFirst()
+        let values = broadcast(values.asMLXArray(dtype: array.dtype), to: [indices.dim(0)] + rest, stream: stream)
+            .reshaped([indices.dim(0), 1] + rest, stream: stream)
+        return withExtendedLifetime((array, indices, values)) {
+            MLXArray(host_scatter_add(array.ctx, indices.ctx, values.ctx, stream.ctx))
+        }
+    }
+}

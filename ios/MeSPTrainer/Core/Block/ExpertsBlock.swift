@@ -1,0 +1,132 @@
+import MLX
+
+/// The mixture of experts: y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts, with `Router`'s w.
+///
+/// The pairs of a token and one of its experts are sorted by expert, so that each expert's matrices are read once, and those of an expert
+/// without tokens not at all. Sums go in the experts' order.
+extension Block {
+    /// The mixture of each token, `[n, hidden]` in float32.
+    func mixture(_ experts: Experts, _ mlpIn: MLXArray) -> MLXArray {
+        // The tokens that the derivative takes at a time, so that it makes the same choice.
+        let parts = tiles(of: mlpIn.dim(0), size: tile.mlpTokens).map { rows in
+            let x = mlpIn[rows].asType(.float32)
+            let routed = Routed(experts, weights, x)
+            var y = MLXArray.zeros(x.shape)
+            for pairs in routed.byExpert {
+                let matrices = weights.expert(experts, pairs.expert)
+                let some = x[pairs.tokens]
+                var out: MLXArray?
+                for f in features(experts, of: pairs) {
+                    let (gate, up) = (matrices.gate.rows(f).apply(some), matrices.up.rows(f).apply(some))
+                    let part = matrices.down.columns(f).apply(weights.activation.gated(gate: gate, up: up))
+                    out = out.map { $0 + part } ?? part
+                    if f.count < experts.intermediateSize { eval([out].compactMap { $0 }) }
+                }
+                if let out { y = y.at[pairs.tokens].add(routed.weights(pairs) * out) }
+                if x.dim(0) > QuantizedMatrix.fewRows { eval(y) }
+            }
+            return y
+        }
+        return concatenated(parts)
+    }
+
+    /// The derivative. Of the rows X of an expert's tokens, with g = X Wgᵀ, u = X Wuᵀ and H = act(g) ∘ u:
+    ///
+    ///     Q = dY Wd        dw = rowsum(Q ∘ H)        dH = w ∘ Q        dX = dg Wg + du Wu
+    ///
+    /// and through the router, whose matrix is R, dx += dz R. The output of down is not made again.
+    ///
+    /// - Parameters:
+    ///   - mlpIn: `[n, hidden]`
+    ///   - dy: alike, in float32
+    /// - Returns: dx, in float32, evaluated.
+    func mixtureBackward(_ experts: Experts, _ mlpIn: MLXArray, dy: MLXArray) -> MLXArray {
+        let x = mlpIn.asType(.float32)
+        let routed = Routed(experts, weights, x)
+        var dx = MLXArray.zeros(x.shape)
+        var dws = [MLXArray]()
+        for pairs in routed.byExpert {
+            let matrices = weights.expert(experts, pairs.expert)
+            let (some, dSome, w) = (x[pairs.tokens], dy[pairs.tokens], routed.weights(pairs))
+            var (dX, dw): (MLXArray?, MLXArray?) = (nil, nil)
+            for f in features(experts, of: pairs) {
+                let (gate, up) = (matrices.gate.rows(f), matrices.up.rows(f))
+                let q = matrices.down.columns(f).applyTransposed(dSome, addedTo: nil)
+                let d = weights.activation.gatedBackward(
+                    gate: [gate.apply(some)], up: [up.apply(some)], dAct: w * q)
+                let part = (q * d.act).sum(axis: -1)
+                dw = dw.map { $0 + part } ?? part
+                dX = up.applyTransposed(d.dUp, addedTo: gate.applyTransposed(d.dGate, addedTo: dX))
+                tile.pace.finish([dX, dw].compactMap { $0 })
+            }
+            if let dX, let dw {
+                dx = dx.at[pairs.tokens].add(dX)
+                dws.append(dw)
+            }
+            tile.pace.finish([dx])
+        }
+        dx = weights.router(experts).applyTransposed(routed.backward(dw: concatenated(dws)), addedTo: dx)
+        tile.endPhase([dx])
+        return dx
+    }
+
+    /// The features of an expert that are computed at a time: as many numbers as of the MLP, whose tiles have more tokens.
+    private func features(_ experts: Experts, of pairs: Routed.Pairs) -> [Range<Int>] {
+        let width = experts.intermediateSize
+        return tiles(of: width, size: min(tile.mlp, width) * max(1, tile.mlpTokens / pairs.count))
+    }
+}
+
+/// Some tokens, by the experts that they chose.
+private struct Routed {
+    /// The tokens of one expert.
+    struct Pairs {
+        let expert: Int
+        let count: Int
+        /// Their rows `[count]`, and the places of the pairs among all `[T · k]`.
+        let tokens, places: MLXArray
+    }
+
+    /// In the experts' order, without those that no token chose.
+    let byExpert: [Pairs]
+    private let router: Router
+    /// The experts of each token, what the router gives for them and their weights, `[T, k]`.
+    private let chosen, z, w: MLXArray
+    private let experts: Int
+
+    /// - Parameter x: `[T, hidden]`, in float32
+    init(_ experts: Experts, _ weights: BlockWeights, _ x: MLXArray) {
+        router = weights.choice(experts)
+        self.experts = experts.numExperts
+        let all = weights.router(experts).apply(x)
+        let chosen = router.chosen(all)
+        z = takeAlong(all, chosen, axis: -1)
+        w = router.weights(z)
+        eval(chosen, z, w)
+        self.chosen = chosen
+        var places = [[Int32]](repeating: [], count: experts.numExperts)
+        for (place, expert) in chosen.asType(.int32).asArray(Int32.self).enumerated() {
+            places[Int(expert)].append(Int32(place))
+        }
+        let perToken = Int32(experts.numExpertsPerTok)
+        byExpert = places.enumerated().filter { !$0.element.isEmpty }.map { expert, places in
+            Pairs(
+                expert: expert, count: places.count, tokens: MLXArray(places.map { $0 / perToken }),
+                places: MLXArray(places))
+        }
+    }
+
+    /// The weights of an expert's pairs `[count, 1]`.
+    func weights(_ pairs: Pairs) -> MLXArray {
+        w.flattened().take(pairs.places, axis: 0).expandedDimensions(axis: -1)
+    }
+
+    /// dz `[T, E]`, 0 of experts that were not chosen, from dw of all pairs in the order of `byExpert`.
+    func backward(dw: MLXArray) -> MLXArray {
+        let order = argSort(concatenated(byExpert.map(\.places)))
+        let dz = router.weightsBackward(z, dw: dw.take(order, axis: 0).reshaped(z.shape))
+        let rows = MLXArray((0..<Int32(z.dim(0))).map { $0 * Int32(experts) }).expandedDimensions(axis: -1)
+        return MLXArray.zeros([z.dim(0) * experts])
+            .at[(rows + chosen.asType(.int32)).flattened()].add(dz.flattened()).reshaped([z.dim(0), experts])
+    }
+}
