@@ -105,11 +105,11 @@ extension Bench {
         }
     }
 
-    /// A product with tiles of rows of a block's gate projection, of the longest sequence.
+    /// A product with tiles of rows of a block's widest projection, of the longest sequence.
     func product(_ product: Product) throws -> Finding {
         let (inputs, length) = (architecture.hiddenSize, longest)
         let rates = try bundle.withBlock(0) { weights in
-            let all = weights.matrix(.gate)
+            let all = weights.matrix(architecture.block(0).wideProjection)
             let begin = Date.now
             var rates = [(rows: Int, rate: Double)]()
             for rows in [64, 256, 1024, 4096, all.rows].filter({ $0 <= all.rows }) where rows != rates.last?.rows {

@@ -81,7 +81,15 @@ extension Bench {
 
     // MARK: - Against other ways to the same numbers
 
+    /// Blocks with experts have none.
+    private func needFunctions() throws {
+        guard !architecture.hasExperts else {
+            throw Skipped(reason: "The model mixes experts, and such blocks have no function.")
+        }
+    }
+
     func blockOutputs() throws -> Finding {
+        try needFunctions()
         let trainer = try trainer(run(shortest))
         let model = trainer.model
         let x = try model.embed(example(shortest))
@@ -184,6 +192,7 @@ extension Bench {
     }
 
     func gradientsAgainstMeBP() throws -> Finding {
+        try needFunctions()
         let trainer = try trainer(fewBlocks(.mesp))
         let (loss, ours) = try gradients(trainer)
         let (expectedLoss, expected) = try gradients(self.trainer(fewBlocks(.mebp)))

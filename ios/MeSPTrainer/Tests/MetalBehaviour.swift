@@ -196,7 +196,7 @@
                 var request = Generator.Request(prompt: [1, 2, 3])
                 (request.maxTokens, request.temperature, request.topP) = (3, 1, 0.9)
                 try Generator(fixture.bundle).generate(request) { _ in }
-                for method in [GradientMethod.mesp, .mebp] { _ = try gradients(fixture, method) }
+                for method in fixture.exactMethods { _ = try gradients(fixture, method) }
             }.result
             #expect(message { try result.get() } == "")
         }

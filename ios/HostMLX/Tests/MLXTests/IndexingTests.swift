@@ -54,6 +54,13 @@ extension AllTests {
             expect(a[0..., MLXArray([0, 2], [2, 1]), 1...], [2, 2, 1, 3])
         }
 
+        @Test func rowsAreAddedTo() {
+            let rows = MLXArray([1, 0, 1])
+            let sum = MLXArray(0..<6, [3, 2]).at[rows].add(MLXArray([10, 20, 30, 40, 50, 60], [3, 2]))
+            expect(sum, [3, 2], [30, 41, 62, 83, 4, 5])
+            expect(MLXArray(0..<3).at[rows].add(1), [3], [1, 3, 2])
+        }
+
         /// Unlike NumPy, but the same in mlx-swift 0.31.6.
         @Test func newAxesThatAreIgnored() {
             expect(a[.newAxis, 1...], [1, 3, 4])

@@ -9,7 +9,8 @@ private func operations(of f: @escaping ([MLXArray]) -> [MLXArray], on argument:
 
     // A name follows its length, eight bytes.
     let known = [
-        "Broadcast", "ExpandDims", "Gather", "RandomBits", "Reshape", "Slice", "Split", "Squeeze", "Transpose",
+        "Broadcast", "ExpandDims", "Gather", "RandomBits", "Reshape", "Slice", "Scatter", "Split", "Squeeze",
+        "Transpose",
     ]
     let contents = try Data(contentsOf: file.url)
     var found: [(position: Int, name: String)] = []
@@ -51,6 +52,12 @@ extension AllTests {
             try expect(i, 1..., are: ["Gather", "Reshape", "Slice"])
             try expect(1..., i, are: ["Reshape", "Broadcast", "Broadcast", "Gather", "Reshape"])
             try expect(i, i, are: ["Gather", "Reshape"])
+        }
+
+        @Test func operationsOfAnAddedRow() throws {
+            let names = try operations(
+                of: { [$0[0].at[MLXArray([0, 2])].add(MLXArray.ones([2, 4]))] }, on: matrix)
+            #expect(names == ["Reshape", "Scatter"])
         }
 
         @Test func operationsOfASplitKey() throws {

@@ -112,6 +112,9 @@ package struct BlockShape: Sendable, Equatable {
             ?? architecture.perLayer?.dimensions(projection, hidden: hidden)
     }
 
+    /// A wide projection of the block's input: the MLP's gate or, where there are only experts, the mixer's first.
+    package var wideProjection: Projection { mlp.modules.isEmpty ? mixer.modules[0].projections[0] : .gate }
+
     /// (input, output) features of a module, whose projections have the same input.
     package func dimensions(_ module: Module) -> (inputs: Int, outputs: Int) { dimensions([module]) }
 
@@ -144,7 +147,8 @@ package struct BlockShape: Sendable, Equatable {
         let scalars = architecture.perLayer == nil ? [] : [PlainArray(name: "layer_scalar", shape: [1])]
         let biased = modules.filter { architecture.biases.contains($0.name) }
         return norms.map { PlainArray(name: $0 + ".weight", shape: [hidden]) } + mixer.arrays(hidden: hidden)
-            + [choosing].compactMap { $0 } + scalars + biased.map { PlainArray(name: $0.name + ".bias", shape: [dimensions($0).outputs]) }
+            + [choosing].compactMap { $0 } + scalars
+            + biased.map { PlainArray(name: $0.name + ".bias", shape: [dimensions($0).outputs]) }
     }
 
     /// A quantized matrix: its name, its size and, of stacked ones, how many there are.

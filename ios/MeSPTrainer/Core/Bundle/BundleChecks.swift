@@ -45,7 +45,7 @@ extension Manifest {
             for blocks in blocks
             where architecture.block(blocks.layers[0]).mlp.experts == nil
                 && [blocks.functions, blocks.plainFunctions, blocks.packedFunctions ?? blocks.functions]
-                .contains(where: { $0["\(length)"] == nil })
+                    .contains(where: { $0["\(length)"] == nil })
             {
                 throw MeSPError(
                     "\(bundle): the manifest has no function for \(length) tokens; export the bundle again.")

@@ -71,9 +71,12 @@ import Testing
         var settings = try settings(folder)
         settings.seconds = 1  // for all of a model's gradients
         let bench = try bench(settings)
+        // Blocks with experts have no function, and a difference may be one between two choices of experts.
+        let hasExperts = try Fixture(folder, "gradients").bundle.architecture.hasExperts
         for name in ["block.outputs", "gradients.cpu", "gradients.differences", "head.few_targets"] {
             let result = try result(name, bench)
-            #expect(result.verdict == .pass, "\(name): \(result.sentence.english)")
+            let isSkipped = hasExperts && ["block.outputs", "gradients.differences"].contains(name)
+            #expect(result.verdict == (isSkipped ? .skipped : .pass), "\(name): \(result.sentence.english)")
         }
     }
 

@@ -16,7 +16,7 @@ import Testing
 
     @Test(arguments: Fixture.cases) func gradientsEqualTheReference(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
-        for method in [GradientMethod.mesp, .mebp] {
+        for method in fixture.exactMethods {
             let trainer = try fixture.trainer(method)
             var gradients = [Int: MLXArray]()
             let loss = try fixture.backpropagate(trainer) { gradients[$0] = $1 }
@@ -60,7 +60,7 @@ import Testing
     func bfloat16CostsLittleMoreThanStoringIt(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let bar: Float = folder.lastPathComponent.hasPrefix("wide") ? 1.25 : 4
-        for method in [GradientMethod.mesp, .mebp] {
+        for method in fixture.exactMethods {
             let trainer = try fixture.trainer(method)
             let loss = try fixture.backpropagate(trainer) { block, gradient in
                 let layout = trainer.model.layouts[block]
@@ -84,9 +84,8 @@ import Testing
     }
 
     /// A CPU's forward pass calls the formulas, a GPU's the bundle's function.
-    @Test(arguments: Fixture.cases + Fixture.roundedCases) func theFormulasGiveWhatTheFunctionGives(_ folder: URL)
-        throws
-    {
+    @Test(arguments: Fixture.withFunctions(Fixture.cases + Fixture.roundedCases))
+    func theFormulasGiveWhatTheFunctionGives(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let trainer = try fixture.trainer(.mesp, plan: Plan(tileBytes: 1 << 14))
         try fixture.restore(trainer)
@@ -159,7 +158,7 @@ import Testing
     @Test(arguments: Fixture.cases) func lossesOfTrainingEqualTheReference(_ folder: URL) throws {
         let fixture = try Fixture(folder, "losses")
         let stream = try #require(try fixture.bundle.tokens("train")).sequences(lengths: [fixture.length])
-        for method in GradientMethod.allCases {
+        for method in fixture.exactMethods + [.mezo] {
             let rate = try fixture.number(method == .mezo ? "mezo_learning_rate" : "learning_rate")
             let trainer = try fixture.trainer(method) { $0.learningRate = rate }
             let expected = try fixture.array(method.rawValue).asArray(Float.self)

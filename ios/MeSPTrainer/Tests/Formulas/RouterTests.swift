@@ -1,0 +1,71 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MeSPCore
+
+/// The choice of experts, their weights, and the mixture of those that are chosen.
+@Suite(.serialized) struct RouterTests {
+    static let scores = [Experts.Scores.softmax, .sigmoid]
+
+    private func router(_ scores: Experts.Scores, bias: [Float]? = nil) -> Router {
+        Router(scores: scores, bias: bias.map { MLXArray($0) }, count: 2, scaling: 1.5)
+    }
+
+    @Test(arguments: scores) func theDerivativeIsThatOfTheWeights(_ scores: Experts.Scores) {
+        let router = router(scores)
+        let keys = MLXRandom.split(key: MLXRandom.key(0), into: 2)
+        let (z, dw) = (MLXRandom.normal([7, 2], key: keys[0]), MLXRandom.normal([7, 2], key: keys[1]))
+        let (_, expected) = vjp({ [router.weights($0[0])] }, primals: [z], cotangents: [dw])
+        #expect(relativeError(router.weightsBackward(z, dw: dw), expected[0]) < 1e-5)
+    }
+
+    /// As in the reference: of equal scores the first.
+    @Test(arguments: scores) func tiesGoToTheFirst(_ scores: Experts.Scores) {
+        let z = MLXArray([1, 2, 2, 2, 0, 0, 0, 0] as [Float], [2, 4])
+        #expect(router(scores).chosen(z).asType(.int32).asArray(Int32.self) == [1, 2, 0, 1])
+    }
+
+    @Test func theBiasChoosesAndWeighsNothing() {
+        let router = router(.sigmoid, bias: [0, 0, 1, 2])
+        let z = MLXArray.zeros([1, 4])
+        #expect(router.chosen(z).asType(.int32).asArray(Int32.self) == [3, 2])
+        #expect(router.weights(z[0..., 0..<2]).asArray(Float.self).allSatisfy { abs($0 - 0.75) < 1e-5 })
+    }
+
+    /// The weights of an expert that no token chose take no part, whatever they are.
+    @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("moe") })
+    func anExpertWithoutTokensIsNotRead(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "gradients")
+        let model = try fixture.trainer(.mesp).model
+        let block = try #require(
+            model.blocks.first { fixture.bundle.architecture.block($0).mlp.experts != nil })
+        let hidden = fixture.bundle.architecture.hiddenSize
+        let x = MLXRandom.normal([1, hidden], key: MLXRandom.key(3))
+        try fixture.bundle.withBlock(block) { weights in
+            let experts = try #require(weights.shape.mlp.experts)
+            let chosen = weights.choice(experts).chosen(weights.router(experts).apply(x))
+            let numbers = Set(chosen.asType(.int32).asArray(Int32.self).map(Int.init))
+            #expect(numbers.count == experts.numExpertsPerTok)
+
+            // NaN in the place of every scale of the others.
+            let words = weights.packed.words + UInt32(0)
+            for array in weights.packed.arrays where array.stride != nil && array.name.hasSuffix("scales") {
+                for number in 0..<experts.numExperts where !numbers.contains(number) {
+                    let range = array.range(number)
+                    words[range] = MLXArray(Array(repeating: Float.nan.bitPattern, count: range.count))
+                }
+            }
+            let damaged = BlockWeights(
+                shape: weights.shape,
+                packed: PackedWeights(words: words, arrays: weights.packed.arrays, backend: .cpu))
+            func both(_ weights: BlockWeights) throws -> [MLXArray] {
+                let block = model.block(block, x.expandedDimensions(axis: 0), try model.parameters(block), weights)
+                return [block.mixture(experts, x), block.mixtureBackward(experts, x, dy: x)]
+            }
+            for (found, expected) in zip(try both(damaged), try both(weights)) {
+                #expect(found.arrayEqual(expected).item(Bool.self))
+            }
+        }
+    }
+}
