@@ -76,6 +76,7 @@ BLOCKS = [
     for name, (config, _) in MODELS.items()
     for arch in [Architecture.from_config(config)]
     for layer in map(arch.blocks.index, arch.kinds)
+    if not arch.blocks[layer].mlp.experts  # what tokens choose cannot be traced
 ]
 
 

@@ -1,3 +1,4 @@
+import itertools
 import json
 import shutil
 import sys
@@ -12,12 +13,16 @@ from mlx_lm.tuner.utils import load_adapters
 from helpers.models import FAMILIES, TINY, mlx_lm_model, random_tensors, write_model
 from mesp import reference
 from mesp.block_function import mlxfn
+from mesp.bundle.as_source import as_source
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.commands.export import main
 from mesp.errors import MespError
 from mesp.models.layout import PAGE
 from mesp.models.quantization import Quantization
+from mesp.source_model.forward_pass import Beside
+
+PARTS = ("weight", "scales", "biases")
 
 
 @pytest.fixture(scope="session")
@@ -100,6 +105,8 @@ def family(request, tmp_path_factory):
         config["layer_types"] = ["mamba", "attention", "mamba", "mamba"]
     if request.param == "gemma4":
         config["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    if request.param == "lfm2_moe":
+        config["layer_types"] = ["conv", "full_attention", "conv", "conv"]
     if request.param == "lfm3":
         config["layer_types"] = ["conv", "sliding_attention", "full_attention", "conv"]
     model = write_model(folder / "model", config)
@@ -113,7 +120,14 @@ def family(request, tmp_path_factory):
 def test_to_mlx_lm_is_the_quantized_model(family):
     config, _, bundle = family
     head = ("embed_tokens", "lm_head") if bundle.architecture.tie_word_embeddings else "lm_head"
-    expected = mlx_lm_model(config, lambda path: Quantization(6 if path.endswith(head) else 4, 32))
+    routers = {f".{name}" for block in bundle.architecture.blocks for name in block.router()}
+
+    def quantization(path: str) -> Quantization:
+        if path.endswith(tuple(routers)):
+            return Quantization(8, 64)
+        return Quantization(6 if path.endswith(head) else 4, 32)
+
+    expected = mlx_lm_model(config, quantization)
     expected, found = (dict(tree_flatten(m.parameters())) for m in (expected, bundle.to_mlx_lm()))
     assert found.keys() == expected.keys()
     for name, array in found.items():
@@ -147,6 +161,11 @@ def test_functions_give_the_logits_of_mlx_lm(family):
             per_layer = reference.layer_input(ours, tokens, x0, i)
             given = [] if per_layer is None else [per_layer]
             given += shared.get(reference.keys_of(block), ())
+            if block.mlp.experts:  # which has none
+                with pytest.raises(MespError, match="mixes experts and has no function"):
+                    bundle.function(length, i)
+                x = as_source(bundle).block(i, x, Beside(tokens.tolist(), x0))
+                continue
             function = bundle.function(length, i)
             x, *more = function(x, lora, mx.array(1.0), bundle.block_words(i), *given)
             if i in arch.owners:
@@ -195,6 +214,8 @@ def test_blocks_are_grouped_by_layout_and_mixer(family):
         "gemma3": [(0, 2), (1, 3)],
         "qwen3_5": [(0, 2), (1, 3)],
         "lfm2": [(0, 2, 3), (1,)],
+        "lfm2_moe": [(0,), (1,), (2, 3)],
+        "qwen3_moe": [(0,), (1, 2, 3)],
         "lfm3": [(0, 3), (1,), (2,)],
         "gemma4": [(0,), (1,), (2,), (3,)],
     }
@@ -202,7 +223,7 @@ def test_blocks_are_grouped_by_layout_and_mixer(family):
     if "mamba" in (config["layer_types"] or ()):
         expected = [(0, 2, 3), (1,)]
     assert [group.layers for group in bundle.manifest.blocks] == expected
-    if len(expected) == 2:
+    if len(expected) == 2 and config["model_type"] != "qwen3_moe":
         first, second = bundle.manifest.blocks
         assert first.functions["9"] != second.functions["9"]
         # Gemma 3's windowed layers turn by frequencies of their own, and NoPE's don't turn.
@@ -214,6 +235,28 @@ def test_blocks_are_grouped_by_layout_and_mixer(family):
     named = [f for g in bundle.manifest.blocks for f in (g.functions, g.plain_functions)]
     names = {file for files in named for file in files.values()}
     assert listed == names | {f"mlx-0.32.2/{name}" for name in names}
+
+
+def test_what_belongs_to_an_expert_lies_together(family):
+    """An entry of the manifest for each kind of matrix, and a range of the file for each expert;
+    in bfloat16 too."""
+    _, _, bundle = family
+    arch = bundle.architecture
+    for dtype, group in itertools.product(("float32", "bfloat16"), bundle.manifest.blocks):
+        block, file = arch.blocks[group.layers[0]], f"blocks/{group.layers[0]:02d}.bin"
+        layout = bundle.layouts_in(dtype)[file]
+        stacked = [spec for spec in layout.arrays if spec.stride is not None]
+        names = [f"{name}.{part}" for name in block.stacked() for part in PARTS]
+        assert [spec.name for spec in stacked] == names
+        if not stacked:
+            continue
+        (stride,) = {spec.stride for spec in stacked}
+        first, last = stacked[0].offset, stacked[-1].offset + stacked[-1].words
+        assert stride - 16 < last - first <= stride
+        assert all(spec.end <= layout.words for spec in layout.arrays)
+        assert all(spec.shape[0] == block.num_experts for spec in stacked)
+        others = [spec for spec in layout.arrays if spec.stride is None]
+        assert max(spec.end for spec in others) <= first
 
 
 def test_each_function_is_there_for_a_phones_mlx_and_for_todays(exported):

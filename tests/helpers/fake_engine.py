@@ -27,7 +27,10 @@ if settings.get("dry_run"):
     manifest = json.loads((bundle / "manifest.json").read_text())
     sizes = {file["path"]: file["size"] for file in manifest["files"]}
     assert all((bundle / path).stat().st_size == size for path, size in sizes.items())
-    functions = {group["functions"][str(settings["seq_len"])] for group in manifest["blocks"]}
+    length = str(settings["seq_len"])
+    functions = {
+        group["functions"][length] for group in manifest["blocks"] if length in group["functions"]
+    }
     weights = [path for path in sizes if path.startswith(("blocks/", "embedding.", "head."))]
     peak = 1000 * (sum(sizes[path] for path in functions) + settings["seq_len"])
     peak += sum(sizes[path] for path in weights)

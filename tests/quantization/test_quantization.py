@@ -251,7 +251,8 @@ def test_moments_are_of_what_mlx_lm_multiplies(name):
     logits = [model(tokens[None])[0] for tokens in sequences]
     for i in range(source.arch.num_hidden_layers):
         found, of_pairs = moments.of_block(i), products.of_block(i)
-        assert found.keys() == of_pairs.keys() == source.arch.blocks[i].modules.keys()
+        block = source.arch.blocks[i]
+        assert found.keys() == of_pairs.keys() == (block.modules | block.router()).keys()
         for module, sums in found.items():
             (expected,) = (
                 each.sums for path, each in recorders.items() if path.endswith(f".{i}.{module}")
