@@ -61,9 +61,10 @@ def show(model: str, seq_len: int, name: str, bundle: mesp.Bundle, run: mesp.Run
     predicted, measured = run.plan["predicted_peak_bytes"], run.peak_bytes or 0
     architecture = bundle.manifest.architecture
     off = predicted - measured
+    mlp = architecture.mlps[0]
+    width = mlp.intermediate_size or mlp.experts.intermediate_size
     hidden, intermediate = (
-        off / (4 * seq_len * size)
-        for size in (architecture.hidden_size, architecture.mlps[0].intermediate_size)
+        off / (4 * seq_len * size) for size in (architecture.hidden_size, width)
     )
     click.echo(f"{model:14} {seq_len:6} {name:10} {predicted / 1e6:9.2f} {measured / 1e6:8.2f} "
                f"{off / measured:+6.1%} {hidden:+7.1f} {intermediate:+7.1f}")  # fmt: skip

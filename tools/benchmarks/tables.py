@@ -34,7 +34,7 @@ SIZES = tuple(paper.PEAK_MB)
 MODELS = (*SIZES, "Llama-3.2-1B", "Llama-3.2-3B", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B",
           "SmolLM2-135M", "SmolLM2-360M", "SmolLM2-1.7B", "Gemma-3-1B")  # fmt: skip
 HYBRIDS = ("Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "LFM2-350M", "LFM2-700M", "LFM2-1.2B",
-           "LFM3-1.7B", "Granite-4.0-H-350M", "Granite-4.0-H-1B", "Gemma-4-E2B",
+           "LFM2.5-8B-A1B", "LFM3-1.7B", "Granite-4.0-H-350M", "Granite-4.0-H-1B", "Gemma-4-E2B",
            "Gemma-4-E4B")  # fmt: skip
 
 # MeZO's estimate is so noisy that it diverges at the exact methods' learning rate.

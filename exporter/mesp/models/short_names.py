@@ -223,7 +223,7 @@ _MODELS = (
         _qwen3(5120, 40, 17408, 40, 8, tie_word_embeddings=False),
     ),
     (
-        ("Qwen/Qwen3-30B-A3B-Base", "Qwen/Qwen3-30B-A3B"),
+        _tuned("Qwen/Qwen3-30B-A3B", "-Base"),
         "apache-2.0",
         {
             **_qwen3(2048, 48, 6144, 32, 4, tie_word_embeddings=False),
@@ -243,7 +243,7 @@ _MODELS = (
     (("LiquidAI/LFM2-1.2B", "LiquidAI/LFM2.5-1.2B-Base", "LiquidAI/LFM2.5-1.2B-Instruct"), "lfm1.0",
      _lfm2(2048, 12288, 32)),
     (("LiquidAI/LFM2-8B-A1B",), "lfm1.0", _lfm2_moe(65536, 1e6)),
-    (("LiquidAI/LFM2.5-8B-A1B-Base", "LiquidAI/LFM2.5-8B-A1B"), "lfm1.0", _lfm2_moe(128000, 5e6)),
+    (_tuned("LiquidAI/LFM2.5-8B-A1B", "-Base"), "lfm1.0", _lfm2_moe(128000, 5e6)),
     (("LiquidAI/LFM3-1.7B-Base", "LiquidAI/LFM3-1.7B"), "lfm1.0", _LFM3),
     (_tuned("meta-llama/Llama-3.2-1B"), "llama3.2", _llama32(2048, 16, 8192, 32, 8, head_dim=64)),
     (_tuned("meta-llama/Llama-3.2-3B"), "llama3.2", _llama32(3072, 28, 8192, 24, 8, head_dim=128)),

@@ -5,6 +5,7 @@ loss by `y`. Read
 
 - `pieces`: what is shared, such as a linear layer with LoRA;
 - `attention`, `gated_delta_net`, `short_convolution`, `mamba2`: the mixers of a block;
+- `experts`: a mixture of experts, frozen;
 - `per_layer`: embeddings for each layer;
 - `block`, and `head` with the loss;
 - `methods`: MeSP, by hand from a block's input and its intermediates; MeBP, the same loop over
@@ -19,6 +20,7 @@ queries), kv_heads (of keys and values), D = head_dim, V = vocabulary; ∘ is th
 from mesp.reference.adamw8bit import *
 from mesp.reference.attention import *
 from mesp.reference.block import *
+from mesp.reference.experts import *
 from mesp.reference.gated_delta_net import *
 from mesp.reference.head import *
 from mesp.reference.mamba2 import *
