@@ -14,6 +14,7 @@ from helpers.models import FAMILIES, TINY, mlx_lm_model, random_tensors, write_m
 from mesp import reference
 from mesp.block_function import mlxfn
 from mesp.bundle.as_source import as_source
+from mesp.bundle.export import export
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.commands.export import main
@@ -253,10 +254,24 @@ def test_what_belongs_to_an_expert_lies_together(family):
         (stride,) = {spec.stride for spec in stacked}
         first, last = stacked[0].offset, stacked[-1].offset + stacked[-1].words
         assert stride - 16 < last - first <= stride
-        assert all(spec.end <= layout.words for spec in layout.arrays)
+        assert all(spec.is_within(layout.words) for spec in layout.arrays)
         assert all(spec.shape[0] == block.num_experts for spec in stacked)
         others = [spec for spec in layout.arrays if spec.stride is None]
-        assert max(spec.end for spec in others) <= first
+        assert max(spec.offset + spec.words for spec in others) <= first
+
+
+@pytest.mark.parametrize("stride", [-16, 0, 16, 1 << 40, "16", 1.5, None])
+def test_a_damaged_stride_is_refused(tmp_path, stride):
+    """Experts that would lie in each other, or outside of the file."""
+    source, out = write_model(tmp_path / "model", FAMILIES["qwen3_moe"]), tmp_path / "out.mesp"
+    export(source, out, seq_len=4, device="cpu", quantize="nearest")
+    manifest = json.loads((out / "manifest.json").read_text())
+    found = [array for group in manifest["blocks"] for array in group["arrays"]]
+    stacked = next(array for array in found if "stride" in array)
+    stacked["stride"] = stride
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(MespError, match="damaged"):
+        Bundle(out)
 
 
 def test_each_function_is_there_for_a_phones_mlx_and_for_todays(exported):

@@ -119,7 +119,7 @@ class Bundle:
             raise ValueError("a file of its data has another size than its arrays")
         for file, layout in self.weight_files().items():
             if sizes[file] != layout.words * 4 or any(
-                spec.end > layout.words for spec in layout.arrays
+                not spec.is_within(layout.words) for spec in layout.arrays
             ):
                 raise ValueError("an array is not within its file")
 

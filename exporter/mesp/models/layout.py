@@ -51,11 +51,12 @@ class ArraySpec:
         shape = self.shape if self.stride is None else self.shape[1:]
         return math.ceil(math.prod(shape) * DTYPES[self.dtype].size / 4)
 
-    @property
-    def end(self) -> int:
-        """The word behind its last one."""
-        before = 0 if self.stride is None else (self.shape[0] - 1) * self.stride
-        return self.offset + before + self.words
+    def is_within(self, words: int) -> bool:
+        """Whether it lies in a file of so many words, and of stacked matrices none in another."""
+        if self.stride is None:
+            return self.offset + self.words <= words
+        apart = type(self.stride) is int and self.words <= self.stride
+        return apart and self.offset + (self.shape[0] - 1) * self.stride + self.words <= words
 
     def place(self, row: int) -> int:
         """The byte of the file at which a row begins, of those of all stacked matrices."""
