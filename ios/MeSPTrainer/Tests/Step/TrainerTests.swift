@@ -344,7 +344,8 @@ import Testing
     }
 
     /// By blocks a file of weights is mapped once a pass, and otherwise once a pass of each sequence; the planner knows how much that is.
-    @Test(arguments: [("untied-7", nil), ("untied-7", 1)]) func weightsAreReadOnceAPass(_ name: String, _ layers: Int?)
+    @Test(arguments: [("untied-7", nil), ("untied-7", 1), ("qwen3_moe", nil)])
+    func weightsAreReadOnceAPass(_ name: String, _ layers: Int?)
         throws
     {
         let folder = try #require(Fixture.cases.first { $0.lastPathComponent == name })
