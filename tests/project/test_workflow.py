@@ -143,8 +143,10 @@ def test_the_scheme_is_the_projects_and_tests_the_screens():
 def test_a_model_of_each_family_is_checked_each_night():
     text = (ROOT / ".github" / "workflows" / "nightly.yml").read_text(encoding="utf-8")
     models = yaml.safe_load(text)["jobs"]["model"]["strategy"]["matrix"]["include"]
-    # The text of others' alone, and what mlx-lm does not read, or only from checkpoints of its own.
+    # The text of others' alone, and what mlx-lm does not read, or only from checkpoints of its own;
+    # and mixtures of experts, of which none is published that fits the disk of such a machine.
     left_out = ("qwen3_5_text", "gemma4_text", "ministral3", "qwen3_vl", "lfm3")
+    left_out += ("lfm2_moe", "qwen3_moe")
     published = [name for name in FAMILIES if name not in left_out]
     assert [each["family"] for each in models] == published
     assert models[0]["model"] == "Qwen/Qwen2.5-0.5B"
