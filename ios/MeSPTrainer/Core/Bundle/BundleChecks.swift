@@ -120,6 +120,11 @@ extension Manifest {
         try check(
             perLayerEmbedding.arrays, perLayerEmbedding.words, plain: [],
             matrices: [("", architecture.vocabSize, width)])
+        // A layer's part begins and ends with a group.
+        let groups = perLayerEmbedding.arrays.first { $0.name == "scales" }?.shape[1] ?? 1
+        guard size % (width / groups) == 0 else {
+            throw MeSPError("\(bundle): the manifest's dimensions don't fit together; export the bundle again.")
+        }
         try check(
             perLayerProjection.arrays, perLayerProjection.words, plain: [PlainArray(name: "norm", shape: [size])],
             matrices: [("", width, architecture.hiddenSize)])

@@ -114,7 +114,7 @@ package final class BlockwiseModel {
         _ block: Int, _ context: Context, lending x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights
     ) throws -> Beside {
         if bundle.architecture.owners.contains(block) {
-            context.lent[block] = try clock.timed(\.forward) {
+            context.lent[block] = clock.timed(\.forward) {
                 self.block(block, x, lora, weights).keysAndValues(x)
             }
         }
