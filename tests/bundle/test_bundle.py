@@ -146,7 +146,7 @@ def test_functions_give_the_logits_of_mlx_lm(family):
             lora = mx.zeros(block.lora_size(2))
             per_layer = reference.layer_input(ours, tokens, x0, i)
             given = [] if per_layer is None else [per_layer]
-            given += shared.get(reference.keys_of(block), ())
+            given += shared.get(block.keys_of, ())
             function = bundle.function(length, i)
             x, *more = function(x, lora, mx.array(1.0), bundle.block_words(i), *given)
             if i in arch.owners:
