@@ -459,7 +459,7 @@ def test_a_lost_page_is_one_sentence(settings: dict, tmp_path: Path):
     process.send_signal(signal.SIGBUS)
     _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 2 and len(errors.splitlines()) == 1, errors
-    assert "What was saved last is still there" in errors
+    assert "The last saved state is kept" in errors
     engine.settings["steps"] = engine.last_step() + 1
     assert engine.finish().returncode == 0
 

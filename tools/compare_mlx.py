@@ -139,7 +139,14 @@ def functions(bundles: tuple[Path, ...]) -> Arrays:
                 x = mx.random.normal((1, length, architecture.hidden_size))
                 lora = mx.random.normal((architecture.blocks[index].lora_size(manifest.ranks[0]),))
                 x, words = x.astype(DTYPES[manifest.dtype]), bundle.block_words(index)
-                outputs = bundle.function(length, index)(x, 0.1 * lora, mx.array(2.0), words)
+                given = map(mx.random.normal, architecture.blocks[index].given_shapes(length))
+                inputs = [
+                    0.1 * lora,
+                    mx.array(2.0),
+                    words,
+                    *(each.astype(x.dtype) for each in given),
+                ]
+                outputs = bundle.function(length, index)(x, *inputs)
                 for i, output in enumerate(outputs):
                     results[f"{path.name} block {index} of {length} tokens, output {i}"] = output
     return results

@@ -176,7 +176,7 @@ class Case:
             for m, name, heads in zip(("m1", "m2", "m3"), "qkv", counts, strict=True):
                 if name in found:
                     found[m] = found[name].reshape(1, x.shape[1], heads, -1).swapaxes(1, 2)
-            if self.described.takes_keys:
+            if self.described.keys_of is not None:
                 found["m2"], found["m3"] = self.beside(x.shape[1])["shared"]
             *_, out = self.mixer.modules
             found["mixed"] = spies[out[0]].seen["in"]
@@ -374,7 +374,7 @@ def test_packed_records_do_not_see_each_other(monkeypatch, name, layer, how):
     def more(start: int, end: int) -> list[mx.array]:
         """Of some tokens what the block takes besides x, with positions from 0 on."""
         given = [beside["per_layer"][:, start:end]] if beside else []
-        if case.described.takes_keys:
+        if case.described.keys_of is not None:
             keys, values = (each[:, :, start:end] for each in beside["shared"])
             given += [rope(case.mixer, slice(0, 30))(keys, slice(0, end - start)), values]
         return given
@@ -382,7 +382,7 @@ def test_packed_records_do_not_see_each_other(monkeypatch, name, layer, how):
     found = function(x, *inputs, *more(0, 30), starts)
     alone = [function(x[:, a:b], *inputs, *more(a, b)) for a, b in records]
     for name, packed, parts in zip(OUTPUTS, found, zip(*alone, strict=True), strict=False):
-        if case.described.takes_keys and name == "m2":
+        if case.described.keys_of is not None and name == "m2":
             continue  # given, at other positions
         assert relative_error(packed, mx.concatenate(parts, axis=-2)) <= TOLERANCE, name
 

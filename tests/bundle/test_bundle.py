@@ -161,7 +161,7 @@ def test_functions_give_the_logits_of_mlx_lm(family):
             lora = mx.zeros(block.lora_size(2))
             per_layer = reference.layer_input(ours, tokens, x0, i)
             given = [] if per_layer is None else [per_layer]
-            given += shared.get(reference.keys_of(block), ())
+            given += shared.get(block.keys_of, ())
             if block.mlp.experts:  # which has none
                 with pytest.raises(MespError, match="mixes experts and has no function"):
                     bundle.function(length, i)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.commands import call
-from helpers.models import TINY, write_model, write_model_in_5_bits
+from helpers.models import FAMILIES, TEXT, TINY, write_model, write_model_in_5_bits
 from mesp.engine.build import find_engine
 from mesp.engine.process import find_count
 
@@ -46,6 +46,29 @@ def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch)
             if measured == expected:
                 break
         assert measured == expected, kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "granite-mamba"])
+def test_a_long_sequence_takes_no_more_than_predicted(family: str, tmp_path: Path, monkeypatch):
+    """Of attention with and without a window, and of recurrent mixers."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    long, config = 8192, FAMILIES[family] | {"max_position_embeddings": 8192}
+    source = write_model(tmp_path / "model", config)
+    (tmp_path / "text.txt").write_text(TEXT * (1 + 16 * long // len(TEXT)))
+    data = ("--data", tmp_path / "text.txt")
+    bundle = exported(tmp_path, "--model", source, *data, "--seq-len", long, "--device", "cpu")
+    output = tmp_path / "run"
+    options = ("--steps", 1, "--val-batches", 0, "--offload", "all", "--out", output)
+    call("train", bundle, *options)
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    records = {record["type"]: record for record in map(json.loads, lines)}
+    # What a plan counts is an upper bound here: the widths of a tiny model are no real one's.
+    assert (
+        0.5 * records["plan"]["predicted_peak_bytes"]
+        < records["end"]["footprint_peak_bytes"]
+        < 1.08 * records["plan"]["predicted_peak_bytes"]
+    )
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac's engine has no ledger")

@@ -118,7 +118,7 @@ def _signature(
     if arch.per_layer:
         sizes["per_layer"] = arch.per_layer.size
     inputs = listed["inputs"] + (listed["per_layer"] if arch.per_layer else [])
-    inputs += listed["shared"] if block.takes_keys else []
+    inputs += listed["shared"] if block.keys_of is not None else []
     inputs += listed["packed"] if packed else []
     return [*map(array, inputs)], [*map(array, outputs)]
 

@@ -73,7 +73,7 @@ def block_function(
         arrays, more = layout.unpack(weights), list(more)
         p = projections(block, layout, arrays, lora, scale, device, x.dtype)
         per_layer = more.pop(0) if block.arch.per_layer else None
-        shared = (more.pop(0), more.pop(0)) if block.takes_keys else None
+        shared = (more.pop(0), more.pop(0)) if block.keys_of is not None else None
         starts = more.pop(0) if more else None
         eps = block.arch.rms_norm_eps
         parts = Parts(p, arrays, eps, x.dtype, plain, fast, starts, per_layer, shared)

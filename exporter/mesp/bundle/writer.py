@@ -163,10 +163,7 @@ def write_texts(
         "tie_word_embeddings": arch.is_tied_in_mlx_lm,
     }
     if "num_kv_shared_layers" in config:
-        mixers = [block.mixer for block in arch.blocks]
-        config["num_kv_shared_layers"] = sum(
-            getattr(mixer, "keys_of", None) is not None for mixer in mixers
-        )
+        config["num_kv_shared_layers"] = sum(each.keys_of is not None for each in arch.blocks)
     for key in ("layer_types", "no_rope_layers"):  # one entry a block
         if isinstance(config.get(key), list):
             config[key] = config[key][: arch.num_hidden_layers]

@@ -170,6 +170,7 @@ class Architecture:
                 "sizes": all(map(is_size, (self.hidden_size, self.vocab_size))),
                 "numbers": all(map(is_positive, numbers)),
                 "flags": type(self.tie_word_embeddings) is type(self.post_norms) is bool,
+                "per_layer": self.per_layer is None or self.post_norms,
                 "prefixes": type(self.mlx_prefix) is type(self.hf_prefix) is str,
                 "hidden_act": self.hidden_act in ("silu", "gelu"),
                 "biases": set(self.modules) >= set(self.biases),
@@ -182,10 +183,10 @@ class Architecture:
 
     def _has_keys_for(self, layer: int, mixer: Mixer) -> bool:
         """Whether a block has keys and values: its own, or those of one before it that has."""
-        owner = getattr(mixer, "keys_of", None)
-        if owner is None:
+        if not isinstance(mixer, AttentionMixer) or mixer.keys_of is None:
             return True
-        if not 0 <= owner < layer:
+        owner = mixer.keys_of
+        if not 0 <= owner < layer or mixer.gate_dim:
             return False
         its = self.mixers[self.layers[owner]]
         return (
@@ -198,7 +199,7 @@ class Architecture:
     @property
     def owners(self) -> set[int]:
         """The blocks whose keys and values others take too."""
-        found = {getattr(mixer, "keys_of", None) for mixer in self.mixers}
+        found = (block.keys_of for block in self.kinds)
         return {owner for owner in found if owner is not None}
 
     @property
@@ -299,9 +300,9 @@ class Block:
         )
 
     @property
-    def takes_keys(self) -> bool:
-        """Whether it takes the keys and values of another block."""
-        return isinstance(self.mixer, AttentionMixer) and self.mixer.keys_of is not None
+    def keys_of(self) -> int | None:
+        """The block whose keys and values it takes; None: its own, or it has none."""
+        return self.mixer.keys_of if isinstance(self.mixer, AttentionMixer) else None
 
     def given_shapes(self, length: int) -> list[tuple[int, ...]]:
         """Of what it takes besides its input: its layer's part of the tokens' embeddings, and the
@@ -309,7 +310,7 @@ class Block:
         shapes: list[tuple[int, ...]] = []
         if self.arch.per_layer:
             shapes.append((1, length, self.arch.per_layer.size))
-        if isinstance(self.mixer, AttentionMixer) and self.takes_keys:
+        if isinstance(self.mixer, AttentionMixer) and self.keys_of is not None:
             shapes += [(1, self.mixer.num_key_value_heads, length, self.mixer.head_dim)] * 2
         return shapes
 

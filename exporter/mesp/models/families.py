@@ -252,7 +252,12 @@ _GEMMA4 = Family(
     activation="gelu_pytorch_tanh",
     full_every=5,
     embedding_scale=_GEMMA3.embedding_scale,
-    takes=("partial_rotary_factor",),
+    takes=(
+        "partial_rotary_factor",
+        "num_kv_shared_layers",
+        "global_head_dim",
+        "use_double_wide_mlp",
+    ),
     defaults={
         "head_dim": 256,
         "global_head_dim": 512,
@@ -444,6 +449,9 @@ VARIANTS = {
     "enable_moe_block": False,
     "attention_k_eq_v": False,
     "num_global_key_value_heads": None,
+    "num_kv_shared_layers": 0,
+    "global_head_dim": None,
+    "use_double_wide_mlp": False,
 }
 
 # Other models that mlx-lm can run, by `model_type`, and the parts that the trainer lacks.

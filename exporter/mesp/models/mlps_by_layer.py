@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from mesp.models.families import FAMILIES
-from mesp.models.mixers import Mixer
+from mesp.models.mixers import AttentionMixer, Mixer
 from mesp.models.mlps import MLP
 
 
@@ -39,4 +39,7 @@ def _widths(config: dict[str, Any], mixers: list[Mixer]) -> list[int]:
     """Of each layer; Gemma 4 may have those twice as wide that have no keys and values."""
     width = config["intermediate_size"]
     wide = 2 * width if config.get("use_double_wide_mlp") else width
-    return [wide if getattr(mixer, "keys_of", None) is not None else width for mixer in mixers]
+    return [
+        wide if isinstance(each, AttentionMixer) and each.keys_of is not None else width
+        for each in mixers
+    ]

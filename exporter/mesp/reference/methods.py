@@ -57,17 +57,12 @@ def forward_lending(
             block,
             starts=starts,
             per_layer=per_layer,
-            shared=shared.get(keys_of(block)),
+            shared=shared.get(block.keys_of),
         )
         if i in model.arch.owners:
             shared[i] = lent(intermediates, lora[i], weights, block, starts)
         hidden.append(y)
     return hidden, shared
-
-
-def keys_of(block: Block) -> int | None:
-    """The block whose keys and values it takes, unless it has its own."""
-    return getattr(block.mixer, "keys_of", None)
 
 
 def layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) -> mx.array | None:
@@ -177,7 +172,7 @@ def gradients(
     sums: dict[int, Shared] = {}
     for i in reversed(range(len(lora))):
         block = (lora[i], scale, model.blocks[i], arch.blocks[i])
-        owner = keys_of(arch.blocks[i])
+        owner = arch.blocks[i].keys_of
         d_input, d_block, by_shared = block_gradient(
             x[i],
             dx[0],

@@ -149,7 +149,7 @@ class SourceModel:
         parts = Parts(
             p, arrays, eps, mx.float32, plain=True, fast=mx.fast,
             per_layer=self.per_layer(index, beside),
-            shared=beside.shared[block.mixer.keys_of] if block.takes_keys else None,
+            shared=None if block.keys_of is None else beside.shared[block.keys_of],
             expert=expert,
         )  # fmt: skip
         y, _, _, k, v, *_ = forward(block, parts, x)

@@ -188,11 +188,15 @@ import Observation
     /// The text that a run must not forget, `general.txt`; nil where nobody asks, or no answers or held-out text could tell.
     var generalText: TextData.Source? {
         guard keepsKnowledge, settings.objective == nil, settings.valBatches > 0, let bundle,
-            textKind != .bundle || bundle.manifest?.data?["valid"] != nil,
+            textKind != .bundle || bundle.manifest?.data?["valid"].map({ holdsSequence($0) }) == true,
             FileManager.default.fileExists(atPath: bundle.url.appendingPathComponent("tokenizer.json").path),
             let page = Bundle.module.url(forResource: "general", withExtension: "txt")
         else { return nil }
         return .file(page)
+    }
+
+    private func holdsSequence(_ tokens: Manifest.Tokens) -> Bool {
+        tokens.examples.map { $0.count > 0 } ?? (tokens.tokens > settings.seqLen)
     }
 
     /// One sentence on the lesson for the model; nil without a bundle.

@@ -21,6 +21,7 @@ extension Bench {
                 "output gate": attention.merging(["output_gate": true]) { $1 },
                 "gate of a head": attention.merging(["modules": modules(ofAttention + headGate)]) { $1 },
                 "sliding window": attention.merging(["sliding_window": 7]) { $1 },
+                "norm of v": attention.merging(["v_norm": true]) { $1 },
                 "capped": attention.merging(["attn_logit_softcapping": 3]) { $1 },
             ]
         ),

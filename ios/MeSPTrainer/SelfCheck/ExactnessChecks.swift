@@ -19,9 +19,12 @@ extension Bench {
     func cpu(_ trainer: Trainer, of other: ModelBundle? = nil) -> FormulasOnCPU {
         FormulasOnCPU(
             bundle: other ?? bundle, layouts: trainer.model.layouts, scale: trainer.model.scale,
-            tile: TileSizes(
-                architecture, group: bundle.manifest.featureGroup, length: shortest, bytes: 1 << 20,
-                backend: .cpu))
+            // In one segment, as a block function has all intermediates.
+            tile: TileSizes.$segmentTokens.withValue(shortest) {
+                TileSizes(
+                    architecture, group: bundle.manifest.featureGroup, length: shortest, bytes: 1 << 20,
+                    backend: .cpu)
+            })
     }
 
     /// Whether the largest of these errors is within the tolerance; a NaN is not.

@@ -100,8 +100,9 @@ import Testing
         #expect(sampler.takePeak() - before < 100_000_000, "memory by a number in a file")
     }
 
-    private func bundle() throws -> (URL, Data) {
-        let source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
+    private func bundle(_ fixture: String = "tied-32") throws -> (URL, Data) {
+        let source = try #require(Fixture.cases.first { $0.lastPathComponent == fixture })
+            .appendingPathComponent("bundle.mesp")
             .resolvingSymlinksInPath()
         let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
         try FileManager.default.copyItem(at: source, to: folder)
@@ -110,8 +111,8 @@ import Testing
 
     private func settings(_ folder: URL) -> RunSettings { RunSettings(bundle: folder.path, output: folder.path) }
 
-    @Test func manifests() throws {
-        let (folder, manifest) = try bundle()
+    @Test(arguments: ["tied-32", "gemma4"]) func manifests(_ fixture: String) throws {
+        let (folder, manifest) = try bundle(fixture)
         defer { try? FileManager.default.removeItem(at: folder) }
         try fuzz(1500, seed: 1) { random in
             try mutatedJSON(manifest, &random).write(to: folder.appendingPathComponent("manifest.json"))
@@ -127,8 +128,8 @@ import Testing
     }
 
     /// The Hub's offer, before a file of it is there.
-    @Test func offers() throws {
-        let (folder, manifest) = try bundle()
+    @Test(arguments: ["tied-32", "gemma4"]) func offers(_ fixture: String) throws {
+        let (folder, manifest) = try bundle(fixture)
         defer { try? FileManager.default.removeItem(at: folder) }
         try fuzz(400, seed: 8) { random in
             let json = try mutatedJSON(manifest, &random)
@@ -300,8 +301,12 @@ import Testing
             "type": "mamba2", "modules": modules(["in", "out"]), "num_heads": 1 << 10, "head_dim": 1 << 8,
             "num_groups": 1 << 5, "state_size": 1 << 12, "kernel_size": 1 << 12, "norm_eps": 1e-5,
         ]
-        architecture["mixers"] = [attention, net, convolution, mamba]
-        architecture["layers"] = (0..<1 << 12).map { $0 % 4 }
+        var shared = attention
+        (shared["keys_of"], shared["modules"]) = (0, modules(["q", "o"]))
+        architecture["mixers"] = [attention, net, convolution, mamba, shared]
+        architecture["layers"] = (0..<1 << 12).map { $0 % 5 }
+        architecture["per_layer"] = ["modules": modules(["ple_gate", "ple_out"]), "size": 1 << 12] as [String: Any]
+        architecture["post_norms"] = true
         architecture["mlp_layers"] = [Int](repeating: 0, count: 1 << 12)
         (manifest["architecture"], manifest["seq_lens"]) = (architecture, [1 << 20])
         let largest = try JSONDecoder.snakeCase.decode(

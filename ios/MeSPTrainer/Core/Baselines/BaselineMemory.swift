@@ -32,9 +32,9 @@ extension MixerMemory {
             // The scores and P of all heads; and of QK-norm.
             2 * a.numAttentionHeads * length * length * 4
                 + (a.qkNorm ? 13 * activation(a.queryWidth + a.keyValueWidth) : 0)
-        case .gatedDeltaNet: 10 * intermediates
-        case .shortConvolution: 3 * intermediates
-        case .mamba2: 10 * intermediates
+        case .gatedDeltaNet: 10 * whole
+        case .shortConvolution: 3 * whole
+        case .mamba2: 10 * whole
         }
     }
 }

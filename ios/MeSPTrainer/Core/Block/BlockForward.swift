@@ -82,10 +82,12 @@ extension Block: BlockForward {
     ///
     /// - Parameter keeps: whether what the backward pass reads is kept.
     private func bySegments(_ x: MLXArray, _ rows: [Range<Int>], keeps: Bool) -> Intermediates {
-        var states = [MixerState(weights, dtype: x.dtype)]
+        let start = MixerState(weights, dtype: x.dtype)
+        var states = [start]
         var (segments, xMids, outs) = ([Intermediates.Segment](), [MLXArray](), [MLXArray]())
         for rows in rows {
-            let before = states[0]
+            // Attention's, which holds all keys so far, is the same for all segments: that after the last.
+            let before = start.isRecurrent ? states[0] : start
             let x = x[rows]
             let mixed = mixer(weights.mixerNorm(x), [0..<rows.count], &states)
             xMids.append(sum(x, weights.mixerPostNorm, mixed.out))

@@ -16,7 +16,7 @@ package enum MixerState {
         private(set) var values: MLXArray
         private(set) var count = 0
         /// The tokens that there is room for once more.
-        private static let room = 32
+        static let room = 32
 
         init(_ mixer: AttentionMixer, dtype: DType) {
             keys = MLXArray.zeros([mixer.numKeyValueHeads, 0, mixer.headDim], dtype: dtype)
@@ -93,9 +93,10 @@ package enum MixerState {
         if case .attention(let cache) = self { cache } else { nil }
     }
 
+    /// What the tokens left, without room for more.
     package var arrays: [MLXArray] {
         switch self {
-        case .attention(let cache): [cache.keys, cache.values]
+        case .attention(let cache): [cache.keys, cache.values].map { $0[0..., 0..<cache.count] }
         case .gatedDeltaNet(let state, _): [state.tail, state.memory]
         case .shortConvolution(let tail, _): [tail]
         case .mamba2(let state, _): [state.tail, state.memory]

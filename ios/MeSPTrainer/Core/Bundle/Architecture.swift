@@ -238,7 +238,7 @@ extension Architecture {
             guard (0..<block).contains(owner), case .attention(let mixer) = mixers[layers[block]],
                 case .attention(let its) = mixers[layers[owner]]
             else { return false }
-            return its.keysOf == nil
+            return its.keysOf == nil && mixer.gateDim == 0
                 && (its.numKeyValueHeads, its.headDim) == (mixer.numKeyValueHeads, mixer.headDim)
         }
     }
@@ -265,7 +265,7 @@ extension Architecture {
             && mlpLayers.count == layers.count && mlpLayers.allSatisfy(mlps.indices.contains)
             && layers.allSatisfy(mixers.indices.contains) && mixers.allSatisfy { $0.isConsistent(hidden: hiddenSize) }
             && (hfModules ?? []).allSatisfy { !$0.parts.isEmpty && $0.parts.allSatisfy(modules.map(\.name).contains) }
-            && sharesKeys && perLayer.map { (1...(1 << 12)).contains($0.size) } ?? true
+            && sharesKeys && perLayer.map { postNorms && (1...(1 << 12)).contains($0.size) } ?? true
             && kinds.allSatisfy(\.isWhole) && biases.allSatisfy(modules.map(\.name).contains)
     }
 }

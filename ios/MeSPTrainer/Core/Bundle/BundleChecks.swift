@@ -131,6 +131,11 @@ extension Manifest {
         try check(
             perLayerEmbedding.arrays, perLayerEmbedding.words, plain: [],
             matrices: [.init(name: "", outputs: architecture.vocabSize, inputs: width)])
+        // A layer's part begins and ends with a group.
+        let groups = perLayerEmbedding.arrays.first { $0.name == "scales" }?.shape[1] ?? 1
+        guard size % (width / groups) == 0 else {
+            throw MeSPError("\(bundle): the manifest's dimensions don't fit together; export the bundle again.")
+        }
         try check(
             perLayerProjection.arrays, perLayerProjection.words, plain: [PlainArray(name: "norm", shape: [size])],
             matrices: [.init(name: "", outputs: width, inputs: architecture.hiddenSize)])

@@ -4,16 +4,20 @@ import MLX
 /// pass over memory, and write an array.
 struct Fused: Sendable {
     private let function: @Sendable ([MLXArray]) -> MLXArray
-    private let compiled: @Sendable ([MLXArray]) -> [MLXArray]
+    // A compiled function stays on the device of its first call with arrays of these shapes.
+    private let onCPU: @Sendable ([MLXArray]) -> [MLXArray]
+    private let onGPU: @Sendable ([MLXArray]) -> [MLXArray]
 
     /// - Parameter function: has one result, as MLX fuses what leads to one.
     init(_ function: @escaping @Sendable ([MLXArray]) -> MLXArray) {
         self.function = function
-        compiled = compile { [function($0)] }
+        onCPU = compile { [function($0)] }
+        onGPU = compile { [function($0)] }
     }
 
     func callAsFunction(_ arrays: [MLXArray]) -> MLXArray {
-        Self.isAvailable ? compiled(arrays).first ?? function(arrays) : function(arrays)
+        guard Self.isAvailable else { return function(arrays) }
+        return (Device.isCPU ? onCPU(arrays) : onGPU(arrays)).first ?? function(arrays)
     }
 
     /// Whether operations are fused at all.

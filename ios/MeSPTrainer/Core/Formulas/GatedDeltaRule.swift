@@ -78,7 +78,7 @@ package struct GatedDeltaRule {
 
     // MARK: - Backward
 
-    /// The derivative of a sequence that began with S = 0. From the last chunk to the first
+    /// The derivative of a sequence that began with a state S. From the last chunk to the first
     ///
     ///     dD = Pᵀ dO + δ K dS₊        dS = γ_C dS₊ + (γ Q)ᵀ dO − Wᵀ dD
     ///

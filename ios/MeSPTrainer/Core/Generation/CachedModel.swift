@@ -212,11 +212,12 @@ package struct CachedModel {
 }
 
 extension Architecture {
-    /// The keys and values of all blocks for `tokens`, in bytes.
+    /// The keys and values of all blocks for `tokens`, with the room for more, in bytes.
     func cacheSize(tokens: Int, itemSize: Int) -> Int {
         layers.indices.reduce(0) { sum, index in
             guard case .attention(let mixer) = block(index).mixer, mixer.keysOf == nil else { return sum }
-            return sum + 2 * mixer.numKeyValueHeads * mixer.headDim * itemSize * tokens
+            let places = tokens + MixerState.KeyValues.room - 1
+            return sum + 2 * mixer.numKeyValueHeads * mixer.headDim * itemSize * places
         }
     }
 }

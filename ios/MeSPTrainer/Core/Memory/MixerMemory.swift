@@ -35,7 +35,7 @@ struct MixerMemory {
     }
 
     /// m₁, m₂, m₃ and mixed.
-    private var whole: Int {
+    var whole: Int {
         switch mixer {
         case .attention(let a):
             activation(2 * a.queryWidth + a.numAttentionHeads * a.gateDim + 2 * a.keyValueWidth)
@@ -67,8 +67,11 @@ struct MixerMemory {
             // before and after a tile; of the tile, P, dP and dS, and dP − rowsum(P ∘ dP) where that is not fused with dS.
             let arrays = 5 * mixed + 9 * activation(a.keyValueWidth)
             guard isCut else { return 2 * hidden + arrays + (isFused ? 3 : 4) * scores }
-            // x, d_x_mid and dx of the segments so far; k̂, v and attn_out; the sums of dk and dv before and after a tile; a segment's.
-            return 3 * hidden + intermediates + 4 * activation(a.keyValueWidth) + (isFused ? 3 : 4) * scores
+            // x, d_x_mid and dx of the segments so far; k̂, v and attn_out; the sums of dk and dv before and after a tile, of the positions
+            // that its rows see; a segment's.
+            let seen = min(length, (a.slidingWindow ?? length) + segment)
+            return 3 * hidden + intermediates + activation(4 * a.keyValueWidth) / length * seen
+                + (isFused ? 3 : 4) * scores
                 + ofSegment(arrays + activation(2 * a.numAttentionHeads * a.gateDim))
         case .gatedDeltaNet:
             return isCut
@@ -78,8 +81,11 @@ struct MixerMemory {
             let (_, array) = Mamba2.tile(
                 headsOfGroup: mamba.numHeads / mamba.numGroups, headDim: mamba.headDim, stateSize: mamba.stateSize,
                 length: length, bytes: tile.bytes)
-            // x and d_x_mid; do, dz, xBC and the parts of its gradient; a tile's arrays.
-            return 2 * hidden + activation(2 * (mamba.width + mamba.convolutionWidth)) + 13 * array
+            return max(
+                // x and d_x_mid; do, dz, xBC and the parts of its gradient; a tile's arrays.
+                2 * hidden + activation(2 * (mamba.width + mamba.convolutionWidth)) + 13 * array,
+                // x, d_x_mid and its part; z, o, mixed, dy, do and dz; xBC.
+                3 * hidden + activation(6 * mamba.width + mamba.convolutionWidth))
         }
     }
 

@@ -107,7 +107,8 @@ public struct Planner: Sendable {
         let blocks = manifest.blocks.reduce(0) { sum, kind in
             sum + kind.words * (kind.layers.count + kind.layers.count { $0 >= first })
         }
-        return 4 * (blocks + manifest.head.words * (goesBack ? 1 : 2))
+        let projection = (manifest.perLayerProjection?.words ?? 0) * (goesBack ? 2 : 1)
+        return 4 * (blocks + projection + manifest.head.words * (goesBack ? 1 : 2))
     }
 
     private static func context(
@@ -115,7 +116,7 @@ public struct Planner: Sendable {
     ) -> (context: Int, sums: Int) {
         let (architecture, itemSize) = (manifest.architecture, manifest.dtype.dtype.size)
         // The tokens' rows of the table, as they are quantized, and the first block's input.
-        let row = (manifest.perLayerEmbedding?.arrays ?? []).reduce(0) { $0 + $1.words * 4 / $1.shape[0] }
+        let row = 4 * (manifest.perLayerEmbedding?.words ?? 0) / architecture.vocabSize
         let embeddings = architecture.perLayer == nil ? 0 : row + architecture.hiddenSize * itemSize
         let owners = architecture.owners.compactMap { block -> (block: Int, width: Int)? in
             guard case .attention(let mixer) = architecture.block(block).mixer else { return nil }
@@ -231,7 +232,8 @@ public struct Planner: Sendable {
 
     /// The most sequences that may go through the blocks together without an overflow of a product.
     private var maxTogether: Int {
-        min(RunSettings.maxSequences, (1 << 60) / (kept(trainedBlocks) + (trainedBlocks + 1) * hidden))
+        let bytes = kept(trainedBlocks) + (trainedBlocks + 1) * hidden + context + sharedSums
+        return min(RunSettings.maxSequences, (1 << 60) / bytes)
     }
 
     /// Whether a plan that was read from a file can be one for these settings.
@@ -392,14 +394,14 @@ public struct Planner: Sendable {
 
     /// The memory that malloc keeps in gaps between arrays, in bytes. Small activations leave gaps among the arrays that last through a
     /// step, a few percent of these. Large ones leave gaps of their own size: of the mixer's where that is wider than the model, and two
-    /// or three of these where it is recurrent.
+    /// or three of these where it is recurrent. Those of 8 MiB leave none: malloc maps each by itself.
     private func gaps(_ plan: Plan) -> Int {
         let widest = max(hidden, largest(\.mixed))
         let isWide = widest > hidden
         let isRecurrent = isWide && architecture.isRecurrent
         let isLarge = isRecurrent ? widest >= 1_500_000 : hidden >= (isWide ? 600_000 : 1_600_000)
         let ofHidden =
-            isLarge && hidden < 8 << 20
+            isLarge && hidden < 8 << 20 && widest <= 8 << 20
             ? (isRecurrent ? hidden < 1_000_000 ? 2 : 3 : 1) * widest : min(1_000_000, lasting(plan) / 32)
         return ofHidden + (baseline?.gaps ?? 0)
     }
@@ -430,8 +432,11 @@ public struct Planner: Sendable {
     /// The bytes of the mixer that takes most.
     private func largest(_ bytes: (MixerMemory) -> Int) -> Int { mixers.map(bytes).max() ?? 0 }
 
-    /// Whether mixers go by segments.
-    private var isCut: Bool { TileSizes.mixerTokens(architecture, length, backend) < length }
+    /// Whether all mixers go by segments.
+    private var isCut: Bool {
+        TileSizes.mixerTokens(architecture, length, backend) < length
+            && architecture.mixers.allSatisfy(\.goesBySegments)
+    }
 
     /// `rows` of a weight `[rows, hidden]`, dequantized before it is multiplied.
     private func weight(_ rows: Int) -> Int {

@@ -37,10 +37,11 @@ package struct TileSizes {
     }
 
     /// Some tokens of a segment; tests cut short sequences.
-    @TaskLocal static var segmentTokens = 1024
+    @TaskLocal package static var segmentTokens = 1024
 
     /// The tokens of a segment of a mixer, of a sequence of more than twice as many where a product unpacks W for its tokens anyway;
-    /// otherwise all, as in models whose blocks share keys and values.
+    /// otherwise all, as in models whose blocks share keys and values. Packed records go whole, which takes some percent more: what a
+    /// plan is for does not say whether records are packed.
     static func mixerTokens(_ a: Architecture, _ length: Int, _ backend: Backend) -> Int {
         guard backend == .cpu, CPUProducts.current.dequantizeInside, length > 2 * segmentTokens, a.owners.isEmpty
         else { return length }

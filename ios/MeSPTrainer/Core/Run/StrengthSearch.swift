@@ -34,15 +34,15 @@ struct StrengthSearch {
     func result(before: Float) throws -> Result {
         let base = try general(0)
         let none = Result(strength: 0, heldOut: before, generalBefore: base, generalAfter: base)
-        var best: Result?
-        var next = try highest(below: base + Float(log1p(limit / 100)))
-        while let (strength, loss) = next {
-            let heldOut = try heldOut(strength)
-            guard heldOut < best?.heldOut ?? .infinity else { break }
-            best = Result(strength: strength, heldOut: heldOut, generalBefore: base, generalAfter: loss)
-            next = (strength * Self.step, try general(strength * Self.step))
+        guard let (strength, after) = try highest(below: base + Float(log1p(limit / 100))) else { return none }
+        var best = Result(strength: strength, heldOut: try heldOut(strength), generalBefore: base, generalAfter: after)
+        while true {
+            let lower = best.strength * Self.step
+            let loss = try heldOut(lower)
+            guard loss < best.heldOut else { break }
+            best = Result(strength: lower, heldOut: loss, generalBefore: base, generalAfter: try general(lower))
         }
-        return best.map { $0.heldOut < before ? $0 : none } ?? none
+        return best.heldOut < before ? best : none
     }
 
     /// The highest strength whose loss on the general text is at most `most`, and that loss; nil where none above 2⁻⁴ is.

@@ -20,7 +20,7 @@ import Testing
         }
         let a = bundle.architecture
         for rows in 1...6 {
-            let x = MLXRandom.normal([rows, a.widestMLP], key: MLXRandom.key(0))
+            let x = MLXRandom.normal([rows, a.block(0).mlp.intermediateSize], key: MLXRandom.key(0))
             let dy = MLXRandom.normal([rows, a.hiddenSize], key: MLXRandom.key(1))
             for (packed, dense) in zip(try products(.gpu, x, dy), try products(.cpu, x, dy)) {
                 #expect(packed.shape == dense.shape)

@@ -1,4 +1,5 @@
-"""Gradients of a sequence of 4,096 tokens, against automatic differentiation of the whole model."""
+"""Gradients of sequences of one token and of 4,096, against automatic differentiation of the whole
+model."""
 
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from helpers.models import FAMILIES, TEXT, write_model
 from helpers.oracle import Oracle, Recipe, distance, saved
 from mesp.runs.log import Run
 
-LENGTH = 4096
+LONG = 4096
 RATE = 0.1
 STEPS = 2  # the second step's gradient of A is not 0
 
@@ -19,19 +20,29 @@ STEPS = 2  # the second step's gradient of A is not 0
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granite-mamba"])
 def test_steps_of_a_long_sequence(family: str, tmp_path: Path):
     """In blocks of attention, and of each other mixer."""
-    source, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
-    config = FAMILIES[family] | {"max_position_embeddings": LENGTH}
+    steps_are_those_of_automatic_differentiation(family, LONG, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["lfm3", "gemma3", "granite-mamba"])
+def test_steps_of_one_token(family: str, tmp_path: Path):
+    """Whose attention has a gate, or a window; Mamba-2 before its first chunk's end."""
+    steps_are_those_of_automatic_differentiation(family, 1, tmp_path)
+
+
+def steps_are_those_of_automatic_differentiation(family: str, length: int, folder: Path) -> None:
+    source, text, bundle = (folder / name for name in ("model", "text.txt", "b.mesp"))
+    config = FAMILIES[family] | {"max_position_embeddings": LONG}
     write_model(source, config)
-    text.write_text(TEXT * (1 + 16 * LENGTH // len(TEXT)))
-    call("export", "--model", source, "--data", text, "--out", bundle, "--seq-len", LENGTH)
-    oracle = Oracle.of(bundle, LENGTH)
+    text.write_text(TEXT * (1 + 16 * length // len(TEXT)))
+    call("export", "--model", source, "--data", text, "--out", bundle, "--seq-len", length)
+    oracle = Oracle.of(bundle, length)
     modules = {name.split(".")[1] for block in oracle.model.arch.blocks for name in block.sizes()}
     projections = tuple(name.removesuffix("_proj") for name in modules)
     expected = oracle.train(Recipe(optim.SGD(RATE), projections=projections), STEPS)
     moved = distance(expected.start, expected.end)
 
     for offload in ("none", "all"):
-        output = tmp_path / offload
+        output = folder / offload
         options = ("--steps", STEPS, "--optimizer", "sgd", "--learning-rate", RATE)
         call("train", bundle, "--out", output, "--val-batches", 0, "--offload", offload, *options)
         assert Run.load(output).losses == pytest.approx(expected.losses, rel=1e-5)
