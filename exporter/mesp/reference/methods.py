@@ -44,7 +44,7 @@ def forward_lending(
     starts: Sequence[int] = (0,),
 ) -> tuple[list[mx.array], dict[int, Shared]]:
     """The block inputs, as of `forward`, and the keys and values that later blocks took, by the
-    block that has them. Where there are none, each block's input is all that it takes of the others.
+    block that has them. Where there are none, a block takes its input alone of the others.
     """
     hidden, shared = [embed(model, tokens)], {}
     for i, block in enumerate(model.arch.blocks):
