@@ -22,7 +22,7 @@ RUN python3 -m venv /opt/mesp \
     && rm -r /root/.cache
 ENV MESP_ENGINE=/opt/mesp/bin/mesp-engine
 
-# What is downloaded lies there too, and is kept.
+# Downloads lie there too, and are kept.
 ENV HOME=/work
 WORKDIR /work
 ENTRYPOINT ["mesp"]

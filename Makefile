@@ -169,7 +169,7 @@ test-slow: engine $(FIXTURES).ready $(PHONE_MLX)/ready
 	@echo "== MeSP, mlx-lm and PEFT, from the same adapters on the same batches"
 	$(BIN)/python tools/parity.py --quick --peft $(VENV)/peft/bin/python
 
-# What the Swift tests compare with is computed by the Python reference, again when that changes.
+# The Python reference computes the Swift tests' fixtures, again when it changes.
 $(FIXTURES).ready: $(READY) $(REFERENCE)
 	@echo "== Fixtures for the Swift tests"
 	rm -rf $(FIXTURES)

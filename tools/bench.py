@@ -114,7 +114,7 @@ def memory_limit(value: str) -> str:
 )  # fmt: skip
 @click.option(
     "--offload", type=click.Choice(["auto", "none", "inputs", "all", "each"]),
-    help="What is in a file on disk, where the method has it; auto: as the trainer sees fit.",
+    help="Arrays in a file on disk, where the method has them; auto: as the trainer sees fit.",
 )  # fmt: skip
 @several(
     "--threads", kind=click.IntRange(min=1), metavar="N,...",

@@ -43,7 +43,7 @@ Check = dict[str, Any]
 
 
 @click.command(cls=Command)
-@click.option("--bundle", help="What to check with: a folder, or a name on the phone.")
+@click.option("--bundle", help="The bundle to check with: a folder, or a name on the phone.")
 @click.option("--phone", "on_phone", is_flag=True, help="Start the app on a phone to check it.")
 @click.option("--device", help="Which phone: name, UDID or identifier.  [default: the only one]")
 @click.option("--app", default=APP, show_default=True, help="Bundle identifier of the app.")

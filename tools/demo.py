@@ -1,7 +1,7 @@
 """The demo behind `make demo`: teaches the demo model to turn requests into JSON.
 
 Writes the data, exports the model, trains it with MeSP, collects the run's log and draws it, and
-shows what the model answers to held-out requests before and after.
+shows the model's answers to held-out requests before and after.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The demo behind `make demo-real`: teaches SmolLM2-135M-Instruct to make calendar entries of
 spoken notes.
 
-Writes the data, exports the model, trains it with MeSP, and shows what the model makes of notes
+Writes the data, exports the model, trains it with MeSP, and shows the model's entries for notes
 that are held out, with the adapters and without, asked in the same words and chat template.
 """
 

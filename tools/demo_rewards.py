@@ -67,7 +67,7 @@ def cases(held_out: bool) -> list[dict[str, str]]:
 
 
 def write_data(folder: Path, steps: int) -> None:
-    """Writes the requests as `--data` takes them; what is right is there for the reward alone."""
+    """Writes the requests as `--data` takes them; the right answers are for the reward alone."""
     splits = {"train": cases(False)[: PROMPTS * steps], "valid": cases(True)[:HELD_OUT_CASES]}
     folder.mkdir(parents=True, exist_ok=True)
     for split, each in splits.items():

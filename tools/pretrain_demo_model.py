@@ -136,9 +136,7 @@ def train(
     default=100,
     help="Steps between measurements of the held-out loss.",
 )
-@click.option(
-    "--description", default="Plain English text.", help="What the text is, for the model card."
-)
+@click.option("--description", default="Plain English text.", help="The text, for the model card.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of weights and batches.")
 def main(
     texts: tuple[Path, ...],

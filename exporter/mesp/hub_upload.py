@@ -15,7 +15,7 @@ OF_A_BUNDLE = ["blocks/*", "data/*", "*.mlxfn", "*.bin", "*.json", "LICENSE*"]
 def upload(bundle: Path, manifest: Manifest, repo: str) -> str:
     """Puts the bundle's files into the model repository `repo`, which is made where it isn't there.
 
-    A card beside them says what they are. Returns the repository's address; raises MespError where
+    A card beside them describes them. Returns the repository's address; raises MespError where
     the Hub can't be reached, or does not take them.
     """
     from huggingface_hub import HfApi, errors

@@ -55,7 +55,7 @@ END = 0  # the token that ends a text, of all models here
 TOLERANCE = {"silu": 1e-4, "gelu": 0.02}
 # Weights in bfloat16 have 8 bits of mantissa, which moves one by some 0.04.
 BFLOAT16 = 0.1
-# What a tiny model of each family has otherwise than in FAMILIES: no scaled RoPE, which GGUF keeps
+# The differences of a tiny model of each family from FAMILIES: no scaled RoPE, which GGUF keeps
 # in tensors of its own; windows longer than the text, as mlx-lm leaves some out; and what llama.cpp
 # knows without asking: which blocks have no RoPE, the scale of attention, the local RoPE's base.
 _GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 64, "rope_local_base_freq": 10000.0}

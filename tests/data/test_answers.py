@@ -243,7 +243,7 @@ def test_each_answer_counts_with_its_end(tokenizer):
     )
     assert counted(tokenizer, QWEN, "tools") == call + "Paris.<|im_end|>\nc<|im_end|>\n"
     assert counted(tokenizer, PHI, "same") == "a<|end|>\na<|end|>\n<|endoftext|>"
-    # What the template leaves out of earlier answers, and adds to the last.
+    # Text that the template leaves out of earlier answers, and adds to the last.
     text = "b<|im_end|>\n<think>\nso\n</think>\n\nd<|im_end|>\n"
     assert counted(tokenizer, QWEN3, "thoughts") == text
 

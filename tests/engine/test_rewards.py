@@ -125,7 +125,7 @@ def test_a_run_that_goes_on_samples_the_same_answers(bundle: Path, tmp_path: Pat
 def test_a_reward_that_fails_ends_the_run_in_order(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """What was trained before is saved, and the run can go on."""
+    """The steps before are saved, and the run can go on."""
     module, divisor, out = (tmp_path / name for name in ("own_reward.py", "divisor", "run"))
     module.write_text(
         "def reward(*, completions, **_):\n"

@@ -502,7 +502,7 @@ def run_layer(
 
 
 def given_to(block: Block, T: int) -> dict[str, Any]:
-    """What a block takes besides x, at random: embeddings of its layer, and keys and values."""
+    """The inputs of a block besides x, at random: embeddings of its layer, and keys and values."""
     given: dict[str, Any] = {}
     mixer = block.mixer
     if block.arch.per_layer:

@@ -67,7 +67,7 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(family: str, tmp_path: Path)
     assert held_out_loss(model, *held_out) == pytest.approx(after, rel=1e-5)
 
     prompt = Bundle(bundle).tokens("valid")[:SEQ_LEN].tolist()
-    # What a recurrent state loses adds up.
+    # The errors of a recurrent state add up.
     count = 200 if family in ("qwen3_5", "lfm2", "granite-mamba") else 20
     theirs = [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
     *ours, _ = generate(bundle, prompt, max_tokens=count, adapters=output / "adapters")

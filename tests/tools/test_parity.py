@@ -169,7 +169,7 @@ def test_every_plan_trains_the_same(tmp_path: Path):
         for number, each in enumerate(options.values())
     )
     for each in others:
-        # What the study declares; to the last digit of the log when this was written.
+        # The study's declaration; to the last digit of the log when this was written.
         assert np.abs(np.subtract(each.losses, first.losses)).max() <= parity.PLAN_MARGIN
 
 

@@ -26,7 +26,7 @@ TOGETHER = 8
 
 
 class Use(NamedTuple):
-    """What a request took."""
+    """The cost of a request."""
 
     seconds: float
     cpu_seconds: float | None

@@ -22,7 +22,7 @@ from mesp.engine.settings import PAPER, TrainSettings
 from mesp.errors import MespError
 from mesp.runs.log import Run
 
-# What is not set is as the paper has it, by default of the engine: SGD at 1e-4 on seven
+# Settings that are missing are the paper's, the engine's default: SGD at 1e-4 on seven
 # projections, batch 1. Runs in Python are told.
 SETTING = {"learning_rate": PAPER["learning_rate"]} | {
     each.name: each.default

@@ -112,7 +112,7 @@ class Bench:
         return [cell for count in counts for cell in find_cells(self.options, count, self.work)]
 
     def doing(self, cell: Cell, what: object) -> Tell:
-        """Says what begins; what is returned says at which step it is."""
+        """Shows the run that begins; the returned function shows its step."""
         text = f"{cell.model}, {cell.seq_len} tokens, {what}"
         self.status.update(text)
         return lambda step: self.status.update(f"{text}: step {step} of {self.steps}")

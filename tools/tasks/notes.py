@@ -79,7 +79,7 @@ BUILDINGS = """
 cafe hall room office school library hotel bar restaurant theater clinic gym pool studio
 club house center square shop inn tower terrace
 """
-# Many, so that to copy what was said is easier to learn than all that may be said.
+# Many, so that copying a word is easier to learn than all words.
 HEARD = Words(
     titles=_pairs(SUBJECTS, KINDS),
     people=PEOPLE.split(),

@@ -167,7 +167,7 @@ def describe_loss(loss: Loss) -> str:
 
 
 def tell(out: Path, manifest: Manifest, repo: str | None, gguf: str | None = None) -> None:
-    """Says what was written, of a GGUF file how too, and uploads it where `repo` is given."""
+    """Summarizes the bundle, of a GGUF file its quantization, and uploads it to `repo`, if any."""
     click.echo(summary(out, manifest))
     if gguf is not None:
         click.echo(f"  {'GGUF':10} {gguf}")

@@ -35,7 +35,7 @@ WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder.")
 @click.option(
     "--bits", type=click.Choice(list(WIDTHS)), default="8",
-    help="What the layers that have adapters are quantized to, the others staying as they are; "
+    help="Quantization of the layers that have adapters; the others stay as they are; "
     "bfloat16 quantizes none, as Hugging Face's Transformers reads it.",
 )  # fmt: skip
 @click.option("--gguf", is_flag=True, help="Write adapters.gguf for llama.cpp into it too.")
@@ -54,7 +54,7 @@ def main(
 ) -> None:  # fmt: skip
     """Write the model in BUNDLE with its adapters fused into the weights, as mlx-lm reads it.
 
-    Says what the adapters gained on held-out data, and what of it quantizing has left.
+    Prints the adapters' gain on held-out data, and the rest of it after quantizing.
     """
     if out.exists():
         raise MespError(f"{out} exists; name another --out.")

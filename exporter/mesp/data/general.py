@@ -1,4 +1,4 @@
-"""A text that has nothing to do with what is trained on: its perplexity says what is forgotten."""
+"""A text unrelated to the training data: the rise of its perplexity measures forgetting."""
 
 from __future__ import annotations
 

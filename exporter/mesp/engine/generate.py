@@ -77,7 +77,7 @@ def generate(
     system_prompt: str | None = None,
     chat: bool | None = None,
 ) -> str:
-    """Returns what a bundle's model writes after a prompt.
+    """Returns the text that a bundle's model writes after a prompt.
 
     Args:
         bundle: A bundle or its folder.

@@ -217,7 +217,7 @@ class Screened(Strategy):
             raise MespError("its metrics are not as docs/federation.md has them")
         expected = self.sent if self.exchange == "float32" else packed(self.sent)
         wanted = sum(array.nbytes + HEADER for array in expected.values())
-        # Up to the size of another dtype, arrays are read, and what is wrong is named.
+        # Up to the size of another dtype, arrays are read, and the error is named.
         if (size := _size(reply.content["arrays"])) > 4 * wanted:
             raise MespError(f"it sends {size} bytes, of which {wanted} are enough")
         arrays = to_numpy(reply.content["arrays"])

@@ -97,7 +97,7 @@ class MLP:
 
 @dataclass(frozen=True)
 class PerLayerEmbedding:
-    """What a block adds to h, its residual stream behind the MLP: norm(out(act(gate(h)) ∘ p)).
+    """The term that a block adds to h, its stream behind the MLP: norm(out(act(gate(h)) ∘ p)).
 
     p [T, size] is made of the token and of the first block's input, for each block another.
     """

@@ -43,8 +43,8 @@ def forward_lending(
     scale: float,
     starts: Sequence[int] = (0,),
 ) -> tuple[list[mx.array], dict[int, Shared]]:
-    """What `forward` gives, and the keys and values that later blocks took, by the block that has
-    them. Where there are none, each block's input is all that it takes of the others.
+    """The block inputs, as of `forward`, and the keys and values that later blocks took, by the
+    block that has them. Where there are none, a block takes its input alone of the others.
     """
     hidden, shared = [embed(model, tokens)], {}
     for i, block in enumerate(model.arch.blocks):

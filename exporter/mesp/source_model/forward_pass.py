@@ -51,7 +51,7 @@ class SourceProjection:
 
 @dataclass
 class Beside:
-    """What the blocks take of a sequence besides the output of the block before."""
+    """The inputs of the blocks of a sequence besides the output of the block before."""
 
     tokens: Sequence[int]
     x0: mx.array  # the first block's input

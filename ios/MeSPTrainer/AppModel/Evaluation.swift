@@ -4,7 +4,7 @@ import MeSPFiles
 import Observation
 
 /// The scores of the base model and the fine-tuned one on the same records, by the rules of `mesp evaluate`: the perplexity of texts, how
-/// often the right one of several choices is the likeliest, or how often what is written is what should be. While the app is not in front,
+/// often the right one of several choices is the likeliest, or how often the written answer is the right one. While the app is not in front,
 /// it waits.
 @MainActor @Observable public final class Evaluation {
     /// A figure of both models.

@@ -143,7 +143,7 @@ public struct SuperNode: Sendable {
             return id
         }
         let id = try await activate(report)
-        // Ids are random: a server that has lost what it knew gives another, and what was here is not its own.
+        // Ids are random: a server that has lost its state gives another, and the files here are not its own.
         if last != [String(id), server] { try PendingMessage(folder: folder, mostBytes: mostBytes).empty() }
         try writeDurably(Data("\(id)\n\(server)\n".utf8), to: file)
         return id

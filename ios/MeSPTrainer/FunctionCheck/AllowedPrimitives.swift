@@ -66,7 +66,7 @@ package struct AllowedPrimitives: Decodable {
           "types": {"bool": [0, 1], "uint8": [1, 1], "uint32": [3, 4], "uint64": [4, 8], "int32": [7, 4], "float32": [10, 4], "bfloat16": [12, 2]},
           "limits": {"dimensions": 16, "array_bytes": 1099511627776},
           "signature": {
-            "about": "What a block's function takes and returns: of each array its type, where `dtype` is the manifest's, and its shape. Behind `inputs` come `per_layer`, of a model with embeddings for each layer, its layer's part of them; `shared`, of attention that takes the keys and values of another block, these; and of a function for packed records `packed`, of each token the position at which its record begins. `lora` is the number of LoRA parameters of a rank, `words` the length of the block's file. A block returns `first`, the four arrays of its mixer, `then`, and with post-norms `post_norms`.",
+            "about": "The inputs and outputs of a block's function: of each array its type, where `dtype` is the manifest's, and its shape. Behind `inputs` come `per_layer`, of a model with embeddings for each layer, its layer's part of them; `shared`, of attention that takes the keys and values of another block, these; and of a function for packed records `packed`, of each token the position at which its record begins. `lora` is the number of LoRA parameters of a rank, `words` the length of the block's file. A block returns `first`, the four arrays of its mixer, `then`, and with post-norms `post_norms`.",
             "inputs": ["dtype 1 length hidden", "float32 lora", "float32", "uint32 words"],
             "per_layer": ["dtype 1 length per_layer"],
             "shared": ["dtype 1 kv_heads length head_dim", "dtype 1 kv_heads length head_dim"],

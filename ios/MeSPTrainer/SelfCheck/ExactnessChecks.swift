@@ -135,7 +135,7 @@ extension Bench {
             [Measurement("loss", error(MLXArray(loss), sum))] + found)
     }
 
-    /// What a block takes besides its input x, from a context that has what it takes of others.
+    /// The inputs of a block besides x, from a context with those that come from other blocks.
     func beside(
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.Context
     ) throws -> Beside {

@@ -57,7 +57,7 @@ package struct Block {
     }
 }
 
-/// What a block takes of a sequence besides the output of the block before.
+/// The inputs of a block besides the output of the block before.
 package struct Beside {
     /// Its layer's part of the tokens' embeddings `[T, size]`, where the model has such.
     var perLayer: MLXArray?
@@ -242,7 +242,7 @@ package struct Intermediates {
     }
 }
 
-/// What a sequence's later segments give to the gradient of those before.
+/// The terms of the gradient that a sequence's later segments pass to those before.
 struct Behind {
     /// The gradients of attention's k̂ and v, `[kv_heads, n, d]` of the last n positions before; nil where there is none.
     var keyValues: (dk: MLXArray, dv: MLXArray)?

@@ -51,7 +51,7 @@ package struct Experts: Decodable, Sendable, Equatable {
     }
 }
 
-/// What a block adds to h, its residual stream behind the MLP: norm(out(act(gate(h)) ∘ p)), where p is its layer's part of the tokens'
+/// The term that a block adds to h, its residual stream behind the MLP: norm(out(act(gate(h)) ∘ p)), where p is its layer's part of the tokens'
 /// embeddings. The block's output is that sum times its `layer_scalar`.
 package struct PerLayerEmbedding: Decodable, Sendable, Equatable {
     let modules: [Module]

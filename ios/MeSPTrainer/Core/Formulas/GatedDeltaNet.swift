@@ -26,7 +26,7 @@ package struct GatedDeltaNet {
         var memory: MLXArray
     }
 
-    /// What the tokens behind some others give to these's gradient.
+    /// The terms of the gradient that later tokens pass to those before.
     struct Behind {
         /// The gradient of S, `[value_heads, dk, dv]`.
         var memory: MLXArray
@@ -208,7 +208,7 @@ package struct GatedDeltaNet {
         return all
     }
 
-    /// What of `behind` is some heads', with the features of q, k and v each.
+    /// The part of `behind` for some heads, with the features of q, k and v each.
     private func parts(_ heads: Range<Int>, _ behind: Behind) -> (memory: MLXArray, convolved: [MLXArray]) {
         (behind.memory[values(heads)], inputs(heads).map { behind.convolved[0..., $0.features] })
     }

@@ -22,7 +22,7 @@ struct MixerMemory {
     /// Of an array `[T, …]`, a segment's part.
     private func ofSegment(_ bytes: Int) -> Int { bytes / length * segment }
 
-    /// What the backward pass reads: m₁, m₂, m₃ and mixed; of segments, k̂, v and mixed of attention, and the states of a gated delta net.
+    /// The arrays that the backward pass reads: m₁, m₂, m₃ and mixed; of segments, k̂, v and mixed of attention, and the states of a gated delta net.
     var intermediates: Int {
         guard isCut else { return whole }
         switch mixer {

@@ -59,7 +59,7 @@ public struct Planner: Sendable {
 
     private var tileSizes: [Int] { TileSizes.choices(backend, hiddenSize: architecture.hiddenSize, length: length) }
 
-    /// What blocks take of a sequence besides the output of the block before, and the sums of the gradients by keys and values that several
+    /// The inputs of blocks besides the output of the block before, and the sums of the gradients by keys and values that several
     /// take, in bytes.
     private let context, sharedSums: Int
 

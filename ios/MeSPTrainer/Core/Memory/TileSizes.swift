@@ -3,7 +3,7 @@ import MLX
 /// The part of a matrix that is computed at once.
 ///
 /// On a CPU it is W that is cut, and each part is dequantized once for all tokens. On a GPU W costs
-/// nothing, and what is wide is cut by tokens: fewer and larger kernels for the same memory.
+/// nothing, and wide arrays are cut by tokens: fewer and larger kernels for the same memory.
 package struct TileSizes {
     /// Rows of a projection's weight.
     let projection: Int

@@ -85,7 +85,7 @@ package final class BlockwiseModel {
         }
     }
 
-    /// What the blocks take of a sequence besides the output of the block before, from the forward to the backward pass.
+    /// The inputs of the blocks besides the output of the block before, from the forward to the backward pass.
     package final class Context {
         fileprivate let embeddings: LayerEmbeddings?
         /// The keys and values that several blocks take, by the block that has them.
@@ -101,7 +101,7 @@ package final class BlockwiseModel {
         Context(try bundle.layerEmbeddings(example.inputs, x0: x0.squeezed(axis: 0)))
     }
 
-    /// What a block takes of a context.
+    /// The inputs of a block from a context.
     func beside(_ block: Int, _ context: Context) throws -> Beside {
         Beside(
             perLayer: try bundle.part(of: context.embeddings, layer: block),

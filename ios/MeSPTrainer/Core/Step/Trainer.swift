@@ -254,7 +254,7 @@ package final class Trainer {
     private var inputs: BlockArrays
     /// Of the packed sequences among those whose inputs stay: see `Example`.
     private var records = [Int: [Range<Int>]]()
-    /// What blocks take of the sequences whose inputs stay besides these.
+    /// The other inputs of the blocks, of the sequences whose block inputs are kept.
     private var contexts = [Int: BlockwiseModel.Context]()
     /// The last blocks' intermediates that stay from the forward to the backward pass, by the index of the block's input.
     private var kept = [Int: Intermediates]()

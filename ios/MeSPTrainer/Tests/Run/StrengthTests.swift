@@ -125,7 +125,7 @@ import Testing
         #expect(summary.steps.map(\.loss) == (try LogSummary(folder: plain).steps.map(\.loss)))
     }
 
-    /// What is saved is what was measured: a run of no steps from these adapters has their losses.
+    /// The saved adapters are those that were measured: a run of no steps from them has their losses.
     @Test func theLossesAreThoseOfTheSavedAdapters() throws {
         let (kept, again) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [kept, again] { try? FileManager.default.removeItem(at: folder) } }
