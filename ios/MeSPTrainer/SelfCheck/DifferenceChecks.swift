@@ -24,7 +24,8 @@ extension Bench {
         }
         let trainer = try trainer(fewBlocks(.mesp))
         let (model, blocks) = (trainer.model, trainer.trained)
-        let (forward, backward) = (cpu(trainer), cpu(trainer, of: derivatives))
+        let forward = cpu(trainer, length: Self.differenceTokens)
+        let backward = cpu(trainer, of: derivatives, length: Self.differenceTokens)
         let example = example(Self.differenceTokens)
 
         var inputs = [Int: MLXArray]()

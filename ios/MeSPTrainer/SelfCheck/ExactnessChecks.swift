@@ -16,13 +16,14 @@ extension Bench {
         return run
     }
 
-    func cpu(_ trainer: Trainer, of other: ModelBundle? = nil) -> FormulasOnCPU {
-        FormulasOnCPU(
+    func cpu(_ trainer: Trainer, of other: ModelBundle? = nil, length: Int? = nil) -> FormulasOnCPU {
+        let length = length ?? shortest
+        return FormulasOnCPU(
             bundle: other ?? bundle, layouts: trainer.model.layouts, scale: trainer.model.scale,
             // In one segment, as a block function has all intermediates.
-            tile: TileSizes.$segmentTokens.withValue(shortest) {
+            tile: TileSizes.$segmentTokens.withValue(length) {
                 TileSizes(
-                    architecture, group: bundle.manifest.featureGroup, length: shortest, bytes: 1 << 20,
+                    architecture, group: bundle.manifest.featureGroup, length: length, bytes: 1 << 20,
                     backend: .cpu)
             })
     }
