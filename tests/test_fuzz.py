@@ -264,7 +264,7 @@ def test_weights(tmp_path: Path, data: st.DataObject):
     file = struct.pack("<Q", len(text)) + text + np.zeros(12, np.float32).tobytes()
     (tmp_path / "model.safetensors").write_bytes(data.draw(st.just(file) | damaged(file)))
     with contextlib.suppress(MespError):
-        weights = SafetensorsWeights(tmp_path, "qwen2")
+        weights = SafetensorsWeights(tmp_path, Architecture.from_config(FAMILIES["qwen2"]))
         for name in "ab":
             assert weights.rows(name, (2, 3), slice(0, 2)).shape == (2, 3)
 
@@ -435,7 +435,7 @@ def test_indices_of_weights(tmp_path: Path, data: st.DataObject):
     path = tmp_path / "model.safetensors.index.json"
     path.write_bytes(data.draw(texts(text.encode())))
     with contextlib.suppress(MespError):
-        SafetensorsWeights(tmp_path, "qwen2")
+        SafetensorsWeights(tmp_path, Architecture.from_config(FAMILIES["qwen2"]))
 
 
 @CASES

@@ -69,7 +69,7 @@ class Study:
         """A folder of safetensors, and the bytes of its matrices."""
         source = find_source(str(folder), random_weights=False)
         arch = Architecture.from_config(source.config)
-        weights = SafetensorsWeights(folder, arch.model_type)
+        weights = SafetensorsWeights(folder, arch)
         quantizations = find_quantizations(source.name, source.config, arch, None, None, None, None)
         size = sum(
             array.nbytes for name, (array, _) in weights.tensors.items() if "norm" not in name
@@ -210,7 +210,7 @@ class Q4KM:
 
 def llama_cpp(study: Study) -> tuple[SourceModel, int]:
     arch = Architecture.from_config(study.source.config)
-    weights = Q4KM(SafetensorsWeights(study.model, arch.model_type), arch)
+    weights = Q4KM(SafetensorsWeights(study.model, arch), arch)
     model = SourceModel(weights, arch, Quantizations(Quantization()))
     model.embed([0])
     for i, block in enumerate(arch.blocks):

@@ -273,6 +273,12 @@ FAMILIES = {
         "rms_norm_eps": 1e-5,
     },
 }
+# With an MLP beside the experts.
+FAMILIES["granite-experts"] = FAMILIES["granite-mamba"] | {
+    "intermediate_size": 64,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+}
 # The names of an expert's matrices in Hugging Face's checkpoints.
 EXPERT_MATRICES = {
     "lfm2_moe": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
@@ -312,7 +318,12 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
                 tensors[f"{prefix}{name}.bias"] = normal(out) * 3
         for name, (out, inp) in block.router().items():
             tensors[f"{prefix}{name}.weight"] = normal(out, inp, keys=expert_keys)
-        for name, (out, inp) in block.stacked().items():
+        stacked = block.stacked()
+        for theirs, parts in families.FAMILIES[arch.model_type].hf_experts if stacked else ():
+            (out, inp), *others = (stacked.pop(part) for part in parts)
+            shape = (block.num_experts, out * (1 + len(others)), inp)
+            tensors[f"{prefix}{theirs}.weight"] = normal(*shape, keys=expert_keys)
+        for name, (out, inp) in stacked.items():
             assert block.mlp.experts
             matrix = EXPERT_MATRICES[arch.model_type][name.rpartition(".")[2]]
             layer = prefix + block.mlp.experts.matrices.rpartition(".")[0]

@@ -31,7 +31,7 @@ def write(family: str, folder: Path) -> Path:
 
 def quantization(path: str, module: nn.Module) -> bool | dict:
     """Of what chooses experts as mlx-lm has it."""
-    is_router = path.endswith((".mlp.gate", ".feed_forward.gate"))
+    is_router = path.endswith((".mlp.gate", ".feed_forward.gate", ".router.layer"))
     return {"group_size": 64, "bits": 8} if is_router else True
 
 

@@ -228,9 +228,7 @@ def source_model(config: dict) -> SourceModel:
     folder = write_model(Path("model"), config, tokenizer=False)
     config = json.loads((folder / "config.json").read_text())
     arch = Architecture.from_config(config)
-    return SourceModel(
-        SafetensorsWeights(folder, arch.model_type), arch, Quantizations(Quantization())
-    )
+    return SourceModel(SafetensorsWeights(folder, arch), arch, Quantizations(Quantization()))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -148,7 +148,7 @@ def prepare(
         weights = GGUFWeights(source.gguf, arch)
     else:
         assert source.folder is not None
-        weights = SafetensorsWeights(source.folder, arch.model_type)
+        weights = SafetensorsWeights(source.folder, arch)
         if weights.left_out:
             log.warning(
                 "Note: %s tensors are left out: the text alone is trained, without layers that "

@@ -105,6 +105,7 @@ class Architecture:
             biased |= {name for name, _ in family.attention}
         if config.get("mlp_bias"):
             biased |= {name for name, _ in family.mlp}
+        modules = {name for each in (*mixers, *mlps) for name, _ in each.modules}
         return cls(
             model_type=config["model_type"],
             hidden_size=config["hidden_size"],
@@ -123,7 +124,7 @@ class Architecture:
             layers=tuple(map(mixers.index, by_layer)),
             mlps=mlps,
             mlp_layers=tuple(map(mlps.index, mlp_by_layer)),
-            hf_modules=family.hf_modules,
+            hf_modules=tuple(each for each in family.hf_modules if modules.issuperset(each[1])),
             per_layer=PerLayerEmbedding(family.per_layer, config["hidden_size_per_layer_input"])
             if family.per_layer
             else None,

@@ -42,11 +42,13 @@ _LFM_MLP: Modules = (
     ("feed_forward.w2", ("down",)),
 )
 FUSED_MLP: Modules = (("mlp.gate_up_proj", ("gate", "up")), ("mlp.down_proj", ("down",)))
-# Granite 4's MLP in Hugging Face's checkpoints, and the layers that mlx-lm makes of each.
+# Granite 4's MLP in Hugging Face's checkpoints, and the layers that mlx-lm makes of each where
+# there are no experts.
 _SHARED_MLP: Modules = (
     ("shared_mlp.input_linear", ("mlp.gate_proj", "mlp.up_proj")),
     ("shared_mlp.output_linear", ("mlp.down_proj",)),
 )
+_GRANITE_EXPERTS = "block_sparse_moe.switch_mlp"
 
 
 def short(module: str) -> str:
@@ -57,8 +59,8 @@ def short(module: str) -> str:
 # The short names of all modules that some model has, in the order of the projections.
 TRAINABLE = (
     "q", "k", "v", "qkv", "g", "o", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in",
-    "out", "gate", "up", "gate_up", "down", "w1", "w3", "w2", "per_layer_input_gate",
-    "per_layer_projection",
+    "out", "gate", "up", "gate_up", "down", "w1", "w3", "w2", "input_linear", "output_linear",
+    "per_layer_input_gate", "per_layer_projection",
 )  # fmt: skip
 
 
@@ -72,6 +74,7 @@ class Family:
     qk_norm: bool = False
     v_norm: bool = False
     experts: Experts | None = None  # with the sizes of a config.json
+    beside_experts: Modules = ()  # the linear layers of an MLP whose output is added to theirs
     per_layer: Modules = ()  # the linear layers of embeddings for each layer; none: it has none
     output_gate: bool = False
     rope_by_type: bool = False  # mlx-lm reads `rope_parameters` by the type of a layer
@@ -84,8 +87,9 @@ class Family:
     mlx_type: str | None = None  # mlx-lm's `model_type`, where it has another
     mlx_ties: bool = True  # mlx-lm ties the head where the model does; otherwise it has a copy
     # Linear layers that Hugging Face's checkpoints have in place of ours, of which each holds the
-    # rows of some, in equal parts.
+    # rows of some, in equal parts; and the same of all experts' matrices.
     hf_modules: Modules = ()
+    hf_experts: Modules = ()
     mlx_prefix: str = "model"  # before `.layers` in adapters for mlx-lm, and for PEFT
     hf_prefix: str = "model"
     activation: str = "silu"
@@ -145,7 +149,8 @@ def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
-    """The width of its MLP where mlx-lm looks for it, its names of layers, and whether it has RoPE.
+    """The widths of its MLPs where mlx-lm looks for them, its names of layers, and whether it has
+    RoPE.
 
     transformers has RoPE for "rope" alone, mlx-lm unless this is "nope".
     """
@@ -153,8 +158,12 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
         raise KeyError("layer_types")
     names = {"full_attention": "attention", "linear_attention": "mamba"}
     rotates = config["position_embedding_type"] == "rope"
+    experts = config.get("num_local_experts") or 0
+    mlx_width = config["intermediate_size" if experts else "shared_intermediate_size"]
     return {
-        "intermediate_size": config["shared_intermediate_size"],
+        "num_experts": experts,
+        "moe_intermediate_size": config["intermediate_size"],
+        "intermediate_size": mlx_width,
         "layer_types": [names.get(each, each) for each in config["layer_types"]],
         "position_embedding_type": "rope" if rotates else "nope",
     }
@@ -319,8 +328,20 @@ FAMILIES = {
     "granite": replace(_LLAMA, takes=(*_LLAMA.takes, *_GRANITE_FACTORS)),
     "granitemoehybrid": Family(
         hf_modules=_SHARED_MLP,
+        experts=Experts("block_sparse_moe.router.layer", _GRANITE_EXPERTS, "softmax", None),
+        beside_experts=(
+            ("shared_mlp.input_linear", ("gate", "up")),
+            ("shared_mlp.output_linear", ("down",)),
+        ),
+        hf_experts=(
+            (
+                "block_sparse_moe.input_linear",
+                (f"{_GRANITE_EXPERTS}.gate_proj", f"{_GRANITE_EXPERTS}.up_proj"),
+            ),
+            ("block_sparse_moe.output_linear", (f"{_GRANITE_EXPERTS}.down_proj",)),
+        ),
         other_layers="mamba",
-        takes=("attention_bias", *_GRANITE_FACTORS),
+        takes=("attention_bias", "num_experts", "num_local_experts", *_GRANITE_FACTORS),
         defaults={
             **dict.fromkeys(_GRANITE_FACTORS, 1.0),
             "attention_bias": False,

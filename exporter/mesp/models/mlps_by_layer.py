@@ -14,7 +14,7 @@ def mlps_by_layer(config: dict[str, Any], mixers: list[Mixer]) -> list[MLP]:
     """The MLP of each layer, as Hugging Face's implementation has it."""
     family = FAMILIES[config["model_type"]]
     dense = [MLP(family.mlp, width) for width in _widths(config, mixers)]
-    if family.experts is None:
+    if family.experts is None or config["num_experts"] == 0:
         return dense
     experts = replace(
         family.experts,
@@ -24,7 +24,8 @@ def mlps_by_layer(config: dict[str, Any], mixers: list[Mixer]) -> list[MLP]:
         intermediate_size=config["moe_intermediate_size"],
         scaling=float(config.get("routed_scaling_factor") or 1.0),
     )
-    mixture = MLP((), 0, experts)
+    beside = family.beside_experts
+    mixture = MLP(beside, config["shared_intermediate_size"] if beside else 0, experts)
     return [mixture if _has_experts(config, layer) else mlp for layer, mlp in enumerate(dense)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from mesp.models.architecture import Architecture
 from mesp.models.families import FAMILIES
 
 # Before the text's part in a model of several modalities, in Hugging Face's form and in mlx-lm's.
@@ -41,18 +42,18 @@ def name_here(name: str, model_type: str) -> str | None:
     return name
 
 
-def names_here(name: str, model_type: str) -> list[str]:
+def names_here(name: str, arch: Architecture) -> list[str]:
     """The names of the tensors that a checkpoint's holds, with equal parts of its rows, in their
     order; none where it takes no part in the training."""
-    ours = name_here(name, model_type)
+    ours, family = name_here(name, arch.model_type), FAMILIES[arch.model_type]
     if ours is None:
         return []
-    experts = FAMILIES[model_type].experts
+    experts = family.experts
     if experts and (found := _EXPERT.fullmatch(ours)):
         layer, number, matrix, suffix = found.groups()
         matrix = _MATRICES.get(matrix, matrix)
         return [f"{layer}.{experts.matrices}.{number}.{matrix}.{suffix}"]
-    for theirs, parts in FAMILIES[model_type].hf_modules:
+    for theirs, parts in arch.hf_modules + family.hf_experts:
         layer, is_there, suffix = ours.partition(f".{theirs}.")
         if is_there:
             return [f"{layer}.{part}.{suffix}" for part in parts]

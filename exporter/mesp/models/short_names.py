@@ -74,18 +74,19 @@ _granite = partial(
 
 
 def _granite4h(
-    hidden: int, layers: int, intermediate: int, attention: tuple[int, ...], **factors: float
+    hidden: int, layers: int, intermediate: int, attention: tuple[int, ...], **others: float
 ) -> dict[str, Any]:
     """Mamba-2 but for the layers in `attention`."""
     types = ["attention" if i in attention else "mamba" for i in range(layers)]
+    experts = {"num_local_experts": 0, "num_experts_per_tok": 0}
     return _config(
         "granitemoehybrid", hidden, layers, intermediate, 12, 4, layer_types=types,
-        shared_intermediate_size=intermediate, num_local_experts=0, num_experts_per_tok=0,
         position_embedding_type="nope", rope_theta=1e4, vocab_size=100352, rms_norm_eps=1e-5,
         max_position_embeddings=32768, embedding_multiplier=12.0, attention_bias=False,
         mamba_n_heads=48, mamba_d_head=hidden // 24, mamba_d_state=128, mamba_n_groups=1,
         mamba_d_conv=4, mamba_expand=2, mamba_conv_bias=True, mamba_proj_bias=False,
-        tie_word_embeddings=True, hidden_act="silu", **factors,
+        tie_word_embeddings=True, hidden_act="silu",
+        **{"shared_intermediate_size": intermediate, **experts, **others},
     )  # fmt: skip
 
 
@@ -323,6 +324,15 @@ _MODELS = (
         ),
     ),
     (
+        ("ibm-granite/granite-4.0-h-tiny-base", "ibm-granite/granite-4.0-h-tiny"),
+        "apache-2.0",
+        _granite4h(
+            1536, 40, 512, (5, 15, 25, 35), shared_intermediate_size=1024, num_local_experts=64,
+            num_experts_per_tok=6, attention_multiplier=0.0078125, residual_multiplier=0.22,
+            logits_scaling=6.0,
+        ),
+    ),
+    (
         ("microsoft/Phi-3-mini-4k-instruct",),
         "mit",
         _phi3(
@@ -394,6 +404,8 @@ _SHORT_NAMES = {
     "ibm-granite/granite-4.0-h-350m": "Granite-4.0-H-350M",
     "ibm-granite/granite-4.0-h-1b-base": "Granite-4.0-H-1B-Base",
     "ibm-granite/granite-4.0-h-1b": "Granite-4.0-H-1B",
+    "ibm-granite/granite-4.0-h-tiny-base": "Granite-4.0-H-Tiny-Base",
+    "ibm-granite/granite-4.0-h-tiny": "Granite-4.0-H-Tiny",
     "microsoft/phi-4": "Phi-4",
     "mistralai/Ministral-3-3B-Base-2512": "Ministral-3-3B",
     "mistralai/Ministral-3-3B-Instruct-2512-BF16": "Ministral-3-3B-Instruct",

@@ -10,6 +10,7 @@ import numpy as np
 
 from mesp.errors import MespError
 from mesp.files import parse_json, read_object
+from mesp.models.architecture import Architecture
 from mesp.models.names import CONVOLUTIONS, name_of_expert, names_here
 
 # Types in a safetensors file: as NumPy reads them (it has no bfloat16), and what they are.
@@ -28,9 +29,9 @@ HEADER = 16 << 20  # bytes: of a file with 100,000 tensors
 class SafetensorsWeights:
     """The tensors of a model folder, mapped, and read by rows; see `Weights`."""
 
-    def __init__(self, folder: Path, model_type: str):
+    def __init__(self, folder: Path, arch: Architecture):
         """Raises MespError where a file is missing or truncated."""
-        self.folder, self.model_type = folder, model_type
+        self.folder, self.arch = folder, arch
         self.is_converted = False
         self.left_out = 0  # tensors that take no part, of vision for example
         self.tensors: dict[str, tuple[np.ndarray, mx.Dtype]] = {}
@@ -67,7 +68,7 @@ class SafetensorsWeights:
             data = np.memmap(file, mode="r", offset=start)
             header.pop("__metadata__", None)
             for theirs, tensor in header.items():
-                names = names_here(theirs, self.model_type)
+                names = names_here(theirs, self.arch)
                 if not names:
                     self.left_out += 1
                     continue
@@ -81,17 +82,17 @@ class SafetensorsWeights:
                     # [channels, 1, kernel], or as mlx-lm has it [channels, kernel, 1]
                     self.is_converted = array.shape[2] == 1
                     array = array.reshape(len(array), -1)
-                if ".switch_mlp." in names[0] and array.ndim == 3:  # as mlx-lm stacks them
-                    stacked, _, part = names[0].rpartition(".")
-                    names = [f"{name_of_expert(stacked, e)}.{part}" for e in range(len(array))]
-                    self.tensors |= {
-                        name: (each, dtype) for name, each in zip(names, array, strict=True)
-                    }
-                    continue
-                parts = np.split(array, len(names))
-                self.tensors |= {
-                    name: (part, dtype) for name, part in zip(names, parts, strict=True)
-                }
+                are_stacked = ".switch_mlp." in names[0] and array.ndim == 3
+                parts = np.split(array, len(names), axis=1 if are_stacked else 0)
+                for name, part in zip(names, parts, strict=True):
+                    if are_stacked:
+                        stacked, _, kind = name.rpartition(".")
+                        self.tensors |= {
+                            f"{name_of_expert(stacked, e)}.{kind}": (each, dtype)
+                            for e, each in enumerate(part)
+                        }
+                    else:
+                        self.tensors[name] = part, dtype
         except OSError as error:
             raise MespError(
                 f"The weights {file} cannot be read ({error.strerror}); download the model again."
