@@ -121,7 +121,7 @@ def family(request, tmp_path_factory):
 def test_to_mlx_lm_is_the_quantized_model(family):
     config, _, bundle = family
     head = ("embed_tokens", "lm_head") if bundle.architecture.tie_word_embeddings else "lm_head"
-    routers = {f".{name}" for block in bundle.architecture.blocks for name in block.router()}
+    routers = {f".{name}" for block in bundle.architecture.blocks for name in block.frozen()}
 
     def quantization(path: str) -> Quantization:
         if path.endswith(tuple(routers)):

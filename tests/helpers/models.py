@@ -273,6 +273,14 @@ FAMILIES = {
         "rms_norm_eps": 1e-5,
     },
 }
+FAMILIES["qwen3_5_moe"] = FAMILIES["qwen3_5"] | {
+    "model_type": "qwen3_5_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
 # With an MLP beside the experts.
 FAMILIES["granite-experts"] = FAMILIES["granite-mamba"] | {
     "intermediate_size": 64,
@@ -316,13 +324,14 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
             tensors[name_there(f"{prefix}{name}.weight", arch.model_type)] = normal(out, inp)
             if name in arch.biases:
                 tensors[f"{prefix}{name}.bias"] = normal(out) * 3
-        for name, (out, inp) in block.router().items():
+        for name, (out, inp) in block.frozen().items():
             tensors[f"{prefix}{name}.weight"] = normal(out, inp, keys=expert_keys)
         stacked = block.stacked()
         for theirs, parts in families.FAMILIES[arch.model_type].hf_experts if stacked else ():
             (out, inp), *others = (stacked.pop(part) for part in parts)
             shape = (block.num_experts, out * (1 + len(others)), inp)
-            tensors[f"{prefix}{theirs}.weight"] = normal(*shape, keys=expert_keys)
+            suffix = "" if theirs.startswith("mlp.experts") else ".weight"
+            tensors[f"{prefix}{theirs}{suffix}"] = normal(*shape, keys=expert_keys)
         for name, (out, inp) in stacked.items():
             assert block.mlp.experts
             matrix = EXPERT_MATRICES[arch.model_type][name.rpartition(".")[2]]
@@ -551,8 +560,8 @@ def load_lora(layer: nn.Module, flat: mx.array, block: Block, scale: float) -> N
         wrapped.append((name, lora))
     layer.freeze()
     for name, lora in wrapped:
-        *parents, child = name.split(".")
-        setattr(layer[parents[0]] if parents else layer, child, lora)
+        parent, _, child = name.rpartition(".")
+        setattr(modules[parent], child, lora)
 
 
 def byte_tokenizer(folder: Path, has_begin: bool, adds_begin: bool) -> TokenizerWrapper:

@@ -250,7 +250,7 @@ def test_moments_are_of_what_mlx_lm_multiplies(name):
     for i in range(source.arch.num_hidden_layers):
         found, of_pairs = moments.of_block(i), products.of_block(i)
         block = source.arch.blocks[i]
-        assert found.keys() == of_pairs.keys() == (block.modules | block.router()).keys()
+        assert found.keys() == of_pairs.keys() == (block.modules | block.frozen()).keys()
         for module, sums in found.items():
             (expected,) = (
                 each.sums for path, each in recorders.items() if path.endswith(f".{i}.{module}")

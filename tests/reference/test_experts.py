@@ -6,13 +6,16 @@ import mlx.core as mx
 import pytest
 
 from helpers.derivatives import assert_close, normal
-from mesp.models.mlps import Experts
+from mesp.models.families import SEPARATE_MLP
+from mesp.models.mlps import MLP, Experts
 from mesp.reference.experts import (
     choose,
     mix_by_experts,
     mix_by_experts_backward,
     weigh,
     weigh_backward,
+    weigh_mlp,
+    weigh_mlp_backward,
 )
 from mesp.reference.model import dequantize
 
@@ -68,6 +71,22 @@ def test_the_gradient_of_a_mixture(experts, T):
 
     actual = mix_by_experts_backward(x, dy, weights, experts, "silu")
     assert_close("dx", actual, mx.grad(loss)(x))
+
+
+@pytest.mark.parametrize("T", [1, 9])
+def test_the_gradient_of_an_mlp_that_the_token_weighs(T):
+    mlp = MLP(SEPARATE_MLP, WIDTH, replace(KINDS["softmax"], mlp_gate="g"))
+    arrays = mx.quantize(normal(1, HIDDEN), 32, 8)
+    weights = dict(zip(("g.weight", "g.scales", "g.biases"), arrays, strict=True))
+    x, out, dy = (normal(1, T, HIDDEN) for _ in range(3))
+
+    def loss(x, out):
+        return (weigh_mlp(x, out, weights, mlp) * dy).sum()
+
+    dx, d_out = mx.grad(loss, argnums=(0, 1))(x, out)
+    actual = weigh_mlp_backward(x, out, dy, weights, mlp)
+    assert_close("d_out", actual[0], d_out)
+    assert_close("dx", actual[1], dx)
 
 
 def test_an_expert_without_tokens_takes_no_part(experts):

@@ -289,7 +289,7 @@ def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
     embedding = dict(model.model.embed_tokens.parameters())
     head = embedding if arch.tie_word_embeddings else dict(model.lm_head.parameters())
     blocks = list(map(arrays_of, model.layers, arch.blocks))
-    offset = 0 if arch.model_type == "qwen3_5" else arch.norm_offset  # in mlx-lm's memory
+    offset = 0 if arch.model_type.startswith("qwen3_5") else arch.norm_offset  # in mlx-lm's memory
     norm = model.model[name_there("model.norm", arch.model_type)[6:]].weight + offset
     norm = norm / arch.logits_scaling
     every = dict(tree_flatten(model.model.parameters()))

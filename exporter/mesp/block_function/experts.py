@@ -10,8 +10,6 @@ import numpy as np
 from mesp.block_function.parts import Parts
 from mesp.models.mlps import Experts
 
-ROUTER = "router"  # the projection that gives the experts' scores
-
 
 def mix_by_experts(
     experts: Experts, parts: Parts, x: mx.array, act: Callable[[mx.array], mx.array]
@@ -34,7 +32,7 @@ def mix_by_experts(
 
 def _route(experts: Experts, parts: Parts, x: mx.array) -> tuple[np.ndarray, mx.array]:
     """The experts of each token and their weights, both [T, k]."""
-    z = parts.p[ROUTER](x[None])[0]
+    z = parts.p[experts.router](x[None])[0]
     scores = mx.sigmoid(z) if experts.scores == "sigmoid" else mx.softmax(z, axis=-1)
     biased = scores if experts.bias is None else scores + parts.vector(experts.bias)
     chosen = mx.argsort(-biased, axis=-1)[:, : experts.num_experts_per_tok]

@@ -99,10 +99,14 @@ def forward(block: Block, parts: Parts, x: mx.array) -> list[mx.array]:
 
     mlp_in = norm(arch.mlp_norm, x_mid)
     plus = None if arch.post_norms else x_mid
-    if block.mlp.experts:
-        mixed_by_experts = mix_by_experts(block.mlp.experts, parts, mlp_in, act)
+    experts = block.mlp.experts
+    if experts:
+        mixed_by_experts = mix_by_experts(experts, parts, mlp_in, act)
         plus = mixed_by_experts if plus is None else plus + mixed_by_experts
-    if block.mlp.modules:
+    if experts and experts.mlp_gate:
+        out, gate, up = mlp(mlp_in, p["gate"], p["up"], p["down"], act, None)
+        y = plus + mx.sigmoid(p[experts.mlp_gate](mlp_in)) * out
+    elif block.mlp.modules:
         y, gate, up = mlp(mlp_in, p["gate"], p["up"], p["down"], act, plus)
     else:
         assert plus is not None

@@ -92,7 +92,7 @@ def block_pieces(
         shape = layout[f"{name}.bias"].shape
         yield f"{name}.bias", 0, weights.rows(f"{prefix}{name}.bias", shape, slice(0, *shape))
     found = moments.of_block(index) if moments else {}
-    for name in (*block.modules, *block.router()):
+    for name in (*block.modules, *block.frozen()):
         quantize = least_squares_of(found[name]) if moments else nearest
         yield from matrix_pieces(
             weights, prefix + name, layout, f"{name}.", quantizations, quantize

@@ -362,13 +362,12 @@ class Block:
 
     def matrices(self) -> dict[str, tuple[int, int]]:
         """The (output size, input size) of every quantized matrix; of stacked ones, of each."""
-        return self.sizes() | self.router() | self.stacked()
+        return self.sizes() | self.frozen() | self.stacked()
 
-    def router(self) -> dict[str, tuple[int, int]]:
-        """The (output size, input size) of the linear layer that chooses experts, which is no
-        module: it is frozen. None where there are no experts."""
-        experts = self.mlp.experts
-        return {experts.router: (experts.num_experts, self.arch.hidden_size)} if experts else {}
+    def frozen(self) -> dict[str, tuple[int, int]]:
+        """The (output size, input size) of the linear layers without adapters, which are no
+        modules: those that choose experts, and weigh the MLP beside them."""
+        return self.mlp.experts.linears(self.arch.hidden_size) if self.mlp.experts else {}
 
     def stacked(self) -> dict[str, tuple[int, int]]:
         """The (output size, input size) of one expert's matrices, by the names of all experts'
@@ -382,7 +381,7 @@ class Block:
     @property
     def num_parameters(self) -> int:
         """The numbers in it."""
-        weights = sum(out * inp for out, inp in (self.sizes() | self.router()).values())
+        weights = sum(out * inp for out, inp in (self.sizes() | self.frozen()).values())
         weights += self.num_experts * sum(out * inp for out, inp in self.stacked().values())
         vectors = sum(map(math.prod, self.vectors().values()))
         return weights + vectors + sum(self.norms().values()) + sum(self.biases().values())

@@ -306,6 +306,26 @@ _LFM2 = Family(
     },
     read=_read_lfm2,
 )
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    texts=("qwen3_5_moe_text",),
+    mlx_type="qwen3_5_moe",
+    experts=Experts(
+        "mlp.gate", "mlp.switch_mlp", "softmax", None, mlp_gate="mlp.shared_expert_gate"
+    ),
+    beside_experts=(
+        ("mlp.shared_expert.gate_proj", ("gate",)),
+        ("mlp.shared_expert.up_proj", ("up",)),
+        ("mlp.shared_expert.down_proj", ("down",)),
+    ),
+    hf_experts=(
+        ("mlp.experts.gate_up_proj", ("mlp.switch_mlp.gate_proj", "mlp.switch_mlp.up_proj")),
+        ("mlp.experts.down_proj", ("mlp.switch_mlp.down_proj",)),
+    ),
+    takes=(*_QWEN3_5.takes, "num_experts"),
+    defaults={**_QWEN3_5.defaults, "intermediate_size": 0, "tie_word_embeddings": False},
+    read=lambda config: {"shared_intermediate_size": config["shared_expert_intermediate_size"]},
+)
 FAMILIES = {
     "qwen2": _QWEN2,
     "qwen2_5_vl": _in_several(_QWEN2, "qwen2_5_vl_text"),
@@ -381,6 +401,8 @@ FAMILIES = {
     "gemma4": _in_several(_GEMMA4, "gemma4_text"),
     "qwen3_5": _in_several(_QWEN3_5, "qwen3_5_text"),
     "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe": _in_several(_QWEN3_5_MOE, "qwen3_5_moe_text"),
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
     "lfm2": _LFM2,
     "lfm2_moe": replace(
         _LFM2,

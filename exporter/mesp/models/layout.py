@@ -149,7 +149,7 @@ def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype:
         arrays += quantizations[name].arrays(name + ".", rows, columns, dtype)
         if name in block.arch.biases:
             arrays.append((name + ".bias", (rows,), dtype))
-    for name, (rows, columns) in block.router().items():
+    for name, (rows, columns) in block.frozen().items():
         arrays += quantizations[name].arrays(name + ".", rows, columns, dtype)
     stacked = [
         array

@@ -21,7 +21,8 @@ class Experts:
     """Gated MLPs of one width, of which a router chooses some for each token.
 
     y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over the `num_experts_per_tok` experts whose scores
-    are the highest, with w_e = scaling · s_e / Σ s. The router and the experts are frozen.
+    are the highest, with w_e = scaling · s_e / Σ s. The router and the experts are frozen, and so
+    is g, by which the output of an MLP beside them is multiplied: sigmoid(x gᵀ).
     """
 
     router: str  # the linear layer [num_experts, hidden] that gives the scores
@@ -32,6 +33,7 @@ class Experts:
     num_experts_per_tok: int = 0
     intermediate_size: int = 0
     scaling: float = 1.0
+    mlp_gate: str | None = None  # the linear layer [1, hidden] that is g; None: the factor is 1
 
     def stacked(self, hidden: int) -> dict[str, Shape]:
         """The shape of one expert's matrices, by the names of all experts' together."""
@@ -39,13 +41,18 @@ class Experts:
         shapes = {"gate_proj": inner, "up_proj": inner, "down_proj": inner[::-1]}
         return {f"{self.matrices}.{name}": shape for name, shape in shapes.items()}
 
+    def linears(self, hidden: int) -> dict[str, Shape]:
+        """The shapes of the router and, where there is one, of g."""
+        gate = {} if self.mlp_gate is None else {self.mlp_gate: (1, hidden)}
+        return {self.router: (self.num_experts, hidden)} | gate
+
     def vectors(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the weights that no linear layer has."""
         return {} if self.bias is None else {self.bias: (self.num_experts,)}
 
     def check(self) -> None:
         """Raises ValueError where a field can't be what it says."""
-        names = (self.router, self.matrices, *([] if self.bias is None else [self.bias]))
+        names = (self.router, self.matrices, self.bias or "", self.mlp_gate or "")
         sizes = (self.num_experts, self.num_experts_per_tok, self.intermediate_size)
         refuse_unsound(
             {
@@ -80,6 +87,7 @@ class MLP:
         if self.experts:
             self.experts.check()
         has_none = self.experts is not None and not self.modules
+        gate = self.experts.mlp_gate if self.experts else None
         projections = [] if has_none else ["down", "gate", "up"]
         refuse_unsound(
             {
@@ -87,6 +95,7 @@ class MLP:
                 if has_none
                 else is_size(self.intermediate_size),
                 "mlp": sorted(projections_of(self.modules)) == projections,
+                "mlp_gate": gate is None or not has_none,
             }
         )
 

@@ -54,6 +54,9 @@ def names_here(name: str, arch: Architecture) -> list[str]:
         matrix = _MATRICES.get(matrix, matrix)
         return [f"{layer}.{experts.matrices}.{number}.{matrix}.{suffix}"]
     for theirs, parts in arch.hf_modules + family.hf_experts:
+        # transformers 5 has experts' matrices as parameters, not as weights of linear layers.
+        if ours.endswith(f".{theirs}"):
+            ours = f"{ours}.weight"
         layer, is_there, suffix = ours.partition(f".{theirs}.")
         if is_there:
             return [f"{layer}.{part}.{suffix}" for part in parts]

@@ -118,6 +118,13 @@ _qwen35 = partial(
     linear_conv_kernel_dim=4, tie_word_embeddings=True, hidden_act="silu",
 )  # fmt: skip
 
+_QWEN35_MOE = {
+    **_qwen35(2048, 40, 0, 16, 2, linear_num_value_heads=32),
+    "model_type": "qwen3_5_moe", "num_experts": 256, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
 
 def _lfm2_moe(vocab_size: int, rope_theta: float) -> dict[str, Any]:
     attention = (2, 6, 10, 14, 18, 21)
@@ -239,6 +246,7 @@ _MODELS = (
      _qwen35(2048, 24, 6144, 8, 2, linear_num_value_heads=16)),
     (_tuned("Qwen/Qwen3.5-4B", "-Base"), "apache-2.0",
      _qwen35(2560, 32, 9216, 16, 4, linear_num_value_heads=32)),
+    (_tuned("Qwen/Qwen3.5-35B-A3B", "-Base"), "apache-2.0", _QWEN35_MOE),
     (("LiquidAI/LFM2-350M", "LiquidAI/LFM2.5-350M"), "lfm1.0", _lfm2(1024, 6656, 16)),
     (("LiquidAI/LFM2-700M",), "lfm1.0", _lfm2(1536, 10240, 24)),
     (("LiquidAI/LFM2-1.2B", "LiquidAI/LFM2.5-1.2B-Base", "LiquidAI/LFM2.5-1.2B-Instruct"), "lfm1.0",

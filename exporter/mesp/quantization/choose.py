@@ -141,7 +141,7 @@ def choose_quantizations(
     Raises MespError where bits are asked for that the mode does not have.
     """
     routers = [
-        f"model.layers.{i}.{name}" for i, block in enumerate(arch.blocks) for name in block.router()
+        f"model.layers.{i}.{name}" for i, block in enumerate(arch.blocks) for name in block.frozen()
     ]
     others: dict[str, Quantization | None] = dict.fromkeys(routers, Quantization(ROUTER_BITS))
     if main.mode != "affine":

@@ -16,7 +16,12 @@ from mesp.reference.attention import (
     mix_by_attention_backward,
     output_of_attention,
 )
-from mesp.reference.experts import mix_by_experts, mix_by_experts_backward
+from mesp.reference.experts import (
+    mix_by_experts,
+    mix_by_experts_backward,
+    weigh_mlp,
+    weigh_mlp_backward,
+)
 from mesp.reference.gated_delta_net import (
     mix_by_gated_delta_net,
     mix_by_gated_delta_net_backward,
@@ -77,7 +82,9 @@ def block_forward(
 ) -> list[mx.array]:
     """[y, mixer_in, m1, m2, m3, mixed, x_mid, gate, up], shapes as in docs/architecture.md.
 
-    x_mid = x + out(mix(RMSNorm(x)))        y = x_mid + down(act(gate) ∘ up) + experts
+    x_mid = x + out(mix(RMSNorm(x)))        y = x_mid + w down(act(gate) ∘ up) + experts
+
+    w is 1 but beside some mixtures of experts: see `weigh_mlp`.
 
     With post norms (out and down are normed before they are added) also mixer_out and mlp_out,
     which those take. Gate and up, which are made again where they are needed, are not `stored`.
@@ -112,6 +119,7 @@ def block_forward(
         gate = linear(mlp_in, p["gate"], scale)
         up = linear(mlp_in, p["up"], scale)
         mlp_out = linear(gated(gate, up, arch.hidden_act), p["down"], scale)
+        mlp_out = weigh_mlp(mlp_in, mlp_out, weights, block.mlp)
     else:
         gate = up = mx.zeros((*mlp_in.shape[:2], 0))
         mlp_out = mx.zeros(mlp_in.shape)
@@ -178,7 +186,7 @@ def block_backward(
         h = x_mid + rms_norm(mlp_out, vector["post_feedforward_layernorm.weight"], eps)
         dy, grad = add_per_layer_backward(h, per_layer, dy, scale, parts, arch.hidden_act)
 
-    # y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in)) + experts(mlp_in)
+    # y = x_mid + w(mlp_in) down(act(gate(mlp_in)) ∘ up(mlp_in)) + experts(mlp_in)
     d_mlp_out = dy
     if arch.post_norms:
         mixer_out, mlp_out = intermediates[len(INTERMEDIATES) :]
@@ -189,11 +197,13 @@ def block_backward(
     d_mlp_in = mx.zeros(mlp_in.shape)
     if block.mlp.modules:
         gated_up = gated(gate, up, arch.hidden_act)
-        d_gated, *grad["down"] = linear_backward(gated_up, d_mlp_out, p["down"], scale)
+        down = linear(gated_up, p["down"], scale)
+        d_down, d_mlp_in = weigh_mlp_backward(mlp_in, down, d_mlp_out, weights, block.mlp)
+        d_gated, *grad["down"] = linear_backward(gated_up, d_down, p["down"], scale)
         d_gate, d_up = gated_backward(gate, up, d_gated, arch.hidden_act)
         d_in_gate, *grad["gate"] = linear_backward(mlp_in, d_gate, p["gate"], scale)
         d_in_up, *grad["up"] = linear_backward(mlp_in, d_up, p["up"], scale)
-        d_mlp_in = d_in_gate + d_in_up
+        d_mlp_in = d_mlp_in + d_in_gate + d_in_up
     if block.mlp.experts:
         d_mlp_in = d_mlp_in + mix_by_experts_backward(
             mlp_in, d_mlp_out, weights, block.mlp.experts, arch.hidden_act

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from mesp.models.mlps import Experts
+from mesp.models.mlps import MLP, Experts
 from mesp.reference.model import Weights, dequantize
 from mesp.reference.pieces import gated, gated_backward
 
@@ -81,6 +81,31 @@ def mix_by_experts_backward(
     dz = mx.zeros((x.shape[0], experts.num_experts))
     dz = mx.put_along_axis(dz, chosen, weigh_backward(z, dw, experts), axis=-1)
     return (dx + dz @ router)[None]
+
+
+def weigh_mlp(x: mx.array, out: mx.array, weights: Weights, mlp: MLP) -> mx.array:
+    """y = w ∘ out [1, T, hidden],   w = sigmoid(x gᵀ), of an MLP's output beside experts; out where
+    there is no g."""
+    g = _mlp_gate(weights, mlp, x.shape[-1])
+    return out if g is None else mx.sigmoid(x @ g.T) * out
+
+
+def weigh_mlp_backward(
+    x: mx.array, out: mx.array, dy: mx.array, weights: Weights, mlp: MLP
+) -> tuple[mx.array, mx.array]:
+    """d_out = w ∘ dy,   dx = w (1 - w) rowsum(dy ∘ out) g"""
+    g = _mlp_gate(weights, mlp, x.shape[-1])
+    if g is None:
+        return dy, mx.zeros(x.shape)
+    w = mx.sigmoid(x @ g.T)
+    dw = mx.sum(dy * out, axis=-1, keepdims=True)
+    return w * dy, (w * (1 - w) * dw) @ g
+
+
+def _mlp_gate(weights: Weights, mlp: MLP, hidden: int) -> mx.array | None:
+    """g [1, hidden] float32; see `Experts`."""
+    name = mlp.experts and mlp.experts.mlp_gate
+    return dequantize(weights, f"{name}.", hidden) if name else None
 
 
 def _route(x: mx.array, weights: Weights, experts: Experts) -> tuple[mx.array, mx.array]:

@@ -12,7 +12,6 @@ import numpy as np
 
 from mesp.block_function.attention import keys_and_values, soft_cap
 from mesp.block_function.dequantize import dequantize
-from mesp.block_function.experts import ROUTER
 from mesp.block_function.forward_pass import forward
 from mesp.block_function.parts import Parts, rms_norm
 from mesp.block_function.rope import rope
@@ -133,8 +132,8 @@ class SourceModel:
             )
 
         p = {name: projection(*rows) for name, rows in block.projections().items()}
-        for name, shape in block.router().items():
-            p[ROUTER] = projection(name, slice(0, shape[0]), shape)
+        for name, shape in block.frozen().items():
+            p[name] = projection(name, slice(0, shape[0]), shape)
 
         def expert(number: int) -> list[SourceProjection]:
             return [

@@ -108,6 +108,11 @@ package struct BlockWeights {
         packed.matrix(experts.router + ".", inputs: architecture.hiddenSize)
     }
 
+    /// g `[1, hidden]`, by which σ(x gᵀ) is the factor of the MLP's output; nil where that is 1.
+    var mlpGate: QuantizedMatrix? {
+        shape.mlp.experts?.mlpGate.map { packed.matrix($0 + ".", inputs: architecture.hiddenSize) }
+    }
+
     func choice(_ experts: Experts) -> Router {
         Router(
             scores: experts.scores, bias: experts.bias.map { packed[$0] }, count: experts.numExpertsPerTok,

@@ -28,7 +28,7 @@ extension Block {
         return gradient
     }
 
-    // MARK: - y = x_mid + norm(mlp_out),  mlp_out = down(act(gate(mlp_in)) ∘ up(mlp_in)) + mixture(mlp_in),  mlp_in = RMSNorm(x_mid)
+    // MARK: - y = x_mid + norm(mlp_out),  mlp_out = w down(act(gate(mlp_in)) ∘ up(mlp_in)) + mixture(mlp_in),  mlp_in = RMSNorm(x_mid)
 
     /// Each token's derivative depends on no other token, so that a long sequence goes through some tokens at a time.
     ///
@@ -48,13 +48,17 @@ extension Block {
             }
             let mlpIn = weights.mlpNorm(xMid)
             let dMlpOut = through(weights.mlpPostNorm, mlpOut?[rows], dy: dResidual)
-            let dense =
-                weights.shape.mlp.modules.isEmpty
-                ? nil : gatedMLP(mlpIn, gate: gate?[rows], up: up?[rows], dy: dMlpOut, &own)
-            let mixed = weights.shape.mlp.experts.map { mixtureBackward($0, mlpIn, dy: dMlpOut) }
-            guard let dMlpIn = dense.map({ dense in mixed.map { dense + $0 } ?? dense }) ?? mixed else {
-                preconditionFailure("a block without an MLP")
+            var dMlpIns = [MLXArray]()
+            if let experts = weights.shape.mlp.experts {
+                dMlpIns.append(mixtureBackward(experts, mlpIn, dy: dMlpOut))
             }
+            if !weights.shape.mlp.modules.isEmpty {
+                let weighed = weights.mlpGate.map { factorBackward($0, mlpIn, dy: dMlpOut) }
+                dMlpIns.append(
+                    gatedMLP(mlpIn, gate: gate?[rows], up: up?[rows], dy: weighed?.dOut ?? dMlpOut, &own))
+                dMlpIns += [weighed?.dx].compactMap { $0 }
+            }
+            let dMlpIn = dMlpIns.dropFirst().reduce(dMlpIns[0], +)
             let dMid = weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
             gradients.add(own)
             eval([dMid] + gradients.arrays)

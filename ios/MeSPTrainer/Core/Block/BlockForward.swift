@@ -186,16 +186,27 @@ extension Block: BlockForward {
 
     // MARK: - The MLP
 
-    /// down(act(gate) ∘ up) and the mixture of experts, or what there is of both, in float32.
+    /// The gated MLP and the mixture of experts, or the one that there is, in float32.
     private func mlp(_ mlpIn: MLXArray) -> MLXArray {
         var kept: [(gate: MLXArray, up: MLXArray)]?
         return mlp(mlpIn, keeping: &kept)
     }
 
-    /// - Parameter kept: gets gate and up by tiles of their features, unless it is nil.
+    /// - Parameter kept: as that of `gatedMLP`
     private func mlp(_ mlpIn: MLXArray, keeping kept: inout [(gate: MLXArray, up: MLXArray)]?) -> MLXArray {
-        let mixed = weights.shape.mlp.experts.map { mixture($0, mlpIn) }
-        if let mixed, weights.shape.mlp.modules.isEmpty { return mixed }
+        guard let experts = weights.shape.mlp.experts else { return gatedMLP(mlpIn, addedTo: nil, keeping: &kept) }
+        let mixed = mixture(experts, mlpIn)
+        if weights.shape.mlp.modules.isEmpty { return mixed }
+        guard let g = weights.mlpGate else { return gatedMLP(mlpIn, addedTo: mixed, keeping: &kept) }
+        return mixed + factor(g, mlpIn) * gatedMLP(mlpIn, addedTo: nil, keeping: &kept)
+    }
+
+    /// down(act(gate) ∘ up), in float32.
+    ///
+    /// - Parameter kept: gets gate and up by tiles of their features, unless it is nil.
+    func gatedMLP(
+        _ mlpIn: MLXArray, addedTo mixed: MLXArray?, keeping kept: inout [(gate: MLXArray, up: MLXArray)]?
+    ) -> MLXArray {
         let (gate, up, down) = (projection(.gate), projection(.up), projection(.down))
         let features = tiles(of: gate.weight.rows, size: tile.mlp)
         var sum = mixed ?? MLXArray.zeros(mlpIn.shape)

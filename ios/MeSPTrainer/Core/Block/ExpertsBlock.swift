@@ -70,6 +70,23 @@ extension Block {
         return dx
     }
 
+    /// w = σ(x gᵀ) `[n, 1]`, by which the output of the MLP beside the experts is multiplied.
+    func factor(_ g: QuantizedMatrix, _ mlpIn: MLXArray) -> MLXArray { sigmoid(g.apply(mlpIn.asType(.float32))) }
+
+    /// The derivative of w ∘ out by out, and by x through w. The MLP's output is made again for it.
+    ///
+    ///     d_out = w ∘ dy        dx = w (1 − w) rowsum(dy ∘ out) g
+    ///
+    /// - Returns: both `[n, hidden]` in float32, evaluated.
+    func factorBackward(_ g: QuantizedMatrix, _ mlpIn: MLXArray, dy: MLXArray) -> (dOut: MLXArray, dx: MLXArray) {
+        var kept: [(gate: MLXArray, up: MLXArray)]?
+        let (w, out) = (factor(g, mlpIn), gatedMLP(mlpIn, addedTo: nil, keeping: &kept))
+        let dw = (dy * out).sum(axis: -1, keepDims: true)
+        let (dOut, dx) = (w * dy, g.applyTransposed(w * (1 - w) * dw, addedTo: nil))
+        eval(dOut, dx)
+        return (dOut, dx)
+    }
+
     /// The features of an expert that are computed at a time: as many numbers as of the MLP, whose tiles have more tokens.
     private func features(_ experts: Experts, of pairs: Routed.Pairs) -> [Range<Int>] {
         let width = experts.intermediateSize

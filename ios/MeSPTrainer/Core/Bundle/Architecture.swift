@@ -158,7 +158,7 @@ package struct BlockShape: Sendable, Equatable {
         var count: Int?
     }
 
-    /// Those of the modules, of the router and of the experts.
+    /// Those of the modules, and the frozen ones beside them.
     var matrices: [Matrix] {
         let ofModules = modules.map { module in
             let (inputs, outputs) = dimensions(module)
@@ -166,7 +166,8 @@ package struct BlockShape: Sendable, Equatable {
         }
         guard let experts = mlp.experts else { return ofModules }
         let (hidden, width, count) = (architecture.hiddenSize, experts.intermediateSize, experts.numExperts)
-        return ofModules + [
+        let mlpGate = experts.mlpGate.map { [Matrix(name: $0, outputs: 1, inputs: hidden)] } ?? []
+        return ofModules + mlpGate + [
             Matrix(name: experts.router, outputs: count, inputs: hidden),
             Matrix(name: experts.gate, outputs: width, inputs: hidden, count: count),
             Matrix(name: experts.up, outputs: width, inputs: hidden, count: count),

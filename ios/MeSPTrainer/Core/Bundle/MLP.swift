@@ -21,10 +21,12 @@ package struct MLP: Decodable, Sendable, Equatable {
     var isConsistent: Bool {
         let least = modules.isEmpty && experts != nil ? 0 : 1
         return (least...(least << 20)).contains(intermediateSize) && experts?.isConsistent ?? true
+            && (least == 1 || experts?.mlpGate == nil)
     }
 }
 
-/// Gated MLPs of one width, of which a router chooses some for each token. Both are frozen.
+/// Gated MLPs of one width, of which a router chooses some for each token, and the factor σ(x gᵀ) of the output of an MLP beside them. All
+/// are frozen.
 package struct Experts: Decodable, Sendable, Equatable {
     /// s, of what the router gives.
     enum Scores: String, Decodable, Sendable { case softmax, sigmoid }
@@ -40,6 +42,8 @@ package struct Experts: Decodable, Sendable, Equatable {
     let numExpertsPerTok: Int
     let intermediateSize: Int
     let scaling: Float
+    /// The linear layer `[1, hidden]` that is g; nil where the factor is 1.
+    let mlpGate: String?
 
     var gate: String { matrices + ".gate_proj" }
     var up: String { matrices + ".up_proj" }
