@@ -102,7 +102,7 @@ def family(request, tmp_path_factory):
         config["layer_types"] += ["sliding_attention"]
     if request.param == "granitemoehybrid":
         config["layer_types"] = ["attention"] * 4
-    if request.param in ("granite-mamba", "granite-experts"):
+    if request.param in ("granite-mamba", "granite-moe"):
         config["layer_types"] = ["mamba", "attention", "mamba", "mamba"]
     if request.param == "gemma4":
         config["layer_types"] = ["sliding_attention", "full_attention"] * 2

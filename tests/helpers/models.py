@@ -282,7 +282,7 @@ FAMILIES["qwen3_5_moe"] = FAMILIES["qwen3_5"] | {
     "norm_topk_prob": True,
 }
 # With an MLP beside the experts.
-FAMILIES["granite-experts"] = FAMILIES["granite-mamba"] | {
+FAMILIES["granite-moe"] = FAMILIES["granite-mamba"] | {
     "intermediate_size": 64,
     "num_local_experts": 6,
     "num_experts_per_tok": 2,

@@ -380,7 +380,7 @@ def test_rope_as_transformers_5_writes_it():
         ("granite-mamba", {"mamba_n_groups": 3}, "not valid .*num_groups"),
         ("granite-mamba", {"mamba_d_state": 0}, "not valid .*sizes"),
         ("granitemoehybrid", {"layer_types": None}, "lacks 'layer_types'"),
-        ("granite-experts", {"num_experts_per_tok": 7}, "not valid .*experts' sizes"),
+        ("granite-moe", {"num_experts_per_tok": 7}, "not valid .*experts' sizes"),
         ("gemma4", {"enable_moe_block": True}, "enable_moe_block"),
         ("gemma4", {"attention_k_eq_v": True}, "attention_k_eq_v"),
         ("gemma4", {"num_global_key_value_heads": 4}, "num_global_key_value_heads"),
