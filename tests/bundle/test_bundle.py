@@ -214,6 +214,7 @@ def test_blocks_are_grouped_by_layout_and_mixer(family):
         "gemma3_text": [(0, 2), (1, 3)],
         "gemma3": [(0, 2), (1, 3)],
         "qwen3_5": [(0, 2), (1, 3)],
+        "qwen3_5_moe": [(0, 2), (1, 3)],
         "lfm2": [(0, 2, 3), (1,)],
         "lfm2_moe": [(0,), (1,), (2, 3)],
         "qwen3_moe": [(0,), (1, 2, 3)],

@@ -198,6 +198,7 @@ def number(value: int) -> gguf.GGUFValue:
     [
         ("qwen2", "general.architecture", SEVERAL, "The architecture '' of"),
         ("qwen2", "general.type", SEVERAL, "holds no model"),
+        ("granite", "granite.expert_count", number(8), "mixes experts"),
         ("qwen2", "tokenizer.ggml.model", SEVERAL, "has a tokenizer of kind ''"),
         ("minicpm", "minicpm.logit_scale", number(0), "is not above 0"),
         ("minicpm", "minicpm.nextn_predict_layers", number(7), "is not above 0"),

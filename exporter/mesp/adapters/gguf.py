@@ -111,7 +111,7 @@ def _tensors(
 def _names(arch: Architecture):
     from mesp.source_model.gguf.names import ARCHITECTURES, Names
 
-    if arch.model_type not in ARCHITECTURES:
+    if arch.model_type not in ARCHITECTURES or arch.has_experts:
         raise MespError(
             f"Adapters of {arch.model_type} cannot be written for llama.cpp; leave out --gguf."
         )

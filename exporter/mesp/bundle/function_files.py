@@ -24,7 +24,7 @@ FUNCTIONS = 64 << 20  # bytes: no file of functions has a hundredth of it
 def check_device(arch: Architecture, device: str | None) -> None:
     """Raises MespError for a GPU where blocks have experts: it trains with functions, which cannot
     go by what the tokens choose."""
-    if device == "gpu" and any(mlp.experts for mlp in arch.mlps):
+    if device == "gpu" and arch.has_experts:
         raise MespError("A mixture of experts trains on a CPU alone; take --device cpu.")
 
 

@@ -198,6 +198,11 @@ class Architecture:
         )
 
     @property
+    def has_experts(self) -> bool:
+        """Whether some block mixes experts."""
+        return any(mlp.experts for mlp in self.mlps)
+
+    @property
     def owners(self) -> set[int]:
         """The blocks whose keys and values others take too."""
         found = (block.keys_of for block in self.kinds)

@@ -75,6 +75,11 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
     if table is None or len(table.shape) != 2:
         raise MespError(f"{gguf.path} has no token_embd.weight; it holds no whole model.")
     its = _Metadata(gguf, name)
+    if its.get("expert_count"):
+        raise MespError(
+            f"{gguf.path} mixes experts, which is not supported in a GGUF file; take the model in "
+            "safetensors."
+        )
     hidden, heads = its.require("embedding_length"), its.require("attention.head_count")
     head_dim = its.get("attention.key_length") or (hidden // heads if heads else 0)
     begin = gguf.metadata.get("tokenizer.ggml.bos_token_id")
@@ -93,7 +98,6 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
         "hidden_act": FAMILIES[model_type].activation,
         "attention_bias": "blk.0.attn_output.bias" in gguf.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in gguf.tensors,
-        "num_experts": its.get("expert_count") or 0,
         "bos_token_id": begin if type(begin) is int else None,
     }
     for key, theirs in (
