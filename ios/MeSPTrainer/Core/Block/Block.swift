@@ -5,11 +5,13 @@ import MLX
 ///     mixer_in = RMSNorm(x)                     mlp_in = RMSNorm(x_mid)
 ///     x_mid = x + mixer(mixer_in)               y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
 ///
-/// or in place of the MLP, or beside it, a mixture of experts (ExpertsBlock.swift). Each projection is a LoRA linear. In a block with post-norms the outputs of the mixer and of the MLP go through an RMSNorm before they
-/// are added to x and x_mid. x, y and the arrays of `Intermediates` have the bundle's dtype; everything between them is float32.
+/// A block may have a mixture of experts in place of the MLP or beside it. Each projection is a LoRA linear. In a block with post-norms
+/// the outputs of the mixer and of the MLP go through an RMSNorm before they are added to x and x_mid. x, y and the arrays of
+/// `Intermediates` have the bundle's dtype; everything between them is float32.
 ///
-/// BlockForward.swift and BlockBackward.swift have the two passes, AttentionBlock.swift, GatedDeltaNetBlock.swift,
-/// ShortConvolutionBlock.swift and Mamba2Block.swift both passes of a mixer.
+/// BlockForward.swift and BlockBackward.swift have the two passes; AttentionBlock.swift, GatedDeltaNetBlock.swift,
+/// ShortConvolutionBlock.swift and Mamba2Block.swift have both passes of a mixer, ExpertsBlock.swift those of a mixture of experts, and
+/// PerLayerBlock.swift those of the term that embeddings for each layer add to y.
 package struct Block {
     let weights: BlockWeights
     /// The LoRA parameters `[P]`, or nil for the base model.

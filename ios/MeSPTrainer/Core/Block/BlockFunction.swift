@@ -1,7 +1,9 @@
 import MLX
 
 /// The function of a bundle's file, `f(x, lora, scale, weights)`, which returns y, mixer_in, m₁, m₂, m₃, mixed, x_mid, gate, up and, with
-/// post-norms, mixer_out and mlp_out. That of packed records takes of each token the position at which its record begins too.
+/// post-norms, mixer_out and mlp_out.
+///
+/// More arguments follow: the arrays of `Beside`, and for packed records the position at which each token's record begins.
 package final class BlockFunction {
     /// Which of these a caller evaluates.
     fileprivate enum Selection {

@@ -9,10 +9,10 @@ package struct TileSizes {
     let projection: Int
     /// Intermediate features of the MLP, a multiple of the quantization group.
     let mlp: Int
-    /// Tokens in the MLP's derivative, and of these in a tile.
-    let mlpTokens: Int
     /// Tokens of a segment, of a mixer that goes by segments where the sequence is longer.
     let mixerTokens: Int
+    /// Tokens in the MLP's derivative, and of these in a tile.
+    let mlpTokens: Int
     let tokens: Int
     /// Query rows of attention.
     let attention: Int
@@ -39,9 +39,9 @@ package struct TileSizes {
     /// Some tokens of a segment; tests cut short sequences.
     @TaskLocal package static var segmentTokens = 1024
 
-    /// The tokens of a segment of a mixer, of a sequence of more than twice as many where a product unpacks W for its tokens anyway;
-    /// otherwise all, as in models whose blocks share keys and values. Packed records go whole, which takes some percent more: what a
-    /// plan is for does not say whether records are packed.
+    /// The tokens of a segment of a mixer. A sequence of more than twice `segmentTokens` has several segments where a product unpacks W
+    /// for its tokens anyway, unless blocks share keys and values. Packed records have one segment, which takes some percent more memory
+    /// than planned, as a plan does not depend on packing.
     static func mixerTokens(_ a: Architecture, _ length: Int, _ backend: Backend) -> Int {
         guard backend == .cpu, CPUProducts.current.dequantizeInside, length > 2 * segmentTokens, a.owners.isEmpty
         else { return length }
