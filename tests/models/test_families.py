@@ -31,8 +31,8 @@ def write(family: str, folder: Path) -> Path:
 
 def quantization(path: str, module: nn.Module) -> bool | dict:
     """Of what chooses experts as mlx-lm has it."""
-    is_router = path.endswith((".mlp.gate", ".feed_forward.gate", ".router.layer"))
-    return {"group_size": 64, "bits": 8} if is_router else True
+    routers = (".mlp.gate", ".feed_forward.gate", ".router.layer", ".shared_expert_gate")
+    return {"group_size": 64, "bits": 8} if path.endswith(routers) else True
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "mixed"])
