@@ -11,7 +11,6 @@ from typing import Any
 
 from mesp.bundle.as_source import as_source
 from mesp.bundle.export_options import DEVICE, BundleOptions, ExportOptions
-from mesp.bundle.function_files import check_device
 from mesp.bundle.manifest import Manifest
 from mesp.bundle.reader import Bundle
 from mesp.bundle.rewriter import rewrite_bundle
@@ -124,7 +123,6 @@ def prepare(
     )
     source = find_source(str(model), random_weights)
     arch = Architecture.from_config(source.config)
-    check_device(arch, device)
     if layers and layers > arch.num_hidden_layers:
         raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
     if layers and arch.per_layer and not random_weights:
@@ -267,7 +265,6 @@ def rewrite(
         device=DEVICE if device == "auto" else device or has.device,
         overwrite=overwrite,
     )
-    check_device(has.architecture, options.device)
     rewrite_bundle(old, options, progress)
     return Bundle(options.out, to_run=False)
 

@@ -21,13 +21,6 @@ from mesp.models.layout import DTYPES, Layout
 FUNCTIONS = 64 << 20  # bytes: no file of functions has a hundredth of it
 
 
-def check_device(arch: Architecture, device: str | None) -> None:
-    """Raises MespError for a GPU where blocks have experts: it trains with functions, which cannot
-    go by what the tokens choose."""
-    if device == "gpu" and arch.has_experts:
-        raise MespError("A mixture of experts trains on a CPU alone; take --device cpu.")
-
-
 def write_functions(
     folder: Path, arch: Architecture, layouts: list[Layout], options: BundleOptions
 ) -> list[BlockGroup]:
@@ -49,7 +42,7 @@ def write_functions(
         kinds = {"": group.functions, "plain.": group.plain_functions}
         kinds |= {"packed.": group.packed_functions} if options.pack and on_gpu else {}
         if block.mlp.experts:
-            kinds = {}  # a CPU trains without them
+            kinds = {}  # a function computes the same experts for any token
         for kind, files in kinds.items():
             # On a CPU both kinds are the plain one.
             kind = kind if on_gpu else ""

@@ -107,7 +107,7 @@ class Bundle:
         }
         for group in manifest.blocks:
             if self.architecture.blocks[group.layers[0]].mlp.experts:
-                continue  # a CPU trains without functions
+                continue  # which have no functions
             for functions in group.files:
                 if not functions.keys() >= set(map(str, manifest.seq_lens)):
                     raise ValueError("it lacks a function")

@@ -21,7 +21,9 @@ final class AutomaticBackward {
         let layout = model.layouts[block]
         let functions =
             try functions[x.dim(1)]
-            ?? model.bundle.functions(\.plainFunctions, length: x.dim(1)).map { BlockFunction($0, isFused: false) }
+            ?? model.bundle.functions(\.plainFunctions, length: x.dim(1)).compactMap { function in
+                function.map { BlockFunction($0, isFused: false) }
+            }
         self.functions[x.dim(1)] = functions
         let defaultDevice = DefaultDevice.self as any GlobalDevice.Type
         let before = defaultDevice.current

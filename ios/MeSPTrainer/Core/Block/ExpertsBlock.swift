@@ -23,7 +23,7 @@ extension Block {
                     if f.count < experts.intermediateSize { eval([out].compactMap { $0 }) }
                 }
                 if let out { y = y.at[pairs.tokens].add(routed.weights(pairs) * out) }
-                if x.dim(0) > QuantizedMatrix.fewRows { eval(y) }
+                if x.dim(0) > QuantizedMatrix.fewRows { tile.pace.finish([y]) }
             }
             return y
         }

@@ -37,6 +37,9 @@ public struct Manifest: Decodable, Sendable {
         /// Those that a GPU trains packed records with; nil where the bundle was not exported for such data.
         public let packedFunctions: [String: String]?
         var packed: [String: String] { packedFunctions ?? [:] }
+        /// Whether a GPU calls functions of these blocks. Those with experts have none, as a function computes the same experts for any
+        /// token.
+        package var hasFunctions: Bool { !functions.isEmpty }
         public let words: Int
         public let arrays: [PackedArray]
     }
@@ -148,7 +151,9 @@ extension Manifest {
     }
 
     /// Whether several records may share a sequence: a CPU needs no functions for it.
-    var takesPacked: Bool { device == .cpu || blocks.allSatisfy { $0.packedFunctions != nil } }
+    package var takesPacked: Bool {
+        device == .cpu || blocks.allSatisfy { $0.packedFunctions != nil || !$0.hasFunctions }
+    }
 
     /// For each block the index of its kind in `blocks`.
     var kindOfBlock: [Int] {

@@ -55,11 +55,12 @@ public struct ModelBundle {
 
     // MARK: - Weights
 
-    /// Imports the functions for sequences of `length` tokens, for each block the one of its kind. `Manifest.check` has found that
-    /// there are some.
-    func functions(_ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int) throws -> [ImportedFunction] {
+    /// Imports the functions for sequences of `length` tokens, for each block the one of its kind, nil for a kind without functions.
+    /// `Manifest.check` has found that the others have one for this length.
+    func functions(_ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int) throws -> [ImportedFunction?] {
         var imported = [String: ImportedFunction]()
-        let functions = try manifest.blocks.enumerated().map { kind, blocks in
+        let functions = try manifest.blocks.enumerated().map { kind, blocks -> ImportedFunction? in
+            guard blocks.hasFunctions else { return nil }
             guard let folder = manifest.functionsFolder, let name = blocks[keyPath: files]["\(length)"] else {
                 preconditionFailure("no function for \(length) tokens")
             }

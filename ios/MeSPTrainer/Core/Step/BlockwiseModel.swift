@@ -23,9 +23,9 @@ package final class BlockwiseModel {
     /// Whether a whole step was done, so that a GPU has compiled the kernels; see `Pace`.
     var isWarm: Bool
     /// For each block the function of its kind, by the number of tokens, imported when a sequence of this length first comes.
-    private var functions = [Int: [BlockFunction]]()
+    private var functions = [Int: [BlockFunction?]]()
     /// Those of packed records.
-    private var packedFunctions = [Int: [BlockFunction]]()
+    private var packedFunctions = [Int: [BlockFunction?]]()
 
     /// - Parameter settings: `Manifest.check` must have found their length and rank in the bundle.
     init(_ bundle: ModelBundle, _ settings: RunSettings, plan: Plan, lora: BlockArrays, clock: StepClock) throws {
@@ -42,12 +42,13 @@ package final class BlockwiseModel {
             bundle.backend == .gpu ? CrossEntropyHead.gpuWork : CrossEntropyHead.defaultWork
     }
 
-    /// The block function for x `[1, T, hidden]`, or that for packed records, which the bundle must have.
-    package func function(_ block: Int, _ x: MLXArray, packed: Bool = false) throws -> BlockFunction {
+    /// The block function for x `[1, T, hidden]`, or that for packed records, which the bundle must have; nil for a block without one.
+    package func function(_ block: Int, _ x: MLXArray, packed: Bool = false) throws -> BlockFunction? {
         let length = x.dim(1)
         if let known = packed ? packedFunctions[length] : functions[length] { return known[block] }
         var made = [ObjectIdentifier: BlockFunction]()
         let imported = try bundle.functions(packed ? \.packed : \.functions, length: length).map { imported in
+            guard let imported else { return BlockFunction?.none }
             let function =
                 made[ObjectIdentifier(imported)]
                 ?? BlockFunction(imported, isFused: bundle.manifest.device == .gpu)
@@ -172,16 +173,16 @@ package final class BlockwiseModel {
         return intermediates
     }
 
-    /// By the bundle's function on a GPU, whose kernels it lays out. A function runs on one stream: on a CPU the same formulas are called
-    /// one by one, so that each product has all cores.
+    /// By the bundle's function on a GPU, whose kernels it lays out, where the block has one. A function runs on one stream: on a CPU the
+    /// same formulas are called one by one, so that each product has all cores.
     private func forwardPass(
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ records: [Range<Int>]?,
         _ beside: Beside
     ) throws -> any BlockForward {
-        guard bundle.backend == .gpu else {
+        guard bundle.backend == .gpu, let function = try function(block, x, packed: records != nil) else {
             return self.block(block, x, lora, weights, records: records, beside: beside)
         }
-        return try function(block, x, packed: records != nil)(
+        return function(
             lora: layouts[block].whole(lora), scale: scale, weights: weights, records: records,
             beside: beside, pause: isWarm ? nil : { [clock] in clock.pause() })
     }

@@ -30,11 +30,6 @@ struct Fixture {
         return (folders ?? []).sorted { $0.path < $1.path }
     }()
 
-    /// Those whose blocks all have functions: a mixture of experts has none, so that MeBP and the self-check have nothing to call.
-    static func withFunctions(_ folders: [URL]) -> [URL] {
-        folders.filter { !$0.lastPathComponent.contains("moe") }
-    }
-
     /// A plain model of three blocks, for tests of what doesn't depend on the family.
     static let tied = cases.first { $0.lastPathComponent == "tied-32" }
 
