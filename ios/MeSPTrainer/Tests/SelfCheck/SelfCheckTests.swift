@@ -76,7 +76,7 @@ import Testing
         let hasExperts = bundle.architecture.hasExperts
         let skipped = [
             "block.outputs": !bundle.manifest.blocks.contains(where: \.hasFunctions),
-            "gradients.cpu": hasExperts && bundle.backend == .gpu, "gradients.differences": hasExperts,
+            "gradients.cpu": hasExperts && bundle.manifest.device == .gpu, "gradients.differences": hasExperts,
         ]
         for name in ["block.outputs", "gradients.cpu", "gradients.differences", "head.few_targets"] {
             let result = try result(name, bench)
