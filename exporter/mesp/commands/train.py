@@ -86,7 +86,9 @@ def show_plan(job: Job, plan: dict[str, Any]) -> None:
     engine, settings = find_engine(), job.to_json()
     click.echo(describe_plan(plan))
     click.echo(describe_optimizers(engine, settings))
-    if job.manifest.device == "gpu" and sys.platform != "darwin":  # whose engine cannot count
+    # A Mac's engine cannot count, nor can another where kernels depend on the experts' choice.
+    can_count = sys.platform != "darwin" and not job.manifest.architecture.has_experts
+    if job.manifest.device == "gpu" and can_count:
         click.echo(describe_count(find_count(engine, settings)))
 
 

@@ -55,6 +55,9 @@
                 guard rehearsal.isForGPU else {
                     throw MeSPError("\(settings.bundle) is for the CPU: export it with --device gpu to count.")
                 }
+                guard !rehearsal.hasExperts else {
+                    throw MeSPError("\(settings.bundle) mixes experts, and kernels depend on those that tokens choose.")
+                }
                 predicted = rehearsal.planner.arrays(rehearsal.plan)
                 try rehearsal.step { Ledger.boundary() }
                 Ledger.restart()

@@ -41,6 +41,9 @@ public final class Rehearsal {
     /// Whether the bundle's functions are for a GPU.
     public var isForGPU: Bool { trainer.model.bundle.device == .gpu }
 
+    /// Whether its tokens choose experts.
+    public var hasExperts: Bool { trainer.model.bundle.architecture.hasExperts }
+
     /// A step of the settings' batches; with an objective, of one sequence.
     ///
     /// - Parameter atBlock: called at each block boundary, where a run may pause.
