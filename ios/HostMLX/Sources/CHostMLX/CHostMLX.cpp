@@ -881,8 +881,10 @@ void host_clear_cache(void) {
     ledger::clear_cache();
     mx::clear_cache();
 #ifdef __GLIBC__
-    // The next block takes what the last one freed: its page faults, and trimming, would take a tenth of a step.
-    if (mallinfo2().fordblks > 32 << 20) malloc_trim(0);
+    // The next block takes what the last one freed: its page faults, and trimming, would take a tenth of a step. Not so of a long sequence,
+    // whose arrays are mappings of their own, and whose blocks take seconds.
+    auto heap = mallinfo2();
+    if (heap.fordblks > (heap.hblkhd > 64 << 20 ? 4 << 20 : 32 << 20)) malloc_trim(0);
 #endif
 }
 

@@ -63,6 +63,8 @@ extension Block {
             gradients.add(own)
             eval([dMid] + gradients.arrays)
             parts.append(dMid)
+            // What is freed here is in the way of arrays of the whole sequence, which take no part of it.
+            if rows.count < dy.dim(0) { Memory.clearCache() }
         }
         guard parts.count > 1 else { return parts[0] }
         let dMid = concatenated(parts)
@@ -194,6 +196,7 @@ extension Block {
             gradients.add(own)
             eval(gradients.arrays)
             if let dx { parts.append(dx) }
+            Memory.clearCache()
         }
         guard !parts.isEmpty else { return nil }
         let dx = concatenated(parts.reversed())
