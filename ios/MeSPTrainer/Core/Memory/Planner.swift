@@ -386,10 +386,8 @@ public struct Planner: Sendable {
     private func peakOnCPU(_ plan: Plan) -> Int {
         let tile = tile(plan)
         let forward = plan.keptBlocks > 0 ? forward + 2 * intermediate : forward
-        // A block input in a file is mapped. Of a sequence of one segment malloc's gaps take as much.
-        let mapped = isCut && plan.offload != .none ? hidden : 0
         return process + lasting(plan)
-            + max(forward, loss(tile), backward(tile) - mapped)
+            + max(forward, loss(tile), backward(tile))
             // Freed memory doesn't return to the system at once: small blocks, and gaps between activations.
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0) + gaps(plan)
     }
