@@ -32,7 +32,7 @@ def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch)
         tmp_path, "--model", model, "--random-weights", "--layers", 4, "--device", "cpu"
     )
     kinds = [("--offload", "none"), ("--offload", "all")]
-    # Of less to train, where a step takes least time: the other two's vocabularies are most of theirs.
+    # Of less to train, where a step takes least time.
     kinds += [("--projections", "q,v"), ("--freeze-a",)] if model == "SmolLM2-135M" else []
     for kind in kinds:
         # Of so few blocks, and by where the heap has gaps: a run's peak differs from the next by up
