@@ -58,8 +58,9 @@ enum AdapterFormat {
             let allBlocks = blocks.count == architecture.numHiddenLayers
             let layers = self.layers(of: architecture, modules)
             let joined = layers.filter { $0.modules.count > 1 }.map { ($0.name, rank * $0.modules.count) }
-            // Beside a text there are other parts, with modules of the same last names: there a pattern says which are meant.
-            let isAlone = architecture.hfPrefix == "model"
+            // Beside a text there are other parts, and beside an MLP experts, with modules of the same last names: there a pattern says which
+            // are meant.
+            let isAlone = architecture.hfPrefix == "model" && !architecture.hasExperts
             return [
                 "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "r": rank,
                 "lora_alpha": scale * Double(rank), "use_rslora": false, "use_dora": false, "lora_dropout": 0.0,

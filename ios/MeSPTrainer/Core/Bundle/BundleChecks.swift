@@ -78,9 +78,11 @@ extension Manifest {
             _ arrays: [PackedArray], _ words: Int, plain: [PlainArray],
             matrices: [BlockShape.Matrix]
         ) throws {
-            func array(_ name: String, dtype: ElementType, fits: ([Int]) -> Bool) throws -> PackedArray {
+            func array(
+                _ name: String, dtype: ElementType, isStacked: Bool = false, fits: ([Int]) -> Bool
+            ) throws -> PackedArray {
                 guard let array = arrays.first(where: { $0.name == name }), array.dtype == dtype, fits(array.shape),
-                    array.shape.allSatisfy({ (1...(1 << 24)).contains($0) }),
+                    array.shape.allSatisfy({ (1...(1 << 24)).contains($0) }), (array.stride != nil) == isStacked,
                     array.isWithin(words)
                 else { throw wrong(name) }
                 return array
@@ -98,13 +100,13 @@ extension Manifest {
                 let isTable = { (shape: [Int]) in
                     shape.count == stacked.count + 2 && shape.dropLast() == stacked + [matrix.outputs]
                 }
-                for part in ["weight", "scales", "biases"] {
-                    guard let array = arrays.first(where: { $0.name == name + part }) else { continue }
-                    guard (array.stride == nil) == stacked.isEmpty else { throw wrong(array.name) }
+                let isStacked = !stacked.isEmpty
+                let weight = try array(name + "weight", dtype: .uint32, isStacked: isStacked, fits: isTable)
+                let scales = try array(
+                    name + "scales", dtype: hasBiases ? dtype : .uint8, isStacked: isStacked, fits: isTable)
+                if hasBiases {
+                    _ = try array(name + "biases", dtype: dtype, isStacked: isStacked) { $0 == scales.shape }
                 }
-                let weight = try array(name + "weight", dtype: .uint32, fits: isTable)
-                let scales = try array(name + "scales", dtype: hasBiases ? dtype : .uint8, fits: isTable)
-                if hasBiases { _ = try array(name + "biases", dtype: dtype) { $0 == scales.shape } }
                 let format = QuantizationFormat(
                     inputs: matrix.inputs, words: weight.shape[stacked.count + 1],
                     groups: scales.shape[stacked.count + 1], hasBiases: hasBiases)

@@ -91,7 +91,7 @@ import Testing
     /// Entries of a manifest that no bundle has, for a model with two kinds of attention.
     @Test(arguments: [
         "a block of two kinds", "a block of no kind", "a kind with two attentions", "many dimensions", "another dtype",
-        "scales of no format",
+        "scales of no format", "a norm that is stacked", "a matrix that is stacked",
     ]) func refusesBlocksThatDoNotFit(_ damage: String) throws {
         let folder = try copy(Fixture.cases.first { $0.lastPathComponent == "gemma3" })
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -110,6 +110,10 @@ import Testing
         case "a kind with two attentions": architecture["layers"] = [1, 0]
         case "many dimensions": arrays[index]["shape"] = [64, 1 << 24, 1 << 24, 1 << 24]
         case "another dtype": arrays[index]["dtype"] = "uint8"
+        case "a norm that is stacked":
+            let norm = try #require(arrays.firstIndex { $0["name"] as? String == "input_layernorm.weight" })
+            arrays[norm]["stride"] = 1
+        case "a matrix that is stacked": arrays[index]["stride"] = 1
         default: arrays[index]["shape"] = [(arrays[index]["shape"] as? [Int])?[0] ?? 0, 3]
         }
         if damage == "a kind with two attentions" {
