@@ -2,8 +2,8 @@ import MLX
 
 /// The mixture of experts: y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts, with `Router`'s w.
 ///
-/// The pairs of a token and one of its experts are sorted by expert, so that each expert's matrices are read once, and those of an expert
-/// without tokens not at all. Sums go in the experts' order.
+/// The pairs of a token and one of its experts are sorted by expert, so that each expert's matrices are read once, or a few times where
+/// many tokens chose it, and those of an expert without tokens not at all. Sums go in the experts' order.
 extension Block {
     /// The mixture of each token, `[n, hidden]` in float32.
     func mixture(_ experts: Experts, _ mlpIn: MLXArray) -> MLXArray {
