@@ -1,6 +1,7 @@
 """Generation by the real engine, from the demo model and tiny ones, against mlx-lm."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -393,6 +394,23 @@ def test_adapters_of_joined_layers_are_the_same_in_both_forms(granite, tmp_path:
     assert abs(shared - expected) > 1e-4
     found = loss("shared-peft", adapters=str(one / "peft"))
     assert found == pytest.approx(shared, rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["lfm2_moe", "granite-moe"])
+def test_peft_finds_no_expert_by_the_names_of_an_mlp(tmp_path: Path, family: str):
+    """Experts have layers of the same last names, in transformers 4 and in Granite's case modules
+    that PEFT has no adapters for."""
+    model = write_model(tmp_path / "model", FAMILIES[family])
+    bundle = export(model, tmp_path / "b.mesp", "--data", "python-docs")
+    done = train(bundle, tmp_path / "run", steps=1)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "run" / "adapters" / "peft"
+    pattern = json.loads((folder / "adapter_config.json").read_text())["target_modules"]
+    for name in mx.load(str(folder / "adapter_model.safetensors")):
+        layer = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+        assert re.fullmatch(pattern, layer), layer
+    for expert in ("feed_forward.experts.0.w1", "block_sparse_moe.input_linear"):
+        assert not re.fullmatch(pattern, f"model.layers.1.{expert}")
 
 
 @pytest.mark.parametrize("kind", ["off the diagonal", "another rank", "no alpha"])
