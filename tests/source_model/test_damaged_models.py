@@ -52,6 +52,14 @@ def test_tensor_of_a_type_that_is_not_supported():
     assert "model.norm.weight in model is of type I8" in refused("--model", folder)
 
 
+def test_more_experts_than_a_block_may_have():
+    """Each is an entry in a table: a million of them, empty, would be in a header of some bytes."""
+    tensors = random_tensors(FAMILIES["qwen3_moe"])
+    tensors["model.layers.1.mlp.switch_mlp.gate_proj.weight"] = mx.zeros((4097, 0, 1))
+    folder = write_model(Path("model"), FAMILIES["qwen3_moe"], tensors)
+    assert "model.safetensors are truncated or damaged" in refused("--model", folder)
+
+
 def test_weights_that_do_not_fit_the_config(model):
     config = {**TINY, "intermediate_size": 384}
     (model / "config.json").write_text(json.dumps(config))

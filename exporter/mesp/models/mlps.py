@@ -15,6 +15,8 @@ from mesp.models.mixers import (
     refuse_unsound,
 )
 
+MOST_EXPERTS = 1 << 12  # of a block
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -57,7 +59,7 @@ class Experts:
         refuse_unsound(
             {
                 "experts' sizes": all(map(is_size, sizes))
-                and self.num_experts_per_tok <= self.num_experts <= 1 << 12,
+                and self.num_experts_per_tok <= self.num_experts <= MOST_EXPERTS,
                 "experts' scores": self.scores in ("softmax", "sigmoid"),
                 "experts' scaling": is_positive(self.scaling),
                 "experts' names": all(type(name) is str for name in names),

@@ -11,6 +11,7 @@ import numpy as np
 from mesp.errors import MespError
 from mesp.files import parse_json, read_object
 from mesp.models.architecture import Architecture
+from mesp.models.mlps import MOST_EXPERTS
 from mesp.models.names import CONVOLUTIONS, name_of_expert, names_here
 
 # Types in a safetensors file: as NumPy reads them (it has no bfloat16), and what they are.
@@ -83,6 +84,8 @@ class SafetensorsWeights:
                     self.is_converted = array.shape[2] == 1
                     array = array.reshape(len(array), -1)
                 are_stacked = ".switch_mlp." in names[0] and array.ndim == 3
+                if are_stacked and len(array) > MOST_EXPERTS:
+                    raise ValueError("more experts than a block may have")
                 parts = np.split(array, len(names), axis=1 if are_stacked else 0)
                 for name, part in zip(names, parts, strict=True):
                     if are_stacked:
