@@ -4,10 +4,19 @@ import json
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from helpers.commands import call
-from helpers.models import FAMILIES, TEXT, TINY, write_model, write_model_in_5_bits
+from helpers.models import (
+    FAMILIES,
+    TEXT,
+    TINY,
+    published,
+    random_tensors,
+    write_model,
+    write_model_in_5_bits,
+)
 from mesp.engine.build import find_engine
 from mesp.engine.process import find_count
 
@@ -71,6 +80,31 @@ def test_a_long_sequence_takes_no_more_than_predicted(family: str, tmp_path: Pat
         < records["end"]["footprint_peak_bytes"]
         < 1.08 * records["plan"]["predicted_peak_bytes"]
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["lfm2_moe", "qwen3_moe", "qwen3_5_moe"])
+def test_a_mixture_takes_no_more_than_predicted(family: str, tmp_path: Path, monkeypatch):
+    """Where all tokens choose the same experts: those with the highest scores are the first."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    length, config = 1024, FAMILIES[family] | {"hidden_size": 768, "moe_intermediate_size": 512}
+    tensors = random_tensors(config)
+    for name in tensors:
+        if name.endswith((".gate.weight", ".expert_bias")):
+            tensors[name] = mx.zeros(tensors[name].shape)
+    source = write_model(tmp_path / "model", *published(config, tensors))
+    (tmp_path / "text.txt").write_text(TEXT * (1 + 16 * length // len(TEXT)))
+    data = ("--data", tmp_path / "text.txt", "--quantize", "nearest", "--device", "cpu")
+    bundle = tmp_path / "bundle.mesp"
+    call("export", "--out", bundle, "--model", source, "--seq-len", length, *data)
+    for offload in ("none", "all"):
+        output = tmp_path / offload
+        options = ("--steps", 2, "--val-batches", 0, "--offload", offload, "--out", output)
+        call("train", bundle, *options)
+        lines = (output / "metrics.jsonl").read_text().splitlines()
+        records = {record["type"]: record for record in map(json.loads, lines)}
+        predicted = records["plan"]["predicted_peak_bytes"]
+        assert records["end"]["footprint_peak_bytes"] < 1.08 * predicted, offload
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac's engine has no ledger")

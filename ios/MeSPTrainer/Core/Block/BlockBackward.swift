@@ -48,17 +48,20 @@ extension Block {
             }
             let mlpIn = weights.mlpNorm(xMid)
             let dMlpOut = through(weights.mlpPostNorm, mlpOut?[rows], dy: dResidual)
-            var dMlpIns = [MLXArray]()
-            if let experts = weights.shape.mlp.experts {
-                dMlpIns.append(mixtureBackward(experts, mlpIn, dy: dMlpOut))
-            }
-            if !weights.shape.mlp.modules.isEmpty {
+            var dMlpIn: MLXArray
+            if weights.shape.mlp.modules.isEmpty {
+                dMlpIn = MLXArray.zeros(mlpIn.shape)
+            } else {
                 let weighed = weights.mlpGate.map { factorBackward($0, mlpIn, dy: dMlpOut) }
-                dMlpIns.append(
-                    gatedMLP(mlpIn, gate: gate?[rows], up: up?[rows], dy: weighed?.dOut ?? dMlpOut, &own))
-                dMlpIns += [weighed?.dx].compactMap { $0 }
+                dMlpIn = gatedMLP(mlpIn, gate: gate?[rows], up: up?[rows], dy: weighed?.dOut ?? dMlpOut, &own)
+                if let g = weights.mlpGate, let dz = weighed?.dz {
+                    dMlpIn = g.applyTransposed(dz, addedTo: dMlpIn)
+                    eval(dMlpIn)
+                }
             }
-            let dMlpIn = dMlpIns.dropFirst().reduce(dMlpIns[0], +)
+            if let experts = weights.shape.mlp.experts {
+                mixtureBackward(experts, mlpIn, dy: dMlpOut, addedTo: &dMlpIn)
+            }
             let dMid = weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
             gradients.add(own)
             eval([dMid] + gradients.arrays)

@@ -2,15 +2,15 @@ import MLX
 
 /// The mixture of experts: y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts, with `Router`'s w.
 ///
-/// The pairs of a token and one of its experts are sorted by expert, so that each expert's matrices are read once, and those of an expert
-/// without tokens not at all. Sums go in the experts' order.
+/// The pairs of a token and one of its experts are sorted by expert, so that each expert's matrices are read once, or a few times where
+/// many tokens chose it, and those of an expert without tokens not at all. Sums go in the experts' order.
 extension Block {
     /// The mixture of each token, `[n, hidden]` in float32.
     func mixture(_ experts: Experts, _ mlpIn: MLXArray) -> MLXArray {
         // The tokens that the derivative takes at a time, so that it makes the same choice.
         let parts = tiles(of: mlpIn.dim(0), size: tile.mlpTokens).map { rows in
             let x = mlpIn[rows].asType(.float32)
-            let routed = Routed(experts, weights, x)
+            let routed = Routed(experts, weights, x, most: most(rows.count))
             var y = MLXArray.zeros(x.shape)
             for pairs in routed.byExpert {
                 let matrices = weights.expert(experts, pairs.expert)
@@ -39,11 +39,10 @@ extension Block {
     /// - Parameters:
     ///   - mlpIn: `[n, hidden]`
     ///   - dy: alike, in float32
-    /// - Returns: dx, in float32, evaluated.
-    func mixtureBackward(_ experts: Experts, _ mlpIn: MLXArray, dy: MLXArray) -> MLXArray {
+    ///   - dx: to which its dx is added, in float32; evaluated.
+    func mixtureBackward(_ experts: Experts, _ mlpIn: MLXArray, dy: MLXArray, addedTo dx: inout MLXArray) {
         let x = mlpIn.asType(.float32)
-        let routed = Routed(experts, weights, x)
-        var dx = MLXArray.zeros(x.shape)
+        let routed = Routed(experts, weights, x, most: most(mlpIn.dim(0)))
         var dws = [MLXArray]()
         for pairs in routed.byExpert {
             let matrices = weights.expert(experts, pairs.expert)
@@ -67,25 +66,27 @@ extension Block {
         }
         dx = weights.router(experts).applyTransposed(routed.backward(dw: concatenated(dws)), addedTo: dx)
         tile.endPhase([dx])
-        return dx
     }
 
     /// w = σ(x gᵀ) `[n, 1]`, by which the output of the MLP beside the experts is multiplied.
     func factor(_ g: QuantizedMatrix, _ mlpIn: MLXArray) -> MLXArray { sigmoid(g.apply(mlpIn.asType(.float32))) }
 
-    /// The derivative of w ∘ out by out, and by x through w. The MLP's output is made again for it.
+    /// The derivative of w ∘ out by out, and by z = x gᵀ. The MLP's output is made again for it.
     ///
-    ///     d_out = w ∘ dy        dx = w (1 − w) rowsum(dy ∘ out) g
+    ///     d_out = w ∘ dy        dz = w (1 − w) rowsum(dy ∘ out)        dx = dz g
     ///
-    /// - Returns: both `[n, hidden]` in float32, evaluated.
-    func factorBackward(_ g: QuantizedMatrix, _ mlpIn: MLXArray, dy: MLXArray) -> (dOut: MLXArray, dx: MLXArray) {
+    /// - Returns: d_out `[n, hidden]` and dz `[n, 1]` in float32, evaluated.
+    func factorBackward(_ g: QuantizedMatrix, _ mlpIn: MLXArray, dy: MLXArray) -> (dOut: MLXArray, dz: MLXArray) {
         var kept: [(gate: MLXArray, up: MLXArray)]?
         let (w, out) = (factor(g, mlpIn), gatedMLP(mlpIn, addedTo: nil, keeping: &kept))
-        let dw = (dy * out).sum(axis: -1, keepDims: true)
-        let (dOut, dx) = (w * dy, g.applyTransposed(w * (1 - w) * dw, addedTo: nil))
-        eval(dOut, dx)
-        return (dOut, dx)
+        let (dOut, dz) = (w * dy, w * (1 - w) * (dy * out).sum(axis: -1, keepDims: true))
+        eval(dOut, dz)
+        return (dOut, dz)
     }
+
+    /// The most of n tokens that an expert takes at a time, so that memory does not depend on the choice: an expert is that of a quarter
+    /// of them at most where the router spreads them, and of all where it does not.
+    private func most(_ tokens: Int) -> Int { max(64, (tokens + 3) / 4) }
 
     /// The features of an expert that are computed at a time: as many numbers as of the MLP, whose tiles have more tokens.
     private func features(_ experts: Experts, of pairs: Routed.Pairs) -> [Range<Int>] {
@@ -96,7 +97,7 @@ extension Block {
 
 /// Some tokens, by the experts that they chose.
 private struct Routed {
-    /// The tokens of one expert.
+    /// Tokens of one expert.
     struct Pairs {
         let expert: Int
         let count: Int
@@ -104,15 +105,17 @@ private struct Routed {
         let tokens, places: MLXArray
     }
 
-    /// In the experts' order, without those that no token chose.
+    /// In the experts' order, without those that no token chose; several of an expert with many tokens.
     let byExpert: [Pairs]
     private let router: Router
     /// The experts of each token, what the router gives for them and their weights, `[T, k]`.
     private let chosen, z, w: MLXArray
     private let experts: Int
 
-    /// - Parameter x: `[T, hidden]`, in float32
-    init(_ experts: Experts, _ weights: BlockWeights, _ x: MLXArray) {
+    /// - Parameters:
+    ///   - x: `[T, hidden]`, in float32
+    ///   - most: tokens of `Pairs`
+    init(_ experts: Experts, _ weights: BlockWeights, _ x: MLXArray, most: Int) {
         router = weights.choice(experts)
         self.experts = experts.numExperts
         let all = weights.router(experts).apply(x)
@@ -126,10 +129,12 @@ private struct Routed {
             places[Int(expert)].append(Int32(place))
         }
         let perToken = Int32(experts.numExpertsPerTok)
-        byExpert = places.enumerated().filter { !$0.element.isEmpty }.map { expert, places in
-            Pairs(
-                expert: expert, count: places.count, tokens: MLXArray(places.map { $0 / perToken }),
-                places: MLXArray(places))
+        byExpert = places.enumerated().flatMap { expert, places in
+            tiles(of: places.count, size: most).map { some in
+                Pairs(
+                    expert: expert, count: some.count, tokens: MLXArray(places[some].map { $0 / perToken }),
+                    places: MLXArray(Array(places[some])))
+            }
         }
     }
 

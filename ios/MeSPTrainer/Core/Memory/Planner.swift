@@ -475,12 +475,14 @@ public struct Planner: Sendable {
         // Of the tokens that go through the MLP's derivative at a time; x, x_mid, dy, and d_x_mid of the tokens before.
         let some = hidden / length * tile.mlpTokens
         let before = 4 * hidden - some
+        let hasFactor = a.mlps.contains { $0.experts?.mlpGate != nil }
         return max(
             // d waits while the block function runs again; by segments there is no y, nor all of mixer_in.
             (isCut ? 0 : hidden) + forward + postNormed,
             // The mixer's intermediates; of some tokens, with post-norms the gradient by mlp_out, mlp_in and its gradient before a tile, with
-            // the tile's gate and after it; of the tile, three weights, one of them while it is dequantized, and its arrays.
-            largest(\.intermediates) + before + (a.postNorms ? 4 : 3) * some + 5 * weight(features)
+            // the tile's gate and after it, and the gradient by its output where that has a factor; of the tile, three weights, one of them
+            // while it is dequantized, and its arrays.
+            largest(\.intermediates) + before + (a.postNorms || hasFactor ? 4 : 3) * some + 5 * weight(features)
                 + tileArrays * (activation(features) / length * tile.mlpTokens) + gradientBytes + postNormed,
             // The same without the tile, but with the temporaries of the norm's derivative.
             largest(\.intermediates) + before + 9 * some / 2 + gradientBytes + postNormed,

@@ -61,10 +61,36 @@ import Testing
                 packed: PackedWeights(words: words, arrays: weights.packed.arrays, backend: .cpu))
             func both(_ weights: BlockWeights) throws -> [MLXArray] {
                 let block = model.block(block, x.expandedDimensions(axis: 0), try model.parameters(block), weights)
-                return [block.mixture(experts, x), block.mixtureBackward(experts, x, dy: x)]
+                var dx = MLXArray.zeros(x.shape)
+                block.mixtureBackward(experts, x, dy: x, addedTo: &dx)
+                return [block.mixture(experts, x), dx]
             }
             for (found, expected) in zip(try both(damaged), try both(weights)) {
                 #expect(found.arrayEqual(expected).item(Bool.self))
+            }
+        }
+    }
+
+    /// The tokens of an expert that many chose go by parts, and each gets what it does alone.
+    @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("moe") })
+    func anExpertOfManyTokensTakesThemInParts(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "gradients")
+        let model = try fixture.trainer(.mesp).model
+        let block = try #require(
+            model.blocks.first { fixture.bundle.architecture.block($0).mlp.experts != nil })
+        let hidden = fixture.bundle.architecture.hiddenSize
+        let one = MLXRandom.normal([1, hidden], key: MLXRandom.key(3))
+        let all = one + MLXArray.zeros([150, hidden])
+        try fixture.bundle.withBlock(block) { weights in
+            let experts = try #require(weights.shape.mlp.experts)
+            func both(_ x: MLXArray) throws -> [MLXArray] {
+                let block = model.block(block, x.expandedDimensions(axis: 0), try model.parameters(block), weights)
+                var dx = 2 * x
+                block.mixtureBackward(experts, x, dy: x, addedTo: &dx)
+                return [block.mixture(experts, x), dx]
+            }
+            for (found, expected) in zip(try both(all), try both(one)) {
+                #expect(relativeError(found, expected + MLXArray.zeros(found.shape)) < 1e-5)
             }
         }
     }
