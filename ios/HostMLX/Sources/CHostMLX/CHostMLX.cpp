@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -881,10 +882,13 @@ void host_clear_cache(void) {
     ledger::clear_cache();
     mx::clear_cache();
 #ifdef __GLIBC__
-    // The next block takes what the last one freed: its page faults, and trimming, would take a tenth of a step. Not so of a long sequence,
-    // whose arrays are mappings of their own, and whose blocks take seconds.
-    auto heap = mallinfo2();
-    if (heap.fordblks > (heap.hblkhd > 64 << 20 ? 4 << 20 : 32 << 20)) malloc_trim(0);
+    // The next block takes what this one freed, and each page that went back to the system costs it a fault, some 0.25 ms a MiB: few do where
+    // that would take more than a hundredth of the processor's time since the last call.
+    static std::atomic<std::clock_t> last{0};
+    std::clock_t now = std::clock();
+    double seconds = double(now - last.exchange(now)) / CLOCKS_PER_SEC;
+    size_t free = mallinfo2().fordblks;
+    if (free > 32 << 20 || (free > 4 << 20 && 0.25e-3 * (free >> 20) < seconds / 100)) malloc_trim(0);
 #endif
 }
 
