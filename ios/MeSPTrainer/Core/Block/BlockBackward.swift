@@ -18,10 +18,8 @@ extension Block {
         let x = x.reshaped([shape[1], shape[2]])
         var gradients = LoRAGradients()
         d = d.reshaped([shape[1], shape[2]]).asType(.float32)
-        d = mlpBackward(forward, dy: d, &gradients)
-        let dx = mixerBackward(
-            x: x, consume forward, dMid: d, wantsInput: wantsInput, &gradients, shared: &shared)
-        if let dx { d = dx }
+        mlpBackward(forward, d: &d, &gradients)
+        mixerBackward(x: x, consume forward, d: &d, wantsInput: wantsInput, &gradients, shared: &shared)
         d = d.reshaped(shape).asType(x.dtype)
         let gradient = layout.packed(gradients)
         eval(d, gradient)
@@ -32,46 +30,49 @@ extension Block {
 
     /// Each token's derivative depends on no other token, so that a long sequence goes through some tokens at a time.
     ///
-    /// - Returns: d_x_mid `[T, hidden]`, evaluated.
+    /// - Parameter d: dy `[T, hidden]`, replaced by d_x_mid, evaluated
     private func mlpBackward(
-        _ forward: borrowing Intermediates, dy: MLXArray, _ gradients: inout LoRAGradients
-    ) -> MLXArray {
-        let (xMid, gate, up, mlpOut) = (forward.xMid, forward.gate, forward.up, forward.mlpOut)
-        var parts = [MLXArray]()
-        for rows in tiles(of: dy.dim(0), size: tile.mlpTokens) {
-            var own = LoRAGradients()
-            let xMid = xMid[rows]
-            var dResidual = dy[rows]
-            if let p = beside.perLayer, let norm = weights.mlpPostNorm, let mlpOut {
-                let h = xMid.asType(.float32) + norm(mlpOut[rows].asType(.float32))
-                dResidual = perLayerBackward(h, p: p[rows], dy: dResidual, &own)
-            }
-            let mlpIn = weights.mlpNorm(xMid)
-            let dMlpOut = through(weights.mlpPostNorm, mlpOut?[rows], dy: dResidual)
-            var dMlpIn: MLXArray
-            if weights.shape.mlp.modules.isEmpty {
-                dMlpIn = MLXArray.zeros(mlpIn.shape)
-            } else {
-                let weighed = weights.mlpGate.map { factorBackward($0, mlpIn, dy: dMlpOut) }
-                dMlpIn = gatedMLP(mlpIn, gate: gate?[rows], up: up?[rows], dy: weighed?.dOut ?? dMlpOut, &own)
-                if let g = weights.mlpGate, let dz = weighed?.dz {
-                    dMlpIn = g.applyTransposed(dz, addedTo: dMlpIn)
-                    eval(dMlpIn)
-                }
-            }
-            if let experts = weights.shape.mlp.experts {
-                mixtureBackward(experts, mlpIn, dy: dMlpOut, addedTo: &dMlpIn)
-            }
-            let dMid = weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
-            gradients.add(own)
-            eval([dMid] + gradients.arrays)
-            parts.append(dMid)
+        _ forward: borrowing Intermediates, d: inout MLXArray, _ gradients: inout LoRAGradients
+    ) {
+        for rows in tiles(of: d.dim(0), size: tile.mlpTokens) {
+            replace(rows, of: &d, by: mlpBackward(forward, rows, dy: d[rows], &gradients))
             // What is freed here is in the way of arrays of the whole sequence, which take no part of it.
-            if rows.count < dy.dim(0) { Memory.clearCache() }
+            if rows.count < d.dim(0) { Memory.clearCache() }
         }
-        guard parts.count > 1 else { return parts[0] }
-        let dMid = concatenated(parts)
-        eval(dMid)
+    }
+
+    /// - Parameter dy: of the `rows`
+    /// - Returns: their d_x_mid, evaluated.
+    private func mlpBackward(
+        _ forward: borrowing Intermediates, _ rows: Range<Int>, dy: MLXArray, _ gradients: inout LoRAGradients
+    ) -> MLXArray {
+        var own = LoRAGradients()
+        let (xMid, mlpOut) = (forward.xMid[rows], forward.mlpOut?[rows])
+        var dResidual = dy
+        if let p = beside.perLayer, let norm = weights.mlpPostNorm, let mlpOut {
+            let h = xMid.asType(.float32) + norm(mlpOut.asType(.float32))
+            dResidual = perLayerBackward(h, p: p[rows], dy: dResidual, &own)
+        }
+        let mlpIn = weights.mlpNorm(xMid)
+        let dMlpOut = through(weights.mlpPostNorm, mlpOut, dy: dResidual)
+        var dMlpIn: MLXArray
+        if weights.shape.mlp.modules.isEmpty {
+            dMlpIn = MLXArray.zeros(mlpIn.shape)
+        } else {
+            let weighed = weights.mlpGate.map { factorBackward($0, mlpIn, dy: dMlpOut) }
+            dMlpIn = gatedMLP(
+                mlpIn, gate: forward.gate?[rows], up: forward.up?[rows], dy: weighed?.dOut ?? dMlpOut, &own)
+            if let g = weights.mlpGate, let dz = weighed?.dz {
+                dMlpIn = g.applyTransposed(dz, addedTo: dMlpIn)
+                eval(dMlpIn)
+            }
+        }
+        if let experts = weights.shape.mlp.experts {
+            mixtureBackward(experts, mlpIn, dy: dMlpOut, addedTo: &dMlpIn)
+        }
+        let dMid = weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
+        gradients.add(own)
+        eval([dMid] + gradients.arrays)
         return dMid
     }
 
@@ -175,36 +176,32 @@ extension Block {
 
     /// Of a long sequence by segments, the last first: what a segment's tokens give to those before goes from one to the next.
     ///
-    /// - Returns: dx `[T, hidden]`, evaluated, or nil where it is not wanted.
+    /// - Parameter d: d_x_mid `[T, hidden]`, replaced by dx, evaluated, if that is wanted
     private func mixerBackward(
-        x: MLXArray, _ forward: consuming Intermediates, dMid: MLXArray, wantsInput: Bool,
+        x: MLXArray, _ forward: consuming Intermediates, d: inout MLXArray, wantsInput: Bool,
         _ gradients: inout LoRAGradients, shared: inout MixerState.KeyValues?
-    ) -> MLXArray? {
+    ) {
         var behind = Behind()
         guard !forward.segments.isEmpty else {
-            return mixerBackward(
-                x: x, consume forward, dMid: dMid, wantsInput: wantsInput, &behind, &gradients,
-                shared: &shared)
+            let dx = mixerBackward(
+                x: x, consume forward, dMid: d, wantsInput: wantsInput, &behind, &gradients, shared: &shared)
+            if let dx { d = dx }
+            return
         }
         let mixerOut = forward.mixerOut
         var segments = forward.segments
         _ = consume forward
-        var parts = [MLXArray]()
         while let segment = segments.popLast() {
             var own = LoRAGradients()
             let x = x[segment.rows]
             let dx = mixerBackward(
-                x: x, again(segment, x, mixerOut: mixerOut?[segment.rows]), dMid: dMid[segment.rows],
+                x: x, again(segment, x, mixerOut: mixerOut?[segment.rows]), dMid: d[segment.rows],
                 wantsInput: wantsInput, &behind, &own, shared: &shared)
             gradients.add(own)
             eval(gradients.arrays)
-            if let dx { parts.append(dx) }
+            if let dx { replace(segment.rows, of: &d, by: dx) }
             Memory.clearCache()
         }
-        guard !parts.isEmpty else { return nil }
-        let dx = concatenated(parts.reversed())
-        eval(dx)
-        return dx
     }
 
     private func mixerBackward(

@@ -16,14 +16,15 @@ extension Block: BlockForward {
     ) -> MLXArray {
         let mixerOut = mixer(weights.mixerNorm(x), sequences, &states).out
         let xMid = sum(x, weights.mixerPostNorm, mixerOut)
-        let y = y(xMid, mlp(weights.mlpNorm(xMid)))
+        let y = y(xMid, mlp(weights.mlpNorm(xMid)), beside.perLayer)
         let results = [y] + (keepsStates ? states.flatMap(\.arrays) : [])
         if waits { eval(results) } else { asyncEval(results) }
         return y
     }
 
     package func output(_ x: MLXArray) -> MLXArray {
-        let xMid = {
+        // x_mid, and then y of some tokens after the other.
+        var y = {
             let x = x.squeezed(axis: 0)
             let segments = segments(x.dim(0))
             guard segments.isEmpty else { return bySegments(x, segments, keeps: false).xMid }
@@ -31,7 +32,16 @@ extension Block: BlockForward {
             eval(xMid)
             return xMid
         }()
-        let y = y(xMid, mlp(weights.mlpNorm(xMid))).expandedDimensions(axis: 0)
+        for rows in tiles(of: y.dim(0), size: tile.mlpTokens) {
+            replace(rows, of: &y, by: output(xMid: y[rows], beside.perLayer?[rows]))
+            if rows.count < y.dim(0) { Memory.clearCache() }
+        }
+        return y.expandedDimensions(axis: 0)
+    }
+
+    /// y of some tokens, evaluated, from x_mid and what is beside it.
+    private func output(xMid: MLXArray, _ perLayer: MLXArray?) -> MLXArray {
+        let y = y(xMid, mlp(weights.mlpNorm(xMid)), perLayer)
         eval(y)
         return y
     }
@@ -40,7 +50,12 @@ extension Block: BlockForward {
     package func intermediates(_ x: MLXArray) -> Intermediates {
         var intermediates = toXMid(x.squeezed(axis: 0))
         if weights.mlpPostNorm != nil {
-            intermediates.mlpOut = stored(mlp(weights.mlpNorm(intermediates.xMid)), as: x.dtype)
+            let xMid = intermediates.xMid
+            var mlpOut = MLXArray.zeros(xMid.shape, dtype: x.dtype)
+            for rows in tiles(of: xMid.dim(0), size: tile.mlpTokens) {
+                replace(rows, of: &mlpOut, by: stored(mlp(weights.mlpNorm(xMid[rows])), as: x.dtype))
+            }
+            intermediates.mlpOut = mlpOut
         }
         return intermediates
     }
@@ -51,7 +66,7 @@ extension Block: BlockForward {
         let xMid = intermediates.xMid
         var tiles: [(gate: MLXArray, up: MLXArray)]? = []
         let mlpOut = mlp(weights.mlpNorm(xMid), keeping: &tiles)
-        let y = stored(y(xMid, mlpOut).expandedDimensions(axis: 0), as: x.dtype)
+        let y = stored(y(xMid, mlpOut, beside.perLayer).expandedDimensions(axis: 0), as: x.dtype)
         if let tiles, !tiles.isEmpty {
             let (gate, up) = (concatenated(tiles.map(\.gate), axis: -1), concatenated(tiles.map(\.up), axis: -1))
             eval(gate, up)
@@ -84,26 +99,26 @@ extension Block: BlockForward {
     private func bySegments(_ x: MLXArray, _ rows: [Range<Int>], keeps: Bool) -> Intermediates {
         let start = MixerState(weights, dtype: x.dtype)
         var states = [start]
-        var (segments, xMids, outs) = ([Intermediates.Segment](), [MLXArray](), [MLXArray]())
+        var segments = [Intermediates.Segment]()
+        var (xMid, mixerOut) = (MLXArray.zeros(x.shape, dtype: x.dtype), MLXArray.zeros(x.shape, dtype: x.dtype))
         for rows in rows {
             // Attention's, which holds all keys so far, is the same for all segments: that after the last.
             let before = start.isRecurrent ? states[0] : start
             let x = x[rows]
             let mixed = mixer(weights.mixerNorm(x), [0..<rows.count], &states)
-            xMids.append(sum(x, weights.mixerPostNorm, mixed.out))
-            eval(xMids.suffix(1) + states[0].arrays)
+            eval(states[0].arrays)
+            replace(rows, of: &xMid, by: sum(x, weights.mixerPostNorm, mixed.out))
+            Memory.clearCache()
             guard keeps else { continue }
-            if weights.mixerPostNorm != nil { outs.append(stored(mixed.out, as: x.dtype)) }
+            if weights.mixerPostNorm != nil { replace(rows, of: &mixerOut, by: stored(mixed.out, as: x.dtype)) }
             let kept = before.isRecurrent ? nil : stored(mixed.mixed, as: x.dtype)
             segments.append(.init(rows: rows, state: before, mixed: kept))
         }
         if !states[0].isRecurrent { for i in segments.indices { segments[i].state = states[0] } }
-        let (xMid, none) = (concatenated(xMids), MLXArray.zeros([0]))
-        xMids = []
-        let mixerOut = outs.isEmpty ? nil : concatenated(outs)
-        eval([xMid] + [mixerOut].compactMap { $0 })
+        let none = MLXArray.zeros([0])
         return Intermediates(
-            m1: none, m2: none, m3: none, mixed: none, xMid: xMid, mixerOut: mixerOut, segments: segments)
+            m1: none, m2: none, m3: none, mixed: none, xMid: xMid,
+            mixerOut: weights.mixerPostNorm == nil ? nil : mixerOut, segments: segments)
     }
 
     /// A segment's intermediates again, evaluated, from its rows of x.
@@ -137,9 +152,9 @@ extension Block: BlockForward {
     }
 
     /// The block's output from the MLP's; in x_mid's dtype.
-    private func y(_ xMid: MLXArray, _ mlpOut: MLXArray) -> MLXArray {
+    private func y(_ xMid: MLXArray, _ mlpOut: MLXArray, _ p: MLXArray?) -> MLXArray {
         let h = wideSum(xMid, weights.mlpPostNorm, mlpOut)
-        return (beside.perLayer.map { perLayer(h, p: $0) } ?? h).asType(xMid.dtype)
+        return (p.map { perLayer(h, p: $0) } ?? h).asType(xMid.dtype)
     }
 
     /// x + norm(output), where there is a norm of the output as it would be stored; in x's dtype.

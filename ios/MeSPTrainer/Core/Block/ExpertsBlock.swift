@@ -125,7 +125,8 @@ private struct Routed {
         eval(chosen, z, w)
         self.chosen = chosen
         var places = [[Int32]](repeating: [], count: experts.numExperts)
-        for (place, expert) in chosen.asType(.int32).asArray(Int32.self).enumerated() {
+        // After an error of MLX none: it ends the run when the block's weights are let go.
+        for (place, expert) in ((try? chosen.numbers(Int32.self)) ?? []).enumerated() {
             places[Int(expert)].append(Int32(place))
         }
         let perToken = Int32(experts.numExpertsPerTok)

@@ -69,11 +69,10 @@ package struct CrossEntropyHead {
     package func scores(_ y: MLXArray, targets: MLXArray, atBoundary: () throws -> Void) rethrows
         -> (losses: MLXArray, isLargest: MLXArray)
     {
-        var h = norm(y.asType(.float32))
         var work = 0
-        let parts = try tiles(of: h.dim(0), size: tokens).map { t in
+        let parts = try tiles(of: y.dim(0), size: tokens).map { t in
             let (losses, isLargest, _) = try overVocabulary(
-                &h, t, targets[t], wantsGradient: false, &work, atBoundary)
+                norm(y[t].asType(.float32)), targets[t], wantsGradient: false, &work, atBoundary)
             eval(losses, isLargest)
             return (losses, isLargest)
         }
@@ -87,10 +86,14 @@ package struct CrossEntropyHead {
     ///   - atBoundary: called between tiles, when nothing is being computed; it may wait, or throw
     /// - Returns: the sum of the losses in nats, a float32 scalar, evaluated.
     func loss(_ y: MLXArray, targets: MLXArray, counted: [Int], atBoundary: () throws -> Void) rethrows -> MLXArray {
-        var h = norm(rows(counted, of: y).asType(.float32))
+        var y = rows(counted, of: y)
         var work = 0
-        let losses = try tiles(of: counted.count, size: tokens).map { t in
-            try overVocabulary(&h, t, targets[t], wantsGradient: false, &work, atBoundary).losses.sum()
+        var losses = [MLXArray]()
+        for t in tiles(of: counted.count, size: tokens) {
+            let part = try overVocabulary(
+                norm(y[t].asType(.float32)), targets[t], wantsGradient: false, &work, atBoundary)
+            losses.append(part.losses.sum())
+            y = pace.next([y], after: losses.suffix(1))[0]
         }
         let loss = losses.dropFirst().reduce(losses[0]) { $0 + $1 }
         eval(loss)
@@ -105,22 +108,20 @@ package struct CrossEntropyHead {
         _ y: MLXArray, targets: MLXArray, counted: [Int], scale: Float, atBoundary: () throws -> Void
     ) rethrows -> (loss: MLXArray, dy: MLXArray) {
         let (length, hidden, dtype) = (y.dim(1), y.dim(2), y.dtype)
-        let y = rows(counted, of: y).asType(.float32)
-        var h = norm(y)
-
-        var losses = [MLXArray]()
-        var gradients = [MLXArray]()
+        var y = rows(counted, of: y)
         var work = 0
+        var (losses, dys) = ([MLXArray](), [MLXArray]())
         for t in tiles(of: counted.count, size: tokens) {
-            let (loss, _, dh) = try overVocabulary(&h, t, targets[t], wantsGradient: true, &work, atBoundary)
-            losses.append(loss.sum())
-            gradients += [dh].compactMap { $0 }
+            let y32 = y[t].asType(.float32)
+            let part = try overVocabulary(norm(y32), targets[t], wantsGradient: true, &work, atBoundary)
+            guard let dh = part.dh else { preconditionFailure("a gradient was asked for") }
+            losses.append(part.losses.sum())
+            dys.append(norm.backward(y32, dy: dh * scale).asType(dtype))
+            y = pace.next([y], after: losses.suffix(1) + dys.suffix(1))[0]
         }
         let loss = losses.dropFirst().reduce(losses[0]) { $0 + $1 }
-        let dh = concatenated(gradients) * scale
-        gradients = []
-        pace.finish([loss, dh])
-        var dy = norm.backward(y, dy: dh).asType(dtype)
+        var dy = concatenated(dys)
+        dys = []
         if counted.count < length {
             // Each position's row, the one of zeros for those that do not count.
             var rows = [Int32](repeating: Int32(counted.count), count: length)
@@ -138,22 +139,23 @@ package struct CrossEntropyHead {
         return counted.count < y.dim(1) ? all[MLXArray(counted.map { Int32($0) })] : all
     }
 
-    /// The losses of the tokens t, whether no logit is larger than the target's, `[t, 1]`, and their part of dh `[t, hidden]`.
+    /// The losses of some tokens, whether no logit is larger than the target's, `[n, 1]`, and dh `[n, hidden]`.
     ///
     /// - Parameters:
-    ///   - h: of all tokens, `[n, hidden]`
+    ///   - h: `[n, hidden]`
     ///   - work: multiplications since the last boundary
     private func overVocabulary(
-        _ h: inout MLXArray, _ t: Range<Int>, _ targets: MLXArray, wantsGradient: Bool, _ work: inout Int,
-        _ atBoundary: () throws -> Void
+        _ h: MLXArray, _ targets: MLXArray, wantsGradient: Bool, _ work: inout Int, _ atBoundary: () throws -> Void
     ) rethrows -> (losses: MLXArray, isLargest: MLXArray, dh: MLXArray?) {
+        var h = h
+        let n = h.dim(0)
         let w = matrix
-        var m = MLXArray.full([t.count, 1], values: MLXArray(-Float.infinity))
-        var l = MLXArray.zeros([t.count, 1])
-        var zTarget = MLXArray.zeros([t.count, 1])
+        var m = MLXArray.full([n, 1], values: MLXArray(-Float.infinity))
+        var l = MLXArray.zeros([n, 1])
+        var zTarget = MLXArray.zeros([n, 1])
         var sum: MLXArray?
         for rows in tiles(of: w.rows, size: tile) {
-            let tileWork = 2 * t.count * h.dim(1) * rows.count
+            let tileWork = 2 * n * h.dim(1) * rows.count
             if work > 0, work + tileWork > workBetweenBoundaries {
                 eval([m, l, zTarget] + [sum].compactMap { $0 })
                 try atBoundary()
@@ -162,7 +164,7 @@ package struct CrossEntropyHead {
             work += tileWork
 
             let wTile = w.rows(rows)
-            let z = capped(wTile.apply(h[t]))
+            let z = capped(wTile.apply(h))
             let place = (targets - rows.lowerBound)[0..., .newAxis]  // of the target in the tile
             let isHere = logicalAnd(place .>= 0, place .< rows.count)
             zTarget = which(isHere, takeAlong(z, clip(place, min: 0, max: rows.count - 1), axis: 1), zTarget)
@@ -182,8 +184,6 @@ package struct CrossEntropyHead {
         guard let sum else { return (losses, isLargest, nil) }
         let wTarget = w.take(targets)
         pace.finish([wTarget])
-        let dh = sum / l - sloped(wTarget, zTarget)
-        h = pace.next([h], after: [dh])[0]
-        return (losses, isLargest, dh)
+        return (losses, isLargest, sum / l - sloped(wTarget, zTarget))
     }
 }

@@ -67,15 +67,15 @@ struct MixerMemory {
             // before and after a tile; of the tile, P, dP and dS, and dP − rowsum(P ∘ dP) where that is not fused with dS.
             let arrays = 5 * mixed + 9 * activation(a.keyValueWidth)
             guard isCut else { return 2 * hidden + arrays + (isFused ? 3 : 4) * scores }
-            // x, d_x_mid and dx of the segments so far; k̂, v and attn_out; the sums of dk and dv before and after a tile, of the positions
-            // that its rows see; a segment's.
-            let seen = min(length, (a.slidingWindow ?? length) + segment)
-            return 3 * hidden + intermediates + activation(4 * a.keyValueWidth) / length * seen
+            // d_x_mid, which dx replaces; k̂ and v, and attn_out but for the last segment's, which went first; the sums of dk and dv before
+            // and after a tile, of the positions before the last segment that its rows see; a segment's.
+            let seen = min(length - segment, (a.slidingWindow ?? length) + segment)
+            return hidden + intermediates - ofSegment(mixed) + activation(4 * a.keyValueWidth) / length * seen
                 + (isFused ? 3 : 4) * scores
-                + ofSegment(arrays + activation(2 * a.numAttentionHeads * a.gateDim))
+                + ofSegment(hidden + arrays + activation(2 * a.numAttentionHeads * a.gateDim))
         case .gatedDeltaNet:
             return isCut
-                ? 3 * hidden + intermediates + ofSegment(2 * whole + 3 * hidden) : 2 * intermediates + 3 * hidden
+                ? hidden + intermediates + ofSegment(2 * whole + 3 * hidden) : 2 * intermediates + 3 * hidden
         case .shortConvolution: return (isFused ? 11 : 13) * hidden
         case .mamba2(let mamba):
             let (_, array) = Mamba2.tile(

@@ -455,26 +455,29 @@ public struct Planner: Sendable {
     }
 
     /// The forward pass of a block: x, mixer_in, x_mid and y, with post-norms an output before its norm, what the mixer takes and makes,
-    /// and its tiles, of some 256 outputs each.
+    /// and its tiles, of some 256 outputs each. By segments x and x_mid, which y replaces.
     private var forward: Int {
         // Of embeddings for each layer p, u and m.
-        (architecture.postNorms ? 5 : 4) * hidden + largest(\.forward) + 3 * weight(256) + 2 * activation(256)
-            + 3 * perLayer
+        ((isCut ? 2 : 4) + (architecture.postNorms ? 1 : 0)) * hidden + largest(\.forward) + 3 * weight(256)
+            + 2 * activation(256) + 3 * perLayer
     }
 
-    /// y, h, dh and the running sum before and after a tile, in float32; of the tile, W while it is dequantized, and z and p.
+    /// y; of the tokens at a time h, dh and the running sum before and after a tile, in float32, and where they are not all y's gradient of
+    /// all; of the tile, W while it is dequantized, and z and p.
     private func loss(_ tile: TileSizes) -> Int {
-        let rows = min(tile.vocabulary, architecture.vocabSize)
-        return 5 * length * architecture.hiddenSize * 4 + 3 * weight(rows) + 4 * length * rows * 4
+        let (rows, tokens, width) = (min(tile.vocabulary, architecture.vocabSize), tile.lossTokens, architecture.hiddenSize * 4)
+        return (tokens < length ? max(3 * length, 2 * length + 5 * tokens) : 5 * length) * width + 3 * weight(rows)
+            + 4 * tokens * rows * 4
     }
 
     private func backward(_ tile: TileSizes) -> Int {
         if let baseline { return baseline.derivative }
         let a = architecture
         let features = min(tile.mlp, a.widestMLP)
-        // Of the tokens that go through the MLP's derivative at a time; x, x_mid, dy, and d_x_mid of the tokens before.
+        // Of the tokens that go through the MLP's derivative at a time; x, x_mid, and dy, which d_x_mid replaces. x of a long sequence is
+        // among the block inputs alone.
         let some = hidden / length * tile.mlpTokens
-        let before = 4 * hidden - some
+        let before = (some < hidden ? 2 : 3) * hidden
         let hasFactor = a.mlps.contains { $0.experts?.mlpGate != nil }
         return max(
             // d waits while the block function runs again; by segments there is no y, nor all of mixer_in.
@@ -489,8 +492,6 @@ public struct Planner: Sendable {
             // Of embeddings for each layer h, z and dz, dh₁ and dh; p, u, m, dm and du.
             a.perLayer == nil
                 ? 0 : largest(\.intermediates) + before + 5 * some + 5 * perLayer + gradientBytes + postNormed,
-            // d_x_mid of all tokens, and its parts.
-            largest(\.intermediates) + 5 * hidden + gradientBytes + postNormed,
             // With post-norms also the gradient by mixer_out.
             largest { $0.backward(tile) } + (a.postNorms ? hidden : 0) + 2 * gradientBytes)
     }

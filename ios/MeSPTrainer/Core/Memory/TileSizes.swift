@@ -16,7 +16,7 @@ package struct TileSizes {
     let tokens: Int
     /// Query rows of attention.
     let attention: Int
-    /// Tokens in the loss, and rows of the vocabulary. W is read again for each of the former.
+    /// Tokens in the loss at a time, and rows of the vocabulary. W is read again for each of the former.
     let lossTokens: Int
     package let vocabulary: Int
     let pace: Pace
@@ -77,8 +77,8 @@ package struct TileSizes {
             // If a product unpacks W for its tokens anyway, enough tokens at a time that this costs little.
             mlpTokens = dequantizeInside ? evenly(length, 2048) : length
             mlp = max(1, floats / (dequantizeInside ? 2 * mlpTokens : row) / group) * group
-            (tokens, lossTokens) = (length, length)
-            vocabulary = max(64, floats / row)
+            (tokens, lossTokens) = (length, mlpTokens)
+            vocabulary = max(64, floats / (dequantizeInside ? 2 * lossTokens : row))
             (pace, evaluatesPhases, cutsRows) = (.evaluated, true, true)
         case .gpu:
             attention = evenly(length, rows)
@@ -128,6 +128,17 @@ package struct Pace {
         finish(done)
         return inputs
     }
+}
+
+/// Puts `part` in the place of some rows, evaluated; without a copy of the others where nobody else has the array.
+func replace(_ rows: Range<Int>, of array: inout MLXArray, by part: MLXArray) {
+    guard rows.count < array.dim(0) else {
+        array = part
+        return
+    }
+    array = array[.ellipsis]  // an object of its own
+    array[rows] = part
+    eval(array)
 }
 
 /// `0..<count` in pieces of `size`, the last perhaps shorter.
