@@ -33,11 +33,12 @@ PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto 
 # the tests use the MLX library in the wheel instead (ios/HostMLX), on every system.
 HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 
-# Optimized, in a folder of its own: not optimized, the core's tests take more than twice as long.
-SWIFT_TEST = $(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --configuration release -Xswiftc -enable-testing \
-	--scratch-path .build/tests --no-parallel
+# Optimized: otherwise the core's tests take more than twice as long. As mesp.engine builds the engine, so
+# that what both have is compiled once.
+OPTIMIZED := --configuration release -Xswiftc -enable-testing
+SWIFT_TEST = $(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --skip-build $(OPTIMIZED) --no-parallel
 
-.PHONY: setup lock engine dist demo demo-real demo-rewards demo-federate app-bundle check check-gpu test test-slow test-format test-python test-swift clean
+.PHONY: setup lock engine engine-and-tests dist demo demo-real demo-rewards demo-federate app-bundle check check-gpu test test-slow test-format test-python test-swift clean
 
 setup: $(READY)
 
@@ -65,6 +66,12 @@ lock: $(READY)
 
 engine: $(READY)
 	$(BIN)/python -m mesp.engine
+
+# Before the tests of Python, which may not meet an engine that is being linked.
+engine-and-tests: $(READY)
+	@echo "== The engine, and the tests of the trainer core"
+	$(HOST_MLX) swift build --build-tests $(OPTIMIZED)
+	@touch .build/release/mesp-engine  # where no source needed compiling, it keeps its old date
 
 dist: $(READY)
 	$(BIN)/python -m build
@@ -100,11 +107,11 @@ check-gpu: engine
 # (macOS has GNU make 3.81, which cannot keep their output apart.)
 BESIDE := --no-print-directory --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-check: engine
+check: $(READY)
 	@$(MAKE) $(BESIDE) quick=yes test-format test-python test-swift
 	@echo "== All quick tests passed"
 
-test: engine
+test: $(READY)
 	@$(MAKE) $(BESIDE) test-format test-python test-swift
 	@echo "== All tests passed"
 
@@ -115,7 +122,7 @@ test-format: $(READY)
 	$(BIN)/mypy
 	swift format lint --strict --recursive Package.swift ios
 
-test-python: engine $(PHONE_MLX)/ready
+test-python: engine-and-tests $(PHONE_MLX)/ready
 	@echo "== Tests of the Python package and the commands"
 	$(PYTEST) $(if $(quick),-m "not slow")
 
@@ -126,7 +133,7 @@ $(PHONE_MLX)/ready: $(READY)
 		"mlx$$(test $$(uname) = Linux && echo '[cpu]')==$$($(BIN)/python -c 'from mesp.block_function import mlxfn; print(mlxfn.LAYOUTS[0])')" scipy-openblas32
 	@touch $@
 
-test-swift: $(FIXTURES).ready
+test-swift: engine-and-tests $(FIXTURES).ready
 	@echo "== Tests of the trainer core, against mesp.reference"
 	# One after the other: two cores, and a controller whose main thread must answer.
 	$(SWIFT_TEST) $(if $(quick),$(SLOW_IN_SWIFT:%=--skip %))
@@ -135,7 +142,7 @@ test-swift: $(FIXTURES).ready
 	$(HOST_MLX) swift test --no-parallel --package-path ios/HostMLX
 
 # PyTorch is large: it has an environment of its own, and no part in `make test`.
-test-slow: engine $(FIXTURES).ready $(PHONE_MLX)/ready
+test-slow: engine-and-tests $(FIXTURES).ready $(PHONE_MLX)/ready
 	@echo "== A long run"
 	$(BIN)/python tools/long_run.py
 	@echo "== 10,000 damaged files of each kind"

@@ -50,7 +50,7 @@ from mesp.text import bundle_tokenizer
 
 pytestmark = pytest.mark.slow
 CASES = settings(
-    max_examples=int(os.environ.get("MESP_FUZZ_CASES", 400)),  # 10,000 in `make test-slow`
+    max_examples=int(os.environ.get("MESP_FUZZ_CASES", 200)),  # 10,000 in `make test-slow`
     deadline=None,
     derandomize=True,  # the same cases each time
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -79,7 +79,7 @@ def test_a_model_goes_to_the_phone_and_what_it_learned_comes_back(
 def train_in_the_app(documents: Path) -> None:
     # As the Makefile builds the tests.
     command = ["swift", "test", "--configuration", "release", "-Xswiftc", "-enable-testing"]
-    command += ["--scratch-path", ".build/tests", "--no-parallel", "--filter", "MissionTests"]
+    command += ["--no-parallel", "--filter", "MissionTests"]
     environment = {"MESP_HOST_MLX": str(mlx_folder()), "MESP_STEPS": str(STEPS)}
     environment |= {"MESP_DOCUMENTS": str(documents)}
     process = subprocess.run(

@@ -1,5 +1,5 @@
-"""Gradients of sequences of one token and of 4,096, against automatic differentiation of the whole
-model."""
+"""Gradients of sequences of one token and of thousands, against automatic differentiation of the
+whole model."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from helpers.models import FAMILIES, TEXT, write_model
 from helpers.oracle import Oracle, Recipe, distance, saved
 from mesp.runs.log import Run
 
-LONG = 4096
+LONG = 2304  # three segments of a mixer
 RATE = 0.1
 STEPS = 2  # the second step's gradient of A is not 0
 

@@ -178,8 +178,6 @@ SLOW = ("--learning-rate", 1e-3)  # AdamW moves each parameter by about its rate
 CASES = {
     "sgd": ((), Recipe(SGD(RATE))),
     "seed": (("--seed", 3), Recipe(SGD(RATE), seed=3)),
-    "momentum": (("--momentum", 0.9), Recipe(SGD(RATE, momentum=0.9))),
-    "weight decay": (("--weight-decay", 0.1), Recipe(SGD(RATE, weight_decay=0.1))),
     "momentum and weight decay": (
         ("--momentum", 0.9, "--weight-decay", 0.1),
         Recipe(SGD(RATE, momentum=0.9, weight_decay=0.1)),
@@ -285,8 +283,8 @@ def bundle_of_lengths(bundle_of_examples: Path, tmp_path_factory: pytest.TempPat
 def test_short_examples_run_at_short_lengths(
     bundle_of_examples: Path, bundle_of_lengths: Path, tmp_path: Path, options: tuple
 ):
-    padded = train(bundle_of_examples, tmp_path / "padded", *options, steps=12)
-    short = train(bundle_of_lengths, tmp_path / "short", *options, steps=12)
+    padded = train(bundle_of_examples, tmp_path / "padded", *options, steps=6)
+    short = train(bundle_of_lengths, tmp_path / "short", *options, steps=6)
     assert [step["tokens"] for step in short.steps] == [step["tokens"] for step in padded.steps]
     pairs = list(zip(short.losses, padded.losses, strict=True))
     pairs += list(zip(short.held_out or (), padded.held_out or (), strict=True))
@@ -454,11 +452,9 @@ def test_bfloat16_adapters_follow_float32(bundle: Path, oracle: Oracle, tmp_path
     "options",
     [
         ("--momentum", 0.9),
-        ("--optimizer", "adamw", *SLOW),
-        ("--optimizer", "adamw8bit", *SLOW),
-        ("--lora-dtype", "bfloat16"),
+        ("--optimizer", "adamw8bit", "--lora-dtype", "bfloat16", *SLOW),
     ],
-    ids=["momentum", "adamw", "adamw8bit", "bfloat16"],
+    ids=["momentum", "adamw8bit, bfloat16"],
 )
 def test_a_run_that_goes_on_is_as_if_it_had_not_stopped(
     bundle: Path, tmp_path: Path, options: tuple

@@ -108,10 +108,13 @@ def test_without_an_engine_the_list_has_no_peaks(monkeypatch):
 def test_the_list_plans_what_an_export_would(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MESP_ENGINE", str(FAKE_ENGINE))
+    # One of each way to plan: dense, a mixture of experts, and the one that is exported below.
+    of_three = [["Qwen3-0.6B"], ["LFM2-8B-A1B"], ["SmolLM2-135M"]]
+    monkeypatch.setattr("mesp.commands.models.geometries", lambda: of_three)
     result = listed()
     assert result.stderr == ""
     peaks = {name.split(",")[0]: found for name, _, _, _, *found in rows(result.stdout)[1:]}
-    assert all(0 < number(short) < number(long) for short, long in peaks.values())
+    assert len(peaks) == 3 and all(0 < number(short) < number(long) for short, long in peaks.values())
 
     size = ["--model", "SmolLM2-135M", "--random-weights", "--seq-len", "256,1024"]
     exported = CliRunner().invoke(main, size)

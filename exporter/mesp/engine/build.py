@@ -199,7 +199,8 @@ def build_engine(package: Path = CHECKOUT, scratch: Path | None = None) -> Path:
         "mesp-engine",
         "--package-path",
         str(package),
-        *(["--scratch-path", str(scratch)] if scratch else []),
+        # In a checkout as `make` compiles the tests, which then share what is compiled.
+        *(["--scratch-path", str(scratch)] if scratch else ["-Xswiftc", "-enable-testing"]),
     ]
     # On macOS too: SwiftPM does not compile Metal shaders, and the wheel brings them compiled.
     environment = {"MESP_HOST_MLX": str(mlx_folder()), **os.environ}

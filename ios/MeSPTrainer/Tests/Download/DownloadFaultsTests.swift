@@ -30,7 +30,7 @@
             let calls = try #require(Int(String(contentsOf: count, encoding: .utf8)))
             var random = FuzzTests.Generator(state: UInt64(kind.rawValue.utf8.count))
             var failed = 0
-            for number in (1...calls).shuffled(using: &random).prefix(10) {
+            for number in (1...calls).shuffled(using: &random).prefix(6) {
                 let documents = folder.appendingPathComponent("\(kind.rawValue)-\(number)")
                 let faults = ["FAULTS_KIND": kind.rawValue, "FAULTS_AT": "\(number)"]
                 switch try download(hub, into: documents, library, faults) {
@@ -46,7 +46,7 @@
                 let rest = try FileManager.default.subpathsOfDirectory(atPath: documents.path)
                 #expect(rest.filter { $0.hasPrefix(".") || $0.contains(".part") } == [], "call \(number)")
             }
-            #expect(failed >= 7)
+            #expect(failed >= 4)
         }
 
         /// In a process of its own.

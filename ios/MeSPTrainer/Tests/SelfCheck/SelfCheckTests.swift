@@ -98,7 +98,6 @@ import Testing
         }
         let found = try result(name, faulty)
         #expect(found.verdict == .fail, "\(found.sentence.english)")
-        #expect(try result(name, bench(settings())).verdict == .pass)
     }
 
     /// The backward pass gets another value than the forward pass.
