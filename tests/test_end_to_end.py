@@ -66,7 +66,8 @@ def test_the_defaults_learn(bundle: Path, tmp_path: Path):
     losses = {}
     for name, options in {"default": (), "paper": ("--paper",)}.items():
         output = tmp_path / name
-        call("train", bundle, "--steps", 60, "--out", output, *options)
+        steps = ("--steps", 60, "--val-batches", VAL_BATCHES)
+        call("train", bundle, *steps, "--out", output, *options)
         losses[name] = [record["loss"] for record in records(output, "eval")]
     before, after = losses["default"]
     assert after < before - 0.4

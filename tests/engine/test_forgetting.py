@@ -92,7 +92,7 @@ def test_a_text_of_ones_own_decides(bundle: Path, tmp_path: Path):
     """The text of the task itself is not forgotten: the adapters stay as they are."""
     text = tmp_path / "own.txt"
     text.write_text(bundle_tokenizer(bundle).decode(mesp.load(bundle).tokens("train")[:600]))
-    given = ("--max-forgetting", 0, "--general", text)
+    given = ("--max-forgetting", 0, "--general", text, "--val-batches", VAL_BATCHES)
     done = call("train", bundle, "--steps", 12, "--out", tmp_path / "run", *given)
     record = Run.load(tmp_path / "run").strength
     assert record["strength"] == 1
@@ -105,6 +105,7 @@ def test_none_are_kept_where_held_out_loss_rises(bundle: Path, tmp_path: Path):
     """Of a run that diverges, and of one that goes on from adapters, these are kept."""
     first = train(bundle, tmp_path / "first")
     wild = ("--optimizer", "sgd", "--max-forgetting", 1, "--adapters", first.adapters)
+    wild += ("--val-batches", VAL_BATCHES)
     done = call(
         "train", bundle, "--steps", 4, "--learning-rate", 30, *wild, "--out", tmp_path / "wild"
     )

@@ -43,7 +43,7 @@ from mesp.runs.log import Run
 
 pytestmark = pytest.mark.slow
 LEARNING_RATE = 0.1
-VAL_BATCHES = 4
+VAL_BATCHES = 1
 
 
 def train(bundle: Path, output: Path, *options: object, steps: int = STEPS) -> Run:

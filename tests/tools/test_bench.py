@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bench import main
+from benchmarks import tables
 from helpers.commands import invoke, run
 from helpers.models import TEXT, TINY, write_model
 from helpers.paths import FAKE_ENGINE
@@ -252,8 +253,15 @@ def test_quality_of_mezo(model: Path, tmp_path: Path):
         assert row["relative_error"] > 1
 
 
+@pytest.fixture
+def few_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of an evaluation."""
+    monkeypatch.setattr(tables, "VAL_BATCHES", 2)
+
+
 @pytest.mark.slow
 @needs_engine
+@pytest.mark.usefixtures("few_held_out")
 def test_defaults_are_the_first_of_a_sweep(tmp_path: Path):
     size = ("--seq-len", 32, "--steps", 2, "--work", tmp_path, "--json", tmp_path / "rows.json")
     done = bench("--table", "defaults", "--rank", "2,8", *size)
@@ -305,6 +313,7 @@ def test_parts_of_the_adapters_take_less(model: Path, tmp_path: Path):
 
 @pytest.mark.slow
 @needs_engine
+@pytest.mark.usefixtures("few_held_out")
 def test_convergence(tmp_path: Path):
     size = ("--seq-len", 32, "--steps", 1, "--work", tmp_path, "--json", tmp_path / "losses.json")
     done = bench("--table", "convergence", *size, "--plot", tmp_path / "losses.svg")
@@ -319,6 +328,7 @@ def test_convergence(tmp_path: Path):
 
 @pytest.mark.slow
 @needs_engine
+@pytest.mark.usefixtures("few_held_out")
 def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
     """Of a model's folder with a text, and of a bundle, which has a text."""
     text, bundle = tmp_path / "text.txt", tmp_path / "own.mesp"

@@ -3,29 +3,28 @@
 import dataclasses
 import json
 import re
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx import nn
 
 import parity
+from helpers.commands import call, invoke
 from helpers.paths import ROOT
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
 from mesp.text import bundle_tokenizer
 from studies import scores as judging
+from studies import tasks, trainers
 from studies.plans import plans
 from studies.scores import Scores, paired
 from studies.tasks import CLASSIFICATION, GSM8K, export
 from studies.trainers import with_mesp
 from tasks.gsm8k import final_number
-
-TOOL = ROOT / "tools" / "parity.py"
 
 
 def scores(losses: np.ndarray, exact: np.ndarray) -> Scores:
@@ -71,6 +70,19 @@ def test_what_is_right_counts_by_the_sequence():
 )
 def test_the_number_after_a_solution_is_its_answer(text: str, number: str | None):
     assert final_number(text) == number
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_this_process() -> Iterator[None]:
+    """The project's commands: starting Python takes longer than most do."""
+
+    def command(module: str, *arguments: object) -> None:
+        call(module.rpartition(".")[2], *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (parity, tasks, trainers):
+            patch.setattr(module, "command", command)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -139,15 +151,17 @@ def test_qlora_is_left_out_where_there_is_no_bitsandbytes(
 
 
 @pytest.fixture
-def study(tmp_path: Path) -> Callable[..., str]:
-    """The tool in a process of its own, which it changes; its output. It judges by few windows."""
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """The output of the tool, which judges by few windows. What it changes in MLX is undone."""
+    for owner, name in ((nn.QuantizedLinear, "__call__"), (nn.QuantizedEmbedding, "as_linear")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(mx, "set_default_device", lambda device: None)
     other = tmp_path / "other.txt"
     other.write_text((ROOT / "README.md").read_text(encoding="utf-8")[:3000])
     few = ("--held-out", 6, "--text", other, "--out", tmp_path / "parity")
 
     def run(*options: object) -> str:
-        line = map(str, [sys.executable, TOOL, *options, *few])
-        done = subprocess.run([*line], capture_output=True, text=True, timeout=600)
+        done = invoke(parity.main, "parity.py", *options, *few)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
