@@ -171,8 +171,8 @@ test-slow: engine-and-tests $(FIXTURES).ready $(PHONE_MLX)/ready
 	$(BIN)/python -m venv $(VENV)/federate
 	$(VENV)/federate/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,federate,report]'
 	MESP_FUZZ_CASES=10000 $(VENV)/federate/bin/python -m pytest -q -m federate tests/federate
-	@echo "== 10,000 damaged messages of a federation's server"
-	MESP_FUZZ_CASES=10000 $(SWIFT_TEST) --filter FederationFuzzTests
+	@echo "== 10,000 damaged files and messages of each kind, for the trainer"
+	MESP_FUZZ_CASES=10000 $(SWIFT_TEST) --filter FuzzTests
 	@echo "== MeSP, mlx-lm and PEFT, from the same adapters on the same batches"
 	$(BIN)/python tools/parity.py --quick --peft $(VENV)/peft/bin/python
 

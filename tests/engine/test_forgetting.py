@@ -122,10 +122,10 @@ def test_none_are_kept_where_held_out_loss_rises(bundle: Path, tmp_path: Path):
 
 
 def test_a_finished_run_goes_on_from_adapters_at_full_strength(bundle: Path, tmp_path: Path):
-    train(bundle, tmp_path / "run", "--max-forgetting", 0.5)
-    call("train", "--resume", "--out", tmp_path / "run", "--steps", 16)
+    train(bundle, tmp_path / "run", "--max-forgetting", 0.5, steps=4)
+    call("train", "--resume", "--out", tmp_path / "run", "--steps", 6)
     resumed = Run.load(tmp_path / "run")
-    whole = train(bundle, tmp_path / "whole", "--max-forgetting", 0.5, steps=16)
+    whole = train(bundle, tmp_path / "whole", "--max-forgetting", 0.5, steps=6)
     assert resumed.losses == whole.losses
     assert resumed.strength["strength"] == whole.strength["strength"]
 

@@ -106,7 +106,7 @@ def grpo_of(oracle: Oracle, groups: list[dict], scores: list, dr: bool):
 def test_the_reward_rises(bundle: Path, tmp_path: Path):
     run = mesp.train(
         bundle, out=tmp_path / "run", steps=20, reward="length:1", max_tokens=8, val_batches=0,
-        batch_size=2, learning_rate=2e-3,
+        batch_size=2, group_size=4, learning_rate=2e-3,
     )  # fmt: skip
     by_step = run.to_pandas()["reward"]
     assert by_step[-5:].mean() > by_step[:5].mean()

@@ -15,6 +15,7 @@ import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+from mlx_lm.utils import dequantize_model
 
 from helpers.commands import call, command, run
 from mesp.bundle.reader import Bundle
@@ -65,7 +66,10 @@ def adapters(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mlx_lms(bundle: Path, adapters: Path | None) -> nn.Module:
+    """Dequantized: products of packed matrices take a CPU long."""
     model = Bundle(bundle).to_mlx_lm()
+    model.set_dtype(mx.float32)
+    model = dequantize_model(model)
     if adapters is not None:
         load_adapters(model, str(adapters))
     model.eval()

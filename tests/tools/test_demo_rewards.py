@@ -36,6 +36,7 @@ def test_the_demo_counts_what_is_right(
         "OUT": tmp_path,
         "MAX_TOKENS": 8,
         "PROMPTS": 1,
+        "GROUP_SIZE": 3,
     }.items():
         monkeypatch.setattr(demo_rewards, name, value)
     demo_rewards.main(

@@ -7,9 +7,12 @@ import Testing
 @testable import MeSPFiles
 @testable import MeSPFunctionCheck
 
-/// Everything that is read from a file, damaged in some thousand ways: each is refused with a sentence or read as something sound, and
-/// takes little memory. A crash ends the tests. 11,400 cases in all.
+/// Everything that is read from a file, damaged in hundreds of ways: each is refused with a sentence or read as something sound, and
+/// takes little memory. A crash ends the tests.
 @Suite(.serialized) struct FuzzTests {
+    /// Of each kind; `make test-slow` has 10,000.
+    static let cases = ProcessInfo.processInfo.environment["MESP_FUZZ_CASES"].flatMap(Int.init) ?? 400
+
     /// SplitMix64: every run of the tests sees the same cases.
     struct Generator: RandomNumberGenerator {
         var state: UInt64
@@ -82,13 +85,13 @@ import Testing
     }
 
     /// Runs `body` for each case; where it throws, the error must be one in words.
-    private func fuzz(_ cases: Int, seed: UInt64, _ body: (inout Generator) throws -> Void) throws {
+    private func fuzz(seed: UInt64, _ body: (inout Generator) throws -> Void) throws {
         let sampler = FootprintSampler()
         defer { sampler.stop() }
         let before = memoryFootprint()
         var random = Generator(state: seed)
         var refused = 0
-        for _ in 0..<cases {
+        for _ in 0..<Self.cases {
             do {
                 try body(&random)
             } catch let error as MeSPError {
@@ -96,7 +99,7 @@ import Testing
                 #expect(!error.sentence.english.isEmpty)
             }
         }
-        #expect(refused > cases / 4 && refused < cases, "cases of both kinds")
+        #expect(refused > Self.cases / 4 && refused < Self.cases, "cases of both kinds")
         #expect(sampler.takePeak() - before < 100_000_000, "memory by a number in a file")
     }
 
@@ -114,7 +117,7 @@ import Testing
     @Test(arguments: ["tied-32", "gemma4"]) func manifests(_ fixture: String) throws {
         let (folder, manifest) = try bundle(fixture)
         defer { try? FileManager.default.removeItem(at: folder) }
-        try fuzz(1500, seed: 1) { random in
+        try fuzz(seed: 1) { random in
             try mutatedJSON(manifest, &random).write(to: folder.appendingPathComponent("manifest.json"))
             let bundle = try ModelBundle(url: folder, checksums: false)
             for file in bundle.manifest.files { #expect(!file.path.contains("..") && !file.path.hasPrefix("/")) }
@@ -131,7 +134,7 @@ import Testing
     @Test(arguments: ["tied-32", "gemma4"]) func offers(_ fixture: String) throws {
         let (folder, manifest) = try bundle(fixture)
         defer { try? FileManager.default.removeItem(at: folder) }
-        try fuzz(400, seed: 8) { random in
+        try fuzz(seed: 8) { random in
             let json = try mutatedJSON(manifest, &random)
             let offer = try BundleDownload.Offer(repository: "a/b", json: json, commit: nil)
             #expect(offer.size >= json.count)
@@ -154,7 +157,7 @@ import Testing
         try Run.run(settings)
         let sound = try Data(contentsOf: LogWriter.url(in: URL(fileURLWithPath: settings.output)))
         let log = LogWriter.url(in: folder)
-        try fuzz(200, seed: 9) { random in
+        try fuzz(seed: 9) { random in
             var lines = sound.split(separator: UInt8(ascii: "\n")).map { Data($0) }
             let index = Int.random(in: 0..<lines.count, using: &random)
             lines[index] = try mutatedJSON(lines[index], &random)
@@ -177,7 +180,7 @@ import Testing
         let index = folder.appendingPathComponent("data.json")
         let json = try Data(contentsOf: index)
         let source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
-        try fuzz(400, seed: 10) { random in
+        try fuzz(seed: 10) { random in
             try mutatedJSON(json, &random).write(to: index)
             let bundle = try ModelBundle(url: source, text: folder, checksums: false)
             for split in ["train", "valid"] { _ = try bundle.tokens(split)?.sequences(lengths: [8]).count }
@@ -200,7 +203,7 @@ import Testing
         let file = try #require(bundle.manifest.functionsFolder) + "block.\(length).mlxfn"
         let layout = try #require(MLXSupport.layout)
         let sound = try Data(contentsOf: folder.appendingPathComponent(file))
-        try fuzz(400, seed: 11) { random in
+        try fuzz(seed: 11) { random in
             var file = sound
             for _ in 0..<Int.random(in: 1...3, using: &random) {
                 let index = Int.random(in: 0..<(file.count - 4), using: &random)
@@ -224,7 +227,7 @@ import Testing
         let tokens = data((0..<200).map { $0 % 50 })
         let examples = data((0..<20).flatMap { [$0 * 10, 10] })
         let mask = Data((0..<200).map { $0 % 7 < 4 ? 1 : 0 })
-        try fuzz(4000, seed: 2) { random in
+        try fuzz(seed: 2) { random in
             let stream = TokenStream(
                 tokens: Bool.random(using: &random) ? mutatedBytes(tokens, &random) : tokens,
                 examples: Bool.random(using: &random) ? mutatedBytes(examples, &random) : nil,
@@ -253,7 +256,7 @@ import Testing
         defer { try? FileManager.default.removeItem(at: folder) }
         let (file, target) = (folder.appendingPathComponent("text.jsonl"), folder.appendingPathComponent("tokens"))
         let records = (0..<12).map { Data(#"{"prompt": "Question \#($0)?", "completion": "Answer \#($0)."}"#.utf8) }
-        try fuzz(500, seed: 7) { random in
+        try fuzz(seed: 7) { random in
             var lines = records
             let line = Int.random(in: 0..<lines.count, using: &random)
             lines[line] = try mutatedJSON(lines[line], &random)
@@ -330,7 +333,7 @@ import Testing
         sound.seqLen = try #require(manifest.seqLens.max())
         sound.rank = try #require(manifest.ranks.max())
         let json = try JSONEncoder.snakeCase.encode(sound)
-        try fuzz(2000, seed: 3) { random in
+        try fuzz(seed: 3) { random in
             try mutatedJSON(json, &random).write(to: file)
             let settings = try RunSettings(contentsOf: file)
             try settings.check()
@@ -353,7 +356,7 @@ import Testing
         let trainer = try Trainer(bundle: bundle, settings: settings, plan: Plan(tileBytes: 1 << 20), folder: output)
         let start = 8 + Int(file[0]) + Int(file[1]) << 8 + Int(file[2]) << 16
         let planner = Planner(bundle.manifest, settings, systemLimit: nil)
-        try fuzz(1500, seed: 4) { random in
+        try fuzz(seed: 4) { random in
             var changed = mutatedBytes(file, &random)
             if Bool.random(using: &random) {  // a header in order, with other numbers
                 var header = try JSONSerialization.jsonObject(with: file[8..<start]) as? [String: Any] ?? [:]
@@ -392,7 +395,7 @@ import Testing
             from.appendingPathComponent($0)
         }
         let contents = try files.map { try Data(contentsOf: $0) }
-        try fuzz(500, seed: 5) { random in
+        try fuzz(seed: 5) { random in
             let config = Int.random(in: 0...1, using: &random)
             try (config == 0 ? mutatedJSON(contents[0], &random) : contents[0]).write(to: files[0])
             try (config == 1 ? mutatedBytes(contents[1], &random) : contents[1]).write(to: files[1])

@@ -8,8 +8,7 @@ import Testing
 /// Messages of a server, damaged in every way: each is read, or refused in a sentence, and takes no more than it may. A crash ends the
 /// tests.
 @Suite(.serialized) struct FederationFuzzTests {
-    /// `make test-slow` has 10,000.
-    private let cases = ProcessInfo.processInfo.environment["MESP_FUZZ_CASES"].flatMap(Int.init) ?? 400
+    private let cases = FuzzTests.cases
     private static let most = 1 << 20
 
     /// Bytes with some flipped, cut off, put in or overwritten.
