@@ -370,7 +370,7 @@ def test_a_disk_that_becomes_full_leaves_the_last_state(
 def test_a_run_goes_on_from_whichever_call_failed(
     settings: dict, faults: Path, tmp_path: Path, kind: str
 ):
-    """Before calls to the system that change a file: 20 of each kind, from the first to the last."""
+    """Before calls to the system that change a file: 20 of each kind, evenly over the run."""
     steps = settings | {"steps": 3, "eval_every": 0, "save_every": 1}
 
     def environment(engine: Engine, **more: object) -> dict[str, str]:

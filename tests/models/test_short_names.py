@@ -114,7 +114,8 @@ def test_the_list_plans_what_an_export_would(monkeypatch, tmp_path):
     result = listed()
     assert result.stderr == ""
     peaks = {name.split(",")[0]: found for name, _, _, _, *found in rows(result.stdout)[1:]}
-    assert len(peaks) == 3 and all(0 < number(short) < number(long) for short, long in peaks.values())
+    assert len(peaks) == 3
+    assert all(0 < number(short) < number(long) for short, long in peaks.values())
 
     size = ["--model", "SmolLM2-135M", "--random-weights", "--seq-len", "256,1024"]
     exported = CliRunner().invoke(main, size)

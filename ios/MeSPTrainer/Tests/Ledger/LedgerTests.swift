@@ -39,7 +39,9 @@
             return (ledger, try #require(planner), try #require(plan))
         }
 
-        @Test(arguments: [128, 256], ["", "keepCache", "all", "mezo", "batch", "q and v", "B alone"])
+        @Test(
+            arguments: ["", "keepCache", "all", "mezo", "batch", "q and v", "B alone"].map { (128, $0) }
+                + [(256, ""), (256, "all")])
         func thePredictionCoversTheStrictestRules(_ length: Int, _ choice: String) throws {
             let settings = try settings(length) {
                 switch choice {

@@ -108,7 +108,8 @@ import Testing
 
     /// A run that is stopped and resumed logs the same losses, to the last bit, as one that is not.
     @Test(arguments: [
-        "momentum", "adamw", "adamw8bit", "adamw8bit offloaded", "accumulation", "by blocks", "mezo", "bfloat16", "B alone", "B of some", "the last block",
+        "momentum", "adamw", "adamw8bit", "adamw8bit offloaded", "accumulation", "by blocks", "mezo", "bfloat16",
+        "B alone", "B of some", "the last block",
     ])
     func resumesAsIfNothingHadHappened(_ kind: String) throws {
         let (whole, parts) = (temporaryFolder(), temporaryFolder())
