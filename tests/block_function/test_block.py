@@ -233,7 +233,7 @@ def seed():
 
 
 # The families' windows are 5 tokens.
-@pytest.mark.parametrize("seq_len", [1, 5, 7, 32])
+@pytest.mark.parametrize("seq_len", [1, 5, 32])
 @pytest.mark.parametrize(("name", "layer"), BLOCKS)
 def test_equals_mlx_lm(tmp_path, name, layer, seq_len):
     case = Case(name, layer)
@@ -285,7 +285,7 @@ def test_without_lora_it_is_the_base_model(tmp_path):
     assert_same(case, function(x, case.lora, mx.array(SCALE), case.weights, *given), x)
 
 
-@pytest.mark.parametrize("seq_len", [1, 7, 32])
+@pytest.mark.parametrize("seq_len", [1, 32])
 @pytest.mark.parametrize(("name", "layer"), BLOCKS)
 def test_it_differentiates(tmp_path, name, layer, seq_len):
     case = Case(name, layer)
@@ -482,15 +482,14 @@ def flat(arguments: Iterable) -> list:
     return numbers
 
 
-@pytest.mark.parametrize("length", [5, 12])
 @pytest.mark.parametrize("kind", ["", "plain", "packed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", GPU_BLOCKS)
-def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, kind, length):
+def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, kind):
     """The CPU's form, the GPU's and back: equal bytes, with the primitives that MLX traces."""
     plain, packed = kind == "plain", kind == "packed"
     function, block, layout = gpu_block(name, dtype, plain, fused)
-    lengths = [length, length + 1]
+    lengths = [5, 12]
     path = tmp_path / "block.mlxfn"
     sizes = (lengths, [4], packed)
     export_block(str(path), function, block, layout, getattr(mx, dtype), "gpu", *sizes)
@@ -517,7 +516,7 @@ def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, k
         fused_ones |= {"ScaledDotProductAttention"} if block.mixer.head_dim == 64 else set()
     assert used == (set() if plain else fused_ones)
     path.write_bytes(cpu)
-    assert len(imported(path)(*gpu_inputs(block, layout, dtype, length, packed))) >= 9
+    assert len(imported(path)(*gpu_inputs(block, layout, dtype, 5, packed))) >= 9
 
 
 @pytest.mark.skipif(not mx.metal.is_available(), reason="there is no GPU")
