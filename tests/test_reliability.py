@@ -472,8 +472,8 @@ def test_a_lost_page_is_one_sentence(settings: dict, tmp_path: Path):
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two blocks of Qwen2.5-0.5B's geometry."""
     out = tmp_path_factory.mktemp("large") / "large.mesp"
-    options = ("--random-weights", "--layers", 2, "--seq-len", 64, "--out", out)
-    call("export", "--model", "Qwen2.5-0.5B", *options)
+    options = ("--random-weights", "--layers", 2, "--seq-len", 64, "--quantize", "nearest")
+    call("export", "--model", "Qwen2.5-0.5B", *options, "--out", out)
     return out
 
 

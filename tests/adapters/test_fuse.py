@@ -118,9 +118,9 @@ def test_quantizing_that_eats_the_adapters_is_told(tmp_path):
     call("train", bundle, "--steps", 10, "--learning-rate", 8e-5, "--val-batches", 0,
                "--out", tmp_path / "run")  # fmt: skip
     adapters = tmp_path / "run" / "adapters"
-    four = fuse(bundle, adapters, tmp_path / "four", "--bits", 4)
+    four = fuse(bundle, adapters, tmp_path / "four", "--bits", 4, "--val-batches", 8)
     assert "Quantizing to 4 bits has eaten" in four.stdout, four.stdout
-    eight = fuse(bundle, adapters, tmp_path / "eight", "--bits", 8)
+    eight = fuse(bundle, adapters, tmp_path / "eight", "--bits", 8, "--val-batches", 8)
     assert "has eaten" not in eight.stdout, eight.stdout
 
 

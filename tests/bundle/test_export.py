@@ -160,7 +160,7 @@ def test_random_weights_of_a_known_model_need_no_network(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     result = export(
         "--model", "Qwen2.5-0.5B", "--random-weights", "--layers", 1, "--seq-len", 8,
-        "--out", "out.mesp",
+        "--quantize", "nearest", "--out", "out.mesp",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     arch = Bundle("out.mesp").architecture

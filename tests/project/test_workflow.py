@@ -1,7 +1,6 @@
 """The workflows are as GitHub's schema has them, and what they name exists."""
 
 import re
-import runpy
 import subprocess
 import sys
 from importlib.metadata import requires
@@ -15,6 +14,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import nightly
+from helpers.commands import call, invoke
 from helpers.models import TINY, write_model
 from helpers.paths import ROOT
 from mesp.engine.build import find_engine
@@ -153,11 +154,15 @@ def test_a_model_of_each_family_is_checked_each_night():
 
 
 @pytest.mark.slow
-def test_the_nightly_check_passes_on_the_demo_model(tmp_path: Path):
+def test_the_nightly_check_passes_on_the_demo_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     find_engine()
-    night = [sys.executable, ROOT / "tools" / "nightly.py", "--model", "demo"]
-    night += ["--learning-rate", 0.001, "--out", tmp_path / "night"]
-    done = subprocess.run(list(map(str, night)), capture_output=True, text=True, timeout=300)
+    monkeypatch.setattr(
+        nightly, "command", lambda module, *given: call(module.split(".")[2], *given)
+    )
+    options = ("--model", "demo", "--learning-rate", 0.001, "--out", tmp_path / "night")
+    done = invoke(nightly.main, "nightly.py", *options)
     assert done.returncode == 0, done.stderr
     for what in ("the model", "with adapters", "fused"):
         assert re.search(rf"^{what}: [\d.]+ in the trainer, [\d.]+ in mlx-lm$", done.stdout, re.M)
@@ -177,7 +182,6 @@ def test_the_nightly_check_runs_no_code_of_a_model(tmp_path: Path):
 
 
 def test_the_nightly_check_fails_where_a_loss_is_another():
-    check = runpy.run_path(str(ROOT / "tools" / "nightly.py"))["check"]
-    check("the model", 3.0, 3.001)
+    nightly.check("the model", 3.0, 3.001)
     with pytest.raises(click.ClickException, match=r"the losses differ by 0\.01"):
-        check("the model", 3.0, 3.01)
+        nightly.check("the model", 3.0, 3.01)

@@ -396,6 +396,7 @@ print(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 def test_memory_is_that_of_tiles(tmp_path):
     """A block here has 50 MB, of which the forward pass holds one tile and its activations."""
     config = {**TINY, "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 2048}
+    config |= {"num_hidden_layers": 1}
     folder = write_model(Path("model"), config, tokenizer=False)
     peaks = []
     for how in ("nearest", "least-squares"):
