@@ -327,7 +327,9 @@ def test_steps_are_those_of_an_independent_trainer(bundle, tmp_path, objective):
     done = call("train", bundle, *options, "--out", tmp_path / "run")
     assert "accuracy" in done.stdout and "perplexity" not in done.stdout
     trained = Run.load(tmp_path / "run")
-    assert trained.losses == pytest.approx(independent(bundle, objective, steps), rel=1e-3)
+    # In float32 two orders of sums, whose difference the steps add to.
+    expected = independent(bundle, objective, steps)
+    assert trained.losses == pytest.approx(expected, rel=1e-3 if steps == 40 else 1e-4)
     for step in trained.steps:
         assert step["margin"] is None or step["margin"] == pytest.approx(
             step["reward_chosen"] - step["reward_rejected"], abs=1e-5
