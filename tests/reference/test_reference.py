@@ -445,10 +445,18 @@ def test_model(T, rank, group_size, config):
         assert_same_gradient(actual, flat_gradient(layer_grads, block), block, T)
 
 
+# Of each family; by automatic differentiation, where the family does not matter, of each mixer.
+PACKED = {"small": SMALL, **FAMILIES}
+BY_MEBP = ("small", "qwen3_5", "granite-mamba", "lfm2")
+
+
 @pytest.mark.parametrize(
-    "block_gradient", [reference.mesp_block_gradient, reference.mebp_block_gradient]
+    ("config", "block_gradient"),
+    [
+        *(pytest.param(each, reference.mesp_block_gradient, id=n) for n, each in PACKED.items()),
+        *(pytest.param(PACKED[n], reference.mebp_block_gradient, id=f"{n}-mebp") for n in BY_MEBP),
+    ],
 )
-@pytest.mark.parametrize("config", [SMALL, *FAMILIES.values()], ids=["small", *FAMILIES])
 def test_packed_records_train_as_a_batch(config, block_gradient):
     """Records that share a sequence have the loss and the gradients of one sequence each."""
     arch = Architecture.from_config(config)
