@@ -139,6 +139,8 @@ def test_a_missing_engine_is_built_against_the_installed_mlx(checkout: Path, fak
         "mesp-engine",
         "--package-path",
         str(checkout),
+        "-Xswiftc",
+        "-enable-testing",
     ]
 
 
