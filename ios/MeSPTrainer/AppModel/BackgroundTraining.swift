@@ -62,7 +62,7 @@ public struct RunProgress: Sendable, Equatable {
     public var sentence: Sentence { [lossWords, timeWords].compactMap { $0 }.reduce(stepWords) { "\($0), \($1)" } }
 }
 
-/// Asks for time in the background for runs that may train there (`Conditions`), and gives it to them.
+/// Asks for time in the background for runs that may train there (`PauseReason.reasons`), and gives it to them.
 ///
 /// A run that the person has started may continue when the app is left. At night, on the charger, an unfinished run continues, also
 /// one that the system has ended in the meantime.

@@ -6,17 +6,9 @@ public enum BackgroundGrant: String, Sendable, CaseIterable {
     case overnight
 }
 
-/// The conditions under which a run may train, besides memory and the person's choice.
-struct Conditions: Sendable, Equatable {
-    var scene = AppScene.active
-    /// Whether the bundle is for the GPU.
-    var usesGPU = true
-    var grant: BackgroundGrant?
-    var thermalState = ThermalState.nominal
-    /// nil if there is none, or nobody knows.
-    var battery: Battery?
-
-    /// Why the run has to wait; none where it may train. This is the one place that says which run may train when:
+extension PauseReason {
+    /// Why a run has to wait, besides memory and the person's choice; none where it may train. This is the one place that says which run
+    /// may train when:
     ///
     /// | | active | inactive | background | … `continued` | … `overnight` |
     /// |---|---|---|---|---|---|
@@ -25,7 +17,14 @@ struct Conditions: Sendable, Equatable {
     ///
     /// and nowhere while the device is too warm, or the battery low and not charging. iOS ends an app that uses the GPU in the
     /// background; one that is inactive may be there in a moment.
-    var reasons: Set<PauseReason> {
+    ///
+    /// - Parameters:
+    ///   - usesGPU: whether the bundle is for the GPU.
+    ///   - battery: nil if there is none, or nobody knows.
+    static func reasons(
+        scene: AppScene = .active, usesGPU: Bool = true, grant: BackgroundGrant? = nil,
+        thermalState: ThermalState = .nominal, battery: Battery? = nil
+    ) -> Set<PauseReason> {
         var reasons = Set<PauseReason>()
         switch (scene, usesGPU, grant) {
         case (.active, _, _), (.inactive, false, _), (.background, false, .continued): break

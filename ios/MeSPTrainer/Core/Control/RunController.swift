@@ -81,12 +81,14 @@ import Observation
 
     /// Begins or resumes a run (`settings.resume`). Does nothing while another is in progress.
     public func start(_ settings: RunSettings) {
-        if !isRunning { _ = start(settings, mailbox: nil) }
+        if !isRunning { _ = start(settings, records: nil) }
     }
 
-    /// - Parameter mailbox: gets the records too.
+    /// - Parameter records: gets the records too.
     /// - Returns: a handle that stops this run, and no later one.
-    func start(_ settings: RunSettings, mailbox: Mailbox?) -> @Sendable () -> Void {
+    func start(
+        _ settings: RunSettings, records: AsyncThrowingStream<LogRecord, any Error>.Continuation?
+    ) -> @Sendable () -> Void {
         self.settings = settings
         (pauseWanted, stopWanted, state) = (false, false, .preparing)
         log = LogSummary()
@@ -111,13 +113,13 @@ import Observation
             do {
                 for try await message in messages {
                     receive(message)
-                    if case .record(let record) = message { await mailbox?.put(record) }
+                    if case .record(let record) = message { records?.yield(record) }
                 }
-                await mailbox?.end(nil)
+                records?.finish()
             } catch {
                 state = .failed(error.plainSentence)
                 memoryCheck?.cancel()
-                await mailbox?.end(MeSPError(error.plainSentence))
+                records?.finish(throwing: MeSPError(error.plainSentence))
             }
         }
         return { gate.stop() }
@@ -197,10 +199,9 @@ import Observation
     }
 
     private func update() {
-        let conditions = Conditions(
+        var reasons = PauseReason.reasons(
             scene: phone.scene, usesGPU: usesGPU, grant: grant, thermalState: phone.thermalState, battery: phone.battery
         )
-        var reasons = conditions.reasons
         if pauseWanted { reasons.insert(.user) }
         if memoryIsShort { reasons.insert(.memory) }
         gate.battery = phone.battery

@@ -28,16 +28,17 @@ struct ConditionsTests {
     @Test(arguments: rows) func sceneDeviceAndGrant(
         _ scene: AppScene, _ usesGPU: Bool, _ grant: BackgroundGrant?, _ reasons: Set<PauseReason>
     ) {
-        var conditions = Conditions(scene: scene, usesGPU: usesGPU, grant: grant)
-        #expect(conditions.reasons == reasons)
-        conditions.battery = Battery(level: 0.5, isCharging: true)
-        #expect(conditions.reasons == reasons)
+        func found(_ battery: Battery?, _ thermalState: ThermalState = .nominal) -> Set<PauseReason> {
+            PauseReason.reasons(
+                scene: scene, usesGPU: usesGPU, grant: grant, thermalState: thermalState, battery: battery)
+        }
+        let (charging, unplugged) = (Battery(level: 0.5, isCharging: true), Battery(level: 0.5, isCharging: false))
+        #expect(found(nil) == reasons)
+        #expect(found(charging) == reasons)
         // The night's time alone is for the charger.
-        conditions.battery?.isCharging = false
         let charger: Set<PauseReason> = (scene, usesGPU, grant) == (.background, false, .overnight) ? [.charger] : []
-        #expect(conditions.reasons == reasons.union(charger))
-        conditions.thermalState = .serious
-        #expect(conditions.reasons == reasons.union(charger).union([.heat]))
+        #expect(found(unplugged) == reasons.union(charger))
+        #expect(found(unplugged, .serious) == reasons.union(charger).union([.heat]))
     }
 
     @Test func noRowIsMissing() {
@@ -48,7 +49,7 @@ struct ConditionsTests {
     @Test(arguments: zip(ThermalState.allCases, [false, false, true, true])) func heat(
         _ state: ThermalState, _ waits: Bool
     ) {
-        #expect(Conditions(thermalState: state).reasons == (waits ? [.heat] : []))
+        #expect(PauseReason.reasons(thermalState: state) == (waits ? [.heat] : []))
     }
 
     @Test(
@@ -57,6 +58,6 @@ struct ConditionsTests {
         ] as [(Float, Bool, Bool)]) func battery(_ level: Float, _ charges: Bool, _ waits: Bool)
     {
         let battery = Battery(level: level, isCharging: charges)
-        #expect(Conditions(battery: battery).reasons == (waits ? [.battery] : []))
+        #expect(PauseReason.reasons(battery: battery) == (waits ? [.battery] : []))
     }
 }
