@@ -101,14 +101,22 @@ func count(_ file: URL) throws {
     #endif
 }
 
-func generate(_ file: URL) throws {
-    let settings = try GenerationSettings(contentsOf: file)
-    let generator = try Generator(
+/// The model that a settings file names: a bundle's folder, and an adapter folder or null.
+func model(_ file: URL) throws -> Evaluator {
+    struct Settings: Decodable {
+        let bundle: String
+        let adapters: String?
+    }
+    let settings: Settings = try readSettings(file)
+    return try Evaluator(
         ModelBundle(url: URL(fileURLWithPath: settings.bundle)),
         adapters: settings.adapters.map { URL(fileURLWithPath: $0) })
-    let summary = try generator.generate(
-        settings.request, atBlock: checkStop,
-        onToken: { try print("token", ["token": $0]) })
+}
+
+func generate(_ file: URL) throws {
+    let request: Generator.Request = try readSettings(file)
+    let summary = try model(file).generator.generate(
+        request, atBlock: checkStop, onToken: { try print("token", ["token": $0]) })
     try print("end", summary)
 }
 
@@ -117,19 +125,7 @@ func evaluate(_ file: URL) throws {
         let logLikelihoods: [Double]
         let greedy: [Bool]
     }
-    struct Generated: Encodable {
-        let index: Int
-        let summary: Generator.Summary
-
-        func encode(to encoder: any Encoder) throws {
-            try ["index": index].encode(to: encoder)
-            try summary.encode(to: encoder)
-        }
-    }
-    let settings = try EvaluationSettings(contentsOf: file)
-    let evaluator = try Evaluator(
-        ModelBundle(url: URL(fileURLWithPath: settings.bundle)),
-        adapters: settings.adapters.map { URL(fileURLWithPath: $0) })
+    let evaluator = try model(file)
     var count = 0
     while let line = readLine() {
         count += 1
@@ -150,7 +146,7 @@ func evaluate(_ file: URL) throws {
                 },
                 onEnd: { index, summary in
                     try checkStop()
-                    try print("generated", Generated(index: index, summary: summary))
+                    try print("generated", JoinedObject(["index": index], summary))
                 })
         }
     }
@@ -169,16 +165,7 @@ func checkMachine(_ file: URL) throws {
 
 /// Prints `fields` and their type as one line of JSON.
 func print(_ type: String, _ fields: any Encodable) throws {
-    struct Line: Encodable {
-        let type: String
-        let fields: any Encodable
-
-        func encode(to encoder: any Encoder) throws {
-            try ["type": type].encode(to: encoder)
-            try fields.encode(to: encoder)
-        }
-    }
-    let line = try JSONEncoder.snakeCase.encode(Line(type: type, fields: fields)) + Data("\n".utf8)
+    let line = try JSONEncoder.snakeCase.encode(JoinedObject(["type": type], fields)) + Data("\n".utf8)
     try FileHandle.standardOutput.write(contentsOf: line)
 }
 

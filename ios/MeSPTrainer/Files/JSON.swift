@@ -19,6 +19,17 @@ extension JSONEncoder {
     }
 }
 
+/// A JSON object with the fields of several values.
+package struct JoinedObject: Encodable {
+    private let parts: [any Encodable]
+
+    package init(_ parts: any Encodable...) { self.parts = parts }
+
+    package func encode(to encoder: any Encoder) throws {
+        for part in parts { try part.encode(to: encoder) }
+    }
+}
+
 /// Reads a settings file, a JSON object.
 package func readSettings<Settings: Decodable>(_ url: URL) throws -> Settings {
     guard let json = try? Data(contentsOf: url) else {

@@ -1,6 +1,5 @@
 import Foundation
 import MLX
-import MeSPFiles
 
 /// Writes on from a prompt, with a bundle's model and, where they are given, adapters. Weights are mapped, so the footprint is that of
 /// the adapters, the keys and values of the tokens so far, and one block's activations.
@@ -291,23 +290,5 @@ extension Generator.Request {
         try require(maxTokens >= 1, "max_tokens", "at least 1")
         try require(temperature.isFinite && temperature >= 0, "temperature", "0 or a positive number")
         try require(topP > 0 && topP <= 1, "top_p", "above 0 and at most 1")
-    }
-}
-
-/// The input of `mesp-engine generate`: a bundle's folder, an adapter folder or null, and a request.
-public struct GenerationSettings: Decodable, Sendable {
-    public let bundle: String
-    public let adapters: String?
-    public let request: Generator.Request
-
-    /// Reads a settings file (snake-case JSON, every key present).
-    public init(contentsOf url: URL) throws { self = try readSettings(url) }
-
-    public init(from decoder: any Decoder) throws {
-        enum Key: String, CodingKey { case bundle, adapters }
-        let container = try decoder.container(keyedBy: Key.self)
-        bundle = try container.decode(String.self, forKey: .bundle)
-        adapters = try container.decodeIfPresent(String.self, forKey: .adapters)
-        request = try Generator.Request(from: decoder)
     }
 }

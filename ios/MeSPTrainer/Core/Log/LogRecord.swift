@@ -116,38 +116,25 @@ public enum LogRecord: Sendable {
         public enum Reason: String, Codable, Sendable { case finished, stopped, failed }
     }
 
-    private var body: (type: String, fields: [any Encodable]) {
+    private var body: (type: String, fields: any Encodable) {
         switch self {
-        case .start(let fields): ("start", [fields])
-        case .plan(let plan, let prediction): ("plan", [plan, prediction])
-        case .step(let fields): ("step", [fields])
-        case .eval(let fields): ("eval", [fields])
-        case .event(let fields): ("event", [fields])
-        case .strength(let fields): ("strength", [fields])
-        case .end(let fields): ("end", [fields])
+        case .start(let fields): ("start", fields)
+        case .plan(let plan, let prediction): ("plan", JoinedObject(plan, prediction))
+        case .step(let fields): ("step", fields)
+        case .eval(let fields): ("eval", fields)
+        case .event(let fields): ("event", fields)
+        case .strength(let fields): ("strength", fields)
+        case .end(let fields): ("end", fields)
         }
     }
 
     /// The record as one line of JSON with a line feed, stamped with the present time.
     func line() throws -> Data {
-        struct Line: Encodable {
-            let type: String
-            let time: String
-            let fields: [any Encodable]
-
-            func encode(to encoder: any Encoder) throws {
-                var container = encoder.container(keyedBy: Key.self)
-                try container.encode(type, forKey: .type)
-                try container.encode(time, forKey: .time)
-                for fields in fields { try fields.encode(to: encoder) }
-            }
-            enum Key: String, CodingKey { case type, time }
-        }
         let encoder = JSONEncoder.snakeCase
         encoder.outputFormatting = [.sortedKeys, .withoutEscapingSlashes]
         let (type, fields) = body
-        return try encoder.encode(Line(type: type, time: Date.now.formatted(.iso8601), fields: fields))
-            + Data("\n".utf8)
+        let head = ["type": type, "time": Date.now.formatted(.iso8601)]
+        return try encoder.encode(JoinedObject(head, fields)) + Data("\n".utf8)
     }
 }
 
