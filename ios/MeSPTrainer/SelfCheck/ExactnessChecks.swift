@@ -101,7 +101,7 @@ extension Bench {
             try lend(before: block, x, model, context)
             let beside = try beside(block, x, lora, model, context)
             let outputs = try bundle.withBlock(block) { weights in
-                let function = try model.function(block, x, packed: records != nil)
+                let function = try model.function(block, x, records == nil ? \.functions : \.packed)
                 let outputs =
                     try function?(
                         lora: lora, scale: model.scale, weights: weights, records: records, beside: beside
@@ -269,7 +269,7 @@ extension Bench {
         let straight = try trainer(run, plan: plan)
         for number in 0..<3 {
             try step(straight, number)
-            if number == 1 { try SavedState(step: 2).save(straight, plan: plan, settings: run, in: folder) }
+            if number == 1 { try SavedState(step: 2, plan: plan, settings: run).save(straight, in: folder) }
         }
         let resumed = try trainer(run, plan: plan)
         guard let saved = try SavedState.load(from: folder, run) else {

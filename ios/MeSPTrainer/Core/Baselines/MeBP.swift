@@ -1,49 +1,40 @@
 import MLX
 
-/// MeBP: automatic differentiation of a block in plain operations, from its input.
-final class AutomaticBackward {
-    let model: BlockwiseModel
-    /// For each block the function of its kind in plain operations, by the number of tokens.
-    private var functions = [Int: [BlockFunction]]()
-
-    init(_ model: BlockwiseModel) { self.model = model }
-
+extension BlockwiseModel {
+    /// MeBP: automatic differentiation of a block in plain operations, from its input.
+    ///
     /// - Parameters:
     ///   - x: the block's input `[1, T, hidden]`
     ///   - beside: what the block takes besides x
     ///   - d: dy `[1, T, hidden]`, replaced by dx
     ///   - shared: as that of `Block.gradient`
     /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. It and d are evaluated.
-    func callAsFunction(
+    func automaticGradient(
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ beside: Beside, d: inout MLXArray,
         shared: inout MixerState.KeyValues?
     ) throws -> MLXArray {
-        let layout = model.layouts[block]
-        let functions =
-            try functions[x.dim(1)]
-            ?? model.bundle.functions(\.plainFunctions, length: x.dim(1)).compactMap { function in
-                function.map { BlockFunction($0, isFused: false) }
-            }
-        self.functions[x.dim(1)] = functions
-        let defaultDevice = DefaultDevice.self as any GlobalDevice.Type
-        let before = defaultDevice.current
-        defaultDevice.set(model.bundle.device)
+        let layout = layouts[block]
+        guard let function = try function(block, x, \.plainFunctions) else {
+            preconditionFailure("block \(block) has no function")
+        }
+        let defaultDevice = Device.self as any GlobalDevice.Type
+        let before = defaultDevice.global
+        defaultDevice.setGlobal(bundle.device)
         // `compile` asks for it too: on iOS nothing is fused while it is the CPU.
-        defer { defaultDevice.set(before) }
+        defer { defaultDevice.setGlobal(before) }
         var failure: (any Error)?
         // Keys and values are inputs of a block that takes another's, and outputs of one whose others took.
         let (taken, sum) = (beside.shared, beside.shared == nil ? shared : nil)
         let dtype = x.dtype
         let (_, gradients) = vjp(
-            { [model] primals in
+            { primals in
                 do {
                     let lora = layout.whole(layout.replacing(in: lora, trained: primals[1]))
                     var beside = beside
                     if taken != nil { beside.shared = .init(keys: primals[2], values: primals[3]) }
-                    let function = functions[block](
-                        lora: lora, scale: model.scale, weights: weights, beside: beside)
-                    guard sum != nil else { return [try function.output(primals[0])] }
-                    let outputs = try function.outputs(primals[0])
+                    let pass = function(lora: lora, scale: self.scale, weights: weights, beside: beside)
+                    guard sum != nil else { return [try pass.output(primals[0])] }
+                    let outputs = try pass.outputs(primals[0])
                     let lent = weights.keysAndValues(outputs.intermediates)
                     return [outputs.y, lent.keys, lent.values]
                 } catch {
@@ -70,11 +61,11 @@ final class AutomaticBackward {
 /// (transforms.cpp:337), and the subtraction in softmax's derivative (primitives.cpp:5049). Only deprecated functions read and set it, so
 /// they are called through a protocol.
 private protocol GlobalDevice {
-    static var current: Device { get }
-    static func set(_ device: Device)
+    static var global: Device { get }
+    static func setGlobal(_ device: Device)
 }
 
-private enum DefaultDevice: GlobalDevice {
-    @available(*, deprecated) static var current: Device { Device() }
-    @available(*, deprecated) static func set(_ device: Device) { Device.setDefault(device: device) }
+extension Device: GlobalDevice {
+    @available(*, deprecated) fileprivate static var global: Device { Device() }
+    @available(*, deprecated) fileprivate static func setGlobal(_ device: Device) { setDefault(device: device) }
 }

@@ -36,7 +36,7 @@ public struct Manifest: Decodable, Sendable {
         public let plainFunctions: [String: String]
         /// Those that a GPU trains packed records with; nil where the bundle was not exported for such data.
         public let packedFunctions: [String: String]?
-        var packed: [String: String] { packedFunctions ?? [:] }
+        package var packed: [String: String] { packedFunctions ?? [:] }
         /// Whether a GPU calls functions of these blocks. Those with experts have none, as a function computes the same experts for any
         /// token.
         package var hasFunctions: Bool { !functions.isEmpty }

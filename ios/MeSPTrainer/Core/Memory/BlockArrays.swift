@@ -89,8 +89,9 @@ package struct BlockArrays {
     /// The place of each array in the file.
     private var slots: [Int]
     private let keepsPrevious: Bool
+    /// The blocks whose sum has begun since `beginSums`.
+    private var begun = Set<Int>()
 
-    var indices: Range<Int> { arrays.indices }
     /// Bytes written to the file since the start.
     var written: Int { file?.written ?? 0 }
 
@@ -127,6 +128,14 @@ package struct BlockArrays {
                 arrays[block] = MLXArray(bytes, array.shape, dtype: array.dtype)
             }
         }
+    }
+
+    /// The sums begin with the next arrays.
+    mutating func beginSums() { begun = [] }
+
+    /// Adds to the sum of a block.
+    mutating func add(_ array: MLXArray, _ block: Int) throws {
+        try write(begun.insert(block).inserted ? array : read(block) + array, block)
     }
 
     /// Hands a block's array over, and keeps it no longer.

@@ -39,36 +39,19 @@ struct JudgedAnswer {
     }
 }
 
-/// The preference data of a split, as an objective takes it: pairs of a chosen and a rejected one, or one by one.
-struct JudgedAnswers {
-    private let sequences: TokenStream.Sequences
-    private let split: Int32
-    private let takesPairs: Bool
-
-    /// - Parameters:
-    ///   - split: a number of the split.
-    ///   - objective: one that the sequences have the labels for.
-    init(_ sequences: TokenStream.Sequences, split: Int32, _ objective: Objective) {
-        (self.sequences, self.split, takesPairs) = (sequences, split, objective.takesPairs)
-    }
-
-    /// The number of pairs or single answers.
-    var count: Int { takesPairs ? sequences.count / 2 : sequences.count }
+extension TokenStream.Sequences {
+    /// The number of pairs, or of single answers, that an objective takes of preference data.
+    func answerCount(_ objective: Objective) -> Int { objective.takesPairs ? count / 2 : count }
 
     /// The pair, chosen before rejected, or the answer with this number.
-    subscript(index: Int) -> [JudgedAnswer] {
-        takesPairs ? [answer(2 * index), answer(2 * index + 1)] : [answer(index)]
-    }
-
-    /// The pair or answer at this position of training, in the order of `TokenStream.Sequences.training`.
-    func training(_ position: Int, seed: UInt64) -> [JudgedAnswer] {
-        self[TokenStream.Sequences.scattered(position, of: count, seed: seed)]
-    }
-
-    private func answer(_ index: Int) -> JudgedAnswer {
-        let (label, number) = sequences.label(index)
-        return JudgedAnswer(
-            example: sequences[index], isGood: label?.isGood ?? true,
-            source: .init(split: split, prompt: Int32(number), answer: Int32(number)), lengths: sequences.lengths)
+    ///
+    /// - Parameter split: a number of the split.
+    func answers(_ index: Int, split: Int32, _ objective: Objective) -> [JudgedAnswer] {
+        (objective.takesPairs ? [2 * index, 2 * index + 1] : [index]).map { index in
+            let (label, number) = label(index)
+            return JudgedAnswer(
+                example: self[index], isGood: label?.isGood ?? true,
+                source: .init(split: split, prompt: Int32(number), answer: Int32(number)), lengths: lengths)
+        }
     }
 }

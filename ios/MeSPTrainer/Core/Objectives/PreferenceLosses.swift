@@ -8,6 +8,8 @@ struct Answer {
     var reference: Double
     /// The number of its targets.
     var tokens: Int
+    /// Whether it was chosen, or called good.
+    var isGood: Bool
 
     /// log π(y) / π₀(y)
     var ratio: Double { logProbability - reference }
@@ -15,16 +17,20 @@ struct Answer {
     var mean: Double { logProbability / Double(tokens) }
 }
 
-/// The loss of a pair of answers, as TRL 1.9.0 has it, and what follows from it.
-struct PairLoss {
+/// The loss of a pair of answers, or of one that is good or bad by itself, as TRL 1.9.0 has it, and what follows from it.
+struct PreferenceLoss {
     let loss: Double
-    /// The derivatives of the loss by −log π of both answers: each is the weight of all of its targets in the gradient.
-    let chosen, rejected: Double
+    /// Of each answer, the chosen one first, the derivative of the loss by −log π: the weight of all of its targets in the gradient.
+    let weights: [Double]
     /// The weight of the targets of the chosen answer's prompt: ORPO's supervised loss is over these too.
     var context = 0.0
-    /// β times what the answers are compared by.
-    let rewards: (chosen: Double, rejected: Double)
+    /// Of each answer β times what answers are compared by.
+    let rewards: [Double]
+    /// Whether the chosen answer has the higher reward; of a single one, whether its reward is on the right side of β k.
+    let isRight: Bool
 
+    /// The loss of a pair:
+    ///
     ///     DPO     m = β (ratio_w − ratio_l)                     L = −log σ(m)
     ///     IPO     h = ratio_w / n_w − ratio_l / n_l             L = (h − 1 / 2β)²
     ///     SimPO   m = β (mean_w − mean_l) − γ                   L = −log σ(m)
@@ -42,53 +48,47 @@ struct PairLoss {
         case .ipo:
             let difference = w.ratio / Double(w.tokens) - l.ratio / Double(l.tokens) - 1 / (2 * beta)
             loss = difference * difference
-            chosen = -2 * difference / Double(w.tokens)
-            rejected = 2 * difference / Double(l.tokens)
-            rewards = (beta * w.ratio, beta * l.ratio)
+            weights = [-2 * difference / Double(w.tokens), 2 * difference / Double(l.tokens)]
+            rewards = [beta * w.ratio, beta * l.ratio]
         case .simpo:
             let margin = beta * (w.mean - l.mean) - Double(settings.gamma ?? 0.5)
             loss = softplus(-margin)
-            chosen = beta * sigmoid(-margin) / Double(w.tokens)
-            rejected = -beta * sigmoid(-margin) / Double(l.tokens)
-            rewards = (beta * w.mean, beta * l.mean)
+            weights = [beta * sigmoid(-margin) / Double(w.tokens), -beta * sigmoid(-margin) / Double(l.tokens)]
+            rewards = [beta * w.mean, beta * l.mean]
         case .orpo:
             func logit(_ mean: Double) -> Double { mean - log(-expm1(mean)) }
             let odds = logit(w.mean) - logit(l.mean)
             let slope = beta * sigmoid(-odds)
             loss = beta * softplus(-odds) - w.logProbability / supervisedTargets
-            chosen = slope / -expm1(w.mean) / Double(w.tokens) + 1 / supervisedTargets
-            rejected = -slope / -expm1(l.mean) / Double(l.tokens)
+            weights = [
+                slope / -expm1(w.mean) / Double(w.tokens) + 1 / supervisedTargets,
+                -slope / -expm1(l.mean) / Double(l.tokens),
+            ]
             context = 1 / supervisedTargets
-            rewards = (beta * w.mean, beta * l.mean)
+            rewards = [beta * w.mean, beta * l.mean]
         case .dpo, .kto:
             let margin = beta * (w.ratio - l.ratio)
             loss = softplus(-margin)
-            chosen = beta * sigmoid(-margin)
-            rejected = -beta * sigmoid(-margin)
-            rewards = (beta * w.ratio, beta * l.ratio)
+            weights = [beta * sigmoid(-margin), -beta * sigmoid(-margin)]
+            rewards = [beta * w.ratio, beta * l.ratio]
         }
+        isRight = rewards[0] > rewards[1]
     }
-}
 
-/// The loss of an answer that is good or bad by itself (KTO), as TRL 1.9.0 has it:
-///
-///     L = w (1 − σ(± β (ratio − k)))
-///
-/// with + and `desirableWeight` for a good one, − and `undesirableWeight` for a bad one. k is what π is away from π₀ anyway: no less
-/// than 0, the mean ratio of the batch's prompts, each with the answer before it. It is not a function of the parameters.
-struct AnswerLoss {
-    let loss: Double
-    /// The derivative of the loss by −log π: the weight of all of the answer's targets in the gradient.
-    let weight: Double
-    let reward: Double
-
-    init(_ answer: Answer, isGood: Bool, kl: Double, _ settings: RunSettings) {
-        let (beta, sign) = (settings.preferenceBeta, isGood ? 1.0 : -1.0)
-        let factor = Double((isGood ? settings.desirableWeight : settings.undesirableWeight) ?? 1)
+    /// The loss of a single answer (KTO):
+    ///
+    ///     L = w (1 − σ(± β (ratio − k)))
+    ///
+    /// with + and `desirableWeight` for a good one, − and `undesirableWeight` for a bad one. k is what π is away from π₀ anyway: no less
+    /// than 0, the mean ratio of the batch's prompts, each with the answer before it. It is not a function of the parameters.
+    init(_ answer: Answer, kl: Double, _ settings: RunSettings) {
+        let (beta, sign) = (settings.preferenceBeta, answer.isGood ? 1.0 : -1.0)
+        let factor = Double((answer.isGood ? settings.desirableWeight : settings.undesirableWeight) ?? 1)
         let value = sigmoid(sign * beta * (answer.ratio - kl))
         loss = factor * (1 - value)
-        weight = sign * factor * beta * value * (1 - value)
-        reward = beta * answer.ratio
+        weights = [sign * factor * beta * value * (1 - value)]
+        rewards = [beta * answer.ratio]
+        isRight = (answer.ratio > kl) == answer.isGood
     }
 
     /// k, of the mismatched answers of a batch.

@@ -7,35 +7,27 @@ public struct AnswerGroup: Encodable, Sendable {
     /// The answer in the data, without the token that ends it.
     public let reference: [Int]
     /// The sampled ones, without the token that ends them.
-    public fileprivate(set) var answers: [[Int]]
+    public let answers: [[Int]]
 }
 
-/// Samples answers from the model that a trainer has, as it is, and makes training sequences of them.
-struct AnswerSampler {
-    let trainer: Trainer
-    let bundle: ModelBundle
-    let settings: RunSettings
-    /// The number of answers to a prompt.
-    let groupSize: Int
-
-    /// The groups of some prompts, and each answer as a sequence of which the answer's tokens count, the one that ends it too.
-    struct Sampled {
-        var groups: [AnswerGroup]
-        var examples: [[Example]]
-    }
-
+extension Trainer {
+    /// Samples answers from the model as it is, and makes training sequences of them.
+    ///
     /// - Parameters:
+    ///   - groupSize: the number of answers to a prompt.
     ///   - prompts: sequences of the data, of which the tokens up to the first that counts are the prompt.
     ///   - lengths: how long sequences may be, in tokens, ascending.
     ///   - number: of the step, from 0. The same settings and number draw the same answers.
     ///   - cacheLimit: of the answers that are written together, in bytes.
+    /// - Returns: the groups, and each answer as a sequence of which the answer's tokens count, the one that ends it too.
     /// - Throws: `CancellationError` from `atBlock`.
-    func sample(
-        _ prompts: [Example], lengths: [Int], number: Int, cacheLimit: Int, atBlock: () throws -> Void
-    ) throws -> Sampled {
+    func sampleAnswers(
+        to prompts: [Example], groupSize: Int, lengths: [Int], number: Int, cacheLimit: Int,
+        atBlock: () throws -> Void
+    ) throws -> (groups: [AnswerGroup], examples: [[Example]]) {
         let longest = (lengths.last ?? 0) + 1
         let known = prompts.map { $0.tokens.prefix(($0.counted.first ?? 0) + 1).map { Int($0) } }
-        let seed = Trainer.scattered(Trainer.scattered(settings.seed) &+ UInt64(settings.firstStep + number))
+        let seed = Self.scattered(Self.scattered(settings.seed) &+ UInt64(settings.firstStep + number))
         var requests = [Generator.Request]()
         for prompt in known {
             for _ in 0..<groupSize {
@@ -48,12 +40,13 @@ struct AnswerSampler {
         }
         var answers = [[Int]](repeating: [], count: requests.count)
         var ends = [Int?](repeating: nil, count: requests.count)
-        let keptMaps = bundle.maps.areKept
+        let maps = model.bundle.maps
+        let keptMaps = maps.areKept
         defer {
-            bundle.maps.areKept = keptMaps
+            maps.areKept = keptMaps
             Memory.clearCache()
         }
-        let generator = Generator(CachedModel(bundle, with: try trainer.model.adapters(rank: settings.rank)))
+        let generator = Generator(CachedModel(model.bundle, with: try model.adapters(rank: settings.rank)))
         try generator.generate(
             requests, atOnce: min(requests.count, CachedModel.mostTexts), cacheLimit: cacheLimit, atBlock: atBlock,
             onToken: { answers[$0].append($1) },
@@ -61,17 +54,17 @@ struct AnswerSampler {
                 if summary.reason == .stopped { throw CancellationError() }
                 ends[index] = summary.stopToken
             })
-        var sampled = Sampled(groups: [], examples: [])
+        var (groups, examples) = ([AnswerGroup](), [[Example]]())
         for (index, prompt) in known.enumerated() {
             let own = index * groupSize..<(index + 1) * groupSize
             let reference = Array(prompts[index].targets.map { Int($0) }.prefix { !settings.stop.contains($0) })
-            sampled.groups.append(AnswerGroup(prompt: prompt, reference: reference, answers: Array(answers[own])))
-            sampled.examples.append(
+            groups.append(AnswerGroup(prompt: prompt, reference: reference, answers: Array(answers[own])))
+            examples.append(
                 own.map { text in
                     Example(prompt: prompt, answer: answers[text] + (ends[text].map { [$0] } ?? []), lengths: lengths)
                 })
         }
-        return sampled
+        return (groups, examples)
     }
 }
 

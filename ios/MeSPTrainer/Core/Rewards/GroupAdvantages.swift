@@ -6,37 +6,24 @@
 ///
 /// for the rewards r of G answers y to one prompt, the probability π of each token, and sg, which stops the gradient. The answers are
 /// sampled from the model that is updated, so that π / sg(π) is 1 and its derivative that of log π.
-struct GroupAdvantages {
-    /// Of each answer: Aᵢ.
-    let advantages: [Float]
-    private let divisors: [Float]
-
-    /// - Parameters:
-    ///   - rewards: of a group's answers, at least two.
-    ///   - tokens: how many tokens each has.
-    ///   - longest: |y|max of Dr. GRPO; nil for GRPO.
-    init(rewards: [Float], tokens: [Int], longest: Int?) {
-        // In float64 the mean of equal rewards is exact, and their advantages are 0.
-        let count = Double(rewards.count)
-        let mean = rewards.reduce(0) { $0 + Double($1) } / count
-        let centred = rewards.map { Double($0) - mean }
-        if let longest {
-            advantages = centred.map { Float($0) }
-            divisors = tokens.map { _ in Float(longest) * Float(count) }
-        } else {
-            // Of a sample, as in TRL.
-            let deviation = (centred.reduce(0) { $0 + $1 * $1 } / (count - 1)).squareRoot()
-            advantages = centred.map { Float($0 / (deviation + 1e-4)) }
-            divisors = tokens.map { Float($0) * Float(count) }
-        }
-        self.tokens = tokens
+///
+/// - Parameters:
+///   - rewards: of a group's answers, at least two.
+///   - tokens: how many tokens each has.
+///   - longest: |y|max of Dr. GRPO; nil for GRPO.
+/// - Returns: L, and of each answer ∂L / ∂(−log π) of its tokens.
+func groupLoss(rewards: [Float], tokens: [Int], longest: Int?) -> (loss: Float, weights: [Float]) {
+    // In float64 the mean of equal rewards is exact, and their advantages are 0.
+    let count = Double(rewards.count)
+    let mean = rewards.reduce(0) { $0 + Double($1) } / count
+    let centred = rewards.map { Double($0) - mean }
+    let weights: [Float]
+    if let longest {
+        weights = centred.map { Float($0) / (Float(longest) * Float(count)) }
+    } else {
+        // Of a sample, as in TRL.
+        let deviation = (centred.reduce(0) { $0 + $1 * $1 } / (count - 1)).squareRoot()
+        weights = zip(centred, tokens).map { Float($0 / (deviation + 1e-4)) / (Float($1) * Float(count)) }
     }
-
-    private let tokens: [Int]
-
-    /// ∂L / ∂(−log π) of each token of an answer.
-    var weights: [Float] { zip(advantages, divisors).map { $0 / $1 } }
-
-    /// L
-    var loss: Float { zip(weights, tokens).reduce(0) { $0 - $1.0 * Float($1.1) } }
+    return (zip(weights, tokens).reduce(0) { $0 - $1.0 * Float($1.1) }, weights)
 }

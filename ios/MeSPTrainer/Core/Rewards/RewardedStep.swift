@@ -1,13 +1,3 @@
-/// The figures of a step on sampled answers besides its loss.
-struct SamplingFigures {
-    /// The mean over all answers.
-    var reward: Float
-    /// The answers', with those that end them.
-    var tokens: Int
-    /// The time that sampling took.
-    var seconds: Double
-}
-
 extension Trainer {
     /// One update from groups of answers that were sampled from the model as it is.
     ///
@@ -20,7 +10,7 @@ extension Trainer {
         let share = 1 / Float(groups.count)
         var (parts, loss) = ([Part](), Float(0))
         for (answers, rewards) in zip(groups, rewards) {
-            let group = GroupAdvantages(rewards: rewards, tokens: answers.map(\.counted.count), longest: longest)
+            let group = groupLoss(rewards: rewards, tokens: answers.map(\.counted.count), longest: longest)
             loss += share * group.loss
             parts += zip(answers, group.weights).map { Part(example: $0, weight: share * $1) }
         }
@@ -29,9 +19,10 @@ extension Trainer {
         var result = try step(weighted.isEmpty ? Array(parts.prefix(1)) : weighted, number: number)
         result.loss = loss
         let all = rewards.joined()
-        result.sampled = SamplingFigures(
-            reward: all.reduce(0, +) / Float(all.count), tokens: parts.reduce(0) { $0 + $1.example.counted.count },
-            seconds: seconds)
+        result.reward = all.reduce(0, +) / Float(all.count)
+        (result.sampledTokens, result.samplingSeconds) = (
+            parts.reduce(0) { $0 + $1.example.counted.count }, seconds
+        )
         return result
     }
 }

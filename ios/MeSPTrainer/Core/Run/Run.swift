@@ -2,8 +2,8 @@ import Foundation
 import MLX
 import MeSPFiles
 
-/// One training run from settings to adapters.
-public enum Run {
+/// One training run from settings to adapters, and what it calls.
+public struct Run {
     /// The version of the trainer, that of the Python package.
     public static let version = "0.1.0"
 
@@ -28,17 +28,27 @@ public enum Run {
         reward: (([AnswerGroup]) throws -> [[Float]])? = nil,
         battery: @escaping () -> Battery? = { nil }
     ) throws {
+        let run = Run(
+            report: report, atBlock: atBlock, besideBytes: besideBytes, memoryIsShort: memoryIsShort, reward: reward,
+            battery: battery)
         try settings.check()
         let bundle = try ModelBundle(
             url: URL(fileURLWithPath: settings.bundle), text: settings.data.map { URL(fileURLWithPath: $0) },
             checksums: !settings.dryRun)
-        let hooks = RunHooks(
-            report: report, atBlock: atBlock, besideBytes: besideBytes, memoryIsShort: memoryIsShort,
-            reward: reward, battery: battery)
-        try bundle.withDevice { try run(settings, bundle, hooks) }
+        try bundle.withDevice { try run(settings, bundle) }
     }
 
-    static func run(_ settings: RunSettings, _ bundle: ModelBundle, _ hooks: RunHooks) throws {
+    // The parameters of `run`.
+    var report: (LogRecord, Data) throws -> Void = { _, _ in }
+    var atBlock: (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in }
+    var besideBytes = 0
+    var memoryIsShort: () -> Bool = { false }
+    var reward: (([AnswerGroup]) throws -> [[Float]])?
+    var battery: () -> Battery? = { nil }
+    /// The clock that times saves; unlike the time of day it is never set.
+    var now: () -> ContinuousClock.Instant = { .now }
+
+    func callAsFunction(_ settings: RunSettings, _ bundle: ModelBundle) throws {
         try bundle.manifest.check(settings)
         let output = URL(fileURLWithPath: settings.output)
         guard !settings.resume || FileManager.default.fileExists(atPath: LogWriter.url(in: output).path) else {
@@ -54,24 +64,12 @@ public enum Run {
         if settings.dryRun {
             let data = settings.dpClip == nil ? nil : try Splits(bundle, settings)
             let record = LogRecord.plan(plan, .init(settings, bundle, planner, plan, data))
-            return try hooks.report(record, record.line())
+            return try report(record, record.line())
         }
         let data = try Splits(bundle, settings)
         if lock == nil { lock = try FolderLock(output) }
         // The first work for the GPU, and so a block boundary too; a stop waits for the next.
-        try? hooks.atBlock { _ in }
-        try TrainingLoop(settings, bundle, data, planner, plan, from: saved, hooks: hooks).run()
+        try? atBlock { _ in }
+        try TrainingLoop(settings, bundle, data, planner, plan, from: saved, hooks: self).run()
     }
-}
-
-/// Callbacks of a run: the parameters of `Run.run`.
-struct RunHooks {
-    var report: (LogRecord, Data) throws -> Void = { _, _ in }
-    var atBlock: (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in }
-    var besideBytes = 0
-    var memoryIsShort: () -> Bool = { false }
-    var reward: (([AnswerGroup]) throws -> [[Float]])?
-    var battery: () -> Battery? = { nil }
-    /// The clock that times saves; unlike the time of day it is never set.
-    var now: () -> ContinuousClock.Instant = { .now }
 }

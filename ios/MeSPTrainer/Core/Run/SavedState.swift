@@ -4,22 +4,27 @@ import MeSPFiles
 
 /// The state with which a run continues as if it had never ended: `state.safetensors` in its output folder. The order of the data and every
 /// random number follow from the number of the step.
-package struct SavedState {
+package struct SavedState: Codable {
+    private var format = 1
     /// Steps done.
-    var step: Int
+    var step = 0
     /// The step of the last evaluation.
     var evaluated: Int?
     /// The held-out loss that the run began with.
     var first: Float?
     /// The lowest held-out loss so far, and how many evaluations have come after it.
-    var best = Float.infinity
+    var best: Float?
     var evaluationsSinceBest = 0
     /// The length of `metrics.jsonl` when this was saved; what comes after is done again.
     var logBytes: UInt64 = 0
     /// The number of examples that DP-SGD draws from; nil without it.
     var examples: Int?
+    var plan: Plan
+    var settings: RunSettings
 
-    package init(step: Int = 0) { self.step = step }
+    package init(step: Int = 0, plan: Plan, settings: RunSettings) {
+        (self.step, self.plan, self.settings) = (step, plan, settings)
+    }
 
     package typealias Loaded = (state: SavedState, plan: Plan?, vectors: Safetensors)
 
@@ -29,32 +34,15 @@ package struct SavedState {
         MeSPError("\(url(in: folder).path) is damaged; start the run again in another folder.")
     }
 
-    private struct Saved: Codable {
-        var format = 1
-        var step: Int
-        var evaluated: Int?
-        var first: Float?
-        var best: Float?
-        var evaluationsSinceBest: Int
-        var logBytes: UInt64
-        var examples: Int?
-        var plan: Plan
-        var settings: RunSettings
-
-        /// Whether every number is one that a run could have saved.
-        var isValid: Bool {
-            format == 1 && (0...RunSettings.mostSteps).contains(step) && (0...step).contains(evaluated ?? 0)
-                && (0...step + 1).contains(evaluationsSinceBest) && (try? settings.check()) != nil
-        }
+    /// Whether every number is one that a run could have saved.
+    private var isValid: Bool {
+        format == 1 && (0...RunSettings.mostSteps).contains(step) && (0...step).contains(evaluated ?? 0)
+            && (0...step + 1).contains(evaluationsSinceBest) && (try? settings.check()) != nil
     }
 
     /// Replaces the saved state in `folder` at once or not at all.
-    package func save(_ trainer: Trainer, plan: Plan, settings: RunSettings, in folder: URL) throws {
-        let saved = Saved(
-            step: step, evaluated: evaluated, first: first, best: best.isFinite ? best : nil,
-            evaluationsSinceBest: evaluationsSinceBest, logBytes: logBytes, examples: examples, plan: plan,
-            settings: settings)
-        let json = String(decoding: try JSONEncoder.snakeCase.encode(saved), as: UTF8.self)
+    package func save(_ trainer: Trainer, in folder: URL) throws {
+        let json = String(decoding: try JSONEncoder.snakeCase.encode(self), as: UTF8.self)
         let url = Self.url(in: folder)
         do {
             let tensors = try trainer.vectors().map { name, vector in
@@ -75,7 +63,7 @@ package struct SavedState {
         guard FileManager.default.fileExists(atPath: url.path) else { return nil }
         guard let tensors = try? Safetensors(url),
             let json = try? RunSettings.completed(in: Data((tensors.metadata["state"] ?? "").utf8)),
-            let saved = try? JSONDecoder.snakeCase.decode(Saved.self, from: json), saved.isValid
+            let saved = try? JSONDecoder.snakeCase.decode(SavedState.self, from: json), saved.isValid
         else { throw damaged(in: folder) }
 
         var same = saved.settings
@@ -91,14 +79,10 @@ package struct SavedState {
         guard same == settings else {
             throw MeSPError("The run in \(folder.path) had other settings; resume it with those it was started with.")
         }
-        var state = SavedState(step: saved.step)
-        (state.evaluated, state.first, state.best) = (saved.evaluated, saved.first, saved.best ?? .infinity)
-        (state.evaluationsSinceBest, state.logBytes) = (saved.evaluationsSinceBest, saved.logBytes)
-        state.examples = saved.examples
         let samePlan =
             saved.settings.memoryLimitMb == settings.memoryLimitMb && saved.settings.offload == settings.offload
             && saved.settings.order == settings.order
-        return (state, samePlan ? saved.plan : nil, tensors)
+        return (saved, samePlan ? saved.plan : nil, tensors)
     }
 }
 

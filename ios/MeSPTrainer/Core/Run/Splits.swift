@@ -121,26 +121,24 @@ struct Splits {
     func judgedBatches(step: Int, _ objective: Objective) -> [[JudgedAnswer]] {
         let (size, count) = (settings.batchSize, settings.gradAccumulationSteps)
         let step = settings.firstStep + step
-        let answers = JudgedAnswers(train, split: 0, objective)
         return (0..<count).map { batch in
-            (0..<size).flatMap { answers.training((step * count + batch) * size + $0, seed: settings.seed) }
+            (0..<size).flatMap {
+                let index = TokenStream.Sequences.scattered(
+                    (step * count + batch) * size + $0, of: train.answerCount(objective), seed: settings.seed)
+                return train.answers(index, split: 0, objective)
+            }
         }
     }
 
     /// The number of examples that DP-SGD draws from: sequences, or pairs of an objective.
-    var exampleCount: Int { settings.objective == nil ? train.count : train.count / 2 }
-
-    func pair(_ index: Int, _ objective: Objective) -> [JudgedAnswer] {
-        JudgedAnswers(train, split: 0, objective)[index]
-    }
+    var exampleCount: Int { settings.objective.map(train.answerCount) ?? train.count }
 
     /// The first answers of a split of preference data, as many pairs or answers as `valBatches`, in batches.
     func judgedBatches(of sequences: TokenStream.Sequences, split: Int32, _ objective: Objective) -> [[JudgedAnswer]] {
-        let answers = JudgedAnswers(sequences, split: split, objective)
         let size = objective.takesPairs ? 1 : settings.batchSize
-        let count = min(settings.valBatches, answers.count)
+        let count = min(settings.valBatches, sequences.answerCount(objective))
         let whole = stride(from: 0, to: count, by: size).map { start in
-            (start..<min(start + size, count)).flatMap { answers[$0] }
+            (start..<min(start + size, count)).flatMap { sequences.answers($0, split: split, objective) }
         }
         // A single answer has no other for its prompt.
         return whole.filter { $0.count > 1 }

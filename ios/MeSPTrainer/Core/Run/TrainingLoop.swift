@@ -8,13 +8,12 @@ final class TrainingLoop {
     private let data: Splits
     private let output: URL
     private let planner: Planner
-    private var plan: Plan
     private var trainer: Trainer
-    private var state = SavedState()
+    private var state: SavedState
     private let log: LogWriter
     /// The key of DP-SGD.
     private let secret: SecretKey?
-    private let hooks: RunHooks
+    private let hooks: Run
 
     private let sampler = FootprintSampler()
     private var begin = ContinuousClock.now
@@ -35,10 +34,11 @@ final class TrainingLoop {
     ///   - saved: what to continue from; nil for the beginning.
     init(
         _ settings: RunSettings, _ bundle: ModelBundle, _ data: Splits, _ planner: Planner, _ plan: Plan,
-        from saved: SavedState.Loaded?, hooks: RunHooks
+        from saved: SavedState.Loaded?, hooks: Run
     ) throws {
-        (self.settings, self.bundle, self.data, self.planner, self.plan) = (settings, bundle, data, planner, plan)
-        self.hooks = hooks
+        (self.settings, self.bundle, self.data, self.planner, self.hooks) = (settings, bundle, data, planner, hooks)
+        state = saved?.state ?? SavedState(plan: plan, settings: settings)
+        (state.plan, state.settings) = (plan, settings)
         saveAt = hooks.now() + Self.timeToFirstSave
         output = URL(fileURLWithPath: settings.output)
         trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
@@ -48,7 +48,6 @@ final class TrainingLoop {
         secret = settings.dpClip == nil ? nil : try SecretKey(in: output, resumes: settings.resume)
         allowPause()
         if let saved {
-            state = saved.state
             try trainer.restore { saved.vectors[$0] }
             guard secret == nil || state.examples == data.exampleCount else {
                 throw MeSPError(
@@ -153,7 +152,6 @@ final class TrainingLoop {
         let (start, before, written) = (ContinuousClock.now, trainer.clock.time, trainer.writtenBytes)
         Memory.peakMemory = 0
         let result = try takeStep(number: state.step)
-        let (preference, sampled) = (result.preference, result.sampled)
         let (memory, time) = (Memory.snapshot(), trainer.clock.time)
         state.step += 1
         return .init(
@@ -166,10 +164,9 @@ final class TrainingLoop {
             footprintBytes: memoryFootprint(), footprintPeakBytes: 0, mlxActiveBytes: memory.activeMemory,
             mlxPeakBytes: memory.peakMemory, mlxCacheBytes: memory.cacheMemory,
             writtenBytes: trainer.writtenBytes - written, thermalState: ThermalState.current.rawValue,
-            replayed: data.replayed(step: state.step - 1), margin: preference?.margin, accuracy: preference?.accuracy,
-            rewardChosen: preference?.rewardChosen,
-            rewardRejected: preference?.rewardRejected, kl: preference?.kl, reward: sampled?.reward,
-            sampledTokens: sampled?.tokens, samplingSeconds: sampled?.seconds)
+            replayed: data.replayed(step: state.step - 1), margin: result.margin, accuracy: result.accuracy,
+            rewardChosen: result.rewardChosen, rewardRejected: result.rewardRejected, kl: result.kl,
+            reward: result.reward, sampledTokens: result.sampledTokens, samplingSeconds: result.samplingSeconds)
     }
 
     private func takeStep(number: Int) throws -> Trainer.StepResult {
@@ -184,7 +181,8 @@ final class TrainingLoop {
         }
         let drawn = secret.drawn(settings.batchSize, of: data.exampleCount, step: number).lazy
         return if let objective {
-            try trainer.step(drawn: drawn.map { data.pair($0, objective) }, number: number, objective, secret)
+            try trainer.step(
+                drawn: drawn.map { data.train.answers($0, split: 0, objective) }, number: number, objective, secret)
         } else {
             try trainer.step(drawn: drawn.map { data.train[$0] }, number: number, secret)
         }
@@ -194,40 +192,38 @@ final class TrainingLoop {
     private func rewardedStep(_ number: Int, _ groupSize: Int) throws -> Trainer.StepResult {
         let start = ContinuousClock.now
         let prompts = data.batches(step: number, settings).flatMap { $0 }
-        let sampler = AnswerSampler(trainer: trainer, bundle: bundle, settings: settings, groupSize: groupSize)
-        let sampled = try sampler.sample(
-            prompts, lengths: data.train.lengths, number: number, cacheLimit: planner.answerCaches(plan),
-            atBlock: { try hooks.atBlock { try append(.event($0)) } })
+        let (groups, examples) = try trainer.sampleAnswers(
+            to: prompts, groupSize: groupSize, lengths: data.train.lengths, number: number,
+            cacheLimit: planner.answerCaches(state.plan), atBlock: trainer.clock.atBlock)
         let seconds = (.now - start) / .seconds(1)
         guard let reward = hooks.reward else {
             throw MeSPError("A run with group_size needs a function that rewards answers.")
         }
-        let rewards = try reward(sampled.groups)
-        guard rewards.count == sampled.groups.count,
+        let rewards = try reward(groups)
+        guard rewards.count == groups.count,
             rewards.allSatisfy({ $0.count == groupSize && $0.allSatisfy(\.isFinite) })
         else {
             throw MeSPError("The rewards must be a finite number for each of the \(groupSize) answers to each prompt.")
         }
-        return try trainer.step(
-            sampled.examples, rewards: rewards, number: number, seconds: seconds)
+        return try trainer.step(examples, rewards: rewards, number: number, seconds: seconds)
     }
 
     /// Goes on with the next cheaper plan. It is saved at once: what is resumed must repeat it.
     private func economize(_ reason: Sentence) throws {
-        guard let cheaper = planner.cheaper(than: plan) else {
+        guard let cheaper = planner.cheaper(than: state.plan) else {
             try save()
             throw MeSPError(
                 "\(reason), and no plan takes less memory. The state after step \(state.step) is saved; resume the run when there is more, or with a higher memory limit."
             )
         }
         let vectors = try trainer.vectors()
-        plan = cheaper
-        trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
+        state.plan = cheaper
+        trainer = try Trainer(bundle: bundle, settings: settings, plan: cheaper, folder: output)
         allowPause()
         try trainer.restore { vectors[$0] }
         let message: Sentence = "\(reason); the run continues with a plan that takes less memory"
         try append(.event(.init(event: "cheaper_plan", message: message)))
-        try append(.plan(plan, .init(settings, bundle, planner, plan, data)))
+        try append(.plan(cheaper, .init(settings, bundle, planner, cheaper, data)))
         try save()
     }
 
@@ -243,7 +239,7 @@ final class TrainingLoop {
         if state.step == 0 { state.first = loss }
         state.evaluated = state.step
         state.evaluationsSinceBest += 1
-        guard loss < state.best else { return }
+        guard loss < state.best ?? .infinity else { return }
         (state.best, state.evaluationsSinceBest) = (loss, 0)
         if settings.evalEvery > 0, state.step > 0 {
             try trainer.saveAdapters(to: output.appendingPathComponent("best"))
@@ -287,22 +283,17 @@ final class TrainingLoop {
             defer { trainer.model.strength = 1 }
             return try meanLoss(sequences, count).loss
         }
-        var result = try StrengthSearch(
-            limit: limit, general: { try loss(general, Self.generalPieces, at: $0) },
-            heldOut: { [settings] in try loss(valid, settings.valBatches, at: $0) }
-        ).result(before: before)
-        if result.strength == 0, let adapters = settings.adapters {
+        var chosen = try chosenStrength(
+            step: state.step, limit: limit, before: before, general: { try loss(general, Self.generalPieces, at: $0) },
+            heldOut: { try loss(valid, settings.valBatches, at: $0) })
+        if chosen.strength == 0, let adapters = settings.adapters {
             try trainer.startFrom(URL(fileURLWithPath: adapters))
-            result.generalAfter = try loss(general, Self.generalPieces, at: 1)
+            chosen.generalAfter = try loss(general, Self.generalPieces, at: 1)
         } else {
-            trainer.model.strength = result.strength
+            trainer.model.strength = chosen.strength
         }
         try trainer.saveAdapters(to: output.appendingPathComponent("adapters"))
-        try append(
-            .strength(
-                .init(
-                    step: state.step, strength: result.strength, lossBefore: before, lossAfter: result.heldOut,
-                    generalBefore: result.generalBefore, generalAfter: result.generalAfter)))
+        try append(.strength(chosen))
     }
 
     /// The mean loss of a split's first pairs or answers, and what it says of them.
@@ -313,11 +304,11 @@ final class TrainingLoop {
         let batches = data.judgedBatches(of: sequences, split: number, objective)
         var (margin, accuracy) = ([Float](), [Float]())
         for batch in batches {
-            let (loss, figures) = try trainer.evaluate(batch, objective)
-            record.loss += loss / Float(batches.count)
-            record.tokens += batch.reduce(0) { $0 + $1.example.counted.count }
-            margin += figures.margin.map { [$0] } ?? []
-            accuracy += figures.accuracy.map { [$0] } ?? []
+            let result = try trainer.evaluate(batch, objective)
+            record.loss += result.loss / Float(batches.count)
+            record.tokens += result.tokens
+            margin += result.margin.map { [$0] } ?? []
+            accuracy += result.accuracy.map { [$0] } ?? []
         }
         func mean(_ values: [Float]) -> Float? { values.isEmpty ? nil : values.reduce(0, +) / Float(values.count) }
         (record.margin, record.accuracy) = (mean(margin), mean(accuracy))
@@ -334,7 +325,7 @@ final class TrainingLoop {
         try trainer.saveAdapters(to: output.appendingPathComponent("adapters"))
         // Before the state, which says how long the log is.
         state.logBytes = try log.synchronize()
-        try state.save(trainer, plan: plan, settings: settings, in: output)
+        try state.save(trainer, in: output)
         saveAt = hooks.now() + Self.timeBetweenSaves
     }
 

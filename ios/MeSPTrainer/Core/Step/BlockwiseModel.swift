@@ -22,10 +22,8 @@ package final class BlockwiseModel {
     package var lora: BlockArrays
     /// Whether a whole step was done, so that a GPU has compiled the kernels; see `Pace`.
     var isWarm: Bool
-    /// For each block the function of its kind, by the number of tokens, imported when a sequence of this length first comes.
-    private var functions = [Int: [BlockFunction?]]()
-    /// Those of packed records.
-    private var packedFunctions = [Int: [BlockFunction?]]()
+    /// For each block the function of its kind, by the files and the number of tokens, imported when a sequence of this length first comes.
+    private var functions = [KeyPath<Manifest.Blocks, [String: String]>: [Int: [BlockFunction?]]]()
 
     /// - Parameter settings: `Manifest.check` must have found their length and rank in the bundle.
     init(_ bundle: ModelBundle, _ settings: RunSettings, plan: Plan, lora: BlockArrays, clock: StepClock) throws {
@@ -42,20 +40,21 @@ package final class BlockwiseModel {
             bundle.backend == .gpu ? CrossEntropyHead.gpuWork : CrossEntropyHead.defaultWork
     }
 
-    /// The block function for x `[1, T, hidden]`, or that for packed records, which the bundle must have; nil for a block without one.
-    package func function(_ block: Int, _ x: MLXArray, packed: Bool = false) throws -> BlockFunction? {
+    /// The block function for x `[1, T, hidden]` in some of a kind's files, which the bundle must have; nil for a block without one.
+    package func function(
+        _ block: Int, _ x: MLXArray, _ files: KeyPath<Manifest.Blocks, [String: String]> = \.functions
+    ) throws -> BlockFunction? {
         let length = x.dim(1)
-        if let known = packed ? packedFunctions[length] : functions[length] { return known[block] }
+        if let known = functions[files]?[length] { return known[block] }
+        let isFused = bundle.manifest.device == .gpu && files != \.plainFunctions
         var made = [ObjectIdentifier: BlockFunction]()
-        let imported = try bundle.functions(packed ? \.packed : \.functions, length: length).map { imported in
+        let imported = try bundle.functions(files, length: length).map { imported in
             guard let imported else { return BlockFunction?.none }
-            let function =
-                made[ObjectIdentifier(imported)]
-                ?? BlockFunction(imported, isFused: bundle.manifest.device == .gpu)
+            let function = made[ObjectIdentifier(imported)] ?? BlockFunction(imported, isFused: isFused)
             made[ObjectIdentifier(imported)] = function
             return function
         }
-        if packed { packedFunctions[length] = imported } else { functions[length] = imported }
+        functions[files, default: [:]][length] = imported
         return imported[block]
     }
 
@@ -179,7 +178,8 @@ package final class BlockwiseModel {
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ records: [Range<Int>]?,
         _ beside: Beside
     ) throws -> any BlockForward {
-        guard bundle.backend == .gpu, let function = try function(block, x, packed: records != nil) else {
+        guard bundle.backend == .gpu, let function = try function(block, x, records == nil ? \.functions : \.packed)
+        else {
             return self.block(block, x, lora, weights, records: records, beside: beside)
         }
         return function(

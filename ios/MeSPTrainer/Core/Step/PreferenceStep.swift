@@ -1,17 +1,5 @@
 import MLX
 
-/// The figures of a step or an evaluation on preference data besides its loss: means over its pairs or answers.
-struct PreferenceFigures {
-    /// The difference of the rewards of chosen or good answers and the others.
-    var margin: Float?
-    /// The share of pairs whose chosen answer has the higher reward; of single answers the share on the right side of β k.
-    var accuracy: Float?
-    var rewardChosen: Float?
-    var rewardRejected: Float?
-    /// An estimate of the divergence from π₀, in nats an answer: of KTO's its k, elsewhere the mean of log π / π₀ over the data's answers.
-    var kl: Float?
-}
-
 extension Trainer {
     /// One update from some batches of preference data, as `step` makes one from sequences: a batch's loss is the mean over its pairs or
     /// answers. A gradient is the sum of each sequence's own, which the objective weights, so that one sequence's activations are there
@@ -34,16 +22,13 @@ extension Trainer {
                 }
                 record.loss = Double(loss)
             } else {
-                sums?.reset()
+                sums?.beginSums()
                 for batch in batches {
                     try backpropagate(batch, objective, share: 1 / Double(batches.count), &record)
                 }
                 norm = try updateFromSums(number, keys(number))
             }
-            let inputTokens = batches.joined().reduce(0) { $0 + $1.example.inputCount }
-            return StepResult(
-                loss: Float(record.loss), tokens: record.tokens, inputTokens: inputTokens, gradientNorm: norm,
-                preference: record.figures)
+            return record.result(gradientNorm: norm)
         }
     }
 
@@ -51,21 +36,19 @@ extension Trainer {
     func step(
         drawn pairs: some Sequence<[JudgedAnswer]>, number: Int, _ objective: Objective, _ secret: SecretKey
     ) throws -> StepResult {
-        var (record, inputTokens) = (Record(), 0)
+        var record = Record()
         let (count, norm) = try privateStep(pairs, number, secret) { pair in
             try backpropagate(pair, objective, share: 1, &record)
-            inputTokens += pair.reduce(0) { $0 + $1.example.inputCount }
         }
-        return StepResult(
-            loss: Float(record.loss / Double(max(count, 1))), tokens: record.tokens, inputTokens: inputTokens,
-            gradientNorm: norm, preference: record.figures)
+        record.loss /= Double(max(count, 1))
+        return record.result(gradientNorm: norm)
     }
 
     /// The mean loss of pairs or answers, and what it says of them.
-    func evaluate(_ batch: [JudgedAnswer], _ objective: Objective) throws -> (loss: Float, PreferenceFigures) {
+    func evaluate(_ batch: [JudgedAnswer], _ objective: Objective) throws -> StepResult {
         var record = Record()
         try score(batch, objective, share: 1, &record)
-        return (Float(record.loss), record.figures)
+        return record.result()
     }
 
     // MARK: - A batch
@@ -84,23 +67,23 @@ extension Trainer {
             for index in stride(from: 0, to: batch.count, by: 2) {
                 let (chosen, rejected) = (try answer(batch[index]), try answer(batch[index + 1]))
                 let context = objective == .orpo ? batch[index].context : nil
-                let pair = PairLoss(
+                let pair = PreferenceLoss(
                     objective, chosen: chosen, rejected: rejected, supervisedTargets: supervised, settings)
-                record.add(pair, chosen, rejected, part: part)
+                record.add(pair, of: [chosen, rejected], part: part)
                 if let context {
                     record.loss += part * pair.context * Double(try model.loss(context, parameters: parameters))
                 }
             }
         } else {
-            let kl = AnswerLoss.kl(try mismatched(batch).map(answer))
+            let kl = PreferenceLoss.kl(try mismatched(batch).map(answer))
             for judged in batch {
                 let answer = try answer(judged)
-                let answerLoss = AnswerLoss(answer, isGood: judged.isGood, kl: kl, settings)
                 record.add(
-                    answerLoss, answer, judged, kl: kl, beta: settings.beta, part: Double(share) / Double(batch.count))
+                    PreferenceLoss(answer, kl: kl, settings), of: [answer], kl: kl,
+                    part: Double(share) / Double(batch.count))
             }
         }
-        if !objective.hasReference { record.forgetRatios() }
+        record.end(batch, objective)
     }
 
     /// As `score`, with each sequence's gradient, weighted, added to the sums.
@@ -119,22 +102,21 @@ extension Trainer {
             let others = try mismatched(batch).map {
                 try answer($0, loss: model.loss($0.example), objective)
             }
-            let kl = AnswerLoss.kl(others)
+            let kl = PreferenceLoss.kl(others)
             for judged in batch {
-                let reference = try reference(judged)
+                _ = try reference(judged)  // before there are block inputs
                 var d = try forward([judged.example])
                 d[0] = try {
                     let (loss, dy) = try head(d[0], judged.example, weight: 1)
-                    let answer = Answer(
-                        logProbability: -Double(loss), reference: reference, tokens: judged.example.counted.count)
-                    let answerLoss = AnswerLoss(answer, isGood: judged.isGood, kl: kl, settings)
-                    record.add(answerLoss, answer, judged, kl: kl, beta: settings.beta, part: part)
-                    return Float(part * answerLoss.weight) * dy
+                    let answer = try answer(judged, loss: loss, objective)
+                    let answerLoss = PreferenceLoss(answer, kl: kl, settings)
+                    record.add(answerLoss, of: [answer], kl: kl, part: part)
+                    return Float(part * answerLoss.weights[0]) * dy
                 }()
                 try backward(&d, update: gather)
             }
         }
-        if !objective.hasReference { record.forgetRatios() }
+        record.end(batch, objective)
     }
 
     private func backpropagate(
@@ -150,19 +132,18 @@ extension Trainer {
             rejectedLoss = try model.loss(rejected.example)
         }
         let other = try answer(rejected, loss: rejectedLoss, objective)
-        let reference = objective.hasReference ? try reference(chosen) : 0
+        if objective.hasReference { _ = try reference(chosen) }  // before there are block inputs
 
         var d = try forward([chosen.example])
         var weight: Float = 0
         d[0] = try {
             let (loss, dy) = try head(d[0], chosen.example, weight: 1)
-            let answer = Answer(
-                logProbability: -Double(loss), reference: reference, tokens: chosen.example.counted.count)
-            let pair = PairLoss(
+            let answer = try answer(chosen, loss: loss, objective)
+            let pair = PreferenceLoss(
                 objective, chosen: answer, rejected: other, supervisedTargets: supervisedTargets, settings)
-            record.add(pair, answer, other, part: part)
-            weight = Float(part * pair.rejected)
-            let weighted = Float(part * pair.chosen) * dy
+            record.add(pair, of: [answer, other], part: part)
+            weight = Float(part * pair.weights[1])
+            let weighted = Float(part * pair.weights[0]) * dy
             guard objective == .orpo, let context = chosen.context else { return weighted }
             let (contextLoss, contextDy) = try head(d[0], context, weight: 1)
             record.loss += part * pair.context * Double(contextLoss)
@@ -197,7 +178,7 @@ extension Trainer {
         guard loss.isFinite else { throw try model.notFinite([judged.example]) }
         return Answer(
             logProbability: -Double(loss), reference: objective.hasReference ? try reference(judged) : 0,
-            tokens: judged.example.counted.count)
+            tokens: judged.example.counted.count, isGood: judged.isGood)
     }
 
     /// log π₀ of an answer, computed once: π₀ is the model without adapters, or with those that the run began with.
@@ -215,47 +196,41 @@ extension Trainer {
 /// The sums over a step's pairs or answers.
 private struct Record {
     var loss = 0.0
-    private(set) var tokens = 0
+    private var (tokens, inputTokens) = (0, 0)
     private var (chosen, rejected, ratios, right) = (0.0, 0.0, 0.0, 0.0)
     private var (chosenCount, rejectedCount, judged) = (0, 0, 0)
     private var kl: Double?
     private var hasRatios = true
 
-    /// - Parameter part: the pair's share of the step's loss.
-    mutating func add(_ pair: PairLoss, _ w: Answer, _ l: Answer, part: Double) {
-        loss += part * pair.loss
-        tokens += w.tokens + l.tokens
-        chosen += pair.rewards.chosen
-        rejected += pair.rewards.rejected
-        ratios += (w.ratio + l.ratio) / 2
-        right += pair.rewards.chosen > pair.rewards.rejected ? 1 : 0
-        (chosenCount, rejectedCount, judged) = (chosenCount + 1, rejectedCount + 1, judged + 1)
-    }
-
-    mutating func add(
-        _ answerLoss: AnswerLoss, _ answer: Answer, _ judged: JudgedAnswer, kl: Double, beta: Float?, part: Double
-    ) {
-        loss += part * answerLoss.loss
-        tokens += answer.tokens
-        self.judged += 1
-        self.kl = (self.kl ?? 0) + part * kl
-        right += (answer.ratio > kl) == judged.isGood ? 1 : 0
-        if judged.isGood {
-            (chosen, chosenCount) = (chosen + answerLoss.reward, chosenCount + 1)
-        } else {
-            (rejected, rejectedCount) = (rejected + answerLoss.reward, rejectedCount + 1)
+    /// - Parameter part: the share of the pair, or of the answer, of the step's loss.
+    mutating func add(_ preference: PreferenceLoss, of answers: [Answer], kl: Double? = nil, part: Double) {
+        loss += part * preference.loss
+        for (answer, reward) in zip(answers, preference.rewards) {
+            tokens += answer.tokens
+            if answer.isGood {
+                (chosen, chosenCount) = (chosen + reward, chosenCount + 1)
+            } else {
+                (rejected, rejectedCount) = (rejected + reward, rejectedCount + 1)
+            }
         }
+        ratios += answers.reduce(0) { $0 + $1.ratio } / Double(answers.count)
+        right += preference.isRight ? 1 : 0
+        judged += 1
+        if let kl { self.kl = (self.kl ?? 0) + part * kl }
     }
 
-    mutating func forgetRatios() { hasRatios = false }
+    mutating func end(_ batch: [JudgedAnswer], _ objective: Objective) {
+        inputTokens += batch.reduce(0) { $0 + $1.example.inputCount }
+        hasRatios = objective.hasReference
+    }
 
-    var figures: PreferenceFigures {
+    func result(gradientNorm: Float? = nil) -> Trainer.StepResult {
         func mean(_ sum: Double, _ count: Int) -> Float? { count > 0 ? Float(sum / Double(count)) : nil }
         let (chosen, rejected) = (mean(chosen, chosenCount), mean(rejected, rejectedCount))
-        var figures = PreferenceFigures(rewardChosen: chosen, rewardRejected: rejected)
-        figures.accuracy = mean(right, judged)
-        figures.margin = chosen.flatMap { chosen in rejected.map { chosen - $0 } }
-        figures.kl = kl.map { Float($0) } ?? (hasRatios ? mean(ratios, judged) : nil)
-        return figures
+        return Trainer.StepResult(
+            loss: Float(loss), tokens: tokens, inputTokens: inputTokens, gradientNorm: gradientNorm,
+            margin: chosen.flatMap { chosen in rejected.map { chosen - $0 } }, accuracy: mean(right, judged),
+            rewardChosen: chosen, rewardRejected: rejected,
+            kl: kl.map { Float($0) } ?? (hasRatios ? mean(ratios, judged) : nil))
     }
 }

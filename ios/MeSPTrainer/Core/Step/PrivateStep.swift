@@ -29,9 +29,9 @@ extension Trainer {
             preconditionFailure("the settings are not of DP-SGD")
         }
         var (count, norms) = (0, Float(0))
-        clippedSums?.reset()
+        clippedSums?.beginSums()
         for example in examples {
-            sums?.reset()
+            sums?.beginSums()
             try gather(example)
             guard let sums else { preconditionFailure("gradients are not summed") }
             let (factor, norm) = try clipping(to: clip, sums.read)

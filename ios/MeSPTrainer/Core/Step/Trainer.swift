@@ -135,7 +135,9 @@ package final class Trainer {
         let owner = model.bundle.architecture.keysOf(block) ?? block
         var shared = context.gradients.removeValue(forKey: owner)
         defer { if owner >= trained[0] { context.gradients[owner] = shared } }
-        if let automatic { return try automatic(block, x, lora, weights, beside, d: &d, shared: &shared) }
+        if settings.method == .mebp {
+            return try model.automaticGradient(block, x, lora, weights, beside, d: &d, shared: &shared)
+        }
         return try model.withWorkspace {
             let intermediates =
                 try kept.removeValue(forKey: input)
@@ -154,15 +156,31 @@ package final class Trainer {
         /// Nats a token.
         var loss: Float
         /// The targets that counted.
-        let tokens: Int
+        var tokens: Int
         /// The inputs up to each sequence's last target that counted.
-        let inputTokens: Int
+        var inputTokens: Int
         /// ‖∂loss/∂lora‖₂ over all blocks, before clipping; of DP-SGD the mean of the examples'. nil where it isn't clipped.
         var gradientNorm: Float?
-        /// The figures of a step on preference data.
-        var preference: PreferenceFigures?
-        /// Of a step on answers that were sampled.
-        var sampled: SamplingFigures?
+
+        // Of preference data, the means over its pairs or answers.
+
+        /// The difference of the rewards of chosen or good answers and the others.
+        var margin: Float?
+        /// The share of pairs whose chosen answer has the higher reward; of single answers the share on the right side of β k.
+        var accuracy: Float?
+        var rewardChosen: Float?
+        var rewardRejected: Float?
+        /// An estimate of the divergence from π₀, in nats an answer: of KTO's its k, elsewhere the mean of log π / π₀ over the data's answers.
+        var kl: Float?
+
+        // Of answers that were sampled.
+
+        /// The mean over all answers.
+        var reward: Float?
+        /// The answers', with those that end them.
+        var sampledTokens: Int?
+        /// The time that sampling took.
+        var samplingSeconds: Double?
     }
 
     /// One update from some batches of sequences.
@@ -192,7 +210,7 @@ package final class Trainer {
 
     private func firstOrderStep(_ parts: [Part], _ number: Int) throws -> (loss: Float, norm: Float?) {
         let keys = keys(number)
-        sums?.reset()
+        sums?.beginSums()
         var loss: Float = 0
         for group in plan.order == .blocks ? [parts] : parts.map({ [$0] }) {
             loss += try backpropagate(group) { block, gradient in
@@ -246,8 +264,6 @@ package final class Trainer {
     package let clock = StepClock()
     package let settings: RunSettings
     let plan: Plan
-    /// MeBP's gradients; nil where they are the structured backward pass's.
-    private let automatic: AutomaticBackward?
     /// The blocks with parameters, which are trained, ascending. `Manifest.check` has found that there are some.
     package let trained: [Int]
     /// The block inputs, from the forward to the backward pass: all of a sequence, then of the next.
@@ -259,9 +275,9 @@ package final class Trainer {
     /// The last blocks' intermediates that stay from the forward to the backward pass, by the index of the block's input.
     private var kept = [Int: Intermediates]()
     /// Sums of gradients, where an update needs more than one backward pass gives at a time.
-    var sums: GradientSums?
+    var sums: BlockArrays?
     /// With DP-SGD the sums of clipped gradients; `sums` are then those of one example.
-    var clippedSums: GradientSums?
+    var clippedSums: BlockArrays?
     var optimizer: Optimizer
     /// The parameters that the run began with, where answers are compared with that model or an update is held near it.
     let start: BlockArrays?
@@ -302,8 +318,8 @@ package final class Trainer {
             ? try ArrayFile(in: folder, shape: longest, dtype: bundle.dtype, keepsMaps: keepsMaps) : nil
         inputs = BlockArrays(count: plan.sequences(of: settings) * blocks, file: inputsFile)
         optimizer = try Optimizer(settings, zeros: zeros)
-        sums = plan.gathersGradients(of: settings) ? GradientSums(try zeros({ [$0] }, .float32)) : nil
-        clippedSums = settings.dpClip == nil ? nil : GradientSums(try zeros({ [$0] }, .float32))
+        sums = plan.gathersGradients(of: settings) ? try zeros({ [$0] }, .float32) : nil
+        clippedSums = settings.dpClip == nil ? nil : try zeros({ [$0] }, .float32)
         var lora = try arrays({ [$0] }, settings.loraDtype.dtype)
         for block in trained {
             let initial = layouts[block].initial(seed: settings.seed, block: block)
@@ -311,7 +327,6 @@ package final class Trainer {
         }
         start = try Self.start(settings, architecture, layouts) { try arrays({ [$0] }, .float32) }
         model = try BlockwiseModel(bundle, settings, plan: plan, lora: lora, clock: clock)
-        automatic = settings.method == .mebp ? AutomaticBackward(model) : nil
     }
 
     /// The adapters of the settings, in each block.
@@ -335,7 +350,7 @@ package final class Trainer {
 
     /// Bytes written to offloaded arrays since the start.
     var writtenBytes: Int {
-        [inputs, model.lora, sums?.arrays, clippedSums?.arrays, optimizer.first, optimizer.second].reduce(0) {
+        [inputs, model.lora, sums, clippedSums, optimizer.first, optimizer.second].reduce(0) {
             $0 + ($1?.written ?? 0)
         }
     }

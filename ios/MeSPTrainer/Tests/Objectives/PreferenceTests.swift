@@ -48,8 +48,8 @@ import Testing
             try fixture.restore(trainer)
             let answers = try answers(fixture)
             let expected = try fixture.array("\(objective.rawValue).loss").item(Float.self)
-            let (loss, figures) = try trainer.evaluate(answers, objective)
-            #expect(abs(loss - expected) <= 1e-4 * abs(expected))
+            let evaluation = try trainer.evaluate(answers, objective)
+            #expect(abs(evaluation.loss - expected) <= 1e-4 * abs(expected))
 
             let result = try trainer.step([answers], number: 0, objective)
             #expect(abs(result.loss - expected) <= 1e-4 * abs(expected))
@@ -60,10 +60,10 @@ import Testing
                 let error = relativeError(gradient, try fixture.array("\(objective.rawValue).grad.\(block)"))
                 #expect(error < 1e-4, "block \(block)")
             }
-            let margin = try #require(figures.margin)
-            #expect(abs(margin - (try #require(result.preference?.margin))) < 1e-4)
-            #expect((figures.kl == nil) == !objective.hasReference)
-            #expect((figures.accuracy ?? -1) >= 0)
+            let margin = try #require(evaluation.margin)
+            #expect(abs(margin - (try #require(result.margin))) < 1e-4)
+            #expect((evaluation.kl == nil) == !objective.hasReference)
+            #expect((evaluation.accuracy ?? -1) >= 0)
         }
     }
 
@@ -96,8 +96,8 @@ import Testing
     @Test func aRunBeginsWithoutAPreference() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let trainer = try trainer(fixture, .dpo)
-        let (loss, figures) = try trainer.evaluate(answers(fixture), .dpo)
-        #expect(abs(loss - log(2)) < 1e-6 && figures.margin == 0 && figures.kl == 0)
+        let result = try trainer.evaluate(answers(fixture), .dpo)
+        #expect(abs(result.loss - log(2)) < 1e-6 && result.margin == 0 && result.kl == 0)
     }
 
     /// π₀ of a run that begins with B alone has the A of the seed too, as π: their ratios are 1, and DPO's loss is log 2.
@@ -117,7 +117,7 @@ import Testing
                 ($0.objective, $0.batchSize, $0.freezeA, $0.adapters) = (.dpo, 2, true, folder.path)
             }
             try trainer.startFrom(folder)
-            let (loss, _) = try trainer.evaluate(answers(fixture), .dpo)
+            let loss = try trainer.evaluate(answers(fixture), .dpo).loss
             #expect(abs(loss - log(2)) < 1e-6)
         }
     }

@@ -8,11 +8,11 @@ import Testing
 @Suite(.serialized) struct StrengthTests {
     /// Losses of adapters that forget `forgets` s² of the general text, and whose held-out loss is `curve` (s − `best`)² above its lowest.
     private func result(limit: Double, forgets: Float, best: Float, curve: Float = 1, before: Float = 2) throws
-        -> (StrengthSearch.Result, evaluations: Int)
+        -> (LogRecord.Strength, evaluations: Int)
     {
         var evaluations = 0
-        let search = StrengthSearch(
-            limit: limit,
+        let chosen = try chosenStrength(
+            step: 0, limit: limit, before: before,
             general: {
                 evaluations += 1
                 return 3 + forgets * $0 * $0
@@ -21,7 +21,7 @@ import Testing
                 evaluations += 1
                 return 0.5 + curve * ($0 - best) * ($0 - best)
             })
-        return (try search.result(before: before), evaluations)
+        return (chosen, evaluations)
     }
 
     @Test func staysWithinTheLimitAndCloseToIt() throws {
@@ -34,7 +34,7 @@ import Testing
 
     @Test func keepsAdaptersThatForgetLittleAsTheyAre() throws {
         let (found, _) = try result(limit: 3, forgets: 0.01, best: 1)
-        #expect(found.strength == 1 && found.heldOut == 0.5)
+        #expect(found.strength == 1 && found.lossAfter == 0.5)
     }
 
     /// Adapters that were trained too far.
@@ -47,12 +47,13 @@ import Testing
     @Test func takesLessThanTheLimitWhereHeldOutLossIsLower() throws {
         let (found, _) = try result(limit: 3, forgets: 0.05, best: 0.3, before: 0.6)
         #expect((0.2...0.4).contains(found.strength))
-        #expect(found.heldOut < 0.6 && found.generalAfter < 3 + Float(log1p(0.03)))
+        #expect(found.lossAfter < 0.6 && found.generalAfter < 3 + Float(log1p(0.03)))
     }
 
     @Test func keepsNoneThatDoNotLowerHeldOutLoss() throws {
         let (found, _) = try result(limit: 3, forgets: 0, best: 0, curve: 2, before: 0.5)
-        #expect(found == .init(strength: 0, heldOut: 0.5, generalBefore: 3, generalAfter: 3))
+        #expect(found.strength == 0 && found.lossAfter == 0.5)
+        #expect(found.generalBefore == 3 && found.generalAfter == 3)
     }
 
     @Test func keepsNoneThatForgetTooMuchAtAnyStrength() throws {

@@ -272,7 +272,7 @@ import Testing
             x = try fixture.bundle.withBlock(block) { weights in
                 let beside = try model.beside(block, context, lending: x, lora, weights)
                 let formulas = model.block(block, x, lora, weights, records: records, beside: beside)
-                let function = try model.function(block, x, packed: true)?(
+                let function = try model.function(block, x, \.packed)?(
                     lora: lora, scale: model.scale, weights: weights, records: records, beside: beside)
                 guard let function else { return formulas.output(x) }
                 let (ours, expected) = (try function.outputs(x).list, formulas.outputs(x).list)
