@@ -17,10 +17,26 @@ package struct CachedModel {
     /// The most texts that run together.
     package static let mostTexts = 16
 
-    /// Views of each block's cache for each token; they take almost no memory.
+    /// Views of each block's, for each token; they take almost no memory.
     private final class Kept {
-        var views = [Int: PackedWeights.Views]()
-        var matrices = [Int: [Projection: LoRAMatrices]]()
+        private var views = [Int: PackedWeights.Views]()
+        private var matrices = [Int: [Projection: LoRAMatrices]]()
+
+        func views(_ index: Int) -> PackedWeights.Views {
+            let known = views[index] ?? PackedWeights.Views()
+            views[index] = known
+            return known
+        }
+
+        func matrices(_ index: Int, _ block: Block) -> [Projection: LoRAMatrices] {
+            if let known = matrices[index] { return known }
+            var made = [Projection: LoRAMatrices]()
+            for projection in block.weights.shape.modules.flatMap(\.projections) {
+                made[projection] = block.matrices(projection)
+            }
+            matrices[index] = made
+            return made
+        }
     }
 
     /// - Parameter folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
@@ -174,6 +190,8 @@ package struct CachedModel {
     ) throws -> MLXArray {
         let perLayer = try bundle.part(of: embeddings, layer: index)
         return try bundle.withBlock(index) { weights in
+            var weights = weights
+            if bundle.maps.areKept { weights.packed.views = kept.views(index) }
             var known = states.map { $0 ?? MixerState(weights, dtype: bundle.dtype) }
             states = states.map { _ in nil }
             defer { if keepsStates { states = known } }
@@ -184,30 +202,9 @@ package struct CachedModel {
                     rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), untiled: untiled),
                 beside: Beside(perLayer: perLayer))
             block.sharedStates = shared
-            if bundle.maps.areKept { block = keeping(index, block) }
+            if bundle.maps.areKept, adapters != nil { block.keptMatrices = kept.matrices(index, block) }
             return block.output(x, sequences: sequences, &known, keepsStates: keepsStates, waits: waits)
         }
-    }
-
-    /// The block with the views that its last use left.
-    private func keeping(_ index: Int, _ block: Block) -> Block {
-        let views = kept.views[index] ?? PackedWeights.Views()
-        kept.views[index] = views
-        var weights = block.weights
-        weights.packed.views = views
-        var same = Block(
-            weights: weights, lora: block.lora, layout: block.layout, scale: block.scale, tile: block.tile,
-            beside: block.beside)
-        same.sharedStates = block.sharedStates
-        guard block.lora != nil else { return same }
-        if kept.matrices[index] == nil {
-            let projections = weights.shape.modules.flatMap(\.projections)
-            kept.matrices[index] = Dictionary(
-                projections.compactMap { projection in block.matrices(projection).map { (projection, $0) } },
-                uniquingKeysWith: { first, _ in first })
-        }
-        same.keptMatrices = kept.matrices[index]
-        return same
     }
 }
 

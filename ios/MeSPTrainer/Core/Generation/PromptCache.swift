@@ -15,18 +15,12 @@ public struct PromptCache {
     /// nil before the first token.
     package var blocks = [MixerState?]()
     let limit: Int
-    private var mark: Mark?
+    /// A beginning of the text, of so many tokens, that blocks which can't be cut go back to, with their states; nil for the other blocks'.
+    private var mark: (count: Int, states: [MixerState?])?
     /// The place of the next mark.
     private var nextMark = 0
     /// More tokens than a template takes to open an answer.
     static let opening = 16
-
-    /// A beginning of the text that blocks which can't be cut go back to.
-    private struct Mark {
-        let count: Int
-        /// Theirs; nil for the others.
-        let states: [MixerState?]
-    }
 
     /// - Parameter limit: what is kept at most when a text has ended, in bytes: the beginning of the text that fits.
     public init(limit: Int = .max) { self.limit = limit }
@@ -65,7 +59,7 @@ public struct PromptCache {
     private mutating func setMark() {
         guard tokens.count == nextMark, nextMark > 0 else { return }
         let states = blocks.map { state in state.flatMap { $0.isRecurrent ? $0 : nil } }
-        if states.contains(where: { $0 != nil }) { mark = Mark(count: nextMark, states: states) }
+        if states.contains(where: { $0 != nil }) { mark = (nextMark, states) }
     }
 
     /// Lets go of what is above the limit.
