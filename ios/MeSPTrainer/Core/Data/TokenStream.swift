@@ -14,8 +14,19 @@ public struct Example: Sendable, Equatable {
         (self.tokens, self.counted, self.records) = (tokens, counted, records)
     }
 
+    /// A sequence of a prompt and an answer, whose tokens count, cut to the longest of `lengths`, which are ascending, or padded to the next.
+    init(prompt: [Int32], answer: [Int32], lengths: [Int]) {
+        let tokens = (prompt + answer).prefix((lengths.last ?? 0) + 1)
+        let length = (lengths.first { tokens.count <= $0 + 1 } ?? tokens.count - 1) + 1
+        self.init(
+            tokens: tokens + [Int32](repeating: 0, count: length - tokens.count),
+            counted: Array(prompt.count - 1..<tokens.count - 1))
+    }
+
     /// T
     var length: Int { tokens.count - 1 }
+    /// The tokens up to the first that counts, which is not among them.
+    var prompt: [Int32] { Array(tokens.prefix((counted.first ?? 0) + 1)) }
     var inputs: [Int32] { Array(tokens.dropLast()) }
     /// The targets that count.
     package var targets: [Int32] { counted.map { tokens[$0 + 1] } }

@@ -117,10 +117,8 @@ public struct Generator {
         _ requests: [Request], atOnce: Int, cacheLimit: Int = Generator.cacheLimit, atBlock: () throws -> Void = {},
         onToken: (_ request: Int, _ token: Int) throws -> Void, onEnd: (_ request: Int, Summary) throws -> Void
     ) throws {
-        guard (1...CachedModel.mostTexts).contains(atOnce) else {
-            let wanted: Sentence = "at least 1 and at most \(CachedModel.mostTexts)"
-            throw MeSPError("\("at_once") must be \(wanted).")
-        }
+        try require(
+            (1...CachedModel.mostTexts).contains(atOnce), "at_once", "at least 1 and at most \(CachedModel.mostTexts)")
         for request in requests { try request.check(vocabulary: model.bundle.architecture.vocabSize) }
         try model.bundle.withDevice {
             let texts = requests.enumerated().map { Text(index: $0, request: $1, cache: PromptCache()) }
@@ -280,9 +278,6 @@ public struct Generator {
 
 extension Generator.Request {
     func check(vocabulary: Int) throws {
-        func require(_ condition: Bool, _ name: String, _ wanted: Sentence) throws {
-            guard condition else { throw MeSPError("\(name) must be \(wanted).") }
-        }
         guard !prompt.isEmpty else { throw MeSPError("The prompt must be at least one token long.") }
         if let token = prompt.first(where: { !(0..<vocabulary).contains($0) }) {
             throw MeSPError("The prompt holds the token \(token), and the model has \(vocabulary), from 0.")

@@ -26,14 +26,8 @@ struct JudgedAnswer {
 
     /// This prompt with another's answer, cut to the longest length, or padded to the next.
     func with(answerOf other: JudgedAnswer) -> JudgedAnswer {
-        let prompt = example.tokens.prefix((example.counted.first ?? 0) + 1)
-        let longest = (lengths.last ?? 0) + 1
-        let tokens = prompt + other.example.targets.prefix(longest - prompt.count)
-        let length = (lengths.first { tokens.count <= $0 + 1 } ?? longest - 1) + 1
-        return JudgedAnswer(
-            example: Example(
-                tokens: tokens + [Int32](repeating: 0, count: length - tokens.count),
-                counted: Array(prompt.count - 1..<tokens.count - 1)),
+        JudgedAnswer(
+            example: Example(prompt: example.prompt, answer: other.example.targets, lengths: lengths),
             isGood: other.isGood,
             source: .init(split: source.split, prompt: source.prompt, answer: other.source.answer), lengths: lengths)
     }

@@ -26,7 +26,7 @@ extension Trainer {
         atBlock: () throws -> Void
     ) throws -> (groups: [AnswerGroup], examples: [[Example]]) {
         let longest = (lengths.last ?? 0) + 1
-        let known = prompts.map { $0.tokens.prefix(($0.counted.first ?? 0) + 1).map { Int($0) } }
+        let known = prompts.map { $0.prompt.map { Int($0) } }
         let seed = Self.scattered(Self.scattered(settings.seed) &+ UInt64(settings.firstStep + number))
         var requests = [Generator.Request]()
         for prompt in known {
@@ -61,20 +61,10 @@ extension Trainer {
             groups.append(AnswerGroup(prompt: prompt, reference: reference, answers: Array(answers[own])))
             examples.append(
                 own.map { text in
-                    Example(prompt: prompt, answer: answers[text] + (ends[text].map { [$0] } ?? []), lengths: lengths)
+                    let answer = answers[text] + (ends[text].map { [$0] } ?? [])
+                    return Example(prompt: prompts[index].prompt, answer: answer.map { Int32($0) }, lengths: lengths)
                 })
         }
         return (groups, examples)
-    }
-}
-
-extension Example {
-    /// A sequence of a prompt and an answer, whose tokens count, padded to the next of `lengths`.
-    fileprivate init(prompt: [Int], answer: [Int], lengths: [Int]) {
-        let tokens = (prompt + answer).prefix((lengths.last ?? 0) + 1).map { Int32($0) }
-        let length = (lengths.first { tokens.count <= $0 + 1 } ?? tokens.count - 1) + 1
-        self.init(
-            tokens: tokens + [Int32](repeating: 0, count: length - tokens.count),
-            counted: Array(prompt.count - 1..<tokens.count - 1))
     }
 }

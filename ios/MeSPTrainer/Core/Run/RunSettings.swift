@@ -239,9 +239,6 @@ public struct RunSettings: Codable, Sendable, Equatable {
 
     /// Throws a sentence about the first setting that is out of range.
     public func check() throws {
-        func require(_ condition: Bool, _ name: String, _ wanted: Sentence) throws {
-            guard condition else { throw MeSPError("\(name) must be \(wanted).") }
-        }
         // So high that nobody minds, and so low that no product of them overflows.
         for (name, count) in [("steps", steps), ("first_step", firstStep)] {
             try require((0...Self.mostSteps).contains(count), name, "0 or more and at most \(Self.mostSteps)")
@@ -268,8 +265,8 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(gamma.map { $0.isFinite && $0 >= 0 } ?? true, "gamma", "0 or more")
         // KTO's estimate of the divergence takes each prompt with the answer of another record.
         try require(objective != .kto || batchSize >= 2, "batch_size", "at least 2 with kto")
-        try checkForgetting(require)
-        try checkRewards(require)
+        try checkForgetting()
+        try checkRewards()
         try require(learningRate.isFinite && learningRate > 0, "learning_rate", "a positive number")
         try require((0..<max(1, steps)).contains(warmup), "warmup", "0 or more and less than steps")
         try require((0..<1).contains(momentum), "momentum", "0 or more and less than 1")
@@ -280,7 +277,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(proximalMu.map { $0.isFinite && $0 > 0 } ?? true, "proximal_mu", "a positive number")
         try require(proximalMu == nil || adapters != nil, "adapters", "named with proximal_mu, which stays near them")
         try require(maxGradNorm.map { $0.isFinite && $0 > 0 } ?? true, "max_grad_norm", "a positive number")
-        try checkPrivacy(require)
+        try checkPrivacy()
         try require(mezoEpsilon.isFinite && mezoEpsilon > 0, "mezo_epsilon", "a positive number")
         try require(valBatches >= 0, "val_batches", "0 or more")
         try require(objective != .kto || valBatches != 1, "val_batches", "0, or at least 2 with kto")
@@ -291,9 +288,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(memoryLimitMb ?? 1 > 0 && memoryLimitMb ?? 1 < 1e9, "memory_limit_mb", "a positive number")
     }
 
-    private func checkForgetting(
-        _ require: (_ condition: Bool, _ name: String, _ wanted: Sentence) throws -> Void
-    ) throws {
+    private func checkForgetting() throws {
         try require((replayShare == nil) == (replay == nil), "replay", "named with replay_share, and only with it")
         try require(replayShare.map { $0 > 0 && $0 < 1 } ?? true, "replay_share", "above 0 and below 1")
         let isPlain = objective == nil && groupSize == nil && dpClip == nil
@@ -307,8 +302,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(groupSize == nil, "group_size", "left out with max_forgetting")
     }
 
-    private func checkRewards(_ require: (_ condition: Bool, _ name: String, _ wanted: Sentence) throws -> Void) throws
-    {
+    private func checkRewards() throws {
         guard groupSize != nil else { return }
         try require((1...Self.mostSteps).contains(maxTokens), "max_tokens", "at least 1 and at most \(Self.mostSteps)")
         try require(objective == nil, "objective", "left out with group_size")
@@ -316,8 +310,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(dpClip == nil, "dp_clip", "left out with group_size")
     }
 
-    private func checkPrivacy(_ require: (_ condition: Bool, _ name: String, _ wanted: Sentence) throws -> Void) throws
-    {
+    private func checkPrivacy() throws {
         try require((dpClip == nil) == (dpNoise == nil), "dp_noise", "set with dp_clip, and only with it")
         guard let dpClip, let dpNoise else { return }
         try require(dpClip.isFinite && dpClip > 0, "dp_clip", "a positive number")
@@ -342,4 +335,9 @@ public enum GradientMethod: String, Codable, Sendable, CaseIterable {
     case mebp
     /// Zeroth order: two forward passes with a seeded perturbation.
     case mezo
+}
+
+/// Throws a sentence about a setting that is out of range.
+func require(_ condition: Bool, _ name: String, _ wanted: Sentence) throws {
+    guard condition else { throw MeSPError("\(name) must be \(wanted).") }
 }

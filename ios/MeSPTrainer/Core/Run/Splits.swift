@@ -91,14 +91,15 @@ struct Splits {
         }
     }
 
-    /// The sequences of step `step` (from 0), in batches.
-    func batches(step: Int, _ settings: RunSettings) -> [[Example]] {
+    /// The positions of training of step `step` (from 0), in batches.
+    private func positions(step: Int) -> [[Int]] {
         let (size, count) = (settings.batchSize, settings.gradAccumulationSteps)
-        let step = settings.firstStep + step
-        return (0..<count).map { batch in
-            (0..<size).map { training((step * count + batch) * size + $0) }
-        }
+        let first = (settings.firstStep + step) * count
+        return (first..<first + count).map { batch in (0..<size).map { batch * size + $0 } }
     }
+
+    /// The sequences of step `step` (from 0), in batches.
+    func batches(step: Int) -> [[Example]] { positions(step: step).map { $0.map(training) } }
 
     /// The sequence at a position of training, from 0: of those before position p, ⌊p · `replayShare`⌋ are replayed.
     private func training(_ position: Int) -> Example {
@@ -119,12 +120,10 @@ struct Splits {
 
     /// The answers of step `step` on preference data (from 0), in batches.
     func judgedBatches(step: Int, _ objective: Objective) -> [[JudgedAnswer]] {
-        let (size, count) = (settings.batchSize, settings.gradAccumulationSteps)
-        let step = settings.firstStep + step
-        return (0..<count).map { batch in
-            (0..<size).flatMap {
+        positions(step: step).map { batch in
+            batch.flatMap { position in
                 let index = TokenStream.Sequences.scattered(
-                    (step * count + batch) * size + $0, of: train.answerCount(objective), seed: settings.seed)
+                    position, of: train.answerCount(objective), seed: settings.seed)
                 return train.answers(index, split: 0, objective)
             }
         }
