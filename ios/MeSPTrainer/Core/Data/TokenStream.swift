@@ -67,10 +67,6 @@ public struct TokenStream: Sendable {
         self.packsExamples = packsExamples
     }
 
-    public init(tokens: [Int32], begin: Int? = nil) {
-        self.init(tokens: tokens.withUnsafeBytes { Data($0) }, begin: begin)
-    }
-
     public var tokenCount: Int { tokens.count / 4 }
 
     func token(_ index: Int) -> Int { number(tokens, index) }

@@ -153,7 +153,7 @@ import Testing
 @Suite struct TokenStreamTests {
     @Test(arguments: [1, 2, 7, 10, 97, 100]) func anEpochVisitsEachWindowOnce(_ count: Int) {
         let length = 3
-        let stream = TokenStream(tokens: (0..<Int32(count * length + 1)).map { $0 })
+        let stream = TokenStream(tokens: data(Array(0...UInt32(count * length))))
         let windows = stream.sequences(lengths: [length])
         #expect(windows.count == count)
         let first = (0..<count).map { windows.training($0, seed: 5) }
@@ -201,19 +201,19 @@ import Testing
             tokens: data([1, 2, 3, 4, 5, 6]), examples: data([0, 6]), mask: Data([0, 1, 1, 0, 0, 0]))
         #expect(early.sequences(lengths: [2, 8])[0] == Example(tokens: [1, 2, 3], counted: [0, 1]))
         #expect(early.sequences(lengths: [3, 8])[0] == Example(tokens: [1, 2, 3, 4], counted: [0, 1]))
-        let windows = TokenStream(tokens: [0, 1, 2, 3, 4]).sequences(lengths: [1, 2])
+        let windows = TokenStream(tokens: data([0, 1, 2, 3, 4])).sequences(lengths: [1, 2])
         #expect(windows.count == 2 && windows[0] == Example(tokens: [0, 1, 2], counted: [0, 1]))
     }
 
     /// Each token but the first of the stream is a target once, whether or not the windows have a first token of their own.
     @Test func windowsBeginAsTheModelsTextsDo() {
-        let windows = TokenStream(tokens: [9, 1, 2, 3, 4], begin: 9).sequences(lengths: [2])
+        let windows = TokenStream(tokens: data([9, 1, 2, 3, 4]), begin: 9).sequences(lengths: [2])
         #expect(windows.count == 2)
         #expect(windows[0].tokens == [9, 1, 2] && windows[1].tokens == [9, 3, 4])
         let examples = TokenStream(tokens: data([1, 2, 3, 4]), examples: data([0, 2, 2, 2]), begin: 9)
         #expect(examples.sequences(lengths: [2])[1].tokens == [3, 4, 0])
-        #expect(throws: MeSPError.self) { try TokenStream(tokens: [1, 2], begin: 9).check(vocabulary: 9) }
-        #expect(throws: Never.self) { try TokenStream(tokens: [1, 2], begin: 8).check(vocabulary: 9) }
+        #expect(throws: MeSPError.self) { try TokenStream(tokens: data([1, 2]), begin: 9).check(vocabulary: 9) }
+        #expect(throws: Never.self) { try TokenStream(tokens: data([1, 2]), begin: 8).check(vocabulary: 9) }
     }
 
     /// Two examples in the first sequence; the third has no room there, and the fourth has.
