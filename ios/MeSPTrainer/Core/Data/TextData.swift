@@ -43,7 +43,7 @@ public struct TextData: Sendable {
     public func write(_ source: Source, to folder: URL, progress: (Double) throws -> Void = { _ in }) throws {
         if case .choices(let choices) = source { return try Self.write(pairs(choices, progress), to: folder) }
         let (name, documents) = try Self.read(source)
-        var splits: [String: Split]
+        let splits: [String: TokenStream]
         if case .text = documents[0] {
             var stream = [UInt32]()
             for (index, document) in documents.enumerated() {
@@ -72,7 +72,7 @@ public struct TextData: Sendable {
             }
             let held = max(examples.count / Self.heldOut, 1)
             splits = [
-                "train": Split(examples: examples.dropLast(held)), "valid": Split(examples: examples.suffix(held)),
+                "train": Self.stream(examples.dropLast(held)), "valid": Self.stream(examples.suffix(held)),
             ]
         }
         try Self.write(splits, to: folder)
@@ -225,7 +225,7 @@ public struct TextData: Sendable {
 
     /// Two examples a choice, the chosen answer's right before the rejected one's. A choice whose prompt leaves no room for an answer is
     /// left out.
-    private func pairs(_ choices: [Choice], _ progress: (Double) throws -> Void) throws -> [String: Split] {
+    private func pairs(_ choices: [Choice], _ progress: (Double) throws -> Void) throws -> [String: TokenStream] {
         guard tokenizer.hasChatTemplate else {
             throw MeSPError("The model has no chat template, which choices need; take an -Instruct model.")
         }
@@ -249,7 +249,8 @@ public struct TextData: Sendable {
         }
         let held = max(pairs.count / Self.heldOut, 1)
         return [
-            "train": Split(pairs: pairs.dropLast(held)), "valid": Split(pairs: pairs.suffix(held)),
+            "train": Self.stream(pairs.dropLast(held).joined(), inPairs: true),
+            "valid": Self.stream(pairs.suffix(held).joined(), inPairs: true),
         ]
     }
 
@@ -299,48 +300,34 @@ public struct TextData: Sendable {
 
     // MARK: - Splits
 
-    private struct Split {
-        var tokens: [UInt32]
-        /// (start, length) of each example, back to back; nil where the stream is packed.
-        var examples: [UInt32]?
-        /// 1 for each token whose prediction is in the loss, 0 for others; nil where all are.
-        var mask: [UInt8]?
-        /// The judgement of each example; nil if there is none.
-        var labels: [UInt8]?
-
-        /// The token that each window of a packed stream begins with; nil where it is the stream's.
-        var begin: UInt32?
-
-        init(tokens: [UInt32], begin: UInt32?) { (self.tokens, self.begin) = (tokens, begin) }
-
-        init(examples: ArraySlice<Encoded>) {
-            var (tokens, bounds, mask) = ([UInt32](), [UInt32](), [UInt8]())
-            for example in examples {
-                bounds += [UInt32(tokens.count), UInt32(example.tokens.count)]
-                tokens += example.tokens
-                mask += example.counted.map { $0 ? 1 : 0 }
-            }
-            (self.tokens, self.examples, self.mask) = (tokens, bounds, mask.contains(0) ? mask : nil)
+    /// Examples back to back, or pairs of a chosen one and a rejected one.
+    private static func stream(_ examples: some Sequence<Encoded>, inPairs: Bool = false) -> TokenStream {
+        var (tokens, bounds, mask, labels) = ([UInt32](), [UInt32](), Data(), Data())
+        for (index, example) in examples.enumerated() {
+            bounds += [UInt32(tokens.count), UInt32(example.tokens.count)]
+            tokens += example.tokens
+            mask += example.counted.map { $0 ? 1 : 0 }
+            labels.append((index % 2 == 0 ? TokenStream.Label.chosen : .rejected).rawValue)
         }
-
-        init(pairs: ArraySlice<[Encoded]>) {
-            self.init(examples: Array(pairs.joined())[...])
-            labels = pairs.flatMap { _ in [TokenStream.Label.chosen.rawValue, TokenStream.Label.rejected.rawValue] }
-        }
+        return TokenStream(
+            tokens: data(tokens), examples: data(bounds), mask: mask.contains(0) ? mask : nil,
+            labels: inPairs ? labels : nil)
     }
 
-    private func holdOut(_ stream: [UInt32], of name: Sentence) throws -> [String: Split] {
+    private static func data(_ words: [UInt32]) -> Data {
+        words.map(\.littleEndian).withUnsafeBytes { Data($0) }
+    }
+
+    private func holdOut(_ stream: [UInt32], of name: Sentence) throws -> [String: TokenStream] {
         let held = max(stream.count / Self.heldOut, length + 1)
         guard stream.count >= held + length + 1 else {
             throw MeSPError(
                 "\(name) has \(stream.count) tokens, too few to train on and hold out one sequence of \(length) each; give it more text or take shorter sequences."
             )
         }
-        let begin = tokenizer.begin
-        return [
-            "train": Split(tokens: Array(stream.dropLast(held)), begin: begin),
-            "valid": Split(tokens: Array(stream.suffix(held)), begin: begin),
-        ]
+        return ["train": stream.dropLast(held), "valid": stream.suffix(held)].mapValues {
+            TokenStream(tokens: Self.data(Array($0)), begin: tokenizer.begin.map(Int.init))
+        }
     }
 
     /// The token files of a folder, by split.
@@ -352,27 +339,24 @@ public struct TextData: Sendable {
         return entries
     }
 
-    private static func write(_ splits: [String: Split], to folder: URL) throws {
+    private static func write(_ splits: [String: TokenStream], to folder: URL) throws {
         let partial = folder.deletingLastPathComponent().appendingPathComponent(".partial-\(UUID().uuidString)")
         defer { try? FileManager.default.removeItem(at: partial) }
-        func data(_ words: [UInt32]) -> Data { words.map(\.littleEndian).withUnsafeBytes { Data($0) } }
         do {
             try FileManager.default.createDirectory(at: partial, withIntermediateDirectories: true)
             var entries = [String: Manifest.Tokens]()
             for (name, split) in splits {
                 let (file, examples) = ("\(name).bin", "\(name).examples.bin")
                 let (mask, labels) = ("\(name).mask.bin", "\(name).labels.bin")
-                try data(split.tokens).write(to: partial.appendingPathComponent(file))
-                if let bounds = split.examples {
-                    try data(bounds).write(to: partial.appendingPathComponent(examples))
-                }
-                if let bytes = split.mask { try Data(bytes).write(to: partial.appendingPathComponent(mask)) }
-                if let bytes = split.labels { try Data(bytes).write(to: partial.appendingPathComponent(labels)) }
+                let files: [(String, Data?)] = [
+                    (file, split.tokens), (examples, split.examples), (mask, split.mask), (labels, split.labels),
+                ]
+                for (file, data) in files { try data?.write(to: partial.appendingPathComponent(file)) }
                 entries[name] = .init(
-                    file: file, tokens: split.tokens.count,
-                    examples: split.examples.map { .init(file: examples, count: $0.count / 2) },
+                    file: file, tokens: split.tokenCount,
+                    examples: split.examples.map { .init(file: examples, count: $0.count / 8) },
                     mask: split.mask.map { _ in mask }, labels: split.labels.map { _ in labels },
-                    begin: split.begin.map(Int.init), pack: nil)
+                    begin: split.begin, pack: nil)
             }
             try JSONEncoder().encode(entries).write(to: partial.appendingPathComponent("data.json"))
             try? FileManager.default.removeItem(at: folder)

@@ -43,15 +43,15 @@ public struct Example: Sendable, Equatable {
 /// is as short as a length allows that holds that target, and padded to it.
 public struct TokenStream: Sendable {
     /// Little-endian `uint32`, mapped.
-    private let tokens: Data
+    let tokens: Data
     /// Pairs of little-endian `uint32`, mapped: where an example starts, and its length.
-    private let examples: Data?
+    let examples: Data?
     /// A byte a token, mapped: 1 where its prediction is in the loss, 0 elsewhere; nil where all are.
-    private let mask: Data?
+    let mask: Data?
     /// A `Label` an example, mapped; nil if there are none.
-    private let labels: Data?
+    let labels: Data?
     /// The token that each window of a packed stream begins with; nil where it is the stream's.
-    fileprivate private(set) var begin: Int?
+    private(set) var begin: Int?
     /// Whether short examples are to share a sequence.
     let packsExamples: Bool
 
