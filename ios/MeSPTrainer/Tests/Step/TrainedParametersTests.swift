@@ -116,7 +116,7 @@ import Testing
             }
             _ = try trainer.step([[try fixture.example()]], number: 0)
             // MLX's thread frees an operand when it gets to it, often a few kilobytes late: the least of several steps.
-            let peaks = try (1...5).map { number in
+            let peaks = try (1...10).map { number in
                 Memory.peakMemory = 0
                 _ = try trainer.step([[try fixture.example()]], number: number)
                 return Memory.peakMemory
