@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -551,11 +551,15 @@ def quantizable(module: nn.Module) -> bool:
 
 
 def load_lora(layer: nn.Module, flat: mx.array, block: Block, scale: float) -> None:
-    """Wraps an mlx-lm block's modules in LoRALinear; only `flat`'s parameters are trainable."""
+    """Wraps an mlx-lm block's modules in LoRALinear or LoRASwitchLinear; only `flat`'s parameters are trainable."""
     modules = dict(layer.named_modules())
     wrapped = []
     for name, (A, B) in reference.unpack_lora(flat, block).items():
-        lora = LoRALinear.from_base(modules[name], r=A.shape[1], scale=scale)
+        if A.ndim == 3:
+            lora = LoRASwitchLinear.from_base(modules[name], r=A.shape[2], scale=scale)
+            A, B = A.swapaxes(1, 2), B.swapaxes(1, 2)
+        else:
+            lora = LoRALinear.from_base(modules[name], r=A.shape[1], scale=scale)
         lora.lora_a, lora.lora_b = A, B
         wrapped.append((name, lora))
     layer.freeze()

@@ -42,6 +42,18 @@ def weights_of(experts: Experts) -> dict[str, mx.array]:
     return arrays
 
 
+SCALE = 2.0
+
+
+def lora_of(experts: Experts, rank: int) -> dict[str, tuple[mx.array, mx.array]]:
+    """A and B of all experts; none of rank 0."""
+    return {
+        name: (normal(COUNT, inp, rank) * inp**-0.5, 0.1 * normal(COUNT, rank, out))
+        for name, (out, inp) in experts.stacked(HIDDEN).items()
+        if rank
+    }
+
+
 def test_the_gradient_of_the_weights(experts):
     z, dw = normal(5, TOP), normal(5, TOP)
     expected = mx.grad(lambda z: (weigh(z, experts)[0] * dw).sum())(z)
@@ -62,15 +74,21 @@ def test_the_bias_chooses_and_weighs_nothing():
     assert w.tolist()[0] == pytest.approx([0.75, 0.75], rel=1e-5)
 
 
+@pytest.mark.parametrize("rank", [0, 4], ids=["frozen", "trained"])
 @pytest.mark.parametrize("T", [1, 3, 40])
-def test_the_gradient_of_a_mixture(experts, T):
+def test_the_gradient_of_a_mixture(experts, T, rank):
     weights, x, dy = weights_of(experts), normal(1, T, HIDDEN), normal(1, T, HIDDEN)
+    lora = lora_of(experts, rank)
 
-    def loss(x):
-        return (mix_by_experts(x, weights, experts, "silu") * dy).sum()
+    def loss(x, lora):
+        return (mix_by_experts(x, weights, lora, SCALE, experts, "silu") * dy).sum()
 
-    actual = mix_by_experts_backward(x, dy, weights, experts, "silu")
-    assert_close("dx", actual, mx.grad(loss)(x))
+    dx, d_lora = mix_by_experts_backward(x, dy, weights, lora, SCALE, experts, "silu")
+    expected = mx.grad(loss, argnums=(0, 1) if rank else 0)(x, lora)
+    assert_close("dx", dx, expected[0] if rank else expected)
+    for name, pair in d_lora.items():
+        for matrix, found, right in zip("AB", pair, expected[1][name], strict=True):
+            assert_close(f"{name} {matrix}", found, right)
 
 
 @pytest.mark.parametrize("T", [1, 9])
@@ -90,19 +108,22 @@ def test_the_gradient_of_an_mlp_that_the_token_weighs(T):
 
 
 def test_an_expert_without_tokens_takes_no_part(experts):
-    """Its matrices may hold anything."""
+    """Its matrices may hold anything, and the gradients of its adapters are 0."""
     weights, x = weights_of(experts), normal(1, 2, HIDDEN)
-    dy = normal(1, 2, HIDDEN)
+    dy, lora = normal(1, 2, HIDDEN), lora_of(experts, 4)
     z = x[0] @ dequantize(weights, f"{experts.router}.", HIDDEN).T
     chosen = choose(z, weights.get(experts.bias or ""), experts).flatten().tolist()
     unused = next(e for e in range(COUNT) if e not in chosen)
-    before = mix_by_experts(x, weights, experts, "silu")
-    gradient = mix_by_experts_backward(x, dy, weights, experts, "silu")
+    before = mix_by_experts(x, weights, lora, SCALE, experts, "silu")
+    gradient, d_lora = mix_by_experts_backward(x, dy, weights, lora, SCALE, experts, "silu")
+    for name, (d_a, d_b) in d_lora.items():
+        assert not d_a[unused].any() and not d_b[unused].any(), name
+        assert d_a[chosen[0]].any() and d_b[chosen[0]].any(), name
     for name in experts.stacked(HIDDEN):
         scales = weights[f"{name}.scales"]
         scales[unused] = mx.full(scales.shape[1:], float("nan"))
-    assert mx.array_equal(mix_by_experts(x, weights, experts, "silu"), before)
-    after = mix_by_experts_backward(x, dy, weights, experts, "silu")
+    assert mx.array_equal(mix_by_experts(x, weights, lora, SCALE, experts, "silu"), before)
+    after, _ = mix_by_experts_backward(x, dy, weights, lora, SCALE, experts, "silu")
     assert mx.array_equal(after, gradient)
 
 

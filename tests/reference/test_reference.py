@@ -302,10 +302,12 @@ def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
 def flat_gradient(grads: dict, block: Block) -> mx.array:
     """mlx-lm's gradients of a block's LoRALinear modules as the flat vector."""
     arrays = dict(tree_flatten(grads))
-    return reference.pack_lora(
-        {name: (arrays[f"{name}.lora_a"], arrays[f"{name}.lora_b"]) for name in block.modules},
-        block,
-    )
+    matrices = {}
+    for name, shape in block.adapted().items():
+        a, b = arrays[f"{name}.lora_a"], arrays[f"{name}.lora_b"]
+        # Of experts mlx-lm has A [experts, rank, in] and B [experts, out, rank].
+        matrices[name] = (a.swapaxes(1, 2), b.swapaxes(1, 2)) if len(shape) == 3 else (a, b)
+    return reference.pack_lora(matrices, block)
 
 
 def without_gradient(block: Block) -> tuple[str, ...]:
@@ -319,10 +321,10 @@ def without_gradient(block: Block) -> tuple[str, ...]:
 def assert_same_gradient(actual, expected, block: Block, T: int) -> None:
     """Flat LoRA gradients, matrix by matrix."""
     actual, expected = (reference.unpack_lora(g, block) for g in (actual, expected))
-    for name in block.modules:
+    for name in block.adapted():
         for matrix, a, b in zip("AB", actual[name], expected[name], strict=True):
             if T == 1 and name in without_gradient(block):
-                *_, down = expected
+                *_, down = block.modules
                 limit = TOLERANCE * mx.linalg.norm(expected[down][0])
                 assert mx.linalg.norm(a) <= limit and mx.linalg.norm(b) <= limit
             else:
@@ -338,11 +340,17 @@ SHAPES = [
 CASES = [pytest.param(T, r, g, SMALL | changes, id=f"qwen2-{T}") for T, r, g, changes in SHAPES]
 # The families' windows are 5 tokens.
 CASES += [pytest.param(T, 4, 32, FAMILIES[f], id=f"{f}-{T}") for f in FAMILIES for T in (1, 5, 12)]
+MIXTURES = [f for f in FAMILIES if Architecture.from_config(FAMILIES[f]).has_experts]
+CASES += [
+    pytest.param(12, 4, 32, FAMILIES[f] | {"trained": True}, id=f"{f}-experts") for f in MIXTURES
+]
 
 
 @pytest.mark.parametrize(("T", "rank", "group_size", "config"), CASES)
 def test_block(T, rank, group_size, config):
     arch = Architecture.from_config(config)
+    if config.get("trained"):
+        arch = arch.training_experts()
     model = quantized(config, group_size)
     ours = reference_model(model, arch)
     for i in map(arch.blocks.index, arch.kinds):

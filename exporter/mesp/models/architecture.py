@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mesp.errors import MespError
 from mesp.models.config_json import complete, unsupported
-from mesp.models.families import FAMILIES, VARIANTS, short
+from mesp.models.families import EXPERTS, FAMILIES, VARIANTS, short
 from mesp.models.mixers import (
     AttentionMixer,
     Mixer,
@@ -124,7 +124,8 @@ class Architecture:
             layers=tuple(map(mixers.index, by_layer)),
             mlps=mlps,
             mlp_layers=tuple(map(mlps.index, mlp_by_layer)),
-            hf_modules=tuple(each for each in family.hf_modules if modules.issuperset(each[1])),
+            hf_modules=tuple(each for each in family.hf_modules if modules.issuperset(each[1]))
+            + tuple(each for mlp in mlps if mlp.experts for each in mlp.experts.hf_modules()),
             per_layer=PerLayerEmbedding(family.per_layer, config["hidden_size_per_layer_input"])
             if family.per_layer
             else None,
@@ -163,6 +164,7 @@ class Architecture:
             }
         )
         cap, joined = self.final_logit_softcapping, list(projections_of(self.hf_modules))
+        stacked = [name for block in self.kinds for name in block.stacked()]
         numbers = [self.rms_norm_eps, self.embedding_scale, self.logits_scaling]
         numbers += [] if cap is None else [cap]
         refuse_unsound(
@@ -175,7 +177,8 @@ class Architecture:
                 "prefixes": type(self.mlx_prefix) is type(self.hf_prefix) is str,
                 "hidden_act": self.hidden_act in ("silu", "gelu"),
                 "biases": set(self.modules) >= set(self.biases),
-                "hf_modules": set(self.modules) >= set(joined) and len(set(joined)) == len(joined),
+                "hf_modules": {*self.modules, *stacked} >= set(joined)
+                and len(set(joined)) == len(joined),
             }
         )
         for layer, block in enumerate(self.blocks):
@@ -230,8 +233,16 @@ class Architecture:
 
     @property
     def trainable(self) -> list[str]:
-        """The modules' short names, as in `q` and `gate_up`."""
-        return list(dict.fromkeys(map(short, self.modules)))
+        """The modules' short names, as in `q` and `gate_up`, and that of the experts' matrices."""
+        return list(dict.fromkeys(map(short, self.modules))) + [EXPERTS] * self.has_experts
+
+    def training_experts(self) -> Architecture:
+        """The same with adapters of the experts too."""
+        mlps = (
+            replace(mlp, experts=replace(mlp.experts, trained=True)) if mlp.experts else mlp
+            for mlp in self.mlps
+        )
+        return replace(self, mlps=tuple(mlps))
 
     @property
     def norm_offset(self) -> int:
@@ -379,9 +390,20 @@ class Block:
         together. None where there are no experts."""
         return self.mlp.experts.stacked(self.arch.hidden_size) if self.mlp.experts else {}
 
+    def adapted(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each weight with adapters, in the order of the flat LoRA vector: modules',
+        [out, in], and where experts are trained their stacked matrices', [experts, out, in]."""
+        trained = self.mlp.experts is not None and self.mlp.experts.trained
+        stacked = self.stacked() if trained else {}
+        return {
+            **self.sizes(),
+            **{name: (self.num_experts, *size) for name, size in stacked.items()},
+        }
+
     def lora_size(self, rank: int) -> int:
         """The number of LoRA parameters of this rank."""
-        return rank * sum(out + inp for out, inp in self.sizes().values())
+        shapes = self.adapted().values()
+        return rank * sum(math.prod(stack) * (out + inp) for *stack, out, inp in shapes)
 
     @property
     def num_parameters(self) -> int:

@@ -56,11 +56,12 @@ def short(module: str) -> str:
     return module.split(".")[-1].removesuffix("_proj")
 
 
+EXPERTS = "experts"  # the name of all experts' matrices together, as modules have short names
 # The short names of all modules that some model has, in the order of the projections.
 TRAINABLE = (
     "q", "k", "v", "qkv", "g", "o", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in",
     "out", "gate", "up", "gate_up", "down", "w1", "w3", "w2", "input_linear", "output_linear",
-    "per_layer_input_gate", "per_layer_projection",
+    "per_layer_input_gate", "per_layer_projection", EXPERTS,
 )  # fmt: skip
 
 

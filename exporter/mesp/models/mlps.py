@@ -23,8 +23,8 @@ class Experts:
     """Gated MLPs of one width, of which a router chooses some for each token.
 
     y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over the `num_experts_per_tok` experts whose scores
-    are the highest, with w_e = scaling · s_e / Σ s. The router and the experts are frozen, and so
-    is g, by which the output of an MLP beside them is multiplied: sigmoid(x gᵀ).
+    are the highest, with w_e = scaling · s_e / Σ s. The router is frozen, and so is g, by which the
+    output of an MLP beside them is multiplied: sigmoid(x gᵀ).
     """
 
     router: str  # the linear layer [num_experts, hidden] that gives the scores
@@ -36,12 +36,19 @@ class Experts:
     intermediate_size: int = 0
     scaling: float = 1.0
     mlp_gate: str | None = None  # the linear layer [1, hidden] that is g; None: the factor is 1
+    trained: bool = False  # whether the experts' matrices have adapters; a run's, not a manifest's
 
     def stacked(self, hidden: int) -> dict[str, Shape]:
         """The shape of one expert's matrices, by the names of all experts' together."""
         inner = (self.intermediate_size, hidden)
         shapes = {"gate_proj": inner, "up_proj": inner, "down_proj": inner[::-1]}
         return {f"{self.matrices}.{name}": shape for name, shape in shapes.items()}
+
+    def hf_modules(self) -> Modules:
+        """The parameters that transformers has in place of the stacked matrices."""
+        gate, up, down = self.stacked(0)
+        experts = f"{self.matrices.rpartition('.')[0]}.experts"
+        return ((f"{experts}.gate_up_proj", (gate, up)), (f"{experts}.down_proj", (down,)))
 
     def linears(self, hidden: int) -> dict[str, Shape]:
         """The shapes of the router and, where there is one, of g."""
@@ -103,7 +110,10 @@ class MLP:
 
     def to_manifest(self) -> dict[str, Any]:
         """The entry that `mlp_from_manifest` reads."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        entry = {key: value for key, value in asdict(self).items() if value is not None}
+        if self.experts:
+            del entry["experts"]["trained"]
+        return entry
 
 
 @dataclass(frozen=True)

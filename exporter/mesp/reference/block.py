@@ -28,7 +28,7 @@ from mesp.reference.gated_delta_net import (
     output_of_gated_delta_net,
 )
 from mesp.reference.mamba2 import mix_by_mamba2, mix_by_mamba2_backward, output_of_mamba2
-from mesp.reference.model import Parts, Stored, Weights, fuse, pack_lora
+from mesp.reference.model import Parts, Stored, Weights, experts_lora, fuse, pack_lora
 from mesp.reference.per_layer import add_per_layer, add_per_layer_backward
 from mesp.reference.pieces import (
     gated,
@@ -125,7 +125,10 @@ def block_forward(
         mlp_out = mx.zeros(mlp_in.shape)
     if block.mlp.experts:
         experts = block.mlp.experts
-        mlp_out = mlp_out + mix_by_experts(mlp_in, weights, experts, arch.hidden_act)
+        matrices = experts_lora(lora, block)
+        mlp_out = mlp_out + mix_by_experts(
+            mlp_in, weights, matrices, scale, experts, arch.hidden_act
+        )
     if not arch.post_norms:
         return [stored(x_mid + mlp_out), mixer_in, *mixed, x_mid, gate, up]
     mlp_out = stored(mlp_out)
@@ -178,7 +181,7 @@ def block_backward(
     parts, arch, mixer = Parts.of(weights, lora, block), block.arch, block.mixer
     p, vector, eps = parts
     mixer_in, *mixed, x_mid, gate, up = intermediates[: len(INTERMEDIATES)]
-    grad = {}
+    grad, of_experts = {}, {}
 
     # y = c (h + PLE(h))
     if per_layer is not None:
@@ -205,9 +208,16 @@ def block_backward(
         d_in_up, *grad["up"] = linear_backward(mlp_in, d_up, p["up"], scale)
         d_mlp_in = d_mlp_in + d_in_gate + d_in_up
     if block.mlp.experts:
-        d_mlp_in = d_mlp_in + mix_by_experts_backward(
-            mlp_in, d_mlp_out, weights, block.mlp.experts, arch.hidden_act
+        d_by_experts, of_experts = mix_by_experts_backward(
+            mlp_in,
+            d_mlp_out,
+            weights,
+            experts_lora(lora, block),
+            scale,
+            block.mlp.experts,
+            arch.hidden_act,
         )
+        d_mlp_in = d_mlp_in + d_by_experts
     d_x_mid = dy + rms_norm_backward(x_mid, d_mlp_in, mlp_norm, eps)
 
     # x_mid = x + o(mix(mixer_in))
@@ -241,4 +251,4 @@ def block_backward(
     if by_shared:
         dk, dv = (mx.concatenate(arrays, axis=2) for arrays in zip(*by_shared, strict=True))
         by_keys = dk, dv
-    return dx, pack_lora(fuse(grad, block), block), by_keys
+    return dx, pack_lora(fuse(grad, block) | of_experts, block), by_keys

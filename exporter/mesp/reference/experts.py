@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 
 from mesp.models.mlps import MLP, Experts
-from mesp.reference.model import Weights, dequantize
-from mesp.reference.pieces import gated, gated_backward
+from mesp.reference.model import Matrices, Weights, dequantize
+from mesp.reference.pieces import Projection, gated, gated_backward, linear, linear_backward
 
 # Keeps the sum of sigmoids that w is divided by above 0, as in LFM2; a softmax needs none.
 EPSILON = {"sigmoid": 1e-6, "softmax": 0.0}
@@ -42,45 +42,67 @@ def weigh_backward(z: mx.array, dw: mx.array, experts: Experts) -> mx.array:
     return ds * s * (1 - s) if experts.scores == "sigmoid" else ds * s
 
 
-def mix_by_experts(x: mx.array, weights: Weights, experts: Experts, hidden_act: str) -> mx.array:
+def mix_by_experts(
+    x: mx.array, weights: Weights, lora: Matrices, scale: float, experts: Experts, hidden_act: str
+) -> mx.array:
     """y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts.   x, y [1, T, hidden]
 
-    Each expert computes the tokens that chose it, and no others.
+    Each expert computes the tokens that chose it, and no others. `lora` has A [experts, in, rank]
+    and B [experts, rank, out] of each stacked matrix, where the experts are trained.
     """
     x = x[0]
     chosen, w = _route(x, weights, experts)
     y = mx.zeros(x.shape)
     for e, rows, slots in _by_expert(chosen, experts):
-        gate, up, down = _matrices(weights, experts, e, x.shape[-1])
-        out = gated(x[rows] @ gate.T, x[rows] @ up.T, hidden_act) @ down.T
+        gate, up, down = _projections(weights, lora, experts, e, x.shape[-1])
+        g, u = linear(x[rows], gate, scale), linear(x[rows], up, scale)
+        out = linear(gated(g, u, hidden_act), down, scale)
         y = y.at[rows].add(w[rows, slots][:, None] * out)
     return y[None]
 
 
 def mix_by_experts_backward(
-    x: mx.array, dy: mx.array, weights: Weights, experts: Experts, hidden_act: str
-) -> mx.array:
-    """dx. Of the rows X of an expert's tokens, with gate g = X Wgᵀ, up u = X Wuᵀ, H = act(g) ∘ u:
+    x: mx.array,
+    dy: mx.array,
+    weights: Weights,
+    lora: Matrices,
+    scale: float,
+    experts: Experts,
+    hidden_act: str,
+) -> tuple[mx.array, Matrices]:
+    """dx, and the gradients of `lora`. Of the rows X of an expert's tokens, with gate g and up u of
+    X, and H = act(g) ∘ u:
 
-    Q = dY Wd        dw = rowsum(Q ∘ H)        dH = w ∘ Q        dX = dg Wg + du Wu
+    Q = the gradient of H by down where that of its output is dY
+    dw = rowsum(Q ∘ H)        dH = w ∘ Q        dX = that by gate + that by up
 
-    so that the output of down is not made again. Through the router dx += dz R.
+    so that the output of down is not made again. Through the router dx += dz R. An expert without
+    tokens has the gradient 0.
     """
     x, dy = x[0], dy[0]
     chosen, w = _route(x, weights, experts)
     dx, dw = mx.zeros(x.shape), mx.zeros(w.shape)
+    grad = {name: (mx.zeros(A.shape), mx.zeros(B.shape)) for name, (A, B) in lora.items()}
     for e, rows, slots in _by_expert(chosen, experts):
-        gate, up, down = _matrices(weights, experts, e, x.shape[-1])
-        g, u = x[rows] @ gate.T, x[rows] @ up.T
-        q = dy[rows] @ down
-        dw = dw.at[rows, slots].add(mx.sum(q * gated(g, u, hidden_act), axis=-1))
-        dg, du = gated_backward(g, u, w[rows, slots][:, None] * q, hidden_act)
-        dx = dx.at[rows].add(dg @ gate + du @ up)
+        gate, up, down = _projections(weights, lora, experts, e, x.shape[-1])
+        g, u = linear(x[rows], gate, scale), linear(x[rows], up, scale)
+        h, w_e = gated(g, u, hidden_act), w[rows, slots][:, None]
+        q, *_ = linear_backward(h, dy[rows], down, scale)
+        dw = dw.at[rows, slots].add(mx.sum(q * h, axis=-1))
+        dh, *d_down = linear_backward(h, w_e * dy[rows], down, scale)
+        dg, du = gated_backward(g, u, dh, hidden_act)
+        dx_g, *d_gate = linear_backward(x[rows], dg, gate, scale)
+        dx_u, *d_up = linear_backward(x[rows], du, up, scale)
+        dx = dx.at[rows].add(dx_g + dx_u)
+        of_expert = zip(experts.stacked(x.shape[-1]), (d_gate, d_up, d_down), strict=True)
+        for name, (dA, dB) in of_expert if lora else ():
+            all_dA, all_dB = grad[name]
+            grad[name] = all_dA.at[e].add(dA), all_dB.at[e].add(dB)
     router = dequantize(weights, f"{experts.router}.", x.shape[-1])
     z = mx.take_along_axis(x @ router.T, chosen, axis=-1)
     dz = mx.zeros((x.shape[0], experts.num_experts))
     dz = mx.put_along_axis(dz, chosen, weigh_backward(z, dw, experts), axis=-1)
-    return (dx + dz @ router)[None]
+    return (dx + dz @ router)[None], grad
 
 
 def weigh_mlp(x: mx.array, out: mx.array, weights: Weights, mlp: MLP) -> mx.array:
@@ -127,11 +149,14 @@ def _by_expert(chosen: mx.array, experts: Experts) -> list[tuple[int, mx.array, 
     return found
 
 
-def _matrices(weights: Weights, experts: Experts, e: int, hidden: int) -> list[mx.array]:
-    """W [out, in] float32 of an expert's gate, up and down."""
+def _projections(
+    weights: Weights, lora: Matrices, experts: Experts, e: int, hidden: int
+) -> list[Projection]:
+    """An expert's gate, up and down; where it is frozen with adapters that are 0."""
     found = []
-    for name, (_, columns) in experts.stacked(hidden).items():
+    for name, (rows, columns) in experts.stacked(hidden).items():
         prefix = f"{name}."
         own = {part: array[e] for part, array in weights.items() if part.startswith(prefix)}
-        found.append(dequantize(own, prefix, columns))
+        A, B = lora.get(name, (mx.zeros((e + 1, columns, 1)), mx.zeros((e + 1, 1, rows))))
+        found.append(Projection(dequantize(own, prefix, columns), None, A[e], B[e]))
     return found

@@ -64,28 +64,38 @@ def dequantize(weights: Weights, name: str, in_size: int) -> mx.array:
 
 # LoRA parameters: one flat float32 vector a block, with A [in, rank] then B [rank, out] of each
 # module in the order of `Block.modules`. The projections of a fused module share its A, and
-# each has its columns of B.
+# each has its columns of B. Of trained experts, A [experts, in, rank] and B [experts, rank, out] of
+# each kind of matrix follow.
 
 Matrices = dict[str, tuple[mx.array, mx.array]]
 
 
 def unpack_lora(flat: mx.array, block: Block) -> Matrices:
-    """The matrices A [in, rank] and B [rank, out] of each module, from the flat vector [P]."""
+    """The matrices A and B of each module and, where they are trained, of experts, from the flat
+    vector [P]."""
     matrices, start = {}, 0
     rank = flat.size // block.lora_size(1)
-    for name, (out_size, in_size) in block.sizes().items():
-        middle, end = start + in_size * rank, start + (in_size + out_size) * rank
+    for name, (*stack, out_size, in_size) in block.adapted().items():
+        middle = start + math.prod(stack) * in_size * rank
+        end = middle + math.prod(stack) * out_size * rank
         matrices[name] = (
-            flat[start:middle].reshape(in_size, rank),
-            flat[middle:end].reshape(rank, out_size),
+            flat[start:middle].reshape(*stack, in_size, rank),
+            flat[middle:end].reshape(*stack, rank, out_size),
         )
         start = end
     return matrices
 
 
+def experts_lora(flat: mx.array, block: Block) -> Matrices:
+    """Those of the experts' stacked matrices; none where they are frozen."""
+    of_modules = block.modules
+    matrices = unpack_lora(flat, block)
+    return {name: pair for name, pair in matrices.items() if name not in of_modules}
+
+
 def pack_lora(matrices: Matrices, block: Block) -> mx.array:
     """The flat vector [P] of each module's A and B (or of their gradients)."""
-    return mx.concatenate([m.reshape(-1) for name in block.modules for m in matrices[name]])
+    return mx.concatenate([m.reshape(-1) for name in block.adapted() for m in matrices[name]])
 
 
 def init_lora(arch: Architecture, rank: int, seed: int) -> list[mx.array]:
@@ -93,12 +103,13 @@ def init_lora(arch: Architecture, rank: int, seed: int) -> list[mx.array]:
     vectors = []
     block_keys = mx.random.split(mx.random.key(seed), arch.num_hidden_layers)
     for block, block_key in zip(arch.blocks, block_keys, strict=True):
-        keys = mx.random.split(block_key, len(block.modules))
+        shapes = block.adapted()
+        keys = mx.random.split(block_key, len(shapes))
         matrices = {}
-        for key, (name, (out_size, in_size)) in zip(keys, block.sizes().items(), strict=True):
+        for key, (name, (*stack, out_size, in_size)) in zip(keys, shapes.items(), strict=True):
             bound = 1 / math.sqrt(in_size)
-            a = mx.random.uniform(-bound, bound, (in_size, rank), key=key)
-            matrices[name] = (a, mx.zeros((rank, out_size)))
+            a = mx.random.uniform(-bound, bound, (*stack, in_size, rank), key=key)
+            matrices[name] = (a, mx.zeros((*stack, rank, out_size)))
         vectors.append(pack_lora(matrices, block))
     return vectors
 
