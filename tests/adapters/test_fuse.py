@@ -78,6 +78,25 @@ def test_layers_without_adapters_stay_as_they_are(family, tmp_path):
     assert mx.array_equal(weight, Bundle(bundle).embedding()["weight"])
 
 
+@pytest.mark.parametrize(("bits", "tolerance"), [("bfloat16", 0.02), ("8", 0.05)])
+def test_experts_are_fused(tmp_path, bits, tolerance):
+    """The adapters of a mixture's experts alone are nine tenths of the logits and more. Tokens choose
+    other experts where rounding moves them that far: these choose the same."""
+    bundle, adapters = with_adapters("lfm2_moe", tmp_path)
+    matrices = mx.load(str(adapters / "adapters.safetensors"))
+    experts = {name: array for name, array in matrices.items() if "switch_mlp" in name}
+    assert len(experts) == 2 * 3
+    mx.save_safetensors(str(adapters / "adapters.safetensors"), experts)
+    assert fuse(bundle, adapters, tmp_path / "fused", "--bits", bits).returncode == 0
+    fused, _ = mlx_lm.load(str(tmp_path / "fused"))
+    opened = Bundle(bundle)
+    tokens = mx.array(opened.tokens("train")[:4])
+    base = logits(opened.to_mlx_lm(), tokens)
+    expected = logits(load_adapters(opened.to_mlx_lm(), str(adapters)), tokens)
+    assert relative_error(logits(fused, tokens), expected) <= tolerance
+    assert relative_error(base, expected) > 0.1
+
+
 def test_a_text_of_several_modalities_is_fused_by_its_place_there(tmp_path):
     """And the logarithms of its decays keep their digits, as mlx-lm has them."""
     bundle, adapters = with_adapters("qwen3_5", tmp_path)

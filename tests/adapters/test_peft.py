@@ -25,7 +25,7 @@ from mlx_lm.utils import dequantize_model
 from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from bench import main as bench
 from helpers.commands import call, invoke
@@ -192,6 +192,64 @@ def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(
     run = train(
         bundle, tmp_path / "second", "--adapters", tmp_path / "peft", "--projections", "q,gate,up"
     )
+    assert abs(expected - before) > 0.05
+    assert run.held_out[0] == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "lfm2_moe"])
+def test_peft_has_adapters_of_experts(tmp_path: Path, name: str):
+    """Which transformers has as two parameters, gate over up and down: both ways."""
+    folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
+    config = FAMILIES[name]
+    write_model(folder, config)
+    text.write_text(TEXT * 5)
+    call(
+        "export", "--model", folder, "--data", text, "--out", bundle, "--seq-len", SEQ_LEN,
+        "--bits", 8, "--head-bits", 8, "--quantize", "nearest",
+    )  # fmt: skip
+    opened = Bundle(bundle)
+    arch = opened.architecture
+    tensors = dict(tree_flatten(dequantize_model(opened.to_mlx_lm()).parameters()))
+    tensors = {
+        name: (a.swapaxes(1, 2) if name.endswith(CONVOLUTIONS) else a).astype(mx.float32)
+        for name, a in tensors.items()
+    }
+    for theirs, parts in arch.hf_modules:
+        for layer in (f"model.layers.{i}." for i in range(arch.num_hidden_layers)):
+            held = [tensors.pop(f"{layer}{part}.weight", None) for part in parts]
+            if held[0] is not None:
+                suffix = "" if held[0].ndim == 3 else ".weight"
+                tensors[f"{layer}{theirs}{suffix}"] = mx.concatenate(held, axis=-2)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float().eval()
+    arrays = {name: torch.from_numpy(np.array(array)) for name, array in tensors.items()}
+    missing, more = model.load_state_dict(arrays, strict=False)
+    assert not more and set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+
+    run = train(bundle, tmp_path / "run", "--projections", ",".join(arch.trainable))
+    before, after = run.held_out
+    assert abs(after - before) > 0.05, "the adapters count"
+    assert held_out_loss(model, bundle) == pytest.approx(before, abs=TOLERANCE)
+    written = tmp_path / "run" / "adapters" / "peft"
+    adapted = PeftModel.from_pretrained(model, written)
+    saved = mx.load(str(written / "adapter_model.safetensors"))
+    assert saved.keys() == lora_parameters(adapted).keys()
+    assert any(".experts.base_layer.lora_A" in name for name in saved)
+    assert held_out_loss(adapted.eval(), bundle) == pytest.approx(after, abs=TOLERANCE)
+    model = adapted.unload()
+
+    parameters = [f"experts.{each}_proj" for each in ("gate_up", "down")]
+    lora = LoraConfig(
+        r=8, lora_alpha=16, target_modules=["q_proj"], target_parameters=parameters
+    )
+    adapted = get_peft_model(model, lora)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(tmp_path / "peft")
+    expected = held_out_loss(adapted.eval(), bundle)
+    options = ("--adapters", tmp_path / "peft", "--projections", "q,experts")
+    run = train(bundle, tmp_path / "second", *options)
     assert abs(expected - before) > 0.05
     assert run.held_out[0] == pytest.approx(expected, abs=TOLERANCE)
 

@@ -23,17 +23,17 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
 
     Returns: how each changed layer is quantized, by its path, as mlx-lm's config.json has it.
     """
-    from mlx_lm.tuner.lora import LoRALinear
+    from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
     from mlx_lm.utils import dequantize_model
 
     fused, quantized = [], {}
     for path, layer in model.named_modules():
-        if not isinstance(layer, LoRALinear):
+        if not isinstance(layer, LoRALinear | LoRASwitchLinear):
             continue
         linear = layer.fuse(dequantize=True)
         if bits != BFLOAT16:
-            group = next(size for size in GROUPS if linear.weight.shape[1] % size == 0)
-            linear = nn.QuantizedLinear.from_linear(linear, group, bits)
+            group = next(size for size in GROUPS if linear.weight.shape[-1] % size == 0)
+            linear = linear.to_quantized(group, bits)
             quantized[path] = {"group_size": group, "bits": bits}
         mx.eval(linear.parameters())
         fused.append((path, linear))

@@ -26,7 +26,8 @@ WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 @dataclass(frozen=True)
 class Adapters:
     """LoRA matrices: of each module, by its path in the model, A [in, rank] and B [rank, out] in
-    float32, and `scale`, alpha over rank, which their product is multiplied by."""
+    float32, of experts A [experts, rank, in] and B [experts, out, rank], and `scale`, alpha over
+    rank, which their product is multiplied by."""
 
     matrices: dict[str, tuple[mx.array, mx.array]]
     scale: float
@@ -76,24 +77,31 @@ def _rank(
     """The rank of a module's matrices. Raises MespError where they are not the architecture's,
     ValueError or KeyError where they are not adapters."""
     (a, a_type), (b, b_type) = (found[f"{path}.lora_{part}"] for part in "ab")
-    if not {a_type, b_type} <= _FLOATS or len(a) != 2 or len(b) != 2:
+    if not {a_type, b_type} <= _FLOATS or len(a) != len(b) or len(a) not in (2, 3):
         raise ValueError(f"{path} has no matrices A and B of floating-point numbers")
+    if stack := a[:-2]:  # of experts, of which the last dimension of A is its inputs
+        a, b = [*a[:1], *a[:0:-1]], [*b[:1], *b[:0:-1]]
+        if stack != b[:-2]:
+            raise ValueError(f"{path} has A and B of another number of experts")
+    *_, inputs, rank = a
+    *_, b_rank, outputs = b
     layers = f"{arch.mlx_prefix}.layers."
     layer, _, module = path.removeprefix(layers).partition(".")
     is_layer = path.startswith(layers) and layer in map(str, range(arch.num_hidden_layers))
-    if not is_layer or arch.blocks[int(layer)].sizes().get(module) != (b[1], a[0]):
+    shapes = arch.training_experts().blocks[int(layer)].adapted() if is_layer else {}
+    if shapes.get(module) != (*stack, outputs, inputs):
         raise MespError(
             f"The adapters in {folder} are of another model: this one has no {path} of "
-            f"{a[0]} inputs and {b[1]} outputs."
+            f"{inputs} inputs and {outputs} outputs."
         )
-    if a[1] != b[0]:
-        raise ValueError(f"A of {path} has rank {a[1]}, and B {b[0]}")
-    if not 0 < a[1] <= arch.hidden_size:
+    if rank != b_rank:
+        raise ValueError(f"A of {path} has rank {rank}, and B {b_rank}")
+    if not 0 < rank <= arch.hidden_size:
         raise MespError(
-            f"The adapters in {folder} have rank {a[1]:,}, and the model's width is "
+            f"The adapters in {folder} have rank {rank:,}, and the model's width is "
             f"{arch.hidden_size:,}; train some of a lower rank."
         )
-    return a[1]
+    return rank
 
 
 def _array(tensor: dict[str, Any]) -> mx.array:
@@ -104,32 +112,34 @@ def _array(tensor: dict[str, Any]) -> mx.array:
 
 
 def apply_adapters(model: nn.Module, adapters: Adapters, folder: Path) -> None:
-    """Puts them beside the model's linear layers, as mlx-lm's `LoRALinear`.
+    """Puts them beside the model's linear layers, as mlx-lm's `LoRALinear`, and its stacked ones of
+    experts, as its `LoRASwitchLinear`.
 
     Raises MespError where a matrix has no place in the model.
     """
-    from mlx_lm.tuner.lora import LoRALinear
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+    from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
     modules = dict(model.named_modules())
     layers = []
     for path, (a, b) in adapters.matrices.items():
+        stacked = a.ndim == 3
+        (inputs, rank), outputs = a.shape[:0:-1] if stacked else a.shape, b.shape[1]
+        kinds = (SwitchLinear, QuantizedSwitchLinear) if stacked else (nn.Linear, nn.QuantizedLinear)
         linear = modules.get(path)
-        if not isinstance(linear, nn.Linear | nn.QuantizedLinear) or _shape(linear) != (
-            b.shape[1],
-            a.shape[0],
-        ):
+        if not isinstance(linear, kinds) or _shape(linear) != (*a.shape[:-2], outputs, inputs):
             raise MespError(
                 f"The adapters in {folder} are of another model: this one has no {path} of "
-                f"{a.shape[0]} inputs and {b.shape[1]} outputs."
+                f"{inputs} inputs and {outputs} outputs."
             )
-        layer = LoRALinear.from_base(linear, r=a.shape[1], scale=adapters.scale)
+        kind = LoRASwitchLinear if stacked else LoRALinear
+        layer = kind.from_base(linear, r=rank, scale=adapters.scale)
         layer.lora_a, layer.lora_b = a, b
         layers.append((path, layer))
     model.update_modules(tree_unflatten(layers))
 
 
-def _shape(linear: nn.Module) -> tuple[int, int]:
-    """(outputs, inputs) of a linear layer, quantized or not."""
-    rows, columns = linear.weight.shape
-    bits = linear.bits if isinstance(linear, nn.QuantizedLinear) else 32
-    return rows, columns * 32 // bits
+def _shape(linear: nn.Module) -> tuple[int, ...]:
+    """(outputs, inputs) of a linear layer, quantized or not; of experts, their number first."""
+    *rows, columns = linear.weight.shape
+    return *rows, columns * 32 // getattr(linear, "bits", 32)

@@ -30,7 +30,8 @@ MOST = 1e6
 
 
 def read_arrays(folder: Path) -> Arrays:
-    """The matrices of an adapter folder, float32 A [blocks, in, rank] and B [blocks, rank, out]."""
+    """The matrices of an adapter folder, float32, of each module those of all blocks: A [blocks, in,
+    rank] and B [blocks, rank, out], of experts as mlx-lm has them."""
     try:
         matrices = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -48,7 +49,7 @@ def write_arrays(folder: Path, arrays: Arrays, rank: int, scale: float, arch: Ar
     fewer blocks with it."""
     blocks: dict[str, list[int]] = {}
     for index, block in enumerate(arch.blocks):
-        for module in block.modules:
+        for module in (*block.modules, *block.stacked()):
             blocks.setdefault(module, []).append(index)
     for name, array in arrays.items():
         if len(array) > len(blocks.get(name.rpartition(".")[0], [])):
@@ -168,6 +169,8 @@ def _mean(clients: list[Arrays], weights: list[float], name: str) -> np.ndarray:
 
 
 def _squared_norm(left: list[np.ndarray], right: list[np.ndarray]) -> float:
+    if left[0].ndim == 4:  # of experts, of which mlx-lm has Aᵀ and Bᵀ
+        left, right = [each.mT for each in left], [each.mT for each in right]
     u = np.concatenate(left, axis=-1).astype(np.float64)
     v = np.concatenate(right, axis=-2).astype(np.float64)
     return float(((u.mT @ u) * (v @ v.mT)).sum())

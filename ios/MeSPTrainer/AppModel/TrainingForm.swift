@@ -36,15 +36,18 @@ import Observation
         }
     }
     /// Short names of the projections that the model has.
-    public var projections: [String] { bundle?.manifest?.architecture.projectionNames ?? [] }
+    public var projections: [String] { bundle?.manifest?.architecture.trainableNames ?? [] }
+    /// Those that are trained by default.
+    private var standard: [String] { bundle?.manifest?.architecture.projectionNames ?? [] }
     /// Whether a projection is trained. One at least is.
     public subscript(trains name: String) -> Bool {
-        get { settings.projections?.contains(name) ?? true }
+        get { (settings.projections ?? standard).contains(name) }
         set {
-            var chosen = Set(settings.projections ?? projections)
+            var chosen = Set(settings.projections ?? standard)
             if newValue { chosen.insert(name) } else { chosen.remove(name) }
             guard !chosen.isEmpty else { return }
-            settings.projections = chosen.count == projections.count ? nil : projections.filter { chosen.contains($0) }
+            let names = projections.filter(chosen.contains)
+            settings.projections = names == standard ? nil : names
         }
     }
     /// Typed text that is not a number, by field.
@@ -136,7 +139,7 @@ import Observation
         if !manifest.ranks.contains(settings.rank) { settings.rank = manifest.ranks.first ?? 1 }
         settings.projections = settings.projections.flatMap { chosen in
             let known = projections.filter { chosen.contains($0) }
-            return known.isEmpty || known.count == projections.count ? nil : known
+            return known.isEmpty || known == standard ? nil : known
         }
     }
 

@@ -7,8 +7,9 @@ struct Adapters {
     let rank: Int
     /// The factor of a projection's adapter: α / rank.
     let scale: Float
-    /// One flat vector `[P]` a block.
+    /// One flat vector `[P]` a block, and its layout.
     let lora: [MLXArray]
+    let layouts: [LoRALayout]
 }
 
 /// Writes adapters as a folder that mlx-lm and mlx-swift-lm load, with a folder `peft` in it that PEFT loads. Each file is replaced at
@@ -29,17 +30,15 @@ func saveAdapterFolder(
             let layout = LoRALayout(block: architecture.block(block), rank: rank, modules: modules)
             let layers = format.layers(of: layout.block).filter { $0.modules.contains(where: layout.modules.contains) }
             return layers.flatMap { layer -> [NewTensor] in
-                let (inputs, outputs) = layout.block.dimensions(layer.modules)
-                let rank = rank * layer.modules.count
-                return [("A", [inputs, rank], \LoRAMatrices.a, 1), ("B", [rank, outputs], \.b, strength)].map {
-                    matrix, shape, path, factor in
+                let (a, b) = layer.shapes(rank: rank * layer.modules.count, in: layout.block)
+                return [("A", a, \LoRAMatrices.a, 1), ("B", b, \.b, strength)].map { matrix, shape, path, factor in
                     NewTensor(
-                        name: format.name(matrix, layer.name, block, of: architecture), shape: format.turned(shape),
-                        dtype: .float32
+                        name: format.name(matrix, layer, block, of: architecture),
+                        shape: format.turned(shape, matrix), dtype: .float32
                     ) {
                         let vector = layout.whole(try lora(block))
                         let matrices = layer.joined(layer.modules.map { layout.whole.matrices($0, in: vector) })
-                        return format.turned(matrices[keyPath: path].asType(.float32) * factor)
+                        return format.turned(matrices[keyPath: path].asType(.float32) * factor, matrix)
                     }
                 }
             }
@@ -65,10 +64,11 @@ func saveAdapterFolder(
 /// Reads an adapter folder as mlx-lm or PEFT writes it.
 ///
 /// - Parameters:
+///   - withExperts: whether the vectors have adapters of experts even if the folder has none
 ///   - onlyB: whether a module's B may come without its A
 ///   - absent: a block's parameters `[P]`, from which the matrices that the folder lacks are taken; zero by default
 func loadAdapters(
-    from folder: URL, architecture: Architecture, onlyB: Bool = false,
+    from folder: URL, architecture: Architecture, withExperts: Bool = false, onlyB: Bool = false,
     absent: (LoRALayout, _ block: Int) -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
 ) throws -> Adapters {
     do {
@@ -81,23 +81,29 @@ func loadAdapters(
         guard !names.isEmpty else { throw MeSPError("\(format.file) is empty") }
 
         func take(_ matrix: String, _ layer: AdaptedLayer, _ block: Int, _ shape: [Int]) throws -> MLXArray? {
-            let name = format.name(matrix, layer.name, block, of: architecture)
+            let name = format.name(matrix, layer, block, of: architecture)
             guard names.remove(name) != nil, let found = tensors.shape(name) else { return nil }
-            guard found == format.turned(shape), let array = tensors[name] else {
-                throw MeSPError("\(name) has the shape \(found), where the model needs \(format.turned(shape))")
+            guard found == format.turned(shape, matrix), let array = tensors[name] else {
+                throw MeSPError(
+                    "\(name) has the shape \(found), where the model needs \(format.turned(shape, matrix))")
             }
-            return format.turned(array)
+            return format.turnedBack(array, matrix, to: shape)
         }
-        let lora = try architecture.layouts(rank: rank).enumerated().map { block, layout in
+        let hasExperts = architecture.layers.indices.contains { block in
+            format.layers(of: architecture.block(block)).contains {
+                $0.isStacked && names.contains(format.name("B", $0, block, of: architecture))
+            }
+        }
+        let layouts = architecture.layouts(rank: rank, withExperts: withExperts || hasExperts)
+        let lora = try layouts.enumerated().map { block, layout in
             let absent = absent(layout, block)
             var matrices = [String: LoRAMatrices]()
-            for layer in format.layers(of: layout.block) {
-                let (inputs, outputs) = layout.block.dimensions(layer.modules)
-                let layerRank = joins ? rank * layer.modules.count : rank
-                let a = try take("A", layer, block, [inputs, layerRank])
-                let b = try take("B", layer, block, [layerRank, outputs])
+            for layer in format.layers(of: layout.block) where layer.modules.allSatisfy(layout.modules.contains) {
+                let shapes = layer.shapes(rank: joins ? rank * layer.modules.count : rank, in: layout.block)
+                let a = try take("A", layer, block, shapes.a)
+                let b = try take("B", layer, block, shapes.b)
                 guard (a == nil) == (b == nil) || (onlyB && a == nil) else {
-                    let name = format.name(a == nil ? "A" : "B", layer.name, block, of: architecture)
+                    let name = format.name(a == nil ? "A" : "B", layer, block, of: architecture)
                     throw MeSPError("\(name) is missing")
                 }
                 let parts = zip(
@@ -116,7 +122,7 @@ func loadAdapters(
         if let name = names.min() {
             throw MeSPError("it holds \(name), which is not a LoRA matrix of one of this model's layers")
         }
-        return Adapters(rank: rank, scale: scale, lora: lora)
+        return Adapters(rank: rank, scale: scale, lora: lora, layouts: layouts)
     } catch {
         throw MeSPError("Cannot load the adapters in \(folder.path): \(error.plainSentence).")
     }
@@ -125,7 +131,10 @@ func loadAdapters(
 extension RunSettings {
     /// The adapters that a run begins with. Where each A is frozen, a folder with B alone has the A of the run's seed.
     func loadAdapters(from folder: URL, architecture: Architecture) throws -> Adapters {
-        try MeSPCore.loadAdapters(from: folder, architecture: architecture, onlyB: freezeA) {
+        let trainsExperts = layouts(of: architecture).contains { $0.modules.contains(where: \.isStacked) }
+        return try MeSPCore.loadAdapters(
+            from: folder, architecture: architecture, withExperts: trainsExperts, onlyB: freezeA
+        ) {
             $0.initial(seed: seed, block: $1)
         }
     }
@@ -146,23 +155,23 @@ extension Trainer {
             )
         }
         for (block, vector) in adapters.lora.enumerated() {
-            let layout = model.layouts[block]
-            for module in layout.whole.modules where !layout.modules.contains(module) {
-                guard try layout.whole.matrices(module, in: vector).b.abs().max().number(Float.self) == 0 else {
+            let (layout, its) = (model.layouts[block], adapters.layouts[block])
+            for module in its.modules where !layout.modules.contains(module) {
+                guard try its.matrices(module, in: vector).b.abs().max().number(Float.self) == 0 else {
                     throw MeSPError(
-                        "The adapters in \(folder.path) have a \(module.shortName) in block \(block), which this run does not train and would lose; train it too."
+                        "The adapters in \(folder.path) have adapters of \(module.shortName) in block \(block), which this run does not train and would lose; train it too."
                     )
                 }
             }
             guard layout.count > 0 else { continue }
-            try model.lora.write(layout.part(of: vector).asType(settings.loraDtype.dtype), block)
+            try model.lora.write(layout.part(of: vector, in: its).asType(settings.loraDtype.dtype), block)
         }
     }
 
     /// Writes the trained adapters, at the model's strength, for mlx-lm and PEFT.
     func saveAdapters(to folder: URL) throws {
         let architecture = model.bundle.architecture
-        let modules = architecture.modules.filter { module in
+        let modules = architecture.trainable.filter { module in
             trained.contains { model.layouts[$0].modules.contains(module) }
         }
         try saveAdapterFolder(

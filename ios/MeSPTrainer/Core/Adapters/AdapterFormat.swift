@@ -4,43 +4,70 @@ import MeSPFiles
 
 /// The names and the layout of adapters in a folder, of two libraries.
 enum AdapterFormat {
-    /// mlx-lm and mlx-swift-lm: A `[in, rank]`, B `[rank, out]`, and the scale in the configuration.
+    /// mlx-lm and mlx-swift-lm: A `[in, rank]`, B `[rank, out]`, and the scale in the configuration. Of experts A `[experts, rank, in]` and B
+    /// `[experts, out, rank]`.
     case mlx
-    /// Hugging Face PEFT: A `[rank, in]`, B `[out, rank]`, and α in the configuration.
+    /// Hugging Face PEFT: A `[rank, in]`, B `[out, rank]`, and α in the configuration. Of experts A `[experts · rank, in]` and B
+    /// `[out, rank · experts]`.
     case peft
 
     static let configFile = "adapter_config.json"
 
     var file: String { self == .mlx ? "adapters.safetensors" : "adapter_model.safetensors" }
 
-    /// A block's linear layers in this format.
+    /// A block's linear layers in this format, and what it has in place of experts' matrices.
     func layers(of block: BlockShape) -> [AdaptedLayer] {
         let joined = self == .peft ? block.architecture.hfModules ?? [] : []
-        return block.modules.compactMap { module in
+        return block.trainable.compactMap { module in
             guard let layer = joined.first(where: { $0.parts.contains(module.name) }) else {
                 return AdaptedLayer(name: module.name, modules: [module])
             }
             guard layer.parts.first == module.name else { return nil }
-            let parts = layer.parts.compactMap { part in block.modules.first { $0.name == part } }
+            let parts = layer.parts.compactMap { part in block.trainable.first { $0.name == part } }
             return AdaptedLayer(name: layer.name, modules: parts)
         }
     }
 
     /// - Parameters:
     ///   - matrix: A or B
-    ///   - layer: the name of one of `layers(of:)`
-    func name(_ matrix: String, _ layer: String, _ block: Int, of architecture: Architecture) -> String {
-        let layer = "layers.\(block).\(layer)"
+    ///   - layer: one of `layers(of:)`
+    func name(_ matrix: String, _ layer: AdaptedLayer, _ block: Int, of architecture: Architecture) -> String {
+        let place = "layers.\(block)."
         switch self {
-        case .mlx: return "\(architecture.mlxPrefix).\(layer).lora_\(matrix.lowercased())"
-        case .peft: return "base_model.model.\(architecture.hfPrefix).\(layer).lora_\(matrix).weight"
+        case .mlx: return "\(architecture.mlxPrefix).\(place)\(layer.name).lora_\(matrix.lowercased())"
+        case .peft: return "base_model.model.\(architecture.hfPrefix).\(place)\(layer.wrapper).lora_\(matrix).weight"
         }
     }
 
-    /// A matrix as the trainer has it in this format, or the other way round.
-    func turned(_ matrix: MLXArray) -> MLXArray { self == .mlx ? matrix : matrix.T }
+    /// A matrix, A or B, as the trainer has it, in this format.
+    func turned(_ array: MLXArray, _ matrix: String) -> MLXArray {
+        guard array.ndim == 3 else { return self == .mlx ? array : array.T }
+        switch (self, matrix) {
+        case (.mlx, _): return array.transposed(0, 2, 1)
+        case (.peft, "A"): return array.transposed(0, 2, 1).flattened(end: 1)
+        case (.peft, _): return array.transposed(2, 1, 0).flattened(start: 1)
+        }
+    }
 
-    func turned(_ shape: [Int]) -> [Int] { self == .mlx ? shape : shape.reversed() }
+    /// The inverse of `turned`, where the trainer's array has this shape.
+    func turnedBack(_ array: MLXArray, _ matrix: String, to shape: [Int]) -> MLXArray {
+        guard shape.count == 3 else { return self == .mlx ? array : array.T }
+        switch (self, matrix) {
+        case (.mlx, _): return array.transposed(0, 2, 1)
+        case (.peft, "A"): return array.reshaped([shape[0], shape[2], shape[1]]).transposed(0, 2, 1)
+        case (.peft, _): return array.reshaped(shape.reversed()).transposed(2, 1, 0)
+        }
+    }
+
+    /// The shape in this format of a matrix that has this shape in the trainer.
+    func turned(_ shape: [Int], _ matrix: String) -> [Int] {
+        guard shape.count == 3 else { return self == .mlx ? shape : shape.reversed() }
+        switch (self, matrix) {
+        case (.mlx, _): return [shape[0], shape[2], shape[1]]
+        case (.peft, "A"): return [shape[0] * shape[2], shape[1]]
+        case (.peft, _): return [shape[2], shape[1] * shape[0]]
+        }
+    }
 
     /// The folder's configuration for adapters on some `modules` of some `blocks`.
     func config(
@@ -61,15 +88,21 @@ enum AdapterFormat {
             // Beside a text there are other parts, and beside an MLP experts, with modules of the same last names: there a pattern says which
             // are meant.
             let isAlone = architecture.hfPrefix == "model" && !architecture.hasExperts
+            let linear = layers.filter { !$0.isStacked }
+            let parameters = blocks.flatMap { block in
+                self.layers(of: architecture.block(block)).filter { $0.isStacked && layers.map(\.name).contains($0.name) }
+                    .map { "\(architecture.hfPrefix).layers.\(block).\($0.name)" }
+            }
             return [
                 "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "r": rank,
                 "lora_alpha": scale * Double(rank), "use_rslora": false, "use_dora": false, "lora_dropout": 0.0,
                 "bias": "none", "fan_in_fan_out": false, "inference_mode": true,
                 "rank_pattern": Dictionary(uniqueKeysWithValues: joined),
                 "alpha_pattern": Dictionary(uniqueKeysWithValues: joined).mapValues { scale * Double($0) },
-                "target_modules": isAlone
-                    ? layers.compactMap { $0.name.split(separator: ".").last.map(String.init) }
-                    : pattern(of: layers, blocks, prefix: architecture.hfPrefix) as Any,
+                "target_modules": isAlone || linear.isEmpty
+                    ? linear.compactMap { $0.name.split(separator: ".").last.map(String.init) }
+                    : pattern(of: linear, blocks, prefix: architecture.hfPrefix) as Any,
+                "target_parameters": parameters.isEmpty ? NSNull() : parameters as Any,
                 "layers_to_transform": allBlocks || !isAlone ? NSNull() : Array(blocks) as Any,
             ]
         }
@@ -143,7 +176,7 @@ enum AdapterFormat {
                 throw MeSPError("\(configFile) lacks r or lora_alpha")
             }
             let (ranks, alphas) = (config.rankPattern ?? [:], config.alphaPattern ?? [:])
-            let joined = AdapterFormat.peft.layers(of: architecture, architecture.modules).filter {
+            let joined = AdapterFormat.peft.layers(of: architecture, architecture.trainable).filter {
                 $0.modules.count > 1
             }
             let joins = !joined.isEmpty && !ranks.isEmpty
@@ -172,21 +205,37 @@ enum AdapterFormat {
     }
 }
 
-/// A linear layer in a format: one of a block's modules, or several, whose outputs lie behind each other.
+/// A linear layer in a format: one of a block's modules, or several, whose outputs lie behind each other. In PEFT's it may be a parameter,
+/// of experts.
 struct AdaptedLayer {
     let name: String
     let modules: [Module]
+
+    var isStacked: Bool { modules.allSatisfy(\.isStacked) }
+
+    /// Before `lora_A` in PEFT's names. The layer; of a parameter, the module that has it, for each has a wrapper of its own, and the first,
+    /// which holds gate, is inside of the next.
+    fileprivate var wrapper: String {
+        guard isStacked, let end = name.lastIndex(of: ".") else { return name }
+        return name[..<end] + (modules.contains { $0.projections == [.expertGate] } ? ".base_layer" : "")
+    }
+
+    /// The shapes of its A and B in the trainer, with this rank in all.
+    func shapes(rank: Int, in block: BlockShape) -> (a: [Int], b: [Int]) {
+        let (stack, (inputs, outputs)) = (block.stack(modules[0]), block.dimensions(modules))
+        return (stack + [inputs, rank], stack + [rank, outputs])
+    }
 
     /// One A and B from those of the modules, whose products are the same: each A beside the others, each B on the diagonal.
     func joined(_ parts: [LoRAMatrices]) -> LoRAMatrices {
         guard parts.count > 1 else { return parts[0] }
         let rows = parts.indices.map { row in
             let blocks = parts.indices.map {
-                $0 == row ? parts[row].b : MLXArray.zeros([parts[row].b.dim(0), parts[$0].b.dim(1)])
+                $0 == row ? parts[row].b : MLXArray.zeros(parts[row].b.shape.dropLast() + [parts[$0].b.dim(-1)])
             }
-            return concatenated(blocks, axis: 1)
+            return concatenated(blocks, axis: -1)
         }
-        return LoRAMatrices(a: concatenated(parts.map(\.a), axis: 1), b: concatenated(rows, axis: 0))
+        return LoRAMatrices(a: concatenated(parts.map(\.a), axis: -1), b: concatenated(rows, axis: -2))
     }
 
     /// The matrices of each module, from A or B of the layer: its rows of B where all have `rank` of their own, all rows otherwise.
@@ -198,7 +247,7 @@ struct AdaptedLayer {
             let first = joins ? index * rank : 0
             let outputs = start..<start + block.dimensions(module).outputs
             start = outputs.upperBound
-            return (a?[0..., first..<first + rank], b?[first..<first + rank, outputs])
+            return (a?[.ellipsis, first..<first + rank], b?[.ellipsis, first..<first + rank, outputs])
         }
     }
 }

@@ -2,7 +2,8 @@ import Foundation
 import MLX
 
 /// The places of a block's LoRA matrices in one flat float32 vector `[count]`: for each module A `[in, rank]`, then B `[rank, out]`, row-major.
-/// The projections of a module share its A and have columns of its B each.
+/// The projections of a module share its A and have columns of its B each. Of experts' stacked matrices A is `[experts, in, rank]` and B
+/// `[experts, rank, out]`.
 ///
 /// Anything made of a gradient, such as the optimizer's state, has a vector `[trainedCount]` of the trained parameters alone.
 package struct LoRALayout {
@@ -13,31 +14,37 @@ package struct LoRALayout {
     /// Whether B alone is trained.
     let freezesA: Bool
 
-    /// - Parameter modules: nil for all of the block's.
+    /// - Parameter modules: nil for all of the block's linear layers.
     init(block: BlockShape, rank: Int, modules: [Module]? = nil, freezesA: Bool = false) {
         (self.block, self.rank, self.freezesA) = (block, rank, freezesA)
-        self.modules = modules.map { block.modules.filter($0.contains) } ?? block.modules
+        self.modules = modules.map { block.trainable.filter($0.contains) } ?? block.modules
     }
 
     /// P, the number of LoRA parameters of a block.
     package var count: Int { modules.reduce(0) { $0 + size($1) } }
 
     /// The number of trained parameters.
-    var trainedCount: Int { freezesA ? modules.reduce(0) { $0 + block.dimensions($1).outputs * rank } : count }
+    var trainedCount: Int { freezesA ? modules.reduce(0) { $0 + shapes($1).b.reduce(1, *) } : count }
+
+    /// The shapes of a module's A and B.
+    func shapes(_ module: Module) -> (a: [Int], b: [Int]) {
+        let (inputs, outputs) = block.dimensions(module)
+        let stack = block.stack(module)
+        return (stack + [inputs, rank], stack + [rank, outputs])
+    }
 
     private func size(_ module: Module) -> Int {
-        let (inputs, outputs) = block.dimensions(module)
-        return (inputs + outputs) * rank
+        let (a, b) = shapes(module)
+        return a.reduce(1, *) + b.reduce(1, *)
     }
 
     /// The matrices of one of the modules as views of `flat`.
     package func matrices(_ module: Module, in flat: MLXArray) -> LoRAMatrices {
         let start = modules.prefix { $0 != module }.reduce(0) { $0 + size($1) }
-        let (inputs, outputs) = block.dimensions(module)
-        let middle = start + inputs * rank
+        let (a, b) = shapes(module)
+        let middle = start + a.reduce(1, *)
         return LoRAMatrices(
-            a: flat[start..<middle].reshaped([inputs, rank]),
-            b: flat[middle..<start + size(module)].reshaped([rank, outputs]))
+            a: flat[start..<middle].reshaped(a), b: flat[middle..<start + size(module)].reshaped(b))
     }
 
     /// The matrices of one projection, likewise; nil where its module has none.
@@ -55,11 +62,21 @@ package struct LoRALayout {
     func packed(_ gradients: LoRAGradients) -> MLXArray {
         flattened(
             modules.flatMap { module in
+                if module.isStacked { return stacked(module, gradients.experts) }
                 let a = module.projections.compactMap { gradients.a[$0] }
                 let b = module.projections.compactMap { gradients.b[$0] }
                 let sum = a.first.map { a.dropFirst().reduce($0) { $0 + $1 } }
                 return [sum, b.count == 1 ? b[0] : concatenated(b, axis: 1)].compactMap { $0 }
             })
+    }
+
+    /// The gradients of every expert's A, then of every expert's B; 0 of one that no token chose.
+    private func stacked(_ module: Module, _ experts: [Int: LoRAGradients]) -> [MLXArray] {
+        let (projection, numbers) = (module.projections[0], 0..<block.stack(module)[0])
+        let (a, b) = shapes(module)
+        let (noA, noB) = (MLXArray.zeros(Array(a.dropFirst())), MLXArray.zeros(Array(b.dropFirst())))
+        return (freezesA ? [] : numbers.map { experts[$0]?.a[projection] ?? noA })
+            + numbers.map { experts[$0]?.b[projection] ?? noB }
     }
 
     private func flattened(_ matrices: [MLXArray]) -> MLXArray {
@@ -87,40 +104,46 @@ package struct LoRALayout {
 
     // MARK: - Vectors of all the block's modules
 
-    /// The layout that adapters are read in and the block function takes.
-    var whole: LoRALayout { LoRALayout(block: block, rank: rank) }
+    /// The layout that the block function takes: with all linear layers, and all of the experts' matrices if this one has any.
+    var whole: LoRALayout {
+        LoRALayout(block: block, rank: rank, modules: modules.contains(where: \.isStacked) ? block.trainable : nil)
+    }
 
     /// The whole layout's vector, with zeros for the modules that have no matrices.
     func whole(_ flat: MLXArray) -> MLXArray {
-        guard modules != block.modules else { return flat }
+        let all = whole.modules
+        guard modules != all else { return flat }
         var start = 0
         return concatenated(
-            block.modules.map { module in
+            all.map { module in
                 guard modules.contains(module) else { return MLXArray.zeros([size(module)]) }
                 defer { start += size(module) }
                 return flat[start..<start + size(module)]
             })
     }
 
-    /// The vector from one of the whole layout.
-    func part(of vector: MLXArray) -> MLXArray { packed(modules.map { whole.matrices($0, in: vector) }) }
+    /// The vector from one of another layout with these modules, by default the whole one.
+    func part(of vector: MLXArray, in other: LoRALayout? = nil) -> MLXArray {
+        let other = other ?? whole
+        return packed(modules.map { other.matrices($0, in: vector) })
+    }
 
     /// Initial parameters of the block with this index, float32 `[P]`: A uniform in ±1/√in, B zero, as in mlx-lm.
     func initial(seed: UInt64, block index: Int) -> MLXArray {
         let key = MLXRandom.split(key: MLXRandom.key(seed), into: block.architecture.numHiddenLayers)[index]
-        let keys = zip(block.modules, MLXRandom.split(key: key, into: block.modules.count))
+        let all = whole.modules
+        let keys = zip(all, MLXRandom.split(key: key, into: all.count))
         return packed(
             keys.filter { modules.contains($0.0) }.map { module, key in
-                let (inputs, outputs) = block.dimensions(module)
-                let bound = 1 / Float(inputs).squareRoot()
+                let (a, b) = shapes(module)
+                let bound = 1 / Float(block.dimensions(module).inputs).squareRoot()
                 return LoRAMatrices(
-                    a: MLXRandom.uniform(low: -bound, high: bound, [inputs, rank], key: key),
-                    b: MLXArray.zeros([rank, outputs]))
+                    a: MLXRandom.uniform(low: -bound, high: bound, a, key: key), b: MLXArray.zeros(b))
             })
     }
 }
 
-/// A `[in, rank]` and B `[rank, out]` of one module or projection.
+/// A `[in, rank]` and B `[rank, out]` of one module or projection; of experts stacked.
 package struct LoRAMatrices {
     package let a: MLXArray
     package let b: MLXArray
@@ -132,26 +155,33 @@ package struct LoRAMatrices {
 struct LoRAGradients {
     var a = [Projection: MLXArray]()
     var b = [Projection: MLXArray]()
+    /// Those of each expert that some token chose, by its number.
+    var experts = [Int: LoRAGradients]()
 
-    var arrays: [MLXArray] { Array(a.values) + Array(b.values) }
+    var arrays: [MLXArray] { Array(a.values) + Array(b.values) + experts.values.flatMap(\.arrays) }
 
     mutating func add(_ others: LoRAGradients) {
         a.merge(others.a) { $0 + $1 }
         b.merge(others.b) { $0 + $1 }
+        for (number, gradients) in others.experts { experts[number, default: LoRAGradients()].add(gradients) }
     }
 }
 
 extension Architecture {
     /// The layout of each block.
-    func layouts(rank: Int) -> [LoRALayout] {
-        layers.indices.map { LoRALayout(block: block($0), rank: rank) }
+    ///
+    /// - Parameter withExperts: whether experts' matrices have adapters too
+    func layouts(rank: Int, withExperts: Bool = false) -> [LoRALayout] {
+        layers.indices.map { LoRALayout(block: block($0), rank: rank, modules: withExperts ? trainable : nil) }
     }
 }
 
 extension RunSettings {
     /// The layout of each block, with the modules that the run trains; a block before the trained ones has none.
     func layouts(of architecture: Architecture) -> [LoRALayout] {
-        let modules = architecture.modules.filter { projections?.contains($0.shortName) ?? true }
+        let modules =
+            projections.map { names in architecture.trainable.filter { names.contains($0.shortName) } }
+            ?? architecture.modules
         let first = architecture.numHiddenLayers - (numLayers ?? architecture.numHiddenLayers)
         return architecture.layers.indices.map {
             LoRALayout(

@@ -68,7 +68,7 @@ extension Block {
             }
         }
         if let experts = weights.shape.mlp.experts {
-            mixtureBackward(experts, mlpIn, dy: dMlpOut, addedTo: &dMlpIn)
+            mixtureBackward(experts, mlpIn, dy: dMlpOut, addedTo: &dMlpIn, &own)
         }
         let dMid = weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
         gradients.add(own)
@@ -262,5 +262,5 @@ extension Block {
         return dx
     }
 
-    private var wantsA: Bool { !layout.freezesA }
+    var wantsA: Bool { !layout.freezesA }
 }

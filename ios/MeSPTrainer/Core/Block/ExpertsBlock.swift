@@ -13,12 +13,12 @@ extension Block {
             let routed = Routed(experts, weights, x, most: most(rows.count))
             var y = MLXArray.zeros(x.shape)
             for pairs in routed.byExpert {
-                let matrices = weights.expert(experts, pairs.expert)
+                let (gate, up, down) = expert(experts, pairs.expert)
                 let some = x[pairs.tokens]
                 var out: MLXArray?
                 for f in features(experts, of: pairs) {
-                    let (gate, up) = (matrices.gate.rows(f).apply(some), matrices.up.rows(f).apply(some))
-                    let part = matrices.down.columns(f).apply(weights.activation.gated(gate: gate, up: up))
+                    let act = weights.activation.gated(gate: gate.outputs(f)(some), up: up.outputs(f)(some))
+                    let part = down.inputs(f)(act)
                     out = out.map { $0 + part } ?? part
                     if f.count < experts.intermediateSize { eval([out].compactMap { $0 }) }
                 }
@@ -30,42 +30,102 @@ extension Block {
         return concatenated(parts)
     }
 
-    /// The derivative. Of the rows X of an expert's tokens, with g = X Wgᵀ, u = X Wuᵀ and H = act(g) ∘ u:
-    ///
-    ///     Q = dY Wd        dw = rowsum(Q ∘ H)        dH = w ∘ Q        dX = dg Wg + du Wu
-    ///
-    /// and through the router, whose matrix is R, dx += dz R. The output of down is not made again.
+    /// The derivative: by each expert, and through the router, whose matrix is R, dx += dz R.
     ///
     /// - Parameters:
     ///   - mlpIn: `[n, hidden]`
     ///   - dy: alike, in float32
     ///   - dx: to which its dx is added, in float32; evaluated.
-    func mixtureBackward(_ experts: Experts, _ mlpIn: MLXArray, dy: MLXArray, addedTo dx: inout MLXArray) {
+    ///   - gradients: to which those of the experts' adapters are added
+    func mixtureBackward(
+        _ experts: Experts, _ mlpIn: MLXArray, dy: MLXArray, addedTo dx: inout MLXArray,
+        _ gradients: inout LoRAGradients
+    ) {
         let x = mlpIn.asType(.float32)
         let routed = Routed(experts, weights, x, most: most(mlpIn.dim(0)))
         var dws = [MLXArray]()
         for pairs in routed.byExpert {
-            let matrices = weights.expert(experts, pairs.expert)
-            let (some, dSome, w) = (x[pairs.tokens], dy[pairs.tokens], routed.weights(pairs))
-            var (dX, dw): (MLXArray?, MLXArray?) = (nil, nil)
-            for f in features(experts, of: pairs) {
-                let (gate, up) = (matrices.gate.rows(f), matrices.up.rows(f))
-                let q = matrices.down.columns(f).applyTransposed(dSome, addedTo: nil)
-                let d = weights.activation.gatedBackward(
-                    gate: [gate.apply(some)], up: [up.apply(some)], dAct: w * q)
-                let part = (q * d.act).sum(axis: -1)
-                dw = dw.map { $0 + part } ?? part
-                dX = up.applyTransposed(d.dUp, addedTo: gate.applyTransposed(d.dGate, addedTo: dX))
-                tile.pace.finish([dX, dw].compactMap { $0 })
-            }
+            let (dX, dw, own) = expertBackward(
+                expert(experts, pairs.expert), x[pairs.tokens], dy: dy[pairs.tokens], w: routed.weights(pairs),
+                by: features(experts, of: pairs))
             if let dX, let dw {
                 dx = dx.at[pairs.tokens].add(dX)
                 dws.append(dw)
             }
-            tile.pace.finish([dx])
+            gradients.experts[pairs.expert, default: LoRAGradients()].add(own)
+            tile.pace.finish([dx] + (gradients.experts[pairs.expert]?.arrays ?? []))
         }
         dx = weights.router(experts).applyTransposed(routed.backward(dw: concatenated(dws)), addedTo: dx)
         tile.endPhase([dx])
+    }
+
+    private typealias Expert = (gate: LoRALinear, up: LoRALinear, down: LoRALinear)
+
+    /// An expert with its adapters.
+    private func expert(_ experts: Experts, _ number: Int) -> Expert {
+        func linear(_ weight: QuantizedMatrix, _ projection: Projection) -> LoRALinear {
+            let lora = matrices(projection).map { LoRAMatrices(a: $0.a[number], b: $0.b[number]) }
+            return LoRALinear(weight: weight, bias: nil, lora: lora, scale: scale)
+        }
+        let (gate, up, down) = weights.expert(experts, number)
+        return (linear(gate, .expertGate), linear(up, .expertUp), linear(down, .expertDown))
+    }
+
+    /// The derivative of w ∘ down(H), H = act(g) ∘ u, by an expert's rows X, with g and u what gate and up give of X:
+    ///
+    ///     Q = dY Wd + s (dY Bdᵀ) Adᵀ        dw = rowsum(Q ∘ H)        dH = w ∘ Q        dX = by gate of dg + by up of du
+    ///
+    /// so that the output of down is not made again. The adapters' gradients are those of `linearBackward`, where down's output has the
+    /// gradient w ∘ dY.
+    ///
+    /// - Parameters:
+    ///   - features: those of H that are computed at a time
+    /// - Returns: dX `[n, hidden]` and dw `[n]`, nil where there are no features
+    private func expertBackward(
+        _ expert: Expert, _ x: MLXArray, dy: MLXArray, w: MLXArray, by features: [Range<Int>]
+    ) -> (dX: MLXArray?, dw: MLXArray?, gradients: LoRAGradients) {
+        let (gateLoRA, upLoRA, downLoRA) = (expert.gate.lora, expert.up.lora, expert.down.lora)
+        // s X A, and s dY Bᵀ of down
+        let (hGate, hUp) = (gateLoRA.map { matmul(x, $0.a) * scale }, upLoRA.map { matmul(x, $0.a) * scale })
+        let dyB = downLoRA.map { matmul(dy, $0.b.T) * scale }
+        var (dX, dw): (MLXArray?, MLXArray?) = (nil, nil)
+        // H A of down, d_gate Bᵀ of gate, d_up Bᵀ of up. Of the features: dA of down, dB of gate and of up.
+        var (hDown, dGateB, dUpB): (MLXArray?, MLXArray?, MLXArray?) = (nil, nil, nil)
+        var (dADown, dBGate, dBUp) = ([MLXArray](), [MLXArray](), [MLXArray]())
+        for f in features {
+            let (gate, up, down) = (expert.gate.outputs(f), expert.up.outputs(f), expert.down.inputs(f))
+            let qW = down.weight.applyTransposed(dy, addedTo: nil)
+            let q = product(dyB, down.lora?.a.T, addedTo: qW) ?? qW
+            let d = weights.activation.gatedBackward(
+                gate: [gate.weight.apply(x), product(hGate, gate.lora?.b)].compactMap { $0 },
+                up: [up.weight.apply(x), product(hUp, up.lora?.b)].compactMap { $0 }, dAct: w * q)
+            let part = (q * d.act).sum(axis: -1)
+            dw = dw.map { $0 + part } ?? part
+            hDown = product(d.act, down.lora?.a, addedTo: hDown)
+            dGateB = product(d.dGate, gate.lora?.b.T, addedTo: dGateB)
+            dUpB = product(d.dUp, up.lora?.b.T, addedTo: dUpB)
+            dADown += [product(d.act.T, wantsA ? dyB.map { w * $0 } : nil)].compactMap { $0 }
+            dBGate += [product(hGate?.T, d.dGate)].compactMap { $0 }
+            dBUp += [product(hUp?.T, d.dUp)].compactMap { $0 }
+            dX = up.weight.applyTransposed(d.dUp, addedTo: gate.weight.applyTransposed(d.dGate, addedTo: dX))
+            let sums = [dX, dw, hDown, dGateB, dUpB].compactMap { $0 }
+            tile.pace.finish(sums + dADown.suffix(1) + dBGate.suffix(1) + dBUp.suffix(1))
+        }
+        dX = product(dGateB.map { $0 * scale }, gateLoRA?.a.T, addedTo: dX)
+        dX = product(dUpB.map { $0 * scale }, upLoRA?.a.T, addedTo: dX)
+
+        func whole(_ parts: [MLXArray], axis: Int) -> MLXArray? {
+            parts.isEmpty ? nil : concatenated(parts, axis: axis)
+        }
+        var gradients = LoRAGradients()
+        if wantsA {
+            gradients.a[.expertGate] = product(x.T, dGateB).map { $0 * scale }
+            gradients.a[.expertUp] = product(x.T, dUpB).map { $0 * scale }
+            gradients.a[.expertDown] = whole(dADown, axis: 0)
+        }
+        (gradients.b[.expertGate], gradients.b[.expertUp]) = (whole(dBGate, axis: 1), whole(dBUp, axis: 1))
+        gradients.b[.expertDown] = hDown.map { matmul(($0 * scale).T, w * dy) }
+        return (dX, dw, gradients)
     }
 
     /// w = σ(x gᵀ) `[n, 1]`, by which the output of the MLP beside the experts is multiplied.

@@ -35,8 +35,10 @@ public struct Architecture: Decodable, Sendable, Equatable {
 
     public var numHiddenLayers: Int { layers.count }
 
-    /// The linear layers by the short names that `RunSettings.projections` has.
+    /// The linear layers by the short names that `RunSettings.projections` has, which are trained by default.
     public var projectionNames: [String] { unique(modules.map(\.shortName)) }
+    /// All that `RunSettings.projections` may have.
+    public var trainableNames: [String] { unique(trainable.map(\.shortName)) }
 }
 
 /// One of the matrices of a block's mathematics.
@@ -54,6 +56,10 @@ package enum Projection: String, Decodable, CaseIterable, Sendable {
     /// The projections of embeddings for each layer.
     case perLayerGate = "ple_gate"
     case perLayerOut = "ple_out"
+    /// Those of all experts of a mixture.
+    case expertGate = "expert_gate"
+    case expertUp = "expert_up"
+    case expertDown = "expert_down"
 }
 
 /// A linear layer of a block, named as in Hugging Face and mlx-lm checkpoints: one projection, or several whose outputs lie behind each
@@ -62,11 +68,17 @@ package struct Module: Decodable, Sendable, Equatable {
     package let name: String
     let projections: [Projection]
 
-    /// The last part of the name without `_proj`: `q`, …, `down`, or `qkv`, `gate_up`.
+    /// Whether it is the matrices of one kind of all experts, which lie stacked: then it is no linear layer of its own.
+    package var isStacked: Bool { [.expertGate, .expertUp, .expertDown].contains(projections.first) }
+
+    /// The last part of the name without `_proj`: `q`, …, `down`, or `qkv`, `gate_up`; `experts` of all kinds of their matrices.
     var shortName: String {
+        if isStacked { return "experts" }
         let last = name.split(separator: ".").last.map(String.init) ?? name
         return last.hasSuffix("_proj") ? String(last.dropLast("_proj".count)) : last
     }
+
+    init(name: String, projections: [Projection]) { (self.name, self.projections) = (name, projections) }
 
     package init(from decoder: any Decoder) throws {
         var pair = try decoder.unkeyedContainer()
@@ -75,8 +87,8 @@ package struct Module: Decodable, Sendable, Equatable {
     }
 }
 
-/// A linear layer of Hugging Face whose outputs are those of some of a block's, behind each other. It is written as the pair of its name
-/// and theirs.
+/// A linear layer of Hugging Face whose outputs are those of some of a block's, behind each other, or a parameter that holds experts'
+/// matrices so. It is written as the pair of its name and theirs.
 struct JoinedModule: Decodable, Sendable, Equatable {
     let name: String
     let parts: [String]
@@ -99,9 +111,17 @@ package struct BlockShape: Sendable, Equatable {
         mixer.modules + mlp.modules + (architecture.perLayer?.modules ?? [])
     }
 
+    /// What may have adapters: the linear layers and, in a run that asks for it, the experts' matrices.
+    package var trainable: [Module] { modules + (mlp.experts?.modules ?? []) }
+
+    /// The number of matrices that a module stacks, as a dimension before theirs; empty of a linear layer.
+    func stack(_ module: Module) -> [Int] { module.isStacked ? [mlp.experts?.numExperts ?? 0] : [] }
+
     /// (input, output) features of a projection, which the block must have.
     func dimensions(_ projection: Projection) -> (inputs: Int, outputs: Int) {
-        guard let dimensions = known(projection) else { preconditionFailure("no projection \(projection)") }
+        let hidden = architecture.hiddenSize
+        let dimensions = known(projection) ?? mlp.experts?.dimensions(projection, hidden: hidden)
+        guard let dimensions else { preconditionFailure("no projection \(projection)") }
         return dimensions
     }
 
@@ -126,7 +146,7 @@ package struct BlockShape: Sendable, Equatable {
 
     /// The module that computes a projection, and which of its outputs the projection's are. `ModelBundle` has checked that there is one.
     func place(_ projection: Projection) -> (module: Module, outputs: Range<Int>) {
-        for module in modules {
+        for module in trainable {
             guard let index = module.projections.firstIndex(of: projection) else { continue }
             let start = module.projections[..<index].reduce(0) { $0 + dimensions($1).outputs }
             return (module, start..<start + dimensions(projection).outputs)
@@ -165,14 +185,13 @@ package struct BlockShape: Sendable, Equatable {
             return Matrix(name: module.name, outputs: outputs, inputs: inputs)
         }
         guard let experts = mlp.experts else { return ofModules }
-        let (hidden, width, count) = (architecture.hiddenSize, experts.intermediateSize, experts.numExperts)
+        let (hidden, count) = (architecture.hiddenSize, experts.numExperts)
         let mlpGate = experts.mlpGate.map { [Matrix(name: $0, outputs: 1, inputs: hidden)] } ?? []
-        return ofModules + mlpGate + [
-            Matrix(name: experts.router, outputs: count, inputs: hidden),
-            Matrix(name: experts.gate, outputs: width, inputs: hidden, count: count),
-            Matrix(name: experts.up, outputs: width, inputs: hidden, count: count),
-            Matrix(name: experts.down, outputs: hidden, inputs: width, count: count),
-        ]
+        let stacked = experts.modules.map { module in
+            let (inputs, outputs) = dimensions(module)
+            return Matrix(name: module.name, outputs: outputs, inputs: inputs, count: count)
+        }
+        return ofModules + mlpGate + [Matrix(name: experts.router, outputs: count, inputs: hidden)] + stacked
     }
 
     /// Whether every part of the block is there, once.
@@ -191,7 +210,7 @@ package struct BlockShape: Sendable, Equatable {
 
     /// The block's modules that each of Hugging Face's linear layers holds; empty for layers of other blocks.
     private var joined: [[Module]] {
-        (architecture.hfModules ?? []).map { layer in modules.filter { layer.parts.contains($0.name) } }
+        (architecture.hfModules ?? []).map { layer in trainable.filter { layer.parts.contains($0.name) } }
     }
 }
 
@@ -223,6 +242,9 @@ extension Architecture {
     package var modules: [Module] {
         unique(mixers.flatMap(\.modules)) + unique(mlps.flatMap(\.modules)) + (perLayer?.modules ?? [])
     }
+
+    /// What may have adapters in some block: these, and then the experts' matrices.
+    package var trainable: [Module] { modules + unique(mlps.flatMap { $0.experts?.modules ?? [] }) }
 
     /// The block whose keys and values a block takes; nil for one that has its own, or none.
     package func keysOf(_ block: Int) -> Int? {
@@ -265,7 +287,11 @@ extension Architecture {
             && factors.allSatisfy { $0.isFinite && $0 > 0 } && mlps.allSatisfy(\.isConsistent)
             && mlpLayers.count == layers.count && mlpLayers.allSatisfy(mlps.indices.contains)
             && layers.allSatisfy(mixers.indices.contains) && mixers.allSatisfy { $0.isConsistent(hidden: hiddenSize) }
-            && (hfModules ?? []).allSatisfy { !$0.parts.isEmpty && $0.parts.allSatisfy(modules.map(\.name).contains) }
+            && (hfModules ?? []).allSatisfy { layer in
+                let parts = trainable.filter { layer.parts.contains($0.name) }
+                return !layer.parts.isEmpty && layer.parts.allSatisfy(parts.map(\.name).contains)
+                    && Set(parts.map(\.isStacked)).count == 1
+            }
             && sharesKeys && perLayer.map { postNorms && (1...(1 << 12)).contains($0.size) } ?? true
             && kinds.allSatisfy(\.isWhole) && biases.allSatisfy(modules.map(\.name).contains)
     }

@@ -25,8 +25,7 @@ package struct MLP: Decodable, Sendable, Equatable {
     }
 }
 
-/// Gated MLPs of one width, of which a router chooses some for each token, and the factor σ(x gᵀ) of the output of an MLP beside them. All
-/// are frozen.
+/// Gated MLPs of one width, of which a router chooses some for each token, and the factor σ(x gᵀ) of the output of an MLP beside them.
 package struct Experts: Decodable, Sendable, Equatable {
     /// s, of what the router gives.
     enum Scores: String, Decodable, Sendable { case softmax, sigmoid }
@@ -48,6 +47,20 @@ package struct Experts: Decodable, Sendable, Equatable {
     var gate: String { matrices + ".gate_proj" }
     var up: String { matrices + ".up_proj" }
     var down: String { matrices + ".down_proj" }
+
+    /// Gate, up and down, each of all experts: linear layers of a run that trains the experts.
+    var modules: [Module] {
+        [(gate, .expertGate), (up, .expertUp), (down, .expertDown)].map { Module(name: $0, projections: [$1]) }
+    }
+
+    /// (input, output) features of one of an expert's projections in a model of this width; nil for any other.
+    func dimensions(_ projection: Projection, hidden: Int) -> (inputs: Int, outputs: Int)? {
+        switch projection {
+        case .expertGate, .expertUp: (hidden, intermediateSize)
+        case .expertDown: (intermediateSize, hidden)
+        default: nil
+        }
+    }
 
     fileprivate var isConsistent: Bool {
         (1...(1 << 12)).contains(numExperts) && (1...numExperts).contains(numExpertsPerTok)

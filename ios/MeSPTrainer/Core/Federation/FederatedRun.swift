@@ -29,7 +29,7 @@ public struct FederatedRun {
     /// - Throws: `MeSPError` where there is not a bundle.
     public static func mostBytes(_ bundle: URL) throws -> Int {
         let manifest = try ModelBundle(url: bundle, checksums: false).manifest
-        let layouts = manifest.architecture.layouts(rank: manifest.ranks.max() ?? 0)
+        let layouts = manifest.architecture.layouts(rank: manifest.ranks.max() ?? 0, withExperts: true)
         return layouts.reduce(1 << 20) { $0 + 4 * $1.count }
     }
 
@@ -167,11 +167,11 @@ public struct FederatedRun {
     private func matrices(_ name: String, _ array: FlowerArray) throws -> [(name: String, shape: [Int])] {
         let found = (0..<architecture.numHiddenLayers).compactMap { index -> (name: String, shape: [Int])? in
             let block = architecture.block(index)
-            guard let module = block.modules.first(where: { name.hasPrefix($0.name + ".lora_") }) else { return nil }
-            let (inputs, outputs) = block.dimensions(module)
+            guard let module = block.trainable.first(where: { name.hasPrefix($0.name + ".lora_") }) else { return nil }
+            let (a, b) = LoRALayout(block: block, rank: settings.rank, modules: [module]).shapes(module)
             return (
                 "\(architecture.mlxPrefix).layers.\(index).\(name)",
-                name.hasSuffix("a") ? [inputs, settings.rank] : [settings.rank, outputs]
+                AdapterFormat.mlx.turned(name.hasSuffix("a") ? a : b, name.hasSuffix("a") ? "A" : "B")
             )
         }
         let matrices = found.suffix(array.shape.first ?? 0)

@@ -31,7 +31,7 @@ package struct CachedModel {
         func matrices(_ index: Int, _ block: Block) -> [Projection: LoRAMatrices] {
             if let known = matrices[index] { return known }
             var made = [Projection: LoRAMatrices]()
-            for projection in block.weights.shape.modules.flatMap(\.projections) {
+            for projection in block.weights.shape.trainable.flatMap(\.projections) {
                 made[projection] = block.matrices(projection)
             }
             matrices[index] = made
@@ -197,7 +197,8 @@ package struct CachedModel {
             defer { if keepsStates { states = known } }
             var block = Block(
                 weights: weights, lora: adapters?.lora[index],
-                layout: LoRALayout(block: weights.shape, rank: adapters?.rank ?? 0), scale: adapters?.scale ?? 0,
+                layout: adapters?.layouts[index] ?? LoRALayout(block: weights.shape, rank: 0),
+                scale: adapters?.scale ?? 0,
                 tile: tile(
                     rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), untiled: untiled),
                 beside: Beside(perLayer: perLayer))

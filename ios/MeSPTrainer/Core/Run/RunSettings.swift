@@ -27,7 +27,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     /// The type of the parameters; bfloat16 has stochastic rounding of the updates.
     public var loraDtype: LoRADtype = .float32
     /// The trained linear layers, by short names: `q`, `k`, `v`, `o`, `gate`, `up`, `down`, or where the model computes several
-    /// in one, `qkv`, `gate_up`; nil for all.
+    /// in one, `qkv`, `gate_up`; nil for all. `experts` adds the experts of mixtures.
     public var projections: [String]?
     /// The number of blocks that are trained, the model's last; nil for all.
     public var numLayers: Int?
@@ -156,7 +156,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
 
     /// Throws if a projection is in no trained block.
     func checkProjections(of architecture: Architecture) throws {
-        let names = architecture.modules.map(\.shortName)
+        let names = architecture.trainableNames
         if let name = projections?.first(where: { !names.contains($0) }) {
             throw MeSPError(
                 "The model has no projection \(name); projections must be of \(names.joined(separator: ", ")).")

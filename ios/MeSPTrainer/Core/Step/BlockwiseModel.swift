@@ -75,7 +75,7 @@ package final class BlockwiseModel {
     /// The parameters as they are now, as adapters of a model that generates.
     func adapters(rank: Int) throws -> Adapters {
         let lora = try blocks.map { layouts[$0].whole(try parameters($0)) }
-        return Adapters(rank: rank, scale: scale, lora: lora)
+        return Adapters(rank: rank, scale: scale, lora: lora, layouts: layouts.map(\.whole))
     }
 
     /// The embeddings `[1, T, hidden]` of a sequence's inputs.

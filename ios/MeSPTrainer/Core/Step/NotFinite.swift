@@ -35,7 +35,8 @@ extension BlockwiseModel {
         for module in layouts[block].modules {
             let matrices = layouts[block].matrices(module, in: vector)
             for (name, matrix) in [("A", matrices.a), ("B", matrices.b)] where try !isFinite(matrix) {
-                return AdapterFormat.mlx.name(name, module.name, block, of: bundle.architecture)
+                let layer = AdaptedLayer(name: module.name, modules: [module])
+                return AdapterFormat.mlx.name(name, layer, block, of: bundle.architecture)
             }
         }
         return nil

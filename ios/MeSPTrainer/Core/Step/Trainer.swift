@@ -338,7 +338,7 @@ package final class Trainer {
         var start = try arrays()
         let adapters = try settings.loadAdapters(from: URL(fileURLWithPath: folder), architecture: architecture)
         for (block, layout) in layouts.enumerated() where layout.count > 0 {
-            try start.write(layout.part(of: adapters.lora[block]), block)
+            try start.write(layout.part(of: adapters.lora[block], in: adapters.layouts[block]), block)
         }
         return start
     }

@@ -61,8 +61,8 @@ import Testing
                 packed: PackedWeights(words: words, arrays: weights.packed.arrays, backend: .cpu))
             func both(_ weights: BlockWeights) throws -> [MLXArray] {
                 let block = model.block(block, x.expandedDimensions(axis: 0), try model.parameters(block), weights)
-                var dx = MLXArray.zeros(x.shape)
-                block.mixtureBackward(experts, x, dy: x, addedTo: &dx)
+                var (dx, gradients) = (MLXArray.zeros(x.shape), LoRAGradients())
+                block.mixtureBackward(experts, x, dy: x, addedTo: &dx, &gradients)
                 return [block.mixture(experts, x), dx]
             }
             for (found, expected) in zip(try both(damaged), try both(weights)) {
@@ -85,8 +85,8 @@ import Testing
             let experts = try #require(weights.shape.mlp.experts)
             func both(_ x: MLXArray) throws -> [MLXArray] {
                 let block = model.block(block, x.expandedDimensions(axis: 0), try model.parameters(block), weights)
-                var dx = 2 * x
-                block.mixtureBackward(experts, x, dy: x, addedTo: &dx)
+                var (dx, gradients) = (2 * x, LoRAGradients())
+                block.mixtureBackward(experts, x, dy: x, addedTo: &dx, &gradients)
                 return [block.mixture(experts, x), dx]
             }
             for (found, expected) in zip(try both(all), try both(one)) {

@@ -1,0 +1,138 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MeSPCore
+
+/// Runs that train the experts of mixtures too.
+@Suite(.serialized) struct TrainedExpertsTests {
+    private static let cases = Fixture.cases.filter { $0.lastPathComponent.contains("moe") }
+    /// In float32 the order of sums differs; the bar of the design is 1e-4.
+    private let tolerance: Float = 1e-4
+
+    private func trainer(_ fixture: Fixture, freezesA: Bool = false) throws -> Trainer {
+        try fixture.trainer(.mesp) {
+            $0.projections = fixture.bundle.architecture.trainableNames
+            $0.freezeA = freezesA
+        }
+    }
+
+    private func gradients(_ fixture: Fixture, _ trainer: Trainer) throws -> (loss: Float, [Int: MLXArray]) {
+        var gradients = [Int: MLXArray]()
+        let loss = try fixture.backpropagate(trainer) { gradients[$0] = $1 }
+        return (loss, gradients)
+    }
+
+    @Test(arguments: cases) func gradientsEqualTheReference(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "experts")
+        let trainer = try trainer(fixture)
+        let (loss, gradients) = try gradients(fixture, trainer)
+        #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < tolerance)
+        #expect(gradients.count == fixture.layers)
+        for (block, gradient) in gradients {
+            let (layout, expected) = (trainer.model.layouts[block], try fixture.array("grad.\(block)"))
+            #expect(layout.modules.count { $0.isStacked } == (layout.block.mlp.experts == nil ? 0 : 3))
+            #expect(gradient.shape == expected.shape)
+            for module in layout.modules {
+                let (ours, reference) = (
+                    layout.matrices(module, in: gradient), layout.matrices(module, in: expected)
+                )
+                let name = "block \(block) \(module.name)"
+                #expect(relativeError(ours.a, reference.a) < tolerance, "\(name).A")
+                #expect(relativeError(ours.b, reference.b) < tolerance, "\(name).B")
+            }
+        }
+    }
+
+    @Test(arguments: cases) func theyAreTheSameWithPlainProductsAndSmallTiles(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "experts")
+        let (loss, expected) = try gradients(fixture, trainer(fixture))
+        let small = try fixture.trainer(.mesp, plan: Plan(tileBytes: 1 << 10)) {
+            $0.projections = fixture.bundle.architecture.trainableNames
+        }
+        let plain = try CPUProducts.$current.withValue(.plain) { try gradients(fixture, trainer(fixture)) }
+        for (name, (found, all)) in ["plain": plain, "small": try gradients(fixture, small)] {
+            #expect(abs(found - loss) < 1e-5 * abs(loss), "\(name)")
+            for (block, gradient) in all {
+                #expect(relativeError(gradient, try #require(expected[block])) < tolerance, "\(name), block \(block)")
+            }
+        }
+    }
+
+    @Test(arguments: cases) func ofBAloneThereIsTheSame(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "experts")
+        let some = try trainer(fixture, freezesA: true)
+        let ((loss, all), (found, ofB)) = (
+            try gradients(fixture, trainer(fixture)), try gradients(fixture, some)
+        )
+        #expect(found == loss)
+        for (block, gradient) in ofB {
+            let layout = some.model.layouts[block]
+            #expect(gradient.shape == [layout.trainedCount])
+            #expect(gradient.arrayEqual(layout.trained(in: try #require(all[block]))).item(Bool.self))
+        }
+    }
+
+    /// As the reference draws them, and other seeds others.
+    @Test(arguments: cases) func theyStartAsTheReferenceDoes(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "experts")
+        for (block, layout) in try trainer(fixture).model.layouts.enumerated() {
+            let start = try fixture.array("start.\(block)")
+            #expect(relativeError(layout.initial(seed: 0, block: block), start) < 1e-6)
+            #expect(relativeError(layout.initial(seed: 1, block: block), start) > 0.1)
+        }
+    }
+
+    /// The experts that no token chose have the gradient 0.
+    @Test(arguments: cases) func anExpertWithoutTokensHasNoGradient(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "experts")
+        let trainer = try trainer(fixture)
+        try fixture.restore(trainer)
+        let model = trainer.model
+        let block = try #require(
+            model.blocks.first { fixture.bundle.architecture.block($0).mlp.experts != nil })
+        let x = MLXRandom.normal([1, fixture.bundle.architecture.hiddenSize], key: MLXRandom.key(3))
+        try fixture.bundle.withBlock(block) { weights in
+            let experts = try #require(weights.shape.mlp.experts)
+            let chosen = weights.choice(experts).chosen(weights.router(experts).apply(x))
+            let numbers = Set(chosen.asType(.int32).asArray(Int32.self).map(Int.init))
+            let formulas = model.block(block, x.expandedDimensions(axis: 0), try model.parameters(block), weights)
+            var (dx, gradients) = (MLXArray.zeros(x.shape), LoRAGradients())
+            formulas.mixtureBackward(experts, x, dy: x, addedTo: &dx, &gradients)
+            #expect(Set(gradients.experts.keys) == numbers)
+            let layout = LoRALayout(block: weights.shape, rank: model.layouts[block].rank, modules: experts.modules)
+            let flat = layout.packed(gradients)
+            #expect(flat.shape == [layout.count])
+            for module in experts.modules {
+                let found = layout.matrices(module, in: flat)
+                for number in 0..<experts.numExperts {
+                    for matrix in [found.a[number], found.b[number]] {
+                        #expect((matrix.abs().max().item(Float.self) > 0) == numbers.contains(number))
+                    }
+                }
+            }
+        }
+    }
+
+    /// In the forms of mlx-lm and PEFT, of all blocks and of the last.
+    @Test(arguments: cases, [nil, 1]) func adaptersAreReadAsTheyWereWritten(_ folder: URL, _ layers: Int?) throws {
+        let fixture = try Fixture(folder, "experts")
+        let (rank, architecture) = (Int(try fixture.number("rank")), fixture.bundle.architecture)
+        let blocks = (layers.map { fixture.layers - $0 } ?? 0)..<fixture.layers
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        let whole = architecture.layouts(rank: rank, withExperts: true)
+        try saveAdapterFolder(
+            architecture, rank: rank, blocks: blocks, modules: architecture.trainable, scale: 2, model: "a model",
+            to: output
+        ) { try fixture.array("lora.\($0)") }
+        for from in [output, output.appendingPathComponent("peft")] {
+            let loaded = try loadAdapters(from: from, architecture: architecture)
+            #expect(loaded.rank == rank && loaded.scale == 2)
+            for block in blocks {
+                #expect(loaded.layouts[block].modules == whole[block].modules)
+                #expect(loaded.lora[block].arrayEqual(try fixture.array("lora.\(block)")).item(Bool.self))
+            }
+        }
+    }
+}
