@@ -25,7 +25,12 @@ from mlx_lm.utils import dequantize_model
 from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+)
 
 from bench import main as bench
 from helpers.commands import call, invoke
@@ -198,9 +203,13 @@ def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "lfm2_moe"])
 def test_peft_has_adapters_of_experts(tmp_path: Path, name: str):
-    """Which transformers has as two parameters, gate over up and down: both ways."""
+    """Which transformers has as two parameters, gate over up and down: both ways.
+
+    In Qwen3's mixtures PEFT 0.21 takes the MLPs of layers without experts for experts; the
+    published ones have no such layers.
+    """
     folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
-    config = FAMILIES[name]
+    config = FAMILIES[name] | ({"mlp_only_layers": []} if name == "qwen3_moe" else {})
     write_model(folder, config)
     text.write_text(TEXT * 5)
     call(
@@ -239,13 +248,11 @@ def test_peft_has_adapters_of_experts(tmp_path: Path, name: str):
     model = adapted.unload()
 
     parameters = [f"experts.{each}_proj" for each in ("gate_up", "down")]
-    lora = LoraConfig(
-        r=8, lora_alpha=16, target_modules=["q_proj"], target_parameters=parameters
-    )
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"], target_parameters=parameters)
     adapted = get_peft_model(model, lora)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
+            torch.nn.init.normal_(parameter, std=0.6)
     adapted.save_pretrained(tmp_path / "peft")
     expected = held_out_loss(adapted.eval(), bundle)
     options = ("--adapters", tmp_path / "peft", "--projections", "q,experts")

@@ -551,7 +551,8 @@ def quantizable(module: nn.Module) -> bool:
 
 
 def load_lora(layer: nn.Module, flat: mx.array, block: Block, scale: float) -> None:
-    """Wraps an mlx-lm block's modules in LoRALinear or LoRASwitchLinear; only `flat`'s parameters are trainable."""
+    """Wraps an mlx-lm block's modules in LoRALinear, or LoRASwitchLinear; only `flat`'s parameters
+    are trainable."""
     modules = dict(layer.named_modules())
     wrapped = []
     for name, (A, B) in reference.unpack_lora(flat, block).items():

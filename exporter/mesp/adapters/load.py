@@ -125,7 +125,9 @@ def apply_adapters(model: nn.Module, adapters: Adapters, folder: Path) -> None:
     for path, (a, b) in adapters.matrices.items():
         stacked = a.ndim == 3
         (inputs, rank), outputs = a.shape[:0:-1] if stacked else a.shape, b.shape[1]
-        kinds = (SwitchLinear, QuantizedSwitchLinear) if stacked else (nn.Linear, nn.QuantizedLinear)
+        kinds = (
+            (SwitchLinear, QuantizedSwitchLinear) if stacked else (nn.Linear, nn.QuantizedLinear)
+        )
         linear = modules.get(path)
         if not isinstance(linear, kinds) or _shape(linear) != (*a.shape[:-2], outputs, inputs):
             raise MespError(

@@ -156,8 +156,8 @@ class TrainSettings(Settings):
     rslora: bool = setting(bool, False, "Scale the adapters by alpha / √rank.", federated=True)
     projections: list[str] | None = setting(  # noqa: RUF009, as the others, a field
         list, None,
-        "Linear layers to train, as in q,v or, where q, k and v are one, qkv; experts are those of a "
-        "mixture.",
+        "Linear layers to train, as in q,v or, where q, k and v are one, qkv; experts are a "
+        "mixture's.",
         choices=TRAINABLE, federated=True, default_text="all but experts",
     )  # fmt: skip
     num_layers: int | None = setting(

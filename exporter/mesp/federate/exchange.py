@@ -30,8 +30,8 @@ MOST = 1e6
 
 
 def read_arrays(folder: Path) -> Arrays:
-    """The matrices of an adapter folder, float32, of each module those of all blocks: A [blocks, in,
-    rank] and B [blocks, rank, out], of experts as mlx-lm has them."""
+    """The matrices of an adapter folder, float32 A [blocks, in, rank] and B [blocks, rank, out]; of
+    experts A [blocks, experts, rank, in] and B [blocks, experts, out, rank]."""
     try:
         matrices = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
