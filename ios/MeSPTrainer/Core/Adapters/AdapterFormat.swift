@@ -90,7 +90,8 @@ enum AdapterFormat {
             let isAlone = architecture.hfPrefix == "model" && !architecture.hasExperts
             let linear = layers.filter { !$0.isStacked }
             let parameters = blocks.flatMap { block in
-                self.layers(of: architecture.block(block)).filter { $0.isStacked && layers.map(\.name).contains($0.name) }
+                self.layers(of: architecture.block(block))
+                    .filter { $0.isStacked && $0.modules.contains(where: modules.contains) }
                     .map { "\(architecture.hfPrefix).layers.\(block).\($0.name)" }
             }
             return [

@@ -50,7 +50,7 @@ public struct Planner: Sendable {
     private let trainedBlocks: Int
     /// The parameters of the block that has most, and the gradient of the one that has the largest, in bytes.
     private let loraBytes, gradientBytes: Int
-    /// The number of gate, up and down that have adapters.
+    /// The number of gate, up and down that have adapters, of the MLP or of experts.
     private let adaptedInMLP: Int
     /// For each of the model's mixers.
     private let mixers: [MixerMemory]
@@ -77,7 +77,8 @@ public struct Planner: Sendable {
         loraBytes = layouts.map { 4 * $0.count }.max() ?? 0
         gradientBytes = layouts.map { 4 * $0.trainedCount }.max() ?? 0
         let adapted = Set(layouts.flatMap { $0.modules.flatMap(\.projections) })
-        adaptedInMLP = adapted.intersection([.gate, .up, .down]).count
+        let ofMLPs: [Set<Projection>] = [[.gate, .up, .down], [.expertGate, .expertUp, .expertDown]]
+        adaptedInMLP = ofMLPs.map { adapted.intersection($0).count }.max() ?? 0
         passedBytes = Self.passedBytes(manifest, settings, trainedBlocks)
         backend = manifest.device
         itemSize = manifest.dtype.dtype.size
@@ -373,7 +374,7 @@ public struct Planner: Sendable {
         let postNormed = architecture.postNorms ? hidden : 0
         let mixer = 51 * plan.tileBytes + largest(\.tenGPUPhases) + 17 * postNormed
         let mlp = 34 * plan.tileBytes + 180 * hidden + 38 * gradientBytes + 46 * postNormed
-        return max(mixer, mlp) / 10
+        return max(mixer, mlp, 10 * update) / 10
     }
 
     /// Above what there is when a phase begins, what it may take before MLX waits for the GPU; and a cache. See `withWorkspace`. With
@@ -496,8 +497,13 @@ public struct Planner: Sendable {
             a.perLayer == nil
                 ? 0 : largest(\.intermediates) + before + 5 * some + 5 * perLayer + gradientBytes + postNormed,
             // With post-norms also the gradient by mixer_out.
-            largest { $0.backward(tile) } + (a.postNorms ? hidden : 0) + 2 * gradientBytes)
+            largest { $0.backward(tile) } + (a.postNorms ? hidden : 0) + 2 * gradientBytes,
+            update)
     }
+
+    /// The update of a block's parameters: x, d and their like, and arrays as long as the gradient, of which it is made and the optimizer
+    /// makes others. They count where experts are trained: fitted to two blocks of LFM2.5-8B-A1B.
+    private var update: Int { 3 * hidden + (settings.optimizer == .sgd ? 6 : 8) * gradientBytes }
 
     /// The number of arrays of a tile's size that the MLP's derivative has at once. Fused: gate, up, d_act and d_gate, with the second product that
     /// gate or up is the sum of where it has an adapter, and act where down has one. Otherwise also these sums and the parts of the

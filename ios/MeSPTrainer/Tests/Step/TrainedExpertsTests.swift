@@ -83,35 +83,56 @@ import Testing
         }
     }
 
-    /// The experts that no token chose have the gradient 0.
-    @Test(arguments: cases) func anExpertWithoutTokensHasNoGradient(_ folder: URL) throws {
-        let fixture = try Fixture(folder, "experts")
+    /// The gradients of a mixture's experts by x `[n, hidden]`, where that of its output is x; and the experts that x chooses.
+    private func ofMixture(
+        _ fixture: Fixture, _ x: (_ hidden: Int) -> MLXArray,
+        _ body: (LoRAGradients, _ chosen: Set<Int>, Experts, LoRALayout) throws -> Void
+    ) throws {
         let trainer = try trainer(fixture)
         try fixture.restore(trainer)
         let model = trainer.model
         let block = try #require(
             model.blocks.first { fixture.bundle.architecture.block($0).mlp.experts != nil })
-        let x = MLXRandom.normal([1, fixture.bundle.architecture.hiddenSize], key: MLXRandom.key(3))
+        let x = x(fixture.bundle.architecture.hiddenSize)
         try fixture.bundle.withBlock(block) { weights in
             let experts = try #require(weights.shape.mlp.experts)
             let chosen = weights.choice(experts).chosen(weights.router(experts).apply(x))
-            let numbers = Set(chosen.asType(.int32).asArray(Int32.self).map(Int.init))
             let formulas = model.block(block, x.expandedDimensions(axis: 0), try model.parameters(block), weights)
             var (dx, gradients) = (MLXArray.zeros(x.shape), LoRAGradients())
             formulas.mixtureBackward(experts, x, dy: x, addedTo: &dx, &gradients)
-            #expect(Set(gradients.experts.keys) == numbers)
-            let layout = LoRALayout(block: weights.shape, rank: model.layouts[block].rank, modules: experts.modules)
+            try body(
+                gradients, Set(chosen.asType(.int32).asArray(Int32.self).map(Int.init)), experts,
+                LoRALayout(block: weights.shape, rank: model.layouts[block].rank, modules: experts.modules))
+        }
+    }
+
+    /// The experts that no token chose have the gradient 0.
+    @Test(arguments: cases) func anExpertWithoutTokensHasNoGradient(_ folder: URL) throws {
+        let one = { MLXRandom.normal([1, $0], key: MLXRandom.key(3)) }
+        try ofMixture(Fixture(folder, "experts"), one) { gradients, chosen, experts, layout in
+            #expect(Set(gradients.experts.keys) == chosen)
             let flat = layout.packed(gradients)
             #expect(flat.shape == [layout.count])
             for module in experts.modules {
                 let found = layout.matrices(module, in: flat)
                 for number in 0..<experts.numExperts {
                     for matrix in [found.a[number], found.b[number]] {
-                        #expect((matrix.abs().max().item(Float.self) > 0) == numbers.contains(number))
+                        #expect((matrix.abs().max().item(Float.self) > 0) == chosen.contains(number))
                     }
                 }
             }
         }
+    }
+
+    /// The gradients of the parts in which an expert takes many tokens add up.
+    @Test(arguments: cases) func thePartsOfManyTokensAddUp(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "experts")
+        var found = [MLXArray]()
+        for count in [1, 150] {
+            let same = { MLXRandom.normal([1, $0], key: MLXRandom.key(3)) + MLXArray.zeros([count, $0]) }
+            try ofMixture(fixture, same) { gradients, _, _, layout in found.append(layout.packed(gradients)) }
+        }
+        #expect(relativeError(found[1], 150 * found[0]) < 1e-5)
     }
 
     /// In the forms of mlx-lm and PEFT, of all blocks and of the last.
