@@ -503,7 +503,15 @@ public struct Planner: Sendable {
 
     /// The update of a block's parameters: x, d and their like, and arrays as long as the gradient, of which it is made and the optimizer
     /// makes others. They count where experts are trained: fitted to two blocks of LFM2.5-8B-A1B.
-    private var update: Int { 3 * hidden + (settings.optimizer == .sgd ? 6 : 8) * gradientBytes }
+    private var update: Int {
+        let arrays =
+            switch settings.optimizer {
+            case .sgd: 6
+            case .adamw: 7
+            case .adamw8bit: 8
+            }
+        return 3 * hidden + arrays * gradientBytes
+    }
 
     /// The number of arrays of a tile's size that the MLP's derivative has at once. Fused: gate, up, d_act and d_gate, with the second product that
     /// gate or up is the sum of where it has an adapter, and act where down has one. Otherwise also these sums and the parts of the
