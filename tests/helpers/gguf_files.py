@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from helpers.models import FAMILIES, TEXT, TINY, write_tokenizer
+from helpers.models import EXPERT_MATRICES, FAMILIES, TEXT, TINY, write_tokenizer
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete
 from mesp.models.names import CONVOLUTIONS
@@ -50,6 +51,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": ("lfm2", FAMILIES["lfm2"]),
     "phi3": ("phi3", FAMILIES["phi3"]),
+    # llama.cpp has experts in all blocks, and no factor of their weights.
+    "qwen3_moe": ("qwen3moe", FAMILIES["qwen3_moe"] | {"mlp_only_layers": []}),
+    "lfm2_moe": ("lfm2moe", FAMILIES["lfm2_moe"] | {"routed_scaling_factor": 1.0}),
     # With rows of whole blocks of 256 weights.
     "wide": (
         "qwen2",
@@ -89,11 +93,12 @@ def write_gguf(
     write_vocabulary(writer, vocabulary, path.with_suffix(".tokenizer"), config["vocab_size"])
     architecture = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == name)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    for key, tensor in tensors.items():
+    for key, tensor in _stacked(config, tensors).items():
         array = _converted(name, config, key, np.array(tensor.astype(mx.float32)))
         key = key.replace(".dt_bias", ".dt_proj.bias")
+        key = key.replace(".expert_bias", ".expert_bias.bias")
         theirs = names.get_name(key, (".weight", ".bias"))
-        if array.ndim == 2 and not key.endswith(CONVOLUTIONS):
+        if array.ndim >= 2 and not key.endswith(CONVOLUTIONS):
             data, kind = encode(theirs, array)
             writer.add_tensor(theirs, data, raw_dtype=kind)
         else:
@@ -109,6 +114,18 @@ def write_gguf(
     return path
 
 
+def _stacked(config: dict[str, Any], tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+    """With the matrices of all experts in one, [experts, out, in]."""
+    names = {theirs: ours for ours, theirs in EXPERT_MATRICES.get(config["model_type"], {}).items()}
+    found, experts = {}, {}
+    for key, tensor in tensors.items():
+        if part := re.fullmatch(r"(.*\.experts)\.\d+\.(\w+)\.weight", key):
+            experts.setdefault(f"{part[1]}.{names[part[2]]}.weight", []).append(tensor)
+        else:
+            found[key] = tensor
+    return found | {key: mx.stack(each) for key, each in experts.items()}
+
+
 def _write_keys(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) -> None:
     arch = Architecture.from_config(config)
     heads = config["num_attention_heads"]
@@ -120,7 +137,7 @@ def _write_keys(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) -> N
     writer.add_head_count(heads)
     writer.add_head_count_kv(
         [config["num_key_value_heads"] if b.mixer.type == "attention" else 0 for b in arch.blocks]
-        if name == "lfm2"
+        if name.startswith("lfm2")
         else config["num_key_value_heads"]
     )
     if config.get("head_dim") and name != "phi3":
@@ -153,7 +170,14 @@ def _write_keys(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) -> N
         inner = config["linear_value_head_dim"] * config["linear_num_value_heads"]
         writer.add_ssm_inner_size(inner)
         writer.add_full_attention_interval(config["full_attention_interval"])
-    if name == "lfm2":
+    if name.endswith("moe"):
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if name == "lfm2moe":
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if name.startswith("lfm2"):
         writer.add_vocab_size(config["vocab_size"])
         writer.add_shortconv_l_cache(config["conv_L_cache"])
 

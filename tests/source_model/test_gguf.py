@@ -178,6 +178,8 @@ def test_types_of_blocks_that_are_not_supported_are_named(tmp_path: Path):
         ("granite", "granite.residual_scale"),
         ("lfm2", "lfm2.shortconv.l_cache"),
         ("qwen3_5_text", "qwen35.ssm.inner_size"),
+        ("qwen3_moe", "qwen3moe.expert_used_count"),
+        ("lfm2_moe", "lfm2moe.leading_dense_block_count"),
     ],
 )
 def test_what_metadata_lack_is_named(model: str, key: str, tmp_path: Path):
@@ -199,6 +201,9 @@ def number(value: int) -> gguf.GGUFValue:
         ("qwen2", "general.architecture", SEVERAL, "The architecture '' of"),
         ("qwen2", "general.type", SEVERAL, "holds no model"),
         ("granite", "granite.expert_count", number(8), "mixes experts"),
+        ("qwen3_moe", "qwen3moe.expert_count", number(9), "does not fit its metadata"),
+        ("qwen3_moe", "qwen3moe.expert_count", number(1 << 40), "experts' sizes"),
+        ("lfm2_moe", "lfm2moe.expert_gating_func", number(1), "weighs experts in a way"),
         ("qwen2", "tokenizer.ggml.model", SEVERAL, "has a tokenizer of kind ''"),
         ("minicpm", "minicpm.logit_scale", number(0), "is not above 0"),
         ("minicpm", "minicpm.nextn_predict_layers", number(7), "is not above 0"),

@@ -24,7 +24,7 @@ _TYPES = {4: "Q4_1", 6: "Q8_0", 8: "Q8_0", BFLOAT16: "BF16"}
 
 def write_gguf(path: Path, adapters: Adapters, arch: Architecture) -> None:
     """Writes `path`, a GGUF file of the type `adapter`: of each module `blk.N.….lora_a` [rank, in],
-    `….lora_b` [out, rank]; alpha.
+    `….lora_b` [out, rank], which of experts are stacked; alpha.
 
     Names, order of rows and keys are those of llama.cpp's convert_lora_to_gguf.py. Raises MespError
     where the gguf package is missing, or the architecture is not one of llama.cpp's.
@@ -83,7 +83,7 @@ def write_fused_gguf(
 
     def fuse(tensor: tuple[float, np.ndarray, np.ndarray], weight: np.ndarray) -> np.ndarray:
         scale, down, up = tensor
-        return weight.astype(np.float32) + scale * (up @ down)
+        return weight.astype(np.float32) + scale * (up @ down).reshape(weight.shape)
 
     tensors = _tensors(adapters, arch)
     changed = {name: partial(fuse, tensor) for name, tensor in tensors.items()}
@@ -94,11 +94,13 @@ def _tensors(
     adapters: Adapters, arch: Architecture
 ) -> dict[str, tuple[float, np.ndarray, np.ndarray]]:
     """By the name there of a matrix: the scale, Aᵀ [rank, in] and Bᵀ [out, rank], whose columns and
-    rows are in the order that they have there."""
+    rows are in the order that they have there; of experts stacked."""
     names, found = _names(arch), {}
     for path, (a, b) in adapters.matrices.items():
         layer, _, module = path.removeprefix(f"{arch.mlx_prefix}.layers.").partition(".")
-        block, down, up = arch.blocks[int(layer)], np.array(a).T, np.array(b).T
+        block, down, up = arch.blocks[int(layer)], np.array(a), np.array(b)
+        if a.ndim == 2:  # those of experts are as they are there
+            down, up = down.T, up.T
         if (rows := names.rows(block, module)) is not None:
             up = up[np.argsort(rows)]
         if (columns := names.columns(block, module)) is not None:
@@ -111,7 +113,8 @@ def _tensors(
 def _names(arch: Architecture):
     from mesp.source_model.gguf.names import ARCHITECTURES, Names
 
-    if arch.model_type not in ARCHITECTURES or arch.has_experts:
+    granite = arch.model_type == "granitemoehybrid" and arch.has_experts
+    if arch.model_type not in ARCHITECTURES or granite:
         raise MespError(
             f"Adapters of {arch.model_type} cannot be written for llama.cpp; leave out --gguf."
         )

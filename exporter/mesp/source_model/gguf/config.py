@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, ExpertGatingFuncType
 
 from mesp.errors import MespError
 from mesp.models.families import FAMILIES
@@ -75,10 +75,10 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
     if table is None or len(table.shape) != 2:
         raise MespError(f"{gguf.path} has no token_embd.weight; it holds no whole model.")
     its = _Metadata(gguf, name)
-    if its.get("expert_count"):
+    if its.get("expert_count") and FAMILIES[model_type].experts is None:
         raise MespError(
-            f"{gguf.path} mixes experts, which is not supported in a GGUF file; take the model in "
-            "safetensors."
+            f"{gguf.path} mixes experts, which is not supported in a GGUF file of {name}; take the "
+            "model in safetensors."
         )
     hidden, heads = its.require("embedding_length"), its.require("attention.head_count")
     head_dim = its.get("attention.key_length") or (hidden // heads if heads else 0)
@@ -114,7 +114,7 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
     if rotated and rotated != head_dim:
         config["partial_rotary_factor"] = rotated / (head_dim or 1)
     config |= _READ.get(model_type, lambda its, config: {})(its, config)
-    if model_type != "lfm2":  # whose blocks with convolutions have none
+    if not model_type.startswith("lfm2"):  # whose blocks with convolutions have none
         config["num_key_value_heads"] = its.get("attention.head_count_kv") or heads
     config["rope_scaling"] = _rope_scaling(its, config)
     if model_type == "ministral3":  # where mlx-lm reads it
@@ -173,7 +173,7 @@ def _minicpm(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 def _lfm2(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """A block without heads of keys has a convolution."""
-    key = "lfm2.attention.head_count_kv"
+    key = f"{its.prefix}.attention.head_count_kv"
     counts = its.gguf.metadata.get(key)
     if not isinstance(counts, np.ndarray) or len({*counts.tolist()} - {0}) != 1:
         raise MespError(
@@ -194,6 +194,38 @@ def _lfm2(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _experts(its: _Metadata, scores: ExpertGatingFuncType) -> dict[str, Any]:
+    """Of a mixture whose weights add up to 1, as llama.cpp has it of these architectures."""
+    if its.get("expert_gating_func") not in (None, scores.value) or its.get(
+        "expert_weights_scale", _NUMBER
+    ) not in (None, 0, 1):
+        raise MespError(f"{its.gguf.path} weighs experts in a way that is not supported.")
+    return {
+        "num_experts": its.require("expert_count"),
+        "num_experts_per_tok": its.require("expert_used_count"),
+        "moe_intermediate_size": its.require("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _qwen3_moe(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_experts(its, ExpertGatingFuncType.SOFTMAX),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _lfm2_moe(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_lfm2(its, config),
+        **_experts(its, ExpertGatingFuncType.SIGMOID),
+        "num_dense_layers": its.require("leading_dense_block_count"),
+        "routed_scaling_factor": 1.0,
+        "use_expert_bias": True,
+    }
+
+
 def _qwen3_5(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     values = its.require("ssm.time_step_rank")
     return {
@@ -208,7 +240,7 @@ def _qwen3_5(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 _READ = {
     "gemma2": _gemma, "gemma3_text": _gemma3, "granite": _granite, "minicpm": _minicpm,
-    "lfm2": _lfm2, "qwen3_5_text": _qwen3_5,
+    "lfm2": _lfm2, "qwen3_5_text": _qwen3_5, "qwen3_moe": _qwen3_moe, "lfm2_moe": _lfm2_moe,
 }  # fmt: skip
 
 

@@ -17,7 +17,8 @@ ARCHITECTURES = {
     "qwen2": "QWEN2", "qwen3": "QWEN3", "llama": "LLAMA", "mistral": "LLAMA", "smollm3": "SMOLLM3",
     "granite": "GRANITE", "granitemoehybrid": "GRANITE", "minicpm": "MINICPM",
     "ministral3": "MISTRAL3", "gemma2": "GEMMA2", "gemma3_text": "GEMMA3",
-    "qwen3_5_text": "QWEN35", "lfm2": "LFM2", "phi3": "PHI3",
+    "qwen3_5_text": "QWEN35", "lfm2": "LFM2", "phi3": "PHI3", "qwen3_moe": "QWEN3MOE",
+    "lfm2_moe": "LFM2MOE",
 }  # fmt: skip
 # Those whose q and k llama.cpp turns in pairs of neighbours: rows of a head's halves alternate.
 _INTERLEAVED = ("LLAMA", "SMOLLM3", "GRANITE", "GRANITE_HYBRID", "MINICPM", "MISTRAL3")
@@ -41,6 +42,8 @@ class Names:
         Raises KeyError where the architecture has none.
         """
         theirs = name_there(name, self.arch.model_type).replace(".dt_bias", ".dt_proj.bias")
+        theirs = theirs.replace(".expert_bias", ".expert_bias.bias")
+        theirs = theirs.replace(".switch_mlp.", ".experts.")
         found = self.map.get_name(theirs, (".weight", ".bias"))
         if found is None:
             raise KeyError(name)

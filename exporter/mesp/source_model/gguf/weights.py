@@ -15,6 +15,7 @@ from mesp.block_function.dequantize import pack
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture, Block
 from mesp.models.families import FAMILIES
+from mesp.models.names import name_of_stacked
 from mesp.models.quantization import Quantization
 from mesp.quantization import least_squares
 from mesp.source_model.gguf.blocks import CARRIED, REQUANTIZED, UNQUANTIZED, WIDE, arrays
@@ -37,7 +38,7 @@ class GGUFWeights:
         self.quantized: tuple[Any, tuple[mx.array, ...]] = (None, ())
         self.blocks = {f"model.layers.{i}.": block for i, block in enumerate(arch.blocks)}
         self.matrices = ["model.embed_tokens", *(["lm_head"] * (not arch.tie_word_embeddings))]
-        self.matrices += [prefix + name for prefix, b in self.blocks.items() for name in b.modules]
+        self.matrices += [prefix + n for prefix, b in self.blocks.items() for n in b.matrices()]
         self.types = Counter()
         for name in self.matrices:
             tensor = self._tensor(f"{name}.weight")
@@ -66,7 +67,10 @@ class GGUFWeights:
         shapes = {f"{name}.weight": (arch.vocab_size, arch.hidden_size) for name in tables}
         shapes["model.norm.weight"] = (arch.hidden_size,)
         for prefix, block in self.blocks.items():
-            shapes |= {f"{prefix}{name}.weight": size for name, size in block.sizes().items()}
+            matrices = block.sizes() | block.frozen()
+            shapes |= {f"{prefix}{name}.weight": size for name, size in matrices.items()}
+            for name, size in block.stacked().items():
+                shapes[f"{prefix}{name}.weight"] = (block.num_experts, *size)
             shapes |= {f"{prefix}{name}.bias": (size,) for name, size in block.biases().items()}
             shapes |= {prefix + name: (size,) for name, size in block.norms().items()}
             shapes |= {prefix + name: shape for name, shape in block.vectors().items()}
@@ -122,6 +126,10 @@ class GGUFWeights:
 
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
         module, _, part = name.rpartition(".")
+        module, expert = name_of_stacked(module)
+        if expert is not None:  # the rows of all experts lie behind each other
+            first, name = expert * shape[0], f"{module}.{part}"
+            rows = slice(first + rows.start, first + rows.stop)
         if self.is_quantized_file and module in self.matrices and part in _PARTS:
             return self._quantized(module, rows)[_PARTS.index(part)]
         return self._floats(name, self._tensor(name), rows)
@@ -137,7 +145,7 @@ class GGUFWeights:
                 f"{self.file.path} has {theirs} in blocks of type {tensor.type}, which is not "
                 "supported; take a file of Q4_K_M, Q8_0 or F16."
             )
-        if len(tensor.shape) > 2:
+        if len(tensor.shape) > (3 if ".switch_mlp." in name else 2):
             raise MespError(f"{self.file.path} has {theirs} of {len(tensor.shape)} dimensions.")
         return tensor
 
