@@ -374,7 +374,7 @@ public struct Planner: Sendable {
         let postNormed = architecture.postNorms ? hidden : 0
         let mixer = 51 * plan.tileBytes + largest(\.tenGPUPhases) + 17 * postNormed
         let mlp = 34 * plan.tileBytes + 180 * hidden + 38 * gradientBytes + 46 * postNormed
-        return max(mixer, mlp, 10 * update) / 10
+        return max(mixer, mlp, 10 * update(plan)) / 10
     }
 
     /// Above what there is when a phase begins, what it may take before MLX waits for the GPU; and a cache. See `withWorkspace`. With
@@ -388,7 +388,7 @@ public struct Planner: Sendable {
         let tile = tile(plan)
         let forward = plan.keptBlocks > 0 ? forward + 2 * intermediate : forward
         return process + lasting(plan)
-            + max(forward, loss(tile), backward(tile))
+            + max(forward, loss(tile), backward(tile), update(plan))
             // Freed memory doesn't return to the system at once: small blocks, and gaps between activations.
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0) + gaps(plan)
     }
@@ -497,20 +497,22 @@ public struct Planner: Sendable {
             a.perLayer == nil
                 ? 0 : largest(\.intermediates) + before + 5 * some + 5 * perLayer + gradientBytes + postNormed,
             // With post-norms also the gradient by mixer_out.
-            largest { $0.backward(tile) } + (a.postNorms ? hidden : 0) + 2 * gradientBytes,
-            update)
+            largest { $0.backward(tile) } + (a.postNorms ? hidden : 0) + 2 * gradientBytes)
     }
 
-    /// The update of a block's parameters: x, d and their like, and arrays as long as the gradient, of which it is made and the optimizer
-    /// makes others. They count where experts are trained: fitted to two blocks of LFM2.5-8B-A1B.
-    private var update: Int {
+    /// The update of a block's parameters: x, d and their like, and arrays as long as the gradient, of which it is made, unless gradients are
+    /// gathered, and the optimizer makes others; where A is frozen, whole vectors. It counts where experts are trained: fitted to two blocks
+    /// of LFM2.5-8B-A1B.
+    private func update(_ plan: Plan) -> Int {
+        guard method.hasBackwardPass else { return 0 }
         let arrays =
             switch settings.optimizer {
             case .sgd: 6
             case .adamw: 7
             case .adamw8bit: 8
             }
-        return 3 * hidden + arrays * gradientBytes
+        return 3 * hidden + (arrays - (plan.gathersGradients(of: settings) ? 2 : 0)) * gradientBytes
+            + (settings.freezeA ? 3 * loraBytes : 0)
     }
 
     /// The number of arrays of a tile's size that the MLP's derivative has at once. Fused: gate, up, d_act and d_gate, with the second product that
