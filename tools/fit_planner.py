@@ -51,7 +51,11 @@ def main(models: tuple[str, ...], seq_lens: tuple[int, ...], layers: int) -> Non
                     model, out=Path(folder) / "bundle.mesp", random_weights=True, layers=layers,
                     seq_len=seq_len, device="cpu",
                 )  # fmt: skip
-                for name, settings in KINDS.items():
+                architecture = bundle.manifest.architecture
+                kinds = dict(KINDS)
+                if architecture.has_experts:
+                    kinds["experts"] = {"projections": architecture.trainable}
+                for name, settings in kinds.items():
                     out = Path(folder) / name
                     run = mesp.train(bundle, out=out, steps=3, val_batches=0, **settings)
                     show(model, seq_len, name, bundle, run)

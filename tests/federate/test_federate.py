@@ -245,6 +245,13 @@ def test_drift_and_the_error_of_averaging_are_as_their_formulas():
     assert averaging_error(clients, weights, start) == pytest.approx(wrong, rel=1e-5)
     only_b = [travelling(each, True) for each in clients]
     assert averaging_error(only_b, weights, travelling(start, True)) == 0
+
+    def of_experts(arrays: Arrays) -> Arrays:
+        """The blocks as experts of one block, as mlx-lm has these."""
+        return {name: array.swapaxes(-1, -2)[None] for name, array in arrays.items()}
+
+    stacked = [of_experts(each) for each in clients]
+    assert averaging_error(stacked, weights, of_experts(start)) == pytest.approx(wrong, rel=1e-5)
     assert drift([start], [1], start) == 0
 
 

@@ -138,6 +138,25 @@ def test_the_summary_says_what_was_carried_over(dtype: str, tmp_path: Path):
     assert ("rounded to bfloat16" in line) == (dtype == "bfloat16")
 
 
+def test_a_router_keeps_8_bits(tmp_path: Path):
+    """llama.cpp has it in float32, whatever the experts' type."""
+    tensors = random_tensors(MODELS["qwen3_moe"][1])
+
+    def encode(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
+        if "ffn_gate_inp" in name:
+            return matrix, Type.F32
+        return gguf.quantize(matrix, Type.Q4_0), Type.Q4_0
+
+    bundle = export(write_gguf(tmp_path / "t.gguf", "qwen3_moe", tensors, encode), tmp_path / "o")
+    router = np.array(tensors["model.layers.0.mlp.gate.weight"])
+    found = values(bundle.block(0), "mlp.gate.", 8, 32, "affine")
+    assert np.linalg.norm(found - router) < 0.01 * np.linalg.norm(router)
+    up = tensors["model.layers.0.mlp.experts.5.up_proj.weight"]
+    expected = gguf.dequantize(gguf.quantize(np.array(up), Type.Q4_0), Type.Q4_0)
+    of_all = values(bundle.block(0), "mlp.switch_mlp.up_proj.", 4, 32, "affine")
+    assert np.array_equal(of_all[5], expected)
+
+
 def test_an_unquantized_file_is_quantized_as_any_model(tmp_path: Path):
     tensors = random_tensors(MODELS["qwen3"][1])
     halves = {name: tensor.astype(mx.float16) for name, tensor in tensors.items()}
