@@ -502,7 +502,7 @@ public struct Planner: Sendable {
 
     /// The update of a block's parameters: x, d and their like, and arrays as long as the gradient, of which it is made, unless gradients are
     /// gathered, and the optimizer makes others; where A is frozen, whole vectors. It counts where experts are trained: fitted to two blocks
-    /// of LFM2.5-8B-A1B.
+    /// of LFM2.5-8B-A1B (`tools/fit_planner.py`).
     private func update(_ plan: Plan) -> Int {
         guard method.hasBackwardPass else { return 0 }
         let arrays =
