@@ -883,12 +883,12 @@ void host_clear_cache(void) {
     mx::clear_cache();
 #ifdef __GLIBC__
     // The next block takes what this one freed, and each page that went back to the system costs it a fault, some 0.25 ms a MiB: few do where
-    // that would take more than a hundredth of the processor's time since the last call.
+    // that would take more than a fiftieth of the processor's time since the last call.
     static std::atomic<std::clock_t> last{0};
     std::clock_t now = std::clock();
     double seconds = double(now - last.exchange(now)) / CLOCKS_PER_SEC;
     size_t free = mallinfo2().fordblks;
-    if (free > 32 << 20 || (free > 4 << 20 && 0.25e-3 * (free >> 20) < seconds / 100)) malloc_trim(0);
+    if (free > 32 << 20 || (free > 4 << 20 && 0.25e-3 * (free >> 20) < seconds / 50)) malloc_trim(0);
 #endif
 }
 

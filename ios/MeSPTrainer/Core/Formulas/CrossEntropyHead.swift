@@ -17,8 +17,8 @@ package struct CrossEntropyHead {
     let architecture: Architecture
     /// Rows of W at a time.
     let tile: Int
-    /// Tokens at a time.
-    let tokens: Int
+    /// Tokens of which h and its gradient are there at once, and of these at a time.
+    let part, tokens: Int
     let pace: Pace
     /// Multiplications from one boundary to the next, where a tile has no more.
     let workBetweenBoundaries: Int
@@ -29,12 +29,11 @@ package struct CrossEntropyHead {
     static let gpuWork = 1 << 35
 
     package init(
-        weights: PackedWeights, architecture: Architecture, tile: Int, tokens: Int = .max, pace: Pace = .evaluated,
-        workBetweenBoundaries: Int = defaultWork
+        weights: PackedWeights, architecture: Architecture, tile: Int, part: Int = .max, tokens: Int = .max,
+        pace: Pace = .evaluated, workBetweenBoundaries: Int = defaultWork
     ) {
-        (self.weights, self.architecture, self.tile, self.tokens, self.pace) = (
-            weights, architecture, tile, tokens, pace
-        )
+        (self.weights, self.architecture, self.tile, self.pace) = (weights, architecture, tile, pace)
+        (self.part, self.tokens) = (part, tokens)
         self.workBetweenBoundaries = workBetweenBoundaries
     }
 
@@ -69,10 +68,11 @@ package struct CrossEntropyHead {
     package func scores(_ y: MLXArray, targets: MLXArray, atBoundary: () throws -> Void) rethrows
         -> (losses: MLXArray, isLargest: MLXArray)
     {
+        var h = norm(y.asType(.float32))
         var work = 0
-        let parts = try tiles(of: y.dim(0), size: tokens).map { t in
+        let parts = try tiles(of: h.dim(0), size: tokens).map { t in
             let (losses, isLargest, _) = try overVocabulary(
-                norm(y[t].asType(.float32)), targets[t], wantsGradient: false, &work, atBoundary)
+                &h, t, targets[t], wantsGradient: false, &work, atBoundary)
             eval(losses, isLargest)
             return (losses, isLargest)
         }
@@ -86,14 +86,15 @@ package struct CrossEntropyHead {
     ///   - atBoundary: called between tiles, when nothing is being computed; it may wait, or throw
     /// - Returns: the sum of the losses in nats, a float32 scalar, evaluated.
     func loss(_ y: MLXArray, targets: MLXArray, counted: [Int], atBoundary: () throws -> Void) rethrows -> MLXArray {
-        var y = rows(counted, of: y)
-        var work = 0
+        let y = rows(counted, of: y)
         var losses = [MLXArray]()
-        for t in tiles(of: counted.count, size: tokens) {
-            let part = try overVocabulary(
-                norm(y[t].asType(.float32)), targets[t], wantsGradient: false, &work, atBoundary)
-            losses.append(part.losses.sum())
-            y = pace.next([y], after: losses.suffix(1))[0]
+        var work = 0
+        for rows in tiles(of: counted.count, size: part) {
+            var h = norm(y[rows].asType(.float32))
+            for t in tiles(of: rows.count, size: tokens) {
+                let own = try overVocabulary(&h, t, targets[rows][t], wantsGradient: false, &work, atBoundary)
+                losses.append(own.losses.sum())
+            }
         }
         let loss = losses.dropFirst().reduce(losses[0]) { $0 + $1 }
         eval(loss)
@@ -108,16 +109,23 @@ package struct CrossEntropyHead {
         _ y: MLXArray, targets: MLXArray, counted: [Int], scale: Float, atBoundary: () throws -> Void
     ) rethrows -> (loss: MLXArray, dy: MLXArray) {
         let (length, hidden, dtype) = (y.dim(1), y.dim(2), y.dtype)
-        var y = rows(counted, of: y)
-        var work = 0
+        let y = rows(counted, of: y)
         var (losses, dys) = ([MLXArray](), [MLXArray]())
-        for t in tiles(of: counted.count, size: tokens) {
-            let y32 = y[t].asType(.float32)
-            let part = try overVocabulary(norm(y32), targets[t], wantsGradient: true, &work, atBoundary)
-            guard let dh = part.dh else { preconditionFailure("a gradient was asked for") }
-            losses.append(part.losses.sum())
-            dys.append(norm.backward(y32, dy: dh * scale).asType(dtype))
-            y = pace.next([y], after: losses.suffix(1) + dys.suffix(1))[0]
+        var work = 0
+        for rows in tiles(of: counted.count, size: part) {
+            let y = y[rows].asType(.float32)
+            var h = norm(y)
+            var gradients = [MLXArray]()
+            for t in tiles(of: rows.count, size: tokens) {
+                let own = try overVocabulary(&h, t, targets[rows][t], wantsGradient: true, &work, atBoundary)
+                losses.append(own.losses.sum())
+                gradients += [own.dh].compactMap { $0 }
+            }
+            let dh = concatenated(gradients) * scale
+            gradients = []
+            pace.finish(losses + [dh])
+            dys.append(norm.backward(y, dy: dh).asType(dtype))
+            if rows.count < counted.count { eval(dys) }
         }
         let loss = losses.dropFirst().reduce(losses[0]) { $0 + $1 }
         var dy = concatenated(dys)
@@ -139,23 +147,22 @@ package struct CrossEntropyHead {
         return counted.count < y.dim(1) ? all[MLXArray(counted.map { Int32($0) })] : all
     }
 
-    /// The losses of some tokens, whether no logit is larger than the target's, `[n, 1]`, and dh `[n, hidden]`.
+    /// The losses of the tokens t, whether no logit is larger than the target's, `[t, 1]`, and their part of dh `[t, hidden]`.
     ///
     /// - Parameters:
-    ///   - h: `[n, hidden]`
+    ///   - h: of all tokens, `[n, hidden]`
     ///   - work: multiplications since the last boundary
     private func overVocabulary(
-        _ h: MLXArray, _ targets: MLXArray, wantsGradient: Bool, _ work: inout Int, _ atBoundary: () throws -> Void
+        _ h: inout MLXArray, _ t: Range<Int>, _ targets: MLXArray, wantsGradient: Bool, _ work: inout Int,
+        _ atBoundary: () throws -> Void
     ) rethrows -> (losses: MLXArray, isLargest: MLXArray, dh: MLXArray?) {
-        var h = h
-        let n = h.dim(0)
         let w = matrix
-        var m = MLXArray.full([n, 1], values: MLXArray(-Float.infinity))
-        var l = MLXArray.zeros([n, 1])
-        var zTarget = MLXArray.zeros([n, 1])
+        var m = MLXArray.full([t.count, 1], values: MLXArray(-Float.infinity))
+        var l = MLXArray.zeros([t.count, 1])
+        var zTarget = MLXArray.zeros([t.count, 1])
         var sum: MLXArray?
         for rows in tiles(of: w.rows, size: tile) {
-            let tileWork = 2 * n * h.dim(1) * rows.count
+            let tileWork = 2 * t.count * h.dim(1) * rows.count
             if work > 0, work + tileWork > workBetweenBoundaries {
                 eval([m, l, zTarget] + [sum].compactMap { $0 })
                 try atBoundary()
@@ -164,7 +171,7 @@ package struct CrossEntropyHead {
             work += tileWork
 
             let wTile = w.rows(rows)
-            let z = capped(wTile.apply(h))
+            let z = capped(wTile.apply(h[t]))
             let place = (targets - rows.lowerBound)[0..., .newAxis]  // of the target in the tile
             let isHere = logicalAnd(place .>= 0, place .< rows.count)
             zTarget = which(isHere, takeAlong(z, clip(place, min: 0, max: rows.count - 1), axis: 1), zTarget)
@@ -184,6 +191,8 @@ package struct CrossEntropyHead {
         guard let sum else { return (losses, isLargest, nil) }
         let wTarget = w.take(targets)
         pace.finish([wTarget])
-        return (losses, isLargest, sum / l - sloped(wTarget, zTarget))
+        let dh = sum / l - sloped(wTarget, zTarget)
+        h = pace.next([h], after: [dh])[0]
+        return (losses, isLargest, dh)
     }
 }

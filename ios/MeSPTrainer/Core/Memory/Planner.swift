@@ -469,7 +469,7 @@ public struct Planner: Sendable {
     /// y; of the tokens at a time h, dh and the running sum before and after a tile, in float32, and where they are not all y's gradient of
     /// all; of the tile, W while it is dequantized, and z and p.
     private func loss(_ tile: TileSizes) -> Int {
-        let (rows, tokens) = (min(tile.vocabulary, architecture.vocabSize), tile.lossTokens)
+        let (rows, tokens) = (min(tile.vocabulary, architecture.vocabSize), tile.mlpTokens)
         let arrays = tokens < length ? max(3 * length, 2 * length + 5 * tokens) : 5 * length
         return arrays * architecture.hiddenSize * 4 + 3 * weight(rows) + 4 * tokens * rows * 4
     }

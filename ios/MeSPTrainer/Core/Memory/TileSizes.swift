@@ -11,12 +11,12 @@ package struct TileSizes {
     let mlp: Int
     /// Tokens of a segment, of a mixer that goes by segments where the sequence is longer.
     let mixerTokens: Int
-    /// Tokens in the MLP's derivative, and of these in a tile.
+    /// Tokens in the MLP's derivative and in the loss, and of these in a tile of the former.
     let mlpTokens: Int
     let tokens: Int
     /// Query rows of attention.
     let attention: Int
-    /// Tokens in the loss at a time, and rows of the vocabulary. W is read again for each of the former.
+    /// Tokens in a tile of the loss, and rows of the vocabulary. W is read again for each of the former.
     let lossTokens: Int
     package let vocabulary: Int
     let pace: Pace
@@ -77,8 +77,8 @@ package struct TileSizes {
             // If a product unpacks W for its tokens anyway, enough tokens at a time that this costs little.
             mlpTokens = dequantizeInside ? evenly(length, 2048) : length
             mlp = max(1, floats / (dequantizeInside ? 2 * mlpTokens : row) / group) * group
-            (tokens, lossTokens) = (length, mlpTokens)
-            vocabulary = max(64, floats / (dequantizeInside ? 2 * lossTokens : row))
+            (tokens, lossTokens) = (length, length)
+            vocabulary = max(64, floats / (dequantizeInside ? 2 * mlpTokens : row))
             (pace, evaluatesPhases, cutsRows) = (.evaluated, true, true)
         case .gpu:
             attention = evenly(length, rows)

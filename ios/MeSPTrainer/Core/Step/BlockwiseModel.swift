@@ -234,7 +234,8 @@ package final class BlockwiseModel {
                     try body(
                         CrossEntropyHead(
                             weights: weights, architecture: bundle.architecture, tile: tile.vocabulary,
-                            tokens: tile.lossTokens, pace: tile.pace, workBetweenBoundaries: workBetweenBoundaries))
+                            part: tile.mlpTokens, tokens: tile.lossTokens, pace: tile.pace,
+                            workBetweenBoundaries: workBetweenBoundaries))
                 }
             }
         }
