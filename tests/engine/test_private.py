@@ -45,7 +45,7 @@ WORDS = [
     "mix",
     "quartz",
 ]
-STEPS = 3  # of which the second has a moment, and a gradient of A that is not 0
+STEPS = 3  # from the second on there is a moment, and A has a gradient
 
 
 def write_records(path: Path, count: int, seed: int = 0) -> Path:

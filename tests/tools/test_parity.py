@@ -152,7 +152,10 @@ def test_qlora_is_left_out_where_there_is_no_bitsandbytes(
 
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """The output of the tool, which judges by few windows. What it changes in MLX is undone."""
+    """A function that runs the tool with few held-out windows and returns its output.
+
+    MLX is restored after the test.
+    """
     for owner, name in ((nn.QuantizedLinear, "__call__"), (nn.QuantizedEmbedding, "as_linear")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(mx, "set_default_device", lambda device: None)

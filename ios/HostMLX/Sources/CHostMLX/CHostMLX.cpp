@@ -882,8 +882,8 @@ void host_clear_cache(void) {
     ledger::clear_cache();
     mx::clear_cache();
 #ifdef __GLIBC__
-    // The next block takes what this one freed, and each page that went back to the system costs it a fault, some 0.25 ms a MiB: few do where
-    // that would take more than a fiftieth of the processor's time since the last call.
+    // The next block takes again what this one freed, and pages that went back to the system then cost faults, some 0.25 ms a MiB. Up to
+    // 32 MiB stay where those faults would take more than a fiftieth of the processor's time since the last call.
     static std::atomic<std::clock_t> last{0};
     std::clock_t now = std::clock();
     double seconds = double(now - last.exchange(now)) / CLOCKS_PER_SEC;

@@ -30,7 +30,7 @@ func saveAdapterFolder(
             let layout = LoRALayout(block: architecture.block(block), rank: rank, modules: modules)
             let layers = format.layers(of: layout.block).filter { $0.modules.contains(where: layout.modules.contains) }
             return layers.flatMap { layer -> [NewTensor] in
-                let (a, b) = layer.shapes(rank: rank * layer.modules.count, in: layout.block)
+                let (a, b) = layout.block.shapes(layer.modules, rank: rank * layer.modules.count)
                 return [("A", a, \LoRAMatrices.a, 1), ("B", b, \.b, strength)].map { matrix, shape, path, factor in
                     NewTensor(
                         name: format.name(matrix, layer, block, of: architecture),
@@ -99,7 +99,8 @@ func loadAdapters(
             let absent = absent(layout, block)
             var matrices = [String: LoRAMatrices]()
             for layer in format.layers(of: layout.block) where layer.modules.allSatisfy(layout.modules.contains) {
-                let shapes = layer.shapes(rank: joins ? rank * layer.modules.count : rank, in: layout.block)
+                let shapes = layout.block.shapes(
+                    layer.modules, rank: joins ? rank * layer.modules.count : rank)
                 let a = try take("A", layer, block, shapes.a)
                 let b = try take("B", layer, block, shapes.b)
                 guard (a == nil) == (b == nil) || (onlyB && a == nil) else {

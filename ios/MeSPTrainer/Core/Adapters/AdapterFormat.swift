@@ -221,12 +221,6 @@ struct AdaptedLayer {
         return name[..<end] + (modules.contains { $0.projections == [.expertGate] } ? ".base_layer" : "")
     }
 
-    /// The shapes of its A and B in the trainer, with this rank in all.
-    func shapes(rank: Int, in block: BlockShape) -> (a: [Int], b: [Int]) {
-        let (stack, (inputs, outputs)) = (block.stack(modules[0]), block.dimensions(modules))
-        return (stack + [inputs, rank], stack + [rank, outputs])
-    }
-
     /// One A and B from those of the modules, whose products are the same: each A beside the others, each B on the diagonal.
     func joined(_ parts: [LoRAMatrices]) -> LoRAMatrices {
         guard parts.count > 1 else { return parts[0] }

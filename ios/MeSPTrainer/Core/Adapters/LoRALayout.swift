@@ -26,12 +26,7 @@ package struct LoRALayout {
     /// The number of trained parameters.
     var trainedCount: Int { freezesA ? modules.reduce(0) { $0 + shapes($1).b.reduce(1, *) } : count }
 
-    /// The shapes of a module's A and B.
-    func shapes(_ module: Module) -> (a: [Int], b: [Int]) {
-        let (inputs, outputs) = block.dimensions(module)
-        let stack = block.stack(module)
-        return (stack + [inputs, rank], stack + [rank, outputs])
-    }
+    private func shapes(_ module: Module) -> (a: [Int], b: [Int]) { block.shapes([module], rank: rank) }
 
     private func size(_ module: Module) -> Int {
         let (a, b) = shapes(module)
@@ -164,6 +159,14 @@ struct LoRAGradients {
         a.merge(others.a) { $0 + $1 }
         b.merge(others.b) { $0 + $1 }
         for (number, gradients) in others.experts { experts[number, default: LoRAGradients()].add(gradients) }
+    }
+}
+
+extension BlockShape {
+    /// The shapes of A and B beside modules that have the same input, together.
+    func shapes(_ modules: [Module], rank: Int) -> (a: [Int], b: [Int]) {
+        let (stack, (inputs, outputs)) = (stack(modules[0]), dimensions(modules))
+        return (stack + [inputs, rank], stack + [rank, outputs])
     }
 }
 

@@ -168,7 +168,7 @@ public struct FederatedRun {
         let found = (0..<architecture.numHiddenLayers).compactMap { index -> (name: String, shape: [Int])? in
             let block = architecture.block(index)
             guard let module = block.trainable.first(where: { name.hasPrefix($0.name + ".lora_") }) else { return nil }
-            let (a, b) = LoRALayout(block: block, rank: settings.rank, modules: [module]).shapes(module)
+            let (a, b) = block.shapes([module], rank: settings.rank)
             return (
                 "\(architecture.mlxPrefix).layers.\(index).\(name)",
                 AdapterFormat.mlx.turned(name.hasSuffix("a") ? a : b, name.hasSuffix("a") ? "A" : "B")
