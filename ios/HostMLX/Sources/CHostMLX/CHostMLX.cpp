@@ -43,11 +43,10 @@ void report(const char *message) {
     error_handler(message);
 }
 
-/// Runs `f`; an exception is reported and becomes a zero result.
+/// Runs `f`, which makes no array; an exception is reported and becomes a zero result.
 template <class F>
-auto guarded(F &&f) -> decltype(f()) {
+auto reported(F &&f) -> decltype(f()) {
     try {
-        host::share_default_streams();
         return f();
     } catch (const std::exception &e) {
         report(e.what());
@@ -55,6 +54,14 @@ auto guarded(F &&f) -> decltype(f()) {
         report("unknown C++ exception");
     }
     return decltype(f())();
+}
+
+template <class F>
+auto guarded(F &&f) -> decltype(f()) {
+    return reported([&] {
+        host::share_default_streams();
+        return f();
+    });
 }
 
 template <class F>
@@ -270,28 +277,28 @@ void host_array_assign(HostArray *a, HostArray other) {
 }
 
 size_t host_array_ndim(HostArray a) {
-    return guarded([&] { return get(a).ndim(); });
+    return reported([&] { return get(a).ndim(); });
 }
 size_t host_array_size(HostArray a) {
-    return guarded([&] { return get(a).size(); });
+    return reported([&] { return get(a).size(); });
 }
 size_t host_array_nbytes(HostArray a) {
-    return guarded([&] { return get(a).nbytes(); });
+    return reported([&] { return get(a).nbytes(); });
 }
 int32_t host_array_dtype(HostArray a) {
-    return guarded([&] { return static_cast<int32_t>(get(a).dtype().val()); });
+    return reported([&] { return static_cast<int32_t>(get(a).dtype().val()); });
 }
 int32_t host_array_dim(HostArray a, int32_t axis) {
-    return guarded([&] { return get(a).shape(axis); });
+    return reported([&] { return get(a).shape(axis); });
 }
 const int32_t *host_array_shape(HostArray a) {
-    return guarded([&] { return static_cast<const int32_t *>(get(a).shape().data()); });
+    return reported([&] { return static_cast<const int32_t *>(get(a).shape().data()); });
 }
 const int64_t *host_array_strides(HostArray a) {
-    return guarded([&] { return static_cast<const int64_t *>(get(a).strides().data()); });
+    return reported([&] { return static_cast<const int64_t *>(get(a).strides().data()); });
 }
 size_t host_dtype_size(int32_t type) {
-    return guarded([&] { return static_cast<size_t>(dtype(type).size()); });
+    return reported([&] { return static_cast<size_t>(dtype(type).size()); });
 }
 
 void host_array_eval(HostArray a) {

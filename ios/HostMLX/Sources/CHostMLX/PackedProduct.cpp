@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "Pool.h"
+#include "Rows.h"
 #include "Vectors.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/primitives.h"
@@ -155,14 +156,14 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
         result = parts[0];                                              \
     }
 
-/// The number of rows of W that are multiplied together with this many of x, by the sums that registers hold.
-constexpr int rows_at_once(int most) { return most > 4 ? 2 : 4; }
+/// The number of rows of W that go together with this many of x, at most 4: their sums fit into the 16 registers of AVX2.
+constexpr int rows_at_once(int most) { return most > 1 ? 1 : 2; }
 
 /// The rows of W from `row` on, as many as go together and are before `end`, times `count` ≤ `most` rows of x, into `y`, whose rows are
 /// `rows` numbers long. The order of a sum does not depend on `most`: a row of x gives the same numbers whichever others come with it.
 template <int bits, int most>
 INLINE void multiply_block(
-    const PackedMatrix &w, ptrdiff_t row, ptrdiff_t end, int columns, const float *x, int count, float *y,
+    const PackedMatrix &w, ptrdiff_t row, ptrdiff_t end, int columns, const float *x, int stride, int count, float *y,
     ptrdiff_t rows) {
     constexpr int block = rows_at_once(most);
     const uint8_t *codes[block];
@@ -174,7 +175,7 @@ INLINE void multiply_block(
         biases[r] = w.biases + index * w.scales_stride;
     }
     const float *inputs[most];
-    for (int i = 0; i < most; i++) inputs[i] = x + ptrdiff_t(std::min(i, count - 1)) * columns;
+    for (int i = 0; i < most; i++) inputs[i] = x + ptrdiff_t(std::min(i, count - 1)) * stride;
 
     Floats sums[block][most] = {};
     for (int group = 0, start = 0; start < columns; group++, start += w.group_size) {
@@ -211,56 +212,64 @@ INLINE void multiply_block(
 
 template <int bits>
 INLINE void multiply_rows(
-    const PackedMatrix &w, int first, int end, int columns, const float *x, int m, float *y, int rows) {
+    const PackedMatrix &w, int first, int end, int columns, const float *x, int stride, int m, float *y, int rows) {
     const auto multiply = [&]<int most>(int i, std::integral_constant<int, most>) __attribute__((always_inline)) {
         for (ptrdiff_t row = first; row < end; row += rows_at_once(most)) {
             multiply_block<bits, most>(
-                w, row, end, columns, x + ptrdiff_t(i) * columns, std::min(m - i, most), y + ptrdiff_t(i) * rows, rows);
+                w, row, end, columns, x + ptrdiff_t(i) * stride, stride, std::min(m - i, most), y + ptrdiff_t(i) * rows,
+                rows);
         }
     };
-    for (int i = 0; i < m; i += 8) {
+    for (int i = 0; i < m; i += 4) {
         switch (m - i) {
             case 1: multiply(i, std::integral_constant<int, 1>()); break;
             case 2: multiply(i, std::integral_constant<int, 2>()); break;
-            case 3:
-            case 4: multiply(i, std::integral_constant<int, 4>()); break;
-            default: multiply(i, std::integral_constant<int, 8>());
+            default: multiply(i, std::integral_constant<int, 4>());
         }
     }
 }
 
 /// y = x Wᵀ for the rows `first` ..< `end` of an affine W: x [m, columns], y [m, rows]
 FOR_EACH_CPU
-void multiply_few(const PackedMatrix &w, int first, int end, int columns, const float *x, int m, float *y, int rows) {
+void multiply_few(
+    const PackedMatrix &w, int first, int end, int columns, const float *x, int stride, int m, float *y, int rows) {
     switch (w.bits) {
-        case 3: return multiply_rows<3>(w, first, end, columns, x, m, y, rows);
-        case 5: return multiply_rows<5>(w, first, end, columns, x, m, y, rows);
-        default: return multiply_rows<6>(w, first, end, columns, x, m, y, rows);
+        case 3: return multiply_rows<3>(w, first, end, columns, x, stride, m, y, rows);
+        case 5: return multiply_rows<5>(w, first, end, columns, x, stride, m, y, rows);
+        default: return multiply_rows<6>(w, first, end, columns, x, stride, m, y, rows);
     }
 }
 
 // MARK: - Few rows of x, codes that do not cross a word
 
 /// x for W of 2, 4 or 8 bits, whose words hold 32 / bits codes. A block is 16 words: of these, the numbers that belong to the first code of
-/// each word come first, then those of the second, so that a shift and a mask give 16 codes for 16 numbers of x. A row's last block is its last
+/// each word come first, then those of the second, so that a mask gives 16 codes for 16 numbers of x. The k-th code is taken where it is, times
+/// 2^(bits · k), so that its number is divided by that; the last one is shifted, as an integer has a sign there. A row's last block is its last
 /// 16 words, with zeros for those that the block before has too.
 struct FewRows {
     /// The words of a row of W, and its blocks.
     int words, blocks;
     /// [m, blocks, 32 / bits, 16]
     std::vector<float> numbers;
+    /// Of the numbers of each word, [m, blocks, 16].
+    std::vector<float> sums;
 
-    FewRows(const float *x, int m, int columns, int bits)
-        : words(columns * bits / 32), blocks((words + 15) / 16),
-          numbers(size_t(m) * blocks * (512 / bits)) {
+    FewRows(const float *x, int stride, int m, int columns, int bits)
+        : words(columns * bits / 32), blocks((words + 15) / 16), numbers(size_t(m) * blocks * (512 / bits)),
+          sums(size_t(m) * blocks * 16) {
         const int codes = 32 / bits;
-        float *out = numbers.data();
+        float factors[16];
+        for (int code = 0; code < codes; code++) factors[code] = std::ldexp(1.0f, code < codes - 1 ? -bits * code : 0);
+        float *out = numbers.data(), *sum = sums.data();
         for (int row = 0; row < m; row++) {
-            for (int block = 0; block < blocks; block++, out += 16 * codes) {
+            for (int block = 0; block < blocks; block++, out += 16 * codes, sum += 16) {
+                const int first = first_word(block);
                 for (int word = block * 16; word < std::min(words, block * 16 + 16); word++) {
-                    const float *in = x + ptrdiff_t(row) * columns + word * codes;
-                    float *place = out + word - first_word(block);
-                    for (int code = 0; code < codes; code++) place[code * 16] = in[code];
+                    const float *in = x + ptrdiff_t(row) * stride + word * codes;
+                    for (int code = 0; code < codes; code++) {
+                        out[code * 16 + word - first] = in[code] * factors[code];
+                        sum[word - first] += in[code];
+                    }
                 }
             }
         }
@@ -279,7 +288,8 @@ struct FewRows {
         }(std::make_integer_sequence<int, 16>());                                                             \
     }
 
-/// As `multiply_block`. `per_block`: the groups of a block, or 1 where one is longer.
+/// As `multiply_block`, by Σ (scale · code + bias) x = scale Σ code · x + bias Σ x over the codes of each word. `per_block`: the groups of a block,
+/// or 1 where one is longer.
 template <int bits, int per_block, int most, bool is_short>
 INLINE void multiply_words(
     const PackedMatrix &w, ptrdiff_t row, ptrdiff_t end, const FewRows &x, int first, int count, float *y,
@@ -295,37 +305,41 @@ INLINE void multiply_words(
         scales[r] = static_cast<const float *>(w.scales) + index * w.scales_stride;
         biases[r] = w.biases + index * w.scales_stride;
     }
-    const float *inputs[most];
+    const float *inputs[most], *input_sums[most];
     for (int i = 0; i < most; i++) {
-        inputs[i] = x.numbers.data() + ptrdiff_t(first + std::min(i, count - 1)) * x.blocks * 16 * codes;
+        const ptrdiff_t index = ptrdiff_t(first + std::min(i, count - 1)) * x.blocks * 16;
+        inputs[i] = x.numbers.data() + index * codes;
+        input_sums[i] = x.sums.data() + index;
     }
     Floats sums[block][most] = {};
     for (int b = 0; b < x.blocks; b++) {
+#pragma clang fp contract(fast)
         const int first_word = x.first_word(b), group = first_word * codes / w.group_size;
         Words sixteen[block];
-        Floats scale[block], bias[block];
+        Floats products[block][most] = {};
 #pragma unroll
         for (int r = 0; r < block; r++) {
             if (is_short) sixteen[r] = Words{};
             std::memcpy(&sixteen[r], packed[r] + first_word * 4, size);
-            BY_WORD(scale[r], scales[r], group, have)
-            BY_WORD(bias[r], biases[r], group, have)
+            // The rows after these: processors that fetch ahead stop at the end of a page of memory.
+            __builtin_prefetch(packed[r] + first_word * 4 + block * w.codes_stride);
+            __builtin_prefetch(scales[r] + group + block * w.scales_stride);
+            __builtin_prefetch(biases[r] + group + block * w.scales_stride);
         }
         const auto add = [&](int code) __attribute__((always_inline)) {
-#pragma clang fp contract(fast)
             Floats weights[block];
 #pragma unroll
             for (int r = 0; r < block; r++) {
-                const Words one = sixteen[r] & ((1u << bits) - 1);
-                weights[r] = __builtin_convertvector((Signed)one, Floats) * scale[r] + bias[r];
-                sixteen[r] >>= bits;
+                const Words one = code == codes - 1 ? sixteen[r] >> (32 - bits)
+                                                    : sixteen[r] & (((1u << bits) - 1) << (bits * code));
+                weights[r] = __builtin_convertvector((Signed)one, Floats);
             }
 #pragma unroll
             for (int i = 0; i < most; i++) {
                 Floats in;
                 std::memcpy(&in, inputs[i] + code * 16, sizeof in);
 #pragma unroll
-                for (int r = 0; r < block; r++) sums[r][i] = weights[r] * in + sums[r][i];
+                for (int r = 0; r < block; r++) products[r][i] = weights[r] * in + products[r][i];
             }
         };
         if constexpr (most <= 2) {
@@ -336,7 +350,22 @@ INLINE void multiply_words(
 #pragma clang loop unroll(disable)
             for (int code = 0; code < codes; code++) add(code);
         }
-        for (int i = 0; i < most; i++) inputs[i] += 16 * codes;
+#pragma unroll
+        for (int r = 0; r < block; r++) {
+            Floats scale, bias;
+            BY_WORD(scale, scales[r], group, have)
+            BY_WORD(bias, biases[r], group, have)
+#pragma unroll
+            for (int i = 0; i < most; i++) {
+                Floats sum;
+                std::memcpy(&sum, input_sums[i], sizeof sum);
+                sums[r][i] = scale * products[r][i] + (bias * sum + sums[r][i]);
+            }
+        }
+        for (int i = 0; i < most; i++) {
+            inputs[i] += 16 * codes;
+            input_sums[i] += 16;
+        }
     }
     for (int r = 0; r < std::min<ptrdiff_t>(block, end - row); r++) {
         for (int i = 0; i < count; i++) {
@@ -358,17 +387,15 @@ INLINE void multiply_rows_by_words(
                 w, row, end, x, i, std::min(m - i, most), y + ptrdiff_t(i) * rows, rows);
         }
     };
-    for (int i = 0; i < m; i += 8) {
+    for (int i = 0; i < m; i += 4) {
         if (x.words < 16) {
-            multiply(i, std::integral_constant<int, 8>(), std::true_type());
+            multiply(i, std::integral_constant<int, 4>(), std::true_type());
             continue;
         }
         switch (m - i) {
             case 1: multiply(i, std::integral_constant<int, 1>(), std::false_type()); break;
             case 2: multiply(i, std::integral_constant<int, 2>(), std::false_type()); break;
-            case 3:
-            case 4: multiply(i, std::integral_constant<int, 4>(), std::false_type()); break;
-            default: multiply(i, std::integral_constant<int, 8>(), std::false_type());
+            default: multiply(i, std::integral_constant<int, 4>(), std::false_type());
         }
     }
 }
@@ -436,8 +463,8 @@ void by_tiles(int outputs, int unit, int inputs, int m, F multiply) {
     });
 }
 
-/// y = x Wᵀ: x [m, columns], y [m, rows]
-void by_rows(const PackedMatrix &w, int rows, int columns, const float *x, int m, float *y) {
+/// y = x Wᵀ: x [m, columns], whose rows lie `stride` numbers apart, y [m, rows]
+void by_rows(const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, float *y) {
     if (m <= few && w.mode == Mode::Affine) {
         const int part = 64;
         const auto each = [&](const auto &multiply) {
@@ -446,27 +473,27 @@ void by_rows(const PackedMatrix &w, int rows, int columns, const float *x, int m
             });
         };
         if (32 % w.bits != 0) {
-            each([&](int first, int end) { multiply_few(w, first, end, columns, x, m, y, rows); });
+            each([&](int first, int end) { multiply_few(w, first, end, columns, x, stride, m, y, rows); });
             return;
         }
-        const FewRows arranged(x, m, columns, w.bits);
+        const FewRows arranged(x, stride, m, columns, w.bits);
         each([&](int first, int end) { multiply_few_by_words(w, first, end, arranged, m, y, rows); });
         return;
     }
     by_tiles(rows, 16, columns, m, [&](int first, int count, int start, int length, float *tile) {
         for (int row = 0; row < count; row++) unpack(w, first + row, start, length, tile + size_t(row) * length);
         scipy_cblas_sgemm(
-            row_major, plain, transposed, m, count, length, 1, x + start, columns, tile, length, start > 0, y + first,
+            row_major, plain, transposed, m, count, length, 1, x + start, stride, tile, length, start > 0, y + first,
             rows);
     });
 }
 
-/// y = x W: x [m, rows], y [m, columns]
-void by_columns(const PackedMatrix &w, int rows, int columns, const float *x, int m, float *y) {
+/// y = x W: x [m, rows], whose rows lie `stride` numbers apart, y [m, columns]
+void by_columns(const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, float *y) {
     by_tiles(columns, w.group_size, rows, m, [&](int first, int count, int start, int length, float *tile) {
         for (int row = 0; row < length; row++) unpack(w, start + row, first, count, tile + size_t(row) * count);
         scipy_cblas_sgemm(
-            row_major, plain, plain, m, count, length, 1, x + start, rows, tile, count, start > 0, y + first, columns);
+            row_major, plain, plain, m, count, length, 1, x + start, stride, tile, count, start > 0, y + first, columns);
     });
 }
 
@@ -487,9 +514,15 @@ class PackedProduct : public mx::UnaryPrimitive {
             inputs.size() > 3 ? inputs[3].data<float>() : nullptr};
         const int rows = w.shape(0), columns = scales.shape(1) * group_size;
         const int m = x.size() / x.shape(-1);
+        // The rows of a part of a matrix are read where they are.
+        const bool isRead = x.ndim() == 2 && x.strides(1) == 1 && x.strides(0) >= x.shape(1);
+        const int stride = isRead ? int(x.strides(0)) : x.shape(-1);
         mx::cpu::get_command_encoder(stream()).dispatch(
-            [packed, rows, columns, m, product = transpose ? by_rows : by_columns, x = x.data<float>(),
-             y = out.data<float>()] { product(packed, rows, columns, x, m, y); });
+            [packed, rows, columns, m, product = transpose ? by_rows : by_columns, x = InOrder(x), isRead,
+             data = x.data<float>(), stride, y = out.data<float>()] {
+                std::vector<float> room;
+                product(packed, rows, columns, isRead ? data : x.all(room), stride, m, y);
+            });
     }
     void eval_gpu(const std::vector<mx::array> &, mx::array &) override {
         throw std::runtime_error("[quantized_matmul] a product for the CPU");
@@ -527,7 +560,7 @@ class PackedProduct : public mx::UnaryPrimitive {
   private:
     /// Of x with the W of `inputs`.
     mx::array product(bool transpose, const mx::array &x, std::vector<mx::array> inputs, mx::Shape shape) {
-        inputs[0] = mx::contiguous(x, false, stream());
+        inputs[0] = x;
         return mx::array(
             shape, mx::float32, std::make_shared<PackedProduct>(stream(), group_size, bits, mode, transpose), inputs);
     }
@@ -563,7 +596,7 @@ std::optional<mx::array> packed_product(
     mx::Shape shape = x.shape();
     if (shape.back() != (transpose ? columns : w.shape(0))) return std::nullopt;
     shape.back() = transpose ? w.shape(0) : columns;
-    std::vector<mx::array> inputs = {mx::contiguous(x, false, s), w};
+    std::vector<mx::array> inputs = {x, w};
     inputs.push_back(biases ? mx::astype(scales, mx::float32, s) : scales);
     if (biases) inputs.push_back(mx::astype(*biases, mx::float32, s));
     return mx::array(

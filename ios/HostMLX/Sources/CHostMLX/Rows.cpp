@@ -62,6 +62,32 @@ bool is_plain(const mx::array &x, mx::Stream s) {
     return s.device == mx::Device::cpu && x.dtype() == mx::float32 && x.size() > 0 && x.ndim() > 0 && !x.is_tracer();
 }
 
+}  // namespace
+
+InOrder::InOrder(const mx::array &a)
+    : data(a.data<float>()), isContiguous(a.flags().row_contiguous), size(a.size()), shape(a.shape()),
+      strides(a.strides()) {}
+
+const float *InOrder::all(std::vector<float> &room) const {
+    if (isContiguous || size == 0) return data;
+    room.resize(size);
+    const int length = shape.empty() ? 1 : shape.back();
+    const ptrdiff_t step = shape.empty() ? 1 : strides.back();
+    for (size_t row = 0; row < size / length; row++) {
+        ptrdiff_t offset = 0;
+        size_t index = row;
+        for (int axis = int(shape.size()) - 2; axis >= 0; axis--) {
+            offset += ptrdiff_t(index % shape[axis]) * strides[axis];
+            index /= shape[axis];
+        }
+        float *out = room.data() + row * length;
+        for (int i = 0; i < length; i++) out[i] = data[offset + i * step];
+    }
+    return room.data();
+}
+
+namespace {
+
 // MARK: - Operations on single numbers
 
 /// The output may be an operand's own memory.
@@ -284,11 +310,12 @@ class RMSNormPrimitive : public mx::UnaryPrimitive {
         out.set_data(mx::allocator::malloc(out.nbytes()));
         const int64_t length = out.shape(-1), rows = out.size() / length;
         mx::cpu::get_command_encoder(stream()).dispatch(
-            [x = Rows(inputs[0], out.shape()), weight = inputs[1].data<float>(), eps = eps, rows, length,
-             y = out.data<float>()] {
+            [x = InOrder(inputs[0]), weight = InOrder(inputs[1]), eps = eps, rows, length, y = out.data<float>()] {
+                std::vector<float> xs, weights;
+                const float *in = x.all(xs), *factors = weight.all(weights);
                 by_rows(rows, length, 4, [&](int64_t first, int64_t count) {
                     for (int64_t row = first; row < first + count; row++) {
-                        normalize(x.row(row), weight, eps, length, y + row * length);
+                        normalize(in + row * length, factors, eps, length, y + row * length);
                     }
                 });
             });
@@ -307,8 +334,7 @@ class RMSNormPrimitive : public mx::UnaryPrimitive {
 std::optional<mx::array> rms_norm(const mx::array &x, const mx::array &weight, float eps, mx::Stream s) {
     if (!is_plain(x, s) || weight.is_tracer() || weight.dtype() != mx::float32) return std::nullopt;
     return mx::array(
-        x.shape(), mx::float32, std::make_shared<RMSNormPrimitive>(s, eps),
-        std::vector<mx::array>{mx::contiguous(x, false, s), mx::contiguous(weight, false, s)});
+        x.shape(), mx::float32, std::make_shared<RMSNormPrimitive>(s, eps), std::vector<mx::array>{x, weight});
 }
 
 // MARK: - Rotation
@@ -352,16 +378,20 @@ class RoPEPrimitive : public mx::UnaryPrimitive {
         const int length = out.shape(-1), positions = out.shape(-2), half = inputs[1].shape(-1);
         const int sequences = offset ? 1 : out.shape(0);
         const int64_t heads = out.size() / length / positions / sequences;
-        const int *offsets = offset ? nullptr : inputs[2].data<int>(), step = offset || inputs[2].size() == 1 ? 0 : 1;
+        const int *offsets = offset ? nullptr : inputs[2].data<int>();
+        const ptrdiff_t step = offset || inputs[2].size() == 1 ? 0 : inputs[2].strides(0);
         mx::cpu::get_command_encoder(stream()).dispatch(
-            [x = Rows(inputs[0], out.shape()), frequencies = inputs[1].data<float>(), offset = offset, offsets, step,
-             sequences, heads, positions, half, length, y = out.data<float>()] {
+            [x = Rows(inputs[0], out.shape()), periods = InOrder(inputs[1]), offset = offset, offsets, step, sequences,
+             heads, positions, half, length, y = out.data<float>()] {
+                std::vector<float> room, frequencies(half);
+                const float *period = periods.all(room);
+                for (int i = 0; i < half; i++) frequencies[i] = 1.0f / period[i];
                 by_rows(sequences * positions, heads * length, 4, [&](int64_t first, int64_t count) {
                     std::vector<float> cos(half), sin(half);
                     for (int64_t index = first; index < first + count; index++) {
                         const int64_t sequence = index / positions, position = index % positions;
                         const int64_t start = offset ? *offset : offsets[sequence * step];
-                        turns(float(start + position), frequencies, half, cos.data(), sin.data());
+                        turns(float(start + position), frequencies.data(), half, cos.data(), sin.data());
                         const int64_t begin = sequence * heads * positions, end = begin + heads * positions;
                         for (int64_t row = begin + position; row < end; row += positions) {
                             turn(x.row(row), x.step, cos.data(), sin.data(), half, length, y + row * length);
@@ -385,7 +415,7 @@ std::optional<mx::array> rope(const mx::array &x, int offset, const mx::array &p
     if (!is_plain(x, s) || x.ndim() < 2 || periods.dtype() != mx::float32) return std::nullopt;
     return mx::array(
         x.shape(), mx::float32, std::make_shared<RoPEPrimitive>(s, offset),
-        std::vector<mx::array>{x, mx::reciprocal(periods, s)});
+        std::vector<mx::array>{x, periods});
 }
 
 std::optional<mx::array> rope(const mx::array &x, const mx::array &offsets, const mx::array &periods, mx::Stream s) {
@@ -393,7 +423,7 @@ std::optional<mx::array> rope(const mx::array &x, const mx::array &offsets, cons
     if (!fits || !is_plain(x, s) || offsets.dtype() != mx::int32 || periods.dtype() != mx::float32) return std::nullopt;
     return mx::array(
         x.shape(), mx::float32, std::make_shared<RoPEPrimitive>(s, std::nullopt),
-        std::vector<mx::array>{x, mx::reciprocal(periods, s), mx::contiguous(offsets, false, s)});
+        std::vector<mx::array>{x, periods, offsets});
 }
 
 // MARK: - Attention
@@ -406,47 +436,83 @@ struct HeadRows {
     ptrdiff_t step;
 };
 
+typedef float Four __attribute__((vector_size(16)));
+
 /// The attention of one query: `scores` has room for `length` numbers, rounded up to whole vectors.
 FOR_EACH_CPU
 void attend(const float *q, HeadRows k, HeadRows v, int length, int d, float scale, float *scores, float *out) {
-    float most = -std::numeric_limits<float>::infinity();
-    for (int n = 0; n < length; n++) {
-        const float *key = k.data + n * k.step;
-        Floats sums{};
+    // Four keys at a time; behind the last it is taken again.
+    for (int n = 0; n < length; n += 4) {
+        const float *keys[4];
+        for (int j = 0; j < 4; j++) {
+            keys[j] = k.data + std::min(n + j, length - 1) * k.step;
+            for (int m = 0; m < d; m += lanes) __builtin_prefetch(keys[j] + 8 * k.step + m);
+        }
+        Floats sums[4] = {};
         int i = 0;
         for (; i + lanes <= d; i += lanes) {
-            Floats a, b;
+            Floats a;
             std::memcpy(&a, q + i, sizeof a);
-            std::memcpy(&b, key + i, sizeof b);
-            sums = __builtin_elementwise_fma(a, b, sums);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                Floats b;
+                std::memcpy(&b, keys[j] + i, sizeof b);
+                sums[j] = __builtin_elementwise_fma(a, b, sums[j]);
+            }
         }
-        float parts[lanes], rest = 0;
-        std::memcpy(parts, &sums, sizeof parts);
-        for (; i < d; i++) rest += q[i] * key[i];
-        for (int width = lanes / 2; width > 0; width /= 2) {
-            for (int j = 0; j < width; j++) parts[j] += parts[j + width];
+        Four parts[4], rest{};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const auto eight = __builtin_shufflevector(sums[j], sums[j], 0, 1, 2, 3, 4, 5, 6, 7) +
+                               __builtin_shufflevector(sums[j], sums[j], 8, 9, 10, 11, 12, 13, 14, 15);
+            parts[j] = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+            for (int m = i; m < d; m++) rest[j] += q[m] * keys[j][m];
         }
-        scores[n] = (parts[0] + rest) * scale;
-        most = std::max(most, scores[n]);
+        const Four first = __builtin_shufflevector(parts[0], parts[1], 0, 1, 4, 5) +
+                           __builtin_shufflevector(parts[0], parts[1], 2, 3, 6, 7);
+        const Four second = __builtin_shufflevector(parts[2], parts[3], 0, 1, 4, 5) +
+                            __builtin_shufflevector(parts[2], parts[3], 2, 3, 6, 7);
+        const Four sum = (__builtin_shufflevector(first, second, 0, 2, 4, 6) +
+                          __builtin_shufflevector(first, second, 1, 3, 5, 7) + rest) * scale;
+        std::memcpy(scores + n, &sum, sizeof(float) * std::min(4, length - n));
     }
-    float sum = 0;
+    Floats most = Floats{} - std::numeric_limits<float>::infinity();
     for (int n = 0; n < length; n += lanes) {
         LOAD(in, scores + n, length - n)
-        EXPONENTIAL(e, in - most)
+        most = __builtin_elementwise_max(most, in);
+    }
+    float largest = most[0];
+    for (int j = 1; j < lanes; j++) largest = std::max(largest, most[j]);
+    Floats total{};
+    for (int n = 0; n < length; n += lanes) {
+        LOAD(in, scores + n, length - n)
+        EXPONENTIAL(e, in - largest)
         STORE(scores + n, e, length - n)
+        total += e;
     }
-    for (int n = 0; n < length; n++) sum += scores[n];
+    float sum = 0;
+    for (int j = 0; j < lanes; j++) sum += total[j];
+    // 64 numbers of v at a time, whose sums fit into registers.
     int i = 0;
-    for (; i + lanes <= d; i += lanes) {
-        Floats sums{};
+    const auto weigh = [&]<int count>(std::integral_constant<int, count>) __attribute__((always_inline)) {
+        Floats sums[count] = {};
         for (int n = 0; n < length; n++) {
-            Floats value;
-            std::memcpy(&value, v.data + n * v.step + i, sizeof value);
-            sums = __builtin_elementwise_fma(value, Floats{} + scores[n], sums);
+            const float *value = v.data + n * v.step + i;
+            __builtin_prefetch(value + 16 * v.step);
+#pragma unroll
+            for (int j = 0; j < count; j++) {
+                Floats some;
+                std::memcpy(&some, value + j * lanes, sizeof some);
+                sums[j] = __builtin_elementwise_fma(some, Floats{} + scores[n], sums[j]);
+            }
         }
-        sums = sums / sum;
-        std::memcpy(out + i, &sums, sizeof sums);
-    }
+        for (int j = 0; j < count; j++, i += lanes) {
+            sums[j] = sums[j] / sum;
+            std::memcpy(out + i, &sums[j], sizeof sums[j]);
+        }
+    };
+    while (i + 4 * lanes <= d) weigh(std::integral_constant<int, 4>());
+    while (i + lanes <= d) weigh(std::integral_constant<int, 1>());
     for (; i < d; i++) {
         float result = 0;
         for (int n = 0; n < length; n++) result += scores[n] * v.data[n * v.step + i];

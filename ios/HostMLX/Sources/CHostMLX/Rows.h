@@ -10,6 +10,23 @@
 
 namespace host {
 
+/// The numbers of a float32 array, row by row, wherever they lie. MLX's `contiguous` would be an operation more for each array that lies so
+/// already. Not used before the array is computed.
+class InOrder {
+  public:
+    explicit InOrder(const mlx::core::array &a);
+
+    /// All of them, one after the other: in `room` unless the array lies so.
+    const float *all(std::vector<float> &room) const;
+
+  private:
+    const float *data;
+    bool isContiguous;
+    size_t size;
+    mlx::core::Shape shape;
+    mlx::core::Strides strides;
+};
+
 /// `result`, whose operations on single numbers are computed together: a few hundred numbers at a time go through all of them while they
 /// are in a cache, in place of an array for each. `inputs` and other operations' results are read from memory. The numbers are those of
 /// the operations one by one.

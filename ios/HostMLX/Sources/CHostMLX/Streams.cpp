@@ -42,7 +42,8 @@ void share_default_streams() {
         current = index;
     }
 #if MLX_VERSION_NUMERIC > 31001
-    if (mx::is_available(mx::Device::gpu)) {
+    static const bool hasGPU = mx::is_available(mx::Device::gpu);
+    if (hasGPU) {
         static const auto gpu = new_shared_stream(mx::Device::gpu);
         thread_local const bool is_set = (mx::set_default_stream(gpu), true);
         (void)is_set;

@@ -201,8 +201,8 @@ extension MLXArray {
     /// Unlike NumPy, new axes are ignored if there is no integer to drop and not more indices than axes. And, as in
     /// mlx-swift, the gather and the reshape go to the default stream.
     private func part(_ operations: [MLXArrayIndexOperation], _ stream: StreamOrDevice) -> MLXArray {
-        let operations = Self.expandingEllipsis(operations, shape: shape)
-        var array = self
+        var (array, sizes) = (self, shape)
+        let operations = Self.expandingEllipsis(operations, shape: sizes)
         var remaining = operations
         let hasArrays = operations.contains { $0.isArray }
 
@@ -211,6 +211,7 @@ extension MLXArray {
             let gathersFirst = Self.areApart(operations)
             let dimensions: Int
             (array, dimensions) = gather(before.filter { !$0.isNewAxis }, first: gathersFirst)
+            sizes = array.shape
 
             // The gathered axis is a full range now.
             let gathered = Array(repeating: MLXArrayIndexOperation.slice(MLXSlice()), count: dimensions)
@@ -221,12 +222,12 @@ extension MLXArray {
             if remaining.isEmpty { return array }
         }
 
-        var start = array.shape.map { _ in Int32(0) }
-        var end = array.shape.asInt32
-        var strides = array.shape.map { _ in Int32(1) }
+        var start = [Int32](repeating: 0, count: sizes.count)
+        var end = sizes.asInt32
+        var strides = [Int32](repeating: 1, count: sizes.count)
         var axis = 0
         for operation in remaining where !operation.isNewAxis {
-            let size = array.dim(axis).int32
+            let size = end[axis]
             if case .slice(let slice) = operation {
                 (start[axis], end[axis], strides[axis]) = (slice.start(size), slice.end(size), slice.stride)
             } else if case .index(let index) = operation {
@@ -237,7 +238,7 @@ extension MLXArray {
         }
         array = withExtendedLifetime(array) { MLXArray(host_slice($0.ctx, start, end, strides, stream.ctx)) }
 
-        guard remaining.count > array.ndim || remaining.contains(where: { $0.isIndex }) else { return array }
+        guard remaining.count > sizes.count || remaining.contains(where: { $0.isIndex }) else { return array }
         var shape: [Int] = []
         axis = 0
         for operation in remaining {

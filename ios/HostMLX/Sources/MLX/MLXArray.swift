@@ -33,6 +33,7 @@ public final class MLXArray {
     public var dtype: DType { DType(code: host_array_dtype(ctx)) }
 
     public var shape: [Int] {
+        let ndim = ndim
         guard ndim > 0, let dims = host_array_shape(ctx) else { return [] }
         return (0..<ndim).map { Int(dims[$0]) }
     }
@@ -44,7 +45,7 @@ public final class MLXArray {
 
     /// Length of a dimension; negative ones count from the last.
     public func dim(_ dim: Int) -> Int {
-        Int(host_array_dim(ctx, resolve(axis: dim, ndim: ndim).int32))
+        Int(host_array_dim(ctx, (dim < 0 ? dim + ndim : dim).int32))
     }
 
     public func asType(_ type: DType, stream: StreamOrDevice = .default) -> MLXArray {

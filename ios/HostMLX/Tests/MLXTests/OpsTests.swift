@@ -140,6 +140,29 @@ extension AllTests {
             }
         }
 
+        /// x as rows of a wider matrix, transposed, and as one row for all.
+        @Test(arguments: [4, 6]) func aQuantizedProductReadsItsOperandWhereItIs(bits: Int) {
+            let q = quantized(MLXRandom.normal([96, 128], key: MLXRandom.key(0)), groupSize: 32, bits: bits)
+            let numbers = MLXRandom.normal([160, 192], key: MLXRandom.key(1))
+            for rows in [1, 9, 40] {
+                let operands = [
+                    (numbers[3..<3 + rows, 32..<160], numbers[3..<3 + rows, 32..<128]),
+                    (numbers.T[5..<5 + rows, 8..<136], numbers.T[5..<5 + rows, 8..<104]),
+                    (broadcast(numbers[0, ..<128], to: [rows, 128]), broadcast(numbers[0, ..<96], to: [rows, 96])),
+                ]
+                for (x, dy) in operands {
+                    for (operand, transpose) in [(x, true), (dy, false)] {
+                        func product(_ x: MLXArray) -> MLXArray {
+                            quantizedMM(
+                                x, q.wq, scales: q.scales, biases: q.biases, transpose: transpose, groupSize: 32,
+                                bits: bits)
+                        }
+                        #expect(product(operand).arrayEqual(product(contiguous(operand))).item(Bool.self))
+                    }
+                }
+            }
+        }
+
         /// Measured in turns, and the least of each taken, so that what else runs on the machine does not count.
         @Test func unpackingTakesAsLongForAnyBits() {
             let x = MLXRandom.normal([1, 1024], key: MLXRandom.key(0))
