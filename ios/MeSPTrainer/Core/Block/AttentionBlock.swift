@@ -57,11 +57,12 @@ extension Block {
         let kHat = attention.key(k, positions: positions).asType(dtype)
         let parts = states.indices.map { i in
             guard case .attention(var cache) = states[i] else { preconditionFailure("another mixer's state") }
-            cache.append(kHat[i..<i + 1].squeezed(axis: 0), vHat[i..<i + 1].squeezed(axis: 0))
+            func own(_ x: MLXArray) -> MLXArray { n == 1 ? x : x[i..<i + 1] }
+            cache.append(own(kHat).squeezed(axis: 0), own(vHat).squeezed(axis: 0))
             states[i] = .attention(cache)
-            return attention.ofOne(q: q[i..<i + 1], cache)
+            return attention.ofOne(q: own(q), cache)
         }
-        let attnOut = concatenated(parts).reshaped([n, -1]).asType(dtype)
+        let attnOut = (n == 1 ? parts[0] : concatenated(parts)).reshaped([n, -1]).asType(dtype)
         let gates: MLXArray? =
             mixer.outputGate
             ? ofQ[.ellipsis, d...].squeezed(axis: 2)

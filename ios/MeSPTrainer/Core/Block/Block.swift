@@ -20,8 +20,8 @@ package struct Block {
     /// α / rank
     let scale: Float
     let tile: TileSizes
-    /// The matrices of the adapters, where they are kept from one use of the block to the next.
-    var keptMatrices: [Projection: LoRAMatrices]?
+    /// Where the block is used many times: making them is some operations for each.
+    var projections: [Projection: LoRALinear]?
     /// See `Example.records`.
     private let records: [Range<Int>]?
     let beside: Beside
@@ -49,13 +49,14 @@ package struct Block {
 
     /// The matrices of a projection's adapter, nil where it has none.
     func matrices(_ projection: Projection) -> LoRAMatrices? {
-        keptMatrices.map { $0[projection] } ?? lora.flatMap { layout.matrices(projection, in: $0) }
+        lora.flatMap { layout.matrices(projection, in: $0) }
     }
 
     func projection(_ projection: Projection) -> LoRALinear {
-        LoRALinear(
-            weight: weights.matrix(projection), bias: weights.bias(projection),
-            lora: matrices(projection), scale: scale)
+        projections?[projection]
+            ?? LoRALinear(
+                weight: weights.matrix(projection), bias: weights.bias(projection),
+                lora: matrices(projection), scale: scale)
     }
 }
 

@@ -17,7 +17,9 @@ extension Block: BlockForward {
         let mixerOut = mixer(weights.mixerNorm(x), sequences, &states).out
         let xMid = sum(x, weights.mixerPostNorm, mixerOut)
         let y = y(xMid, mlp(weights.mlpNorm(xMid)), beside.perLayer)
-        let results = [y] + (keepsStates ? states.flatMap(\.arrays) : [])
+        // y needs the keys and values of attention.
+        let kept = keepsStates ? states.filter { $0.isRecurrent }.flatMap(\.arrays) : []
+        let results = [y] + kept
         if waits { eval(results) } else { asyncEval(results) }
         return y
     }
@@ -224,13 +226,16 @@ extension Block: BlockForward {
     ) -> MLXArray {
         let (gate, up, down) = (projection(.gate), projection(.up), projection(.down))
         let features = tiles(of: gate.weight.rows, size: tile.mlp)
-        var sum = mixed ?? MLXArray.zeros(mlpIn.shape)
+        var sum = mixed
         for f in features {
             let (gateF, upF) = (gate.outputs(f)(mlpIn), up.outputs(f)(mlpIn))
-            sum = sum + down.inputs(f)(weights.activation.gated(gate: gateF, up: upF))
+            let part = down.inputs(f)(weights.activation.gated(gate: gateF, up: upF))
+            let next = sum.map { $0 + part } ?? part
             kept?.append((gateF.asType(mlpIn.dtype), upF.asType(mlpIn.dtype)))
-            if features.count > 1 { eval([sum] + (kept?.suffix(1).flatMap { [$0.gate, $0.up] } ?? [])) }
+            if features.count > 1 { eval([next] + (kept?.suffix(1).flatMap { [$0.gate, $0.up] } ?? [])) }
+            sum = next
         }
+        guard let sum else { preconditionFailure("an MLP without features") }
         return down.bias.map { sum + $0 } ?? sum
     }
 }

@@ -31,7 +31,8 @@ package enum MixerState {
         mutating func append(_ newKeys: MLXArray, _ newValues: MLXArray) {
             let n = newKeys.dim(1)
             if n == 1, count < keys.dim(1) {
-                (keys, values) = (keys[.ellipsis], values[.ellipsis])  // objects of their own
+                // Objects of their own.
+                (keys, values) = (keys.view(dtype: keys.dtype), values.view(dtype: values.dtype))
                 keys[0..., count..<count + 1] = newKeys
                 values[0..., count..<count + 1] = newValues
             } else {

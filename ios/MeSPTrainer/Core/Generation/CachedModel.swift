@@ -20,7 +20,7 @@ package struct CachedModel {
     /// Views of each block's, for each token; they take almost no memory.
     private final class Kept {
         private var views = [Int: PackedWeights.Views]()
-        private var matrices = [Int: [Projection: LoRAMatrices]]()
+        private var projections = [Int: [Projection: LoRALinear]]()
 
         func views(_ index: Int) -> PackedWeights.Views {
             let known = views[index] ?? PackedWeights.Views()
@@ -28,13 +28,13 @@ package struct CachedModel {
             return known
         }
 
-        func matrices(_ index: Int, _ block: Block) -> [Projection: LoRAMatrices] {
-            if let known = matrices[index] { return known }
-            var made = [Projection: LoRAMatrices]()
-            for projection in block.weights.shape.trainable.flatMap(\.projections) {
-                made[projection] = block.matrices(projection)
+        func projections(_ index: Int, _ block: Block) -> [Projection: LoRALinear] {
+            if let known = projections[index] { return known }
+            var made = [Projection: LoRALinear]()
+            for projection in block.weights.shape.modules.flatMap(\.projections) {
+                made[projection] = block.projection(projection)
             }
-            matrices[index] = made
+            projections[index] = made
             return made
         }
     }
@@ -56,6 +56,9 @@ package struct CachedModel {
         let room = bundle.manifest.device == .gpu ? min(memory, systemMemoryLimit() ?? .max) / 2 : memory
         bundle.maps.areKept = bundle.manifest.mappedBytes <= room
     }
+
+    /// Whether no product makes a matrix in float32, which would be kept with the projection.
+    private var multipliesPacked: Bool { bundle.backend == .gpu || CPUProducts.current.dequantizeInside }
 
     /// Calls `body` with what the last block makes of `tokens`, which follow those in the cache and are added to it.
     ///
@@ -110,8 +113,7 @@ package struct CachedModel {
             x = try forward(
                 block, x, sequences: tokens.indices.map { $0..<$0 + 1 }, &states, keepsStates: true, embeddings,
                 shared: shared(block, caches), waits: bundle.backend == .gpu || !bundle.maps.areKept,
-                untiled: bundle.backend == .gpu || CPUProducts.current.dequantizeInside
-                    ? Self.mostTexts : QuantizedMatrix.fewRows)
+                untiled: multipliesPacked ? Self.mostTexts : QuantizedMatrix.fewRows)
         }
         try x.compute()
         for (text, token) in tokens.enumerated() { caches[text].add([token]) }
@@ -203,7 +205,7 @@ package struct CachedModel {
                     rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), untiled: untiled),
                 beside: Beside(perLayer: perLayer))
             block.sharedStates = shared
-            if bundle.maps.areKept, adapters != nil { block.keptMatrices = kept.matrices(index, block) }
+            if bundle.maps.areKept, multipliesPacked { block.projections = kept.projections(index, block) }
             return block.output(x, sequences: sequences, &known, keepsStates: keepsStates, waits: waits)
         }
     }
