@@ -70,7 +70,9 @@ import Testing
                 let whole = try #require(expected.gradients[block])
                 let right = layouts[block].trained(in: layouts[block].part(of: whole))
                 #expect(gradient.shape == [layouts[block].trainedCount])
-                #expect(gradient.arrayEqual(right).item(Bool.self), "\(method), block \(block)")
+                // OpenBLAS's kernels for AVX2 add a product of four terms in another order than one of eight, of which four are 0.
+                let error = ((gradient - right).square().sum() / right.square().sum()).sqrt().item(Float.self)
+                #expect(error < 1e-6, "\(method), block \(block)")
             }
         }
     }
