@@ -1,41 +1,29 @@
 /// The memory of a mixer's arrays for a sequence, in bytes. Counts of arrays follow the code; the few constants were fitted to measurements
 /// on Linux.
-struct MixerMemory {
-    let mixer: Mixer
-    /// The model's width.
-    let hiddenSize: Int
-    let length: Int
-    /// Tokens of a segment; all where the mixer does not go by segments.
-    let segment: Int
-    /// The size of a stored number, in bytes.
-    let itemSize: Int
+extension Planner {
+    /// The features that a mixer's last projection takes.
+    func mixed(of mixer: Mixer) -> Int { activation(mixer.mixedSize(hidden: architecture.hiddenSize)) }
 
-    /// One array `[T, features]`.
-    func activation(_ features: Int) -> Int { length * features * itemSize }
-    private var hidden: Int { activation(hiddenSize) }
-    /// mixed
-    var mixed: Int { activation(mixer.mixedSize(hidden: hiddenSize)) }
+    /// Whether it goes by segments.
+    func isCut(_ mixer: Mixer) -> Bool { segment < length && mixer.goesBySegments }
 
-    private var isFused: Bool { CPUProducts.current.fuses }
-
-    private var isCut: Bool { segment < length && mixer.goesBySegments }
     /// Of an array `[T, …]`, a segment's part.
     private func ofSegment(_ bytes: Int) -> Int { bytes / length * segment }
 
     /// The arrays that the backward pass reads: m₁, m₂, m₃ and mixed; of segments, k̂, v and mixed of attention, and the states of a gated delta net.
-    var intermediates: Int {
-        guard isCut else { return whole }
+    func intermediates(of mixer: Mixer) -> Int {
+        guard isCut(mixer) else { return whole(mixer) }
         switch mixer {
-        case .attention(let a): return activation(2 * a.keyValueWidth) + mixed
+        case .attention(let a): return activation(2 * a.keyValueWidth) + mixed(of: mixer)
         case .gatedDeltaNet(let net):
             let state = 4 * net.valueWidth * net.keyHeadDim + itemSize * (net.kernelSize - 1) * net.convolutionWidth
             return (length + segment - 1) / segment * state
-        case .shortConvolution, .mamba2: return whole
+        case .shortConvolution, .mamba2: return whole(mixer)
         }
     }
 
     /// m₁, m₂, m₃ and mixed.
-    var whole: Int {
+    private func whole(_ mixer: Mixer) -> Int {
         switch mixer {
         case .attention(let a):
             activation(2 * a.queryWidth + a.numAttentionHeads * a.gateDim + 2 * a.keyValueWidth)
@@ -47,18 +35,20 @@ struct MixerMemory {
     }
 
     /// In the block function, besides its input and output.
-    var forward: Int {
+    func forward(of mixer: Mixer) -> Int {
         switch mixer {
         case .attention(let a):
-            (isCut ? activation(2 * a.keyValueWidth) + intermediates : 0)
-                + ofSegment(whole + (a.qkNorm ? 4 * mixed : 0))
-        case .gatedDeltaNet: (isCut ? intermediates : 0) + ofSegment(whole)
-        case .shortConvolution, .mamba2: whole
+            (isCut(mixer) ? activation(2 * a.keyValueWidth) + intermediates(of: mixer) : 0)
+                + ofSegment(whole(mixer) + (a.qkNorm ? 4 * mixed(of: mixer) : 0))
+        case .gatedDeltaNet: (isCut(mixer) ? intermediates(of: mixer) : 0) + ofSegment(whole(mixer))
+        case .shortConvolution, .mamba2: whole(mixer)
         }
     }
 
     /// In the derivative, with d_x_mid.
-    func backward(_ tile: TileSizes) -> Int {
+    func backward(of mixer: Mixer, _ tile: TileSizes) -> Int {
+        let (isCut, isFused) = (isCut(mixer), CPUProducts.current.fuses)
+        let (mixed, whole, intermediates) = (mixed(of: mixer), whole(mixer), intermediates(of: mixer))
         switch mixer {
         case .attention(let a):
             let queries = min(tile.attention, length)
@@ -90,12 +80,23 @@ struct MixerMemory {
     }
 
     /// On a GPU, ten times what its derivative takes besides its tiles; fitted to what docs/ledger.md counts.
-    var tenGPUPhases: Int {
+    func tenGPUPhases(of mixer: Mixer) -> Int {
+        if case .attention(let a) = mixer {
+            142 * activation(a.queryWidth) + 157 * activation(a.keyValueWidth)
+        } else {
+            40 * intermediates(of: mixer)
+        }
+    }
+
+    /// The bytes that automatic differentiation keeps.
+    func automatic(of mixer: Mixer) -> Int {
         switch mixer {
-        case .attention(let a): 142 * activation(a.queryWidth) + 157 * activation(a.keyValueWidth)
-        case .gatedDeltaNet: 40 * intermediates
-        case .shortConvolution: 40 * intermediates
-        case .mamba2: 40 * intermediates
+        case .attention(let a):
+            // The scores and P of all heads; and of QK-norm.
+            2 * a.numAttentionHeads * length * length * 4
+                + (a.qkNorm ? 13 * activation(a.queryWidth + a.keyValueWidth) : 0)
+        case .gatedDeltaNet, .mamba2: 10 * whole(mixer)
+        case .shortConvolution: 3 * whole(mixer)
         }
     }
 }

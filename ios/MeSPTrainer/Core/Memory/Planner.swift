@@ -32,10 +32,11 @@ public struct Plan: Codable, Sendable, Equatable {
 
 /// Predicts the peak footprint of a step, and chooses the plan.
 public struct Planner: Sendable {
-    private let architecture: Architecture
+    let architecture: Architecture
     private let settings: RunSettings
     private let group: Int
-    private let itemSize: Int
+    /// The size of a stored number, in bytes.
+    let itemSize: Int
     private let backend: Backend
     private let functionBytes: Int
     private let mappedBytes: Int
@@ -52,10 +53,10 @@ public struct Planner: Sendable {
     private let loraBytes, gradientBytes: Int
     /// The number of gate, up and down that have adapters, of the MLP or of experts.
     private let adaptedInMLP: Int
-    /// For each of the model's mixers.
-    private let mixers: [MixerMemory]
+    /// Tokens of a segment, of a mixer that goes by segments.
+    let segment: Int
     /// The intermediates of the mixers and of the MLPs of the last blocks, by the number of blocks, in bytes.
-    private let intermediates: [Int]
+    private var intermediates = [0]
 
     private var tileSizes: [Int] { TileSizes.choices(backend, hiddenSize: architecture.hiddenSize, length: length) }
 
@@ -88,18 +89,12 @@ public struct Planner: Sendable {
         (vectors, gradients) = Self.vectors(layouts, settings)
         wholeBytes = layouts.reduce(0) { $0 + 4 * $1.whole.count }
         (context, sharedSums) = Self.context(manifest, settings, firstTrained: layouts.count - trainedBlocks)
-        let mixers = architecture.mixers.map { [architecture, backend, itemSize] in
-            MixerMemory(
-                mixer: $0, hiddenSize: architecture.hiddenSize, length: settings.seqLen,
-                segment: TileSizes.mixerTokens(architecture, settings.seqLen, backend), itemSize: itemSize)
-        }
-        self.mixers = mixers
-        var sums = [0]
+        segment = TileSizes.mixerTokens(architecture, settings.seqLen, backend)
+        let ofMixers = architecture.mixers.map(intermediates(of:))
         for (mixer, mlp) in zip(architecture.layers, architecture.mlpLayers).reversed() {
-            let width = architecture.mlps[mlp].intermediateSize
-            sums.append(sums[sums.count - 1] + mixers[mixer].intermediates + 2 * settings.seqLen * width * itemSize)
+            let ofMLP = activation(2 * architecture.mlps[mlp].intermediateSize)
+            intermediates.append(intermediates[intermediates.count - 1] + ofMixers[mixer] + ofMLP)
         }
-        intermediates = sums
     }
 
     private static func passedBytes(_ manifest: Manifest, _ settings: RunSettings, _ trainedBlocks: Int) -> Int {
@@ -146,7 +141,7 @@ public struct Planner: Sendable {
     }
 
     private var method: GradientMethod { settings.method }
-    private var length: Int { settings.seqLen }
+    var length: Int { settings.seqLen }
     private var rank: Int { settings.rank }
 
     /// The fastest plan that stays within `memoryLimitMb` and what the system allows; where neither matters, large tiles and everything
@@ -340,7 +335,7 @@ public struct Planner: Sendable {
         // completion handler has not run yet.
         let workspaces =
             CommandBuffers.areShort ? workspace(plan) + phase(plan) * 2 / 5 : max(phase(plan), workspace(plan))
-        let phase = max(workspaces, baseline?.derivative ?? 0)
+        let phase = max(workspaces, baseline ?? 0)
         return lasting(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + phase
     }
 
@@ -372,7 +367,7 @@ public struct Planner: Sendable {
     /// mixer's or the MLP's; fitted to what docs/ledger.md counts.
     private func phase(_ plan: Plan) -> Int {
         let postNormed = architecture.postNorms ? hidden : 0
-        let mixer = 51 * plan.tileBytes + largest(\.tenGPUPhases) + 17 * postNormed
+        let mixer = 51 * plan.tileBytes + largest(tenGPUPhases) + 17 * postNormed
         let mlp = 34 * plan.tileBytes + 180 * hidden + 38 * gradientBytes + 46 * postNormed
         return max(mixer, mlp, 10 * update(plan)) / 10
     }
@@ -399,48 +394,57 @@ public struct Planner: Sendable {
     /// leave any.
     private func gaps(_ plan: Plan) -> Int {
         let (mapped, part) = (8 << 20, hidden / length * tile(plan).mlpTokens)
-        if hidden > mapped, part < mapped { return part + (baseline?.gaps ?? 0) }
-        let widest = max(hidden, largest(\.mixed))
+        if hidden > mapped, part < mapped { return part + baselineGaps }
+        let widest = max(hidden, largest(mixed))
         let isWide = widest > hidden
         let isRecurrent = isWide && architecture.isRecurrent
         let isLarge = isRecurrent ? widest >= 1_500_000 : hidden >= (isWide ? 600_000 : 1_600_000)
         let ofHidden =
             isLarge && hidden < mapped && widest <= mapped
             ? (isRecurrent ? hidden < 1_000_000 ? 2 : 3 : 1) * widest : min(1_000_000, lasting(plan) / 32)
-        return ofHidden + (baseline?.gaps ?? 0)
+        return ofHidden + baselineGaps
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
 
-    /// The baseline, if the method is not the structured backward pass.
-    private var baseline: BaselineMemory? {
+    /// While a baseline differentiates a block; nil for the structured backward pass.
+    private var baseline: Int? {
         switch method {
-        case .mesp: nil
-        case .mebp: .mebp(architecture, mixers, intermediate: intermediate)
+        case .mesp: return nil
+        case .mebp:
+            // All of the block's weights dequantized, six arrays as wide as the MLP, and what automatic differentiation keeps of the
+            // mixer and of gelu.
+            let weights = architecture.kinds.map { block in
+                block.modules.reduce(0) { $0 + block.dimensions($1).inputs * block.dimensions($1).outputs }
+            }
+            return 4 * (weights.max() ?? 0) + (architecture.hiddenAct == .gelu ? 15 : 6) * intermediate
+                + largest(automatic)
         // z, and the parameters moved by it, on the way into a block.
-        case .mezo: BaselineMemory(derivative: forward + gradientBytes + loraBytes)
+        case .mezo: return forward + gradientBytes + loraBytes
         }
+    }
+
+    /// The memory that malloc keeps between MeBP's arrays as wide as the MLP.
+    private var baselineGaps: Int {
+        method == .mebp && (1_600_000..<8 << 20).contains(intermediate) ? 7 * intermediate : 0
     }
 
     /// The process with MLX started and, where they are called, the block functions imported, whose graphs take several times the files.
     private var process: Int {
         5_000_000 + 1_750_000 * (backend == .cpu ? CPUProducts.current.threads : 1)
-            + (backend == .gpu || baseline?.callsFunctions == true ? 15 * functionBytes / 2 : 0)
+            + (backend == .gpu || method == .mebp ? 15 * functionBytes / 2 : 0)
     }
 
     /// One array `[T, features]`.
-    private func activation(_ features: Int) -> Int { length * features * itemSize }
-    private var hidden: Int { activation(architecture.hiddenSize) }
+    func activation(_ features: Int) -> Int { length * features * itemSize }
+    var hidden: Int { activation(architecture.hiddenSize) }
     private var intermediate: Int { activation(architecture.widestMLP) }
 
     /// The bytes of the mixer that takes most.
-    private func largest(_ bytes: (MixerMemory) -> Int) -> Int { mixers.map(bytes).max() ?? 0 }
+    private func largest(_ bytes: (Mixer) -> Int) -> Int { architecture.mixers.map(bytes).max() ?? 0 }
 
     /// Whether all mixers go by segments.
-    private var isCut: Bool {
-        TileSizes.mixerTokens(architecture, length, backend) < length
-            && architecture.mixers.allSatisfy(\.goesBySegments)
-    }
+    private var isCut: Bool { architecture.mixers.allSatisfy(isCut) }
 
     /// `rows` of a weight `[rows, hidden]`, dequantized before it is multiplied.
     private func weight(_ rows: Int) -> Int {
@@ -462,7 +466,7 @@ public struct Planner: Sendable {
     /// and its tiles, of some 256 outputs each. By segments x and x_mid, which y replaces.
     private var forward: Int {
         // Of embeddings for each layer p, u and m.
-        ((isCut ? 2 : 4) + (architecture.postNorms ? 1 : 0)) * hidden + largest(\.forward) + 3 * weight(256)
+        ((isCut ? 2 : 4) + (architecture.postNorms ? 1 : 0)) * hidden + largest(forward(of:)) + 3 * weight(256)
             + 2 * activation(256) + 3 * perLayer
     }
 
@@ -475,7 +479,7 @@ public struct Planner: Sendable {
     }
 
     private func backward(_ tile: TileSizes) -> Int {
-        if let baseline { return baseline.derivative }
+        if let baseline { return baseline }
         let a = architecture
         let features = min(tile.mlp, a.widestMLP)
         // Of the tokens that go through the MLP's derivative at a time; x, x_mid, and dy, which d_x_mid replaces. x of a long sequence is
@@ -489,15 +493,15 @@ public struct Planner: Sendable {
             // The mixer's intermediates; of some tokens, with post-norms the gradient by mlp_out, mlp_in and its gradient before a tile, with
             // the tile's gate and after it, and the gradient by its output where that has a factor; of the tile, three weights, one of them
             // while it is dequantized, and its arrays.
-            largest(\.intermediates) + before + (a.postNorms || hasFactor ? 4 : 3) * some + 5 * weight(features)
+            largest(intermediates(of:)) + before + (a.postNorms || hasFactor ? 4 : 3) * some + 5 * weight(features)
                 + tileArrays * (activation(features) / length * tile.mlpTokens) + gradientBytes + postNormed,
             // The same without the tile, but with the temporaries of the norm's derivative.
-            largest(\.intermediates) + before + 9 * some / 2 + gradientBytes + postNormed,
+            largest(intermediates(of:)) + before + 9 * some / 2 + gradientBytes + postNormed,
             // Of embeddings for each layer h, z and dz, dh₁ and dh; p, u, m, dm and du.
             a.perLayer == nil
-                ? 0 : largest(\.intermediates) + before + 5 * some + 5 * perLayer + gradientBytes + postNormed,
+                ? 0 : largest(intermediates(of:)) + before + 5 * some + 5 * perLayer + gradientBytes + postNormed,
             // With post-norms also the gradient by mixer_out.
-            largest { $0.backward(tile) } + (a.postNorms ? hidden : 0) + 2 * gradientBytes)
+            largest { backward(of: $0, tile) } + (a.postNorms ? hidden : 0) + 2 * gradientBytes)
     }
 
     /// The update of a block's parameters: x, d and their like, and arrays as long as the gradient, of which it is made, unless gradients are

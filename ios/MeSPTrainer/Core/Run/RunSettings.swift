@@ -335,6 +335,12 @@ public enum GradientMethod: String, Codable, Sendable, CaseIterable {
     case mebp
     /// Zeroth order: two forward passes with a seeded perturbation.
     case mezo
+
+    /// Whether gradients come from a pass backward through the blocks, which reads their inputs.
+    var hasBackwardPass: Bool { self != .mezo }
+
+    /// Whether that pass reads intermediates, which a plan may keep.
+    var readsIntermediates: Bool { self == .mesp }
 }
 
 /// Throws a sentence about a setting that is out of range.
