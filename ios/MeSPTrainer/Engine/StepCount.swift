@@ -28,7 +28,7 @@
 
         /// - Throws: `MeSPError` as a run would, and of a bundle for the CPU; `LedgerError`.
         init(_ settings: RunSettings) throws {
-            setenv(CommandBuffers.variable, "\(LedgerRules.phone.operationsPerBuffer)", 1)
+            setenv(MLXSupport.commandBufferVariable, "\(LedgerRules.phone.operationsPerBuffer)", 1)
             let (ledger, predicted) = try Self.record(settings, .phone)
             (evals, kernels, tflop) = (ledger.evals + ledger.waits, ledger.kernels, ledger.flop / 1e12)
             (readBytes, writtenBytes) = (Int(ledger.readBytes), Int(ledger.writtenBytes))
@@ -37,7 +37,7 @@
             (ledgerPeakBytes, predictedPeakBytes) = (ledger.peakBytes, predicted)
             (commandBuffers, spins, spinningSeconds) = (ledger.commandBuffers, ledger.spins, ledger.secondsSpinning())
 
-            unsetenv(CommandBuffers.variable)
+            unsetenv(MLXSupport.commandBufferVariable)
             MLXSupport.setEnvironment()
             let (second, secondlyPredicted) = try Self.record(settings, .strictPhone)
             strict = Strict(

@@ -24,7 +24,7 @@ public enum MLXSupport {
         // On GPUs with neural accelerators (A19, M5) MLX otherwise rounds the operands of float32 products to TF32,
         // 0.32.4 too.
         setenv("MLX_ENABLE_TF32", "0", 0)
-        setenv(CommandBuffers.variable, "\(CommandBuffers.few)", 0)
+        setenv(commandBufferVariable, "\(operationsOfShortBuffer)", 0)
     }
 
     /// Why MLX cannot run here; nil where it can.

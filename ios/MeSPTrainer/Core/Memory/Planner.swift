@@ -334,7 +334,8 @@ public struct Planner: Sendable {
         // With short command buffers two things exceed the workspace: the buffer that is encoded, and arrays of a finished one whose
         // completion handler has not run yet.
         let workspaces =
-            CommandBuffers.areShort ? workspace(plan) + phase(plan) * 2 / 5 : max(phase(plan), workspace(plan))
+            MLXSupport.hasShortCommandBuffers
+            ? workspace(plan) + phase(plan) * 2 / 5 : max(phase(plan), workspace(plan))
         let phase = max(workspaces, baseline ?? 0)
         return lasting(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + phase
     }
@@ -376,7 +377,7 @@ public struct Planner: Sendable {
     /// short command buffers, what lets several of them run. With long ones, less than half of what the phase takes at its peak, so that
     /// only the buffer that is being encoded goes beyond.
     func workspace(_ plan: Plan) -> Int {
-        (CommandBuffers.areShort ? phase(plan) * 9 / 10 : phase(plan) * 2 / 5) + plan.cacheBytes
+        (MLXSupport.hasShortCommandBuffers ? phase(plan) * 9 / 10 : phase(plan) * 2 / 5) + plan.cacheBytes
     }
 
     private func peakOnCPU(_ plan: Plan) -> Int {
