@@ -138,7 +138,7 @@ package struct BlockWeights {
 
     func attention(_ mixer: AttentionMixer) -> Attention {
         Attention(
-            scale: mixer.attentionScale, softcap: mixer.attnLogitSoftcapping.map(SoftCap.init),
+            scale: mixer.attentionScale, softcap: mixer.attnLogitSoftcapping,
             window: mixer.slidingWindow,
             rope: RoPE(frequencies: mixer.frequencies, scale: mixer.ropeScale),
             qNorm: mixer.qkNorm ? norm("self_attn.q_norm") : nil,

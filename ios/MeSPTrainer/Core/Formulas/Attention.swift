@@ -7,7 +7,8 @@ import MLX
 /// Keys and values may be those of another block, which are k̂ and v̂.
 struct Attention {
     let scale: Float
-    let softcap: SoftCap?
+    /// c of the scores; nil where they are not capped.
+    let softcap: Float?
     /// The number of positions that a query sees, its own included; nil for all.
     let window: Int?
     let rope: RoPE
@@ -103,8 +104,8 @@ struct Attention {
         var scores = matmul(q, k.swappedAxes(-1, -2)).reshaped([k.dim(0), -1, rows.count, keys.count])
         var slope: MLXArray?
         if let softcap {
-            scores = softcap(scores)
-            slope = softcap.slope(scores).reshaped([k.dim(0), -1, keys.count])
+            scores = softCap(scores, softcap)
+            slope = softCapSlope(scores, softcap).reshaped([k.dim(0), -1, keys.count])
         }
         let (queries, positions) = (
             MLXArray.arange(rows.lowerBound, rows.upperBound)[0..., .newAxis],

@@ -42,13 +42,13 @@ package struct CrossEntropyHead {
     private var matrix: QuantizedMatrix { weights.matrix("", inputs: architecture.hiddenSize) }
     private var norm: RMSNorm { RMSNorm(weight: weights["norm"], eps: architecture.rmsNormEps) }
 
-    private var softcap: SoftCap? { architecture.finalLogitSoftcapping.map(SoftCap.init) }
-
     /// cap(z)
-    private func capped(_ z: MLXArray) -> MLXArray { softcap.map { $0(z) } ?? z }
+    private func capped(_ z: MLXArray) -> MLXArray { architecture.finalLogitSoftcapping.map { softCap(z, $0) } ?? z }
 
     /// p cap′, from capped logits.
-    private func sloped(_ p: MLXArray, _ z: MLXArray) -> MLXArray { softcap.map { p * $0.slope(z) } ?? p }
+    private func sloped(_ p: MLXArray, _ z: MLXArray) -> MLXArray {
+        architecture.finalLogitSoftcapping.map { p * softCapSlope(z, $0) } ?? p
+    }
 
     /// The logits `[n, vocabulary]` of y `[n, hidden]`, in float32, evaluated; `tile` rows of W at a time.
     package func logits(_ y: MLXArray) -> MLXArray {

@@ -1,11 +1,7 @@
 import MLX
 
 /// cap(s) = c tanh(s / c)
-struct SoftCap {
-    let c: Float
+func softCap(_ s: MLXArray, _ c: Float) -> MLXArray { tanh(s / c) * c }
 
-    func callAsFunction(_ s: MLXArray) -> MLXArray { tanh(s / c) * c }
-
-    /// cap′(s) = 1 − (cap(s) / c)², from cap(s).
-    func slope(_ capped: MLXArray) -> MLXArray { 1 - (capped / c).square() }
-}
+/// cap′(s) = 1 − (cap(s) / c)², from cap(s).
+func softCapSlope(_ capped: MLXArray, _ c: Float) -> MLXArray { 1 - (capped / c).square() }
