@@ -167,9 +167,7 @@ package struct BlockWeights {
             aLog: packed["linear_attn.A_log"], dtBias: packed["linear_attn.dt_bias"], norm: norm("linear_attn.norm"))
     }
 
-    var shortConvolution: ShortConvolution {
-        ShortConvolution(convolution: CausalConvolution(weight: packed["conv.conv.weight"]))
-    }
+    var shortConvolution: CausalConvolution { CausalConvolution(weight: packed["conv.conv.weight"]) }
 
     func mamba2(_ mixer: Mamba2Mixer) -> Mamba2 {
         Mamba2(

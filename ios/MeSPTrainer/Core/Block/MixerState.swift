@@ -67,7 +67,8 @@ package enum MixerState {
             self = mixer.keysOf == nil ? .attention(KeyValues(mixer, dtype: dtype)) : .shared(count: 0)
         case .gatedDeltaNet(let mixer):
             self = .gatedDeltaNet(weights.gatedDeltaNet(mixer).start(dtype: dtype), count: 0)
-        case .shortConvolution: self = .shortConvolution(tail: weights.shortConvolution.start(), count: 0)
+        case .shortConvolution:
+            self = .shortConvolution(tail: weights.shortConvolution.start(dtype: .float32), count: 0)
         case .mamba2(let mixer): self = .mamba2(weights.mamba2(mixer).start(dtype: dtype), count: 0)
         }
     }

@@ -34,7 +34,7 @@ extension Block {
 
     /// - Returns: the gradients of b, c and u, some features' after the other. Their inputs are released when the function returns.
     private func parts(
-        _ convolution: ShortConvolution, _ forward: consuming Intermediates, dOut: MLXArray,
+        _ convolution: CausalConvolution, _ forward: consuming Intermediates, dOut: MLXArray,
         _ gradients: inout LoRAGradients
     ) -> [(db: MLXArray, dc: MLXArray, du: MLXArray)] {
         let (b, c, u, mixed) = (forward.m1, forward.m2, forward.m3, forward.mixed)

@@ -3,23 +3,13 @@ import MLX
 /// LFM2's gated short convolution:  y = c ∘ mixed,  mixed = conv(b ∘ u)
 ///
 /// b, c and u are the three thirds of its projection, in this order. All are `[n, hidden]`.
-struct ShortConvolution {
-    let convolution: CausalConvolution
-
-    /// The short convolution of some of the features.
-    func features(_ range: Range<Int>) -> ShortConvolution {
-        ShortConvolution(convolution: convolution.features(range))
-    }
-
-    /// The state before the first token.
-    func start() -> MLXArray { convolution.start(dtype: .float32) }
-
+extension CausalConvolution {
     /// - Parameter tail: b ∘ u of the tokens before, `[K − 1, hidden]` float32; becomes that of the last ones
     /// - Returns: mixed, in float32.
     func callAsFunction(b: MLXArray, u: MLXArray, tail: inout MLXArray) -> MLXArray {
         let x = product(b, u)
-        let mixed = convolution(x, tail: tail)
-        tail = convolution.tail(after: x, tail: tail)
+        let mixed = self(x, tail: tail)
+        tail = self.tail(after: x, tail: tail)
         return mixed
     }
 
@@ -35,7 +25,7 @@ struct ShortConvolution {
     func backward(b: MLXArray, c: MLXArray, u: MLXArray, mixed: MLXArray, dy: MLXArray)
         -> (db: MLXArray, dc: MLXArray, du: MLXArray)
     {
-        let dx = convolution.backward(dy: product(dy, c))
+        let dx = backward(dy: product(dy, c))
         let (db, dc, du) = (product(dx, u), product(dy, mixed), product(dx, b))
         eval(db, dc, du)
         return (db, dc, du)

@@ -4,8 +4,7 @@ import Testing
 @testable import MeSPCore
 
 @Suite(.serialized) struct ShortConvolutionTests {
-    private let short = ShortConvolution(
-        convolution: CausalConvolution(weight: MLXRandom.normal([6, 3], key: MLXRandom.key(0))))
+    private let short = CausalConvolution(weight: MLXRandom.normal([6, 3], key: MLXRandom.key(0)))
 
     /// b, c, u and dy, `[n, 6]`.
     private func inputs(_ length: Int) -> [MLXArray] {
@@ -14,7 +13,7 @@ import Testing
 
     /// y_t = c_t Σ_j w_j (b u)_{t − 2 + j}, of b, c and u.
     private func sequential(_ inputs: [MLXArray]) -> MLXArray {
-        let (x, w): (MLXArray, MLXArray) = (inputs[0] * inputs[2], short.convolution.weight)
+        let (x, w): (MLXArray, MLXArray) = (inputs[0] * inputs[2], short.weight)
         var rows = [MLXArray]()
         for t in 0..<x.dim(0) {
             var sum = MLXArray.zeros([6])
@@ -27,7 +26,7 @@ import Testing
     @Test(arguments: [1, 2, 3, 17]) func equalsTheSequentialForm(_ length: Int) {
         let x = inputs(length)
         let (y, expected) = vjp({ [sequential($0)] }, primals: x[0..<3], cotangents: [x[3]])
-        var tail = short.start()
+        var tail = short.start(dtype: .float32)
         let mixed = short(b: x[0], u: x[2], tail: &tail)
         let d = short.backward(b: x[0], c: x[1], u: x[2], mixed: mixed, dy: x[3])
         for (found, expected) in zip([short.output(mixed: mixed, c: x[1]), d.db, d.dc, d.du], y + expected) {
@@ -39,7 +38,7 @@ import Testing
     @Test(arguments: [[1, 1, 1, 14], [16, 1], [2, 15]]) func piecesEqualTheWhole(_ pieces: [Int]) {
         let x = inputs(17)
         func run(_ pieces: [Int]) -> (mixed: MLXArray, tail: MLXArray) {
-            var (tail, start) = (short.start(), 0)
+            var (tail, start) = (short.start(dtype: .float32), 0)
             let outputs = pieces.map { count in
                 let rows = start..<start + count
                 start += count
