@@ -10,13 +10,11 @@ extension Block {
             projected(.qkv, mixerIn), projected(.z, mixerIn), projected(.b, mixerIn), projected(.a, mixerIn)
         )
         let o = eachSequence(sequences, &states) { rows, state in
-            guard case .gatedDeltaNet(var memory, let count) = state else {
-                preconditionFailure("another mixer's state")
-            }
+            guard case .recurrent(var memory, let count) = state else { preconditionFailure("another mixer's state") }
             let o = net(
                 qkv: qkv[rows], b: b[rows], a: a[rows], state: &memory,
                 tile: net.tile(length: rows.count, bytes: tile.bytes))
-            state = .gatedDeltaNet(memory, count: count + rows.count)
+            state = .recurrent(memory, count: count + rows.count)
             return o.asType(mixerIn.dtype)
         }
         return Mixed(
@@ -31,8 +29,8 @@ extension Block {
     ) -> Projected {
         let net = weights.gatedDeltaNet(mixer)
         let (qkv, ba) = (forward.m1, forward.m3)
-        var before: GatedDeltaNet.State?
-        if case .gatedDeltaNet(let state, _) = forward.segment?.state { before = state }
+        var before: MixerState.Recurrent?
+        if case .recurrent(let state, _) = forward.segment?.state { before = state }
         if before != nil, behind.net == nil { behind.net = net.nothingBehind }
         let parts = gatedOutput(net, consume forward, dOut: dOut, &gradients)
         let (dO, dZ) = (concatenated(parts.map(\.dO)), concatenated(parts.map(\.dZ)))

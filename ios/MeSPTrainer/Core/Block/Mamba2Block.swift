@@ -13,10 +13,10 @@ extension Block {
         let (z, xBC) = (part(0, mixer.width), part(mixer.width, mixer.convolutionWidth))
         let dt = part(mixer.width + mixer.convolutionWidth, mixer.numHeads)
         let o = eachSequence(sequences, &states) { rows, state in
-            guard case .mamba2(var memory, let count) = state else { preconditionFailure("another mixer's state") }
+            guard case .recurrent(var memory, let count) = state else { preconditionFailure("another mixer's state") }
             let o = mamba(
                 xBC: xBC[rows], dt: dt[rows], state: &memory, tile: mamba.tile(length: rows.count, bytes: tile.bytes))
-            state = .mamba2(memory, count: count + rows.count)
+            state = .recurrent(memory, count: count + rows.count)
             return o.asType(mixerIn.dtype)
         }
         return Mixed(

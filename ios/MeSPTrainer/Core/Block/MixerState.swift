@@ -3,12 +3,20 @@ import MLX
 /// A block's state after some tokens, for the tokens that follow.
 package enum MixerState {
     case attention(KeyValues)
-    case gatedDeltaNet(GatedDeltaNet.State, count: Int)
+    /// Of a gated delta net or Mamba-2.
+    case recurrent(Recurrent, count: Int)
     /// b ∘ u of the last tokens.
     case shortConvolution(tail: MLXArray, count: Int)
-    case mamba2(Mamba2.State, count: Int)
     /// Of attention over another block's keys and values, which that has.
     case shared(count: Int)
+
+    /// A recurrence's state, and what the convolution before it takes of the last tokens.
+    package struct Recurrent {
+        /// The input of the convolution for the last K − 1, `[K − 1, D]`.
+        var tail: MLXArray
+        /// S of the gated delta rule `[value_heads, dk, dv]`, or of the state space `[heads, P, N]`, in float32.
+        var memory: MLXArray
+    }
 
     /// Keys after RoPE, and values: `[kv_heads, room, head_dim]` each, those of `count` tokens and behind them room for more.
     package struct KeyValues {
@@ -66,10 +74,10 @@ package enum MixerState {
         case .attention(let mixer):
             self = mixer.keysOf == nil ? .attention(KeyValues(mixer, dtype: dtype)) : .shared(count: 0)
         case .gatedDeltaNet(let mixer):
-            self = .gatedDeltaNet(weights.gatedDeltaNet(mixer).start(dtype: dtype), count: 0)
+            self = .recurrent(weights.gatedDeltaNet(mixer).start(dtype: dtype), count: 0)
         case .shortConvolution:
             self = .shortConvolution(tail: weights.shortConvolution.start(dtype: .float32), count: 0)
-        case .mamba2(let mixer): self = .mamba2(weights.mamba2(mixer).start(dtype: dtype), count: 0)
+        case .mamba2(let mixer): self = .recurrent(weights.mamba2(mixer).start(dtype: dtype), count: 0)
         }
     }
 
@@ -77,8 +85,7 @@ package enum MixerState {
     var count: Int {
         switch self {
         case .attention(let cache): cache.count
-        case .gatedDeltaNet(_, let count), .shortConvolution(_, let count), .mamba2(_, let count), .shared(let count):
-            count
+        case .recurrent(_, let count), .shortConvolution(_, let count), .shared(let count): count
         }
     }
 
@@ -86,7 +93,7 @@ package enum MixerState {
     var isRecurrent: Bool {
         switch self {
         case .attention, .shared: false
-        case .gatedDeltaNet, .shortConvolution, .mamba2: true
+        case .recurrent, .shortConvolution: true
         }
     }
 
@@ -99,9 +106,8 @@ package enum MixerState {
     package var arrays: [MLXArray] {
         switch self {
         case .attention(let cache): [cache.keys, cache.values].map { $0[0..., 0..<cache.count] }
-        case .gatedDeltaNet(let state, _): [state.tail, state.memory]
+        case .recurrent(let state, _): [state.tail, state.memory]
         case .shortConvolution(let tail, _): [tail]
-        case .mamba2(let state, _): [state.tail, state.memory]
         case .shared: []
         }
     }

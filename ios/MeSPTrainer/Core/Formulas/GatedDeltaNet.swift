@@ -18,14 +18,6 @@ package struct GatedDeltaNet {
     /// The norm of o, by head: its weight is `[dv]`.
     let norm: RMSNorm
 
-    /// The state that tokens leave to those after them.
-    package struct State {
-        /// qkv of the last K − 1, `[K − 1, D]`.
-        var tail: MLXArray
-        /// S of the gated delta rule, `[value_heads, dk, dv]` in float32.
-        var memory: MLXArray
-    }
-
     /// The terms of the gradient that later tokens pass to those before.
     struct Behind {
         /// The gradient of S, `[value_heads, dk, dv]`.
@@ -42,8 +34,8 @@ package struct GatedDeltaNet {
 
     /// The state before the first token.
     /// - Parameter dtype: that of qkv
-    func start(dtype: DType) -> State {
-        State(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([valueHeads, keyDim, valueDim]))
+    func start(dtype: DType) -> MixerState.Recurrent {
+        .init(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([valueHeads, keyDim, valueDim]))
     }
 
     /// The number of key heads at a time that keeps the derivative's temporaries in proportion to `bytes`: of what has a row a token it holds some
@@ -61,7 +53,9 @@ package struct GatedDeltaNet {
     ///   - state: of the tokens before; becomes that of the last of these
     ///   - tile: key heads at a time
     /// - Returns: o `[n, value_heads · dv]`, in float32; evaluated where there is more than one tile.
-    func callAsFunction(qkv: MLXArray, b: MLXArray, a: MLXArray, state: inout State, tile: Int) -> MLXArray {
+    func callAsFunction(qkv: MLXArray, b: MLXArray, a: MLXArray, state: inout MixerState.Recurrent, tile: Int)
+        -> MLXArray
+    {
         let before = state
         let parts = tiles(of: keyHeads, size: tile).map { heads in
             var memory = before.memory[values(heads)]
@@ -173,7 +167,7 @@ package struct GatedDeltaNet {
     /// - Returns: the gradients of qkv, b and a, in float32, evaluated.
     func backward(
         qkv: consuming MLXArray, b: MLXArray, a: MLXArray, dO: consuming MLXArray, records: [Range<Int>]? = nil,
-        before: State? = nil, behind: inout Behind?, tile: Int, pace: Pace
+        before: MixerState.Recurrent? = nil, behind: inout Behind?, tile: Int, pace: Pace
     )
         -> (dQKV: MLXArray, dB: MLXArray, dA: MLXArray)
     {
@@ -215,7 +209,7 @@ package struct GatedDeltaNet {
 
     /// The gradients of some heads' q, k and v in qkv, and of their b and a, `[T, features]`.
     private func backward(
-        _ heads: Range<Int>, qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, before: State,
+        _ heads: Range<Int>, qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, before: MixerState.Recurrent,
         behind: inout (memory: MLXArray, convolved: [MLXArray]), pace: Pace
     ) -> [MLXArray] {
         let values = values(heads)

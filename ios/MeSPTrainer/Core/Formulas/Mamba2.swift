@@ -20,18 +20,10 @@ package struct Mamba2 {
     /// Its weight is `[heads · P]`.
     let norm: RMSNorm
 
-    /// The state that tokens leave to those after them.
-    package struct State {
-        /// xBC of the last K − 1, `[K − 1, F]`.
-        var tail: MLXArray
-        /// S of the state space, `[heads, P, N]` in float32.
-        var memory: MLXArray
-    }
-
     /// The state before the first token.
     /// - Parameter dtype: that of xBC
-    func start(dtype: DType) -> State {
-        State(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([heads, headDim, stateSize]))
+    func start(dtype: DType) -> MixerState.Recurrent {
+        .init(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([heads, headDim, stateSize]))
     }
 
     func tile(length: Int, bytes: Int) -> Int {
@@ -58,7 +50,7 @@ package struct Mamba2 {
     ///   - state: of the tokens before; becomes that of the last of these
     ///   - tile: heads at a time
     /// - Returns: o `[n, heads · P]`, in float32; evaluated where there is more than one tile.
-    func callAsFunction(xBC: MLXArray, dt: MLXArray, state: inout State, tile: Int) -> MLXArray {
+    func callAsFunction(xBC: MLXArray, dt: MLXArray, state: inout MixerState.Recurrent, tile: Int) -> MLXArray {
         let before = state
         let parts = (0..<groups).flatMap { group in
             let (b, c) = (input(.b(group), xBC, tail: before.tail), input(.c(group), xBC, tail: before.tail))

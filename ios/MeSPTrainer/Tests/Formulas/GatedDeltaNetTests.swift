@@ -130,7 +130,7 @@ import Testing
     func piecesEqualTheWhole(_ pieces: [Int]) {
         let net = net(keyHeads: 2, valueHeads: 4)
         let inputs = Inputs(net, length: 130)
-        func run(_ pieces: [Int]) -> (o: MLXArray, state: GatedDeltaNet.State) {
+        func run(_ pieces: [Int]) -> (o: MLXArray, state: MixerState.Recurrent) {
             var (state, start) = (net.start(dtype: .float32), 0)
             let outputs = pieces.map { count in
                 let rows = start..<start + count
@@ -153,7 +153,7 @@ import Testing
         let i = Inputs(net, length: 130)
         var none: GatedDeltaNet.Behind?
         let whole = net.backward(qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, behind: &none, tile: tile, pace: .evaluated)
-        var (state, segments) = (net.start(dtype: .float32), [(rows: Range<Int>, state: GatedDeltaNet.State)]())
+        var (state, segments) = (net.start(dtype: .float32), [(rows: Range<Int>, state: MixerState.Recurrent)]())
         for count in counts {
             let start = segments.last?.rows.upperBound ?? 0
             let rows = start..<start + count

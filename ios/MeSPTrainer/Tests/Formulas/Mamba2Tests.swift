@@ -113,7 +113,7 @@ import Testing
     func piecesEqualTheWhole(_ pieces: [Int]) {
         let mamba = mamba(heads: 4, groups: 2)
         let inputs = Inputs(mamba, length: 130)
-        func run(_ pieces: [Int]) -> (o: MLXArray, state: Mamba2.State) {
+        func run(_ pieces: [Int]) -> (o: MLXArray, state: MixerState.Recurrent) {
             var (state, start) = (mamba.start(dtype: .float32), 0)
             let outputs = pieces.map { count in
                 let rows = start..<start + count
