@@ -116,10 +116,9 @@ package struct BlockWeights {
         shape.mlp.experts?.mlpGate.map { packed.matrix($0 + ".", inputs: architecture.hiddenSize) }
     }
 
-    func choice(_ experts: Experts) -> Router {
-        Router(
-            scores: experts.scores, bias: experts.bias.map { packed[$0] }, count: experts.numExpertsPerTok,
-            scaling: experts.scaling)
+    /// The experts of each token `[T, k]`, from what the router gives `[T, E]`.
+    func chosen(_ experts: Experts, _ z: MLXArray) -> MLXArray {
+        experts.chosen(z, bias: experts.bias.map { packed[$0] })
     }
 
     /// `[out]`

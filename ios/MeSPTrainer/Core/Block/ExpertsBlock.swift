@@ -1,6 +1,6 @@
 import MLX
 
-/// The mixture of experts: y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts, with `Router`'s w.
+/// The mixture of experts: y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts, with the w of Router.swift.
 ///
 /// The pairs of a token and one of its experts are sorted by expert, so that each expert's matrices are read once, or a few times where
 /// many tokens chose it, and those of an expert without tokens not at all. Sums go in the experts' order.
@@ -167,21 +167,19 @@ private struct Routed {
 
     /// In the experts' order, without those that no token chose; several of an expert with many tokens.
     let byExpert: [Pairs]
-    private let router: Router
     /// The experts of each token, what the router gives for them and their weights, `[T, k]`.
     private let chosen, z, w: MLXArray
-    private let experts: Int
+    private let experts: Experts
 
     /// - Parameters:
     ///   - x: `[T, hidden]`, in float32
     ///   - most: tokens of `Pairs`
     init(_ experts: Experts, _ weights: BlockWeights, _ x: MLXArray, most: Int) {
-        router = weights.choice(experts)
-        self.experts = experts.numExperts
+        self.experts = experts
         let all = weights.router(experts).apply(x)
-        let chosen = router.chosen(all)
+        let chosen = weights.chosen(experts, all)
         z = takeAlong(all, chosen, axis: -1)
-        w = router.weights(z)
+        w = experts.weights(z)
         eval(chosen, z, w)
         self.chosen = chosen
         var places = [[Int32]](repeating: [], count: experts.numExperts)
@@ -207,9 +205,9 @@ private struct Routed {
     /// dz `[T, E]`, 0 of experts that were not chosen, from dw of all pairs in the order of `byExpert`.
     func backward(dw: MLXArray) -> MLXArray {
         let order = argSort(concatenated(byExpert.map(\.places)))
-        let dz = router.weightsBackward(z, dw: dw.take(order, axis: 0).reshaped(z.shape))
-        let rows = MLXArray((0..<Int32(z.dim(0))).map { $0 * Int32(experts) }).expandedDimensions(axis: -1)
-        return MLXArray.zeros([z.dim(0) * experts])
-            .at[(rows + chosen.asType(.int32)).flattened()].add(dz.flattened()).reshaped([z.dim(0), experts])
+        let dz = experts.weightsBackward(z, dw: dw.take(order, axis: 0).reshaped(z.shape))
+        let rows = MLXArray((0..<Int32(z.dim(0))).map { $0 * Int32(experts.numExperts) }).expandedDimensions(axis: -1)
+        return MLXArray.zeros([z.dim(0) * experts.numExperts])
+            .at[(rows + chosen.asType(.int32)).flattened()].add(dz.flattened()).reshaped([z.dim(0), experts.numExperts])
     }
 }

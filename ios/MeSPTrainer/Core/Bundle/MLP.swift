@@ -33,7 +33,7 @@ package struct Experts: Decodable, Sendable, Equatable {
     /// The linear layer `[num_experts, hidden]` that gives the scores.
     let router: String
     /// Before the names of the experts' matrices, which are stacked.
-    private let matrices: String
+    let matrices: String
     let scores: Scores
     /// The vector that is added to the scores, for the choice alone; nil where there is none.
     let bias: String?

@@ -4,20 +4,14 @@ import MLX
 ///
 ///     K = the k experts with the highest s + b        w = c s / (Σ_K s + ε)        s = σ(z) or exp(z)
 ///
-/// ε is 10⁻⁶ with the sigmoid, and 0 otherwise. The choice has no gradient.
-struct Router {
-    let scores: Experts.Scores
-    /// b `[E]`; nil for 0.
-    let bias: MLXArray?
-    /// k
-    let count: Int
-    /// c
-    let scaling: Float
-
+/// k is `numExpertsPerTok`, and c `scaling`. ε is 10⁻⁶ with the sigmoid, and 0 otherwise. The choice has no gradient.
+extension Experts {
     /// The experts of each token `[T, k]`, the one with the highest score first, of equal ones the one that comes first.
-    func chosen(_ z: MLXArray) -> MLXArray {
+    ///
+    /// - Parameter bias: b `[E]`; nil for 0.
+    func chosen(_ z: MLXArray, bias: MLXArray?) -> MLXArray {
         let s = scores == .sigmoid ? sigmoid(z) : z
-        return argSort(-(bias.map { s + $0 } ?? s), axis: -1)[0..., 0..<count]
+        return argSort(-(bias.map { s + $0 } ?? s), axis: -1)[0..., 0..<numExpertsPerTok]
     }
 
     /// w `[T, k]`, of z of the chosen experts alone.

@@ -8,29 +8,32 @@ import Testing
 @Suite(.serialized) struct RouterTests {
     static let scores = [Experts.Scores.softmax, .sigmoid]
 
-    private func router(_ scores: Experts.Scores, bias: [Float]? = nil) -> Router {
-        Router(scores: scores, bias: bias.map { MLXArray($0) }, count: 2, scaling: 1.5)
+    private func experts(_ scores: Experts.Scores) -> Experts {
+        Experts(
+            router: "gate", matrices: "experts", scores: scores, bias: nil, numExperts: 4, numExpertsPerTok: 2,
+            intermediateSize: 1, scaling: 1.5, mlpGate: nil)
     }
 
     @Test(arguments: scores) func theDerivativeIsThatOfTheWeights(_ scores: Experts.Scores) {
-        let router = router(scores)
+        let experts = experts(scores)
         let keys = MLXRandom.split(key: MLXRandom.key(0), into: 2)
         let (z, dw) = (MLXRandom.normal([7, 2], key: keys[0]), MLXRandom.normal([7, 2], key: keys[1]))
-        let (_, expected) = vjp({ [router.weights($0[0])] }, primals: [z], cotangents: [dw])
-        #expect(relativeError(router.weightsBackward(z, dw: dw), expected[0]) < 1e-5)
+        let (_, expected) = vjp({ [experts.weights($0[0])] }, primals: [z], cotangents: [dw])
+        #expect(relativeError(experts.weightsBackward(z, dw: dw), expected[0]) < 1e-5)
     }
 
     /// As in the reference: of equal scores the first.
     @Test(arguments: scores) func tiesGoToTheFirst(_ scores: Experts.Scores) {
         let z = MLXArray([1, 2, 2, 2, 0, 0, 0, 0] as [Float], [2, 4])
-        #expect(router(scores).chosen(z).asType(.int32).asArray(Int32.self) == [1, 2, 0, 1])
+        #expect(experts(scores).chosen(z, bias: nil).asType(.int32).asArray(Int32.self) == [1, 2, 0, 1])
     }
 
     @Test func theBiasChoosesAndWeighsNothing() {
-        let router = router(.sigmoid, bias: [0, 0, 1, 2])
+        let experts = experts(.sigmoid)
         let z = MLXArray.zeros([1, 4])
-        #expect(router.chosen(z).asType(.int32).asArray(Int32.self) == [3, 2])
-        #expect(router.weights(z[0..., 0..<2]).asArray(Float.self).allSatisfy { abs($0 - 0.75) < 1e-5 })
+        #expect(
+            experts.chosen(z, bias: MLXArray([0, 0, 1, 2] as [Float])).asType(.int32).asArray(Int32.self) == [3, 2])
+        #expect(experts.weights(z[0..., 0..<2]).asArray(Float.self).allSatisfy { abs($0 - 0.75) < 1e-5 })
     }
 
     /// The weights of an expert that no token chose take no part, whatever they are.
@@ -44,7 +47,7 @@ import Testing
         let x = MLXRandom.normal([1, hidden], key: MLXRandom.key(3))
         try fixture.bundle.withBlock(block) { weights in
             let experts = try #require(weights.shape.mlp.experts)
-            let chosen = weights.choice(experts).chosen(weights.router(experts).apply(x))
+            let chosen = weights.chosen(experts, weights.router(experts).apply(x))
             let numbers = Set(chosen.asType(.int32).asArray(Int32.self).map(Int.init))
             #expect(numbers.count == experts.numExpertsPerTok)
 

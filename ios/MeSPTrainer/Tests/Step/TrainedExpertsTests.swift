@@ -96,7 +96,7 @@ import Testing
         let x = x(fixture.bundle.architecture.hiddenSize)
         try fixture.bundle.withBlock(block) { weights in
             let experts = try #require(weights.shape.mlp.experts)
-            let chosen = weights.choice(experts).chosen(weights.router(experts).apply(x))
+            let chosen = weights.chosen(experts, weights.router(experts).apply(x))
             let formulas = model.block(block, x.expandedDimensions(axis: 0), try model.parameters(block), weights)
             var (dx, gradients) = (MLXArray.zeros(x.shape), LoRAGradients())
             formulas.mixtureBackward(experts, x, dy: x, addedTo: &dx, &gradients)
