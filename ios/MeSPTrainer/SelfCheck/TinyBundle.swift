@@ -40,12 +40,9 @@ struct TinyBundle {
         // The same numbers whatever the device.
         try Device.withDefaultDevice(.cpu) {
             for array in block.plainArrays { try weights.add(array) }
-            for module in block.modules {
-                let (inputs, outputs) = block.dimensions(module)
-                try weights.add(matrix: module.name + ".", rows: outputs, columns: inputs)
-            }
-            try table.add(matrix: "", rows: Self.vocabulary, columns: Self.hidden)
-            try table.add(PlainArray(name: "norm", shape: [Self.hidden]))
+            for matrix in block.matrices { try weights.add(matrix: matrix.name + ".", matrix.shape) }
+            try table.add(matrix: "", [Self.vocabulary, Self.hidden])
+            try table.add(Weight(name: "norm", shape: [Self.hidden]))
         }
         let words = try weights.write(to: folder.appendingPathComponent(ModelBundle.blockFile(0)))
         let tableWords = try table.write(to: folder.appendingPathComponent("head.bin"))
@@ -95,16 +92,16 @@ struct TinyBundle {
         }
 
         /// Adds random numbers: around 1 for a norm, around 0 for any other array.
-        mutating func add(_ array: PlainArray) throws {
+        mutating func add(_ array: Weight) throws {
             let noise = random(array.shape, scale: 0.3)
             let isNorm = array.name == "norm" || array.name.hasSuffix("norm.weight")
             try add(array.name, isNorm ? 1 + noise : noise, array.isFloat32 ? .float32 : dtype)
         }
 
         /// Adds a quantized matrix whose products with a normalized vector have a variance of 1.
-        mutating func add(matrix prefix: String, rows: Int, columns: Int) throws {
+        mutating func add(matrix prefix: String, _ shape: [Int]) throws {
             let (weight, scales, biases) = quantized(
-                random([rows, columns], scale: 1 / Float(columns).squareRoot()).asType(dtype.dtype),
+                random(shape, scale: 1 / Float(shape[1]).squareRoot()).asType(dtype.dtype),
                 groupSize: quantization.groupSize, bits: quantization.bits,
                 mode: QuantizationMode(rawValue: quantization.mode) ?? .affine)
             try add(prefix + "weight", weight, .uint32)

@@ -155,43 +155,35 @@ package struct BlockShape: Sendable, Equatable {
     }
 
     /// The arrays that are not quantized: norms, the mixer's own, and biases.
-    package var plainArrays: [PlainArray] {
+    package var plainArrays: [Weight] {
         let (hidden, postNorms) = (architecture.hiddenSize, architecture.postNorms)
         let norms =
             ["input_layernorm", "post_attention_layernorm"]
             + (postNorms ? ["pre_feedforward_layernorm", "post_feedforward_layernorm"] : [])
             + (architecture.perLayer == nil ? [] : ["post_per_layer_input_norm"])
         let choosing = mlp.experts.flatMap { experts in
-            experts.bias.map { PlainArray(name: $0, shape: [experts.numExperts], isFloat32: true) }
+            experts.bias.map { Weight(name: $0, shape: [experts.numExperts], isFloat32: true) }
         }
-        let scalars = architecture.perLayer == nil ? [] : [PlainArray(name: "layer_scalar", shape: [1])]
+        let scalars = architecture.perLayer == nil ? [] : [Weight(name: "layer_scalar", shape: [1])]
         let biased = modules.filter { architecture.biases.contains($0.name) }
-        return norms.map { PlainArray(name: $0 + ".weight", shape: [hidden]) } + mixer.arrays(hidden: hidden)
+        return norms.map { Weight(name: $0 + ".weight", shape: [hidden]) } + mixer.arrays(hidden: hidden)
             + [choosing].compactMap { $0 } + scalars
-            + biased.map { PlainArray(name: $0.name + ".bias", shape: [dimensions($0).outputs]) }
+            + biased.map { Weight(name: $0.name + ".bias", shape: [dimensions($0).outputs]) }
     }
 
-    /// A quantized matrix: its name, its size and, of stacked ones, how many there are.
-    struct Matrix {
-        let name: String
-        let outputs, inputs: Int
-        var count: Int?
-    }
-
-    /// Those of the modules, and the frozen ones beside them.
-    var matrices: [Matrix] {
-        let ofModules = modules.map { module in
-            let (inputs, outputs) = dimensions(module)
-            return Matrix(name: module.name, outputs: outputs, inputs: inputs)
+    /// The quantized matrices: those of the modules, and the frozen ones beside them.
+    package var matrices: [Weight] {
+        func ofModules(_ modules: [Module]) -> [Weight] {
+            modules.map { module in
+                let (inputs, outputs) = dimensions(module)
+                return Weight(name: module.name, shape: stack(module) + [outputs, inputs])
+            }
         }
-        guard let experts = mlp.experts else { return ofModules }
-        let (hidden, count) = (architecture.hiddenSize, experts.numExperts)
-        let mlpGate = experts.mlpGate.map { [Matrix(name: $0, outputs: 1, inputs: hidden)] } ?? []
-        let stacked = experts.modules.map { module in
-            let (inputs, outputs) = dimensions(module)
-            return Matrix(name: module.name, outputs: outputs, inputs: inputs, count: count)
-        }
-        return ofModules + mlpGate + [Matrix(name: experts.router, outputs: count, inputs: hidden)] + stacked
+        guard let experts = mlp.experts else { return ofModules(modules) }
+        let hidden = architecture.hiddenSize
+        let mlpGate = experts.mlpGate.map { [Weight(name: $0, shape: [1, hidden])] } ?? []
+        let router = Weight(name: experts.router, shape: [experts.numExperts, hidden])
+        return ofModules(modules) + mlpGate + [router] + ofModules(experts.modules)
     }
 
     /// Whether every part of the block is there, once.

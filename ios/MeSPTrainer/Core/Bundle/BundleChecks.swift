@@ -75,8 +75,7 @@ extension Manifest {
             throw MeSPError("\(file) in \(bundle) doesn't have the length of its layout; export the bundle again.")
         }
         func check(
-            _ arrays: [PackedArray], _ words: Int, plain: [PlainArray],
-            matrices: [BlockShape.Matrix]
+            _ arrays: [PackedArray], _ words: Int, plain: [Weight], matrices: [Weight], separator: String = ""
         ) throws {
             func array(
                 _ name: String, dtype: ElementType, isStacked: Bool = false, fits: ([Int]) -> Bool
@@ -95,12 +94,12 @@ extension Manifest {
                 _ = try array(expected.name, dtype: dtype) { $0 == expected.shape }
             }
             for matrix in matrices {
-                let (name, stacked) = (matrix.name, [matrix.count].compactMap { $0 })
+                let (name, last) = (matrix.name + separator, matrix.shape.count - 1)
                 let hasBiases = arrays.contains { $0.name == name + "biases" }
                 let isTable = { (shape: [Int]) in
-                    shape.count == stacked.count + 2 && shape.dropLast() == stacked + [matrix.outputs]
+                    shape.count == last + 1 && shape.dropLast() == matrix.shape.dropLast()
                 }
-                let isStacked = !stacked.isEmpty
+                let isStacked = last > 1
                 let weight = try array(name + "weight", dtype: .uint32, isStacked: isStacked, fits: isTable)
                 let scales = try array(
                     name + "scales", dtype: hasBiases ? dtype : .uint8, isStacked: isStacked, fits: isTable)
@@ -108,39 +107,33 @@ extension Manifest {
                     _ = try array(name + "biases", dtype: dtype, isStacked: isStacked) { $0 == scales.shape }
                 }
                 let format = QuantizationFormat(
-                    inputs: matrix.inputs, words: weight.shape[stacked.count + 1],
-                    groups: scales.shape[stacked.count + 1], hasBiases: hasBiases)
+                    inputs: matrix.shape[last], words: weight.shape[last], groups: scales.shape[last],
+                    hasBiases: hasBiases)
                 guard format != nil else { throw wrong(name + "weight") }
             }
         }
         for blocks in blocks {
             let block = architecture.block(blocks.layers[0])
             try check(
-                blocks.arrays, blocks.words, plain: block.plainArrays,
-                matrices: block.matrices.map { matrix in
-                    .init(
-                        name: matrix.name + ".", outputs: matrix.outputs, inputs: matrix.inputs, count: matrix.count)
-                })
+                blocks.arrays, blocks.words, plain: block.plainArrays, matrices: block.matrices, separator: ".")
         }
-        let table = [
-            BlockShape.Matrix(name: "", outputs: architecture.vocabSize, inputs: architecture.hiddenSize)
-        ]
+        let table = [Weight(name: "", shape: [architecture.vocabSize, architecture.hiddenSize])]
         try check(embedding.arrays, embedding.words, plain: [], matrices: table)
-        let norm = PlainArray(name: "norm", shape: [architecture.hiddenSize])
+        let norm = Weight(name: "norm", shape: [architecture.hiddenSize])
         try check(head.arrays, head.words, plain: [norm], matrices: table)
         guard let size = architecture.perLayer?.size, let perLayerEmbedding, let perLayerProjection else { return }
         let width = architecture.numHiddenLayers * size
         try check(
             perLayerEmbedding.arrays, perLayerEmbedding.words, plain: [],
-            matrices: [.init(name: "", outputs: architecture.vocabSize, inputs: width)])
+            matrices: [Weight(name: "", shape: [architecture.vocabSize, width])])
         // A layer's part begins and ends with a group.
         let groups = perLayerEmbedding.arrays.first { $0.name == "scales" }?.shape[1] ?? 1
         guard size % (width / groups) == 0 else {
             throw MeSPError("\(bundle): the manifest's dimensions don't fit together; export the bundle again.")
         }
         try check(
-            perLayerProjection.arrays, perLayerProjection.words, plain: [PlainArray(name: "norm", shape: [size])],
-            matrices: [.init(name: "", outputs: width, inputs: architecture.hiddenSize)])
+            perLayerProjection.arrays, perLayerProjection.words, plain: [Weight(name: "norm", shape: [size])],
+            matrices: [Weight(name: "", shape: [width, architecture.hiddenSize])])
     }
 }
 

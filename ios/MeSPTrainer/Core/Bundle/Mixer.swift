@@ -153,28 +153,28 @@ extension Mixer {
     }
 
     /// Arrays of the mixer that are no part of a module.
-    func arrays(hidden: Int) -> [PlainArray] {
+    func arrays(hidden: Int) -> [Weight] {
         switch self {
         case .attention(let mixer):
             (!mixer.qkNorm ? [] : mixer.keysOf == nil ? ["q_norm", "k_norm"] : ["q_norm"])
-                .map { PlainArray(name: "self_attn.\($0).weight", shape: [mixer.headDim]) }
+                .map { Weight(name: "self_attn.\($0).weight", shape: [mixer.headDim]) }
         case .gatedDeltaNet(let mixer):
             [
-                PlainArray(name: "linear_attn.conv1d.weight", shape: [mixer.convolutionWidth, mixer.kernelSize]),
-                PlainArray(name: "linear_attn.norm.weight", shape: [mixer.valueHeadDim]),
-                PlainArray(name: "linear_attn.dt_bias", shape: [mixer.numValueHeads]),
-                PlainArray(name: "linear_attn.A_log", shape: [mixer.numValueHeads], isFloat32: true),
+                Weight(name: "linear_attn.conv1d.weight", shape: [mixer.convolutionWidth, mixer.kernelSize]),
+                Weight(name: "linear_attn.norm.weight", shape: [mixer.valueHeadDim]),
+                Weight(name: "linear_attn.dt_bias", shape: [mixer.numValueHeads]),
+                Weight(name: "linear_attn.A_log", shape: [mixer.numValueHeads], isFloat32: true),
             ]
         case .shortConvolution(let mixer):
-            [PlainArray(name: "conv.conv.weight", shape: [hidden, mixer.kernelSize])]
+            [Weight(name: "conv.conv.weight", shape: [hidden, mixer.kernelSize])]
         case .mamba2(let mixer):
             [
-                PlainArray(name: "mamba.conv1d.weight", shape: [mixer.convolutionWidth, mixer.kernelSize]),
-                PlainArray(name: "mamba.conv1d.bias", shape: [mixer.convolutionWidth]),
-                PlainArray(name: "mamba.norm.weight", shape: [mixer.width]),
+                Weight(name: "mamba.conv1d.weight", shape: [mixer.convolutionWidth, mixer.kernelSize]),
+                Weight(name: "mamba.conv1d.bias", shape: [mixer.convolutionWidth]),
+                Weight(name: "mamba.norm.weight", shape: [mixer.width]),
             ]
                 + ["dt_bias", "A_log", "D"].map {
-                    PlainArray(name: "mamba.\($0)", shape: [mixer.numHeads], isFloat32: true)
+                    Weight(name: "mamba.\($0)", shape: [mixer.numHeads], isFloat32: true)
                 }
         }
     }
@@ -206,8 +206,8 @@ extension Mixer {
     }
 }
 
-/// An array of a block that is not quantized.
-package struct PlainArray {
+/// A frozen tensor of a model. That of a quantized matrix is `[out, in]`, of stacked ones `[number, out, in]`.
+package struct Weight {
     package let name: String
     package let shape: [Int]
     /// Whether it is float32 in a bundle of any dtype.
