@@ -137,14 +137,10 @@ package struct BlockWeights {
 
     func attention(_ mixer: AttentionMixer) -> Attention {
         Attention(
-            scale: mixer.attentionScale, softcap: mixer.attnLogitSoftcapping,
-            window: mixer.slidingWindow,
-            rope: RoPE(frequencies: mixer.frequencies, scale: mixer.ropeScale),
-            qNorm: mixer.qkNorm ? norm("self_attn.q_norm") : nil,
+            mixer: mixer, qNorm: mixer.qkNorm ? norm("self_attn.q_norm") : nil,
             kNorm: mixer.qkNorm && mixer.keysOf == nil ? norm("self_attn.k_norm") : nil,
             vNorm: mixer.vNorm
-                ? RMSNorm(weight: MLXArray.ones([mixer.headDim]), eps: architecture.rmsNormEps) : nil,
-            hasOwnKeys: mixer.keysOf == nil)
+                ? RMSNorm(weight: MLXArray.ones([mixer.headDim]), eps: architecture.rmsNormEps) : nil)
     }
 
     /// The factor of the output of a block with embeddings for each layer `[1]`, and the norm of what it makes of them.

@@ -6,16 +6,13 @@ import MLX
 ///
 /// Keys and values may be those of another block, which are k̂ and v̂.
 struct Attention {
-    let scale: Float
-    /// c of the scores; nil where they are not capped.
-    let softcap: Float?
-    /// The number of positions that a query sees, its own included; nil for all.
-    let window: Int?
-    let rope: RoPE
+    let mixer: AttentionMixer
     let qNorm: RMSNorm?
     let kNorm: RMSNorm?
     let vNorm: RMSNorm?
-    let hasOwnKeys: Bool
+
+    private var hasOwnKeys: Bool { mixer.keysOf == nil }
+    private var scale: Float { mixer.attentionScale }
 
     /// q̂ = RoPE(norm(q)), in float32.
     /// - Parameter q: `[heads, n, d]`, positions `start ..< start + n`
@@ -34,13 +31,13 @@ struct Attention {
 
     private func positioned(_ x: MLXArray, _ norm: RMSNorm?, _ start: Int) -> MLXArray {
         let x = x.asType(.float32)
-        return rope(norm.map { $0(x) } ?? x, start: start)
+        return mixer.rope(norm.map { $0(x) } ?? x, start: start)
     }
 
     // MARK: - One token of each of several sequences
 
     /// Whether `ofOne` serves. On a GPU it has not been tried.
-    var servesOne: Bool { CPUProducts.current.fuses && Device.isCPU && softcap == nil }
+    var servesOne: Bool { CPUProducts.current.fuses && Device.isCPU && mixer.attnLogitSoftcapping == nil }
 
     /// q̂ or k̂ `[n, heads, 1, d]` of n sequences, each at a position of its own, in float32.
     func query(_ q: MLXArray, positions: MLXArray) -> MLXArray { positioned(q, qNorm, positions) }
@@ -48,7 +45,7 @@ struct Attention {
 
     private func positioned(_ x: MLXArray, _ norm: RMSNorm?, _ positions: MLXArray) -> MLXArray {
         let x = x.asType(.float32)
-        return rope(norm.map { $0(x) } ?? x, positions: positions)
+        return mixer.rope(norm.map { $0(x) } ?? x, positions: positions)
     }
 
     /// attn_out `[1, heads, 1, d]` in float32 of q̂, alike, the last of N positions, over k̂ and v `[kv_heads, N, d]`.
@@ -63,7 +60,7 @@ struct Attention {
 
     /// dq or dk from the gradient of q̂ or k̂, in float32.
     private func positionedBackward(_ x: MLXArray, _ norm: RMSNorm?, dy: MLXArray, start: Int) -> MLXArray {
-        let d = rope.backward(dy: dy, start: start)
+        let d = mixer.ropeBackward(dy: dy, start: start)
         return norm.map { $0.backward(x.asType(.float32), dy: d) } ?? d
     }
 
@@ -90,7 +87,7 @@ struct Attention {
 
     /// The positions that some query at a position of `rows` sees.
     private func seen(by rows: Range<Int>) -> Range<Int> {
-        max(0, rows.lowerBound + 1 - (window ?? rows.upperBound))..<rows.upperBound
+        max(0, rows.lowerBound + 1 - (mixer.slidingWindow ?? rows.upperBound))..<rows.upperBound
     }
 
     /// P of the queries at positions `rows` over the `keys`.
@@ -103,16 +100,16 @@ struct Attention {
     {
         var scores = matmul(q, k.swappedAxes(-1, -2)).reshaped([k.dim(0), -1, rows.count, keys.count])
         var slope: MLXArray?
-        if let softcap {
-            scores = softCap(scores, softcap)
-            slope = softCapSlope(scores, softcap).reshaped([k.dim(0), -1, keys.count])
+        if let c = mixer.attnLogitSoftcapping {
+            scores = softCap(scores, c)
+            slope = softCapSlope(scores, c).reshaped([k.dim(0), -1, keys.count])
         }
         let (queries, positions) = (
             MLXArray.arange(rows.lowerBound, rows.upperBound)[0..., .newAxis],
             MLXArray.arange(keys.lowerBound, keys.upperBound)
         )
         var visible = queries .>= positions
-        if let window { visible = logicalAnd(visible, queries .< positions + window) }
+        if let window = mixer.slidingWindow { visible = logicalAnd(visible, queries .< positions + window) }
         let p = softmax(which(visible, scores, -Float.infinity), axis: -1)
         return (p.reshaped([k.dim(0), -1, keys.count]), slope)
     }

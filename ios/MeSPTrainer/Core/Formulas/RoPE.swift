@@ -1,18 +1,14 @@
 import MLX
 
 /// Rotary positions:  (y₁, y₂) = s (x₁ cos θ − x₂ sin θ, x₁ sin θ + x₂ cos θ),  θ = t · frequency
-struct RoPE {
-    /// Radians a position of each pair (x₁, x₂), which lie in the two halves of a head's first dimensions; the others stay as they
-    /// are.
-    let frequencies: [Float]
-    /// s
-    let scale: Float
-
+///
+/// The pairs (x₁, x₂) lie in the two halves of a head's first dimensions; the others stay as they are. s is `ropeScale`.
+extension AttentionMixer {
     /// - Parameter x: `[heads, n, d]`, positions `start ..< start + n`
-    func callAsFunction(_ x: MLXArray, start: Int) -> MLXArray { turned(x, start: start, sign: 1) }
+    func rope(_ x: MLXArray, start: Int) -> MLXArray { turned(x, start: start, sign: 1) }
 
     /// x `[n, heads, 1, d]` of n sequences, each at a position of its own.
-    func callAsFunction(_ x: MLXArray, positions: MLXArray) -> MLXArray {
+    func rope(_ x: MLXArray, positions: MLXArray) -> MLXArray {
         guard !frequencies.isEmpty else { return x }
         return MLXFast.RoPE(
             scaled(x), dimensions: 2 * frequencies.count, traditional: false, base: nil, scale: 1, offset: positions,
@@ -20,7 +16,7 @@ struct RoPE {
     }
 
     /// The derivative of a rotation is the rotation by the opposite angle.
-    func backward(dy: MLXArray, start: Int) -> MLXArray { turned(dy, start: start, sign: -1) }
+    func ropeBackward(dy: MLXArray, start: Int) -> MLXArray { turned(dy, start: start, sign: -1) }
 
     private func turned(_ x: MLXArray, start: Int, sign: Float) -> MLXArray {
         guard !frequencies.isEmpty else { return x }
@@ -34,9 +30,9 @@ struct RoPE {
 
     /// x with its first dimensions times s.
     private func scaled(_ x: MLXArray) -> MLXArray {
-        guard scale != 1 else { return x }
+        guard ropeScale != 1 else { return x }
         let dimensions = 2 * frequencies.count
-        return concatenated([x[.ellipsis, 0..<dimensions] * scale, x[.ellipsis, dimensions...]], axis: -1)
+        return concatenated([x[.ellipsis, 0..<dimensions] * ropeScale, x[.ellipsis, dimensions...]], axis: -1)
     }
 
     private func periods(sign: Float) -> MLXArray { MLXArray(frequencies.map { sign / $0 }) }
