@@ -79,7 +79,7 @@ extension Bench {
         let example = example(trainer.settings.seqLen)
         let weight = 1 / Float(example.counted.count)
         var gradients = [Int: MLXArray]()
-        let loss = try trainer.backpropagate([.init(example: example, weight: weight)]) { gradients[$0] = $1 }
+        let loss = try trainer.backpropagate([(example: example, weight: weight)]) { gradients[$0] = $1 }
         return (loss, gradients)
     }
 

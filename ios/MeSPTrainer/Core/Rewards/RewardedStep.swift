@@ -12,7 +12,7 @@ extension Trainer {
         for (answers, rewards) in zip(groups, rewards) {
             let group = groupLoss(rewards: rewards, tokens: answers.map(\.counted.count), longest: longest)
             loss += share * group.loss
-            parts += zip(answers, group.weights).map { Part(example: $0, weight: share * $1) }
+            parts += zip(answers, group.weights).map { (example: $0, weight: share * $1) }
         }
         // An answer without a weight has no gradient. Where no answer has one, the update is the optimizer's for a gradient of 0.
         let weighted = parts.filter { $0.weight != 0 }

@@ -6,7 +6,7 @@ extension Trainer {
         var (loss, tokens, inputTokens) = (Float(0), 0, 0)
         let (count, norm) = try privateStep(examples, number, secret) { example in
             let weight = 1 / Float(example.counted.count)
-            loss += try backpropagate([Part(example: example, weight: weight)], update: gather)
+            loss += try backpropagate([(example, weight)], update: gather)
             tokens += example.counted.count
             inputTokens += example.inputCount
         }

@@ -17,12 +17,7 @@ import MLX
 /// model one after the other, or each block takes all of them before the next (`Plan.order`).
 package final class Trainer {
     /// A sequence of a step, and the weight of each of its targets in the step's loss.
-    package struct Part {
-        let example: Example
-        let weight: Float
-
-        package init(example: Example, weight: Float) { (self.example, self.weight) = (example, weight) }
-    }
+    package typealias Part = (example: Example, weight: Float)
 
     /// One forward and backward pass of some sequences, which go through each block together.
     ///
@@ -194,7 +189,7 @@ package final class Trainer {
         try step(
             batches.flatMap { batch in
                 let counted = batch.reduce(0) { $0 + $1.counted.count }
-                return batch.map { Part(example: $0, weight: 1 / Float(counted * batches.count)) }
+                return batch.map { (example: $0, weight: 1 / Float(counted * batches.count)) }
             }, number: number)
     }
 

@@ -59,7 +59,7 @@ import Testing
             }
             func gradients(_ trainer: Trainer) throws -> (loss: Float, gradients: [Int: MLXArray]) {
                 var gradients = [Int: MLXArray]()
-                let part = Trainer.Part(example: try fixture.example(), weight: 1 / Float(fixture.length))
+                let part = (example: try fixture.example(), weight: 1 / Float(fixture.length))
                 let loss = try trainer.backpropagate([part]) { gradients[$0] = $1 }
                 return (loss, gradients)
             }

@@ -238,7 +238,7 @@ import Testing
             try fixture.restore(trainer)
             var (loss, blocks) = (Float(0), [Int: MLXArray]())
             for group in groups {
-                let parts = group.map { Trainer.Part(example: $0, weight: 1 / Float(counted.count)) }
+                let parts = group.map { (example: $0, weight: 1 / Float(counted.count)) }
                 loss += try trainer.backpropagate(parts) { block, gradient in
                     blocks[block] = blocks[block].map { $0 + gradient } ?? gradient
                     eval(blocks[block] ?? gradient)

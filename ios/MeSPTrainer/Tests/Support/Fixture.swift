@@ -67,7 +67,7 @@ struct Fixture {
     {
         try restore(trainer)
         let weight = 1 / Float(length)
-        return try trainer.backpropagate([.init(example: example(), weight: weight)], update: update)
+        return try trainer.backpropagate([(example: example(), weight: weight)], update: update)
     }
 
     /// Gives a trainer the fixture's parameters.
