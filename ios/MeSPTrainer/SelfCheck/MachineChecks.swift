@@ -104,7 +104,7 @@ extension Bench {
     func mapFootprint() throws -> Finding {
         let size = largestFile.words * 4
         func read() throws -> Int {
-            let words = try mappedWords(bundle.url.appendingPathComponent(largestFile.file), size: size, version: nil)
+            let words = try mappedWords(bundle.url.appendingPathComponent(largestFile.file), size: size, modified: nil)
             for tile in tiles(of: size / 4, size: 1 << 18) { eval(words[tile].max()) }
             Memory.clearCache()
             return withExtendedLifetime(words) { memoryFootprint() }
@@ -134,7 +134,7 @@ extension Bench {
     func mapFirstUse() throws -> Finding {
         let (file, words) = (ModelBundle.blockFile(0), bundle.manifest.blocks[bundle.kinds[0]].words)
         let url = bundle.url.appendingPathComponent(file)
-        func map() throws -> MLXArray { try mappedWords(url, size: words * 4, version: nil) }
+        func map() throws -> MLXArray { try mappedWords(url, size: words * 4, modified: nil) }
         let first = try median { eval(try map().max()) }
         let again = try withExtendedLifetime(map()) { words in try median { eval(words.max()) } }
         let cost = max(0, first - again)
@@ -154,7 +154,7 @@ extension Bench {
         try Data(count: mappingUnit).write(to: file)
         defer { try? FileManager.default.removeItem(at: file) }
         func map(times: Int) throws {
-            for _ in 0..<times { _ = tamper("map.leak", try mappedWords(file, size: mappingUnit, version: nil)) }
+            for _ in 0..<times { _ = tamper("map.leak", try mappedWords(file, size: mappingUnit, modified: nil)) }
         }
         try map(times: 1000)
         let (before, thousands) = (memoryFootprint(), 10)

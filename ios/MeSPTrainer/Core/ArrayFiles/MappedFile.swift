@@ -13,9 +13,9 @@ import MeSPFiles
 /// - Parameters:
 ///   - url: a file whose length is a multiple of `mappingUnit`.
 ///   - size: the length it must have, in bytes.
-///   - version: what the file must still be.
+///   - modified: when the file must have been modified last; nil for any time.
 ///   - known: the file's map, where there is one.
-package func mappedWords(_ url: URL, size: Int, version: FileVersion?, known: MLXArray? = nil) throws -> MLXArray {
+package func mappedWords(_ url: URL, size: Int, modified: Duration?, known: MLXArray? = nil) throws -> MLXArray {
     let file: Int32
     do {
         file = try openRegularFile(url, O_RDONLY)
@@ -23,7 +23,7 @@ package func mappedWords(_ url: URL, size: Int, version: FileVersion?, known: ML
         throw MeSPError("Cannot open \(url.path): \(error.plainSentence).")
     }
     defer { close(file) }
-    guard let now = FileVersion(file), now.size == size, version == nil || now == version else {
+    guard let now = status(of: file), now.size == size, modified == nil || now.modified == modified else {
         throw MeSPError("\(url.path) has changed since the bundle was opened; export the bundle again.")
     }
     if let known { return known }
@@ -33,23 +33,16 @@ package func mappedWords(_ url: URL, size: Int, version: FileVersion?, known: ML
     return words
 }
 
-/// The size and modification time of a file, which tell whether it has changed.
-package struct FileVersion: Equatable {
-    let size: Int
-    private let seconds: Int
-    private let nanoseconds: Int
-
-    /// - Parameter file: an open file.
-    init?(_ file: Int32) {
-        var status = stat()
-        guard fstat(file, &status) == 0 else { return nil }
-        #if canImport(Darwin)
-            let written = status.st_mtimespec
-        #else
-            let written = status.st_mtim
-        #endif
-        (size, seconds, nanoseconds) = (Int(status.st_size), written.tv_sec, written.tv_nsec)
-    }
+/// The size of an open file in bytes, and when it was modified last, since 1970: both tell whether it has changed.
+func status(of file: Int32) -> (size: Int, modified: Duration)? {
+    var status = stat()
+    guard fstat(file, &status) == 0 else { return nil }
+    #if canImport(Darwin)
+        let modified = status.st_mtimespec
+    #else
+        let modified = status.st_mtim
+    #endif
+    return (Int(status.st_size), .seconds(modified.tv_sec) + .nanoseconds(modified.tv_nsec))
 }
 
 /// The unit of a mapping's length, in bytes: the page of an iPhone, and of every system with smaller ones. Metal takes

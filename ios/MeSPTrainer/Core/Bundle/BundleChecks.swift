@@ -154,10 +154,10 @@ func isPath(_ path: String, within folder: URL) -> Bool {
 extension ModelBundle {
     /// Throws unless every file of the manifest is there, with its size and with no link on the way.
     ///
-    /// - Returns: the versions of the files of weights.
-    func checkFiles() throws -> [String: FileVersion] {
+    /// - Returns: when the files of weights were modified last.
+    func checkFiles() throws -> [String: Duration] {
         let weights = Set(manifest.weightFiles.map(\.file))
-        var versions = [String: FileVersion]()
+        var modified = [String: Duration]()
         for file in manifest.files {
             guard isPath(file.path, within: url) else {
                 throw MeSPError("\(url.path): the manifest names a file outside the bundle, \(file.path).")
@@ -168,14 +168,14 @@ extension ModelBundle {
                 throw MeSPError("\(url.path) lacks \(file.path); export the bundle again.")
             }
             defer { opened.map { _ = close($0) } }
-            guard let version = opened.flatMap({ FileVersion($0) }), version.size == file.size else {
+            guard let status = opened.flatMap(status(of:)), status.size == file.size else {
                 throw MeSPError(
                     "\(file.path) in \(url.path) is not the \(file.size) bytes the manifest says; copy or export the bundle again."
                 )
             }
-            if weights.contains(file.path) { versions[file.path] = version }
+            if weights.contains(file.path) { modified[file.path] = status.modified }
         }
-        return versions
+        return modified
     }
 
     func checkSums(of files: [Manifest.File]) throws {

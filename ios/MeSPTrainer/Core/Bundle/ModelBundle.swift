@@ -10,8 +10,8 @@ public struct ModelBundle {
     /// The token streams by split, and the folder that their files are in.
     private let splits: [String: Manifest.Tokens]
     private let dataFolder: URL
-    /// The files of weights as they were when they were checked.
-    private var versions = [String: FileVersion]()
+    /// When the files of weights that were checked had been modified last.
+    private var modified = [String: Duration]()
     /// The manifest's device; tests compute the GPU's way on a CPU.
     package var backend: Backend
     /// For each block the index of its kind in the manifest's `blocks`.
@@ -49,7 +49,7 @@ public struct ModelBundle {
         backend = manifest.device
         kinds = manifest.kindOfBlock
         (splits, dataFolder) = try text.map { (try TextData.entries(in: $0), $0) } ?? (manifest.data ?? [:], url)
-        versions = try checkFiles()
+        modified = try checkFiles()
         if checksums { try checkSums(of: manifest.files) }
     }
 
@@ -135,7 +135,7 @@ public struct ModelBundle {
     ) throws -> R {
         let known = maps.words[path]
         let words = try mappedWords(
-            url.appendingPathComponent(path), size: count * 4, version: versions[path], known: known)
+            url.appendingPathComponent(path), size: count * 4, modified: modified[path], known: known)
         if known == nil {
             maps.words[path] = words
             maps.mapped[path, default: 0] += 1
