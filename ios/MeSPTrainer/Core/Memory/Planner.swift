@@ -483,10 +483,10 @@ public struct Planner: Sendable {
         if let baseline { return baseline }
         let a = architecture
         let features = min(tile.mlp, a.widestMLP)
-        // Of the tokens that go through the MLP's derivative at a time; x, x_mid, and dy, which d_x_mid replaces. x of a long sequence is
-        // among the block inputs alone.
+        // x_mid, and dy, which d_x_mid replaces; of the tokens that go through the MLP's derivative at a time x, or a copy of x_mid where
+        // these are not all.
         let some = hidden / length * tile.mlpTokens
-        let before = (some < hidden ? 2 : 3) * hidden
+        let before = 2 * hidden + some
         let hasFactor = a.mlps.contains { $0.experts?.mlpGate != nil }
         return max(
             // d waits while the block function runs again; by segments there is no y, nor all of mixer_in.
