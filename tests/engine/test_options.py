@@ -294,7 +294,7 @@ def test_short_examples_run_at_short_lengths(
     peaks = [[step["mlx_peak_bytes"] for step in each.steps] for each in (short, padded)]
     if options[0] in ("--offload", "--method"):
         # MeZO's parameters and z outweigh a short sequence's activations.
-        assert min(peaks[0]) < (0.97 if "mezo" in options else 0.95) * min(peaks[1])
+        assert min(peaks[0]) < (0.98 if "mezo" in options else 0.95) * min(peaks[1])
     assert max(peaks[0]) <= 1.01 * max(peaks[1])
 
 

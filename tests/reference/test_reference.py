@@ -490,8 +490,9 @@ def test_packed_records_train_as_a_batch(config, block_gradient):
         actual = reference.unpack_lora(packed.lora[i], block)
         expected = reference.unpack_lora(sum(each.lora[i] for each in batch), block)
         for name in block.modules:
+            # Sums of float32 in another order, which with AVX2 differ by up to 1.4e-6.
             for a, b in zip(actual[name], expected[name], strict=True):
-                assert relative_error(a, b) <= 1e-6, name
+                assert relative_error(a, b) <= 2e-6, name
 
 
 @pytest.mark.parametrize("config", [SMALL, FAMILIES["gemma2"], FAMILIES["phi3"]])
