@@ -518,10 +518,10 @@ class PackedProduct : public mx::UnaryPrimitive {
         const bool isRead = x.ndim() == 2 && x.strides(1) == 1 && x.strides(0) >= x.shape(1);
         const int stride = isRead ? int(x.strides(0)) : x.shape(-1);
         mx::cpu::get_command_encoder(stream()).dispatch(
-            [packed, rows, columns, m, product = transpose ? by_rows : by_columns, x = InOrder(x), isRead,
-             data = x.data<float>(), stride, y = out.data<float>()] {
+            [packed, rows, columns, m, product = transpose ? by_rows : by_columns, x = Rows(x), isRead, stride,
+             y = out.data<float>()] {
                 std::vector<float> room;
-                product(packed, rows, columns, isRead ? data : x.all(room), stride, m, y);
+                product(packed, rows, columns, isRead ? x.data : x.in_order(room), stride, m, y);
             });
     }
     void eval_gpu(const std::vector<mx::array> &, mx::array &) override {

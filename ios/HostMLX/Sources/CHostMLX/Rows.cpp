@@ -22,29 +22,6 @@ namespace {
 /// Numbers that go through the operations together: 20 intermediate results of so many stay in a core's first cache.
 constexpr int chunk = 256;
 
-/// The places of the numbers of an array that is broadcast to a shape: from each row's first number, `step` numbers apart.
-struct Rows {
-    const float *data;
-    mx::Shape shape;
-    mx::Strides strides;
-    int step;
-
-    Rows(const mx::array &a, const mx::Shape &shape) : data(a.data<float>()), shape(shape), strides(shape.size(), 0) {
-        const size_t missing = shape.size() - a.ndim();
-        for (size_t i = 0; i < a.ndim(); i++) strides[missing + i] = a.shape(i) == 1 ? 0 : a.strides(i);
-        step = strides.back();
-    }
-
-    const float *row(int64_t index) const {
-        ptrdiff_t offset = 0;
-        for (int axis = int(shape.size()) - 2; axis >= 0; axis--) {
-            offset += index % shape[axis] * strides[axis];
-            index /= shape[axis];
-        }
-        return data + offset;
-    }
-};
-
 /// Calls `f(first, count)` with the rows of each part, on all cores where that pays: `work` is what a number costs, in additions.
 template <class F>
 void by_rows(int64_t rows, int64_t length, int64_t work, F f) {
@@ -64,24 +41,32 @@ bool is_plain(const mx::array &x, mx::Stream s) {
 
 }  // namespace
 
-InOrder::InOrder(const mx::array &a)
-    : data(a.data<float>()), isContiguous(a.flags().row_contiguous), size(a.size()), shape(a.shape()),
-      strides(a.strides()) {}
+Rows::Rows(const mx::array &a, const mx::Shape &shape)
+    : data(a.data<float>()), shape(shape), strides(shape.size(), 0),
+      isInOrder(a.flags().row_contiguous && a.shape() == shape) {
+    const size_t missing = shape.size() - a.ndim();
+    for (size_t i = 0; i < a.ndim(); i++) strides[missing + i] = a.shape(i) == 1 ? 0 : a.strides(i);
+    step = strides.back();
+}
 
-const float *InOrder::all(std::vector<float> &room) const {
-    if (isContiguous || size == 0) return data;
-    room.resize(size);
-    const int length = shape.empty() ? 1 : shape.back();
-    const ptrdiff_t step = shape.empty() ? 1 : strides.back();
-    for (size_t row = 0; row < size / length; row++) {
-        ptrdiff_t offset = 0;
-        size_t index = row;
-        for (int axis = int(shape.size()) - 2; axis >= 0; axis--) {
-            offset += ptrdiff_t(index % shape[axis]) * strides[axis];
-            index /= shape[axis];
-        }
-        float *out = room.data() + row * length;
-        for (int i = 0; i < length; i++) out[i] = data[offset + i * step];
+const float *Rows::row(int64_t index) const {
+    ptrdiff_t offset = 0;
+    for (int axis = int(shape.size()) - 2; axis >= 0; axis--) {
+        offset += index % shape[axis] * strides[axis];
+        index /= shape[axis];
+    }
+    return data + offset;
+}
+
+const float *Rows::in_order(std::vector<float> &room) const {
+    if (isInOrder) return data;
+    size_t rows = 1;
+    for (size_t axis = 0; axis + 1 < shape.size(); axis++) rows *= shape[axis];
+    const size_t length = shape.back();
+    room.resize(rows * length);
+    for (size_t index = 0; index < rows; index++) {
+        const float *in = row(index);
+        for (size_t i = 0; i < length; i++) room[index * length + i] = in[ptrdiff_t(i) * step];
     }
     return room.data();
 }
@@ -310,9 +295,9 @@ class RMSNormPrimitive : public mx::UnaryPrimitive {
         out.set_data(mx::allocator::malloc(out.nbytes()));
         const int64_t length = out.shape(-1), rows = out.size() / length;
         mx::cpu::get_command_encoder(stream()).dispatch(
-            [x = InOrder(inputs[0]), weight = InOrder(inputs[1]), eps = eps, rows, length, y = out.data<float>()] {
+            [x = Rows(inputs[0]), weight = Rows(inputs[1]), eps = eps, rows, length, y = out.data<float>()] {
                 std::vector<float> xs, weights;
-                const float *in = x.all(xs), *factors = weight.all(weights);
+                const float *in = x.in_order(xs), *factors = weight.in_order(weights);
                 by_rows(rows, length, 4, [&](int64_t first, int64_t count) {
                     for (int64_t row = first; row < first + count; row++) {
                         normalize(in + row * length, factors, eps, length, y + row * length);
@@ -381,10 +366,10 @@ class RoPEPrimitive : public mx::UnaryPrimitive {
         const int *offsets = offset ? nullptr : inputs[2].data<int>();
         const ptrdiff_t step = offset || inputs[2].size() == 1 ? 0 : inputs[2].strides(0);
         mx::cpu::get_command_encoder(stream()).dispatch(
-            [x = Rows(inputs[0], out.shape()), periods = InOrder(inputs[1]), offset = offset, offsets, step, sequences,
+            [x = Rows(inputs[0], out.shape()), periods = Rows(inputs[1]), offset = offset, offsets, step, sequences,
              heads, positions, half, length, y = out.data<float>()] {
                 std::vector<float> room, frequencies(half);
-                const float *period = periods.all(room);
+                const float *period = periods.in_order(room);
                 for (int i = 0; i < half; i++) frequencies[i] = 1.0f / period[i];
                 by_rows(sequences * positions, heads * length, 4, [&](int64_t first, int64_t count) {
                     std::vector<float> cos(half), sin(half);

@@ -10,21 +10,23 @@
 
 namespace host {
 
-/// The numbers of a float32 array, row by row, wherever they lie. MLX's `contiguous` would be an operation more for each array that lies so
-/// already. Not used before the array is computed.
-class InOrder {
-  public:
-    explicit InOrder(const mlx::core::array &a);
-
-    /// All of them, one after the other: in `room` unless the array lies so.
-    const float *all(std::vector<float> &room) const;
-
-  private:
+/// The places of the numbers of a float32 array that is broadcast to a shape: from each row's first number, `step` numbers apart. They are
+/// not read before the array is computed.
+struct Rows {
     const float *data;
-    bool isContiguous;
-    size_t size;
     mlx::core::Shape shape;
     mlx::core::Strides strides;
+    int step;
+    /// Whether they lie one after the other.
+    bool isInOrder;
+
+    Rows(const mlx::core::array &a, const mlx::core::Shape &shape);
+    explicit Rows(const mlx::core::array &a) : Rows(a, a.shape()) {}
+
+    const float *row(int64_t index) const;
+
+    /// All of them, one after the other: in `room` unless they lie so. MLX's `contiguous` would be an operation more for these, too.
+    const float *in_order(std::vector<float> &room) const;
 };
 
 /// `result`, whose operations on single numbers are computed together: a few hundred numbers at a time go through all of them while they

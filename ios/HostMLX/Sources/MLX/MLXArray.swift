@@ -45,7 +45,7 @@ public final class MLXArray {
 
     /// Length of a dimension; negative ones count from the last.
     public func dim(_ dim: Int) -> Int {
-        Int(host_array_dim(ctx, (dim < 0 ? dim + ndim : dim).int32))
+        Int(host_array_dim(ctx, resolve(axis: dim, ndim: ndim).int32))
     }
 
     public func asType(_ type: DType, stream: StreamOrDevice = .default) -> MLXArray {

@@ -22,8 +22,8 @@ extension HostOptionalInt {
 }
 
 /// `axis` counted from the front.
-func resolve(axis: Int, ndim: Int) -> Int {
-    axis < 0 ? axis + ndim : axis
+func resolve(axis: Int, ndim: @autoclosure () -> Int) -> Int {
+    axis < 0 ? axis + ndim() : axis
 }
 
 // MARK: - Calls on handles

@@ -62,7 +62,7 @@ extension Block {
             states[i] = .attention(cache)
             return attention.ofOne(q: own(q), cache)
         }
-        let attnOut = (n == 1 ? parts[0] : concatenated(parts)).reshaped([n, -1]).asType(dtype)
+        let attnOut = concatenated(parts).reshaped([n, -1]).asType(dtype)
         let gates: MLXArray? =
             mixer.outputGate
             ? ofQ[.ellipsis, d...].squeezed(axis: 2)
