@@ -14,6 +14,8 @@ let mlx: Package.Dependency =
     ? .package(path: "ios/HostMLX")
     : .package(url: "https://github.com/ml-explore/mlx-swift", "0.31.4"..."0.31.6")
 
+let mlxModule: Target.Dependency = .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift")
+
 /// mlx-swift's MLX is known, the wheel's is asked for.
 let swiftSettings: [SwiftSetting] = hostMLX ? [.define("MESP_HOST_MLX")] : []
 
@@ -30,6 +32,7 @@ let package = Package(
     name: "MeSP",
     platforms: [.iOS(.v17), .macOS(.v14)],
     products: [
+        .library(name: "MeSPBundle", targets: ["MeSPBundle"]),
         .library(name: "MeSPCore", targets: ["MeSPCore"]),
         .library(name: "MeSPAppModel", targets: ["MeSPAppModel"]),
         .library(name: "MeSPDownload", targets: ["MeSPDownload"]),
@@ -40,40 +43,37 @@ let package = Package(
     dependencies: [mlx],
     targets: [
         .target(
-            name: "MeSPCore",
-            dependencies: [
-                "MeSPFederation", "MeSPFiles", "MeSPFunctionCheck", "MeSPSentences",
-                .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift"),
-            ],
-            path: "ios/MeSPTrainer/Core",
-            swiftSettings: swiftSettings),
-        .target(name: "MeSPFunctionCheck", dependencies: ["MeSPSentences"], path: "ios/MeSPTrainer/FunctionCheck"),
+            name: "MeSPCore", dependencies: ["MeSPBundle", "MeSPFederation", "MeSPFiles", "MeSPSentences", mlxModule],
+            path: "ios/MeSPTrainer/Core"),
         .target(
-            name: "MeSPDownload", dependencies: ["MeSPCore", "MeSPFiles", "MeSPSentences"],
+            name: "MeSPBundle", dependencies: ["MeSPFiles", "MeSPSentences", mlxModule],
+            path: "ios/MeSPTrainer/Bundle",
+            swiftSettings: swiftSettings),
+        .target(
+            name: "MeSPDownload", dependencies: ["MeSPBundle", "MeSPFiles", "MeSPSentences"],
             path: "ios/MeSPTrainer/Download"),
         .target(name: "MeSPFiles", dependencies: ["MeSPSentences"], path: "ios/MeSPTrainer/Files"),
         .target(
             name: "MeSPSelfCheck",
-            dependencies: [
-                "MeSPCore", "MeSPFiles", "MeSPFunctionCheck", "MeSPSentences",
-                .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift"),
-            ],
+            dependencies: ["MeSPBundle", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/SelfCheck"),
         .target(
             name: "MeSPFederation", dependencies: ["MeSPFiles", "MeSPSentences"], path: "ios/MeSPTrainer/Federation"),
         .target(name: "MeSPSentences", path: "ios/MeSPTrainer/Sentences"),
         .executableTarget(
-            name: "mesp-engine", dependencies: ["MeSPCore", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck"] + ledger,
+            name: "mesp-engine",
+            dependencies: ["MeSPBundle", "MeSPCore", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck"] + ledger,
             path: "ios/MeSPTrainer/Engine"),
         .target(
             name: "MeSPAppModel",
-            dependencies: ["MeSPCore", "MeSPDownload", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck"],
+            dependencies: ["MeSPBundle", "MeSPCore", "MeSPDownload", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck"],
             path: "ios/MeSPTrainer/AppModel",
             resources: [.process("general.txt"), .process("paper.json")]),
         .testTarget(
             name: "MeSPTests",
-            dependencies: ["MeSPCore", "MeSPAppModel", "MeSPFederation", "MeSPSelfCheck", "MeSPSentences"] + ledger
-                + metal,
+            dependencies: [
+                "MeSPAppModel", "MeSPBundle", "MeSPCore", "MeSPFederation", "MeSPSelfCheck", "MeSPSentences",
+            ] + ledger + metal,
             path: "ios/MeSPTrainer/Tests",
             exclude: ["Download/hub_server.py"],
             swiftSettings: quickly),

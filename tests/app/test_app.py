@@ -262,13 +262,14 @@ def test_the_packages_and_their_products_exist(objects: dict[str, dict]):
     }
     assert products == {
         "MeSPAppModel": "XCLocalSwiftPackageReference",
+        "MeSPBundle": "XCLocalSwiftPackageReference",
         "MeSPCore": "XCLocalSwiftPackageReference",
         "MeSPDownload": "XCLocalSwiftPackageReference",
         "MeSPSelfCheck": "XCLocalSwiftPackageReference",
         "Tokenizers": "XCRemoteSwiftPackageReference",
     }
     text = manifest.read_text(encoding="utf-8")
-    for name in ("MeSPAppModel", "MeSPCore", "MeSPDownload", "MeSPSelfCheck"):
+    for name in ("MeSPAppModel", "MeSPBundle", "MeSPCore", "MeSPDownload", "MeSPSelfCheck"):
         assert f'.library(name: "{name}", targets: ["{name}"])' in text
 
 
@@ -605,7 +606,7 @@ class Compiler:
             "MeSPSentences": [*(HOME / "Sentences").glob("*.swift")],
             "MeSPFiles": [*(HOME / "Files").glob("*.swift")],
             "MeSPFederation": [*(HOME / "Federation").glob("*.swift")],
-            "MeSPFunctionCheck": [*(HOME / "FunctionCheck").glob("*.swift")],
+            "MeSPBundle": [*(HOME / "Bundle").rglob("*.swift")],
             "MeSPCore": [*(HOME / "Core").rglob("*.swift")],
             "MeSPDownload": [*(HOME / "Download").glob("*.swift")],
             "MeSPSelfCheck": [*(HOME / "SelfCheck").glob("*.swift")],
@@ -678,7 +679,7 @@ def test_the_ui_test_looks_for_what_the_app_shows():
     (source,) = UI_TESTS.glob("*.swift")
     text = source.read_text(encoding="utf-8")
     views = "\n".join(view.read_text(encoding="utf-8") for view in APP_SOURCES)
-    sources = [*sorted((HOME / "AppModel").glob("*.swift")), HOME / "Core/Bundle/MLXSupport.swift"]
+    sources = [*sorted((HOME / "AppModel").glob("*.swift")), HOME / "Bundle/MLXSupport.swift"]
     model = "\n".join(source.read_text(encoding="utf-8") for source in sources)
     bundles = {path.stem for path in HOME.glob("*.mesp")}
     shown = {*literals(views), *literals(model), *bundles}
@@ -705,11 +706,13 @@ def library_examples(source: Path) -> Path:
     return source
 
 
-def test_the_librarys_documentation_builds(tmp_path: Path):
+@pytest.mark.parametrize("folder", ["Bundle", "Core"])
+def test_a_librarys_documentation_builds(folder: str, tmp_path: Path):
     """Every link leads somewhere, and every parameter of what is public is documented."""
     build = find_engine().parent
     module_map = build / "CHostMLX.build" / "module.modulemap"
-    module = ["-module-name", "MeSPCore", "-I", build / "Modules"]
+    name = f"MeSP{folder}"
+    module = ["-module-name", name, "-I", build / "Modules"]
     module += ["-Xcc", f"-fmodule-map-file={module_map}"]
     graphs = ["-minimum-access-level", "public", "-output-dir", tmp_path, "-target", target()]
     if shutil.which("xcrun"):
@@ -717,8 +720,8 @@ def test_the_librarys_documentation_builds(tmp_path: Path):
         graphs += ["-sdk", sdk]
     subprocess.run([tool("swift-symbolgraph-extract"), *module, *graphs], check=True)
     options = ["--additional-symbol-graph-dir", tmp_path, "--output-path", tmp_path / "archive"]
-    options += ["--fallback-display-name", "MeSPCore", "--fallback-bundle-identifier", "org.mesp"]
-    catalogue = HOME / "Core" / "MeSPCore.docc"
+    options += ["--fallback-display-name", name, "--fallback-bundle-identifier", "org.mesp"]
+    catalogue = HOME / folder / f"{name}.docc"
     convert = [tool("docc"), "convert", catalogue, *options, "--warnings-as-errors"]
     done = subprocess.run(convert, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

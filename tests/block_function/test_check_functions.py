@@ -23,7 +23,7 @@ from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
 
-SWIFT = ROOT / "ios/MeSPTrainer/FunctionCheck/AllowedPrimitives.swift"
+SWIFT = ROOT / "ios/MeSPTrainer/Bundle/Functions/AllowedPrimitives.swift"
 FLOAT32 = struct.pack("<iB", 10, 4)
 
 

@@ -116,9 +116,9 @@ def test_an_engine_that_does_not_fit_is_named(tmp_path: Path):
 def test_the_version_is_that_of_the_sources():
     wheel = metadata.version("mlx")
     assert expected_version() == f"mesp-engine {mesp.__version__} with MLX {wheel}"
-    core = ROOT / "ios" / "MeSPTrainer" / "Core"
-    assert f'version = "{mesp.__version__}"' in (core / "Run" / "Run.swift").read_text()
-    of_mlx_swift = (core / "Bundle" / "MLXSupport.swift").read_text()
+    home = ROOT / "ios" / "MeSPTrainer"
+    assert f'version = "{mesp.__version__}"' in (home / "Core" / "Run" / "Run.swift").read_text()
+    of_mlx_swift = (home / "Bundle" / "MLXSupport.swift").read_text()
     assert f'version = "{mlxfn.LAYOUTS[0]}"' in of_mlx_swift
     said = subprocess.run([FAKE_ENGINE, "--version"], capture_output=True, text=True).stdout
     assert said.strip() == expected_version()

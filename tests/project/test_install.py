@@ -25,7 +25,7 @@ def test_a_wheel_has_every_kind_of_file_that_is_built():
         "git",
         "ls-files",
         "ios/HostMLX",
-        *("ios/MeSPTrainer/" + n for n in ("Core", "Engine")),
+        *("ios/MeSPTrainer/" + n for n in ("Bundle", "Core", "Engine")),
     ]
     files = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
     files += re.findall(r'\.process\("(.+?)"\)', (ROOT / "Package.swift").read_text("utf-8"))

@@ -1,5 +1,5 @@
 import Foundation
-import MeSPCore
+import MeSPBundle
 import Observation
 
 /// The choices that a person has made between answers: what a run can learn next.

@@ -1,3 +1,4 @@
+import MeSPBundle
 import MeSPCore
 
 /// Whether a run's predicted peak fits what the device would give the process now.

@@ -1,5 +1,4 @@
 import Foundation
-import MeSPCore
 
 /// The protection and the backup of a file that the app writes.
 public struct Keeping: Sendable, Equatable {

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPBundle
 import MeSPCore
 
 /// A bundle in the store.

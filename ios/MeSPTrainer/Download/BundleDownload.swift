@@ -1,5 +1,5 @@
 import Foundation
-import MeSPCore
+import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 

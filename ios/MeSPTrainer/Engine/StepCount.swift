@@ -1,3 +1,5 @@
+import MeSPBundle
+
 #if canImport(HostMLXLedger)
     import Foundation
     import HostMLXLedger

@@ -7,6 +7,7 @@
 // mesp-engine --version: prints its version and MLX's, which the Python package compares with its own.
 
 import Foundation
+import MeSPBundle
 import MeSPCore
 import MeSPFiles
 import MeSPSelfCheck

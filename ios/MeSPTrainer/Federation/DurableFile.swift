@@ -1,6 +1,5 @@
 import Foundation
 import MeSPFiles
-import MeSPSentences
 
 #if canImport(Darwin)
     import Darwin

@@ -35,11 +35,21 @@ package func regularFile(_ url: URL, followsLinks: Bool = false) -> Data? {
     return mapped(file)
 }
 
-/// The contents of an open file, mapped, or nil where the system refuses.
-package func mapped(_ file: Int32) -> Data? {
+/// The size of an open file in bytes, and when it was modified last, since 1970: both tell whether it has changed.
+package func status(of file: Int32) -> (size: Int, modified: Duration)? {
     var status = stat()
     guard fstat(file, &status) == 0 else { return nil }
-    let size = Int(status.st_size)
+    #if canImport(Darwin)
+        let modified = status.st_mtimespec
+    #else
+        let modified = status.st_mtim
+    #endif
+    return (Int(status.st_size), .seconds(modified.tv_sec) + .nanoseconds(modified.tv_nsec))
+}
+
+/// The contents of an open file, mapped, or nil where the system refuses.
+package func mapped(_ file: Int32) -> Data? {
+    guard let size = status(of: file)?.size else { return nil }
     guard size > 0 else { return Data() }
     guard let start = mmap(nil, size, PROT_READ, MAP_PRIVATE, file, 0), start != MAP_FAILED else { return nil }
     return Data(bytesNoCopy: start, count: size, deallocator: .unmap)

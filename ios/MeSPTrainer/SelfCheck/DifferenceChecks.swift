@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPBundle
 import MeSPCore
 
 /// Compares the derivative formulas with the loss, which needs none of them. `gradients.cpu` takes them to be right.

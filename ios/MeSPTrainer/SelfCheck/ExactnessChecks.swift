@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPBundle
 import MeSPCore
 
 /// Whether the device computes what the formulas say, and the same each time.

@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 import MeSPCore
 
 /// A block, and the head, by the formulas of this library on the CPU in float32: what a GPU's results are compared with, and on the CPU

@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPBundle
 import MeSPCore
 import MeSPFiles
 
@@ -132,8 +133,8 @@ extension Bench {
 
     /// The cost of mapping a block each time: the map, and the first kernel that reads it.
     func mapFirstUse() throws -> Finding {
-        let (file, words) = (ModelBundle.blockFile(0), bundle.manifest.blocks[bundle.kinds[0]].words)
-        let url = bundle.url.appendingPathComponent(file)
+        let file = bundle.file(ofBlock: 0)
+        let (url, words) = (bundle.url.appendingPathComponent(file.file), file.words)
         func map() throws -> MLXArray { try mappedWords(url, size: words * 4, modified: nil) }
         let first = try median { eval(try map().max()) }
         let again = try withExtendedLifetime(map()) { words in try median { eval(words.max()) } }
@@ -207,10 +208,9 @@ extension Bench {
     }
 
     /// The largest file of weights.
-    private var largestFile: (file: String, words: Int) {
+    private var largestFile: Manifest.PackedFile {
         let manifest = bundle.manifest
-        let blocks = manifest.blocks.flatMap { kind in kind.layers.map { (ModelBundle.blockFile($0), kind.words) } }
-        let tables = [manifest.embedding, manifest.head].map { ($0.file, $0.words) }
-        return (blocks + tables).max { $0.1 < $1.1 } ?? tables[0]
+        let blocks = manifest.blocks.flatMap { kind in kind.layers.map(kind.file) }
+        return (blocks + [manifest.embedding, manifest.head]).max { $0.words < $1.words } ?? manifest.embedding
     }
 }

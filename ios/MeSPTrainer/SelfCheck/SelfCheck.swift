@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPBundle
 import MeSPCore
 import MeSPFiles
 

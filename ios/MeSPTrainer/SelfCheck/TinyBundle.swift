@@ -1,8 +1,7 @@
 import Foundation
 import MLX
-import MeSPCore
+import MeSPBundle
 import MeSPFiles
-import MeSPFunctionCheck
 
 /// A bundle of one block with random weights. The self-check writes one for each mixer, so that a check does not depend on the mixers
 /// of the chosen bundle. It can generate but not train: it has no block function.

@@ -2,10 +2,10 @@ import Foundation
 import MLX
 import Testing
 
+@testable import MeSPBundle
 @testable import MeSPCore
 @testable import MeSPDownload
 @testable import MeSPFiles
-@testable import MeSPFunctionCheck
 
 /// Everything that is read from a file, damaged in hundreds of ways: each is refused with a sentence or read as something sound, and
 /// takes little memory. A crash ends the tests.

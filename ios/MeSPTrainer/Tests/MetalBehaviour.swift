@@ -1,3 +1,5 @@
+@testable import MeSPBundle
+
 #if canImport(HostMLXMetal)
     import Foundation
     import HostMLXMetal

@@ -1,5 +1,5 @@
 import MeSPAppModel
-import MeSPCore
+import MeSPBundle
 import SwiftUI
 
 /// The answers that the person took, each with the one that it was taken over.

@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPBundle
 import MeSPFiles
 
 /// The names and the layout of adapters in a folder, of two libraries.

@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPBundle
 
 /// The places of a block's LoRA matrices in one flat float32 vector `[count]`: for each module A `[in, rank]`, then B `[rank, out]`, row-major.
 /// The projections of a module share its A and have columns of its B each. Of experts' stacked matrices A is `[experts, in, rank]` and B

@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 extension Trainer {
     /// - Returns: the mean of MeZO's two losses, and the norm of the gradient where it is clipped.

@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 /// A transformer block with its weights and LoRA parameters:
 ///
@@ -57,6 +58,16 @@ package struct Block {
             ?? LoRALinear(
                 weight: weights.matrix(projection), bias: weights.bias(projection),
                 lora: matrices(projection), scale: scale)
+    }
+}
+
+extension Mixer {
+    /// Whether a long sequence goes through it by segments. A short convolution's arrays are few.
+    var goesBySegments: Bool {
+        switch self {
+        case .attention, .gatedDeltaNet: true
+        case .shortConvolution, .mamba2: false
+        }
     }
 }
 
@@ -177,6 +188,16 @@ package struct BlockWeights {
     }
 }
 
+extension ModelBundle {
+    /// Calls `body` with the weights of block `index`, whose file is mapped at least as long as `body` runs. Arrays that `body` returns must be
+    /// evaluated.
+    package func withBlock<R>(_ index: Int, _ body: (BlockWeights) throws -> R) throws -> R {
+        try withWeights(file(ofBlock: index)) {
+            try body(BlockWeights(shape: architecture.block(index), packed: $0))
+        }
+    }
+}
+
 /// The forward pass of one block over a whole sequence x `[1, T, hidden]`, with the requested outputs. Implementations other
 /// than `Block` return them unevaluated.
 package protocol BlockForward {
@@ -197,7 +218,14 @@ package struct BlockOutputs {
 
     /// The names of docs/method.md, in the function's order.
     package static func names(of mixer: Mixer) -> [String] {
-        ["y", "mixer_in"] + mixer.intermediates + ["x_mid", "gate", "up", "mixer_out", "mlp_out"]
+        let ofMixer =
+            switch mixer {
+            case .attention: ["q", "k", "v", "attn_out"]
+            case .gatedDeltaNet: ["qkv", "z", "ba", "o"]
+            case .shortConvolution: ["b", "c", "u", "mixed"]
+            case .mamba2: ["z", "xBC", "dt", "o"]
+            }
+        return ["y", "mixer_in"] + ofMixer + ["x_mid", "gate", "up", "mixer_out", "mlp_out"]
     }
 
     /// In the function's order; the last two only of a block with post-norms.

@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 /// The forward pass, as a CPU trains with it and every device generates.
 extension Block: BlockForward {

@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 /// A block's state after some tokens, for the tokens that follow.
 package enum MixerState {

@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPBundle
 
 /// Log-likelihoods of texts by a bundle's model, with or without adapters. Weights are mapped block by block, as for a `Generator`.
 ///

@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 /// Grouped-query attention, causal, a tile of query rows at a time over the keys that they see:
 ///

@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 /// Cross-entropy of the output projection, and its gradient, in one pass over the vocabulary.
 ///

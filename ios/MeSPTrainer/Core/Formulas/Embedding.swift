@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 /// Token ids `[T]` to embeddings `[1, T, hidden]` in `dtype`, evaluated. Only the rows of the tokens are read, and by the CPU: for a kernel
 /// Metal would hold all of the mapped file in memory.

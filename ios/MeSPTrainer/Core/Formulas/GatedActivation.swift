@@ -1,13 +1,8 @@
 import Foundation
 import MLX
+import MeSPBundle
 
-/// f of the MLP's gated activation  act = f(gate) ∘ up.
-enum Activation: String, Codable, Sendable {
-    /// silu(x) = x σ(x)
-    case silu
-    /// gelu(x) = x (1 + t) / 2,  t = tanh(√(2/π) (x + 0.044715 x³)), the approximation by tanh
-    case gelu
-
+extension Activation {
     func gated(gate: MLXArray, up: MLXArray) -> MLXArray { kernels.gated([gate, up]) }
 
     /// d_gate = d_act up f′(gate),  d_up = d_act f(gate)

@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 /// Qwen3.5's gated delta net, from the projections qkv, z, b and a, by head:
 ///

@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 /// The embeddings of a sequence's tokens for each layer:
 ///
@@ -36,5 +37,25 @@ package struct LayerEmbeddings {
         let stored = p.asType(dtype)
         eval(stored)
         return stored
+    }
+}
+
+extension ModelBundle {
+    /// The embeddings of some tokens for each layer; nil where the model has none.
+    ///
+    /// - Parameter x0: the first block's input `[T, hidden]`.
+    func layerEmbeddings(_ tokens: [Int32], x0: MLXArray) throws -> LayerEmbeddings? {
+        guard let size = architecture.perLayer?.size, let file = manifest.perLayerEmbedding else { return nil }
+        return try withWeights(file) {
+            LayerEmbeddings(tokens, x0: x0, table: $0, architecture, size: size)
+        }
+    }
+
+    /// A layer's part of these `[T, size]`, evaluated; nil where there are none.
+    func part(of embeddings: LayerEmbeddings?, layer: Int) throws -> MLXArray? {
+        guard let embeddings, let file = manifest.perLayerProjection else { return nil }
+        return try withWeights(file) {
+            embeddings(layer, projection: $0, eps: architecture.rmsNormEps)
+        }
     }
 }

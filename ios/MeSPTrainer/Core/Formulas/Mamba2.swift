@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 /// Mamba-2 as Granite 4.0-H has it, from the parts z, xBC and dt of its projection, by head:
 ///

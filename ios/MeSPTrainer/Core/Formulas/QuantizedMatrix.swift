@@ -1,31 +1,5 @@
 import MLX
-
-/// The quantization of a matrix, which follows from the shapes of its arrays.
-package struct QuantizationFormat {
-    package let bits: Int
-    package let groupSize: Int
-    package let mode: QuantizationMode
-
-    /// nil where MLX has no such format.
-    /// - Parameters:
-    ///   - inputs: weights in a row
-    ///   - words: 32-bit words in a row
-    ///   - groups: scales in a row
-    ///   - hasBiases: whether there are biases, which only affine quantization has
-    init?(inputs: Int, words: Int, groups: Int, hasBiases: Bool) {
-        guard words > 0, groups > 0, words * 32 % inputs == 0, inputs % groups == 0 else { return nil }
-        (bits, groupSize) = (words * 32 / inputs, inputs / groups)
-        switch (hasBiases, groupSize, bits) {
-        case (true, _, _):
-            guard [32, 64, 128].contains(groupSize), [2, 3, 4, 5, 6, 8].contains(bits) else { return nil }
-            mode = .affine
-        case (false, 16, 4): mode = .nvfp4
-        case (false, 32, 4): mode = .mxfp4
-        case (false, 32, 8): mode = .mxfp8
-        default: return nil
-        }
-    }
-}
+import MeSPBundle
 
 /// W `[out, in]`, quantized in groups along its rows, and products with it. W is frozen: it has no gradient.
 package struct QuantizedMatrix {
@@ -161,5 +135,19 @@ package struct QuantizedMatrix {
     /// not.
     private static func padded(_ x: MLXArray, to rows: Int) -> MLXArray {
         concatenated([x, MLXArray.zeros([rows - x.dim(0), x.dim(1)], dtype: x.dtype)])
+    }
+}
+
+extension PackedWeights {
+    /// The quantized matrix `[rows, inputs]` whose arrays' names start with `prefix`; of stacked ones that with this number.
+    func matrix(_ prefix: String, _ number: Int? = nil, inputs: Int) -> QuantizedMatrix {
+        let (weight, scales) = (self[prefix + "weight", number], self[prefix + "scales", number])
+        let biases = array(prefix + "biases", number)
+        guard
+            let format = QuantizationFormat(
+                inputs: inputs, words: weight.dim(1), groups: scales.dim(1), hasBiases: biases != nil)
+        else { preconditionFailure("no format for \(prefix)") }
+        return QuantizedMatrix(
+            weight: weight, scales: scales, biases: biases, format: format, backend: backend)
     }
 }

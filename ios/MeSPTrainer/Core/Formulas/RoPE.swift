@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 /// Rotary positions:  (y₁, y₂) = s (x₁ cos θ − x₂ sin θ, x₁ sin θ + x₂ cos θ),  θ = t · frequency
 ///

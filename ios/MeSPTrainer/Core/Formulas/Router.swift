@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 /// The choice of a token's experts, and their weights, from what the router gives for all of them, z `[T, E]`:
 ///

@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPBundle
 
 /// A bundle's model, with adapters or without, for tokens that follow others: block by block, over what the tokens before
 /// left. Weights stay mapped from one token to the next where memory holds them; elsewhere for as long as a block is worked on.

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPBundle
 import MeSPFiles
 
 /// Every token that ends a text of the model in a bundle's folder, as mlx-lm finds them: those of `generation_config.json`, or where it

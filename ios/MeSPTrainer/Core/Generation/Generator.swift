@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPBundle
 
 /// Writes on from a prompt, with a bundle's model and, where they are given, adapters. Weights are mapped, so the footprint is that of
 /// the adapters, the keys and values of the tokens so far, and one block's activations.

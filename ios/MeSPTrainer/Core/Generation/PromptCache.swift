@@ -1,5 +1,3 @@
-import MLX
-
 /// The tokens of a text that a model has read, and the state they left in each block. A text that begins with the same tokens is read from
 /// there on; each next turn of a conversation is one.
 ///

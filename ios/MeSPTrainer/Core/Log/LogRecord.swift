@@ -1,4 +1,5 @@
 import Foundation
+import MeSPBundle
 import MeSPFiles
 
 /// One line of `metrics.jsonl`. See `docs/architecture.md` for the fields.

@@ -1,3 +1,5 @@
+import MeSPBundle
+
 /// The memory of a mixer's arrays for a sequence, in bytes. Counts of arrays follow the code; the few constants were fitted to measurements
 /// on Linux.
 extension Planner {

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPBundle
 
 /// The choices of a step between time and memory. No choice changes the mathematics, only the order of sums.
 public struct Plan: Codable, Sendable, Equatable {

@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 /// The part of a matrix that is computed at once.
 ///

@@ -1,3 +1,5 @@
+import MeSPBundle
+
 /// An answer to a prompt: the sequence of both, in which the answer's targets count.
 struct JudgedAnswer {
     let example: Example

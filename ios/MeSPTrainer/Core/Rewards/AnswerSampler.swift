@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 /// A prompt with answers that were sampled for it, for a function that rewards them.
 public struct AnswerGroup: Encodable, Sendable {

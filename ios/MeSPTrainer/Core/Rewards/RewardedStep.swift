@@ -1,3 +1,5 @@
+import MeSPBundle
+
 extension Trainer {
     /// One update from groups of answers that were sampled from the model as it is.
     ///

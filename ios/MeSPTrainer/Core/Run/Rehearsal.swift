@@ -1,5 +1,5 @@
 import Foundation
-import MLX
+import MeSPBundle
 
 /// Training steps on the first of the data's examples, or of its sequences of them, to count or measure what one takes; of text and
 /// preference data on tokens that mean nothing. They leave nothing behind.

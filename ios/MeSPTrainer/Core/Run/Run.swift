@@ -1,5 +1,5 @@
 import Foundation
-import MLX
+import MeSPBundle
 import MeSPFiles
 
 /// One training run from settings to adapters, and what it calls.

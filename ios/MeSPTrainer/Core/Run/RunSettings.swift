@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPBundle
 import MeSPFiles
 
 /// Everything that a run depends on: the app's form and `mesp-engine`'s settings file.
@@ -326,6 +327,38 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(!skipBadSteps, "skip_bad_steps", "left out with dp_clip")
     }
 }
+
+extension Manifest {
+    /// The numbers of inputs that a run's sequences have, ascending: `seqLen` and, unless all data is packed, what the bundle has
+    /// that is shorter.
+    func lengths(_ settings: RunSettings) -> [Int] {
+        let isPacked = settings.data == nil && (data ?? [:]).values.allSatisfy { $0.examples == nil && $0.mask == nil }
+        return isPacked ? [settings.seqLen] : seqLens.filter { $0 <= settings.seqLen }.sorted()
+    }
+
+    /// Throws where the block function has no trace for the settings' length or rank, or the blocks lack a projection to train.
+    package func check(_ settings: RunSettings) throws {
+        let (length, rank) = (settings.seqLen, settings.rank)
+        try settings.checkProjections(of: architecture)
+        if settings.method == .mebp, architecture.hasExperts {
+            throw MeSPError(
+                "\(name) mixes experts, and MeBP differentiates a function, which such blocks have not; take another method."
+            )
+        }
+        guard seqLens.contains(length) else {
+            throw MeSPError(
+                "\(name) has no trace for sequences of \(length) tokens, only for \(list(seqLens)); choose one of these or export it with --seq-len \(String(length))."
+            )
+        }
+        guard ranks.contains(rank) else {
+            throw MeSPError(
+                "\(name) has no trace for rank \(rank), only for \(list(ranks)); choose one of these or export it with --rank \(rank)."
+            )
+        }
+    }
+}
+
+private func list(_ numbers: [Int]) -> String { numbers.map(String.init).joined(separator: ", ") }
 
 /// The method that computes gradients.
 public enum GradientMethod: String, Codable, Sendable, CaseIterable {

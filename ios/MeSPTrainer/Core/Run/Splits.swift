@@ -1,4 +1,5 @@
 import Foundation
+import MeSPBundle
 
 /// The sequences of a run.
 struct Splits {

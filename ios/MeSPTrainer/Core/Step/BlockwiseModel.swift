@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 /// The frozen model with its LoRA parameters, run a block at a time: weights are mapped, and the activations of one block are all
 /// that is alive. Sequences may have any of the lengths that the bundle has functions for.

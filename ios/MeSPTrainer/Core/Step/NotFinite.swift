@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 /// A number in a training step that is NaN or infinite.
 package struct NotFinite: Error {

@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 extension Trainer {
     /// One update from the examples that were drawn, by `privateStep`; each example's loss is the mean over its own targets.

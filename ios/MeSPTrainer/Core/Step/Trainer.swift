@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPBundle
 
 /// LoRA training on a bundle, one block at a time. Not for use from several threads at once.
 ///

@@ -2,9 +2,9 @@ import Foundation
 import MLX
 import Testing
 
+@testable import MeSPBundle
 @testable import MeSPCore
 @testable import MeSPFiles
-@testable import MeSPFunctionCheck
 
 /// Files of functions before MLX reads them.
 @Suite struct FunctionChecksTests {

@@ -1,3 +1,5 @@
+@testable import MeSPBundle
+
 #if os(Linux)
     import Foundation
     import Glibc

@@ -2,6 +2,7 @@ import Foundation
 import MLX
 import Testing
 
+@testable import MeSPBundle
 @testable import MeSPCore
 
 /// The head apart from a step; `TrainerTests` compares its loss and gradient with the reference.

@@ -1,6 +1,7 @@
 import MLX
 import Testing
 
+@testable import MeSPBundle
 @testable import MeSPCore
 
 @Suite(.serialized) struct GatedActivationTests {

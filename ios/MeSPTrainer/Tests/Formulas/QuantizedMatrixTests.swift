@@ -2,6 +2,7 @@ import Foundation
 import MLX
 import Testing
 
+@testable import MeSPBundle
 @testable import MeSPCore
 
 /// Both ways of a product. `TrainerTests` goes through a step with each.

@@ -2,6 +2,7 @@ import Foundation
 import MLX
 import Testing
 
+@testable import MeSPBundle
 @testable import MeSPCore
 
 /// The choice of experts, their weights, and the mixture of those that are chosen.

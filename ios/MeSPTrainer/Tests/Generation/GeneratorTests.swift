@@ -2,6 +2,7 @@ import Foundation
 import MLX
 import Testing
 
+@testable import MeSPBundle
 @testable import MeSPCore
 
 /// The generator against `mesp.reference` and the formulas of mlx-lm's sampler. tests/engine/test_generate.py compares whole texts with mlx-lm.

@@ -1,3 +1,5 @@
+@testable import MeSPBundle
+
 #if canImport(HostMLXLedger)
     import Foundation
     import HostMLXLedger

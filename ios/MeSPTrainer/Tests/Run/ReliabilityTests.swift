@@ -2,6 +2,7 @@ import Foundation
 import MLX
 import Testing
 
+@testable import MeSPBundle
 @testable import MeSPCore
 
 /// Numbers that go wrong, and memory that gets short. What needs processes of its own is in tests/test_reliability.py.

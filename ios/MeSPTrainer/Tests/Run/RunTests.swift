@@ -2,6 +2,7 @@ import Foundation
 import MLX
 import Testing
 
+@testable import MeSPBundle
 @testable import MeSPCore
 
 /// A whole run through the public interface.

@@ -2,6 +2,7 @@ import Foundation
 import MLX
 import Testing
 
+@testable import MeSPBundle
 @testable import MeSPCore
 
 /// The choice of the adapters' strength at the end of a run.

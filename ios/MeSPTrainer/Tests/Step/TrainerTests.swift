@@ -2,6 +2,7 @@ import Foundation
 import MLX
 import Testing
 
+@testable import MeSPBundle
 @testable import MeSPCore
 
 /// The trainer against `mesp.reference`. `tests/fixtures/make_fixtures.py` makes a bundle and what the reference computes on it; `make test`

@@ -1,4 +1,4 @@
-import MeSPCore
+import MeSPBundle
 
 /// A token a byte.
 struct ByteTokenizer: TextTokenizer {

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 
 /// One sequence of T inputs: token i is the input at position i, token i + 1 its target.
 public struct Example: Sendable, Equatable {
@@ -8,14 +9,14 @@ public struct Example: Sendable, Equatable {
     public let counted: [Int]
     /// The inputs of each record of a packed sequence, together `0 ..< T`; nil where the sequence is one. A record's tokens see no others,
     /// and its positions begin at 0.
-    let records: [Range<Int>]?
+    package let records: [Range<Int>]?
 
     package init(tokens: [Int32], counted: [Int], records: [Range<Int>]? = nil) {
         (self.tokens, self.counted, self.records) = (tokens, counted, records)
     }
 
     /// A sequence of a prompt and an answer, whose tokens count, cut to the longest of `lengths`, which are ascending, or padded to the next.
-    init(prompt: [Int32], answer: [Int32], lengths: [Int]) {
+    package init(prompt: [Int32], answer: [Int32], lengths: [Int]) {
         let tokens = (prompt + answer).prefix((lengths.last ?? 0) + 1)
         let length = (lengths.first { tokens.count <= $0 + 1 } ?? tokens.count - 1) + 1
         self.init(
@@ -26,12 +27,12 @@ public struct Example: Sendable, Equatable {
     /// T
     var length: Int { tokens.count - 1 }
     /// The tokens up to the first that counts, which is not among them.
-    var prompt: [Int32] { Array(tokens.prefix((counted.first ?? 0) + 1)) }
-    var inputs: [Int32] { Array(tokens.dropLast()) }
+    package var prompt: [Int32] { Array(tokens.prefix((counted.first ?? 0) + 1)) }
+    package var inputs: [Int32] { Array(tokens.dropLast()) }
     /// The targets that count.
     package var targets: [Int32] { counted.map { tokens[$0 + 1] } }
     /// The number of inputs up to the last target that counts: of those after it, padding included, nothing depends.
-    var inputCount: Int { (counted.last ?? -1) + 1 }
+    package var inputCount: Int { (counted.last ?? -1) + 1 }
 }
 
 /// Token ids on disk, and the sequences of them that training and evaluation run on.
@@ -53,10 +54,10 @@ public struct TokenStream: Sendable {
     /// The token that each window of a packed stream begins with; nil where it is the stream's.
     private(set) var begin: Int?
     /// Whether short examples are to share a sequence.
-    let packsExamples: Bool
+    package let packsExamples: Bool
 
     /// The judgement of an answer, by itself or beside another to the same prompt, which comes right after the chosen one.
-    enum Label: UInt8 { case bad, good, rejected, chosen }
+    package enum Label: UInt8 { case bad, good, rejected, chosen }
 
     public init(
         tokens: Data, examples: Data? = nil, mask: Data? = nil, labels: Data? = nil, begin: Int? = nil,
@@ -100,7 +101,7 @@ public struct TokenStream: Sendable {
     }
 
     /// The stream as examples of `length` inputs, the last with those that are left: to evaluate a text that may be shorter than a sequence.
-    func pieces(of length: Int) -> TokenStream {
+    package func pieces(of length: Int) -> TokenStream {
         let bounds = stride(from: 0, to: max(0, tokenCount - 1), by: length).flatMap {
             [UInt32($0).littleEndian, UInt32(min(length + 1, tokenCount - $0)).littleEndian]
         }
@@ -111,7 +112,7 @@ public struct TokenStream: Sendable {
 
     /// Whether each example has a text of its own: a packed stream has none, and of records that were split into several examples these
     /// overlap, or leave out what lies between.
-    var hasWholeRecords: Bool {
+    package var hasWholeRecords: Bool {
         examples != nil && !packsExamples
             && (1..<max(exampleCount, 1)).allSatisfy { index in
                 let before = bounds(index - 1)
@@ -119,11 +120,11 @@ public struct TokenStream: Sendable {
             }
     }
 
-    var hasExamples: Bool { examples != nil }
+    package var hasExamples: Bool { examples != nil }
     /// Whether the split is preference data.
-    var isJudged: Bool { labels != nil }
+    package var isJudged: Bool { labels != nil }
     /// Whether the answers are pairs.
-    var hasPairs: Bool { (labels?.first).flatMap(Label.init)?.isOfPair ?? false }
+    package var hasPairs: Bool { (labels?.first).flatMap(Label.init)?.isOfPair ?? false }
 
     fileprivate func label(_ example: Int) -> Label? {
         labels.flatMap { Label(rawValue: $0[$0.startIndex + example]) }
@@ -208,7 +209,7 @@ public struct TokenStream: Sendable {
     public struct Sequences: Sendable {
         fileprivate let stream: TokenStream
         /// The possible values of T, ascending.
-        let lengths: [Int]
+        package let lengths: [Int]
         public let count: Int
         /// The sequences' examples or windows; nil for every window.
         fileprivate let usable: [Int]?
@@ -244,7 +245,7 @@ public struct TokenStream: Sendable {
             self[Self.scattered(position, of: count, seed: seed)]
         }
 
-        static func scattered(_ position: Int, of count: Int, seed: UInt64) -> Int {
+        package static func scattered(_ position: Int, of count: Int, seed: UInt64) -> Int {
             var stride = max(1, Int((0.618 * Double(count)).rounded(.up)))
             while greatestCommonDivisor(stride, count) != 1 { stride += 1 }
             let offset = Int(seed % UInt64(count))
@@ -254,7 +255,7 @@ public struct TokenStream: Sendable {
         var hasPairs: Bool { stream.hasPairs }
 
         /// The judgement of a sequence, and its number in the stream.
-        func label(_ index: Int) -> (label: Label?, number: Int) {
+        package func label(_ index: Int) -> (label: Label?, number: Int) {
             let number = usable?[index] ?? index
             return (stream.label(number), number)
         }
@@ -263,7 +264,7 @@ public struct TokenStream: Sendable {
 
 extension TokenStream.Label {
     var isOfPair: Bool { self == .chosen || self == .rejected }
-    var isGood: Bool { self == .good || self == .chosen }
+    package var isGood: Bool { self == .good || self == .chosen }
 }
 
 private func greatestCommonDivisor(_ a: Int, _ b: Int) -> Int { b == 0 ? a : greatestCommonDivisor(b, a % b) }

@@ -1,11 +1,11 @@
 /// The part of a block that takes each token by itself: down(act(gate(mlp_in)) ∘ up(mlp_in)), a mixture of experts, or the sum of both.
 package struct MLP: Decodable, Sendable, Equatable {
     /// The linear layers, in the order of every flat vector of LoRA parameters; none where there are only experts.
-    let modules: [Module]
+    package let modules: [Module]
     /// 0 where there are only experts.
-    let intermediateSize: Int
+    package let intermediateSize: Int
     /// nil where there are none.
-    let experts: Experts?
+    package let experts: Experts?
 
     /// (input, output) features of one of its projections in a model of this width; nil for a projection that it has not.
     func dimensions(_ projection: Projection, hidden: Int) -> (inputs: Int, outputs: Int)? {
@@ -25,28 +25,36 @@ package struct MLP: Decodable, Sendable, Equatable {
     }
 }
 
+/// f of the MLP's gated activation  act = f(gate) ∘ up.
+package enum Activation: String, Codable, Sendable {
+    /// silu(x) = x σ(x)
+    case silu
+    /// gelu(x) = x (1 + t) / 2,  t = tanh(√(2/π) (x + 0.044715 x³)), the approximation by tanh
+    case gelu
+}
+
 /// Gated MLPs of one width, of which a router chooses some for each token, and the factor σ(x gᵀ) of the output of an MLP beside them.
 package struct Experts: Decodable, Sendable, Equatable {
     /// s, of what the router gives.
-    enum Scores: String, Decodable, Sendable { case softmax, sigmoid }
+    package enum Scores: String, Decodable, Sendable { case softmax, sigmoid }
 
     /// The linear layer `[num_experts, hidden]` that gives the scores.
-    let router: String
+    package let router: String
     /// Before the names of the experts' matrices, which are stacked.
     let matrices: String
-    let scores: Scores
+    package let scores: Scores
     /// The vector that is added to the scores, for the choice alone; nil where there is none.
-    let bias: String?
-    let numExperts: Int
-    let numExpertsPerTok: Int
-    let intermediateSize: Int
-    let scaling: Float
+    package let bias: String?
+    package let numExperts: Int
+    package let numExpertsPerTok: Int
+    package let intermediateSize: Int
+    package let scaling: Float
     /// The linear layer `[1, hidden]` that is g; nil where the factor is 1.
-    let mlpGate: String?
+    package let mlpGate: String?
 
-    var gate: String { matrices + ".gate_proj" }
-    var up: String { matrices + ".up_proj" }
-    var down: String { matrices + ".down_proj" }
+    package var gate: String { matrices + ".gate_proj" }
+    package var up: String { matrices + ".up_proj" }
+    package var down: String { matrices + ".down_proj" }
 
     /// Gate, up and down, each of all experts: linear layers of a run that trains the experts.
     var modules: [Module] {
@@ -73,7 +81,7 @@ package struct Experts: Decodable, Sendable, Equatable {
 package struct PerLayerEmbedding: Decodable, Sendable, Equatable {
     let modules: [Module]
     /// The features of p.
-    let size: Int
+    package let size: Int
 
     /// (input, output) features of one of its projections in a model of this width; nil for a projection that it has not.
     func dimensions(_ projection: Projection, hidden: Int) -> (inputs: Int, outputs: Int)? {

@@ -10,7 +10,7 @@ import MeSPSentences
 ///   - layout: the layout that the file must have.
 /// - Returns: the inputs and outputs of each function.
 /// - Throws: `MeSPError` with the reason alone.
-package func checkFunctions(_ file: Data, onGPU: Bool, layout: FunctionLayout) throws -> [FunctionSignature] {
+func checkFunctions(_ file: Data, onGPU: Bool, layout: FunctionLayout) throws -> [FunctionSignature] {
     let allowed = try AllowedPrimitives.list.get()
     guard file.count <= 64 << 20 else { throw damaged }
     var reader = FunctionReader(file: file, allowed: allowed, layout: layout)
@@ -54,13 +54,9 @@ private struct FunctionReader {
     let file: Data
     let allowed: AllowedPrimitives
     let layout: FunctionLayout
-    private var position = 0
+    var position = 0
     /// The constants of all functions: MLX writes each once.
-    private var constants = [UInt64: Constant]()
-
-    init(file: Data, allowed: AllowedPrimitives, layout: FunctionLayout) {
-        (self.file, self.allowed, self.layout) = (file, allowed, layout)
-    }
+    var constants = [UInt64: Constant]()
 
     mutating func functions() throws -> [Function] {
         guard try FunctionLayout(mlx: text()) == layout else {
@@ -227,11 +223,6 @@ private struct FunctionReader {
     }
 }
 
-extension AllowedPrimitives {
-    /// The type with MLX's code and the bytes of an element.
-    fileprivate func element(_ code: [Int]) -> ElementType? { types.first { $0.value == code }?.key }
-}
-
 /// The product of dimensions, or `Int.max` where it has no room.
 private func elementCount(_ shape: some Sequence<Int>) -> Int {
     shape.reduce(1) { product, size in
@@ -245,11 +236,9 @@ private func elementCount(_ shape: some Sequence<Int>) -> Int {
 private struct FunctionCheck {
     let allowed: AllowedPrimitives
     let device: Int32
-    private var known = [UInt64: ArrayType]()
+    var known = [UInt64: ArrayType]()
     /// The greatest value that an array of integers can have, where it is known.
-    private var greatest = [UInt64: UInt64]()
-
-    init(allowed: AllowedPrimitives, device: Int32) { (self.allowed, self.device) = (allowed, device) }
+    var greatest = [UInt64: UInt64]()
 
     mutating func check(_ function: Function) throws -> FunctionSignature {
         guard !function.hasKeywords else { throw FunctionSignature.isAnother }

@@ -1,6 +1,6 @@
 import Foundation
 import MLX
-import MeSPFunctionCheck
+import MeSPSentences
 
 #if os(iOS) && !targetEnvironment(simulator)
     import Metal
@@ -25,6 +25,23 @@ public enum MLXSupport {
         // 0.32.4 too.
         setenv("MLX_ENABLE_TF32", "0", 0)
         setenv(commandBufferVariable, "\(operationsOfShortBuffer)", 0)
+    }
+
+    /// The variable of the environment that says how many operations MLX encodes into one of Metal's command buffers before it commits
+    /// it. MLX reads it when it first uses Metal.
+    package static let commandBufferVariable = "MLX_MAX_OPS_PER_BUFFER"
+
+    /// So many that several buffers fit into a workspace.
+    ///
+    /// The arrays of a command buffer are alive until it is complete. MLX's own numbers, 20 on an iPhone and 40 or 50 on an iPad or a Mac
+    /// (device.cpp:341), make the memory of a step depend on the device, and leave one buffer running where memory is short: `eval` then
+    /// polls for its end and keeps a core busy, where it sleeps while two or more run (scheduler.h:130).
+    private static let operationsOfShortBuffer = 4
+
+    /// Whether several command buffers fit into a workspace.
+    package static var hasShortCommandBuffers: Bool {
+        let set = getenv(commandBufferVariable).flatMap { Int(String(cString: $0)) }
+        return set ?? operationsOfShortBuffer <= operationsOfShortBuffer
     }
 
     /// Why MLX cannot run here; nil where it can.

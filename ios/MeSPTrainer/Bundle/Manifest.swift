@@ -1,6 +1,6 @@
 import Foundation
 import MeSPFiles
-import MeSPFunctionCheck
+import MeSPSentences
 
 /// `manifest.json`: what a bundle holds. See `docs/architecture.md`.
 public struct Manifest: Decodable, Sendable {
@@ -42,6 +42,10 @@ public struct Manifest: Decodable, Sendable {
         package var hasFunctions: Bool { !functions.isEmpty }
         public let words: Int
         public let arrays: [PackedArray]
+        /// The file of block `index`, one of `layers`.
+        package func file(_ index: Int) -> PackedFile {
+            PackedFile(file: ModelBundle.blockFile(index), words: words, arrays: arrays)
+        }
     }
     public struct PackedFile: Decodable, Sendable {
         public let file: String
@@ -99,11 +103,15 @@ public struct Manifest: Decodable, Sendable {
 }
 
 extension Manifest {
+    /// The files of weights. Those of a model with tied embeddings name one twice.
+    var weightFiles: [PackedFile] {
+        blocks.flatMap { kind in kind.layers.map(kind.file) }
+            + [embedding, head, perLayerEmbedding, perLayerProjection].compactMap { $0 }
+    }
+
     /// The size of all weight files, in bytes.
-    var mappedBytes: Int {
-        let table = head.file == embedding.file ? 0 : head.words
-        let perLayer = (perLayerEmbedding?.words ?? 0) + (perLayerProjection?.words ?? 0)
-        return (self.blocks.reduce(0) { $0 + $1.layers.count * $1.words } + embedding.words + table + perLayer) * 4
+    package var mappedBytes: Int {
+        Dictionary(weightFiles.map { ($0.file, $0.words) }) { words, _ in words }.values.reduce(0, +) * 4
     }
 
     /// The most bytes of a manifest that is read; decoding takes some 16 times as much memory. A model of 64 blocks, each with a layout
@@ -174,37 +182,7 @@ extension Manifest {
             }.max()
         }.max() ?? 1
     }
-
-    /// The numbers of inputs that a run's sequences have, ascending: `seqLen` and, unless all data is packed, what the bundle has
-    /// that is shorter.
-    func lengths(_ settings: RunSettings) -> [Int] {
-        let isPacked = settings.data == nil && (data ?? [:]).values.allSatisfy { $0.examples == nil && $0.mask == nil }
-        return isPacked ? [settings.seqLen] : seqLens.filter { $0 <= settings.seqLen }.sorted()
-    }
-
-    /// Throws where the block function has no trace for the settings' length or rank, or the blocks lack a projection to train.
-    package func check(_ settings: RunSettings) throws {
-        let (length, rank) = (settings.seqLen, settings.rank)
-        try settings.checkProjections(of: architecture)
-        if settings.method == .mebp, architecture.hasExperts {
-            throw MeSPError(
-                "\(name) mixes experts, and MeBP differentiates a function, which such blocks have not; take another method."
-            )
-        }
-        guard seqLens.contains(length) else {
-            throw MeSPError(
-                "\(name) has no trace for sequences of \(length) tokens, only for \(list(seqLens)); choose one of these or export it with --seq-len \(String(length))."
-            )
-        }
-        guard ranks.contains(rank) else {
-            throw MeSPError(
-                "\(name) has no trace for rank \(rank), only for \(list(ranks)); choose one of these or export it with --rank \(rank)."
-            )
-        }
-    }
 }
-
-private func list(_ numbers: [Int]) -> String { numbers.map(String.init).joined(separator: ", ") }
 
 extension Manifest.PackedArray {
     /// The array's length in 32-bit words, of stacked matrices that of one.

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 
 /// An answer that a person took, and one to the same conversation that they did not.
 public struct Choice: Codable, Sendable, Equatable, Identifiable {

@@ -1,5 +1,6 @@
 import Foundation
 // Not @testable: the example is what an app of your own can write.
+import MeSPBundle
 import MeSPCore
 import Testing
 

@@ -1,5 +1,6 @@
 import Foundation
 import MeSPFiles
+import MeSPSentences
 
 /// Text of your own to train on in place of the bundle's: tokenized once, and kept in a folder that `RunSettings.data` names.
 ///
@@ -12,7 +13,7 @@ public struct TextData: Sendable {
         /// A UTF-8 file; `.jsonl` has a record a line.
         case file(URL)
         case text(String)
-        /// Pairs of answers, for a run with a ``RunSettings/objective``; the answers alone count, as with `mesp-export --data`.
+        /// Pairs of answers, for a run with an objective; the answers alone count, as with `mesp-export --data`.
         case choices([Choice])
     }
 

@@ -1,7 +1,7 @@
 import Foundation
 import MLX
 import MeSPFiles
-import MeSPFunctionCheck
+import MeSPSentences
 
 /// An exported model, opened and checked. Weights are mapped when they are asked for, never copied.
 public struct ModelBundle {
@@ -57,7 +57,9 @@ public struct ModelBundle {
 
     /// Imports the functions for sequences of `length` tokens, for each block the one of its kind, nil for a kind without functions.
     /// `Manifest.check` has found that the others have one for this length.
-    func functions(_ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int) throws -> [ImportedFunction?] {
+    package func functions(
+        _ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int
+    ) throws -> [ImportedFunction?] {
         var imported = [String: ImportedFunction]()
         let functions = try manifest.blocks.enumerated().map { kind, blocks -> ImportedFunction? in
             guard blocks.hasFunctions else { return nil }
@@ -75,80 +77,32 @@ public struct ModelBundle {
         return kinds.map { functions[$0] }
     }
 
-    /// The device that the functions were exported for, and that everything runs on.
-    package var device: Device { manifest.device.device }
-
-    /// Calls `body` with the bundle's device as MLX's default. An error in MLX, which ends the process elsewhere, is thrown.
-    ///
-    /// - Throws: `MeSPError`, also where the device is not there, or MLX cannot use it.
-    package func withDevice<R>(_ body: () throws -> R) throws -> R {
-        if let refusal = MLXSupport.refusal ?? (manifest.device == .gpu ? MLXSupport.gpuRefusal : nil) {
-            throw MeSPError(refusal)
-        }
-        _ = firstUseOfMLX
-        guard manifest.device == .cpu || !Device.isCPU else {
-            throw MeSPError(
-                "\(url.path) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
-            )
-        }
-        // Naming the device is the first thing that can fail.
-        return try MLXErrors.collect { try Device.withDefaultDevice(device, body) }
-    }
-
-    /// Calls `body` with the weights of block `index`, whose file is mapped at least as long as `body` runs. Arrays that `body` returns must be
-    /// evaluated.
-    package func withBlock<R>(_ index: Int, _ body: (BlockWeights) throws -> R) throws -> R {
-        let kind = manifest.blocks[kinds[index]]
-        return try withWeights(Self.blockFile(index), kind.words, kind.arrays) {
-            try body(BlockWeights(shape: architecture.block(index), packed: $0))
-        }
-    }
-
-    func withEmbedding<R>(_ body: (PackedWeights) throws -> R) throws -> R {
-        try withWeights(manifest.embedding.file, manifest.embedding.words, manifest.embedding.arrays, body)
-    }
-
-    package func withHead<R>(_ body: (PackedWeights) throws -> R) throws -> R {
-        try withWeights(manifest.head.file, manifest.head.words, manifest.head.arrays, body)
-    }
-
-    /// The embeddings of some tokens for each layer; nil where the model has none.
-    ///
-    /// - Parameter x0: the first block's input `[T, hidden]`.
-    func layerEmbeddings(_ tokens: [Int32], x0: MLXArray) throws -> LayerEmbeddings? {
-        guard let size = architecture.perLayer?.size, let file = manifest.perLayerEmbedding else { return nil }
-        return try withWeights(file.file, file.words, file.arrays) {
-            LayerEmbeddings(tokens, x0: x0, table: $0, architecture, size: size)
-        }
-    }
-
-    /// A layer's part of these `[T, size]`, evaluated; nil where there are none.
-    func part(of embeddings: LayerEmbeddings?, layer: Int) throws -> MLXArray? {
-        guard let embeddings, let file = manifest.perLayerProjection else { return nil }
-        return try withWeights(file.file, file.words, file.arrays) {
-            embeddings(layer, projection: $0, eps: architecture.rmsNormEps)
-        }
-    }
-
-    private func withWeights<R>(
-        _ path: String, _ count: Int, _ arrays: [Manifest.PackedArray], _ body: (PackedWeights) throws -> R
-    ) throws -> R {
-        let known = maps.words[path]
+    /// Calls `body` with the weights of a file, which is mapped at least as long as `body` runs. Arrays that `body` returns must be evaluated.
+    package func withWeights<R>(_ file: Manifest.PackedFile, _ body: (PackedWeights) throws -> R) throws -> R {
+        let known = maps.words[file.file]
         let words = try mappedWords(
-            url.appendingPathComponent(path), size: count * 4, modified: modified[path], known: known)
+            url.appendingPathComponent(file.file), size: file.words * 4, modified: modified[file.file], known: known)
         if known == nil {
-            maps.words[path] = words
-            maps.mapped[path, default: 0] += 1
+            maps.words[file.file] = words
+            maps.mapped[file.file, default: 0] += 1
         }
-        defer { if known == nil, !maps.areKept { maps.words[path] = nil } }
+        defer { if known == nil, !maps.areKept { maps.words[file.file] = nil } }
         // While this reference lives, MLX can't donate the mapped buffer and write a result into it.
         return try withExtendedLifetime(words) {
-            let result = try body(
-                PackedWeights(words: words, arrays: arrays, backend: backend))
+            let result = try body(PackedWeights(words: words, arrays: file.arrays, backend: backend))
             try MLXErrors.check()
             return result
         }
     }
+
+    package func withEmbedding<R>(_ body: (PackedWeights) throws -> R) throws -> R {
+        try withWeights(manifest.embedding, body)
+    }
+
+    package func withHead<R>(_ body: (PackedWeights) throws -> R) throws -> R { try withWeights(manifest.head, body) }
+
+    /// The file of block `index`.
+    package func file(ofBlock index: Int) -> Manifest.PackedFile { manifest.blocks[kinds[index]].file(index) }
 
     package static func blockFile(_ index: Int) -> String { String(format: "blocks/%02d.bin", index) }
 
@@ -160,7 +114,7 @@ public struct ModelBundle {
     }
 
     /// The tokens of a folder that `TextData` or `mesp-train` wrote, mapped, but for those it holds out.
-    func tokens(in folder: URL) throws -> TokenStream {
+    package func tokens(in folder: URL) throws -> TokenStream {
         guard let entry = try TextData.entries(in: folder)["train"] else {
             throw MeSPError("\(folder.path) holds no tokens; tokenize the text again.")
         }

@@ -1,18 +1,19 @@
 import Foundation
 import MLX
+import MeSPSentences
 
 /// The errors of MLX in a stretch of work.
 ///
 /// MLX's functions do not throw: mlx-swift hands an error to the handler in force and returns. Then `eval` has computed nothing,
 /// `item()` is 0, and `asData` reads through a null pointer. So an error is looked for wherever a value leaves MLX, and after each use
 /// of weights.
-enum MLXErrors {
+package enum MLXErrors {
     @TaskLocal private static var box: ErrorBox?
 
     /// Calls `body`, in which `check()` sees MLX's errors.
     ///
     /// - Throws: `MeSPError` with the first error of MLX; if there is none, the error of `body`.
-    static func collect<R>(_ body: () throws -> R) throws -> R {
+    package static func collect<R>(_ body: () throws -> R) throws -> R {
         // `check()` has already thrown what `withError` would throw at its end.
         try withError { errors in
             try $box.withValue(errors) {
@@ -24,7 +25,7 @@ enum MLXErrors {
     }
 
     /// - Throws: `MeSPError` where MLX has failed since `collect` began.
-    static func check() throws {
+    package static func check() throws {
         guard let error = box?.firstError else { return }
         // mlx-c appends where in its sources the error was caught.
         let message = error.localizedDescription.replacing(#/ at /\S+:[0-9]+$/#, with: "")
@@ -35,7 +36,7 @@ enum MLXErrors {
 extension MLXArray {
     /// The element of an array that has one.
     /// - Throws: `MeSPError` where MLX cannot compute it.
-    func number<T: HasDType>(_ type: T.Type) throws -> T {
+    package func number<T: HasDType>(_ type: T.Type) throws -> T {
         let number = item(type)
         try MLXErrors.check()
         return number
@@ -58,7 +59,7 @@ extension MLXArray {
 
     /// Evaluates the array.
     /// - Throws: `MeSPError` where MLX cannot compute it.
-    func compute() throws {
+    package func compute() throws {
         eval()
         try MLXErrors.check()
     }

@@ -10,16 +10,16 @@ public struct Architecture: Decodable, Sendable, Equatable {
     public let vocabSize: Int
     public let rmsNormEps: Float
     public let tieWordEmbeddings: Bool
-    let hiddenAct: Activation
-    let postNorms: Bool
-    let finalLogitSoftcapping: Float?
+    package let hiddenAct: Activation
+    package let postNorms: Bool
+    package let finalLogitSoftcapping: Float?
     /// The factor of the embedding.
-    let embeddingScale: Float
+    package let embeddingScale: Float
     /// The prefix of `.layers.N.` in the names of adapters, of mlx-lm and of PEFT.
-    let mlxPrefix: String
-    let hfPrefix: String
+    package let mlxPrefix: String
+    package let hfPrefix: String
     /// The names of the linear layers with a bias.
-    let biases: [String]
+    package let biases: [String]
     /// The mixers in the model.
     package let mixers: [Mixer]
     /// For each block the index of its mixer.
@@ -31,7 +31,7 @@ public struct Architecture: Decodable, Sendable, Equatable {
     /// Embeddings of the tokens for each layer; nil where the model has none.
     package let perLayer: PerLayerEmbedding?
     /// The linear layers that Hugging Face has in place of some of these; nil where it has none.
-    let hfModules: [JoinedModule]?
+    package let hfModules: [JoinedModule]?
 
     public var numHiddenLayers: Int { layers.count }
 
@@ -66,13 +66,13 @@ package enum Projection: String, Decodable, CaseIterable, Sendable {
 /// other. It is written as the pair of its name and them.
 package struct Module: Decodable, Sendable, Equatable {
     package let name: String
-    let projections: [Projection]
+    package let projections: [Projection]
 
     /// Whether it is the matrices of one kind of all experts, which lie stacked: then it is no linear layer of its own.
     package var isStacked: Bool { [.expertGate, .expertUp, .expertDown].contains(projections.first) }
 
     /// The last part of the name without `_proj`: `q`, …, `down`, or `qkv`, `gate_up`; `experts` of all kinds of their matrices.
-    var shortName: String {
+    package var shortName: String {
         if isStacked { return "experts" }
         let last = name.split(separator: ".").last.map(String.init) ?? name
         return last.hasSuffix("_proj") ? String(last.dropLast("_proj".count)) : last
@@ -89,11 +89,11 @@ package struct Module: Decodable, Sendable, Equatable {
 
 /// A linear layer of Hugging Face whose outputs are those of some of a block's, behind each other, or a parameter that holds experts'
 /// matrices so. It is written as the pair of its name and theirs.
-struct JoinedModule: Decodable, Sendable, Equatable {
-    let name: String
-    let parts: [String]
+package struct JoinedModule: Decodable, Sendable, Equatable {
+    package let name: String
+    package let parts: [String]
 
-    init(from decoder: any Decoder) throws {
+    package init(from decoder: any Decoder) throws {
         var pair = try decoder.unkeyedContainer()
         name = try pair.decode(String.self)
         parts = try pair.decode([String].self)
@@ -102,7 +102,7 @@ struct JoinedModule: Decodable, Sendable, Equatable {
 
 /// A block's dimensions: its mixer's, its MLP's, and those that all blocks share.
 package struct BlockShape: Sendable, Equatable {
-    let architecture: Architecture
+    package let architecture: Architecture
     package let mixer: Mixer
     package let mlp: MLP
 
@@ -115,10 +115,10 @@ package struct BlockShape: Sendable, Equatable {
     package var trainable: [Module] { modules + (mlp.experts?.modules ?? []) }
 
     /// The number of matrices that a module stacks, as a dimension before theirs; empty of a linear layer.
-    func stack(_ module: Module) -> [Int] { module.isStacked ? [mlp.experts?.numExperts ?? 0] : [] }
+    package func stack(_ module: Module) -> [Int] { module.isStacked ? [mlp.experts?.numExperts ?? 0] : [] }
 
     /// (input, output) features of a projection, which the block must have.
-    func dimensions(_ projection: Projection) -> (inputs: Int, outputs: Int) {
+    package func dimensions(_ projection: Projection) -> (inputs: Int, outputs: Int) {
         let hidden = architecture.hiddenSize
         let dimensions = known(projection) ?? mlp.experts?.dimensions(projection, hidden: hidden)
         guard let dimensions else { preconditionFailure("no projection \(projection)") }
@@ -139,13 +139,13 @@ package struct BlockShape: Sendable, Equatable {
     package func dimensions(_ module: Module) -> (inputs: Int, outputs: Int) { dimensions([module]) }
 
     /// (input, output) features of modules that have the same input, together.
-    func dimensions(_ modules: [Module]) -> (inputs: Int, outputs: Int) {
+    package func dimensions(_ modules: [Module]) -> (inputs: Int, outputs: Int) {
         let parts = modules.flatMap(\.projections).map(dimensions)
         return (parts.first?.inputs ?? 0, parts.reduce(0) { $0 + $1.outputs })
     }
 
     /// The module that computes a projection, and which of its outputs the projection's are. `ModelBundle` has checked that there is one.
-    func place(_ projection: Projection) -> (module: Module, outputs: Range<Int>) {
+    package func place(_ projection: Projection) -> (module: Module, outputs: Range<Int>) {
         for module in trainable {
             guard let index = module.projections.firstIndex(of: projection) else { continue }
             let start = module.projections[..<index].reduce(0) { $0 + dimensions($1).outputs }
@@ -213,7 +213,7 @@ extension Architecture {
     }
 
     /// A block of each kind.
-    var kinds: [BlockShape] { firstOfKinds.map(block) }
+    package var kinds: [BlockShape] { firstOfKinds.map(block) }
 
     /// The first block of each kind: of each pair of a mixer and an MLP that some block has.
     package var firstOfKinds: [Int] {
@@ -259,15 +259,15 @@ extension Architecture {
     }
 
     /// The most query heads of attention, 1 if there is none.
-    var attentionHeads: Int {
+    package var attentionHeads: Int {
         mixers.map { if case .attention(let mixer) = $0 { mixer.numAttentionHeads } else { 1 } }.max() ?? 1
     }
 
     /// The most features that a mixer's last projection takes.
-    var mixedSize: Int { mixers.map { $0.mixedSize(hidden: hiddenSize) }.max() ?? hiddenSize }
+    package var mixedSize: Int { mixers.map { $0.mixedSize(hidden: hiddenSize) }.max() ?? hiddenSize }
 
     /// Whether some block leaves one state of all tokens to those that follow.
-    var isRecurrent: Bool {
+    package var isRecurrent: Bool {
         mixers.contains { if case .attention = $0 { false } else { true } }
     }
 

@@ -1,40 +1,31 @@
 import Foundation
+import MeSPFiles
 
 /// The primitives that a function in a bundle may have: exporter/mesp/block_function/allowed_primitives.json, whose text says what its
 /// fields are. `tests/block_function/test_check_functions.py` holds the copy here equal to it.
-package struct AllowedPrimitives: Decodable {
+struct AllowedPrimitives: Decodable {
     /// MLX's code of each type, and the bytes of an element.
     let types: [ElementType: [Int]]
     let limits: Limits
     /// The arrays that a block's function takes and returns, by the parts of a block: see `FunctionSignature`.
-    package let signature: Signature
+    let signature: Signature
     /// Bits and group sizes by MLX's code of the mode.
     let quantizations: [String: [[Int]]]
     let headDims: [Int]
     let primitives: [String: Primitive]
 
+    /// The type with MLX's code and the bytes of an element.
+    func element(_ code: [Int]) -> ElementType? { types.first { $0.value == code }?.key }
+
     struct Limits: Decodable {
         let dimensions: Int
         let arrayBytes: Int
-
-        enum CodingKeys: String, CodingKey {
-            case dimensions
-            case arrayBytes = "array_bytes"
-        }
     }
 
-    package struct Signature: Decodable {
-        package let inputs, packed, shared, first, then: [String]
-        package let attention, gatedDeltaNet, shortConvolution, mamba2: [String]
-        package let postNorms, perLayer: [String]
-
-        enum CodingKeys: String, CodingKey {
-            case inputs, packed, shared, first, then, attention, mamba2
-            case gatedDeltaNet = "gated_delta_net"
-            case shortConvolution = "short_convolution"
-            case postNorms = "post_norms"
-            case perLayer = "per_layer"
-        }
+    struct Signature: Decodable {
+        let inputs, packed, shared, first, then: [String]
+        let attention, gatedDeltaNet, shortConvolution, mamba2: [String]
+        let postNorms, perLayer: [String]
     }
 
     struct Primitive: Decodable {
@@ -52,12 +43,7 @@ package struct AllowedPrimitives: Decodable {
             unflatten, view
     }
 
-    enum CodingKeys: String, CodingKey {
-        case types, limits, signature, quantizations, primitives
-        case headDims = "head_dims"
-    }
-
-    package static let list = Result { try JSONDecoder().decode(AllowedPrimitives.self, from: Data(json.utf8)) }
+    static let list = Result { try JSONDecoder.snakeCase.decode(AllowedPrimitives.self, from: Data(json.utf8)) }
 
     private static let json = #"""
         {

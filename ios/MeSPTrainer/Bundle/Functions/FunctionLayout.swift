@@ -5,7 +5,7 @@ package enum FunctionLayout: String, Sendable {
     case mlx0322 = "0.32.2"
 
     /// The layout that an MLX reads and writes; nil where it is not known.
-    package init?(mlx version: String) {
+    init?(mlx version: String) {
         let numbers = version.split(separator: ".", omittingEmptySubsequences: false).map { Int($0) }
         guard numbers.count == 3, numbers[0] == 0, let minor = numbers[1], let patch = numbers[2] else { return nil }
         switch (minor, patch) {

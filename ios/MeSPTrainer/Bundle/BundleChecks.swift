@@ -1,6 +1,6 @@
 import Foundation
 import MeSPFiles
-import MeSPFunctionCheck
+import MeSPSentences
 
 extension Manifest {
     /// Throws unless the sizes can be a model's, every block is of one kind, every file that is named is listed with a path within the
@@ -63,26 +63,18 @@ extension Manifest {
         }
     }
 
-    /// The files of weights, with the words that each has.
-    var weightFiles: [(file: String, words: Int)] {
-        blocks.flatMap { kind in kind.layers.map { (ModelBundle.blockFile($0), kind.words) } }
-            + [embedding, head, perLayerEmbedding, perLayerProjection].compactMap { $0 }.map { ($0.file, $0.words) }
-    }
-
     private func checkLayout(_ bundle: String) throws {
         let sizes = Dictionary(uniqueKeysWithValues: files.map { ($0.path, $0.size) })
-        for (file, words) in weightFiles where sizes[file] != words * 4 {
-            throw MeSPError("\(file) in \(bundle) doesn't have the length of its layout; export the bundle again.")
+        for file in weightFiles where sizes[file.file] != file.words * 4 {
+            throw MeSPError("\(file.file) in \(bundle) doesn't have the length of its layout; export the bundle again.")
         }
-        func check(
-            _ arrays: [PackedArray], _ words: Int, plain: [Weight], matrices: [Weight], separator: String = ""
-        ) throws {
+        func check(_ file: PackedFile, plain: [Weight] = [], matrices: [Weight], separator: String = "") throws {
             func array(
                 _ name: String, dtype: ElementType, isStacked: Bool = false, fits: ([Int]) -> Bool
             ) throws -> PackedArray {
-                guard let array = arrays.first(where: { $0.name == name }), array.dtype == dtype, fits(array.shape),
-                    array.shape.allSatisfy({ (1...(1 << 24)).contains($0) }), (array.stride != nil) == isStacked,
-                    array.isWithin(words)
+                guard let array = file.arrays.first(where: { $0.name == name }), array.dtype == dtype,
+                    fits(array.shape), array.shape.allSatisfy({ (1...(1 << 24)).contains($0) }),
+                    (array.stride != nil) == isStacked, array.isWithin(file.words)
                 else { throw wrong(name) }
                 return array
             }
@@ -95,7 +87,7 @@ extension Manifest {
             }
             for matrix in matrices {
                 let (name, last) = (matrix.name + separator, matrix.shape.count - 1)
-                let hasBiases = arrays.contains { $0.name == name + "biases" }
+                let hasBiases = file.arrays.contains { $0.name == name + "biases" }
                 let isTable = { (shape: [Int]) in
                     shape.count == last + 1 && shape.dropLast() == matrix.shape.dropLast()
                 }
@@ -112,27 +104,23 @@ extension Manifest {
                 guard format != nil else { throw wrong(name + "weight") }
             }
         }
-        for blocks in blocks {
-            let block = architecture.block(blocks.layers[0])
-            try check(
-                blocks.arrays, blocks.words, plain: block.plainArrays, matrices: block.matrices, separator: ".")
+        for kind in blocks {
+            let block = architecture.block(kind.layers[0])
+            try check(kind.file(kind.layers[0]), plain: block.plainArrays, matrices: block.matrices, separator: ".")
         }
         let table = [Weight(name: "", shape: [architecture.vocabSize, architecture.hiddenSize])]
-        try check(embedding.arrays, embedding.words, plain: [], matrices: table)
-        let norm = Weight(name: "norm", shape: [architecture.hiddenSize])
-        try check(head.arrays, head.words, plain: [norm], matrices: table)
+        try check(embedding, matrices: table)
+        try check(head, plain: [Weight(name: "norm", shape: [architecture.hiddenSize])], matrices: table)
         guard let size = architecture.perLayer?.size, let perLayerEmbedding, let perLayerProjection else { return }
         let width = architecture.numHiddenLayers * size
-        try check(
-            perLayerEmbedding.arrays, perLayerEmbedding.words, plain: [],
-            matrices: [Weight(name: "", shape: [architecture.vocabSize, width])])
+        try check(perLayerEmbedding, matrices: [Weight(name: "", shape: [architecture.vocabSize, width])])
         // A layer's part begins and ends with a group.
         let groups = perLayerEmbedding.arrays.first { $0.name == "scales" }?.shape[1] ?? 1
         guard size % (width / groups) == 0 else {
             throw MeSPError("\(bundle): the manifest's dimensions don't fit together; export the bundle again.")
         }
         try check(
-            perLayerProjection.arrays, perLayerProjection.words, plain: [Weight(name: "norm", shape: [size])],
+            perLayerProjection, plain: [Weight(name: "norm", shape: [size])],
             matrices: [Weight(name: "", shape: [width, architecture.hiddenSize])])
     }
 }
@@ -204,7 +192,7 @@ extension ModelBundle {
                     length: length, rank: $0, packed: packed)
             }
             guard let layout = MLXSupport.layout,
-                try MeSPFunctionCheck.checkFunctions(data, onGPU: manifest.device == .gpu, layout: layout)
+                try MeSPBundle.checkFunctions(data, onGPU: manifest.device == .gpu, layout: layout)
                     == signatures
             else { throw FunctionSignature.isAnother }
         } catch {

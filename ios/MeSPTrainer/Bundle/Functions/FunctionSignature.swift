@@ -1,4 +1,11 @@
-import MeSPFunctionCheck
+import MeSPSentences
+
+/// The shapes and types of the arrays that a function takes and returns.
+struct FunctionSignature: Equatable {
+    let inputs, outputs: [ArrayType]
+
+    static let isAnother = MeSPError("it does not have the inputs and outputs of a block")
+}
 
 extension FunctionSignature {
     /// The signature of a block's function, by the list in `AllowedPrimitives`.
@@ -10,9 +17,11 @@ extension FunctionSignature {
     ///   - packed: whether it takes several records a sequence.
     init(of block: BlockShape, dtype: ElementType, words: Int, length: Int, rank: Int, packed: Bool) throws {
         let (architecture, listed) = (block.architecture, try AllowedPrimitives.list.get().signature)
+        // A and B of each linear layer.
+        let lora = block.modules.map(block.dimensions).reduce(0) { $0 + rank * ($1.inputs + $1.outputs) }
         var sizes = [
             "1": 1, "length": length, "hidden": architecture.hiddenSize, "intermediate": block.mlp.intermediateSize,
-            "lora": LoRALayout(block: block, rank: rank).count, "words": words,
+            "lora": lora, "words": words,
             "mixed": block.mixer.mixedSize(hidden: architecture.hiddenSize),
         ]
         let ofMixer: [String]

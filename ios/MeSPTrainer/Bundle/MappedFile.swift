@@ -1,6 +1,7 @@
 import Foundation
 import MLX
 import MeSPFiles
+import MeSPSentences
 
 #if canImport(Darwin)
     import Darwin
@@ -31,18 +32,6 @@ package func mappedWords(_ url: URL, size: Int, modified: Duration?, known: MLXA
         throw MeSPError("Cannot map \(url.path): \(lastError()).")
     }
     return words
-}
-
-/// The size of an open file in bytes, and when it was modified last, since 1970: both tell whether it has changed.
-func status(of file: Int32) -> (size: Int, modified: Duration)? {
-    var status = stat()
-    guard fstat(file, &status) == 0 else { return nil }
-    #if canImport(Darwin)
-        let modified = status.st_mtimespec
-    #else
-        let modified = status.st_mtim
-    #endif
-    return (Int(status.st_size), .seconds(modified.tv_sec) + .nanoseconds(modified.tv_nsec))
 }
 
 /// The unit of a mapping's length, in bytes: the page of an iPhone, and of every system with smaller ones. Metal takes

@@ -5,14 +5,6 @@ package enum Mixer: Sendable, Equatable {
     case gatedDeltaNet(GatedDeltaNetMixer)
     case shortConvolution(ShortConvolutionMixer)
     case mamba2(Mamba2Mixer)
-
-    /// Whether a long sequence goes through it by segments. A short convolution's arrays are few.
-    var goesBySegments: Bool {
-        switch self {
-        case .attention, .gatedDeltaNet: true
-        case .shortConvolution, .mamba2: false
-        }
-    }
 }
 
 /// Softmax attention over the tokens before:
@@ -22,32 +14,32 @@ package enum Mixer: Sendable, Equatable {
 ///     x_mid = x + o(mixed)                             o(mixed ∘ σ(g)) where heads have gates
 package struct AttentionMixer: Decodable, Sendable, Equatable {
     let modules: [Module]
-    let numAttentionHeads: Int
-    let numKeyValueHeads: Int
-    let headDim: Int
-    let qkNorm: Bool
+    package let numAttentionHeads: Int
+    package let numKeyValueHeads: Int
+    package let headDim: Int
+    package let qkNorm: Bool
     /// Whether q gives of each head the query, then the gate g of its output, alike.
-    let outputGate: Bool
+    package let outputGate: Bool
     /// The factor of `q̂ k̂ᵀ`.
-    let attentionScale: Float
-    let attnLogitSoftcapping: Float?
+    package let attentionScale: Float
+    package let attnLogitSoftcapping: Float?
     /// Radians a position of each pair of dimensions that RoPE turns, 0 for one that stays; empty if there is no RoPE.
-    let frequencies: [Float]
+    package let frequencies: [Float]
     /// The factor of the rotated dimensions.
-    let ropeScale: Float
+    package let ropeScale: Float
     /// The number of positions that a query sees, its own included; nil for all before it.
-    let slidingWindow: Int?
+    package let slidingWindow: Int?
     /// Whether v goes through an RMSNorm without weights.
-    let vNorm: Bool
+    package let vNorm: Bool
     /// The block whose keys and values this one takes; nil where it has its own.
-    let keysOf: Int?
+    package let keysOf: Int?
 
-    var queryWidth: Int { numAttentionHeads * headDim }
-    var keyValueWidth: Int { numKeyValueHeads * headDim }
+    package var queryWidth: Int { numAttentionHeads * headDim }
+    package var keyValueWidth: Int { numKeyValueHeads * headDim }
     /// Whether the projection g gives of each head one number, the gate of its output.
-    var headGate: Bool { modules.contains { $0.projections.contains(.g) } }
+    package var headGate: Bool { modules.contains { $0.projections.contains(.g) } }
     /// The numbers of a head's gate, which lie behind its query in m₁.
-    var gateDim: Int { outputGate ? headDim : headGate ? 1 : 0 }
+    package var gateDim: Int { outputGate ? headDim : headGate ? 1 : 0 }
 }
 
 /// The gated delta rule over a short convolution's output ([Yang et al.](https://arxiv.org/abs/2412.06464)):
@@ -58,16 +50,16 @@ package struct AttentionMixer: Decodable, Sendable, Equatable {
 ///     x_mid = x + out(norm(mixed) ∘ silu(z))
 package struct GatedDeltaNetMixer: Decodable, Sendable, Equatable {
     let modules: [Module]
-    let numKeyHeads: Int
-    let numValueHeads: Int
-    let keyHeadDim: Int
-    let valueHeadDim: Int
-    let kernelSize: Int
+    package let numKeyHeads: Int
+    package let numValueHeads: Int
+    package let keyHeadDim: Int
+    package let valueHeadDim: Int
+    package let kernelSize: Int
 
     var keyWidth: Int { numKeyHeads * keyHeadDim }
-    var valueWidth: Int { numValueHeads * valueHeadDim }
+    package var valueWidth: Int { numValueHeads * valueHeadDim }
     /// The width of q, k and v together.
-    var convolutionWidth: Int { 2 * keyWidth + valueWidth }
+    package var convolutionWidth: Int { 2 * keyWidth + valueWidth }
 }
 
 /// A causal convolution between two gates, with b, c and u the thirds of one projection:
@@ -87,17 +79,17 @@ package struct ShortConvolutionMixer: Decodable, Sendable, Equatable {
 ///     x_mid = x + out(norm(mixed ∘ silu(z)))
 package struct Mamba2Mixer: Decodable, Sendable, Equatable {
     let modules: [Module]
-    let numHeads: Int
-    let headDim: Int
-    let numGroups: Int
-    let stateSize: Int
+    package let numHeads: Int
+    package let headDim: Int
+    package let numGroups: Int
+    package let stateSize: Int
     let kernelSize: Int
     /// ε of the norm.
-    let normEps: Float
+    package let normEps: Float
 
-    var width: Int { numHeads * headDim }
+    package var width: Int { numHeads * headDim }
     /// The width of x, B and C together.
-    var convolutionWidth: Int { width + 2 * numGroups * stateSize }
+    package var convolutionWidth: Int { width + 2 * numGroups * stateSize }
 }
 
 extension Mixer {
@@ -133,22 +125,12 @@ extension Mixer {
     }
 
     /// The features of mixed.
-    func mixedSize(hidden: Int) -> Int {
+    package func mixedSize(hidden: Int) -> Int {
         switch self {
         case .attention(let mixer): mixer.queryWidth
         case .gatedDeltaNet(let mixer): mixer.valueWidth
         case .shortConvolution: hidden
         case .mamba2(let mixer): mixer.width
-        }
-    }
-
-    /// The names of m₁, m₂, m₃ and mixed of `Intermediates`.
-    var intermediates: [String] {
-        switch self {
-        case .attention: ["q", "k", "v", "attn_out"]
-        case .gatedDeltaNet: ["qkv", "z", "ba", "o"]
-        case .shortConvolution: ["b", "c", "u", "mixed"]
-        case .mamba2: ["z", "xBC", "dt", "o"]
         }
     }
 

@@ -1,0 +1,8 @@
+/// The device that a bundle was exported for, and how its model is computed there.
+///
+///     cpu    a block's forward pass is the formulas, called one by one; products are in float32; temporaries are cut by rows of W
+///     gpu    a block's forward pass is the bundle's function; products are by `quantizedMM` in the dtype of the activations; temporaries
+///            are cut by tokens, and MLX encodes one piece of work after the other
+public enum Backend: String, Codable, Sendable {
+    case cpu, gpu
+}

@@ -1,0 +1,65 @@
+import MLX
+
+/// Typed views into a file of words, by name. No view copies.
+package struct PackedWeights {
+    package let words: MLXArray
+    package let arrays: [Manifest.PackedArray]
+    package let backend: Backend
+    /// The views made so far, where they are kept.
+    package var views: Views?
+
+    /// Views by name, for who uses the same weights many times: making one is four operations.
+    package final class Views {
+        fileprivate var arrays = [String: MLXArray]()
+
+        package init() {}
+    }
+
+    /// The same weights for the formulas of a CPU.
+    package var onCPU: PackedWeights { PackedWeights(words: words, arrays: arrays, backend: .cpu) }
+
+    /// The array called `name`, in its shape and dtype, or nil if there is none; of stacked matrices that with this number.
+    package func array(_ name: String, _ number: Int? = nil) -> MLXArray? {
+        let key = number.map { "\(name) \($0)" } ?? name
+        if let known = views?.arrays[key] { return known }
+        guard let array = arrays.first(where: { $0.name == name }) else { return nil }
+        let flat = words[array.range(number)]
+        let shape = Array(array.shape.dropFirst(number == nil ? 0 : 1))
+        let view = flat.view(dtype: array.dtype.dtype)[0..<shape.reduce(1, *)].reshaped(shape)
+        views?.arrays[key] = view
+        return view
+    }
+
+    /// The array called `name`. `ModelBundle` has checked that it is there.
+    package subscript(name: String, number: Int? = nil) -> MLXArray {
+        guard let array = array(name, number) else { preconditionFailure("no array \(name) in the layout") }
+        return array
+    }
+}
+
+/// The quantization of a matrix, which follows from the shapes of its arrays.
+package struct QuantizationFormat {
+    package let bits: Int
+    package let groupSize: Int
+    package let mode: QuantizationMode
+
+    /// nil where MLX has no such format.
+    /// - Parameters:
+    ///   - inputs: weights in a row
+    ///   - words: 32-bit words in a row
+    ///   - groups: scales in a row
+    ///   - hasBiases: whether there are biases, which only affine quantization has
+    package init?(inputs: Int, words: Int, groups: Int, hasBiases: Bool) {
+        guard words > 0, groups > 0, words * 32 % inputs == 0, inputs % groups == 0 else { return nil }
+        (bits, groupSize) = (words * 32 / inputs, inputs / groups)
+        switch (hasBiases, groupSize, bits) {
+        case (true, _, _):
+            guard [32, 64, 128].contains(groupSize), [2, 3, 4, 5, 6, 8].contains(bits) else { return nil }
+            mode = .affine
+        case (false, 16, 4): mode = .nvfp4
+        case (false, 32, 4): mode = .mxfp4
+        case (false, 32, 8): mode = .mxfp8
+        default: return nil
+        }
+    }
+}
