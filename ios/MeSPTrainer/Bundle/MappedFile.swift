@@ -3,12 +3,6 @@ import MLX
 import MeSPFiles
 import MeSPSentences
 
-#if canImport(Darwin)
-    import Darwin
-#else
-    import Glibc
-#endif
-
 /// Maps a file of 32-bit words into memory as one flat `uint32` array `[bytes / 4]`, without copying it, unless it is mapped already.
 ///
 /// - Parameters:

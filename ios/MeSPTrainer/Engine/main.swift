@@ -15,9 +15,6 @@ import MeSPSelfCheck
 #if canImport(HostMLXLedger)
     import HostMLXLedger
 #endif
-#if canImport(Glibc)
-    import Glibc
-#endif
 
 // Set by a signal; read at every block.
 nonisolated(unsafe) var stopRequested: sig_atomic_t = 0

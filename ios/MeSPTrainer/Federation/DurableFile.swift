@@ -1,12 +1,6 @@
 import Foundation
 import MeSPFiles
 
-#if canImport(Darwin)
-    import Darwin
-#else
-    import Glibc
-#endif
-
 /// Writes a file that its owner alone can read, from the moment it is there. After a crash or a loss of power the file has all of the
 /// data, or is as it was.
 ///

@@ -1,12 +1,6 @@
 import Foundation
 import MeSPSentences
 
-#if canImport(Darwin)
-    import Darwin
-#else
-    import Glibc
-#endif
-
 /// The right to write into a folder, which one process has at a time: a lock on the file `.lock` in it. The system takes the lock
 /// back when its process ends, in whatever way; the file stays.
 package final class FolderLock: Sendable {

@@ -3,8 +3,6 @@ import MeSPSentences
 
 #if canImport(Darwin)
     import Darwin
-#else
-    import Glibc
 #endif
 
 /// Opens a regular file and nothing else: a symbolic link could lead out of its folder, and a device or a pipe has no end.

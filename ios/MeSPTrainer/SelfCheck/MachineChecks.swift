@@ -4,11 +4,6 @@ import MeSPBundle
 import MeSPCore
 import MeSPFiles
 
-#if canImport(Darwin)
-    import Darwin
-#else
-    import Glibc
-#endif
 #if canImport(Metal)
     import Metal
 #endif

@@ -3,12 +3,6 @@ import MLX
 import MeSPBundle
 import MeSPFiles
 
-#if canImport(Darwin)
-    import Darwin
-#else
-    import Glibc
-#endif
-
 /// Arrays up to a size, kept in a file instead of in memory: written whole, read back as a mapping.
 ///
 /// The file has no name, and goes with the process. Not for use from several threads at once.

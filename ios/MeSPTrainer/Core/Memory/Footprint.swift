@@ -2,11 +2,7 @@ import Foundation
 
 #if canImport(Darwin)
     import Darwin
-#else
-    import Glibc
-#endif
 
-#if canImport(Darwin)
     /// The port of this process. `mach_task_self_`, which holds it too, is a variable in C, and shared mutable state to Swift 6 before
     /// the SDKs of Xcode 16.3. Asked once: each call takes another reference to the port.
     private let ownTask = task_self_trap()

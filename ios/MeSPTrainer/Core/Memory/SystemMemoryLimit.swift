@@ -2,8 +2,6 @@ import Foundation
 
 #if os(iOS)
     import os
-#elseif !canImport(Darwin)
-    import Glibc
 #endif
 
 /// The footprint at which the system ends the process or gives it no more memory, in bytes; nil where it sets no limit.
