@@ -80,7 +80,10 @@ namespace {
     _Pragma("clang loop vectorize(assume_safety)")       \
     for (int i = 0; i < count; i++) statement
 
-enum class Operation { add, subtract, multiply, divide, maximum, square, rsqrt, negative, exp, sigmoid, tanh };
+enum class Operation { add, subtract, multiply, divide, maximum, square, rsqrt, negative, exp, sigmoid, tanh, sum, largest };
+
+/// Over a row: whoever takes the result takes it for each number of the row.
+bool is_reduction(Operation operation) { return operation == Operation::sum || operation == Operation::largest; }
 
 /// A result: of the operands before it, or where `a` is negative an array's numbers.
 struct Term {
@@ -94,21 +97,31 @@ std::optional<Operation> operation(const mx::array &a) {
         {"Add", Operation::add},         {"Subtract", Operation::subtract}, {"Multiply", Operation::multiply},
         {"Divide", Operation::divide},   {"Maximum", Operation::maximum},   {"Square", Operation::square},
         {"Rsqrt", Operation::rsqrt},     {"Negative", Operation::negative}, {"Tanh", Operation::tanh},
-        {"HostExp", Operation::exp}, {"HostSigmoid", Operation::sigmoid}};
+        {"HostExp", Operation::exp},     {"HostSigmoid", Operation::sigmoid}, {"Sum", Operation::sum},
+        {"Max", Operation::largest}};
     const auto found = names.find(a.primitive().name());
     if (found == names.end() || a.dtype() != mx::float32) return std::nullopt;
     return found->second;
 }
 
-/// `terms`, the last of which is the result, of `count` ≤ `chunk` numbers. `at[i]` is where the i-th array's begin, and `steps[i]` how far
-/// they lie apart.
+/// The shape of the rows of numbers that a reduction over rows takes; nil for one over other axes.
+std::optional<mx::Shape> reduced(const mx::array &a) {
+    mx::Shape shape = a.inputs()[0].shape(), one = shape;
+    if (shape.empty()) return std::nullopt;
+    one.back() = 1;
+    if (a.shape() != one) return std::nullopt;
+    return shape;
+}
+
+/// `terms`, the last of which is the result, of `count` numbers, a whole row where there are reductions. `at[i]` is where the i-th array's
+/// begin, and `steps[i]` how far they lie apart; `scratch` has room for so many numbers of each term.
 FOR_EACH_CPU
 void compute(
     const std::vector<Term> &terms, const float *const *at, const int *steps, int count, float *scratch, float *out) {
     const float *values[64];
     for (size_t t = 0; t < terms.size(); t++) {
         const Term &term = terms[t];
-        float *y = t + 1 < terms.size() ? scratch + t * chunk : out;
+        float *y = t + 1 < terms.size() ? scratch + t * count : out;
         if (term.leaf >= 0) {
             const float *x = at[term.leaf];
             const int step = steps[term.leaf];
@@ -165,6 +178,29 @@ void compute(
                         STORE(y + i, sigma, count - i)
                     }
                     break;
+                case Operation::sum: {
+                    float sums[16] = {}, sum = 0;
+                    int i = 0;
+                    for (; i + 16 <= count; i += 16) {
+                        for (int lane = 0; lane < 16; lane++) sums[lane] += a[i + lane];
+                    }
+                    for (; i < count; i++) sum += a[i];
+                    for (float part : sums) sum += part;
+                    std::fill_n(y, count, sum);
+                    break;
+                }
+                case Operation::largest: {
+                    float most[16], largest = a[0];
+                    std::fill_n(most, 16, largest);
+                    int i = 0;
+                    for (; i + 16 <= count; i += 16) {
+                        for (int lane = 0; lane < 16; lane++) most[lane] = most[lane] < a[i + lane] ? a[i + lane] : most[lane];
+                    }
+                    for (; i < count; i++) largest = std::max(largest, a[i]);
+                    for (float part : most) largest = std::max(largest, part);
+                    std::fill_n(y, count, largest);
+                    break;
+                }
             }
         }
         values[t] = y;
@@ -177,7 +213,9 @@ class FusedPrimitive : public mx::UnaryPrimitive {
 
     void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {
         mx::Shape shape = out.shape();
-        const bool isFlat = std::all_of(inputs.begin(), inputs.end(), [&](const mx::array &a) {
+        const bool reduces = std::any_of(
+            terms.begin(), terms.end(), [](const Term &term) { return term.leaf < 0 && is_reduction(term.operation); });
+        const bool isFlat = !reduces && std::all_of(inputs.begin(), inputs.end(), [&](const mx::array &a) {
             return a.size() == 1 || (a.shape() == shape && a.flags().row_contiguous);
         });
         if (isFlat) shape = {int(out.size())};
@@ -198,21 +236,22 @@ class FusedPrimitive : public mx::UnaryPrimitive {
         const int64_t length = isFlat ? std::min<int64_t>(shape.back(), 16 * chunk) : shape.back();
         const int64_t size = out.size(), rows = (size + length - 1) / length;
         mx::cpu::get_command_encoder(stream()).dispatch(
-            [terms = terms, arrays = std::move(arrays), isFlat, size, rows, length, y = out.data<float>()] {
+            [terms = terms, arrays = std::move(arrays), reduces, isFlat, size, rows, length, y = out.data<float>()] {
+                const int64_t together = reduces ? length : std::min<int64_t>(chunk, length);
                 std::vector<int> steps;
                 for (const auto &a : arrays) steps.push_back(a.step);
                 by_rows(rows, length, terms.size(), [&](int64_t first, int64_t count) {
-                    std::vector<float> scratch(terms.size() * chunk);
+                    std::vector<float> scratch(terms.size() * together);
                     std::vector<const float *> starts(arrays.size()), at(arrays.size());
                     for (int64_t row = first; row < first + count; row++) {
                         for (size_t i = 0; i < arrays.size(); i++) {
                             starts[i] = isFlat ? arrays[i].data + row * length * steps[i] : arrays[i].row(row);
                         }
                         const int64_t end = std::min(length, size - row * length);
-                        for (int64_t column = 0; column < end; column += chunk) {
+                        for (int64_t column = 0; column < end; column += together) {
                             for (size_t i = 0; i < arrays.size(); i++) at[i] = starts[i] + column * steps[i];
                             compute(
-                                terms, at.data(), steps.data(), int(std::min<int64_t>(chunk, end - column)),
+                                terms, at.data(), steps.data(), int(std::min(together, end - column)),
                                 scratch.data(), y + row * length + column);
                         }
                     }
@@ -251,7 +290,8 @@ mx::array fused(const mx::array &result, const std::vector<mx::array> &inputs) {
                 return places[a.id()] = self(self, a.inputs()[0]);
             }
         }
-        const auto found = isResult ? operation(a) : std::nullopt;
+        auto found = isResult ? operation(a) : std::nullopt;
+        if (found && is_reduction(*found) && reduced(a) != result.shape()) found = std::nullopt;
         if (found) {
             term.operation = *found;
             term.a = self(self, a.inputs()[0]);

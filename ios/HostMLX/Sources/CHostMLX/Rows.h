@@ -30,8 +30,8 @@ struct Rows {
 };
 
 /// `result`, whose operations on single numbers are computed together: a few hundred numbers at a time go through all of them while they
-/// are in a cache, in place of an array for each. `inputs` and other operations' results are read from memory. The numbers are those of
-/// the operations one by one.
+/// are in a cache, in place of an array for each; whole rows where there are sums or maxima over rows. `inputs` and other operations'
+/// results are read from memory. The numbers are those of the operations one by one, but for the order of a sum.
 ///
 /// \returns `result` itself on another device, for another dtype, and where it is differentiated.
 mlx::core::array fused(const mlx::core::array &result, const std::vector<mlx::core::array> &inputs);

@@ -29,6 +29,39 @@ extension AllTests {
             #expect(!f([a, row, column, MLXArray(Float(0.5))])[0].asArray(Float.self).contains { $0.isNaN })
         }
 
+        /// Softmax of masked rows, and its derivative: sums and maxima of whole rows between the operations on single numbers.
+        @Test(arguments: [[1, 1], [7, 300], [300, 7], [3, 5, 1_000], [2, 3, 40, 130]])
+        func fusedReductionsOverRows(shape: [Int]) {
+            let x = MLXRandom.normal(shape, key: MLXRandom.key(1)) * 4
+            let length = shape[shape.count - 1]
+            let isLast = MLXArray.arange(length) .>= MLXArray(Int32(length / 2 + 1))
+            let mask = which(isLast, -Float.infinity, Float(0))
+            let f: ([MLXArray]) -> [MLXArray] = {
+                let masked = $0[0] + $0[1]
+                let e = exp(masked - masked.max(axis: -1, keepDims: true))
+                return [e / e.sum(axis: -1, keepDims: true)]
+            }
+            let dy = MLXRandom.normal(shape, key: MLXRandom.key(2))
+            let g: ([MLXArray]) -> [MLXArray] = { [$0[0] * ($0[1] - ($0[0] * $0[1]).sum(axis: -1, keepDims: true))] }
+            let y = f([x, mask])[0]
+            for (fused, plain) in [
+                (compile(f)([x, mask])[0], y), (compile(f)([x, mask])[0], softmax(x + mask, axis: -1)),
+                (compile(g)([y, dy])[0], g([y, dy])[0]),
+            ] {
+                #expect(fused.shape == plain.shape)
+                // A sum of 1,000 numbers in another order: some units in the last place of numbers up to 4.
+                #expect((fused - plain).abs().max().item(Float.self) < 2e-6)
+            }
+            #expect(compile(f)([x, mask])[0].asArray(Float.self) == compile(f)([x, mask])[0].asArray(Float.self))
+        }
+
+        /// A reduction over another axis is read from memory.
+        @Test func reductionsOverColumnsAreNotFused() {
+            let x = MLXRandom.normal([6, 6], key: MLXRandom.key(1))
+            let f: ([MLXArray]) -> [MLXArray] = { [$0[0] - $0[0].sum(axis: 0, keepDims: true) + $0[0].max()] }
+            #expect(compile(f)([x])[0].asArray(Float.self) == f([x])[0].asArray(Float.self))
+        }
+
         @Test func fusedOperationsReadTheirInputsAfterwards() {
             let x = MLXRandom.normal([4, 100], key: MLXRandom.key(1))
             let g = compile { (x: [MLXArray]) in [x[0] * 2 + x[0]] }

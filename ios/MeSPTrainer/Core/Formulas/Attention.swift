@@ -80,7 +80,7 @@ struct Attention {
             let (p, _) = probabilities(q * scale, k[0..., keys], rows, keys)
             let out = matmul(p, v[0..., keys]).reshaped([heads, tile.count, d])
             let part = out.swappedAxes(0, 1).reshaped([tile.count, heads * d])
-            if tile.count < length { eval(part) }
+            if tile.count < length { submit([part]) }
             return part
         }
         return concatenated(parts)
@@ -111,8 +111,17 @@ struct Attention {
         )
         var visible = queries .>= positions
         if let window = mixer.slidingWindow { visible = logicalAnd(visible, queries .< positions + window) }
-        let p = softmax(which(visible, scores, -Float.infinity), axis: -1)
+        let p =
+            Device.isCPU && Fused.isAvailable
+            ? Self.maskedSoftmax([scores, which(visible, Float(0), -Float.infinity)])
+            : softmax(which(visible, scores, -Float.infinity), axis: -1)
         return (p.reshaped([k.dim(0), -1, keys.count]), slope)
+    }
+
+    private static let maskedSoftmax = Fused {
+        let masked = $0[0] + $0[1]
+        let e = exp(masked - masked.max(axis: -1, keepDims: true))
+        return e / e.sum(axis: -1, keepDims: true)
     }
 
     /// The derivative from what the forward pass left, a tile of query rows at a time, the last first:
@@ -181,11 +190,12 @@ struct Attention {
             let d = sum.map { d + $0.values[heads] } ?? d
             return vNorm.map { $0.backward(v[heads].asType(.float32), dy: d) } ?? d
         }
-        eval([dq, dk, dv] + (behind.map { [$0.dk, $0.dv] } ?? []))
+        submit([dq, dk, dv] + (behind.map { [$0.dk, $0.dv] } ?? []))
         return (dq, dk, dv)
     }
 
-    private static let scoresGradient = Fused { $0[0] * ($0[1] - $0[2]) }
+    /// P (dP − rowsum(P ∘ dP))
+    private static let scoresGradient = Fused { $0[0] * ($0[1] - ($0[0] * $0[1]).sum(axis: -1, keepDims: true)) }
 
     /// The tiles of dq̂ / scale, dk̂ and dv, `[…heads, n, d]`, the last first.
     private func tilesBackward(
@@ -219,7 +229,7 @@ struct Attention {
 
                 let (p, slope) = probabilities(qTile, kTile, positions, keys)
                 let dP = matmul(dO, vTile.swappedAxes(-1, -2))
-                var dS = Self.scoresGradient([p, dP, (p * dP).sum(axis: -1, keepDims: true)])
+                var dS = Self.scoresGradient([p, dP])
                 if let slope { dS = dS * slope }
 
                 let dq = matmul(dS, kTile).reshaped([heads, rows.count, d])
