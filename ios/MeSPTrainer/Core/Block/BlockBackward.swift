@@ -73,7 +73,7 @@ extension Block {
         }
         let dMid = weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
         gradients.add(own)
-        eval([dMid] + gradients.arrays)
+        submit([dMid] + gradients.arrays)
         return dMid
     }
 
@@ -169,7 +169,7 @@ extension Block {
     private func through(_ norm: RMSNorm?, _ output: MLXArray?, dy: MLXArray) -> MLXArray {
         guard let norm, let output else { return dy }
         let d = norm.backward(output, dy: dy)
-        eval(d)
+        submit([d])
         return d
     }
 
@@ -219,7 +219,7 @@ extension Block {
         guard let dMixerIn else { return nil }
         tile.endPhase([dMixerIn] + gradients.arrays)
         let dx = norm.backward(x, dy: dMixerIn, addedTo: dMid)
-        eval(dx)
+        submit([dx])
         return dx
     }
 

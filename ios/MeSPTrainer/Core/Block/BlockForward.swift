@@ -32,7 +32,7 @@ extension Block: BlockForward {
             let segments = segments(x.dim(0))
             guard segments.isEmpty else { return bySegments(x, segments, keeps: false).xMid }
             let xMid = sum(x, weights.mixerPostNorm, mixed(x).out)
-            eval(xMid)
+            submit([xMid])
             return xMid
         }()
         for rows in tiles(of: y.dim(0), size: tile.mlpTokens) {
@@ -67,14 +67,9 @@ extension Block: BlockForward {
     package func outputs(_ x: MLXArray) -> BlockOutputs {
         var intermediates = toXMid(x.squeezed(axis: 0))
         let xMid = intermediates.xMid
-        var tiles: [(gate: MLXArray, up: MLXArray)]? = []
-        let mlpOut = mlp(weights.mlpNorm(xMid), keeping: &tiles)
+        let (mlpOut, kept) = mlp(weights.mlpNorm(xMid), keeps: true)
         let y = stored(y(xMid, mlpOut, beside.perLayer).expandedDimensions(axis: 0), as: x.dtype)
-        if let tiles, !tiles.isEmpty {
-            let (gate, up) = (concatenated(tiles.map(\.gate), axis: -1), concatenated(tiles.map(\.up), axis: -1))
-            eval(gate, up)
-            (intermediates.gate, intermediates.up) = (gate, up)
-        }
+        (intermediates.gate, intermediates.up) = (kept?.gate, kept?.up)
         if weights.mlpPostNorm != nil { intermediates.mlpOut = stored(mlpOut, as: x.dtype) }
         return BlockOutputs(y: y, mixerIn: weights.mixerNorm(x).squeezed(axis: 0), intermediates: intermediates)
     }
@@ -91,7 +86,7 @@ extension Block: BlockForward {
                 xMid: sum(x, weights.mixerPostNorm, mixed.out),
                 mixerOut: weights.mixerPostNorm == nil ? nil : mixed.out.asType(x.dtype))
         }()
-        eval(intermediates.arrays)
+        submit(intermediates.arrays)
         return intermediates
     }
 
@@ -205,38 +200,43 @@ extension Block: BlockForward {
     // MARK: - The MLP
 
     /// The gated MLP and the mixture of experts, or the one that there is, in float32.
-    private func mlp(_ mlpIn: MLXArray) -> MLXArray {
-        var kept: [(gate: MLXArray, up: MLXArray)]?
-        return mlp(mlpIn, keeping: &kept)
-    }
+    private func mlp(_ mlpIn: MLXArray) -> MLXArray { mlp(mlpIn, keeps: false).out }
 
-    /// - Parameter kept: as that of `gatedMLP`
-    private func mlp(_ mlpIn: MLXArray, keeping kept: inout [(gate: MLXArray, up: MLXArray)]?) -> MLXArray {
-        guard let experts = weights.shape.mlp.experts else { return gatedMLP(mlpIn, addedTo: nil, keeping: &kept) }
+    /// - Parameter keeps: as that of `gatedMLP`
+    private func mlp(_ mlpIn: MLXArray, keeps: Bool) -> GatedMLP {
+        guard let experts = weights.shape.mlp.experts else { return gatedMLP(mlpIn, addedTo: nil, keeps: keeps) }
         let mixed = mixture(experts, mlpIn)
-        if weights.shape.mlp.modules.isEmpty { return mixed }
-        guard let g = weights.mlpGate else { return gatedMLP(mlpIn, addedTo: mixed, keeping: &kept) }
-        return mixed + factor(g, mlpIn) * gatedMLP(mlpIn, addedTo: nil, keeping: &kept)
+        if weights.shape.mlp.modules.isEmpty { return (mixed, nil) }
+        guard let g = weights.mlpGate else { return gatedMLP(mlpIn, addedTo: mixed, keeps: keeps) }
+        let (out, kept) = gatedMLP(mlpIn, addedTo: nil, keeps: keeps)
+        return (mixed + factor(g, mlpIn) * out, kept)
     }
 
-    /// down(act(gate) ∘ up), in float32.
+    /// The output, in float32, and what the backward pass reads, in mlp_in's dtype.
+    typealias GatedMLP = (out: MLXArray, kept: (gate: MLXArray, up: MLXArray)?)
+
+    /// down(act(gate) ∘ up)
     ///
-    /// - Parameter kept: gets gate and up by tiles of their features, unless it is nil.
-    func gatedMLP(
-        _ mlpIn: MLXArray, addedTo mixed: MLXArray?, keeping kept: inout [(gate: MLXArray, up: MLXArray)]?
-    ) -> MLXArray {
+    /// - Parameter keeps: whether gate and up are kept. Then nothing is gained by tiles of their features.
+    func gatedMLP(_ mlpIn: MLXArray, addedTo mixed: MLXArray?, keeps: Bool = false) -> GatedMLP {
         let (gate, up, down) = (projection(.gate), projection(.up), projection(.down))
+        if keeps {
+            let (gateOut, upOut) = (gate(mlpIn), up(mlpIn))
+            let out = down(weights.activation.gated(gate: gateOut, up: upOut))
+            let kept = (gate: gateOut.asType(mlpIn.dtype), up: upOut.asType(mlpIn.dtype))
+            submit([out, kept.gate, kept.up])
+            return (mixed.map { $0 + out } ?? out, kept)
+        }
         let features = tiles(of: gate.weight.rows, size: tile.mlp)
         var sum = mixed
         for f in features {
-            let (gateF, upF) = (gate.outputs(f)(mlpIn), up.outputs(f)(mlpIn))
-            let part = down.inputs(f)(weights.activation.gated(gate: gateF, up: upF))
+            let part = down.inputs(f)(
+                weights.activation.gated(gate: gate.outputs(f)(mlpIn), up: up.outputs(f)(mlpIn)))
             let next = sum.map { $0 + part } ?? part
-            kept?.append((gateF.asType(mlpIn.dtype), upF.asType(mlpIn.dtype)))
-            if features.count > 1 { eval([next] + (kept?.suffix(1).flatMap { [$0.gate, $0.up] } ?? [])) }
+            if features.count > 1 { submit([next]) }
             sum = next
         }
         guard let sum else { preconditionFailure("an MLP without features") }
-        return down.bias.map { sum + $0 } ?? sum
+        return (down.bias.map { sum + $0 } ?? sum, nil)
     }
 }

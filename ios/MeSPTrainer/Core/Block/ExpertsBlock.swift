@@ -138,8 +138,7 @@ extension Block {
     ///
     /// - Returns: d_out `[n, hidden]` and dz `[n, 1]` in float32, evaluated.
     func factorBackward(_ g: QuantizedMatrix, _ mlpIn: MLXArray, dy: MLXArray) -> (dOut: MLXArray, dz: MLXArray) {
-        var kept: [(gate: MLXArray, up: MLXArray)]?
-        let (w, out) = (factor(g, mlpIn), gatedMLP(mlpIn, addedTo: nil, keeping: &kept))
+        let (w, out) = (factor(g, mlpIn), gatedMLP(mlpIn, addedTo: nil).out)
         let (dOut, dz) = (w * dy, w * (1 - w) * (dy * out).sum(axis: -1, keepDims: true))
         eval(dOut, dz)
         return (dOut, dz)

@@ -99,7 +99,7 @@ package struct TileSizes {
 
     /// Ends a phase of a block: what it leaves is evaluated where that pays.
     func endPhase(_ arrays: [MLXArray]) {
-        if evaluatesPhases { eval(arrays) }
+        if evaluatesPhases { submit(arrays) }
         if pace.pause != nil { pace.finish(arrays) }
     }
 }
@@ -119,7 +119,7 @@ package struct Pace {
 
     /// Ends a piece of work that has others behind it in the same function.
     func finish(_ arrays: [MLXArray]) {
-        if !isChained || pause != nil { eval(arrays) }
+        if !isChained || pause != nil { submit(arrays) }
         pause?()
     }
 
@@ -129,6 +129,14 @@ package struct Pace {
         finish(done)
         return inputs
     }
+}
+
+/// Evaluates arrays. On a CPU it waits only for what was submitted before: the graph of the next piece of work is made while these are
+/// computed, in no more memory, as that is taken when the next piece is submitted. Whoever unmaps or trims memory evaluates first.
+func submit(_ arrays: [MLXArray]) {
+    guard Device.isCPU else { return eval(arrays) }
+    Stream.defaultStream(.cpu).synchronize()
+    asyncEval(arrays)
 }
 
 /// Puts `part` in the place of some rows, evaluated; without a copy of the others where nobody else has the array.
