@@ -82,7 +82,8 @@ void begin_evaluation(const std::vector<mx::array> &outputs) {
     }
     bool is_needed = false;
     for (const auto &a : outputs) {
-        is_needed = is_needed || !a.is_available();
+        // Not one that is being computed: whether that is done already depends on the machine.
+        is_needed = is_needed || a.status() == mx::array::Status::unscheduled;
     }
     if (!is_needed) {
         return;
