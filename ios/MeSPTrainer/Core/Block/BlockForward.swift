@@ -220,23 +220,17 @@ extension Block: BlockForward {
     /// - Parameter keeps: whether gate and up are kept. Then nothing is gained by tiles of their features.
     func gatedMLP(_ mlpIn: MLXArray, addedTo mixed: MLXArray?, keeps: Bool = false) -> GatedMLP {
         let (gate, up, down) = (projection(.gate), projection(.up), projection(.down))
-        if keeps {
-            let (gateOut, upOut) = (gate(mlpIn), up(mlpIn))
-            let out = down(weights.activation.gated(gate: gateOut, up: upOut))
-            let kept = (gate: gateOut.asType(mlpIn.dtype), up: upOut.asType(mlpIn.dtype))
-            submit([out, kept.gate, kept.up])
-            return (mixed.map { $0 + out } ?? out, kept)
-        }
-        let features = tiles(of: gate.weight.rows, size: tile.mlp)
-        var sum = mixed
+        let features = tiles(of: gate.weight.rows, size: keeps ? gate.weight.rows : tile.mlp)
+        var (sum, kept): (MLXArray?, (gate: MLXArray, up: MLXArray)?) = (mixed, nil)
         for f in features {
-            let part = down.inputs(f)(
-                weights.activation.gated(gate: gate.outputs(f)(mlpIn), up: up.outputs(f)(mlpIn)))
+            let (gateF, upF) = (gate.outputs(f)(mlpIn), up.outputs(f)(mlpIn))
+            let part = down.inputs(f)(weights.activation.gated(gate: gateF, up: upF))
             let next = sum.map { $0 + part } ?? part
-            if features.count > 1 { submit([next]) }
+            if keeps { kept = (gateF.asType(mlpIn.dtype), upF.asType(mlpIn.dtype)) }
+            if keeps || features.count > 1 { submit([next] + (kept.map { [$0.gate, $0.up] } ?? [])) }
             sum = next
         }
         guard let sum else { preconditionFailure("an MLP without features") }
-        return (down.bias.map { sum + $0 } ?? sum, nil)
+        return (down.bias.map { sum + $0 } ?? sum, kept)
     }
 }
