@@ -119,15 +119,15 @@ import Testing
                 settings = $0
             }
             _ = try trainer.step([[try fixture.example()]], number: 0)
-            // An operand too goes often a few kilobytes late: the least of several steps.
-            let peaks = try (1...5).map { number in
+            // An operand may go early or late, as the next piece's graph is made beside a piece's work: the median of several steps.
+            let peaks = try (1...9).map { number in
                 Memory.peakMemory = 0
                 _ = try trainer.step([[try fixture.example()]], number: number)
                 return Memory.peakMemory
             }
             let gradients = try trainer.trained.map { try #require(trainer.sums).read($0).nbytes }
             return (
-                try #require(peaks.min()) - before,
+                peaks.sorted()[4] - before,
                 Planner(fixture.bundle.manifest, settings).peak(Plan(tileBytes: 1 << 20)),
                 try trainer.vectors().values.reduce(gradients.reduce(0, +)) { $0 + $1.nbytes }
             )
