@@ -372,6 +372,11 @@ std::optional<mx::array> vectorized(host::Exponential f, const mx::array &x, mx:
 }
 
 // Taken before MLX's, which have a `StreamOrDevice`.
+mx::array add(const mx::array &a, const mx::array &b, mx::Stream s) {
+    auto sum = needs_mlx() ? std::nullopt : host::packed_sum(a, b, s);
+    if (!sum && !needs_mlx()) sum = host::packed_sum(b, a, s);
+    return sum ? *sum : mx::add(a, b, s);
+}
 mx::array exp(const mx::array &x, mx::Stream s) {
     const auto y = vectorized(host::Exponential::exp, x, s);
     return y ? *y : mx::exp(x, s);
@@ -389,7 +394,7 @@ HOST_UNARY_OPERATIONS(HOST_DEFINE)
 #undef HOST_DEFINE
 
 #define HOST_DEFINE(name) \
-    HostArray host_##name(HostArray a, HostArray b, HostStream s) { return WRAP(mx::name(get(a), get(b), get(s))); }
+    HostArray host_##name(HostArray a, HostArray b, HostStream s) { return WRAP(name(get(a), get(b), get(s))); }
 HOST_BINARY_OPERATIONS(HOST_DEFINE)
 #undef HOST_DEFINE
 
@@ -436,7 +441,11 @@ HOST_LIST_OPERATIONS(HOST_DEFINE)
 #undef HOST_DEFINE
 
 HostArray host_addmm(HostArray c, HostArray a, HostArray b, float alpha, float beta, HostStream s) {
-    return WRAP(mx::addmm(get(c), get(a), get(b), alpha, beta, get(s)));
+    return WRAP([&] {
+        const auto sum = beta == 1 && !needs_mlx() && !host::has_tf32()
+                             ? host::packed_sum(get(c), get(a), get(b), alpha, get(s)) : std::nullopt;
+        return sum ? *sum : mx::addmm(get(c), get(a), get(b), alpha, beta, get(s));
+    }());
 }
 HostArray host_array_equal(HostArray a, HostArray b, bool equal_nan, HostStream s) {
     return WRAP(mx::array_equal(get(a), get(b), equal_nan, get(s)));

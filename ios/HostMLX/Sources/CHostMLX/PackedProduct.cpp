@@ -463,8 +463,61 @@ void by_tiles(int outputs, int unit, int inputs, int m, F multiply) {
     });
 }
 
-/// y = x Wᵀ: x [m, columns], whose rows lie `stride` numbers apart, y [m, rows]
-void by_rows(const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, float *y) {
+/// alpha a b, for a of few columns.
+struct LowRank {
+    /// A matrix for OpenBLAS, `transposed` or `plain`.
+    struct Matrix {
+        const float *data;
+        int order, stride;
+
+        /// In `room` unless one of its axes lies in one piece.
+        Matrix(const Rows &a, std::vector<float> &room) {
+            const int rows = a.shape[0], columns = a.shape[1];
+            const bool isPlain = columns == 1 || a.strides[1] == 1, isTransposed = rows == 1 || a.strides[0] == 1;
+            order = !isPlain && isTransposed ? transposed : plain;
+            data = isPlain || isTransposed ? a.data : a.in_order(room);
+            stride = !isPlain && !isTransposed ? columns
+                     : order == plain          ? std::max<int>(columns, a.strides[0])
+                                               : std::max<int>(rows, a.strides[1]);
+        }
+    };
+    Matrix a, b;
+    int rank;
+    float alpha;
+};
+
+/// The terms that a product is added to. y has the sum already where that is `inPlace`.
+struct Addends {
+    std::optional<Rows> sum;
+    bool inPlace = false;
+    std::optional<LowRank> lowRank;
+
+    bool none() const { return !sum && !lowRank; }
+
+    /// Writes them to the columns `first` ..< `first + count` of y [m, columns].
+    void write(int first, int count, int m, float *y, int columns) const {
+        if (sum && !inPlace) {
+            for (int i = 0; i < m; i++) {
+                const float *in = sum->row(i) + ptrdiff_t(first) * sum->step;
+                float *out = y + ptrdiff_t(i) * columns + first;
+                if (sum->step == 1) {
+                    std::memcpy(out, in, count * sizeof(float));
+                } else {
+                    for (int j = 0; j < count; j++) out[j] = in[ptrdiff_t(j) * sum->step];
+                }
+            }
+        }
+        if (!lowRank) return;
+        const auto &[a, b, rank, alpha] = *lowRank;
+        scipy_cblas_sgemm(
+            row_major, a.order, b.order, m, count, rank, alpha, a.data, a.stride,
+            b.data + (b.order == plain ? first : ptrdiff_t(first) * b.stride), b.stride, sum ? 1 : 0, y + first, columns);
+    }
+};
+
+/// y = x Wᵀ + addends: x [m, columns], whose rows lie `stride` numbers apart, y [m, rows]
+void by_rows(
+    const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, const Addends &addends, float *y) {
     if (m <= few && w.mode == Mode::Affine) {
         const int part = 64;
         const auto each = [&](const auto &multiply) {
@@ -481,47 +534,74 @@ void by_rows(const PackedMatrix &w, int rows, int columns, const float *x, int s
         return;
     }
     by_tiles(rows, 16, columns, m, [&](int first, int count, int start, int length, float *tile) {
+        if (start == 0) addends.write(first, count, m, y, rows);
         for (int row = 0; row < count; row++) unpack(w, first + row, start, length, tile + size_t(row) * length);
         scipy_cblas_sgemm(
-            row_major, plain, transposed, m, count, length, 1, x + start, stride, tile, length, start > 0, y + first,
-            rows);
+            row_major, plain, transposed, m, count, length, 1, x + start, stride, tile, length,
+            start > 0 || !addends.none(), y + first, rows);
     });
 }
 
-/// y = x W: x [m, rows], whose rows lie `stride` numbers apart, y [m, columns]
-void by_columns(const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, float *y) {
+/// y = x W + addends: x [m, rows], whose rows lie `stride` numbers apart, y [m, columns]
+void by_columns(
+    const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, const Addends &addends, float *y) {
     by_tiles(columns, w.group_size, rows, m, [&](int first, int count, int start, int length, float *tile) {
+        if (start == 0) addends.write(first, count, m, y, columns);
         for (int row = 0; row < length; row++) unpack(w, start + row, first, count, tile + size_t(row) * count);
         scipy_cblas_sgemm(
-            row_major, plain, plain, m, count, length, 1, x + start, stride, tile, count, start > 0, y + first, columns);
+            row_major, plain, plain, m, count, length, 1, x + start, stride, tile, count,
+            start > 0 || !addends.none(), y + first, columns);
     });
 }
 
 class PackedProduct : public mx::UnaryPrimitive {
   public:
-    PackedProduct(mx::Stream s, int group_size, int bits, Mode mode, bool transpose)
-        : UnaryPrimitive(s), group_size(group_size), bits(bits), mode(mode), transpose(transpose) {}
+    /// Of a product; its arrays are x, W, scales, biases if W has any, a and b, and the sum.
+    struct Options {
+        int group_size, bits;
+        Mode mode;
+        bool transpose, hasLowRank = false, hasSum = false;
+        float alpha = 1;
+
+        bool operator==(const Options &) const = default;
+    };
+
+    PackedProduct(mx::Stream s, Options options) : UnaryPrimitive(s), options(options) {}
 
     void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {
         const mx::array &x = inputs[0], &w = inputs[1], &scales = inputs[2];
-        if (w.strides(1) != 1 || scales.strides(1) != 1 || (inputs.size() > 3 && inputs[3].strides() != scales.strides())) {
+        const bool hasBiases = options.mode == Mode::Affine;
+        if (w.strides(1) != 1 || scales.strides(1) != 1 || (hasBiases && inputs[3].strides() != scales.strides())) {
             throw std::runtime_error(
                 "[quantized_matmul] the rows of a quantized matrix must lie in one piece: take its contiguous()");
         }
-        out.set_data(mx::allocator::malloc(out.nbytes()));
+        const mx::array *sum = options.hasSum ? &inputs.back() : nullptr;
+        const bool inPlace = sum && sum->shape() == out.shape() && sum->flags().row_contiguous && sum->is_donatable();
+        if (inPlace) {
+            out.copy_shared_buffer(*sum);
+        } else {
+            out.set_data(mx::allocator::malloc(out.nbytes()));
+        }
         const PackedMatrix packed{
-            mode, bits, group_size, w.data<uint8_t>(), w.strides(0) * 4, scales.strides(0), scales.data<void>(),
-            inputs.size() > 3 ? inputs[3].data<float>() : nullptr};
-        const int rows = w.shape(0), columns = scales.shape(1) * group_size;
+            options.mode, options.bits, options.group_size, w.data<uint8_t>(), w.strides(0) * 4, scales.strides(0),
+            scales.data<void>(), hasBiases ? inputs[3].data<float>() : nullptr};
+        const int rows = w.shape(0), columns = scales.shape(1) * options.group_size;
         const int m = x.size() / x.shape(-1);
         // The rows of a part of a matrix are read where they are.
         const bool isRead = x.ndim() == 2 && x.strides(1) == 1 && x.strides(0) >= x.shape(1);
         const int stride = isRead ? int(x.strides(0)) : x.shape(-1);
+        const auto added = sum ? std::make_optional(Rows(*sum, out.shape())) : std::nullopt;
+        std::vector<Rows> lowRank;
+        if (options.hasLowRank) lowRank = {Rows(inputs[hasBiases ? 4 : 3]), Rows(inputs[hasBiases ? 5 : 4])};
         mx::cpu::get_command_encoder(stream()).dispatch(
-            [packed, rows, columns, m, product = transpose ? by_rows : by_columns, x = Rows(x), isRead, stride,
-             y = out.data<float>()] {
-                std::vector<float> room;
-                product(packed, rows, columns, isRead ? x.data : x.in_order(room), stride, m, y);
+            [packed, rows, columns, m, product = options.transpose ? by_rows : by_columns, x = Rows(x), isRead, stride,
+             added, inPlace, lowRank, alpha = options.alpha, y = out.data<float>()] {
+                std::vector<float> room, ofA, ofB;
+                Addends addends{added, inPlace, std::nullopt};
+                if (!lowRank.empty()) {
+                    addends.lowRank = {{lowRank[0], ofA}, {lowRank[1], ofB}, lowRank[0].shape[1], alpha};
+                }
+                product(packed, rows, columns, isRead ? x.data : x.in_order(room), stride, m, addends, y);
             });
     }
     void eval_gpu(const std::vector<mx::array> &, mx::array &) override {
@@ -535,7 +615,7 @@ class PackedProduct : public mx::UnaryPrimitive {
         if (argnums != std::vector<int>{0}) {
             throw std::runtime_error("[quantized_matmul] no gradient by the quantized weights");
         }
-        return {product(!transpose, cotangents[0], primals, primals[0].shape())};
+        return {product(!options.transpose, cotangents[0], primals, primals[0].shape())};
     }
 
     std::vector<mx::array> jvp(
@@ -545,30 +625,39 @@ class PackedProduct : public mx::UnaryPrimitive {
             throw std::runtime_error("[quantized_matmul] no derivative by the quantized weights");
         }
         mx::Shape shape = primals[0].shape();
-        shape.back() = transpose ? primals[1].shape(0) : primals[2].shape(1) * group_size;
-        return {product(transpose, tangents[0], primals, shape)};
+        shape.back() = options.transpose ? primals[1].shape(0) : primals[2].shape(1) * options.group_size;
+        return {product(options.transpose, tangents[0], primals, shape)};
     }
 
     const char *name() const override { return "PackedProduct"; }
 
     bool is_equivalent(const mx::Primitive &other) const override {
         const auto *same = dynamic_cast<const PackedProduct *>(&other);
-        return same && group_size == same->group_size && bits == same->bits && mode == same->mode &&
-               transpose == same->transpose;
+        return same && options == same->options;
     }
+
+    const Options options;
 
   private:
     /// Of x with the W of `inputs`.
     mx::array product(bool transpose, const mx::array &x, std::vector<mx::array> inputs, mx::Shape shape) {
         inputs[0] = x;
-        return mx::array(
-            shape, mx::float32, std::make_shared<PackedProduct>(stream(), group_size, bits, mode, transpose), inputs);
+        Options options = this->options;
+        options.transpose = transpose;
+        return mx::array(shape, mx::float32, std::make_shared<PackedProduct>(stream(), options), inputs);
     }
-
-    const int group_size, bits;
-    const Mode mode;
-    const bool transpose;
 };
+
+/// The primitive of a product on stream `s` that is not yet computed, to which `terms` may be added within it. Tracers are differentiated
+/// and compiled operation by operation.
+const PackedProduct *open(const mx::array &y, std::initializer_list<const mx::array *> terms, mx::Stream s) {
+    if (y.status() != mx::array::Status::unscheduled || !y.has_primitive() || y.primitive().stream() != s) return nullptr;
+    if (y.shape().empty() || y.size() / y.shape(-1) <= few || y.is_tracer()) return nullptr;
+    for (const mx::array *term : terms) {
+        if (term->dtype() != mx::float32 || term->is_tracer()) return nullptr;
+    }
+    return dynamic_cast<const PackedProduct *>(&y.primitive());
+}
 
 }  // namespace
 
@@ -599,8 +688,36 @@ std::optional<mx::array> packed_product(
     std::vector<mx::array> inputs = {x, w};
     inputs.push_back(biases ? mx::astype(scales, mx::float32, s) : scales);
     if (biases) inputs.push_back(mx::astype(*biases, mx::float32, s));
-    return mx::array(
-        shape, mx::float32, std::make_shared<PackedProduct>(s, group_size, bits, packing, transpose), inputs);
+    const PackedProduct::Options options{group_size, bits, packing, transpose};
+    return mx::array(shape, mx::float32, std::make_shared<PackedProduct>(s, options), inputs);
+}
+
+std::optional<mx::array> packed_sum(const mx::array &sum, const mx::array &y, mx::Stream s) {
+    const PackedProduct *product = open(y, {&sum}, s);
+    if (!product || product->options.hasSum || sum.ndim() > y.ndim()) return std::nullopt;
+    for (int axis = -1; axis >= -int(sum.ndim()); axis--) {
+        if (sum.shape(axis) != y.shape(axis) && sum.shape(axis) != 1) return std::nullopt;
+    }
+    auto options = product->options;
+    options.hasSum = true;
+    auto inputs = y.inputs();
+    inputs.push_back(sum);
+    return mx::array(y.shape(), mx::float32, std::make_shared<PackedProduct>(s, options), inputs);
+}
+
+std::optional<mx::array> packed_sum(
+    const mx::array &y, const mx::array &a, const mx::array &b, float alpha, mx::Stream s) {
+    const PackedProduct *product = open(y, {&a, &b}, s);
+    if (!product || product->options.hasLowRank || product->options.hasSum) return std::nullopt;
+    // What has more columns is worth all cores by itself.
+    if (y.ndim() != 2 || a.ndim() != 2 || b.ndim() != 2 || a.shape(1) > 64) return std::nullopt;
+    if (a.shape(0) != y.shape(0) || b.shape(1) != y.shape(1) || a.shape(1) != b.shape(0)) return std::nullopt;
+    auto options = product->options;
+    options.hasLowRank = true;
+    options.alpha = alpha;
+    auto inputs = y.inputs();
+    inputs.insert(inputs.end(), {a, b});
+    return mx::array(y.shape(), mx::float32, std::make_shared<PackedProduct>(s, options), inputs);
 }
 
 #else
@@ -608,6 +725,11 @@ std::optional<mx::array> packed_product(
 std::optional<mx::array> packed_product(
     const mx::array &, const mx::array &, const mx::array &, const std::optional<mx::array> &, bool, int, int,
     const std::string &, mx::Stream) {
+    return std::nullopt;
+}
+std::optional<mx::array> packed_sum(const mx::array &, const mx::array &, mx::Stream) { return std::nullopt; }
+std::optional<mx::array> packed_sum(
+    const mx::array &, const mx::array &, const mx::array &, float, mx::Stream) {
     return std::nullopt;
 }
 

@@ -19,6 +19,14 @@ std::optional<mlx::core::array> packed_product(
     const std::optional<mlx::core::array> &biases, bool transpose, int group_size, int bits, const std::string &mode,
     mlx::core::Stream s);
 
+/// sum + y for a `packed_product` y that is not computed yet, as one operation: each tile is added to its part of the sum, in its memory
+/// where nobody else has that. nil where y is no such product, has a sum already or has few rows.
+std::optional<mlx::core::array> packed_sum(const mlx::core::array &sum, const mlx::core::array &y, mlx::core::Stream s);
+
+/// y + alpha a b alike, for a `[m, r]`, b `[r, n]` and a small r, before it is added to a sum.
+std::optional<mlx::core::array> packed_sum(
+    const mlx::core::array &y, const mlx::core::array &a, const mlx::core::array &b, float alpha, mlx::core::Stream s);
+
 }  // namespace host
 
 #endif

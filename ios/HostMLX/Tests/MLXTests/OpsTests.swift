@@ -163,6 +163,51 @@ extension AllTests {
             }
         }
 
+        /// A product that is added to something is one operation with it, and takes the memory of that only where nobody else has it.
+        @Test(arguments: [true, false]) func sumsOfAQuantizedProduct(transpose: Bool) {
+            let q = quantized(MLXRandom.normal([320, 192], key: MLXRandom.key(0)), groupSize: 32, bits: 4)
+            let dense = dequantized(q.wq, scales: q.scales, biases: q.biases, groupSize: 32, bits: 4)
+            let (inputs, outputs) = transpose ? (192, 320) : (320, 192)
+            func normal(_ shape: Int..., seed: UInt64) -> MLXArray { MLXRandom.normal(shape, key: MLXRandom.key(seed)) }
+            for m in [7, 70] {
+                let (x, sum, bias) = (
+                    normal(m, inputs, seed: 1), normal(m, outputs, seed: 2), normal(outputs, seed: 3)
+                )
+                let (wide, a) = (normal(m, 2 * outputs, seed: 4), normal(m, 8, seed: 5))
+                let (b, across) = (normal(8, 2 * outputs, seed: 6), normal(outputs, 8, seed: 7))
+                eval(sum, wide, b)
+                let product = matmul(x, transpose ? dense.T : dense)
+                func y() -> MLXArray {
+                    quantizedMM(
+                        x, q.wq, scales: q.scales, biases: q.biases, transpose: transpose, groupSize: 32, bits: 4)
+                }
+                let (part, rows, kept) = (b[0..., 16..<16 + outputs], wide[0..., 5..<5 + outputs], sum + 0)
+                eval(kept)
+                let twice = y()
+                let (_, gradients) = vjp(
+                    { [addMM($0[0] + y(), $0[1], $0[2], alpha: 3)] }, primals: [sum, a, part], cotangents: [rows])
+                let sums = [
+                    (y() + bias, product + bias), (sum + y(), product + sum), (y() + rows, product + rows),
+                    (addMM(y(), a, part, alpha: 0.5), product + 0.5 * matmul(a, part)),
+                    (sum + addMM(y() + bias, a, across.T), product + bias + sum + matmul(a, across.T)),
+                    (addMM(sum + y(), a, contiguous(part)), product + sum + matmul(a, part)),
+                    (addMM(y(), normal(8, m, seed: 8).T, part), product + matmul(normal(8, m, seed: 8).T, part)),
+                    ((sum + sum) + y() + y(), 2 * (sum + product)), (twice + twice, 2 * product),
+                    (addMM(addMM(y(), a, part), a, part), product + 2 * matmul(a, part)),
+                    (gradients[0], rows), (gradients[1], 3 * matmul(rows, part.T)),
+                    (gradients[2], 3 * matmul(a.T, rows)),
+                ]
+                eval(sums.map { $0.0 })
+                for (i, (ours, theirs)) in sums.enumerated() {
+                    #expect(ours.shape == theirs.shape)
+                    // Sums in another order.
+                    let error = ((ours - theirs).square().sum() / theirs.square().sum()).sqrt()
+                    #expect(error.item(Float.self) < 2e-6, "sum \(i) of \(m) rows")
+                }
+                #expect(sum.arrayEqual(kept).item(Bool.self))
+            }
+        }
+
         /// Measured in turns, and the least of each taken, so that what else runs on the machine does not count.
         @Test func unpackingTakesAsLongForAnyBits() {
             let x = MLXRandom.normal([1, 1024], key: MLXRandom.key(0))

@@ -1,6 +1,6 @@
 import MLX
 
-/// A projection with its adapter, if it has one:  y = x Wᵀ + b + s (x A) B,  s = α / rank.
+/// A projection with its adapter, if it has one:  y = x Wᵀ + s (x A) B + b,  s = α / rank.
 struct LoRALinear {
     let weight: QuantizedMatrix
     let bias: MLXArray?
@@ -10,9 +10,8 @@ struct LoRALinear {
     /// x `[T, in]` to y `[T, out]`, in float32.
     func callAsFunction(_ x: MLXArray) -> MLXArray {
         var y = weight.apply(x, as: .float32)
-        if let bias { y = y + bias }
-        guard let lora else { return y }
-        return addMM(y, matmul(x.asType(.float32), lora.a) * scale, lora.b)
+        if let lora { y = addMM(y, matmul(x.asType(.float32), lora.a) * scale, lora.b) }
+        return bias.map { y + $0 } ?? y
     }
 
     /// The same, `tile` rows of W at a time; evaluated where these are not all.

@@ -34,7 +34,8 @@ package final class BlockwiseModel {
         fullScale = settings.scale
         tileBytes = plan.tileBytes
         workspace = bundle.backend == .gpu ? Planner(bundle.manifest, settings).workspace(plan) : nil
-        keepsCache = plan.cacheBytes > 0
+        // What the kept blocks take, the next step takes again.
+        keepsCache = plan.cacheBytes > 0 || bundle.backend == .cpu && CPUProducts.current.fuses && plan.keptBlocks > 0
         isWarm = bundle.backend == .cpu
         bundle.maps.areKept = plan.keepsMaps
         workBetweenBoundaries =
