@@ -470,15 +470,19 @@ struct LowRank {
         const float *data;
         int order, stride;
 
-        /// In `room` unless one of its axes lies in one piece.
+        /// In `room` unless its rows or its columns lie in one piece each.
         Matrix(const Rows &a, std::vector<float> &room) {
             const int rows = a.shape[0], columns = a.shape[1];
-            const bool isPlain = columns == 1 || a.strides[1] == 1, isTransposed = rows == 1 || a.strides[0] == 1;
-            order = !isPlain && isTransposed ? transposed : plain;
-            data = isPlain || isTransposed ? a.data : a.in_order(room);
-            stride = !isPlain && !isTransposed ? columns
-                     : order == plain          ? std::max<int>(columns, a.strides[0])
-                                               : std::max<int>(rows, a.strides[1]);
+            const auto is = [](int count, ptrdiff_t step, int others, ptrdiff_t stride) {
+                return (count == 1 || step == 1) && (others == 1 || stride >= count);
+            };
+            if (is(columns, a.strides[1], rows, a.strides[0])) {
+                data = a.data, order = plain, stride = std::max<int>(columns, a.strides[0]);
+            } else if (is(rows, a.strides[0], columns, a.strides[1])) {
+                data = a.data, order = transposed, stride = std::max<int>(rows, a.strides[1]);
+            } else {
+                data = a.in_order(room), order = plain, stride = columns;
+            }
         }
     };
     Matrix a, b;

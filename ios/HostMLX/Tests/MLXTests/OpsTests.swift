@@ -192,6 +192,7 @@ extension AllTests {
                     (sum + addMM(y() + bias, a, across.T), product + bias + sum + matmul(a, across.T)),
                     (addMM(sum + y(), a, contiguous(part)), product + sum + matmul(a, part)),
                     (addMM(y(), normal(8, m, seed: 8).T, part), product + matmul(normal(8, m, seed: 8).T, part)),
+                    (addMM(y(), broadcast(a[0], to: [m, 8]), part), product + matmul(a[0..<1], part)),
                     ((sum + sum) + y() + y(), 2 * (sum + product)), (twice + twice, 2 * product),
                     (addMM(addMM(y(), a, part), a, part), product + 2 * matmul(a, part)),
                     (gradients[0], rows), (gradients[1], 3 * matmul(rows, part.T)),

@@ -374,6 +374,9 @@ public enum GradientMethod: String, Codable, Sendable, CaseIterable {
 
     /// Whether that pass reads intermediates, which a plan may keep.
     var readsIntermediates: Bool { self == .mesp }
+
+    /// Whether a sequence may have several records: a block function, which MeBP differentiates, has no place for them.
+    var takesPacked: Bool { self != .mebp }
 }
 
 /// Throws a sentence about a setting that is out of range.

@@ -19,7 +19,7 @@ struct Splits {
             let stream = try bundle.tokens(split)
             try stream?.check(settings.objective, split)
             // A prompt is asked by itself.
-            let takesPacked = bundle.manifest.takesPacked && settings.method != .mebp && settings.groupSize == nil
+            let takesPacked = bundle.manifest.takesPacked && settings.method.takesPacked && settings.groupSize == nil
             guard stream?.packsExamples != true || takesPacked else {
                 throw MeSPError(
                     "The \(split) data has several records a sequence, which this run cannot take; write it with mesp data --no-pack."
