@@ -373,9 +373,10 @@ std::optional<mx::array> vectorized(host::Exponential f, const mx::array &x, mx:
 
 // Taken before MLX's, which have a `StreamOrDevice`.
 mx::array add(const mx::array &a, const mx::array &b, mx::Stream s) {
-    auto sum = needs_mlx() ? std::nullopt : host::packed_sum(a, b, s);
-    if (!sum && !needs_mlx()) sum = host::packed_sum(b, a, s);
-    return sum ? *sum : mx::add(a, b, s);
+    if (needs_mlx()) return mx::add(a, b, s);
+    if (const auto sum = host::packed_sum(a, b, s)) return *sum;
+    if (const auto sum = host::packed_sum(b, a, s)) return *sum;
+    return mx::add(a, b, s);
 }
 mx::array exp(const mx::array &x, mx::Stream s) {
     const auto y = vectorized(host::Exponential::exp, x, s);

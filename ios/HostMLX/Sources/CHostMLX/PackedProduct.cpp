@@ -449,20 +449,6 @@ float *scratch(size_t count) {
     return tile.data();
 }
 
-/// Calls `multiply(first, count, start, length, tile)` for each tile of a product: the outputs of a part, and of all `inputs` so many
-/// at a time, which are summed in their order. `tile` has room for their weights.
-template <class F>
-void by_tiles(int outputs, int unit, int inputs, int m, F multiply) {
-    const std::vector<int> parts = bounds(outputs, unit);
-    parallel(int(parts.size()) - 1, is_work(outputs, inputs, m), [&](int part) {
-        const int first = parts[part], count = parts[part + 1] - first;
-        float *tile = scratch(size_t(count) * std::min(tile_length, inputs));
-        for (int start = 0; start < inputs; start += tile_length) {
-            multiply(first, count, start, std::min(tile_length, inputs - start), tile);
-        }
-    });
-}
-
 /// alpha a b, for a of few columns.
 struct LowRank {
     /// A matrix for OpenBLAS, `transposed` or `plain`.
@@ -519,6 +505,22 @@ struct Addends {
     }
 };
 
+/// Calls `multiply(first, count, start, length, beta, tile)` for each tile of a product: the outputs of a part, and of all `inputs` so many
+/// at a time, which are summed in their order to what y [m, outputs] has there, `beta` 1, or to nothing. `tile` has room for their weights.
+template <class F>
+void by_tiles(int outputs, int unit, int inputs, int m, const Addends &addends, float *y, F multiply) {
+    const std::vector<int> parts = bounds(outputs, unit);
+    parallel(int(parts.size()) - 1, is_work(outputs, inputs, m), [&](int part) {
+        const int first = parts[part], count = parts[part + 1] - first;
+        addends.write(first, count, m, y, outputs);
+        float *tile = scratch(size_t(count) * std::min(tile_length, inputs));
+        for (int start = 0; start < inputs; start += tile_length) {
+            const float beta = start > 0 || !addends.none();
+            multiply(first, count, start, std::min(tile_length, inputs - start), beta, tile);
+        }
+    });
+}
+
 /// y = x Wᵀ + addends: x [m, columns], whose rows lie `stride` numbers apart, y [m, rows]
 void by_rows(
     const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, const Addends &addends, float *y) {
@@ -537,24 +539,21 @@ void by_rows(
         each([&](int first, int end) { multiply_few_by_words(w, first, end, arranged, m, y, rows); });
         return;
     }
-    by_tiles(rows, 16, columns, m, [&](int first, int count, int start, int length, float *tile) {
-        if (start == 0) addends.write(first, count, m, y, rows);
+    by_tiles(rows, 16, columns, m, addends, y, [&](int first, int count, int start, int length, float beta, float *tile) {
         for (int row = 0; row < count; row++) unpack(w, first + row, start, length, tile + size_t(row) * length);
         scipy_cblas_sgemm(
-            row_major, plain, transposed, m, count, length, 1, x + start, stride, tile, length,
-            start > 0 || !addends.none(), y + first, rows);
+            row_major, plain, transposed, m, count, length, 1, x + start, stride, tile, length, beta, y + first, rows);
     });
 }
 
 /// y = x W + addends: x [m, rows], whose rows lie `stride` numbers apart, y [m, columns]
 void by_columns(
     const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, const Addends &addends, float *y) {
-    by_tiles(columns, w.group_size, rows, m, [&](int first, int count, int start, int length, float *tile) {
-        if (start == 0) addends.write(first, count, m, y, columns);
+    const int unit = w.group_size;
+    by_tiles(columns, unit, rows, m, addends, y, [&](int first, int count, int start, int length, float beta, float *tile) {
         for (int row = 0; row < length; row++) unpack(w, start + row, first, count, tile + size_t(row) * count);
         scipy_cblas_sgemm(
-            row_major, plain, plain, m, count, length, 1, x + start, stride, tile, count,
-            start > 0 || !addends.none(), y + first, columns);
+            row_major, plain, plain, m, count, length, 1, x + start, stride, tile, count, beta, y + first, columns);
     });
 }
 
@@ -663,6 +662,13 @@ const PackedProduct *open(const mx::array &y, std::initializer_list<const mx::ar
     return dynamic_cast<const PackedProduct *>(&y.primitive());
 }
 
+/// y with `terms` within it, of which the options tell.
+mx::array closed(const mx::array &y, PackedProduct::Options options, const std::vector<mx::array> &terms) {
+    auto inputs = y.inputs();
+    inputs.insert(inputs.end(), terms.begin(), terms.end());
+    return mx::array(y.shape(), y.dtype(), std::make_shared<PackedProduct>(y.primitive().stream(), options), inputs);
+}
+
 }  // namespace
 
 std::optional<mx::array> packed_product(
@@ -698,15 +704,10 @@ std::optional<mx::array> packed_product(
 
 std::optional<mx::array> packed_sum(const mx::array &sum, const mx::array &y, mx::Stream s) {
     const PackedProduct *product = open(y, {&sum}, s);
-    if (!product || product->options.hasSum || sum.ndim() > y.ndim()) return std::nullopt;
-    for (int axis = -1; axis >= -int(sum.ndim()); axis--) {
-        if (sum.shape(axis) != y.shape(axis) && sum.shape(axis) != 1) return std::nullopt;
-    }
+    if (!product || product->options.hasSum || mx::broadcast_shapes(sum.shape(), y.shape()) != y.shape()) return std::nullopt;
     auto options = product->options;
     options.hasSum = true;
-    auto inputs = y.inputs();
-    inputs.push_back(sum);
-    return mx::array(y.shape(), mx::float32, std::make_shared<PackedProduct>(s, options), inputs);
+    return closed(y, options, {sum});
 }
 
 std::optional<mx::array> packed_sum(
@@ -719,9 +720,7 @@ std::optional<mx::array> packed_sum(
     auto options = product->options;
     options.hasLowRank = true;
     options.alpha = alpha;
-    auto inputs = y.inputs();
-    inputs.insert(inputs.end(), {a, b});
-    return mx::array(y.shape(), mx::float32, std::make_shared<PackedProduct>(s, options), inputs);
+    return closed(y, options, {a, b});
 }
 
 #else

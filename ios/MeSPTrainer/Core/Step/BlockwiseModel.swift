@@ -35,7 +35,8 @@ package final class BlockwiseModel {
         tileBytes = plan.tileBytes
         workspace = bundle.backend == .gpu ? Planner(bundle.manifest, settings).workspace(plan) : nil
         // What the kept blocks take, the next step takes again.
-        keepsCache = plan.cacheBytes > 0 || bundle.backend == .cpu && CPUProducts.current.fuses && plan.keptBlocks > 0
+        let reusesKept = bundle.backend == .cpu && CPUProducts.current.reusesMemory && plan.keptBlocks > 0
+        keepsCache = plan.cacheBytes > 0 || reusesKept
         isWarm = bundle.backend == .cpu
         bundle.maps.areKept = plan.keepsMaps
         workBetweenBoundaries =
