@@ -222,9 +222,7 @@ public struct SuperNode: Sendable {
         try Task.checkCancellation()
         let pending = PendingMessage(folder: folder, mostBytes: mostBytes)
         guard let (metadata, tree) = try pending.message else {
-            let pulled = try await persistently(report) {
-                try await api.call("pull-messages") { $0.add(1) { $0.add(1, node) } }
-            }
+            let pulled = try await persistently(report) { try await pull(node) }
             guard let message = try pulled.messages(2).first, let tree = try pulled.messages(3).first else {
                 return try await Task.sleep(for: .seconds(seconds.poll))
             }
@@ -260,6 +258,17 @@ public struct SuperNode: Sendable {
         }
         try pending.empty()
         report(event)
+    }
+
+    /// Asks for a message. The server takes the one it sends to be delivered, so the answer to a request that was made is awaited, for a
+    /// second, also where the task is cancelled.
+    private func pull(_ node: UInt64) async throws -> ProtobufMessage {
+        let call = Task { try await api.call("pull-messages") { $0.add(1) { $0.add(1, node) } } }
+        return try await withTaskCancellationHandler {
+            try await call.value
+        } onCancel: {
+            DispatchQueue.global().asyncAfter(deadline: .now() + 1) { call.cancel() }
+        }
     }
 
     /// A message, or its answer, has expired.

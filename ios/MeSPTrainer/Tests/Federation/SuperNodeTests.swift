@@ -338,6 +338,18 @@ final class SuperNodeTests {
         #expect(Date.now.timeIntervalSince(began) < 2)
     }
 
+    /// The server takes it to be delivered.
+    @Test func keepsAMessageThatArrivesWhileItEnds() async throws {
+        try SuperLink.ask(host)
+        SuperLink.with(host) { $0.delays["pull-messages"] = 0.2 }
+        let task = Self.started(try node())
+        while SuperLink.with(host, { !$0.isDelivered }) { try await Task.sleep(for: .milliseconds(5)) }
+        task.cancel()
+        await #expect(throws: CancellationError.self) { try await task.value }
+        try await run(node(), until: Self.isSent, answer: Self.train)
+        #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([2, 3])]])
+    }
+
     /// Objects that are none of the answer's, or one for ever, are not sent.
     @Test func sendsWhatIsItsAnswerOnce() async throws {
         try SuperLink.ask(host)

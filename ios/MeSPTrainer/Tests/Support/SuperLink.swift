@@ -14,6 +14,8 @@ final class SuperLink: URLProtocol {
         /// The responses to calls of these names in place of an answer, one after the other: a status, 0 for no connection, or -1 for what
         /// the system does not let through.
         var faults = [String: [(status: Int, body: String)]]()
+        /// The time from calls of these names to their answers, in seconds.
+        var delays = [String: Double]()
         var question: (tree: ObjectTree, contents: [String: Data])?
         var isDelivered = false
         var wanted = Set<String>()
@@ -63,6 +65,7 @@ final class SuperLink: URLProtocol {
             return (200, (try? Self.answer(url.lastPathComponent, ProtobufMessage(sent), &state)) ?? Data())
         }
         if status == Self.never { return }
+        Thread.sleep(forTimeInterval: Self.with(host) { $0.delays[url.lastPathComponent] ?? 0 })
         guard status != 0,
             let response = HTTPURLResponse(url: url, statusCode: status, httpVersion: nil, headerFields: [:])
         else {
