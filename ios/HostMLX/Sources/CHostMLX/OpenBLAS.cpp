@@ -56,7 +56,7 @@ static void product(
     int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda, const float *b,
     int ldb, float beta, float *c, int ldc) {
     constexpr int row_major = 101, transposed = 112;
-    const int64_t worth = int64_t(1) << 20, most = 8;
+    const int64_t worth = int64_t(1) << 17, most = 8;
     const int64_t parts = order == row_major ? std::min(int64_t(m) * n * k / worth, most) : 1;
     if (parts < 2) {
         return scipy_cblas_sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);

@@ -147,6 +147,8 @@ func replace(_ rows: Range<Int>, of array: inout MLXArray, by part: MLXArray) {
     }
     array = array[.ellipsis]  // an object of its own
     array[rows] = part
+    // Whoever still computes with the array has it too.
+    if Device.isCPU { Stream.defaultStream(.cpu).synchronize() }
     eval(array)
 }
 
