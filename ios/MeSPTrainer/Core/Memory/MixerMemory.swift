@@ -55,9 +55,9 @@ extension Planner {
         case .attention(let a):
             let queries = min(tile.attention, length)
             let scores = a.numAttentionHeads * queries * length * 4
-            // x and d_x_mid; q, attn_out, d_attn_out, q̂ and the tiles of dq; k, v, k̂, v in float32 and the tiles of dk and dv, these
-            // before and after a tile; of the tile, P and dP, in whose place dS comes where it is fused, or P ∘ dP and its difference too.
-            let arrays = 5 * mixed + 9 * activation(a.keyValueWidth)
+            // x and d_x_mid; q, d_attn_out, q̂ and the tiles of dq; k, v, k̂, v in float32 and the tiles of dk and dv, these before and
+            // after a tile; of the tile, P and dP, in whose place dS comes where it is fused, or P ∘ dP and its difference too.
+            let arrays = 4 * mixed + 9 * activation(a.keyValueWidth)
             guard isCut else { return 2 * hidden + arrays + (isFused ? 2 : 4) * scores }
             // d_x_mid, which dx replaces; k̂ and v, and attn_out but for the last segment's, which went first; the sums of dk and dv before
             // and after a tile, of the positions before the last segment that its rows see; a segment's.

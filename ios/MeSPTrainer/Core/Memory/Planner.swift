@@ -492,10 +492,11 @@ public struct Planner: Sendable {
         return max(
             // d waits while the block function runs again; by segments there is no y, nor all of mixer_in.
             (isCut ? 0 : hidden) + forward + postNormed,
-            // The mixer's intermediates; of some tokens, with post-norms the gradient by mlp_out, mlp_in and its gradient before a tile, with
-            // the tile's gate and after it, and the gradient by its output where that has a factor; of the tile, three weights, one of them
-            // while it is dequantized, and its arrays.
-            largest(intermediates(of:)) + before + (a.postNorms || hasFactor ? 4 : 3) * some + 5 * weight(features)
+            // The mixer's intermediates; of some tokens, with post-norms the gradient by mlp_out, mlp_in and its gradient, which a product that
+            // unpacks W is added to in its place, or else before a tile and with the tile's gate, and the gradient by its output where that
+            // has a factor; of the tile, three weights, one of them while it is dequantized, and its arrays.
+            largest(intermediates(of:)) + before + (CPUProducts.current.dequantizeInside ? 2 : 3) * some
+                + (a.postNorms || hasFactor ? some : 0) + 5 * weight(features)
                 + tileArrays * (activation(features) / length * tile.mlpTokens) + gradientBytes + postNormed,
             // The same without the tile, but with the temporaries of the norm's derivative.
             largest(intermediates(of:)) + before + 9 * some / 2 + gradientBytes + postNormed,
