@@ -147,7 +147,7 @@ func replace(_ rows: Range<Int>, of array: inout MLXArray, by part: MLXArray) {
     }
     array = array[.ellipsis]  // an object of its own
     array[rows] = part
-    // Whoever still computes with the array has it too.
+    // Of an array that unfinished work reads, this would be a copy.
     if Device.isCPU { Stream.defaultStream(.cpu).synchronize() }
     eval(array)
 }
