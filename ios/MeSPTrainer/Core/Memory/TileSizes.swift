@@ -37,7 +37,7 @@ package struct TileSizes {
         return [largest, largest / 2, largest / 4]
     }
 
-    /// Some tokens of a segment; tests cut short sequences.
+    /// The most tokens of a segment, and twice those that go through the MLP and the loss at a time; tests cut short sequences.
     @TaskLocal package static var segmentTokens = 1024
 
     /// The tokens of a segment of a mixer. A sequence of more than twice `segmentTokens` has several segments where a product unpacks W
@@ -65,24 +65,27 @@ package struct TileSizes {
     ) {
         self.bytes = bytes
         let floats = bytes / 4
-        let rows = max(8, floats / (a.attentionHeads * length))
+        let rows = floats / (a.attentionHeads * length)
         let evenly = Self.evenly
         mixerTokens = Self.mixerTokens(a, length, backend)
         switch backend {
         case .cpu:
-            attention = rows
+            // OpenBLAS packs the keys for each tile: with 8 rows that takes as long as the products. 16 rows of the longest sequences take too
+            // much memory.
+            attention = max(rows > 1 ? 16 : 8, rows)
             // The memory of a row of W in use: its products, and itself where it is dequantized for all of them.
             let dequantizeInside = CPUProducts.current.dequantizeInside
             let row = dequantizeInside ? 2 * length : max(a.hiddenSize, length)
             projection = dequantizeInside ? .max : max(64, floats / max(row, a.mixedSize))
-            // If a product unpacks W for its tokens anyway, enough tokens at a time that this costs little.
-            mlpTokens = dequantizeInside ? evenly(length, 2048) : length
+            // If a product unpacks W for its tokens anyway, as many tokens at a time as make a tile about square: of more, the tile has fewer
+            // rows of W, and OpenBLAS packs the tokens for each; with fewer, W is unpacked more often.
+            mlpTokens = dequantizeInside ? evenly(length, Self.segmentTokens / 2) : length
             mlp = max(1, floats / (dequantizeInside ? 2 * mlpTokens : row) / group) * group
             (tokens, lossTokens) = (length, length)
             vocabulary = max(64, floats / (dequantizeInside ? 2 * mlpTokens : row))
             (pace, evaluatesPhases, cutsRows) = (.evaluated, true, true)
         case .gpu:
-            attention = evenly(length, rows)
+            attention = evenly(length, max(8, rows))
             (projection, mlp, mlpTokens) = (.max, .max, length)
             tokens = evenly(length, max(8, floats / a.widestMLP))
             lossTokens = min(256, length)

@@ -145,7 +145,7 @@ import Testing
         }
     }
 
-    /// A mixer that goes by segments of few tokens, as it does by a thousand of a long sequence.
+    /// Mixer, MLP and loss by a few tokens, as they go by hundreds of a long sequence.
     @Test(arguments: Fixture.cases, [2, 3]) func segmentsGiveTheSameGradients(_ folder: URL, _ tokens: Int) throws {
         let fixture = try Fixture(folder, "gradients")
         let plan = tokens == 2 ? Plan(tileBytes: 1 << 10) : Plan(tileBytes: 1 << 20, keptBlocks: fixture.layers)
