@@ -393,10 +393,10 @@ public struct Planner: Sendable {
     /// The memory that malloc keeps in gaps between arrays, in bytes. Small activations leave gaps among the arrays that last through a
     /// step, a few percent of these. Large ones leave gaps of their own size: of the mixer's where that is wider than the model, and two
     /// or three of these where it is recurrent. Those of 8 MiB leave none: malloc maps each by itself, and of a long sequence the parts alone
-    /// leave any.
+    /// leave any. Parts of shorter ones leave one more.
     private func gaps(_ plan: Plan) -> Int {
         let (mapped, part) = (8 << 20, hidden / length * tile(plan).mlpTokens)
-        if hidden > mapped, part < mapped { return part + baselineGaps }
+        if hidden >= mapped, part < mapped { return part + baselineGaps }
         let widest = max(hidden, largest(mixed))
         let isWide = widest > hidden
         let isRecurrent = isWide && architecture.isRecurrent
@@ -404,7 +404,7 @@ public struct Planner: Sendable {
         let ofHidden =
             isLarge && hidden < mapped && widest <= mapped
             ? (isRecurrent ? hidden < 1_000_000 ? 2 : 3 : 1) * widest : min(1_000_000, lasting(plan) / 32)
-        return ofHidden + baselineGaps
+        return ofHidden + (isWide || part == hidden ? 0 : part) + baselineGaps
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
