@@ -73,16 +73,16 @@ package struct TileSizes {
             // OpenBLAS packs the keys for each tile: with 8 rows that takes as long as the products. 16 rows of the longest sequences take too
             // much memory.
             attention = max(rows > 1 ? 16 : 8, rows)
-            // The memory of a row of W in use: its products, and itself where it is dequantized for all of them.
             let dequantizeInside = CPUProducts.current.dequantizeInside
-            let row = dequantizeInside ? 2 * length : max(a.hiddenSize, length)
-            projection = dequantizeInside ? .max : max(64, floats / max(row, a.mixedSize))
             // If a product unpacks W for its tokens anyway, as many tokens at a time as make a tile about square: of more, the tile has fewer
             // rows of W, and OpenBLAS packs the tokens for each; with fewer, W is unpacked more often.
             mlpTokens = dequantizeInside ? evenly(length, Self.segmentTokens / 2) : length
-            mlp = max(1, floats / (dequantizeInside ? 2 * mlpTokens : row) / group) * group
+            // The memory of a row of W in use: its products, and itself where it is dequantized for all of them.
+            let row = dequantizeInside ? 2 * mlpTokens : max(a.hiddenSize, length)
+            projection = dequantizeInside ? .max : max(64, floats / max(row, a.mixedSize))
+            mlp = max(1, floats / row / group) * group
             (tokens, lossTokens) = (length, length)
-            vocabulary = max(64, floats / (dequantizeInside ? 2 * mlpTokens : row))
+            vocabulary = max(64, floats / row)
             (pace, evaluatesPhases, cutsRows) = (.evaluated, true, true)
         case .gpu:
             attention = evenly(length, max(8, rows))
