@@ -1,6 +1,7 @@
 // libmlx resolves these three names in the executable first, and only then in the BLAS of its own wheel.
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -51,19 +52,20 @@ void scipy_cblas_cgemm(
     int order, int trans_a, int trans_b, int m, int n, int k, const void *alpha, const void *a, int lda, const void *b,
     int ldb, const void *beta, void *c, int ldc);
 
-/// In parts of the longer side of c, each of which takes long enough to wake a thread for.
+/// In parts of the longer side of c, each of which takes long enough to wake a thread for, and is so long that packing the other side
+/// again, which OpenBLAS does for each, takes little of it.
 static void product(
     int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda, const float *b,
     int ldb, float beta, float *c, int ldc) {
     constexpr int row_major = 101, transposed = 112;
-    const int64_t worth = int64_t(1) << 17, most = 8;
-    const int64_t parts = order == row_major ? std::min(int64_t(m) * n * k / worth, most) : 1;
-    if (parts < 2) {
-        return scipy_cblas_sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
-    }
+    constexpr int64_t worth = int64_t(1) << 17, shortest = 32, most = 8;
     const bool by_rows = m > n;
     const int size = by_rows ? m : n;
-    const int step = std::max(16, (size / int(parts) + 15) / 16 * 16);
+    const auto parts = int(std::bit_floor(uint64_t(std::min({int64_t(m) * n * k / worth, size / shortest, most}))));
+    if (order != row_major || parts < 2) {
+        return scipy_cblas_sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    }
+    const int step = ((size + parts - 1) / parts + 7) / 8 * 8;
     host::parallel((size + step - 1) / step, true, [=](int part) {
         const ptrdiff_t start = ptrdiff_t(part) * step;
         const int count = std::min<ptrdiff_t>(step, size - start);

@@ -422,12 +422,12 @@ constexpr int few = 16;
 
 constexpr int row_major = 101, plain = 111, transposed = 112;
 /// The number of columns, or rows, of a part that are unpacked at a time: a tile stays in a core's own cache.
-constexpr int tile_length = 1024;
+constexpr int tile_length = 512;
 
-/// The bounds of the parts of a product, in rows or columns of W: an even number of parts, of 128 where they are that many, and the
-/// last two of what is left, in multiples of `unit`, or one where that is no more than `unit`.
+/// The bounds of the parts of a product, in rows or columns of W: a quarter of them, but 128 to 256, as OpenBLAS packs x again for each part.
+/// They are an even number, the last two of what is left, in multiples of `unit`, or one where that is no more than `unit`.
 std::vector<int> bounds(int count, int unit) {
-    constexpr int size = 128;
+    const int size = std::clamp((count / 4 + unit - 1) / unit * unit, 128, 256);
     std::vector<int> bounds{0};
     while (count - bounds.back() >= 2 * size) {
         bounds.push_back(bounds.back() + size);
@@ -441,13 +441,6 @@ std::vector<int> bounds(int count, int unit) {
 
 /// Whether a product is worth waking a thread for: unpacking a weight takes as long as multiplying it with some 16 rows, 0.3 ns.
 bool is_work(int outputs, int inputs, int m) { return int64_t(outputs) * inputs * (m + 16) > 1 << 23; }
-
-/// A thread's own, for a tile.
-float *scratch(size_t count) {
-    static thread_local std::vector<float> tile;
-    if (tile.size() < count) tile.resize(count);
-    return tile.data();
-}
 
 /// alpha a b, for a of few columns.
 struct LowRank {

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 #ifdef __linux__
 #include <sched.h>
@@ -100,6 +101,12 @@ void parallel(int count, bool isWork, const std::function<void(int)> &part) {
         if (lock.owns_lock()) return pool.run(count, part);
     }
     for (int i = 0; i < count; i++) part(i);
+}
+
+float *scratch(size_t count) {
+    static thread_local std::vector<float> numbers;
+    if (numbers.size() < count) numbers.resize(count);
+    return numbers.data();
 }
 
 }  // namespace host

@@ -3,6 +3,7 @@
 #ifndef POOL_H
 #define POOL_H
 
+#include <cstddef>
 #include <functional>
 
 namespace host {
@@ -16,6 +17,9 @@ namespace host {
 /// Threads take one part after the other, so that one whose core is busy with another program takes fewer, and sleep when there are
 /// none left. A part does not throw. What the parts are must not depend on the number of threads: results don't then either.
 void parallel(int count, bool isWork, const std::function<void(int)> &part);
+
+/// The thread's own memory for so many numbers, of any value, until its next call.
+float *scratch(size_t count);
 
 }  // namespace host
 

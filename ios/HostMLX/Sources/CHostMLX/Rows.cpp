@@ -90,6 +90,12 @@ struct Term {
     Operation operation{};
     int a = -1, b = -1;
     int leaf = -1;
+    /// The number of passes over the row that come before it, as a reduction is there only at the end of one; and whether a later one
+    /// reads it.
+    int pass = 0;
+    bool isKept = false;
+
+    bool reduces() const { return leaf < 0 && is_reduction(operation); }
 };
 
 std::optional<Operation> operation(const mx::array &a) {
@@ -113,115 +119,132 @@ std::optional<mx::Shape> reduced(const mx::array &a) {
     return shape;
 }
 
-/// `terms`, the last of which is the result, of `count` numbers, a whole row where there are reductions. `at[i]` is where the i-th array's
-/// begin, and `steps[i]` how far they lie apart; `scratch` has room for so many numbers of each term.
+/// The sum or the maximum of the numbers so far, in 16 parts and the last ones of the row.
+struct Reduction {
+    float parts[lanes], rest;
+
+    /// From the first number on, so that the maximum of a row that begins with one is not a number.
+    void begin(Operation operation, float first) {
+        rest = operation == Operation::sum ? 0 : first;
+        std::fill_n(parts, lanes, rest);
+    }
+
+    float result(Operation operation) const {
+        float y = rest;
+        for (float part : parts) y = operation == Operation::sum ? y + part : std::max(y, part);
+        return y;
+    }
+};
+
+/// The terms of one pass, of `count` numbers of a row. `x[t]` is where the t-th term's numbers are, or go, `reductions[t]` what it has been
+/// reduced to; of an array whose numbers do not lie one after the other `at[leaf]` is where they begin, and `steps[leaf]` how far they lie
+/// apart.
 FOR_EACH_CPU
 void compute(
-    const std::vector<Term> &terms, const float *const *at, const int *steps, int count, float *scratch, float *out) {
-    const float *values[64];
+    const std::vector<Term> &terms, int pass, bool isFirst, const float *const *at, const int *steps, int count,
+    float *const *x, Reduction *reductions) {
     for (size_t t = 0; t < terms.size(); t++) {
         const Term &term = terms[t];
-        float *y = t + 1 < terms.size() ? scratch + t * count : out;
+        if (term.pass != pass) continue;
+        float *y = x[t];
         if (term.leaf >= 0) {
-            const float *x = at[term.leaf];
             const int step = steps[term.leaf];
-            if (step == 1) {
-                values[t] = x;
-                continue;
+            if (step == 0 && isFirst) std::fill_n(y, count, *at[term.leaf]);
+            if (step > 1 || step < 0) {
+                for (int i = 0; i < count; i++) y[i] = at[term.leaf][ptrdiff_t(i) * step];
             }
-            for (int i = 0; i < count; i++) y[i] = x[ptrdiff_t(i) * step];
-        } else {
-            const float *a = values[term.a], *b = values[std::max(term.b, 0)];
-            switch (term.operation) {
-                case Operation::add:
-                    EACH(y[i] = a[i] + b[i];)
-                    break;
-                case Operation::subtract:
-                    EACH(y[i] = a[i] - b[i];)
-                    break;
-                case Operation::multiply:
-                    EACH(y[i] = a[i] * b[i];)
-                    break;
-                case Operation::divide:
-                    EACH(y[i] = a[i] / b[i];)
-                    break;
-                case Operation::maximum:
-                    EACH(y[i] = a[i] > b[i] || a[i] != a[i] ? a[i] : b[i];)
-                    break;
-                case Operation::square:
-                    EACH(y[i] = a[i] * a[i];)
-                    break;
-                case Operation::rsqrt:
-                    for (int i = 0; i < count; i += lanes) {
-                        LOAD(in, a + i, count - i)
-                        const Floats r = 1.0f / __builtin_elementwise_sqrt(in);
-                        STORE(y + i, r, count - i)
-                    }
-                    break;
-                case Operation::negative:
-                    EACH(y[i] = -a[i];)
-                    break;
-                case Operation::tanh:
-                    for (int i = 0; i < count; i++) y[i] = std::tanh(a[i]);
-                    break;
-                case Operation::exp:
-                    for (int i = 0; i < count; i += lanes) {
-                        LOAD(in, a + i, count - i)
-                        EXPONENTIAL(e, in)
-                        STORE(y + i, e, count - i)
-                    }
-                    break;
-                case Operation::sigmoid:
-                    for (int i = 0; i < count; i += lanes) {
-                        LOAD(in, a + i, count - i)
-                        SIGMOID(sigma, in)
-                        STORE(y + i, sigma, count - i)
-                    }
-                    break;
-                case Operation::sum: {
-                    float sums[16] = {}, sum = 0;
-                    int i = 0;
-                    for (; i + 16 <= count; i += 16) {
-                        for (int lane = 0; lane < 16; lane++) sums[lane] += a[i + lane];
-                    }
-                    for (; i < count; i++) sum += a[i];
-                    for (float part : sums) sum += part;
-                    std::fill_n(y, count, sum);
-                    break;
+            continue;
+        }
+        const float *a = x[term.a], *b = x[std::max(term.b, 0)];
+        if (isFirst && term.reduces()) reductions[t].begin(term.operation, a[0]);
+        switch (term.operation) {
+            case Operation::add:
+                EACH(y[i] = a[i] + b[i];)
+                break;
+            case Operation::subtract:
+                EACH(y[i] = a[i] - b[i];)
+                break;
+            case Operation::multiply:
+                EACH(y[i] = a[i] * b[i];)
+                break;
+            case Operation::divide:
+                EACH(y[i] = a[i] / b[i];)
+                break;
+            case Operation::maximum:
+                EACH(y[i] = a[i] > b[i] || a[i] != a[i] ? a[i] : b[i];)
+                break;
+            case Operation::square:
+                EACH(y[i] = a[i] * a[i];)
+                break;
+            case Operation::rsqrt:
+                for (int i = 0; i < count; i += lanes) {
+                    LOAD(in, a + i, count - i)
+                    const Floats r = 1.0f / __builtin_elementwise_sqrt(in);
+                    STORE(y + i, r, count - i)
                 }
-                case Operation::largest: {
-                    float most[16], largest = a[0];
-                    std::fill_n(most, 16, largest);
-                    int i = 0;
-                    for (; i + 16 <= count; i += 16) {
-                        for (int lane = 0; lane < 16; lane++) most[lane] = most[lane] < a[i + lane] ? a[i + lane] : most[lane];
-                    }
-                    for (; i < count; i++) largest = std::max(largest, a[i]);
-                    for (float part : most) largest = std::max(largest, part);
-                    std::fill_n(y, count, largest);
-                    break;
+                break;
+            case Operation::negative:
+                EACH(y[i] = -a[i];)
+                break;
+            case Operation::tanh:
+                for (int i = 0; i < count; i++) y[i] = std::tanh(a[i]);
+                break;
+            case Operation::exp:
+                for (int i = 0; i < count; i += lanes) {
+                    LOAD(in, a + i, count - i)
+                    EXPONENTIAL(e, in)
+                    STORE(y + i, e, count - i)
                 }
+                break;
+            case Operation::sigmoid:
+                for (int i = 0; i < count; i += lanes) {
+                    LOAD(in, a + i, count - i)
+                    SIGMOID(sigma, in)
+                    STORE(y + i, sigma, count - i)
+                }
+                break;
+            case Operation::sum: {
+                Floats sums;
+                std::memcpy(&sums, reductions[t].parts, sizeof sums);
+                int i = 0;
+                for (; i + lanes <= count; i += lanes) {
+                    LOAD(in, a + i, lanes)
+                    sums += in;
+                }
+                for (; i < count; i++) reductions[t].rest += a[i];
+                std::memcpy(reductions[t].parts, &sums, sizeof sums);
+                break;
+            }
+            case Operation::largest: {
+                Floats most;
+                std::memcpy(&most, reductions[t].parts, sizeof most);
+                int i = 0;
+                for (; i + lanes <= count; i += lanes) {
+                    LOAD(in, a + i, lanes)
+                    most = most < in ? in : most;
+                }
+                for (; i < count; i++) reductions[t].rest = std::max(reductions[t].rest, a[i]);
+                std::memcpy(reductions[t].parts, &most, sizeof most);
+                break;
             }
         }
-        values[t] = y;
     }
 }
 
+/// Of rows of a shape, one number or a row of numbers each.
 class FusedPrimitive : public mx::UnaryPrimitive {
   public:
-    FusedPrimitive(mx::Stream s, std::vector<Term> terms) : UnaryPrimitive(s), terms(std::move(terms)) {}
+    FusedPrimitive(mx::Stream s, std::vector<Term> terms, mx::Shape shape)
+        : UnaryPrimitive(s), terms(std::move(terms)), shape(std::move(shape)) {}
 
     void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {
-        mx::Shape shape = out.shape();
-        const bool reduces = std::any_of(
-            terms.begin(), terms.end(), [](const Term &term) { return term.leaf < 0 && is_reduction(term.operation); });
+        const bool reduces = std::any_of(terms.begin(), terms.end(), [](const Term &term) { return term.reduces(); });
         const bool isFlat = !reduces && std::all_of(inputs.begin(), inputs.end(), [&](const mx::array &a) {
             return a.size() == 1 || (a.shape() == shape && a.flags().row_contiguous);
         });
-        if (isFlat) shape = {int(out.size())};
         std::vector<Rows> arrays;
         for (const auto &a : inputs) {
-            arrays.emplace_back(a, out.shape());
+            arrays.emplace_back(a, shape);
             if (isFlat) arrays.back().step = a.size() == 1 ? 0 : 1;
         }
         const auto spare = std::find_if(inputs.begin(), inputs.end(), [&](const mx::array &a) {
@@ -232,28 +255,23 @@ class FusedPrimitive : public mx::UnaryPrimitive {
         } else {
             out.set_data(mx::allocator::malloc(out.nbytes()));
         }
+        const bool isOne = out.shape() != shape;
+        int64_t size = 1;
+        for (int n : shape) size *= n;
         // One row is cut as if it were many.
-        const int64_t length = isFlat ? std::min<int64_t>(shape.back(), 16 * chunk) : shape.back();
-        const int64_t size = out.size(), rows = (size + length - 1) / length;
+        const int64_t length = isFlat ? std::min<int64_t>(size, 16 * chunk) : shape.back();
+        const int64_t rows = (size + length - 1) / length;
         mx::cpu::get_command_encoder(stream()).dispatch(
-            [terms = terms, arrays = std::move(arrays), reduces, isFlat, size, rows, length, y = out.data<float>()] {
-                const int64_t together = reduces ? length : std::min<int64_t>(chunk, length);
+            [terms = terms, arrays = std::move(arrays), isFlat, isOne, size, rows, length, y = out.data<float>()] {
                 std::vector<int> steps;
                 for (const auto &a : arrays) steps.push_back(a.step);
                 by_rows(rows, length, terms.size(), [&](int64_t first, int64_t count) {
-                    std::vector<float> scratch(terms.size() * together);
-                    std::vector<const float *> starts(arrays.size()), at(arrays.size());
-                    for (int64_t row = first; row < first + count; row++) {
+                    Row row(terms, steps, length);
+                    for (int64_t index = first; index < first + count; index++) {
                         for (size_t i = 0; i < arrays.size(); i++) {
-                            starts[i] = isFlat ? arrays[i].data + row * length * steps[i] : arrays[i].row(row);
+                            row.starts[i] = isFlat ? arrays[i].data + index * length * steps[i] : arrays[i].row(index);
                         }
-                        const int64_t end = std::min(length, size - row * length);
-                        for (int64_t column = 0; column < end; column += together) {
-                            for (size_t i = 0; i < arrays.size(); i++) at[i] = starts[i] + column * steps[i];
-                            compute(
-                                terms, at.data(), steps.data(), int(std::min(together, end - column)),
-                                scratch.data(), y + row * length + column);
-                        }
+                        row.compute(std::min(length, size - index * length), isOne, y + index * (isOne ? 1 : length));
                     }
                 });
             });
@@ -264,7 +282,60 @@ class FusedPrimitive : public mx::UnaryPrimitive {
     const char *name() const override { return "HostFused"; }
 
   private:
+    /// The terms of one row after the other.
+    struct Row {
+        const std::vector<Term> &terms;
+        const std::vector<int> &steps;
+        /// Of each array, where its numbers of the row begin.
+        std::vector<const float *> starts, at;
+        /// Of each term, where its numbers of the row begin, and whether those of another chunk lie elsewhere; and where they lie.
+        std::vector<float *> row, x;
+        std::vector<char> isWhole;
+        std::vector<Reduction> reductions;
+
+        Row(const std::vector<Term> &terms, const std::vector<int> &steps, int64_t length)
+            : terms(terms), steps(steps), starts(steps.size()), at(steps.size()), row(terms.size()), x(terms.size()),
+              reductions(terms.size()) {
+            std::vector<size_t> places;
+            size_t total = 0;
+            for (const Term &term : terms) {
+                isWhole.push_back(term.isKept && (term.leaf < 0 || steps[term.leaf] != 0));
+                places.push_back(total);
+                total += isWhole.back() ? length : std::min<int64_t>(chunk, length);
+            }
+            float *all = scratch(total);
+            for (size_t t = 0; t < terms.size(); t++) row[t] = all + places[t];
+        }
+
+        void compute(int64_t length, bool isOne, float *y) {
+            const Term &result = terms.back();
+            for (size_t t = 0; t < terms.size(); t++) {
+                if (terms[t].leaf < 0 || steps[terms[t].leaf] != 1) continue;
+                row[t] = const_cast<float *>(starts[terms[t].leaf]);
+                isWhole[t] = true;
+            }
+            for (int pass = 0; pass <= result.pass; pass++) {
+                const bool isLast = pass == result.pass && !result.reduces();
+                const int64_t end = isLast && isOne ? 1 : length;
+                for (int64_t column = 0; column < end; column += chunk) {
+                    for (size_t i = 0; i < at.size(); i++) at[i] = starts[i] + column * steps[i];
+                    for (size_t t = 0; t < terms.size(); t++) x[t] = row[t] + (isWhole[t] ? column : 0);
+                    if (isLast) x.back() = y + column;
+                    host::compute(
+                        terms, pass, column == 0, at.data(), steps.data(), int(std::min<int64_t>(chunk, end - column)),
+                        x.data(), reductions.data());
+                }
+                for (size_t t = 0; t < terms.size(); t++) {
+                    if (terms[t].pass != pass || !terms[t].reduces()) continue;
+                    std::fill_n(row[t], std::min<int64_t>(chunk, length), reductions[t].result(terms[t].operation));
+                }
+            }
+            if (result.reduces()) *y = *row.back();
+        }
+    };
+
     const std::vector<Term> terms;
+    const mx::Shape shape;
 };
 
 }  // namespace
@@ -278,7 +349,17 @@ mx::array fused(const mx::array &result, const std::vector<mx::array> &inputs) {
     const auto is_input = [&](const mx::array &a) {
         return std::any_of(inputs.begin(), inputs.end(), [&](const auto &in) { return in.id() == a.id(); });
     };
-    bool isPossible = true;
+    mx::Shape shape = result.shape();
+    bool isPossible = true, hasReductions = false;
+    /// The rows that all reductions take are those of the result, or the result has one number for each.
+    const auto are_rows = [&](const std::optional<mx::Shape> &rows) {
+        if (!rows || (hasReductions && *rows != shape)) return false;
+        mx::Shape one = *rows;
+        one.back() = 1;
+        if (*rows != result.shape() && one != result.shape()) return false;
+        shape = *rows;
+        return hasReductions = true;
+    };
     // Operands before their results.
     const auto visit = [&](const auto &self, const mx::array &a) -> int {
         if (const auto known = places.find(a.id()); known != places.end()) return known->second;
@@ -291,11 +372,17 @@ mx::array fused(const mx::array &result, const std::vector<mx::array> &inputs) {
             }
         }
         auto found = isResult ? operation(a) : std::nullopt;
-        if (found && is_reduction(*found) && reduced(a) != result.shape()) found = std::nullopt;
+        if (found && is_reduction(*found) && !are_rows(reduced(a))) found = std::nullopt;
         if (found) {
             term.operation = *found;
             term.a = self(self, a.inputs()[0]);
             if (a.inputs().size() > 1) term.b = self(self, a.inputs()[1]);
+            for (const int operand : {term.a, term.b}) {
+                if (operand >= 0) term.pass = std::max(term.pass, terms[operand].pass + terms[operand].reduces());
+            }
+            for (const int operand : {term.a, term.b}) {
+                if (operand >= 0 && terms[operand].pass < term.pass) terms[operand].isKept = !terms[operand].reduces();
+            }
         } else {
             isPossible = isPossible && a.dtype() == mx::float32;
             term.leaf = int(leaves.size());
@@ -306,7 +393,7 @@ mx::array fused(const mx::array &result, const std::vector<mx::array> &inputs) {
     };
     visit(visit, result);
     if (!isPossible || terms.back().leaf >= 0 || terms.size() > 64) return result;
-    return mx::array(result.shape(), mx::float32, std::make_shared<FusedPrimitive>(s, std::move(terms)), leaves);
+    return mx::array(result.shape(), mx::float32, std::make_shared<FusedPrimitive>(s, std::move(terms), shape), leaves);
 }
 
 // MARK: - Norm

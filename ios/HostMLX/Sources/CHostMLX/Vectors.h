@@ -43,12 +43,22 @@ typedef int32_t Integers __attribute__((vector_size(4 * lanes)));
         result = argument < -88.0f ? Floats{} : power;                                       \
     }
 
-/// Up to `lanes` numbers; those that are missing are −∞.
-#define LOAD(result, in, count)                                                \
-    Floats result = Floats{} - std::numeric_limits<float>::infinity();         \
-    std::memcpy(&result, in, sizeof(float) * std::min<size_t>(lanes, count));
+/// Up to `lanes` numbers; those that are missing are −∞. A `memcpy` of any other size than a vector's is a call.
+#define LOAD(result, in, count)                                            \
+    Floats result;                                                         \
+    if (size_t(count) >= lanes) {                                          \
+        std::memcpy(&result, in, sizeof result);                           \
+    } else {                                                               \
+        result = Floats{} - std::numeric_limits<float>::infinity();        \
+        std::memcpy(&result, in, sizeof(float) * size_t(count));           \
+    }
 
-#define STORE(out, value, count) std::memcpy(out, &value, sizeof(float) * std::min<size_t>(lanes, count));
+#define STORE(out, value, count)                                           \
+    if (size_t(count) >= lanes) {                                          \
+        std::memcpy(out, &value, sizeof value);                            \
+    } else {                                                               \
+        std::memcpy(out, &value, sizeof(float) * size_t(count));           \
+    }
 
 /// 1 / (1 + e^−x)
 #define SIGMOID(result, in)                                    \

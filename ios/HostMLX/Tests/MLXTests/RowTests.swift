@@ -52,7 +52,15 @@ extension AllTests {
                 // A sum of 1,000 numbers in another order: some units in the last place of numbers up to 4.
                 #expect((fused - plain).abs().max().item(Float.self) < 2e-6)
             }
-            #expect(compile(f)([x, mask])[0].asArray(Float.self) == compile(f)([x, mask])[0].asArray(Float.self))
+            // One number a row.
+            let one = MLXRandom.normal(Array(shape.dropLast()) + [1], key: MLXRandom.key(3))
+            let largest: ([MLXArray]) -> [MLXArray] = { [maximum($0[0], $0[1].max(axis: -1, keepDims: true))] }
+            let total: ([MLXArray]) -> [MLXArray] = { [$0[0] * $0[0] + exp($0[1]).sum(axis: -1, keepDims: true)] }
+            #expect(compile(largest)([one, x])[0].asArray(Float.self) == largest([one, x])[0].asArray(Float.self))
+            let (fused, plain) = (compile(total)([one, y])[0], total([one, y])[0])
+            #expect(fused.shape == plain.shape)
+            // Of up to 1,000 numbers of 1 to 3.
+            #expect(((fused - plain) / plain).abs().max().item(Float.self) < 2e-6)
         }
 
         /// A reduction over another axis is read from memory.
