@@ -38,7 +38,9 @@ package struct CrossEntropyHead {
         self.workBetweenBoundaries = workBetweenBoundaries
     }
 
+    private static let largest = Fused { maximum($0[0], $0[1].max(axis: -1, keepDims: true)) }
     private static let exponential = Fused { exp($0[0] - $0[1]) }
+    private static let rescaledSum = Fused { $0[0] * $0[1] + $0[2].sum(axis: -1, keepDims: true) }
 
     private var matrix: QuantizedMatrix { weights.matrix("", inputs: architecture.hiddenSize) }
     private var norm: RMSNorm { RMSNorm(weight: weights["norm"], eps: architecture.rmsNormEps) }
@@ -176,10 +178,10 @@ package struct CrossEntropyHead {
             let place = (targets - rows.lowerBound)[0..., .newAxis]  // of the target in the tile
             let isHere = logicalAnd(place .>= 0, place .< rows.count)
             zTarget = which(isHere, takeAlong(z, clip(place, min: 0, max: rows.count - 1), axis: 1), zTarget)
-            let mNew = maximum(m, z.max(axis: -1, keepDims: true))
+            let mNew = Self.largest([m, z])
             let p = Self.exponential([z, mNew])
             let rescale = exp(m - mNew)
-            l = l * rescale + p.sum(axis: -1, keepDims: true)
+            l = Self.rescaledSum([l, rescale, p])
             if wantsGradient { sum = wTile.applyTransposed(sloped(p, z), addedTo: sum.map { $0 * rescale }) }
             m = mNew
             h = pace.next([h], after: [m, l, zTarget] + [sum].compactMap { $0 })[0]
