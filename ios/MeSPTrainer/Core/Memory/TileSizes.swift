@@ -80,9 +80,11 @@ package struct TileSizes {
             // The memory of a row of W in use: its products, and itself where it is dequantized for all of them.
             let row = dequantizeInside ? 2 * mlpTokens : max(a.hiddenSize, length)
             projection = dequantizeInside ? .max : max(64, floats / max(row, a.mixedSize))
-            mlp = max(1, floats / row / group) * group
+            // Long sequences have scores of more than `bytes`. Tiles of half as much cost them nothing, and save passes over the tokens.
+            let wide = dequantizeInside ? max(floats, attention * a.attentionHeads * length / 2) : floats
+            mlp = max(1, wide / row / group) * group
             (tokens, lossTokens) = (length, length)
-            vocabulary = max(64, floats / row)
+            vocabulary = max(64, wide / row)
             (pace, evaluatesPhases, cutsRows) = (.evaluated, true, true)
         case .gpu:
             attention = evenly(length, max(8, rows))
