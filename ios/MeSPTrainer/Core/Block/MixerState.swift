@@ -25,7 +25,7 @@ package enum MixerState {
         private(set) var values: MLXArray
         private(set) var count = 0
         /// The tokens that there is room for once more.
-        static let room = 32
+        static let room = 16
 
         init(_ mixer: AttentionMixer, dtype: DType) {
             keys = MLXArray.zeros([mixer.numKeyValueHeads, 0, mixer.headDim], dtype: dtype)
