@@ -544,7 +544,12 @@ void by_columns(
     const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, const Addends &addends, float *y) {
     const int unit = w.group_size;
     by_tiles(columns, unit, rows, m, addends, y, [&](int first, int count, int start, int length, float beta, float *tile) {
-        for (int row = 0; row < length; row++) unpack(w, start + row, first, count, tile + size_t(row) * count);
+        for (int row = 0; row < length; row++) {
+            // The part of a row is too short for a CPU to see where the next begins.
+            const uint8_t *later = w.codes + (start + row + 8) * w.codes_stride + first / 8 * w.bits;
+            for (int byte = 0; byte < count * w.bits / 8; byte += 64) __builtin_prefetch(later + byte);
+            unpack(w, start + row, first, count, tile + size_t(row) * count);
+        }
         scipy_cblas_sgemm(
             row_major, plain, plain, m, count, length, 1, x + start, stride, tile, count, beta, y + first, columns);
     });

@@ -273,7 +273,7 @@ package struct Intermediates {
 
 /// The terms of the gradient that a sequence's later segments pass to those before.
 struct Behind {
-    /// The gradients of attention's k̂ and v, `[kv_heads, n, d]` of the last n positions before; nil where there is none.
+    /// The gradients of attention's k̂ and v, `[kv_heads, d, n]` of the last n positions before; nil where there is none.
     var keyValues: (dk: MLXArray, dv: MLXArray)?
     /// nil where a gated delta net does not go by segments.
     var net: GatedDeltaNet.Behind?
