@@ -128,16 +128,25 @@ def oracle(bundle: Path) -> Oracle:
     return Oracle.of(bundle)
 
 
-def agree(run: Run, output: Path, expected: Trained, tolerance: float = 1e-4) -> None:
+def agree(
+    run: Run, output: Path, expected: Trained, tolerance: float = 1e-4, ties: int = 0
+) -> None:
     """Every loss, and how far the adapters went.
 
     Both sides compute in float32 and sum in different orders: 1e-6 to 1e-5 of a loss, and of the
-    way that the parameters went, which grows from step to step.
+    way that the parameters went, which grows from step to step. A moment of 8 bits that is halfway
+    between two codes takes either, so `ties` parameters may be apart by up to a step of 1e-3.
     """
     assert run.losses == pytest.approx(expected.losses, rel=max(2e-5, tolerance / 10))
     way = distance(expected.start, expected.end)
     assert way > 0
-    assert distance(saved(output), expected.end) < tolerance * way
+    end = saved(output)
+    assert end.keys() == expected.end.keys()
+    apart = np.sort(
+        np.concatenate([np.ravel(mx.abs(end[name] - expected.end[name])) for name in end])
+    )
+    assert np.linalg.norm(apart[: apart.size - ties]) < tolerance * way
+    assert ties == 0 or apart[-1] < 1e-3
 
 
 class AdamW8bit(optim.Optimizer):
@@ -239,7 +248,9 @@ def test_an_option_trains_as_in_python(bundle: Path, oracle: Oracle, tmp_path: P
     run = train(bundle, tmp_path / "run", *options)
     expected = oracle.train(recipe)
     # AdamW divides by the gradient's own size, and so makes differences of small ones large.
-    agree(run, tmp_path / "run", expected, 1e-4 if isinstance(recipe.optimizer, SGD) else 1e-3)
+    tolerance = 1e-4 if isinstance(recipe.optimizer, SGD) else 1e-3
+    ties = 4 if isinstance(recipe.optimizer, AdamW8bit) else 0  # of 162,816 parameters
+    agree(run, tmp_path / "run", expected, tolerance, ties)
     assert [each["learning_rate"] for each in run.steps] == pytest.approx(expected.rates, rel=1e-5)
     norms = [each["grad_norm"] for each in run.steps if each.get("grad_norm") is not None]
     assert norms == pytest.approx(expected.norms, rel=1e-4)
