@@ -52,6 +52,7 @@ extension AllTests {
                 // A sum of 1,000 numbers in another order: some units in the last place of numbers up to 4.
                 #expect((fused - plain).abs().max().item(Float.self) < 2e-6)
             }
+            #expect(compile(f)([x, mask])[0].asArray(Float.self) == compile(f)([x, mask])[0].asArray(Float.self))
             // One number a row.
             let one = MLXRandom.normal(Array(shape.dropLast()) + [1], key: MLXRandom.key(3))
             let largest: ([MLXArray]) -> [MLXArray] = { [maximum($0[0], $0[1].max(axis: -1, keepDims: true))] }
