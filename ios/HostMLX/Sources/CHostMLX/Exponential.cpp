@@ -19,20 +19,12 @@ namespace {
 
 FOR_EACH_CPU
 void exponentials(const float *x, float *y, size_t count) {
-    for (size_t i = 0; i < count; i += lanes) {
-        LOAD(in, x + i, count - i)
-        EXPONENTIAL(out, in)
-        STORE(y + i, out, count - i)
-    }
+    EACH_VECTOR(EXPONENTIAL, x, y, count)
 }
 
 FOR_EACH_CPU
 void sigmoids(const float *x, float *y, size_t count) {
-    for (size_t i = 0; i < count; i += lanes) {
-        LOAD(in, x + i, count - i)
-        SIGMOID(out, in)
-        STORE(y + i, out, count - i)
-    }
+    EACH_VECTOR(SIGMOID, x, y, count)
 }
 
 FOR_EACH_CPU

@@ -190,18 +190,10 @@ void compute(
                 for (int i = 0; i < count; i++) y[i] = std::tanh(a[i]);
                 break;
             case Operation::exp:
-                for (int i = 0; i < count; i += lanes) {
-                    LOAD(in, a + i, count - i)
-                    EXPONENTIAL(e, in)
-                    STORE(y + i, e, count - i)
-                }
+                EACH_VECTOR(EXPONENTIAL, a, y, count)
                 break;
             case Operation::sigmoid:
-                for (int i = 0; i < count; i += lanes) {
-                    LOAD(in, a + i, count - i)
-                    SIGMOID(sigma, in)
-                    STORE(y + i, sigma, count - i)
-                }
+                EACH_VECTOR(SIGMOID, a, y, count)
                 break;
             case Operation::sum: {
                 Floats sums;

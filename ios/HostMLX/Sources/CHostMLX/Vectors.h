@@ -60,6 +60,14 @@ typedef int32_t Integers __attribute__((vector_size(4 * lanes)));
         std::memcpy(out, &value, sizeof(float) * size_t(count));           \
     }
 
+/// y[i] = FUNCTION(x[i]), one of those here; y may be x.
+#define EACH_VECTOR(FUNCTION, x, y, count)                                 \
+    for (size_t each = 0; each < size_t(count); each += lanes) {           \
+        LOAD(numbers, (x) + each, (count) - each)                          \
+        FUNCTION(results, numbers)                                         \
+        STORE((y) + each, results, (count) - each)                         \
+    }
+
 /// 1 / (1 + e^−x)
 #define SIGMOID(result, in)                                    \
     Floats result;                                             \
