@@ -263,6 +263,11 @@ extension Architecture {
         mixers.map { if case .attention(let mixer) = $0 { mixer.numAttentionHeads } else { 1 } }.max() ?? 1
     }
 
+    /// The most query heads that share a key-value head, 1 if there is no attention.
+    package var headsPerKey: Int {
+        mixers.map { if case .attention(let a) = $0 { a.numAttentionHeads / a.numKeyValueHeads } else { 1 } }.max() ?? 1
+    }
+
     /// The most features that a mixer's last projection takes.
     package var mixedSize: Int { mixers.map { $0.mixedSize(hidden: hiddenSize) }.max() ?? hiddenSize }
 

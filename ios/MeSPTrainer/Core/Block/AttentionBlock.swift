@@ -24,7 +24,7 @@ extension Block {
             state = .attention(cache)
             return attention(
                 q: attention.query(q[0..., rows], start: start), k: cache.keys[0..., 0..<cache.count],
-                v: cache.values[0..., 0..<cache.count], tile: tile.attention
+                v: cache.values[0..., 0..<cache.count], tile: tile
             ).asType(dtype)
         }
         let taken = gates.map { OutputGate(g: $0.swappedAxes(0, 1))(attnOut) } ?? attnOut
@@ -84,7 +84,7 @@ extension Block {
             let start = beside.shared == nil ? cache.count - rows.count : rows.lowerBound
             return attention(
                 q: attention.query(q[0..., rows], start: start), k: cache.keys[0..., 0..<cache.count],
-                v: cache.values[0..., 0..<cache.count], tile: tile.attention
+                v: cache.values[0..., 0..<cache.count], tile: tile
             ).asType(q.dtype)
         }
         for (index, cache) in caches.enumerated() { states[index] = .shared(count: cache.count) }

@@ -67,23 +67,32 @@ struct Attention {
 
     /// - Parameters:
     ///   - q: q̂ `[heads, n, d]`, the last n of N positions; k, v: k̂ and v `[kv_heads, N, d]`
-    ///   - tile: query rows a tile
     /// - Returns: attn_out `[n, heads·d]`, in float32; evaluated where there is more than one tile.
-    func callAsFunction(q: MLXArray, k: MLXArray, v: MLXArray, tile: Int) -> MLXArray {
-        let (heads, length, d, groups) = (q.dim(0), q.dim(1), q.dim(2), k.dim(0))
+    func callAsFunction(q: MLXArray, k: MLXArray, v: MLXArray, tile: TileSizes) -> MLXArray {
+        let (heads, length, d, perGroup) = (q.dim(0), q.dim(1), q.dim(2), q.dim(0) / k.dim(0))
         let start = k.dim(1) - length
         let (k, v) = (k.asType(.float32), v.asType(.float32))
-        let parts = tiles(of: length, size: tile).map { tile in
-            let rows = start + tile.lowerBound..<start + tile.upperBound
-            let keys = seen(by: rows)
-            let q = q[0..., tile].reshaped([groups, -1, d]).asType(.float32)
-            let (p, _) = probabilities(q * scale, k[0..., keys], rows, keys)
-            let out = matmul(p, v[0..., keys]).reshaped([heads, tile.count, d])
-            let part = out.swappedAxes(0, 1).reshaped([tile.count, heads * d])
-            if tile.count < length { submit([part]) }
+        let parts = tiles(of: length, size: tile.attention).map { rows in
+            let positions = start + rows.lowerBound..<start + rows.upperBound
+            let keys = seen(by: positions)
+            let byHead = tiles(of: k.dim(0), size: tile.keyHeads).map { groups in
+                let q = stacked(q, groups, perGroup, rows).asType(.float32)
+                let (p, _) = probabilities(q * scale, k[groups, keys], positions, keys)
+                let out = matmul(p, v[groups, keys]).reshaped([groups.count * perGroup, rows.count, d])
+                if groups.count * perGroup < heads { submit([out]) }
+                return out
+            }
+            let part = concatenated(byHead).swappedAxes(0, 1).reshaped([rows.count, heads * d])
+            if rows.count < length { submit([part]) }
             return part
         }
         return concatenated(parts)
+    }
+
+    /// Some rows of x `[heads, n, d]`, `[groups, m, d]`: the query heads that share one of the key-value heads `groups` lie below each other,
+    /// so that a sum over them is a matrix product.
+    private func stacked(_ x: MLXArray, _ groups: Range<Int>, _ perGroup: Int, _ rows: Range<Int>) -> MLXArray {
+        x[groups.lowerBound * perGroup..<groups.upperBound * perGroup, rows].reshaped([groups.count, -1, x.dim(2)])
     }
 
     /// The positions that some query at a position of `rows` sees.
@@ -202,56 +211,65 @@ struct Attention {
         q: MLXArray, _ kHat: MLXArray, _ v: MLXArray, start: Int, dOut: MLXArray,
         behind: inout (dk: MLXArray, dv: MLXArray)?, tile: TileSizes
     ) -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray]) {
-        let (heads, length, d) = (q.dim(0), q.dim(1), q.dim(2))
-        let (groups, perGroup, before) = (kHat.dim(0), heads / kHat.dim(0), kHat.dim(1) - length)
+        let (length, d, perGroup, before) = (q.dim(1), q.dim(2), q.dim(0) / kHat.dim(0), kHat.dim(1) - q.dim(1))
+        let allGroups = tiles(of: kHat.dim(0), size: tile.keyHeads)
         var (dqTiles, dkTiles, dvTiles) = ([MLXArray](), [MLXArray](), [MLXArray]())
-        // What the tiles so far add to the keys and values that earlier tiles see too, up to the next tile's last row.
-        var (dk, dv) = (behind?.dk, behind?.dv)
+        // What the tiles so far add to the keys and values that earlier tiles see too, up to the next tile's last row, transposed.
+        var sums = allGroups.map { groups in behind.map { (dk: $0.dk[groups], dv: $0.dv[groups]) } }
+        behind = nil
         var (qHat, kHat, v, dOut) = (query(q, start: start) * scale, kHat.asType(.float32), v.asType(.float32), dOut)
         tile.pace.finish([qHat, kHat, v])
 
         for rows in tiles(of: length, size: tile.attention).reversed() {
             let positions = before + rows.lowerBound..<before + rows.upperBound
             let keys = seen(by: positions)
-            // The query heads that share a key-value head lie below each other, so that a sum over them is a matrix product.
-            func stacked(_ x: MLXArray) -> MLXArray { x[0..., rows].reshaped([groups, perGroup * rows.count, d]) }
             /// Pᵀ dO or dSᵀ q̂ of the `keys`, transposed, which BLAS computes half again as fast, as its wide side is then P's or dS's own;
             /// plus the sum so far, of the last of them.
             func added(_ sum: MLXArray?, to a: MLXArray, _ b: MLXArray) -> MLXArray {
-                let new = matmul(b.swappedAxes(-1, -2), a)
-                guard let sum else { return new }
+                guard let sum else { return matmul(b.swappedAxes(-1, -2), a) }
                 let missing = keys.count - sum.dim(2)
-                return new + (missing > 0 ? concatenated([MLXArray.zeros([groups, d, missing]), sum], axis: 2) : sum)
+                let zeros = missing > 0 ? [MLXArray.zeros([sum.dim(0), d, missing])] : []
+                return addMM(concatenated(zeros + [sum], axis: 2), b.swappedAxes(-1, -2), a)
             }
 
             /// dq̂ / scale, and dk̂ᵀ and dvᵀ of the `keys` with what later tiles add; with the function's end, the scores go.
-            func scoresBackward() -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
-                let (kTile, vTile) = (kHat[0..., keys], v[0..., keys])
-                let (qTile, dO) = (stacked(qHat), stacked(dOut))
+            func scoresBackward(_ groups: Range<Int>, _ sum: (dk: MLXArray, dv: MLXArray)?)
+                -> (dq: MLXArray, dk: MLXArray, dv: MLXArray)
+            {
+                let (kTile, vTile) = (kHat[groups, keys], v[groups, keys])
+                let (qTile, dO) = (stacked(qHat, groups, perGroup, rows), stacked(dOut, groups, perGroup, rows))
 
                 let (p, slope) = probabilities(qTile, kTile, positions, keys)
                 let dP = matmul(dO, vTile.swappedAxes(-1, -2))
                 var dS = Self.scoresGradient([p, dP])
                 if let slope { dS = dS * slope }
 
-                let dq = matmul(dS, kTile).reshaped([heads, rows.count, d])
-                let (dv, dk) = (added(dv, to: p, dO), added(dk, to: dS, qTile))
+                let dq = matmul(dS, kTile).reshaped([groups.count * perGroup, rows.count, d])
+                let (dv, dk) = (added(sum?.dv, to: p, dO), added(sum?.dk, to: dS, qTile))
                 tile.pace.finish([dq, dk, dv])
                 return (dq, dk, dv)
             }
 
-            let sums = scoresBackward()
             let own = positions.lowerBound - keys.lowerBound  // where in dk and dv the tile's own positions begin
-            dqTiles.append(sums.dq)
-            // Copies, as a view would keep what is before it.
-            dkTiles.append(contiguous(sums.dk[.ellipsis, own...].swappedAxes(1, 2)))
-            dvTiles.append(contiguous(sums.dv[.ellipsis, own...].swappedAxes(1, 2)))
-            (dk, dv) = own > 0 ? (sums.dk[.ellipsis, 0..<own], sums.dv[.ellipsis, 0..<own]) : (nil, nil)
+            var (dqs, dks, dvs) = ([MLXArray](), [MLXArray](), [MLXArray]())
+            for (i, groups) in allGroups.enumerated() {
+                let new = scoresBackward(groups, sums[i])
+                dqs.append(new.dq)
+                // Copies, as a view would keep what is before it.
+                dks.append(contiguous(new.dk[.ellipsis, own...].swappedAxes(1, 2)))
+                dvs.append(contiguous(new.dv[.ellipsis, own...].swappedAxes(1, 2)))
+                sums[i] = own > 0 ? (new.dk[.ellipsis, 0..<own], new.dv[.ellipsis, 0..<own]) : nil
+            }
+            dqTiles.append(concatenated(dqs))
+            dkTiles.append(concatenated(dks))
+            dvTiles.append(concatenated(dvs))
+            let done = sums.flatMap { $0.map { [$0.dk, $0.dv] } ?? [] }
             let next = tile.pace.next(
-                [qHat, kHat, v, dOut], after: [dk, dv, dqTiles.last, dkTiles.last, dvTiles.last].compactMap { $0 })
+                [qHat, kHat, v, dOut], after: done + [dqTiles, dkTiles, dvTiles].compactMap(\.last))
             (qHat, kHat, v, dOut) = (next[0], next[1], next[2], next[3])
         }
-        behind = dk.flatMap { dk in dv.map { (dk, $0) } }
+        let rest = sums.compactMap { $0 }
+        behind = rest.isEmpty ? nil : (concatenated(rest.map(\.dk)), concatenated(rest.map(\.dv)))
         return (dqTiles, dkTiles, dvTiles)
     }
 }

@@ -54,7 +54,8 @@ extension Planner {
         switch mixer {
         case .attention(let a):
             let queries = min(tile.attention, length)
-            let scores = a.numAttentionHeads * queries * length * 4
+            let groups = min(tile.keyHeads, a.numKeyValueHeads)
+            let scores = a.numAttentionHeads / a.numKeyValueHeads * groups * queries * length * 4
             // x and d_x_mid; q, d_attn_out, q̂ and the tiles of dq; k, v, k̂, v in float32 and the tiles of dk and dv, these before and
             // after a tile; of the tile, P and dP, in whose place dS comes where it is fused, or P ∘ dP and its difference too.
             let arrays = 4 * mixed + 9 * activation(a.keyValueWidth)

@@ -15,8 +15,9 @@ package struct TileSizes {
     /// Tokens in the MLP's derivative and in the loss, and of these in a tile of the former.
     let mlpTokens: Int
     let tokens: Int
-    /// Query rows of attention.
+    /// Query rows of attention, and the key-value heads that they go through at a time.
     let attention: Int
+    let keyHeads: Int
     /// Tokens in a tile of the loss, and rows of the vocabulary. W is read again for each of the former.
     let lossTokens: Int
     package let vocabulary: Int
@@ -70,9 +71,11 @@ package struct TileSizes {
         mixerTokens = Self.mixerTokens(a, length, backend)
         switch backend {
         case .cpu:
-            // OpenBLAS packs the keys for each tile: with 8 rows that takes as long as the products. 16 rows of the longest sequences take too
-            // much memory.
-            attention = max(rows > 1 ? 16 : 8, rows)
+            // OpenBLAS packs the keys for each tile: with few rows that takes as long as the products. Where the scores of 16 take more than
+            // `bytes`, one key-value head at a time has more rows in as much memory; as many for the longest would take too much.
+            let isLong = rows < 16
+            let heads = isLong ? a.headsPerKey : a.attentionHeads
+            (attention, keyHeads) = isLong ? (min(64, (rows > 1 ? 16 : 8) * a.attentionHeads / heads), 1) : (rows, .max)
             let dequantizeInside = CPUProducts.current.dequantizeInside
             // If a product unpacks W for its tokens anyway, as many tokens at a time as make a tile about square: of more, the tile has fewer
             // rows of W, and OpenBLAS packs the tokens for each; with fewer, W is unpacked more often.
@@ -81,13 +84,13 @@ package struct TileSizes {
             let row = dequantizeInside ? 2 * mlpTokens : max(a.hiddenSize, length)
             projection = dequantizeInside ? .max : max(64, floats / max(row, a.mixedSize))
             // Long sequences have scores of more than `bytes`. Tiles of half as much cost them nothing, and save passes over the tokens.
-            let wide = dequantizeInside ? max(floats, attention * a.attentionHeads * length / 2) : floats
+            let wide = dequantizeInside ? max(floats, attention * heads * length / 2) : floats
             mlp = max(1, wide / row / group) * group
             (tokens, lossTokens) = (length, length)
             vocabulary = max(64, wide / row)
             (pace, evaluatesPhases, cutsRows) = (.evaluated, true, true)
         case .gpu:
-            attention = evenly(length, max(8, rows))
+            (attention, keyHeads) = (evenly(length, max(8, rows)), .max)
             (projection, mlp, mlpTokens) = (.max, .max, length)
             tokens = evenly(length, max(8, floats / a.widestMLP))
             lossTokens = min(256, length)
