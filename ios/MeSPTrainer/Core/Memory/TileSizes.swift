@@ -38,7 +38,8 @@ package struct TileSizes {
         return [largest, largest / 2, largest / 4]
     }
 
-    /// The most tokens of a segment, and twice those that go through the MLP and the loss at a time; tests cut short sequences.
+    /// The most tokens of a segment, twice those that go through the MLP and the loss at a time, and 16 times the query rows of attention
+    /// where these are few; tests cut short sequences.
     @TaskLocal package static var segmentTokens = 1024
 
     /// The tokens of a segment of a mixer. A sequence of more than twice `segmentTokens` has several segments where a product unpacks W
@@ -75,7 +76,9 @@ package struct TileSizes {
             // `bytes`, one key-value head at a time has more rows in as much memory; as many for the longest would take too much.
             let isLong = rows < 16
             let heads = isLong ? a.headsPerKey : a.attentionHeads
-            (attention, keyHeads) = isLong ? (min(64, (rows > 1 ? 16 : 8) * a.attentionHeads / heads), 1) : (rows, .max)
+            let most = max(1, Self.segmentTokens / 16)
+            (attention, keyHeads) =
+                isLong ? (min(most, (rows > 1 ? 16 : 8) * a.attentionHeads / heads), 1) : (rows, .max)
             let dequantizeInside = CPUProducts.current.dequantizeInside
             // If a product unpacks W for its tokens anyway, as many tokens at a time as make a tile about square: of more, the tile has fewer
             // rows of W, and OpenBLAS packs the tokens for each; with fewer, W is unpacked more often.
