@@ -255,14 +255,14 @@ struct Attention {
             for (i, groups) in allGroups.enumerated() {
                 let new = scoresBackward(groups, sums[i])
                 dqs.append(new.dq)
-                // Copies, as a view would keep what is before it.
-                dks.append(contiguous(new.dk[.ellipsis, own...].swappedAxes(1, 2)))
-                dvs.append(contiguous(new.dv[.ellipsis, own...].swappedAxes(1, 2)))
+                dks.append(new.dk[.ellipsis, own...].swappedAxes(1, 2))
+                dvs.append(new.dv[.ellipsis, own...].swappedAxes(1, 2))
                 sums[i] = own > 0 ? (new.dk[.ellipsis, 0..<own], new.dv[.ellipsis, 0..<own]) : nil
             }
             dqTiles.append(concatenated(dqs))
-            dkTiles.append(concatenated(dks))
-            dvTiles.append(concatenated(dvs))
+            // Copies, as a view would keep what is before it.
+            dkTiles.append(contiguous(concatenated(dks)))
+            dvTiles.append(contiguous(concatenated(dvs)))
             let done = sums.flatMap { $0.map { [$0.dk, $0.dv] } ?? [] }
             let next = tile.pace.next(
                 [qHat, kHat, v, dOut], after: done + [dqTiles, dkTiles, dvTiles].compactMap(\.last))
