@@ -11,6 +11,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "Attention.h"
 #include "Exponential.h"
 #include "Ledger.h"
 #include "Metal.h"
@@ -611,18 +612,19 @@ HostArray host_rope_dynamic(
     });
 }
 HostArray host_scaled_dot_product_attention(
-    HostArray queries, HostArray keys, HostArray values, float scale, HostArray mask, HostStream s) {
+    HostArray queries, HostArray keys, HostArray values, float scale, bool is_causal, HostArray mask, HostStream s) {
     return guarded([&] {
         const auto &q = get(queries), &k = get(keys), &v = get(values);
-        if (!mask && !needs_mlx()) {
-            if (const auto y = host::attention_of_one(q, k, v, scale, get(s))) return wrap(*y);
+        if (!needs_mlx()) {
+            if (const auto y = host::attention(q, k, v, scale, is_causal, maybe(mask), get(s))) return wrap(*y);
         }
+        const std::string mode = is_causal ? "causal" : mask ? "array" : "";
 #if MLX_VERSION_NUMERIC > 31001
         return wrap(mx::fast::scaled_dot_product_attention(
-            q, k, v, scale, mask ? "array" : "", maybe(mask), std::nullopt, false, get(s)));
+            q, k, v, scale, mode, maybe(mask), std::nullopt, false, get(s)));
 #else
         return wrap(mx::fast::scaled_dot_product_attention(
-            q, k, v, scale, mask ? "array" : "", maybe(mask), std::nullopt, get(s)));
+            q, k, v, scale, mode, maybe(mask), std::nullopt, get(s)));
 #endif
     });
 }

@@ -49,10 +49,6 @@ std::optional<mlx::core::array> rope(
 std::optional<mlx::core::array> rope(
     const mlx::core::array &x, const mlx::core::array &offsets, const mlx::core::array &periods, mlx::core::Stream s);
 
-/// softmax(scale q kᵀ) v of one query a head, q `[1, heads, 1, d]` over k and v `[1, kv_heads, n, d]`; nil where MLX's own is to be taken.
-std::optional<mlx::core::array> attention_of_one(
-    const mlx::core::array &q, const mlx::core::array &k, const mlx::core::array &v, float scale, mlx::core::Stream s);
-
 }  // namespace host
 
 #endif

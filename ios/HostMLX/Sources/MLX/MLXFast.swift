@@ -36,10 +36,33 @@ public enum MLXFast {
         queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float, mask: MLXArray?,
         stream: StreamOrDevice = .default
     ) -> MLXArray {
-        withExtendedLifetime((queries, keys, values, mask)) {
+        let mode: ScaledDotProductAttentionMaskMode = if let mask { .array(mask) } else { .none }
+        return scaledDotProductAttention(
+            queries: queries, keys: keys, values: values, scale: scale, mask: mode, stream: stream)
+    }
+
+    /// The keys that a query sees: all, those of an array of truth values or of what is added to the scores, or those up to its own position,
+    /// where the queries are the last ones.
+    public enum ScaledDotProductAttentionMaskMode {
+        case none
+        case array(MLXArray)
+        case causal
+
+        public var mask: MLXArray? {
+            if case .array(let array) = self { array } else { nil }
+        }
+    }
+
+    /// The same with a way of masking.
+    public static func scaledDotProductAttention(
+        queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float, mask: ScaledDotProductAttentionMaskMode,
+        stream: StreamOrDevice = .default
+    ) -> MLXArray {
+        let isCausal = if case .causal = mask { true } else { false }
+        return withExtendedLifetime((queries, keys, values, mask)) {
             MLXArray(
                 host_scaled_dot_product_attention(
-                    queries.ctx, keys.ctx, values.ctx, scale, mask?.ctx, stream.ctx))
+                    queries.ctx, keys.ctx, values.ctx, scale, isCausal, mask.mask?.ctx, stream.ctx))
         }
     }
 

@@ -138,24 +138,6 @@ extension AllTests {
             }
         }
 
-        /// Of one query, over a part of longer keys and values; and of several, with a mask.
-        @Test(arguments: [1, 3, 17, 300], [16, 24]) func attention(length: Int, d: Int) {
-            func random(_ shape: [Int], _ key: UInt64) -> MLXArray { MLXRandom.normal(shape, key: MLXRandom.key(key)) }
-            let (k, v) = (random([1, 2, length + 5, d], 1), random([1, 2, length + 5, d], 2))
-            for queries in [1, 2] {
-                let q = random([1, 6, queries, d], 3)
-                let (k, v) = (k[0..., 0..., 2..<length + 2], v[0..., 0..., 2..<length + 2])
-                let mask = queries > 1 ? random([queries, length], 4) : nil
-                let y = MLXFast.scaledDotProductAttention(
-                    queries: q, keys: k, values: v, scale: Float(0.3), mask: mask)
-                let (keys, values) = (k.expandedDimensions(axis: 2), v.expandedDimensions(axis: 2))
-                var scores = matmul(q.reshaped([1, 2, 3, queries, d]) * Float(0.3), keys.swappedAxes(-1, -2))
-                if let mask { scores = scores + mask }
-                let expected = matmul(softmax(scores, axis: -1), values).reshaped(q.shape)
-                #expect(abs(y - expected).max().item(Float.self) <= 1e-5)
-            }
-        }
-
         /// In place where nobody else has the array.
         @Test func replacedElements() {
             let x = MLXArray.zeros([2, 4, 3])

@@ -9,7 +9,7 @@ extension Block {
         let (attention, d, dtype) = (weights.attention(mixer), mixer.headDim, mixerIn.dtype)
         if mixer.keysOf != nil { return attentionOverShared(mixer, mixerIn, sequences, &states) }
         // A backward pass would need m₁ to m₃ as `projections` gives them, and sequences of training begin here.
-        if attention.servesOne, sequences.allSatisfy({ $0.count == 1 }), states.allSatisfy({ $0.count > 0 }) {
+        if attention.isOneOperation, sequences.allSatisfy({ $0.count == 1 }), states.allSatisfy({ $0.count > 0 }) {
             return attentionOfOne(mixer, attention, mixerIn, &states)
         }
         let (m1, k, v) = projections(mixer, mixerIn)

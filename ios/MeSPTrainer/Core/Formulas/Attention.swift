@@ -35,10 +35,29 @@ struct Attention {
         return mixer.rope(norm.map { $0(x) } ?? x, start: start)
     }
 
-    // MARK: - One token of each of several sequences
+    // MARK: - One operation
 
-    /// Whether `ofOne` serves. On a GPU it has not been tried.
-    var servesOne: Bool { CPUProducts.current.fuses && Device.isCPU && mixer.attnLogitSoftcapping == nil }
+    /// Whether MLXFast's attention serves, whose scores this program's operation and its derivative make a tile at a time.
+    var isOneOperation: Bool {
+        CPUProducts.current.attendsByTiles && Device.isCPU && !TF32.isEmulated && mixer.attnLogitSoftcapping == nil
+    }
+
+    /// attn_out `[heads, n, d]` of the last n queries over the keys that these see.
+    /// - Parameters:
+    ///   - q: q̂ · scale `[heads, n, d]`
+    ///   - k, v: k̂ and v `[kv_heads, keys, d]`
+    private func whole(_ q: MLXArray, _ k: MLXArray, _ v: MLXArray) -> MLXArray {
+        var mask = MLXFast.ScaledDotProductAttentionMaskMode.causal
+        if let window = mixer.slidingWindow, k.dim(1) > window {
+            mask = .array(visible(from: k.dim(1) - q.dim(1)..<k.dim(1), 0..<k.dim(1)))
+        }
+        return MLXFast.scaledDotProductAttention(
+            queries: q.expandedDimensions(axis: 0), keys: k.expandedDimensions(axis: 0),
+            values: v.expandedDimensions(axis: 0), scale: 1, mask: mask
+        ).squeezed(axis: 0)
+    }
+
+    // MARK: - One token of each of several sequences
 
     /// q̂ or k̂ `[n, heads, 1, d]` of n sequences, each at a position of its own, in float32.
     func query(_ q: MLXArray, positions: MLXArray) -> MLXArray { positioned(q, qNorm, positions) }
@@ -72,6 +91,11 @@ struct Attention {
         let (heads, length, d, perGroup) = (q.dim(0), q.dim(1), q.dim(2), q.dim(0) / k.dim(0))
         let start = k.dim(1) - length
         let (k, v) = (k.asType(.float32), v.asType(.float32))
+        if isOneOperation {
+            let keys = seen(by: start..<start + length)
+            let out = whole(q.asType(.float32) * scale, k[0..., keys], v[0..., keys])
+            return out.swappedAxes(0, 1).reshaped([length, heads * d])
+        }
         let parts = tiles(of: length, size: tile.attention).map { rows in
             let positions = start + rows.lowerBound..<start + rows.upperBound
             let keys = seen(by: positions)
@@ -100,6 +124,16 @@ struct Attention {
         max(0, rows.lowerBound + 1 - (mixer.slidingWindow ?? rows.upperBound))..<rows.upperBound
     }
 
+    /// Whether the queries at positions `rows` see the `keys`, `[rows, keys]`.
+    private func visible(from rows: Range<Int>, _ keys: Range<Int>) -> MLXArray {
+        let (queries, positions) = (
+            MLXArray.arange(rows.lowerBound, rows.upperBound)[0..., .newAxis],
+            MLXArray.arange(keys.lowerBound, keys.upperBound)
+        )
+        let isBefore = queries .>= positions
+        return mixer.slidingWindow.map { logicalAnd(isBefore, queries .< positions + $0) } ?? isBefore
+    }
+
     /// P of the queries at positions `rows` over the `keys`.
     /// - Parameters:
     ///   - q: q̂ · scale `[kv_heads, m, d]`; the query heads that share a key-value head lie below each other
@@ -114,12 +148,7 @@ struct Attention {
             scores = softCap(scores, c)
             slope = softCapSlope(scores, c).reshaped([k.dim(0), -1, keys.count])
         }
-        let (queries, positions) = (
-            MLXArray.arange(rows.lowerBound, rows.upperBound)[0..., .newAxis],
-            MLXArray.arange(keys.lowerBound, keys.upperBound)
-        )
-        var visible = queries .>= positions
-        if let window = mixer.slidingWindow { visible = logicalAnd(visible, queries .< positions + window) }
+        let visible = visible(from: rows, keys)
         let p =
             Device.isCPU && Fused.isAvailable
             ? Self.maskedSoftmax([scores, which(visible, Float(0), -Float.infinity)])
@@ -203,6 +232,32 @@ struct Attention {
         return (dq, dk, dv)
     }
 
+    /// dq̂ / scale, dk̂ and dv by the derivative of the one operation.
+    /// - Parameter q: q̂ · scale
+    private func wholeBackward(
+        _ q: MLXArray, _ kHat: MLXArray, _ v: MLXArray, _ dOut: MLXArray, _ behind: inout (dk: MLXArray, dv: MLXArray)?
+    ) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
+        let keys = seen(by: kHat.dim(1) - q.dim(1)..<kHat.dim(1))
+        let (k, v) = (kHat[0..., keys].asType(.float32), v[0..., keys].asType(.float32))
+        let (_, d) = vjp({ [whole($0[0], $0[1], $0[2])] }, primals: [q, k, v], cotangents: [dOut])
+        let own = kHat.dim(1) - q.dim(1) - keys.lowerBound  // where the segment's own positions begin
+        /// The sum with what later segments add to the last keys: the segment's own part, and what is before that.
+        func parted(_ d: MLXArray, _ later: MLXArray?) -> (own: MLXArray, before: MLXArray) {
+            var d = d
+            if let later = later?.swappedAxes(1, 2) {
+                let missing = keys.count - later.dim(1)
+                let sum = d[0..., missing...] + later
+                d = missing > 0 ? concatenated([d[0..., ..<missing], sum], axis: 1) : sum
+            }
+            // A copy, as a view would keep what is before it.
+            return (contiguous(d[0..., own...]), d[0..., ..<own].swappedAxes(1, 2))
+        }
+        let (dk, dv) = (parted(d[1], behind?.dk), parted(d[2], behind?.dv))
+        behind = own > 0 ? (dk.before, dv.before) : nil
+        submit([d[0], dk.own, dv.own] + (own > 0 ? [dk.before, dv.before] : []))
+        return (d[0], dk.own, dv.own)
+    }
+
     /// P (dP − rowsum(P ∘ dP))
     private static let scoresGradient = Fused { $0[0] * ($0[1] - ($0[0] * $0[1]).sum(axis: -1, keepDims: true)) }
 
@@ -212,6 +267,10 @@ struct Attention {
         behind: inout (dk: MLXArray, dv: MLXArray)?, tile: TileSizes
     ) -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray]) {
         let (length, d, perGroup, before) = (q.dim(1), q.dim(2), q.dim(0) / kHat.dim(0), kHat.dim(1) - q.dim(1))
+        if isOneOperation {
+            let (dq, dk, dv) = wholeBackward(query(q, start: start) * scale, kHat, v, dOut, &behind)
+            return ([dq], [dk], [dv])
+        }
         let allGroups = tiles(of: kHat.dim(0), size: tile.keyHeads)
         var (dqTiles, dkTiles, dvTiles) = ([MLXArray](), [MLXArray](), [MLXArray]())
         // What the tiles so far add to the keys and values that earlier tiles see too, up to the next tile's last row, transposed.

@@ -43,7 +43,7 @@ func quantizedMM(
     return MLX.matmul(TF32.rounded(x), TF32.rounded(dense).T)
 }
 
-/// The behaviour of `quantizedMM`, `compile` and freed memory on the CPU, which depends on the MLX in use.
+/// The behaviour of `quantizedMM`, `compile`, attention and freed memory on the CPU, which depends on the MLX in use.
 package struct CPUProducts {
     /// Whether it dequantizes W by tiles that stay in the caches. MLX's own, some 50 times slower than a dense product, does not: there W
     /// is dequantized before the product.
@@ -52,6 +52,8 @@ package struct CPUProducts {
     let threads: Int
     /// Whether `compile` fuses operations on a CPU. MLX's own would call a compiler of C++.
     let fuses: Bool
+    /// Whether attention, and its derivative, make the scores by tiles that stay in the caches. MLX's own makes all of them.
+    var attendsByTiles: Bool
     /// Whether memory that is freed serves an array of any size, as malloc's does. MLX's own keeps buffers for arrays of their size.
     let reusesMemory: Bool
 
@@ -59,7 +61,8 @@ package struct CPUProducts {
     @TaskLocal package static var current = host
 
     /// MLX's.
-    static let plain = CPUProducts(dequantizeInside: false, threads: 1, fuses: false, reusesMemory: false)
+    static let plain = CPUProducts(
+        dequantizeInside: false, threads: 1, fuses: false, attendsByTiles: false, reusesMemory: false)
 
     /// Those of this program: on Linux HostMLX's.
     private static var host: CPUProducts {
@@ -68,7 +71,7 @@ package struct CPUProducts {
             let asked = process.environment["OPENBLAS_NUM_THREADS"].flatMap { Int($0) } ?? 0
             return CPUProducts(
                 dequantizeInside: true, threads: asked > 0 ? asked : min(8, process.activeProcessorCount), fuses: true,
-                reusesMemory: true)
+                attendsByTiles: true, reusesMemory: true)
         #else
             return plain
         #endif

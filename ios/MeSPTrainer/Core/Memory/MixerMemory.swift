@@ -53,19 +53,17 @@ extension Planner {
         let (mixed, whole, intermediates) = (mixed(of: mixer), whole(mixer), intermediates(of: mixer))
         switch mixer {
         case .attention(let a):
-            let queries = min(tile.attention, length)
-            let groups = min(tile.keyHeads, a.numKeyValueHeads)
-            let scores = a.numAttentionHeads / a.numKeyValueHeads * groups * queries * length * 4
+            let isOneOperation = CPUProducts.current.attendsByTiles && a.attnLogitSoftcapping == nil
+            let scores = isOneOperation ? operation(a) : scores(a, tile)
             // x and d_x_mid; q, d_attn_out, q̂ and the tiles of dq; k, v, k̂, v in float32 and the tiles of dk and dv, these before and
-            // after a tile; of the tile, P and dP, in whose place dS comes where it is fused, or P ∘ dP and its difference too.
+            // after a tile.
             let arrays = 4 * mixed + 9 * activation(a.keyValueWidth)
-            guard isCut else { return 2 * hidden + arrays + (isFused ? 2 : 4) * scores }
+            guard isCut else { return 2 * hidden + arrays + scores }
             // d_x_mid, which dx replaces; k̂ and v, and attn_out but for the last segment's, which went first; the sums of dk and dv before
             // and after a tile, of the positions before the last segment that its rows see; a segment's.
             let seen = min(length - segment, (a.slidingWindow ?? length) + segment)
             return hidden + intermediates - ofSegment(mixed) + activation(4 * a.keyValueWidth) / length * seen
-                + (isFused ? 2 : 4) * scores
-                + ofSegment(hidden + arrays + activation(2 * a.numAttentionHeads * a.gateDim))
+                + scores + ofSegment(hidden + arrays + activation(2 * a.numAttentionHeads * a.gateDim))
         case .gatedDeltaNet:
             return isCut
                 ? hidden + intermediates + ofSegment(2 * whole + 3 * hidden) : 2 * intermediates + 3 * hidden
@@ -80,6 +78,22 @@ extension Planner {
                 // x, d_x_mid and its part; z, o, mixed, dy, do and dz; xBC.
                 3 * hidden + activation(6 * mamba.width + mamba.convolutionWidth))
         }
+    }
+
+    /// Of a tile of attention's query rows P and dP, in whose place dS comes where it is fused, or P ∘ dP and its difference too.
+    private func scores(_ a: AttentionMixer, _ tile: TileSizes) -> Int {
+        let heads = a.numAttentionHeads / a.numKeyValueHeads * min(tile.keyHeads, a.numKeyValueHeads)
+        return (CPUProducts.current.fuses ? 2 : 4) * heads * min(tile.attention, length) * length * 4
+    }
+
+    /// What HostMLX's operation (Attention.cpp) has in place of them: the same of the rows that go through the keys together, of some
+    /// groups of heads, with their q and dO; of each part of the keys, what it adds to dq.
+    private func operation(_ a: AttentionMixer) -> Int {
+        let perGroup = a.numAttentionHeads / a.numKeyValueHeads
+        let parts = (perGroup + 7) / 8
+        let heads = (perGroup + parts - 1) / parts
+        let rows = 16 * heads * max(1, 4 / heads) * min(max(2048 / length, 1), a.numKeyValueHeads)
+        return rows * (2 * length + (4 + min(16, (length + 127) / 128)) * a.headDim) * 4
     }
 
     /// On a GPU, ten times what its derivative takes besides its tiles; fitted to what docs/ledger.md counts.

@@ -149,7 +149,7 @@ import Testing
     @Test(arguments: Fixture.cases, [2, 3]) func segmentsGiveTheSameGradients(_ folder: URL, _ tokens: Int) throws {
         let fixture = try Fixture(folder, "gradients")
         let plan = tokens == 2 ? Plan(tileBytes: 1 << 10) : Plan(tileBytes: 1 << 20, keptBlocks: fixture.layers)
-        try TileSizes.$segmentTokens.withValue(tokens) {
+        func compare() throws {
             let architecture = fixture.bundle.architecture
             #expect(
                 TileSizes.mixerTokens(architecture, fixture.length, .cpu) <= tokens || !architecture.owners.isEmpty)
@@ -159,6 +159,12 @@ import Testing
                 #expect(error < tolerance, "block \(block)")
             }
             #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < 1e-5)
+        }
+        try TileSizes.$segmentTokens.withValue(tokens) {
+            try compare()
+            var products = CPUProducts.current
+            products.attendsByTiles = false
+            try CPUProducts.$current.withValue(products) { try compare() }
         }
     }
 

@@ -135,7 +135,7 @@ HostArray host_rope_dynamic(
     HostArray x, int dimensions, bool traditional, bool has_base, float base, float scale, HostArray offsets,
     HostArray frequencies, HostStream s);
 HostArray host_scaled_dot_product_attention(
-    HostArray queries, HostArray keys, HostArray values, float scale, HostArray mask, HostStream s);
+    HostArray queries, HostArray keys, HostArray values, float scale, bool is_causal, HostArray mask, HostStream s);
 HostArray host_concatenate(HostVector arrays, int32_t axis, HostStream s);
 HostArray host_stack(HostVector arrays, int32_t axis, HostStream s);
 HostVector host_split_parts(HostArray a, int32_t parts, int32_t axis, HostStream s);
