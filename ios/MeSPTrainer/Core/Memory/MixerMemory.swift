@@ -40,8 +40,9 @@ extension Planner {
     func forward(of mixer: Mixer) -> Int {
         switch mixer {
         case .attention(let a):
+            // While attention runs, also q̂, k̂ and v̂ and the tiles that mixed is joined of, in the place of x, x_mid and y.
             (isCut(mixer) ? activation(2 * a.keyValueWidth) + intermediates(of: mixer) : 0)
-                + ofSegment(whole(mixer) + (a.qkNorm ? 4 * mixed(of: mixer) : 0))
+                + ofSegment(whole(mixer) + max(0, 2 * (mixed(of: mixer) + activation(a.keyValueWidth)) - 3 * hidden))
         case .gatedDeltaNet: (isCut(mixer) ? intermediates(of: mixer) : 0) + ofSegment(whole(mixer))
         case .shortConvolution, .mamba2: whole(mixer)
         }
@@ -53,17 +54,22 @@ extension Planner {
         let (mixed, whole, intermediates) = (mixed(of: mixer), whole(mixer), intermediates(of: mixer))
         switch mixer {
         case .attention(let a):
+            let keys = activation(a.keyValueWidth)
             let isOneOperation = CPUProducts.current.attendsByTiles && a.attnLogitSoftcapping == nil
-            let scores = isOneOperation ? operation(a) : scores(a, tile)
-            // x and d_x_mid; q, d_attn_out, q̂ and the tiles of dq; k, v, k̂, v in float32 and the tiles of dk and dv, these before and
-            // after a tile.
-            let arrays = 4 * mixed + 9 * activation(a.keyValueWidth)
-            guard isCut else { return 2 * hidden + arrays + scores }
+            // Of tiles also the sums of dk and dv before and after one.
+            let (scores, sums) = isOneOperation ? (operation(a), 0) : (scores(a, tile), 4 * keys)
+            guard isCut else {
+                // q, q̂, d_attn_out, dq, dk and dv, and scores; then q, d_attn_out and dq four times: before RoPE and the norm, behind
+                // them in parts and joined, and by token. With either d_x_mid; k, v, k̂, and v̂ where it is not v.
+                let phases = max(4 * mixed + 2 * keys + sums + scores, 6 * mixed + 2 * keys)
+                return hidden + (a.vNorm ? 4 : 3) * keys + phases
+            }
             // d_x_mid, which dx replaces; k̂ and v, and attn_out but for the last segment's, which went first; the sums of dk and dv before
-            // and after a tile, of the positions before the last segment that its rows see; a segment's.
+            // and after a tile, of the positions before the last segment that its rows see; P and dP; of a segment x; q, d_attn_out, q̂ and
+            // the tiles of dq; k, v, k̂, v, the tiles of dk and dv, and their sums before and after a tile.
             let seen = min(length - segment, (a.slidingWindow ?? length) + segment)
-            return hidden + intermediates - ofSegment(mixed) + activation(4 * a.keyValueWidth) / length * seen
-                + scores + ofSegment(hidden + arrays + activation(2 * a.numAttentionHeads * a.gateDim))
+            return hidden + intermediates - ofSegment(mixed) + 4 * keys / length * seen + scores
+                + ofSegment(hidden + 4 * mixed + 9 * keys + activation(2 * a.numAttentionHeads * a.gateDim))
         case .gatedDeltaNet:
             return isCut
                 ? hidden + intermediates + ofSegment(2 * whole + 3 * hidden) : 2 * intermediates + 3 * hidden

@@ -391,9 +391,9 @@ public struct Planner: Sendable {
     }
 
     /// The memory that malloc keeps in gaps between arrays, in bytes. Small activations leave gaps among the arrays that last through a
-    /// step, a few percent of these. Large ones leave gaps of their own size: of the mixer's where that is wider than the model, and two
-    /// or three of these where it is recurrent. Those of 8 MiB leave none: malloc maps each by itself, and of a long sequence the parts alone
-    /// leave any. Parts of shorter ones leave one more.
+    /// step, a few percent of these. Large ones leave gaps of their own size: of the model's and the mixer's where that is wider, and two
+    /// or three of the latter where it is recurrent. Those of 8 MiB leave none: malloc maps each by itself, and of a long sequence the parts
+    /// alone leave any. Parts of shorter ones leave one more.
     private func gaps(_ plan: Plan) -> Int {
         let (mapped, part) = (8 << 20, hidden / length * tile(plan).mlpTokens)
         if hidden >= mapped, part < mapped { return part + baselineGaps }
@@ -402,8 +402,9 @@ public struct Planner: Sendable {
         let isRecurrent = isWide && architecture.isRecurrent
         let isLarge = isRecurrent ? widest >= 1_500_000 : hidden >= (isWide ? 600_000 : 1_600_000)
         let ofHidden =
-            isLarge && hidden < mapped && widest <= mapped
-            ? (isRecurrent ? hidden < 1_000_000 ? 2 : 3 : 1) * widest : min(1_000_000, lasting(plan) / 32)
+            isLarge && hidden < mapped && (isRecurrent ? widest <= mapped : widest < mapped)
+            ? (isRecurrent ? hidden < 1_000_000 ? 2 : 3 : 1) * widest + (isWide && !isRecurrent ? hidden : 0)
+            : min(1_000_000, lasting(plan) / 32)
         return ofHidden + (isWide || part == hidden ? 0 : part) + baselineGaps
     }
 
