@@ -93,7 +93,9 @@ struct Attention {
         let (k, v) = (k.asType(.float32), v.asType(.float32))
         if isOneOperation {
             let keys = seen(by: start..<start + length)
-            let out = whole(q.asType(.float32) * scale, k[0..., keys], v[0..., keys])
+            let q = q.asType(.float32) * scale
+            tile.pace.finish([q, k, v])
+            let out = whole(q, k[0..., keys], v[0..., keys])
             return out.swappedAxes(0, 1).reshaped([length, heads * d])
         }
         let parts = tiles(of: length, size: tile.attention).map { rows in
@@ -205,7 +207,7 @@ struct Attention {
                 tile.pace.finish([d])
                 return d
             }
-            let byToken = concatenated(byHead).swappedAxes(0, 1).reshaped([whole.dim(1), -1])
+            let byToken = concatenated(byHead.map { $0.swappedAxes(0, 1) }, axis: 1).reshaped([whole.dim(1), -1])
             tile.pace.finish([byToken])
             return byToken
         }
@@ -268,7 +270,9 @@ struct Attention {
     ) -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray]) {
         let (length, d, perGroup, before) = (q.dim(1), q.dim(2), q.dim(0) / kHat.dim(0), kHat.dim(1) - q.dim(1))
         if isOneOperation {
-            let (dq, dk, dv) = wholeBackward(query(q, start: start) * scale, kHat, v, dOut, &behind)
+            let q = query(q, start: start) * scale
+            tile.pace.finish([q, kHat, v])
+            let (dq, dk, dv) = wholeBackward(q, kHat, v, dOut, &behind)
             return ([dq], [dk], [dv])
         }
         let allGroups = tiles(of: kHat.dim(0), size: tile.keyHeads)

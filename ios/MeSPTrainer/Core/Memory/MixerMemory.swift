@@ -40,11 +40,12 @@ extension Planner {
     func forward(of mixer: Mixer) -> Int {
         switch mixer {
         case .attention(let a):
-            // While attention runs, also q̂, k̂ and v̂ and the tiles that mixed is joined of, in the place of x, x_mid and y.
-            (isCut(mixer) ? activation(2 * a.keyValueWidth) + intermediates(of: mixer) : 0)
-                + ofSegment(whole(mixer) + max(0, 2 * (mixed(of: mixer) + activation(a.keyValueWidth)) - 3 * hidden))
-        case .gatedDeltaNet: (isCut(mixer) ? intermediates(of: mixer) : 0) + ofSegment(whole(mixer))
-        case .shortConvolution, .mamba2: whole(mixer)
+            // While attention runs, also q̂, k̂ and v̂, and the tiles that mixed is joined of, in the place of x, x_mid and y.
+            let running = (isOneOperation(a) ? 1 : 2) * mixed(of: mixer) + activation(2 * a.keyValueWidth)
+            return (isCut(mixer) ? activation(2 * a.keyValueWidth) + intermediates(of: mixer) : 0)
+                + ofSegment(whole(mixer) + max(0, running - 3 * hidden))
+        case .gatedDeltaNet: return (isCut(mixer) ? intermediates(of: mixer) : 0) + ofSegment(whole(mixer))
+        case .shortConvolution, .mamba2: return whole(mixer)
         }
     }
 
@@ -55,13 +56,12 @@ extension Planner {
         switch mixer {
         case .attention(let a):
             let keys = activation(a.keyValueWidth)
-            let isOneOperation = CPUProducts.current.attendsByTiles && a.attnLogitSoftcapping == nil
             // Of tiles also the sums of dk and dv before and after one.
-            let (scores, sums) = isOneOperation ? (operation(a), 0) : (scores(a, tile), 4 * keys)
+            let (scores, sums) = isOneOperation(a) ? (operation(a), 0) : (scores(a, tile), 4 * keys)
             guard isCut else {
-                // q, q̂, d_attn_out, dq, dk and dv, and scores; then q, d_attn_out and dq four times: before RoPE and the norm, behind
-                // them in parts and joined, and by token. With either d_x_mid; k, v, k̂, and v̂ where it is not v.
-                let phases = max(4 * mixed + 2 * keys + sums + scores, 6 * mixed + 2 * keys)
+                // q, q̂, d_attn_out, dq, dk and dv, and scores; then q, d_attn_out and dq, before RoPE and the norm, behind them in parts,
+                // and by token. With either d_x_mid; k, v, k̂, and v̂ where it is not v.
+                let phases = max(4 * mixed + 2 * keys + sums + scores, 5 * mixed + 2 * keys)
                 return hidden + (a.vNorm ? 4 : 3) * keys + phases
             }
             // d_x_mid, which dx replaces; k̂ and v, and attn_out but for the last segment's, which went first; the sums of dk and dv before
@@ -84,6 +84,11 @@ extension Planner {
                 // x, d_x_mid and its part; z, o, mixed, dy, do and dz; xBC.
                 3 * hidden + activation(6 * mamba.width + mamba.convolutionWidth))
         }
+    }
+
+    /// See `Attention`.
+    private func isOneOperation(_ a: AttentionMixer) -> Bool {
+        CPUProducts.current.attendsByTiles && a.attnLogitSoftcapping == nil
     }
 
     /// Of a tile of attention's query rows P and dP, in whose place dS comes where it is fused, or P ∘ dP and its difference too.

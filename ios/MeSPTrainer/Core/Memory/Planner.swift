@@ -390,22 +390,20 @@ public struct Planner: Sendable {
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0) + gaps(plan)
     }
 
-    /// The memory that malloc keeps in gaps between arrays, in bytes. Small activations leave gaps among the arrays that last through a
-    /// step, a few percent of these. Large ones leave gaps of their own size: of the model's and the mixer's where that is wider, and two
-    /// or three of the latter where it is recurrent. Those of 8 MiB leave none: malloc maps each by itself, and of a long sequence the parts
-    /// alone leave any. Parts of shorter ones leave one more.
+    /// The memory that malloc keeps in gaps between arrays, in bytes: a few percent of those that last through a step. Of a mixer that is
+    /// wider than the model large arrays leave gaps of their own size, two or three where it is recurrent. Those of 8 MiB leave none, as
+    /// malloc maps each by itself; of a long sequence the parts alone leave any.
     private func gaps(_ plan: Plan) -> Int {
         let (mapped, part) = (8 << 20, hidden / length * tile(plan).mlpTokens)
         if hidden >= mapped, part < mapped { return part + baselineGaps }
-        let widest = max(hidden, largest(mixed))
-        let isWide = widest > hidden
-        let isRecurrent = isWide && architecture.isRecurrent
-        let isLarge = isRecurrent ? widest >= 1_500_000 : hidden >= (isWide ? 600_000 : 1_600_000)
-        let ofHidden =
-            isLarge && hidden < mapped && (isRecurrent ? widest <= mapped : widest < mapped)
-            ? (isRecurrent ? hidden < 1_000_000 ? 2 : 3 : 1) * widest + (isWide && !isRecurrent ? hidden : 0)
-            : min(1_000_000, lasting(plan) / 32)
-        return ofHidden + (isWide || part == hidden ? 0 : part) + baselineGaps
+        let widest = largest(mixed)
+        var ofArrays = min(1_000_000, lasting(plan) / 32)
+        if widest > hidden, architecture.isRecurrent {
+            if widest >= 1_500_000, widest <= mapped { ofArrays = (hidden < 1_000_000 ? 2 : 3) * widest }
+        } else if widest > hidden, hidden >= 1_000_000, widest < mapped {
+            ofArrays = widest + hidden
+        }
+        return ofArrays + baselineGaps
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
