@@ -74,8 +74,8 @@ def test_a_long_sequence_takes_no_more_than_predicted(family: str, tmp_path: Pat
     data = ("--data", tmp_path / "text.txt")
     bundle = exported(tmp_path, "--model", source, *data, "--seq-len", long, "--device", "cpu")
     output = tmp_path / "run"
-    options = ("--steps", 1, "--val-batches", 0, "--offload", "all", "--out", output)
-    call("train", bundle, *options)
+    options = ("--seq-len", long, "--steps", 1, "--val-batches", 0, "--offload", "all")
+    call("train", bundle, *options, "--out", output)
     lines = (output / "metrics.jsonl").read_text().splitlines()
     records = {record["type"]: record for record in map(json.loads, lines)}
     # What a plan counts is an upper bound here: the widths of a tiny model are no real one's.

@@ -27,4 +27,24 @@ extension ModelBundle {
 extension Device {
     /// Whether MLX computes on a CPU now. In tests it does so the GPU's way too.
     static var isCPU: Bool { defaultDevice().deviceType == .cpu }
+
+    /// C++ has a default device of its own, the GPU, which Swift's does not change. `vjp` runs two operations on it: the copies of its
+    /// inputs (transforms.cpp:337), and the subtraction in softmax's derivative (primitives.cpp:5049).
+    /// - Returns: what it was before
+    @discardableResult static func replaceGlobal(by device: Device) -> Device {
+        let global = Device.self as any GlobalDevice.Type
+        defer { global.setGlobal(device) }
+        return global.global
+    }
+}
+
+/// Only deprecated functions read and set C++'s device, so they are called through a protocol.
+private protocol GlobalDevice {
+    static var global: Device { get }
+    static func setGlobal(_ device: Device)
+}
+
+extension Device: GlobalDevice {
+    @available(*, deprecated) fileprivate static var global: Device { Device() }
+    @available(*, deprecated) fileprivate static func setGlobal(_ device: Device) { setDefault(device: device) }
 }

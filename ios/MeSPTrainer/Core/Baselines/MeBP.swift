@@ -17,11 +17,9 @@ extension BlockwiseModel {
         guard let function = try function(block, x, \.plainFunctions) else {
             preconditionFailure("block \(block) has no function")
         }
-        let defaultDevice = Device.self as any GlobalDevice.Type
-        let before = defaultDevice.global
-        defaultDevice.setGlobal(bundle.device)
         // `compile` asks for it too: on iOS nothing is fused while it is the CPU.
-        defer { defaultDevice.setGlobal(before) }
+        let before = Device.replaceGlobal(by: bundle.device)
+        defer { Device.replaceGlobal(by: before) }
         var failure: (any Error)?
         // Keys and values are inputs of a block that takes another's, and outputs of one whose others took.
         let (taken, sum) = (beside.shared, beside.shared == nil ? shared : nil)
@@ -55,17 +53,4 @@ extension BlockwiseModel {
         d = gradients[0].asType(dtype)
         return gradients[1]
     }
-}
-
-/// C++ has a default device of its own, the GPU, which Swift's does not change. `vjp` runs two operations on it: the copies of its inputs
-/// (transforms.cpp:337), and the subtraction in softmax's derivative (primitives.cpp:5049). Only deprecated functions read and set it, so
-/// they are called through a protocol.
-private protocol GlobalDevice {
-    static var global: Device { get }
-    static func setGlobal(_ device: Device)
-}
-
-extension Device: GlobalDevice {
-    @available(*, deprecated) fileprivate static var global: Device { Device() }
-    @available(*, deprecated) fileprivate static func setGlobal(_ device: Device) { setDefault(device: device) }
 }

@@ -241,7 +241,9 @@ struct Attention {
     ) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
         let keys = seen(by: kHat.dim(1) - q.dim(1)..<kHat.dim(1))
         let (k, v) = (kHat[0..., keys].asType(.float32), v[0..., keys].asType(.float32))
-        let (_, d) = vjp({ [whole($0[0], $0[1], $0[2])] }, primals: [q, k, v], cotangents: [dOut])
+        let before = Device.replaceGlobal(by: .cpu)
+        var (_, d) = vjp({ [whole($0[0], $0[1], $0[2])] }, primals: [q, k, v], cotangents: [dOut])
+        Device.replaceGlobal(by: before)
         let own = kHat.dim(1) - q.dim(1) - keys.lowerBound  // where the segment's own positions begin
         /// The sum with what later segments add to the last keys: the segment's own part, and what is before that.
         func parted(_ d: MLXArray, _ later: MLXArray?) -> (own: MLXArray, before: MLXArray) {
@@ -254,7 +256,8 @@ struct Attention {
             // A copy, as a view would keep what is before it.
             return (contiguous(d[0..., own...]), d[0..., ..<own].swappedAxes(1, 2))
         }
-        let (dk, dv) = (parted(d[1], behind?.dk), parted(d[2], behind?.dv))
+        // A sum takes the place of what nobody else has.
+        let (dv, dk) = (parted(d.removeLast(), behind?.dv), parted(d.removeLast(), behind?.dk))
         behind = own > 0 ? (dk.before, dv.before) : nil
         submit([d[0], dk.own, dv.own] + (own > 0 ? [dk.before, dv.before] : []))
         return (d[0], dk.own, dv.own)

@@ -390,20 +390,25 @@ public struct Planner: Sendable {
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0) + gaps(plan)
     }
 
-    /// The memory that malloc keeps in gaps between arrays, in bytes: a few percent of those that last through a step. Of a mixer that is
-    /// wider than the model large arrays leave gaps of their own size, two or three where it is recurrent. Those of 8 MiB leave none, as
-    /// malloc maps each by itself; of a long sequence the parts alone leave any.
+    /// The memory that malloc keeps in gaps between arrays, in bytes: a few percent of those that last through a step. Large arrays leave
+    /// gaps of their own size, of the model's and the mixer's where that is wider, and two or three of the latter where it is recurrent;
+    /// but not where all blocks have attention no wider than the model and no experts, whose arrays are of a few sizes. Those of 8 MiB
+    /// leave none, as malloc maps each by itself; of a long sequence the parts alone leave any. Parts of shorter ones leave one more.
     private func gaps(_ plan: Plan) -> Int {
         let (mapped, part) = (8 << 20, hidden / length * tile(plan).mlpTokens)
         if hidden >= mapped, part < mapped { return part + baselineGaps }
-        let widest = largest(mixed)
-        var ofArrays = min(1_000_000, lasting(plan) / 32)
-        if widest > hidden, architecture.isRecurrent {
-            if widest >= 1_500_000, widest <= mapped { ofArrays = (hidden < 1_000_000 ? 2 : 3) * widest }
-        } else if widest > hidden, hidden >= 1_000_000, widest < mapped {
-            ofArrays = widest + hidden
+        let widest = max(hidden, largest(mixed))
+        let isWide = widest > hidden
+        let isRecurrent = isWide && architecture.isRecurrent
+        let hasFewSizes =
+            !isWide && architecture.mlps.allSatisfy { $0.experts == nil }
+            && architecture.mixers.allSatisfy { if case .attention = $0 { true } else { false } }
+        let isLarge = isRecurrent ? widest >= 1_500_000 : hidden >= (isWide ? 1_000_000 : 1_600_000)
+        guard isLarge, !hasFewSizes, hidden < mapped, widest < mapped || (isRecurrent && widest == mapped) else {
+            return min(1_000_000, lasting(plan) / 32) + baselineGaps
         }
-        return ofArrays + baselineGaps
+        let ofWidest = (isRecurrent ? hidden < 1_000_000 ? 2 : 3 : 1) * widest + (isWide && !isRecurrent ? hidden : 0)
+        return ofWidest + (isWide || part == hidden ? 0 : part) + baselineGaps
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
