@@ -630,7 +630,9 @@ std::optional<mx::array> attention(
         return std::nullopt;
     }
     if (mask && (mask->dtype() != mx::bool_ || mask->shape() != mx::Shape{q.shape(2), k.shape(2)})) return std::nullopt;
-    const int missing = q.shape(2) > 1 || mask ? (lanes - q.shape(3) % lanes) % lanes : 0;
+    // One query's values take rows of any length, but not its derivative.
+    const bool isOne = q.shape(2) == 1 && !mask && !q.is_tracer() && !k.is_tracer() && !v.is_tracer();
+    const int missing = isOne ? 0 : (lanes - q.shape(3) % lanes) % lanes;
     if (missing > 0) {
         const auto padded = [&](const mx::array &x) {
             return mx::pad(x, {3}, {0}, {missing}, mx::array(0.0f), "constant", s);

@@ -34,6 +34,7 @@ extension AllTests {
         @Test(arguments: [
             (heads: 4, groups: 1, n: 5, keys: 5, d: 16), (6, 2, 33, 70, 32), (14, 2, 130, 257, 16), (3, 3, 64, 400, 64),
             (18, 2, 17, 129, 24), (1, 1, 2, 2100, 8),
+            (4, 2, 1, 9, 24),
         ])
         func valuesAndGradients(_ size: (heads: Int, groups: Int, n: Int, keys: Int, d: Int)) {
             let (n, keys, d) = (size.n, size.keys, size.d)
