@@ -10,7 +10,7 @@ extension Planner {
     func isCut(_ mixer: Mixer) -> Bool { segment < length && mixer.goesBySegments }
 
     /// Of an array `[T, …]`, a segment's part.
-    private func ofSegment(_ bytes: Int) -> Int { bytes / length * segment }
+    func ofSegment(_ bytes: Int) -> Int { bytes / length * segment }
 
     /// The arrays that the backward pass reads: m₁, m₂, m₃ and mixed; of segments, k̂, v and mixed of attention, and the states of a gated delta net.
     func intermediates(of mixer: Mixer) -> Int {

@@ -391,9 +391,10 @@ public struct Planner: Sendable {
     }
 
     /// The memory that malloc keeps in gaps between arrays, in bytes: a few percent of those that last through a step. Large arrays leave
-    /// gaps of their own size, of the model's and the mixer's where that is wider, and two or three of the latter where it is recurrent;
-    /// but not where all blocks have attention no wider than the model and no experts, whose arrays are of a few sizes. Those of 8 MiB
-    /// leave none, as malloc maps each by itself; of a long sequence the parts alone leave any. Parts of shorter ones leave one more.
+    /// gaps of their own size, of the model's and the mixer's where that is wider, and two or three of the latter where it is recurrent,
+    /// one with everything on disk; but not where all blocks have attention no wider than the model and no experts, whose arrays are of a
+    /// few sizes. Those of 8 MiB leave none, as malloc maps each by itself; of a long sequence the parts alone leave any. Parts of shorter
+    /// ones leave one more.
     private func gaps(_ plan: Plan) -> Int {
         let (mapped, part) = (8 << 20, hidden / length * tile(plan).mlpTokens)
         if hidden >= mapped, part < mapped { return part + baselineGaps }
@@ -407,7 +408,8 @@ public struct Planner: Sendable {
         guard isLarge, !hasFewSizes, hidden < mapped, widest < mapped || (isRecurrent && widest == mapped) else {
             return min(1_000_000, lasting(plan) / 32) + baselineGaps
         }
-        let ofWidest = (isRecurrent ? hidden < 1_000_000 ? 2 : 3 : 1) * widest + (isWide && !isRecurrent ? hidden : 0)
+        let recurrent = plan.offload == .all ? 1 : hidden < 1_000_000 ? 2 : 3
+        let ofWidest = isRecurrent ? recurrent * widest : isWide ? widest + hidden : widest
         return ofWidest + (isWide || part == hidden ? 0 : part) + baselineGaps
     }
 
@@ -437,7 +439,7 @@ public struct Planner: Sendable {
 
     /// The process with MLX started and, where they are called, the block functions imported, whose graphs take several times the files.
     private var process: Int {
-        5_000_000 + 1_750_000 * (backend == .cpu ? CPUProducts.current.threads : 1)
+        5_750_000 + 1_000_000 * (backend == .cpu ? CPUProducts.current.threads : 1)
             + (backend == .gpu || method == .mebp ? 15 * functionBytes / 2 : 0)
     }
 
@@ -473,7 +475,7 @@ public struct Planner: Sendable {
     private var forward: Int {
         // Of embeddings for each layer p, u and m.
         ((isCut ? 2 : 4) + (architecture.postNorms ? 1 : 0)) * hidden + largest(forward(of:)) + 3 * weight(256)
-            + 2 * activation(256) + 3 * perLayer
+            + 2 * (isCut ? ofSegment(activation(256)) : activation(256)) + 3 * perLayer
     }
 
     /// y; of the tokens at a time h, dh and the running sum before and after a tile, in float32, and where they are not all y's gradient of
