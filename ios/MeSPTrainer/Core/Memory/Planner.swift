@@ -391,10 +391,10 @@ public struct Planner: Sendable {
     }
 
     /// The memory that malloc keeps in gaps between arrays, in bytes: a few percent of those that last through a step. Large arrays leave
-    /// gaps of their own size, of the model's and the mixer's where that is wider, and two or three of the latter where it is recurrent,
-    /// one with everything on disk; but not where all blocks have attention no wider than the model and no experts, whose arrays are of a
-    /// few sizes. Those of 8 MiB leave none, as malloc maps each by itself; of a long sequence the parts alone leave any. Parts of shorter
-    /// ones leave one more.
+    /// 1 MB, and gaps of their own size, of the model's and the mixer's where that is wider, and two or three of the latter where it is
+    /// recurrent, one with everything on disk; but not where all blocks have attention no wider than the model and no experts, whose
+    /// arrays are of a few sizes. Those of 8 MiB leave none, as malloc maps each by itself; of a long sequence the parts alone leave any.
+    /// Parts of shorter ones leave one more.
     private func gaps(_ plan: Plan) -> Int {
         let (mapped, part) = (8 << 20, hidden / length * tile(plan).mlpTokens)
         if hidden >= mapped, part < mapped { return part + baselineGaps }
@@ -404,13 +404,14 @@ public struct Planner: Sendable {
         let hasFewSizes =
             !isWide && architecture.mlps.allSatisfy { $0.experts == nil }
             && architecture.mixers.allSatisfy { if case .attention = $0 { true } else { false } }
-        let isLarge = isRecurrent ? widest >= 1_500_000 : hidden >= (isWide ? 1_000_000 : 1_600_000)
+        let isLarge = isRecurrent ? widest >= 1_500_000 : hidden >= (isWide ? 1_000_000 : 1_500_000)
+        let large = isLarge ? 1_000_000 : 0
         guard isLarge, !hasFewSizes, hidden < mapped, widest < mapped || (isRecurrent && widest == mapped) else {
-            return min(1_000_000, lasting(plan) / 32) + baselineGaps
+            return min(1_000_000, lasting(plan) / 32) + large + baselineGaps
         }
         let recurrent = plan.offload == .all ? 1 : hidden < 1_000_000 ? 2 : 3
         let ofWidest = isRecurrent ? recurrent * widest : isWide ? widest + hidden : widest
-        return ofWidest + (isWide || part == hidden ? 0 : part) + baselineGaps
+        return ofWidest + (isWide || part == hidden ? 0 : part) + large + baselineGaps
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
@@ -439,7 +440,7 @@ public struct Planner: Sendable {
 
     /// The process with MLX started and, where they are called, the block functions imported, whose graphs take several times the files.
     private var process: Int {
-        5_750_000 + 1_000_000 * (backend == .cpu ? CPUProducts.current.threads : 1)
+        (backend == .cpu ? 4_750_000 + 1_000_000 * CPUProducts.current.threads : 6_750_000)
             + (backend == .gpu || method == .mebp ? 15 * functionBytes / 2 : 0)
     }
 
