@@ -390,11 +390,11 @@ public struct Planner: Sendable {
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0) + gaps(plan)
     }
 
-    /// The memory that malloc keeps in gaps between arrays, in bytes: a few percent of those that last through a step. Large arrays leave
-    /// 1 MB, and gaps of their own size, of the model's and the mixer's where that is wider, and two or three of the latter where it is
-    /// recurrent, one with everything on disk; but not where all blocks have attention no wider than the model and no experts, whose
-    /// arrays are of a few sizes. Those of 8 MiB leave none, as malloc maps each by itself; of a long sequence the parts alone leave any.
-    /// Parts of shorter ones leave one more.
+    /// The memory that malloc keeps in gaps between arrays, in bytes: a few percent of those that last through a step, and 1.5 MB of large
+    /// ones, where all blocks have attention no wider than the model and no experts, whose arrays are of a few sizes. Of others large
+    /// arrays leave 1 MB and gaps of their own size, of the model's and the mixer's where that is wider, and two or three of the latter
+    /// where it is recurrent, one with everything on disk. Those of 8 MiB leave none, as malloc maps each by itself; of a long sequence
+    /// the parts alone leave any. Parts of shorter ones leave one more.
     private func gaps(_ plan: Plan) -> Int {
         let (mapped, part) = (8 << 20, hidden / length * tile(plan).mlpTokens)
         if hidden >= mapped, part < mapped { return part + baselineGaps }
@@ -405,13 +405,12 @@ public struct Planner: Sendable {
             !isWide && architecture.mlps.allSatisfy { $0.experts == nil }
             && architecture.mixers.allSatisfy { if case .attention = $0 { true } else { false } }
         let isLarge = isRecurrent ? widest >= 1_500_000 : hidden >= (isWide ? 1_000_000 : 1_500_000)
-        let large = isLarge ? 1_000_000 : 0
         guard isLarge, !hasFewSizes, hidden < mapped, widest < mapped || (isRecurrent && widest == mapped) else {
-            return min(1_000_000, lasting(plan) / 32) + large + baselineGaps
+            return min(2_000_000, lasting(plan) / 16) + (isLarge ? 1_500_000 : 0) + baselineGaps
         }
         let recurrent = plan.offload == .all ? 1 : hidden < 1_000_000 ? 2 : 3
         let ofWidest = isRecurrent ? recurrent * widest : isWide ? widest + hidden : widest
-        return ofWidest + (isWide || part == hidden ? 0 : part) + large + baselineGaps
+        return ofWidest + (isWide || part == hidden ? 0 : part) + 1_000_000 + baselineGaps
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
