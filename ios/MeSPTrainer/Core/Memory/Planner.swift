@@ -390,11 +390,11 @@ public struct Planner: Sendable {
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0) + gaps(plan)
     }
 
-    /// The memory that malloc keeps in gaps between arrays, in bytes: a few percent of those that last through a step, and 1.5 MB of large
-    /// ones, where all blocks have attention no wider than the model and no experts, whose arrays are of a few sizes. Of others large
-    /// arrays leave 1 MB and gaps of their own size, of the model's and the mixer's where that is wider, and two or three of the latter
-    /// where it is recurrent, one with everything on disk. Those of 8 MiB leave none, as malloc maps each by itself; of a long sequence
-    /// the parts alone leave any. Parts of shorter ones leave one more.
+    /// The memory that malloc keeps in gaps between arrays, in bytes: a sixteenth of those that last through a step, at most 2 MB, and 1.5 MB
+    /// where arrays are large. With experts, mixers other than attention, or attention wider than the model, arrays are of more sizes: in
+    /// place of both, large ones leave 1 MB and gaps of their own size, of the model's and the mixer's where that is wider, and two or
+    /// three of the latter where it is recurrent, one with everything on disk. Parts of shorter sequences leave one more. Arrays of 8 MiB
+    /// leave no gaps of their size, as malloc maps each by itself; of a long sequence the parts alone leave any.
     private func gaps(_ plan: Plan) -> Int {
         let (mapped, part) = (8 << 20, hidden / length * tile(plan).mlpTokens)
         if hidden >= mapped, part < mapped { return part + baselineGaps }
