@@ -35,3 +35,19 @@ def plain_os_errors(doing: str) -> Iterator[None]:
         if error.errno in FULL_DISK:
             raise MespError(f"{doing}: the disk is full; free some space and try again.") from error
         raise MespError(f"{doing}: {error.strerror or error}.") from error
+
+
+@contextmanager
+def plain_errors(failed: str) -> Iterator[None]:
+    """Raises MespError, which begins with what `failed`, for whatever a tokenizer or a chat
+    template raises."""
+    try:
+        yield
+    except MespError:
+        raise
+    except BaseException as error:
+        # A panic in Rust is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise MespError(f"{failed}: {reason}") from error

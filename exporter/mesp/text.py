@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mesp.errors import MespError
+from mesp.data.answers import end_tokens
+from mesp.data.records import Conversation
+from mesp.data.rendering import Rendering
+from mesp.data.tokens import encode_prompt
+from mesp.errors import MespError, plain_errors
 from mesp.files import read_object, root_of
 
 
 def load_tokenizer(
-    folder: Path,
-    without: str = "so --data cannot be used with it; take a model with one",
-    ends: int | list[int] | None = None,
+    folder: Path, without: str = "so --data cannot be used with it; take a model with one"
 ) -> Any:
-    """The tokenizer in a model's folder or a bundle, as mlx-lm wraps it, with the tokens that end a
-    text where they are not the tokenizer's own.
+    """The tokenizer in a model's folder or a bundle, as mlx-lm wraps it, with the tokens at which
+    its generation stops: the model's, its own, and what its chat template ends an answer with.
 
     Code in the folder is never run: a tokenizer is one of those that transformers has. Raises
     MespError if there is none, and says what `without` it, or where it cannot be loaded.
@@ -43,7 +43,7 @@ def load_tokenizer(
         options = {"local_files_only": True, "trust_remote_code": False}
         try:
             options["config"] = _kind_of_model(folder)
-            tokenizer = tokenizer_utils.load(folder, options, ends)
+            tokenizer = tokenizer_utils.load(folder, options, _ends_of_model(folder))
         except Exception as error:
             if "trust_remote_code" in str(error) or "auto_map" in config:
                 raise MespError(
@@ -54,7 +54,24 @@ def load_tokenizer(
         # A tokenizer's fault may appear only when it is used.
         tokenizer.encode("a")
         _ = tokenizer.detokenizer
+        tokenizer.eos_token_ids = end_tokens(tokenizer)
         return tokenizer
+
+
+def _ends_of_model(folder: Path) -> list[int] | None:
+    """The end tokens that generation_config.json names, or else config.json; None where neither
+    does. Raises ValueError where they are not numbers."""
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        ends = read_object(file).get("eos_token_id") if file.exists() else None
+        if ends is not None:
+            ends = ends if isinstance(ends, list) else [ends]
+            if not all(type(end) is int for end in ends):
+                raise ValueError(
+                    f"the eos_token_id of {name} is neither a number nor a list of them"
+                )
+            return ends
+    return None
 
 
 def _kind_of_model(folder: Path) -> Any:
@@ -71,36 +88,14 @@ def _kind_of_model(folder: Path) -> Any:
         return PreTrainedConfig(**named)
 
 
-@contextmanager
-def plain_errors(failed: str) -> Iterator[None]:
-    """Raises MespError, which begins with what `failed`, for whatever a tokenizer or a chat
-    template raises."""
-    try:
-        yield
-    except MespError:
-        raise
-    except BaseException as error:
-        # A panic in Rust is no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise MespError(f"{failed}: {reason}") from error
-
-
 def bundle_tokenizer(bundle: Path) -> Any:
-    """The bundle's tokenizer, with the tokens that end a text as mlx-lm finds them."""
-    try:
-        config = read_object(bundle / "config.json")
-        if (bundle / "generation_config.json").exists():
-            said = read_object(bundle / "generation_config.json").get("eos_token_id")
-            config["eos_token_id"] = said or config.get("eos_token_id")
-        ends = config.get("eos_token_id")
-        if not all(type(end) is int for end in (ends if isinstance(ends, list) else [ends or 0])):
-            raise ValueError("its eos_token_id is neither a number nor a list of them")
-    except (OSError, ValueError) as error:
-        raise MespError(f"The tokenizer in {bundle} cannot be loaded: {error}.") from error
-    without = "which generating needs; export a model that has one"
-    return load_tokenizer(bundle, without, ends)
+    """The bundle's tokenizer, with the tokens at which generation stops: those of `load_tokenizer`,
+    and what the bundle's data end with."""
+    tokenizer = load_tokenizer(bundle, "which generating needs; export a model that has one")
+    with plain_errors(f"The manifest of {bundle} cannot be read"):
+        ends = read_object(bundle / "manifest.json").get("end_tokens", [])
+        tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *map(int, ends)}
+    return tokenizer
 
 
 def encode(tokenizer: Any, prompt: str, chat: bool | None, system: str | None = None) -> list[int]:
@@ -122,24 +117,21 @@ def encode(tokenizer: Any, prompt: str, chat: bool | None, system: str | None = 
         if is_chat:
             messages = [{"role": "system", "content": system}] if system else []
             messages.append({"role": "user", "content": prompt})
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
+            text = in_template(tokenizer, Conversation(messages))
             tokens = tokenizer.encode(text, add_special_tokens=False)
         else:
-            tokens = tokenizer.encode(prompt)
+            tokens = encode_prompt(tokenizer, prompt)
     if not tokens:
         raise MespError("The prompt is empty; give at least one word.")
     return list(tokens)
 
 
-def in_template(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
-    """A conversation, up to where the answer begins. Raises MespError where that fails."""
+def in_template(tokenizer: Any, conversation: Conversation) -> str:
+    """A conversation in the chat template, up to where the answer begins. Raises MespError where
+    the template refuses it or leaves something out."""
     if not tokenizer.has_chat_template:
         raise MespError("the bundle's tokenizer has no chat template; give prompts without --chat")
     with plain_errors("the chat template refuses the messages"):
-        return str(
-            tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True
-            )
-        )
+        rendering = Rendering(tokenizer, conversation)
+        rendering.check()
+        return rendering.render(conversation.messages, asks=True)

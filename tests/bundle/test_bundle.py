@@ -85,7 +85,7 @@ def test_files_can_be_mapped(exported):
             end = array.offset + mx.zeros(array.shape, getattr(mx, array.dtype)).nbytes // 4
         assert end <= entry.layout.words
     keys = "format name model mlx_version layouts device dtype architecture quantization seq_lens "
-    keys += "ranks blocks embedding head data files"
+    keys += "ranks blocks embedding head data end_tokens files"
     assert list(json.loads((exported / "manifest.json").read_text())) == keys.split()
 
 

@@ -8,7 +8,9 @@ say what is expected, and without them it has to be found.
 import pytest
 
 from helpers.paths import DEMO_MODEL
-from mesp.data.answers import encode_answers
+from mesp.data.answers import encode_conversation
+from mesp.data.messages import read_messages
+from mesp.data.records import Conversation
 from mesp.errors import MespError
 from mesp.text import load_tokenizer
 
@@ -49,6 +51,9 @@ QWEN = """\
 
 # Thoughts stay in the answers after the last question; the last answer always has some.
 QWEN3 = """\
+{%- if tools %}{{- '<|im_start|>system\\n# Tools' }}
+{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{{- '<|im_end|>\\n' }}
+{%- endif %}
 {%- set ns = namespace(last=-1) %}
 {%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}
 {%- endfor %}
@@ -203,6 +208,12 @@ def cases() -> list[tuple[str, str]]:
     return found
 
 
+def encode_answers(tokenizer, messages: list[dict], tools: list | None):
+    conversation = Conversation(read_messages("A record", messages), tools=tools)
+    encoded = encode_conversation(tokenizer, conversation, "answers")
+    return encoded.ids, encoded.mask
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     """The demo model's, with the tokens that the templates end answers with."""
@@ -258,15 +269,27 @@ UNMARKED = (
 @pytest.mark.parametrize(
     ("template", "messages", "named"),
     [
-        (REVERSED, [user("ab"), assistant("cd"), user("ab"), assistant("cd")], "does not mark"),
+        (
+            REVERSED,
+            [user("ab"), assistant("cd"), user("ab"), assistant("cd")],
+            "leaves out the content of message 1",
+        ),
         # The text itself has the end of an answer in it.
-        (CHATML, [user("a"), assistant("b<|im_end|>\nb"), user("c"), assistant("d")], "rewrites"),
-        (UNMARKED, [user("a"), assistant("b"), user("c"), assistant("d")], "does not mark where"),
+        (
+            CHATML,
+            [user("a"), assistant("b<|im_end|>\nb"), user("c"), assistant("d")],
+            "the end token <.im_end.> in it",
+        ),
+        (
+            UNMARKED,
+            [user("a"), assistant("b"), user("c"), assistant("d")],
+            "message 2 begins and ends: take --loss-on all",
+        ),
     ],
 )
 def test_answers_that_cannot_be_told_are_refused(tokenizer, template, messages, named):
     tokenizer._tokenizer.chat_template = template.replace("⟦", "").replace("⟧", "")
-    with pytest.raises(MespError, match=f"{named}.*--loss-on last.*--loss-on all"):
+    with pytest.raises(MespError, match=named):
         encode_answers(tokenizer, messages, None)
 
 

@@ -153,17 +153,23 @@ def test_random_data():
         ({"train.jsonl": '{"text": 3}'}, 'Line 1 .* has a "text" that is not a string'),
         ({"train.jsonl": '{"prompt": "a"}'}, "Line 1 .* has prompt; records have"),
         ({"train.jsonl": "{}"}, "Line 1 .* has nothing; records have"),
-        ({"train.jsonl": '{"prompt": "a", "completion": ["b"]}'}, '"completion" that is not a'),
+        (
+            {"train.jsonl": '{"prompt": "a", "completion": ["b"]}'},
+            "a .completion. that is neither a string",
+        ),
         ({"train.jsonl": '{"messages": []}'}, "Line 1 .* has messages that are not a list of"),
         ({"train.jsonl": '{"messages": ["hello"]}'}, "Line 1 .* has messages that are not"),
-        ({"train.jsonl": '{"messages": [{"content": "a"}]}'}, "Line 1 .* has messages that are"),
-        ({"train.jsonl": '{"messages": [{"role": "user"}]}'}, "no chat template"),
+        (
+            {"train.jsonl": '{"messages": [{"content": "a"}]}'},
+            "Line 1 .* message 1 without a .role.",
+        ),
+        ({"train.jsonl": '{"messages": [{"role": "user", "content": ""}]}'}, "no chat template"),
         (
             {"train.jsonl": '{"text": "a"}\n\n{"prompt": "a", "completion": "b"}'},
             "Line 3 .* has prompt and completion, and the data began with text",
         ),
         (
-            {"train.txt": TEXT, "valid.jsonl": '{"messages": [{"role": "user"}]}'},
+            {"train.txt": TEXT, "valid.jsonl": '{"messages": [{"role": "user", "content": ""}]}'},
             r"Line 1 of .*valid\.jsonl has messages, and the data began with text",
         ),
         ({"train.jsonl": '{"text": "\\ud800"}'}, "Line 1 .* has half a character"),
@@ -196,9 +202,11 @@ def test_pieces_add_up():
 # A template in the manner of Qwen2.5's: tools, tool calls, and a prompt that asks for an answer.
 TEMPLATE = """{% if tools %}Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}
 {% endif %}{% for m in messages %}{% if m.role == "owner" %}{{ raise_exception("No owners.") }}\
-{% endif %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %} call \
+{% endif %}{{ m.role }}:
+{{ m.content }}{% for call in m.tool_calls or [] %} call \
 {{ call.function | tojson }}{% endfor %}{{ eos_token }}
-{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+{% endfor %}{% if add_generation_prompt %}assistant:
+{% endif %}"""
 TOOLS = [{"type": "function", "function": {"name": "capital", "parameters": {"type": "object"}}}]
 CALL = [{"type": "function", "function": {"name": "capital", "arguments": {"of": "France"}}}]
 
@@ -217,7 +225,7 @@ RECORDS = {
     ],
     "chat": [
         {"messages": [message("user", f"Hello {i}"), message("assistant", "Ünïcode ✓ " * i)]}
-        for i in range(12)
+        for i in range(1, 13)
     ]
     + [
         {

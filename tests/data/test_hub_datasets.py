@@ -107,7 +107,11 @@ def test_a_file_and_what_is_null_in_it(tmp_path):
     ]
     path = write(tmp_path / "chats.parquet", [{"messages": each} for each in messages])
     documents = read_documents(str(path), Selection())
-    assert [each.content for each in documents["train"]] == [{"messages": m} for m in messages]
+    lines = tmp_path / "chats.jsonl"
+    lines.write_text("\n".join(json.dumps({"messages": each}) for each in messages))
+    assert [each.content for each in documents["train"]] == [
+        each.content for each in read_documents(str(lines), Selection())["train"]
+    ]
     records = tmp_path / "records.jsonl"
     records.write_text("\n".join(map(json.dumps, rows("main", 10))))
     splits = {"train": "train[:8]", "valid": "train[8:]"}

@@ -60,6 +60,11 @@ def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str,
     return {name: write_split(name, split) for name, split in splits.items()}
 
 
+def end_tokens_of(splits: Mapping[str, Split]) -> tuple[int, ...]:
+    """The tokens at which generation stops after any of the splits, ascending."""
+    return tuple(sorted({token for split in splits.values() for token in split.ends}))
+
+
 def write_index(folder: Path, data: Mapping[str, DataSplit]) -> None:
     """Writes the list of a folder's tokens that mesp-engine reads."""
     with create(folder / "data.json") as file:
@@ -83,7 +88,8 @@ def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:
             data = write_data(bundle, new, splits)
             kept = [file for file in manifest.files if file.path.split("/")[0] not in FOLDERS]
             files = sorted([*kept, *describe_files(bundle, new)], key=lambda file: file.path)
-            manifest = replace(manifest, data=data, files=tuple(files))
+            ends = end_tokens_of(splits)
+            manifest = replace(manifest, data=data, end_tokens=ends, files=tuple(files))
             manifest.write(bundle / new)
             for written in (*(bundle / new).iterdir(), bundle / new):
                 sync(written)

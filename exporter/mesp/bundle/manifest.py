@@ -214,6 +214,8 @@ class Manifest:
     # Of the matrices that embeddings for each layer are made with, by their names.
     per_layer: Mapping[str, Table] = field(default_factory=dict)
     data: Mapping[str, DataSplit] = field(default_factory=dict)
+    # At which generation stops, ascending: the model's and what the data end with.
+    end_tokens: tuple[int, ...] = ()
     files: tuple[File, ...] = ()
     mlx_version: str = LAYOUTS[0]
     layouts: Mapping[str, str] = field(default_factory=LAYOUT_FOLDERS.copy)
@@ -242,6 +244,7 @@ class Manifest:
             and isinstance(data, dict)
             and all(map(_is_split, data.values()))
             and all(map(_is_line, data))
+            and fits(entries.get("end_tokens", []), [int])
             and isinstance(layouts, dict)
             and all(isinstance(folder, str) for folder in layouts.values())
         ):
@@ -262,6 +265,7 @@ class Manifest:
                 name: Table.of(entries[key]) for key, name in PER_LAYER.items() if key in entries
             },
             data={split: DataSplit.of(entry) for split, entry in data.items()},
+            end_tokens=tuple(entries.get("end_tokens", [])),
             files=tuple(
                 File(each["path"], each["size"], each["sha256"]) for each in entries["files"]
             ),
@@ -292,6 +296,7 @@ class Manifest:
                 if name in self.per_layer
             },
             "data": {split: each.to_json() for split, each in self.data.items()},
+            **({"end_tokens": self.end_tokens} if self.end_tokens else {}),
             "files": [asdict(each) for each in self.files],
         }
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mesp.bundle.data_files import write_data
+from mesp.bundle.data_files import end_tokens_of, write_data
 from mesp.bundle.export_options import ExportOptions
 from mesp.bundle.function_files import write_functions
 from mesp.bundle.manifest import Manifest, ModelName, Table, describe_files
@@ -71,7 +71,9 @@ def write_bundle(
         manifest = write_model(folder, source, arch, files, options, writing.advance)
         data = write_data(folder, "data", splits)
         write_texts(source, folder, arch, options.quantizations)
-        manifest = replace(manifest, data=data, files=describe_files(folder))
+        manifest = replace(
+            manifest, data=data, end_tokens=end_tokens_of(splits), files=describe_files(folder)
+        )
         manifest.write(folder)
     return manifest
 

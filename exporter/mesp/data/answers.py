@@ -4,111 +4,354 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
 from operator import eq
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from mesp.data.messages import CALLS
+from mesp.data.records import Conversation
+from mesp.data.rendering import MARKS, Place, Rendering, shown
 from mesp.errors import MespError
 
 PROBE = "MeSP"  # a message's text, found again in what the template makes of it
-NOT_FOUND = "take --loss-on last for the last message alone, or --loss-on all."
 
 
-def encode_answers(
-    tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None
-) -> tuple[list[int], np.ndarray]:
-    """The ids of a conversation, and a mask [N] that is true for the tokens of its answers.
+class Span(NamedTuple):
+    """An answer's characters in a rendering, from `start` until before `stop`; `said` is where the
+    last of its texts ends, and what follows is the template's."""
+
+    start: int
+    said: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A text's N token ids, and a `mask` [N], true for tokens that are in the loss. `notes` say
+    what a reader of the data would not expect."""
+
+    ids: list[int]
+    mask: np.ndarray
+    notes: tuple[str, ...] = ()
+
+
+def encode_conversation(tokenizer: Any, conversation: Conversation, loss_on: str) -> Encoded:
+    """The ids of a conversation, with its ``answers``, its ``last`` message or ``all`` in the loss.
 
     An answer is what the template writes of an assistant's message after what asks for one (its
     generation prompt), with the token that ends it: what TRL's `assistant_only_loss` takes. A
     template says so itself by `{% generation %}`; of others it is found by what they make of the
-    conversation's beginnings. Raises MespError, without the record's name, where it cannot be.
+    conversation's beginnings. Where the template ends an answer with no token at which generation
+    could stop, the tokenizer's end token is put there.
+
+    Raises MespError, without the record's name, where the template leaves out what the conversation
+    has, or an answer cannot be located, is empty or has an end token in it.
     """
-    template = tokenizer.chat_template
-    if isinstance(template, str) and re.search(r"{%-?\s*generation\s*-?%}", template):
-        encoded = tokenizer._tokenizer.apply_chat_template(
-            messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return encoded["input_ids"], np.array(encoded["assistant_masks"], bool)
-    text = _render(tokenizer, messages, tools)
-    encoded = _encode(tokenizer, text)
+    check_answers(conversation)
+    rendering = Rendering(tokenizer, conversation)
+    notes = rendering.check()
+    last = len(conversation.messages) - 1
+    trained = conversation.answers
+    if loss_on == "last":
+        if conversation.messages[last]["role"] != "assistant":
+            return _encode_last(tokenizer, rendering, notes)
+        trained = [index for index in trained if index == last]
+    found = trained if loss_on != "all" else sorted({*trained, *conversation.untrained})
+    if not found:
+        ids = _tokens(tokenizer, rendering.text)["input_ids"]
+        return Encoded(ids, np.full(len(ids), loss_on == "all"), tuple(notes))
+    try:
+        spans = dict(zip(found, _spans(rendering, found, notes), strict=True))
+    except MespError:
+        if loss_on != "all" or conversation.untrained:
+            raise
+        ids = _tokens(tokenizer, rendering.text)["input_ids"]
+        return Encoded(ids, np.ones(len(ids), bool), tuple(notes))
+    text, spans = _with_ends(tokenizer, rendering.text, spans, notes)
+    encoded = _tokens(tokenizer, text)
     offsets = np.array(encoded["offset_mapping"]).reshape(-1, 2)
-    mask = np.zeros(len(offsets), bool)
-    for start, stop in _spans(tokenizer, text, messages, tools):
-        mask |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
-    return encoded["input_ids"], mask
+    mask = np.full(len(offsets), loss_on == "all")
+    for index, span in spans.items():
+        inside = (offsets[:, 0] < span.stop) & (offsets[:, 1] > span.start)
+        mask[inside] = index in trained
+        if index in trained:
+            _check_ends(tokenizer, encoded["input_ids"], offsets, span, index)
+    return Encoded(encoded["input_ids"], mask, tuple(notes))
 
 
-def _spans(
-    tokenizer: Any, text: str, messages: list[dict[str, Any]], tools: list[Any] | None
-) -> list[tuple[int, int]]:
-    """The characters of each answer in `text`, which the template makes of `messages`."""
-    spans, stop, end = [], 0, ""
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        start = _start(tokenizer, text, stop, messages[:i], tools)
-        at = stop = len(text)
-        if i + 1 < len(messages):
-            end = end or _end_of_answers(tokenizer)
-            at = text.find(end, start)
-            stop = at + len(end)
-        content = message.get("content")
-        # Templates leave thoughts out.
-        said = content.split("</think>")[-1].strip() if isinstance(content, str) else ""
-        if min(start, at) < 0 or said not in text[start:stop]:
+def check_answers(conversation: Conversation) -> None:
+    """Raises MespError where an answer that is trained says nothing."""
+    for index in conversation.answers:
+        message = conversation.messages[index]
+        if not message["content"].strip() and CALLS not in message:
             raise MespError(
-                "the chat template rewrites the conversation, so its answers cannot be located: "
-                f"{NOT_FOUND}"
+                f"message {index + 1} is an empty answer: leave it out, or give it the weight 0."
             )
-        spans.append((start, stop))
+
+
+def _encode_last(tokenizer: Any, rendering: Rendering, notes: list[str]) -> Encoded:
+    """A conversation whose last message is not an answer, with that message in the loss."""
+    ids = _tokens(tokenizer, rendering.text)["input_ids"]
+    before = rendering.render(rendering.conversation.messages[:-1])
+    prompt = _tokens(tokenizer, before)["input_ids"]
+    if ids[: len(prompt)] != prompt:
+        raise MespError(
+            "what the chat template makes of the messages before the last is not how it begins "
+            "the conversation: take --loss-on answers or all."
+        )
+    return Encoded(ids, np.arange(len(ids)) >= len(prompt), tuple(notes))
+
+
+# Where answers are
+
+
+def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> list[Span]:
+    """Where answers, the messages of these indices, are in the rendering."""
+    said = {
+        index: [p for p in rendering.places if rendering.texts[p.text].message == index]
+        for index in answers
+    }
+    for index in answers:
+        if not said[index]:
+            raise _not_found(index)
+    marks = _generation_marks(rendering)
+    bounds: list[tuple[int, int]] = []
+    for index in answers:
+        if marks is None:
+            start, stop = _start(rendering, index, said[index][0], notes), _stop(rendering, index)
+        else:
+            first = said[index][0].start
+            start, stop = next((b for b in marks if b[0] <= first < b[1]), (-1, -1))
+        bounds.append((start, stop))
+    spans = []
+    for index, (start, stop) in zip(answers, bounds, strict=True):
+        inside = {
+            rendering.texts[place.text].message
+            for place in rendering.places
+            if place.start < stop and place.stop > start
+        }
+        if not 0 <= start < stop or inside != {index}:
+            raise _not_found(index)
+        spans.append(Span(start, max(p.stop for p in said[index] if p.stop <= stop), stop))
     return spans
 
 
-def _start(
-    tokenizer: Any, text: str, since: int, before: list[dict[str, Any]], tools: list[Any] | None
-) -> int:
-    """The place in `text` of the answer to the messages `before` it, after the end `since` of the
-    answer before it; -1 if it cannot be found."""
-    # No template can be asked to begin a conversation.
-    context = before or [{"role": "user", "content": PROBE}]
-    told = _render(tokenizer, context, tools)
-    asked = _render(tokenizer, context, tools, add_generation_prompt=True)
-    same = _agreed(told, asked)
-    # As far as the text agrees with what asks for the answer: a template may ask for thoughts that
-    # it then leaves out.
-    start = _agreed(asked, text)
-    if start >= same:
-        return start
-    # With thoughts left out before, or nothing before.
-    header = asked[same:]
-    at = text.find(header, since) if header else -1
-    return at if at < 0 else at + len(header)
+def _not_found(index: int) -> MespError:
+    return MespError(
+        f"the chat template does not tell where the answer in message {index + 1} begins and ends: "
+        "take --loss-on all, or leave the record out."
+    )
 
 
-def _end_of_answers(tokenizer: Any) -> str:
-    """The template's text after each answer, such as ``<|im_end|>`` and a line feed."""
+def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
+    """What the template marks by `{% generation %}`, by characters; None where it marks nothing."""
+    tokenizer, conversation = rendering.tokenizer, rendering.conversation
+    template = tokenizer.chat_template
+    if not (isinstance(template, str) and re.search(r"{%-?\s*generation\s*-?%}", template)):
+        return None
+    encoded = tokenizer._tokenizer.apply_chat_template(
+        shown(conversation.messages),
+        tools=conversation.tools,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
+        **{"enable_thinking": tokenizer.has_thinking} | conversation.options,
+    )
+    marked = np.array(encoded["assistant_masks"], bool)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], marked, [0]])))
+    offsets = encoded["offset_mapping"]
+    return [(offsets[a][0], offsets[b - 1][1]) for a, b in edges.reshape(-1, 2).tolist()]
+
+
+def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> int:
+    """Where the answer in message `index` begins, whose first text is at `first`: where the
+    rendering ceases to agree with what asks for the answer."""
+    marked = rendering.marked
+    asked = _asked(rendering, index)
+    anchor, after = _last_mark(rendering, asked)
+    if asked:
+        gap = marked[anchor : first.marked_start]
+        agreed = _agreed(rendering.tokenizer, asked[after:], gap)
+        if after + agreed == len(asked):
+            return rendering.to_rendered(anchor + agreed)
+        told = rendering.render_marked(index)
+        same = _agreed(rendering.tokenizer, told[after:], asked[after:])
+        if agreed >= same:
+            opening = asked[after + agreed :]
+            is_last = index == len(rendering.conversation.messages) - 1
+            if is_last and opening.strip() not in marked[anchor + agreed : first.marked_start]:
+                notes.append(
+                    f"Answers that begin without {opening!r}, with which the chat template asks "
+                    "for them"
+                )
+            return rendering.to_rendered(anchor + agreed)
+        header = asked[max(after + same, 0) :]
+    else:
+        probe = [{"role": "user", "content": PROBE}]
+        asked = rendering.render(probe, asks=True)
+        header = asked[_agreed(rendering.tokenizer, rendering.render(probe), asked) :]
+        before = [found.end() for found in MARKS.finditer(marked, 0, first.marked_start)]
+        anchor = before[-1] if before else 0
+        gap = marked[anchor : first.marked_start]
+    # The turn before ends differently here, or there is none. A template may write less of the
+    # header than it asks with, but a special token of it at least.
+    tokens = _tokens(rendering.tokenizer, header)
+    special = {*rendering.tokenizer.all_special_ids}
+    for count in range(len(tokens["input_ids"]), 0, -1):
+        is_whole = count == len(tokens["input_ids"])
+        length = tokens["offset_mapping"][count - 1][1]
+        at = gap.rfind(header[:length])
+        if at >= 0 and (is_whole or special.intersection(tokens["input_ids"][:count])):
+            return rendering.to_rendered(anchor + at + length)
+    raise _not_found(index)
+
+
+def _asked(rendering: Rendering, index: int) -> str:
+    """What asks for the answer in message `index`; empty where the template has no such thing, as
+    none can be asked to begin a conversation, and some want a question first."""
+    try:
+        return rendering.render_marked(index, asks=True) if index else ""
+    except Exception:  # a template can raise anything
+        return ""
+
+
+def _stop(rendering: Rendering, index: int) -> int:
+    """Where the answer in message `index` ends: where the rendering ceases to agree with that of
+    the messages up to it."""
+    if index == len(rendering.conversation.messages) - 1:
+        return len(rendering.text)
+    until = rendering.render_marked(index + 1)
+    anchor, after = _last_mark(rendering, until)
+    rest = rendering.marked[anchor:]
+    return rendering.to_rendered(anchor + _agreed(rendering.tokenizer, until[after:], rest))
+
+
+def _last_mark(rendering: Rendering, beginning: str) -> tuple[int, int]:
+    """The last text in a rendering of the conversation's beginning that is in the whole one too:
+    where it ends in the whole one, and in the beginning. 0 and 0 where there is none."""
+    for found in reversed(list(MARKS.finditer(beginning))):
+        # A template may write the name of a tool again in what the tool answers.
+        before = beginning.count(found[0], 0, found.start())
+        there = [each.end() for each in re.finditer(found[0], rendering.marked)]
+        if len(there) > before:
+            return there[before], found.end()
+    return 0, 0
+
+
+def _agreed(tokenizer: Any, a: str, b: str) -> int:
+    """How many characters the common beginning of two texts has, in whole tokens."""
+    longest = min(len(a), len(b))
+    if a[:longest] == b[:longest]:
+        return longest
+    one, other = (_tokens(tokenizer, text) for text in (a, b[: 2 * len(a) + 100]))
+    same = sum(1 for _ in takewhile(bool, map(eq, one["input_ids"], other["input_ids"])))
+    return int(one["offset_mapping"][same - 1][1]) if same else 0
+
+
+# Where answers end
+
+
+def _with_ends(
+    tokenizer: Any, text: str, spans: dict[int, Span], notes: list[str]
+) -> tuple[str, dict[int, Span]]:
+    """A rendering in which each answer ends with a token that ends it."""
+    pieces, ended, at, shift = [], {}, 0, 0
+    for index, span in sorted(spans.items(), key=lambda item: item[1].start):
+        tail, added = text[span.said : span.stop], ""
+        stop = span.stop
+        if not _ends(tokenizer, tail):
+            after = _next_token(tokenizer, text[span.stop :])
+            if after:  # the template's marks leave it out, or it opens the next turn too
+                stop += len(after)
+            else:
+                added = tokenizer.eos_token or ""
+                if not added:
+                    raise MespError(
+                        "the chat template ends an answer without a token at which generation "
+                        "stops, and the tokenizer has none: take a model that has one."
+                    )
+                notes.append(
+                    f"Answers that the chat template does not end: {added} was put after each"
+                )
+        pieces += [text[at:stop], added]
+        ended[index] = Span(span.start + shift, span.said + shift, stop + shift + len(added))
+        shift += len(added)
+        at = stop
+    return "".join([*pieces, text[at:]]), ended
+
+
+def _ends(tokenizer: Any, tail: str) -> bool:
+    """Whether what the template writes after an answer's text ends it, but for white space."""
+    ids = tokenizer.encode(tail.rstrip(), add_special_tokens=False)
+    return bool(ids) and ids[-1] in end_tokens(tokenizer) | template_ends(tokenizer, asks_on=True)
+
+
+def _next_token(tokenizer: Any, text: str) -> str:
+    """The end token that a text begins with, after white space; empty where it does not."""
+    encoded = _tokens(tokenizer, text[:200])
+    ends = end_tokens(tokenizer) | template_ends(tokenizer, asks_on=True)
+    for token, (_, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        if token in ends:
+            return text[:stop]
+        if text[:stop].strip():
+            break
+    return ""
+
+
+def end_tokens(tokenizer: Any) -> set[int]:
+    """The tokens at which generation stops: the tokenizer's, which may be the model's, and those
+    that the chat template ends an answer with."""
+    return {*tokenizer.eos_token_ids} | template_ends(tokenizer)
+
+
+def template_ends(tokenizer: Any, asks_on: bool = False) -> set[int]:
+    """The special tokens that the chat template ends an answer with: the last one of a
+    conversation, or where it `asks_on` one that is followed by a question."""
+    if not tokenizer.has_chat_template:
+        return set()
+    return {*_template_ends(tokenizer, str(tokenizer.chat_template))[asks_on]}
+
+
+@lru_cache(maxsize=4)
+def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]]:
     turns = [{"role": role, "content": PROBE} for role in ("user", "assistant", "user")]
-    tails = ["".join(_render(tokenizer, turns[:n], None).split(PROBE)[2:3]) for n in (2, 3)]
-    last, before_another = (_encode(tokenizer, tail) for tail in tails)
-    same = _agreed(last["input_ids"], before_another["input_ids"])
-    if not same:
-        raise MespError(f"the chat template does not mark where an answer ends: {NOT_FOUND}")
-    return tails[0][: last["offset_mapping"][same - 1][1]]
+    special = {*tokenizer.all_special_ids}
+    try:
+        last, followed = (_tail(tokenizer, turns[:count]) for count in (2, 3))
+    except Exception:  # a template can raise anything
+        return [], []
+    same = [
+        token for token, _ in takewhile(lambda p: p[0] == p[1], zip(last, followed, strict=False))
+    ]
+    ends, shared, others = ([t for t in ids if t in special] for ids in (last, same, followed))
+    if not ends:
+        return [], []
+    return [ends[-1], *shared[-1:]], shared[-1:] or others[:1]
 
 
-def _encode(tokenizer: Any, text: str) -> dict[str, Any]:
+def _tail(tokenizer: Any, turns: list[dict[str, str]]) -> list[int]:
+    """The ids of what the chat template writes after the first answer, up to the next message."""
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    return list(tokenizer.encode("".join(text.split(PROBE)[2:3]), add_special_tokens=False))
+
+
+def _check_ends(
+    tokenizer: Any, ids: Sequence[int], offsets: np.ndarray, span: Span, index: int
+) -> None:
+    """Raises MespError where an answer has an end token within, at which generation would stop."""
+    ends = end_tokens(tokenizer)
+    inside = (offsets[:, 0] < span.said) & (offsets[:, 1] > span.start)
+    for at in np.flatnonzero(inside).tolist():
+        if ids[at] in ends:
+            raise MespError(
+                f"message {index + 1} is an answer with the end token "
+                f"{tokenizer.decode([ids[at]])} in it, which the chat template adds: leave it out."
+            )
+
+
+def _tokens(tokenizer: Any, text: str) -> dict[str, Any]:
     return tokenizer._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-
-
-def _agreed(a: Sequence, b: Sequence) -> int:
-    """The length of the common beginning of two texts, or of two lists of ids."""
-    return sum(1 for _ in takewhile(bool, map(eq, a, b)))
-
-
-def _render(
-    tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any
-) -> str:
-    return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mesp.data.tokens import Encoded
+from mesp.data.answers import Encoded
 from mesp.errors import MespError
 
 
@@ -21,14 +21,16 @@ class Split:
     are what people said of the examples, None where nobody did. `begin` is the token that takes the
     place of the first one of each window, None where it stays. With `pack` short examples share a
     sequence when they are trained on, and see each other's tokens no more than in sequences of
-    their own. `too_long` of the records were cut or split, and `left_out` have nothing that can be
-    predicted.
+    their own. `ends` are the tokens at which generation stops, ascending: the tokenizer's and those
+    that the examples end with. `too_long` of the records were cut or split, and `left_out` have
+    nothing that can be predicted.
     """
 
     tokens: np.ndarray
     examples: np.ndarray | None = None
     mask: np.ndarray | None = None
     labels: np.ndarray | None = None
+    ends: tuple[int, ...] = ()
     begin: int | None = None
     pack: bool = False
     too_long: int = 0
@@ -39,7 +41,7 @@ def as_stream(encoded: Iterable[Encoded], begin: int | None) -> Split:
     """One stream, of one text after another; `begin` is that of `Split`."""
     parts = list(encoded)
     tokens, _ = _joined(parts)
-    left_out = sum(not len(ids) for ids, _ in parts)
+    left_out = sum(not part.ids for part in parts)
     return Split(tokens, begin=begin, left_out=left_out)
 
 
@@ -55,7 +57,8 @@ def as_examples(
     longest = seq_len + 1
     parts, examples = [], []
     start = too_long = left_out = 0
-    for ids, mask in encoded:
+    for each in encoded:
+        ids, mask = each.ids, each.mask
         stop = min(len(ids), longest) if long == "cut" else len(ids)
         pieces = [
             (start + at, min(stop - at, longest))
@@ -67,7 +70,7 @@ def as_examples(
             continue
         too_long += len(ids) > longest
         examples += pieces
-        parts.append((ids[:stop], mask[:stop]))
+        parts.append(Encoded(ids[:stop], mask[:stop]))
         start += stop
     if not examples:
         raise MespError(
@@ -81,6 +84,6 @@ def as_examples(
 
 def _joined(parts: list[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:
     """The tokens of all parts, uint32 [N], and their mask, uint8 [N], None where all count."""
-    tokens = np.concatenate([np.array(ids, np.uint32) for ids, _ in parts])
-    mask = np.concatenate([mask for _, mask in parts])
+    tokens = np.concatenate([np.array(part.ids, np.uint32) for part in parts])
+    mask = np.concatenate([part.mask for part in parts])
     return tokens, None if mask.all() else mask.astype(np.uint8)

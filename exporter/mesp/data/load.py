@@ -6,19 +6,22 @@ otherwise it takes one example a sequence, and says where in the stream each lie
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from mesp.data.answers import end_tokens
 from mesp.data.examples import Split, as_examples, as_stream
 from mesp.data.held_out import hold_out_records, hold_out_tokens
-from mesp.data.preferences import JUDGED, as_judged
-from mesp.data.records import Document, kind_of
+from mesp.data.preferences import JUDGED, Judged, as_judged, judged
+from mesp.data.records import Document, kind_of, unread
 from mesp.data.sources import Selection, read_documents
-from mesp.data.tokens import begin_of_text, encoder
+from mesp.data.tokens import Encoder, begin_of_text
 from mesp.errors import MespError
 
 log = logging.getLogger(__name__)
@@ -66,6 +69,7 @@ def tokenize(
 ) -> dict[str, Split]:
     """The splits of documents that were read of `data`, as `load` has them. With a ``valid`` among
     them the others may have any names."""
+    documents, weightless = leave_out(data, documents)
     kind = kind_of(documents)
     pack = kind == "text" if options.pack is None else options.pack
     loss_on = options.loss_on or ("all" if kind == "text" else "answers")
@@ -73,23 +77,21 @@ def tokenize(
     chat = tokenizer.has_chat_template if options.chat is None else options.chat
     if kind != "text":
         _check_chat(data, documents, tokenizer, options.chat)
-    encode = encoder(kind, tokenizer, loss_on, chat)
-    if kind in JUDGED:
+    encoder = Encoder(kind, tokenizer, loss_on, chat)
+    if kind != "text" or not pack:
         hold_out_records(data, documents)
-        splits = {
-            split: as_judged(data, split, each, tokenizer, seq_len, chat)
-            for split, each in documents.items()
-        }
+    encoded: dict[str, Any] = encode_all(data, documents, encoder)
+    if kind in JUDGED:
+        splits = {split: as_judged(data, split, each, seq_len) for split, each in encoded.items()}
     elif pack and kind == "text":
         begin = begin_of_text(tokenizer)
-        splits = {split: as_stream(map(encode, each), begin) for split, each in documents.items()}
+        splits = {split: as_stream(each, begin) for split, each in encoded.items()}
         hold_out_tokens(data, splits, seq_len)
         _check_lengths(data, splits, seq_len)
     else:
-        hold_out_records(data, documents)
         splits = {
-            split: as_examples(data, split, map(encode, each), seq_len, options.long, pack)
-            for split, each in documents.items()
+            split: as_examples(data, split, each, seq_len, options.long, pack)
+            for split, each in encoded.items()
         }
     largest = max(int(split.tokens.max()) for split in splits.values())
     if largest >= vocab_size:
@@ -97,9 +99,65 @@ def tokenize(
             f"The model's tokenizer gives id {largest}, and the model knows {vocab_size} ids; the "
             "two do not belong together."
         )
-    if report := _report(splits, seq_len, options.long):
-        log.warning("%s", report)
+    splits = {split: replace(each, ends=ends_of(each, tokenizer)) for split, each in splits.items()}
+    sentences = _report(splits, seq_len, options.long)
+    sentences += _notes(documents, encoded, weightless)
+    if sentences:
+        log.warning("%s", " ".join(sentences))
     return splits
+
+
+def ends_of(split: Split, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens at which generation stops, of a model that has learned from a split."""
+    ends = end_tokens(tokenizer)
+    if split.examples is not None:
+        special = {*tokenizer.all_special_ids}
+        for start, length in split.examples.tolist():
+            at = start + length - 1
+            while at > start and not tokenizer.decode([int(split.tokens[at])]).strip():
+                at -= 1
+            if int(split.tokens[at]) in special and (split.mask is None or split.mask[at]):
+                ends.add(int(split.tokens[at]))
+    return tuple(sorted(ends))
+
+
+def leave_out(
+    data: str, documents: dict[str, list[Document]]
+) -> tuple[dict[str, list[Document]], int]:
+    """The documents but for records whose weight is 0, and how many these are. Raises MespError
+    where a split has no others."""
+    kept = {
+        split: [each for each in those if not each.is_left_out]
+        for split, those in documents.items()
+    }
+    for split, those in kept.items():
+        if not those:
+            raise MespError(f"All records of the {split} data of {data} have the weight 0.")
+    return kept, sum(map(len, documents.values())) - sum(map(len, kept.values()))
+
+
+def encode_all(
+    data: str, documents: dict[str, list[Document]], encoder: Encoder
+) -> dict[str, list[Any]]:
+    """The documents of each split, tokenized; of preference data their answers, one by one. Raises
+    MespError, which names the first record that cannot be used and counts the others."""
+    encoded: dict[str, list[Any]] = {split: [] for split in documents}
+    refused: list[MespError] = []
+    for split, each in documents.items():
+        for document in each:
+            try:
+                if encoder.kind in JUDGED:
+                    encoded[split] += judged(document, encoder)
+                else:
+                    encoded[split].append(encoder(document))
+            except MespError as error:
+                refused.append(error)
+    if refused:
+        first, others = refused[0].message, len(refused) - 1
+        total = sum(map(len, documents.values()))
+        counted = f" {others} more of {total} records of {data} cannot be used." if others else ""
+        raise MespError(first + counted)
+    return encoded
 
 
 def random_data(vocab_size: int, seq_len: int, seed: int) -> dict[str, Split]:
@@ -176,8 +234,8 @@ def _check_lengths(data: str, splits: dict[str, Split], seq_len: int) -> None:
             )
 
 
-def _report(splits: dict[str, Split], seq_len: int, long: str) -> str:
-    """The data that were changed or left out, in one line; empty where none were."""
+def _report(splits: dict[str, Split], seq_len: int, long: str) -> list[str]:
+    """Sentences on the data that were changed or left out."""
 
     def counts(of: Callable[[Split], int]) -> str:
         return ", ".join(f"{of(each):,} in {split}" for split, each in splits.items() if of(each))
@@ -188,4 +246,19 @@ def _report(splits: dict[str, Split], seq_len: int, long: str) -> str:
         sentences.append(f"Records longer than {seq_len + 1} tokens were {long}: {too_long}.")
     if left_out:
         sentences.append(f"Records with nothing to predict were left out: {left_out}.")
-    return " ".join(sentences)
+    return sentences
+
+
+def _notes(
+    documents: dict[str, list[Document]], encoded: dict[str, Any], weightless: int
+) -> list[str]:
+    """Sentences on what a reader of the records would not expect of their tokens."""
+    sentences = []
+    if weightless:
+        sentences.append(f"Records with the weight 0 were left out: {weightless:,}.")
+    if columns := unread(documents):
+        sentences.append(f"Columns that were not read: {', '.join(columns)}.")
+    notes: Counter[str] = Counter()
+    for each in itertools.chain(*encoded.values()):
+        notes.update({*(each.encoded if isinstance(each, Judged) else each).notes})
+    return [*sentences, *(f"{note}: {count:,}." for note, count in notes.items())]

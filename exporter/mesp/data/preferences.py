@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
+from mesp.data.answers import Encoded
 from mesp.data.examples import Split
 from mesp.data.records import LABELS, PAIRS, Document, Said, as_messages
-from mesp.data.tokens import encode_joined
+from mesp.data.tokens import Encoder, named
 from mesp.errors import MespError
 
 JUDGED = (PAIRS, LABELS)
@@ -25,36 +26,49 @@ JUDGED = (PAIRS, LABELS)
 BAD, GOOD, REJECTED, CHOSEN = range(4)
 
 
-def as_judged(
-    data: str, split: str, documents: Iterable[Document], tokenizer: Any, seq_len: int, chat: bool
-) -> Split:
+class Judged(NamedTuple):
+    """An answer with its prompt, and its label."""
+
+    where: str
+    encoded: Encoded
+    label: int
+
+
+def judged(document: Document, encoder: Encoder) -> list[Judged]:
+    """The answers of a record. Raises MespError where it cannot be used."""
+    prompt, answers = _answers(document)
+    found = []
+    for answer, label in answers:
+        with named(document):
+            found.append(Judged(document.where, _encode(document, encoder, prompt, answer), label))
+    return found
+
+
+def as_judged(data: str, split: str, answers: Iterable[Judged], seq_len: int) -> Split:
     """An example for each answer, with its prompt, cut to `seq_len` tokens and the token after.
 
-    With `chat` strings go through the chat template too, where the prompt is one. The answer alone
-    counts. Raises MespError where a record cannot be used, or where all answers that are judged by
-    themselves are alike.
+    The answer alone counts. Raises MespError where a prompt leaves no room for an answer, or where
+    all answers that are judged by themselves are alike.
     """
     longest = seq_len + 1
     parts, examples, masks, labels = [], [], [], []
     start = too_long = 0
-    for document in documents:
-        prompt, answers = _answers(document)
-        for answer, label in answers:
-            ids, context = _encode(document, tokenizer, prompt, answer, chat)
-            if context >= longest:
-                raise MespError(
-                    f"{document.where} has a prompt of {context} tokens, which leaves no room for "
-                    f"an answer in {longest}: shorten it, or export with a larger --seq-len."
-                )
-            if context >= len(ids):
-                raise MespError(f"{document.where} has an answer without a token: leave it out.")
-            too_long += len(ids) > longest
-            ids = ids[:longest]
-            parts.append(np.array(ids, np.uint32))
-            masks.append(np.arange(len(ids)) >= context)
-            examples.append((start, len(ids)))
-            labels.append(label)
-            start += len(ids)
+    for where, encoded, label in answers:
+        ids, mask = encoded.ids, encoded.mask
+        context = int(np.argmax(mask)) if mask.any() else len(ids)
+        if context >= len(ids):
+            raise MespError(f"{where} has an answer without a token: leave it out.")
+        if context >= longest:
+            raise MespError(
+                f"{where} has a prompt of {context} tokens, which leaves no room for an answer in "
+                f"{longest}: shorten it, or export with a larger --seq-len."
+            )
+        too_long += len(ids) > longest
+        parts.append(np.array(ids[:longest], np.uint32))
+        masks.append(mask[:longest])
+        examples.append((start, len(parts[-1])))
+        labels.append(label)
+        start += len(parts[-1])
     if split == "train" and set(labels) in ({GOOD}, {BAD}):
         raise MespError(
             f"All labels of {data} are alike: there must be good answers and bad ones to learn "
@@ -72,19 +86,14 @@ def as_judged(
 def _answers(document: Document) -> tuple[Said, list[tuple[Said, int]]]:
     """The prompt of a record, and its answers with their labels."""
     record, where = document.content, document.where
+    assert isinstance(record, dict)
+    prompt = record.get("prompt")
     if document.kind == LABELS:
         answers = [(record["completion"], GOOD if record["label"] else BAD)]
-        prompt = record["prompt"]
     else:
         chosen, rejected = record["chosen"], record["rejected"]
-        prompt = record.get("prompt")
-        if prompt is None:
-            alike = itertools.takewhile(
-                lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)
-            )
-            prompt = chosen[: len(list(alike))]
-            if isinstance(prompt, str) and prompt.endswith(" "):
-                prompt = prompt[:-1]  # the space is the next word's
+        if prompt is None or _is_within(prompt, chosen, rejected):
+            prompt = _alike(chosen, rejected)
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         if chosen == rejected:
             raise MespError(
@@ -94,28 +103,40 @@ def _answers(document: Document) -> tuple[Said, list[tuple[Said, int]]]:
     if not prompt:
         raise MespError(f"{where} has no prompt: give it one, or leave it out.")
     for answer, _ in answers:
-        empty = not answer if isinstance(answer, list) else not answer.strip()
-        if empty or (isinstance(answer, list) and not any(m.get("content") for m in answer)):
+        if not (answer.strip() if isinstance(answer, str) else answer):
             raise MespError(f"{where} has an empty answer: leave it out.")
+        if any(not message.get("weight", 1) for message in answer if isinstance(message, dict)):
+            raise MespError(f"{where} has an answer with the weight 0: leave the record out.")
     return prompt, answers
 
 
-def _encode(
-    document: Document, tokenizer: Any, prompt: Said, answer: Said, chat: bool
-) -> tuple[list[int], int]:
-    """The ids of a prompt with an answer, and how many of them are the prompt's."""
-    try:
-        # Where two strings happen to differ is not where a message ends.
-        if isinstance(prompt, str) and not (chat and "prompt" in document.content):
-            return encode_joined(tokenizer, prompt, answer)
-        asked, tools = as_messages("user", prompt), document.content.get("tools")
-        ids = tokenizer.apply_chat_template(
-            asked + as_messages("assistant", answer), tools=tools, return_dict=False
+def _is_within(prompt: Said, chosen: Said, rejected: Said) -> bool:
+    """Whether both answers are conversations that have the prompt in them."""
+    return (
+        isinstance(prompt, str)
+        and isinstance(chosen, list)
+        and isinstance(rejected, list)
+        and any(
+            message["role"] == "user" and message["content"] == prompt
+            for message in _alike(chosen, rejected)
         )
-        context = tokenizer.apply_chat_template(
-            asked, tools=tools, add_generation_prompt=True, return_dict=False
-        )
-    except Exception as error:  # a chat template can raise anything
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise MespError(f"{document.where} cannot be tokenized: {reason}") from error
-    return ids, len(context)
+    )
+
+
+def _alike(chosen: Said, rejected: Said) -> Said:
+    """How two answers begin alike; of strings without the space before the next word."""
+    alike = itertools.takewhile(
+        lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)
+    )
+    prompt = chosen[: len(list(alike))]
+    return prompt[:-1] if isinstance(prompt, str) and prompt.endswith(" ") else prompt
+
+
+def _encode(document: Document, encoder: Encoder, prompt: Said, answer: Said) -> Encoded:
+    """A prompt with an answer, which alone is in the loss."""
+    # Where two strings happen to differ is not where a message ends.
+    is_conversation = encoder.chat and "prompt" in document.content
+    if isinstance(prompt, str) and isinstance(answer, str) and not is_conversation:
+        return encoder.joined(prompt, answer)
+    asked = as_messages("user", prompt)
+    return encoder.conversation(document.of(len(asked), asked + as_messages("assistant", answer)))

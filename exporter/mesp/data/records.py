@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from mesp.data.messages import (
+    WEIGHTS,
+    Message,
+    are_messages,
+    read_messages,
+    read_tools,
+    read_weight,
+)
 from mesp.errors import MespError
 from mesp.files import parse_json
 
@@ -13,11 +22,43 @@ RECORDS = (
     'records have "text", "prompt" and "completion", or "messages"; for an objective "prompt", '
     '"chosen" and "rejected", or "prompt", "completion" and "label"'
 )
-# The keys of a record that are read.
+# The keys of a record that are read, and that --columns can take from columns of other names.
 KEYS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected", "label")
+OPTIONS = "chat_template_kwargs"  # of the chat template, as TRL has them in a record
+SAID = ("prompt", "completion", "chosen", "rejected")
 PAIRS, LABELS = "chosen and rejected", "completion and label"  # preference data
+# Columns that would change what an answer is an answer to, and that nothing here can use.
+UNUSABLE = (
+    "images", "image", "audios", "audio", "videos", "video", "documents", "functions", "history",
+    "system", "system_prompt",
+)  # fmt: skip
 
-Said = str | list[dict[str, Any]]  # a prompt or an answer: a string, or messages
+Said = str | list[Message]  # a prompt or an answer: a string, or messages
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages that go through the chat template. Those before the `prompt`-th are never trained,
+    and of the others the assistant's, unless their weight is 0. `options` are the template's."""
+
+    messages: list[Message]
+    prompt: int = 0
+    tools: list[Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def answers(self) -> list[int]:
+        """The indices of the messages that are trained."""
+        return [
+            index
+            for index, message in enumerate(self.messages)
+            if index >= self.prompt and message["role"] == "assistant" and message.get("weight", 1)
+        ]
+
+    @property
+    def untrained(self) -> list[int]:
+        """The indices of the answers that are not trained, as their weight is 0."""
+        return [i for i, message in enumerate(self.messages) if message.get("weight", 1) == 0]
 
 
 class Document(NamedTuple):
@@ -41,20 +82,31 @@ class Document(NamedTuple):
     @property
     def has_messages(self) -> bool:
         """Whether a record of another kind than text has messages, which only a template joins."""
-        answer = self.content.get("chosen", self.content.get("completion"))
-        return self.kind == "messages" or isinstance(answer, list)
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The conversation in a record of messages, or of a prompt and a completion."""
-        if self.kind == "messages":
-            return self.content["messages"]
-        return as_messages("user", self.content["prompt"]) + as_messages(
-            "assistant", self.content["completion"]
+        return self.kind == "messages" or any(
+            isinstance(self.content[key], list) for key in SAID if key in self.content
         )
 
+    @property
+    def conversation(self) -> Conversation:
+        """The conversation in a record of messages, or of a prompt and a completion."""
+        if self.kind == "messages":
+            return self.of(0, self.content["messages"])
+        prompt = as_messages("user", self.content["prompt"])
+        return self.of(len(prompt), prompt + as_messages("assistant", self.content["completion"]))
 
-def as_messages(role: str, said: Said) -> list[dict[str, Any]]:
+    def of(self, prompt: int, messages: list[Message]) -> Conversation:
+        """A conversation with the record's tools and options."""
+        return Conversation(
+            messages, prompt, self.content.get("tools"), self.content.get(OPTIONS, {})
+        )
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the record's weight is 0."""
+        return isinstance(self.content, dict) and self.content.get("weight", 1) == 0
+
+
+def as_messages(role: str, said: Said) -> list[Message]:
     """A prompt or an answer as messages: a string is one message of `role`."""
     return [{"role": role, "content": said}] if isinstance(said, str) else said
 
@@ -84,15 +136,21 @@ def read_object(where: str, line: str, records: str) -> dict[str, Any]:
     return record
 
 
-def read_line(where: str, line: str, columns: dict[str, str]) -> Document:
+def read_line(
+    where: str, line: str, columns: dict[str, str], ignored: tuple[str, ...] = ()
+) -> Document:
     """A line of a JSONL file, as `read_record` has it. Raises MespError for anything else."""
-    return read_record(where, read_object(where, line, RECORDS), columns)
+    return read_record(where, read_object(where, line, RECORDS), columns, ignored)
 
 
-def read_record(where: str, record: dict[str, Any], columns: dict[str, str]) -> Document:
-    """A record of one of `RECORDS`, in which a key of `columns` stands for that column's value.
+def read_record(
+    where: str, record: dict[str, Any], columns: dict[str, str], ignored: tuple[str, ...] = ()
+) -> Document:
+    """A record of one of `RECORDS`, in which a key of `columns` stands for that column's value, and
+    without the fields that are `ignored`, of its messages too. Null is as absent.
 
-    Raises MespError where it is not one of them, or lacks a column.
+    Its messages and tools are as chat templates take them, and its ``weight`` is 0 or 1. Raises
+    MespError where it is not one of them, lacks a column, or has what cannot be used.
     """
     for column in columns.values():
         if column not in record:
@@ -101,47 +159,81 @@ def read_record(where: str, record: dict[str, Any], columns: dict[str, str]) -> 
                 f"{', '.join(record) or 'none'}."
             )
     record = record | {key: record[column] for key, column in columns.items()}
+    taken = [column for column in columns.values() if column not in columns]
+    record = {
+        key: value
+        for key, value in record.items()
+        if value is not None and key not in ignored and key not in taken
+    }
+    for key in UNUSABLE:
+        if record.get(key) not in (None, "", [], {}):
+            raise MespError(
+                f'{where} has "{key}", which cannot be trained on: write what it says as messages, '
+                f"or leave it out with --ignore {key}."
+            )
+    weight = read_weight(f"{where} has", record)
+    if weight is not None:
+        record["weight"] = weight
     document = Document(where, record)
-    if document.kind in (PAIRS, LABELS):
-        _check_judged(document)
-        return document
+    if "tools" in record:
+        record["tools"] = read_tools(where, record["tools"])
+    if not isinstance(record.get(OPTIONS, {}), dict):
+        raise MespError(f'{where} has "{OPTIONS}" that are not an object.')
     if document.kind == "messages":
-        if not _are_messages(record["messages"]):
+        if not are_messages(record["messages"]):
             raise MespError(
                 f'{where} has messages that are not a list of objects with a "role" each.'
             )
+        record["messages"] = read_messages(where, record["messages"], ignored)
         return document
+    keys = [key for key in KEYS if key in (SAID if document.kind != "text" else ("text",))]
     for key in document.kind.split(" and "):
         if key not in record:
             raise MespError(f"{where} has {', '.join(record) or 'nothing'}; {RECORDS}.")
-        if not isinstance(record[key], str):
-            raise MespError(f'{where} has a "{key}" that is not a string.')
-    return document
-
-
-def _are_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value)
-    )
-
-
-def _check_judged(document: Document) -> None:
-    """Raises MespError unless the texts are all strings or all messages, and the label a bool."""
-    where, record = document
     if document.kind == LABELS:
         if "prompt" not in record:
             raise MespError(f"{where} has {', '.join(record)}; {RECORDS}.")
         if not isinstance(record["label"], bool):
-            raise MespError(f'{where} has a "label" that is neither true nor false.')
-    texts = [record[key] for key in ("prompt", "chosen", "rejected", "completion") if key in record]
-    strings = all(isinstance(text, str) for text in texts)
-    if not strings and not all(text == [] or _are_messages(text) for text in texts):
+            raise MespError(
+                f'{where} has a "label" that is neither true nor false: write one of both, or '
+                "leave it out with --ignore label."
+            )
+    for key in (key for key in keys if key in record):
+        record[key] = _said(where, key, record[key], ignored)
+    return document
+
+
+def _said(where: str, key: str, value: Any, ignored: tuple[str, ...]) -> Said:
+    """A text, or of a prompt or an answer messages."""
+    if isinstance(value, str):
+        return value
+    if key not in SAID:
+        raise MespError(f'{where} has a "{key}" that is not a string.')
+    if value == [] and key != "prompt":
+        return []
+    if not are_messages(value):
         raise MespError(
-            f"{where} has a prompt and answers that are not all strings, nor all lists of messages "
-            'with a "role" each.'
+            f'{where} has a "{key}" that is neither a string nor a list of messages with a "role" '
+            "each."
         )
+    return read_messages(where, value, ignored)
+
+
+def unread(documents: dict[str, list[Document]]) -> list[str]:
+    """The columns of the records that nothing reads."""
+    found: dict[str, None] = {}
+    for document in (each for split in documents.values() for each in split):
+        if isinstance(document.content, dict):
+            found |= dict.fromkeys(document.content)
+    known = {*_read_of(next(iter(documents.values()))[0].kind), "tools", OPTIONS, *WEIGHTS}
+    return [key for key in found if key not in known]
+
+
+def _read_of(kind: str) -> tuple[str, ...]:
+    """The keys that are read of a kind of record."""
+    if kind in (PAIRS, LABELS):
+        return ("prompt", *kind.split(" and "))
+    return tuple(kind.split(" and "))
 
 
 def kind_of(documents: dict[str, list[Document]]) -> str:

@@ -3,86 +3,129 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 import numpy as np
 
-from mesp.data.answers import encode_answers
-from mesp.data.records import Document
-from mesp.errors import MespError
-from mesp.text import plain_errors
+from mesp.data.answers import Encoded, check_answers, encode_conversation, end_tokens
+from mesp.data.records import Conversation, Document
+from mesp.errors import MespError, plain_errors
 
-Encoded = tuple[list[int], np.ndarray]  # n ids, and a mask [n] of those that count in the loss
 LOSS_ON = ("answers", "last", "all")  # what is in the loss, of records with answers
 
 
-def encoder(kind: str, tokenizer: Any, loss_on: str, chat: bool) -> Callable[[Document], Encoded]:
-    """The function that makes token ids of a document, and marks those in the loss: the
-    ``answers``, the ``last`` message, or ``all``. It raises MespError where that fails.
-
-    With `chat` prompts and completions go through the chat template, else they are joined.
+@dataclass(frozen=True)
+class Encoder:
+    """Makes token ids of documents of one kind, and marks those in the loss: the ``answers``, the
+    ``last`` message, or ``all``. With `chat` prompts and completions go through the chat template,
+    else they are joined.
     """
 
-    def process(document: Document) -> Encoded:
-        if kind == "text":
-            ids = _encode_text(tokenizer, document.content)
-            return ids, np.ones(len(ids), bool)
-        if not chat:
-            record = document.content
-            ids, context = encode_joined(tokenizer, record["prompt"], record["completion"])
-            return ids, np.arange(len(ids)) >= (0 if loss_on == "all" else context)
-        messages, tools = document.messages, document.content.get("tools")
-        if loss_on == "answers":
-            return encode_answers(tokenizer, messages, tools)
-        # As mlx-lm's datasets.
-        ids = tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
-        context = 0
-        if loss_on == "last":
-            asks = messages[-1]["role"] == "assistant"
-            context = len(
-                tokenizer.apply_chat_template(
-                    messages[:-1], tools=tools, add_generation_prompt=asks, return_dict=False
-                )
-            )
-        return ids, np.arange(len(ids)) >= context
+    kind: str
+    tokenizer: Any
+    loss_on: str
+    chat: bool
 
-    def encode(document: Document) -> Encoded:
-        if loss_on == "last" and kind == "messages" and len(document.messages) == 1:
+    def __call__(self, document: Document) -> Encoded:
+        """A document's ids. Raises MespError, with its name, where that fails."""
+        if (
+            self.loss_on == "last"
+            and self.kind == "messages"
+            and len(document.content["messages"]) == 1
+        ):
             raise MespError(
                 f"{document.where} has one message and so no prompt before it: leave it out, or "
                 "take --loss-on all."
             )
-        with plain_errors(f"{document.where} cannot be tokenized"):
-            try:
-                return process(document)
-            except MespError as error:
-                raise MespError(f"{document.where}: {error}") from error
+        with named(document):
+            if self.kind == "text":
+                ids = _encode_text(self.tokenizer, document.content)
+                return Encoded(ids, np.ones(len(ids), bool))
+            if self.chat:
+                return self.conversation(document.conversation)
+            return self.joined(document.content["prompt"], document.content["completion"])
 
-    return encode
+    def conversation(self, conversation: Conversation) -> Encoded:
+        """The ids of a conversation. Raises MespError where it cannot be trained on."""
+        return encode_conversation(self.tokenizer, conversation, self.loss_on)
+
+    def joined(self, prompt: str, answer: str) -> Encoded:
+        """The ids of a prompt, of the answer right after it, and of the end-of-text token. Raises
+        MespError where the answer is empty."""
+        check_answers(Conversation([{"role": "assistant", "content": answer}]))
+        ids, context = encode_joined(self.tokenizer, prompt, answer)
+        return Encoded(ids, np.arange(len(ids)) >= (0 if self.loss_on == "all" else context))
+
+
+@contextmanager
+def named(document: Document) -> Iterator[None]:
+    """Raises MespError, which begins with where the document is, for whatever is raised."""
+    with plain_errors(f"{document.where} cannot be tokenized"):
+        try:
+            yield
+        except MespError as error:
+            raise MespError(f"{document.where}: {error}") from error
 
 
 def encode_joined(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], int]:
     """The ids of a prompt with the answer right after it and the end-of-text token, and how many
-    of them are the prompt's."""
+    of them are the prompt's.
+
+    The prompt has the ids that it has by itself, as when the model is asked, so that no token has
+    a part of both.
+    """
     end = tokenizer.eos_token or ""
-    whole = prompt + answer + ("" if answer.endswith(end) else end)
-    return tokenizer.encode(whole), len(tokenizer.encode(prompt))
+    answer += "" if answer.endswith(end) else end
+    asked = encode_prompt(tokenizer, prompt)
+    # After a line feed: SentencePiece puts a space before what begins a text.
+    feed, after_feed = (
+        tokenizer.encode(text, add_special_tokens=False) for text in ("\n", f"\n{answer}")
+    )
+    if after_feed[: len(feed)] == feed:
+        ids = [*asked, *after_feed[len(feed) :]]
+        if tokenizer.decode(ids).endswith(prompt + answer):
+            return ids, len(asked)
+    whole = encode_prompt(tokenizer, prompt + answer)
+    return whole, sum(1 for _ in takewhile(bool, map(eq, asked, whole)))
+
+
+def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
+    """The ids of a text to go on from: with the token that begins a text, without one that ends
+    it, and without a second one where the text has them itself."""
+    begins = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
+    ids = list(tokenizer.encode(prompt, add_special_tokens=not begins))
+    ends = not begins and tokenizer.encode("")[-1:] == [tokenizer.eos_token_id]
+    return ids[:-1] if ends else ids
 
 
 def _encode_text(tokenizer: Any, content: str | dict[str, str]) -> list[int]:
-    """A record as mlx-lm's TextDataset has it, which cannot take an empty one; a file in pieces."""
+    """A record as mlx-lm's TextDataset has it, which cannot take an empty one; a file in pieces.
+    It begins and ends with no second token for that where it has them as text."""
+    text = content if isinstance(content, str) else content["text"]
     if isinstance(content, str):
         begin = begin_of_text(tokenizer)
-        ids = [] if begin is None or not content else [begin]
-        for piece in cut_text(content):
+        begins = begin is None or not text or text.startswith(tokenizer.bos_token)
+        ids = [] if begins else [begin]
+        for piece in cut_text(text):
             ids += tokenizer.encode(piece, add_special_tokens=False)
     else:
-        ids = tokenizer.encode(content["text"])
+        ids = encode_prompt(tokenizer, text)
     end = tokenizer.eos_token_id
-    if ids and end is not None and ids[-1] != end:
+    if ids and end is not None and not _has_end(tokenizer, text):
         ids.append(end)
     return ids
+
+
+def _has_end(tokenizer: Any, text: str) -> bool:
+    """Whether a text ends with a token that ends a text, but for white space after it."""
+    last = text.rstrip()[-100:]
+    ids = tokenizer.encode(last, add_special_tokens=False)
+    return bool(ids) and ids[-1] in end_tokens(tokenizer)
 
 
 def begin_of_text(tokenizer: Any) -> int | None:

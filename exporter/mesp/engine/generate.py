@@ -10,7 +10,8 @@ from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.engine import process
 from mesp.engine.process import Record
-from mesp.text import bundle_tokenizer, encode, plain_errors
+from mesp.errors import plain_errors
+from mesp.text import bundle_tokenizer, encode
 
 StrPath = str | os.PathLike[str]
 

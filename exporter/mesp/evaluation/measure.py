@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mesp.answers import canonical_json, exact_match, extract, f1
+from mesp.data.records import Conversation
 from mesp.errors import MespError
 from mesp.evaluation.metrics import Metric, exponential
 from mesp.evaluation.model import Model
@@ -89,7 +90,8 @@ def _text_metrics(samples: list[Sample]) -> list[Metric]:
 def _measure_question(model: Model, record: Question, options: Options) -> Sample:
     prompt = record.prompt
     if options.chat:
-        prompt = in_template(model.tokenizer, [{"role": "user", "content": prompt}], None)
+        asked = Conversation([{"role": "user", "content": prompt}])
+        prompt = in_template(model.tokenizer, asked)
     pairs = [model.encode_pair(prompt, each, special=not options.chat) for each in record.choices]
     scores = model.scores(pairs[0][0], [continuation for _, continuation in pairs])
     values = [score.log_likelihood for score in scores]
@@ -144,5 +146,5 @@ def _prompt(tokenizer: Any, record: Task, chat: bool | None) -> list[int]:
         return encode(tokenizer, record.prompt, chat)
     if chat is False:
         raise MespError("messages go through the chat template; leave out --no-chat")
-    text = in_template(tokenizer, record.prompt, record.tools)
+    text = in_template(tokenizer, record.prompt)
     return list(tokenizer.encode(text, add_special_tokens=False))

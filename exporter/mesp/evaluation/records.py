@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mesp.data.records import read_object, read_record, read_utf8
+from mesp.data.messages import CALLS
+from mesp.data.records import Conversation, read_object, read_record, read_utf8
 from mesp.errors import MespError
 
 RECORDS = (
@@ -39,9 +40,8 @@ class Task:
     """A prompt, or the conversation before an answer, and the answer that is right."""
 
     where: str
-    prompt: str | list[dict[str, Any]]
+    prompt: str | Conversation
     answer: str
-    tools: list[Any] | None = field(default=None)
 
 
 Record = Text | Question | Task
@@ -82,14 +82,19 @@ def _record(where: str, line: str) -> Record:
         if not record["text"]:
             raise MespError(f"{where} has an empty text; leave it out.")
         return Text(where, record["text"])
-    if document.kind == "prompt and completion":
-        return Task(where, record["prompt"], record["completion"])
-    if document.kind != "messages":
+    content = document.content
+    assert isinstance(content, dict)
+    if document.kind == "prompt and completion" and not document.has_messages:
+        return Task(where, content["prompt"], content["completion"])
+    if document.kind not in ("messages", "prompt and completion"):
         raise MespError(f"{where} has {', '.join(record)}; {RECORDS}.")
-    *before, last = document.messages
-    if not before or last["role"] != "assistant" or not isinstance(last.get("content"), str):
+    conversation = document.conversation
+    *before, last = conversation.messages
+    if not before or last["role"] != "assistant" or not last["content"]:
         raise MespError(f"{where} has messages that do not end with an assistant's answer.")
-    return Task(where, before, last["content"], record.get("tools"))
+    if CALLS in last:
+        raise MespError(f"{where} ends with a tool call, which is not compared: leave it out.")
+    return Task(where, replace(conversation, messages=before), last["content"])
 
 
 def _question(where: str, record: dict[str, Any]) -> Question:

@@ -1,0 +1,167 @@
+"""The messages of a record, in the one form that chat templates take.
+
+OpenAI's, Mistral's, Axolotl's and TRL's forms of a message differ. `read_messages` brings them
+into one: `content` is a string, the `arguments` of a tool call are an object, and `weight` is 0 for
+an answer that is not trained. Every other key is kept, so that the check after rendering can tell
+whether the chat template uses it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mesp.errors import MespError
+from mesp.files import parse_json
+
+Message = dict[str, Any]
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+# What is said of an answer, or of a record, that is to be trained or not, by the value that means
+# so: Mistral's and OpenAI's `weight`, Axolotl's `train` and `training`, ms-swift's `loss`,
+# torchtune's `masked`.
+WEIGHTS = {"weight": 1, "train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}
+CALLS = "tool_calls"
+
+
+def are_messages(value: Any) -> bool:
+    """Whether `value` is a list of objects, one or more."""
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) for m in value)
+
+
+def read_messages(
+    where: str, messages: list[Message], ignored: tuple[str, ...] = ()
+) -> list[Message]:
+    """The messages of the record that is called `where`, without the keys that are `ignored`.
+
+    Raises MespError where one has no role, no content, or content that is not text.
+    """
+    return [
+        _read(f"{where} has a message {number}", message, ignored)
+        for number, message in enumerate(messages, 1)
+    ]
+
+
+def _read(where: str, raw: Message, ignored: tuple[str, ...]) -> Message:
+    message = {key: value for key, value in raw.items() if value is not None and key not in ignored}
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise MespError(f'{where} without a "role" that is a string: {_keys(raw)}.')
+    weight = read_weight(f"{where} with", message)
+    if "content" in message:
+        message["content"] = _text(where, message["content"])
+    if CALLS in message:
+        if message[CALLS] == []:
+            del message[CALLS]
+        else:
+            message[CALLS] = _calls(where, message[CALLS])
+    if "content" not in message:
+        if role != "assistant" or CALLS not in message:
+            raise MespError(f'{where} without "content": {_keys(raw)}.')
+        message["content"] = ""
+    if role != "assistant" and weight == 1 and not raw.get("weight"):
+        raise MespError(
+            f"{where} of the role {role} that is to be trained, and only the assistant's are: "
+            "leave its mark out, or take --loss-on all."
+        )
+    return message | {"weight": 0} if role == "assistant" and weight == 0 else message
+
+
+def _keys(message: Message) -> str:
+    return f"it has {', '.join(message)}" if message else "it is empty"
+
+
+def _text(where: str, content: Any) -> str:
+    """Content as one text: a string, or the texts of a list of parts, joined."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise MespError(f'{where} with "content" that is neither text nor a list of text parts.')
+    texts = []
+    for part in content:
+        if isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS:
+            part = part.get("text")
+        if not isinstance(part, str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise MespError(
+                f"{where} with a part of content that is not text but {kind!s:.40}: only text can "
+                "be trained."
+            )
+        texts.append(part)
+    return "".join(texts)
+
+
+def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Tool calls as transformers has them: OpenAI's without ``function`` around a call too, and
+    with arguments that are JSON in a string."""
+    if not isinstance(calls, list):
+        raise MespError(f'{where} with "{CALLS}" that is not a list.')
+    found = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise MespError(f'{where} with a tool call without a "name".')
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = parse_json(arguments or "{}")
+            except ValueError as error:
+                raise MespError(
+                    f"{where} with arguments of a tool call that are no JSON."
+                ) from error
+        else:
+            arguments = without_null(arguments or {})
+        if not isinstance(arguments, dict):
+            raise MespError(f"{where} with arguments of a tool call that are not an object.")
+        kept = call if "function" in call else {key: call[key] for key in ("id",) if key in call}
+        known = {"name": function["name"], "arguments": arguments}
+        found.append(
+            {
+                **kept,
+                "type": "function",
+                "function": {**function, **known} if "function" in call else known,
+            }
+        )
+    return found
+
+
+def without_null(value: Any) -> Any:
+    """A value without the entries of its objects that are null: the columns of a table cannot tell
+    null from absent, so neither does a line of JSON."""
+    if isinstance(value, dict):
+        return {key: without_null(each) for key, each in value.items() if each is not None}
+    return [without_null(each) for each in value] if isinstance(value, list) else value
+
+
+def read_tools(where: str, tools: Any) -> list[Any] | None:
+    """A record's tools: a list, also as JSON in a string. Raises MespError for anything else."""
+    if isinstance(tools, str):
+        try:
+            tools = parse_json(tools or "[]")
+        except ValueError as error:
+            raise MespError(f'{where} has "tools" in a string that is no JSON.') from error
+    else:
+        tools = without_null(tools)
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(t, dict) for t in tools)
+    ):
+        raise MespError(f'{where} has "tools" that are not a list of objects.')
+    return tools or None
+
+
+def read_weight(where: str, entries: dict[str, Any]) -> int | None:
+    """Takes out of a message, or of a record, what says whether it is trained: 1 or 0, and None
+    where nothing does. Raises MespError, which begins with `where`, for other values."""
+    found: int | None = None
+    for key, trained in WEIGHTS.items():
+        value = entries.pop(key, None)
+        if value is None:
+            continue
+        if value not in (0, 1):  # true and false are
+            raise MespError(
+                f'{where} "{key}" {json.dumps(value):.40}, which is neither 0 nor 1: an answer is '
+                f"trained or not. Write one of both, or leave it out with --ignore {key}."
+            )
+        weight = int(value == trained)
+        found = weight if found is None else min(found, weight)
+    return found

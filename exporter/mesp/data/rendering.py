@@ -1,0 +1,337 @@
+"""What a chat template makes of a conversation, and where each of its texts is in it.
+
+A template is a program: it can reorder messages, rewrite them, or leave them out. So a conversation
+is rendered twice, as it is and with a mark in place of each of its texts. Where both are alike but
+for the marks, which stand for the texts, every text is there, and its place is known exactly:
+
+    marked    <|im_start|>user\\nM0<|im_end|>\\n<|im_start|>assistant\\nM1<|im_end|>\\n
+    rendered  <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+
+The texts are the content of messages, an answer's reasoning, and the names and strings in its tool
+calls.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from mesp.data.messages import CALLS, Message
+from mesp.data.records import Conversation
+from mesp.errors import MespError
+
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names that transformers takes for one
+# A thought that is part of an answer's content.
+THOUGHT = re.compile(r"(?s)(?P<before>.*?<think>)?(?P<thought>.*?)(?P<after></think>)(?P<rest>.*)")
+# Of a message. The last four say which message it is, and change no text where a template has no
+# use for them.
+KNOWN = ("role", "content", "weight", CALLS, *REASONING, "name", "tool_call_id", "id", "index")
+# At the end of a text they tell a template whether to ask for thoughts; it may leave them out.
+ENDS = re.compile(r"(?s)(?P<before>\s*)(?P<body>.*?)(?P<after>(?:\s|/no_?think\b|/think\b)*)")
+MARK, MARKS = "Mk{:04}yQ", re.compile(r"Mk(\d{4,})yQ")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MEANT = {
+    **dict.fromkeys(("human", "usr", "customer", "person"), "user"),
+    **dict.fromkeys(("model", "bot", "gpt", "ai", "chatbot", "chatgpt", "agent"), "assistant"),
+}
+
+
+class Text(NamedTuple):
+    """A text of message `message`: its `content`, `reasoning`, the name of a `call` or a string
+    among its `arguments`."""
+
+    message: int
+    kind: str
+    text: str
+
+
+class Place(NamedTuple):
+    """A mark, the number of its text, and its bounds in the marked and the rendered conversation;
+    `start` is the first character, `stop` the one after the last."""
+
+    text: int
+    marked_start: int
+    marked_stop: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A conversation in its chat template. Raises MespError, without the record's name, where the
+    template leaves something out or refuses the conversation."""
+
+    tokenizer: Any
+    conversation: Conversation
+
+    def __post_init__(self) -> None:
+        check_roles(self.tokenizer, self.conversation.messages)
+
+    @cached_property
+    def text(self) -> str:
+        """What the template makes of the conversation."""
+        return self.render(self.conversation.messages)
+
+    @cached_property
+    def marked(self) -> str:
+        """What it makes of it with marks for texts."""
+        return self.render(self._marks[0])
+
+    @property
+    def texts(self) -> list[Text]:
+        """The texts, by the number in their marks."""
+        return self._marks[1]
+
+    def render(self, messages: list[Message], asks: bool = False) -> str:
+        """What the template makes of other messages; with `asks` up to where an answer begins."""
+        return self._render(shown(messages, self._with_text), asks)
+
+    @cached_property
+    def _with_text(self) -> bool:
+        """Whether the template takes the arguments of tool calls as JSON in a string, and refuses
+        objects."""
+        messages = self.conversation.messages
+        if not any(CALLS in message for message in messages):
+            return False
+        try:
+            self._render(shown(messages), asks=False)
+        except TypeError:
+            return True
+        return False
+
+    def _render(self, messages: list[Message], asks: bool) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages,
+                tools=self.conversation.tools,
+                tokenize=False,
+                add_generation_prompt=asks,
+                **self.conversation.options,
+            )
+        )
+
+    def render_marked(self, count: int, asks: bool = False) -> str:
+        """The first `count` messages, with marks for texts."""
+        return self.render(self._marks[0][:count], asks)
+
+    @cached_property
+    def _marks(self) -> tuple[list[Message], list[Text]]:
+        texts: list[Text] = []
+
+        def mark(message: int, kind: str, text: str) -> str:
+            """The text with a mark in place of it, but for white space and flags at its ends."""
+            found = ENDS.fullmatch(text)
+            assert found is not None
+            if not found["body"]:
+                return text
+            texts.append(Text(message, kind, found["body"]))
+            return found["before"] + MARK.format(len(texts) - 1) + found["after"]
+
+        return [_marked(i, each, mark) for i, each in enumerate(self.conversation.messages)], texts
+
+    def check(self) -> list[str]:
+        """Raises MespError unless every text is in what was rendered; returns what the template
+        leaves out by rights, the reasoning of answers before the last question."""
+        seen = {int(number) for number in MARKS.findall(self.marked)}
+        messages, notes = self.conversation.messages, []
+        last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
+        trained = self.conversation.answers
+        for number, (index, kind, text) in enumerate(self.texts):
+            if number in seen:
+                continue
+            if kind == "reasoning" and (index < last_question or index not in trained):
+                notes.append(
+                    "Answers before the last question without their reasoning, which the chat "
+                    "template leaves out there"
+                )
+                continue
+            of = {
+                "content": "content",
+                "call": "tool call",
+                "arguments": "arguments of a tool call",
+            }
+            raise MespError(
+                f"the chat template leaves out the {of.get(kind, kind)} of message {index + 1}, of "
+                f"the role {messages[index]['role']} ({_short(text)}): {_remedy(messages[index])}"
+            )
+        self._check_tools()
+        self._check_others()
+        return notes
+
+    def _check_tools(self) -> None:
+        """Raises MespError where the template leaves out a tool, or a number in a tool call."""
+        for tool in self.conversation.tools or []:
+            name = tool.get("function", tool).get("name") if isinstance(tool, dict) else None
+            if isinstance(name, str) and name not in self.marked:
+                raise MespError(
+                    f"the chat template leaves out the tools, such as {_short(name)}: take a model "
+                    "whose template has them, or leave them out with --ignore tools."
+                )
+        for index, message in enumerate(self.conversation.messages):
+            for call in message.get(CALLS, []):
+                for leaf in _numbers(call["function"]["arguments"]):
+                    if leaf.casefold() not in self.marked.casefold():
+                        raise MespError(
+                            f"the chat template leaves out {leaf} in a tool call of message "
+                            f"{index + 1}: take a model whose template has tool calls."
+                        )
+
+    def _check_others(self) -> None:
+        """Raises MespError where a message has something that changes nothing."""
+        messages = self._marks[0]
+        for key in dict.fromkeys(key for m in messages for key in m if key not in KNOWN):
+            without = [{k: v for k, v in each.items() if k != key} for each in messages]
+            if self.render(without) == self.marked:
+                index = next(i for i, each in enumerate(messages) if key in each)
+                raise MespError(
+                    f'message {index + 1} has "{key}", which nothing reads: write it into the '
+                    f"content, or leave it out with --ignore {key}."
+                )
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """Where the texts are, in the order of the rendering. Raises MespError where it is not the
+        marked rendering with texts for marks."""
+        found, at = [], 0
+        bounds = [(0, 0), *((m.start(), m.end()) for m in MARKS.finditer(self.marked))]
+        bounds.append((len(self.marked), len(self.marked)))
+        numbers = [int(number) for number in MARKS.findall(self.marked)]
+        for (_, start), (stop, end) in pairwise(bounds):
+            piece = self.marked[start:stop]
+            if not self.text.startswith(piece, at):
+                raise self._rewritten
+            at += len(piece)
+            if len(found) == len(numbers):
+                break
+            number = numbers[len(found)]
+            following = self.marked[end : bounds[len(found) + 2][0]]
+            length = self._length(number, at, following)
+            found.append(Place(number, stop, end, at, at + length))
+            at += length
+        if at != len(self.text):
+            raise self._rewritten
+        return found
+
+    def _length(self, number: int, at: int, following: str) -> int:
+        """How long a text is at a place of the rendering, before a piece that follows it."""
+        for form in _forms(self.texts[number].text):
+            if self.text.startswith(form + following, at):
+                return len(form)
+        raise self._rewritten
+
+    @property
+    def _rewritten(self) -> MespError:
+        return MespError(
+            "the chat template rewrites the conversation, so its answers cannot be located: take "
+            "--loss-on all."
+        )
+
+    def to_rendered(self, position: int) -> int:
+        """The place in the rendering of one in the marked rendering that is not within a mark."""
+        shift = 0
+        for place in self.places:
+            if place.marked_stop > position:
+                break
+            shift = place.stop - place.marked_stop
+        return position + shift
+
+
+def shown(messages: list[Message], with_text: bool = False) -> list[Message]:
+    """Messages as templates take them, without weights; `with_text` the arguments of tool calls are
+    JSON in a string."""
+    found = [{key: value for key, value in each.items() if key != "weight"} for each in messages]
+    for message in found if with_text else []:
+        message[CALLS] = [
+            call | {"function": call["function"] | {"arguments": _as_json(call)}}
+            for call in message.get(CALLS, [])
+        ]
+    return found
+
+
+def _as_json(call: dict[str, Any]) -> str:
+    return json.dumps(call["function"]["arguments"], ensure_ascii=False)
+
+
+def check_roles(tokenizer: Any, messages: list[Message]) -> None:
+    """Raises MespError where a message has a role that nobody knows, nor the chat template."""
+    template = str(tokenizer.chat_template)
+    for number, message in enumerate(messages, 1):
+        role = message["role"]
+        if role in ROLES:
+            continue
+        meant = MEANT.get(role.lower(), role.lower() if role.lower() in ROLES else None)
+        if meant is None and re.search(rf"['\"]{re.escape(role)}['\"]", template):
+            continue
+        remedy = f"write {meant}" if meant else f"roles are {', '.join(ROLES)}"
+        raise MespError(f'message {number} has the role "{role:.40}": {remedy}.')
+
+
+def _marked(index: int, message: Message, mark: Callable[[int, str, str], str]) -> Message:
+    """A message with marks in place of its texts."""
+    changed = dict(message)
+    thoughts = [key for key in REASONING if key in message]
+    if thoughts and isinstance(message[thoughts[0]], str):
+        changed |= dict.fromkeys(thoughts, mark(index, "reasoning", message[thoughts[0]]))
+    content = message["content"]
+    found = THOUGHT.fullmatch(content) if message["role"] == "assistant" else None
+    if found is not None and found["thought"].strip():
+        thought = mark(index, "reasoning", found["thought"])
+        rest = mark(index, "content", found["rest"])
+        changed["content"] = f"{found['before'] or ''}{thought}{found['after']}{rest}"
+    else:
+        changed["content"] = mark(index, "content", content)
+    if CALLS in message:
+        changed[CALLS] = [_marked_call(index, call, mark) for call in message[CALLS]]
+    return changed
+
+
+def _marked_call(
+    index: int, call: dict[str, Any], mark: Callable[[int, str, str], str]
+) -> dict[str, Any]:
+    def marked(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: marked(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [marked(each) for each in value]
+        return mark(index, "arguments", value) if isinstance(value, str) else value
+
+    function = call["function"]
+    name = mark(index, "call", function["name"])
+    known = {"name": name, "arguments": marked(function["arguments"])}
+    return {**call, "function": {**function, **known}}
+
+
+def _numbers(value: Any) -> Iterator[str]:
+    """The numbers and truth values in a tool call's arguments, as JSON has them."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _numbers(each)
+    elif isinstance(value, bool | int | float):
+        yield json.dumps(value)
+
+
+def _forms(text: str) -> Iterator[str]:
+    """A text as templates write it: as it is, and in JSON."""
+    yield text
+    yield json.dumps(text, ensure_ascii=False)[1:-1]
+    yield json.dumps(text)[1:-1]
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return json.dumps(text if len(text) <= 30 else f"{text[:29]}…", ensure_ascii=False)
+
+
+def _remedy(message: Message) -> str:
+    if message["role"] in ("developer", "system"):
+        return "write it as a system message or at the beginning of the user's."
+    if message["role"] == "assistant":
+        return "take a model whose template writes it, or write it into the content."
+    return "write it as a user's message."
