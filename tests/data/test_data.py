@@ -568,6 +568,34 @@ def test_data_is_replaced_with_the_bundles_tokenizer(bundle, tmp_path):
     assert {name: files(bundle)[name] for name in unchanged} == {n: before[n] for n in unchanged}
 
 
+def test_records_are_shown_as_they_are_trained(tmp_path):
+    records = [{"prompt": f"Time {i}?", "completion": "It is\nnoon.", "id": i} for i in range(4)]
+    path = write_records(tmp_path / "data.jsonl", records)
+    arguments = [
+        "--model",
+        "demo",
+        "--seq-len",
+        64,
+        "--data",
+        path,
+        "--out",
+        tmp_path / "demo.mesp",
+    ]
+    exported = CliRunner().invoke(export.main, list(map(str, arguments)), catch_exceptions=False)
+    shown = "user: Time {}?↵\nassistant:⟦ It is↵\nnoon.<|endoftext|>↵\n⟧\n"
+    assert shown.format(0) in exported.stdout and "Time 1?" not in exported.stdout
+
+    done = mesp_data(tmp_path / "demo.mesp", "--data", path, "--show", 2)
+    assert "Record 1 of 3: 22 tokens, 9 in the loss\n" + shown.format(0) in done.stdout
+    assert shown.format(1) in done.stdout and "Time 2?" not in done.stdout
+    assert done.stdout.endswith("Generation stops at <|endoftext|>.\n")
+    assert done.stderr == "Columns that were not read: id.\n"
+    again = mesp_data(tmp_path / "demo.mesp", "--show", 2)
+    assert done.stdout.endswith(again.stdout) and again.stdout.startswith("Record 1 of 3")
+    assert "with --show 3" in mesp_data(tmp_path / "demo.mesp").stderr
+    assert "with --show 3" in mesp_data(tmp_path / "demo.mesp", "--show", 1, "--pack").stderr
+
+
 def test_export_takes_the_same_options(exported, tmp_path):
     chat = write_records(tmp_path / "chat.jsonl", RECORDS["chat"])
     model, out = exported.parent / "model", tmp_path / "b.mesp"

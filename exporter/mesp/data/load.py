@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from mesp.data.answers import end_tokens
+from mesp.data.answers import end_tokens, special_tokens
 from mesp.data.examples import Split, as_examples, as_stream
 from mesp.data.held_out import hold_out_records, hold_out_tokens
 from mesp.data.preferences import JUDGED, Judged, as_judged, judged
-from mesp.data.records import Document, kind_of, unread
+from mesp.data.records import OPTIONS, Document, kind_of, unread
 from mesp.data.sources import Selection, read_documents
 from mesp.data.tokens import Encoder, begin_of_text
 from mesp.errors import MespError
@@ -111,7 +111,7 @@ def ends_of(split: Split, tokenizer: Any) -> tuple[int, ...]:
     """The tokens at which generation stops, of a model that has learned from a split."""
     ends = end_tokens(tokenizer)
     if split.examples is not None:
-        special = {*tokenizer.all_special_ids}
+        special = special_tokens(tokenizer)
         for start, length in split.examples.tolist():
             at = start + length - 1
             while at > start and not tokenizer.decode([int(split.tokens[at])]).strip():
@@ -213,7 +213,16 @@ def _check_chat(
                 f"The model's tokenizer has no chat template, which the messages of {data} need; "
                 "take an -Instruct model, or write the records as prompts and answers."
             )
-    elif chat:
+    for each in records:
+        is_joined = chat is False or not tokenizer.has_chat_template or "prompt" not in each.content
+        if is_joined and not each.has_messages:
+            for key in ("tools", OPTIONS):
+                if each.content.get(key):
+                    raise MespError(
+                        f"{each.where} has {key}, which only a chat template reads, and its prompt "
+                        f"and answer are joined without one: leave it out with --ignore {key}."
+                    )
+    if chat and not any(each.has_messages for each in records):
         if not tokenizer.has_chat_template:
             raise MespError("The model's tokenizer has no chat template: leave out --chat.")
         for each in records:

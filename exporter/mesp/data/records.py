@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mesp.data.messages import (
-    WEIGHTS,
     Message,
     are_messages,
     read_messages,
@@ -225,15 +224,16 @@ def unread(documents: dict[str, list[Document]]) -> list[str]:
     for document in (each for split in documents.values() for each in split):
         if isinstance(document.content, dict):
             found |= dict.fromkeys(document.content)
-    known = {*_read_of(next(iter(documents.values()))[0].kind), "tools", OPTIONS, *WEIGHTS}
+    known = _read_of(next(iter(documents.values()))[0].kind)
     return [key for key in found if key not in known]
 
 
 def _read_of(kind: str) -> tuple[str, ...]:
     """The keys that are read of a kind of record."""
-    if kind in (PAIRS, LABELS):
-        return ("prompt", *kind.split(" and "))
-    return tuple(kind.split(" and "))
+    if kind == "text":
+        return ("text", "weight")
+    prompt = () if kind == "messages" else ("prompt",)
+    return (*prompt, *kind.split(" and "), "tools", OPTIONS, "weight")
 
 
 def kind_of(documents: dict[str, list[Document]]) -> str:
