@@ -139,8 +139,8 @@ def test_random_data():
 @pytest.mark.parametrize(
     ("files", "named"),
     [
-        ({}, "neither train.txt nor train.jsonl"),
-        ({"valid.txt": TEXT}, "neither train.txt nor train.jsonl"),
+        ({}, "no train.jsonl, train.txt or other file"),
+        ({"valid.txt": TEXT}, "no train.jsonl, train.txt or other file"),
         ({"train.txt": TEXT, "train.jsonl": "{}"}, "both train.jsonl and train.txt"),
         ({"train.txt": ""}, r"train\.txt has no text"),
         ({"train.txt": " \n\n"}, r"train\.txt has no text"),
@@ -149,7 +149,7 @@ def test_random_data():
         ({"train.txt": TEXT, "valid.txt": "Too short."}, "valid data .* less than one sequence"),
         ({"train.txt": "Too short.", "valid.txt": TEXT}, "train data .* less than one sequence"),
         ({"train.jsonl": '{"text": "a"}\nnot json'}, "Line 2 of .*not JSON"),
-        ({"train.jsonl": '["text"]'}, "Line 1 .* is not an object"),
+        ({"train.jsonl": '["text"]'}, "Record 1 .* is not an object"),
         ({"train.jsonl": '{"text": 3}'}, 'Line 1 .* has a "text" that is not a string'),
         ({"train.jsonl": '{"prompt": "a"}'}, "Line 1 .* has prompt; records have"),
         ({"train.jsonl": "{}"}, "Line 1 .* has nothing; records have"),
@@ -167,7 +167,7 @@ def test_random_data():
             r"Line 1 of .*valid\.jsonl has messages, and the data began with text",
         ),
         ({"train.jsonl": '{"text": "\\ud800"}'}, "Line 1 .* has half a character"),
-        ({"train.jsonl": "[" * 100_000}, "Line 1 .* is not JSON"),
+        ({"train.jsonl": "[" * 100_000}, r"train\.jsonl is not JSON"),
         ({"train.jsonl": ""}, r"train\.jsonl has no text"),
         ({"train.txt": TEXT, "test.txt": "Too short."}, "test data .* less than one sequence"),
     ],
@@ -416,9 +416,8 @@ def test_a_text_file_has_no_examples(tokenizer, text):
 def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
     """The mean over the counted targets of a batch, each example alone and without padding."""
     seq_len = 40
-    path = write_records(tmp_path / "data.jsonl", RECORDS["chat"])
-    shutil.copy(path, tmp_path / "train.jsonl")
-    shutil.copy(path, tmp_path / "valid.jsonl")
+    for name in ("train.jsonl", "valid.jsonl"):
+        write_records(tmp_path / name, RECORDS["chat"])
     split = load(tmp_path, chat_tokenizer, seq_len, loss_on="last")["train"]
     model, _ = load_model(DEMO_MODEL)
     model.set_dtype(mx.float32)
