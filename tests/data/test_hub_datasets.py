@@ -2,6 +2,7 @@
 
 import builtins
 import json
+from dataclasses import field, make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -227,8 +228,10 @@ def test_a_dataset_takes_no_file_from_elsewhere(tmp_path, path):
 def test_a_dataset_of_the_hub_takes_no_file_from_elsewhere(tmp_path, monkeypatch, file):
     import datasets
 
+    Config = make_dataclass("Config", [("data_files", dict, field(default_factory=dict))])
+
     def builder(*_: object) -> SimpleNamespace:
-        config = datasets.BuilderConfig(data_files={"train": files})
+        config = Config(data_files={"train": files})
         return SimpleNamespace(repo_id="o/d", config=config)
 
     def download(*asked: object) -> Path:

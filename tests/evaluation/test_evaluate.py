@@ -348,7 +348,7 @@ def test_ctrl_c_while_it_loads_is_silent(
 
 BAD_RECORDS = {
     "no JSON": ("{", "Line 1 of {} is not JSON."),
-    "no object": ("[]", "is not an object"),
+    "no object": ("[1]", "Record 1 of {} is not an object"),
     "nothing": ("", "has no records"),
     "unknown": ('{"question": "x"}', "has question; records have"),
     "judged": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "has prompt, chosen, rejected"),
@@ -362,7 +362,7 @@ BAD_RECORDS = {
     "two kinds": ('{"text": "a"}\n{"prompt": "a", "completion": "b"}', "is of another kind"),
     "empty prompt": ('{"prompt": "", "completion": "b"}', "Line 1 of {}: The prompt is empty"),
     "no token": ('{"prompt": "a", "choices": ["b", "c"], "answer": 0}', "begin it with a space"),
-    "nested": ("[" * 100_000, "Line 1 of {} is not JSON."),
+    "nested": ("[" * 100_000, "{} is not JSON."),
     "half a character": ('{"text": "\\ud83d"}', "Line 1 of {} has half a character"),
     "equal choices": (
         '{"prompt": "a", "choices": [" b", " b"], "answer": 1}',
@@ -388,7 +388,7 @@ def test_bad_records_are_named(bundle: Path, tmp_path: Path, kind: str):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "Name either a JSONL file to measure on, or --tasks."),
+        ([], "Name either a file to measure on, or --tasks."),
         (["DATA", "--tasks", "arc"], "Name either"),
         (["DATA", "--json"], '--json is for records with "prompt" and "completion"'),
         (["DATA", "--num-fewshot", 0], "--num-fewshot needs --tasks"),

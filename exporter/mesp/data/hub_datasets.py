@@ -168,7 +168,7 @@ def _find_splits(data: str, splits: Mapping[str, str], there: list[str]) -> Mapp
     for expression in splits.values():
         for name in _names_in(expression):
             if name not in there:
-                raise MespError(f"{data} has no split {expression}; it has {', '.join(there)}.")
+                raise MespError(f"{data} has no split {name}; it has {', '.join(there)}.")
     found = dict(splits)
     for name in there if not splits else ():
         ours = SPLIT_OF.get(name.lower())

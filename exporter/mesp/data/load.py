@@ -41,6 +41,10 @@ class DataOptions:
     hold_out: float = HELD_OUT
 
 
+# Of data by which nothing is measured.
+ALL = DataOptions(hold_out=0)
+
+
 def load(
     data: str, tokenizer: Any, seq_len: int, vocab_size: int, options: DataOptions | None = None
 ) -> dict[str, Split]:

@@ -10,6 +10,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -171,13 +172,15 @@ def _read_json(file: BinaryIO, name: str, _: int) -> Iterator[Row]:
         for number, record in enumerate(read_value(name, first + text.read()), 1):
             where = f"Record {number} of {name}"
             yield where, as_object(where, record)
-    elif first.strip() == "{":
-        raise MespError(
-            f"{name} has an object over several lines; write a list of records, or a record a line."
-        )
     elif first:
+        others = [*islice(lines, 1)]
+        if first.strip() == "{" and others:
+            raise MespError(
+                f"{name} has an object over several lines; write a list of records, or a record a "
+                "line."
+            )
         yield _line(name, number, first)
-        yield from (_line(name, number, line) for number, line in lines)
+        yield from (_line(name, number, line) for number, line in chain(others, lines))
 
 
 def _line(name: str, number: int, line: str) -> Row:
