@@ -332,8 +332,33 @@ def test_the_last_tenth_of_the_records_is_held_out(chat_tokenizer, tmp_path):
     dataset = mlx_lm_dataset(records, chat_tokenizer, mask_prompt=False)
     assert examples(splits["valid"]) == [dataset.process(record) for record in records[-4:]]
     assert len(splits["train"].examples) == len(records) - 4
-    with pytest.raises(MespError, match="has one record, too few"):
+    with pytest.raises(MespError, match=r"has one record, too few .* with --hold-out 0"):
         load(write_records(path, records[:1]), chat_tokenizer)
+
+
+def test_another_part_is_held_out_or_none(chat_tokenizer, tokenizer, text, tmp_path):
+    records = RECORDS["completions"] * 3
+    path = write_records(tmp_path / "data.jsonl", records)
+    assert len(load(path, chat_tokenizer, 512, hold_out=0.5)["valid"].examples) == 21
+    assert [*load(path, chat_tokenizer, 512, hold_out=0)] == ["train"]
+    one = load(write_records(path, records[:1]), chat_tokenizer, 512, hold_out=0)
+    assert len(one["train"].examples) == 1
+    whole = load(text, tokenizer, hold_out=0)
+    assert [*whole] == ["train"]
+    assert whole["train"].tokens.tolist() == tokens(load(text, tokenizer, hold_out=0.3)).tolist()
+    (tmp_path / "short.txt").write_text("Too short for two sequences of so many tokens.")
+    with pytest.raises(MespError, match=r"too few to train on .* with --hold-out 0\."):
+        load(tmp_path / "short.txt", tokenizer, 30)
+    assert [*load(tmp_path / "short.txt", tokenizer, 30, hold_out=0)] == ["train"]
+    with pytest.raises(MespError, match=r"--hold-out is 0 or more and below 1, and not 1\.5"):
+        load(text, tokenizer, hold_out=1.5)
+    # A split of its own stays whole.
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("train.jsonl", "dev.jsonl"):
+        write_records(folder / name, records)
+    splits = load(folder, chat_tokenizer, 512, hold_out=0.5)
+    assert [len(split.examples) for split in splits.values()] == [42, 42]
 
 
 @pytest.mark.parametrize("mask_prompt", [False, True])

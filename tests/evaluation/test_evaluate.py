@@ -1,5 +1,6 @@
 """Evaluations by the real engine, of the demo model, against mlx-lm."""
 
+import gzip
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,6 +23,7 @@ from helpers.commands import call, command, run
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.engine.process import evaluator
+from mesp.evaluation.records import read_records
 from mesp.text import bundle_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -306,6 +309,39 @@ def test_records_come_from_standard_input(bundle: Path):
         assert done.returncode == 0 and "acc_norm" in done.stdout
     done = run("evaluate", bundle, "-", input='{"text": "é"}'.encode("latin-1"))
     refused(done, "standard input is not UTF-8 text; convert it first.", bundle)
+
+
+def test_records_come_from_every_kind_of_file(bundle: Path, tmp_path: Path):
+    """And those of a table are strings, a text is one record."""
+    rows = "".join(f"{each['prompt']},{each['completion']}\n" for each in TASKS)
+    files = {
+        "a.json": (json.dumps(QUESTIONS), QUESTIONS),
+        "b.CSV": ("prompt,completion\n" + rows, TASKS),
+        "c.ndjson": (json.dumps({"text": TEXTS[0]}), [{"text": TEXTS[0]}]),
+        "d.txt": (TEXTS[0], [{"text": TEXTS[0]}]),
+    }
+    for name, (content, records) in files.items():
+        (tmp_path / name).write_text(content)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content.encode()))
+        as_lines = write(tmp_path / "lines.jsonl", records)
+        found = read_records(str(as_lines), None)
+        for each in (name, f"{name}.gz"):
+            read = read_records(str(tmp_path / each), None)
+            assert [replace(r, where="") for r in read] == [replace(r, where="") for r in found]
+    assert len(read_records(str(tmp_path / "a.json"), 1)) == 1
+    assert "perplexity" in call("evaluate", bundle, tmp_path / "d.txt").stdout
+
+
+@pytest.mark.parametrize("what", ["pipe.jsonl", "device.jsonl", "records", "."])
+def test_what_is_no_file_of_data_is_refused(bundle: Path, tmp_path: Path, what: str):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "device.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "records").write_text('{"text": "a"}')
+    said = {
+        "records": "records is of no kind of file that is read; give records as .jsonl",
+        ".": "is a folder; name a file in it.",
+    }.get(what, "is not a regular file; give a file, or to mesp evaluate - and standard input.")
+    refused(run("evaluate", bundle, tmp_path / what), said, tmp_path)
 
 
 def test_a_long_prompt_loses_its_beginning(bundle: Path, tmp_path: Path):
