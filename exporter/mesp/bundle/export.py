@@ -204,9 +204,9 @@ def export(
         model: A short name such as ``Qwen2.5-0.5B``, a name on the Hugging Face Hub, a folder, a
             GGUF file, or ``demo``.
         out: The bundle's folder; ``NAME.mesp`` by default.
-        data: Training data: a JSONL, parquet or text file, a folder or a dataset on the Hub with
-            train, valid and test, ``python-docs`` or ``python-docs-pairs``. None for none, of the
-            demo model ``python-docs``.
+        data: Training data: a file of records or of text, a folder or a dataset on the Hub with
+            files called train, valid and test, ``python-docs`` or ``python-docs-pairs``. None for
+            none, of the demo model ``python-docs``.
         data_options: How the data is taken.
         seq_len: The sequence lengths to train with, in tokens.
         rank: The LoRA ranks to train with.
