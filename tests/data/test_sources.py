@@ -141,6 +141,12 @@ def test_cells_of_a_table_stay_text(tmp_path: Path):
     assert read(put(tmp_path / "a.csv", table(",", [*records, long])))["train"] == [*records, long]
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path: Path):
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert "has two columns of one name; give each its own." in refused(tmp_path / "a.parquet")
+
+
 def test_json_in_parquet_is_what_it_says(tmp_path: Path):
     """The datasets library keeps values of several types so; a string would go into the prompt."""
     import datasets
@@ -316,15 +322,15 @@ def test_a_snapshot_of_the_hub_is_a_folder_of_links(tmp_path: Path):
 
 
 def bomb(path: Path, kind: str) -> Path:
-    """A file of less than 300 kB whose text is 200 MB or more."""
+    """A file of less than 300 kB whose text is 100 MB or more."""
     if kind == "gzip":
         with gzip.open(path, "wb", compresslevel=9) as file:
             file.write(b'{"text": "')
-            for _ in range(200):
+            for _ in range(100):
                 file.write(bytes(1 << 20).replace(b"\0", b"a"))
         return path
     if kind == "text":
-        records = pyarrow.table({"text": ["a" * 1_000_000] * 400})
+        records = pyarrow.table({"text": ["a" * 1_000_000] * 250})
     elif kind == "messages":
         messages = [[{"role": "user", "content": "a" * 1_000_000}] * 20] * 20
         records = pyarrow.table({"messages": messages})

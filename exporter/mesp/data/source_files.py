@@ -29,7 +29,7 @@ SPLIT_OF = {name: split for split, names in SPLITS.items() for name in names}
 SIZE = 4 << 30  # bytes of a file's text
 # A compressed file's text is at most so many bytes, or so many times the file's.
 UNPACKED, TIMES = 16 << 20, 200
-ROWS = 256  # of a parquet file that are read at once
+ROWS = 4096  # of a parquet file that are read at once
 
 Row = tuple[str, str | dict[str, Any]]  # where it is, for messages, and a text or a record
 
@@ -105,12 +105,16 @@ def read_text(path: Path, size: int = SIZE) -> str:
 
 
 def read_lines(file: BinaryIO, name: str) -> Iterator[Row]:
-    """The records of JSON lines, where each is. Raises MespError where a line is none, or the lines
-    are not text."""
-    with _plain_errors(name):
-        for number, line in enumerate(io.TextIOWrapper(file, "utf-8-sig"), 1):
-            if line.strip():
-                yield _line(name, number, line)
+    """The records of JSON lines in an open file. Raises MespError where a line is none, or the
+    lines are not text."""
+    text = io.TextIOWrapper(file, "utf-8-sig")
+    try:
+        with _plain_errors(name):
+            for number, line in enumerate(text, 1):
+                if line.strip():
+                    yield _line(name, number, line)
+    finally:
+        text.detach()  # or it would close the file
 
 
 def _opened(path: Path, root: Path | None) -> BinaryIO:
@@ -237,9 +241,13 @@ def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
         ) from error
     content = file if file.seekable() else io.BytesIO(file.read())
     try:
-        schema = ParquetFile(content).schema
-        columns = [schema.column(index) for index in range(len(schema))]
+        whole = ParquetFile(content)
+        columns = [whole.schema.column(i) for i in range(len(whole.schema))]
+        # Of a damaged file that raises, where what its index says would end the process.
+        whole.scan_contents()
         table = ParquetFile(content, read_dictionary=[column.path for column in columns])
+        if len({*table.schema_arrow.names}) < len(table.schema_arrow.names):
+            raise MespError(f"{name} has two columns of one name; give each its own.")
         groups = [table.metadata.row_group(i) for i in range(table.metadata.num_row_groups)]
         chunks = [group.column(i) for group in groups for i in range(len(columns))]
         says = sum(max(each.total_uncompressed_size, each.num_values) for each in chunks)
