@@ -139,8 +139,8 @@ def test_random_data():
 @pytest.mark.parametrize(
     ("files", "named"),
     [
-        ({}, "neither train.txt nor train.jsonl"),
-        ({"valid.txt": TEXT}, "neither train.txt nor train.jsonl"),
+        ({}, "no train.jsonl, train.txt or other file"),
+        ({"valid.txt": TEXT}, "no train.jsonl, train.txt or other file"),
         ({"train.txt": TEXT, "train.jsonl": "{}"}, "both train.jsonl and train.txt"),
         ({"train.txt": ""}, r"train\.txt has no text"),
         ({"train.txt": " \n\n"}, r"train\.txt has no text"),
@@ -149,7 +149,7 @@ def test_random_data():
         ({"train.txt": TEXT, "valid.txt": "Too short."}, "valid data .* less than one sequence"),
         ({"train.txt": "Too short.", "valid.txt": TEXT}, "train data .* less than one sequence"),
         ({"train.jsonl": '{"text": "a"}\nnot json'}, "Line 2 of .*not JSON"),
-        ({"train.jsonl": '["text"]'}, "Line 1 .* is not an object"),
+        ({"train.jsonl": '["text"]'}, "Record 1 .* is not an object"),
         ({"train.jsonl": '{"text": 3}'}, 'Line 1 .* has a "text" that is not a string'),
         ({"train.jsonl": '{"prompt": "a"}'}, "Line 1 .* has prompt; records have"),
         ({"train.jsonl": "{}"}, "Line 1 .* has nothing; records have"),
@@ -173,7 +173,7 @@ def test_random_data():
             r"Line 1 of .*valid\.jsonl has messages, and the data began with text",
         ),
         ({"train.jsonl": '{"text": "\\ud800"}'}, "Line 1 .* has half a character"),
-        ({"train.jsonl": "[" * 100_000}, "Line 1 .* is not JSON"),
+        ({"train.jsonl": "[" * 100_000}, r"train\.jsonl is not JSON"),
         ({"train.jsonl": ""}, r"train\.jsonl has no text"),
         ({"train.txt": TEXT, "test.txt": "Too short."}, "test data .* less than one sequence"),
     ],
@@ -340,8 +340,33 @@ def test_the_last_tenth_of_the_records_is_held_out(chat_tokenizer, tmp_path):
     dataset = mlx_lm_dataset(records, chat_tokenizer, mask_prompt=False)
     assert examples(splits["valid"]) == [dataset.process(record) for record in records[-4:]]
     assert len(splits["train"].examples) == len(records) - 4
-    with pytest.raises(MespError, match="has one record, too few"):
+    with pytest.raises(MespError, match=r"has one record, too few .* with --hold-out 0"):
         load(write_records(path, records[:1]), chat_tokenizer)
+
+
+def test_another_part_is_held_out_or_none(chat_tokenizer, tokenizer, text, tmp_path):
+    records = RECORDS["completions"] * 3
+    path = write_records(tmp_path / "data.jsonl", records)
+    assert len(load(path, chat_tokenizer, 512, hold_out=0.5)["valid"].examples) == 21
+    assert [*load(path, chat_tokenizer, 512, hold_out=0)] == ["train"]
+    one = load(write_records(path, records[:1]), chat_tokenizer, 512, hold_out=0)
+    assert len(one["train"].examples) == 1
+    whole = load(text, tokenizer, hold_out=0)
+    assert [*whole] == ["train"]
+    assert whole["train"].tokens.tolist() == tokens(load(text, tokenizer, hold_out=0.3)).tolist()
+    (tmp_path / "short.txt").write_text("Too short for two sequences of so many tokens.")
+    with pytest.raises(MespError, match=r"too few to train on .* with --hold-out 0\."):
+        load(tmp_path / "short.txt", tokenizer, 30)
+    assert [*load(tmp_path / "short.txt", tokenizer, 30, hold_out=0)] == ["train"]
+    with pytest.raises(MespError, match=r"--hold-out is 0 or more and below 1, and not 1\.5"):
+        load(text, tokenizer, hold_out=1.5)
+    # A split of its own stays whole.
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("train.jsonl", "dev.jsonl"):
+        write_records(folder / name, records)
+    splits = load(folder, chat_tokenizer, 512, hold_out=0.5)
+    assert [len(split.examples) for split in splits.values()] == [42, 42]
 
 
 @pytest.mark.parametrize("mask_prompt", [False, True])
@@ -424,9 +449,8 @@ def test_a_text_file_has_no_examples(tokenizer, text):
 def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
     """The mean over the counted targets of a batch, each example alone and without padding."""
     seq_len = 40
-    path = write_records(tmp_path / "data.jsonl", RECORDS["chat"])
-    shutil.copy(path, tmp_path / "train.jsonl")
-    shutil.copy(path, tmp_path / "valid.jsonl")
+    for name in ("train.jsonl", "valid.jsonl"):
+        write_records(tmp_path / name, RECORDS["chat"])
     split = load(tmp_path, chat_tokenizer, seq_len, loss_on="last")["train"]
     model, _ = load_model(DEMO_MODEL)
     model.set_dtype(mx.float32)

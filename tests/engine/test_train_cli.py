@@ -338,6 +338,24 @@ def test_a_test_without_test_data_is_refused(bundle: Path, tmp_path: Path):
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "needs"),
+    [
+        (("--eval-every", 1), "--eval-every needs evaluations: --val-batches above 0, and a"),
+        (("--eval-every", 1, "--early-stopping", 2), "--eval-every needs evaluations: "),
+        (("--early-stopping", 2), "--early-stopping needs evaluations on the way: "),
+        (("--max-forgetting", 3), "--max-forgetting needs evaluations: "),
+    ],
+)
+def test_what_needs_held_out_data_says_so(bundle: Path, tmp_path: Path, options: tuple, needs: str):
+    manifest = MANIFEST | {"data": {"train": SPLIT}}
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    done = train(bundle, "--steps", 5, *options, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"Error: {needs}") and "held-out data." in done.stderr
+    assert list(tmp_path.iterdir()) == [bundle]
+
+
 def test_the_best_and_the_test_are_reported(bundle: Path, tmp_path: Path):
     run = tmp_path / "run"
     done = train(bundle, "--steps", 2, "--eval-every", 1, "--test", "--out", run)

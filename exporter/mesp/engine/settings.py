@@ -417,9 +417,12 @@ class TrainSettings(Settings):
                 "set --batch-size to 2 or more."
             )
         self._check_labels(manifest)
-        if self.early_stopping and not (
-            self.eval_every and self.val_batches and "valid" in manifest.data
-        ):
+        if self.eval_every and not (self.val_batches and "valid" in manifest.data):
+            raise MespError(
+                "--eval-every needs evaluations: --val-batches above 0, and a bundle with held-out "
+                "data."
+            )
+        if self.early_stopping and not self.eval_every:
             raise MespError(
                 "--early-stopping needs evaluations on the way: --eval-every and --val-batches "
                 "above 0, and a bundle with held-out data."

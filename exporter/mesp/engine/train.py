@@ -22,7 +22,7 @@ from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.data.examples import Split
 from mesp.data.general import general_text
-from mesp.data.load import load
+from mesp.data.load import ALL, load
 from mesp.engine.own_texts import own_texts
 from mesp.engine.process import Engine, Record, failure, log, running
 from mesp.engine.settings import TrainSettings, kept, settings_of
@@ -129,7 +129,8 @@ class Job:
             )
         if settings.replay_data is not None:
             vocab_size = self.manifest.architecture.vocab_size
-            split = load(settings.replay_data, tokenizer, settings.seq_len, vocab_size)["train"]
+            data = load(settings.replay_data, tokenizer, settings.seq_len, vocab_size, ALL)
+            split = data["train"]
             if split.labels is not None:
                 raise MespError(
                     f"{settings.replay_data} is preference data, which cannot be replayed: give "
