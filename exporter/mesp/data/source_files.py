@@ -80,8 +80,9 @@ def read_file(
     more than `size` bytes of text, of a compressed file more than `TIMES` its own.
     """
     name, parts = name or str(path), FileName.of(path.name)
-    if path.is_dir():
-        raise MespError(f"{name} is a folder; name a file in it.")
+    with _plain_errors(name):
+        if path.is_dir():
+            raise MespError(f"{name} is a folder; name a file in it.")
     if not parts.is_read:
         raise MespError(f"{name} is of no kind of file that is read; {KINDS}.")
     with _plain_errors(name), _opened(path, root) as file:
