@@ -155,7 +155,10 @@ def test_json_in_parquet_is_what_it_says(tmp_path: Path):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}]
     made = datasets.Dataset.from_list([{"messages": messages}], on_mixed_types="use_json")
     made.to_parquet(tmp_path / "a.parquet")
-    assert read(tmp_path / "a.parquet")["train"] == [{"messages": messages}]
+    put(tmp_path / "a.jsonl", json.dumps({"messages": messages}))
+    assert read(tmp_path / "a.parquet") == read(tmp_path / "a.jsonl")
+    call = read(tmp_path / "a.parquet")["train"][0]["messages"][1]["tool_calls"][0]
+    assert call["function"] == {"name": "f", "arguments": {"a": 1}}
 
 
 def test_records_of_a_part_are_as_they_are_in_the_file(tmp_path: Path):

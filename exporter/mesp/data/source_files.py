@@ -265,7 +265,7 @@ def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
                 number += 1
                 where = f"Record {number} of {name}"
                 parsed = {key: _parsed(where, row[key], type) for key, type in with_json.items()}
-                yield where, _without_null(row | parsed)
+                yield where, row | parsed
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise MespError(f"{name} is not a parquet file that can be read: {reason}.") from error
@@ -301,13 +301,6 @@ def _parsed(where: str, value: Any, type: Any) -> Any:
     if types.is_list(type) or types.is_large_list(type) or types.is_fixed_size_list(type):
         return [_parsed(where, each, type.value_type) for each in value]
     return value
-
-
-def _without_null(value: Any) -> Any:
-    """Of a record, what it has: its columns hold what any record has, and null elsewhere."""
-    if isinstance(value, dict):
-        return {key: _without_null(each) for key, each in value.items() if each is not None}
-    return [_without_null(each) for each in value] if isinstance(value, list) else value
 
 
 READERS: dict[str, Callable[[BinaryIO, str, int], Iterator[Row]]] = {
