@@ -264,7 +264,7 @@ extension Bench {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         defer { try? FileManager.default.removeItem(at: folder) }
         func step(_ trainer: Trainer, _ number: Int) throws {
-            _ = try trainer.step([[example(shortest, number: number)]], number: number)
+            _ = try trainer.step([example(shortest, number: number)], number: number)
         }
 
         let straight = try trainer(run, plan: plan)

@@ -177,7 +177,7 @@ final class TrainingLoop {
             return if let objective {
                 try trainer.step(data.judgedBatches(step: number, objective), number: number, objective)
             } else {
-                try trainer.step(data.batches(step: number), number: number)
+                try trainer.step(data.sequences(step: number), number: number)
             }
         }
         let drawn = secret.drawn(settings.batchSize, of: data.exampleCount, step: number).lazy
@@ -192,7 +192,7 @@ final class TrainingLoop {
     /// A step on answers that are sampled to the step's prompts, and rewarded.
     private func rewardedStep(_ number: Int, _ groupSize: Int) throws -> Trainer.StepResult {
         let start = ContinuousClock.now
-        let prompts = data.batches(step: number).flatMap { $0 }
+        let prompts = data.sequences(step: number)
         let (groups, examples) = try trainer.sampleAnswers(
             to: prompts, groupSize: groupSize, lengths: data.train.lengths, number: number,
             cacheLimit: planner.answerCaches(state.plan), atBlock: trainer.clock.atBlock)
