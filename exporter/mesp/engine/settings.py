@@ -141,7 +141,10 @@ class TrainSettings(Settings):
         int, 1, "Sequences of a batch.", least=1, federated=True
     )  # fmt: skip
     grad_accumulation_steps: int = setting(
-        int, 1, "Batches of an update, which is the mean over the targets of all of them.", least=1,
+        int,
+        1,
+        "Batches of an update, which is the mean over the targets of all of them.",
+        least=1,
         federated=True,
     )
     seed: int = setting(
