@@ -23,7 +23,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 
-from helpers.commands import call
+from helpers.commands import call, refused, run
 from helpers.models import dequantize_once
 from helpers.oracle import (
     ALPHA,
@@ -501,6 +501,40 @@ def test_a_run_that_goes_on_is_as_if_it_had_not_stopped(
     call("train", "--resume", "--out", tmp_path / "run", "--steps", 6)
     assert Run.load(tmp_path / "run").losses == whole.losses
     assert distance(saved(tmp_path / "run"), saved(tmp_path / "whole")) == 0
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Of the files of a run, but for its lock."""
+    files = (file for file in folder.rglob("*") if file.is_file() and file.name != ".lock")
+    return {file: file.read_bytes() for file in files}
+
+
+def test_a_run_does_not_go_on_with_other_data_or_weights(bundle: Path, tmp_path: Path):
+    path, output = shutil.copytree(bundle, tmp_path / "demo.mesp"), tmp_path / "run"
+    train(path, output, "--optimizer", "adamw", steps=2)
+    straight = shutil.copytree(output, tmp_path / "straight")
+    before = contents(output)
+    # Other weights, in a bundle of another name.
+    rounded = tmp_path / "rounded.mesp"
+    call("export", "--model", "demo", "--bits", 8, "--seq-len", SEQ_LEN, "--out", rounded)
+    sentence = refused(run("train", rounded, "--resume", "--out", output, "--steps", 4))
+    assert sentence.startswith(f"The bundle's weights are not those that the run in {output} was")
+    # Other data, in the same bundle.
+    (tmp_path / "train.txt").write_text("Some other text to train on. " * 400)
+    call("data", path, "--data", tmp_path / "train.txt")
+    sentence = refused(run("train", "--resume", "--out", output, "--steps", 4))
+    assert sentence.startswith(
+        f"The train data is not what the run in {output} was started with; start a new run, with "
+        f"--adapters {output / 'adapters'} to go on from its adapters."
+    )
+    assert contents(output) == before
+    train(path, tmp_path / "new", "--adapters", output / "adapters", steps=1)
+    # With its own data the run goes on, from a bundle in another place with other lengths.
+    longer = tmp_path / "longer.mesp"
+    call("export", "--from", bundle, "--seq-len", f"16,{SEQ_LEN}", "--out", longer)
+    call("train", longer, "--resume", "--out", output, "--steps", 4)
+    call("train", bundle, "--resume", "--out", straight, "--steps", 4)
+    assert Run.load(output).losses == Run.load(straight).losses
 
 
 def test_the_number_of_threads_changes_no_bit(

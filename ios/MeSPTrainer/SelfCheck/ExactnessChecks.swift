@@ -270,7 +270,10 @@ extension Bench {
         let straight = try trainer(run, plan: plan)
         for number in 0..<3 {
             try step(straight, number)
-            if number == 1 { try SavedState(step: 2, plan: plan, settings: run).save(straight, in: folder) }
+            if number == 1 {
+                let sources = SavedState.Sources(weights: "", data: [:])
+                try SavedState(step: 2, plan: plan, settings: run, sources: sources).save(straight, in: folder)
+            }
         }
         let resumed = try trainer(run, plan: plan)
         guard let saved = try SavedState.load(from: folder, run) else {

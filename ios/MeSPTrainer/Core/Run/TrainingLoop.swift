@@ -31,14 +31,15 @@ final class TrainingLoop {
     private static let (timeToFirstSave, timeBetweenSaves) = (Duration.seconds(60), Duration.seconds(180))
 
     /// - Parameters:
+    ///   - sources: of the bundle and the data.
     ///   - plan: the plan to train with, of `planner`'s.
     ///   - saved: what to continue from; nil for the beginning.
     init(
-        _ settings: RunSettings, _ bundle: ModelBundle, _ data: Splits, _ planner: Planner, _ plan: Plan,
-        from saved: SavedState.Loaded?, hooks: Run
+        _ settings: RunSettings, _ bundle: ModelBundle, _ data: Splits, _ sources: SavedState.Sources,
+        _ planner: Planner, _ plan: Plan, from saved: SavedState.Loaded?, hooks: Run
     ) throws {
         (self.settings, self.bundle, self.data, self.planner, self.hooks) = (settings, bundle, data, planner, hooks)
-        state = saved?.state ?? SavedState(plan: plan, settings: settings)
+        state = saved?.state ?? SavedState(plan: plan, settings: settings, sources: sources)
         (state.plan, state.settings) = (plan, settings)
         saveAt = hooks.now() + Self.timeToFirstSave
         output = URL(fileURLWithPath: settings.output)
@@ -48,15 +49,7 @@ final class TrainingLoop {
         log = try LogWriter(folder: output, resumeAt: settings.resume ? saved?.state.logBytes ?? 0 : nil)
         secret = settings.dpClip == nil ? nil : try SecretKey(in: output, resumes: settings.resume)
         allowPause()
-        if let saved {
-            try trainer.restore { saved.vectors[$0] }
-            guard secret == nil || state.examples == data.exampleCount else {
-                throw MeSPError(
-                    "The run in \(output.path) had another number of examples; resume it with the data it was started with."
-                )
-            }
-        }
-        if secret != nil { state.examples = data.exampleCount }
+        if let saved { try trainer.restore { saved.vectors[$0] } }
         if log.isEmpty {
             try append(.start(.init(settings, bundle, hooks.battery())))
             try append(.plan(plan, .init(settings, bundle, planner, plan, data)))
