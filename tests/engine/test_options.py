@@ -537,6 +537,14 @@ def test_a_run_does_not_go_on_with_other_data_or_weights(bundle: Path, tmp_path:
     assert Run.load(output).losses == Run.load(straight).losses
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_a_schedule_of_more_steps_is_said(bundle: Path, tmp_path: Path, schedule: str):
+    train(bundle, tmp_path / "run", "--schedule", schedule, steps=2)
+    done = call("train", "--resume", "--out", tmp_path / "run", "--steps", 3)
+    line = "schedule: the schedule is now that of 3 steps; it was that of 2"
+    assert (line in done.stderr.splitlines()) == (schedule == "linear")
+
+
 def test_the_number_of_threads_changes_no_bit(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

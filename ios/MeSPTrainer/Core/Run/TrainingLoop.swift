@@ -58,7 +58,13 @@ final class TrainingLoop {
             let message: Sentence = "lines of the log were lost, as in a power failure; the run resumes from its state"
             try append(.event(.init(event: "log_cut_off", message: message)))
         }
-        if saved != nil { try append(.event(.init(event: "resumed", message: "after step \(state.step)"))) }
+        guard let before = saved?.state.settings else { return }
+        try append(.event(.init(event: "resumed", message: "after step \(state.step)")))
+        if settings.schedule != .constant, before.steps != settings.steps {
+            let message: Sentence =
+                "the schedule is now that of \(settings.steps) steps; it was that of \(before.steps)"
+            try append(.event(.init(event: "schedule", message: message)))
+        }
     }
 
     /// Trains to the end, or until `CancellationError` from a block boundary.

@@ -428,6 +428,20 @@ import Testing
         #expect(!changed)
     }
 
+    /// The learning rates of what is left depend on the number of steps.
+    @Test(arguments: RunSettings.Schedule.allCases) func aScheduleOfOtherStepsIsSaid(_ schedule: RunSettings.Schedule)
+        throws
+    {
+        let run = try Changing()
+        (run.settings.schedule, run.settings.warmup) = (schedule, 1)
+        try Run.run(run.settings)
+        (run.settings.resume, run.settings.steps) = (true, 4)
+        for _ in 0..<2 { try Run.run(run.settings) }
+        let events = try lines(run.output).filter { $0["event"] as? String == "schedule" }
+        let expected = schedule == .constant ? [] : ["the schedule is now that of 4 steps; it was that of 2"]
+        #expect(events.compactMap { $0["message"] as? String } == expected)
+    }
+
     /// The best adapters are kept, and a run that no longer gets better ends.
     @Test func stopsEarly() throws {
         let output = temporaryFolder()
