@@ -317,9 +317,9 @@ def _settings_file(path: Path, settings: bytes, resume: bool) -> Iterator[tuple[
     it is, and the settings are in another."""
     output, made = path.parent, list[Path]()
     if resume:
-        with tempfile.TemporaryDirectory(prefix="mesp-") as folder:
-            other = Path(folder, SETTINGS_NAME)
-            with plain_os_errors(f"Cannot write to {folder}"):
+        with tempfile.TemporaryDirectory(prefix="mesp-") as temporary:
+            other = Path(temporary, SETTINGS_NAME)
+            with plain_os_errors(f"Cannot write to {temporary}"):
                 other.write_bytes(settings)
             yield other, made
         return
