@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import time
@@ -410,6 +411,17 @@ def test_a_run_goes_on_from_what_was_saved_last(bundle: Path, tmp_path: Path):
     assert [each["step"] for each in records(run) if each["type"] == "step"] == [1, 2, 3, 4, 5]
     assert done.stderr.splitlines()[0] == "resumed: after step 2"
     assert done.stdout.startswith("Finished after 5 steps")
+
+
+def test_a_run_that_the_engine_refuses_keeps_its_settings(bundle: Path, tmp_path: Path):
+    run, other = tmp_path / "run", shutil.copytree(bundle, tmp_path / "other.mesp")
+    assert train(bundle, "--steps", 2, "--out", run).returncode == 0
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    done = train(other, "--resume", "--steps", 4, "--out", run, how="refuse")
+    assert done.returncode == 2 and "blocks/00.bin is damaged" in done.stderr
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+    assert train("--resume", "--steps", 4, "--out", run).returncode == 0
+    assert settings(run)["bundle"] == str(bundle)
 
 
 def test_a_run_goes_on_without_the_adapters_that_it_began_with(bundle: Path, tmp_path: Path):

@@ -126,14 +126,20 @@ def test_the_moments_of_adamw_begin_anew_each_round(bundle: Path, data: Path, tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("batches", [1, 2])
 def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
-    bundle: Path, data: Path, tmp_path: Path
+    bundle: Path, data: Path, tmp_path: Path, batches: int
 ):
     """Σ pᵢ (B - η gᵢ) = B - η Σ pᵢ gᵢ: the gradient of the mean over all targets."""
     clients = 4
-    write_records(tmp_path / "d" / "train.jsonl", RECORDS[:clients])
+    records = [
+        each | {"completion": each["completion"] * (1 + number % 3)}
+        for number, each in enumerate(RECORDS[: clients * batches])
+    ]
+    write_records(tmp_path / "d" / "train.jsonl", records)
     shutil.copy(data / "valid.jsonl", tmp_path / "d")
     options = ("--rounds", 2, "--steps", 1, "--freeze-a", *SGD)
+    options += ("--grad-accumulation-steps", batches)
     many = federation(bundle, tmp_path / "d", tmp_path / "f", "--clients", clients, *options)
     many.rounds.save(0, None, {})
     own = shutil.copytree(bundle, tmp_path / "own.mesp")
@@ -142,11 +148,12 @@ def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
     for number in (1, 2):
         trained = [a_round(many, number, arrays, client) for client in range(clients)]
         targets = sum(each.targets for each in trained)
+        assert len({each.targets for each in trained}) > 1
         arrays = {
             name: sum(each.targets / targets * each.arrays[name] for each in trained)
             for name in arrays
         }
-    union = ("--steps", 2, "--batch-size", clients, "--freeze-a", *SGD)
+    union = ("--steps", 2, "--batch-size", clients * batches, "--freeze-a", *SGD)
     expected = travelling(trained_here(own, tmp_path / "run", *union), True)
     # Sums of float32 in another order.
     for name, array in arrays.items():

@@ -138,10 +138,14 @@ class TrainSettings(Settings):
         default_text="256 or the bundle's longest",
     )  # fmt: skip
     batch_size: int = setting(
-        int, 1, "Sequences of a gradient.", least=1, federated=True
+        int, 1, "Sequences of a batch.", least=1, federated=True
     )  # fmt: skip
     grad_accumulation_steps: int = setting(
-        int, 1, "Batches whose mean gradient is an update.", least=1, federated=True
+        int,
+        1,
+        "Batches of an update, which is the mean over the targets of all of them.",
+        least=1,
+        federated=True,
     )
     seed: int = setting(
         int, 0, "Seed of the initial adapters and the order of the data.", least=0, most=2**31 - 1,
