@@ -112,11 +112,11 @@ import Testing
     }
 
     @Test(arguments: [
-        ("", "no records"), ("{", "Line 1 is not a record"), (#"{"text": ""}"#, "Line 1 is not a record"),
-        (#"{"prompt": "a", "choices": ["b", "c"], "answer": 2}"#, "Line 1 is not a record"),
-        (#"{"prompt": "a", "choices": ["b", "c"], "answer": "d"}"#, "Line 1 is not a record"),
-        (#"{"messages": [{"role": "user", "content": "a"}]}"#, "Line 1 is not a record"),
-        ("{\"text\": \"a\"}\n{\"prompt\": \"a\", \"completion\": \"b\"}", "Line 2 is another kind"),
+        ("", "no records"), ("{", "Line 1 is not a JSON record"), (#"{"text": ""}"#, "Line 1: it is not a record to evaluate"),
+        (#"{"prompt": "a", "choices": ["b", "c"], "answer": 2}"#, "Line 1: it is not a record to evaluate"),
+        (#"{"prompt": "a", "choices": ["b", "c"], "answer": "d"}"#, "Line 1: it is not a record to evaluate"),
+        (#"{"messages": [{"role": "user", "content": "a"}]}"#, "Line 1: it does not end with an answer"),
+        ("{\"text\": \"a\"}\n{\"prompt\": \"a\", \"completion\": \"b\"}", "Line 2: it is another kind"),
         (
             #"{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]}"#,
             "Record 1: The model has no chat template"
@@ -152,7 +152,7 @@ import Testing
         #expect(app.model.evaluation.isRunning && !app.model.isFree && app.model.staysAwake)
         try await app.ended()
         #expect(app.model.evaluation.figure?.tuned != nil && !app.model.staysAwake)
-        await app.model.evaluate(file.appendingPathExtension("not"), with: nil)
+        await app.model.evaluate(file.deletingLastPathComponent().appendingPathComponent("not.jsonl"), with: nil)
         #expect(app.model.problem?.english.contains("cannot be read") == true)
     }
 }
