@@ -159,8 +159,9 @@ enum EvaluationRecord: Sendable {
     /// - Throws: `MeSPError` with the line that is wrong, or if there is none.
     static func read(_ data: Data) throws -> (records: [EvaluationRecord], unread: Set<String>) {
         var (records, unread, refusals) = ([EvaluationRecord](), Set<String>(), Refusals())
-        for (place, fields) in try TextRecords.objects(in: data, of: nil) {
+        for (place, fields) in TextRecords.objects(in: data, of: nil) {
             try refusals.take(place) {
+                guard let fields else { throw TextRecords.noObject }
                 let (record, keys) = try Self.record(fields)
                 guard record.kind == records.first?.kind ?? record.kind else {
                     throw MeSPError("it is another kind of record than the first; keep one kind.")

@@ -487,6 +487,7 @@ extension View {
     public func onDisappear(perform: (() -> Void)? = nil) -> some View { self }
     public func refreshable(action: @escaping @Sendable () async -> Void) -> some View { self }
     public func accessibilityLabel(_ k: LocalizedStringKey) -> some View { self }
+    @_disfavoredOverload public func accessibilityLabel<S: StringProtocol>(_ s: S) -> some View { self }
     public func accessibilityHint(_ k: LocalizedStringKey) -> some View { self }
     public func accessibilityIdentifier(_ i: String) -> some View { self }
     public func accessibilityValue<S: StringProtocol>(_ k: S) -> some View { self }

@@ -74,7 +74,7 @@ struct ConversationEncoder {
         try checkTexts(places, in: whole, shape)
         for (index, answer) in shape.answers {
             guard let place = places[index] else { throw TextRecords.emptyAnswer }
-            let isTrained = conversation[index].isTrained
+            let isTrained = conversation[index].isTrained && !(answersOnly && conversation[index].isAsked)
             let span = try tokens(of: answer, at: place, in: whole)
             for token in span { counted[token] = isTrained }
             guard isTrained, answer.end == nil else { continue }
@@ -277,15 +277,17 @@ struct ConversationEncoder {
     }
 
     /// A text as a template may write it: as it is or without white space at its ends, and as the tokenizer reads it back.
-    private func variants(_ text: String) -> [[UInt8]] {
+    private func variants(_ text: String) -> some Sequence<[UInt8]> {
         func trimmed(_ text: String) -> [String] {
             let end = String(text.reversed().drop { $0.isWhitespace }.reversed())
             let start = String(text.drop { $0.isWhitespace })
             return [text, end, start, text.trimmingCharacters(in: .whitespacesAndNewlines)]
         }
-        let forms = trimmed(text)
-        let read = tokenizer.decode(tokenizer.encode(text, addsSpecialTokens: false))
-        return (forms + (read == text ? [] : trimmed(read))).map { Array($0.utf8) }
+        // Most are as they are written: to read a text back is for others.
+        return (0..<2).lazy.flatMap { pass in
+            trimmed(pass == 0 ? text : tokenizer.decode(tokenizer.encode(text, addsSpecialTokens: false)))
+                .map { Array($0.utf8) }
+        }
     }
 
     /// Throws where a text holds a token that ends an answer: generation would stop there.

@@ -241,7 +241,7 @@ public struct TextData: Sendable {
                         "it has no answer, which a message of assistant is; add one, or turn off Learn only from answers."
                     )
                 }
-                guard answers.contains(where: \.isTrained) else {
+                guard answers.contains(where: { $0.isTrained && !$0.isAsked }) else {
                     notices.leftOut += 1
                     return nil
                 }
@@ -325,7 +325,7 @@ public struct TextData: Sendable {
     private func pair(
         _ choice: Choice, _ encoder: inout ConversationEncoder, _ notices: inout DataNotices
     ) throws -> [Encoded]? {
-        let asked = choice.prompt.map { TrainingMessage($0, isTrained: false) }
+        let asked = choice.prompt.map { TrainingMessage($0, isAsked: true) }
         var (pair, unseen) = ([Encoded](), DataNotices(length: length))
         for answer in [choice.chosen, choice.rejected] {
             let result = try encoder.encode(asked + [TrainingMessage(ChatMessage(role: "assistant", content: answer))])

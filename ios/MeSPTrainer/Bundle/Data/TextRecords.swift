@@ -6,10 +6,12 @@ import MeSPSentences
 package struct TrainingMessage: Sendable, Equatable {
     package var message: ChatMessage
     /// Whether it is an answer to learn; of others it says nothing.
-    package var isTrained = true
+    package var isTrained: Bool
+    /// Whether it is of a prompt, of which no answer is to be learned where only answers are.
+    package var isAsked: Bool
 
-    package init(_ message: ChatMessage, isTrained: Bool = true) {
-        (self.message, self.isTrained) = (message, isTrained)
+    package init(_ message: ChatMessage, isTrained: Bool = true, isAsked: Bool = false) {
+        (self.message, self.isTrained, self.isAsked) = (message, isTrained, isAsked)
     }
 
     package var isAnswer: Bool { message.role == "assistant" }
@@ -63,27 +65,20 @@ package enum TextFileKind: Sendable {
 package enum TextRecords {
     /// The records in a file's bytes, with their places. Lines without anything are passed over.
     ///
-    /// - Throws: `MeSPError` where one is not a JSON object.
+    /// - Returns: each record's place, and its fields that are not null; no fields where it is not a JSON object.
     package static func objects(
         in data: Data, of file: String?, isList: Bool = true
-    ) throws -> [(place: RecordPlace, fields: [String: JSONValue])] {
+    ) -> [(place: RecordPlace, fields: [String: JSONValue]?)] {
         if isList, let value = whole(data) {
-            return try (value.array ?? [value]).enumerated().map { index, value in
-                let place = RecordPlace(number: index + 1, kind: .record, file: file)
-                guard let fields = value.fields else {
-                    throw MeSPError("\(place.sentence) is not a JSON record of text.")
-                }
-                return (place, fields)
+            return (value.array ?? [value]).enumerated().map { index, value in
+                (RecordPlace(number: index + 1, kind: .record, file: file), value.fields)
             }
         }
-        var records = [(RecordPlace, [String: JSONValue])]()
+        var records = [(RecordPlace, [String: JSONValue]?)]()
         for (index, line) in data.split(separator: UInt8(ascii: "\n"), omittingEmptySubsequences: false).enumerated() {
             guard line.contains(where: { $0 > 0x20 }) else { continue }
-            let place = RecordPlace(number: index + 1, kind: .line, file: file)
-            guard let fields = (try? JSONDecoder().decode(JSONValue.self, from: line))?.fields else {
-                throw MeSPError("\(place.sentence) is not a JSON record of text.")
-            }
-            records.append((place, fields))
+            let fields = (try? JSONDecoder().decode(JSONValue.self, from: line))?.fields
+            records.append((RecordPlace(number: index + 1, kind: .line, file: file), fields))
         }
         return records
     }
@@ -151,6 +146,8 @@ package enum TextRecords {
         if role == "assistant", isBlank(text) { throw emptyAnswer }
         return TrainingMessage(ChatMessage(role: role, content: text), isTrained: isTrained)
     }
+
+    package static var noObject: MeSPError { MeSPError("it is not a JSON object; write the record as one.") }
 
     package static var emptyAnswer: MeSPError {
         MeSPError("an answer is empty; write it, or leave the record out.")
@@ -252,8 +249,9 @@ struct TextDocuments: Sendable {
     /// - Throws: `MeSPError` for the first record that is refused, with how many are.
     init(records data: Data, of file: String, isList: Bool) throws {
         var refusals = Refusals()
-        for (place, fields) in try TextRecords.objects(in: data, of: file, isList: isList) {
+        for (place, fields) in TextRecords.objects(in: data, of: file, isList: isList) {
             try refusals.take(place) {
+                guard let fields else { throw TextRecords.noObject }
                 guard try TextRecords.isTrained(fields) else {
                     leftOut += 1
                     return
@@ -336,7 +334,8 @@ struct TextDocuments: Sendable {
             }
             return try TextRecords.messages(value, in: key)
         }
-        let asked = try messages(prompt, "user", "prompt").map { TrainingMessage($0.message, isTrained: false) }
+        var asked = try messages(prompt, "user", "prompt")
+        for index in asked.indices { asked[index].isAsked = true }
         return .conversation(asked + (try messages(completion, "assistant", "completion")))
     }
 }
@@ -370,6 +369,6 @@ package struct Refusals {
     /// - Throws: `MeSPError` if there is one.
     package func check() throws {
         guard let first else { return }
-        throw MeSPError(count == 1 ? first : "\(first). So many records are refused: \(count).")
+        throw MeSPError(count == 1 ? first : "\(first). In all, \(count) records are refused.")
     }
 }

@@ -58,7 +58,10 @@ import Testing
         let hasChatTemplate = true
         private let lock = NSLock()
         private var all = [[ChatMessage]]()
-        var conversations: [[ChatMessage]] { lock.withLock { all } }
+        /// Without those that ask how the template ends an answer.
+        var conversations: [[ChatMessage]] {
+            lock.withLock { all.filter { !($0.first?.content.hasPrefix("MeSP") ?? false) } }
+        }
         func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] { text.utf8.map { Int($0) } }
         func decode(_ tokens: [Int]) -> String { tokens.map(String.init).joined(separator: " ") }
         func isSpecial(_ token: Int) -> Bool { false }

@@ -147,7 +147,7 @@ import Testing
         let passes = TemplateTokenizer(template: TemplateTokenizer.passesOver)
         #expect(
             refusal(record, passes)
-                == "Line 1 of a.jsonl: the chat template leaves out the message of developer; take it out. So many records are refused: 2."
+                == "Line 1 of a.jsonl: the chat template leaves out the message of developer; take it out. In all, 2 records are refused."
         )
         let all = message { _ = try trained(record: record, passes, answersOnly: false) }
         #expect(all.contains("leaves out the message of developer"))
@@ -294,6 +294,9 @@ import Testing
         for (prompt, completion) in [(prompt, completion), ("\"c\"", completion), (prompt, "\"d\"")] {
             let found = try trained(record: "{\"prompt\": \(prompt), \"completion\": \(completion)}", chatML)
             #expect(found.spans == ["d<|im_end|>\n"])
+            let all = try trained(
+                record: "{\"prompt\": \(prompt), \"completion\": \(completion)}", chatML, answersOnly: false)
+            #expect(all.spans == [all.text])
         }
     }
 
@@ -313,7 +316,9 @@ import Testing
         #expect(try read(chatML).spans == ["b<|im_end|>\n"])
         try "[{\"prompt\": \"a\"}, 1]".write(to: file, atomically: true, encoding: .utf8)
         #expect(
-            message { try long.write(.file(file), to: target) }.hasPrefix("Record 2 of list.json is not a JSON record"))
+            message { try long.write(.file(file), to: target) }.hasPrefix(
+                "Record 1 of list.json: it has \"prompt\" and no text; records have \"text\", \"prompt\" and \"completion\", or \"messages\". In all, 2 records are refused."
+            ))
         let text = String(repeating: "A line.\n", count: 20)
         for name in ["a.MD", "a.txt"] {
             try text.write(to: folder.appendingPathComponent(name), atomically: true, encoding: .utf8)

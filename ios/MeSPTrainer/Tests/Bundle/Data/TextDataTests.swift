@@ -124,7 +124,7 @@ import Testing
             "{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}]}\n{\"prompt\": \"x\", \"completion\": \"y\"}",
             "Line 2 of a.jsonl: it is another kind of record"
         ),
-        ("a.jsonl", "{", "Line 1 of a.jsonl is not a JSON record of text."),
+        ("a.jsonl", "{", "Line 1 of a.jsonl: it is not a JSON object"),
         ("a.jsonl", "{\"prompt\": \"x\", \"completion\": \"y\"}", "a.jsonl has 0 usable records"),
     ]) func saysWhatIsWrong(_ name: String, _ text: String, _ expected: String) throws {
         defer { try? FileManager.default.removeItem(at: folder) }
