@@ -81,18 +81,23 @@ public struct TrainedPreview: Sendable, Equatable {
         let length: Int
     }
 
-    /// The preview; nil before there is one.
-    public private(set) var found: TrainedPreview?
-    /// Why the text cannot be trained on as it is.
-    public private(set) var problem: Sentence?
+    /// The preview of what the form says now; nil before there is one.
+    public var found: TrainedPreview? { wanted == last ? try? result?.get() : nil }
+    /// Why the text that the form names cannot be trained on as it is.
+    public var problem: Sentence? {
+        guard wanted == last, case .failure(let error) = result else { return nil }
+        return error.sentence
+    }
+
+    private var result: Result<TrainedPreview, MeSPError>?
+    /// What is being read, or was read last.
+    private var last: Wanted?
 
     @ObservationIgnored private let form: TrainingForm
     @ObservationIgnored private let choices: Choices
     @ObservationIgnored private let loadTokenizer: @Sendable (URL) async throws -> any TextTokenizer
     /// The last tokenizer, so that it is not read for every change of the form.
     @ObservationIgnored private var tokenizer: (bundle: URL, tokenizer: any TextTokenizer)?
-    /// What is being read, or was read last.
-    @ObservationIgnored private var last: Wanted?
 
     init(
         form: TrainingForm, choices: Choices,
@@ -112,8 +117,7 @@ public struct TrainedPreview: Sendable, Equatable {
     /// Reads what the form says now, after a pause in which nobody types on.
     func read(pause: Duration = .milliseconds(300)) async {
         let wanted = wanted
-        if wanted != last { (found, problem) = (nil, nil) }
-        last = wanted
+        if wanted != last { (last, result) = (wanted, nil) }
         if wanted.kind == .pasted { try? await Task.sleep(for: pause) }
         guard !Task.isCancelled, let bundle = form.bundle?.url, hasText(wanted) else { return }
         do {
@@ -130,10 +134,12 @@ public struct TrainedPreview: Sendable, Equatable {
                     guard let sequences = tokens?.sequences(lengths: [length]), sequences.count > 0 else { return nil }
                     return TrainedPreview(sequences[0], tokenizer: tokenizer)
                 }.value as TrainedPreview?
-            if wanted == last { found = preview }
+            if wanted == last { result = preview.map { .success($0) } }
         } catch {
             // The tokens of a bundle can be trained without being read.
-            if wanted == last, !Task.isCancelled, wanted.kind != .bundle { problem = error.plainSentence }
+            if wanted == last, !Task.isCancelled, wanted.kind != .bundle {
+                result = .failure(MeSPError(error.plainSentence))
+            }
         }
     }
 

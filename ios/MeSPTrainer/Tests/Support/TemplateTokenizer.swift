@@ -6,7 +6,7 @@ import MeSPCore
 struct TemplateTokenizer: TextTokenizer {
     typealias Template = @Sendable ([ChatMessage], Bool) -> String
 
-    static let specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|user|>", "<think>"]
+    static let specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|user|>"]
 
     var beginOfText: Int?
     /// Whether a text is to begin with that token.
