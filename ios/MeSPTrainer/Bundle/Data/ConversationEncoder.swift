@@ -65,8 +65,8 @@ struct ConversationEncoder {
         let places = try self.places(of: texts, in: whole, shape, messages)
         var result = Result()
         result.dropsThoughts = slots.contains { slot in
-            slot.role == "assistant" && slot.hasText && !slot.kept.isEmpty
-                && whole.bytes.places(of: Array(Self.thoughts(slot.kept).utf8)).isEmpty
+            let thoughts = slot.role == "assistant" && slot.hasText ? Array(Self.thoughts(slot.kept).utf8) : []
+            return !thoughts.isEmpty && whole.bytes.places(of: thoughts).isEmpty
         }
         var counted = [Bool](repeating: !answersOnly, count: whole.ids.count)
         // The token to put after others, by their index.

@@ -114,6 +114,12 @@ import Testing
             of: .file(folder.appendingPathComponent("a.jsonl"))
         ).notices
         #expect(notices.sentences.contains { $0.english.contains("leaves out thoughts") })
+        let none = two.replacing("hm", with: "")
+        #expect(try trained(record: none, tokenizer).spans == ["b<|im_end|>\n", "d<|im_end|>\n"])
+        let silent = try TextData(tokenizer: tokenizer, length: 64).first(
+            of: .file(folder.appendingPathComponent("a.jsonl"))
+        ).notices
+        #expect(silent.sentences.isEmpty)
     }
 
     @Test func aTokenAcrossTheBorderCounts() throws {
