@@ -1,0 +1,299 @@
+"""What is trained of a conversation, in the chat templates that TRL knows, and against TRL.
+
+TRL has the templates of the models that people train, and of many a copy whose answers are marked
+by `{% generation %}`. Hypothesis makes conversations up; each goes through the public way in as a
+record, in each template. What came out is looked at by its ids and its mask alone:
+
+- each trained span is an answer, whole, with nothing of another message in it, and ends in a token
+  at which generation stops;
+- every message is in what was tokenized;
+- where all before the answer is the prompt, it begins as what asks the model for an answer does;
+- the ids and the mask are those of transformers with TRL's copy, but for `BEGINS` and `ENDS`.
+
+A record may be refused. How often that may be is counted.
+"""
+
+import importlib.util
+import json
+import logging
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, note, seed, settings
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from helpers.conversations import QUESTIONS_AND_ANSWERS, conversations, pairs
+from helpers.paths import DEMO_MODEL
+from mesp.data.load import DataOptions, load
+from mesp.data.records import Conversation
+from mesp.errors import MespError
+from mesp.text import in_template, load_tokenizer
+
+pytestmark = pytest.mark.trl
+
+FOUND = importlib.util.find_spec("trl")  # which does not import it
+FOLDER = Path((FOUND and FOUND.submodule_search_locations or ["."])[0]) / "chat_templates"
+TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}
+if not TEMPLATES:
+    pytest.skip("it takes TRL's wheel: see the Makefile", allow_module_level=True)
+
+EXAMPLES = 25  # conversations for each template
+MARK = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
+WORD = re.compile(r"Wq\d{3}z")
+SPECIAL = re.compile(
+    r"<[|｜][^|｜<>\n]{1,30}[|｜]>|</?s>|<(?:start|end)_of_turn>|<end_of_utterance>"  # noqa: RUF001
+    r"|\[/?(?:INST|TOOL_CALLS|AVAILABLE_TOOLS|TOOL_RESULTS|THINK)\]|\[gMASK\]|<sop>"
+    r"|<[|]?(?:turn|channel|tool_call|tool|tool_response)[|]?>"
+)
+# The tokens at which the models stop, of their generation_config.json.
+STOPS = {
+    "deepseek": ["<｜end▁of▁sentence｜>"],  # noqa: RUF001
+    "diffusion_gemma": ["<turn|>", "<|tool_response>"],
+    "gemma4": ["<turn|>", "<|tool_response>"],
+    "glm4moe": ["<|user|>", "<|observation|>"],
+    "gptoss": ["<|return|>", "<|call|>"],
+    "llama3": ["<|eot_id|>", "<|eom_id|>"],
+    "muse_glimmer": ["<|eot|>"],
+}
+# Templates that take content as a list of parts alone, as of models that see images.
+PARTS_ALONE = ("idefics3", "llava_next", "smolvlm")
+
+
+class Example(NamedTuple):
+    ids: list[int]
+    mask: list[bool]
+    ends: set[int]
+
+
+def of_family(table: dict[str, Any], template: str, default: Any) -> Any:
+    """The entry of a table whose key the template's name begins with."""
+    return next((value for key, value in table.items() if template.startswith(key)), default)
+
+
+class Model:
+    """A tokenizer with a template of TRL's, as it is or without its marks."""
+
+    def __init__(self, name: str, marked: bool) -> None:
+        self.name = name
+        self.marked = TEMPLATES[name] if MARK.search(TEMPLATES[name]) else None
+        self.tokenizer = tokenizer_of(name, TEMPLATES[name], marked)
+        self.asks_thinking = self.tokenizer.has_thinking
+
+    def render(self, messages: list[dict], tools: list | None, **options: Any) -> Any:
+        return self.tokenizer._tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            **{self.tokenizer._thinking_kwarg: self.asks_thinking} | options,
+        )
+
+
+def tokenizer_of(name: str, template: str, marked: bool) -> Any:
+    """The demo model's tokenizer with a template, and its tokens."""
+    tokenizer = load_tokenizer(DEMO_MODEL)._tokenizer
+    special = {*SPECIAL.findall(template), "<|bos|>"}
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(special)})
+    written = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    tokenizer.add_tokens([each for each in written if each in template])
+    tokenizer.bos_token = "<|bos|>"
+    tokenizer.chat_template = template if marked else MARK.sub("", template)
+    stops = tokenizer.convert_tokens_to_ids(of_family(STOPS, name, []))
+    return TokenizerWrapper(tokenizer, eos_token_ids=[tokenizer.eos_token_id, *stops])
+
+
+class Trainer:
+    """Reads a record as `mesp-train` does, and collects what is said of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+
+    def __call__(self, model: Model, record: dict, **options: Any) -> list[Example]:
+        """The examples of a record. Raises MespError where it is refused."""
+        for split in ("train", "valid"):
+            (self.folder / f"{split}.jsonl").write_text(json.dumps(record) + "\n")
+        self.said.clear()
+        vocabulary = len(model.tokenizer.get_vocab())
+        chosen = DataOptions(**options)
+        split = load(str(self.folder), model.tokenizer, 1 << 13, vocabulary, chosen)["train"]
+        found = []
+        for start, length in split.examples.tolist():
+            ids = split.tokens[start : start + length].tolist()
+            mask = [True] * length
+            if split.mask is not None:
+                mask = split.mask[start : start + length].astype(bool).tolist()
+            found.append(Example(ids, mask, {*split.ends}))
+        return found
+
+
+# What a record says, read anew
+
+
+def as_messages(record: dict) -> list[dict]:
+    """The messages of a record as transformers takes them."""
+    said = record.get("messages")
+    if said is None:
+        said = [*_said("user", record["prompt"]), *_said("assistant", record["completion"])]
+    return [_as_message(each) for each in said]
+
+
+def _said(role: str, said: str | list[dict]) -> list[dict]:
+    return [{"role": role, "content": said}] if isinstance(said, str) else said
+
+
+def _as_message(raw: dict) -> dict:
+    message = {key: value for key, value in raw.items() if key != "weight"}
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    message["content"] = content
+    if "tool_calls" in message:
+        message["tool_calls"] = [
+            each | {"function": each["function"] | {"arguments": _arguments(each)}}
+            for each in message["tool_calls"]
+        ]
+    return message
+
+
+def _arguments(call: dict) -> dict:
+    arguments = call["function"]["arguments"]
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def trained_of(record: dict, loss_on: str) -> list[int]:
+    """The indices of the messages that are to be trained."""
+    said = record.get("messages")
+    first = 0
+    if said is None:
+        prompt = _said("user", record["prompt"])
+        first, said = len(prompt), [*prompt, *_said("assistant", record["completion"])]
+    found = [
+        i
+        for i, each in enumerate(said)
+        if i >= first and each["role"] == "assistant" and each.get("weight", 1)
+    ]
+    if loss_on == "last":
+        found = [i for i in found if i == len(said) - 1]
+    return found
+
+
+def strings(value: Any) -> Iterator[str]:
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from strings(each)
+    elif isinstance(value, str):
+        yield value
+
+
+def texts_of(message: dict) -> Iterator[tuple[str, bool]]:
+    """The texts of a message, and whether each is reasoning."""
+    content = message["content"]
+    if message["role"] == "assistant" and "</think>" in content:
+        thought, _, content = content.partition("</think>")
+        yield thought.rpartition("<think>")[2].strip(), True
+    yield content.strip(), False
+    if "reasoning_content" in message:
+        yield message["reasoning_content"], True
+    for call in message.get("tool_calls", []):
+        yield call["function"]["name"], False
+        for each in strings(call["function"]["arguments"]):
+            yield each.strip(), False
+
+
+def is_in(text: str, whole: str) -> bool:
+    """Whether a text is in another as it is, or in JSON."""
+    bare = re.sub(r"(\s*/(?:no_)?think)*\s*$", "", text)  # templates may take flags out
+    forms = (bare, json.dumps(bare, ensure_ascii=False)[1:-1], json.dumps(bare)[1:-1])
+    return any(form in whole for form in forms)
+
+
+# The checks
+
+
+def spans_of(mask: list[bool]) -> list[range]:
+    edges = [i for i in range(len(mask) + 1) if (i and mask[i - 1]) != (i < len(mask) and mask[i])]
+    return [range(*both) for both in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def words(text: str) -> set[str]:
+    return {*WORD.findall(text)}
+
+
+def check(model: Model, messages: list[dict], trained: list[int], example: Example, said: str):
+    """Fails unless the trained spans of an example are the answers of these indices."""
+    tokenizer = model.tokenizer
+    ids, mask, ends = example
+    whole = tokenizer.decode(ids)
+    last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
+    for index, message in enumerate(messages):
+        for text, is_reasoning in texts_of(message):
+            if is_in(text, whole):
+                continue
+            assert is_reasoning, f"message {index + 1} is not whole: {text!r} in {whole!r}"
+            assert index < last_question or index not in trained, f"reasoning is lost in {whole!r}"
+            assert "without their reasoning" in said, f"nothing said of {text!r} in {whole!r}"
+    stops = ends | {*turn_ends(model)}
+    spans = spans_of(mask)
+    groups = [[i] for i in trained]
+    for one, other in zip(trained, trained[1:], strict=False):
+        if other == one + 1 and len(spans) < len(groups):  # nothing is between the two
+            at = next(k for k, group in enumerate(groups) if one in group)
+            groups[at : at + 2] = [groups[at] + groups[at + 1]]
+    decoded = [tokenizer.decode([ids[i] for i in span]) for span in spans]
+    assert len(spans) == len(groups), f"{len(groups)} answers, and trained are {decoded}"
+    others = {i: words(json.dumps(m)) for i, m in enumerate(messages)}
+    for span, group, text in zip(spans, groups, decoded, strict=True):
+        mine = set().union(*(others[i] for i in group))
+        assert words(text) <= mine, f"another message's text is trained: {text!r}"
+        for index in group:
+            for each, is_reasoning in texts_of(messages[index]):
+                lost = is_reasoning and not is_in(each, whole)
+                assert lost or is_in(each, text), f"{each!r} is not in what is trained: {text!r}"
+        at = span.stop - 1
+        while at > span.start and not tokenizer.decode([ids[at]]).strip():
+            at -= 1
+        assert ids[at] in stops, f"trained is an answer without an end: {text!r}"
+        check_around(model, messages, group, text)
+    assert len(ids) < 2 or ids[0] != ids[1] or ids[0] != tokenizer.bos_token_id, "two begin tokens"
+
+
+def check_around(model: Model, messages: list[dict], group: list[int], text: str) -> None:
+    """Fails where what is trained before or after an answer that is but a text has a header."""
+    if len(group) > 1 or {"tool_calls", "reasoning_content"} & messages[group[0]].keys():
+        return
+    said = messages[group[0]]["content"].strip()
+    if "think>" in said or said not in text:
+        return
+    before, _, after = text.partition(said)
+    headers = re.compile(r"im_start|start_header|start_of_turn|<.turn>|START_OF_TURN|START_TURN")
+    assert not headers.search(before + after), f"a header is trained: {text!r}"
+    written = SPECIAL.findall(after)
+    assert len(written) <= 2 and written, f"trained is more than the end of an answer: {text!r}"
+    assert not SPECIAL.sub("", after).replace(model.tokenizer.eos_token, "").strip(), text
+
+
+def turn_ends(model: Model) -> list[int]:
+    """The special tokens that the template writes right after an answer, followed or not."""
+    turns = [("user", "Qqx"), ("assistant", "Aax"), ("user", "Uux")]
+    found = []
+    for stop in (2, 3):
+        said = [{"role": role, "content": text} for role, text in turns[:stop]]
+        text = model.render(said, None, tokenize=False)
+        after = text.split("Aax")[1].split("Uux")[0]
+        ids = model.tokenizer.encode(after, add_special_tokens=False)
+        special = [i for i in ids if i in model.tokenizer.all_special_ids]
+        found += special[:1] if stop == 3 else special
+    return found
+
+
+def check_asked(model: Model, messages: list[dict], tools: list | None, example: Example) -> None:
+    """Fails unless all that comes before the answer is how the model is asked for it."""
+    start = example.mask.index(True)
+    text = in_template(model.tokenizer, Conversation(messages, tools=tools))
+    asked = model.tokenizer.encode(text, add_special_tokens=False)
+    shown = [model.tokenizer.decode(each) for each in (example.ids[:start], asked)]
+    assert example.ids[:start] == asked[:start], f"{shown[0]!r} is not how it asks: {shown[1]!r}"
