@@ -17,6 +17,7 @@ import importlib.util
 import json
 import logging
 import re
+import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -57,8 +58,27 @@ STOPS = {
     "gemma4": ["<turn|>", "<|tool_response>"],
     "glm4moe": ["<|user|>", "<|observation|>"],
     "gptoss": ["<|return|>", "<|call|>"],
-    "llama3": ["<|eot_id|>", "<|eom_id|>"],
+    "llama3_": ["<|eot_id|>", "<|eom_id|>"],
+    "llama3": ["<|eot_id|>"],
     "muse_glimmer": ["<|eot|>"],
+}
+# What TRL's marks have in an answer, and ours do not: with it the template asks for an answer, so
+# generation is given it. TRL's marks begin where the template's `if` for the role does.
+BEGINS = {
+    "deepseek_r1_distill": ("<｜Assistant｜>", "<｜Assistant｜><think>\n"),  # noqa: RUF001
+    "deepseekv3": ("<｜Assistant｜>", "<｜Assistant｜><think>\n"),  # noqa: RUF001
+    "gptoss": ("<|start|>assistant",),
+    "muse_glimmer": ("<|start|>assistant",),
+    "nemotron": ("<think>", "<think>\n"),
+    "qwen2_5_vl": (),
+    "qwen2_5": ("\n",),
+    "qwen3_5": ("<think>", "<think>\n"),
+    "qwen3_6": ("<think>", "<think>\n"),
+    "qwen3_8": ("<think>", "<think>\n"),
+}
+# What ours have at the end of an answer, and TRL's marks do not: generation stops there alone.
+ENDS = {
+    "diffusion_gemma": ("<|tool_response>",),
 }
 # Templates that take content as a list of parts alone, as of models that see images.
 PARTS_ALONE = ("idefics3", "llava_next", "smolvlm")
@@ -101,7 +121,8 @@ def tokenizer_of(name: str, template: str, marked: bool) -> Any:
     tokenizer.add_tokens([each for each in written if each in template])
     tokenizer.bos_token = "<|bos|>"
     tokenizer.chat_template = template if marked else MARK.sub("", template)
-    stops = tokenizer.convert_tokens_to_ids(of_family(STOPS, name, []))
+    known = tokenizer.get_vocab()
+    stops = [known[each] for each in of_family(STOPS, name, []) if each in known]
     return TokenizerWrapper(tokenizer, eos_token_ids=[tokenizer.eos_token_id, *stops])
 
 
@@ -194,7 +215,9 @@ def texts_of(message: dict) -> Iterator[tuple[str, bool]]:
     content = message["content"]
     if message["role"] == "assistant" and "</think>" in content:
         thought, _, content = content.partition("</think>")
-        yield thought.rpartition("<think>")[2].strip(), True
+        before, _, thought = thought.rpartition("<think>")
+        yield before.strip(), False
+        yield thought.strip(), True
     yield content.strip(), False
     if "reasoning_content" in message:
         yield message["reasoning_content"], True
@@ -206,7 +229,9 @@ def texts_of(message: dict) -> Iterator[tuple[str, bool]]:
 
 def is_in(text: str, whole: str) -> bool:
     """Whether a text is in another as it is, or in JSON."""
+    whole = unicodedata.normalize("NFC", whole)
     bare = re.sub(r"(\s*/(?:no_)?think)*\s*$", "", text)  # templates may take flags out
+    bare = unicodedata.normalize("NFC", bare)  # as the demo model's tokenizer does
     forms = (bare, json.dumps(bare, ensure_ascii=False)[1:-1], json.dumps(bare)[1:-1])
     return any(form in whole for form in forms)
 
@@ -251,7 +276,7 @@ def check(model: Model, messages: list[dict], trained: list[int], example: Examp
         assert words(text) <= mine, f"another message's text is trained: {text!r}"
         for index in group:
             for each, is_reasoning in texts_of(messages[index]):
-                lost = is_reasoning and not is_in(each, whole)
+                lost = is_reasoning and (not words(each) or not is_in(each, whole))
                 assert lost or is_in(each, text), f"{each!r} is not in what is trained: {text!r}"
         at = span.stop - 1
         while at > span.start and not tokenizer.decode([ids[at]]).strip():
@@ -266,7 +291,7 @@ def check_around(model: Model, messages: list[dict], group: list[int], text: str
     if len(group) > 1 or {"tool_calls", "reasoning_content"} & messages[group[0]].keys():
         return
     said = messages[group[0]]["content"].strip()
-    if "think>" in said or said not in text:
+    if "think>" in said or said not in text or not words(said):
         return
     before, _, after = text.partition(said)
     headers = re.compile(r"im_start|start_header|start_of_turn|<.turn>|START_OF_TURN|START_TURN")
@@ -293,7 +318,28 @@ def turn_ends(model: Model) -> list[int]:
 def check_asked(model: Model, messages: list[dict], tools: list | None, example: Example) -> None:
     """Fails unless all that comes before the answer is how the model is asked for it."""
     start = example.mask.index(True)
-    text = in_template(model.tokenizer, Conversation(messages, tools=tools))
+    said = [each | {"weight": 0} for each in messages]  # nothing of a prompt is trained
+    text = in_template(model.tokenizer, Conversation(said, tools=tools))
     asked = model.tokenizer.encode(text, add_special_tokens=False)
     shown = [model.tokenizer.decode(each) for each in (example.ids[:start], asked)]
     assert example.ids[:start] == asked[:start], f"{shown[0]!r} is not how it asks: {shown[1]!r}"
+
+
+def check_like_trl(model: Model, messages: list[dict], tools: list | None, example: Example) -> int:
+    """Fails unless the ids, and the mask but for what the tables have, are those of transformers
+    with TRL's copy. Returns whether the mask is the same."""
+    assert model.marked is not None
+    options = {"chat_template": model.marked, "tokenizer_kwargs": {"return_offsets_mapping": True}}
+    encoded = model.render(
+        messages, tools, return_dict=True, return_assistant_tokens_mask=True, **options
+    )
+    mask, offsets = list(map(bool, encoded["assistant_masks"])), encoded["offset_mapping"]
+    for i in range(1, len(mask)):  # transformers loses all but the first token of a last character
+        mask[i] = mask[i] or (mask[i - 1] and offsets[i] == offsets[i - 1])
+    assert encoded["input_ids"] == example.ids, "the ids are not TRL's"
+    for table, mine, other in ((BEGINS, mask, example.mask), (ENDS, example.mask, mask)):
+        for span in spans_of([a and not b for a, b in zip(mine, other, strict=True)]):
+            text = model.tokenizer.decode([example.ids[i] for i in span])
+            named = "TRL's answers" if table is BEGINS else "ours"
+            assert text in of_family(table, model.name, ()), f"only {named} have {text!r}"
+    return example.mask == mask

@@ -36,6 +36,8 @@ ODD = [
     "{}</think>",
     "a </think> {}",
     "<think>{}",
+    "{0} <think>{0}</think> {0}",
+    "{} <think></think>",
 ]
 SHORT = ["a", "1", "\u00e9", "OK", "?"]
 VALUES = [3, -2.5, 0, True, False, "", [1, 2], {"x": {"y": 1}}, [], {}]
@@ -53,7 +55,9 @@ class Kinds:
 
 
 ALL = Kinds()
-QUESTIONS_AND_ANSWERS = Kinds(system=False, odd=False, reasoning=False, tools=False, any_order=False)
+QUESTIONS_AND_ANSWERS = Kinds(
+    system=False, odd=False, reasoning=False, tools=False, any_order=False
+)
 
 
 def word(number: int) -> str:

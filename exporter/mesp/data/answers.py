@@ -14,10 +14,8 @@ import numpy as np
 
 from mesp.data.messages import CALLS
 from mesp.data.records import Conversation
-from mesp.data.rendering import MARKS, Place, Rendering, shown
+from mesp.data.rendering import MARKS, PROBE, Place, Rendering, shown
 from mesp.errors import MespError
-
-PROBE = "MeSP"  # a message's text, found again in what the template makes of it
 
 
 class Span(NamedTuple):
@@ -129,12 +127,11 @@ def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> li
         bounds.append((start, stop))
     spans = []
     for index, (start, stop) in zip(answers, bounds, strict=True):
-        inside = {
-            rendering.texts[place.text].message
-            for place in rendering.places
-            if place.start < stop and place.stop > start
-        }
-        if not 0 <= start < stop or inside != {index}:
+        inside = {p.text for p in rendering.places if p.start < stop and p.stop > start}
+        # A template may write a text elsewhere too, as a tool's name in what the tool answers.
+        if not 0 <= start < stop or inside < {p.text for p in said[index]}:
+            raise _not_found(index)
+        if any(rendering.texts[text].message != index for text in inside):
             raise _not_found(index)
         spans.append(Span(start, max(p.stop for p in said[index] if p.stop <= stop), stop))
     return spans
@@ -148,23 +145,38 @@ def _not_found(index: int) -> MespError:
 
 
 def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
-    """What the template marks by `{% generation %}`, by characters; None where it marks nothing."""
+    """What the template marks by `{% generation %}`, by characters, marks of one answer that touch
+    joined; None where it marks nothing."""
     tokenizer, conversation = rendering.tokenizer, rendering.conversation
     template = tokenizer.chat_template
     if not (isinstance(template, str) and re.search(r"{%-?\s*generation\s*-?%}", template)):
         return None
-    encoded = tokenizer._tokenizer.apply_chat_template(
-        shown(conversation.messages),
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _, (marked,) = render_jinja_template(
+        [shown(conversation.messages, rendering.with_text)],
         tools=conversation.tools,
-        return_dict=True,
+        chat_template=template,
         return_assistant_tokens_mask=True,
-        tokenizer_kwargs={"return_offsets_mapping": True},
-        **{"enable_thinking": tokenizer.has_thinking} | conversation.options,
+        **tokenizer.special_tokens_map
+        | {tokenizer._thinking_kwarg: tokenizer.has_thinking}
+        | conversation.options,
     )
-    marked = np.array(encoded["assistant_masks"], bool)
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], marked, [0]])))
-    offsets = encoded["offset_mapping"]
-    return [(offsets[a][0], offsets[b - 1][1]) for a, b in edges.reshape(-1, 2).tolist()]
+    found: list[tuple[int, int]] = []
+    said: set[int] = set()  # which message the last of those has texts of
+    for start, stop in marked:
+        inside = {
+            rendering.texts[place.text].message
+            for place in rendering.places
+            if place.start < stop and place.stop > start
+        }
+        if found and found[-1][1] == start and (not said or not inside or said == inside):
+            found[-1] = (found[-1][0], stop)
+            said = said | inside
+        else:
+            found.append((start, stop))
+            said = inside
+    return found
 
 
 def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> int:
