@@ -158,7 +158,7 @@ test-slow: engine-and-tests $(FIXTURES).ready $(PHONE_MLX)/ready
 	@echo "== Conversations in the chat templates that TRL knows"
 	rm -rf $(VENV)/trl
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/trl trl==1.16.0
-	PYTHONPATH=$(VENV)/trl $(PYTEST) -m trl tests/data/test_trl.py
+	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -q -s -m trl tests/data/test_trl.py
 	@echo "== Tests of lm-evaluation-harness's tasks"
 	$(BIN)/python -m venv $(VENV)/harness
 	$(VENV)/harness/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,harness]'

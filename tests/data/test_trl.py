@@ -16,16 +16,20 @@ A record may be refused. How often that may be is counted.
 import importlib.util
 import json
 import logging
+import os
 import re
 import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
+from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from helpers.conversations import QUESTIONS_AND_ANSWERS, conversations, pairs
@@ -38,12 +42,15 @@ from mesp.text import in_template, load_tokenizer
 pytestmark = pytest.mark.trl
 
 FOUND = importlib.util.find_spec("trl")  # which does not import it
-FOLDER = Path((FOUND and FOUND.submodule_search_locations or ["."])[0]) / "chat_templates"
+FOLDER = Path(((FOUND and FOUND.submodule_search_locations) or ["."])[0]) / "chat_templates"
 TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}
 if not TEMPLATES:
     pytest.skip("it takes TRL's wheel: see the Makefile", allow_module_level=True)
 
-EXAMPLES = 25  # conversations for each template
+EXAMPLES = int(os.environ.get("MESP_FUZZ_CASES", 25))  # conversations for each template
+SEED = int(os.environ.get("MESP_TRL_SEED", 1))
+ACCEPTED = 0.2  # of all made up for a template, at least; those that are odd in no way are all
+REFUSED_WRONGLY = 0.02  # of all, at most: the template has them whole
 MARK = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 WORD = re.compile(r"Wq\d{3}z")
 SPECIAL = re.compile(
@@ -80,6 +87,8 @@ BEGINS = {
 ENDS = {
     "diffusion_gemma": ("<|tool_response>",),
 }
+# Templates that ask for an answer to what a tool said without the header that they write there.
+NOT_ASKED = ("diffusion_gemma",)
 # Templates that take content as a list of parts alone, as of models that see images.
 PARTS_ALONE = ("idefics3", "llava_next", "smolvlm")
 
@@ -133,10 +142,11 @@ class Trainer:
         self.folder = folder
         self.said: list[str] = []
 
-    def __call__(self, model: Model, record: dict, **options: Any) -> list[Example]:
-        """The examples of a record. Raises MespError where it is refused."""
+    def __call__(self, model: Model, *records: dict, **options: Any) -> list[Example]:
+        """The examples of records. Raises MespError where they are refused."""
         for split in ("train", "valid"):
-            (self.folder / f"{split}.jsonl").write_text(json.dumps(record) + "\n")
+            lines = "".join(f"{json.dumps(record)}\n" for record in records)
+            (self.folder / f"{split}.jsonl").write_text(lines)
         self.said.clear()
         vocabulary = len(model.tokenizer.get_vocab())
         chosen = DataOptions(**options)
@@ -248,11 +258,10 @@ def words(text: str) -> set[str]:
     return {*WORD.findall(text)}
 
 
-def check(model: Model, messages: list[dict], trained: list[int], example: Example, said: str):
-    """Fails unless the trained spans of an example are the answers of these indices."""
-    tokenizer = model.tokenizer
-    ids, mask, ends = example
-    whole = tokenizer.decode(ids)
+def check_whole(model: Model, messages: list[dict], trained: list[int], ids: list[int], said: str):
+    """Fails where a text of a message is not among the ids, but reasoning that is left out by
+    rights, of which something is said."""
+    whole = model.tokenizer.decode(ids)
     last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
     for index, message in enumerate(messages):
         for text, is_reasoning in texts_of(message):
@@ -261,10 +270,19 @@ def check(model: Model, messages: list[dict], trained: list[int], example: Examp
             assert is_reasoning, f"message {index + 1} is not whole: {text!r} in {whole!r}"
             assert index < last_question or index not in trained, f"reasoning is lost in {whole!r}"
             assert "without their reasoning" in said, f"nothing said of {text!r} in {whole!r}"
+    begin = model.tokenizer.bos_token_id
+    assert ids[:2] != [begin, begin], "it begins twice"
+
+
+def check_answers(model: Model, messages: list[dict], trained: list[int], example: Example):
+    """Fails unless the trained spans of an example are the answers of these indices."""
+    tokenizer = model.tokenizer
+    ids, mask, ends = example
+    whole = tokenizer.decode(ids)
     stops = ends | {*turn_ends(model)}
     spans = spans_of(mask)
     groups = [[i] for i in trained]
-    for one, other in zip(trained, trained[1:], strict=False):
+    for one, other in pairwise(trained):
         if other == one + 1 and len(spans) < len(groups):  # nothing is between the two
             at = next(k for k, group in enumerate(groups) if one in group)
             groups[at : at + 2] = [groups[at] + groups[at + 1]]
@@ -283,7 +301,6 @@ def check(model: Model, messages: list[dict], trained: list[int], example: Examp
             at -= 1
         assert ids[at] in stops, f"trained is an answer without an end: {text!r}"
         check_around(model, messages, group, text)
-    assert len(ids) < 2 or ids[0] != ids[1] or ids[0] != tokenizer.bos_token_id, "two begin tokens"
 
 
 def check_around(model: Model, messages: list[dict], group: list[int], text: str) -> None:
@@ -294,6 +311,8 @@ def check_around(model: Model, messages: list[dict], group: list[int], text: str
     if "think>" in said or said not in text or not words(said):
         return
     before, _, after = text.partition(said)
+    if model.name.startswith(NOT_ASKED):
+        before = before.removeprefix("<|turn>model\n")
     headers = re.compile(r"im_start|start_header|start_of_turn|<.turn>|START_OF_TURN|START_TURN")
     assert not headers.search(before + after), f"a header is trained: {text!r}"
     written = SPECIAL.findall(after)
@@ -318,6 +337,8 @@ def turn_ends(model: Model) -> list[int]:
 def check_asked(model: Model, messages: list[dict], tools: list | None, example: Example) -> None:
     """Fails unless all that comes before the answer is how the model is asked for it."""
     start = example.mask.index(True)
+    if model.name.startswith(NOT_ASKED) and messages[-1]["role"] == "tool":
+        return
     said = [each | {"weight": 0} for each in messages]  # nothing of a prompt is trained
     text = in_template(model.tokenizer, Conversation(said, tools=tools))
     asked = model.tokenizer.encode(text, add_special_tokens=False)
@@ -343,3 +364,184 @@ def check_like_trl(model: Model, messages: list[dict], tools: list | None, examp
             named = "TRL's answers" if table is BEGINS else "ours"
             assert text in of_family(table, model.name, ()), f"only {named} have {text!r}"
     return example.mask == mask
+
+
+# The tests
+
+VARIANTS = [
+    (name, marked)
+    for name, template in TEMPLATES.items()
+    if not name.startswith(PARTS_ALONE)
+    for marked in ([False, True] if MARK.search(template) else [False])
+]
+
+
+@pytest.fixture(scope="module")
+def figures() -> Iterator[Counter]:
+    found: Counter[str] = Counter()
+    yield found
+    print("\nConversations in the chat templates that TRL knows:")
+    for name, count in found.most_common():
+        print(f"{count:6,} {name}")
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path_factory.mktemp("records"))
+    handler = logging.Handler()
+    handler.emit = lambda record: trainer.said.append(record.getMessage())
+    log = logging.getLogger("mesp.data.load")
+    log.addHandler(handler)
+    yield trainer
+    log.removeHandler(handler)
+
+
+def made_up(strategy: Any, count: int, name: str, marked: bool):
+    """Calls a function with records of a strategy, always the same for a template; prints the
+    smallest that fails."""
+
+    def decorate(function: Any) -> None:
+        chosen = settings(
+            max_examples=count,
+            phases=[Phase.generate, Phase.shrink],
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
+
+        def shown(record: Any) -> None:
+            note(f"In {name}{', with its marks' if marked else ''}:")
+            note(json.dumps(record, ensure_ascii=False))
+            function(record)
+
+        seed(zlib.crc32(f"{name} {marked} {SEED}".encode()))(chosen(given(strategy)(shown)))()
+
+    return decorate
+
+
+def is_whole(model: Model, record: dict) -> bool:
+    """Whether the template takes a record and leaves nothing out."""
+    messages, tools = as_messages(record), record.get("tools", [])
+    try:
+        text = model.render(messages, tools or None, tokenize=False)
+    except Exception:  # a template can raise anything
+        return False
+    texts = [text for message in messages for text, _ in texts_of(message)]
+    return all(is_in(each, text) for each in [*texts, *(t["function"]["name"] for t in tools)])
+
+
+def reason(error: MespError) -> str:
+    """Why a record was refused, without the record's own words."""
+    text = re.sub(r"^Line 1 of \S+?(?= has| cannot|:):?|\d+ more of .*", "", error.message)
+    return re.sub(r'"[^"]*"|\d+', "…", re.sub(r"/\S+", "…", text))[:110].strip()
+
+
+@pytest.mark.parametrize(("name", "marked"), VARIANTS)
+def test_what_is_trained_is_what_was_answered(name, marked, trainer, figures):
+    model = Model(name, marked)
+    own: Counter[str] = Counter()
+
+    @made_up(conversations(), EXAMPLES, name, marked)
+    def _(record):
+        messages, tools = as_messages(record), record.get("tools")
+        answers = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
+        for loss_on in ("answers", "last", "all"):
+            trained = trained_of(record, loss_on)
+            own["tried"] += 1
+            try:
+                (example,) = trainer(model, record, loss_on=loss_on)
+            except MespError as error:
+                own["refused"] += 1
+                figures[f"refused: {reason(error)}"] += 1
+                own["wrongly"] += loss_on == "answers" and trained != [] and is_whole(model, record)
+                continue
+            check_whole(model, messages, trained, example.ids, " ".join(trainer.said))
+            if loss_on == "all" or not trained:
+                continue
+            check_answers(model, messages, trained, example)
+            if loss_on == "last":
+                check_asked(model, messages[:-1], tools, example)
+            elif model.marked and trained == answers:
+                same = check_like_trl(model, messages, tools, example)
+                figures["equal to TRL's" if same else "equal to TRL's but for the tables"] += 1
+
+    figures.update({f"conversations {key}": value for key, value in own.items()})
+    assert own["tried"] - own["refused"] >= ACCEPTED * own["tried"], own
+
+
+@pytest.mark.parametrize(("name", "marked"), VARIANTS)
+def test_questions_and_answers_are_never_refused(name, marked, trainer, figures):
+    model = Model(name, marked)
+    for kinds in (QUESTIONS_AND_ANSWERS, replace(QUESTIONS_AND_ANSWERS, system=True)):
+
+        @made_up(conversations(kinds), EXAMPLES // 5, name, marked)
+        def _(record):
+            messages = as_messages(record)
+            if messages[0]["role"] == "system" and not is_whole(model, record):
+                return
+            trained = trained_of(record, "answers")
+            (example,) = trainer(model, record)
+            check_whole(model, messages, trained, example.ids, "")
+            check_answers(model, messages, trained, example)
+            figures["plain conversations"] += 1
+
+
+@pytest.mark.parametrize(("name", "marked"), VARIANTS)
+def test_preferences_train_their_answers(name, marked, trainer, figures):
+    model = Model(name, marked)
+
+    @made_up(pairs(), EXAMPLES // 2, name, marked)
+    def _(record):
+        chosen, rejected = (_said("assistant", record[key]) for key in ("chosen", "rejected"))
+        prompt = _said("user", record.get("prompt", []))
+        figures["pairs tried"] += 1
+        try:
+            found = trainer(model, record)
+        except MespError as error:
+            figures["pairs refused"] += 1
+            figures[f"refused: {reason(error)}"] += 1
+            return
+        said = " ".join(trainer.said)
+        assert len(found) == 2
+        if not prompt:
+            prompt = [a for a, b in zip(chosen, rejected, strict=False) if a == b]
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        for example, answer in zip(found, (chosen, rejected), strict=True):
+            messages = as_messages({"prompt": prompt, "completion": answer})
+            trained = trained_of({"prompt": prompt, "completion": answer}, "answers")
+            check_whole(model, messages, trained, example.ids, said)
+            check_answers(model, messages, trained, example)
+            if len(answer) == 1:
+                check_asked(model, messages[:-1], record.get("tools"), example)
+        if "prompt" in record:
+            judged = [
+                {"prompt": record["prompt"], "completion": record[key], "label": key == "chosen"}
+                | {key: record[key] for key in ("tools",) if key in record}
+                for key in ("chosen", "rejected")
+            ]
+            assert [e[:2] for e in trainer(model, *judged)] == [e[:2] for e in found]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gptoss", "gemma3", "glm4moe"])
+def test_a_record_is_the_same_among_others(name, trainer):
+    model = Model(name, marked=False)
+
+    @made_up(st.lists(conversations(QUESTIONS_AND_ANSWERS), min_size=2, max_size=4), 8, name, False)
+    def _(records):
+        alone = [trainer(model, record)[0] for record in records]
+        assert [e[:2] for e in trainer(model, *records)] == [e[:2] for e in alone]
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name.startswith(PARTS_ALONE)])
+def test_templates_that_take_parts_alone_are_refused(name, trainer):
+    model = Model(name, marked=False)
+
+    @made_up(conversations(QUESTIONS_AND_ANSWERS), 5, name, False)
+    def _(record):
+        with pytest.raises(MespError):
+            trainer(model, record)
+
+
+def test_few_are_refused_wrongly(figures):
+    tried, wrongly = figures["conversations tried"], figures["conversations wrongly"]
+    assert wrongly <= REFUSED_WRONGLY * tried / 3, f"{wrongly} of {tried}, each in three ways"
