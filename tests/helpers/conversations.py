@@ -36,7 +36,7 @@ ODD = [
     "{}</think>",
     "a </think> {}",
     "<think>{}",
-    "{0} <think>{0}</think> {0}",
+    "{} <think>{}</think> {}",
     "{} <think></think>",
 ]
 SHORT = ["a", "1", "\u00e9", "OK", "?"]
@@ -85,7 +85,7 @@ class _Writer:
             text = self.draw(st.sampled_from([*SHORT, *self.said[-2:]]))
         else:
             text = self.draw(st.sampled_from(PLAIN + ODD if self.odd else PLAIN))
-            text = text.format(word(next(self.words)))
+            text = text.format(*(word(next(self.words)) for _ in range(text.count("{}"))))
         self.said.append(text)
         return text
 

@@ -78,6 +78,8 @@ def encode_conversation(tokenizer: Any, conversation: Conversation, loss_on: str
         mask[inside] = index in trained
         if index in trained:
             _check_ends(tokenizer, encoded["input_ids"], offsets, span, index)
+    if trained and loss_on != "all" and (loss_on == "last" or conversation.prompt):
+        _check_asked(rendering, trained[0], encoded["input_ids"][: int(np.argmax(mask))])
     return Encoded(encoded["input_ids"], mask, tuple(notes))
 
 
@@ -102,6 +104,19 @@ def _encode_last(tokenizer: Any, rendering: Rendering, notes: list[str]) -> Enco
             "the conversation: take --loss-on answers or all."
         )
     return Encoded(ids, np.arange(len(ids)) >= len(prompt), tuple(notes))
+
+
+def _check_asked(rendering: Rendering, index: int, prompt: Sequence[int]) -> None:
+    """Raises MespError unless what comes before the answer in message `index` is how the model is
+    asked for it."""
+    if index:
+        asked = rendering.render(rendering.conversation.messages[:index], asks=True)
+        if _tokens(rendering.tokenizer, asked)["input_ids"][: len(prompt)] != prompt:
+            raise MespError(
+                f"what asks for the answer in message {index + 1} is not how the chat template "
+                "begins the conversation: take records of messages and --loss-on answers, or leave "
+                "it out."
+            )
 
 
 # Where answers are
