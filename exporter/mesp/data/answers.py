@@ -14,7 +14,7 @@ import numpy as np
 
 from mesp.data.messages import CALLS
 from mesp.data.records import Conversation
-from mesp.data.rendering import MARKS, PROBE, Place, Rendering, shown
+from mesp.data.rendering import MARK, MARKS, PROBE, Place, Rendering, shown
 from mesp.errors import MespError
 
 
@@ -168,14 +168,17 @@ def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
         return None
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    thinking = tokenizer._thinking_kwarg  # some templates have another name for it
+    options = {
+        thinking if key == "enable_thinking" else key: value
+        for key, value in conversation.options.items()
+    }
     _, (marked,) = render_jinja_template(
         [shown(conversation.messages, rendering.with_text)],
         tools=conversation.tools,
         chat_template=template,
         return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map
-        | {tokenizer._thinking_kwarg: tokenizer.has_thinking}
-        | conversation.options,
+        **{**tokenizer.special_tokens_map, thinking: tokenizer.has_thinking, **options},
     )
     found: list[tuple[int, int]] = []
     said: set[int] = set()  # which message the last of those has texts of
@@ -345,7 +348,10 @@ def template_ends(tokenizer: Any, asks_on: bool = False) -> set[int]:
 
 @lru_cache(maxsize=4)
 def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]]:
-    turns = [{"role": role, "content": PROBE} for role in ("user", "assistant", "user")]
+    turns = [
+        {"role": role, "content": MARK.format(number)}
+        for number, role in enumerate(("user", "assistant", "user"))
+    ]
     special = {*tokenizer.all_special_ids}
     try:
         last, followed = (_tail(tokenizer, turns[:count]) for count in (2, 3))
@@ -363,7 +369,8 @@ def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]
 def _tail(tokenizer: Any, turns: list[dict[str, str]]) -> list[int]:
     """The ids of what the chat template writes after the first answer, up to the next message."""
     text = tokenizer.apply_chat_template(turns, tokenize=False)
-    return list(tokenizer.encode("".join(text.split(PROBE)[2:3]), add_special_tokens=False))
+    _, _, after = text.partition(turns[1]["content"])
+    return list(tokenizer.encode(MARKS.split(after)[0], add_special_tokens=False))
 
 
 def _check_ends(

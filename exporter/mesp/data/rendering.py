@@ -154,7 +154,7 @@ class Rendering:
         last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
         trained = self.conversation.answers
         for number, (index, kind, text) in enumerate(self.texts):
-            if number in seen:
+            if number in seen and any(form in self.text for form in _forms(text)):
                 continue
             if kind == "reasoning" and (index < last_question or index not in trained):
                 notes.append(
@@ -338,10 +338,11 @@ def _changes(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _forms(text: str) -> Iterator[str]:
-    """A text as templates write it: as it is, and in JSON."""
+    """A text as templates write it: as it is, in JSON, and as Python has it in a list."""
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]
+    yield repr(text)[1:-1]
 
 
 def _short(text: str) -> str:
