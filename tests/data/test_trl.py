@@ -47,7 +47,7 @@ TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja
 if not TEMPLATES:
     pytest.skip("it takes TRL's wheel: see the Makefile", allow_module_level=True)
 
-EXAMPLES = int(os.environ.get("MESP_FUZZ_CASES", 25))  # conversations for each template
+EXAMPLES = int(os.environ.get("MESP_FUZZ_CASES", 12))  # conversations for each template
 SEED = int(os.environ.get("MESP_TRL_SEED", 1))
 ACCEPTED = 0.2  # of all made up for a template, at least; those that are odd in no way are all
 REFUSED_WRONGLY = 0.02  # of all, at most: the template has them whole
@@ -476,7 +476,7 @@ def test_questions_and_answers_are_never_refused(name, marked, trainer, figures)
     model = Model(name, marked)
     for kinds in (QUESTIONS_AND_ANSWERS, replace(QUESTIONS_AND_ANSWERS, system=True)):
 
-        @made_up(conversations(kinds), EXAMPLES // 5, name, marked)
+        @made_up(conversations(kinds), EXAMPLES // 3, name, marked)
         def _(record):
             messages = as_messages(record)
             if messages[0]["role"] == "system" and not is_whole(model, record):
