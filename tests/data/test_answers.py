@@ -418,6 +418,21 @@ def test_tools_that_a_template_leaves_out_are_refused(tokenizer):
     assert encoded(tokenizer, QWEN.replace("⟦", "").replace("⟧", ""), record).mask.any()
 
 
+# As a call in Python: in single quotes.
+IN_PYTHON = CALLS_BY_NAME.replace(
+    "c.function.name }}",
+    """c.function.name + "('" }}{{- c.function.arguments.of | replace("'", "\\\\'") }}"""
+    """{{- "')" }}""",
+)
+
+
+@pytest.mark.parametrize("value", ["France", "it's", '"it\'s"', "é"])
+def test_a_template_may_write_arguments_as_python_does(tokenizer, value):
+    call = [{"name": "capital", "arguments": {"of": value}}]
+    (text,) = trained(tokenizer, IN_PYTHON, user("a"), assistant("", tool_calls=call))
+    assert eval(text.removeprefix("capital").removesuffix("<|im_end|>\n")) == value
+
+
 def test_answers_with_weight_0_are_not_trained(tokenizer):
     said = [user("a"), assistant("b", weight=0), user("c"), assistant("d", masked=False)]
     assert trained(tokenizer, PLAIN, *said) == ["d<|im_end|>\n"]

@@ -83,12 +83,13 @@ BEGINS = {
     "qwen3_6": ("<think>", "<think>\n"),
     "qwen3_8": ("<think>", "<think>\n"),
 }
-# What ours have at the end of an answer, and TRL's marks do not: generation stops there alone.
+# What ours have, and TRL's marks do not: the token at which generation stops, and a header that
+# the template writes before an answer to what a tool said, but does not ask with.
 ENDS = {
-    "diffusion_gemma": ("<|tool_response>",),
+    "diffusion_gemma": ("<|tool_response>", "<|turn>model\n"),
 }
-# Templates that ask for an answer to what a tool said without the header that they write there.
-NOT_ASKED = ("diffusion_gemma",)
+# Templates that write two answers in a row as one: we put an end between.
+NOT_ENDED = ("diffusion_gemma",)
 # Templates that take content as a list of parts alone, as of models that see images.
 PARTS_ALONE = ("idefics3", "llava_next", "smolvlm")
 
@@ -312,8 +313,8 @@ def check_around(model: Model, messages: list[dict], group: list[int], text: str
     if "think>" in said or said not in text or not words(said):
         return
     before, _, after = text.partition(said)
-    if model.name.startswith(NOT_ASKED):
-        before = before.removeprefix("<|turn>model\n")
+    for each in of_family(ENDS, model.name, ()):
+        before = before.removeprefix(each)
     headers = re.compile(r"im_start|start_header|start_of_turn|<.turn>|START_OF_TURN|START_TURN")
     assert not headers.search(before + after), f"a header is trained: {text!r}"
     written = SPECIAL.findall(after)
@@ -356,6 +357,10 @@ def check_like_trl(model: Model, messages: list[dict], tools: list | None, examp
     mask, offsets = list(map(bool, encoded["assistant_masks"])), encoded["offset_mapping"]
     for i in range(1, len(mask)):  # transformers loses all but the first token of a last character
         mask[i] = mask[i] or (mask[i - 1] and offsets[i] == offsets[i - 1])
+    if model.name.startswith(NOT_ENDED):
+        kept = [i for i, id in enumerate(example.ids) if id != model.tokenizer.eos_token_id]
+        ids, ours = ([each[i] for i in kept] for each in example[:2])
+        example = Example(ids, ours, example.ends)
     assert encoded["input_ids"] == example.ids, "the ids are not TRL's"
     for table, mine, other in ((BEGINS, mask, example.mask), (ENDS, example.mask, mask)):
         for span in spans_of([a and not b for a, b in zip(mine, other, strict=True)]):

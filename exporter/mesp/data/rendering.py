@@ -338,11 +338,13 @@ def _changes(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _forms(text: str) -> Iterator[str]:
-    """A text as templates write it: as it is, in JSON, and as Python has it in a list."""
+    """A text as templates write it: as it is, in JSON, and as Python has it, between either
+    quotes."""
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]
     yield repr(text)[1:-1]
+    yield repr(f'"{text}')[2:-1]
 
 
 def _short(text: str) -> str:
