@@ -69,11 +69,11 @@ STOPS = {
     "llama3": ["<|eot_id|>"],
     "muse_glimmer": ["<|eot|>"],
 }
+DEEPSEEK = "<｜Assistant｜>"  # noqa: RUF001
 # What TRL's marks have in an answer, and ours do not: with it the template asks for an answer, so
 # generation is given it. TRL's marks begin where the template's `if` for the role does.
 BEGINS = {
-    "deepseek_r1_distill": ("<｜Assistant｜>", "<｜Assistant｜><think>\n"),  # noqa: RUF001
-    "deepseekv3": ("<｜Assistant｜>", "<｜Assistant｜><think>\n"),  # noqa: RUF001
+    "deepseek": (DEEPSEEK, f"{DEEPSEEK}<think>", f"{DEEPSEEK}<think>\n"),
     "gptoss": ("<|start|>assistant",),
     "muse_glimmer": ("<|start|>assistant",),
     "nemotron": ("<think>", "<think>\n"),
@@ -240,12 +240,13 @@ def texts_of(message: dict) -> Iterator[tuple[str, bool]]:
 
 
 def is_in(text: str, whole: str) -> bool:
-    """Whether a text is in another as it is, or in JSON."""
+    """Whether a text is in another as it is, in JSON, or in single quotes as Python has it."""
     whole = unicodedata.normalize("NFC", whole)
     bare = re.sub(r"(\s*/(?:no_)?think)*\s*$", "", text)  # templates may take flags out
     bare = unicodedata.normalize("NFC", bare)  # as the demo model's tokenizer does
-    forms = (bare, json.dumps(bare, ensure_ascii=False)[1:-1], json.dumps(bare)[1:-1])
-    return any(form in whole for form in forms)
+    in_json = [json.dumps(bare, ensure_ascii=each)[1:-1] for each in (False, True)]
+    in_python = in_json[0].replace('\\"', '"').replace("'", "\\'")
+    return any(form in whole for form in (bare, *in_json, in_python))
 
 
 # The checks
