@@ -213,12 +213,13 @@ def trained_of(record: dict, loss_on: str) -> list[int]:
     return found
 
 
-def strings(value: Any) -> Iterator[str]:
+def leaves(value: Any) -> Iterator[str]:
+    """The strings and numbers in a tool call's arguments, as text."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from strings(each)
-    elif isinstance(value, str):
-        yield value
+            yield from leaves(each)
+    elif not isinstance(value, bool):
+        yield str(value)
 
 
 def texts_of(message: dict) -> Iterator[tuple[str, bool]]:
@@ -235,7 +236,7 @@ def texts_of(message: dict) -> Iterator[tuple[str, bool]]:
         yield message["reasoning_content"], True
     for call in message.get("tool_calls", []):
         yield call["function"]["name"], False
-        for each in strings(call["function"]["arguments"]):
+        for each in leaves(call["function"]["arguments"]):
             yield each.strip(), False
 
 
@@ -261,10 +262,14 @@ def words(text: str) -> set[str]:
     return {*WORD.findall(text)}
 
 
-def check_whole(model: Model, messages: list[dict], trained: list[int], ids: list[int], said: str):
-    """Fails where a text of a message is not among the ids, but reasoning that is left out by
-    rights, of which something is said."""
+def check_whole(
+    model: Model, messages: list[dict], tools: list | None, trained: list[int], ids: list, said: str
+) -> None:
+    """Fails where a text of a message, or a tool, is not among the ids, but reasoning that is left
+    out by rights, of which something is said."""
     whole = model.tokenizer.decode(ids)
+    for tool in tools or []:
+        assert tool["function"]["name"] in whole, f"a tool is lost in {whole!r}"
     last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
     for index, message in enumerate(messages):
         for text, is_reasoning in texts_of(message):
@@ -465,7 +470,7 @@ def test_what_is_trained_is_what_was_answered(name, marked, trainer, figures):
                     loss_on == "answers" and trained != [] and is_whole(model, record)
                 )
                 continue
-            check_whole(model, messages, trained, example.ids, " ".join(trainer.said))
+            check_whole(model, messages, tools, trained, example.ids, " ".join(trainer.said))
             own["accepted"] += 1
             if loss_on == "all" or not trained:
                 continue
@@ -493,7 +498,7 @@ def test_questions_and_answers_are_never_refused(name, marked, trainer, figures)
                 return
             trained = trained_of(record, "answers")
             (example,) = trainer(model, record)
-            check_whole(model, messages, trained, example.ids, "")
+            check_whole(model, messages, None, trained, example.ids, "")
             check_answers(model, messages, trained, example)
             figures["plain conversations"] += 1
 
@@ -521,7 +526,7 @@ def test_preferences_train_their_answers(name, marked, trainer, figures):
         for example, answer in zip(found, (chosen, rejected), strict=True):
             messages = as_messages({"prompt": prompt, "completion": answer})
             trained = trained_of({"prompt": prompt, "completion": answer}, "answers")
-            check_whole(model, messages, trained, example.ids, said)
+            check_whole(model, messages, record.get("tools"), trained, example.ids, said)
             check_answers(model, messages, trained, example)
             if len(answer) == 1:
                 check_asked(model, messages[:-1], record.get("tools"), example)

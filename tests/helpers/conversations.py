@@ -40,7 +40,7 @@ ODD = [
     "{} <think></think>",
 ]
 SHORT = ["a", "1", "\u00e9", "OK", "?"]
-VALUES = [3, -2.5, 0, True, False, "", [1, 2], {"x": {"y": 1}}, [], {}]
+VALUES = [73041, -2.5, 0, True, False, "", [1, 2], {"x": {"y": 1}}, [], {}]
 
 
 @dataclass(frozen=True)
