@@ -590,3 +590,30 @@ def test_no_token_has_a_part_of_prompt_and_answer(ends):
         ids, context = encode_joined(tokenizer, f"The word{ends}", answer)
         assert ids[:context] == tokenizer.encode(f"The word{ends}")
         assert tokenizer.decode(ids[context:]) == answer + tokenizer.eos_token
+
+
+REPEATS = PLAIN.replace(
+    "{{- '<|im_start|>' + m.role + '\\n' }}",
+    "{{- '<|im_start|>' + m.role }}{%- if m.role == 'assistant' and not loop.first %}"
+    "{{- ' to ' + messages[loop.index0 - 1].content }}{%- endif %}{{- '\\n' }}",
+    1,
+).replace(
+    "{{- '<|im_start|>assistant\\n' }}",
+    "{{- '<|im_start|>assistant to ' + messages[-1].content + '\\n' }}",
+)
+
+
+def test_a_template_may_repeat_a_text(tokenizer):
+    said = [user("a"), assistant("a"), user("a"), assistant("b"), user("b"), assistant("b")]
+    found = trained(tokenizer, REPEATS, *said)
+    assert found == ["a<|im_end|>\n", "b<|im_end|>\n", "b<|im_end|>\n"]
+
+
+def test_an_answer_that_the_template_ends_with_its_question_is_refused(tokenizer):
+    template = PLAIN.replace(
+        "{%- if m.role == 'assistant' %}{{- m.content +",
+        "{%- if m.role == 'assistant' %}{{- m.content + messages[loop.index0 - 1].content +",
+    )
+    assert template != PLAIN
+    with pytest.raises(MespError, match="does not tell where the answer in message 2"):
+        trained(tokenizer, template, user("a"), assistant("b"))
