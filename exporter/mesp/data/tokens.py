@@ -82,14 +82,16 @@ def encode_joined(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], 
     end = tokenizer.eos_token or ""
     answer += "" if answer.endswith(end) else end
     asked = encode_prompt(tokenizer, prompt)
-    # After a line feed: SentencePiece puts a space before what begins a text.
-    feed, after_feed = (
-        tokenizer.encode(text, add_special_tokens=False) for text in ("\n", f"\n{answer}")
-    )
-    if after_feed[: len(feed)] == feed:
-        ids = [*asked, *after_feed[len(feed) :]]
-        if tokenizer.decode(ids).endswith(prompt + answer):
-            return ids, len(asked)
+    # After a line feed: SentencePiece puts a space before what begins a text. After another
+    # character where the answer begins with one, and would share a token with it.
+    for feed in ("\n", ":", ""):
+        before, after = (
+            tokenizer.encode(text, add_special_tokens=False) for text in (feed, feed + answer)
+        )
+        if after[: len(before)] == before:
+            ids = [*asked, *after[len(before) :]]
+            if tokenizer.decode(ids).endswith(prompt + answer):
+                return ids, len(asked)
     whole = encode_prompt(tokenizer, prompt + answer)
     return whole, sum(1 for _ in takewhile(bool, map(eq, asked, whole)))
 
