@@ -294,3 +294,39 @@ def test_the_text_of_several_modalities_may_have_been_trained_alone(tmp_path: Pa
     expected = list(generate(bundle, [5, 6], max_tokens=9, adapters=adapters))
     found = list(generate(bundle, [5, 6], max_tokens=9, adapters=adapters / "peft"))
     assert [each["token"] for each in found[:-1]] == [each["token"] for each in expected[:-1]]
+
+
+@pytest.mark.parametrize("kept", ["gate_up_proj", "down_proj"])
+def test_one_parameter_of_experts_may_have_adapters_alone(tmp_path: Path, kept: str):
+    """PEFT then has one wrapper, with the name of the module, whichever it is."""
+    bundle, adapters = exported("lfm2_moe", tmp_path)
+    weights = mx.load(str(adapters / "peft" / PEFT))
+    inside = ".base_layer" if kept == "gate_up_proj" else ""
+    place = f"feed_forward.experts{inside}.lora_"
+    weights = {
+        name.replace(".base_layer", ""): array for name, array in weights.items() if place in name
+    }
+    mx.eval(weights)
+    mx.save_safetensors(str(adapters / "peft" / PEFT), weights)
+    change(adapters / "peft", target_parameters=[f"experts.{kept}"])
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kept]
+    arch = Bundle(bundle).architecture
+    whole, read = (read_adapters(each, arch) for each in (adapters, adapters / "peft"))
+    expected = {
+        path: pair
+        for path, pair in whole.matrices.items()
+        if "switch_mlp" in path and path.endswith(parts)
+    }
+    assert read.matrices.keys() == expected.keys()
+    for path, pair in expected.items():
+        for one, other in zip(pair, read.matrices[path], strict=True):
+            assert mx.array_equal(one, other), path
+    mlx = {
+        f"{p}.lora_{x}": m for p, pair in expected.items() for x, m in zip("ab", pair, strict=True)
+    }
+    mx.save_safetensors(str(adapters / MLX), mlx)
+    tokens = [
+        [each.get("token") for each in generate(bundle, [5, 6], max_tokens=9, adapters=folder)]
+        for folder in (adapters, adapters / "peft")
+    ]
+    assert tokens[0] == tokens[1]

@@ -35,7 +35,7 @@ class AdapterConfig:
     joins: bool
     fields: dict[str, Any]
 
-    def adapts(self, layer: str, index: int, count: int, *, is_parameter: bool = False) -> bool:
+    def adapts(self, layer: str, index: int, count: int) -> bool:
         """Whether the configuration gives a block's linear layer adapters, as its library decides.
 
         A pattern is not matched: beside it the tensors say which layers are meant.
@@ -44,7 +44,6 @@ class AdapterConfig:
             layer: the whole name, without PEFT's own prefix
             index: the number of the block
             count: the model's number of blocks
-            is_parameter: whether PEFT has it as a parameter
         """
         if not self.is_peft:
             last, keys = self.fields.get("num_layers"), self.fields["lora_parameters"].get("keys")
@@ -52,8 +51,6 @@ class AdapterConfig:
             return (last is None or last <= 0 or index >= count - last) and (
                 keys is None or not {layer, name}.isdisjoint(keys)
             )
-        if is_parameter:
-            return _ends(layer, self.fields.get("target_parameters") or [])
         if _ends(layer, self.fields.get("exclude_modules") or []):
             return False
         targets = self.fields.get("target_modules")
@@ -62,6 +59,10 @@ class AdapterConfig:
             return True
         blocks = [blocks] if isinstance(blocks, int) else blocks
         return _ends(layer, targets or []) and (not blocks or index in blocks)
+
+    def adapts_parameter(self, name: str) -> bool:
+        """Whether PEFT's configuration gives a parameter of experts adapters, by its whole name."""
+        return _ends(name, self.fields.get("target_parameters") or [])
 
 
 def read_config(folder: Path, arch: Architecture) -> AdapterConfig:

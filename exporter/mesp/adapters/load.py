@@ -137,8 +137,9 @@ def _layers(
     prefix = arch.hf_prefix if config.is_peft else arch.mlx_prefix
     if config.is_peft and not any(name.startswith(f"{_PEFT}{prefix}.layers.") for name in shapes):
         prefix = _TEXT_PREFIX
-    found = []
+    found: list[_Layer] = []
     for index, block in enumerate(arch.training_experts().blocks):
+        blocks = f"{prefix}.layers.{index}."
         adapted = block.adapted()
         joined = [each for each in arch.hf_modules if each[1][0] in adapted] * config.is_peft
         there = {parts[0]: (name, parts) for name, parts in joined}
@@ -146,13 +147,18 @@ def _layers(
         for first in (name for name in adapted if name not in inner):
             name, parts = there.get(first, (first, (first,)))
             *stack, _, inputs = adapted[first]
-            layer = f"{prefix}.layers.{index}.{name}"
+            layer = f"{blocks}{name}"
             names = (f"{layer}.lora_a", f"{layer}.lora_b")
             if config.is_peft:
-                # A parameter's wrapper has the name of the module, the first one's is in the next.
-                inside = ".base_layer" if len(parts) > 1 else ""
+                # A parameter's wrapper has the name of the module; where both have one, the first
+                # one's is in the next.
+                others = (blocks + other for other, _ in joined if other != name)
+                is_nested = any(map(config.adapts_parameter, others))
+                inside = ".base_layer" if len(parts) > 1 and is_nested else ""
                 place = f"{layer.rpartition('.')[0]}{inside}" if stack else layer
                 names = (f"{_PEFT}{place}.lora_A.weight", f"{_PEFT}{place}.lora_B.weight")
+            by_name = config.adapts_parameter(layer)
+            is_adapted = config.adapts(layer, index, arch.num_hidden_layers)
             found.append(
                 _Layer(
                     names=names,
@@ -160,12 +166,11 @@ def _layers(
                     stack=tuple(stack),
                     inputs=inputs,
                     outputs=tuple(adapted[part][-2] for part in parts),
-                    is_adapted=config.adapts(
-                        layer, index, arch.num_hidden_layers, is_parameter=bool(stack)
-                    ),
+                    is_adapted=by_name if stack and config.is_peft else is_adapted,
                 )
             )
-    return found
+    taken = {layer.names for layer in found if layer.is_adapted}
+    return [layer for layer in found if layer.is_adapted or layer.names not in taken]
 
 
 def _check(layers: list[_Layer], shapes: dict[str, list[int]], config: AdapterConfig) -> None:

@@ -83,8 +83,13 @@ func loadAdapters(
         guard !names.isEmpty else { throw MeSPError("\(format.file) is empty") }
         let prefix = format.prefix(of: architecture, in: names)
 
+        func tensor(_ matrix: String, _ layer: AdaptedLayer, _ block: Int) -> String {
+            let others = format.layers(of: architecture.block(block)).filter { $0.isStacked && $0.name != layer.name }
+            let isNested = others.contains { config.adapts($0, block, prefix: prefix) }
+            return format.name(matrix, layer, block, of: architecture, prefix: prefix, isNested: isNested)
+        }
         func take(_ matrix: String, _ layer: AdaptedLayer, _ block: Int, _ shape: [Int]) throws -> MLXArray? {
-            let name = format.name(matrix, layer, block, of: architecture, prefix: prefix)
+            let name = tensor(matrix, layer, block)
             guard names.remove(name) != nil, let found = tensors.shape(name) else { return nil }
             guard config.adapts(layer, block, prefix: prefix) else {
                 throw MeSPError("it holds \(name), which its \(AdapterFormat.configFile) gives no place")
@@ -101,7 +106,7 @@ func loadAdapters(
         }
         let hasExperts = architecture.layers.indices.contains { block in
             format.layers(of: architecture.block(block)).contains {
-                $0.isStacked && names.contains(format.name("B", $0, block, of: architecture, prefix: prefix))
+                $0.isStacked && names.contains(tensor("B", $0, block))
             }
         }
         let layouts = architecture.layouts(rank: rank, withExperts: withExperts || hasExperts)
@@ -114,7 +119,7 @@ func loadAdapters(
                 let a = try take("A", layer, block, shapes.a)
                 let b = try take("B", layer, block, shapes.b)
                 guard (a == nil) == (b == nil) || (onlyB && a == nil) else {
-                    let name = format.name(a == nil ? "A" : "B", layer, block, of: architecture, prefix: prefix)
+                    let name = tensor(a == nil ? "A" : "B", layer, block)
                     throw MeSPError("\(name) is missing")
                 }
                 let parts = zip(

@@ -33,13 +33,15 @@ enum AdapterFormat {
     ///   - matrix: A or B
     ///   - layer: one of `layers(of:)`
     ///   - prefix: of the blocks; nil for the architecture's
+    ///   - isNested: whether both of the experts' parameters have adapters, in wrappers of PEFT's
     func name(
-        _ matrix: String, _ layer: AdaptedLayer, _ block: Int, of architecture: Architecture, prefix: String? = nil
+        _ matrix: String, _ layer: AdaptedLayer, _ block: Int, of architecture: Architecture, prefix: String? = nil,
+        isNested: Bool = true
     ) -> String {
         let blocks = "\(prefix ?? self.prefix(of: architecture)).layers.\(block)."
         switch self {
         case .mlx: return "\(blocks)\(layer.name).lora_\(matrix.lowercased())"
-        case .peft: return "base_model.model.\(blocks)\(layer.wrapper).lora_\(matrix).weight"
+        case .peft: return "base_model.model.\(blocks)\(layer.wrapper(isNested: isNested)).lora_\(matrix).weight"
         }
     }
 
@@ -160,9 +162,9 @@ struct AdaptedLayer {
 
     /// Before `lora_A` in PEFT's names. The layer; of a parameter, the module that has it, for each has a wrapper of its own, and the first,
     /// which holds gate, is inside of the next.
-    fileprivate var wrapper: String {
+    fileprivate func wrapper(isNested: Bool) -> String {
         guard isStacked, let end = name.lastIndex(of: ".") else { return name }
-        return name[..<end] + (modules.contains { $0.projections == [.expertGate] } ? ".base_layer" : "")
+        return name[..<end] + (isNested && modules.contains { $0.projections == [.expertGate] } ? ".base_layer" : "")
     }
 
     /// One A and B from those of the modules, whose products are the same: each A beside the others, each B on the diagonal.
