@@ -170,7 +170,7 @@ test-slow: engine-and-tests $(FIXTURES).ready $(PHONE_MLX)/ready
 	@echo "== Tests of the adapters in PEFT, and of private steps in Opacus"
 	$(BIN)/python -m venv $(VENV)/peft
 	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft bitsandbytes opacus --editable '.[dev]'
-	$(VENV)/peft/bin/python -m pytest -q -m peft tests/adapters
+	$(VENV)/peft/bin/python -m pytest -q -s -m peft tests/adapters
 	@echo "== Tests of federated rounds in Flower"
 	$(BIN)/python -m venv $(VENV)/federate
 	$(VENV)/federate/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,federate,report]'

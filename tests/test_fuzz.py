@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers.adapters import write_adapters
+from helpers.adapters import write_adapters, write_peft
 from helpers.exports import export
 from helpers.gguf_files import MODELS, write_gguf
 from helpers.models import FAMILIES, TEXT, TINY, random_tensors, write_model
@@ -398,20 +398,23 @@ def test_functions(bundle: Path, tmp_path: Path, data: st.DataObject):
                 mx.eval(mx.import_function(str(path))(*values))
 
 
-@pytest.fixture(scope="module")
-def adapters(bundle: Path) -> Path:
-    return write_adapters(bundle.with_name("adapters"), bundle)
+@pytest.fixture(scope="module", params=["mlx", "peft"])
+def adapters(request: pytest.FixtureRequest, bundle: Path) -> Path:
+    folder = bundle.with_name(f"adapters-{request.param}")
+    write_adapters(folder, bundle)
+    return folder if request.param == "mlx" else write_peft(folder / "peft", bundle, folder)
 
 
 @CASES
 @given(data=st.data())
 def test_adapters(bundle: Path, adapters: Path, tmp_path: Path, data: st.DataObject):
     architecture = Bundle(bundle).architecture
-    weights = (adapters / "adapters.safetensors").read_bytes()
+    (file,) = adapters.glob("*.safetensors")
+    weights = file.read_bytes()
     start = 8 + int.from_bytes(weights[:8], "little")
     header = json.dumps(data.draw(changed(json.loads(weights[8:start])))).encode()
     relabelled = struct.pack("<Q", len(header)) + header + weights[start:]
-    (tmp_path / "adapters.safetensors").write_bytes(
+    (tmp_path / file.name).write_bytes(
         data.draw(st.just(weights) | damaged(weights) | st.just(relabelled))
     )
     config = (adapters / "adapter_config.json").read_bytes()

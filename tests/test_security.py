@@ -18,7 +18,7 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from helpers.adapters import write_adapters
+from helpers.adapters import RANK, write_adapters
 from helpers.commands import call, command, run
 from helpers.models import TEXT, TINY, write_model
 from mesp.bundle.reader import Bundle
@@ -237,7 +237,7 @@ def header_of(file: Path) -> dict:
 def test_adapters_that_lie_are_refused(bundle: Path, adapters: Path, what: str):
     file = adapters / "adapters.safetensors"
     data, header = file.read_bytes(), header_of(file)
-    said = "holds no adapters in mlx-lm's form"
+    said = "adapters.safetensors is damaged"
     if what == "half":
         file.write_bytes(data[: len(data) // 2])
     elif what == "far":
@@ -251,7 +251,8 @@ def test_adapters_that_lie_are_refused(bundle: Path, adapters: Path, what: str):
         module = "model.layers.0.self_attn.k_proj"
         pair = {"lora_a": mx.zeros((128, 200_000)), "lora_b": mx.zeros((200_000, 64))}
         mx.save_safetensors(str(file), {f"{module}.{name}": m for name, m in pair.items()})
-        said = "have rank 200,000, and the model's width is 128"
+        change(adapters / "adapter_config.json", lora_parameters={"rank": 200_000, "scale": 1})
+        said = "their rank, 200000, is above the model's width of 128"
     elif what == "not finite":
         matrices = mx.load(str(file))
         mx.save_safetensors(str(file), {name: m / 0 for name, m in matrices.items()})
@@ -261,17 +262,19 @@ def test_adapters_that_lie_are_refused(bundle: Path, adapters: Path, what: str):
         mx.eval(matrices)  # before its file is written anew
         path = min(matrices).rpartition(".")[0]
         mx.save_safetensors(str(file), {**matrices, f"{path}.m": mx.ones(64)})
+        said = f"it holds {path}.m, which is not a LoRA matrix"
     else:
         file.unlink()
         os.mkfifo(file)
+        said = "adapters.safetensors is not a regular file"
     assert said in refused(*fuse(bundle, adapters))
     assert not bundle.with_name("fused").exists()
 
 
 @pytest.mark.parametrize("scale", [float("nan"), 1e400, -1, "3", None, [1], True])
 def test_a_scale_that_is_none_is_refused(bundle: Path, adapters: Path, scale: object):
-    change(adapters / "adapter_config.json", lora_parameters={"scale": scale})
-    assert "holds no adapters in mlx-lm's form" in refused(*fuse(bundle, adapters))
+    change(adapters / "adapter_config.json", lora_parameters={"rank": RANK, "scale": scale})
+    assert "has a rank or scale that is not a positive number" in refused(*fuse(bundle, adapters))
 
 
 def test_a_damaged_bundle_is_not_fused(bundle: Path, adapters: Path):
