@@ -509,6 +509,39 @@ def test_settings_of_other_types_are_refused(bundle: Path, tmp_path: Path, value
     assert "is not the settings of a run" in refused("train", "--resume", "--out", run_folder)
 
 
+@pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=str)
+@pytest.mark.parametrize("file", ["settings.json", "config.yaml"])
+def test_a_file_names_no_code_to_run(bundle: Path, tmp_path: Path, file: str, options: tuple):
+    """A reward that is a function counts only where it is typed."""
+    harm, output, code = tmp_path / "harm", tmp_path / "runs" / "one", "runs.one.notes:go"
+    output.mkdir(parents=True)
+    (output / "notes.py").write_text(f"import pathlib; pathlib.Path({str(harm)!r}).touch()")
+    if file == "config.yaml":
+        (tmp_path / file).write_text(f"bundle: {bundle}\nsteps: 1\nreward: {code}\n")
+        named: tuple = ("--config", file)
+    else:
+        settings = {"bundle": str(bundle), "steps": 2, "seq_len": 8, "reward": code}
+        change(output / file, **settings)
+        (output / "metrics.jsonl").touch()
+        named = ("--resume", "--out", output)
+    done = run("train", *named, *options, cwd=tmp_path)
+    assert not harm.exists()
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"add --reward {code}" in done.stderr
+
+
+def test_a_resumed_run_reads_no_text_that_its_settings_name(bundle: Path, tmp_path: Path):
+    """It has its own copy, as tokens."""
+    output, secret = tmp_path / "run", tmp_path / "secret"
+    secret.write_text(TEXT)
+    options = ("--steps", 1, "--seq-len", 8, "--max-forgetting", 3, "--out", output)
+    call("train", bundle, *options)
+    shutil.rmtree(output / "general")
+    change(output / "settings.json", general_text=str(secret))
+    said = refused("train", "--resume", "--steps", 2, "--out", output)
+    assert "is missing" in said and not (output / "general").exists()
+
+
 @pytest.mark.parametrize(
     "path",
     [5000 * "a", "/".join(2000 * "a"), "\ud800", "loop", "a\0b", "../out", "", "/etc/passwd"],

@@ -16,7 +16,6 @@ from typing import Any, Self
 from mesp.bundle.manifest import Manifest
 from mesp.errors import MespError
 from mesp.models.families import TRAINABLE
-from mesp.rewards import find_reward
 
 # The paper's update, and the engine's where a settings file names none.
 PAPER: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 1e-4}
@@ -452,7 +451,6 @@ class TrainSettings(Settings):
                 if getattr(self, name) != default:
                     raise MespError(f"{flag(name)} has no use without --reward: leave it out.")
             return
-        find_reward(self.reward)
         refused = {
             "--method mezo": self.method == "mezo",
             f"--objective {self.objective}": self.objective is not None,

@@ -48,6 +48,7 @@ class Job:
     settings: TrainSettings
     output: Path
     resume: bool = False
+    reward: Reward | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The settings that mesp-engine reads."""
@@ -64,8 +65,8 @@ class Job:
     def run(self, progress: Callable[[Record], None] | None = None) -> Run:
         """Trains; see `train`."""
         reward = None
-        if self.settings.reward is not None:
-            reward = _Rewards(find_reward(self.settings.reward), bundle_tokenizer(self.bundle))
+        if self.reward is not None:
+            reward = _Rewards(self.reward, bundle_tokenizer(self.bundle))
         with _settings_file(self.output, self.to_json()) as (path, made):
             if self.settings.max_forgetting is not None:
                 self._write_tokens(GENERAL, self._general, made)
@@ -105,7 +106,9 @@ class Job:
         """Writes a folder of tokens that the engine reads. A resumed run keeps its own, as other
         texts would change it. Adds the folder to those `made`, where it was not there."""
         folder = self.output / name
-        if self.resume and (folder / "data.json").exists():
+        if self.resume:
+            if not (folder / "data.json").exists():
+                raise MespError(f"{folder} with texts of the run is missing; start a new run.")
             return
         option = {GENERAL: "--max-forgetting", REPLAY: "--replay"}[name]
         split = tokens(load_tokenizer(self.bundle, f"which {option} needs; leave it out"))
@@ -122,11 +125,6 @@ class Job:
     def _replayed(self, tokenizer: Any) -> Split:
         settings = self.settings
         assert settings.seq_len is not None and settings.replay is not None
-        if self.resume:
-            raise MespError(
-                f"{self.output / REPLAY} with the texts that the run replays is missing; start a "
-                "new run."
-            )
         if settings.replay_data is not None:
             vocab_size = self.manifest.architecture.vocab_size
             split = load(settings.replay_data, tokenizer, settings.seq_len, vocab_size)["train"]
@@ -206,7 +204,8 @@ def train(
         bundle: A bundle or its folder; a resumed run has it.
         out: The run's folder; by default ``runs/BUNDLE-METHOD-TIME``.
         resume: Go on with the run in `out`. Of its settings those may change on which nothing
-            that is computed depends, such as `steps` and `memory_limit`.
+            that is computed depends, such as `steps` and `memory_limit`. Where its reward is
+            ``module:function``, name it again: a run's folder imports no code.
         paper: Update as the paper does, by SGD at 1e-4.
         progress: Is called with each record of the run's log as it comes, described in
             docs/architecture.md.
@@ -228,9 +227,11 @@ def prepare(
     paper: bool,
     given: Mapping[str, Any],
     to_run: bool = True,
+    may_import: bool = True,
 ) -> Job:
     """The run that `train` begins, or continues with; it must be the bundle's machine where it is
-    `to_run`. Raises MespError where something cannot be used. Nothing is written."""
+    `to_run`. A reward that is `given` is imported only where the user named it, `may_import`.
+    Raises MespError where something cannot be used. Nothing is written."""
     given = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in given.items()
@@ -252,6 +253,9 @@ def prepare(
     path = path.resolve()
     manifest = read_manifest(path, to_run)
     settings = settings.completed(manifest, paper)
+    reward = None
+    if settings.reward is not None:
+        reward = find_reward(settings.reward, may_import and "reward" in given)
     settings.check(manifest)
     output = output or default_output(manifest, settings.method)
     if (output / LOG_NAME).exists() and not resume:
@@ -259,7 +263,7 @@ def prepare(
             f"{output} already holds a run: name another folder with --out, "
             "or resume it with --resume."
         )
-    return Job(path, manifest, settings, output, resume)
+    return Job(path, manifest, settings, output, resume, reward)
 
 
 def default_output(manifest: Manifest, kind: str) -> Path:
