@@ -22,6 +22,7 @@ from helpers.adapters import write_adapters
 from helpers.commands import call, command, run
 from helpers.models import TEXT, TINY, write_model
 from mesp.bundle.reader import Bundle
+from mesp.engine.build import find_engine
 from mesp.files import read_json
 
 HARM = "import pathlib; pathlib.Path({!r}).touch()\nfrom transformers import {} as Base\n"
@@ -649,6 +650,39 @@ def test_settings_are_written_through_no_link(bundle: Path, tmp_path: Path, name
     (output / name).symlink_to(kept)
     call("train", bundle, "--steps", 1, "--seq-len", 8, "--out", output)
     assert kept.read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["adapters", "adapters/peft", "best", "general"])
+def test_a_run_keeps_to_its_folder(bundle: Path, tmp_path: Path, name: str):
+    """A new one, and one that goes on."""
+    output, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    options = ("--seq-len", 8, "--max-forgetting", 3, "--eval-every", 1, "--out", output)
+    elsewhere.mkdir()
+    link = output / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(elsewhere)
+    assert f"{link} is a symbolic link" in refused("train", bundle, "--steps", 1, *options)
+    link.unlink()
+    call("train", bundle, "--steps", 1, *options)
+    shutil.rmtree(link, ignore_errors=True)
+    link.symlink_to(elsewhere)
+    said = refused("train", "--resume", "--steps", 2, "--out", output)
+    assert f"{link} is a symbolic link" in said
+    assert not list(elsewhere.iterdir())
+
+
+def test_the_engine_saves_no_adapters_through_a_link(bundle: Path, tmp_path: Path):
+    output, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    call("train", bundle, "--steps", 1, "--seq-len", 8, "--out", output)
+    settings = json.loads((output / "settings.json").read_text()) | {"resume": True, "steps": 2}
+    shutil.rmtree(output / "adapters")
+    elsewhere.mkdir()
+    (output / "adapters").symlink_to(elsewhere)
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    line = [find_engine(), tmp_path / "settings.json"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 2 and "it is a symbolic link" in done.stdout + done.stderr
+    assert not list(elsewhere.iterdir())
 
 
 def test_a_pipe_in_place_of_a_manifest_is_refused(bundle: Path):

@@ -28,6 +28,7 @@ from mesp.engine.process import Engine, Record, failure, log, running
 from mesp.engine.settings import TrainSettings, kept, settings_of
 from mesp.errors import Interrupted, MespError, plain_os_errors
 from mesp.files import read_object, write_whole
+from mesp.folders import refuse_linked_folders
 from mesp.rewards import Reward, find_reward, rewards_of
 from mesp.runs.log import LOG_NAME, Run
 from mesp.text import bundle_tokenizer, load_tokenizer
@@ -263,6 +264,7 @@ def prepare(
             f"{output} already holds a run: name another folder with --out, "
             "or resume it with --resume."
         )
+    refuse_linked_folders(output)
     return Job(path, manifest, settings, output, resume, reward)
 
 
