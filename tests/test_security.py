@@ -544,6 +544,36 @@ def test_a_resumed_run_reads_no_text_that_its_settings_name(bundle: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("train", ("--steps", 1, "--learning-rate", "1e39")),
+        ("train", ("--steps", 1, "--learning-rate", "1e-60")),
+        ("train", ("--steps", 1, "--alpha", "1e300")),
+        ("train", ("--steps", "12345678901234567890")),
+        ("generate", ("--prompt", "a", "--top-p", "1e-300")),
+        ("generate", ("--prompt", "a", "--max-tokens", "12345678901234567890")),
+        ("generate", ("--prompt", "a", "--temp", "nan")),
+    ],
+    ids=lambda each: "" if isinstance(each, str) else each[-1],
+)
+def test_a_number_that_the_engine_has_no_room_for_is_named(
+    bundle: Path, tmp_path: Path, command: str, options: tuple
+):
+    done = run(command, bundle, *options, cwd=tmp_path)
+    assert done.returncode == 2 and "JSON" not in done.stderr and "Traceback" not in done.stderr
+    name = {"--temp": "temperature"}.get(options[-2], options[-2].strip("-").replace("-", "_"))
+    assert name in done.stderr or options[-2] in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("value", [1e39, 10**400, 10**20, -(10**20)])
+def test_a_run_with_a_number_out_of_range_is_refused(bundle: Path, tmp_path: Path, value: float):
+    change(tmp_path / "settings.json", bundle=str(bundle), steps=2, seq_len=8, alpha=value)
+    (tmp_path / "metrics.jsonl").touch()
+    assert "is not the settings of a run" in refused("train", "--resume", "--out", tmp_path)
+
+
+@pytest.mark.parametrize(
     "path",
     [5000 * "a", "/".join(2000 * "a"), "\ud800", "loop", "a\0b", "../out", "", "/etc/passwd"],
     ids=["long", "deep", "half", "loop", "nul", "up", "empty", "root"],

@@ -143,10 +143,14 @@ import Testing
         refused(.node("AsType", [], type: .float32, [0], column), of: column)
         refused(.node("View", [], type: .float32, [0], column), of: column)
         refused(.node("Exp", [], [0], .array([0])), of: .array([0]), for: .node("Exp", [], [0], column), of: column)
-        // Of attention without keys no division by their number is left.
-        let none = TestFunction.Array.array([1, 0, 4, 64])
-        let attention = Data([0, 0, 128, 63, 1, 0, 0])
-        refused(.node("ScaledDotProductAttention", [], state: attention, [0, 0, 0], none), of: none)
+        // Of attention the number of heads is divided by that of the keys', which may be none.
+        let state = Data([0, 0, 128, 63, 1, 0, 0])
+        for (shape, isRefused) in [([1, 1, 9, 64], false), ([1, 0, 9, 64], true), ([1, 1, 9, 96], true)] {
+            let array = TestFunction.Array.array(shape)
+            let node = Node.node("ScaledDotProductAttention", state: state, [0, 0, 0], array, device: 1)
+            let said = message { try check(TestFunction(array, [node]).file(), onGPU: true) }
+            #expect(said.contains("do not match") == isRefused && (isRefused || said.isEmpty), "\(shape): \(said)")
+        }
         let row = TestFunction.Array.array([4])
         let norm = Node.node("RMSNorm", [], state: Data([0, 0, 128, 63]), [0, 0], row)
         let file = TestFunction(row, [norm]).file()
@@ -268,9 +272,10 @@ private struct TestFunction {
         static func node(
             _ name: String, integer: Int32? = nil, _ lists: [[Int32]] = [], type: Element? = nil,
             state: Data = Data(), _ inputs: [UInt64],
-            _ output: Array, id: UInt64? = nil
+            _ output: Array, id: UInt64? = nil, device: Int32 = 0
         ) -> Node {
-            var content = Data([1]) + list(inputs.map(numberData)) + Data(count: 12) + text(name)
+            var content = Data([1]) + list(inputs.map(numberData)) + [0, device, 0].map(numberData).reduce(Data(), +)
+            content += text(name)
             content += integer.map(numberData) ?? Data()
             content += lists.map { list($0.map(numberData)) }.reduce(Data(), +) + (type?.data ?? Data()) + state
             return Node(id: id, content: content + numberData(UInt64(0)) + output.data)
