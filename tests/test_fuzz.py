@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import io
 import json
 import math
 import os
@@ -15,6 +17,7 @@ from types import SimpleNamespace
 import click
 import mlx.core as mx
 import numpy as np
+import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -256,6 +259,29 @@ def test_records_of_data(tmp_path: Path, data: st.DataObject):
     (tmp_path / "train.jsonl").write_bytes(data.draw(st.just(text) | damaged(text)))
     with contextlib.suppress(MespError):
         for document in read_documents(str(tmp_path / "train.jsonl"), Selection())["train"]:
+            assert document.kind in KINDS
+
+
+def files_of_data() -> dict[str, bytes]:
+    """Records in a file of each kind."""
+    records = [{"messages": record["messages"]} for record in RECORDS[2:3]] * 3
+    table, lines = io.BytesIO(), "".join(f"{json.dumps(record)}\n" for record in records).encode()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), table)
+    return {
+        "a.parquet": table.getvalue(),
+        "a.json": json.dumps(records).encode(),
+        "a.jsonl.gz": gzip.compress(lines),
+        "a.csv": b'prompt,completion\n"a\nb",c\n',
+    }
+
+
+@pytest.mark.parametrize("name", files_of_data())
+@CASES
+@given(data=st.data())
+def test_files_of_data(tmp_path: Path, name: str, data: st.DataObject):
+    (tmp_path / name).write_bytes(data.draw(damaged(files_of_data()[name])))
+    with contextlib.suppress(MespError):
+        for document in read_documents(str(tmp_path / name), Selection())["train"]:
             assert document.kind in KINDS
 
 

@@ -175,7 +175,7 @@ def write_tokens(
 ) -> None:
     """Writes the held-out tokens, and those of clients that are simulated. Raises MespError."""
     options, bundle = federation.options, Path(federation.options["bundle"])
-    topics, held_out = read_topics(options["data"], data_options.selection)
+    topics, held_out = read_topics(options["data"], data_options.selection, data_options.hold_out)
     documents = {"valid": held_out}
     if simulated:
         split = Split.parse(options["split"])

@@ -200,7 +200,7 @@ def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> 
     # The turn before ends differently here, or there is none. A template may write less of the
     # header than it asks with, but a special token of it at least.
     tokens = _tokens(rendering.tokenizer, header)
-    special = {*rendering.tokenizer.all_special_ids}
+    special = special_tokens(rendering.tokenizer)
     for count in range(len(tokens["input_ids"]), 0, -1):
         is_whole = count == len(tokens["input_ids"])
         length = tokens["offset_mapping"][count - 1][1]
@@ -308,6 +308,12 @@ def end_tokens(tokenizer: Any) -> set[int]:
     return {*tokenizer.eos_token_ids} | template_ends(tokenizer)
 
 
+def special_tokens(tokenizer: Any) -> set[int]:
+    """The ids of the tokens that mark something, and are no text."""
+    added = tokenizer.added_tokens_decoder
+    return {*tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
+
+
 def template_ends(tokenizer: Any, asks_on: bool = False) -> set[int]:
     """The special tokens that the chat template ends an answer with: the last one of a
     conversation, or where it `asks_on` one that is followed by a question."""
@@ -319,7 +325,7 @@ def template_ends(tokenizer: Any, asks_on: bool = False) -> set[int]:
 @lru_cache(maxsize=4)
 def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]]:
     turns = [{"role": role, "content": PROBE} for role in ("user", "assistant", "user")]
-    special = {*tokenizer.all_special_ids}
+    special = special_tokens(tokenizer)
     try:
         last, followed = (_tail(tokenizer, turns[:count]) for count in (2, 3))
     except Exception:  # a template can raise anything

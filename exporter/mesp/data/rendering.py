@@ -21,11 +21,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from mesp.data.messages import CALLS, Message
+from mesp.data.messages import CALLS, REASONING, Message
 from mesp.data.records import Conversation
 from mesp.errors import MespError
 
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names that transformers takes for one
 # A thought that is part of an answer's content.
 THOUGHT = re.compile(r"(?s)(?P<before>.*?<think>)?(?P<thought>.*?)(?P<after></think>)(?P<rest>.*)")
 # Of a message. The last four say which message it is, and change no text where a template has no
@@ -275,7 +274,7 @@ def _marked(index: int, message: Message, mark: Callable[[int, str, str], str]) 
     """A message with marks in place of its texts."""
     changed = dict(message)
     thoughts = [key for key in REASONING if key in message]
-    if thoughts and isinstance(message[thoughts[0]], str):
+    if thoughts:
         changed |= dict.fromkeys(thoughts, mark(index, "reasoning", message[thoughts[0]]))
     content = message["content"]
     found = THOUGHT.fullmatch(content) if message["role"] == "assistant" else None

@@ -152,10 +152,14 @@ class TrainSettings(Settings):
         default_text="256 or the bundle's longest",
     )  # fmt: skip
     batch_size: int = setting(
-        int, 1, "Sequences of a gradient.", least=1, federated=True
+        int, 1, "Sequences of a batch.", least=1, federated=True
     )  # fmt: skip
     grad_accumulation_steps: int = setting(
-        int, 1, "Batches whose mean gradient is an update.", least=1, federated=True
+        int,
+        1,
+        "Batches of an update, which is the mean over the targets of all of them.",
+        least=1,
+        federated=True,
     )
     seed: int = setting(
         int, 0, "Seed of the initial adapters and the order of the data.", least=0, most=2**31 - 1,
@@ -431,9 +435,12 @@ class TrainSettings(Settings):
                 "set --batch-size to 2 or more."
             )
         self._check_labels(manifest)
-        if self.early_stopping and not (
-            self.eval_every and self.val_batches and "valid" in manifest.data
-        ):
+        if self.eval_every and not (self.val_batches and "valid" in manifest.data):
+            raise MespError(
+                "--eval-every needs evaluations: --val-batches above 0, and a bundle with held-out "
+                "data."
+            )
+        if self.early_stopping and not self.eval_every:
             raise MespError(
                 "--early-stopping needs evaluations on the way: --eval-every and --val-batches "
                 "above 0, and a bundle with held-out data."

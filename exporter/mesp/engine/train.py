@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.data.examples import Split
 from mesp.data.general import general_text
-from mesp.data.load import load
+from mesp.data.load import ALL, load
 from mesp.engine.own_texts import own_texts
 from mesp.engine.process import Engine, Record, failure, log, running
 from mesp.engine.settings import TrainSettings, kept, settings_of
@@ -68,7 +69,9 @@ class Job:
         reward = None
         if self.reward is not None:
             reward = _Rewards(self.reward, bundle_tokenizer(self.bundle))
-        with _settings_file(self.output, self.to_json()) as (path, made):
+        settings = (json.dumps(self.to_json(), indent=2) + "\n").encode()
+        written = self.output / SETTINGS_NAME
+        with _settings_file(written, settings, self.resume) as (path, made):
             if self.settings.max_forgetting is not None:
                 self._write_tokens(GENERAL, self._general, made)
             if self.settings.replay is not None:
@@ -76,6 +79,11 @@ class Job:
             stdin = subprocess.DEVNULL if reward is None else subprocess.PIPE
             with running([], path, stdin=stdin, interruptible=True) as engine:
                 for record in engine:
+                    if path != written:
+                        # The engine goes on with them. Of a run that it refuses, nothing changes.
+                        path = written
+                        with plain_os_errors(f"Cannot write the run to {self.output}"):
+                            write_whole(written, settings)
                     if reward is not None and record["type"] == "samples":
                         try:
                             reward.answer(engine, record["groups"])
@@ -128,7 +136,8 @@ class Job:
         assert settings.seq_len is not None and settings.replay is not None
         if settings.replay_data is not None:
             vocab_size = self.manifest.architecture.vocab_size
-            split = load(settings.replay_data, tokenizer, settings.seq_len, vocab_size)["train"]
+            data = load(settings.replay_data, tokenizer, settings.seq_len, vocab_size, ALL)
+            split = data["train"]
             if split.labels is not None:
                 raise MespError(
                     f"{settings.replay_data} is preference data, which cannot be replayed: give "
@@ -309,15 +318,23 @@ def not_settings(output: Path) -> MespError:
 
 
 @contextmanager
-def _settings_file(output: Path, settings: Mapping[str, Any]) -> Iterator[tuple[Path, list[Path]]]:
+def _settings_file(path: Path, settings: bytes, resume: bool) -> Iterator[tuple[Path, list[Path]]]:
     """Writes OUTPUT/settings.json, and takes a list of folders that are made beside it. A run that
-    fails before it has a log leaves none of them behind."""
-    path, made = output / SETTINGS_NAME, list[Path]()
+    fails before it has a log leaves none of them behind. Of a run to resume it leaves the file as
+    it is, and the settings are in another."""
+    output, made = path.parent, list[Path]()
+    if resume:
+        with tempfile.TemporaryDirectory(prefix="mesp-") as temporary:
+            other = Path(temporary, SETTINGS_NAME)
+            with plain_os_errors(f"Cannot write to {temporary}"):
+                other.write_bytes(settings)
+            yield other, made
+        return
     missing = [folder for folder in (output, *output.parents) if not folder.exists()]
     try:
         with plain_os_errors(f"Cannot write the run to {output}"):
             output.mkdir(parents=True, exist_ok=True)
-            write_whole(path, (json.dumps(settings, indent=2) + "\n").encode())
+            write_whole(path, settings)
         yield path, made
     except BaseException:
         if not (output / LOG_NAME).exists():

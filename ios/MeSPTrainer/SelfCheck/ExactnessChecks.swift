@@ -265,13 +265,16 @@ extension Bench {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         defer { try? FileManager.default.removeItem(at: folder) }
         func step(_ trainer: Trainer, _ number: Int) throws {
-            _ = try trainer.step([[example(shortest, number: number)]], number: number)
+            _ = try trainer.step([example(shortest, number: number)], number: number)
         }
 
         let straight = try trainer(run, plan: plan)
         for number in 0..<3 {
             try step(straight, number)
-            if number == 1 { try SavedState(step: 2, plan: plan, settings: run).save(straight, in: folder) }
+            if number == 1 {
+                let sources = SavedState.Sources(weights: "", data: [:])
+                try SavedState(step: 2, plan: plan, settings: run, sources: sources).save(straight, in: folder)
+            }
         }
         let resumed = try trainer(run, plan: plan)
         guard let saved = try SavedState.load(from: folder, run) else {

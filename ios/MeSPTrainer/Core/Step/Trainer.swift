@@ -175,19 +175,15 @@ package final class Trainer {
         var samplingSeconds: Double?
     }
 
-    /// One update from some batches of sequences.
+    /// One update from some sequences, whose loss is the mean over all their counted targets.
     ///
-    /// A batch's loss is the mean over all its counted targets, the step's the mean of its batches'. One after the other, sequences take
-    /// the memory of one and of a sum of gradients, however many they are; by blocks, of all their block inputs, and unless the update
-    /// needs all gradients at once, of one block's sum.
+    /// One after the other, sequences take the memory of one and of a sum of gradients, however many they are; by blocks, of all their block
+    /// inputs, and unless the update needs all gradients at once, of one block's sum.
     /// - Parameter number: of the step, from 0.
     /// - Throws: `NotFinite`. With `skipBadSteps` nothing has changed then; otherwise some blocks may have been updated.
-    package func step(_ batches: [[Example]], number: Int) throws -> StepResult {
-        try step(
-            batches.flatMap { batch in
-                let counted = batch.reduce(0) { $0 + $1.counted.count }
-                return batch.map { (example: $0, weight: 1 / Float(counted * batches.count)) }
-            }, number: number)
+    package func step(_ examples: [Example], number: Int) throws -> StepResult {
+        let weight = 1 / Float(examples.reduce(0) { $0 + $1.counted.count })
+        return try step(examples.map { (example: $0, weight: weight) }, number: number)
     }
 
     /// One update from sequences whose weights are given.
