@@ -276,7 +276,7 @@ def _records(path: Path, data: bytes) -> Iterator[Record]:
             record = parse_json(line.decode("utf-8", "replace")) if len(line) <= LINE else None
         except ValueError:
             record = None
-        if is_record(record):
+        if record is not None and is_record(record):
             yield record
         elif line.endswith(b"\n"):
             raise MespError(f"Line {number} of {path} is not a log record.")
