@@ -43,6 +43,7 @@ from mesp.federate.exchange import Arrays, averaging_error, check_arrays, clippe
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import check_length
 from mesp.quantization.choose import check_quantizations, find_quantizations
+from mesp.runs import report
 from mesp.runs.log import Run
 from mesp.runs.table import table_row
 from mesp.source_model.find import find_source
@@ -197,7 +198,12 @@ def test_logs(tmp_path: Path, data: st.DataObject):
         data.draw(st.just(text.encode()) | damaged(text.encode()))
     )
     with contextlib.suppress(MespError):
-        assert all(isinstance(cell, str) for cell in table_row(Run.load(tmp_path)))
+        found = Run.load(tmp_path)
+        assert all(isinstance(cell, str) for cell in table_row(found))
+        runs = {"a": found}
+        report.document(found.model, report.table(runs, report.summary(runs)))
+        report.table(runs, report.settings(runs))
+        report.events(runs)
 
 
 def matrices(scale: float, dtype: type = np.float32) -> Arrays:

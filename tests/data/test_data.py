@@ -419,6 +419,20 @@ def test_empty_records_are_left_out_and_counted(chat_tokenizer, tmp_path, caplog
     assert line == f"Records with nothing to predict were left out: {counts}."
 
 
+def test_records_with_control_tokens_in_a_text_are_counted(chat_tokenizer, tmp_path, caplog):
+    """But for one that ends an answer, where it is meant."""
+    end = chat_tokenizer.eos_token
+    texts = [f"a{end}b", "a", f"c {end} d"]
+    records = [{"prompt": text, "completion": f"yes{end}"} for text in texts for _ in range(2)]
+    data = write_records(tmp_path / "a.jsonl", records)
+    load(data, chat_tokenizer, 64, chat=False)
+    note = "Records with control tokens in their text, which the model reads as such: 4."
+    assert note in caplog.text
+    caplog.clear()
+    load(write_records(tmp_path / "b.jsonl", records[2:4]), chat_tokenizer, 64, chat=False)
+    assert "control tokens" not in caplog.text
+
+
 LONG = [message("user", "long " * 90), message("assistant", "a")]
 
 

@@ -29,6 +29,7 @@ from mesp.engine.process import Engine, Record, failure, log, running
 from mesp.engine.settings import TrainSettings, kept, settings_of
 from mesp.errors import Interrupted, MespError, plain_os_errors
 from mesp.files import read_object, write_whole
+from mesp.folders import refuse_linked_folders
 from mesp.rewards import Reward, find_reward, rewards_of
 from mesp.runs.log import LOG_NAME, Run
 from mesp.text import bundle_tokenizer, load_tokenizer
@@ -49,6 +50,7 @@ class Job:
     settings: TrainSettings
     output: Path
     resume: bool = False
+    reward: Reward | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The settings that mesp-engine reads."""
@@ -65,8 +67,8 @@ class Job:
     def run(self, progress: Callable[[Record], None] | None = None) -> Run:
         """Trains; see `train`."""
         reward = None
-        if self.settings.reward is not None:
-            reward = _Rewards(find_reward(self.settings.reward), bundle_tokenizer(self.bundle))
+        if self.reward is not None:
+            reward = _Rewards(self.reward, bundle_tokenizer(self.bundle))
         settings = (json.dumps(self.to_json(), indent=2) + "\n").encode()
         written = self.output / SETTINGS_NAME
         with _settings_file(written, settings, self.resume) as (path, made):
@@ -113,7 +115,9 @@ class Job:
         """Writes a folder of tokens that the engine reads. A resumed run keeps its own, as other
         texts would change it. Adds the folder to those `made`, where it was not there."""
         folder = self.output / name
-        if self.resume and (folder / "data.json").exists():
+        if self.resume:
+            if not (folder / "data.json").exists():
+                raise MespError(f"{folder} with texts of the run is missing; start a new run.")
             return
         option = {GENERAL: "--max-forgetting", REPLAY: "--replay"}[name]
         split = tokens(load_tokenizer(self.bundle, f"which {option} needs; leave it out"))
@@ -130,11 +134,6 @@ class Job:
     def _replayed(self, tokenizer: Any) -> Split:
         settings = self.settings
         assert settings.seq_len is not None and settings.replay is not None
-        if self.resume:
-            raise MespError(
-                f"{self.output / REPLAY} with the texts that the run replays is missing; start a "
-                "new run."
-            )
         if settings.replay_data is not None:
             vocab_size = self.manifest.architecture.vocab_size
             data = load(settings.replay_data, tokenizer, settings.seq_len, vocab_size, ALL)
@@ -215,7 +214,8 @@ def train(
         bundle: A bundle or its folder; a resumed run has it.
         out: The run's folder; by default ``runs/BUNDLE-METHOD-TIME``.
         resume: Go on with the run in `out`. Of its settings those may change on which nothing
-            that is computed depends, such as `steps` and `memory_limit`.
+            that is computed depends, such as `steps` and `memory_limit`. Where its reward is
+            ``module:function``, name it again: a run's folder imports no code.
         paper: Update as the paper does, by SGD at 1e-4.
         progress: Is called with each record of the run's log as it comes, described in
             docs/architecture.md.
@@ -237,9 +237,11 @@ def prepare(
     paper: bool,
     given: Mapping[str, Any],
     to_run: bool = True,
+    may_import: bool = True,
 ) -> Job:
     """The run that `train` begins, or continues with; it must be the bundle's machine where it is
-    `to_run`. Raises MespError where something cannot be used. Nothing is written."""
+    `to_run`. A reward that is `given` is imported only where the user named it, `may_import`.
+    Raises MespError where something cannot be used. Nothing is written."""
     given = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in given.items()
@@ -261,6 +263,9 @@ def prepare(
     path = path.resolve()
     manifest = read_manifest(path, to_run)
     settings = settings.completed(manifest, paper)
+    reward = None
+    if settings.reward is not None:
+        reward = find_reward(settings.reward, may_import and "reward" in given)
     settings.check(manifest)
     output = output or default_output(manifest, settings.method)
     if (output / LOG_NAME).exists() and not resume:
@@ -268,7 +273,8 @@ def prepare(
             f"{output} already holds a run: name another folder with --out, "
             "or resume it with --resume."
         )
-    return Job(path, manifest, settings, output, resume)
+    refuse_linked_folders(output)
+    return Job(path, manifest, settings, output, resume, reward)
 
 
 def default_output(manifest: Manifest, kind: str) -> Path:

@@ -97,20 +97,21 @@ extension Bench {
         let x = try model.embed(example(shortest))
         func errors(_ block: Int, _ records: [Range<Int>]?) throws -> [Measurement] {
             let lora = try model.parameters(block)
+            let whole = example(shortest)
+            let example = Example(tokens: whole.tokens, counted: whole.counted, records: records)
             // Each block gets the embedding, so that what it takes of another comes of that too.
-            let context = try model.context(example(shortest), x0: x)
+            let context = try model.context(example, x0: x)
             try lend(before: block, x, model, context)
             let beside = try beside(block, x, lora, model, context)
             let outputs = try bundle.withBlock(block) { weights in
                 let function = try model.function(block, x, records == nil ? \.functions : \.packed)
                 let outputs =
-                    try function?(
-                        lora: lora, scale: model.scale, weights: weights, records: records, beside: beside
-                    ).outputs(x).list ?? []
+                    try function?(lora: lora, scale: model.scale, weights: weights, beside: beside)
+                    .outputs(x).list ?? []
                 eval(outputs)
                 return outputs
             }
-            let expected = try cpu(trainer).outputs(block, x, lora, beside, records: records).list
+            let expected = try cpu(trainer).outputs(block, x, lora, beside).list
             let names = BlockOutputs.names(of: architecture.block(block).mixer)
             return zip(names, zip(outputs, expected)).map { name, pair in
                 let name = "\(block).\(name)" + (records == nil ? "" : ".packed")

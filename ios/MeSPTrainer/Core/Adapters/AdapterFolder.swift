@@ -46,7 +46,7 @@ func saveAdapterFolder(
         }
     }
     func write(_ format: AdapterFormat, to folder: URL) throws {
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        try makeFolder(folder)
         try writeSafetensors(
             tensors(format), metadata: ["format": "pt"], to: folder.appendingPathComponent(format.file))
         let config = format.config(

@@ -50,7 +50,6 @@ package final class Trainer {
     /// - Returns: the last block's outputs.
     func forward(_ examples: [Example], first: Int = 0) throws -> [MLXArray] {
         kept = [:]
-        for (sequence, example) in examples.enumerated() { records[first + sequence] = example.records }
         var states = try examples.map(model.embed)
         let contexts = try zip(examples, states).map { try model.context($0, x0: $1) }
         for (sequence, context) in contexts.enumerated() { self.contexts[first + sequence] = context }
@@ -59,16 +58,13 @@ package final class Trainer {
                 let lora = try model.parameters(block)
                 for sequence in states.indices {
                     let (index, x) = (inputIndex(block, first + sequence), states[sequence])
-                    let example = examples[sequence]
                     let beside = try model.beside(block, contexts[sequence], lending: x, lora, weights)
                     if block >= trained[0] { try inputs.write(x, index) }
                     if first == 0, keepsIntermediates(block) {
-                        let outputs = try model.outputs(
-                            block, x, lora, weights, records: example.records, beside: beside)
+                        let outputs = try model.outputs(block, x, lora, weights, beside: beside)
                         (states[sequence], kept[index]) = (outputs.y, outputs.intermediates)
                     } else {
-                        states[sequence] = try model.output(
-                            block, x, lora, weights, records: example.records, beside: beside)
+                        states[sequence] = try model.output(block, x, lora, weights, beside: beside)
                     }
                 }
             }
@@ -122,7 +118,7 @@ package final class Trainer {
     private func gradient(
         _ block: Int, _ sequence: Int, _ weights: BlockWeights, d: inout MLXArray
     ) throws -> MLXArray {
-        let (input, records) = (inputIndex(block, sequence), records[sequence])
+        let input = inputIndex(block, sequence)
         let x = try inputs.take(input)
         let lora = try model.parameters(block)
         guard let context = contexts[sequence] else { preconditionFailure("a sequence that did not run forward") }
@@ -137,8 +133,8 @@ package final class Trainer {
         return try model.withWorkspace {
             let intermediates =
                 try kept.removeValue(forKey: input)
-                ?? model.recompute(block, x, lora, weights, records: records, beside: beside)
-            return model.block(block, x, lora, weights, records: records, beside: beside)
+                ?? model.recompute(block, x, lora, weights, beside: beside)
+            return model.block(block, x, lora, weights, beside: beside)
                 .gradient(x: x, consume intermediates, d: &d, wantsInput: block > trained[0], shared: &shared)
         }
     }
@@ -260,8 +256,6 @@ package final class Trainer {
     package let trained: [Int]
     /// The block inputs, from the forward to the backward pass: all of a sequence, then of the next.
     private var inputs: BlockArrays
-    /// Of the packed sequences among those whose inputs stay: see `Example`.
-    private var records = [Int: [Range<Int>]]()
     /// The other inputs of the blocks, of the sequences whose block inputs are kept.
     private var contexts = [Int: BlockwiseModel.Context]()
     /// The last blocks' intermediates that stay from the forward to the backward pass, by the index of the block's input.

@@ -273,14 +273,15 @@ import Testing
         let (model, records) = (trainer.model, [0..<1, 1..<5, 5..<fixture.length])
         let bar: Float = fixture.bundle.dtype == .float32 ? 1e-5 : 1e-2
         var x = try model.embed(fixture.example())
-        let context = try model.context(fixture.example(), x0: x)
+        let example = Example(tokens: try fixture.example().tokens, counted: [0], records: records)
+        let context = try model.context(example, x0: x)
         for block in model.blocks {
             let lora = try model.parameters(block)
             x = try fixture.bundle.withBlock(block) { weights in
                 let beside = try model.beside(block, context, lending: x, lora, weights)
-                let formulas = model.block(block, x, lora, weights, records: records, beside: beside)
+                let formulas = model.block(block, x, lora, weights, beside: beside)
                 let function = try model.function(block, x, \.packed)?(
-                    lora: lora, scale: model.scale, weights: weights, records: records, beside: beside)
+                    lora: lora, scale: model.scale, weights: weights, beside: beside)
                 guard let function else { return formulas.output(x) }
                 let (ours, expected) = (try function.outputs(x).list, formulas.outputs(x).list)
                 for (index, (a, b)) in zip(ours, expected).enumerated() {
@@ -288,6 +289,24 @@ import Testing
                     #expect(error < bar, "block \(block), output \(index): \(error)")
                 }
                 return formulas.output(x)
+            }
+        }
+    }
+
+    /// Also behind blocks that take the keys and values of others, and of packed records: all of it runs again to name the place.
+    @Test(arguments: Fixture.cases) func whatIsNotFiniteHasAName(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "gradients")
+        let whole = try fixture.example()
+        let packed = Example(tokens: whole.tokens, counted: whole.counted, records: [0..<2, 2..<fixture.length])
+        for example in fixture.bundle.manifest.takesPacked ? [whole, packed] : [whole] {
+            for (value, name) in [(Float.nan, "The parameter "), (1e30, "The output of block ")] {
+                let trainer = try fixture.trainer(.mesp)
+                let last = fixture.layers - 1
+                try trainer.model.lora.write(MLXArray.zeros([trainer.model.layouts[last].count]) + value, last)
+                let found = try #require(throws: NotFinite.self) {
+                    _ = try trainer.backpropagate([(example, 1)]) { _, _ in }
+                }
+                #expect(found.what.english.hasPrefix(name), "\(found.what.english)")
             }
         }
     }
