@@ -234,7 +234,7 @@ def edit(folder: Path, edits: dict[str, Any], tensor: str) -> None:
 
 
 def test_mesp_fuse_merges_as_peft_does(made: tuple[str, Path, torch.nn.Module], tmp_path: Path):
-    """But for rounding the weights to bfloat16, which costs up to 0.5% of what adapters make."""
+    """But for rounding to bfloat16, which costs up to 0.23%, where the adapters make 14%."""
     name, bundle, base = made
     fields = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": TARGETS[name]}
     fields |= {"target_parameters": EXPERTS} if name == "qwen3_moe" else {}
@@ -248,8 +248,7 @@ def test_mesp_fuse_merges_as_peft_does(made: tuple[str, Path, torch.nn.Module], 
     model.set_dtype(mx.float32)
     adapted = PeftModel.from_pretrained(deepcopy(base), tmp_path / "peft").eval()
     expected = probabilities(adapted.merge_and_unload())
-    print(name, error(of_mlx(model), expected), error(of_mlx(model), probabilities(base)))
-    assert error(of_mlx(model), expected) < 0.02
+    assert error(of_mlx(model), expected) < 0.005
     assert error(probabilities(base), expected) > 0.1
 
 
