@@ -299,7 +299,7 @@ def test_a_fused_model_holds_no_code(bundle: Path, adapters: Path, tmp_path: Pat
         "LICENSE", "LICENSE.txt", "config.json", "generation_config.json", "model.safetensors",
         "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
-    for name in ("config.json", "tokenizer_config.json"):
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
         assert "code" not in (fused / name).read_text()
     mlx_lm.load(str(fused))
     assert not harm.exists()

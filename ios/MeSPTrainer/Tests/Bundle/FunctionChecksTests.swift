@@ -145,11 +145,13 @@ import Testing
         refused(.node("Exp", [], [0], .array([0])), of: .array([0]), for: .node("Exp", [], [0], column), of: column)
         // Of attention the number of heads is divided by that of the keys', which may be none.
         let state = Data([0, 0, 128, 63, 1, 0, 0])
-        for (shape, isRefused) in [([1, 1, 9, 64], false), ([1, 0, 9, 64], true), ([1, 1, 9, 96], true)] {
-            let array = TestFunction.Array.array(shape)
-            let node = Node.node("ScaledDotProductAttention", state: state, [0, 0, 0], array, device: 1)
+        for (heads, size, isRefused) in [(1, 64, false), (0, 64, true), (1, 96, true)] as [(Int32, Int32, Bool)] {
+            let array = TestFunction.Array.array([1, heads, 9, size])
+            let node = Node.node("ScaledDotProductAttention", [], state: state, [0, 0, 0], array, device: 1)
             let said = message { try check(TestFunction(array, [node]).file(), onGPU: true) }
-            #expect(said.contains("do not match") == isRefused && (isRefused || said.isEmpty), "\(shape): \(said)")
+            #expect(
+                said.contains("do not match") == isRefused && (isRefused || said.isEmpty),
+                "\(heads) of \(size): \(said)")
         }
         let row = TestFunction.Array.array([4])
         let norm = Node.node("RMSNorm", [], state: Data([0, 0, 128, 63]), [0, 0], row)
