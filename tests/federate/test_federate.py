@@ -585,7 +585,7 @@ def test_a_loss_of_power_at_any_call_leaves_whole_rounds(
         (("--split", "by-mood"), "--split is iid, by-file or dirichlet:ALPHA"),
         (("--split", "dirichlet:0"), "--split is iid, by-file or dirichlet:ALPHA"),
         (("--noise", 1), "--noise needs --clip"),
-        (("--clip", 1, "--noise", 1e-160), "--noise is 0 or at least 0.001"),
+        (("--clip", 1, "--noise", 1e-9), "--noise is 0 or at least 0.001"),
         (("--min-clients", 3), "--min-clients 3 is more than --clients 2"),
         (("--clients", 33), "would get nothing"),
         (("--strategy-options", "eta"), "takes NAME=NUMBER"),
