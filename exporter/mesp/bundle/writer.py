@@ -24,7 +24,7 @@ from mesp.data.load import load, random_data
 from mesp.errors import MespError, plain_os_errors
 from mesp.folders import new_folder
 from mesp.models.architecture import Architecture
-from mesp.models.config_json import check_length, complete
+from mesp.models.config_json import check_lengths, complete
 from mesp.models.families import FAMILIES
 from mesp.models.weights import Weights
 from mesp.progress import Report, Task
@@ -55,7 +55,7 @@ def write_bundle(
     Raises MespError where the disk, the weights or the data do not allow it; nothing is left then.
     """
     check_quantizations(arch, options.quantizations)
-    check_length(source.config, max(options.seq_lens))
+    check_lengths(source.config, options.seq_lens)
     total = weight_bytes(weight_files(None, arch, options))
     with (
         plain_os_errors(f"Cannot write {options.out}"),

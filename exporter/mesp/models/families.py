@@ -103,9 +103,10 @@ class Family:
 
 
 def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
-    """Its own names of the norms' ε, of tying and of layers, and the width of its MLP."""
-    found = {"rms_norm_eps": config["norm_eps"]}
-    if "tie_embedding" in config:
+    """Its own names of the norms' ε, of tying and of layers, the width of its MLP, and what mlx-lm
+    wants to be said."""
+    found = {"rms_norm_eps": config["norm_eps"], "block_dim": config["hidden_size"]}
+    if config.get("tie_embedding") is not None:
         found["tie_word_embeddings"] = config["tie_embedding"]
     if not config.get("layer_types"):
         attention = config["full_attn_idxs"]
@@ -113,7 +114,7 @@ def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
             "full_attention" if i in attention else "conv"
             for i in range(config["num_hidden_layers"])
         ]
-    width = config["block_ff_dim"] or config["intermediate_size"]
+    width = found["block_ff_dim"] = config["block_ff_dim"] or config["intermediate_size"]
     if config["block_auto_adjust_ff_dim"]:
         width = int(config["block_ffn_dim_multiplier"] * int(2 * width / 3))
         width = math.ceil(width / config["block_multiple_of"]) * config["block_multiple_of"]
@@ -195,13 +196,9 @@ _GRANITE_FACTORS = (
 )  # fmt: skip
 _LLAMA = Family(takes=("attention_bias", "mlp_bias"))
 _MISTRAL = replace(_LLAMA, full_every=math.inf, defaults={"sliding_window": 4096})
-_MINISTRAL3 = replace(
-    _MISTRAL, defaults={"sliding_window": None, "rope_theta": 1e6, "tie_word_embeddings": False}
-)
-_QWEN2 = Family(
-    biases=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    defaults={"rope_theta": 1e6},
-)
+_MINISTRAL3 = replace(_MISTRAL, defaults={"sliding_window": None, "rope_theta": 1e6})
+_TIED = {"tie_word_embeddings": True}  # unless a config.json says otherwise
+_QWEN2 = Family(biases=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
 _QWEN3 = Family(qk_norm=True, defaults={"head_dim": 128})
 _GEMMA = Family(
     post_norms=True,
@@ -209,7 +206,8 @@ _GEMMA = Family(
     activation="gelu_pytorch_tanh",
     full_every=2,
     embedding_scale=math.sqrt,
-    defaults={
+    defaults=_TIED
+    | {
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
         "attn_logit_softcapping": 50.0,
@@ -242,7 +240,8 @@ _GEMMA3 = replace(
     qk_norm=True,
     full_every=6,
     embedding_scale=lambda hidden: mx.array(math.sqrt(hidden), mx.bfloat16).item(),
-    defaults={
+    defaults=_TIED
+    | {
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
         "sliding_window": 512,
@@ -268,7 +267,8 @@ _GEMMA4 = Family(
         "global_head_dim",
         "use_double_wide_mlp",
     ),
-    defaults={
+    defaults=_TIED
+    | {
         "head_dim": 256,
         "global_head_dim": 512,
         "query_pre_attn_scalar": 1,  # the norm of q holds the scale
@@ -296,10 +296,13 @@ _LFM2 = Family(
         "self_attn.k_norm": "self_attn.k_layernorm",
         "model.norm": "model.embedding_norm",
     },
-    defaults={
+    defaults=_TIED
+    | {
         "norm_eps": 1e-5,
         "rope_theta": 1e6,
         "conv_L_cache": 3,
+        "conv_bias": False,
+        "max_position_embeddings": 128000,
         "block_ff_dim": None,
         "block_multiple_of": 256,
         "block_ffn_dim_multiplier": 1.0,
@@ -323,8 +326,8 @@ _QWEN3_5_MOE = replace(
         ("mlp.experts.gate_up_proj", ("mlp.switch_mlp.gate_proj", "mlp.switch_mlp.up_proj")),
         ("mlp.experts.down_proj", ("mlp.switch_mlp.down_proj",)),
     ),
-    takes=(*_QWEN3_5.takes, "num_experts"),
-    defaults={**_QWEN3_5.defaults, "intermediate_size": 0, "tie_word_embeddings": False},
+    takes=(*_QWEN3_5.takes, "num_experts", "num_local_experts"),
+    defaults={**_QWEN3_5.defaults, "intermediate_size": 0},
     read=lambda config: {"shared_intermediate_size": config["shared_expert_intermediate_size"]},
 )
 FAMILIES = {
@@ -334,18 +337,17 @@ FAMILIES = {
     "qwen3_moe": replace(
         _QWEN3,
         experts=Experts("mlp.gate", "mlp.switch_mlp", "softmax", None),
-        takes=("num_experts",),
+        takes=("num_experts", "num_local_experts"),
         defaults={
             **_QWEN3.defaults,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
             "norm_topk_prob": False,
-            "tie_word_embeddings": False,
         },
     ),
     "qwen3_vl": _in_several(_QWEN3, "qwen3_vl_text"),
     "llama": _LLAMA,
-    "smollm3": replace(_LLAMA, defaults={"rope_theta": 2e6}),
+    "smollm3": replace(_LLAMA, defaults={**_TIED, "rope_theta": 2e6}),
     "granite": replace(_LLAMA, takes=(*_LLAMA.takes, *_GRANITE_FACTORS)),
     "granitemoehybrid": Family(
         hf_modules=_SHARED_MLP,
@@ -374,18 +376,20 @@ FAMILIES = {
             "mamba_n_heads": 128,
             "position_embedding_type": None,
             "shared_intermediate_size": 1024,
-            "tie_word_embeddings": False,
         },
         read=_read_granite4,
     ),
     "minicpm": Family(
         mlx_ties=False,
+        defaults=_TIED,
         takes=("embedding_multiplier", "residual_multiplier", "logits_scaling"),
         read=_read_minicpm,
     ),
     "mistral": _MISTRAL,
     "ministral3": _MINISTRAL3,
-    "mistral3": _in_several(_MINISTRAL3, "mistral", "ministral3"),
+    "mistral3": _in_several(
+        _MINISTRAL3, "mistral", "ministral3", defaults={**_MINISTRAL3.defaults, **_TIED}
+    ),
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA3,
     "gemma3": _in_several(
@@ -420,11 +424,14 @@ FAMILIES = {
         experts=Experts(
             "feed_forward.gate", "feed_forward.switch_mlp", "sigmoid", "feed_forward.expert_bias"
         ),
-        takes=("num_experts",),
-        defaults={
+        takes=("num_experts", "num_local_experts"),
+        defaults=_TIED
+        | {
             "norm_eps": 1e-5,
             "rope_theta": 1e6,
             "conv_L_cache": 3,
+            "conv_bias": False,
+            "max_position_embeddings": 128000,
             "num_dense_layers": 2,
             "norm_topk_prob": True,
             "use_expert_bias": True,
@@ -447,7 +454,8 @@ FAMILIES = {
             "model.norm": "model.embedding_norm",
         },
         takes=("partial_rotary_factor",),
-        defaults={
+        defaults=_TIED
+        | {
             "norm_eps": 1e-5,
             "head_dim": 128,
             "conv_L_cache": 7,
@@ -463,7 +471,7 @@ FAMILIES = {
         mlp=FUSED_MLP,
         full_every=math.inf,
         takes=("partial_rotary_factor",),
-        defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+        defaults={"rms_norm_eps": 1e-5},
     ),
 }
 
