@@ -163,7 +163,7 @@ FAMILIES = {
         "attention_bias": False,
         "mamba_n_heads": 8,
         "mamba_d_head": 16,
-        "mamba_n_groups": 2,
+        "mamba_n_groups": 1,
         "mamba_d_state": 24,
         "mamba_d_conv": 4,
         "mamba_conv_bias": True,

@@ -171,6 +171,23 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
+    """The size of heads in full attention, which transformers 5 says layer by layer; the last layer
+    has full attention whatever it says."""
+    types = [*(config.get("layer_types") or ())]
+    found: dict[str, Any] = {"query_pre_attn_scalar": 1}  # the norm of q holds the scale
+    if types:
+        found["layer_types"] = [*types[:-1], "full_attention"]
+    if sizes := config.get("per_layer_config"):
+        full = [str(i) for i, each in enumerate(types) if each == "full_attention"]
+        (first, *others) = sizes.values()
+        if sorted(map(str, sizes)) == sorted(full) and first.keys() == {"head_dim"}:
+            if all(each == first for each in others):
+                found["global_head_dim"] = first["head_dim"]
+                del config["per_layer_config"]
+    return found
+
+
 def _in_several(text: Family, *names: str, **changes: Any) -> Family:
     """The family of models of several modalities whose text, by one of the names, is like this."""
     return replace(
@@ -206,6 +223,7 @@ _GEMMA = Family(
     activation="gelu_pytorch_tanh",
     full_every=2,
     embedding_scale=math.sqrt,
+    takes=("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
     defaults=_TIED
     | {
         "head_dim": 256,
@@ -240,6 +258,7 @@ _GEMMA3 = replace(
     qk_norm=True,
     full_every=6,
     embedding_scale=lambda hidden: mx.array(math.sqrt(hidden), mx.bfloat16).item(),
+    takes=("query_pre_attn_scalar",),
     defaults=_TIED
     | {
         "head_dim": 256,
@@ -259,9 +278,11 @@ _GEMMA4 = Family(
     post_norms=True,
     rope_by_type=True,
     activation="gelu_pytorch_tanh",
-    full_every=5,
+    full_every=6,
     embedding_scale=_GEMMA3.embedding_scale,
     takes=(
+        "final_logit_softcapping",
+        "query_pre_attn_scalar",
         "partial_rotary_factor",
         "num_kv_shared_layers",
         "global_head_dim",
@@ -271,8 +292,6 @@ _GEMMA4 = Family(
     | {
         "head_dim": 256,
         "global_head_dim": 512,
-        "query_pre_attn_scalar": 1,  # the norm of q holds the scale
-        "final_logit_softcapping": 30.0,
         "sliding_window": 512,
         "rope_parameters": {
             "full_attention": {
@@ -283,6 +302,7 @@ _GEMMA4 = Family(
             "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
         },
     },
+    read=_read_gemma4,
 )
 _LFM2 = Family(
     attention=(*SEPARATE_ATTENTION[:3], ("self_attn.out_proj", ("o",))),
@@ -348,7 +368,11 @@ FAMILIES = {
     "qwen3_vl": _in_several(_QWEN3, "qwen3_vl_text"),
     "llama": _LLAMA,
     "smollm3": replace(_LLAMA, defaults={**_TIED, "rope_theta": 2e6}),
-    "granite": replace(_LLAMA, takes=(*_LLAMA.takes, *_GRANITE_FACTORS)),
+    "granite": replace(
+        _LLAMA,
+        takes=(*_LLAMA.takes, *_GRANITE_FACTORS),
+        defaults=dict.fromkeys(_GRANITE_FACTORS, 1.0),
+    ),
     "granitemoehybrid": Family(
         hf_modules=_SHARED_MLP,
         experts=Experts("block_sparse_moe.router.layer", _GRANITE_EXPERTS, "softmax", None),
@@ -364,7 +388,13 @@ FAMILIES = {
             ("block_sparse_moe.output_linear", (f"{_GRANITE_EXPERTS}.down_proj",)),
         ),
         other_layers="mamba",
-        takes=("attention_bias", "num_experts", "num_local_experts", *_GRANITE_FACTORS),
+        takes=(
+            "attention_bias",
+            "num_experts",
+            "num_local_experts",
+            "position_embedding_type",
+            *_GRANITE_FACTORS,
+        ),
         defaults={
             **dict.fromkeys(_GRANITE_FACTORS, 1.0),
             "attention_bias": False,
@@ -487,6 +517,7 @@ VARIANTS = {
     "conv_bias": False,
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
+    "mamba_n_groups": 1,  # of more, transformers norms each by itself
     "time_step_limit": [0.0, math.inf],
     "use_attention_gate": True,
     "use_sandwich_norm": True,
@@ -495,6 +526,11 @@ VARIANTS = {
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
     "sparse_config": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "query_pre_attn_scalar": None,
+    "position_embedding_type": "rope",
+    "per_layer_config": None,
     "norm_topk_prob": True,
     "num_experts": 0,
     "num_local_experts": 0,

@@ -267,9 +267,8 @@ def _rope_scaling(its: _Metadata, config: dict[str, Any]) -> dict[str, Any] | No
     """``rope_scaling`` of config.json, read as llama.cpp reads the metadata."""
     length = config["original_max_position_embeddings"] or config["max_position_embeddings"]
     kind = its.get("rope.scaling.type", str) or "linear"
-    factor = its.get("rope.scaling.factor", _NUMBER)
-    if factor is None:
-        factor = its.get("rope.scale_linear", _NUMBER)  # the key's older name
+    factor, older = (its.get(f"rope.{key}", _NUMBER) for key in ("scaling.factor", "scale_linear"))
+    factor = older if factor is None else factor
     slows = kind != "none" and factor not in (None, 0, 1)
     attention_factor = its.get("rope.scaling.attn_factor", _NUMBER) or 1.0
     otherwise = MespError(f"{its.gguf.path} scales RoPE in a way that is not supported ({kind}).")
