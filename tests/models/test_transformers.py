@@ -300,7 +300,9 @@ def draw(family: str, seed: int) -> Case:
     text = _TEXTS.get(family, family)
     options = {f.name: getattr(f, "default", None) for f in fields(CONFIG_MAPPING[text])}
     keys: dict[str, Any] = {}
-    names = sorted(options.keys() - _KEPT | ({"partial_rotary_factor"} if text != "phi3" else set()))
+    names = sorted(
+        options.keys() - _KEPT | ({"partial_rotary_factor"} if text != "phi3" else set())
+    )
     for name in rng.sample(names, min(len(names), rng.choice([0, 1, 2, 3, 5]))):
         default = options.get(name)
         if name in _VALUES:

@@ -224,22 +224,7 @@ class Bundle:
         except Exception as error:  # what a config.json that is not in order raises differs
             raise self._other_model() from error
 
-        head = self.head()
-        norm = head.pop("norm") * arch.logits_scaling - arch.norm_offset
-        weights = {name_there("model.norm.weight", arch.model_type): norm}
-        tables = {"model.embed_tokens": self.embedding()}
-        tables |= {} if arch.is_tied_in_mlx_lm else {"lm_head": head}
-        for table, arrays in tables.items():
-            weights |= {f"{table}.{part}": a for part, a in arrays.items() if part != "norm"}
-        weights |= self.per_layer()
-        for index in range(arch.num_hidden_layers):
-            block = self.block(index)
-            norms = arch.blocks[index].norms()
-            block |= {name: block[name] - arch.norm_offset for name in norms}
-            for name, array in block.items():
-                if name.endswith(CONVOLUTIONS):
-                    array = array[:, None]
-                weights[name_there(f"model.layers.{index}.{name}", arch.model_type)] = array
+        weights = self.checkpoint()
         weights = {arch.mlx_prefix.removesuffix("model") + n: a for n, a in weights.items()}
         if hasattr(model, "sanitize"):
             weights = model.sanitize(weights)
@@ -256,6 +241,28 @@ class Bundle:
             raise self._other_model() from error
         assert isinstance(model, nn.Module)
         return model
+
+    def checkpoint(self) -> dict[str, mx.array]:
+        """The weights by the names and in the form of Hugging Face's checkpoints, with matrices
+        quantized as they are; what these hold together, as parts."""
+        arch = self.architecture
+        head = self.head()
+        norm = head.pop("norm") * arch.logits_scaling - arch.norm_offset
+        weights = {name_there("model.norm.weight", arch.model_type): norm}
+        tables = {"model.embed_tokens": self.embedding()}
+        tables |= {} if arch.is_tied_in_mlx_lm else {"lm_head": head}
+        for table, arrays in tables.items():
+            weights |= {f"{table}.{part}": a for part, a in arrays.items() if part != "norm"}
+        weights |= self.per_layer()
+        for index in range(arch.num_hidden_layers):
+            block = self.block(index)
+            norms = arch.blocks[index].norms()
+            block |= {name: block[name] - arch.norm_offset for name in norms}
+            for name, array in block.items():
+                if name.endswith(CONVOLUTIONS):
+                    array = array[:, None]
+                weights[name_there(f"model.layers.{index}.{name}", arch.model_type)] = array
+        return weights
 
     def config(self) -> dict[str, Any]:
         """The model's config.json, as mlx-lm reads it. Raises MespError where it is not the
