@@ -48,10 +48,8 @@ _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_f
 _GEMMA = {**_COMMON, "head_dim": 32, "hidden_activation": "gelu_pytorch_tanh"}
 _GEMMA |= {"query_pre_attn_scalar": 24, "sliding_window": 5}
 # mlx-lm takes the long factors whatever the length.
-_LONG = {
-    "type": "longrope",
-    **dict.fromkeys(("short_factor", "long_factor"), [1, 1.1, 1.5, 2, 3, 4]),
-}
+_FACTORS = [1, 1.1, 1.5, 2, 3, 4]
+_LONG = {"type": "longrope", "short_factor": _FACTORS, "long_factor": _FACTORS}
 
 # A tiny config.json of each family, with every feature that it has.
 FAMILIES = {

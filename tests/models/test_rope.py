@@ -8,7 +8,7 @@ import pytest
 from helpers.models import FAMILIES
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
-from mesp.models.config_json import check_lengths, complete
+from mesp.models.config_json import check_lengths, complete, for_mlx_lm
 
 SIZE, THETA, LONGEST = 64, 5e5, 131072
 BASE = THETA ** (-np.arange(0, SIZE, 2) / SIZE)
@@ -118,7 +118,7 @@ def test_longrope_has_other_factors_beyond_the_original_length():
     config = LLAMA | {"rope_scaling": scaling}
     check_lengths(config, [256, 4096])
     check_lengths(config, [4097, 8192])
-    with pytest.raises(MespError, match="Beyond 4,096 tokens .* as two bundles"):
+    with pytest.raises(MespError, match=r"Beyond 4,096 tokens .* as two bundles"):
         check_lengths(config, [256, 4097])
 
 
@@ -153,3 +153,26 @@ def test_what_no_formula_reads_of_windows_is_named():
     gemma = {k: v for k, v in FAMILIES["gemma3_text"].items() if k != "rope_local_base_freq"}
     with pytest.raises(MespError, match="factor of rope_parameters"):
         Architecture.from_config(gemma | {"rope_parameters": rope})
+
+
+def test_mlx_lm_is_told_what_is_equal_or_refused():
+    """It has no attention_factor, truncates always and takes the long factors alone."""
+    from mlx_lm.models.rope_utils import initialize_rope
+
+    def told(scaling: dict, length: int = 1) -> dict:
+        return for_mlx_lm(complete(LLAMA | {"rope_scaling": scaling}), length)["rope_scaling"]
+
+    rope = initialize_rope(SIZE, THETA, False, told(YARN | {"attention_factor": 0.7}), LONGEST)
+    assert rope.mscale == pytest.approx(0.7, rel=1e-12)
+    scaling = LONGROPE | {"original_max_position_embeddings": 4096}
+    for length, factors in ((4096, FAST), (4097, SLOW)):
+        rope = initialize_rope(SIZE, THETA, False, told(scaling, length), LONGEST)
+        assert np.array(rope._freqs) == pytest.approx(factors / BASE, rel=1e-5)
+        assert rope._scale == pytest.approx(turns(scaling, length)[1], rel=1e-12)
+    for refused in (
+        YARN | {"truncate": False},
+        YARN | {"factor": 1.0, "attention_factor": 0.7},
+        scaling | {"attention_factor": 1.5},
+    ):
+        with pytest.raises(MespError, match=r"mlx-lm ignores RoPE's (truncate|attention_factor)"):
+            told(refused)

@@ -1,5 +1,5 @@
-"""Tiny random models that transformers saves: the logits of our reading are its own, or the model is
-refused by a sentence.
+"""Tiny random models that transformers saves: the logits of our reading are its own, or the model
+is refused by a sentence.
 
 They have random choices among all keys of transformers' configuration classes, some as older
 versions wrote them, some left out; a case that fails is printed with as few of them as fail.

@@ -181,3 +181,14 @@ def test_the_blocks_behind_those_asked_for_are_none_too_many():
     write_model(Path("model"), TINY)
     assert exported("--model", "model", "--layers", 1, "--seq-len", 8, *NEAREST)
     assert isinstance(Bundle("out.mesp"), Bundle)
+
+
+def test_a_head_that_mlx_lm_has_no_place_for_is_said():
+    """It ties the head of LFM2 whatever the weights; the trainer runs the model."""
+    config = FAMILIES["lfm2"]
+    tensors = random_tensors(config)
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"][::-1]}
+    folder = write_model(Path("model"), config, tensors | head, tokenizer=False)
+    bundle = exported("--model", folder, "--seq-len", 8, *NEAREST)
+    with pytest.raises(MespError, match="as mlx-lm has it of lfm2 models"):
+        bundle.to_mlx_lm()

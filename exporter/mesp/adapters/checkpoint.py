@@ -71,7 +71,8 @@ def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
                 kept = {"rope_theta": config["rope_theta"], "rope_type": "default"}
                 config[key] = None if key == "rope_scaling" else kept
     if "full_attention" in (config.get("rope_parameters") or {}):
-        config = {**config, "rope_scaling": None}  # transformers would read this alone
+        # Of both transformers would read the scaling alone.
+        config = {key: value for key, value in config.items() if key != "rope_scaling"}
     if name := CLASSES.get(config["model_type"]):
         config = {**config, "architectures": [name]}
     return config

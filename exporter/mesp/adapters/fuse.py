@@ -10,6 +10,7 @@ from mlx.utils import tree_map_with_path, tree_unflatten
 
 from mesp.adapters.checkpoint import checkpoint, config_of_text, save_checkpoint
 from mesp.bundle.reader import Bundle
+from mesp.models.config_json import for_mlx_lm
 from mesp.source_model.texts import copy_texts, texts_of, write_config
 
 BFLOAT16 = 16  # bits: not quantized
@@ -70,6 +71,7 @@ def save(
         if key in config:
             config[key] = "bfloat16"
     if quantized:
+        config = for_mlx_lm(config, max(bundle.manifest.seq_lens))
         config["quantization"] |= quantized
         save_model(folder, model)
     else:

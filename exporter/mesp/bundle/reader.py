@@ -27,6 +27,7 @@ from mesp.bundle.manifest import (
 from mesp.errors import MespError
 from mesp.files import read_bytes, read_object
 from mesp.models.architecture import Architecture
+from mesp.models.config_json import for_mlx_lm
 from mesp.models.families import FAMILIES
 from mesp.models.layout import (
     DTYPE_OF,
@@ -206,12 +207,12 @@ class Bundle:
     def to_mlx_lm(self) -> nn.Module:
         """The weights, quantized as they are, as mlx-lm's model.
 
-        Raises MespError where mlx-lm has no models of the family.
+        Raises MespError where mlx-lm has no models of the family, or computes another one.
         """
         from mlx_lm.utils import _get_classes  # here, as it takes tens of MB
 
         arch = self.architecture
-        config = self.config()
+        config = for_mlx_lm(self.config(), max(self.manifest.seq_lens))
         try:
             model_class, arguments = _get_classes(config)
         except ValueError as error:
@@ -228,6 +229,13 @@ class Bundle:
         weights = {arch.mlx_prefix.removesuffix("model") + n: a for n, a in weights.items()}
         if hasattr(model, "sanitize"):
             weights = model.sanitize(weights)
+
+        names = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+        if not arch.is_tied_in_mlx_lm and "lm_head" not in names:
+            raise MespError(
+                f"The model's head is not its embedding, as mlx-lm has it of {arch.model_type} "
+                "models; use the adapters in adapters/peft with PEFT."
+            )
 
         def quantization(path: str, module: nn.Module) -> dict[str, Any] | bool:
             if f"{path}.scales" not in weights:

@@ -294,8 +294,8 @@ class Architecture:
         }
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all its tensors, unquantized, by their names; of stacked matrices, [experts,
-        out, in]."""
+        """The shapes of all its tensors, unquantized, by their names; of stacked matrices
+        [experts, out, in]."""
         tables = ["model.embed_tokens", *(["lm_head"] * (not self.tie_word_embeddings))]
         shapes = {f"{name}.weight": (self.vocab_size, self.hidden_size) for name in tables}
         shapes["model.norm.weight"] = (self.hidden_size,)

@@ -122,6 +122,39 @@ def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
         )
 
 
+def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
+    """A bundle's config.json such that mlx-lm computes the same in sequences of `length` tokens.
+
+    It takes the long factors of LongRoPE whatever the length. Raises MespError for a key of RoPE
+    that it ignores.
+    """
+    config = dict(config)
+    scaling = config.get("rope_scaling") or {}
+    limit, ignored = scaling.get("original_max_position_embeddings", length), None
+    if scaling.get("type") == "yarn":
+        if not scaling.get("truncate", True):
+            ignored = "truncate"
+        if scaling["factor"] <= 1 and scaling["attention_factor"] != 1:
+            ignored = "attention_factor"
+    if scaling.get("type") == "longrope":
+        longer = max(config["max_position_embeddings"] / limit, 1)
+        usual = math.sqrt(1 + math.log(longer) / math.log(limit))
+        if not math.isclose(scaling["attention_factor"], usual, rel_tol=1e-6):
+            ignored = "attention_factor"
+        if length <= limit:
+            for key in ("rope_scaling", "rope_parameters"):
+                if config.get(key):
+                    config[key] = {**config[key], "long_factor": scaling["short_factor"]}
+    if ignored:
+        raise MespError(
+            f"mlx-lm ignores RoPE's {ignored} of {scaling[ignored]!r} and would compute another "
+            "model; use the adapters in adapters/peft with PEFT."
+        )
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"] = for_mlx_lm(config["text_config"], length)
+    return config
+
+
 def unsupported(key: str, value: object) -> MespError:
     """The error for a config.json that asks for something the trainer lacks."""
     return MespError(

@@ -181,10 +181,10 @@ def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
     if sizes := config.get("per_layer_config"):
         full = [str(i) for i, each in enumerate(types) if each == "full_attention"]
         (first, *others) = sizes.values()
-        if sorted(map(str, sizes)) == sorted(full) and first.keys() == {"head_dim"}:
-            if all(each == first for each in others):
-                found["global_head_dim"] = first["head_dim"]
-                del config["per_layer_config"]
+        same = first.keys() == {"head_dim"} and all(each == first for each in others)
+        if same and sorted(map(str, sizes)) == sorted(full):
+            found["global_head_dim"] = first["head_dim"]
+            del config["per_layer_config"]
     return found
 
 

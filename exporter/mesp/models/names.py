@@ -19,8 +19,8 @@ _UNUSED = (
 )  # fmt: skip
 # The limits of what goes into a linear layer and comes out, which Gemma 4's training left.
 _LIMITS = (".input_min", ".input_max", ".output_min", ".output_max")
-# What changes nothing: RoPE's frequencies and masks, which older checkpoints hold, and the scales of
-# a cache of keys and values in 8 bits.
+# What changes nothing: RoPE's frequencies and masks, which older checkpoints hold, and the scales
+# of a cache of keys and values in 8 bits.
 _NOTHING = re.compile(
     r".*(rotary_emb\.(inv_freq|cos_cached|sin_cached)|\.masked_bias|self_attn\.(k|v|kv)_scale)"
 )

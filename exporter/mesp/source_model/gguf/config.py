@@ -21,7 +21,7 @@ _MODEL_TYPES = {
 # Gemma's models of 27B scale attention by the width over the heads, by their number of blocks.
 _GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 _NUMBER = (int, float)
-# Keys that change nothing: a text has three equal positions, and LFM2's list of heads is read as is.
+# Keys that change nothing: a text has three equal positions. LFM2's list of heads is read as is.
 _NOTHING = ("rope.scaling.finetuned", "rope.dimension_sections", "attention.head_count_kv")
 
 
