@@ -160,7 +160,7 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
         raise KeyError("layer_types")
     names = {"full_attention": "attention", "linear_attention": "mamba"}
     rotates = config["position_embedding_type"] == "rope"
-    experts = config.get("num_local_experts") or 0
+    experts = config["num_local_experts"] or 0
     mlx_width = config["intermediate_size" if experts else "shared_intermediate_size"]
     return {
         "num_experts": experts,
@@ -174,10 +174,13 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
 def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
     """The size of heads in full attention, which transformers 5 says layer by layer; the last layer
     has full attention whatever it says."""
-    types = [*(config.get("layer_types") or ())]
-    found: dict[str, Any] = {"query_pre_attn_scalar": 1}  # the norm of q holds the scale
-    if types:
-        found["layer_types"] = [*types[:-1], "full_attention"]
+    types = config.get("layer_types") or [
+        "sliding_attention" if (i + 1) % 6 else "full_attention"
+        for i in range(config["num_hidden_layers"])
+    ]
+    types = [*types[:-1], "full_attention"]
+    # The norm of q holds the scale.
+    found: dict[str, Any] = {"query_pre_attn_scalar": 1, "layer_types": types}
     if sizes := config.get("per_layer_config"):
         full = [str(i) for i, each in enumerate(types) if each == "full_attention"]
         (first, *others) = sizes.values()
@@ -212,11 +215,18 @@ _GRANITE_FACTORS = (
     "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
 )  # fmt: skip
 _LLAMA = Family(takes=("attention_bias", "mlp_bias"))
-_MISTRAL = replace(_LLAMA, full_every=math.inf, defaults={"sliding_window": 4096})
-_MINISTRAL3 = replace(_MISTRAL, defaults={"sliding_window": None, "rope_theta": 1e6})
+_MISTRAL = replace(
+    _LLAMA, full_every=math.inf, defaults={"num_key_value_heads": 8, "sliding_window": 4096}
+)
+_MINISTRAL3 = replace(
+    _MISTRAL, defaults={**_MISTRAL.defaults, "sliding_window": None, "rope_theta": 1e6}
+)
 _TIED = {"tie_word_embeddings": True}  # unless a config.json says otherwise
-_QWEN2 = Family(biases=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
-_QWEN3 = Family(qk_norm=True, defaults={"head_dim": 128})
+_QWEN2 = Family(
+    biases=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    defaults={"num_key_value_heads": 32},
+)
+_QWEN3 = Family(qk_norm=True, defaults={"head_dim": 128, "num_key_value_heads": 32})
 _GEMMA = Family(
     post_norms=True,
     norm_offset=1,
@@ -227,6 +237,7 @@ _GEMMA = Family(
     defaults=_TIED
     | {
         "head_dim": 256,
+        "num_key_value_heads": 4,
         "query_pre_attn_scalar": 256,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
@@ -245,6 +256,7 @@ _QWEN3_5 = Family(
     takes=("partial_rotary_factor",),
     defaults={
         "head_dim": 256,
+        "num_key_value_heads": 4,
         "partial_rotary_factor": 0.25,
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
@@ -263,7 +275,8 @@ _GEMMA3 = replace(
     | {
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
-        "sliding_window": 512,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
@@ -278,7 +291,6 @@ _GEMMA4 = Family(
     post_norms=True,
     rope_by_type=True,
     activation="gelu_pytorch_tanh",
-    full_every=6,
     embedding_scale=_GEMMA3.embedding_scale,
     takes=(
         "final_logit_softcapping",
@@ -291,6 +303,7 @@ _GEMMA4 = Family(
     defaults=_TIED
     | {
         "head_dim": 256,
+        "num_key_value_heads": 4,
         "global_head_dim": 512,
         "sliding_window": 512,
         "rope_parameters": {
@@ -321,6 +334,7 @@ _LFM2 = Family(
         "norm_eps": 1e-5,
         "rope_theta": 1e6,
         "conv_L_cache": 3,
+        "num_key_value_heads": 8,
         "conv_bias": False,
         "max_position_embeddings": 128000,
         "block_ff_dim": None,
@@ -347,7 +361,7 @@ _QWEN3_5_MOE = replace(
         ("mlp.experts.down_proj", ("mlp.switch_mlp.down_proj",)),
     ),
     takes=(*_QWEN3_5.takes, "num_experts", "num_local_experts"),
-    defaults={**_QWEN3_5.defaults, "intermediate_size": 0},
+    defaults={**_QWEN3_5.defaults, "intermediate_size": 0, "num_key_value_heads": 2},
     read=lambda config: {"shared_intermediate_size": config["shared_expert_intermediate_size"]},
 )
 FAMILIES = {
@@ -360,6 +374,7 @@ FAMILIES = {
         takes=("num_experts", "num_local_experts"),
         defaults={
             **_QWEN3.defaults,
+            "num_key_value_heads": 4,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
             "norm_topk_prob": False,
@@ -367,7 +382,7 @@ FAMILIES = {
     ),
     "qwen3_vl": _in_several(_QWEN3, "qwen3_vl_text"),
     "llama": _LLAMA,
-    "smollm3": replace(_LLAMA, defaults={**_TIED, "rope_theta": 2e6}),
+    "smollm3": replace(_LLAMA, defaults={**_TIED, "num_key_value_heads": 4, "rope_theta": 2e6}),
     "granite": replace(
         _LLAMA,
         takes=(*_LLAMA.takes, *_GRANITE_FACTORS),
@@ -460,6 +475,7 @@ FAMILIES = {
             "norm_eps": 1e-5,
             "rope_theta": 1e6,
             "conv_L_cache": 3,
+            "num_key_value_heads": 8,
             "conv_bias": False,
             "max_position_embeddings": 128000,
             "num_dense_layers": 2,
