@@ -11,7 +11,7 @@ import os
 import pytest
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from helpers.models import FAMILIES
 from mesp.errors import MespError
@@ -23,8 +23,10 @@ from mesp.models.families import FAMILIES as KNOWN
 TEXTS = {
     name: config | {"model_type": "gemma4_text"} if name == "gemma4" else config
     for name, config in FAMILIES.items()
-    if config["model_type"] in (*CONFIG_MAPPING, "gemma4")
-    and not KNOWN[config["model_type"]].texts
+    if (
+        config["model_type"] in (*CONFIG_MAPPING, "gemma4")
+        and not KNOWN[config["model_type"]].texts
+    )
     or name == "gemma4"
 }
 TEXTS.pop("lfm3", None)  # whose RoPE "default" transformers turns otherwise
@@ -100,8 +102,8 @@ NOTHING = frozenset(
      "pretraining_tp", "vocab_size_per_layer_input", "rope_parameters", "tie_encoder_decoder",
      "num_labels")
 )  # fmt: skip
-# Keys that here another one leaves nothing to say: layers that are listed, windows, experts or Mamba
-# that no layer has, a length that no scaling of RoPE is relative to, another name of the same.
+# Keys that here another one leaves nothing to say: layers that are listed, windows, experts or
+# Mamba that no layer has, a length that no scaling of RoPE is relative to, another name of the same.
 UNREAD = frozenset(
     ("max_position_embeddings", "sliding_window", "max_window_layers", "no_rope_layer_interval",
      "sliding_window_pattern", "_sliding_window_pattern", "query_pre_attn_scalar", "rope_theta",

@@ -51,6 +51,10 @@ _SHARED_MLP: Modules = (
 _GRANITE_EXPERTS = "block_sparse_moe.switch_mlp"
 
 
+# Of Mamba's time steps: the upper one is a number that JSON has.
+NO_LIMITS = [0.0, 1e38]
+
+
 def short(module: str) -> str:
     """`q` of ``self_attn.q_proj``."""
     return module.split(".")[-1].removesuffix("_proj")
@@ -162,7 +166,10 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
     rotates = config["position_embedding_type"] == "rope"
     experts = config["num_local_experts"] or 0
     mlx_width = config["intermediate_size" if experts else "shared_intermediate_size"]
+    limits = [*(config.get("time_step_limit") or (0.0, math.inf))]
     return {
+        # Without it mlx-lm has limits of its own.
+        "time_step_limit": NO_LIMITS if limits == [0.0, math.inf] else limits,
         "num_experts": experts,
         "moe_intermediate_size": config["intermediate_size"],
         "intermediate_size": mlx_width,
@@ -534,7 +541,7 @@ VARIANTS = {
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
     "mamba_n_groups": 1,  # of more, transformers norms each by itself
-    "time_step_limit": [0.0, math.inf],
+    "time_step_limit": NO_LIMITS,
     "use_attention_gate": True,
     "use_sandwich_norm": True,
     "embedding_multiplier": 1.0,
