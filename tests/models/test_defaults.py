@@ -80,6 +80,8 @@ def test_numbers_that_json_has_not_are_as_transformers_5_writes_them(kind):
     config = FAMILIES["granite-mamba"] | {"time_step_limit": [0.0, {"__float__": kind}]}
     found = reading(config)
     assert isinstance(found, Architecture) == (kind == "Infinity")
+    if kind == "Infinity":  # and a bundle has numbers that any JSON has
+        assert json.dumps(complete(config), allow_nan=False)
 
 
 def test_the_number_of_experts_by_either_name():
@@ -103,7 +105,7 @@ NOTHING = frozenset(
      "num_labels")
 )  # fmt: skip
 # Keys that here another one leaves nothing to say: layers that are listed, windows, experts or
-# Mamba that no layer has, a length that no scaling of RoPE is relative to, another name of the same.
+# Mamba that no layer has, a length that no scaling is relative to, another name of the same.
 UNREAD = frozenset(
     ("max_position_embeddings", "sliding_window", "max_window_layers", "no_rope_layer_interval",
      "sliding_window_pattern", "_sliding_window_pattern", "query_pre_attn_scalar", "rope_theta",
@@ -128,3 +130,45 @@ def test_every_key_changes_something_or_is_refused(name):
         else:
             unread |= {key} - NOTHING if others.get(type(value), numbers) else set()
     assert unread <= UNREAD
+
+
+# Values of keys that some families have, or mlx-lm reads.
+OTHERS = {
+    "sliding_window_pattern": 3, "full_attention_interval": 3, "rope_local_base_freq": 50.0,
+    "no_rope_layers": [0, 1], "no_rope_layer_interval": 1, "decoder_sparse_step": 2,
+    "mlp_only_layers": [0], "num_dense_layers": 1, "use_expert_bias": False,
+    "routed_scaling_factor": 2.0, "norm_topk_prob": False, "global_head_dim": 8,
+    "attention_bias": True, "mlp_bias": True, "query_pre_attn_scalar": 7,
+    "attn_logit_softcapping": 2.0, "final_logit_softcapping": 2.0, "embedding_multiplier": 3.0,
+    "attention_multiplier": 3.0, "residual_multiplier": 3.0, "logits_scaling": 3.0, "scale_emb": 3,
+    "scale_depth": 3, "dim_model_base": 8, "position_embedding_type": "nope",
+    "partial_rotary_factor": 0.5, "num_kv_shared_layers": 1, "num_experts": 4,
+    "num_local_experts": 4, "moe_intermediate_size": 8, "shared_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8, "hidden_size_per_layer_input": 8, "conv_L_cache": 2,
+    "conv_bias": True, "block_ff_dim": 8, "block_auto_adjust_ff_dim": True, "full_attn_idxs": [0],
+    "tie_embedding": False, "norm_eps": 0.5, "attn_output_gate": False, "rope_traditional": True,
+    "use_double_wide_mlp": True, "linear_conv_kernel_dim": 2, "use_bidirectional_attention": True,
+    "per_layer_config": {"0": {"head_dim": 8}}, "hidden_activation": "relu", "hidden_act": "relu",
+    "sliding_window": 3, "layer_types": ["sliding_attention"] * 2, "mamba_d_conv": 2,
+    "use_sliding_window": True,
+}  # fmt: skip
+# Those that mlx-lm reads of a family, and transformers does not.
+OF_MLX_LM = {"llama": {"layer_types"}, "granite": {"layer_types"}}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_key_of_another_family_changes_nothing_or_is_refused(name):
+    config = {key: value for key, value in TEXTS[name].items() if value is not None}
+    its = read_by_transformers(config)
+    wrong = set()
+    for key in OTHERS.keys() - its.keys():
+        more = config | {key: OTHERS[key]}
+        try:
+            theirs = read_by_transformers(more)
+        except Exception:  # a class of transformers raises what it likes
+            continue
+        theirs.pop(key, None)  # of what it knows it makes another key
+        found = reading(more)
+        if isinstance(found, Architecture) and found != reading(theirs):
+            wrong.add(key)
+    assert wrong <= OF_MLX_LM.get(name, set())

@@ -148,7 +148,7 @@ def test_two_files_with_the_same_tensor_are_not_of_one_model():
     shutil.copy(
         folder / "model-00001-of-00002.safetensors", folder / "model-00001-of-00003.safetensors"
     )
-    with pytest.raises(MespError, match="Two files in model hold"):
+    with pytest.raises(MespError, match="twice; take the files of one"):
         SafetensorsWeights(folder, Architecture.from_config(LLAMA))
 
 

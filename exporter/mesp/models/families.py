@@ -222,9 +222,7 @@ _GRANITE_FACTORS = (
     "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
 )  # fmt: skip
 _LLAMA = Family(takes=("attention_bias", "mlp_bias"))
-_MISTRAL = replace(
-    _LLAMA, full_every=math.inf, defaults={"num_key_value_heads": 8, "sliding_window": 4096}
-)
+_MISTRAL = Family(full_every=math.inf, defaults={"num_key_value_heads": 8, "sliding_window": 4096})
 _MINISTRAL3 = replace(
     _MISTRAL, defaults={**_MISTRAL.defaults, "sliding_window": None, "rope_theta": 1e6}
 )
@@ -260,7 +258,7 @@ _QWEN3_5 = Family(
     mlx_prefix="language_model.model",
     full_every=4,
     other_layers="linear_attention",
-    takes=("partial_rotary_factor",),
+    takes=("partial_rotary_factor", "full_attention_interval"),
     defaults={
         "head_dim": 256,
         "num_key_value_heads": 4,
@@ -277,7 +275,7 @@ _GEMMA3 = replace(
     qk_norm=True,
     full_every=6,
     embedding_scale=lambda hidden: mx.array(math.sqrt(hidden), mx.bfloat16).item(),
-    takes=("query_pre_attn_scalar",),
+    takes=("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern"),
     defaults=_TIED
     | {
         "head_dim": 256,
@@ -302,6 +300,7 @@ _GEMMA4 = Family(
     takes=(
         "final_logit_softcapping",
         "query_pre_attn_scalar",
+        "rope_local_base_freq",
         "partial_rotary_factor",
         "num_kv_shared_layers",
         "global_head_dim",
@@ -378,7 +377,7 @@ FAMILIES = {
     "qwen3_moe": replace(
         _QWEN3,
         experts=Experts("mlp.gate", "mlp.switch_mlp", "softmax", None),
-        takes=("num_experts", "num_local_experts"),
+        takes=("num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
         defaults={
             **_QWEN3.defaults,
             "num_key_value_heads": 4,
@@ -476,7 +475,12 @@ FAMILIES = {
         experts=Experts(
             "feed_forward.gate", "feed_forward.switch_mlp", "sigmoid", "feed_forward.expert_bias"
         ),
-        takes=("num_experts", "num_local_experts"),
+        takes=(
+            "num_experts",
+            "num_local_experts",
+            "num_dense_layers",
+            "routed_scaling_factor",
+        ),
         defaults=_TIED
         | {
             "norm_eps": 1e-5,
@@ -506,7 +510,7 @@ FAMILIES = {
             "self_attn.g_proj": "self_attn.gate_proj",  # "g_proj" in transformers, and so in PEFT
             "model.norm": "model.embedding_norm",
         },
-        takes=("partial_rotary_factor",),
+        takes=("partial_rotary_factor", "rope_local_base_freq"),
         defaults=_TIED
         | {
             "norm_eps": 1e-5,
@@ -554,6 +558,13 @@ VARIANTS = {
     "query_pre_attn_scalar": None,
     "position_embedding_type": "rope",
     "per_layer_config": None,
+    "rope_local_base_freq": None,
+    "sliding_window_pattern": None,
+    "full_attention_interval": None,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_dense_layers": 0,
+    "routed_scaling_factor": 1.0,
     "norm_topk_prob": True,
     "num_experts": 0,
     "num_local_experts": 0,

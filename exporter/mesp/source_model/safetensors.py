@@ -123,7 +123,8 @@ class SafetensorsWeights:
                     raise self._unused(theirs)
                 if each in self.tensors:
                     raise MespError(
-                        f"Two files in {self.folder} hold {theirs}; take the files of one model."
+                        f"The weights in {self.folder} hold {theirs} twice; take the files of one "
+                        "model."
                     )
                 self.tensors[each] = its
 
