@@ -21,21 +21,22 @@ VOCABULARIES = (
 PROOF = "A text of 2 lines,\nwhich comes back."
 
 
-def proven_tokenizer(folder: Path) -> Any:
+def proven_tokenizer(folder: Path, model: str) -> Any:
     """The tokenizer in a model's folder, with which a text survives; None where there is none.
 
-    Raises MespError where it cannot be loaded, or a text does not come back.
+    `model` is its name, for messages. Raises MespError where it cannot be loaded, or a text does
+    not come back.
     """
     if not _has_tokenizer(folder):
         return None
     tokenizer = load_tokenizer(folder)
-    with plain_errors(f"The tokenizer in {folder} cannot be used"):
+    with plain_errors(f"The tokenizer of {model} cannot be used"):
         found = tokenizer.decode(_proof(tokenizer), skip_special_tokens=True)
     if found != PROOF:
         missing = [name for name in VOCABULARIES if (folder / name).is_file()]
         reason = "" if missing else f" (no vocabulary is there, such as {VOCABULARIES[0]})"
         raise MespError(
-            f"The tokenizer in {folder} loses text: {PROOF!r} becomes {found!r:.80}{reason}; take "
+            f"The tokenizer of {model} loses text: {PROOF!r} becomes {found!r:.80}{reason}; take "
             "all files of the model's tokenizer, or none."
         )
     return tokenizer

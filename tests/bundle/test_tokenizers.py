@@ -92,7 +92,7 @@ def test_a_vocabulary_that_is_missing_is_named():
     folder = model(LLAMA)
     Path("text.txt").write_text(TEXT)
     for data in ((), ("--data", "text.txt")):
-        assert "tokenizer in model" in refused("--model", folder, *SIZE, *data)
+        assert "The tokenizer of model loses text" in refused("--model", folder, *SIZE, *data)
 
 
 def test_a_tokenizer_json_alone_is_enough():
@@ -107,7 +107,7 @@ def test_a_tokenizer_that_loses_text_is_refused():
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     said = refused("--model", folder, *SIZE)
-    assert "The tokenizer in model loses text" in said and "or none" in said
+    assert "The tokenizer of model loses text" in said and "or none" in said
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
     shutil.rmtree("out.mesp", ignore_errors=True)

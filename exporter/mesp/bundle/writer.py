@@ -63,7 +63,7 @@ def write_bundle(
     ):
         check_disk(options.out, folder, total)
         Task(progress, "Tokenizing")
-        tokenizer = proven_tokenizer(source.folder) if source.folder else None
+        tokenizer = proven_tokenizer(source.folder, source.name) if source.folder else None
         splits = tokenize(source, weights, arch, options, tokenizer)
         moments = find_moments(source, weights, arch, options)
         files = weight_files(weights, arch, options, moments)
