@@ -4,7 +4,7 @@
 # make demo-federate  six people teach one model, each with requests of a kind
 # make check   style, types and the quick tests: the everyday loop
 # make test    every test that needs nothing but the checkout
-# make test-slow  what is long: 2,000 steps, 10,000 damaged files of each kind, an installed wheel, 20 steps with the MLX of phones, what 4 bits lose of real models, lm-evaluation-harness, llama.cpp, Flower, models of transformers, and PEFT, for which it installs PyTorch, some gigabytes
+# make test-slow  what is long: 2,000 steps, 10,000 damaged files of each kind, an installed wheel, 20 steps with the MLX of phones, what 4 bits lose of real models, conversations in TRL's chat templates, lm-evaluation-harness, llama.cpp, Flower, models of transformers, and PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
 # make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU, and records a run of it
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
@@ -155,6 +155,10 @@ test-slow: engine-and-tests $(FIXTURES).ready $(PHONE_MLX)/ready
 	$(BIN)/python -m pytest -q -m mission tests/test_mission.py
 	@echo "== What 4 bits lose of two real models"
 	$(BIN)/python -m pytest -q -s -m quantizer tests/quantization
+	@echo "== Conversations in the chat templates that TRL knows"
+	rm -rf $(VENV)/trl
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/trl trl==1.16.0
+	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -q -s -m trl tests/data/test_trl.py
 	@echo "== Tests of lm-evaluation-harness's tasks"
 	$(BIN)/python -m venv $(VENV)/harness
 	$(VENV)/harness/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,harness]'
@@ -166,7 +170,7 @@ test-slow: engine-and-tests $(FIXTURES).ready $(PHONE_MLX)/ready
 	@echo "== Tests of the adapters in PEFT, and of private steps in Opacus"
 	$(BIN)/python -m venv $(VENV)/peft
 	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft bitsandbytes opacus --editable '.[dev]'
-	$(VENV)/peft/bin/python -m pytest -q -m peft tests/adapters
+	$(VENV)/peft/bin/python -m pytest -q -s -m peft tests/adapters
 	@echo "== Models that transformers saves, and fused ones that it reads"
 	$(VENV)/peft/bin/python -m pytest -q -s -m transformers tests/models tests/adapters
 	@echo "== Tests of federated rounds in Flower"

@@ -90,6 +90,23 @@ def held_out_loss(model: nn.Module, bundle: Path) -> float:
     return mx.mean(mx.stack(losses)).item()
 
 
+def test_a_bundle_without_held_out_data_trains(bundle: Path, tmp_path: Path):
+    """Of one record, which is replayed too: from the first step to the adapters."""
+    copy = shutil.copytree(bundle, tmp_path / "one.mesp")
+    data = tmp_path / "one.jsonl"
+    data.write_text(json.dumps({"prompt": "What is it?", "completion": " It is a test."}))
+    refused = run("data", copy, "--data", data)
+    assert refused.returncode == 2 and "--hold-out 0" in refused.stderr
+    done = call("data", copy, "--data", data, "--hold-out", 0)
+    assert "1 train examples of" in done.stdout and "valid" not in done.stdout
+    replay = ("--replay", 0.5, "--replay-data", data)
+    call("train", copy, "--steps", 8, "--out", tmp_path / "run", *replay)
+    first, *_, last = (record["loss"] for record in records(tmp_path / "run", "step"))
+    assert last < first
+    assert not records(tmp_path / "run", "eval")
+    call("generate", copy, "--adapters", tmp_path / "run" / "adapters", "--prompt", "a")
+
+
 def test_the_adapters_give_the_same_loss_in_mlx_lm(bundle: Path, trained: Path):
     model = quantized_demo_model()
     before, after = (record["loss"] for record in records(trained, "eval"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import io
 import json
 import math
 import os
@@ -15,11 +17,12 @@ from types import SimpleNamespace
 import click
 import mlx.core as mx
 import numpy as np
+import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers.adapters import write_adapters
+from helpers.adapters import write_adapters, write_peft
 from helpers.exports import export
 from helpers.gguf_files import MODELS, write_gguf
 from helpers.models import FAMILIES, TEXT, TINY, random_tensors, write_model
@@ -40,6 +43,7 @@ from mesp.federate.exchange import Arrays, averaging_error, check_arrays, clippe
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import check_lengths
 from mesp.quantization.choose import check_quantizations, find_quantizations
+from mesp.runs import report
 from mesp.runs.log import Run
 from mesp.runs.table import table_row
 from mesp.source_model.find import find_source
@@ -194,7 +198,12 @@ def test_logs(tmp_path: Path, data: st.DataObject):
         data.draw(st.just(text.encode()) | damaged(text.encode()))
     )
     with contextlib.suppress(MespError):
-        assert all(isinstance(cell, str) for cell in table_row(Run.load(tmp_path)))
+        found = Run.load(tmp_path)
+        assert all(isinstance(cell, str) for cell in table_row(found))
+        runs = {"a": found}
+        report.document(found.model, report.table(runs, report.summary(runs)))
+        report.table(runs, report.settings(runs))
+        report.events(runs)
 
 
 def matrices(scale: float, dtype: type = np.float32) -> Arrays:
@@ -250,6 +259,29 @@ def test_records_of_data(tmp_path: Path, data: st.DataObject):
     (tmp_path / "train.jsonl").write_bytes(data.draw(st.just(text) | damaged(text)))
     with contextlib.suppress(MespError):
         for document in read_documents(str(tmp_path / "train.jsonl"), Selection())["train"]:
+            assert document.kind in KINDS
+
+
+def files_of_data() -> dict[str, bytes]:
+    """Records in a file of each kind."""
+    records = [{"messages": record["messages"]} for record in RECORDS[2:3]] * 3
+    table, lines = io.BytesIO(), "".join(f"{json.dumps(record)}\n" for record in records).encode()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), table)
+    return {
+        "a.parquet": table.getvalue(),
+        "a.json": json.dumps(records).encode(),
+        "a.jsonl.gz": gzip.compress(lines),
+        "a.csv": b'prompt,completion\n"a\nb",c\n',
+    }
+
+
+@pytest.mark.parametrize("name", files_of_data())
+@CASES
+@given(data=st.data())
+def test_files_of_data(tmp_path: Path, name: str, data: st.DataObject):
+    (tmp_path / name).write_bytes(data.draw(damaged(files_of_data()[name])))
+    with contextlib.suppress(MespError):
+        for document in read_documents(str(tmp_path / name), Selection())["train"]:
             assert document.kind in KINDS
 
 
@@ -372,20 +404,23 @@ def test_functions(bundle: Path, tmp_path: Path, data: st.DataObject):
                 mx.eval(mx.import_function(str(path))(*values))
 
 
-@pytest.fixture(scope="module")
-def adapters(bundle: Path) -> Path:
-    return write_adapters(bundle.with_name("adapters"), bundle)
+@pytest.fixture(scope="module", params=["mlx", "peft"])
+def adapters(request: pytest.FixtureRequest, bundle: Path) -> Path:
+    folder = bundle.with_name(f"adapters-{request.param}")
+    write_adapters(folder, bundle)
+    return folder if request.param == "mlx" else write_peft(folder / "peft", bundle, folder)
 
 
 @CASES
 @given(data=st.data())
 def test_adapters(bundle: Path, adapters: Path, tmp_path: Path, data: st.DataObject):
     architecture = Bundle(bundle).architecture
-    weights = (adapters / "adapters.safetensors").read_bytes()
+    (file,) = adapters.glob("*.safetensors")
+    weights = file.read_bytes()
     start = 8 + int.from_bytes(weights[:8], "little")
     header = json.dumps(data.draw(changed(json.loads(weights[8:start])))).encode()
     relabelled = struct.pack("<Q", len(header)) + header + weights[start:]
-    (tmp_path / "adapters.safetensors").write_bytes(
+    (tmp_path / file.name).write_bytes(
         data.draw(st.just(weights) | damaged(weights) | st.just(relabelled))
     )
     config = (adapters / "adapter_config.json").read_bytes()

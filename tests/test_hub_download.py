@@ -80,11 +80,13 @@ def hub(tiny):
     model["README.md"] = b"---\nlicense: apache-2.0\n---\n# A model\n"
     model["model.gguf"] = b"not wanted"
     lines = "\n".join(json.dumps({"text": line}) for line in TEXT.splitlines() if line).encode()
-    texts = {f"data/{split}.jsonl": lines for split in ("train", "valid", "test")}
+    texts = {f"data/{split}.jsonl": lines for split in ("train", "validation", "test")}
     Hub.repositories = {
         "models/org/model": model,
         "models/org/gated": model,
-        "datasets/org/texts": {**texts, "data/train.parquet": b"not wanted"},
+        "datasets/org/texts": {**texts, "README.md": b"# Data\n", ".gitattributes": b""},
+        "datasets/org/both": {**texts, "data/train.parquet": b"not wanted"},
+        "datasets/org/more": {**texts, "data/more.jsonl": lines, "README.md": b"# Data\n"},
         "datasets/org/tables": {"data/train.parquet": b"not wanted"},
     }
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
@@ -125,14 +127,28 @@ def test_data_from_the_hub(hub, tiny):
     result = export_from_hub(hub, *arguments, "--data", "org/texts")
     assert result.returncode == 0, result.stderr
     assert list(Bundle("out.mesp").manifest.data) == ["train", "valid", "test"]
-    assert not list(Path("hub").rglob("*.parquet"))
-    result = export_from_hub(hub, *arguments, "--overwrite", "--data", "org/tables")
-    assert result.returncode == 2
-    assert "The datasets library cannot read org/tables: " in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    result = export_from_hub(hub, *arguments, "--overwrite", "--data", "org/nothing")
-    assert result.returncode == 2
-    assert "no dataset org/nothing on the Hugging Face Hub" in result.stderr
+    assert not list(Path("hub").rglob(".gitattributes"))
+    for name, said in (
+        ("tables", "org/tables/data/train.parquet is not a parquet file that can be read: "),
+        ("both", "org/both has both data/train.jsonl and data/train.parquet; keep one."),
+        ("more", "org/more has data/more.jsonl, which is of no split: "),
+        ("nothing", "no dataset org/nothing on the Hugging Face Hub"),
+    ):
+        result = export_from_hub(hub, *arguments, "--overwrite", "--data", f"org/{name}")
+        assert result.returncode == 2
+        assert said in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    assert not list(Path("hub").rglob("more.jsonl"))
+
+
+@pytest.mark.slow
+def test_data_that_was_downloaded_needs_no_network(hub, tiny, monkeypatch):
+    arguments = ("--model", tiny, "--seq-len", 8, "--data", "org/texts", *NEAREST)
+    assert export_from_hub(hub, *arguments, "--out", "one.mesp").returncode == 0
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = export_from_hub(hub, *arguments, "--out", "two.mesp")
+    assert result.returncode == 0, result.stderr
+    assert Bundle("one.mesp").manifest.data == Bundle("two.mesp").manifest.data
 
 
 def test_no_network():

@@ -66,7 +66,7 @@ def test_errors_are_the_packages_own(tmp_path: Path):
         ({"steps": 0}, "steps is 0, and must be a whole number at least 1."),
         ({"steps": 2.5}, "steps is 2.5, and must be a whole number."),
         ({"steps": True}, "steps is True, and must be a whole number."),
-        ({"alpha": float("nan")}, "alpha is nan, and must be a finite number."),
+        ({"alpha": float("nan")}, "alpha is nan, and must be a finite number of 32 bits."),
         ({"alpha": 0}, "alpha is 0, and must be a finite number above 0."),
         ({"momentum": 1}, "momentum is 1, and must be a finite number below 1."),
         ({"method": "sft"}, "method is 'sft', and must be one of mesp, mebp, mezo."),

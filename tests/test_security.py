@@ -18,10 +18,11 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from helpers.adapters import write_adapters
+from helpers.adapters import RANK, write_adapters
 from helpers.commands import call, command, run
 from helpers.models import TEXT, TINY, write_model
 from mesp.bundle.reader import Bundle
+from mesp.engine.build import find_engine
 from mesp.files import read_json
 
 HARM = "import pathlib; pathlib.Path({!r}).touch()\nfrom transformers import {} as Base\n"
@@ -237,7 +238,7 @@ def header_of(file: Path) -> dict:
 def test_adapters_that_lie_are_refused(bundle: Path, adapters: Path, what: str):
     file = adapters / "adapters.safetensors"
     data, header = file.read_bytes(), header_of(file)
-    said = "holds no adapters in mlx-lm's form"
+    said = "adapters.safetensors is damaged"
     if what == "half":
         file.write_bytes(data[: len(data) // 2])
     elif what == "far":
@@ -251,7 +252,8 @@ def test_adapters_that_lie_are_refused(bundle: Path, adapters: Path, what: str):
         module = "model.layers.0.self_attn.k_proj"
         pair = {"lora_a": mx.zeros((128, 200_000)), "lora_b": mx.zeros((200_000, 64))}
         mx.save_safetensors(str(file), {f"{module}.{name}": m for name, m in pair.items()})
-        said = "have rank 200,000, and the model's width is 128"
+        change(adapters / "adapter_config.json", lora_parameters={"rank": 200_000, "scale": 1})
+        said = "their rank, 200000, is above the model's width of 128"
     elif what == "not finite":
         matrices = mx.load(str(file))
         mx.save_safetensors(str(file), {name: m / 0 for name, m in matrices.items()})
@@ -261,17 +263,19 @@ def test_adapters_that_lie_are_refused(bundle: Path, adapters: Path, what: str):
         mx.eval(matrices)  # before its file is written anew
         path = min(matrices).rpartition(".")[0]
         mx.save_safetensors(str(file), {**matrices, f"{path}.m": mx.ones(64)})
+        said = f"it holds {path}.m, which is not a LoRA matrix"
     else:
         file.unlink()
         os.mkfifo(file)
+        said = "adapters.safetensors is not a regular file"
     assert said in refused(*fuse(bundle, adapters))
     assert not bundle.with_name("fused").exists()
 
 
 @pytest.mark.parametrize("scale", [float("nan"), 1e400, -1, "3", None, [1], True])
 def test_a_scale_that_is_none_is_refused(bundle: Path, adapters: Path, scale: object):
-    change(adapters / "adapter_config.json", lora_parameters={"scale": scale})
-    assert "holds no adapters in mlx-lm's form" in refused(*fuse(bundle, adapters))
+    change(adapters / "adapter_config.json", lora_parameters={"rank": RANK, "scale": scale})
+    assert "has a rank or scale that is not a positive number" in refused(*fuse(bundle, adapters))
 
 
 def test_a_damaged_bundle_is_not_fused(bundle: Path, adapters: Path):
@@ -292,7 +296,7 @@ def test_a_fused_model_holds_no_code(bundle: Path, adapters: Path, tmp_path: Pat
     call(*fuse(bundle, adapters), "--val-batches", 0)
     fused = bundle.with_name("fused")
     assert {path.name for path in fused.iterdir()} == {
-        "LICENSE", "LICENSE.txt", "config.json", "model.safetensors",
+        "LICENSE", "LICENSE.txt", "config.json", "generation_config.json", "model.safetensors",
         "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
     for name in ("config.json", "tokenizer_config.json"):
@@ -516,6 +520,69 @@ def test_settings_of_other_types_are_refused(bundle: Path, tmp_path: Path, value
     assert "is not the settings of a run" in refused("train", "--resume", "--out", run_folder)
 
 
+@pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=str)
+@pytest.mark.parametrize("file", ["settings.json", "config.yaml"])
+def test_a_file_names_no_code_to_run(bundle: Path, tmp_path: Path, file: str, options: tuple):
+    """A reward that is a function counts only where it is typed."""
+    harm, output, code = tmp_path / "harm", tmp_path / "runs" / "one", "runs.one.notes:go"
+    output.mkdir(parents=True)
+    (output / "notes.py").write_text(f"import pathlib; pathlib.Path({str(harm)!r}).touch()")
+    if file == "config.yaml":
+        (tmp_path / file).write_text(f"bundle: {bundle}\nsteps: 1\nreward: {code}\n")
+        named: tuple = ("--config", file)
+    else:
+        settings = {"bundle": str(bundle), "steps": 2, "seq_len": 8, "reward": code}
+        change(output / file, **settings)
+        (output / "metrics.jsonl").touch()
+        named = ("--resume", "--out", output)
+    done = run("train", *named, *options, cwd=tmp_path)
+    assert not harm.exists()
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"add --reward {code}" in done.stderr
+
+
+def test_a_resumed_run_reads_no_text_that_its_settings_name(bundle: Path, tmp_path: Path):
+    """It has its own copy, as tokens."""
+    output, secret = tmp_path / "run", tmp_path / "secret"
+    secret.write_text(TEXT)
+    options = ("--steps", 1, "--seq-len", 8, "--max-forgetting", 3, "--out", output)
+    call("train", bundle, *options)
+    shutil.rmtree(output / "general")
+    change(output / "settings.json", general_text=str(secret))
+    said = refused("train", "--resume", "--steps", 2, "--out", output)
+    assert "is missing" in said and not (output / "general").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("train", ("--steps", 1, "--learning-rate", "1e39")),
+        ("train", ("--steps", 1, "--learning-rate", "1e-60")),
+        ("train", ("--steps", 1, "--alpha", "1e300")),
+        ("train", ("--steps", "12345678901234567890")),
+        ("generate", ("--prompt", "a", "--top-p", "1e-300")),
+        ("generate", ("--prompt", "a", "--max-tokens", "12345678901234567890")),
+        ("generate", ("--prompt", "a", "--temp", "nan")),
+    ],
+    ids=lambda each: "" if isinstance(each, str) else each[-1],
+)
+def test_a_number_that_the_engine_has_no_room_for_is_named(
+    bundle: Path, tmp_path: Path, command: str, options: tuple
+):
+    done = run(command, bundle, *options, cwd=tmp_path)
+    assert done.returncode == 2 and "JSON" not in done.stderr and "Traceback" not in done.stderr
+    name = {"--temp": "temperature"}.get(options[-2], options[-2].strip("-").replace("-", "_"))
+    assert name in done.stderr or options[-2] in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("value", [1e39, 10**400, 10**20, -(10**20)])
+def test_a_run_with_a_number_out_of_range_is_refused(bundle: Path, tmp_path: Path, value: float):
+    change(tmp_path / "settings.json", bundle=str(bundle), steps=2, seq_len=8, alpha=value)
+    (tmp_path / "metrics.jsonl").touch()
+    assert "is not the settings of a run" in refused("train", "--resume", "--out", tmp_path)
+
+
 @pytest.mark.parametrize(
     "path",
     [5000 * "a", "/".join(2000 * "a"), "\ud800", "loop", "a\0b", "../out", "", "/etc/passwd"],
@@ -623,6 +690,39 @@ def test_settings_are_written_through_no_link(bundle: Path, tmp_path: Path, name
     (output / name).symlink_to(kept)
     call("train", bundle, "--steps", 1, "--seq-len", 8, "--out", output)
     assert kept.read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["adapters", "adapters/peft", "best", "general"])
+def test_a_run_keeps_to_its_folder(bundle: Path, tmp_path: Path, name: str):
+    """A new one, and one that goes on."""
+    output, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    options = ("--seq-len", 8, "--max-forgetting", 3, "--eval-every", 1, "--out", output)
+    elsewhere.mkdir()
+    link = output / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(elsewhere)
+    assert f"{link} is a symbolic link" in refused("train", bundle, "--steps", 1, *options)
+    link.unlink()
+    call("train", bundle, "--steps", 1, *options)
+    shutil.rmtree(link, ignore_errors=True)
+    link.symlink_to(elsewhere)
+    said = refused("train", "--resume", "--steps", 2, "--out", output)
+    assert f"{link} is a symbolic link" in said
+    assert not list(elsewhere.iterdir())
+
+
+def test_the_engine_saves_no_adapters_through_a_link(bundle: Path, tmp_path: Path):
+    output, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    call("train", bundle, "--steps", 1, "--seq-len", 8, "--out", output)
+    settings = json.loads((output / "settings.json").read_text()) | {"resume": True, "steps": 2}
+    shutil.rmtree(output / "adapters")
+    elsewhere.mkdir()
+    (output / "adapters").symlink_to(elsewhere)
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    line = [find_engine(), tmp_path / "settings.json"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 2 and "it is a symbolic link" in done.stdout + done.stderr
+    assert not list(elsewhere.iterdir())
 
 
 def test_a_pipe_in_place_of_a_manifest_is_refused(bundle: Path):

@@ -29,7 +29,7 @@ from collect import pull_self_checks
 from mesp.commands.command import Command
 from mesp.engine.process import records
 from mesp.errors import MespError, plain_os_errors
-from mesp.formatting import duration
+from mesp.formatting import duration, printable
 from mesp.runs.report import document
 from phone import APP, Phone, connect
 
@@ -182,7 +182,7 @@ def check_phone(phone: Phone, bundle: str | None, console: Console) -> Report:
     known = reports(phone).keys()
     phone.launch("--self-check", *([bundle] if bundle else []))
     seen, heard = 0, time.monotonic()
-    with console.status(f"Checking {phone.name}: leave the app in front"):
+    with console.status(f"Checking {escape(printable(phone.name))}: leave the app in front"):
         while time.monotonic() - heard < SILENCE:
             new = reports(phone)
             for report in (new[name] for name in new.keys() - known):

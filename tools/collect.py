@@ -11,7 +11,9 @@ Xcode with `pymobiledevice3`.
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +21,12 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from mesp.commands.command import Command
 from mesp.errors import MespError, plain_os_errors
 from mesp.folders import replacing
+from mesp.formatting import printable
 from mesp.runs.log import LOG_NAME, Run, find_runs
 from mesp.runs.table import COLUMNS, table_row
 from phone import APP, Phone, connect, copying
@@ -57,7 +61,7 @@ def main(device: str | None, source: Path | None, out: Path, app: str) -> None:
                 phone.pull(RUNS_ON_PHONE, Path(folder))
             collected = collect(Path(folder), out)
             for report in pull_self_checks(phone, out / "self-check"):
-                click.echo(f"{report} is the report of a self-check.", err=True)
+                note(f"{report} is the report of a self-check.")
     if not collected:
         click.echo("There are no runs yet.")
         return
@@ -67,11 +71,17 @@ def main(device: str | None, source: Path | None, out: Path, app: str) -> None:
 def print_table(folders: list[Path]) -> None:
     table = Table("run", *COLUMNS, box=None, header_style="bold", pad_edge=False)
     for folder in folders:
-        table.add_row(folder.name, *table_row(Run.load(folder)))
+        # Names and values may be a stranger's: no markup of rich's, and nothing for a terminal.
+        cells = (folder.name, *table_row(Run.load(folder)))
+        table.add_row(*(Text(" ".join(printable(cell).split())) for cell in cells))
     console = Console(highlight=False)
     # Without a terminal there is no width to keep to, and cut-off figures help nobody.
     console.width = console.width if console.is_terminal else 200
     console.print(table)
+
+
+def note(text: str) -> None:
+    click.echo(printable(text), err=True)
 
 
 # Copying
@@ -85,7 +95,8 @@ def pull_self_checks(phone: Phone, out: Path) -> list[Path]:
         for report in sorted(Path(folder).rglob("*.json")):
             with plain_os_errors(f"Cannot copy {report.name} to {out}"):
                 out.mkdir(parents=True, exist_ok=True)
-                reports.append(Path(shutil.copy2(report, out / report.name)))
+                if copy(report, out / report.name):
+                    reports.append(out / report.name)
     return reports
 
 
@@ -99,9 +110,12 @@ def collect(source: Path, out: Path) -> list[Path]:
     for run in find_runs(source):
         if out.resolve() in run.resolve().parents:
             continue  # `out` lies in `source`: this is what was collected before
+        if not is_regular(run / LOG_NAME):
+            note(f"{run / LOG_NAME} is not a regular file, and its run was left out.")
+            continue
         target = next(place for place in places(out, run.name) if may_hold(place, run))
         if is_newer(target, run):
-            click.echo(f"{target} is further on than {run}, and was left as it is.", err=True)
+            note(f"{target} is further on than {run}, and was left as it is.")
         else:
             with plain_os_errors(f"Cannot copy {run} to {target}"):
                 replace(run, target)
@@ -138,10 +152,29 @@ def replace(run: Path, target: Path) -> None:
     """Puts a copy of the run in the target's place. Whoever looks sees the old one or the new."""
     with replacing(target, f"collect.py is writing {target}") as fresh:
         for name in KEPT:
-            if (run / name).is_dir():
-                shutil.copytree(run / name, fresh / name)
-            elif (run / name).exists():
-                shutil.copy2(run / name, fresh / name)
+            copy(run / name, fresh / name)
+
+
+def copy(source: Path, target: Path) -> bool:
+    """Copies a file, or a folder with what is in it, and returns whether it did. What is neither,
+    such as a link, which may lead to private files, is left out, and a note says so."""
+    if is_regular(source):
+        target.unlink(missing_ok=True)
+        shutil.copy2(source, target, follow_symlinks=False)
+    elif source.is_dir() and not source.is_symlink():
+        target.mkdir()
+        for each in sorted(source.iterdir()):
+            copy(each, target / each.name)
+    else:
+        if os.path.lexists(source):
+            note(f"{source} is not a regular file, and was left out.")
+        return False
+    return True
+
+
+def is_regular(path: Path) -> bool:
+    """Whether a path is a file, and no link, device or pipe."""
+    return os.path.lexists(path) and stat.S_ISREG(os.lstat(path).st_mode)
 
 
 if __name__ == "__main__":

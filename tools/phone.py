@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
+from rich.text import Text
 
 from mesp.errors import MespError
+from mesp.formatting import printable
 
 APP = "org.mesp.MeSPTrainer"
 TIMEOUT = 600  # seconds that devicectl may take for one command
@@ -57,7 +59,8 @@ def connect(device: str | None, app: str, otherwise: str) -> Phone:
 
 def copying(what: str):
     """Shows that something is being copied, where there is a terminal."""
-    return Console(stderr=True).status(f"Copying {what}")
+    # What a phone is called is no markup of rich's, and nothing for a terminal.
+    return Console(stderr=True).status(Text(printable(f"Copying {what}")))
 
 
 def choose(reachable: list[tuple[str, str]], otherwise: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ import click
 from mesp.bundle.manifest import read_manifest
 from mesp.commands.command import Command
 from mesp.errors import MespError
-from mesp.formatting import megabytes
+from mesp.formatting import megabytes, printable
 from phone import APP, connect, copying
 
 FOLDER_ON_PHONE = "Documents"
@@ -35,7 +35,8 @@ def main(bundle: Path, device: str | None, app: str) -> None:
     with copying(f"{bundle.name}, {megabytes(size)} MB, to {phone.name}"):
         phone.push(bundle, FOLDER_ON_PHONE)
     seconds = time.monotonic() - began
-    click.echo(f"{bundle.name} is on {phone.name} ({megabytes(size)} MB, {seconds:.0f} s).")
+    said = f"{bundle.name} is on {phone.name} ({megabytes(size)} MB, {seconds:.0f} s)."
+    click.echo(printable(said))
     if manifest.device == "cpu":
         click.echo(
             "It runs on the phone's CPU; for the GPU, export it with --device gpu.",

@@ -36,6 +36,7 @@ from mesp.bundle.reader import Bundle
 from mesp.commands.command import Command
 from mesp.commands.export import main as export
 from mesp.data.python_docs import python_docs
+from mesp.data.source_files import read_text
 from mesp.data.tokens import cut_text
 from mesp.evaluation.metrics import bootstrap, interval
 from mesp.models.architecture import Architecture
@@ -78,7 +79,7 @@ class Study:
 
     def tokens(self, text: Path) -> np.ndarray:
         tokenizer = load_tokenizer(self.model)
-        pieces = cut_text(text.read_text(encoding="utf-8"))
+        pieces = cut_text(read_text(text))
         return np.concatenate([tokenizer.encode(p, add_special_tokens=False) for p in pieces])
 
     def sequences(self, text: Path, count: int, length: int) -> list[list[int]]:

@@ -19,12 +19,24 @@ SIZE = 4 << 20
 DEPTH = 64
 
 
+def open_regular(path: Path, root: Path | None = None) -> BinaryIO:
+    """Opens a regular file for reading, which may be named by a symbolic link; a file in a folder,
+    whose `root_of` is `root`, by none that leads out of there. Raises OSError where it cannot be
+    read, and ValueError where the link does, or it is not regular: a device has no end, a pipe
+    waits."""
+    if root is not None and not Path(os.path.realpath(path)).is_relative_to(root):
+        raise ValueError(f"{path} is a link that leads out of its folder")
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError(f"{path} is not a regular file")
+    return file
+
+
 def read_bytes(path: Path, size: int = SIZE) -> bytes:
-    """The content of a regular file. Raises OSError where it cannot be read, and ValueError where
-    it is not regular (a device has no end, a pipe waits) or has more than `size` bytes."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError(f"{path} is not a regular file")
+    """The content of a regular file. Raises what `open_regular` does, and ValueError where it has
+    more than `size` bytes."""
+    with open_regular(path) as file:
         data = file.read(size + 1)
     if len(data) > size:
         raise ValueError(f"{path} has more than {size >> 20} MiB")
@@ -44,16 +56,40 @@ def read_object(path: Path, size: int = SIZE) -> dict[str, Any]:
     return value
 
 
-def parse_json(text: str | bytes) -> Any:
+class UnclearError(ValueError):
+    """A JSON text that readers take in different ways: what it has, and what to do."""
+
+
+def parse_json(text: str | bytes, strict: bool = False) -> Any:
     """The value of a JSON text. Raises ValueError if it is not valid, is nested more than `DEPTH`
-    deep, or has a string that no UTF-8 text can hold."""
+    deep, or has a string that no UTF-8 text can hold.
+
+    With `strict`, as data is read, also UnclearError for a key that an object has twice, of which
+    Python keeps the last, and for NaN and infinities, which some configurations of models have.
+    """
+    hooks: dict[str, Any] = {}
+    if strict:
+        hooks = {"object_pairs_hook": _object, "parse_constant": _no_number}
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-        value = json.loads(text)
+        value = json.loads(text, **hooks)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
     _check(value, "\\u" in text)
     return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in made if keys.count(key) > 1)
+        raise UnclearError(f'has the key "{twice:.200}" twice in one object; keep one')
+    return made
+
+
+def _no_number(name: str) -> None:
+    raise UnclearError(f"has {name}, which is no number of JSON; leave it out")
 
 
 class _Loader(yaml.SafeLoader):

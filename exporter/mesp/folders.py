@@ -114,6 +114,17 @@ def _holder(lock: int) -> str:
     return ""
 
 
+def refuse_linked_folders(folder: Path) -> None:
+    """Raises MespError where a folder of a run has a symbolic link in the place of one of its
+    folders, as what is read or written there would lie elsewhere."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() and path.is_dir():
+            raise MespError(
+                f"{path} is a symbolic link, and a run keeps to its own folder: put a folder in "
+                "its place, or name another --out."
+            )
+
+
 def _empty(folder: Path) -> None:
     for left in folder.iterdir():
         shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()

@@ -10,8 +10,9 @@ from pathlib import Path
 from mesp.errors import FULL_DISK, MespError
 
 
-def download(kind: str, repo: str, patterns: list[str]) -> Path:
+def download(kind: str, repo: str, patterns: list[str], revision: str | None = None) -> Path:
     """The folder with the files of a repository that match `patterns`; its name is the revision.
+    By default that is the newest.
 
     `kind` is ``model`` or ``dataset``. Raises MespError where the repository isn't there, isn't
     open to the user, or can't be reached.
@@ -23,15 +24,23 @@ def download(kind: str, repo: str, patterns: list[str]) -> Path:
     if not sys.stderr.isatty():
         disable_progress_bars()
     with _plain_errors(kind, repo):
-        return Path(snapshot_download(repo, repo_type=kind, allow_patterns=patterns))
+        return Path(
+            snapshot_download(repo, repo_type=kind, allow_patterns=patterns, revision=revision)
+        )
 
 
-def list_files(repo: str) -> list[str]:
-    """The paths of the files in a model's repository. Raises MespError as `download` does."""
+def list_files(repo: str, kind: str = "model") -> list[str]:
+    """The paths of the files in a repository, without the network of those that were downloaded.
+    Raises MespError as `download` does."""
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled
 
-    with _plain_errors("model", repo):
-        return HfApi().list_repo_files(repo)
+    with _plain_errors(kind, repo):
+        try:
+            return HfApi().list_repo_files(repo, repo_type=kind)
+        except OfflineModeIsEnabled:
+            folder = download(kind, repo, [])
+            return [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
 
 
 @contextmanager
@@ -41,6 +50,8 @@ def _plain_errors(kind: str, repo: str) -> Iterator[None]:
 
     try:
         yield
+    except MespError:
+        raise
     except errors.GatedRepoError as error:
         page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{repo}"
         raise MespError(

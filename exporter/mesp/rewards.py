@@ -20,9 +20,10 @@ MOST = 1e30  # in size: the engine has float32
 BUILT_IN = ("exact", "json", "json-equal", "regex:PATTERN", "length:N")
 
 
-def find_reward(name: str) -> Reward:
+def find_reward(name: str, may_import: bool) -> Reward:
     """The reward of this name: one of `BUILT_IN`, or ``module:function``, a function of a module
-    in the working folder or an installed one. Raises MespError where there is none."""
+    in the working folder or an installed one. Raises MespError where there is none, and where a
+    module is named that it may not import, as the name is not the user's but a file's."""
     kind, _, rest = name.partition(":")
     if name == "exact":
         return _each(lambda answer, right: exact_match(answer.strip(), right.strip()))
@@ -39,6 +40,15 @@ def find_reward(name: str) -> Reward:
     if kind == "length" and rest.isdecimal() and int(rest) > 0:
         most = int(rest)
         return _each(lambda answer, _: min(1.0, most / max(1, len(answer))))
+    if not kind or not rest:
+        raise MespError(
+            f"There is no reward {name}; there are {', '.join(BUILT_IN)}, and module:function."
+        )
+    if not may_import:
+        raise MespError(
+            f"The reward {name} is Python code that a file names, which is not run: if the code is "
+            f"yours, add --reward {name}."
+        )
     return _imported(name, kind, rest)
 
 
@@ -54,10 +64,6 @@ def _each(score: Callable[[str, str], float]) -> Reward:
 
 
 def _imported(name: str, module: str, function: str) -> Reward:
-    if not module or not function:
-        raise MespError(
-            f"There is no reward {name}; there are {', '.join(BUILT_IN)}, and module:function."
-        )
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:

@@ -169,7 +169,10 @@ def encode(tokenizer: Any, prompt: str, chat: bool | None, system: str | None = 
         if is_chat:
             messages = [{"role": "system", "content": system}] if system else []
             messages.append({"role": "user", "content": prompt})
-            text = in_template(tokenizer, Conversation(messages))
+            try:
+                text = in_template(tokenizer, Conversation(messages))
+            except MespError as error:
+                raise MespError(f"The prompt cannot be tokenized: {error}") from error
             tokens = tokenizer.encode(text, add_special_tokens=False)
         else:
             tokens = encode_prompt(tokenizer, prompt)

@@ -1,5 +1,6 @@
 """mesp fuse: models for mlx-lm, against mlx-lm with adapters beside; GGUF adapters, read back."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -206,9 +207,9 @@ def test_bad_input_is_one_sentence_and_nothing_is_left(family, tmp_path, what):
     mine = shutil.copytree(adapters, tmp_path / "adapters")
     out = tmp_path / "fused"
     said = {
-        "another model": "are of another model: this one has no ",
-        "no adapters": "holds no adapters in mlx-lm's form",
-        "no B": "holds no adapters in mlx-lm's form",
+        "another model": "has the shape [",
+        "no adapters": "it has no adapter_config.json",
+        "no B": "lora_b is missing",
         "taken": "exists; name another --out",
     }[what]
     matrices = mx.load(str(mine / "adapters.safetensors"))
@@ -228,3 +229,32 @@ def test_bad_input_is_one_sentence_and_nothing_is_left(family, tmp_path, what):
     assert done.returncode == 2
     assert said in done.stderr and done.stderr.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == {"adapters", *(["fused"] * out.exists())}
+
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_a_fused_base_model_stops_where_its_data_ended(tmp_path):
+    """As a base model with a chat template that ends answers with another token than its own."""
+    model = write_model(tmp_path / "model", FAMILIES["qwen3"])
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    end = {**tokenizer["added_tokens"][0], "id": 305, "content": "<|im_end|>", "special": True}
+    tokenizer["added_tokens"].append(end)
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (model / "chat_template.jinja").write_text(CHATML)
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    bundle = tmp_path / "bundle.mesp"
+    size = ("--seq-len", 64, "--rank", RANK, "--group-size", 32, "--data", data)
+    call("export", "--model", model, "--out", bundle, *size)
+    adapters = write_adapters(tmp_path / "adapters", bundle)
+    assert fuse(bundle, adapters, tmp_path / "fused", "--val-batches", 0).returncode == 0
+    _, fused = mlx_lm.load(str(tmp_path / "fused"))
+    assert fused.eos_token_ids == {
+        fused.convert_tokens_to_ids("<|im_end|>"),
+        fused.eos_token_id,
+    }
+    assert len(fused.eos_token_ids) == 2

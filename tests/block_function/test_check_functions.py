@@ -101,6 +101,79 @@ def test_a_file_that_lies_is_refused(tmp_path, function, old, new, said):
         check_functions(replaced(file, old, new), "cpu")
 
 
+def one(
+    name: str, state: bytes, shape_in: tuple, shape_out: tuple, dtype: bytes = FLOAT32
+) -> bytes:
+    """A file with one primitive on the CPU, of one array of float32."""
+    ids = struct.pack("<QQ", 1, 0), struct.pack("<QQ", 1, 1)
+    array = shape(*shape_in) + FLOAT32
+    name_bytes = struct.pack("<Q", len(name)) + name.encode()
+    tape = struct.pack("<QQ??", 2, 0, False, False) + struct.pack("<Q?", 1, True) + ids[0]
+    tape += bytes(12) + name_bytes + state + bytes(8) + shape(*shape_out) + dtype
+    inputs = bytes(8) + ids[0] + struct.pack("<Q", 1) + array
+    return mlxfn._header(mlxfn.layout_of(mx.__version__), 1) + inputs + ids[1] + tape
+
+
+def number(value: int) -> bytes:
+    return struct.pack("<i", value)
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "good", "bad", "said"),
+    [
+        # MLX 0.32.4 writes behind the output of the first two.
+        ("Reduce", number(2) + shape(1), ((4, 2), (4, 1)), ((4, 1), (4, 1)), "changes nothing"),
+        ("Reduce", number(2) + shape(0), ((4, 2), (1, 2)), ((0, 2), (1, 2)), "an array is empty"),
+        ("Broadcast", shape(4, 2), ((1, 2), (4, 2)), ((4, 2), (4, 2)), "changes nothing"),
+        ("Broadcast", shape(4, 0), None, ((4, 1), (4, 0)), "an array is empty"),
+        ("ExpandDims", shape(), None, ((4,), (4,)), "changes nothing"),
+        ("Flatten", number(0) + number(0), None, ((4,), (4,)), "unsupported parameters"),
+        ("Unflatten", number(0) + shape(4), None, ((4,), (4,)), "changes nothing"),
+        ("Slice", shape(0) + shape(4) + shape(1), ((5,), (4,)), ((4,), (4,)), "changes nothing"),
+        ("Slice", shape(0) + shape(1) + shape(2), None, ((4,), (1,)), "unsupported parameters"),
+        ("Split", shape() + number(0), None, ((4,), (4,)), "unsupported parameters"),
+        ("Concatenate", number(0), None, ((4,), (4,)), "unsupported parameters"),
+        ("AsType", FLOAT32, None, ((4,), (4,)), "changes nothing"),
+        ("View", FLOAT32, None, ((4,), (4,)), "changes nothing"),
+        ("Exp", b"", ((4,), (4,)), ((0,), (0,)), "an array is empty"),
+        ("Softmax", b"\0", ((4,), (4,)), ((), ()), "its inputs do not match"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_mlx_never_makes_is_refused(name, state, good, bad, said):
+    """MLX's operations return their input, or refuse it; their primitives rely on that."""
+    if good:
+        check_functions(one(name, state, *good), "cpu")
+    with pytest.raises(ValueError, match=f"{name}: .*{said}"):
+        check_functions(one(name, state, *bad), "cpu")
+
+
+def test_primitives_of_a_gpu_are_refused_on_a_cpu():
+    x, weight = mx.zeros((1, 4)), mx.zeros(4)
+    file = mlxfn.one_primitive("RMSNorm", (1e-5,), [x, weight], x.shape, x.dtype)
+    check_functions(mlxfn.on_device(file, "gpu"), "gpu")
+    with pytest.raises(ValueError, match="RMSNorm: it is for a GPU only"):
+        check_functions(file, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "size"), [(2, 9, 96), (2, 9, 256), (2, 8, 80), (8, 8, 64)]
+)
+def test_attention_without_a_kernel_is_refused(heads, length, size):
+    """Here of one head of keys and values; Metal launches a thread for each row of few queries."""
+
+    def file(heads: int, length: int, size: int) -> bytes:
+        arrays = [mx.zeros((1, each, length, size)) for each in (heads, 1, 1)]
+        state = (1.0, True, False, False)
+        name, q = "ScaledDotProductAttention", arrays[0]
+        return mlxfn.on_device(mlxfn.one_primitive(name, state, arrays, q.shape, q.dtype), "gpu")
+
+    check_functions(file(2, 9, 80), "gpu")
+    check_functions(file(2, 8, 96), "gpu")
+    with pytest.raises(ValueError, match="its inputs do not match"):
+        check_functions(file(heads, length, size), "gpu")
+
+
 def test_indices_that_are_computed_are_refused_unless_masked(tmp_path):
     def function(x: mx.array, i: mx.array) -> mx.array:
         return x[i]

@@ -5,12 +5,15 @@ template is written twice from one text, with the marks where TRL has them and w
 say what is expected, and without them it has to be found.
 """
 
+from itertools import pairwise
+
 import pytest
 
 from helpers.paths import DEMO_MODEL
 from mesp.data.answers import encode_conversation
 from mesp.data.messages import read_messages
-from mesp.data.records import Conversation
+from mesp.data.records import Conversation, read_record
+from mesp.data.tokens import encode_joined
 from mesp.errors import MespError
 from mesp.text import load_tokenizer
 
@@ -298,3 +301,319 @@ def test_the_demo_model_takes_conversations():
     ids, mask = encode_answers(tokenizer, CONVERSATIONS["several"], None)
     text = tokenizer.decode([each for each, counts in zip(ids, mask, strict=True) if counts])
     assert text == " b b<|endoftext|>\n  d\n<|endoftext|>\n f<|endoftext|>\n"
+
+
+# What is refused, and what is said of it. The templates are made up for it.
+
+PLAIN = CHATML.replace("⟦", "").replace("⟧", "")
+WEATHER = [{"type": "function", "function": {"name": "weather", "arguments": {"day": 3}}}]
+
+
+def read(*messages: dict) -> list[dict]:
+    return read_messages("A record", list(messages))
+
+
+def encoded(tokenizer, template: str, record: dict, loss_on: str = "answers", prompt: int = 0):
+    """The ids of a record of messages, their mask and the notes."""
+    tokenizer._tokenizer.chat_template = template
+    messages = read(*record["messages"])
+    options = record.get("chat_template_kwargs", {})
+    conversation = Conversation(messages, prompt, record.get("tools"), options)
+    return encode_conversation(tokenizer, conversation, loss_on)
+
+
+def trained(tokenizer, template: str, *messages: dict, **others) -> list[str]:
+    """The texts that are trained, one for each span."""
+    loss_on, prompt = others.pop("loss_on", "answers"), others.pop("prompt", 0)
+    found = encoded(tokenizer, template, {"messages": list(messages), **others}, loss_on, prompt)
+    edges = [i for i in range(1, len(found.ids)) if found.mask[i] != found.mask[i - 1]]
+    spans = pairwise([0, *edges, len(found.ids)])
+    return [tokenizer.decode(found.ids[a:b]) for a, b in spans if found.mask[a]]
+
+
+def test_parts_of_text_are_one_text():
+    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": " b"}, "c"]
+    assert read(user(parts))[0]["content"] == "a bc"
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        (user([{"type": "image_url", "image_url": {"url": "x"}}]), "not text but image_url"),
+        (user({"text": "a"}), "neither text nor a list"),
+        ({"content": "a"}, 'without a "role"'),
+        ({"role": "user"}, 'without "content"'),
+        ({"role": "assistant"}, 'without "content"'),
+        (assistant("a", weight=0.5), "neither 0 nor 1"),
+        (user("a") | {"train": True}, "only the assistant's are"),
+        (assistant("", tool_calls=[{"function": {}}]), 'a tool call without a "name"'),
+        (assistant("", tool_calls=[{"name": "a", "arguments": "{"}]), "that are no JSON"),
+        (assistant("", tool_calls=[{"name": "a", "arguments": "[1]"}]), "not an object"),
+    ],
+)
+def test_messages_that_cannot_be_read_are_named(message, named):
+    with pytest.raises(MespError, match=named):
+        read(message)
+
+
+def test_arguments_are_an_object_however_they_are_written():
+    forms = ({"of": "a"}, '{"of": "a"}', {"of": "a", "in": None})
+    for arguments in forms:
+        call = {"name": "capital", "arguments": arguments}
+        for written in (call, {"type": "function", "function": call}):
+            (message,) = read(assistant("", tool_calls=[written]))
+            assert message["tool_calls"][0]["function"]["arguments"] == {"of": "a"}
+
+
+@pytest.mark.parametrize(
+    ("role", "named"),
+    [("human", "write user"), ("gpt", "write assistant"), ("judge", "roles are system")],
+)
+def test_unknown_roles_are_named(tokenizer, role, named):
+    with pytest.raises(MespError, match=named):
+        encoded(tokenizer, PLAIN, {"messages": [{"role": role, "content": "a"}, assistant("b")]})
+
+
+ROLES_LEFT_OUT = PLAIN.replace("for m in messages", "for m in messages if m.role != 'system'")
+CALLS_BY_NAME = PLAIN.replace(
+    "{{- m.content + '<|im_end|>\\n' }}\n{%- else",
+    "{{- m.content }}{%- for c in m.tool_calls or [] %}{{- c.function.name }}{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}\n{%- else",
+)
+# As Qwen's: it looks for a thought in the content.
+THOUGHTS_TAKEN_OUT = PLAIN.replace(
+    "{%- if m.role == 'assistant' %}{{- m.content +",
+    "{%- if m.role == 'assistant' %}{{- m.content.split('</think>')[0].split('<think>')[-1] +"
+    " '</think>' + m.content.split('</think>')[-1] +",
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "named"),
+    [
+        (ROLES_LEFT_OUT, [{"role": "system", "content": "a"}, user("b"), assistant("c")], "system"),
+        (PLAIN, [user("a"), assistant("b", tool_calls=CALL)], "leaves out the tool call"),
+        (CALLS_BY_NAME, [user("a"), assistant("b", tool_calls=CALL)], "leaves out the arguments"),
+        (CALLS_BY_NAME, [user("a"), assistant("b", tool_calls=WEATHER)], "leaves out 3"),
+        (PLAIN, [user("a"), assistant("b", reasoning="c")], "leaves out the reasoning"),
+        (PLAIN, [user("a"), assistant("b", citations=["c"])], '"citations", which nothing reads'),
+        (
+            THOUGHTS_TAKEN_OUT,
+            [user("a"), assistant("Well. <think>so</think> b")],
+            r"leaves out the content of message 2, of the role assistant \(.Well",
+        ),
+        (PLAIN, [user("a"), assistant(" \n")], "message 2 is an empty answer"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(tokenizer, template, messages, named):
+    for loss_on in ("answers", "last"):
+        with pytest.raises(MespError, match=named):
+            encoded(tokenizer, template, {"messages": messages}, loss_on)
+
+
+def test_tools_that_a_template_leaves_out_are_refused(tokenizer):
+    record = {"messages": [user("a"), assistant("b")], "tools": TOOLS}
+    with pytest.raises(MespError, match=r"leaves out the tools, such as .capital"):
+        encoded(tokenizer, PLAIN, record)
+    assert encoded(tokenizer, QWEN.replace("⟦", "").replace("⟧", ""), record).mask.any()
+
+
+# As a call in Python: in single quotes.
+IN_PYTHON = CALLS_BY_NAME.replace(
+    "c.function.name }}",
+    """c.function.name + "('" }}{{- c.function.arguments.of | replace("'", "\\\\'") }}"""
+    """{{- "')" }}""",
+)
+
+
+@pytest.mark.parametrize("value", ["France", "it's", '"it\'s"', "é"])
+def test_a_template_may_write_arguments_as_python_does(tokenizer, value):
+    call = [{"name": "capital", "arguments": {"of": value}}]
+    (text,) = trained(tokenizer, IN_PYTHON, user("a"), assistant("", tool_calls=call))
+    assert eval(text.removeprefix("capital").removesuffix("<|im_end|>\n")) == value
+
+
+def test_answers_with_weight_0_are_not_trained(tokenizer):
+    said = [user("a"), assistant("b", weight=0), user("c"), assistant("d", masked=False)]
+    assert trained(tokenizer, PLAIN, *said) == ["d<|im_end|>\n"]
+
+
+def test_answers_before_the_completion_are_not_trained(tokenizer):
+    said = [user("a"), assistant("b"), user("c"), assistant("d")]
+    assert trained(tokenizer, PLAIN, *said, prompt=3) == ["d<|im_end|>\n"]
+
+
+def test_an_answer_that_the_template_does_not_end_gets_an_end(tokenizer):
+    template = (
+        "{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content + '\\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+    )
+    record = {"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}
+    found = trained(tokenizer, template, *record["messages"])
+    assert [each.strip() for each in found] == ["b\n<|endoftext|>", "d\n<|endoftext|>"]
+    notes = encoded(tokenizer, template, record).notes
+    assert "does not end: <|endoftext|> was put after each" in notes[0]
+
+
+def test_marks_that_leave_the_end_out_take_it_in(tokenizer):
+    template = CHATML.replace("⟦{{- m.content + '<|im_end|>\\n' }}⟧", "⟦{{- m.content }}⟧{{- E }}")
+    template = template.replace("E }}", "'<|im_end|>\\n' }}")
+    template = template.replace("⟦", "{%- generation %}").replace("⟧", "{%- endgeneration %}")
+    said = [user("a"), assistant("b"), user("c"), assistant("d")]
+    assert trained(tokenizer, template, *said) == ["b<|im_end|>", "d<|im_end|>"]
+
+
+MARKED = CHATML.replace(
+    "{{- '<|im_start|>' + m.role + '\\n' }}\n{%- if m.role == 'assistant' %}⟦",
+    "{%- if m.role != 'assistant' %}{{- '<|im_start|>' + m.role + '\\n' }}{%- endif %}\n"
+    "{%- if m.role == 'assistant' %}{%- generation %}{{- '<|im_start|>assistant\\n' }}",
+).replace("⟧", "{%- endgeneration %}")
+
+
+def test_marked_answers_that_touch_are_two(tokenizer):
+    """The marks have the header too, so that nothing is between two answers in a row."""
+    said = [user("a"), assistant("b"), assistant("c", weight=0), user("d"), assistant("e")]
+    answer = "<|im_start|>assistant\n{}<|im_end|>\n"
+    assert trained(tokenizer, MARKED, *said) == [answer.format("b"), answer.format("e")]
+
+
+def test_a_marked_answer_ends_with_all_of_its_last_character(tokenizer):
+    template = CHATML.replace("⟦{{- m.content + '<|im_end|>\\n' }}⟧", "⟦{{- m.content }}⟧{{- E }}")
+    template = template.replace("E }}", "'<|im_end|>\\n' }}")
+    template = template.replace("⟦", "{%- generation %}").replace("⟧", "{%- endgeneration %}")
+    assert trained(tokenizer, template, user("a"), assistant("。")) == ["。<|im_end|>"]
+
+
+def test_a_marked_answer_in_two_pieces_is_refused(tokenizer):
+    """What a tool said is between a call and what was said with it."""
+    template = """\
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{- '<|im_start|>assistant\\n' }}{%- generation %}
+{%- for c in m.tool_calls or [] %}{{- c.function | tojson }}{{- '<|im_end|>\\n' }}{%- endfor %}
+{%- endgeneration %}
+{%- if m.tool_calls %}{{- messages[loop.index0 + 1].content }}{%- endif %}
+{%- generation %}{{- m.content + '<|im_end|>\\n' }}{%- endgeneration %}
+{%- elif m.role != 'tool' %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}"""
+    said = [user("a"), assistant("b", tool_calls=CALL), tool("Paris"), assistant("c")]
+    with pytest.raises(MespError, match="does not tell where the answer in message 2"):
+        encoded(tokenizer, template, {"messages": said})
+
+
+@pytest.mark.parametrize("answer", ["<b>x</b>", "<think", "think>", "<"])
+def test_an_answer_may_begin_as_the_template_asks_on(tokenizer, answer):
+    template = PLAIN.replace("'<|im_start|>assistant\\n' }}{%- endif %}", "ASKS }}{%- endif %}")
+    template = template.replace("ASKS", "'<|im_start|>assistant\\n<think>\\n'")
+    found = encoded(tokenizer, template, {"messages": [user("a"), assistant(answer)]})
+    text = tokenizer.decode([i for i, counts in zip(found.ids, found.mask, strict=True) if counts])
+    assert text == f"{answer}<|im_end|>\n"
+    assert "Answers that begin without '<think>" in found.notes[0]
+
+
+def test_an_unclosed_thought_is_trained(tokenizer):
+    """The template closes a thought, and looks for one in the content."""
+    template = PLAIN.replace(
+        "{%- if m.role == 'assistant' %}{{- m.content +",
+        "{%- if m.role == 'assistant' %}"
+        "{{- m.content if '<think>' in m.content else '<think></think>' + m.content }}{{- '' +",
+    )
+    assert template != PLAIN
+    said = [user("a"), assistant("<think>b"), user("c"), assistant("d")]
+    assert trained(tokenizer, template, *said) == [
+        "<think>b<|im_end|>\n",
+        "<think></think>d<|im_end|>\n",
+    ]
+
+
+def test_an_end_token_within_an_answer_is_refused(tokenizer):
+    with pytest.raises(MespError, match=r"the end token <.im_end.> in it"):
+        encoded(tokenizer, PLAIN, {"messages": [user("a"), assistant("b<|im_end|>c")]})
+
+
+def test_a_conversation_begins_once(tokenizer):
+    template = LLAMA.replace("⟦", "").replace("⟧", "")
+    found = encoded(tokenizer, template, {"messages": [user("a"), assistant("b")]})
+    assert found.ids.count(tokenizer.bos_token_id) == 1
+
+
+WANTS_A_QUESTION = PLAIN.replace(
+    "{%- for m in messages %}",
+    "{%- if 'user' not in messages | map(attribute='role') %}{{- raise_exception('No question') }}"
+    "{%- endif %}{%- for m in messages %}",
+    1,
+)
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be."}]])
+def test_a_conversation_may_begin_with_an_answer_where_templates_want_a_question(tokenizer, system):
+    said = [*system, assistant("Yes?"), user("a"), assistant("b")]
+    found = trained(tokenizer, WANTS_A_QUESTION, *said)
+    assert found == ["Yes?<|im_end|>\n", "b<|im_end|>\n"]
+
+
+def test_options_of_the_template_are_taken(tokenizer):
+    template = "{%- if shout %}{{- '<|im_start|>!' }}{%- endif %}" + PLAIN
+    record = {"messages": [user("a"), assistant("b")], "chat_template_kwargs": {"shout": True}}
+    assert tokenizer.decode(encoded(tokenizer, template, record).ids).startswith("<|im_start|>!")
+
+
+# What the template makes of an answer depends on whether another follows.
+CHANGES_ITS_MIND = PLAIN.replace(
+    "{%- if m.role == 'assistant' %}{{- m.content +",
+    "{%- if m.role == 'assistant' %}{{- ('<think></think>' if loop.last else '') + m.content +",
+)
+
+
+@pytest.mark.parametrize("others", [{"loss_on": "last"}, {"prompt": 2}])
+def test_a_prompt_that_is_not_how_the_model_is_asked_is_refused(tokenizer, others):
+    said = [user("a"), assistant("b"), assistant("c")]
+    with pytest.raises(MespError, match="what asks for the answer in message 3 is not how"):
+        trained(tokenizer, CHANGES_ITS_MIND, *said, **others)
+    assert len(trained(tokenizer, CHANGES_ITS_MIND, *said)) == 2
+
+
+def test_a_string_may_be_answered_by_messages(tokenizer):
+    record = {"prompt": "a", "completion": [assistant("b")], "chat_template_kwargs": {}}
+    document = read_record("A record", record, {})
+    assert document.has_messages
+    assert document.conversation.messages == [user("a"), assistant("b")]
+    tokenizer._tokenizer.chat_template = PLAIN
+    found = encode_conversation(tokenizer, document.conversation, "answers")
+    assert found.ids == encoded(tokenizer, PLAIN, {"messages": [user("a"), assistant("b")]}).ids
+
+
+@pytest.mark.parametrize("ends", ["", " ", "\n", "ab"])
+def test_no_token_has_a_part_of_prompt_and_answer(ends):
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    for answer in ("cd", " is", "\n\nx", "s", "。"):
+        ids, context = encode_joined(tokenizer, f"The word{ends}", answer)
+        assert ids[:context] == tokenizer.encode(f"The word{ends}")
+        assert tokenizer.decode(ids[context:]) == answer + tokenizer.eos_token
+
+
+REPEATS = PLAIN.replace(
+    "{{- '<|im_start|>' + m.role + '\\n' }}",
+    "{{- '<|im_start|>' + m.role }}{%- if m.role == 'assistant' and not loop.first %}"
+    "{{- ' to ' + messages[loop.index0 - 1].content }}{%- endif %}{{- '\\n' }}",
+    1,
+).replace(
+    "{{- '<|im_start|>assistant\\n' }}",
+    "{{- '<|im_start|>assistant to ' + messages[-1].content + '\\n' }}",
+)
+
+
+def test_a_template_may_repeat_a_text(tokenizer):
+    said = [user("a"), assistant("a"), user("a"), assistant("b"), user("b"), assistant("b")]
+    found = trained(tokenizer, REPEATS, *said)
+    assert found == ["a<|im_end|>\n", "b<|im_end|>\n", "b<|im_end|>\n"]
+
+
+def test_an_answer_that_the_template_ends_with_its_question_is_refused(tokenizer):
+    template = PLAIN.replace(
+        "{%- if m.role == 'assistant' %}{{- m.content +",
+        "{%- if m.role == 'assistant' %}{{- m.content + messages[loop.index0 - 1].content +",
+    )
+    assert template != PLAIN
+    with pytest.raises(MespError, match="does not tell where the answer in message 2"):
+        trained(tokenizer, template, user("a"), assistant("b"))

@@ -139,8 +139,8 @@ def test_random_data():
 @pytest.mark.parametrize(
     ("files", "named"),
     [
-        ({}, "neither train.txt nor train.jsonl"),
-        ({"valid.txt": TEXT}, "neither train.txt nor train.jsonl"),
+        ({}, "no train.jsonl, train.txt or other file"),
+        ({"valid.txt": TEXT}, "no train.jsonl, train.txt or other file"),
         ({"train.txt": TEXT, "train.jsonl": "{}"}, "both train.jsonl and train.txt"),
         ({"train.txt": ""}, r"train\.txt has no text"),
         ({"train.txt": " \n\n"}, r"train\.txt has no text"),
@@ -149,7 +149,7 @@ def test_random_data():
         ({"train.txt": TEXT, "valid.txt": "Too short."}, "valid data .* less than one sequence"),
         ({"train.txt": "Too short.", "valid.txt": TEXT}, "train data .* less than one sequence"),
         ({"train.jsonl": '{"text": "a"}\nnot json'}, "Line 2 of .*not JSON"),
-        ({"train.jsonl": '["text"]'}, "Line 1 .* is not an object"),
+        ({"train.jsonl": '["text"]'}, "Record 1 .* is not an object"),
         ({"train.jsonl": '{"text": 3}'}, 'Line 1 .* has a "text" that is not a string'),
         ({"train.jsonl": '{"prompt": "a"}'}, "Line 1 .* has prompt; records have"),
         ({"train.jsonl": "{}"}, "Line 1 .* has nothing; records have"),
@@ -173,7 +173,7 @@ def test_random_data():
             r"Line 1 of .*valid\.jsonl has messages, and the data began with text",
         ),
         ({"train.jsonl": '{"text": "\\ud800"}'}, "Line 1 .* has half a character"),
-        ({"train.jsonl": "[" * 100_000}, "Line 1 .* is not JSON"),
+        ({"train.jsonl": "[" * 100_000}, r"train\.jsonl is not JSON"),
         ({"train.jsonl": ""}, r"train\.jsonl has no text"),
         ({"train.txt": TEXT, "test.txt": "Too short."}, "test data .* less than one sequence"),
     ],
@@ -340,8 +340,33 @@ def test_the_last_tenth_of_the_records_is_held_out(chat_tokenizer, tmp_path):
     dataset = mlx_lm_dataset(records, chat_tokenizer, mask_prompt=False)
     assert examples(splits["valid"]) == [dataset.process(record) for record in records[-4:]]
     assert len(splits["train"].examples) == len(records) - 4
-    with pytest.raises(MespError, match="has one record, too few"):
+    with pytest.raises(MespError, match=r"has one record, too few .* with --hold-out 0"):
         load(write_records(path, records[:1]), chat_tokenizer)
+
+
+def test_another_part_is_held_out_or_none(chat_tokenizer, tokenizer, text, tmp_path):
+    records = RECORDS["completions"] * 3
+    path = write_records(tmp_path / "data.jsonl", records)
+    assert len(load(path, chat_tokenizer, 512, hold_out=0.5)["valid"].examples) == 21
+    assert [*load(path, chat_tokenizer, 512, hold_out=0)] == ["train"]
+    one = load(write_records(path, records[:1]), chat_tokenizer, 512, hold_out=0)
+    assert len(one["train"].examples) == 1
+    whole = load(text, tokenizer, hold_out=0)
+    assert [*whole] == ["train"]
+    assert whole["train"].tokens.tolist() == tokens(load(text, tokenizer, hold_out=0.3)).tolist()
+    (tmp_path / "short.txt").write_text("Too short for two sequences of so many tokens.")
+    with pytest.raises(MespError, match=r"too few to train on .* with --hold-out 0\."):
+        load(tmp_path / "short.txt", tokenizer, 30)
+    assert [*load(tmp_path / "short.txt", tokenizer, 30, hold_out=0)] == ["train"]
+    with pytest.raises(MespError, match=r"--hold-out is 0 or more and below 1, and not 1\.5"):
+        load(text, tokenizer, hold_out=1.5)
+    # A split of its own stays whole.
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("train.jsonl", "dev.jsonl"):
+        write_records(folder / name, records)
+    splits = load(folder, chat_tokenizer, 512, hold_out=0.5)
+    assert [len(split.examples) for split in splits.values()] == [42, 42]
 
 
 @pytest.mark.parametrize("mask_prompt", [False, True])
@@ -394,6 +419,20 @@ def test_empty_records_are_left_out_and_counted(chat_tokenizer, tmp_path, caplog
     assert line == f"Records with nothing to predict were left out: {counts}."
 
 
+def test_records_with_control_tokens_in_a_text_are_counted(chat_tokenizer, tmp_path, caplog):
+    """But for one that ends an answer, where it is meant."""
+    end = chat_tokenizer.eos_token
+    texts = [f"a{end}b", "a", f"c {end} d"]
+    records = [{"prompt": text, "completion": f"yes{end}"} for text in texts for _ in range(2)]
+    data = write_records(tmp_path / "a.jsonl", records)
+    load(data, chat_tokenizer, 64, chat=False)
+    note = "Records with control tokens in their text, which the model reads as such: 4."
+    assert note in caplog.text
+    caplog.clear()
+    load(write_records(tmp_path / "b.jsonl", records[2:4]), chat_tokenizer, 64, chat=False)
+    assert "control tokens" not in caplog.text
+
+
 LONG = [message("user", "long " * 90), message("assistant", "a")]
 
 
@@ -424,9 +463,8 @@ def test_a_text_file_has_no_examples(tokenizer, text):
 def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
     """The mean over the counted targets of a batch, each example alone and without padding."""
     seq_len = 40
-    path = write_records(tmp_path / "data.jsonl", RECORDS["chat"])
-    shutil.copy(path, tmp_path / "train.jsonl")
-    shutil.copy(path, tmp_path / "valid.jsonl")
+    for name in ("train.jsonl", "valid.jsonl"):
+        write_records(tmp_path / name, RECORDS["chat"])
     split = load(tmp_path, chat_tokenizer, seq_len, loss_on="last")["train"]
     model, _ = load_model(DEMO_MODEL)
     model.set_dtype(mx.float32)
@@ -566,6 +604,34 @@ def test_data_is_replaced_with_the_bundles_tokenizer(bundle, tmp_path):
         assert str(bundle) in result.stdout and counts in result.stdout
     unchanged = [name for name in before if not name.startswith(("data", "manifest"))]
     assert {name: files(bundle)[name] for name in unchanged} == {n: before[n] for n in unchanged}
+
+
+def test_records_are_shown_as_they_are_trained(tmp_path):
+    records = [{"prompt": f"Time {i}?", "completion": "It is\nnoon.", "id": i} for i in range(4)]
+    path = write_records(tmp_path / "data.jsonl", records)
+    arguments = [
+        "--model",
+        "demo",
+        "--seq-len",
+        64,
+        "--data",
+        path,
+        "--out",
+        tmp_path / "demo.mesp",
+    ]
+    exported = CliRunner().invoke(export.main, list(map(str, arguments)), catch_exceptions=False)
+    shown = "user: Time {}?↵\nassistant:⟦ It is↵\nnoon.<|endoftext|>↵\n⟧\n"
+    assert shown.format(0) in exported.stdout and "Time 1?" not in exported.stdout
+
+    done = mesp_data(tmp_path / "demo.mesp", "--data", path, "--show", 2)
+    assert "Record 1 of 3: 22 tokens, 9 in the loss\n" + shown.format(0) in done.stdout
+    assert shown.format(1) in done.stdout and "Time 2?" not in done.stdout
+    assert done.stdout.endswith("Generation stops at <|endoftext|>.\n")
+    assert done.stderr == "Columns that were not read: id.\n"
+    again = mesp_data(tmp_path / "demo.mesp", "--show", 2)
+    assert done.stdout.endswith(again.stdout) and again.stdout.startswith("Record 1 of 3")
+    assert "with --show 3" in mesp_data(tmp_path / "demo.mesp").stderr
+    assert "with --show 3" in mesp_data(tmp_path / "demo.mesp", "--show", 1, "--pack").stderr
 
 
 def test_export_takes_the_same_options(exported, tmp_path):

@@ -256,3 +256,25 @@ def test_a_cache_that_cannot_be_written_is_named(
     found = find(installed)
     assert "Cannot keep the engine in /dev/null/mesp/engine-" in found.stderr
     assert "XDG_CACHE_HOME" in found.stderr and calls(fakes) == []
+
+
+@pytest.mark.parametrize("what", ["the engine", "its folder", "the cache"])
+@pytest.mark.parametrize("by", ["another user", "everybody"])
+def test_a_program_of_somebody_else_is_not_run(
+    fakes: Path, installed: Path, tmp_path: Path, what: str, by: str
+):
+    """Not even to ask for its version."""
+    if by == "another user" and os.getuid() != 0:
+        pytest.skip("only root gives files away")
+    out, _ = start(installed).communicate()
+    engine = Path(out.strip())
+    engine.write_text(f"#!/bin/sh\ntouch {tmp_path / 'harm'}\n")
+    path = {"the engine": engine, "its folder": engine.parent, "the cache": engine.parents[1]}[what]
+    if by == "everybody":
+        path.chmod(0o777)
+    else:
+        os.chown(path, 12345, 12345)
+    found = start(installed)
+    _, said = found.communicate()
+    assert found.returncode == 1 and said.startswith(f"{path} is another user's"), said
+    assert not (tmp_path / "harm").exists()

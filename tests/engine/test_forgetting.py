@@ -136,13 +136,16 @@ def test_a_finished_run_goes_on_from_adapters_at_full_strength(bundle: Path, tmp
         (("--general", "FILE"), "--general has no use without --max-forgetting"),
         (("--max-forgetting", "-1"), "x>=0"),
         (("--max-forgetting", 3, "--val-batches", 0), "--max-forgetting needs evaluations"),
-        (("--max-forgetting", 3, "--general", "MISSING"), "Cannot read"),
+        (("--max-forgetting", 3, "--general", "MISSING"), "cannot be read"),
         (("--max-forgetting", 3, "--general", "EMPTY"), "no tokens"),
-        (("--max-forgetting", 3, "--general", "BINARY"), "not a UTF-8 text"),
+        (("--max-forgetting", 3, "--general", "BINARY"), "not UTF-8 text"),
+        (("--max-forgetting", 3, "--general", "RECORDS"), "is a file of records; give a text"),
     ],
 )
 def test_what_cannot_be_used_is_refused(bundle: Path, tmp_path: Path, options: tuple, said: str):
-    files = {name: tmp_path / name for name in ("FILE", "MISSING", "EMPTY", "BINARY")}
+    files = {name: tmp_path / f"{name}.txt" for name in ("FILE", "MISSING", "EMPTY", "BINARY")}
+    files["RECORDS"] = tmp_path / "records.jsonl"
+    files["RECORDS"].write_text('{"text": "A text."}')
     files["FILE"].write_text("A text.")
     files["EMPTY"].write_text("")
     files["BINARY"].write_bytes(b"\xff\xfe\xfd")

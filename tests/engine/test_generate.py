@@ -299,8 +299,8 @@ DAMAGE = {
     "no JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "not valid"),
     "no weights": (lambda f: (f / "adapters.safetensors").unlink(), "no adapters.safetensors"),
     "no parameters": (lambda f: change_config(f, lora_parameters=None), "lacks lora_parameters"),
-    "dora": (lambda f: change_config(f, fine_tune_type="dora"), "DoRA"),
-    "full": (lambda f: change_config(f, fine_tune_type="full"), "fine_tune_type full"),
+    "dora": (lambda f: change_config(f, fine_tune_type="dora"), 'fine_tune_type "dora"'),
+    "full": (lambda f: change_config(f, fine_tune_type="full"), 'fine_tune_type "full"'),
     "short": (lambda f: truncate(f, 10000), "adapters.safetensors is damaged"),
     "shorter": (lambda f: truncate(f, 100), "adapters.safetensors is damaged"),
     "empty": (lambda f: truncate(f, 0), "adapters.safetensors is damaged"),
@@ -320,11 +320,11 @@ DAMAGE = {
 }
 PEFT_DAMAGE = {
     "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model"),
-    "dora": (lambda f: change_config(f, use_dora=True), "DoRA"),
+    "dora": (lambda f: change_config(f, use_dora=True), "use_dora"),
     "method": (lambda f: change_config(f, peft_type="LOHA"), "LOHA"),
-    "bias": (lambda f: change_config(f, bias="all"), "biases"),
+    "bias": (lambda f: change_config(f, bias="all"), 'bias "all"'),
     "embeddings": (lambda f: change_config(f, modules_to_save=["lm_head"]), "modules_to_save"),
-    "ranks": (lambda f: change_config(f, rank_pattern={"q_proj": 4}), "ranks"),
+    "ranks": (lambda f: change_config(f, rank_pattern={"q_proj": 4}), "rank_pattern"),
     "no rank": (lambda f: change_config(f, r=None), "lacks r"),
     "shape": (lambda f: change_config(f, r=4), "has the shape [8, 192]"),
 }
@@ -429,7 +429,7 @@ def test_joined_layers_of_ranks_of_their_own_are_refused(granite, tmp_path: Path
         change_config(copy, rank_pattern={layer: 24})
     else:
         change_config(copy, alpha_pattern={})
-    check_refused(bundle, copy, "ranks or alphas of their own")
+    check_refused(bundle, copy, "rank_pattern or alpha_pattern")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 
-from helpers.commands import call
+from helpers.commands import call, refused, run
 from helpers.models import dequantize_once
 from helpers.oracle import (
     ALPHA,
@@ -215,8 +215,8 @@ CASES = {
     ),
     "warm-up and cosine": (("--warmup", 2, "--schedule", "cosine"), Recipe(SGD(COSINE))),
     "warm-up and linear": (("--warmup", 2, "--schedule", "linear"), Recipe(SGD(LINEAR))),
-    "batch": (("--batch-size", 2), Recipe(SGD(RATE), batch_size=2)),
-    "accumulation": (("--grad-accumulation-steps", 2), Recipe(SGD(RATE), accumulation=2)),
+    "batch": (("--batch-size", 2), Recipe(SGD(RATE), sequences=2)),
+    "accumulation": (("--grad-accumulation-steps", 2), Recipe(SGD(RATE), sequences=2)),
     "clipping": (("--max-grad-norm", 0.5), Recipe(SGD(RATE), max_grad_norm=0.5)),
     "clipping that need not": (("--max-grad-norm", 1e4), Recipe(SGD(RATE), max_grad_norm=1e4)),
     "projections": (("--projections", "q,v"), Recipe(SGD(RATE), projections=("q", "v"))),
@@ -230,13 +230,13 @@ CASES = {
         ("--method", "mebp", "--projections", "k,down", "--num-layers", 3, "--max-grad-norm", 0.2,
          "--momentum", 0.5, "--batch-size", 2),
         Recipe(SGD(RATE, momentum=0.5), projections=("k", "down"), num_layers=3, max_grad_norm=0.2,
-               batch_size=2),
+               sequences=2),
     ),
     "all at once, on disk": (
         ("--optimizer", "adamw", "--schedule", "cosine", "--warmup", 2, "--batch-size", 2,
          "--grad-accumulation-steps", 2, "--max-grad-norm", 0.5, "--projections", "q,k,v,o",
          "--num-layers", 2, "--rslora", "--offload", "all", *SLOW),
-        Recipe(ADAMW(SLOW_COSINE, weight_decay=0), batch_size=2, accumulation=2, max_grad_norm=0.5,
+        Recipe(ADAMW(SLOW_COSINE, weight_decay=0), sequences=4, max_grad_norm=0.5,
                projections=("q", "k", "v", "o"), num_layers=2, scale=ALPHA / math.sqrt(RANK)),
     ),
 }  # fmt: skip
@@ -328,13 +328,13 @@ def test_a_run_goes_on_when_its_bundle_got_shorter_lengths(
 def test_what_counts_of_an_example_is_in_the_loss(
     bundle_of_examples: Path, tmp_path: Path, batch: int, accumulation: int, order: str | None
 ):
-    """A batch is a mean over its targets, accumulation a mean over its batches: not the same."""
+    """A step is a mean over its targets, in however many batches."""
     options = ["--batch-size", batch, "--grad-accumulation-steps", accumulation]
     if order == "sequences":  # the sum of all gradients is kept in any order
         options += ["--max-grad-norm", 1e9]
     run = train(bundle_of_examples, tmp_path / "run", *options)
     assert run.plan.get("order") == order
-    recipe = Recipe(SGD(RATE), batch_size=batch, accumulation=accumulation)
+    recipe = Recipe(SGD(RATE), sequences=batch * accumulation)
     oracle = Oracle.of(bundle_of_examples)
     agree(run, tmp_path / "run", oracle.train(recipe))
     counts = [counted.size for ((_, counted),) in oracle.sequences]
@@ -347,6 +347,34 @@ def test_what_counts_of_an_example_is_in_the_loss(
             sum(numbers[index] for index in order[step * each : (step + 1) * each])
             for step in range(STEPS)
         ]
+
+
+def test_batches_of_a_step_are_as_one(bundle_of_examples: Path, tmp_path: Path):
+    """Gradients by each matrix, of sequences of which some count several times as many targets."""
+    train(bundle_of_examples, tmp_path / "first", steps=2)  # or no A had a gradient
+    start = saved(tmp_path / "first")
+
+    def gradients(*options: object) -> tuple[Run, dict[str, mx.array]]:
+        # At a rate at which the way of a step loses nothing beside the parameters.
+        rate, run = 1e4, tmp_path / "-".join(map(str, options))
+        done = train(
+            bundle_of_examples, run, *options, "--adapters", tmp_path / "first" / "adapters",
+            "--learning-rate", rate, "--val-batches", 0, steps=1,
+        )  # fmt: skip
+        return done, {name: (start[name] - end) / rate for name, end in saved(run).items()}
+
+    counts = [counted.size for ((_, counted),) in Oracle.of(bundle_of_examples).sequences]
+    taken = [counts[reference.step_window(position, 0, len(counts))] for position in range(4)]
+    assert max(taken) > 2 * min(taken)
+    one, expected = gradients("--batch-size", 4)
+    for options in (("--batch-size", 2, "--grad-accumulation-steps", 2),
+                    ("--grad-accumulation-steps", 4),
+                    ("--grad-accumulation-steps", 4, "--offload", "all")):  # fmt: skip
+        run, found = gradients(*options)
+        assert run.losses == pytest.approx(one.losses, rel=1e-6)
+        for name, gradient in expected.items():
+            error = mx.linalg.norm(found[name] - gradient) / mx.linalg.norm(gradient)
+            assert error.item() <= 1e-5, (options, name)
 
 
 @pytest.fixture(scope="module")
@@ -380,11 +408,8 @@ def test_packed_records_train_as_a_batch(
     assert max(map(len, oracle.sequences)) >= 3
     run = train(bundle_of_packed_examples, tmp_path / "run", *options)
     named = dict(zip(options[::2], options[1::2], strict=True))
-    recipe = Recipe(
-        SGD(RATE),
-        batch_size=named.get("--batch-size", 1),
-        accumulation=named.get("--grad-accumulation-steps", 1),
-    )
+    sequences = named.get("--batch-size", 1) * named.get("--grad-accumulation-steps", 1)
+    recipe = Recipe(SGD(RATE), sequences=sequences)
     agree(run, tmp_path / "run", oracle.train(recipe))
 
 
@@ -406,7 +431,7 @@ def test_mezo_takes_the_options_too(bundle: Path, oracle: Oracle, tmp_path: Path
     options = ("--method", "mezo", "--momentum", 0.5, "--batch-size", 2, "--num-layers", 3)
     run = train(bundle, tmp_path / "run", *options, "--learning-rate", 1e-3)
     arch = oracle.model.arch
-    recipe = Recipe(SGD(1e-3, momentum=0.5), batch_size=2, num_layers=3)
+    recipe = Recipe(SGD(1e-3, momentum=0.5), sequences=2, num_layers=3)
     parameters = start = oracle.initial(recipe)
     losses = []
     for step in range(STEPS):
@@ -449,7 +474,7 @@ def test_a_start_from_adapters_of_either_form(bundle: Path, oracle: Oracle, tmp_
 def test_bfloat16_adapters_follow_float32(bundle: Path, oracle: Oracle, tmp_path: Path):
     """Rounding at random has no bias: far from what float32 does, the training would not be."""
     run = train(bundle, tmp_path / "run", "--lora-dtype", "bfloat16", "--batch-size", 4)
-    expected = oracle.train(Recipe(SGD(RATE), batch_size=4))
+    expected = oracle.train(Recipe(SGD(RATE), sequences=4))
     adapters = saved(tmp_path / "run")
     for name, array in adapters.items():
         assert mx.array_equal(array, array.astype(mx.bfloat16).astype(mx.float32)), name
@@ -476,6 +501,48 @@ def test_a_run_that_goes_on_is_as_if_it_had_not_stopped(
     call("train", "--resume", "--out", tmp_path / "run", "--steps", 6)
     assert Run.load(tmp_path / "run").losses == whole.losses
     assert distance(saved(tmp_path / "run"), saved(tmp_path / "whole")) == 0
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Of the files of a run, but for its lock."""
+    files = (file for file in folder.rglob("*") if file.is_file() and file.name != ".lock")
+    return {file: file.read_bytes() for file in files}
+
+
+def test_a_run_does_not_go_on_with_other_data_or_weights(bundle: Path, tmp_path: Path):
+    path, output = shutil.copytree(bundle, tmp_path / "demo.mesp"), tmp_path / "run"
+    train(path, output, "--optimizer", "adamw", steps=2)
+    straight = shutil.copytree(output, tmp_path / "straight")
+    before = contents(output)
+    # Other weights, in a bundle of another name.
+    rounded = tmp_path / "rounded.mesp"
+    call("export", "--model", "demo", "--bits", 8, "--seq-len", SEQ_LEN, "--out", rounded)
+    sentence = refused(run("train", rounded, "--resume", "--out", output, "--steps", 4))
+    assert sentence.startswith(f"The bundle's weights are not those that the run in {output} was")
+    # Other data, in the same bundle.
+    (tmp_path / "train.txt").write_text("Some other text to train on. " * 400)
+    call("data", path, "--data", tmp_path / "train.txt")
+    sentence = refused(run("train", "--resume", "--out", output, "--steps", 4))
+    assert sentence.startswith(
+        f"The train data is not what the run in {output} was started with; start a new run, with "
+        f"--adapters {output / 'adapters'} to go on from its adapters."
+    )
+    assert contents(output) == before
+    train(path, tmp_path / "new", "--adapters", output / "adapters", steps=1)
+    # With its own data the run goes on, from a bundle in another place with other lengths.
+    longer = tmp_path / "longer.mesp"
+    call("export", "--from", bundle, "--seq-len", f"16,{SEQ_LEN}", "--out", longer)
+    call("train", longer, "--resume", "--out", output, "--steps", 4)
+    call("train", bundle, "--resume", "--out", straight, "--steps", 4)
+    assert Run.load(output).losses == Run.load(straight).losses
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_a_schedule_of_more_steps_is_said(bundle: Path, tmp_path: Path, schedule: str):
+    train(bundle, tmp_path / "run", "--schedule", schedule, steps=2)
+    done = call("train", "--resume", "--out", tmp_path / "run", "--steps", 3)
+    line = "schedule: the schedule is now that of 3 steps; it was that of 2"
+    assert (line in done.stderr.splitlines()) == (schedule == "linear")
 
 
 def test_the_number_of_threads_changes_no_bit(

@@ -140,7 +140,10 @@ def test_a_reward_that_fails_ends_the_run_in_order(
     assert "ZeroDivisionError" in done.stderr and "Traceback" not in done.stderr
     assert mesp.Run.load(out).last_step == 2 and saved(out)
     divisor.write_text("5")
-    done = run("train", "--resume", "--steps", 3, "--out", out, cwd=tmp_path)
+    again = ("--resume", "--reward", "own_reward:reward", "--steps", 3, "--out", out)
+    other = run("train", *again, "--reward", "own_reward:other", cwd=tmp_path)
+    assert other.returncode == 2 and "cannot become own_reward:other" in other.stderr
+    done = run("train", *again, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert mesp.Run.load(out).last_step == 3
 
@@ -197,6 +200,7 @@ def test_a_second_signal_ends_a_reward_that_hangs(bundle: Path, tmp_path: Path):
         (("--reward", "nothing"), "There is no reward nothing"),
         (("--reward", "regex:("), "is not valid"),
         (("--reward", "regex:a{99999999999}"), "is not valid"),
+        (("--reward", ":f"), "There is no reward :f"),
         (("--reward", "length:²"), "cannot be imported"),
         (("--reward", "no_such_module:f"), "cannot be imported"),
         (("--reward", ".a:b"), "cannot be imported"),
@@ -228,7 +232,9 @@ def test_refuses(bundle: Path, tmp_path: Path, options: tuple, said: str):
     ],
 )  # fmt: skip
 def test_built_in_rewards(name: str, answer: str, right: str, expected: float):
-    assert rewards.rewards_of(rewards.find_reward(name), ["p"], [answer], [right]) == [expected]
+    assert rewards.rewards_of(rewards.find_reward(name, False), ["p"], [answer], [right]) == [
+        expected
+    ]
 
 
 def test_a_reward_function_returns_a_number_for_each():

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import time
@@ -338,6 +339,24 @@ def test_a_test_without_test_data_is_refused(bundle: Path, tmp_path: Path):
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "needs"),
+    [
+        (("--eval-every", 1), "--eval-every needs evaluations: --val-batches above 0, and a"),
+        (("--eval-every", 1, "--early-stopping", 2), "--eval-every needs evaluations: "),
+        (("--early-stopping", 2), "--early-stopping needs evaluations on the way: "),
+        (("--max-forgetting", 3), "--max-forgetting needs evaluations: "),
+    ],
+)
+def test_what_needs_held_out_data_says_so(bundle: Path, tmp_path: Path, options: tuple, needs: str):
+    manifest = MANIFEST | {"data": {"train": SPLIT}}
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    done = train(bundle, "--steps", 5, *options, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"Error: {needs}") and "held-out data." in done.stderr
+    assert list(tmp_path.iterdir()) == [bundle]
+
+
 def test_the_best_and_the_test_are_reported(bundle: Path, tmp_path: Path):
     run = tmp_path / "run"
     done = train(bundle, "--steps", 2, "--eval-every", 1, "--test", "--out", run)
@@ -392,6 +411,17 @@ def test_a_run_goes_on_from_what_was_saved_last(bundle: Path, tmp_path: Path):
     assert [each["step"] for each in records(run) if each["type"] == "step"] == [1, 2, 3, 4, 5]
     assert done.stderr.splitlines()[0] == "resumed: after step 2"
     assert done.stdout.startswith("Finished after 5 steps")
+
+
+def test_a_run_that_the_engine_refuses_keeps_its_settings(bundle: Path, tmp_path: Path):
+    run, other = tmp_path / "run", shutil.copytree(bundle, tmp_path / "other.mesp")
+    assert train(bundle, "--steps", 2, "--out", run).returncode == 0
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    done = train(other, "--resume", "--steps", 4, "--out", run, how="refuse")
+    assert done.returncode == 2 and "blocks/00.bin is damaged" in done.stderr
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+    assert train("--resume", "--steps", 4, "--out", run).returncode == 0
+    assert settings(run)["bundle"] == str(bundle)
 
 
 def test_a_run_goes_on_without_the_adapters_that_it_began_with(bundle: Path, tmp_path: Path):

@@ -1,5 +1,6 @@
 """Evaluations by the real engine, of the demo model, against mlx-lm."""
 
+import gzip
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,6 +23,7 @@ from helpers.commands import call, command, run
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.engine.process import evaluator
+from mesp.evaluation.records import read_records
 from mesp.text import bundle_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -308,6 +311,39 @@ def test_records_come_from_standard_input(bundle: Path):
     refused(done, "standard input is not UTF-8 text; convert it first.", bundle)
 
 
+def test_records_come_from_every_kind_of_file(bundle: Path, tmp_path: Path):
+    """And those of a table are strings, a text is one record."""
+    rows = "".join(f"{each['prompt']},{each['completion']}\n" for each in TASKS)
+    files = {
+        "a.json": (json.dumps(QUESTIONS), QUESTIONS),
+        "b.CSV": ("prompt,completion\n" + rows, TASKS),
+        "c.ndjson": (json.dumps({"text": TEXTS[0]}), [{"text": TEXTS[0]}]),
+        "d.txt": (TEXTS[0], [{"text": TEXTS[0]}]),
+    }
+    for name, (content, records) in files.items():
+        (tmp_path / name).write_text(content)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content.encode()))
+        as_lines = write(tmp_path / "lines.jsonl", records)
+        found = read_records(str(as_lines), None)
+        for each in (name, f"{name}.gz"):
+            read = read_records(str(tmp_path / each), None)
+            assert [replace(r, where="") for r in read] == [replace(r, where="") for r in found]
+    assert len(read_records(str(tmp_path / "a.json"), 1)) == 1
+    assert "perplexity" in call("evaluate", bundle, tmp_path / "d.txt").stdout
+
+
+@pytest.mark.parametrize("what", ["pipe.jsonl", "device.jsonl", "records", "."])
+def test_what_is_no_file_of_data_is_refused(bundle: Path, tmp_path: Path, what: str):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "device.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "records").write_text('{"text": "a"}')
+    said = {
+        "records": "records is of no kind of file that is read; give records as .jsonl",
+        ".": "is a folder; name a file in it.",
+    }.get(what, "is not a regular file; give a file, or to mesp evaluate - and standard input.")
+    refused(run("evaluate", bundle, tmp_path / what), said, tmp_path)
+
+
 def test_a_long_prompt_loses_its_beginning(bundle: Path, tmp_path: Path):
     records = [QUESTIONS[0] | {"prompt": "war " * 40 + QUESTIONS[0]["prompt"]}]
     data = write(tmp_path / "data.jsonl", records)
@@ -348,7 +384,7 @@ def test_ctrl_c_while_it_loads_is_silent(
 
 BAD_RECORDS = {
     "no JSON": ("{", "Line 1 of {} is not JSON."),
-    "no object": ("[]", "is not an object"),
+    "no object": ("[1]", "Record 1 of {} is not an object"),
     "nothing": ("", "has no records"),
     "unknown": ('{"question": "x"}', "has question; records have"),
     "judged": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "has prompt, chosen, rejected"),
@@ -362,7 +398,7 @@ BAD_RECORDS = {
     "two kinds": ('{"text": "a"}\n{"prompt": "a", "completion": "b"}', "is of another kind"),
     "empty prompt": ('{"prompt": "", "completion": "b"}', "Line 1 of {}: The prompt is empty"),
     "no token": ('{"prompt": "a", "choices": ["b", "c"], "answer": 0}', "begin it with a space"),
-    "nested": ("[" * 100_000, "Line 1 of {} is not JSON."),
+    "nested": ("[" * 100_000, "{} is not JSON."),
     "half a character": ('{"text": "\\ud83d"}', "Line 1 of {} has half a character"),
     "equal choices": (
         '{"prompt": "a", "choices": [" b", " b"], "answer": 1}',
@@ -388,7 +424,7 @@ def test_bad_records_are_named(bundle: Path, tmp_path: Path, kind: str):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "Name either a JSONL file to measure on, or --tasks."),
+        ([], "Name either a file to measure on, or --tasks."),
         (["DATA", "--tasks", "arc"], "Name either"),
         (["DATA", "--json"], '--json is for records with "prompt" and "completion"'),
         (["DATA", "--num-fewshot", 0], "--num-fewshot needs --tasks"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import random
@@ -125,14 +126,20 @@ def test_the_moments_of_adamw_begin_anew_each_round(bundle: Path, data: Path, tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("batches", [1, 2])
 def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
-    bundle: Path, data: Path, tmp_path: Path
+    bundle: Path, data: Path, tmp_path: Path, batches: int
 ):
     """Σ pᵢ (B - η gᵢ) = B - η Σ pᵢ gᵢ: the gradient of the mean over all targets."""
     clients = 4
-    write_records(tmp_path / "d" / "train.jsonl", RECORDS[:clients])
+    records = [
+        each | {"completion": each["completion"] * (1 + number % 3)}
+        for number, each in enumerate(RECORDS[: clients * batches])
+    ]
+    write_records(tmp_path / "d" / "train.jsonl", records)
     shutil.copy(data / "valid.jsonl", tmp_path / "d")
     options = ("--rounds", 2, "--steps", 1, "--freeze-a", *SGD)
+    options += ("--grad-accumulation-steps", batches)
     many = federation(bundle, tmp_path / "d", tmp_path / "f", "--clients", clients, *options)
     many.rounds.save(0, None, {})
     own = shutil.copytree(bundle, tmp_path / "own.mesp")
@@ -141,11 +148,12 @@ def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
     for number in (1, 2):
         trained = [a_round(many, number, arrays, client) for client in range(clients)]
         targets = sum(each.targets for each in trained)
+        assert len({each.targets for each in trained}) > 1
         arrays = {
             name: sum(each.targets / targets * each.arrays[name] for each in trained)
             for name in arrays
         }
-    union = ("--steps", 2, "--batch-size", clients, "--freeze-a", *SGD)
+    union = ("--steps", 2, "--batch-size", clients * batches, "--freeze-a", *SGD)
     expected = travelling(trained_here(own, tmp_path / "run", *union), True)
     # Sums of float32 in another order.
     for name, array in arrays.items():
@@ -356,6 +364,57 @@ def test_a_topics_last_tenth_is_held_out(tmp_path: Path):
     assert [len(units) for units in topics.values()] == [18, 9]
     wanted = [*RECORDS[18:20], RECORDS[29]]
     assert [each.content for each in held_out] == wanted
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "txt.gz", "MD"])
+@pytest.mark.parametrize("split", ["validation", "val", "Dev", "eval", "evaluation"])
+def test_every_kind_of_file_is_a_topic_and_every_name_its_split(
+    tmp_path: Path, kind: str, split: str
+):
+    text = {
+        "json": json.dumps(RECORDS[:4]),
+        "csv": "prompt,completion\n" + "".join(f"{i},{i}\n" for i in range(4)),
+    }.get(kind, "\n\n".join("abcd"))
+    for stem in ("one", split, "test"):
+        file = tmp_path / f"{stem}.{kind}"
+        file.write_bytes(gzip.compress(text.encode()) if kind.endswith("gz") else text.encode())
+    (tmp_path / "README.md").write_text("What they are.")
+    topics, held_out = read_topics(str(tmp_path))
+    assert {name: len(units) for name, units in topics.items()} == {f"one.{kind}": 4}
+    assert len(held_out) == (4 if kind in ("json", "csv") else 1)
+
+
+def test_what_is_no_topic_is_refused(tmp_path: Path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("Mine.")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("a.txt", "b.jsonl.zst", "dev.txt", "valid.txt", "more/c.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("Words.")
+    (folder / "link.txt").symlink_to(secret)
+    os.mkfifo(folder / "pipe.txt")
+    for name, said in (
+        ("valid.txt", "has both dev.txt and valid.txt; keep one."),
+        ("b.jsonl.zst", "has b.jsonl.zst, of no kind of file that is read; "),
+        ("link.txt", "link.txt is a link that leads out of its folder; put the file there."),
+        ("more/c.txt", "has more/c.txt, which is of no split"),
+        ("pipe.txt", "pipe.txt is not a regular file; put the file there."),
+    ):
+        with pytest.raises(MespError, match=re.escape(said)):
+            read_topics(str(folder))
+        (folder / name).unlink()
+    assert [*read_topics(str(folder))[0]] == ["a.txt"]
+
+
+def test_another_part_of_each_topic_is_held_out(tmp_path: Path):
+    write_records(tmp_path / "a.jsonl", RECORDS[:20])
+    assert len(read_topics(str(tmp_path), hold_out=0.5)[1]) == 10
+    with pytest.raises(MespError, match="are measured by held-out data: leave out --hold-out 0"):
+        read_topics(str(tmp_path), hold_out=0)
+    write_records(tmp_path / "dev.jsonl", RECORDS[20:])
+    topics, held_out = read_topics(str(tmp_path), hold_out=0)
+    assert (len(topics["a.jsonl"]), len(held_out)) == (20, 20)
 
 
 # The server's folder.

@@ -30,3 +30,48 @@ def write_adapters(folder: Path, bundle: Path, size: float = 0.1) -> Path:
     config = {"num_layers": arch.num_hidden_layers, "lora_parameters": lora}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_peft(folder: Path, bundle: Path, adapters: Path) -> Path:
+    """The adapters of a folder in mlx-lm's form, as PEFT writes them: a layer that is n of mlx-lm's
+    has n times the rank."""
+    arch = Bundle(bundle, to_run=False).architecture
+    ours = mx.load(str(adapters / "adapters.safetensors"))
+    joined = {name: len(parts) for name, parts in arch.hf_modules if len(parts) > 1}
+    matrices, targets, parameters = {}, set(), set()
+    for i, block in enumerate(arch.training_experts().blocks):
+        shapes = block.adapted()
+        layers = {parts[0]: (name, parts) for name, parts in arch.hf_modules}
+        inner = {part for _, parts in arch.hf_modules for part in parts[1:]}
+        for first in (name for name in shapes if name not in inner):
+            name, parts = layers.get(first, (first, (first,)))
+            pairs = [
+                tuple(ours[f"{arch.mlx_prefix}.layers.{i}.{part}.lora_{each}"] for each in "ab")
+                for part in parts
+            ]
+            stacked = len(shapes[first]) == 3
+            # A [..., rank, in] and B [..., out, rank]
+            a = [a if stacked else a.T for a, _ in pairs]
+            b = [b if stacked else b.T for _, b in pairs]
+            rows = [
+                mx.concatenate([b[m] if m == n else mx.zeros_like(b[n]) for m in range(len(b))], -1)
+                for n in range(len(b))
+            ]
+            a, b = mx.concatenate(a, -2), mx.concatenate(rows, -2)
+            layer = f"{arch.hf_prefix}.layers.{i}.{name}"
+            if stacked:
+                parameters.add(layer)
+                layer = layer.rpartition(".")[0] + (".base_layer" if len(parts) > 1 else "")
+                a, b = a.flatten(0, 1), b.transpose(1, 2, 0).flatten(1)
+            else:
+                targets.add(layer)
+            matrices[f"base_model.model.{layer}.lora_A.weight"] = mx.contiguous(a)
+            matrices[f"base_model.model.{layer}.lora_B.weight"] = mx.contiguous(b)
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "adapter_model.safetensors"), matrices, {"format": "pt"})
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": SCALE * RANK, "task_type": "CAUSAL_LM"}
+    config |= {"target_modules": sorted(targets), "target_parameters": sorted(parameters)}
+    config["rank_pattern"] = {name: count * RANK for name, count in joined.items()}
+    config["alpha_pattern"] = {name: count * RANK * SCALE for name, count in joined.items()}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder

@@ -26,8 +26,7 @@ class Recipe:
     """The settings of an oracle run; the defaults are mesp-train's."""
 
     optimizer: optim.Optimizer
-    batch_size: int = 1
-    accumulation: int = 1
+    sequences: int = 1  # of a step
     max_grad_norm: float | None = None
     projections: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     num_layers: int | None = None
@@ -89,8 +88,8 @@ class Oracle:
                     parameters[f"model.layers.{index}.{name}.lora_b"] = b
         return parameters | (recipe.start or {})
 
-    def loss(self, parameters: Parameters, batch: list, scale: float) -> mx.array:
-        """Mean over all targets of the batch that count."""
+    def loss(self, parameters: Parameters, records: list, scale: float) -> mx.array:
+        """Mean over all targets of a step's records that count."""
         arch, losses = self.model.arch, []
         lora = []
         for index, block in enumerate(arch.blocks):
@@ -103,7 +102,7 @@ class Oracle:
                 for name, (out, inp) in block.sizes().items()
             }
             lora.append(reference.pack_lora(matrices, block))
-        for tokens, positions in batch:
+        for tokens, positions in records:
             y = reference.forward(self.model, lora, tokens[:-1], scale)[-1]
             counted = y[:, positions - 1]
             mean = reference.cross_entropy(counted, tokens[positions], self.model.head, arch)
@@ -116,17 +115,13 @@ class Oracle:
         gradient = mx.value_and_grad(self.loss)
         taken = 0
         for _ in range(steps):
-            losses, sums = [], {name: mx.zeros_like(array) for name, array in parameters.items()}
-            for _ in range(recipe.accumulation):
-                batch = []
-                for _ in range(recipe.batch_size):
-                    index = reference.step_window(taken, recipe.seed, len(self.sequences))
-                    batch += self.sequences[index]
-                    taken += 1
-                loss, gradients = gradient(parameters, batch, recipe.scale)
-                losses.append(loss)
-                sums = {name: sums[name] + gradients[name] for name in sums}
-            gradients = {name: array / recipe.accumulation for name, array in sums.items()}
+            records = []
+            for _ in range(recipe.sequences):
+                records += self.sequences[
+                    reference.step_window(taken, recipe.seed, len(self.sequences))
+                ]
+                taken += 1
+            loss, gradients = gradient(parameters, records, recipe.scale)
             if recipe.freeze_a:
                 gradients = {n: each * n.endswith("lora_b") for n, each in gradients.items()}
             if recipe.max_grad_norm:
@@ -136,7 +131,7 @@ class Oracle:
             parameters = recipe.optimizer.apply_gradients(gradients, parameters)
             mx.eval(parameters, recipe.optimizer.state)
             trained.rates.append(recipe.optimizer.learning_rate.item())
-            trained.losses.append(sum(losses).item() / recipe.accumulation)
+            trained.losses.append(loss.item())
         trained.end = parameters
         return trained
 

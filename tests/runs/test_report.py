@@ -1,6 +1,7 @@
 """`mesp report` as a user runs it."""
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -118,7 +119,11 @@ def test_events_and_samples_are_shown_as_text(tmp_path: Path):
     assert "<i>" not in page.source and "<b>class" not in page.source
 
 
-@pytest.mark.parametrize("text", ["[", '["before"]', '{"prompt": 1}', '[{"prompt": "a"}]'])
+@pytest.mark.parametrize(
+    "text",
+    ["[", '["before"]', '{"prompt": 1}', '[{"prompt": "a"}]', "7", 100_000 * "[", 17_000_000 * " "],
+    ids=lambda text: text[:8],
+)
 def test_samples_that_are_none_are_named(tmp_path: Path, text: str):
     path = write_run(tmp_path / "run") / "samples.json"
     path.write_text(text)
@@ -127,6 +132,62 @@ def test_samples_that_are_none_are_named(tmp_path: Path, text: str):
         2,
         f"Error: {path} is not a list of samples with prompt, before and after.\n",
     )
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"type": "start", "host": 7},
+        {"type": "start", "time": 7},
+        {"type": "start", "settings": {"rank": json.loads(900 * "[" + 900 * "]")}},
+        {"type": "plan", "predicted_peak_bytes": "much"},
+        {"type": "eval", "step": 1, "loss": 1, "split": ["valid"]},
+        {"type": "event", "event": 7, "message": "a"},
+        {"type": "event", "message": ["a"]},
+    ],
+    ids=lambda record: " ".join(record)[:30],
+)
+def test_a_record_of_other_types_is_named(tmp_path: Path, record: dict):
+    run = add(write_run(tmp_path / "run"), record)
+    done = report(run, "--out", tmp_path / "report.html")
+    assert done.returncode == 2 and done.stderr.endswith("is not a log record.\n")
+
+
+def test_a_phase_of_another_type_is_named(tmp_path: Path):
+    def slow(each: dict) -> dict:
+        return each | ({"forward_seconds": "long"} if each["type"] == "step" else {})
+
+    done = report(rewrite(write_run(tmp_path / "run"), slow), "--out", tmp_path / "report.html")
+    assert done.returncode == 2 and "is not a log record" in done.stderr
+
+
+def test_a_log_of_one_endless_line_is_refused(tmp_path: Path):
+    """A sparse file: its zeros take no room on a disk."""
+    run = write_run(tmp_path / "run")
+    with open(run / "metrics.jsonl", "r+b") as log:
+        log.truncate(1 << 29)
+    done = report(run, "--out", tmp_path / "report.html")
+    assert done.returncode == 2 and "has more than 256 MiB" in done.stderr
+
+
+def test_a_time_beyond_the_years_is_none(tmp_path: Path):
+    run = add(
+        write_run(tmp_path / "run", end=None), {"type": "x", "time": "0001-01-01T00:00+23:59"}
+    )
+    assert made(tmp_path / "report.html", run).row("state") == ["killed"]
+
+
+def test_the_page_is_written_through_no_link(tmp_path: Path):
+    run, kept, out = write_run(tmp_path / "run"), tmp_path / "kept", tmp_path / "report.html"
+    kept.write_text("kept")
+    out.symlink_to(kept)
+    made(out, run)
+    assert kept.read_text() == "kept" and not out.is_symlink()
+
+
+def test_a_folder_whose_name_is_no_text(tmp_path: Path):
+    run = write_run(Path(os.fsdecode(os.fsencode(tmp_path) + b"/run\xff")))
+    made(tmp_path / "report.html", run)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
+from helpers.adapters import write_adapters
 from helpers.commands import call, run
 from helpers.gguf_files import MODELS, q8_0, write_gguf
 from helpers.models import TEXT, random_tensors, write_model
@@ -21,6 +23,7 @@ from mesp.models.architecture import Architecture
 from mesp.source_model import find
 from mesp.source_model.gguf.config import config_of
 from mesp.source_model.gguf.header import GGUF, copy
+from mesp.source_model.gguf.tokenizer import write_tokenizer
 from mesp.text import bundle_tokenizer
 
 SIZE = ("--seq-len", 8, "--rank", 2, "--device", "cpu")
@@ -281,6 +284,41 @@ def test_pieces_are_read_as_sentencepiece_has_them(tmp_path: Path):
     assert ids[0] == tokenizer.bos_token_id == 1 and tokenizer.eos_token_ids == {2}
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert ids[-3:] == [3 + byte for byte in "☃".encode()]
+
+
+def test_pieces_that_are_made_in_many_ways_take_no_memory(tmp_path: Path):
+    """Each run of a character is any two shorter ones: 2 MB of tokens have merges of 1.4 GB."""
+    tokens = ["<unk>", *(letter * n for letter in "abcd" for n in range(1, 1025))]
+    types, scores = np.array([2] + [1] * (len(tokens) - 1)), np.zeros(len(tokens), np.float32)
+    entries = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in entries.items()}
+    file = GGUF(tmp_path / "tiny.gguf", metadata, {}, memoryview(b""), 32)
+    tracemalloc.start()
+    with pytest.raises(MespError, match="made of each other in too many ways"):
+        write_tokenizer(file, tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 << 20
+
+
+def test_a_tensor_of_an_unknown_type_is_not_copied(tmp_path: Path):
+    """Here one that the bundle does not have: of a block behind the model's."""
+    tensors, out = random_tensors(MODELS["qwen2"][1]), tmp_path / "b.mesp"
+    whole = GGUF.read(write_gguf(tmp_path / "whole.gguf", "qwen2", tensors))
+    whole.tensors["blk.99.attn_norm.weight"] = whole.tensors["blk.0.attn_norm.weight"]
+    keys = bytearray(whole.keys)
+    keys[8:16] = len(whole.tensors).to_bytes(8, "little")
+    file = tmp_path / "base.gguf"
+    copy(replace(whole, keys=memoryview(keys)), file, {}, Type.Q8_0)
+    export(file, out)
+    header = file.read_bytes()
+    at = header.index(b"blk.99.attn_norm.weight") + len("blk.99.attn_norm.weight") + 4 + 8
+    file.write_bytes(header[:at] + (999).to_bytes(4, "little") + header[at + 4 :])
+    adapters, fused = write_adapters(tmp_path / "adapters", out), tmp_path / "fused"
+    options = ("--adapters", adapters, "--out", fused, "--gguf-base", file)
+    done = run("fuse", out, *options)
+    assert done.returncode == 2 and "in blocks of an unknown type (number 999)" in done.stderr
+    assert "Traceback" not in done.stderr and not fused.exists()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """tools/collect.py as a user runs it, from a folder and from a stand-in phone."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -143,6 +144,39 @@ def test_a_folder_without_runs(tmp_path: Path):
     assert refused(collect("--from", tmp_path / "none", "--out", tmp_path / "out")) == (
         f"There is no folder {tmp_path / 'none'}."
     )
+
+
+@pytest.mark.parametrize("name", ["[/b]", "[link=x]a[/]", "a\x1b]0;b\x07"])
+def test_what_a_run_is_called_is_text(tmp_path: Path, name: str):
+    """Here its folder and its model, neither of which controls the table or a terminal."""
+    run = write_run(tmp_path / "runs" / (name.replace("/", "") + "x"))
+    log = run / "metrics.jsonl"
+    log.write_text(log.read_text().replace("Qwen2.5-0.5B", json.dumps(name)[1:-1]))
+    done = collect("--from", tmp_path / "runs", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert name.replace("\x1b", " ").replace("\x07", "").strip() in done.stdout
+    assert "\x1b]" not in done.stdout and "\x1b]" not in done.stderr
+
+
+@pytest.mark.parametrize("place", ["adapters", "adapters/more", "samples.json", "metrics.jsonl"])
+@pytest.mark.parametrize("what", ["a file", "a folder", "a pipe"])
+def test_what_is_no_regular_file_is_not_collected(tmp_path: Path, place: str, what: str):
+    """A link leads to private files, and a pipe waits."""
+    private, run = tmp_path / "private", write_run(tmp_path / "runs" / "a")
+    private.mkdir()
+    (private / "key").write_text("secret")
+    path = run / place
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    if what == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(private if what == "a folder" else private / "key")
+    done = collect("--from", tmp_path / "runs", "--out", tmp_path / "out")
+    assert done.returncode == 0 and f"{path} is not a regular file" in done.stderr
+    copied = [each for each in (tmp_path / "out").rglob("*") if each.is_file()]
+    assert not any("secret" in each.read_text() for each in copied)
+    assert not any(each.is_symlink() for each in (tmp_path / "out").rglob("*"))
+    assert bool(copied) == (place != "metrics.jsonl")
 
 
 # From a phone

@@ -79,3 +79,11 @@ def test_the_app_is_not_installed_or_the_phone_is_locked(phones: Phones, bundle:
     assert refused(push(phones, bundle)).startswith(f"The app {APP} is not on the phone ")
     phones.world["devices"][0]["locked"] = True
     assert refused(push(phones, bundle)).endswith(" is locked: unlock it and try again.")
+
+
+def test_what_a_phone_is_called_is_text(phones: Phones, bundle: Path):
+    phones.program = "pymobiledevice3"
+    phones.add("[/b] \x1b]0;a\x07")
+    done = push(phones, bundle)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert "is on [/b]" in done.stdout and "\x1b]" not in done.stdout + done.stderr

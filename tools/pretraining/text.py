@@ -11,6 +11,9 @@ import mlx.core as mx
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from mesp.data import source_files
+from mesp.errors import MespError
+
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -24,12 +27,9 @@ QWEN2_PATTERN = (
 def read_text(path: Path) -> str:
     """Read a UTF-8 text file, unify its line ends and drop its control characters."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise click.UsageError(f"{path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise click.UsageError(f"{path} is not UTF-8 text.") from None
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
+        text = source_files.read_text(path)
+    except MespError as error:
+        raise click.UsageError(error.message) from None
     text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc").strip()
     if not text:
         raise click.UsageError(f"{path} holds no text.")

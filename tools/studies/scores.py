@@ -17,6 +17,7 @@ from mesp.adapters.load import apply_adapters, read_adapters
 from mesp.adapters.measure import sequences
 from mesp.bundle.reader import Bundle
 from mesp.data.python_docs import python_docs
+from mesp.data.source_files import read_text
 from mesp.evaluation.metrics import bootstrap, interval
 from mesp.text import bundle_tokenizer
 from studies.tasks import TEXT, Task
@@ -83,7 +84,7 @@ def other_text(bundle: Bundle, task: Task, file: Path | None) -> np.ndarray | No
     It is the end of `file`, or of the prose of Python's language reference; None where that
     prose is the task."""
     if file is not None:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     elif task.name == TEXT.name:
         return None
     else:

@@ -46,7 +46,8 @@ def write_gguf(path: Path, adapters: Adapters, arch: Architecture) -> None:
 
 
 def read_base(path: Path, bundle: Bundle) -> GGUF:
-    """The GGUF file that a bundle was exported from. Raises MespError where it is another one."""
+    """The GGUF file that a bundle was exported from. Raises MespError where it is another one, or
+    has a tensor of unknown size."""
     _package()
     from mesp.source_model.gguf.blocks import CARRIED
     from mesp.source_model.gguf.config import config_of
@@ -69,6 +70,12 @@ def read_base(path: Path, bundle: Bundle) -> GGUF:
                 same = same and bool(mx.array_equal(found, expected[rows]))
     if not same:
         raise MespError(f"{path} is not the file that {bundle.path} was exported from; name that.")
+    for name, tensor in file.tensors.items():  # of blocks that the bundle lacks, too
+        if tensor.data is None:
+            raise MespError(
+                f"{path} has {name!r:.80} in blocks of an unknown type ({tensor.type}), which "
+                "cannot be copied; leave out --gguf-base."
+            )
     return file
 
 

@@ -1,7 +1,8 @@
-"""Adapters as mlx-lm keeps them, read from a folder and put on mlx-lm's model."""
+"""Adapters as mlx-lm or PEFT keeps them, read from a folder and put on mlx-lm's model."""
 
 from __future__ import annotations
 
+import math
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,15 @@ from mlx import nn
 from mlx.utils import tree_unflatten
 from safetensors import SafetensorError, deserialize, safe_open
 
+from mesp.adapters.config import CONFIG, AdapterConfig, check_ranks, read_config
 from mesp.errors import MespError
-from mesp.files import read_object
 from mesp.models.architecture import Architecture
-from mesp.models.mixers import is_positive
 from mesp.source_model.safetensors import TENSOR_DTYPES
 
 _FLOATS = {"F32", "F16", "BF16"}
-WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
+WEIGHTS, PEFT_WEIGHTS = "adapters.safetensors", "adapter_model.safetensors"
+_PEFT = "base_model.model."  # before the name of a layer
+_TEXT_PREFIX = "model"  # of layers where PEFT trained the text of several modalities alone
 
 
 @dataclass(frozen=True)
@@ -34,74 +36,165 @@ class Adapters:
 
 
 def read_adapters(folder: Path, arch: Architecture) -> Adapters:
-    """Reads `adapters.safetensors` and `adapter_config.json` of `folder`.
+    """Reads a folder of adapters as mlx-lm or PEFT writes it.
 
-    Raises MespError if they are not valid, or not of the architecture: matrices of its modules, of
-    one rank that is at most its width, and finite. Nothing is read of a file before its header was
-    found to describe it.
+    Raises MespError if it has a key, a value or a tensor that would not be used (see fields.json),
+    or matrices that are not the architecture's, not of the configuration's rank or not finite.
+    Nothing is read of a file before its header was found to describe it.
     """
-    file = folder / WEIGHTS
     try:
-        scale = read_object(folder / CONFIG)["lora_parameters"]["scale"]
-        if not is_positive(scale):
-            raise ValueError("its scale is not a number above 0")
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise ValueError("it is not a regular file")
-        with safe_open(file, "numpy") as tensors:
-            found = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-            found = {name: (each.get_shape(), each.get_dtype()) for name, each in found.items()}
-        paths = sorted({name.rpartition(".")[0] for name in found})
-        if found.keys() != {f"{path}.lora_{part}" for path in paths for part in "ab"}:
-            raise ValueError("it has tensors beside LoRA matrices, as DoRA's magnitudes")
-        ranks = {_rank(found, path, folder, arch) for path in paths}
-        if len(ranks) > 1:
-            raise ValueError("its matrices have several ranks")
+        config = read_config(folder, arch)
+        file = folder / (PEFT_WEIGHTS if config.is_peft else WEIGHTS)
+        shapes = _shapes(file)
+        layers = _layers(arch, config, shapes)
+        _check(layers, shapes, config)
         arrays = {name: _array(tensor) for name, tensor in deserialize(file.read_bytes())}
-        matrices = {path: (arrays[f"{path}.lora_a"], arrays[f"{path}.lora_b"]) for path in paths}
-    except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
-        raise MespError(
-            f"{folder} holds no adapters in mlx-lm's form ({WEIGHTS} and {CONFIG}); name a run's "
-            "adapters folder."
-        ) from error
-    if not matrices:
-        raise MespError(f"{file} is empty; train the adapters again.")
-    for path, pair in matrices.items():
-        if not all(mx.isfinite(matrix).all() for matrix in pair):
-            raise MespError(f"{file} has numbers in {path} that are not finite; train them again.")
-    return Adapters(matrices, scale)
+        for name, array in sorted(arrays.items()):
+            if not mx.isfinite(array).all():
+                raise ValueError(f"{name} has numbers that are not finite; train them again")
+        matrices = {}
+        for layer in layers:
+            if layer.names[0] in arrays:
+                matrices |= layer.matrices(*(arrays[name] for name in layer.names), config)
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise MespError(f"Cannot load the adapters in {folder}: {said}.") from error
+    return Adapters(matrices, config.scale)
 
 
-def _rank(
-    found: dict[str, tuple[list[int], str]], path: str, folder: Path, arch: Architecture
-) -> int:
-    """The rank of a module's matrices. Raises MespError where they are not the architecture's,
-    ValueError or KeyError where they are not adapters."""
-    (a, a_type), (b, b_type) = (found[f"{path}.lora_{part}"] for part in "ab")
-    if not {a_type, b_type} <= _FLOATS or len(a) != len(b) or len(a) not in (2, 3):
-        raise ValueError(f"{path} has no matrices A and B of floating-point numbers")
-    if stack := a[:-2]:  # of experts, of which the last dimension of A is its inputs
-        a, b = [*a[:1], *a[:0:-1]], [*b[:1], *b[:0:-1]]
-        if stack != b[:-2]:
-            raise ValueError(f"{path} has A and B of another number of experts")
-    *_, inputs, rank = a
-    *_, b_rank, outputs = b
-    layers = f"{arch.mlx_prefix}.layers."
-    layer, _, module = path.removeprefix(layers).partition(".")
-    is_layer = path.startswith(layers) and layer in map(str, range(arch.num_hidden_layers))
-    shapes = arch.training_experts().blocks[int(layer)].adapted() if is_layer else {}
-    if shapes.get(module) != (*stack, outputs, inputs):
-        raise MespError(
-            f"The adapters in {folder} are of another model: this one has no {path} of "
-            f"{inputs} inputs and {outputs} outputs."
+@dataclass(frozen=True)
+class _Layer:
+    """A linear layer that may have adapters: in PEFT's form n of mlx-lm's, whose outputs lie behind
+    each other, or a parameter of experts' matrices.
+
+    `names` are of A's and B's tensors, `paths` of mlx-lm's layers, `stack` is the experts' number.
+    """
+
+    names: tuple[str, str]
+    paths: tuple[str, ...]
+    stack: tuple[int, ...]
+    inputs: int
+    outputs: tuple[int, ...]
+    is_adapted: bool
+
+    def rank(self, config: AdapterConfig) -> int:
+        return config.rank * (len(self.paths) if config.joins else 1)
+
+    def shapes(self, config: AdapterConfig) -> list[list[int]]:
+        """Those that A and B have in the file."""
+        rank, outputs, stack = self.rank(config), sum(self.outputs), self.stack
+        if not config.is_peft and not stack:
+            return [[self.inputs, rank], [rank, outputs]]
+        if not config.is_peft:
+            return [[*stack, rank, self.inputs], [*stack, outputs, rank]]
+        count = math.prod(stack)
+        return [[count * rank, self.inputs], [outputs, rank * count]]
+
+    def matrices(
+        self, a: mx.array, b: mx.array, config: AdapterConfig
+    ) -> dict[str, tuple[mx.array, mx.array]]:
+        """mlx-lm's A and B by the layer's path."""
+        if not config.is_peft:
+            return {self.paths[0]: (a, b)}
+        if self.stack:  # as mlx-lm has it: A [experts, rank, in], B [experts, out, rank]
+            a = a.reshape(*self.stack, -1, self.inputs)
+            b = b.reshape(sum(self.outputs), -1, *self.stack).transpose(2, 0, 1)
+        found, start, rank = {}, 0, config.rank
+        for index, (path, size) in enumerate(zip(self.paths, self.outputs, strict=True)):
+            first = index * rank if config.joins else 0
+            rows = b[..., start : start + size, :]
+            part = rows[..., first : first + rank]
+            check_ranks(mx.array_equal((rows != 0).sum(), (part != 0).sum()).item())
+            found[path] = a[..., first : first + rank, :], part
+            start += size
+        return found if self.stack else {path: (a.T, b.T) for path, (a, b) in found.items()}
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    """The shape of each tensor of a file. Raises ValueError where it is damaged."""
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ValueError(f"{file.name} is not a regular file")
+    except FileNotFoundError as error:
+        raise ValueError(f"it has no {file.name}") from error
+    try:
+        with safe_open(file, "numpy") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            if not {each.get_dtype() for each in slices.values()} <= _FLOATS:
+                raise ValueError(f"{file.name} has numbers that are not F32, F16 or BF16")
+            shapes = {name: each.get_shape() for name, each in slices.items()}
+    except SafetensorError as error:
+        raise ValueError(f"{file.name} is damaged") from error
+    if not shapes:
+        raise ValueError(f"{file.name} is empty")
+    return shapes
+
+
+def _layers(
+    arch: Architecture, config: AdapterConfig, shapes: dict[str, list[int]]
+) -> list[_Layer]:
+    """All of the model that may have adapters in the configuration's form."""
+    prefix = arch.hf_prefix if config.is_peft else arch.mlx_prefix
+    if config.is_peft and not any(name.startswith(f"{_PEFT}{prefix}.layers.") for name in shapes):
+        prefix = _TEXT_PREFIX
+    found: list[_Layer] = []
+    for index, block in enumerate(arch.training_experts().blocks):
+        blocks = f"{prefix}.layers.{index}."
+        adapted = block.adapted()
+        joined = [each for each in arch.hf_modules if each[1][0] in adapted] * config.is_peft
+        there = {parts[0]: (name, parts) for name, parts in joined}
+        inner = {part for _, parts in joined for part in parts[1:]}
+        for first in (name for name in adapted if name not in inner):
+            name, parts = there.get(first, (first, (first,)))
+            *stack, _, inputs = adapted[first]
+            layer = f"{blocks}{name}"
+            names = (f"{layer}.lora_a", f"{layer}.lora_b")
+            if config.is_peft:
+                # A parameter's wrapper has the name of the module; where both have one, the first
+                # one's is in the next.
+                others = (blocks + other for other, _ in joined if other != name)
+                is_nested = any(map(config.adapts_parameter, others))
+                inside = ".base_layer" if len(parts) > 1 and is_nested else ""
+                place = f"{layer.rpartition('.')[0]}{inside}" if stack else layer
+                names = (f"{_PEFT}{place}.lora_A.weight", f"{_PEFT}{place}.lora_B.weight")
+            by_name = config.adapts_parameter(layer)
+            is_adapted = config.adapts(layer, index, arch.num_hidden_layers)
+            found.append(
+                _Layer(
+                    names=names,
+                    paths=tuple(f"{arch.mlx_prefix}.layers.{index}.{part}" for part in parts),
+                    stack=tuple(stack),
+                    inputs=inputs,
+                    outputs=tuple(adapted[part][-2] for part in parts),
+                    is_adapted=by_name if stack and config.is_peft else is_adapted,
+                )
+            )
+    taken = {layer.names for layer in found if layer.is_adapted}
+    return [layer for layer in found if layer.is_adapted or layer.names not in taken]
+
+
+def _check(layers: list[_Layer], shapes: dict[str, list[int]], config: AdapterConfig) -> None:
+    """Raises ValueError that names a tensor which is no matrix of one of the layers, or lacks the
+    other of its pair."""
+    known = {name for layer in layers for name in layer.names}
+    for name in sorted(shapes.keys() - known):
+        raise ValueError(
+            f"it holds {name}, which is not a LoRA matrix of one of this model's layers"
         )
-    if rank != b_rank:
-        raise ValueError(f"A of {path} has rank {rank}, and B {b_rank}")
-    if not 0 < rank <= arch.hidden_size:
-        raise MespError(
-            f"The adapters in {folder} have rank {rank:,}, and the model's width is "
-            f"{arch.hidden_size:,}; train some of a lower rank."
-        )
-    return rank
+    for layer in layers:
+        for name, other, needed in zip(
+            layer.names, layer.names[::-1], layer.shapes(config), strict=True
+        ):
+            if name not in shapes:
+                continue
+            if other not in shapes:
+                raise ValueError(f"{other} is missing")
+            if not layer.is_adapted:
+                raise ValueError(f"it holds {name}, which its {CONFIG} gives no place")
+            if shapes[name] != needed:
+                raise ValueError(
+                    f"{name} has the shape {shapes[name]}, where the model needs {needed}"
+                )
 
 
 def _array(tensor: dict[str, Any]) -> mx.array:

@@ -179,14 +179,19 @@ def _require(holds: bool, what: str) -> None:
 def _check_primitive(primitive: Primitive, inputs: list[Array], outputs: list[Array]) -> None:
     """Raises ValueError or IndexError unless its rule holds."""
     allowed = ALLOWED["primitives"][primitive.name]
+    _require(primitive.device == allowed.get("device", primitive.device), "it is for a GPU only")
     for value, values in zip(primitive.state, allowed.get("allowed", ()), strict=False):
         _require(value in values, _STATE)
     if "inputs" in allowed:
         _require(len(inputs) == allowed["inputs"], "a wrong number of inputs")
+    if not allowed.get("empty"):
+        _require(all(0 not in each.shape for each in inputs + outputs), "an array is empty")
     expected = _RULES[allowed["rule"]](primitive, inputs)
     if allowed["rule"] == "depends":
         expected = expected[: len(outputs)]
     _require(outputs == expected, "its outputs have other shapes or types than its inputs make")
+    if allowed.get("changes"):
+        _require(outputs != inputs[:1], "it changes nothing")
     kinds = {_TYPES[each.dtype] for each in (inputs or outputs)[:1]}
     if allowed["rule"] == "select":
         kinds = {_TYPES[inputs[1].dtype]}
@@ -287,7 +292,7 @@ def _squeeze(primitive: Primitive, inputs: list[Array]) -> list[Array]:
 
 def _flatten(primitive: Primitive, inputs: list[Array]) -> list[Array]:
     x, (first, last) = _one(inputs), primitive.state
-    _require(0 <= first <= last < len(x.shape), _STATE)
+    _require(0 <= first < last < len(x.shape), _STATE)
     flat = math.prod(x.shape[first : last + 1])
     return [Array((*x.shape[:first], flat, *x.shape[last + 1 :]), x.dtype)]
 
@@ -311,12 +316,13 @@ def _slice(primitive: Primitive, inputs: list[Array]) -> list[Array]:
     for n, start, stop, step in zip(x.shape, starts, stops, steps, strict=True):
         _require(0 <= start <= stop <= n and step >= 1, "it reads outside of its input")
         shape.append(-(-(stop - start) // step))
+        _require(step == 1 or shape[-1] != 1, _STATE)
     return [Array(tuple(shape), x.dtype)]
 
 
 def _split(primitive: Primitive, inputs: list[Array]) -> list[Array]:
     x, (indices, place) = _one(inputs), primitive.state
-    _require(0 <= place < len(x.shape), _STATE)
+    _require(0 <= place < len(x.shape) and 0 < len(indices) < 10, _STATE)
     ends = [0, *indices, x.shape[place]]
     _require(ends == sorted(ends), "it reads outside of its input")
     before, after = x.shape[:place], x.shape[place + 1 :]
@@ -326,7 +332,7 @@ def _split(primitive: Primitive, inputs: list[Array]) -> list[Array]:
 
 def _concatenate(primitive: Primitive, inputs: list[Array]) -> list[Array]:
     first, (place,) = inputs[0], primitive.state
-    _require(0 <= place < len(first.shape), _STATE)
+    _require(0 <= place < len(first.shape) and len(inputs) > 1, _STATE)
 
     def others(array: Array) -> tuple:
         return array.dtype, array.shape[:place], array.shape[place + 1 :]
@@ -392,23 +398,20 @@ def _scan(primitive: Primitive, inputs: list[Array]) -> list[Array]:
 
 def _softmax(primitive: Primitive, inputs: list[Array]) -> list[Array]:
     x = _one(inputs)
-    _require(x.shape[-1] > 0, "its input is empty")
+    _require(len(x.shape) > 0, _INPUTS)
     return [x]
 
 
 def _norm(primitive: Primitive, inputs: list[Array]) -> list[Array]:
     x, weight = inputs
-    _require(x.shape[-1] > 0 and weight == Array(x.shape[-1:], x.dtype), _INPUTS)
+    _require(len(x.shape) > 0 and weight == Array(x.shape[-1:], x.dtype), _INPUTS)
     return [x]
 
 
 def _product(primitive: Primitive, inputs: list[Array]) -> list[Array]:
     a, b, *added = inputs
     (*batch, m, k), (*same, inner, n) = a.shape, b.shape
-    _require(
-        (batch, k, a.dtype) == (same, inner, b.dtype) and 0 not in (*a.shape, *b.shape),
-        _INPUTS,
-    )
+    _require((batch, k, a.dtype) == (same, inner, b.dtype), _INPUTS)
     output = Array((*batch, m, n), a.dtype)
     _require(added == [output] * (primitive.name == "AddMM"), _INPUTS)
     return [output]
@@ -419,7 +422,7 @@ def _quantized(primitive: Primitive, inputs: list[Array]) -> list[Array]:
     group, bits, mode, transposed = primitive.state
     _require((group, bits, mode) in _QUANTIZATIONS and transposed, _STATE)
     (*others, k), (n, _) = x.shape, w.shape
-    _require(k % group == 0 and 0 not in (*x.shape, n), _INPUTS)
+    _require(k % group == 0, _INPUTS)
     _require(w == Array((n, k * bits // 32), _CODES["uint32"]), _INPUTS)
     of_scales = Array((n, k // group), x.dtype if mode == 0 else _CODES["uint8"])
     _require(scales == [of_scales] * (2 if mode == 0 else 1), _INPUTS)
@@ -442,17 +445,27 @@ def _attention(primitive: Primitive, inputs: list[Array]) -> list[Array]:
     q, k, v, *masks = inputs
     _, causal, sinks, logarithms = primitive.state
     (batch, heads, length, size), (of_batch, kv, keys, _) = q.shape, k.shape
-    _require(not sinks and not logarithms and size in ALLOWED["head_dims"], _STATE)
+    _require(not sinks and not logarithms, _STATE)
     _require(
         k == v == Array((batch, kv, keys, size), q.dtype)
         and of_batch == batch
-        and 0 not in (*q.shape, *k.shape)
-        and heads % kv == 0,
+        and heads % kv == 0
+        and length <= keys
+        and has_attention(heads, kv, length, size),
         _INPUTS,
     )
     mask = Array((batch, heads, length, keys), _CODES["bool"])
     _require(masks == [mask] * (not causal), _INPUTS)
     return [q]
+
+
+def has_attention(heads: int, kv_heads: int, length: int, head_dim: int) -> bool:
+    """Whether Metal has a kernel of attention for these: ALLOWED says for which."""
+    kernels = ALLOWED["attention"]
+    if length > kernels["short"]:
+        return head_dim in kernels["long_dims"]
+    rows = length * (heads // kv_heads)
+    return head_dim in kernels["short_dims"] and rows <= kernels["short_rows"]
 
 
 _RULES: dict[str, Callable[[Primitive, list[Array]], list[Array]]] = {

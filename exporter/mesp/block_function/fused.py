@@ -13,6 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mesp.block_function import mlxfn
+from mesp.block_function.check import has_attention
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -33,23 +34,13 @@ def scaled_dot_product_attention(
     q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: str | mx.array
 ) -> mx.array:
     """`mx.fast.scaled_dot_product_attention` of arrays of one dtype; the mask bool or "causal"."""
-    if not _has_kernel(q, k):
+    _, heads, length, head_dim = q.shape
+    if not has_attention(heads, k.shape[1], length, head_dim):
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
     causal = isinstance(mask, str)
     masks = [] if causal else [mx.broadcast_to(mask, (*q.shape[:3], k.shape[2]))]
     state = (scale, causal, False, False)  # no sinks, and no logarithms of sums for a derivative
     return _trace("ScaledDotProductAttention", state, [q, k, v, *masks], q.shape)
-
-
-def _has_kernel(q: mx.array, k: mx.array) -> bool:
-    """Whether Metal has a kernel for these; it takes plain operations for others.
-
-    (MLX's scaled_dot_product_attention.cpp: use_fallback. Heads of 96: mended in MLX 0.32.1.)
-    """
-    _, heads, length, head_dim = q.shape
-    if length > 8:
-        return head_dim in (64, 80, 128)
-    return head_dim in (64, 96, 128, 256) and length * (heads // k.shape[1]) <= 32
 
 
 def _trace(name: str, state: tuple, inputs: list[mx.array], shape: tuple[int, ...]) -> mx.array:

@@ -15,7 +15,7 @@ from mesp.bundle.manifest import Manifest
 from mesp.bundle.reader import Bundle
 from mesp.bundle.rewriter import rewrite_bundle
 from mesp.bundle.writer import write_bundle
-from mesp.data.load import DataOptions, load
+from mesp.data.load import ALL, DataOptions, load
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 from mesp.models.layout import DTYPE_OF
@@ -77,7 +77,7 @@ class Job:
         assert self.source.folder is not None
         tokenizer = load_tokenizer(self.source.folder, "which --measure needs; leave it out")
         count, length = MEASURED
-        tokens = load(data, tokenizer, length, self.architecture.vocab_size)["train"].tokens
+        tokens = load(data, tokenizer, length, self.architecture.vocab_size, ALL)["train"].tokens
         return excerpts(tokens, self.source, self.architecture, count, length)
 
     def measure(self, sequences: list[list[int]]) -> Loss:
@@ -203,9 +203,9 @@ def export(
         model: A short name such as ``Qwen2.5-0.5B``, a name on the Hugging Face Hub, a folder, a
             GGUF file, or ``demo``.
         out: The bundle's folder; ``NAME.mesp`` by default.
-        data: Training data: a JSONL, parquet or text file, a folder or a dataset on the Hub with
-            train, valid and test, ``python-docs`` or ``python-docs-pairs``. None for none, of the
-            demo model ``python-docs``.
+        data: Training data: a file of records or of text, a folder or a dataset on the Hub with
+            files called train, valid and test, ``python-docs`` or ``python-docs-pairs``. None for
+            none, of the demo model ``python-docs``.
         data_options: How the data is taken.
         seq_len: The sequence lengths to train with, in tokens.
         rank: The LoRA ranks to train with.

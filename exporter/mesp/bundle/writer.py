@@ -20,7 +20,7 @@ from mesp.bundle.weight_files import (
     write_weights,
 )
 from mesp.data.examples import Split
-from mesp.data.load import load, random_data
+from mesp.data.load import ALL, load, random_data
 from mesp.errors import MespError, plain_os_errors
 from mesp.folders import new_folder
 from mesp.models.architecture import Architecture
@@ -153,7 +153,7 @@ def find_moments(
     if source.folder is None:
         raise MespError(f"{source.name} has no tokenizer here, so --calibrate cannot be used.")
     tokenizer = load_tokenizer(source.folder, "which --calibrate needs; leave it out")
-    tokens = load(options.calibrate, tokenizer, LENGTH, arch.vocab_size)["train"].tokens
+    tokens = load(options.calibrate, tokenizer, LENGTH, arch.vocab_size, ALL)["train"].tokens
     sequences = excerpts(tokens, source, arch, CALIBRATION_SEQUENCES)
     return Moments(model, sequences, with_products=True)
 

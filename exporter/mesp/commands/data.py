@@ -1,4 +1,4 @@
-"""`mesp data`: replaces the data in a bundle."""
+"""`mesp data`: replaces the data in a bundle, or shows it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,37 @@ from rich.console import Console
 from mesp.bundle.data_files import describe_data, replace_data
 from mesp.bundle.manifest import read_manifest
 from mesp.commands.command import Command
-from mesp.commands.data_options import data_options
+from mesp.commands.data_options import data_options, given_data_options
+from mesp.commands.show import show_records
 from mesp.data.load import DataOptions, load
 from mesp.data.sources import SOURCES
+from mesp.errors import MespError
 from mesp.text import load_tokenizer
 
 
 @click.command(cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--data", required=True, metavar="FILE|DIR|NAME", help=f"The new data: {SOURCES}.")
+@click.option("--data", metavar="FILE|DIR|NAME", help=f"The new data: {SOURCES}.")
+@click.option(
+    "--show", type=click.IntRange(min=1), show_default="none without --data, else 1",
+    help="Print so many records as they are trained, with what is in the loss marked.",
+)  # fmt: skip
 @data_options
-def main(bundle: Path, data: str, data_options: DataOptions) -> None:
-    """Replace the data in BUNDLE, a folder that mesp-export wrote, using its tokenizer."""
+def main(bundle: Path, data: str | None, show: int | None, data_options: DataOptions) -> None:
+    """Replace the data in BUNDLE, a folder that mesp-export wrote, using its tokenizer; without
+    --data, show the data that it has."""
+    if data is None:
+        options = given_data_options(click.get_current_context())
+        if show is None or options:
+            raise MespError(
+                "Name the new data with --data, or show what the bundle has with --show 3."
+            )
+        show_records(bundle, show)
+        return
     manifest = read_manifest(bundle, to_run=False)
     vocab_size = manifest.architecture.vocab_size
     with Console(stderr=True).status("Tokenizing"):
         tokenizer = load_tokenizer(bundle)
         splits = load(data, tokenizer, max(manifest.seq_lens), vocab_size, data_options)
     click.echo(f"{bundle} now has {describe_data(replace_data(bundle, splits).data)}.")
+    show_records(bundle, show or 1)

@@ -10,13 +10,18 @@ import click
 from click.core import ParameterSource
 
 from mesp.commands.command import pairs, several
+from mesp.data.held_out import HELD_OUT
 from mesp.data.load import DataOptions
 from mesp.data.records import KEYS
-from mesp.data.sources import SPLITS, Selection
+from mesp.data.source_files import SPLITS
+from mesp.data.sources import Selection
 from mesp.data.tokens import LOSS_ON
 from mesp.errors import MespError
 
-OPTIONS = ("pack", "loss_on", "mask_prompt", "chat", "long", "columns", "splits", "subset")
+OPTIONS = (
+    "pack", "loss_on", "mask_prompt", "chat", "long", "hold_out", "columns", "ignore", "splits",
+    "subset",
+)  # fmt: skip
 
 
 def given_data_options(context: click.Context) -> list[str]:
@@ -49,13 +54,22 @@ def data_options(function: Callable[..., None]) -> Callable[..., None]:
         "--long", type=click.Choice(["cut", "split"]), default="cut",
         help="Cut or split records longer than the longest sequence; text in one stream has none.",
     )  # fmt: skip
+    @click.option(
+        "--hold-out", type=click.FloatRange(0, 1, max_open=True), default=HELD_OUT,
+        metavar="FRACTION",
+        help="The part of the data that is held out where it has no valid split; 0 holds out none.",
+    )  # fmt: skip
     @several(
         "--columns", metavar="KEY=COLUMN,...", then=pairs(KEYS),
         comma=rf",(?=\s*(?:{'|'.join(KEYS)})=)",
         help="The columns with a record's prompt, completion, …",
     )  # fmt: skip
     @several(
-        "--splits", metavar="SPLIT=NAME,...", then=pairs(SPLITS),
+        "--ignore", metavar="NAME,...",
+        help="Fields of records and of their messages to leave out, such as one that is refused.",
+    )  # fmt: skip
+    @several(
+        "--splits", metavar="SPLIT=NAME,...", then=pairs(tuple(SPLITS)),
         help="The parts of a dataset for train, valid and test, as in train=train[:1000].",
     )  # fmt: skip
     @click.option("--subset", metavar="NAME", help="A dataset's configuration.")
@@ -76,5 +90,9 @@ def data_options_of(options: Mapping[str, Any]) -> DataOptions:
                 f"--mask-prompt means --loss-on last, not --loss-on {loss_on}: give one of them."
             )
         loss_on = "last"
-    selection = Selection(options["subset"], options["splits"], options["columns"])
-    return DataOptions(options["pack"], loss_on, options["long"], selection, options["chat"])
+    selection = Selection(
+        options["subset"], options["splits"], options["columns"], options["ignore"]
+    )
+    return DataOptions(
+        options["pack"], loss_on, options["long"], selection, options["chat"], options["hold_out"]
+    )

@@ -78,12 +78,13 @@ def main(
 ) -> None:  # fmt: skip
     """Measure how good the model in BUNDLE is, with adapters and without.
 
-    DATA is a JSONL file, or - for standard input. Records with "text" give its perplexity, with
-    "prompt", "choices" and "answer" the accuracy of choosing, with "prompt" and "completion", or
-    "messages", how many answers are right.
+    DATA is a file of records (.jsonl, .json, .csv, .tsv, .parquet) or of text (.txt, .md), or - for
+    JSON lines on standard input. Records with "text" give its perplexity, with "prompt", "choices"
+    and "answer" the accuracy of choosing, with "prompt" and "completion", or "messages", how many
+    answers are right.
     """
     if (data is None) == (not tasks):
-        raise MespError("Name either a JSONL file to measure on, or --tasks.")
+        raise MespError("Name either a file to measure on, or --tasks.")
     chosen = None
     if tasks:
         from mesp.evaluation import harness

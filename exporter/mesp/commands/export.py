@@ -15,6 +15,7 @@ from mesp.bundle.manifest import Manifest
 from mesp.commands.command import Command, several
 from mesp.commands.data_options import data_options
 from mesp.commands.progress_bars import export_progress
+from mesp.commands.show import show_records
 from mesp.data.load import DataOptions
 from mesp.data.sources import SOURCES
 from mesp.engine.plan import predicted_memory
@@ -171,6 +172,8 @@ def tell(out: Path, manifest: Manifest, repo: str | None, gguf: str | None = Non
     click.echo(summary(out, manifest))
     if gguf is not None:
         click.echo(f"  {'GGUF':10} {gguf}")
+    if "train" in manifest.data and (out / "tokenizer_config.json").exists():
+        show_records(out, 1)
     if repo is not None:
         click.echo(f"  {'at':10} {hub_upload.upload(out, manifest, repo)}")
 

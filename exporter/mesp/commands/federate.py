@@ -36,6 +36,7 @@ from mesp.federate.federation import TRAINING, Federation, FederationSettings, w
 from mesp.federate.local_training import SETTINGS
 from mesp.federate.people import Split, read_topics, share_out
 from mesp.federate.report import Report, summary
+from mesp.folders import refuse_linked_folders
 from mesp.text import load_tokenizer
 
 # The settings of training that a federation has.
@@ -134,6 +135,7 @@ def prepare(context: click.Context, simulated: bool = True) -> Federation:
             "resume it with --resume."
         )
     federation = Federation(output.resolve(), options)
+    refuse_linked_folders(federation.output)
     if not resume:
         with Console(stderr=True).status("Tokenizing"):
             write_tokens(federation, manifest, data_options_of(context.params), simulated)
@@ -173,7 +175,7 @@ def write_tokens(
 ) -> None:
     """Writes the held-out tokens, and those of clients that are simulated. Raises MespError."""
     options, bundle = federation.options, Path(federation.options["bundle"])
-    topics, held_out = read_topics(options["data"], data_options.selection)
+    topics, held_out = read_topics(options["data"], data_options.selection, data_options.hold_out)
     documents = {"valid": held_out}
     if simulated:
         split = Split.parse(options["split"])

@@ -30,7 +30,7 @@ WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
     "--adapters", required=True, type=click.Path(path_type=Path),
-    help="Folder of adapters, of mesp-train or mlx-lm.",
+    help="Folder of adapters, of mesp-train, mlx-lm or PEFT.",
 )  # fmt: skip
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder.")
 @click.option(

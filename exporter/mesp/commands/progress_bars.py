@@ -20,7 +20,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
-from mesp.formatting import decimal, duration, megabytes, quality
+from mesp.formatting import decimal, duration, megabytes, printable, quality
 from mesp.progress import Progress, Report
 from mesp.runs.log import Speed
 
@@ -78,7 +78,9 @@ class TrainingProgress:
             kind == "event" and record.get("event") != "error"
         ):  # an error ends the run, and is said then
             self.console.print(
-                f"{record.get('event')}: {record.get('message')}", markup=False, soft_wrap=True
+                printable(f"{record.get('event')}: {record.get('message')}"),
+                markup=False,
+                soft_wrap=True,
             )
 
     def show_step(self, record: dict[str, Any]) -> None:
@@ -105,13 +107,16 @@ def _bars(*columns: ProgressColumn) -> Iterator[Report]:
     console = Console(stderr=True)
     tasks: dict[str, TaskID] = {}
     with Bars(
-        TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False), BarColumn(), *columns,
+        TimeRemainingColumn(),
         console=console, transient=True, disable=not console.is_terminal,
     ) as bars:  # fmt: skip
 
         def report(progress: Progress) -> None:
             if progress.task not in tasks:
-                tasks[progress.task] = bars.add_task(progress.task, total=progress.total)
+                # It may have the name of a stranger's bundle.
+                task = bars.add_task(printable(progress.task), total=progress.total)
+                tasks[progress.task] = task
             bars.update(tasks[progress.task], completed=progress.done)
 
         yield report

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from mesp.commands.command import Command
 from mesp.commands.progress_bars import TrainingProgress
@@ -44,7 +45,7 @@ from mesp.runs.log import LOG_NAME, Run
 @click.option(
     "--resume", is_flag=True,
     help="Resume the run in --out with its settings; --steps, --save-every and the memory options "
-    "may change.",
+    "may change. A --reward module:function is given again.",
 )  # fmt: skip
 @click.option(
     "--dry-run", is_flag=True,
@@ -63,7 +64,8 @@ def main(
     if not resume:
         require(context, "bundle", "steps")
     settings = given(context, TrainSettings)
-    job = prepare(bundle, output, resume, paper, settings, to_run=not dry_run)
+    is_typed = context.get_parameter_source("reward") is ParameterSource.COMMANDLINE
+    job = prepare(bundle, output, resume, paper, settings, not dry_run, may_import=is_typed)
     find_engine()  # which is built first, where it has not been
     is_private = job.settings.dp_clip is not None
     if is_private or dry_run:

@@ -14,10 +14,8 @@ import numpy as np
 
 from mesp.data.messages import CALLS
 from mesp.data.records import Conversation
-from mesp.data.rendering import MARKS, Place, Rendering, shown
+from mesp.data.rendering import MARK, MARKS, PROBE, Place, Rendering, shown
 from mesp.errors import MespError
-
-PROBE = "MeSP"  # a message's text, found again in what the template makes of it
 
 
 class Span(NamedTuple):
@@ -80,6 +78,8 @@ def encode_conversation(tokenizer: Any, conversation: Conversation, loss_on: str
         mask[inside] = index in trained
         if index in trained:
             _check_ends(tokenizer, encoded["input_ids"], offsets, span, index)
+    if trained and loss_on != "all" and (loss_on == "last" or conversation.prompt):
+        _check_asked(rendering, trained[0], encoded["input_ids"][: int(np.argmax(mask))])
     return Encoded(encoded["input_ids"], mask, tuple(notes))
 
 
@@ -106,6 +106,19 @@ def _encode_last(tokenizer: Any, rendering: Rendering, notes: list[str]) -> Enco
     return Encoded(ids, np.arange(len(ids)) >= len(prompt), tuple(notes))
 
 
+def _check_asked(rendering: Rendering, index: int, prompt: Sequence[int]) -> None:
+    """Raises MespError unless what comes before the answer in message `index` is how the model is
+    asked for it."""
+    if index:
+        asked = rendering.render(rendering.conversation.messages[:index], asks=True)
+        if _tokens(rendering.tokenizer, asked)["input_ids"][: len(prompt)] != prompt:
+            raise MespError(
+                f"what asks for the answer in message {index + 1} is not how the chat template "
+                "begins the conversation: take records of messages and --loss-on answers, or leave "
+                "it out."
+            )
+
+
 # Where answers are
 
 
@@ -129,12 +142,11 @@ def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> li
         bounds.append((start, stop))
     spans = []
     for index, (start, stop) in zip(answers, bounds, strict=True):
-        inside = {
-            rendering.texts[place.text].message
-            for place in rendering.places
-            if place.start < stop and place.stop > start
-        }
-        if not 0 <= start < stop or inside != {index}:
+        inside = {p.text for p in rendering.places if p.start < stop and p.stop > start}
+        # A template may write a text elsewhere too, as a tool's name in what the tool answers.
+        if not 0 <= start < stop or inside < {p.text for p in said[index]}:
+            raise _not_found(index)
+        if any(rendering.texts[text].message != index for text in inside):
             raise _not_found(index)
         spans.append(Span(start, max(p.stop for p in said[index] if p.stop <= stop), stop))
     return spans
@@ -148,23 +160,41 @@ def _not_found(index: int) -> MespError:
 
 
 def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
-    """What the template marks by `{% generation %}`, by characters; None where it marks nothing."""
+    """What the template marks by `{% generation %}`, by characters, marks of one answer that touch
+    joined; None where it marks nothing."""
     tokenizer, conversation = rendering.tokenizer, rendering.conversation
     template = tokenizer.chat_template
     if not (isinstance(template, str) and re.search(r"{%-?\s*generation\s*-?%}", template)):
         return None
-    encoded = tokenizer._tokenizer.apply_chat_template(
-        shown(conversation.messages),
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    thinking = tokenizer._thinking_kwarg  # some templates have another name for it
+    options = {
+        thinking if key == "enable_thinking" else key: value
+        for key, value in conversation.options.items()
+    }
+    _, (marked,) = render_jinja_template(
+        [shown(conversation.messages, rendering.with_text)],
         tools=conversation.tools,
-        return_dict=True,
+        chat_template=template,
         return_assistant_tokens_mask=True,
-        tokenizer_kwargs={"return_offsets_mapping": True},
-        **{"enable_thinking": tokenizer.has_thinking} | conversation.options,
+        **{**tokenizer.special_tokens_map, thinking: tokenizer.has_thinking, **options},
     )
-    marked = np.array(encoded["assistant_masks"], bool)
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], marked, [0]])))
-    offsets = encoded["offset_mapping"]
-    return [(offsets[a][0], offsets[b - 1][1]) for a, b in edges.reshape(-1, 2).tolist()]
+    found: list[tuple[int, int]] = []
+    said: set[int] = set()  # which message the last of those has texts of
+    for start, stop in marked:
+        inside = {
+            rendering.texts[place.text].message
+            for place in rendering.places
+            if place.start < stop and place.stop > start
+        }
+        if found and found[-1][1] == start and (not said or not inside or said == inside):
+            found[-1] = (found[-1][0], stop)
+            said = said | inside
+        else:
+            found.append((start, stop))
+            said = inside
+    return found
 
 
 def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> int:
@@ -200,7 +230,7 @@ def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> 
     # The turn before ends differently here, or there is none. A template may write less of the
     # header than it asks with, but a special token of it at least.
     tokens = _tokens(rendering.tokenizer, header)
-    special = {*rendering.tokenizer.all_special_ids}
+    special = special_tokens(rendering.tokenizer)
     for count in range(len(tokens["input_ids"]), 0, -1):
         is_whole = count == len(tokens["input_ids"])
         length = tokens["offset_mapping"][count - 1][1]
@@ -308,6 +338,12 @@ def end_tokens(tokenizer: Any) -> set[int]:
     return {*tokenizer.eos_token_ids} | template_ends(tokenizer)
 
 
+def special_tokens(tokenizer: Any) -> set[int]:
+    """The ids of the tokens that mark something, and are no text."""
+    added = tokenizer.added_tokens_decoder
+    return {*tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
+
+
 def template_ends(tokenizer: Any, asks_on: bool = False) -> set[int]:
     """The special tokens that the chat template ends an answer with: the last one of a
     conversation, or where it `asks_on` one that is followed by a question."""
@@ -318,8 +354,11 @@ def template_ends(tokenizer: Any, asks_on: bool = False) -> set[int]:
 
 @lru_cache(maxsize=4)
 def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]]:
-    turns = [{"role": role, "content": PROBE} for role in ("user", "assistant", "user")]
-    special = {*tokenizer.all_special_ids}
+    turns = [
+        {"role": role, "content": MARK.format(number)}
+        for number, role in enumerate(("user", "assistant", "user"))
+    ]
+    special = special_tokens(tokenizer)
     try:
         last, followed = (_tail(tokenizer, turns[:count]) for count in (2, 3))
     except Exception:  # a template can raise anything
@@ -336,7 +375,8 @@ def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]
 def _tail(tokenizer: Any, turns: list[dict[str, str]]) -> list[int]:
     """The ids of what the chat template writes after the first answer, up to the next message."""
     text = tokenizer.apply_chat_template(turns, tokenize=False)
-    return list(tokenizer.encode("".join(text.split(PROBE)[2:3]), add_special_tokens=False))
+    _, _, after = text.partition(turns[1]["content"])
+    return list(tokenizer.encode(MARKS.split(after)[0], add_special_tokens=False))
 
 
 def _check_ends(

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from mesp.data.examples import Split
+from mesp.data.source_files import read_text
 from mesp.data.tokens import begin_of_text, cut_text
-from mesp.errors import MespError, plain_os_errors
-from mesp.files import read_bytes
+from mesp.errors import MespError
 
 SIZE = 1 << 22  # bytes of a text; an evaluation reads the first 16 sequences
 
@@ -19,16 +19,12 @@ SIZE = 1 << 22  # bytes of a text; an evaluation reads the first 16 sequences
 def general_text(file: Path | None, tokenizer: Any, vocab_size: int) -> Split:
     """The tokens of a text as a stream: of `file`, or of the page that comes with MeSP.
 
-    Raises MespError where the file cannot be read, is not UTF-8 or has less than two tokens.
+    Raises MespError where the file cannot be read, is none of text or has less than two tokens.
     """
     if file is None:
         text = (files("mesp.data") / "general.txt").read_text("utf-8")
     else:
-        with plain_os_errors(f"Cannot read {file}"):
-            try:
-                text = read_bytes(file, SIZE).decode("utf-8-sig")
-            except ValueError as error:
-                raise MespError(f"{file} is not a UTF-8 text of at most 4 MB.") from error
+        text = read_text(file, SIZE)
     ids: list[int] = []
     for piece in cut_text(text):
         ids += tokenizer.encode(piece, add_special_tokens=False)

@@ -8,31 +8,45 @@ from mesp.data.examples import Split
 from mesp.data.records import Document
 from mesp.errors import MespError
 
-HELD_OUT = 10  # where the data has no valid split of its own, one part in this many becomes it
+HELD_OUT = 0.1  # the part of the data, where nobody says another
 
 
-def hold_out_records(data: str, documents: dict[str, list[Document]]) -> None:
+def held_out_of(count: int, fraction: float, least: int = 1) -> int:
+    """How many of `count` are held out: a `fraction`, at `least` so many, or none where it is 0.
+    Raises MespError where it is no fraction."""
+    if not 0 <= fraction < 1:
+        raise MespError(f"--hold-out is 0 or more and below 1, and not {fraction}.")
+    return max(int(count * fraction), least) if fraction else 0
+
+
+def hold_out_records(data: str, documents: dict[str, list[Document]], fraction: float) -> None:
     """Makes the last records ``valid``. Raises MespError where they are too few."""
-    if "valid" not in documents:
-        train = documents["train"]
-        held_out = max(len(train) // HELD_OUT, 1)
-        if len(train) == held_out:
-            raise MespError(
-                f"{data} has one record, too few to train on and hold out one; give it more."
-            )
+    if "valid" in documents:
+        return
+    train = documents["train"]
+    held_out = held_out_of(len(train), fraction)
+    if len(train) <= held_out:
+        raise MespError(
+            f"{data} has one record, too few to train on and hold out one; give it more, or hold "
+            "out none with --hold-out 0."
+        )
+    if held_out:
         documents["train"], documents["valid"] = train[:-held_out], train[-held_out:]
 
 
-def hold_out_tokens(data: str, splits: dict[str, Split], seq_len: int) -> None:
+def hold_out_tokens(data: str, splits: dict[str, Split], seq_len: int, fraction: float) -> None:
     """Makes the end of the stream ``valid``. Raises MespError where it is too short for that."""
     if "valid" in splits:
         return
     train = splits["train"]
-    held_out = max(len(train.tokens) // HELD_OUT, seq_len + 1)
+    held_out = held_out_of(len(train.tokens), fraction, least=seq_len + 1)
+    if not held_out:
+        return
     if len(train.tokens) < held_out + seq_len + 1:
         raise MespError(
             f"{data} has {len(train.tokens):,} tokens, too few to train on and hold out one "
-            f"sequence of {seq_len} each; give it more text or export with a smaller --seq-len."
+            f"sequence of {seq_len} each; give it more text, export with a smaller --seq-len, or "
+            "hold out none with --hold-out 0."
         )
     for split, part in (("train", slice(-held_out)), ("valid", slice(-held_out, None))):
         mask = None if train.mask is None else train.mask[part]

@@ -1,34 +1,38 @@
-"""Data that the `datasets` library reads: parquet, and datasets with configurations and splits."""
+"""Datasets as the `datasets` library finds them: with configurations, splits and parts of these."""
 
 from __future__ import annotations
 
+import glob
+import itertools
+import os
 import re
 import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mesp.data.source_files import SPLIT_OF, FileName, Row, read_file
 from mesp.errors import MespError
 from mesp.files import root_of
+from mesp.hub_download import download
 
-# The names of each split in datasets, where none is given.
-NAMES = {
-    "train": ("train",),
-    "valid": ("validation", "valid", "val", "dev"),
-    "test": ("test",),
-}
-FORMATS = {".parquet": "parquet", ".jsonl": "json"}
+# Of a dataset's configuration, what says which files it has, and nothing of how to read them.
+OF_FILES = ("name", "version", "data_dir", "data_files", "description")
 
 
-def read_rows(
-    data: str, subset: str | None, splits: dict[str, str]
-) -> dict[str, list[dict[str, Any]]]:
-    """The rows of a dataset by MeSP's names of splits, each a record by its columns.
+def read_dataset(
+    data: str, subset: str | None, splits: Mapping[str, str], names: Sequence[str] = ()
+) -> dict[str, list[Row]]:
+    """The records of a dataset by MeSP's names of splits.
 
-    `data` is a file of one of `FORMATS`, a folder or a name on the Hugging Face Hub, `subset` its
-    configuration. `splits` says what is taken as each split, as `datasets` spells it: a name, or
-    part of one, as in ``train[:1000]``; where it is empty, what is called so. Values that are null
-    are left out. Raises MespError where the library is not there, or says no.
+    `data` is a file, a folder or a name on the Hugging Face Hub, `subset` its configuration.
+    `splits` says what is taken as each split, as `datasets` spells it: a name, or part of one, as
+    in ``train[:1000]``; where it is empty, what is called so. The library says which files each
+    split has, and `read_file` reads them. Raises MespError where the library is not there, or says
+    no, where a file of these `names` is of no split, or a split of no name that is known.
     """
     try:
         import datasets
@@ -41,32 +45,28 @@ def read_rows(
     datasets.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    path, options = data, {}
-    if Path(data).is_file():
-        if subset is not None:
-            raise MespError(f"{data} is a file, which has no subsets; leave out --subset.")
-        path, options = FORMATS[Path(data).suffix], {"data_files": data}
     try:
-        if not options:
-            subset = _find_subset(data, subset, datasets.get_dataset_config_names(path))
-        builder = datasets.load_dataset_builder(path, subset, **options)
-        if not options:
-            _refuse_other_files(data, builder)
-        there = datasets.get_dataset_split_names(path, subset, **options)
-        splits = _find_splits(data, splits, there)
-        rows = {
-            ours: datasets.load_dataset(path, subset, split=theirs, **options).to_list()
-            for ours, theirs in splits.items()
+        found = _find_files(datasets, data, subset, names)
+        taken = _find_splits(data, splits, list(found))
+        needed = {name for expression in taken.values() for name in _names_in(expression)}
+        rows = {name: list(found[name]()) for name in needed}
+        sizes = {name: len(each) for name, each in rows.items()}
+        return {
+            ours: [
+                row
+                for part in datasets.ReadInstruction.from_spec(expression).to_absolute(sizes)
+                for row in rows[part.splitname][part.from_ : part.to]
+            ]
+            for ours, expression in taken.items()
         }
     except MespError:
         raise
-    except Exception as error:  # what a broken connection or file raises differs
+    except Exception as error:  # what a broken connection or dataset raises differs
         reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
         raise MespError(
             f"The datasets library cannot read {data}: {reason}; check its name and the network, "
             "or give a folder with train.jsonl."
         ) from error
-    return {split: [_without_null(row) for row in each] for split, each in rows.items()}
 
 
 def refuse_scripts(datasets: ModuleType) -> None:
@@ -79,25 +79,77 @@ def refuse_scripts(datasets: ModuleType) -> None:
         )
 
 
-def _refuse_other_files(data: str, builder: Any) -> None:
-    """Raises MespError where the README.md of a dataset takes data from elsewhere: a file of this
-    machine would be trained on as if it were the dataset's."""
-    if Path(data).is_dir():
-        root = root_of(Path(data))
+def _find_files(
+    datasets: ModuleType, data: str, subset: str | None, names: Sequence[str]
+) -> dict[str, Callable[[], Iterator[Row]]]:
+    """What reads each of the library's splits."""
+    path = Path(data)
+    if path.exists() and not path.is_dir():
+        if subset is not None:
+            raise MespError(f"{data} is a file, which has no subsets; leave out --subset.")
+        return {"train": partial(read_file, path)}
+    subset = _find_subset(data, subset, datasets.get_dataset_config_names(data))
+    builder = datasets.load_dataset_builder(data, subset)
+    files = {
+        str(split): [_within(data, builder, str(file)) for file in each]
+        for split, each in (builder.config.data_files or {}).items()
+    }
+    used = dict(itertools.chain.from_iterable(files.values()))
+    _refuse_ways_of_reading(data, builder.config, used)
+    for name in names:
+        if name not in used:
+            raise MespError(
+                f"{data} has {name}, which is of none of the splits {', '.join(files)}; say with "
+                "--splits which are read."
+            )
+    return {split: partial(_read, data, each) for split, each in files.items()}
 
-        def belongs(file: str) -> bool:
-            return "://" not in file and Path(file).resolve().is_relative_to(root)
 
+def _read(data: str, files: Sequence[tuple[str, str | None]]) -> Iterator[Row]:
+    """The records of files of a folder, or of a dataset on the Hub, of a revision."""
+    for name, revision in files:
+        folder = Path(data)
+        if revision is not None:
+            folder = download("dataset", data, [glob.escape(name)], revision)
+        yield from read_file(folder / name, f"{data}/{name}", root_of(folder))
+
+
+def _within(data: str, builder: Any, file: str) -> tuple[str, str | None]:
+    """The name of a file within its dataset, and on the Hub the revision. Raises MespError where it
+    is of another place, which a dataset's README.md may name: a file of this machine would be
+    trained on as if it were the dataset's."""
+    folder = Path(data)
+    if folder.is_dir():
+        if "://" not in file and Path(file).resolve().is_relative_to(root_of(folder)):
+            return os.path.relpath(file, folder.resolve()), None
     else:
+        at = file.removeprefix(f"hf://datasets/{builder.repo_id}@")
+        revision, _, name = at.partition("/")
+        if at != file and ".." not in name.split("/"):
+            return name, revision
+    raise MespError(f"{data} names a file outside of it, {file:.200}; do not use it.")
 
-        def belongs(file: str) -> bool:
-            path = file.removeprefix(f"hf://datasets/{builder.repo_id}@")
-            return path != file and ".." not in path.split("/")
 
-    for files in (builder.config.data_files or {}).values():
-        for file in map(str, files):
-            if not belongs(file):
-                raise MespError(f"{data} names a file outside of it, {file:.200}; do not use it.")
+def _refuse_ways_of_reading(data: str, config: Any, names: Iterable[str]) -> None:
+    """Raises MespError where a dataset's README.md says how its files are read, which is for the
+    library alone."""
+    usual = type(config)()
+    ways = [
+        each.name
+        for each in fields(config)
+        if each.name not in OF_FILES and getattr(config, each.name) != getattr(usual, each.name)
+    ]
+    if ways == ["sep"] and config.sep == "\t" and all(_is_tsv(name) for name in names):
+        return
+    if ways:
+        raise MespError(
+            f"{data} says in its README.md how its files are read, by {ways[0]}, which is not "
+            "supported; write its records to a folder with train.jsonl."
+        )
+
+
+def _is_tsv(name: str) -> bool:
+    return FileName.of(name).kind == ".tsv"
 
 
 def _find_subset(data: str, subset: str | None, there: list[str]) -> str:
@@ -110,14 +162,27 @@ def _find_subset(data: str, subset: str | None, there: list[str]) -> str:
     return subset
 
 
-def _find_splits(data: str, splits: dict[str, str], there: list[str]) -> dict[str, str]:
-    """The source of each split; MespError where one is not there, or none is to train on."""
+def _find_splits(data: str, splits: Mapping[str, str], there: list[str]) -> Mapping[str, str]:
+    """The source of each split; MespError where one is not there, none is to train on, or without
+    `splits` there is one that is of none."""
     for expression in splits.values():
-        if re.split(r"[\[+]", expression)[0] not in there:
-            raise MespError(f"{data} has no split {expression}; it has {', '.join(there)}.")
-    found = splits or {
-        ours: name for ours, names in NAMES.items() for name in reversed(names) if name in there
-    }
+        for name in _names_in(expression):
+            if name not in there:
+                raise MespError(f"{data} has no split {name}; it has {', '.join(there)}.")
+    found = dict(splits)
+    for name in there if not splits else ():
+        ours = SPLIT_OF.get(name.lower())
+        if ours is None:
+            raise MespError(
+                f"{data} has the splits {', '.join(there)}; say with --splits train=NAME which are "
+                "read."
+            )
+        if ours in found:
+            raise MespError(
+                f"{data} has both {found[ours]} and {name}; say with --splits {ours}=NAME which is "
+                "read."
+            )
+        found[ours] = name
     if "train" not in found:
         raise MespError(
             f"{data} has the splits {', '.join(there)}; say which to train on with --splits "
@@ -126,8 +191,6 @@ def _find_splits(data: str, splits: dict[str, str], there: list[str]) -> dict[st
     return found
 
 
-def _without_null(value: Any) -> Any:
-    """Of a record, what it has: its columns hold what any record has, and null elsewhere."""
-    if isinstance(value, dict):
-        return {key: _without_null(each) for key, each in value.items() if each is not None}
-    return [_without_null(each) for each in value] if isinstance(value, list) else value
+def _names_in(expression: str) -> list[str]:
+    """The library's splits in an expression such as ``train[:10%]+test``."""
+    return [re.split(r"[\[(]", part)[0].strip() for part in expression.split("+")]

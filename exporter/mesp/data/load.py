@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from mesp.data.answers import end_tokens
+from mesp.data.answers import end_tokens, special_tokens
 from mesp.data.examples import Split, as_examples, as_stream
-from mesp.data.held_out import hold_out_records, hold_out_tokens
+from mesp.data.held_out import HELD_OUT, hold_out_records, hold_out_tokens
 from mesp.data.preferences import JUDGED, Judged, as_judged, judged
-from mesp.data.records import Document, kind_of, unread
+from mesp.data.records import OPTIONS, Document, kind_of, unread
 from mesp.data.sources import Selection, read_documents
 from mesp.data.tokens import Encoder, begin_of_text
 from mesp.errors import MespError
@@ -32,25 +32,31 @@ class DataOptions:
     """How to read data: with `pack` text as one stream and of other records several a sequence
     (None: only text), what is in the loss, one of `LOSS_ON` (None: the answers, of text all), what
     becomes of examples longer than the longest sequence, ``cut`` or ``split``, what of a dataset is
-    the `selection`, and whether prompts and answers that are strings go through the chat template
-    (None: where the tokenizer has one)."""
+    the `selection`, whether prompts and answers that are strings go through the chat template
+    (None: where the tokenizer has one), and the part to `hold_out` where there is no valid split,
+    0 for none."""
 
     pack: bool | None = None
     loss_on: str | None = None
     long: str = "cut"
     selection: Selection = field(default_factory=Selection)
     chat: bool | None = None
+    hold_out: float = HELD_OUT
+
+
+# Of data by which nothing is measured.
+ALL = DataOptions(hold_out=0)
 
 
 def load(
     data: str, tokenizer: Any, seq_len: int, vocab_size: int, options: DataOptions | None = None
 ) -> dict[str, Split]:
-    """The splits train, valid and, where there is one, test of `data`, tokenized.
+    """The splits train and, where there are some, valid and test of `data`, tokenized.
 
     `data` is one of `SOURCES`; what exists here wins over a name. `tokenizer` is as
     `load_tokenizer` gives it. Records become what mlx-lm's datasets make of them; the text of a
-    file ends with the end-of-text token. Without a valid split of its own the data's last tenth is
-    held out. Notes how many examples were cut, split or left out. Raises
+    file ends with the end-of-text token. Without a valid split of its own the end of the data is
+    held out, as the options say. Notes how many examples were cut, split or left out. Raises
     MespError where the data cannot be read or used, a packed split is shorter than one sequence
     of `seq_len` tokens and the token after, or ids do not fit the model's `vocab_size`.
     """
@@ -79,14 +85,14 @@ def tokenize(
         _check_chat(data, documents, tokenizer, options.chat)
     encoder = Encoder(kind, tokenizer, loss_on, chat)
     if kind != "text" or not pack:
-        hold_out_records(data, documents)
+        hold_out_records(data, documents, options.hold_out)
     encoded: dict[str, Any] = encode_all(data, documents, encoder)
     if kind in JUDGED:
         splits = {split: as_judged(data, split, each, seq_len) for split, each in encoded.items()}
     elif pack and kind == "text":
         begin = begin_of_text(tokenizer)
         splits = {split: as_stream(each, begin) for split, each in encoded.items()}
-        hold_out_tokens(data, splits, seq_len)
+        hold_out_tokens(data, splits, seq_len, options.hold_out)
         _check_lengths(data, splits, seq_len)
     else:
         splits = {
@@ -111,7 +117,7 @@ def ends_of(split: Split, tokenizer: Any) -> tuple[int, ...]:
     """The tokens at which generation stops, of a model that has learned from a split."""
     ends = end_tokens(tokenizer)
     if split.examples is not None:
-        special = {*tokenizer.all_special_ids}
+        special = special_tokens(tokenizer)
         for start, length in split.examples.tolist():
             at = start + length - 1
             while at > start and not tokenizer.decode([int(split.tokens[at])]).strip():
@@ -213,7 +219,16 @@ def _check_chat(
                 f"The model's tokenizer has no chat template, which the messages of {data} need; "
                 "take an -Instruct model, or write the records as prompts and answers."
             )
-    elif chat:
+    for each in records:
+        is_joined = chat is False or not tokenizer.has_chat_template or "prompt" not in each.content
+        if is_joined and not each.has_messages:
+            for key in ("tools", OPTIONS):
+                if each.content.get(key):
+                    raise MespError(
+                        f"{each.where} has {key}, which only a chat template reads, and its prompt "
+                        f"and answer are joined without one: leave it out with --ignore {key}."
+                    )
+    if chat and not any(each.has_messages for each in records):
         if not tokenizer.has_chat_template:
             raise MespError("The model's tokenizer has no chat template: leave out --chat.")
         for each in records:

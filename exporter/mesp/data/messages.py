@@ -22,6 +22,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 # torchtune's `masked`.
 WEIGHTS = {"weight": 1, "train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}
 CALLS = "tool_calls"
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names that transformers takes for one
 
 
 def are_messages(value: Any) -> bool:
@@ -50,6 +51,12 @@ def _read(where: str, raw: Message, ignored: tuple[str, ...]) -> Message:
     weight = read_weight(f"{where} with", message)
     if "content" in message:
         message["content"] = _text(where, message["content"])
+    thoughts = {key: _text(where, message[key]) for key in REASONING if key in message}
+    if len({*thoughts.values()}) > 1:
+        raise MespError(
+            f"{where} with two kinds of reasoning, {' and '.join(thoughts)}: leave one out."
+        )
+    message |= thoughts
     if CALLS in message:
         if message[CALLS] == []:
             del message[CALLS]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mesp.data.messages import (
-    WEIGHTS,
     Message,
     are_messages,
     read_messages,
@@ -16,7 +15,7 @@ from mesp.data.messages import (
     read_weight,
 )
 from mesp.errors import MespError
-from mesp.files import parse_json
+from mesp.files import UnclearError, parse_json
 
 RECORDS = (
     'records have "text", "prompt" and "completion", or "messages"; for an objective "prompt", '
@@ -122,25 +121,24 @@ def read_utf8(name: str, read: Callable[[], bytes]) -> str:
         raise MespError(f"{name} cannot be read: {error.strerror}.") from error
 
 
-def read_object(where: str, line: str, records: str) -> dict[str, Any]:
-    """A line of a JSONL file as a JSON object. Raises MespError, which describes `records`, for
-    anything else and for strings that a tokenizer cannot take."""
+def read_value(where: str, text: str) -> Any:
+    """The value of a JSON text. Raises MespError where it is not valid, has a key twice or a number
+    that JSON lacks, or a string that a tokenizer cannot take."""
     try:
-        record = parse_json(line)
+        return parse_json(text, strict=True)
     except UnicodeEncodeError as error:
         raise MespError(f"{where} has half a character, as \\ud83d alone is; fix it.") from error
+    except UnclearError as error:
+        raise MespError(f"{where} {error}.") from error
     except ValueError as error:
         raise MespError(f"{where} is not JSON.") from error
+
+
+def as_object(where: str, record: Any) -> dict[str, Any]:
+    """A value of JSON as the object of a record. Raises MespError for anything else."""
     if not isinstance(record, dict):
-        raise MespError(f"{where} is not an object; {records}.")
+        raise MespError(f"{where} is not an object, as a record is; fix it.")
     return record
-
-
-def read_line(
-    where: str, line: str, columns: dict[str, str], ignored: tuple[str, ...] = ()
-) -> Document:
-    """A line of a JSONL file, as `read_record` has it. Raises MespError for anything else."""
-    return read_record(where, read_object(where, line, RECORDS), columns, ignored)
 
 
 def read_record(
@@ -225,15 +223,16 @@ def unread(documents: dict[str, list[Document]]) -> list[str]:
     for document in (each for split in documents.values() for each in split):
         if isinstance(document.content, dict):
             found |= dict.fromkeys(document.content)
-    known = {*_read_of(next(iter(documents.values()))[0].kind), "tools", OPTIONS, *WEIGHTS}
+    known = _read_of(next(iter(documents.values()))[0].kind)
     return [key for key in found if key not in known]
 
 
 def _read_of(kind: str) -> tuple[str, ...]:
     """The keys that are read of a kind of record."""
-    if kind in (PAIRS, LABELS):
-        return ("prompt", *kind.split(" and "))
-    return tuple(kind.split(" and "))
+    if kind == "text":
+        return ("text", "weight")
+    prompt = () if kind == "messages" else ("prompt",)
+    return (*prompt, *kind.split(" and "), "tools", OPTIONS, "weight")
 
 
 def kind_of(documents: dict[str, list[Document]]) -> str:

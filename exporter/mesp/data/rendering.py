@@ -13,6 +13,7 @@ calls.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -21,18 +22,19 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from mesp.data.messages import CALLS, Message
+from mesp.data.messages import CALLS, REASONING, Message
 from mesp.data.records import Conversation
 from mesp.errors import MespError
 
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names that transformers takes for one
-# A thought that is part of an answer's content.
-THOUGHT = re.compile(r"(?s)(?P<before>.*?<think>)?(?P<thought>.*?)(?P<after></think>)(?P<rest>.*)")
+# What is around a thought that is part of an answer's content. Templates look for them, so they
+# stay where they are.
+TAGS = re.compile(r"(</?think>)")
 # Of a message. The last four say which message it is, and change no text where a template has no
 # use for them.
 KNOWN = ("role", "content", "weight", CALLS, *REASONING, "name", "tool_call_id", "id", "index")
 # At the end of a text they tell a template whether to ask for thoughts; it may leave them out.
 ENDS = re.compile(r"(?s)(?P<before>\s*)(?P<body>.*?)(?P<after>(?:\s|/no_?think\b|/think\b)*)")
+PROBE = "MeSP"  # a message's text, found again in what the template makes of it
 MARK, MARKS = "Mk{:04}yQ", re.compile(r"Mk(\d{4,})yQ")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MEANT = {
@@ -89,10 +91,10 @@ class Rendering:
 
     def render(self, messages: list[Message], asks: bool = False) -> str:
         """What the template makes of other messages; with `asks` up to where an answer begins."""
-        return self._render(shown(messages, self._with_text), asks)
+        return self._render(shown(messages, self.with_text), asks)
 
     @cached_property
-    def _with_text(self) -> bool:
+    def with_text(self) -> bool:
         """Whether the template takes the arguments of tool calls as JSON in a string, and refuses
         objects."""
         messages = self.conversation.messages
@@ -116,8 +118,17 @@ class Rendering:
         )
 
     def render_marked(self, count: int, asks: bool = False) -> str:
-        """The first `count` messages, with marks for texts."""
-        return self.render(self._marks[0][:count], asks)
+        """The first `count` messages, with marks for texts; after a question where there is none
+        and the template wants one."""
+        messages = self._marks[0][:count]
+        try:
+            return self.render(messages, asks)
+        except Exception:  # a template can raise anything
+            if any(message["role"] == "user" for message in messages):
+                raise
+            first = sum(message["role"] in ("system", "developer") for message in messages[:1])
+            question = [{"role": "user", "content": PROBE}]
+            return self.render(messages[:first] + question + messages[first:], asks)
 
     @cached_property
     def _marks(self) -> tuple[list[Message], list[Text]]:
@@ -142,7 +153,7 @@ class Rendering:
         last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
         trained = self.conversation.answers
         for number, (index, kind, text) in enumerate(self.texts):
-            if number in seen:
+            if number in seen and any(form in self.text for form in _forms(text)):
                 continue
             if kind == "reasoning" and (index < last_question or index not in trained):
                 notes.append(
@@ -164,7 +175,7 @@ class Rendering:
         return notes
 
     def _check_tools(self) -> None:
-        """Raises MespError where the template leaves out a tool, or a number in a tool call."""
+        """Raises MespError where the template leaves out a tool, or a value in a tool call."""
         for tool in self.conversation.tools or []:
             name = tool.get("function", tool).get("name") if isinstance(tool, dict) else None
             if isinstance(name, str) and name not in self.marked:
@@ -172,13 +183,15 @@ class Rendering:
                     f"the chat template leaves out the tools, such as {_short(name)}: take a model "
                     "whose template has them, or leave them out with --ignore tools."
                 )
-        for index, message in enumerate(self.conversation.messages):
-            for call in message.get(CALLS, []):
-                for leaf in _numbers(call["function"]["arguments"]):
-                    if leaf.casefold() not in self.marked.casefold():
+        for index, message in enumerate(self._marks[0]):
+            for number, call in enumerate(message.get(CALLS, [])):
+                for value, arguments in _changes(call["function"]["arguments"]):
+                    changed = copy.deepcopy(self._marks[0])
+                    changed[index][CALLS][number]["function"]["arguments"] = arguments
+                    if self.render(changed) == self.marked:
                         raise MespError(
-                            f"the chat template leaves out {leaf} in a tool call of message "
-                            f"{index + 1}: take a model whose template has tool calls."
+                            f"the chat template leaves out {json.dumps(value)} in a tool call of "
+                            f"message {index + 1}: take a model whose template has tool calls."
                         )
 
     def _check_others(self) -> None:
@@ -275,16 +288,15 @@ def _marked(index: int, message: Message, mark: Callable[[int, str, str], str]) 
     """A message with marks in place of its texts."""
     changed = dict(message)
     thoughts = [key for key in REASONING if key in message]
-    if thoughts and isinstance(message[thoughts[0]], str):
+    if thoughts:
         changed |= dict.fromkeys(thoughts, mark(index, "reasoning", message[thoughts[0]]))
     content = message["content"]
-    found = THOUGHT.fullmatch(content) if message["role"] == "assistant" else None
-    if found is not None and found["thought"].strip():
-        thought = mark(index, "reasoning", found["thought"])
-        rest = mark(index, "content", found["rest"])
-        changed["content"] = f"{found['before'] or ''}{thought}{found['after']}{rest}"
-    else:
-        changed["content"] = mark(index, "content", content)
+    pieces = TAGS.split(content) if message["role"] == "assistant" else [content]
+    for at in range(0, len(pieces), 2):  # tags are between texts
+        around = (pieces[at - 1] if at else "<think>", *pieces[at + 1 : at + 2])
+        kind = "reasoning" if around == ("<think>", "</think>") else "content"
+        pieces[at] = mark(index, kind, pieces[at])
+    changed["content"] = "".join(pieces)
     if CALLS in message:
         changed[CALLS] = [_marked_call(index, call, mark) for call in message[CALLS]]
     return changed
@@ -306,22 +318,32 @@ def _marked_call(
     return {**call, "function": {**function, **known}}
 
 
-def _numbers(value: Any) -> Iterator[str]:
-    """The numbers and truth values in a tool call's arguments, as JSON has them."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for each in value:
-            yield from _numbers(each)
-    elif isinstance(value, bool | int | float):
-        yield json.dumps(value)
+def _changes(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The numbers, truth values and empty strings in a tool call's arguments, which have no mark,
+    each with the arguments in which it is another."""
+    if isinstance(value, dict | list):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in entries:
+            for leaf, changed in _changes(each):
+                other = value.copy()
+                other[key] = changed
+                yield leaf, other
+    elif isinstance(value, bool):
+        yield value, not value
+    elif isinstance(value, int | float):
+        yield value, value + 1
+    elif isinstance(value, str) and not value.strip():
+        yield value, f"{value}{PROBE}"
 
 
 def _forms(text: str) -> Iterator[str]:
-    """A text as templates write it: as it is, and in JSON."""
+    """A text as templates write it: as it is, in JSON, and as Python has it, between either
+    quotes."""
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]
+    yield repr(text)[1:-1]
+    yield repr(f'"{text}')[2:-1]
 
 
 def _short(text: str) -> str:

@@ -2,107 +2,214 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from mesp.data.hub_datasets import FORMATS, read_rows
+from mesp.data.hub_datasets import read_dataset
 from mesp.data.python_docs import python_docs, python_docs_pairs
-from mesp.data.records import Document, read_line, read_record, read_utf8
+from mesp.data.records import Document, read_record
+from mesp.data.source_files import KINDS, SHARD, FileName, Row, read_file
 from mesp.errors import MespError
-from mesp.hub_download import download
+from mesp.files import read_bytes, root_of
+from mesp.hub_download import download, list_files
 
-SPLITS = ("train", "valid", "test")
 SOURCES = (
-    "a folder or a dataset on the Hugging Face Hub with train, valid and test as .jsonl (a folder "
-    "also as .txt) or parquet, a JSONL, parquet or text file, python-docs or python-docs-pairs"
+    "a file of records (.jsonl, .json, .csv, .tsv, .parquet) or of text (.txt, .md), a folder or a "
+    "dataset on the Hugging Face Hub with such files called train, valid and test, python-docs or "
+    "python-docs-pairs"
 )
 BUILT_IN = {"python-docs": python_docs, "python-docs-pairs": python_docs_pairs}
+MOST_FILES = 10_000  # in a folder of data
+HIDDEN = (".", "__")  # how names of files begin that are not data
+# Files beside data that change nothing.
+NO_DATA = re.compile(
+    r"(readme|licen[cs]e|notice|copying|citation|changelog)([-_]\w+)*(\.(md|txt|rst|cff|bib))?"
+    r"|dataset_infos?\.json|.*\.(py|png|jpe?g|gif|svg|webp)"
+)
 
 
 @dataclass(frozen=True)
 class Selection:
     """The part of a dataset that is read: its configuration `subset`; what is taken as each of our
-    `splits`, as the datasets library spells it; the column that stands for each key of a record."""
+    `splits`, as the datasets library spells it; the column that stands for each key of a record;
+    and the fields of records, and of their messages, that are `ignored`."""
 
     subset: str | None = None
     splits: dict[str, str] = field(default_factory=dict)
     columns: dict[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def is_of_dataset(self) -> bool:
+        """Whether it says what of a dataset's files is read."""
+        return self.subset is not None or bool(self.splits)
 
 
 def read_documents(data: str, selection: Selection) -> dict[str, list[Document]]:
     """The documents of `data`, one of `SOURCES`, by split. Raises MespError if it is not valid."""
     path = Path(data)
-    is_named = re.fullmatch(r"[\w.-]+/[\w.-]+", data) and path.suffix not in (".txt", ".jsonl")
-    as_dataset = selection.subset is not None or bool(selection.splits)
-    if path.is_dir():
-        if as_dataset or (not _has_train(path) and any(path.rglob("*.parquet"))):
-            return _read_dataset(data, selection)
-        return _read_folder(path, selection)
-    if path.exists():
-        if path.suffix == ".parquet" or (as_dataset and path.suffix in FORMATS):
-            return _read_dataset(data, selection)
-        documents = {"train": _read_file(path, selection)}
-    elif data in BUILT_IN:
+    is_named = re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not FileName.of(path.name).is_read
+    is_folder, is_file = path.is_dir(), path.exists() and not path.is_dir()
+    if selection.is_of_dataset:
+        is_text = FileName.of(path.name).is_text and is_file
+        if is_text or (data in BUILT_IN and not path.exists()):
+            raise MespError(f"{data} has no subsets and splits; leave out --subset and --splits.")
+        if is_folder or is_file or is_named:
+            return _of_dataset(data, selection)
+    if is_folder:
+        return _read_tree(data, path, data_files(path), selection)
+    if is_file:
+        return {"train": documents_of(data, read_file(path), selection)}
+    if data in BUILT_IN:
         if selection.columns:
             raise MespError(f"{data} has no columns; leave out --columns.")
-        documents = BUILT_IN[data]()
-    elif is_named:
-        folder = None if as_dataset else _download_jsonl(data)
-        return _read_dataset(data, selection) if folder is None else _read_folder(folder, selection)
-    else:
-        raise MespError(f"There is no data {data}; name {SOURCES}.")
-    if as_dataset:
-        raise MespError(f"{data} has no subsets and splits; leave out --subset and --splits.")
+        return BUILT_IN[data]()
+    if is_named:
+        names = [name for name in list_files(data, "dataset") if may_be_data(name)]
+        return _read_tree(data, None, names, selection)
+    raise MespError(f"There is no data {data}; name {SOURCES}.")
+
+
+def documents_of(name: str, rows: Iterable[Row], selection: Selection) -> list[Document]:
+    """The documents of what is called `name`. Raises MespError where there are none, a record is of
+    no kind or lacks one of the columns, or text has no words or is to have columns."""
+    documents = []
+    for where, content in rows:
+        if not isinstance(content, str):
+            documents.append(read_record(where, content, selection.columns, selection.ignored))
+            continue
+        if selection.columns:
+            raise MespError(f"{where} has no columns; leave out --columns.")
+        if content.strip():
+            documents.append(Document(where, content))
+    if not documents:
+        raise MespError(f"{name} has no text in it.")
     return documents
 
 
-def _download_jsonl(repo: str) -> Path | None:
-    """The folder with a dataset's train.jsonl and what is beside it; None where it has none."""
-    folders = ("", "data/")
-    patterns = [f"{folder}{split}.jsonl" for folder in folders for split in SPLITS]
-    snapshot = download("dataset", repo, patterns)
-    return next((snapshot / each for each in folders if _has_train(snapshot / each)), None)
+def may_be_data(name: str) -> bool:
+    """Whether a file of this name, with its folders, is not known to change nothing."""
+    parts = PurePosixPath(name).parts
+    return not any(part.startswith(HIDDEN) for part in parts) and not NO_DATA.fullmatch(
+        parts[-1].lower()
+    )
 
 
-def _read_dataset(data: str, selection: Selection) -> dict[str, list[Document]]:
+def data_files(folder: Path) -> list[str]:
+    """The names in a folder, at whatever depth, of files that may be data; links to folders are
+    files. Raises MespError where they are too many, or cannot be listed."""
+
+    def stop(error: OSError) -> None:
+        raise MespError(f"{error.filename} cannot be read: {error.strerror}.") from error
+
+    names = []
+    for place, folders, files in os.walk(folder, onerror=stop):
+        inner = Path(place)
+        links = [name for name in folders if (inner / name).is_symlink()]
+        folders[:] = [name for name in folders if not name.startswith(HIDDEN)]
+        names += [(inner / name).relative_to(folder).as_posix() for name in files + links]
+        if len(names) > MOST_FILES:
+            raise MespError(f"{folder} has over {MOST_FILES:,} files; name a folder of data alone.")
+    return sorted(filter(may_be_data, names))
+
+
+def _read_tree(
+    data: str, folder: Path | None, names: list[str], selection: Selection
+) -> dict[str, list[Document]]:
+    """The documents of a folder, or of a dataset on the Hub where it is None, with files of these
+    `names`."""
+    home = next((each for each in ("", "data/") if _splits_in(each, names).get("train")), None)
+    splits = _splits_in(home or "", names)
+    others = [name for name in names if all(name not in each for each in splits.values())]
+    if home is None or others:
+        there = folder or download("dataset", data, ["README.md"])
+        if _has_configs(there):
+            return _of_dataset(data, selection)
+        if home is None and (
+            folder is None or any(FileName.of(name).kind == ".parquet" for name in names)
+        ):
+            return _of_dataset(data, selection, names)
+    if home is None:
+        raise MespError(
+            f"{data} has no train.jsonl, train.txt or other file of the split train; add one."
+        )
+    if others:
+        raise of_no_split(data, others[0])
+    files = {split: _whole(data, each) for split, each in splits.items() if each}
+    there = folder or download("dataset", data, [name for each in files.values() for name in each])
+    root = root_of(there)
     return {
-        split: [
-            read_record(f"Record {number} of {split} of {data}", row, selection.columns)
-            for number, row in enumerate(rows, 1)
-        ]
-        for split, rows in read_rows(data, selection.subset, selection.splits).items()
+        split: documents_of(
+            f"{data}/{each[0]}",
+            (row for name in each for row in read_file(there / name, f"{data}/{name}", root)),
+            selection,
+        )
+        for split, each in files.items()
     }
 
 
-def _has_train(folder: Path) -> bool:
-    return any((folder / f"train.{kind}").is_file() for kind in ("jsonl", "txt"))
+def of_no_split(data: str, name: str) -> MespError:
+    """The error for a file in a folder that is of no split, or of no kind that is read."""
+    if not FileName.of(PurePosixPath(name).name).is_read:
+        return MespError(f"{data} has {name}, of no kind of file that is read; {KINDS}.")
+    return MespError(
+        f"{data} has {name}, which is of no split: call it train, valid or test, put it elsewhere, "
+        "or say with --splits what is read."
+    )
 
 
-def _read_folder(folder: Path, selection: Selection) -> dict[str, list[Document]]:
-    documents = {}
-    for split in SPLITS:
-        files = [f for f in (folder / f"{split}.jsonl", folder / f"{split}.txt") if f.exists()]
-        if len(files) > 1:
-            raise MespError(f"{folder} has both {files[0].name} and {files[1].name}; keep one.")
-        if files:
-            documents[split] = _read_file(files[0], selection)
-    if "train" not in documents:
-        raise MespError(f"{folder} has neither train.txt nor train.jsonl; add one.")
-    return documents
+def _splits_in(home: str, names: list[str]) -> dict[str, list[str]]:
+    """The files of each split that lie in the folder `home`."""
+    splits: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
+    for name in names:
+        place, slash, file = name.rpartition("/")
+        split = FileName.of(file).split
+        if place + slash == home and split is not None:
+            splits[split].append(name)
+    return splits
 
 
-def _read_file(path: Path, selection: Selection) -> list[Document]:
-    text = read_utf8(str(path), path.read_bytes)
-    if not text.strip():
-        raise MespError(f"{path} has no text in it.")
-    if path.suffix != ".jsonl":
-        if selection.columns:
-            raise MespError(f"{path} has no columns; leave out --columns.")
-        return [Document(str(path), text)]
-    # Not str.splitlines, which also splits at characters that JSON allows in a string.
-    return [
-        read_line(f"Line {number} of {path}", line, selection.columns)
-        for number, line in enumerate(text.split("\n"), 1)
-        if line.strip()
-    ]
+def _whole(data: str, names: list[str]) -> list[str]:
+    """The files of a split: one, or the parts in which the Hub keeps it. Raises MespError where
+    there are several, or a part is missing."""
+    shards = [SHARD.fullmatch(FileName.of(name).stem) for name in names]
+    first, numbers = shards[0], set[int]()
+    for name, shard in zip(names, shards, strict=True):
+        fits = shard and first and shard.group("stem", "count") == first.group("stem", "count")
+        if name != names[0] and (not fits or int(shard["number"]) in numbers):
+            raise MespError(f"{data} has both {names[0]} and {name}; keep one.")
+        if shard:
+            numbers.add(int(shard["number"]))
+    count = int(first["count"]) if first else 0
+    if missing := {*range(count)} - numbers:
+        raise MespError(
+            f"{data} has {names[0]} without part {min(missing):05d} of {count:05d}; add it."
+        )
+    return names
+
+
+def _of_dataset(
+    data: str, selection: Selection, names: Sequence[str] = ()
+) -> dict[str, list[Document]]:
+    """The documents of what the datasets library finds, which is to be all files of `names`."""
+    rows = read_dataset(data, selection.subset, selection.splits, names)
+    return {
+        split: documents_of(f"The {split} data of {data}", each, selection)
+        for split, each in rows.items()
+    }
+
+
+def _has_configs(folder: Path) -> bool:
+    """Whether the README.md of a dataset says which files are data."""
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return False
+    try:
+        text = read_bytes(readme).decode("utf-8", "replace")
+    except (OSError, ValueError) as error:
+        raise MespError(f"{readme} cannot be read; mend it, or remove it.") from error
+    head = re.match(r"\s*---\r?\n(.*?)\n---", text, re.DOTALL)
+    return bool(head and re.search(r"^configs:", head[1], re.MULTILINE))

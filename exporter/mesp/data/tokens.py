@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import takewhile
 from operator import eq
 from typing import Any
@@ -44,22 +45,41 @@ class Encoder:
             )
         with named(document):
             if self.kind == "text":
-                ids = _encode_text(self.tokenizer, document.content)
-                return Encoded(ids, np.ones(len(ids), bool))
+                ids, content = _encode_text(self.tokenizer, document.content), document.content
+                text = content if isinstance(content, str) else content["text"]
+                return self._noted(Encoded(ids, np.ones(len(ids), bool)), text)
             if self.chat:
                 return self.conversation(document.conversation)
             return self.joined(document.content["prompt"], document.content["completion"])
 
     def conversation(self, conversation: Conversation) -> Encoded:
         """The ids of a conversation. Raises MespError where it cannot be trained on."""
-        return encode_conversation(self.tokenizer, conversation, self.loss_on)
+        encoded = encode_conversation(self.tokenizer, conversation, self.loss_on)
+        return self._noted(encoded, *(message["content"] for message in conversation.messages))
 
     def joined(self, prompt: str, answer: str) -> Encoded:
         """The ids of a prompt, of the answer right after it, and of the end-of-text token. Raises
         MespError where the answer is empty."""
         check_answers(Conversation([{"role": "assistant", "content": answer}]))
         ids, context = encode_joined(self.tokenizer, prompt, answer)
-        return Encoded(ids, np.arange(len(ids)) >= (0 if self.loss_on == "all" else context))
+        mask = np.arange(len(ids)) >= (0 if self.loss_on == "all" else context)
+        return self._noted(Encoded(ids, mask), prompt, answer)
+
+    @cached_property
+    def _control_tokens(self) -> re.Pattern[str]:
+        added = self.tokenizer.added_tokens_decoder.values()
+        tokens = [re.escape(token.content) for token in added if token.special and token.content]
+        return re.compile("|".join(tokens) or "(?!)")
+
+    def _noted(self, encoded: Encoded, *texts: str) -> Encoded:
+        """What was made of these texts, with a note where one has control tokens within: but for
+        one that begins or ends it they are seldom meant."""
+        begin, end = self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
+        within = (text.strip().removeprefix(begin).removesuffix(end) for text in texts)
+        if not any(map(self._control_tokens.search, within)):
+            return encoded
+        note = "Records with control tokens in their text, which the model reads as such"
+        return replace(encoded, notes=(*encoded.notes, note))
 
 
 @contextmanager
@@ -82,14 +102,16 @@ def encode_joined(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], 
     end = tokenizer.eos_token or ""
     answer += "" if answer.endswith(end) else end
     asked = encode_prompt(tokenizer, prompt)
-    # After a line feed: SentencePiece puts a space before what begins a text.
-    feed, after_feed = (
-        tokenizer.encode(text, add_special_tokens=False) for text in ("\n", f"\n{answer}")
-    )
-    if after_feed[: len(feed)] == feed:
-        ids = [*asked, *after_feed[len(feed) :]]
-        if tokenizer.decode(ids).endswith(prompt + answer):
-            return ids, len(asked)
+    # After a line feed: SentencePiece puts a space before what begins a text. After another
+    # character where the answer begins with one, and would share a token with it.
+    for feed in ("\n", ":", ""):
+        before, after = (
+            tokenizer.encode(text, add_special_tokens=False) for text in (feed, feed + answer)
+        )
+        if after[: len(before)] == before:
+            ids = [*asked, *after[len(before) :]]
+            if tokenizer.decode(ids).endswith(prompt + answer):
+                return ids, len(asked)
     whole = encode_prompt(tokenizer, prompt + answer)
     return whole, sum(1 for _ in takewhile(bool, map(eq, asked, whole)))
 

@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections import deque
@@ -104,6 +105,8 @@ def ready_in_cache(sources: Path) -> Path:
             "its wheel or its checkout, or set MESP_ENGINE to a built mesp-engine."
         )
     engine = cached_engine(sources, mlx_folder())
+    for path in (user_cache(), engine.parent, engine):
+        _require_own(path)
 
     def is_ready() -> bool:
         return engine.exists() and version_of(engine) == expected_version()
@@ -119,6 +122,18 @@ def ready_in_cache(sources: Path) -> Path:
             shutil.rmtree(scratch, ignore_errors=True)
             prune(engine.parent)
     return engine
+
+
+def _require_own(path: Path) -> None:
+    """Raises MespError where somebody else could have put the program `path` there, or one into
+    the folder `path`."""
+    with suppress(FileNotFoundError, NotADirectoryError):  # `alone` says what cannot be made
+        status = path.stat()
+        if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
+            raise MespError(
+                f"{path} is another user's, or everybody may write it, so no program in it is run: "
+                "remove it, or name a folder of yours in XDG_CACHE_HOME."
+            )
 
 
 def user_cache() -> Path:

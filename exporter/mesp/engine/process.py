@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mesp.engine.build import find_engine
+from mesp.engine.settings import is_held
 from mesp.errors import EngineError, MespError, plain_os_errors
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,14 @@ class Engine:
             raise failure(status, self.said)
 
 
+def _as_json(settings: Settings) -> str:
+    """Raises MespError where a setting is a number that the engine has no room for."""
+    for name, value in settings.items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and not is_held(value):
+            raise MespError(f"{name} is {value!r:.40}, which is too large or too small a number.")
+    return json.dumps(dict(settings))
+
+
 @contextmanager
 def running(
     command: Sequence[str],
@@ -104,7 +113,7 @@ def running(
             file = stack.enter_context(
                 tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8")
             )
-            json.dump(dict(settings), file)
+            file.write(_as_json(settings))
             file.flush()
             name = file.name
         errors = stack.enter_context(

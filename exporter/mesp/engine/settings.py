@@ -8,6 +8,7 @@ settings for the app, and checks them again; a test holds both together.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any, Self
 from mesp.bundle.manifest import Manifest
 from mesp.errors import MespError
 from mesp.models.families import TRAINABLE
-from mesp.rewards import find_reward
 
 # The paper's update, and the engine's where a settings file names none.
 PAPER: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 1e-4}
@@ -64,13 +64,15 @@ class Setting:
             return None if isinstance(value, str) else "a text"
         if self.kind is dict:
             are_numbers = isinstance(value, dict) and all(
-                type(each) in (int, float) for each in value.values()
+                type(each) in (int, float) and is_held(each) for each in value.values()
             )
             return None if are_numbers else "an object of numbers"
         noun = "a whole number" if self.kind is int else "a finite number"
         kinds = (int,) if self.kind is int else (int, float)
-        if type(value) not in kinds or not math.isfinite(value):
+        if type(value) not in kinds:
             return noun
+        if not is_held(value):
+            return noun + " of 64 bits" if self.kind is int else noun + " of 32 bits"
         if self.least is not None and value < self.least:
             return f"{noun} at least {self.least:g}"
         if self.above is not None and value <= self.above:
@@ -80,6 +82,18 @@ class Setting:
         if self.below is not None and value >= self.below:
             return f"{noun} below {self.below:g}"
         return None
+
+
+def is_held(value: object) -> bool:
+    """Whether mesp-engine has room for a value: a whole number of 64 bits, or a finite one of 32,
+    where it is not too small."""
+    if type(value) is int:
+        return abs(value) < 1 << 63
+    try:
+        rounded = struct.unpack("<f", struct.pack("<f", value))[0]
+    except (OverflowError, struct.error):
+        return False
+    return math.isfinite(rounded) and bool(rounded) == bool(value)
 
 
 def setting(kind: type, default: Any, help: str = "", **others: Any) -> Any:
@@ -138,10 +152,14 @@ class TrainSettings(Settings):
         default_text="256 or the bundle's longest",
     )  # fmt: skip
     batch_size: int = setting(
-        int, 1, "Sequences of a gradient.", least=1, federated=True
+        int, 1, "Sequences of a batch.", least=1, federated=True
     )  # fmt: skip
     grad_accumulation_steps: int = setting(
-        int, 1, "Batches whose mean gradient is an update.", least=1, federated=True
+        int,
+        1,
+        "Batches of an update, which is the mean over the targets of all of them.",
+        least=1,
+        federated=True,
     )
     seed: int = setting(
         int, 0, "Seed of the initial adapters and the order of the data.", least=0, most=2**31 - 1,
@@ -417,9 +435,12 @@ class TrainSettings(Settings):
                 "set --batch-size to 2 or more."
             )
         self._check_labels(manifest)
-        if self.early_stopping and not (
-            self.eval_every and self.val_batches and "valid" in manifest.data
-        ):
+        if self.eval_every and not (self.val_batches and "valid" in manifest.data):
+            raise MespError(
+                "--eval-every needs evaluations: --val-batches above 0, and a bundle with held-out "
+                "data."
+            )
+        if self.early_stopping and not self.eval_every:
             raise MespError(
                 "--early-stopping needs evaluations on the way: --eval-every and --val-batches "
                 "above 0, and a bundle with held-out data."
@@ -452,7 +473,6 @@ class TrainSettings(Settings):
                 if getattr(self, name) != default:
                     raise MespError(f"{flag(name)} has no use without --reward: leave it out.")
             return
-        find_reward(self.reward)
         refused = {
             "--method mezo": self.method == "mezo",
             f"--objective {self.objective}": self.objective is not None,

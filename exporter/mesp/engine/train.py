@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -22,12 +23,13 @@ from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.data.examples import Split
 from mesp.data.general import general_text
-from mesp.data.load import load
+from mesp.data.load import ALL, load
 from mesp.engine.own_texts import own_texts
 from mesp.engine.process import Engine, Record, failure, log, running
 from mesp.engine.settings import TrainSettings, kept, settings_of
 from mesp.errors import Interrupted, MespError, plain_os_errors
 from mesp.files import read_object, write_whole
+from mesp.folders import refuse_linked_folders
 from mesp.rewards import Reward, find_reward, rewards_of
 from mesp.runs.log import LOG_NAME, Run
 from mesp.text import bundle_tokenizer, load_tokenizer
@@ -48,6 +50,7 @@ class Job:
     settings: TrainSettings
     output: Path
     resume: bool = False
+    reward: Reward | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The settings that mesp-engine reads."""
@@ -64,9 +67,11 @@ class Job:
     def run(self, progress: Callable[[Record], None] | None = None) -> Run:
         """Trains; see `train`."""
         reward = None
-        if self.settings.reward is not None:
-            reward = _Rewards(find_reward(self.settings.reward), bundle_tokenizer(self.bundle))
-        with _settings_file(self.output, self.to_json()) as (path, made):
+        if self.reward is not None:
+            reward = _Rewards(self.reward, bundle_tokenizer(self.bundle))
+        settings = (json.dumps(self.to_json(), indent=2) + "\n").encode()
+        written = self.output / SETTINGS_NAME
+        with _settings_file(written, settings, self.resume) as (path, made):
             if self.settings.max_forgetting is not None:
                 self._write_tokens(GENERAL, self._general, made)
             if self.settings.replay is not None:
@@ -74,6 +79,11 @@ class Job:
             stdin = subprocess.DEVNULL if reward is None else subprocess.PIPE
             with running([], path, stdin=stdin, interruptible=True) as engine:
                 for record in engine:
+                    if path != written:
+                        # The engine goes on with them. Of a run that it refuses, nothing changes.
+                        path = written
+                        with plain_os_errors(f"Cannot write the run to {self.output}"):
+                            write_whole(written, settings)
                     if reward is not None and record["type"] == "samples":
                         try:
                             reward.answer(engine, record["groups"])
@@ -105,7 +115,9 @@ class Job:
         """Writes a folder of tokens that the engine reads. A resumed run keeps its own, as other
         texts would change it. Adds the folder to those `made`, where it was not there."""
         folder = self.output / name
-        if self.resume and (folder / "data.json").exists():
+        if self.resume:
+            if not (folder / "data.json").exists():
+                raise MespError(f"{folder} with texts of the run is missing; start a new run.")
             return
         option = {GENERAL: "--max-forgetting", REPLAY: "--replay"}[name]
         split = tokens(load_tokenizer(self.bundle, f"which {option} needs; leave it out"))
@@ -122,14 +134,10 @@ class Job:
     def _replayed(self, tokenizer: Any) -> Split:
         settings = self.settings
         assert settings.seq_len is not None and settings.replay is not None
-        if self.resume:
-            raise MespError(
-                f"{self.output / REPLAY} with the texts that the run replays is missing; start a "
-                "new run."
-            )
         if settings.replay_data is not None:
             vocab_size = self.manifest.architecture.vocab_size
-            split = load(settings.replay_data, tokenizer, settings.seq_len, vocab_size)["train"]
+            data = load(settings.replay_data, tokenizer, settings.seq_len, vocab_size, ALL)
+            split = data["train"]
             if split.labels is not None:
                 raise MespError(
                     f"{settings.replay_data} is preference data, which cannot be replayed: give "
@@ -206,7 +214,8 @@ def train(
         bundle: A bundle or its folder; a resumed run has it.
         out: The run's folder; by default ``runs/BUNDLE-METHOD-TIME``.
         resume: Go on with the run in `out`. Of its settings those may change on which nothing
-            that is computed depends, such as `steps` and `memory_limit`.
+            that is computed depends, such as `steps` and `memory_limit`. Where its reward is
+            ``module:function``, name it again: a run's folder imports no code.
         paper: Update as the paper does, by SGD at 1e-4.
         progress: Is called with each record of the run's log as it comes, described in
             docs/architecture.md.
@@ -228,9 +237,11 @@ def prepare(
     paper: bool,
     given: Mapping[str, Any],
     to_run: bool = True,
+    may_import: bool = True,
 ) -> Job:
     """The run that `train` begins, or continues with; it must be the bundle's machine where it is
-    `to_run`. Raises MespError where something cannot be used. Nothing is written."""
+    `to_run`. A reward that is `given` is imported only where the user named it, `may_import`.
+    Raises MespError where something cannot be used. Nothing is written."""
     given = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in given.items()
@@ -252,6 +263,9 @@ def prepare(
     path = path.resolve()
     manifest = read_manifest(path, to_run)
     settings = settings.completed(manifest, paper)
+    reward = None
+    if settings.reward is not None:
+        reward = find_reward(settings.reward, may_import and "reward" in given)
     settings.check(manifest)
     output = output or default_output(manifest, settings.method)
     if (output / LOG_NAME).exists() and not resume:
@@ -259,7 +273,8 @@ def prepare(
             f"{output} already holds a run: name another folder with --out, "
             "or resume it with --resume."
         )
-    return Job(path, manifest, settings, output, resume)
+    refuse_linked_folders(output)
+    return Job(path, manifest, settings, output, resume, reward)
 
 
 def default_output(manifest: Manifest, kind: str) -> Path:
@@ -303,15 +318,23 @@ def not_settings(output: Path) -> MespError:
 
 
 @contextmanager
-def _settings_file(output: Path, settings: Mapping[str, Any]) -> Iterator[tuple[Path, list[Path]]]:
+def _settings_file(path: Path, settings: bytes, resume: bool) -> Iterator[tuple[Path, list[Path]]]:
     """Writes OUTPUT/settings.json, and takes a list of folders that are made beside it. A run that
-    fails before it has a log leaves none of them behind."""
-    path, made = output / SETTINGS_NAME, list[Path]()
+    fails before it has a log leaves none of them behind. Of a run to resume it leaves the file as
+    it is, and the settings are in another."""
+    output, made = path.parent, list[Path]()
+    if resume:
+        with tempfile.TemporaryDirectory(prefix="mesp-") as temporary:
+            other = Path(temporary, SETTINGS_NAME)
+            with plain_os_errors(f"Cannot write to {temporary}"):
+                other.write_bytes(settings)
+            yield other, made
+        return
     missing = [folder for folder in (output, *output.parents) if not folder.exists()]
     try:
         with plain_os_errors(f"Cannot write the run to {output}"):
             output.mkdir(parents=True, exist_ok=True)
-            write_whole(path, (json.dumps(settings, indent=2) + "\n").encode())
+            write_whole(path, settings)
         yield path, made
     except BaseException:
         if not (output / LOG_NAME).exists():

@@ -76,7 +76,7 @@ def evaluate(
 
     Args:
         bundle: A bundle or its folder.
-        data: A JSONL file, or ``-`` for standard input.
+        data: A file of records or of text, or ``-`` for JSON lines on standard input.
         adapters: A folder of adapters, or several, to compare with the base model.
         base: Whether the base model is measured too.
         tasks: Tasks of lm-evaluation-harness, in place of `data`.
@@ -101,7 +101,7 @@ def evaluate(
     folders: list[Path | None] = [None] * (base or not given)
     folders += [Path(each) for each in given]
     if (data is None) == (tasks is None):
-        raise MespError("Name either a JSONL file to measure on, or --tasks.")
+        raise MespError("Name either a file to measure on, or --tasks.")
     written = {"--max-tokens": max_tokens, "--stop": stop, "--extract": extract, "--json": is_json}
     total: int | None
     one: Callable[[Model, Callable[[], None]], tuple[list[Metric], Any]]

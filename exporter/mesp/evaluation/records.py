@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from mesp.data.messages import CALLS
-from mesp.data.records import Conversation, read_object, read_record, read_utf8
+from mesp.data.records import Conversation, read_record
+from mesp.data.source_files import read_file, read_lines
 from mesp.errors import MespError
 
 RECORDS = (
@@ -48,29 +50,26 @@ Record = Text | Question | Task
 
 
 def read_records(data: str, limit: int | None) -> list[Record]:
-    """The records of a JSONL file, or of standard input for ``-``; all of one kind, the first
-    `limit` of them. Raises MespError if there are none, or one is wrong."""
+    """The records of a file of any kind, a file of text being one, or of JSON lines on standard
+    input for ``-``; all of one kind, the first `limit` of them. Raises MespError if there are none,
+    or one is wrong."""
     if data == "-":
-        name, read = "standard input", sys.stdin.buffer.read
+        name, rows = "standard input", read_lines(sys.stdin.buffer, "standard input")
     else:
-        name, read = data, Path(data).read_bytes
-    text = read_utf8(name, read)
+        name, rows = data, read_file(Path(data))
     records: list[Record] = []
-    # Not str.splitlines, which also splits at characters that JSON allows in a string.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip() and (limit is None or len(records) < limit):
-            records.append(_record(f"Line {number} of {name}", line))
-            if type(records[-1]) is not type(records[0]):
-                raise MespError(
-                    f"{records[-1].where} is of another kind than the first; keep one kind."
-                )
+    for where, content in islice(rows, limit):
+        records.append(_record(where, {"text": content} if isinstance(content, str) else content))
+        if type(records[-1]) is not type(records[0]):
+            raise MespError(
+                f"{records[-1].where} is of another kind than the first; keep one kind."
+            )
     if not records:
         raise MespError(f"{name} has no records; {RECORDS}.")
     return records
 
 
-def _record(where: str, line: str) -> Record:
-    record = read_object(where, line, RECORDS)
+def _record(where: str, record: dict[str, Any]) -> Record:
     if "choices" in record:
         return _question(where, record)
     if not any(

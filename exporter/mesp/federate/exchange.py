@@ -18,7 +18,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from mesp.adapters.load import CONFIG, WEIGHTS
+from mesp.adapters.config import CONFIG
+from mesp.adapters.load import WEIGHTS
 from mesp.errors import MespError, plain_os_errors
 from mesp.models.architecture import Architecture
 

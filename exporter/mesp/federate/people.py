@@ -15,12 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from mesp.data.held_out import HELD_OUT
+from mesp.data.held_out import HELD_OUT, held_out_of
 from mesp.data.records import Document
-from mesp.data.sources import Selection, read_documents
+from mesp.data.source_files import FileName, read_file
+from mesp.data.sources import (
+    Selection,
+    data_files,
+    documents_of,
+    of_no_split,
+    read_documents,
+)
 from mesp.errors import MespError
+from mesp.files import root_of
 
-KINDS = (".jsonl", ".txt")
 PARAGRAPH = "\n\n"
 
 
@@ -53,35 +60,30 @@ class Split:
 
 
 def read_topics(
-    data: str, selection: Selection | None = None
+    data: str, selection: Selection | None = None, hold_out: float = HELD_OUT
 ) -> tuple[dict[str, list[Unit]], list[Document]]:
     """The units of each topic, and the held-out documents.
 
     `data` is a folder with a file a topic and perhaps one called valid, or what `mesp data` takes,
-    of which `selection` is read.
-    Without held-out data the last tenth of each topic is held out. There may be no topics.
-    Raises MespError.
+    of which `selection` is read. Test data is for nobody.
+    Without held-out data the last part of each topic is, the fraction `hold_out`. There may be no
+    topics. Raises MespError.
     """
-    selection, folder = selection or Selection(), Path(data)
-    files = sorted(f for f in folder.glob("*") if f.suffix in KINDS) if folder.is_dir() else []
-    if files and all(file.stem != "train" for file in files):
-        named = {f.name: read_documents(str(f), selection)["train"] for f in files}
-    else:
-        named = read_documents(data, selection)
-    is_named = {split: [n for n in named if Path(n).stem == split] for split in ("valid", "test")}
-    held_out = [document for name in is_named["valid"] for document in named[name]]
-    topics = {
-        name: list(_units(documents))
-        for name, documents in named.items()
-        if name not in is_named["valid"] + is_named["test"]
-    }
-    if held_out:
-        return topics, held_out
+    selection = selection or Selection()
+    topics, valid = _read_files(data, selection) or _read_splits(data, selection)
+    if valid:
+        return topics, valid
+    if not hold_out:
+        raise MespError(
+            "The rounds of a federation are measured by held-out data: leave out --hold-out 0, or "
+            "add a valid.jsonl or valid.txt."
+        )
     if not topics:
         raise MespError(f"{data} has no text; add a .jsonl or .txt file for a topic.")
+    held_out: list[Document] = []
     for name, units in topics.items():
-        count = max(len(units) // HELD_OUT, 1)
-        if count == len(units):
+        count = held_out_of(len(units), hold_out)
+        if count >= len(units):
             raise MespError(
                 f"{name} of {data} has one record, too few to train on and hold out one; give it "
                 "more, or add a valid.jsonl or valid.txt."
@@ -89,6 +91,38 @@ def read_topics(
         topics[name], last = units[:-count], units[-count:]
         held_out += _documents(last)
     return topics, held_out
+
+
+Topics = tuple[dict[str, list[Unit]], list[Document]]
+
+
+def _read_splits(data: str, selection: Selection) -> Topics:
+    documents = read_documents(data, selection)
+    return {"train": list(_units(documents["train"]))}, documents.get("valid", [])
+
+
+def _read_files(data: str, selection: Selection) -> Topics | None:
+    """The topics of a folder with a file each, and its held-out documents; None for other data."""
+    folder = Path(data)
+    if selection.is_of_dataset or not folder.is_dir():
+        return None
+    names = data_files(folder)
+    splits = {name: FileName.of(name).split for name in names}
+    if "train" in splits.values() or all("/" in name for name in names):
+        return None
+    valid = [name for name in names if splits[name] == "valid"]
+    if len(valid) > 1:
+        raise MespError(f"{data} has both {valid[0]} and {valid[1]}; keep one.")
+    read = {}
+    for name in names:
+        if "/" in name or not FileName.of(name).is_read:
+            raise of_no_split(data, name)
+        if splits[name] != "test":
+            path = folder / name
+            rows = read_file(path, root=root_of(folder))
+            read[name] = documents_of(str(path), rows, selection)
+    held_out = read.pop(valid[0]) if valid else []
+    return {name: list(_units(documents)) for name, documents in read.items()}, held_out
 
 
 def share_out(

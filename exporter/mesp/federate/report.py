@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from mesp.federate.federation import Federation
-from mesp.formatting import decimal, megabytes
+from mesp.formatting import decimal, megabytes, printable
 
 
 class Report:
@@ -34,12 +34,14 @@ class Report:
         if "discarded" in record:
             self.console.print(
                 "  discarded what the clients made, and kept the adapters of the round before: "
-                f"{record['discarded']}",
+                f"{printable(record['discarded'])}",
                 markup=False,
                 soft_wrap=True,
             )
         for sentence in record.get("left_out", ()):
-            self.console.print(f"  left out: {sentence}", markup=False, soft_wrap=True)
+            # It may be a client's.
+            said = printable(f"  left out: {sentence}")
+            self.console.print(said, markup=False, soft_wrap=True)
         self.before = record
         if number < self.rounds:
             self.status.update(f"Round {number + 1} of {self.rounds}")

@@ -5,24 +5,25 @@ Sizes are bytes, times seconds, losses nats a token.
 
 from __future__ import annotations
 
-import json
+import io
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mesp.errors import MespError, plain_os_errors
-from mesp.files import read_bytes
+from mesp.files import parse_json, read_bytes
 from mesp.formatting import decimal
 
 if TYPE_CHECKING:
     import pandas
 
 LOG_NAME = "metrics.jsonl"
-SIZE = 1 << 30  # bytes: a step has some 500
+SIZE = 1 << 28  # bytes: a step has some 500
+LINE = 1 << 20
 
 # A log without an end record is of a run in progress, unless nothing was added for this long.
 SILENCE = timedelta(minutes=10)
@@ -48,7 +49,22 @@ FIELDS: dict[str, dict[str, type]] = {
     },
     "end": {"reason": str, "step": int, "seconds": float, "footprint_peak_bytes": int},
 }
-
+# The fields that are read where they are there.
+OPTIONAL: dict[str, dict[str, type]] = {
+    "start": {"host": str, "settings": dict, "model": dict},
+    "plan": {"predicted_peak_bytes": int, "examples": int},
+    "step": {
+        "input_tokens": int,
+        "sampled_tokens": int,
+        "reward": float,
+        "sampling_seconds": float,
+        "forward_seconds": float,
+        "loss_seconds": float,
+        "backward_seconds": float,
+    },
+    "eval": {"split": str, "accuracy": float},
+    "event": {"event": str, "message": str},
+}
 
 Record = dict[str, Any]
 
@@ -57,23 +73,18 @@ def is_record(value: object) -> bool:
     """Whether a value is a record with what is read of its kind; other kinds may hold anything."""
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         return False
-    if not isinstance(value.get("time", ""), str) or not all(
-        isinstance(value.get(name, {}), dict) for name in ("settings", "model")
-    ):
-        return False
-    if value["type"] == "step" and not (
-        is_a(int, value.get("input_tokens", 0))
-        and is_a(int, value.get("sampled_tokens", 0))
-        and all(is_a(float, value.get(name, 0)) for name in ("reward", "sampling_seconds"))
-    ):
-        return False
-    return all(is_a(kind, value.get(name)) for name, kind in FIELDS.get(value["type"], {}).items())
+    needed, optional = FIELDS.get(value["type"], {}), OPTIONAL.get(value["type"], {})
+    return all(is_a(kind, value.get(name)) for name, kind in needed.items()) and all(
+        is_a(kind, value[name]) for name, kind in {"time": str, **optional}.items() if name in value
+    )
 
 
 def is_a(kind: type, value: object) -> bool:
-    """Whether a JSON value is text, a count or a finite number."""
-    if kind is str or isinstance(value, bool):
-        return kind is str and isinstance(value, str)
+    """Whether a JSON value is text, an object, a count or a finite number."""
+    if kind in (str, dict):
+        return isinstance(value, kind)
+    if isinstance(value, bool):
+        return False
     if kind is int:
         return isinstance(value, int) and 0 <= value < 1 << 63
     return isinstance(value, int | float) and abs(value) < 1e300
@@ -152,21 +163,7 @@ class Run:
                 data = read_bytes(path, SIZE)
             except ValueError as error:
                 raise MespError(f"{error}; name the folder of a run.") from error
-        lines = data.decode("utf-8", "replace").split("\n")
-        records = []
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                if not is_record(record):
-                    raise ValueError("not a record")
-            except (ValueError, RecursionError):
-                if number == len(lines):
-                    break
-                raise MespError(f"Line {number} of {path} is not a log record.") from None
-            records.append(record)
-        return cls.of(records, Path(folder))
+        return cls.of(_records(path, data), Path(folder))
 
     @property
     def settings(self) -> Record:
@@ -263,11 +260,26 @@ class Run:
         now = now or datetime.now(UTC)
         try:
             last = datetime.fromisoformat(self.last_time)
-        except ValueError:
+            if last.tzinfo is None:
+                last = last.replace(tzinfo=UTC)
+            return "running" if now - last < SILENCE else "killed"
+        except (ValueError, OverflowError):  # no time, or one beyond the years that there are
             return "killed"
-        if last.tzinfo is None:
-            last = last.replace(tzinfo=UTC)
-        return "running" if now - last < SILENCE else "killed"
+
+
+def _records(path: Path, data: bytes) -> Iterator[Record]:
+    """The records of a log. Raises MespError for a line that is none, but for a cut-off last."""
+    for number, line in enumerate(io.BytesIO(data), 1):
+        if not line.strip():
+            continue
+        try:
+            record = parse_json(line.decode("utf-8", "replace")) if len(line) <= LINE else None
+        except ValueError:
+            record = None
+        if record is not None and is_record(record):
+            yield record
+        elif line.endswith(b"\n"):
+            raise MespError(f"Line {number} of {path} is not a log record.")
 
 
 def find_runs(root: Path) -> list[Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mesp.errors import MespError, plain_os_errors
+from mesp.files import read_json, write_whole
 from mesp.formatting import decimal, megabytes
 from mesp.runs.log import Run, find_runs
 from mesp.runs.table import COLUMNS, table_row
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 POINTS = 40  # that a smoothed line keeps: each step's loss is a few sequences', and noisy
+SAMPLES_SIZE = 16 << 20  # bytes
 PHASES = ("forward", "loss", "backward")
 WIDTH, HEIGHT = 5, 3.5  # of a picture, in inches of 72 points
 INK = "#010203"  # stands for the page's text colour in what matplotlib draws
@@ -45,12 +48,13 @@ def write_report(folders: Iterable[Path], out: Path) -> None:
         if not found:
             raise MespError(f"There is no run in {folder}.")
         for path in found:
-            name = unique(path.name, runs)
+            # It may have bytes that are no text.
+            name = unique(os.fsencode(path.name).decode("utf-8", "replace"), runs)
             runs[name], samples[name] = Run.load(path), read_samples(path / "samples.json")
     text = page(runs, samples)
     with plain_os_errors(f"Cannot write {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
+        write_whole(out, text.encode())
 
 
 def unique(name: str, taken: dict[str, Run]) -> str:
@@ -64,13 +68,10 @@ def read_samples(path: Path) -> list[dict[str, str]]:
     """The model's answers before and after; nothing where the run has no samples."""
     if not path.exists():
         return []
-    with plain_os_errors(f"Cannot read {path}"):
-        text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        return [
-            {key: str(each[key]) for key in ("prompt", "before", "after")}
-            for each in json.loads(text)
-        ]
+        with plain_os_errors(f"Cannot read {path}"):
+            listed = read_json(path, SAMPLES_SIZE)
+        return [{key: str(each[key]) for key in ("prompt", "before", "after")} for each in listed]
     except (ValueError, TypeError, KeyError) as error:
         raise MespError(
             f"{path} is not a list of samples with prompt, before and after."

@@ -27,6 +27,10 @@ struct BundleTokenizer: TextTokenizer {
 
     func decode(_ tokens: [Int]) -> String { tokenizer.decode(tokens: tokens) }
 
+    func isSpecial(_ token: Int) -> Bool {
+        tokenizer.decode(tokens: [token], skipSpecialTokens: true).isEmpty && !decode([token]).isEmpty
+    }
+
     func encode(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int] {
         try tokenizer.applyChatTemplate(
             messages: messages.map { ["role": $0.role, "content": $0.content] }, chatTemplate: nil,

@@ -25,6 +25,7 @@ import Observation
     public let selfChecker: SelfChecker
     public let evaluation: Evaluation
     public let examples: LearnedExamples
+    public let preview: DataPreview
     public let downloads: Downloads
     public let federation: Federation
 
@@ -41,6 +42,8 @@ import Observation
     }
     /// The part of the text that is tokenized, from 0 to 1; nil while no text is being tokenized.
     public private(set) var tokenized: Double?
+    /// What a person should know of the text of the last run, once it is tokenized: what was left out, added or cut.
+    public private(set) var textNotices = [Sentence]()
     /// Whether the form for a new run is shown, and not the run in progress or the last one.
     public var showsSetup = true
     /// The run that the app was ended in, to continue, until the person has decided.
@@ -97,6 +100,7 @@ import Observation
         selfChecker = SelfChecker(phone: phone)
         evaluation = Evaluation(phone: phone)
         examples = LearnedExamples(phone: phone)
+        preview = DataPreview(form: form, choices: choices, loadTokenizer: loadTokenizer)
         downloads = Downloads(folder: folder, phone: phone, open: openDownload)
         federation = Federation(phone: phone, controller: controller, open: openNode)
         controller.observers.append { [weak self] in self?.runChanged() }
@@ -141,7 +145,10 @@ import Observation
 
     /// Copies a text file into the app, as access to it may end, and chooses it as the text to train on.
     public func chooseText(at url: URL) async {
-        await attempt { form.file = try await library.copyText(at: url) }
+        await attempt {
+            _ = try TextFileKind(of: url)
+            form.file = try await library.copyText(at: url)
+        }
     }
 
     /// Brings a bundle into the app, and chooses it.
@@ -318,6 +325,13 @@ import Observation
     /// Whether a run with the form's settings can begin now.
     public var canStart: Bool { isFree && (try? form.fit.get().fits) == true }
 
+    /// Reads what a run with the form's settings would train first, to look at. It waits for a text that is being typed, and ends with the
+    /// caller's task.
+    public func lookAtData() async {
+        guard isFree else { return }
+        await preview.read()
+    }
+
     /// Why a run with the form's settings can't begin now, and what to do; nil where it can, or before it is known.
     public var startProblem: Sentence? {
         guard refusal == nil, library.hasLooked, !isPreparing else { return nil }
@@ -338,6 +352,7 @@ import Observation
         var settings = form.settingsToStart
         settings.output = folder.path
         var hasBegun = false
+        textNotices = []
         await prepare(bundle) {
             let source = try form.source()
             // While the system asks, the app is not in front, and a run would wait.
@@ -385,10 +400,11 @@ import Observation
         let (progress, sender) = AsyncStream.makeStream(of: Double.self, bufferingPolicy: .bufferingNewest(1))
         let work = Task.detached {
             defer { sender.finish() }
-            try data.write(source, to: folder) { sender.yield($0) }
+            return try data.write(source, to: folder) { sender.yield($0) }.sentences
         }
         for await part in progress { tokenized = part }
-        try await work.value
+        let notices = try await work.value
+        if name == TextData.folderName { textNotices = notices }
         return folder
     }
 
@@ -480,6 +496,9 @@ import Observation
     public func evaluate(_ file: URL, with run: StoredRun?) async {
         guard isFree, let bundle = run.flatMap(library.bundle(of:)) ?? form.bundle else { return }
         await prepare(bundle) {
+            guard try TextFileKind(of: file) != .text else {
+                throw MeSPError("\(file.lastPathComponent) is a text; measure on records, as .jsonl, .ndjson or .json.")
+            }
             guard let records = try? Data(contentsOf: file) else {
                 throw MeSPError("\(file.lastPathComponent) cannot be read.")
             }
@@ -514,6 +533,7 @@ import Observation
     private func use(_ bundle: StoredBundle.ID) {
         lastUsed = bundle
         examples.stop()
+        preview.letGo()
     }
 
     private func attempt(_ body: () async throws -> Void) async {

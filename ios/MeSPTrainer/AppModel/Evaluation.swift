@@ -23,6 +23,8 @@ import Observation
 
     /// The results of the last evaluation; nil until it has ended.
     public private(set) var figure: Figure?
+    /// What was not read of the records; nil where all was.
+    public private(set) var notice: Sentence?
     /// The part of it that is done, from 0 to 1; nil while no evaluation is in progress.
     public private(set) var progress: Double?
     /// Why it ended early, in a sentence.
@@ -40,17 +42,18 @@ import Observation
     /// Begins an evaluation. Does nothing while another is in progress.
     ///
     /// - Parameters:
-    ///   - records: JSON, a record a line: with `text`, with `prompt`, `choices` and `answer`, with `prompt` and `completion`, or with
+    ///   - records: JSON, a record a line or a list of them: with `text`, with `prompt`, `choices` and `answer`, with `prompt` and `completion`, or with
     ///     `messages` that end with an answer; all of one kind.
     ///   - adapters: of the fine-tuned model; without them only the base model is measured.
     public func start(_ records: Data, bundle: URL, adapters: URL?, tokenizer: any TextTokenizer) {
         guard !isRunning else { return }
-        (figure, problem, progress) = (nil, nil, 0)
+        (figure, problem, notice, progress) = (nil, nil, nil, 0)
         let gate = PauseGate()
         self.gate = gate
         update()
         let messages = gate.start("measuring", sending: Message.self) { send in
-            let records = try EvaluationRecord.read(records)
+            let (records, unread) = try EvaluationRecord.read(records)
+            if !unread.isEmpty { send(.notice(DataNotices.unread(unread))) }
             let examiner = Examiner(bundle: bundle, tokenizer: tokenizer) { try gate.pass { _ in } }
             let models = [nil] + (adapters.map { [$0] } ?? [])
             let parts = try models.enumerated().map { index, adapters in
@@ -66,6 +69,7 @@ import Observation
                 for try await message in messages {
                     switch message {
                     case .progress(let part): progress = part
+                    case .notice(let found): notice = found
                     case .ended(let found): figure = found
                     }
                 }
@@ -82,6 +86,7 @@ import Observation
 
     private enum Message: Sendable {
         case progress(Double)
+        case notice(Sentence)
         case ended(Figure)
     }
 
@@ -149,68 +154,67 @@ enum EvaluationRecord: Sendable {
         }
     }
 
-    private struct Fields: Decodable {
-        let text: String?
-        let prompt: String?
-        let choices: [String]?
-        let answer: Answer?
-        let completion: String?
-        let messages: [ChatMessage]?
-
-        enum Answer: Decodable {
-            case index(Int)
-            case text(String)
-
-            init(from decoder: any Decoder) throws {
-                let container = try decoder.singleValueContainer()
-                self = try (try? .index(container.decode(Int.self))) ?? .text(container.decode(String.self))
-            }
-        }
-    }
-
-    /// - Parameter data: JSON, a record a line.
+    /// - Parameter data: JSON, a record a line, or one list of records.
+    /// - Returns: the records, and the keys of them that are not read.
     /// - Throws: `MeSPError` with the line that is wrong, or if there is none.
-    static func read(_ data: Data) throws -> [EvaluationRecord] {
-        var records = [EvaluationRecord]()
-        for (index, line) in data.split(separator: UInt8(ascii: "\n"), omittingEmptySubsequences: false).enumerated() {
-            guard line.contains(where: { $0 > 0x20 }) else { continue }
-            guard let fields = try? JSONDecoder().decode(Fields.self, from: line), let record = Self(fields) else {
-                throw MeSPError(
-                    "Line \(index + 1) is not a record to evaluate; records have \"text\", \"prompt\", \"choices\" and \"answer\", \"prompt\" and \"completion\", or \"messages\"."
-                )
+    static func read(_ data: Data) throws -> (records: [EvaluationRecord], unread: Set<String>) {
+        var (records, unread, refusals) = ([EvaluationRecord](), Set<String>(), Refusals())
+        for (place, fields) in TextRecords.objects(in: data, of: nil) {
+            try refusals.take(place) {
+                guard let fields else { throw TextRecords.noObject }
+                let (record, keys) = try Self.record(fields)
+                guard record.kind == records.first?.kind ?? record.kind else {
+                    throw MeSPError("it is another kind of record than the first; keep one kind.")
+                }
+                records.append(record)
+                unread.formUnion(TextRecords.unread(fields, but: keys))
             }
-            guard record.kind == records.first?.kind ?? record.kind else {
-                throw MeSPError("Line \(index + 1) is another kind of record than the first; keep one kind.")
-            }
-            records.append(record)
         }
+        try refusals.check()
         guard !records.isEmpty else { throw MeSPError("The file has no records to measure.") }
-        return records
+        return (records, unread)
     }
 
-    private init?(_ fields: Fields) {
-        if let choices = fields.choices {
+    private static func record(_ fields: [String: JSONValue]) throws -> (EvaluationRecord, read: [String]) {
+        let wrong = MeSPError(
+            "it is not a record to evaluate; records have \"text\", \"prompt\", \"choices\" and \"answer\", \"prompt\" and \"completion\", or \"messages\"."
+        )
+        try TextRecords.refuseTools(in: fields)
+        if let choices = fields["choices"] {
+            let texts = choices.array?.compactMap(\.string) ?? []
             let answer: Int? =
-                switch fields.answer {
-                case .index(let index): index
-                case .text(let text): choices.firstIndex(of: text)
-                case nil: nil
+                switch fields["answer"] {
+                case .number(let index): Int(exactly: index)
+                case .string(let text): texts.firstIndex(of: text)
+                default: nil
                 }
-            guard let prompt = fields.prompt, let answer, choices.count > 1, choices.indices.contains(answer),
-                !choices.contains(where: \.isEmpty)
-            else { return nil }
-            self = .question(prompt: prompt, choices: choices, answer: answer)
-        } else if let prompt = fields.prompt, let completion = fields.completion, !prompt.isEmpty {
-            self = .task([ChatMessage(role: "user", content: prompt)], answer: completion)
-        } else if let messages = fields.messages, messages.count > 1, let last = messages.last,
-            last.role == "assistant"
-        {
-            self = .task(messages.dropLast(), answer: last.content)
-        } else if let text = fields.text, !text.isEmpty {
-            self = .text(text)
-        } else {
-            return nil
+            guard let prompt = fields["prompt"]?.string, let answer, texts.count > 1,
+                texts.count == choices.array?.count,
+                texts.indices.contains(answer), !texts.contains(where: \.isEmpty)
+            else { throw wrong }
+            return (.question(prompt: prompt, choices: texts, answer: answer), ["prompt", "choices", "answer"])
         }
+        if let prompt = fields["prompt"], let completion = fields["completion"], !prompt.isEmpty {
+            let asked = try messages(prompt, "user", in: "prompt")
+            return (try task(asked + messages(completion, "assistant", in: "completion")), ["prompt", "completion"])
+        }
+        if let messages = fields["messages"], !messages.isEmpty {
+            return (try task(TextRecords.messages(messages, in: "messages").map(\.message)), ["messages"])
+        }
+        guard let text = fields["text"]?.string, !text.isEmpty else { throw wrong }
+        return (.text(text), ["text"])
+    }
+
+    private static func messages(_ value: JSONValue, _ role: String, in key: String) throws -> [ChatMessage] {
+        if let text = value.string { return [ChatMessage(role: role, content: text)] }
+        return try TextRecords.messages(value, in: key).map(\.message)
+    }
+
+    private static func task(_ messages: [ChatMessage]) throws -> EvaluationRecord {
+        guard messages.count > 1, let last = messages.last, last.role == "assistant" else {
+            throw MeSPError("it does not end with an answer to a message; add what assistant is to write.")
+        }
+        return .task(messages.dropLast(), answer: last.content)
     }
 }
 
@@ -286,14 +290,16 @@ extension TextTokenizer {
             return ([try prefixToken], choices.map { encode(space + $0, addsSpecialTokens: false) })
         }
         let before = encode(kept, addsSpecialTokens: true)
-        return (
-            before, choices.map { Array(encode(kept + space + $0, addsSpecialTokens: true).dropFirst(before.count)) }
-        )
+        let texts = choices.map { encode(kept + space + $0, addsSpecialTokens: true) }
+        // A token across the border is of the choice.
+        let common = texts.map { zip($0, before).prefix { $0 == $1 }.count }.min() ?? before.count
+        guard common > 0 else { return ([try prefixToken], texts) }
+        return (Array(before.prefix(common)), texts.map { Array($0.dropFirst(common)) })
     }
 
     /// The ids of a conversation up to where its answer begins; of a single message, without a template where the model has none.
     func encode(upToAnswer messages: [ChatMessage]) throws -> [Int] {
-        if hasChatTemplate { return try encode(messages, opensAnswer: true) }
+        if hasChatTemplate { return try encode(prompt: messages) }
         guard messages.count == 1 else {
             throw MeSPError("The model has no chat template, which a conversation needs; take an -Instruct model.")
         }

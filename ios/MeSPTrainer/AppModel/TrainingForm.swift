@@ -213,9 +213,9 @@ import Observation
         case .bundle: return "\(bundle.name) learns the text in its bundle."
         case .file:
             guard let file else { return "Choose a text file that \(bundle.name) is to learn, under More." }
-            return file.pathExtension.lowercased() == "jsonl"
-                ? "\(bundle.name) learns the records of \(file.lastPathComponent)."
-                : "\(bundle.name) learns to write like \(file.lastPathComponent)."
+            return (try? TextFileKind(of: file)) == .text
+                ? "\(bundle.name) learns to write like \(file.lastPathComponent)."
+                : "\(bundle.name) learns the records of \(file.lastPathComponent)."
         case .pasted: return "\(bundle.name) learns to write like the text that you paste under More."
         case .choices: return "\(bundle.name) learns which answers you like, from what you chose under Try It."
         }

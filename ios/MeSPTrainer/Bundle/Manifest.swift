@@ -99,6 +99,8 @@ public struct Manifest: Decodable, Sendable {
     public let perLayerEmbedding: PackedFile?
     public let perLayerProjection: PackedFile?
     public let data: [String: Tokens]?
+    /// The tokens at which answers of the model end, beside those of its config.json; nil where the bundle names none.
+    public let endTokens: [Int]?
     public let files: [File]
 }
 

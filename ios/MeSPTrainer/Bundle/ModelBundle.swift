@@ -106,6 +106,43 @@ public struct ModelBundle {
 
     package static func blockFile(_ index: Int) -> String { String(format: "blocks/%02d.bin", index) }
 
+    // MARK: - What a run depends on
+
+    /// Changes with any file of weights. Functions, data and the bundle's place have no part in it.
+    package var weightsDigest: String {
+        let weights = Set(manifest.weightFiles.map(\.file))
+        let sums = manifest.files.filter { weights.contains($0.path) }.map { "\($0.path) \($0.sha256)" }
+        return digest(sums)
+    }
+
+    /// Changes with the sequences of a split (`train`, `valid`, `test`), wherever their files are; nil where there is no such split.
+    package func dataDigest(_ split: String) throws -> String? {
+        guard let entry = splits[split] else { return nil }
+        guard dataFolder == url else { return try digest(entry, in: dataFolder) }
+        let sums = Dictionary(manifest.files.map { ($0.path, $0.sha256) }) { sum, _ in sum }
+        return try digest(entry, in: url, sums: sums)
+    }
+
+    /// As `dataDigest`, of the tokens that `tokens(in:)` reads.
+    package func dataDigest(in folder: URL) throws -> String? {
+        try TextData.entries(in: folder)["train"].map { try digest($0, in: folder) }
+    }
+
+    /// - Parameter sums: the SHA-256 of files that need not be read.
+    private func digest(_ entry: Manifest.Tokens, in folder: URL, sums: [String: String] = [:]) throws -> String {
+        let files = [
+            ("tokens", entry.file), ("examples", entry.examples?.file), ("mask", entry.mask), ("labels", entry.labels),
+        ]
+        var parts = try files.compactMap { part, file in
+            try file.map { "\(part) \(try sums[$0] ?? sha256(of: folder.appendingPathComponent($0)))" }
+        }
+        if let begin = entry.begin { parts.append("begin \(begin)") }
+        if entry.pack == true { parts.append("pack") }
+        return digest(parts)
+    }
+
+    private func digest(_ parts: [String]) -> String { sha256(Data(parts.sorted().joined(separator: "\n").utf8)) }
+
     // MARK: - Data
 
     /// The tokens of a split (`train`, `valid`, `test`), mapped, or nil where the bundle has none.

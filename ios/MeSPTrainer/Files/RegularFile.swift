@@ -33,6 +33,13 @@ package func regularFile(_ url: URL, followsLinks: Bool = false) -> Data? {
     return mapped(file)
 }
 
+/// Makes a folder unless it is there, and refuses a symbolic link in its place, which could lead out of the folder that it is in.
+package func makeFolder(_ url: URL) throws {
+    var status = stat()
+    if lstat(url.path, &status) == 0, status.st_mode & S_IFMT == S_IFLNK { throw MeSPError("it is a symbolic link") }
+    try FileManager.default.createDirectory(at: url, withIntermediateDirectories: true)
+}
+
 /// The size of an open file in bytes, and when it was modified last, since 1970: both tell whether it has changed.
 package func status(of file: Int32) -> (size: Int, modified: Duration)? {
     var status = stat()

@@ -41,14 +41,20 @@ package func hexadecimal(_ digest: some Sequence<UInt8>) -> String {
 
         package mutating func update(data: Data) {
             length += UInt64(data.count)
-            pending += data
-            let whole = pending.count / 64 * 64
-            pending.withUnsafeBytes { bytes in
-                for start in stride(from: 0, to: whole, by: 64) {
+            // Of the data only what does not fill a block is copied.
+            let missing = pending.isEmpty ? 0 : min(64 - pending.count, data.count)
+            pending += data.prefix(missing)
+            if pending.count == 64 {
+                pending.withUnsafeBytes { Self.compress(&state, $0) }
+                pending = []
+            }
+            data.withUnsafeBytes { bytes in
+                let whole = missing + (bytes.count - missing) / 64 * 64
+                for start in stride(from: missing, to: whole, by: 64) {
                     Self.compress(&state, UnsafeRawBufferPointer(rebasing: bytes[start..<start + 64]))
                 }
+                pending += bytes[whole...]
             }
-            pending.removeFirst(whole)
         }
 
         package mutating func finalize() -> [UInt8] {

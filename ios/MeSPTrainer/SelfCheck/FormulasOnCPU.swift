@@ -17,11 +17,8 @@ struct FormulasOnCPU {
     ///   - x: `[1, T, hidden]`
     ///   - lora: `[P]`
     ///   - beside: what the block takes besides x
-    ///   - records: see `Example`; nil for one
-    func outputs(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ beside: Beside, records: [Range<Int>]? = nil
-    ) throws -> BlockOutputs {
-        try withBlock(block, lora, beside, records: records) { block in
+    func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ beside: Beside) throws -> BlockOutputs {
+        try withBlock(block, lora, beside) { block in
             let outputs = block.outputs(x.asType(.float32))
             eval(outputs.mixerIn)
             return outputs
@@ -72,14 +69,14 @@ struct FormulasOnCPU {
     }
 
     private func withBlock<R>(
-        _ block: Int, _ lora: MLXArray, _ beside: Beside, records: [Range<Int>]? = nil, _ body: (Block) throws -> R
+        _ block: Int, _ lora: MLXArray, _ beside: Beside, _ body: (Block) throws -> R
     ) throws -> R {
         try Device.withDefaultDevice(.cpu) {
             try bundle.withBlock(block) { weights in
                 try body(
                     Block(
                         weights: weights.onCPU, lora: lora, layout: layouts[block], scale: scale, tile: tile,
-                        records: records, beside: beside))
+                        beside: beside))
             }
         }
     }

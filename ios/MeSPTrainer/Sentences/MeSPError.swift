@@ -18,7 +18,9 @@ extension Error {
             case .keyNotFound(let key, _): return "\(key.stringValue) is missing"
             case .typeMismatch(_, let context), .valueNotFound(_, let context), .dataCorrupted(let context):
                 let path = context.codingPath.map(\.stringValue).joined(separator: ".")
-                return path.isEmpty ? "it is not JSON" : "\(path) has the wrong type"
+                // Foundation says no more of a number that its type has no room for, and does not say which.
+                guard !path.isEmpty else { return "it is not JSON, or has a number that is too large or too small" }
+                return "\(path) has the wrong type"
             @unknown default: break
             }
         }

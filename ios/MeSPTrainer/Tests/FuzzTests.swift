@@ -109,7 +109,11 @@ import Testing
             .resolvingSymlinksInPath()
         let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
         try FileManager.default.copyItem(at: source, to: folder)
-        return (folder, try Data(contentsOf: folder.appendingPathComponent("manifest.json")))
+        let json = try JSONSerialization.jsonObject(
+            with: Data(contentsOf: folder.appendingPathComponent("manifest.json")))
+        var manifest = try #require(json as? [String: Any])
+        manifest["end_tokens"] = [0, 3]  // which a bundle need not have
+        return (folder, try JSONSerialization.data(withJSONObject: manifest, options: .sortedKeys))
     }
 
     private func settings(_ folder: URL) -> RunSettings { RunSettings(bundle: folder.path, output: folder.path) }
@@ -352,19 +356,20 @@ import Testing
         (settings.steps, settings.valBatches) = (1, 0)
         try Run.run(settings)
         let output = URL(fileURLWithPath: settings.output)
-        let file = try Data(contentsOf: SavedState.url(in: output))
+        let (file, sound) = (
+            try Data(contentsOf: SavedState.url(in: output)), try StateFile(SavedState.url(in: output))
+        )
         let trainer = try Trainer(bundle: bundle, settings: settings, plan: Plan(tileBytes: 1 << 20), folder: output)
-        let start = 8 + Int(file[0]) + Int(file[1]) << 8 + Int(file[2]) << 16
         let planner = Planner(bundle.manifest, settings, systemLimit: nil)
         try fuzz(seed: 4) { random in
-            var changed = mutatedBytes(file, &random)
-            if Bool.random(using: &random) {  // a header in order, with other numbers
-                var header = try JSONSerialization.jsonObject(with: file[8..<start]) as? [String: Any] ?? [:]
-                let state = (header["__metadata__"] as? [String: String])?["state"] ?? ""
-                let json = try mutatedJSON(Data(state.utf8), &random)
-                header["__metadata__"] = ["state": String(decoding: json, as: UTF8.self)]
-                let data = try JSONSerialization.data(withJSONObject: header)
-                changed = withUnsafeBytes(of: UInt64(data.count).littleEndian) { Data($0) } + data + file[start...]
+            let changed: Data
+            switch Int.random(in: 0..<4, using: &random) {
+            case 0: changed = mutatedBytes(file, &random)
+            case 1: changed = StateFile.sealed(mutatedBytes(file.dropLast(32), &random))
+            default:  // a header in order, with other numbers
+                var other = sound
+                other.text = try mutatedJSON(sound.text, &random)
+                changed = try other.data()
             }
             try changed.write(to: SavedState.url(in: output))
             guard let (state, plan, vectors) = try SavedState.load(from: output, settings) else { return }

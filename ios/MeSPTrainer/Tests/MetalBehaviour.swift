@@ -138,14 +138,16 @@
             let trainer = try fixture.trainer(.mesp)
             #expect(throws: (any Error).self) {
                 try fixture.bundle.withBlock(0) { weights in
-                    _ = try function(lora: MLXArray(0), scale: 0, weights: weights).output(MLXArray(0))
+                    _ = try function(lora: MLXArray(0), scale: 0, weights: weights, beside: .nothing)
+                        .output(MLXArray(0))
                 }
             }
             let x = try trainer.model.embed(fixture.example())
             for _ in 0..<2 {
                 try fixture.bundle.withBlock(0) { weights in
                     let lora = try trainer.model.parameters(0)
-                    let block = function(lora: lora, scale: trainer.model.scale, weights: weights)
+                    let block = function(
+                        lora: lora, scale: trainer.model.scale, weights: weights, beside: .nothing)
                     #expect(try block.output(x).shape == x.shape)
                 }
             }

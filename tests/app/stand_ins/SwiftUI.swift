@@ -165,6 +165,11 @@ public struct Text: Prim, Sendable {
     where F.FormatInput: Equatable, F.FormatOutput == String {}
     public func font(_ f: Font?) -> Text { self }
     public func monospacedDigit() -> Text { self }
+    public init(verbatim s: String) {}
+    public func bold() -> Text { self }
+    public func italic() -> Text { self }
+    public func foregroundStyle<S: ShapeStyle>(_ s: S) -> Text { self }
+    public static func + (a: Text, b: Text) -> Text { a }
 }
 public struct Font: Sendable {
     public static let title2 = Font(), footnote = Font(), caption = Font(), caption2 = Font(), headline = Font(),
@@ -482,6 +487,7 @@ extension View {
     public func onDisappear(perform: (() -> Void)? = nil) -> some View { self }
     public func refreshable(action: @escaping @Sendable () async -> Void) -> some View { self }
     public func accessibilityLabel(_ k: LocalizedStringKey) -> some View { self }
+    @_disfavoredOverload public func accessibilityLabel<S: StringProtocol>(_ s: S) -> some View { self }
     public func accessibilityHint(_ k: LocalizedStringKey) -> some View { self }
     public func accessibilityIdentifier(_ i: String) -> some View { self }
     public func accessibilityValue<S: StringProtocol>(_ k: S) -> some View { self }

@@ -13,6 +13,7 @@ public protocol Tokenizer: Sendable {
     func encode(text: String) -> [Int]
     func encode(text: String, addSpecialTokens: Bool) -> [Int]
     func decode(tokens: [Int]) -> String
+    func decode(tokens: [Int], skipSpecialTokens: Bool) -> String
     var bosTokenId: Int? { get }
     var eosTokenId: Int? { get }
     var hasChatTemplate: Bool { get }

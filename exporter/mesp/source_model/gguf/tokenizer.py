@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from mesp.source_model.gguf.header import GGUF
 # The types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _LONGEST, _MOST = 1024, 1 << 20  # characters of a token, and tokens
+# Characters of all merges: 500,000, as a vocabulary of 262,144 has, of 32 characters each.
+_MERGED = 1 << 24
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -168,15 +171,18 @@ def _pieces(file: GGUF, tokens: list[str], types: np.ndarray) -> Tokenizer:
         raise ValueError("tokens and their scores differ in number")
     vocabulary = {token: i for i, token in enumerate(tokens)}
     normal = {tokens[i]: i for i in np.flatnonzero(types == _NORMAL).tolist()}
-    found = []
+    found, merged = array("i"), 0
     for token, i in normal.items():
         for cut in range(1, len(token)):
             left = normal.get(token[:cut])
             if left is not None:
                 right = normal.get(token[cut:])
                 if right is not None:
-                    found.append((i, left, right))
-    order = np.array(found, np.int64).reshape(-1, 3)
+                    found.extend((i, left, right))
+                    merged += len(token)
+        if merged > _MERGED:
+            raise ValueError("its tokens are made of each other in too many ways")
+    order = np.array(found).reshape(-1, 3)
     order = order[np.lexsort((order[:, 2], order[:, 1], -scores[order[:, 0]]))]
     merges = [(tokens[left], tokens[right]) for _, left, right in order.tolist()]
     unknown = [tokens[i] for i in np.flatnonzero(types == _UNKNOWN).tolist()[:1]]

@@ -38,6 +38,7 @@ struct EvaluationSection: View {
             if let problem = evaluation.problem {
                 ProblemLabel(problem.localized)
             }
+            if let notice = evaluation.notice { NoticeRows(notices: [notice]) }
             if let figure = evaluation.figure { FigureRows(figure: figure) }
         } header: {
             Text("Base and fine-tuned")

@@ -23,6 +23,7 @@ struct RunView: View {
                 }
                 if controller.isRunning { buttons }
             }
+            if !model.textNotices.isEmpty { Section("Text") { NoticeRows(notices: model.textNotices) } }
             if let run = model.shownRun { LearnedSection(run: run) }
             LogSections(log: controller.log)
             if controller.isRunning {

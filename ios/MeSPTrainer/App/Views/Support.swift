@@ -114,6 +114,15 @@ struct ProblemLabel: View {
     var body: some View { TintedLabel(text, systemImage: "exclamationmark.triangle.fill", tint: .orange) }
 }
 
+/// What a person should know of their data, a row each.
+struct NoticeRows: View {
+    let notices: [Sentence]
+
+    var body: some View {
+        ForEach(notices, id: \.english) { Label($0.localized, systemImage: "info.circle").font(.footnote) }
+    }
+}
+
 /// A menu at the end of a row, for those who do not know that rows can be swiped.
 struct RowMenu: View {
     let name: String

@@ -59,12 +59,38 @@ struct SetupView: View {
             } footer: {
                 Text("Training happens on this device. Your text does not leave it.")
             }
+            if let problem = model.preview.problem { Section { ProblemLabel(problem.localized) } }
+            if let preview = model.preview.found { PreviewSection(preview: preview) }
         }
+        .task(id: model.preview.wanted) { await model.lookAtData() }
         .navigationTitle("New Run")
         .startBar()
         .toolbar {
             if model.controller.isRunning { Button("Show Run") { model.showsSetup = false } }
         }
+    }
+}
+
+/// The first record as it is trained, and what else there is to know of the data.
+private struct PreviewSection: View {
+    let preview: TrainedPreview
+
+    var body: some View {
+        Section {
+            preview.runs.reduce(Text(verbatim: "")) { $0 + shown($1) }
+                .font(.callout)
+                .accessibilityLabel(preview.spoken.map(\.localized).joined(separator: " "))
+            NoticeRows(notices: preview.notices)
+        } header: {
+            Text("Trained first")
+        } footer: {
+            Text("What is bold is learned. The rest is only read. Special tokens are in italics.")
+        }
+    }
+
+    private func shown(_ run: TrainedPreview.Run) -> Text {
+        let text = run.isSpecial ? Text(verbatim: run.text).italic() : Text(verbatim: run.text)
+        return run.isCounted ? text.bold() : text.foregroundStyle(.secondary)
     }
 }
 

@@ -4,13 +4,13 @@ import MeSPSentences
 
 /// Text of your own to train on in place of the bundle's: tokenized once, and kept in a folder that `RunSettings.data` names.
 ///
-/// A text becomes one packed stream, and so do JSONL records with `text`. Records with `prompt` and `completion`, or with
-/// `messages`, go through the chat template and are one example a sequence, cut to the sequence's length; their answers alone are in the
-/// loss, unless all is asked for. Without a template a completion follows its prompt as both are written. The last tenth is held out. The
-/// same rules as `mesp-export --data`.
+/// A text becomes one packed stream, and so do records with `text`. Records with `prompt` and `completion`, or with `messages`, go through
+/// the chat template and are one example a sequence, cut to the sequence's length; their answers alone are in the loss, unless all is
+/// asked for. Without a template a completion follows its prompt as both are written. The last tenth is held out. What of a record would be
+/// neither trained nor known to change nothing is refused by its name. The same rules as `mesp-export --data`.
 public struct TextData: Sendable {
     public enum Source: Sendable {
-        /// A UTF-8 file; `.jsonl` has a record a line.
+        /// A UTF-8 file: `.txt` and `.md` are text, `.jsonl` and `.ndjson` have a record a line, `.json` may be one list of records too.
         case file(URL)
         case text(String)
         /// Pairs of answers, for a run with an objective; the answers alone count, as with `mesp-export --data`.
@@ -40,133 +40,141 @@ public struct TextData: Sendable {
     ///   - source: the text.
     ///   - folder: is made, or replaced.
     ///   - progress: gets the part that is done, from 0 to 1. May throw to end it.
-    /// - Throws: `MeSPError` where the text cannot be read or is too short, and what `progress` throws.
-    public func write(_ source: Source, to folder: URL, progress: (Double) throws -> Void = { _ in }) throws {
-        if case .choices(let choices) = source { return try Self.write(pairs(choices, progress), to: folder) }
-        let (name, documents) = try Self.read(source)
+    /// - Returns: what was left out, added or cut.
+    /// - Throws: `MeSPError` where the text cannot be read, is too short, or has records that cannot be trained as they are meant, and what
+    ///   `progress` throws.
+    @discardableResult
+    public func write(
+        _ source: Source, to folder: URL, progress: (Double) throws -> Void = { _ in }
+    ) throws -> DataNotices {
+        var notices = DataNotices(length: length)
         let splits: [String: TokenStream]
-        if case .text = documents[0] {
-            var stream = [UInt32]()
-            for (index, document) in documents.enumerated() {
-                if case .text(let text, let isRecord) = document {
-                    try encode(text, isRecord: isRecord, into: &stream) { part in
-                        try progress((Double(index) + part) / Double(documents.count))
-                    }
-                }
-            }
-            splits = try holdOut(stream, of: name)
+        if case .choices(let choices) = source {
+            splits = try pairs(choices, &notices, progress)
         } else {
-            if case .messages = documents[0], !tokenizer.hasChatTemplate {
-                throw MeSPError(
-                    "The model has no chat template, which the messages of \(name) need; take an -Instruct model, or write the records as prompts and answers."
-                )
-            }
-            var examples = [Encoded]()
-            let end = answersOnly && tokenizer.hasChatTemplate ? try endOfAnswers() : []
-            for (index, document) in documents.enumerated() {
-                if let example = try encode(document, end, name) { examples.append(example) }
-                try progress(Double(index + 1) / Double(documents.count))
-            }
-            guard examples.count > 1 else {
-                throw MeSPError(
-                    "\(name) has \(examples.count) usable records, too few to train on and hold out one; give it more.")
-            }
-            let held = max(examples.count / Self.heldOut, 1)
-            splits = [
-                "train": Self.stream(examples.dropLast(held)), "valid": Self.stream(examples.suffix(held)),
-            ]
+            let (name, contents) = try TextDocuments.read(source)
+            splits = try self.splits(of: contents, name, &notices, progress)
         }
         try Self.write(splits, to: folder)
+        return notices
     }
 
-    // MARK: - Reading
-
-    private enum Document {
-        case text(String, isRecord: Bool)
-        case answer(String, prompt: String)
-        case messages([ChatMessage])
-    }
-
-    private static func read(_ source: Source) throws -> (name: Sentence, [Document]) {
-        switch source {
-        case .choices: preconditionFailure("choices are no documents")
-        case .text(let text):
-            guard text.contains(where: { !$0.isWhitespace }) else { throw MeSPError("There is no text yet.") }
-            return ("The text", [.text(text, isRecord: false)])
-        case .file(let url):
-            let name = url.lastPathComponent
-            guard let data = try? Data(contentsOf: url, options: .mappedIfSafe) else {
-                throw MeSPError("\(name) cannot be read.")
+    /// The first sequence that `write` would make of `source`, and what a person should know of the whole, as far as that is known before
+    /// the rest is tokenized.
+    ///
+    /// - Throws: `MeSPError` as `write` does, but for what is wrong with later records' tokens.
+    public func first(of source: Source) throws -> (example: Example, notices: DataNotices) {
+        var notices = DataNotices(length: length)
+        if case .choices(let choices) = source {
+            try needTemplate()
+            var encoder = ConversationEncoder(tokenizer: tokenizer, answersOnly: true)
+            for (index, choice) in choices.enumerated() {
+                var (found, refusals) = ([Encoded]?.none, Refusals())
+                try refusals.take(RecordPlace(number: index + 1, kind: .choice, file: nil)) {
+                    found = try pair(choice, &encoder, &notices)
+                }
+                try refusals.check()
+                if let found { return (Self.example(found[0]), notices) }
             }
-            guard let text = String(data: data, encoding: .utf8).map(plain) else {
-                throw MeSPError("\(name) is not UTF-8 text; convert it first.")
-            }
-            guard text.contains(where: { !$0.isWhitespace }) else { throw MeSPError("\(name) has no text in it.") }
-            guard url.pathExtension.lowercased() == "jsonl" else {
-                return ("\(name)", [.text(text, isRecord: false)])
-            }
-            return ("\(name)", try records(Data(text.utf8), name))
+            throw Self.tooFew(choices: choices.count, 0, length)
         }
-    }
-
-    /// A file's text with lines that end as Python reads them, and without the mark that some editors put before it.
-    private static func plain(_ text: String) -> String {
-        var text = text.replacingOccurrences(of: "\r\n", with: "\n").replacingOccurrences(of: "\r", with: "\n")
-        if text.unicodeScalars.first == "\u{FEFF}" { text.unicodeScalars.removeFirst() }
-        return text
-    }
-
-    private struct Fields: Decodable {
-        let text: String?
-        let prompt: String?
-        let completion: String?
-        let messages: [ChatMessage]?
-    }
-
-    private static func records(_ data: Data, _ name: String) throws -> [Document] {
-        var documents = [Document]()
-        for (index, line) in data.split(separator: UInt8(ascii: "\n"), omittingEmptySubsequences: false).enumerated() {
-            guard line.contains(where: { $0 > 0x20 }) else { continue }
-            guard let fields = try? JSONDecoder().decode(Fields.self, from: line) else {
-                throw MeSPError("Line \(index + 1) of \(name) is not a JSON record of text.")
-            }
-            if let prompt = fields.prompt, let completion = fields.completion {
-                documents.append(.answer(completion, prompt: prompt))
-            } else if let messages = fields.messages, !messages.isEmpty {
-                documents.append(.messages(messages))
-            } else if let text = fields.text {
-                documents.append(.text(text, isRecord: true))
-            } else {
-                throw MeSPError(
-                    "Line \(index + 1) of \(name) has no text; records have \"text\", \"prompt\" and \"completion\", or \"messages\"."
-                )
-            }
-            switch (documents[0], documents[documents.count - 1]) {
-            case (.text, .text), (.answer, .answer), (.messages, .messages): continue
-            default:
-                throw MeSPError("Line \(index + 1) of \(name) is another kind of record than the first; keep one kind.")
-            }
+        let (name, contents) = try TextDocuments.read(source)
+        notices.take(contents)
+        guard let first = contents.documents.first else { throw Self.tooFew(name, 0) }
+        if case .text = first {
+            let (ids, isWhole) = try stream(of: contents, upTo: length + 1) { _ in }
+            if isWhole { _ = try holdOut(ids, of: name) }
+            let start = TokenStream(tokens: Self.data(ids), begin: tokenizer.begin.map(Int.init))
+            return (start.sequences(lengths: [length])[0], notices)
         }
-        return documents
+        try needTemplate(for: contents, name)
+        var encoder = ConversationEncoder(tokenizer: tokenizer, answersOnly: answersOnly)
+        var refusals = Refusals()
+        for (document, place) in zip(contents.documents, contents.places) {
+            var example: Encoded?
+            try refusals.take(place) { example = try encode(document, &encoder, &notices) }
+            try refusals.check()
+            if let example { return (Self.example(example), notices) }
+        }
+        throw Self.tooFew(name, 0)
     }
 
-    // MARK: - Tokenizing
+    // MARK: - Texts
 
-    /// Appends the ids of `text` and the token that ends a text. That of a file is tokenized in pieces; a record's is begun as the model's
-    /// texts are, as mlx-lm does it.
+    private func splits(
+        of contents: TextDocuments, _ name: Sentence, _ notices: inout DataNotices, _ progress: (Double) throws -> Void
+    ) throws -> [String: TokenStream] {
+        notices.take(contents)
+        guard let first = contents.documents.first else { throw Self.tooFew(name, 0) }
+        if case .text = first { return try holdOut(stream(of: contents, progress: progress).ids, of: name) }
+        try needTemplate(for: contents, name)
+        var (examples, refusals) = ([Encoded](), Refusals())
+        var encoder = ConversationEncoder(tokenizer: tokenizer, answersOnly: answersOnly)
+        for (index, document) in contents.documents.enumerated() {
+            try refusals.take(contents.places[index]) {
+                if let example = try encode(document, &encoder, &notices) { examples.append(example) }
+            }
+            try progress(Double(index + 1) / Double(contents.documents.count))
+        }
+        try refusals.check()
+        guard examples.count > 1 else { throw Self.tooFew(name, examples.count) }
+        let held = max(examples.count / Self.heldOut, 1)
+        return ["train": Self.stream(examples.dropLast(held)), "valid": Self.stream(examples.suffix(held))]
+    }
+
+    private static func tooFew(_ name: Sentence, _ count: Int) -> MeSPError {
+        MeSPError("\(name) has \(count) usable records, too few to train on and hold out one; give it more.")
+    }
+
+    /// The ids of texts, each with the token that ends one.
+    ///
+    /// - Parameter limit: the number of ids that is enough.
+    /// - Returns: the ids, and whether they are of all texts.
+    private func stream(
+        of contents: TextDocuments, upTo limit: Int = .max, progress: (Double) throws -> Void
+    ) throws -> (ids: [UInt32], isWhole: Bool) {
+        var ids = [UInt32]()
+        let (count, ends) = (contents.documents.count, Set(tokenizer.trainedEnds))
+        for (index, document) in contents.documents.enumerated() {
+            guard case .text(let text, let isRecord) = document else { continue }
+            guard ids.count < limit else { return (ids, false) }
+            let isWhole = try encode(text, isRecord: isRecord, ends, upTo: limit, into: &ids) { part in
+                try progress((Double(index) + part) / Double(count))
+            }
+            if !isWhole { return (ids, false) }
+        }
+        return (ids, true)
+    }
+
+    /// Appends the ids of `text` and the token that ends a text, where it does not end with one of `ends`. That of a file is tokenized in
+    /// pieces; a record's is begun as the model's texts are, as mlx-lm does it. None is begun twice.
+    ///
+    /// - Returns: whether the ids are of all of it.
     private func encode(
-        _ text: String, isRecord: Bool, into stream: inout [UInt32], progress: (Double) throws -> Void
-    ) throws {
+        _ text: String, isRecord: Bool, _ ends: Set<Int>, upTo limit: Int, into stream: inout [UInt32],
+        progress: (Double) throws -> Void
+    ) throws -> Bool {
         let before = stream.count
-        if !isRecord, !text.isEmpty, let begin = tokenizer.begin { stream.append(begin) }
         let pieces = isRecord ? [text[...]] : Self.pieces(text)
         for (index, piece) in pieces.enumerated() {
-            stream += tokenizer.encode(String(piece), addsSpecialTokens: isRecord).map { UInt32($0) }
+            guard stream.count < limit else { return false }
+            var ids = begunOnce(tokenizer.encode(String(piece), addsSpecialTokens: isRecord))
+            if index == 0, !isRecord, let begin = tokenizer.begin, ids.first != Int(begin) {
+                ids.insert(Int(begin), at: 0)
+            }
+            stream += ids.map { UInt32($0) }
             try progress(Double(index + 1) / Double(pieces.count))
         }
-        if let end = tokenizer.endOfText, stream.count > before, stream.last != UInt32(end) {
+        if let end = tokenizer.endOfText, stream.count > before, !ends.contains(Int(stream[stream.count - 1])) {
             stream.append(UInt32(end))
         }
+        return true
+    }
+
+    /// Without a second token that begins a text, where the text has it already.
+    private func begunOnce(_ ids: [Int]) -> [Int] {
+        guard let begin = tokenizer.beginOfText, ids.starts(with: [begin, begin]) else { return ids }
+        return Array(ids.dropFirst())
     }
 
     /// A long text, cut at starts of lines: tokenizing it whole takes much memory, and byte-level BPE cuts there too.
@@ -192,62 +200,115 @@ public struct TextData: Sendable {
         return nil
     }
 
+    // MARK: - Examples
+
     /// Tokens, and which of them are in the loss.
     private typealias Encoded = (tokens: [UInt32], counted: [Bool])
 
-    /// A conversation, or an answer with its prompt; nil where nothing would be left to train on.
-    private func encode(_ document: Document, _ end: [Int], _ name: Sentence) throws -> Encoded? {
-        let whole: [Int]
-        var counted: [Bool]
-        switch document {
-        case .text: return nil
-        case .answer(let answer, let prompt) where !tokenizer.hasChatTemplate:
-            whole = joined(prompt, answer)
-            let context = tokenizer.encode(prompt, addsSpecialTokens: true).count
-            counted = whole.indices.map { $0 >= context }
-        case .answer(let answer, let prompt):
-            let messages = [ChatMessage(role: "user", content: prompt), .init(role: "assistant", content: answer)]
-            return try encode(.messages(messages), end, name)
-        case .messages(let messages):
-            whole = try tokenizer.encode(messages, opensAnswer: false)
-            counted = answersOnly ? try answers(messages, in: whole, end, name) : []
+    private func needTemplate(for contents: TextDocuments, _ name: Sentence) throws {
+        if case .conversation? = contents.documents.first, !tokenizer.hasChatTemplate {
+            throw MeSPError(
+                "The model has no chat template, which the messages of \(name) need; take an -Instruct model, or write the records as prompts and answers."
+            )
         }
-        if !answersOnly { counted = [Bool](repeating: true, count: whole.count) }
-        let (tokens, kept) = (whole.prefix(length + 1).map { UInt32($0) }, Array(counted.prefix(length + 1)))
-        return kept.dropFirst().contains(true) ? (tokens, kept) : nil
     }
 
-    /// A prompt with the answer right after it and the token that ends a text.
-    private func joined(_ prompt: String, _ answer: String) -> [Int] {
-        let ids = tokenizer.encode(prompt + answer, addsSpecialTokens: true)
-        guard let end = tokenizer.endOfText, ids.last != end else { return ids }
-        return ids + [end]
-    }
-
-    /// Two examples a choice, the chosen answer's right before the rejected one's. A choice whose prompt leaves no room for an answer is
-    /// left out.
-    private func pairs(_ choices: [Choice], _ progress: (Double) throws -> Void) throws -> [String: TokenStream] {
+    private func needTemplate() throws {
         guard tokenizer.hasChatTemplate else {
             throw MeSPError("The model has no chat template, which choices need; take an -Instruct model.")
         }
-        var pairs = [[Encoded]]()
-        for (index, choice) in choices.enumerated() {
-            let asked = try tokenizer.encode(choice.prompt, opensAnswer: true)
-            let pair = try [choice.chosen, choice.rejected].compactMap { answer -> Encoded? in
-                let messages = choice.prompt + [ChatMessage(role: "assistant", content: answer)]
-                let ids = try tokenizer.encode(messages, opensAnswer: false)
-                let context = zip(asked, ids).prefix { $0 == $1 }.count
-                let tokens = ids.prefix(length + 1).map { UInt32($0) }
-                return context < tokens.count ? (tokens, tokens.indices.map { $0 >= context }) : nil
+    }
+
+    /// A conversation, or an answer with its prompt; nil where nothing is left to train on.
+    ///
+    /// - Throws: `MeSPError`, which continues the record's place.
+    private func encode(
+        _ document: TextDocuments.Document, _ encoder: inout ConversationEncoder, _ notices: inout DataNotices
+    ) throws -> Encoded? {
+        switch document {
+        case .text: return nil
+        case .answer(let answer, let prompt) where !tokenizer.hasChatTemplate:
+            let (ids, counted) = try joined(prompt, answer)
+            return cut(ids, counted, &notices)
+        case .answer(let answer, let prompt):
+            let turns = [ChatMessage(role: "user", content: prompt), .init(role: "assistant", content: answer)]
+            return try encode(.conversation(turns.map { TrainingMessage($0) }), &encoder, &notices)
+        case .conversation(let messages):
+            let answers = messages.filter(\.isAnswer)
+            if answersOnly {
+                guard !answers.isEmpty else {
+                    throw MeSPError(
+                        "it has no answer, which a message of assistant is; add one, or turn off Learn only from answers."
+                    )
+                }
+                guard answers.contains(where: { $0.isTrained && !$0.isAsked }) else {
+                    notices.leftOut += 1
+                    return nil
+                }
             }
-            if pair.count == 2 { pairs.append(pair) }
+            let result = try encoder.encode(messages)
+            notices.take(result)
+            return cut(result.tokens, result.counted, &notices)
+        }
+    }
+
+    /// The beginning that a sequence has room for; nil where nothing of it is in the loss.
+    private func cut(_ ids: [Int], _ counted: [Bool], _ notices: inout DataNotices) -> Encoded? {
+        let (tokens, kept) = (ids.prefix(length + 1).map { UInt32($0) }, Array(counted.prefix(length + 1)))
+        guard kept.dropFirst().contains(true) else {
+            notices.tooLong += 1
+            return nil
+        }
+        if counted.dropFirst(kept.count).contains(true) { notices.cut += 1 }
+        return (tokens, kept)
+    }
+
+    /// A prompt with the answer right after it and the token that ends a text, which has no template around it.
+    private func joined(_ prompt: String, _ answer: String) throws -> ([Int], counted: [Bool]) {
+        guard let end = tokenizer.endOfText else {
+            throw MeSPError("the model has no token that ends a text, so no answer can end; take another model.")
+        }
+        let before = begunOnce(tokenizer.encode(prompt, addsSpecialTokens: true))
+        var ids = before + tokenizer.encode(answer, addsSpecialTokens: false)
+        var counted = ids.indices.map { $0 >= before.count }
+        let whole = begunOnce(tokenizer.encode(prompt + answer, addsSpecialTokens: true))
+        let text = tokenizer.decode(whole)
+        if tokenizer.decode(ids) != text {
+            // Apart they are another text, as where a tokenizer puts a space before each: the token across the border counts.
+            var pieces = [Int: [UInt8]]()
+            let (read, asked) = (DecodedText(whole, tokenizer, pieces: &pieces), Array(tokenizer.decode(before).utf8))
+            let border = zip(read.bytes, asked).prefix { $0 == $1 }.count
+            (ids, counted) = (whole, read.tokens(in: border..<read.bytes.count))
+        }
+        if ids.last != end {
+            ids.append(end)
+            counted.append(true)
+        }
+        guard !zip(ids, counted).dropLast().contains(where: { $0 == end && $1 }) else {
+            throw MeSPError(
+                "a message holds \(tokenizer.decode([end])), which ends an answer; remove it from the text.")
+        }
+        return (ids, answersOnly ? counted : counted.map { _ in true })
+    }
+
+    // MARK: - Choices
+
+    /// Two examples a choice, the chosen answer's right before the rejected one's. A choice whose prompt leaves no room for an answer is
+    /// left out.
+    private func pairs(
+        _ choices: [Choice], _ notices: inout DataNotices, _ progress: (Double) throws -> Void
+    ) throws -> [String: TokenStream] {
+        try needTemplate()
+        var (pairs, refusals) = ([[Encoded]](), Refusals())
+        var encoder = ConversationEncoder(tokenizer: tokenizer, answersOnly: true)
+        for (index, choice) in choices.enumerated() {
+            try refusals.take(RecordPlace(number: index + 1, kind: .choice, file: nil)) {
+                if let pair = try pair(choice, &encoder, &notices) { pairs.append(pair) }
+            }
             try progress(Double(index + 1) / Double(choices.count))
         }
-        guard pairs.count > 1 else {
-            throw MeSPError(
-                "Of \(choices.count) choices \(pairs.count) fit sequences of \(length) tokens, too few to train on and hold out one; make some more."
-            )
-        }
+        try refusals.check()
+        guard pairs.count > 1 else { throw Self.tooFew(choices: choices.count, pairs.count, length) }
         let held = max(pairs.count / Self.heldOut, 1)
         return [
             "train": Self.stream(pairs.dropLast(held).joined(), inPairs: true),
@@ -255,51 +316,37 @@ public struct TextData: Sendable {
         ]
     }
 
-    /// Which of a conversation's ids are of its answers: what the template writes of each after what asks for it, with what ends it.
-    private func answers(_ messages: [ChatMessage], in ids: [Int], _ end: [Int], _ name: Sentence) throws -> [Bool] {
-        var (counted, stop) = ([Bool](repeating: false, count: ids.count), 0)
-        for (index, message) in messages.enumerated() where message.role == "assistant" {
-            // No template can be asked to begin a conversation.
-            let before = index > 0 ? Array(messages.prefix(index)) : [ChatMessage(role: "user", content: "x")]
-            let asked = try tokenizer.encode(before, opensAnswer: true)
-            let same = zip(asked, try tokenizer.encode(before, opensAnswer: false)).prefix { $0 == $1 }.count
-            // As far as the whole agrees with what asks: a template may ask for thoughts that it then leaves out.
-            var start: Int? = zip(asked, ids).prefix { $0 == $1 }.count
-            // With thoughts left out before, or nothing before.
-            if let agreed = start, agreed < same { start = find(Array(asked[same...]), in: ids, since: stop) }
-            let last = index + 1 == messages.count
-            guard let start, let next = last ? ids.count : find(end, in: ids, since: start) else {
-                throw MeSPError(
-                    "The chat template rewrites conversations, so the answers of \(name) cannot be located; train on all of it."
-                )
-            }
-            counted.replaceSubrange(start..<next, with: repeatElement(true, count: next - start))
-            stop = next
-        }
-        return counted
+    private static func tooFew(choices: Int, _ fit: Int, _ length: Int) -> MeSPError {
+        MeSPError(
+            "Of \(choices) choices \(fit) fit sequences of \(length) tokens, too few to train on and hold out one; make some more."
+        )
     }
 
-    /// The text that the template writes after each answer.
-    private func endOfAnswers() throws -> [Int] {
-        func tail(_ others: [ChatMessage]) throws -> [Int] {
-            let question = ChatMessage(role: "user", content: "x")
-            let (x, y) = (
-                try tokenizer.encode([question, .init(role: "assistant", content: "x")] + others, opensAnswer: false),
-                try tokenizer.encode([question, .init(role: "assistant", content: "y")] + others, opensAnswer: false)
-            )
-            return x.suffix(zip(x.reversed(), y.reversed()).prefix { $0 == $1 }.count)
+    private func pair(
+        _ choice: Choice, _ encoder: inout ConversationEncoder, _ notices: inout DataNotices
+    ) throws -> [Encoded]? {
+        let asked = choice.prompt.map { TrainingMessage($0, isAsked: true) }
+        var (pair, unseen) = ([Encoded](), DataNotices(length: length))
+        for answer in [choice.chosen, choice.rejected] {
+            let result = try encoder.encode(asked + [TrainingMessage(ChatMessage(role: "assistant", content: answer))])
+            notices.take(result)
+            if let example = cut(result.tokens, result.counted, &unseen) { pair.append(example) }
         }
-        return zip(try tail([]), try tail([.init(role: "user", content: "x")])).prefix { $0 == $1 }.map(\.0)
-    }
-
-    /// The end of the first place of `part` in `ids` from an index on; nil if there is none, or no part.
-    private func find(_ part: [Int], in ids: [Int], since start: Int) -> Int? {
-        guard !part.isEmpty, start + part.count <= ids.count else { return nil }
-        return (start...(ids.count - part.count)).first { ids[$0..<($0 + part.count)].elementsEqual(part) }
-            .map { $0 + part.count }
+        guard pair.count == 2 else {
+            notices.tooLong += 1
+            return nil
+        }
+        if unseen.cut > 0 { notices.cut += 1 }
+        return pair
     }
 
     // MARK: - Splits
+
+    private static func example(_ encoded: Encoded) -> Example {
+        Example(
+            tokens: encoded.tokens.map { Int32(truncatingIfNeeded: $0) },
+            counted: encoded.counted.indices.dropFirst().filter { encoded.counted[$0] }.map { $0 - 1 })
+    }
 
     /// Examples back to back, or pairs of a chosen one and a rejected one.
     private static func stream(_ examples: some Sequence<Encoded>, inPairs: Bool = false) -> TokenStream {
@@ -328,42 +375,6 @@ public struct TextData: Sendable {
         }
         return ["train": stream.dropLast(held), "valid": stream.suffix(held)].mapValues {
             TokenStream(tokens: Self.data(Array($0)), begin: tokenizer.begin.map(Int.init))
-        }
-    }
-
-    /// The token files of a folder, by split.
-    static func entries(in folder: URL) throws -> [String: Manifest.Tokens] {
-        guard let json = regularFile(folder.appendingPathComponent("data.json")), json.count <= Manifest.largestSize,
-            let entries = try? JSONDecoder().decode([String: Manifest.Tokens].self, from: json),
-            entries.values.allSatisfy({ $0.files.allSatisfy { isPath($0, within: folder) } })
-        else { throw MeSPError("\(folder.path) holds no tokens to train on; tokenize the text again.") }
-        return entries
-    }
-
-    private static func write(_ splits: [String: TokenStream], to folder: URL) throws {
-        let partial = folder.deletingLastPathComponent().appendingPathComponent(".partial-\(UUID().uuidString)")
-        defer { try? FileManager.default.removeItem(at: partial) }
-        do {
-            try FileManager.default.createDirectory(at: partial, withIntermediateDirectories: true)
-            var entries = [String: Manifest.Tokens]()
-            for (name, split) in splits {
-                let (file, examples) = ("\(name).bin", "\(name).examples.bin")
-                let (mask, labels) = ("\(name).mask.bin", "\(name).labels.bin")
-                let files: [(String, Data?)] = [
-                    (file, split.tokens), (examples, split.examples), (mask, split.mask), (labels, split.labels),
-                ]
-                for (file, data) in files { try data?.write(to: partial.appendingPathComponent(file)) }
-                entries[name] = .init(
-                    file: file, tokens: split.tokenCount,
-                    examples: split.examples.map { .init(file: examples, count: $0.count / 8) },
-                    mask: split.mask.map { _ in mask }, labels: split.labels.map { _ in labels },
-                    begin: split.begin, pack: nil)
-            }
-            try JSONEncoder().encode(entries).write(to: partial.appendingPathComponent("data.json"))
-            try? FileManager.default.removeItem(at: folder)
-            try FileManager.default.moveItem(at: partial, to: folder)
-        } catch {
-            throw MeSPError("Cannot write the tokens to \(folder.path): \(error.plainSentence).")
         }
     }
 }

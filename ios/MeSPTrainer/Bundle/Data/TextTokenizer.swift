@@ -7,7 +7,10 @@ public protocol TextTokenizer: Sendable {
     /// The ids of `text`; where `addsSpecialTokens` is set, with what the model wants around a text. That may be `beginOfText`: some
     /// models that have it do not want it.
     func encode(_ text: String, addsSpecialTokens: Bool) -> [Int]
+    /// The text of ids, with that of special tokens.
     func decode(_ tokens: [Int]) -> String
+    /// Whether a token is special, as one that ends a message is, and no text.
+    func isSpecial(_ token: Int) -> Bool
     /// Whether the model knows conversations.
     var hasChatTemplate: Bool { get }
     /// The ids of a conversation in the model's chat template, with the opening of an answer where `opensAnswer` is set.

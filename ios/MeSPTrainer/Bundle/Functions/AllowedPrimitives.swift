@@ -11,7 +11,8 @@ struct AllowedPrimitives: Decodable {
     let signature: Signature
     /// Bits and group sizes by MLX's code of the mode.
     let quantizations: [String: [[Int]]]
-    let headDims: [Int]
+    /// For which arrays there is a kernel of attention.
+    let attention: Attention
     let primitives: [String: Primitive]
 
     /// The type with MLX's code and the bytes of an element.
@@ -20,6 +21,11 @@ struct AllowedPrimitives: Decodable {
     struct Limits: Decodable {
         let dimensions: Int
         let arrayBytes: Int
+    }
+
+    struct Attention: Decodable {
+        let short, shortRows: Int
+        let shortDims, longDims: [Int]
     }
 
     struct Signature: Decodable {
@@ -34,6 +40,8 @@ struct AllowedPrimitives: Decodable {
         let types: Set<ElementType>
         let inputs: Int?
         let allowed: [[Int]]?
+        let empty, changes: Bool?
+        let device: Int32?
     }
 
     enum Rule: String, Decodable {
@@ -75,8 +83,17 @@ struct AllowedPrimitives: Decodable {
             "S": "a list of int32: its length as uint64, and its items"
           },
           "allowed": "Of each field of the state from the first on, the values that it may have.",
+          "empty": "Whether its arrays may have no element. Of a head that is turned as a whole, MLX's operations put the part that is not turned, which is empty, behind the one that is.",
+          "changes": "Whether the outputs have another shape or type than the first input. Where they would not, MLX's operation makes no such primitive but returns its input (ops.cpp), and the primitive may read or write outside of its arrays.",
+          "device": "MLX's code of the only device, where there is one: on others MLX's operation makes other primitives (fast.cpp).",
           "quantizations": {"0": [[2, 32], [2, 64], [2, 128], [3, 32], [3, 64], [3, 128], [4, 32], [4, 64], [4, 128], [5, 32], [5, 64], [5, 128], [6, 32], [6, 64], [6, 128], [8, 32], [8, 64], [8, 128]], "1": [[4, 32]], "2": [[8, 32]], "3": [[4, 16]]},
-          "head_dims": [64, 80, 96, 128, 256],
+          "attention": {
+            "about": "For which arrays Metal has a kernel of attention (scaled_dot_product_attention.cpp); for others MLX's operation makes other primitives. Up to `short` queries a head, d is one of `short_dims`, and queries times heads / kv is at most `short_rows`; with more, d is one of `long_dims`.",
+            "short": 8,
+            "short_dims": [64, 96, 128, 256],
+            "short_rows": 32,
+            "long_dims": [64, 80, 128]
+          },
           "rules": {
             "elementwise": "`inputs` arrays of one shape and type; the output has both.",
             "compare": "Two arrays of one shape and type; the output is bool, of that shape.",
@@ -88,37 +105,37 @@ struct AllowedPrimitives: Decodable {
             "reshape": "One array; the output has the shape in the state, of as many elements, where -1 stands at most once for what is left.",
             "expand": "One array; the output has its dimensions, and ones at the ascending places in the state.",
             "squeeze": "One array; the output lacks the dimensions at the ascending places in the state, which are 1.",
-            "flatten": "One array; the output has one dimension in place of those from the first to the second in the state.",
+            "flatten": "One array; the output has one dimension in place of those from the first to the second in the state, which is greater.",
             "unflatten": "One array; the output has the shape in the state in place of the dimension in the state, of as many elements.",
             "transpose": "One array; the output's dimension i is the array's at place i of the state, a permutation.",
-            "slice": "One array; of each dimension the state has 0 <= start <= stop <= size and step >= 1, and the output ceil((stop - start) / step).",
-            "split": "One array; the outputs are its parts along the dimension in the state, between the ascending indices in the state.",
-            "concatenate": "One array or more of one type, and of one shape but for the dimension in the state, of which the output has the sum.",
+            "slice": "One array; of each dimension the state has 0 <= start <= stop <= size and step >= 1, and the output n = ceil((stop - start) / step); step is 1 where n is.",
+            "split": "One array; the outputs are its parts along the dimension in the state, between the ascending indices in the state, of which there are 1 to 9.",
+            "concatenate": "Two arrays or more of one type, and of one shape but for the dimension in the state, of which the output has the sum.",
             "depends": "At least as many arrays as outputs; output i has the shape and type of array i.",
             "gather": "An array and one of indices, for the one dimension in the state; the output has the shape of the indices, and behind it the slice sizes in the state, none greater than the array's, and 1 for that dimension. Indices are known to be below the dimension: uint8 for one of 256 or more, a constant of integers from 0 on, that broadcast, or the bitwise and (0) of anything with such a one.",
             "reduce": "One array; the output has its shape, but 1 at the ascending places in the state, of which there is one or more.",
             "scan": "One array, with the dimension in the state; the output has its shape and type.",
-            "softmax": "One array whose last dimension is not 0; the output has its shape and type.",
-            "norm": "An array [..., n], n not 0, and a weight [n] of one type; the output has the shape and type of the first.",
-            "product": "A [..., m, k] and B [..., k, n] of one type, of the same other dimensions, none 0; the output is [..., m, n]. AddMM has a third of that shape and type.",
+            "softmax": "One array of at least one dimension; the output has its shape and type.",
+            "norm": "An array [..., n] and a weight [n] of one type; the output has the shape and type of the first.",
+            "product": "A [..., m, k] and B [..., k, n] of one type, of the same other dimensions; the output is [..., m, n]. AddMM has a third of that shape and type.",
             "quantized": "x [..., k], w uint32 [n, k * bits / 32] and scales [n, k / group_size], for a quantization of `quantizations` in the state, transposed; for mode 0 biases as the scales, both of the type of x, for others uint8 scales alone. The output is [..., n], of the type of x.",
             "rope": "x [batch, heads, length, d], a constant int32 offset [], and float32 periods [dims / 2], where dims is the first of the state, even, from 2 to d; the output has the shape and type of x.",
-            "attention": "q [batch, heads, n, d], k and v [batch, kv, m, d] of one type, where kv divides heads and d is one of `head_dims`, and a bool mask [batch, heads, n, m] unless the state says causal; the state has no sinks and no logarithms. The output is q's shape and type."
+            "attention": "q [batch, heads, n, d], k and v [batch, kv, m, d] of one type, where kv divides heads, n is at most m, and Metal has a kernel (`attention`), and a bool mask [batch, heads, n, m] unless the state says causal; the state has no sinks and no logarithms. The output is q's shape and type."
           },
           "primitives": {
             "Add": {"state": "", "rule": "elementwise", "types": ["int32", "float32", "bfloat16"], "inputs": 2},
             "AddMM": {"state": "ff", "rule": "product", "types": ["float32", "bfloat16"]},
             "Arange": {"state": "ddd", "rule": "arange", "types": ["int32", "uint32", "uint64", "float32"]},
-            "AsType": {"state": "iB", "rule": "convert", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"]},
+            "AsType": {"state": "iB", "rule": "convert", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"], "changes": true},
             "BitwiseBinary": {"state": "i", "rule": "elementwise", "types": ["bool", "uint32", "uint64"], "inputs": 2, "allowed": [[0, 1, 2, 3, 4]]},
-            "Broadcast": {"state": "S", "rule": "broadcast", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"]},
-            "Concatenate": {"state": "i", "rule": "concatenate", "types": ["float32", "bfloat16"]},
+            "Broadcast": {"state": "S", "rule": "broadcast", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"], "changes": true},
+            "Concatenate": {"state": "i", "rule": "concatenate", "types": ["float32", "bfloat16"], "empty": true},
             "Cos": {"state": "", "rule": "elementwise", "types": ["float32", "bfloat16"], "inputs": 1},
             "Depends": {"state": "", "rule": "depends", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"]},
             "Divide": {"state": "", "rule": "elementwise", "types": ["float32", "bfloat16"], "inputs": 2},
             "Exp": {"state": "", "rule": "elementwise", "types": ["float32", "bfloat16"], "inputs": 1},
-            "ExpandDims": {"state": "S", "rule": "expand", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"]},
-            "Flatten": {"state": "ii", "rule": "flatten", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"]},
+            "ExpandDims": {"state": "S", "rule": "expand", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"], "changes": true},
+            "Flatten": {"state": "ii", "rule": "flatten", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"], "changes": true},
             "Full": {"state": "", "rule": "elementwise", "types": ["float32", "bfloat16"], "inputs": 1},
             "Gather": {"state": "SS", "rule": "gather", "types": ["float32", "bfloat16"]},
             "Greater": {"state": "", "rule": "compare", "types": ["int32"]},
@@ -130,26 +147,26 @@ struct AllowedPrimitives: Decodable {
             "Negative": {"state": "", "rule": "elementwise", "types": ["float32", "bfloat16"], "inputs": 1},
             "Power": {"state": "", "rule": "elementwise", "types": ["float32", "bfloat16"], "inputs": 2},
             "QuantizedMatmul": {"state": "iii?", "rule": "quantized", "types": ["float32", "bfloat16"]},
-            "RMSNorm": {"state": "f", "rule": "norm", "types": ["float32", "bfloat16"]},
-            "Reduce": {"state": "iS", "rule": "reduce", "types": ["uint32", "uint64", "float32", "bfloat16"], "allowed": [[2]]},
+            "RMSNorm": {"state": "f", "rule": "norm", "types": ["float32", "bfloat16"], "device": 1},
+            "Reduce": {"state": "iS", "rule": "reduce", "types": ["uint32", "uint64", "float32", "bfloat16"], "allowed": [[2]], "changes": true},
             "Reshape": {"state": "S", "rule": "reshape", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"]},
-            "RoPE": {"state": "i?ff?", "rule": "rope", "types": ["float32", "bfloat16"]},
+            "RoPE": {"state": "i?ff?", "rule": "rope", "types": ["float32", "bfloat16"], "device": 1},
             "Scan": {"state": "ii??", "rule": "scan", "types": ["float32", "bfloat16"], "allowed": [[2]]},
-            "ScaledDotProductAttention": {"state": "f???", "rule": "attention", "types": ["float32", "bfloat16"]},
+            "ScaledDotProductAttention": {"state": "f???", "rule": "attention", "types": ["float32", "bfloat16"], "device": 1},
             "Select": {"state": "", "rule": "select", "types": ["float32", "bfloat16"]},
             "Sigmoid": {"state": "", "rule": "elementwise", "types": ["float32", "bfloat16"], "inputs": 1},
             "Sin": {"state": "", "rule": "elementwise", "types": ["float32", "bfloat16"], "inputs": 1},
-            "Slice": {"state": "SSS", "rule": "slice", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"]},
+            "Slice": {"state": "SSS", "rule": "slice", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"], "empty": true, "changes": true},
             "Softmax": {"state": "?", "rule": "softmax", "types": ["float32", "bfloat16"]},
-            "Split": {"state": "Si", "rule": "split", "types": ["float32", "bfloat16"]},
+            "Split": {"state": "Si", "rule": "split", "types": ["float32", "bfloat16"], "changes": true},
             "Sqrt": {"state": "?", "rule": "elementwise", "types": ["float32", "bfloat16"], "inputs": 1},
             "Square": {"state": "", "rule": "elementwise", "types": ["float32", "bfloat16"], "inputs": 1},
             "Squeeze": {"state": "S", "rule": "squeeze", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"]},
             "Subtract": {"state": "", "rule": "elementwise", "types": ["float32", "bfloat16"], "inputs": 2},
             "Tanh": {"state": "", "rule": "elementwise", "types": ["float32", "bfloat16"], "inputs": 1},
             "Transpose": {"state": "S", "rule": "transpose", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"]},
-            "Unflatten": {"state": "iS", "rule": "unflatten", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"]},
-            "View": {"state": "iB", "rule": "view", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"]}
+            "Unflatten": {"state": "iS", "rule": "unflatten", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"], "changes": true},
+            "View": {"state": "iB", "rule": "view", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"], "changes": true}
           }
         }
         """#

@@ -252,12 +252,16 @@ private struct FunctionCheck {
     }
 
     private mutating func check(_ primitive: Primitive) throws {
-        guard primitive.device == device else { throw MeSPError("\(primitive.name) is for another device") }
+        guard primitive.device == device, primitive.allowed.device.map({ $0 == device }) ?? true else {
+            throw MeSPError("\(primitive.name) is for another device")
+        }
         let inputs = try types(of: primitive.inputs)
         let outputs = primitive.outputs.map(\.type)
         guard zip(primitive.integers, primitive.allowed.allowed ?? []).allSatisfy({ $1.contains($0) }),
             primitive.allowed.inputs.map({ $0 == inputs.count }) ?? true,
+            primitive.allowed.empty ?? false || !(inputs + outputs).contains(where: { $0.shape.contains(0) }),
             results(of: primitive, inputs) == outputs,
+            !(primitive.allowed.changes ?? false) || outputs != Array(inputs.prefix(1)),
             let kind = primitive.allowed.rule == .select ? inputs[1] : inputs.first ?? outputs.first,
             primitive.allowed.types.contains(kind.element)
         else { throw MeSPError("the inputs, outputs or parameters of \(primitive.name) do not match") }
@@ -297,7 +301,8 @@ private struct FunctionCheck {
             case .product: 2...3
             case .select, .rope: 3...3
             case .attention, .quantized: 3...4
-            case .concatenate, .elementwise: 1...Int.max
+            case .elementwise: 1...Int.max
+            case .concatenate: 2...Int.max
             case .depends: primitive.outputs.count...Int.max
             default: 1...1
             }
@@ -336,7 +341,7 @@ private struct FunctionCheck {
             return [lists[0].reversed().reduce(x) { $0.replacing($1..<($1 + 1), with: []) }]
         case .flatten:
             let (first, last) = (integers[0], integers[1])
-            guard first >= 0, first <= last, last < x.shape.count else { return nil }
+            guard first >= 0, first < last, last < x.shape.count else { return nil }
             return [x.replacing(first..<(last + 1), with: [elementCount(x.shape[first...last])])]
         case .unflatten:
             let place = integers[0]
@@ -350,7 +355,7 @@ private struct FunctionCheck {
         case .slice: return slice(x, starts: lists[0], stops: lists[1], steps: lists[2])
         case .split:
             let place = integers[0]
-            guard x.shape.indices.contains(place) else { return nil }
+            guard x.shape.indices.contains(place), (1..<10).contains(lists[0].count) else { return nil }
             let ends = [0] + lists[0] + [x.shape[place]]
             let sizes = zip(ends, ends.dropFirst()).map { $1 - $0 }
             guard sizes.allSatisfy({ $0 >= 0 }) else { return nil }
@@ -376,9 +381,9 @@ private struct FunctionCheck {
             guard !lists[0].isEmpty, isAscending(lists[0], below: x.shape.count) else { return nil }
             return [lists[0].reduce(x) { $0.replacing($1..<($1 + 1), with: [1]) }]
         case .scan: return x.shape.indices.contains(integers[1]) ? [x] : nil
-        case .softmax: return (x.shape.last ?? 0) > 0 ? [x] : nil
+        case .softmax: return x.shape.isEmpty ? nil : [x]
         case .norm:
-            guard let last = x.shape.last, last > 0 else { return nil }
+            guard let last = x.shape.last else { return nil }
             return inputs[1] == ArrayType(shape: [last], element: x.element) ? [x] : nil
         case .product: return product(inputs, adds: primitive.name == "AddMM")
         case .quantized: return quantized(inputs, integers)
@@ -426,7 +431,9 @@ private struct FunctionCheck {
         for (index, size) in x.shape.enumerated() {
             let (start, stop, step) = (starts[index], stops[index], steps[index])
             guard 0 <= start, start <= stop, stop <= size, step >= 1 else { return nil }
-            shape.append((stop - start + step - 1) / step)
+            let count = (stop - start + step - 1) / step
+            guard step == 1 || count != 1 else { return nil }
+            shape.append(count)
         }
         return [ArrayType(shape: shape, element: x.element)]
     }
@@ -434,7 +441,7 @@ private struct FunctionCheck {
     private func product(_ inputs: [ArrayType], adds: Bool) -> [ArrayType]? {
         let (a, b) = (inputs[0].shape, inputs[1].shape)
         guard a.count >= 2, a.count == b.count, a.dropLast(2) == b.dropLast(2), a[a.count - 1] == b[b.count - 2],
-            inputs[0].element == inputs[1].element, !a.contains(0), !b.contains(0)
+            inputs[0].element == inputs[1].element
         else { return nil }
         let output = ArrayType(shape: a.dropLast() + b.suffix(1), element: inputs[0].element)
         return Array(inputs.dropFirst(2)) == (adds ? [output] : []) ? [output] : nil
@@ -444,7 +451,7 @@ private struct FunctionCheck {
         let (x, w) = (inputs[0], inputs[1].shape)
         let (group, bits, mode) = (integers[0], integers[1], integers[2])
         guard allowed.quantizations["\(mode)"]?.contains([bits, group]) ?? false, integers[3] == 1,
-            let k = x.shape.last, k % group == 0, !x.shape.contains(0), w.count == 2, w[0] != 0,
+            let k = x.shape.last, k % group == 0, w.count == 2,
             inputs[1] == ArrayType(shape: [w[0], k * bits / 32], element: .uint32)
         else { return nil }
         let scales = ArrayType(shape: [w[0], k / group], element: mode == 0 ? x.element : .uint8)
@@ -455,11 +462,15 @@ private struct FunctionCheck {
     /// - Parameter others: whether there are sinks and logarithms.
     private func attention(_ inputs: [ArrayType], isCausal: Bool, others: ArraySlice<Int>) -> [ArrayType]? {
         let (q, k) = (inputs[0].shape, inputs[1].shape)
-        guard others.allSatisfy({ $0 == 0 }), q.count == 4, k.count == 4, allowed.headDims.contains(q[3]), k[0] == q[0],
-            k[3] == q[3],
-            inputs[1].element == inputs[0].element, inputs[1] == inputs[2], !q.contains(0), !k.contains(0),
-            q[1] % k[1] == 0
+        guard others.allSatisfy({ $0 == 0 }), q.count == 4, k.count == 4, k[0] == q[0], k[3] == q[3],
+            inputs[1].element == inputs[0].element, inputs[1] == inputs[2], q[1] % k[1] == 0, q[2] <= k[2]
         else { return nil }
+        let kernels = allowed.attention
+        if q[2] > kernels.short {
+            guard kernels.longDims.contains(q[3]) else { return nil }
+        } else {
+            guard kernels.shortDims.contains(q[3]), q[2] * (q[1] / k[1]) <= kernels.shortRows else { return nil }
+        }
         let mask = ArrayType(shape: [q[0], q[1], q[2], k[2]], element: .bool)
         return Array(inputs.dropFirst(3)) == (isCausal ? [] : [mask]) ? [inputs[0]] : nil
     }

@@ -46,7 +46,7 @@ func saveAdapterFolder(
         }
     }
     func write(_ format: AdapterFormat, to folder: URL) throws {
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        try makeFolder(folder)
         try writeSafetensors(
             tensors(format), metadata: ["format": "pt"], to: folder.appendingPathComponent(format.file))
         let config = format.config(
@@ -73,26 +73,40 @@ func loadAdapters(
     absent: (LoRALayout, _ block: Int) -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
 ) throws -> Adapters {
     do {
-        let (format, rank, scale, joins) = try AdapterFormat.read(folder, of: architecture)
+        let config = try AdapterConfig(folder, of: architecture)
+        let (format, rank) = (config.format, config.rank)
         guard rank <= architecture.hiddenSize else {
             throw MeSPError("their rank, \(rank), is above the model's width of \(architecture.hiddenSize)")
         }
         let tensors = try Safetensors(folder.appendingPathComponent(format.file))
         var names = tensors.names
         guard !names.isEmpty else { throw MeSPError("\(format.file) is empty") }
+        let prefix = format.prefix(of: architecture, in: names)
 
+        func tensor(_ matrix: String, _ layer: AdaptedLayer, _ block: Int) -> String {
+            let others = format.layers(of: architecture.block(block)).filter { $0.isStacked && $0.name != layer.name }
+            let isNested = others.contains { config.adapts($0, block, prefix: prefix) }
+            return format.name(matrix, layer, block, of: architecture, prefix: prefix, isNested: isNested)
+        }
         func take(_ matrix: String, _ layer: AdaptedLayer, _ block: Int, _ shape: [Int]) throws -> MLXArray? {
-            let name = format.name(matrix, layer, block, of: architecture)
+            let name = tensor(matrix, layer, block)
             guard names.remove(name) != nil, let found = tensors.shape(name) else { return nil }
+            guard config.adapts(layer, block, prefix: prefix) else {
+                throw MeSPError("it holds \(name), which its \(AdapterFormat.configFile) gives no place")
+            }
             guard found == format.turned(shape, matrix), let array = tensors[name] else {
                 throw MeSPError(
                     "\(name) has the shape \(found), where the model needs \(format.turned(shape, matrix))")
+            }
+            // Of a number that is not finite the product is NaN.
+            guard try (array.asType(.float32) * 0).sum().number(Float.self) == 0 else {
+                throw MeSPError("\(name) has numbers that are not finite; train them again")
             }
             return format.turnedBack(array, matrix, to: shape)
         }
         let hasExperts = architecture.layers.indices.contains { block in
             format.layers(of: architecture.block(block)).contains {
-                $0.isStacked && names.contains(format.name("B", $0, block, of: architecture))
+                $0.isStacked && names.contains(tensor("B", $0, block))
             }
         }
         let layouts = architecture.layouts(rank: rank, withExperts: withExperts || hasExperts)
@@ -101,20 +115,22 @@ func loadAdapters(
             var matrices = [String: LoRAMatrices]()
             for layer in format.layers(of: layout.block) where layer.modules.allSatisfy(layout.modules.contains) {
                 let shapes = layout.block.shapes(
-                    layer.modules, rank: joins ? rank * layer.modules.count : rank)
+                    layer.modules, rank: config.joins ? rank * layer.modules.count : rank)
                 let a = try take("A", layer, block, shapes.a)
                 let b = try take("B", layer, block, shapes.b)
                 guard (a == nil) == (b == nil) || (onlyB && a == nil) else {
-                    let name = format.name(a == nil ? "A" : "B", layer, block, of: architecture)
+                    let name = tensor(a == nil ? "A" : "B", layer, block)
                     throw MeSPError("\(name) is missing")
                 }
                 let parts = zip(
-                    layer.modules, layer.parts(a: a, b: b, rank: rank, joins: joins, in: layout.block)
+                    layer.modules, layer.parts(a: a, b: b, rank: rank, joins: config.joins, in: layout.block)
                 ).map { module, part in
                     let initial = layout.matrices(module, in: absent)
                     return LoRAMatrices(a: part.a ?? initial.a, b: part.b ?? initial.b)
                 }
-                if joins, let b { try AdapterFormat.checkRanks(layer.joined(parts).b.arrayEqual(b).item(Bool.self)) }
+                if config.joins, let b {
+                    try AdapterFormat.checkRanks(layer.joined(parts).b.arrayEqual(b).item(Bool.self))
+                }
                 for (module, part) in zip(layer.modules, parts) { matrices[module.name] = part }
             }
             let flat = layout.packed(layout.modules.compactMap { matrices[$0.name] })
@@ -124,7 +140,7 @@ func loadAdapters(
         if let name = names.min() {
             throw MeSPError("it holds \(name), which is not a LoRA matrix of one of this model's layers")
         }
-        return Adapters(rank: rank, scale: scale, lora: lora, layouts: layouts)
+        return Adapters(rank: rank, scale: config.scale, lora: lora, layouts: layouts)
     } catch {
         throw MeSPError("Cannot load the adapters in \(folder.path): \(error.plainSentence).")
     }

@@ -32,12 +32,29 @@ enum AdapterFormat {
     /// - Parameters:
     ///   - matrix: A or B
     ///   - layer: one of `layers(of:)`
-    func name(_ matrix: String, _ layer: AdaptedLayer, _ block: Int, of architecture: Architecture) -> String {
-        let place = "layers.\(block)."
+    ///   - prefix: of the blocks; nil for the architecture's
+    ///   - isNested: whether both of the experts' parameters have adapters, in wrappers of PEFT's
+    func name(
+        _ matrix: String, _ layer: AdaptedLayer, _ block: Int, of architecture: Architecture, prefix: String? = nil,
+        isNested: Bool = true
+    ) -> String {
+        let blocks = "\(prefix ?? self.prefix(of: architecture)).layers.\(block)."
         switch self {
-        case .mlx: return "\(architecture.mlxPrefix).\(place)\(layer.name).lora_\(matrix.lowercased())"
-        case .peft: return "base_model.model.\(architecture.hfPrefix).\(place)\(layer.wrapper).lora_\(matrix).weight"
+        case .mlx: return "\(blocks)\(layer.name).lora_\(matrix.lowercased())"
+        case .peft: return "base_model.model.\(blocks)\(layer.wrapper(isNested: isNested)).lora_\(matrix).weight"
         }
+    }
+
+    /// What the names of the blocks begin with.
+    func prefix(of architecture: Architecture) -> String {
+        self == .mlx ? architecture.mlxPrefix : architecture.hfPrefix
+    }
+
+    /// What they begin with in a file with these names: in PEFT's also as where the text of several modalities was trained alone.
+    func prefix(of architecture: Architecture, in names: Set<String>) -> String {
+        let prefix = prefix(of: architecture)
+        let isAlone = self == .peft && !names.contains { $0.hasPrefix("base_model.model.\(prefix).layers.") }
+        return isAlone ? "model" : prefix
     }
 
     /// A matrix, A or B, as the trainer has it, in this format.
@@ -111,7 +128,7 @@ enum AdapterFormat {
     }
 
     /// The linear layers of all blocks that some modules are or are part of, each once.
-    private func layers(of architecture: Architecture, _ modules: [Module]) -> [AdaptedLayer] {
+    func layers(of architecture: Architecture, _ modules: [Module]) -> [AdaptedLayer] {
         architecture.kinds.flatMap(layers).reduce(into: []) { found, layer in
             guard layer.modules.contains(where: modules.contains) else { return }
             if !found.contains(where: { $0.name == layer.name }) { found.append(layer) }
@@ -125,85 +142,13 @@ enum AdapterFormat {
             .replacingOccurrences(of: ".", with: "\\.")
     }
 
-    private static func supported(_ condition: Bool, _ kind: Sentence) throws {
-        guard condition else {
-            throw MeSPError("they use \(kind), which is not supported; train plain LoRA adapters")
-        }
+    static func unsupported(_ what: String) -> MeSPError {
+        MeSPError("they use \(what), which is not supported; train plain LoRA adapters")
     }
 
     /// Throws where adapters have a rank or α that is not the whole folder's or, where the layer joins n modules, n times that.
-    static func checkRanks(_ isSupported: Bool) throws { try supported(isSupported, "ranks or alphas of their own") }
-
-    /// The folder's format, and the adapters' rank and scale.
-    ///
-    /// - Returns: also whether a layer that joins n modules has n times the rank.
-    static func read(
-        _ folder: URL, of architecture: Architecture
-    ) throws -> (format: AdapterFormat, rank: Int, scale: Float, joins: Bool) {
-        struct Config: Decodable {
-            struct Parameters: Decodable {
-                let rank: Int
-                let scale: Float
-            }
-            // mlx-lm
-            let fineTuneType: String?
-            let loraParameters: Parameters?
-            // PEFT
-            let peftType: String?
-            let r: Int?
-            let loraAlpha: Float?
-            let useRslora: Bool?
-            let useDora: Bool?
-            let bias: String?
-            let rankPattern: [String: Int]?
-            let alphaPattern: [String: Float]?
-            let modulesToSave: [String]?
-        }
-        guard let json = regularFile(folder.appendingPathComponent(configFile), followsLinks: true) else {
-            throw MeSPError("it has no \(configFile)")
-        }
-        let config: Config
-        do {
-            config = try JSONDecoder.snakeCase.decode(Config.self, from: json)
-        } catch {
-            throw MeSPError("\(configFile) is not valid: \(error.plainSentence)")
-        }
-        let result: (format: AdapterFormat, rank: Int, scale: Float, joins: Bool)
-        if let type = config.peftType {
-            try supported(type == "LORA", "\(type)")
-            try supported(config.useDora != true, "DoRA")
-            try supported(config.bias ?? "none" == "none", "trained biases")
-            try supported(config.modulesToSave?.isEmpty ?? true, "modules_to_save")
-            guard let rank = config.r, let alpha = config.loraAlpha else {
-                throw MeSPError("\(configFile) lacks r or lora_alpha")
-            }
-            let (ranks, alphas) = (config.rankPattern ?? [:], config.alphaPattern ?? [:])
-            let joined = AdapterFormat.peft.layers(of: architecture, architecture.trainable).filter {
-                $0.modules.count > 1
-            }
-            let joins = !joined.isEmpty && !ranks.isEmpty
-            try checkRanks(
-                (ranks.isEmpty && alphas.isEmpty)
-                    || (joins && ranks.count == joined.count && alphas.count == joined.count
-                        && config.useRslora != true
-                        && joined.allSatisfy { layer in
-                            let count = Float(layer.modules.count)
-                            return ranks[layer.name].map(Float.init) == count * Float(rank)
-                                && alphas[layer.name] == count * alpha
-                        })
-            )
-            let scale = config.useRslora == true ? alpha / Float(rank).squareRoot() : alpha / Float(rank)
-            result = (.peft, rank, scale, joins)
-        } else {
-            let type = config.fineTuneType ?? "lora"
-            try supported(type == "lora", type == "dora" ? "DoRA" : "fine_tune_type \(type)")
-            guard let parameters = config.loraParameters else { throw MeSPError("\(configFile) lacks lora_parameters") }
-            result = (.mlx, parameters.rank, parameters.scale, false)
-        }
-        guard result.rank >= 1, result.scale.isFinite else {
-            throw MeSPError("\(configFile) has a rank or scale that is not a positive number")
-        }
-        return result
+    static func checkRanks(_ isSupported: Bool) throws {
+        guard isSupported else { throw unsupported("rank_pattern or alpha_pattern") }
     }
 }
 
@@ -217,9 +162,9 @@ struct AdaptedLayer {
 
     /// Before `lora_A` in PEFT's names. The layer; of a parameter, the module that has it, for each has a wrapper of its own, and the first,
     /// which holds gate, is inside of the next.
-    fileprivate var wrapper: String {
+    fileprivate func wrapper(isNested: Bool) -> String {
         guard isStacked, let end = name.lastIndex(of: ".") else { return name }
-        return name[..<end] + (modules.contains { $0.projections == [.expertGate] } ? ".base_layer" : "")
+        return name[..<end] + (isNested && modules.contains { $0.projections == [.expertGate] } ? ".base_layer" : "")
     }
 
     /// One A and B from those of the modules, whose products are the same: each A beside the others, each B on the diagonal.

@@ -2,12 +2,17 @@ import Foundation
 import MLX
 import MeSPFiles
 
+#if canImport(CryptoKit)
+    import CryptoKit
+#endif
+
 /// The tensors of a safetensors file, mapped; one becomes an array when it is asked for.
 ///
 /// MLX's own reader is not for files that may be damaged: it believes the header, and takes memory before it looks for the data.
 package struct Safetensors {
     let metadata: [String: String]
     private let tensors: [String: Tensor]
+    private let file: Data
     private let data: Data
 
     private struct Tensor: Decodable {
@@ -67,6 +72,7 @@ package struct Safetensors {
             return nil
         }
         (metadata, tensors, data) = (header.metadata, header.tensors, file[start...])
+        self.file = file
 
         guard tensors.values.allSatisfy({ $0.dataOffsets.count == 2 }) else { return nil }
         var end = 0
@@ -86,6 +92,17 @@ package struct Safetensors {
 
     var names: Set<String> { Set(tensors.keys) }
 
+    /// Whether `writeSafetensors` has sealed the file: it ends with 32 bytes that are to be the SHA-256 of all before them.
+    var isSealed: Bool { tensors[Seal.name]?.dataOffsets == [data.count - Seal.size, data.count] }
+
+    /// Whether the file is sealed, and the same as it was then. Reads all of it, and keeps nothing.
+    var isIntact: Bool {
+        guard isSealed else { return false }
+        var hash = SHA256()
+        hash.update(data: file.dropLast(Seal.size))
+        return hash.finalize().elementsEqual(file.suffix(Seal.size))
+    }
+
     func shape(_ name: String) -> [Int]? { tensors[name]?.shape }
 
     /// The tensor called `name`, copied; nil if there is none.
@@ -94,6 +111,11 @@ package struct Safetensors {
         let (start, end) = (tensor.dataOffsets[0], tensor.dataOffsets[1])
         return MLXArray(Data(data[(data.startIndex + start)..<(data.startIndex + end)]), tensor.shape, dtype: dtype)
     }
+}
+
+/// The last tensor of a file that is sealed.
+private enum Seal {
+    static let (name, size) = ("sha256", 32)
 }
 
 /// A tensor of a file to be, made when it is written.
@@ -106,28 +128,38 @@ struct NewTensor {
 
 /// Writes a safetensors file that takes the place of `url` when all of it is on the disk, and not before. MLX's own writer would hold
 /// every tensor at once, and doesn't report a short write.
-func writeSafetensors(_ tensors: [NewTensor], metadata: [String: String], to url: URL) throws {
+///
+/// - Parameter seal: whether a last tensor, `sha256`, is the SHA-256 of all bytes before it.
+func writeSafetensors(_ tensors: [NewTensor], metadata: [String: String], seal: Bool = false, to url: URL) throws {
     var header: [String: Any] = ["__metadata__": metadata]
     var end = 0
-    for tensor in tensors {
-        guard let dtype = Safetensors.dtypes.first(where: { $0.value == tensor.dtype })?.key else {
-            preconditionFailure("no file has tensors of \(tensor.dtype)")
+    func describe(_ name: String, _ shape: [Int], _ dtype: DType) {
+        guard let code = Safetensors.dtypes.first(where: { $0.value == dtype })?.key else {
+            preconditionFailure("no file has tensors of \(dtype)")
         }
         let start = end
-        end += tensor.shape.reduce(tensor.dtype.size, *)
-        header[tensor.name] = ["dtype": dtype, "shape": tensor.shape, "data_offsets": [start, end]] as [String: Any]
+        end += shape.reduce(dtype.size, *)
+        header[name] = ["dtype": code, "shape": shape, "data_offsets": [start, end]] as [String: Any]
     }
+    for tensor in tensors { describe(tensor.name, tensor.shape, tensor.dtype) }
+    if seal { describe(Seal.name, [Seal.size], .uint8) }
     var json = try JSONSerialization.data(withJSONObject: header, options: .sortedKeys)
     // The tensors start at a multiple of 8 bytes.
     json.append(Data(repeating: UInt8(ascii: " "), count: -json.count & 7))
 
     try writeWhole(url) { file in
-        try file.write(contentsOf: withUnsafeBytes(of: UInt64(json.count).littleEndian) { Data($0) })
-        try file.write(contentsOf: json)
+        var hash = SHA256()
+        func write(_ data: Data) throws {
+            try file.write(contentsOf: data)
+            if seal { hash.update(data: data) }
+        }
+        try write(withUnsafeBytes(of: UInt64(json.count).littleEndian) { Data($0) })
+        try write(json)
         for tensor in tensors {
             let array = try tensor.make()
             precondition(array.shape == tensor.shape && array.dtype == tensor.dtype)
-            try array.withBytes { try file.write(contentsOf: $0) }
+            try array.withBytes(write)
         }
+        if seal { try file.write(contentsOf: Data(hash.finalize())) }
     }
 }

@@ -23,28 +23,25 @@ package struct Block {
     let tile: TileSizes
     /// Where the block is used many times: making them is some operations for each.
     var projections: [Projection: LoRALinear]?
-    /// See `Example.records`.
-    private let records: [Range<Int>]?
     let beside: Beside
     /// Of attention over another block's keys and values, that block's of each sequence, where `beside` has none.
     var sharedStates = [MixerState.KeyValues]()
 
     package init(
         weights: BlockWeights, lora: MLXArray?, layout: LoRALayout, scale: Float, tile: TileSizes,
-        records: [Range<Int>]? = nil, beside: Beside = Beside()
+        beside: Beside
     ) {
         (self.weights, self.lora, self.layout, self.scale, self.tile) = (weights, lora, layout, scale, tile)
-        self.records = records
         self.beside = beside
     }
 
     /// The rows of each record in a sequence of T tokens. The mixer, alone in a block, relates tokens to each other, so it takes each
     /// record by itself.
-    func records(_ length: Int) -> [Range<Int>] { records ?? [0..<length] }
+    func records(_ length: Int) -> [Range<Int>] { beside.records ?? [0..<length] }
 
     /// The segments that the mixer goes by, some thousand tokens each; none of a shorter sequence, nor of packed records.
     func segments(_ length: Int) -> [Range<Int>] {
-        guard records == nil, length > tile.mixerTokens, weights.shape.mixer.goesBySegments else { return [] }
+        guard beside.records == nil, length > tile.mixerTokens, weights.shape.mixer.goesBySegments else { return [] }
         return tiles(of: length, size: tile.mixerTokens)
     }
 
@@ -71,20 +68,26 @@ extension Mixer {
     }
 }
 
-/// The inputs of a block besides the output of the block before.
+/// The inputs of a block besides the output of the block before: all of them, so that none is left out where a block runs again.
 package struct Beside {
+    /// See `Example.records`; nil for one.
+    var records: [Range<Int>]?
     /// Its layer's part of the tokens' embeddings `[T, size]`, where the model has such.
     var perLayer: MLXArray?
     /// The keys and values of another block, where this has none.
     var shared: MixerState.KeyValues?
 
-    package init(perLayer: MLXArray? = nil, shared: MixerState.KeyValues? = nil) {
-        (self.perLayer, self.shared) = (perLayer, shared)
+    package init(records: [Range<Int>]?, perLayer: MLXArray?, shared: MixerState.KeyValues?) {
+        (self.records, self.perLayer, self.shared) = (records, perLayer, shared)
     }
 
     /// In the order of the block function's arguments.
     var arrays: [MLXArray] {
-        [perLayer, shared?.keys, shared?.values].compactMap { $0?.expandedDimensions(axis: 0) }
+        let starts = records.map { records in
+            MLXArray(records.flatMap { Array(repeating: Int32($0.lowerBound), count: $0.count) })
+        }
+        return [perLayer, shared?.keys, shared?.values].compactMap { $0?.expandedDimensions(axis: 0) }
+            + [starts].compactMap { $0 }
     }
 }
 

@@ -35,19 +35,13 @@ package final class BlockFunction {
     /// The block with these parameters and weights.
     ///
     /// - Parameters:
-    ///   - records: see `Example`; nil but for the function of packed records
+    ///   - beside: with records only for the function of packed ones
     ///   - pause: for a GPU that has not compiled the kernels: called after each output, which is evaluated first.
     package func callAsFunction(
-        lora: MLXArray, scale: Float, weights: BlockWeights, records: [Range<Int>]? = nil,
-        beside: Beside = Beside(), pause: (() -> Void)? = nil
+        lora: MLXArray, scale: Float, weights: BlockWeights, beside: Beside, pause: (() -> Void)? = nil
     ) -> some BlockForward {
-        let starts = records.map { records in
-            MLXArray(records.flatMap { Array(repeating: Int32($0.lowerBound), count: $0.count) })
-        }
-        return Call(
-            function: self,
-            parameters: [lora, MLXArray(scale), weights.packed.words] + beside.arrays + [starts].compactMap { $0 },
-            pause: pause)
+        Call(
+            function: self, parameters: [lora, MLXArray(scale), weights.packed.words] + beside.arrays, pause: pause)
     }
 
     /// The selected outputs, not evaluated. Others are not held: each array goes as soon as these no longer need it.

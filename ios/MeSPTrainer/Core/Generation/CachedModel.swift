@@ -204,7 +204,7 @@ package struct CachedModel {
                 scale: adapters?.scale ?? 0,
                 tile: tile(
                     rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), untiled: untiled),
-                beside: Beside(perLayer: perLayer))
+                beside: Beside(records: nil, perLayer: perLayer, shared: nil))
             block.sharedStates = shared
             if bundle.maps.areKept, multipliesPacked { block.projections = kept.projections(index, block) }
             return block.output(x, sequences: sequences, &known, keepsStates: keepsStates, waits: waits)

@@ -2,25 +2,34 @@ import Foundation
 import MeSPBundle
 import MeSPFiles
 
-/// Every token that ends a text of the model in a bundle's folder, as mlx-lm finds them: those of `generation_config.json`, or where it
-/// names none, of `config.json`, or where that names none either, the tokenizer's. Chat models name several.
+/// Every token at which a text of the model in a bundle's folder ends, once each: those that mlx-lm takes, which are those of
+/// `generation_config.json` or, where it names none, of `config.json`; those of the bundle's manifest; the tokenizer's; and the one that its
+/// chat template writes after an answer, which is what the model learns to end with.
 public func endTokens(of bundle: URL, _ tokenizer: any TextTokenizer) -> [Int] {
     struct Config: Decodable {
         let tokens: [Int]
 
         init(from decoder: any Decoder) throws {
-            enum Key: String, CodingKey { case eosTokenID = "eos_token_id" }
+            enum Key: CodingKey { case eosTokenId }
             let container = try decoder.container(keyedBy: Key.self)
-            let several = try? container.decode([Int].self, forKey: .eosTokenID)
-            tokens = try several ?? [container.decode(Int.self, forKey: .eosTokenID)]
+            let several = try? container.decode([Int].self, forKey: .eosTokenId)
+            tokens = try several ?? [container.decode(Int.self, forKey: .eosTokenId)]
         }
     }
-    for name in ["generation_config.json", "config.json"] {
-        if let json = regularFile(bundle.appendingPathComponent(name)),
-            let config = try? JSONDecoder().decode(Config.self, from: json)
-        {
-            return config.tokens
+    struct Ends: Decodable {
+        let endTokens: [Int]
+    }
+    func read<Contents: Decodable>(_ name: String) -> Contents? {
+        regularFile(bundle.appendingPathComponent(name)).flatMap {
+            try? JSONDecoder.snakeCase.decode(Contents.self, from: $0)
         }
     }
-    return tokenizer.endOfText.map { [$0] } ?? []
+    let config: Config? = read("generation_config.json") ?? read("config.json")
+    let manifest: Ends? = read("manifest.json")
+    var ends = [Int]()
+    for token in (config?.tokens ?? []) + (manifest?.endTokens ?? []) + tokenizer.trainedEnds
+    where token >= 0 && !ends.contains(token) {
+        ends.append(token)
+    }
+    return ends
 }

@@ -44,19 +44,19 @@ public final class Rehearsal {
     /// Whether its tokens choose experts.
     public var hasExperts: Bool { trainer.model.bundle.architecture.hasExperts }
 
-    /// A step of the settings' batches; with an objective, of one sequence.
+    /// A step of the settings' sequences; with an objective, of one.
     ///
     /// - Parameter atBlock: called at each block boundary, where a run may pause.
     public func step(atBlock: @escaping () -> Void = {}) throws {
         trainer.clock.atBlock = atBlock
-        let (settings, sequences) = (trainer.settings, trainer.settings.objective == nil)
-        let batch = Array(repeating: example, count: sequences ? settings.batchSize : 1)
-        let batches = Array(repeating: batch, count: sequences ? settings.gradAccumulationSteps : 1)
+        let (settings, isPlain) = (trainer.settings, trainer.settings.objective == nil)
+        let examples = Array(
+            repeating: example, count: isPlain ? settings.batchSize * settings.gradAccumulationSteps : 1)
         try trainer.model.bundle.withDevice {
             _ =
-                settings.dpClip == nil || !sequences
-                ? try trainer.step(batches, number: number)
-                : try trainer.step(drawn: batch, number: number, SecretKey())
+                settings.dpClip == nil || !isPlain
+                ? try trainer.step(examples, number: number)
+                : try trainer.step(drawn: examples, number: number, SecretKey())
         }
         number += 1
     }

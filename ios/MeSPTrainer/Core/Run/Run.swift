@@ -62,14 +62,17 @@ public struct Run {
         if let plan = saved?.plan, !planner.isPossible(plan) { throw SavedState.damaged(in: output) }
         let plan = try saved?.plan ?? planner.plan()
         if settings.dryRun {
+            try saved?.state.check(SavedState.Sources(bundle, settings), in: output)
             let data = settings.dpClip == nil ? nil : try Splits(bundle, settings)
             let record = LogRecord.plan(plan, .init(settings, bundle, planner, plan, data))
             return try report(record, record.line())
         }
+        let sources = try SavedState.Sources(bundle, settings)
+        try saved?.state.check(sources, in: output)
         let data = try Splits(bundle, settings)
         if lock == nil { lock = try FolderLock(output) }
         // The first work for the GPU, and so a block boundary too; a stop waits for the next.
         try? atBlock { _ in }
-        try TrainingLoop(settings, bundle, data, planner, plan, from: saved, hooks: self).run()
+        try TrainingLoop(settings, bundle, data, sources, planner, plan, from: saved, hooks: self).run()
     }
 }

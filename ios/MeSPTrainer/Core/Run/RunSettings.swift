@@ -77,9 +77,9 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var dpClip: Float?
     /// The standard deviation of the noise on the sum of clipped gradients, as a multiple of `dpClip`.
     public var dpNoise: Float?
-    /// Sequences of a batch; its loss is the mean over all their tokens. With `dpClip` the mean number of examples of a step.
+    /// Sequences of a batch. With `dpClip` the mean number of examples of a step.
     public var batchSize: Int = 1
-    /// Batches of a step; its gradient is the mean of theirs.
+    /// Batches of a step, whose loss is the mean over all their targets that count; with an objective the mean of their losses.
     public var gradAccumulationSteps: Int = 1
     /// Whether a step whose loss or gradient is not finite is undone, instead of ending the run.
     public var skipBadSteps = false

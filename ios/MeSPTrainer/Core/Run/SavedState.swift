@@ -1,11 +1,13 @@
 import Foundation
 import MLX
+import MeSPBundle
 import MeSPFiles
 
 /// The state with which a run continues as if it had never ended: `state.safetensors` in its output folder. The order of the data and every
 /// random number follow from the number of the step.
 package struct SavedState: Codable {
-    private var format = 1
+    private static let format = 2
+    private var format = Self.format
     /// Steps done.
     var step = 0
     /// The step of the last evaluation.
@@ -17,13 +19,35 @@ package struct SavedState: Codable {
     var evaluationsSinceBest = 0
     /// The length of `metrics.jsonl` when this was saved; what comes after is done again.
     var logBytes: UInt64 = 0
-    /// The number of examples that DP-SGD draws from; nil without it.
-    var examples: Int?
     var plan: Plan
     var settings: RunSettings
+    var sources: Sources
 
-    package init(step: Int = 0, plan: Plan, settings: RunSettings) {
-        (self.step, self.plan, self.settings) = (step, plan, settings)
+    package init(step: Int = 0, plan: Plan, settings: RunSettings, sources: Sources) {
+        (self.step, self.plan, self.settings, self.sources) = (step, plan, settings, sources)
+    }
+
+    /// Digests of what the numbers of a state follow from: with another of these they say nothing.
+    package struct Sources: Codable {
+        /// Of the bundle's weights.
+        let weights: String
+        /// Of what the run reads: each split, the text to replay, and the general text.
+        let data: [String: String]
+
+        package init(weights: String, data: [String: String]) { (self.weights, self.data) = (weights, data) }
+
+        init(_ bundle: ModelBundle, _ settings: RunSettings) throws {
+            func folder(_ path: String?) throws -> String? {
+                try path.flatMap { try bundle.dataDigest(in: URL(fileURLWithPath: $0)) }
+            }
+            let data = [
+                "train": try bundle.dataDigest("train"),
+                "valid": settings.valBatches > 0 ? try bundle.dataDigest("valid") : nil,
+                "test": settings.test ? try bundle.dataDigest("test") : nil,
+                "replay": try folder(settings.replay), "general": try folder(settings.general),
+            ]
+            self.init(weights: bundle.weightsDigest, data: data.compactMapValues { $0 })
+        }
     }
 
     package typealias Loaded = (state: SavedState, plan: Plan?, vectors: Safetensors)
@@ -36,7 +60,7 @@ package struct SavedState: Codable {
 
     /// Whether every number is one that a run could have saved.
     private var isValid: Bool {
-        format == 1 && (0...RunSettings.mostSteps).contains(step) && (0...step).contains(evaluated ?? 0)
+        (0...RunSettings.mostSteps).contains(step) && (0...step).contains(evaluated ?? 0)
             && (0...step + 1).contains(evaluationsSinceBest) && (try? settings.check()) != nil
     }
 
@@ -48,7 +72,7 @@ package struct SavedState: Codable {
             let tensors = try trainer.vectors().map { name, vector in
                 NewTensor(name: name, shape: vector.shape, dtype: vector.dtype) { vector }
             }
-            try writeSafetensors(tensors, metadata: ["state": json], to: url)
+            try writeSafetensors(tensors, metadata: ["state": json], seal: true, to: url)
         } catch {
             throw MeSPError("Cannot save \(url.path): \(error.plainSentence).")
         }
@@ -58,12 +82,25 @@ package struct SavedState: Codable {
     ///
     /// - Returns: it, the plan that the run had, where the memory settings are the same still, and the trainer's vectors by name; nil
     ///   if there is none.
+    /// - Throws: `MeSPError` where a byte of it has changed since it was saved, or it is of other settings.
     package static func load(from folder: URL, _ settings: RunSettings) throws -> Loaded? {
         let url = url(in: folder)
         guard FileManager.default.fileExists(atPath: url.path) else { return nil }
+        struct Version: Decodable {
+            let format: Int
+        }
         guard let tensors = try? Safetensors(url),
             let json = try? RunSettings.completed(in: Data((tensors.metadata["state"] ?? "").utf8)),
-            let saved = try? JSONDecoder.snakeCase.decode(SavedState.self, from: json), saved.isValid
+            let version = try? JSONDecoder().decode(Version.self, from: json)
+        else { throw damaged(in: folder) }
+        // The first format had no seal.
+        guard version.format == Self.format || (tensors.isSealed && !tensors.isIntact) else {
+            throw MeSPError(
+                "\(url.path) is of another version of the trainer, in format \(version.format) and not \(Self.format); start the run again in another folder."
+            )
+        }
+        guard tensors.isIntact, let saved = try? JSONDecoder.snakeCase.decode(SavedState.self, from: json),
+            saved.isValid
         else { throw damaged(in: folder) }
 
         var same = saved.settings
@@ -83,6 +120,22 @@ package struct SavedState: Codable {
             saved.settings.memoryLimitMb == settings.memoryLimitMb && saved.settings.offload == settings.offload
             && saved.settings.order == settings.order
         return (saved, samePlan ? saved.plan : nil, tensors)
+    }
+}
+
+extension SavedState {
+    /// Throws where the run in `folder`, which this is the state of, was started with others.
+    func check(_ sources: Sources, in folder: URL) throws {
+        guard self.sources.weights == sources.weights else {
+            throw MeSPError(
+                "The bundle's weights are not those that the run in \(folder.path) was started with; resume it with its own bundle, or start a new run."
+            )
+        }
+        let names = ["train", "valid", "test", "replay", "general"]
+        guard let changed = names.first(where: { self.sources.data[$0] != sources.data[$0] }) else { return }
+        throw MeSPError(
+            "The \(changed) data is not what the run in \(folder.path) was started with; start a new run, with --adapters \(folder.appendingPathComponent("adapters").path) to go on from its adapters."
+        )
     }
 }
 

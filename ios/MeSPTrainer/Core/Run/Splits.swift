@@ -99,8 +99,8 @@ struct Splits {
         return (first..<first + count).map { batch in (0..<size).map { batch * size + $0 } }
     }
 
-    /// The sequences of step `step` (from 0), in batches.
-    func batches(step: Int) -> [[Example]] { positions(step: step).map { $0.map(training) } }
+    /// The sequences of step `step` (from 0).
+    func sequences(step: Int) -> [Example] { positions(step: step).joined().map(training) }
 
     /// The sequence at a position of training, from 0: of those before position p, ⌊p · `replayShare`⌋ are replayed.
     private func training(_ position: Int) -> Example {

@@ -31,14 +31,15 @@ final class TrainingLoop {
     private static let (timeToFirstSave, timeBetweenSaves) = (Duration.seconds(60), Duration.seconds(180))
 
     /// - Parameters:
+    ///   - sources: of the bundle and the data.
     ///   - plan: the plan to train with, of `planner`'s.
     ///   - saved: what to continue from; nil for the beginning.
     init(
-        _ settings: RunSettings, _ bundle: ModelBundle, _ data: Splits, _ planner: Planner, _ plan: Plan,
-        from saved: SavedState.Loaded?, hooks: Run
+        _ settings: RunSettings, _ bundle: ModelBundle, _ data: Splits, _ sources: SavedState.Sources,
+        _ planner: Planner, _ plan: Plan, from saved: SavedState.Loaded?, hooks: Run
     ) throws {
         (self.settings, self.bundle, self.data, self.planner, self.hooks) = (settings, bundle, data, planner, hooks)
-        state = saved?.state ?? SavedState(plan: plan, settings: settings)
+        state = saved?.state ?? SavedState(plan: plan, settings: settings, sources: sources)
         (state.plan, state.settings) = (plan, settings)
         saveAt = hooks.now() + Self.timeToFirstSave
         output = URL(fileURLWithPath: settings.output)
@@ -48,15 +49,7 @@ final class TrainingLoop {
         log = try LogWriter(folder: output, resumeAt: settings.resume ? saved?.state.logBytes ?? 0 : nil)
         secret = settings.dpClip == nil ? nil : try SecretKey(in: output, resumes: settings.resume)
         allowPause()
-        if let saved {
-            try trainer.restore { saved.vectors[$0] }
-            guard secret == nil || state.examples == data.exampleCount else {
-                throw MeSPError(
-                    "The run in \(output.path) had another number of examples; resume it with the data it was started with."
-                )
-            }
-        }
-        if secret != nil { state.examples = data.exampleCount }
+        if let saved { try trainer.restore { saved.vectors[$0] } }
         if log.isEmpty {
             try append(.start(.init(settings, bundle, hooks.battery())))
             try append(.plan(plan, .init(settings, bundle, planner, plan, data)))
@@ -65,7 +58,13 @@ final class TrainingLoop {
             let message: Sentence = "lines of the log were lost, as in a power failure; the run resumes from its state"
             try append(.event(.init(event: "log_cut_off", message: message)))
         }
-        if saved != nil { try append(.event(.init(event: "resumed", message: "after step \(state.step)"))) }
+        guard let before = saved?.state.settings else { return }
+        try append(.event(.init(event: "resumed", message: "after step \(state.step)")))
+        if settings.schedule != .constant, before.steps != settings.steps {
+            let message: Sentence =
+                "the schedule is now that of \(settings.steps) steps; it was that of \(before.steps)"
+            try append(.event(.init(event: "schedule", message: message)))
+        }
     }
 
     /// Trains to the end, or until `CancellationError` from a block boundary.
@@ -177,7 +176,7 @@ final class TrainingLoop {
             return if let objective {
                 try trainer.step(data.judgedBatches(step: number, objective), number: number, objective)
             } else {
-                try trainer.step(data.batches(step: number), number: number)
+                try trainer.step(data.sequences(step: number), number: number)
             }
         }
         let drawn = secret.drawn(settings.batchSize, of: data.exampleCount, step: number).lazy
@@ -192,7 +191,7 @@ final class TrainingLoop {
     /// A step on answers that are sampled to the step's prompts, and rewarded.
     private func rewardedStep(_ number: Int, _ groupSize: Int) throws -> Trainer.StepResult {
         let start = ContinuousClock.now
-        let prompts = data.batches(step: number).flatMap { $0 }
+        let prompts = data.sequences(step: number)
         let (groups, examples) = try trainer.sampleAnswers(
             to: prompts, groupSize: groupSize, lengths: data.train.lengths, number: number,
             cacheLimit: planner.answerCaches(state.plan), atBlock: trainer.clock.atBlock)

@@ -90,24 +90,27 @@ package final class BlockwiseModel {
 
     /// The inputs of the blocks besides the output of the block before, from the forward to the backward pass.
     package final class Context {
+        fileprivate let records: [Range<Int>]?
         fileprivate let embeddings: LayerEmbeddings?
         /// The keys and values that several blocks take, by the block that has them.
         fileprivate var lent = [Int: MixerState.KeyValues]()
         /// The sums of the gradients by these, of the blocks that took them.
         var gradients = [Int: MixerState.KeyValues]()
 
-        fileprivate init(_ embeddings: LayerEmbeddings?) { self.embeddings = embeddings }
+        fileprivate init(_ records: [Range<Int>]?, _ embeddings: LayerEmbeddings?) {
+            (self.records, self.embeddings) = (records, embeddings)
+        }
     }
 
     /// - Parameter x0: the embeddings of the sequence's inputs `[1, T, hidden]`.
     package func context(_ example: Example, x0: MLXArray) throws -> Context {
-        Context(try bundle.layerEmbeddings(example.inputs, x0: x0.squeezed(axis: 0)))
+        Context(example.records, try bundle.layerEmbeddings(example.inputs, x0: x0.squeezed(axis: 0)))
     }
 
     /// The inputs of a block from a context.
     func beside(_ block: Int, _ context: Context) throws -> Beside {
         Beside(
-            perLayer: try bundle.part(of: context.embeddings, layer: block),
+            records: context.records, perLayer: try bundle.part(of: context.embeddings, layer: block),
             shared: bundle.architecture.keysOf(block).flatMap { context.lent[$0] })
     }
 
@@ -116,12 +119,13 @@ package final class BlockwiseModel {
     package func beside(
         _ block: Int, _ context: Context, lending x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights
     ) throws -> Beside {
+        let beside = try beside(block, context)
         if bundle.architecture.owners.contains(block) {
             context.lent[block] = clock.timed(\.forward) {
-                self.block(block, x, lora, weights).keysAndValues(x)
+                self.block(block, x, lora, weights, beside: beside).keysAndValues(x)
             }
         }
-        return try beside(block, context)
+        return beside
     }
 
     /// The block's output `[1, T, hidden]`, evaluated.
@@ -130,12 +134,10 @@ package final class BlockwiseModel {
     ///   - x: `[1, T, hidden]`
     ///   - lora: `[P]`
     ///   - weights: the block's, mapped.
-    ///   - records: see `Example`; nil for one
     package func output(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, records: [Range<Int>]? = nil,
-        beside: Beside = Beside()
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, beside: Beside
     ) throws -> MLXArray {
-        try forward(block, x, lora, weights, records, beside) { pass in
+        try forward(block, x, lora, weights, beside) { pass in
             let y = try pass.output(x)
             eval(y)
             return y
@@ -144,10 +146,9 @@ package final class BlockwiseModel {
 
     /// The block's output and its intermediates, evaluated.
     func outputs(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, records: [Range<Int>]?,
-        beside: Beside
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, beside: Beside
     ) throws -> BlockOutputs {
-        try forward(block, x, lora, weights, records, beside) { pass in
+        try forward(block, x, lora, weights, beside) { pass in
             let outputs = try pass.outputs(x)
             eval([outputs.y] + outputs.intermediates.arrays)
             return outputs
@@ -155,22 +156,21 @@ package final class BlockwiseModel {
     }
 
     private func forward<R>(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ records: [Range<Int>]?,
-        _ beside: Beside, _ body: (any BlockForward) throws -> R
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ beside: Beside,
+        _ body: (any BlockForward) throws -> R
     ) throws -> R {
         try clock.boundary()
         return try clock.timed(\.forward) {
             defer { freeCache() }
-            return try withWorkspace { try body(forwardPass(block, x, lora, weights, records, beside)) }
+            return try withWorkspace { try body(forwardPass(block, x, lora, weights, beside)) }
         }
     }
 
     /// The block's intermediates again, from its input; evaluated.
     func recompute(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, records: [Range<Int>]?,
-        beside: Beside
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, beside: Beside
     ) throws -> Intermediates {
-        let intermediates = try forwardPass(block, x, lora, weights, records, beside).intermediates(x)
+        let intermediates = try forwardPass(block, x, lora, weights, beside).intermediates(x)
         eval(intermediates.arrays)
         return intermediates
     }
@@ -178,26 +178,23 @@ package final class BlockwiseModel {
     /// By the bundle's function on a GPU, whose kernels it lays out, where the block has one. A function runs on one stream: on a CPU the
     /// same formulas are called one by one, so that each product has all cores.
     private func forwardPass(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ records: [Range<Int>]?,
-        _ beside: Beside
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ beside: Beside
     ) throws -> any BlockForward {
-        guard bundle.backend == .gpu, let function = try function(block, x, records == nil ? \.functions : \.packed)
+        guard bundle.backend == .gpu,
+            let function = try function(block, x, beside.records == nil ? \.functions : \.packed)
         else {
-            return self.block(block, x, lora, weights, records: records, beside: beside)
+            return self.block(block, x, lora, weights, beside: beside)
         }
         return function(
-            lora: layouts[block].whole(lora), scale: scale, weights: weights, records: records,
-            beside: beside, pause: isWarm ? nil : { [clock] in clock.pause() })
+            lora: layouts[block].whole(lora), scale: scale, weights: weights, beside: beside,
+            pause: isWarm ? nil : { [clock] in clock.pause() })
     }
 
     /// The block's formulas for x `[1, T, hidden]`.
     func block(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, records: [Range<Int>]? = nil,
-        beside: Beside = Beside()
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, beside: Beside
     ) -> Block {
-        Block(
-            weights: weights, lora: lora, layout: layouts[block], scale: scale, tile: tile(x), records: records,
-            beside: beside)
+        Block(weights: weights, lora: lora, layout: layouts[block], scale: scale, tile: tile(x), beside: beside)
     }
 
     /// Calls `body` with a workspace for a block or the head, whose weights are mapped.
@@ -249,6 +246,18 @@ package final class BlockwiseModel {
     func loss(_ example: Example, parameters moved: (_ block: Int, _ lora: MLXArray) throws -> MLXArray = { $1 })
         throws -> Float
     {
+        try loss(lastOutput(example, parameters: moved), example)
+    }
+
+    /// The last block's output `[1, T, hidden]` of a sequence, alone in the model.
+    ///
+    /// - Parameters:
+    ///   - moved: gives the parameters to take, where a block has any.
+    ///   - check: gets each block's output.
+    func lastOutput(
+        _ example: Example, parameters moved: (_ block: Int, _ lora: MLXArray) throws -> MLXArray,
+        check: (_ block: Int, _ y: MLXArray) throws -> Void = { _, _ in }
+    ) throws -> MLXArray {
         var x = try embed(example)
         let context = try context(example, x0: x)
         for block in blocks {
@@ -256,9 +265,10 @@ package final class BlockwiseModel {
                 let parameters = try parameters(block)
                 let lora = layouts[block].count > 0 ? try moved(block, parameters) : parameters
                 let beside = try beside(block, context, lending: x, lora, weights)
-                return try output(block, x, lora, weights, records: example.records, beside: beside)
+                return try output(block, x, lora, weights, beside: beside)
             }
+            try check(block, x)
         }
-        return try loss(x, example)
+        return x
     }
 }

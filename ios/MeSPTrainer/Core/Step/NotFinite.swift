@@ -20,12 +20,15 @@ extension BlockwiseModel {
     /// The place of the first number that is not finite in the forward pass of these sequences, found by another forward pass.
     func notFinite(_ examples: [Example]) throws -> NotFinite {
         for example in examples {
-            var x = try embed(example)
-            for block in blocks {
-                let lora = try parameters(block)
-                if let name = try firstNotFinite(lora, block) { return NotFinite(what: "The parameter \(name)") }
-                x = try bundle.withBlock(block) { try output(block, x, lora, $0) }
-                guard try isFinite(x) else { return NotFinite(what: "The output of block \(block)") }
+            do {
+                _ = try lastOutput(example) { block, lora in
+                    if let name = try firstNotFinite(lora, block) { throw NotFinite(what: "The parameter \(name)") }
+                    return lora
+                } check: { block, y in
+                    guard try isFinite(y) else { throw NotFinite(what: "The output of block \(block)") }
+                }
+            } catch let found as NotFinite {
+                return found
             }
         }
         return NotFinite(what: "The loss")

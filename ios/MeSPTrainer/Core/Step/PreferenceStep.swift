@@ -1,8 +1,8 @@
 import MLX
 
 extension Trainer {
-    /// One update from some batches of preference data, as `step` makes one from sequences: a batch's loss is the mean over its pairs or
-    /// answers. A gradient is the sum of each sequence's own, which the objective weights, so that one sequence's activations are there
+    /// One update from some batches of preference data: a batch's loss is the mean over its pairs or answers, the step's that of its
+    /// batches. A gradient is the sum of each sequence's own, which the objective weights, so that one sequence's activations are there
     /// at a time. The weights of a pair depend on both answers: the rejected one runs forward before all else, and again for its gradient
     /// where the plan has no room for its block inputs.
     ///

@@ -50,7 +50,6 @@ package final class Trainer {
     /// - Returns: the last block's outputs.
     func forward(_ examples: [Example], first: Int = 0) throws -> [MLXArray] {
         kept = [:]
-        for (sequence, example) in examples.enumerated() { records[first + sequence] = example.records }
         var states = try examples.map(model.embed)
         let contexts = try zip(examples, states).map { try model.context($0, x0: $1) }
         for (sequence, context) in contexts.enumerated() { self.contexts[first + sequence] = context }
@@ -59,16 +58,13 @@ package final class Trainer {
                 let lora = try model.parameters(block)
                 for sequence in states.indices {
                     let (index, x) = (inputIndex(block, first + sequence), states[sequence])
-                    let example = examples[sequence]
                     let beside = try model.beside(block, contexts[sequence], lending: x, lora, weights)
                     if block >= trained[0] { try inputs.write(x, index) }
                     if first == 0, keepsIntermediates(block) {
-                        let outputs = try model.outputs(
-                            block, x, lora, weights, records: example.records, beside: beside)
+                        let outputs = try model.outputs(block, x, lora, weights, beside: beside)
                         (states[sequence], kept[index]) = (outputs.y, outputs.intermediates)
                     } else {
-                        states[sequence] = try model.output(
-                            block, x, lora, weights, records: example.records, beside: beside)
+                        states[sequence] = try model.output(block, x, lora, weights, beside: beside)
                     }
                 }
             }
@@ -122,7 +118,7 @@ package final class Trainer {
     private func gradient(
         _ block: Int, _ sequence: Int, _ weights: BlockWeights, d: inout MLXArray
     ) throws -> MLXArray {
-        let (input, records) = (inputIndex(block, sequence), records[sequence])
+        let input = inputIndex(block, sequence)
         let x = try inputs.take(input)
         let lora = try model.parameters(block)
         guard let context = contexts[sequence] else { preconditionFailure("a sequence that did not run forward") }
@@ -137,8 +133,8 @@ package final class Trainer {
         return try model.withWorkspace {
             let intermediates =
                 try kept.removeValue(forKey: input)
-                ?? model.recompute(block, x, lora, weights, records: records, beside: beside)
-            return model.block(block, x, lora, weights, records: records, beside: beside)
+                ?? model.recompute(block, x, lora, weights, beside: beside)
+            return model.block(block, x, lora, weights, beside: beside)
                 .gradient(x: x, consume intermediates, d: &d, wantsInput: block > trained[0], shared: &shared)
         }
     }
@@ -179,19 +175,15 @@ package final class Trainer {
         var samplingSeconds: Double?
     }
 
-    /// One update from some batches of sequences.
+    /// One update from some sequences, whose loss is the mean over all their counted targets.
     ///
-    /// A batch's loss is the mean over all its counted targets, the step's the mean of its batches'. One after the other, sequences take
-    /// the memory of one and of a sum of gradients, however many they are; by blocks, of all their block inputs, and unless the update
-    /// needs all gradients at once, of one block's sum.
+    /// One after the other, sequences take the memory of one and of a sum of gradients, however many they are; by blocks, of all their block
+    /// inputs, and unless the update needs all gradients at once, of one block's sum.
     /// - Parameter number: of the step, from 0.
     /// - Throws: `NotFinite`. With `skipBadSteps` nothing has changed then; otherwise some blocks may have been updated.
-    package func step(_ batches: [[Example]], number: Int) throws -> StepResult {
-        try step(
-            batches.flatMap { batch in
-                let counted = batch.reduce(0) { $0 + $1.counted.count }
-                return batch.map { (example: $0, weight: 1 / Float(counted * batches.count)) }
-            }, number: number)
+    package func step(_ examples: [Example], number: Int) throws -> StepResult {
+        let weight = 1 / Float(examples.reduce(0) { $0 + $1.counted.count })
+        return try step(examples.map { (example: $0, weight: weight) }, number: number)
     }
 
     /// One update from sequences whose weights are given.
@@ -264,8 +256,6 @@ package final class Trainer {
     package let trained: [Int]
     /// The block inputs, from the forward to the backward pass: all of a sequence, then of the next.
     private var inputs: BlockArrays
-    /// Of the packed sequences among those whose inputs stay: see `Example`.
-    private var records = [Int: [Range<Int>]]()
     /// The other inputs of the blocks, of the sequences whose block inputs are kept.
     private var contexts = [Int: BlockwiseModel.Context]()
     /// The last blocks' intermediates that stay from the forward to the backward pass, by the index of the block's input.

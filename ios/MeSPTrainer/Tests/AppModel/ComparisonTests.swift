@@ -29,6 +29,7 @@ import Testing
             bytes.encode(text, addsSpecialTokens: addsSpecialTokens)
         }
         func decode(_ tokens: [Int]) -> String { tokens.map(String.init).joined(separator: " ") }
+        func isSpecial(_ token: Int) -> Bool { false }
         func encode(_ messages: [ChatMessage], opensAnswer: Bool) -> [Int] { [] }
     }
 
@@ -57,9 +58,13 @@ import Testing
         let hasChatTemplate = true
         private let lock = NSLock()
         private var all = [[ChatMessage]]()
-        var conversations: [[ChatMessage]] { lock.withLock { all } }
+        /// Without those that ask how the template ends an answer.
+        var conversations: [[ChatMessage]] {
+            lock.withLock { all.filter { !($0.first?.content.hasPrefix("MeSP") ?? false) } }
+        }
         func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] { text.utf8.map { Int($0) } }
         func decode(_ tokens: [Int]) -> String { tokens.map(String.init).joined(separator: " ") }
+        func isSpecial(_ token: Int) -> Bool { false }
         func encode(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int] {
             lock.withLock { all.append(messages) }
             if messages.last?.content == "refused" { throw MeSPError("The template takes no such message.") }
@@ -206,7 +211,7 @@ import Testing
             try Data(json.utf8).write(to: copy.appendingPathComponent(name))
         }
         try config("generation_config.json", "{\"eos_token_id\": [100000, \(tokens[3])]}")
-        #expect(endTokens(of: copy, Numbers()) == [100000, tokens[3]])
+        #expect(endTokens(of: copy, Numbers()) == [100000, tokens[3], 0], "the last is the manifest's")
         comparison.start(request(8), bundle: copy, adapters: nil, tokenizer: Numbers())
         try await written()
         #expect(comparison.base.summary?.reason == .stop)
@@ -214,9 +219,28 @@ import Testing
 
         try config("generation_config.json", "{\"do_sample\": true}")
         try config("config.json", "{\"eos_token_id\": 7}")
-        #expect(endTokens(of: copy, ByteTokenizer()) == [7])
+        #expect(endTokens(of: copy, ByteTokenizer()) == [7, 0])
         try config("config.json", "no JSON")
         #expect(endTokens(of: copy, ByteTokenizer()) == [0], "the tokenizer's, where the model names none")
+    }
+
+    /// Of a base model that learns from conversations, config.json names another token than the template writes.
+    @Test func whatTrainingEndsWithEndsTheText() throws {
+        let copy = folder.appendingPathComponent("copy.mesp")
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        try FileManager.default.copyItem(at: try bundle().resolvingSymlinksInPath(), to: copy)
+        try? FileManager.default.removeItem(at: copy.appendingPathComponent("generation_config.json"))
+        try Data("{\"eos_token_id\": 3}".utf8).write(to: copy.appendingPathComponent("config.json"))
+        let (text, message) = (TemplateTokenizer.id("<|endoftext|>"), TemplateTokenizer.id("<|im_end|>"))
+        let tokenizer = TemplateTokenizer(template: TemplateTokenizer.chatML)
+        #expect(endTokens(of: copy, tokenizer) == [3, 0, message, text], "0 is the manifest's")
+        #expect(endTokens(of: copy, TemplateTokenizer(template: TemplateTokenizer.endless)) == [3, 0, text])
+
+        let manifest = copy.appendingPathComponent("manifest.json")
+        var json = try #require(try JSONSerialization.jsonObject(with: Data(contentsOf: manifest)) as? [String: Any])
+        json["end_tokens"] = [5, 3]
+        try JSONSerialization.data(withJSONObject: json).write(to: manifest)
+        #expect(endTokens(of: copy, tokenizer) == [3, 5, message, text])
     }
 
     @Test func aPromptIsWrittenOnFromAsByTheCommand() async throws {

@@ -100,6 +100,26 @@ import Testing
         }
     }
 
+    /// Where a token goes across the border, it is of the choice.
+    @Test func aPromptIsABeginningOfWhatIsMeasured() throws {
+        let tokenizer = TemplateTokenizer(words: ["ending", "end"])
+        let (prompt, choices) = try tokenizer.encode("The end", followedBy: ["ing", "."])
+        #expect(tokenizer.decode(prompt) == "The ")
+        #expect(choices.map { tokenizer.decode($0) } == ["ending", "end."])
+    }
+
+    @Test func noMessageOfAPromptIsLost() async throws {
+        let tokenizer = TemplateTokenizer(template: TemplateTokenizer.passesOver)
+        let line =
+            #"{"prompt": [{"role": "tool", "content": "x"}, {"role": "user", "content": "a"}], "completion": "b"}"#
+        evaluation.start(Data(line.utf8), bundle: try bundle(), adapters: nil, tokenizer: tokenizer)
+        while evaluation.isRunning { try await Task.sleep(for: .milliseconds(2)) }
+        #expect(
+            evaluation.problem?.english == "Record 1: the chat template leaves out the message of tool; take it out.")
+        try await measure(#"{"text": "The quick", "source": "web"}"#)
+        #expect(evaluation.notice == "Keys of records that are not read: source." && evaluation.figure != nil)
+    }
+
     @Test func differencesArePairedAndTheSameAgain() {
         let base = (0..<40).map { FigurePart(sum: Double($0 * $0 % 17)) }
         let tuned = base.map { FigurePart(sum: $0.sum + 1) }
@@ -112,11 +132,15 @@ import Testing
     }
 
     @Test(arguments: [
-        ("", "no records"), ("{", "Line 1 is not a record"), (#"{"text": ""}"#, "Line 1 is not a record"),
-        (#"{"prompt": "a", "choices": ["b", "c"], "answer": 2}"#, "Line 1 is not a record"),
-        (#"{"prompt": "a", "choices": ["b", "c"], "answer": "d"}"#, "Line 1 is not a record"),
-        (#"{"messages": [{"role": "user", "content": "a"}]}"#, "Line 1 is not a record"),
-        ("{\"text\": \"a\"}\n{\"prompt\": \"a\", \"completion\": \"b\"}", "Line 2 is another kind"),
+        ("", "no records"), ("{", "Line 1: it is not a JSON object"),
+        (#"{"text": ""}"#, "Line 1: it is not a record to evaluate"),
+        (#"{"prompt": "a", "choices": ["b", "c"], "answer": 2}"#, "Line 1: it is not a record to evaluate"),
+        (#"{"prompt": "a", "choices": ["b", "c"], "answer": "d"}"#, "Line 1: it is not a record to evaluate"),
+        (#"{"messages": [{"role": "user", "content": "a"}]}"#, "Line 1: it does not end with an answer"),
+        (#"{"messages": [{"role": "gpt", "content": "a"}]}"#, "Line 1: the role gpt is not known"),
+        (#"{"prompt": "a", "completion": "b", "tools": [{}]}"#, "Line 1: it has \"tools\""),
+        (#"[{"text": "a"}, {"content": "a"}]"#, "Record 2: it is not a record to evaluate"),
+        ("{\"text\": \"a\"}\n{\"prompt\": \"a\", \"completion\": \"b\"}", "Line 2: it is another kind"),
         (
             #"{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]}"#,
             "Record 1: The model has no chat template"
@@ -152,7 +176,7 @@ import Testing
         #expect(app.model.evaluation.isRunning && !app.model.isFree && app.model.staysAwake)
         try await app.ended()
         #expect(app.model.evaluation.figure?.tuned != nil && !app.model.staysAwake)
-        await app.model.evaluate(file.appendingPathExtension("not"), with: nil)
+        await app.model.evaluate(file.deletingLastPathComponent().appendingPathComponent("not.jsonl"), with: nil)
         #expect(app.model.problem?.english.contains("cannot be read") == true)
     }
 }

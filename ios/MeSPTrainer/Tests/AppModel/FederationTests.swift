@@ -239,9 +239,9 @@ import Testing
         settings.batchSize = 256
         let data = try Splits(ModelBundle(url: bundle.url, checksums: false), settings)
         let before = memoryFootprint()
-        let batches = data.batches(step: 0)
+        let sequences = data.sequences(step: 0)
         let taken = memoryFootprint() - before
-        #expect(batches.count == 256)
+        #expect(sequences.count == 256 * 256)
         #expect(taken < counted + counted / 10 && taken > counted / 3, "\(taken) taken, \(counted) counted")
     }
 

@@ -123,6 +123,7 @@ import Testing
         func encode(_ messages: [ChatMessage], opensAnswer: Bool) -> [Int] {
             bytes.encode(messages, opensAnswer: opensAnswer)
         }
+        func isSpecial(_ token: Int) -> Bool { bytes.isSpecial(token) }
         func decode(_ tokens: [Int]) -> String {
             if tokens.count > 1 { Thread.sleep(forTimeInterval: 0.1) }
             return bytes.decode(tokens)

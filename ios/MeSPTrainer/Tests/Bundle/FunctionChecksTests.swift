@@ -104,18 +104,57 @@ import Testing
             "too large",
             .node("ExpandDims", [Swift.Array(0..<16)], [0], .array(Swift.Array(repeating: 1, count: 16) + [16])),
             for: [reshape])
-        // An array without elements is one: 2⁹³ elements have no room, and 0 of them have.
-        let none = TestFunction.Array.array([0])
-        refused(
-            unmatched, .node("Reshape", [[0] + huge], [0], .array([1])),
-            for: [.node("Reshape", [[0] + huge], [0], .array([0] + huge))], input: none)
-        refused(
-            unmatched, .node("Reshape", [[0, -1]], [0], .array([0, 0])),
-            for: [.node("Reshape", [[-1] + huge], [0], .array([0] + huge))], input: none)
+        // 2⁹³ elements have no room.
+        refused("too large", .node("Reshape", [huge], [0], .array(huge)), for: [reshape])
         refused("it is damaged", .node("A\nB", [], [0], x), for: [reshape])
         for name in ["AsStrided", "SliceUpdate", "Scatter", "CustomKernel"] {
             refused("the primitive \(name) is not supported", .node(name, [], [0], x), for: [reshape])
         }
+    }
+
+    /// MLX's operations return their input, or refuse it; their primitives rely on that.
+    @Test func whatMLXNeverMakesIsRefused() throws {
+        typealias Node = TestFunction.Node
+        let column = TestFunction.Array.array([4, 1])
+        func refused(
+            _ bad: Node, of input: TestFunction.Array, for good: Node? = nil, of other: TestFunction.Array? = nil,
+            line: Int = #line
+        ) {
+            if let good { #expect(said(TestFunction(other ?? input, [good])) == "", "line \(line)") }
+            #expect(said(TestFunction(input, [bad])).contains("do not match"), "line \(line)")
+        }
+        refused(
+            .node("Reduce", integer: 2, [[1]], [0], column), of: column,
+            for: .node("Reduce", integer: 2, [[1]], [0], column), of: .array([4, 2]))
+        refused(
+            .node("Reduce", integer: 2, [[0]], [0], .array([1, 2])), of: .array([0, 2]),
+            for: .node("Reduce", integer: 2, [[0]], [0], .array([1, 2])), of: .array([4, 2]))
+        refused(
+            .node("Broadcast", [[4, 1]], [0], column), of: column,
+            for: .node("Broadcast", [[4, 1]], [0], column), of: .array([1, 1]))
+        refused(.node("Broadcast", [[4, 0]], [0], .array([4, 0])), of: column)
+        refused(.node("ExpandDims", [[]], [0], column), of: column)
+        refused(.node("Flatten", [], state: Data(count: 8), [0], column), of: column)
+        refused(
+            .node("Slice", [[0, 0], [4, 1], [1, 1]], [0], column), of: column,
+            for: .node("Slice", [[0, 0], [4, 1], [1, 1]], [0], column), of: .array([5, 1]))
+        refused(.node("Slice", [[0, 0], [1, 1], [2, 1]], [0], .array([1, 1])), of: column)
+        refused(.node("Concatenate", integer: 0, [], [0], column), of: column)
+        refused(.node("AsType", [], type: .float32, [0], column), of: column)
+        refused(.node("View", [], type: .float32, [0], column), of: column)
+        refused(.node("Exp", [], [0], .array([0])), of: .array([0]), for: .node("Exp", [], [0], column), of: column)
+        // Of attention the number of heads is divided by that of the keys', which may be none.
+        let state = Data([0, 0, 128, 63, 1, 0, 0])
+        for (shape, isRefused) in [([1, 1, 9, 64], false), ([1, 0, 9, 64], true), ([1, 1, 9, 96], true)] {
+            let array = TestFunction.Array.array(shape)
+            let node = Node.node("ScaledDotProductAttention", state: state, [0, 0, 0], array, device: 1)
+            let said = message { try check(TestFunction(array, [node]).file(), onGPU: true) }
+            #expect(said.contains("do not match") == isRefused && (isRefused || said.isEmpty), "\(shape): \(said)")
+        }
+        let row = TestFunction.Array.array([4])
+        let norm = Node.node("RMSNorm", [], state: Data([0, 0, 128, 63]), [0, 0], row)
+        let file = TestFunction(row, [norm]).file()
+        #expect(message { try check(file) } == "RMSNorm is for another device")
     }
 
     @Test func indicesAreKnownToBeWithinTheirArray() {
@@ -231,12 +270,14 @@ private struct TestFunction {
         let content: Data
 
         static func node(
-            _ name: String, integer: Int32? = nil, _ lists: [[Int32]] = [], type: Element? = nil, _ inputs: [UInt64],
-            _ output: Array, id: UInt64? = nil
+            _ name: String, integer: Int32? = nil, _ lists: [[Int32]] = [], type: Element? = nil,
+            state: Data = Data(), _ inputs: [UInt64],
+            _ output: Array, id: UInt64? = nil, device: Int32 = 0
         ) -> Node {
-            var content = Data([1]) + list(inputs.map(numberData)) + Data(count: 12) + text(name)
+            var content = Data([1]) + list(inputs.map(numberData)) + [0, device, 0].map(numberData).reduce(Data(), +)
+            content += text(name)
             content += integer.map(numberData) ?? Data()
-            content += lists.map { list($0.map(numberData)) }.reduce(Data(), +) + (type?.data ?? Data())
+            content += lists.map { list($0.map(numberData)) }.reduce(Data(), +) + (type?.data ?? Data()) + state
             return Node(id: id, content: content + numberData(UInt64(0)) + output.data)
         }
 

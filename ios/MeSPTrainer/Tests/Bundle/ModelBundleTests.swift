@@ -129,6 +129,22 @@ import Testing
         #expect(sentence.hasSuffix("export the bundle again."), "\(sentence)")
     }
 
+    @Test(arguments: [[-1], [0, 0], [0, 1 << 20], ["0"], 0] as [any Sendable])
+    func refusesEndTokensThatAreNone(_ tokens: any Sendable) throws {
+        let folder = try copy()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let url = folder.appendingPathComponent("manifest.json")
+        var manifest = try #require(try JSONSerialization.jsonObject(with: Data(contentsOf: url)) as? [String: Any])
+        func write(_ tokens: Any) throws {
+            manifest["end_tokens"] = tokens
+            try JSONSerialization.data(withJSONObject: manifest).write(to: url)
+        }
+        try write([0, 1])
+        #expect(try ModelBundle(url: folder).manifest.endTokens == [0, 1])
+        try write(tokens)
+        #expect(message { _ = try ModelBundle(url: folder) }.hasSuffix("export the bundle again."))
+    }
+
     @Test func sha256KnownAnswers() throws {
         let url = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
         defer { try? FileManager.default.removeItem(at: url) }

@@ -249,20 +249,13 @@ import Testing
         settings.steps = 1
         try Run.run(settings)
         let url = SavedState.url(in: URL(fileURLWithPath: settings.output))
-        let file = try Data(contentsOf: url)
-        let start = 8 + Int(file[0]) + Int(file[1]) << 8 + Int(file[2]) << 16
-        var header = try #require(try JSONSerialization.jsonObject(with: file[8..<start]) as? [String: Any])
-        let metadata = try #require(header["__metadata__"] as? [String: String])
-        var state = try #require(
-            try JSONSerialization.jsonObject(with: Data((metadata["state"] ?? "").utf8)) as? [String: Any])
-        var plan = try #require(state["plan"] as? [String: Any])
-        plan[name] = name == "kept_blocks" ? 1 << 20 : name == "tile_bytes" ? 0 : -(1 << 40)
-        state["plan"] = plan
-        let text = String(decoding: try JSONSerialization.data(withJSONObject: state), as: UTF8.self)
-        header["__metadata__"] = ["state": text]
-        let json = try JSONSerialization.data(withJSONObject: header)
-        let length = withUnsafeBytes(of: UInt64(json.count).littleEndian) { Data($0) }
-        try (length + json + file[start...]).write(to: url)
+        var file = try StateFile(url)
+        try file.change {
+            var plan = try #require($0["plan"] as? [String: Any])
+            plan[name] = name == "kept_blocks" ? 1 << 20 : name == "tile_bytes" ? 0 : -(1 << 40)
+            $0["plan"] = plan
+        }
+        try file.data().write(to: url)
         (settings.steps, settings.resume) = (2, true)
         #expect(message { try Run.run(settings) }.contains("is damaged; start the run again in another folder."))
     }

@@ -34,7 +34,7 @@ import Testing
             try trainer.restore { vectors[$0] }
         }
         do {
-            _ = try trainer.step([Array(repeating: try fixture.example(), count: sequences)], number: 0)
+            _ = try trainer.step(Array(repeating: try fixture.example(), count: sequences), number: 0)
             Issue.record("the step went through")
         } catch let error as NotFinite {
             #expect(error.what == "The gradient of model.layers.0.self_attn.q_proj.lora_a")

@@ -4,6 +4,7 @@ import Testing
 
 @testable import MeSPBundle
 @testable import MeSPCore
+@testable import MeSPFiles
 
 /// A whole run through the public interface.
 @Suite(.serialized) struct RunTests {
@@ -169,23 +170,23 @@ import Testing
         defer { try? FileManager.default.removeItem(at: output) }
         var settings = try settings(output)
         try Run.run(settings)
-        let url = SavedState.url(in: output)
-        let text = try String(decoding: Data(contentsOf: url), as: UTF8.self)
         /// With its comma: keys come in any order.
         func part(_ setting: String, of text: String) throws -> String {
             try #require([setting + ",", "," + setting].first { text.contains($0) })
         }
-        let setting = try part(#"\"freeze_a\":false"#, of: text)
         let log = try Data(contentsOf: LogWriter.url(in: output)).split(separator: UInt8(ascii: "\n"))
         let start = String(decoding: try #require(log.first), as: UTF8.self)
         let old = Data(start.replacingOccurrences(of: try part(#""freeze_a":false"#, of: start), with: "").utf8)
         guard case .start(let read) = try LogRecord.read(old).0 else { throw MeSPError("no start record") }
         #expect(read.settings == settings)
-        // Of the same length, as the header of the file says where its tensors are.
-        var bytes = try Data(contentsOf: url)
-        let place = try #require(bytes.range(of: Data(setting.utf8)))
-        bytes.replaceSubrange(place, with: Data(repeating: UInt8(ascii: " "), count: setting.utf8.count))
-        try bytes.write(to: url)
+        let url = SavedState.url(in: output)
+        var file = try StateFile(url)
+        try file.change {
+            var settings = try #require($0["settings"] as? [String: Any])
+            #expect(settings.removeValue(forKey: "freeze_a") != nil)
+            $0["settings"] = settings
+        }
+        try file.data().write(to: url)
         settings.steps += 1
         settings.resume = true
         try Run.run(settings)
@@ -265,6 +266,180 @@ import Testing
         resumed.learningRate = 0.1
         try Data("{}".utf8).write(to: SavedState.url(in: output))
         #expect(message().contains("damaged"))
+    }
+
+    // MARK: - What a state belongs to
+
+    /// A run that a copy of the fixture's bundle is changed beside.
+    private final class Changing {
+        let folder = temporaryFolder()
+        var settings: RunSettings
+        var bundle: URL { folder.appendingPathComponent("bundle.mesp") }
+        var output: URL { folder.appendingPathComponent("run") }
+
+        init() throws {
+            settings = try RunSettings.ofATest(folder)
+            let source = URL(fileURLWithPath: settings.bundle).resolvingSymlinksInPath()
+            try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+            try FileManager.default.copyItem(at: source, to: bundle)
+            (settings.bundle, settings.output) = (bundle.path, output.path)
+            (settings.steps, settings.valBatches) = (2, 1)
+        }
+
+        deinit { try? FileManager.default.removeItem(at: folder) }
+
+        /// Replaces a file of the bundle, as its writer would: with its size and its digest in the manifest.
+        func replace(_ path: String, by newPath: String? = nil, _ change: (inout Data) -> Void = { _ in }) throws {
+            let url = bundle.appendingPathComponent("manifest.json")
+            var manifest = try #require(
+                try JSONSerialization.jsonObject(with: Data(contentsOf: url)) as? [String: Any])
+            var data = try Data(contentsOf: bundle.appendingPathComponent(path))
+            change(&data)
+            try FileManager.default.removeItem(at: bundle.appendingPathComponent(path))
+            let place = bundle.appendingPathComponent(newPath ?? path)
+            try FileManager.default.createDirectory(
+                at: place.deletingLastPathComponent(), withIntermediateDirectories: true)
+            try data.write(to: place)
+            let files = try #require(manifest["files"] as? [[String: Any]]).filter { $0["path"] as? String != path }
+            let entry: [String: Any] = ["path": newPath ?? path, "size": data.count, "sha256": sha256(data)]
+            manifest["files"] = files + [entry]
+            if let newPath {
+                manifest["data"] = try #require(manifest["data"] as? [String: [String: Any]]).mapValues {
+                    $0["file"] as? String == path ? $0.merging(["file": newPath]) { $1 } : $0
+                }
+            }
+            try JSONSerialization.data(withJSONObject: manifest).write(to: url)
+        }
+
+        /// The message of a run that is resumed, and whether anything in its folder changed meanwhile.
+        func resume() throws -> (message: String, changed: Bool) {
+            func contents() throws -> [String: Data] {
+                let paths = try FileManager.default.subpathsOfDirectory(atPath: output.path).filter { $0 != ".lock" }
+                return Dictionary(
+                    uniqueKeysWithValues: paths.map {
+                        ($0, (try? Data(contentsOf: output.appendingPathComponent($0))) ?? Data())
+                    })
+            }
+            let before = try contents()
+            var resumed = settings
+            (resumed.resume, resumed.steps) = (true, 4)
+            let sentence = message { try Run.run(resumed) }
+            return (sentence, try contents() != before)
+        }
+    }
+
+    /// Tokens in another order.
+    private func turned(_ data: inout Data) {
+        data = stride(from: 0, to: data.count, by: 4).reversed().reduce(into: Data()) { $0 += data[$1..<$1 + 4] }
+    }
+
+    @Test(arguments: ["train", "valid"]) func aResumeOnOtherDataIsRefused(_ split: String) throws {
+        let run = try Changing()
+        try Run.run(run.settings)
+        try run.replace("data/\(split).bin", turned)
+        let (message, changed) = try run.resume()
+        #expect(
+            message
+                == "The \(split) data is not what the run in \(run.output.path) was started with; start a new run, with --adapters \(run.output.path)/adapters to go on from its adapters."
+        )
+        #expect(!changed)
+    }
+
+    @Test(arguments: ["blocks/01.bin", "embedding.bin"]) func aResumeWithOtherWeightsIsRefused(_ file: String) throws {
+        let run = try Changing()
+        try Run.run(run.settings)
+        try run.replace(file) { $0[0] ^= 1 }
+        let (message, changed) = try run.resume()
+        #expect(
+            message
+                == "The bundle's weights are not those that the run in \(run.output.path) was started with; resume it with its own bundle, or start a new run."
+        )
+        #expect(!changed)
+    }
+
+    /// What no number depends on may be another: the bundle's place, the places of the same tokens, splits that the run does not read.
+    @Test func aResumeMindsNothingElse() throws {
+        let run = try Changing()
+        run.settings.valBatches = 0
+        try Run.run(run.settings)
+        try run.replace("data/train.bin", by: "data.2/train.bin")
+        try run.replace("data/valid.bin", turned)
+        let moved = run.folder.appendingPathComponent("moved.mesp")
+        try FileManager.default.moveItem(at: run.bundle, to: moved)
+        run.settings.bundle = moved.path
+        #expect(try run.resume().message.isEmpty)
+        #expect(try LogOutline(folder: run.output).lastStep == 4)
+    }
+
+    /// Text of your own has no manifest: its files are what counts.
+    @Test func aResumeOnAnotherTextIsRefused() throws {
+        let run = try Changing()
+        let data = run.folder.appendingPathComponent("data")
+        try FileManager.default.createDirectory(at: data, withIntermediateDirectories: true)
+        let count = 4 * run.settings.seqLen + 1
+        let tokens = try Data(contentsOf: run.bundle.appendingPathComponent("data/train.bin")).prefix(4 * count)
+        try tokens.write(to: data.appendingPathComponent("train.bin"))
+        try Data(#"{"train": {"file": "train.bin", "tokens": \#(count)}}"#.utf8)
+            .write(to: data.appendingPathComponent("data.json"))
+        (run.settings.data, run.settings.valBatches) = (data.path, 0)
+        try Run.run(run.settings)
+        var other = tokens
+        turned(&other)
+        try other.write(to: data.appendingPathComponent("train.bin"))
+        let (message, changed) = try run.resume()
+        #expect(message.hasPrefix("The train data is not what the run in"))
+        #expect(!changed)
+        try tokens.write(to: data.appendingPathComponent("train.bin"))
+        #expect(try run.resume().message.isEmpty)
+    }
+
+    /// One bit of any byte.
+    @Test func aStateWithAChangedByteIsRefused() throws {
+        let run = try Changing()
+        try Run.run(run.settings)
+        let url = SavedState.url(in: run.output)
+        let sound = try Data(contentsOf: url)
+        let header = 8 + Int(sound[0]) + Int(sound[1]) << 8
+        let places = Array(0..<header) + stride(from: header, to: sound.count, by: 997) + sound.indices.suffix(40)
+        for place in places {
+            var damaged = sound
+            damaged[place] ^= 1 << UInt8(place % 8)
+            try damaged.write(to: url)
+            #expect(
+                message { _ = try SavedState.load(from: run.output, run.settings) }
+                    == "\(url.path) is damaged; start the run again in another folder.", "byte \(place)")
+        }
+        try sound.write(to: url)
+        #expect(try run.resume().message.isEmpty)
+    }
+
+    @Test func aStateOfAnEarlierVersionIsNamed() throws {
+        let run = try Changing()
+        try Run.run(run.settings)
+        let url = SavedState.url(in: run.output)
+        var file = try StateFile(url)
+        try file.change { ($0["format"], $0["sources"]) = (1, nil) }
+        try file.data(seals: false).write(to: url)
+        let (message, changed) = try run.resume()
+        #expect(
+            message
+                == "\(url.path) is of another version of the trainer, in format 1 and not 2; start the run again in another folder."
+        )
+        #expect(!changed)
+    }
+
+    /// The learning rates of what is left depend on the number of steps.
+    @Test(arguments: RunSettings.Schedule.allCases) func aScheduleOfOtherStepsIsSaid(_ schedule: RunSettings.Schedule)
+        throws
+    {
+        let run = try Changing()
+        (run.settings.schedule, run.settings.warmup) = (schedule, 1)
+        try Run.run(run.settings)
+        (run.settings.resume, run.settings.steps) = (true, 4)
+        for _ in 0..<2 { try Run.run(run.settings) }
+        let events = try lines(run.output).filter { $0["event"] as? String == "schedule" }
+        let expected = schedule == .constant ? [] : ["the schedule is now that of 4 steps; it was that of 2"]
+        #expect(events.compactMap { $0["message"] as? String } == expected)
     }
 
     /// The best adapters are kept, and a run that no longer gets better ends.

@@ -92,7 +92,7 @@ import Testing
             }
         }
         let before = try vectors()
-        for number in 0..<2 { _ = try trainer.step([[try fixture.example()]], number: number) }
+        for number in 0..<2 { _ = try trainer.step([try fixture.example()], number: number) }
         let after = try vectors()
         #expect(before.count == 2 * fixture.layers)
         for (before, after) in zip(before, after) {
@@ -118,11 +118,11 @@ import Testing
                 change(&$0)
                 settings = $0
             }
-            _ = try trainer.step([[try fixture.example()]], number: 0)
+            _ = try trainer.step([try fixture.example()], number: 0)
             // An operand may go early or late, as the next piece's graph is made beside a piece's work: the median of several steps.
             let peaks = try (1...9).map { number in
                 Memory.peakMemory = 0
-                _ = try trainer.step([[try fixture.example()]], number: number)
+                _ = try trainer.step([try fixture.example()], number: number)
                 return Memory.peakMemory
             }
             let gradients = try trainer.trained.map { try #require(trainer.sums).read($0).nbytes }
@@ -152,7 +152,7 @@ import Testing
                 ($0.projections, $0.optimizer, $0.learningRate) = (["q"], .adamw8bit, 0.01)
             }
             #expect(trainer.trained == attention && attention.count < fixture.layers)
-            let losses = try (0..<2).map { try trainer.step([[try fixture.example()]], number: $0).loss }
+            let losses = try (0..<2).map { try trainer.step([try fixture.example()], number: $0).loss }
             #expect(losses[1].isFinite && losses[1] != losses[0])
         }
         var settings = RunSettings(bundle: "", output: "")

@@ -14,6 +14,7 @@ struct ByteTokenizer: TextTokenizer {
         return (begin ?? []) + text.utf8.map { Int($0) }
     }
     func decode(_ tokens: [Int]) -> String { String(decoding: tokens.map { UInt8($0 % 256) }, as: UTF8.self) }
+    func isSpecial(_ token: Int) -> Bool { token == beginOfText || token == endOfText }
     func encode(_ messages: [ChatMessage], opensAnswer: Bool) -> [Int] {
         let question = messages.lastIndex { $0.role == "user" } ?? messages.count
         let texts = messages.enumerated().map { index, message in

@@ -114,3 +114,8 @@ extension RunSettings {
         return settings
     }
 }
+
+extension Beside {
+    /// Of a block that takes its input alone.
+    static var nothing: Beside { Beside(records: nil, perLayer: nil, shared: nil) }
+}

@@ -79,21 +79,21 @@ import Testing
         #expect(found.hasPrefix("chat.jsonl has 0 usable records"), "nothing of an answer is left after the cut")
     }
 
-    /// The counted tokens of a conversation, with a line feed after each message; in one whose thoughts go when it continues, too.
+    /// The counted tokens of a conversation, with a line feed after each message, which is no end: that is added; in one whose thoughts go when it continues, too.
     @Test(arguments: [
         (
             ByteTokenizer(), #"[{"role":"user","content":"Why?"},{"role":"assistant","content":"So."}]"#,
-            ["So.\n"]
+            ["So.\n\0"]
         ),
         (
             ByteTokenizer(),
             #"[{"role":"assistant","content":"Hi"},{"role":"user","content":"a"},{"role":"assistant","content":"b"},{"role":"user","content":"c"}]"#,
-            ["Hi\n", "b\n"]
+            ["Hi\n\0", "b\n\0"]
         ),
         (
             ByteTokenizer(thinks: true),
             #"[{"role":"user","content":"a"},{"role":"assistant","content":"b"},{"role":"assistant","content":"c"},{"role":"user","content":"d"},{"role":"assistant","content":"e"}]"#,
-            ["b\n", "c\n", "(hm)e\n"]
+            ["b\n\0", "c\n\0", "(hm)e\n\0"]
         ),
     ]) func everyAnswerCounts(_ tokenizer: ByteTokenizer, _ messages: String, _ expected: [String]) throws {
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -113,17 +113,18 @@ import Testing
     @Test(arguments: [
         ("a.txt", "   \n", "a.txt has no text in it."),
         ("a.txt", "short", "a.txt has 6 tokens, too few to train on"),
-        ("a.jsonl", "{\"text\": 1}", "Line 1 of a.jsonl is not a JSON record of text."),
-        ("a.jsonl", "{\"content\": \"x\"}", "Line 1 of a.jsonl has no text; records have"),
+        ("a.jsonl", "{\"text\": 1}", "Line 1 of a.jsonl: \"text\" is not a text"),
+        ("a.jsonl", "{\"content\": \"x\"}", "Line 1 of a.jsonl: it has \"content\" and no text; records have"),
         (
             "a.jsonl", "{\"text\": \"x\"}\n{\"prompt\": \"x\", \"completion\": \"y\"}",
-            "Line 2 of a.jsonl is another kind of record"
+            "Line 2 of a.jsonl: it is another kind of record"
         ),
         (
             "a.jsonl",
             "{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}]}\n{\"prompt\": \"x\", \"completion\": \"y\"}",
-            "Line 2 of a.jsonl is another kind of record"
+            "Line 2 of a.jsonl: it is another kind of record"
         ),
+        ("a.jsonl", "{", "Line 1 of a.jsonl: it is not a JSON object"),
         ("a.jsonl", "{\"prompt\": \"x\", \"completion\": \"y\"}", "a.jsonl has 0 usable records"),
     ]) func saysWhatIsWrong(_ name: String, _ text: String, _ expected: String) throws {
         defer { try? FileManager.default.removeItem(at: folder) }

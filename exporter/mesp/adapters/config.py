@@ -1,0 +1,168 @@
+"""adapter_config.json, as mlx-lm and PEFT write it.
+
+What it may hold is in fields.json: a key is used, is known to change nothing, must have a certain
+value, or is refused by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mesp.files import read_object
+from mesp.models.architecture import Architecture
+from mesp.models.mixers import is_positive, is_size
+
+CONFIG = "adapter_config.json"
+FIELDS = read_object(Path(__file__).with_name("fields.json"))
+_UNSUPPORTED = "which is not supported; train plain LoRA adapters"
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What the readers use of an adapter_config.json.
+
+    `joins`: whether a linear layer of PEFT's that is n of mlx-lm's has n times the rank.
+    """
+
+    is_peft: bool
+    rank: int
+    scale: float
+    joins: bool
+    fields: dict[str, Any]
+
+    def adapts(self, layer: str, index: int, count: int) -> bool:
+        """Whether the configuration gives a block's linear layer adapters, as its library decides.
+
+        A pattern is not matched: beside it the tensors say which layers are meant.
+
+        Args:
+            layer: the whole name, without PEFT's own prefix
+            index: the number of the block
+            count: the model's number of blocks
+        """
+        if not self.is_peft:
+            last, keys = self.fields.get("num_layers"), self.fields["lora_parameters"].get("keys")
+            name = layer.partition(f".layers.{index}.")[2]
+            return (last is None or last <= 0 or index >= count - last) and (
+                keys is None or not {layer, name}.isdisjoint(keys)
+            )
+        if _ends(layer, self.fields.get("exclude_modules") or []):
+            return False
+        targets = self.fields.get("target_modules")
+        blocks = self.fields.get("layers_to_transform")
+        if isinstance(targets, str) or layer in (targets or []):
+            return True
+        blocks = [blocks] if isinstance(blocks, int) else blocks
+        return _ends(layer, targets or []) and (not blocks or index in blocks)
+
+    def adapts_parameter(self, name: str) -> bool:
+        """Whether PEFT's configuration gives a parameter of experts adapters, by its whole name."""
+        return _ends(name, self.fields.get("target_parameters") or [])
+
+
+def read_config(folder: Path, arch: Architecture) -> AdapterConfig:
+    """Reads a folder's adapter_config.json.
+
+    Raises ValueError, which says what is wrong as the end of a sentence; OSError where the file
+    is not read.
+    """
+    try:
+        config = read_object(folder / CONFIG)
+    except FileNotFoundError as error:
+        raise ValueError(f"it has no {CONFIG}") from error
+    except ValueError as error:
+        raise ValueError(f"{CONFIG} is not valid") from error
+    if config.get("peft_type") is None:
+        check_fields(config, FIELDS["mlx"])
+        parameters = config.get("lora_parameters")
+        if not isinstance(parameters, dict):
+            raise ValueError(f"{CONFIG} lacks lora_parameters")
+        check_fields(parameters, FIELDS["lora_parameters"])
+        _check_types(parameters, keys=_is_names)
+        _check_types(config, num_layers=lambda value: type(value) is int)
+        rank, scale, joins = parameters.get("rank"), parameters.get("scale"), False
+    else:
+        check_fields(config, FIELDS["peft"])
+        _check_types(
+            config,
+            use_rslora=lambda value: type(value) is bool,
+            target_modules=lambda value: isinstance(value, str) or _is_names(value),
+            exclude_modules=lambda value: isinstance(value, str) or _is_names(value),
+            target_parameters=_is_names,
+            layers_to_transform=_is_numbers,
+            rank_pattern=_is_object,
+            alpha_pattern=_is_object,
+        )
+        rank, alpha = config.get("r"), config.get("lora_alpha")
+        if rank is None or alpha is None:
+            raise ValueError(f"{CONFIG} lacks r or lora_alpha")
+        joins = _joins(config, arch)
+        scale = alpha
+        if is_size(rank) and is_positive(alpha):
+            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    if not is_size(rank) or not is_positive(scale):
+        raise ValueError(f"{CONFIG} has a rank or scale that is not a positive number")
+    if rank > arch.hidden_size:
+        raise ValueError(f"their rank, {rank}, is above the model's width of {arch.hidden_size}")
+    return AdapterConfig(config.get("peft_type") is not None, rank, float(scale), joins, config)
+
+
+def check_fields(config: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Raises ValueError that names a key whose value means what the readers do not do."""
+    for key, value in sorted(config.items()):
+        allowed = [json.dumps(each) for each in fields["required"].get(key, [None])]
+        if key in fields["used"] or key in fields["ignored"] or json.dumps(value) in allowed:
+            continue
+        said = f'{key} "{value}"' if isinstance(value, str) else key
+        raise ValueError(f"they use {said}, {_UNSUPPORTED}")
+
+
+def check_ranks(is_supported: bool) -> None:
+    """Raises ValueError for a rank or alpha that is not the whole folder's or, where a layer joins
+    n modules, n times that."""
+    if not is_supported:
+        raise ValueError(f"they use rank_pattern or alpha_pattern, {_UNSUPPORTED}")
+
+
+def _joins(config: dict[str, Any], arch: Architecture) -> bool:
+    """Whether the layers that join n modules have n times the rank, by the patterns."""
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    if not ranks and not alphas:
+        return False
+    joined = {name: len(parts) for name, parts in arch.hf_modules if len(parts) > 1}
+    check_ranks(
+        bool(joined)
+        and not config.get("use_rslora")
+        and ranks == {name: count * config["r"] for name, count in joined.items()}
+        and alphas == {name: count * config["lora_alpha"] for name, count in joined.items()}
+    )
+    return True
+
+
+def _ends(layer: str, names: list[str] | str) -> bool:
+    """Whether a name is one of some, or ends with one."""
+    return not isinstance(names, str) and any(f".{layer}".endswith(f".{name}") for name in names)
+
+
+def _check_types(config: dict[str, Any], **checks: Callable[[Any], bool]) -> None:
+    for key, is_sound in checks.items():
+        value = config.get(key)
+        if value is not None and not is_sound(value):
+            raise ValueError(f"{CONFIG} is not valid: {key} has the wrong type")
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_numbers(value: Any) -> bool:
+    return all(type(each) is int for each in (value if isinstance(value, list) else [value]))

@@ -1,0 +1,66 @@
+"""Records of a bundle as they are trained, for people to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from mesp.bundle.reader import Bundle
+from mesp.data.preferences import BAD, CHOSEN, GOOD, REJECTED
+from mesp.formatting import printable
+from mesp.text import bundle_tokenizer
+
+LONGEST = 2000  # characters of a record that are shown
+OPEN, CLOSE = "⟦", "⟧"  # around what is in the loss
+NAMES = {CHOSEN: "chosen", REJECTED: "rejected", GOOD: "good", BAD: "bad"}
+
+
+def show_records(path: Path, count: int) -> None:
+    """Prints the first `count` records of the train split of the bundle at `path`, with what is in
+    the loss between ⟦ and ⟧, and in colour on a terminal, and the tokens at which generation stops.
+    A packed text is one record, of which the first sequence is shown."""
+    bundle, console = Bundle(path, to_run=False), Console(soft_wrap=True, highlight=False)
+    for record in trained_records(bundle, count):
+        console.print(record)
+    tokenizer = bundle_tokenizer(path)
+    ends = ", ".join(tokenizer.decode([token]) for token in sorted(tokenizer.eos_token_ids))
+    console.print(Text(f"Generation stops at {printable(ends)}."))
+
+
+def trained_records(bundle: Bundle, count: int) -> Iterator[Text]:
+    """The first `count` records of the train split, each with a heading."""
+    tokens, mask, labels = bundle.tokens("train"), bundle.mask("train"), bundle.labels("train")
+    examples = bundle.examples("train")
+    if examples is None:
+        length = min(len(tokens), max(bundle.manifest.seq_lens) + 1)
+        examples = np.array([[0, length]], np.uint32)
+    tokenizer = bundle_tokenizer(bundle.path)
+    for number, (start, length) in enumerate(examples[:count].tolist(), 1):
+        ids = tokens[start : start + length].tolist()
+        counted = np.ones(length, bool) if mask is None else mask[start : start + length] == 1
+        label = "" if labels is None else f", {NAMES[int(labels[number - 1])]}"
+        text = Text(
+            f"Record {number} of {len(examples):,}{label}: {length:,} tokens, "
+            f"{np.count_nonzero(counted):,} in the loss\n",
+            style="dim",
+        )
+        edges = [0, *(np.flatnonzero(np.diff(counted)) + 1).tolist(), length]
+        shown = 0
+        for first, stop in pairwise(edges):
+            # What the tokens add to those before: some tokenizers decode a space only then.
+            piece = tokenizer.decode(ids[:stop])[len(tokenizer.decode(ids[:first])) :]
+            piece = printable(piece)[: LONGEST - shown].replace("\n", "↵\n")
+            shown += len(piece)
+            if counted[first]:
+                text.append(f"{OPEN}{piece}{CLOSE}", style="bold green")
+            else:
+                text.append(piece, style="not dim")
+            if shown >= LONGEST:
+                text.append(" …", style="not dim")
+                break
+        yield text

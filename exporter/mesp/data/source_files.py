@@ -1,0 +1,319 @@
+"""Files of data: which kinds there are, which split a name says, and how each is read."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from mesp.data.records import as_object, read_value
+from mesp.errors import MespError
+from mesp.files import open_regular
+
+# The names of each split, in folders and in datasets.
+SPLITS = {
+    "train": ("train",),
+    "valid": ("valid", "validation", "val", "dev", "eval", "evaluation"),
+    "test": ("test",),
+}
+SPLIT_OF = {name: split for split, names in SPLITS.items() for name in names}
+
+SIZE = 4 << 30  # bytes of a file's text
+# A compressed file's text is at most so many bytes, or so many times the file's.
+UNPACKED, TIMES = 16 << 20, 200
+ROWS = 4096  # of a parquet file that are read at once
+
+Row = tuple[str, str | dict[str, Any]]  # where it is, for messages, and a text or a record
+
+
+class FileName(NamedTuple):
+    """A file's name: its `stem`, the `kind` that it ends with, in lower case, and whether it is
+    compressed by gzip."""
+
+    stem: str
+    kind: str
+    packed: bool
+
+    @classmethod
+    def of(cls, name: str) -> FileName:
+        """The parts of a file's name, without folders."""
+        lower = name.lower()
+        stem, dot, end = lower.removesuffix(".gz").rpartition(".")
+        return cls(stem, dot + end, lower.endswith(".gz"))
+
+    @property
+    def is_read(self) -> bool:
+        """Whether there is a reader of its kind."""
+        return self.kind in READERS and bool(self.stem)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its content is one text."""
+        return READERS.get(self.kind) is _read_text
+
+    @property
+    def split(self) -> str | None:
+        """The split that it says; None where it says none."""
+        shard = SHARD.fullmatch(self.stem)
+        return SPLIT_OF.get(shard["stem"] if shard else self.stem) if self.is_read else None
+
+
+# As the Hub names the parts of a split.
+SHARD = re.compile(r"(?P<stem>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(-[0-9a-f]+)?")
+
+
+def read_file(
+    path: Path, name: str | None = None, root: Path | None = None, size: int = SIZE
+) -> Iterator[Row]:
+    """The records of a file, or its one text, one by one; messages call it `name`.
+
+    A file in a folder, whose `root_of` is `root`, is no link out of there. Raises MespError where
+    the file cannot be read, is not regular, of none of the `READERS`' kinds or not in order, or has
+    more than `size` bytes of text, of a compressed file more than `TIMES` its own.
+    """
+    name, parts = name or str(path), FileName.of(path.name)
+    with _plain_errors(name):
+        if path.is_dir():
+            raise MespError(f"{name} is a folder; name a file in it.")
+    if not parts.is_read:
+        raise MespError(f"{name} is of no kind of file that is read; {KINDS}.")
+    with _plain_errors(name), _opened(path, root) as file:
+        most, content = size, file
+        if parts.packed or parts.kind == ".parquet":
+            most = min(size, max(UNPACKED, TIMES * os.fstat(file.fileno()).st_size))
+        if parts.packed:
+            content = gzip.GzipFile(fileobj=file)
+        if parts.packed or parts.kind != ".parquet":
+            content = io.BufferedReader(_Bounded(content, name, most))
+        yield from READERS[parts.kind](content, name, most)
+
+
+def read_text(path: Path, size: int = SIZE) -> str:
+    """The text of a file. Raises MespError where it has records, and as `read_file` does."""
+    for _, content in read_file(path, size=size):
+        if isinstance(content, str):
+            return content
+        break
+    raise MespError(f"{path} is a file of records; give a text: .txt or .md.")
+
+
+def read_lines(file: BinaryIO, name: str) -> Iterator[Row]:
+    """The records of JSON lines in an open file. Raises MespError where a line is none, or the
+    lines are not text."""
+    text = io.TextIOWrapper(file, "utf-8-sig")
+    try:
+        with _plain_errors(name):
+            for number, line in enumerate(text, 1):
+                if line.strip():
+                    yield _line(name, number, line)
+    finally:
+        text.detach()  # or it would close the file
+
+
+def _opened(path: Path, root: Path | None) -> BinaryIO:
+    try:
+        return open_regular(path, root)
+    except ValueError as error:
+        remedy = "give a file, or to mesp evaluate - and standard input"
+        remedy = remedy if root is None else "put the file there"
+        raise MespError(f"{error}; {remedy}.") from error
+
+
+@contextmanager
+def _plain_errors(name: str) -> Iterator[None]:
+    """Turns what reading a file raises into a sentence that begins with its name."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise MespError(f"{name} is not UTF-8 text; convert it first.") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise MespError(f"{name} is not a whole gzip file; compress it again.") from error
+    except OSError as error:
+        raise MespError(f"{name} cannot be read: {error.strerror or error}.") from error
+
+
+class _Bounded(io.RawIOBase):
+    """A file of which no more than `most` bytes are read."""
+
+    def __init__(self, file: BinaryIO, name: str, most: int) -> None:
+        self._file, self._name, self._most, self._left = file, name, most, most
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(len(buffer))
+        self._left -= len(data)
+        if self._left < 0:
+            raise _too_large(self._name, self._most)
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _too_large(name: str, most: int) -> MespError:
+    return MespError(f"{name} has more than {most >> 20:,} MiB of text; put less in a file.")
+
+
+# The readers of each kind, of a file, its name, and the most bytes of text.
+
+
+def _read_text(file: BinaryIO, name: str, _: int) -> Iterator[Row]:
+    yield name, io.TextIOWrapper(file, "utf-8-sig").read()
+
+
+def _read_json(file: BinaryIO, name: str, _: int) -> Iterator[Row]:
+    """A list of records or JSON lines, whichever it is."""
+    text = io.TextIOWrapper(file, "utf-8-sig")
+    # Not str.splitlines, which also splits at characters that JSON allows in a string.
+    lines = ((number, line) for number, line in enumerate(text, 1) if line.strip())
+    number, first = next(lines, (0, ""))
+    if first.lstrip().startswith("["):
+        for number, record in enumerate(read_value(name, first + text.read()), 1):
+            where = f"Record {number} of {name}"
+            yield where, as_object(where, record)
+    elif first:
+        others = [*islice(lines, 1)]
+        if first.strip() == "{" and others:
+            raise MespError(
+                f"{name} has an object over several lines; write a list of records, or a record a "
+                "line."
+            )
+        yield _line(name, number, first)
+        yield from (_line(name, number, line) for number, line in chain(others, lines))
+
+
+def _line(name: str, number: int, line: str) -> Row:
+    where = f"Line {number} of {name}"
+    return where, as_object(where, read_value(where, line))
+
+
+def _read_table(delimiter: str) -> Callable[[BinaryIO, str, int], Iterator[Row]]:
+    """The reader of a table with a header, whose cells are strings."""
+
+    def read(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
+        csv.field_size_limit(most)
+        rows = csv.reader(
+            io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter, strict=True
+        )
+        columns: list[str] = []
+        start = 1
+        try:
+            for row in rows:
+                where, start = f"Line {start} of {name}", rows.line_num + 1
+                if not row:
+                    continue
+                if columns and len(row) != len(columns):
+                    raise MespError(
+                        f"{where} has {len(row)} cells, and the header has {len(columns)}; fix it."
+                    )
+                if columns:
+                    yield where, dict(zip(columns, row, strict=True))
+                    continue
+                columns = row
+                if "" in columns or len({*columns}) < len(columns):
+                    raise MespError(
+                        f"{where}, the header, has a column without a name, or two of one name; "
+                        "give each a name."
+                    )
+        except csv.Error as error:
+            raise MespError(f"Line {rows.line_num} of {name} is not a table's: {error}.") from error
+
+    return read
+
+
+def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
+    """The rows of a parquet file, some at a time. Text that repeats stays one text with indices
+    until its size is known: a few bytes of a file may stand for gigabytes."""
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise MespError(
+            f"{name} is read with the datasets library, which is not there: pip install datasets, "
+            "or write the records to a .jsonl file."
+        ) from error
+    content = file if file.seekable() else io.BytesIO(file.read())
+    try:
+        whole = ParquetFile(content)
+        columns = [whole.schema.column(i) for i in range(len(whole.schema))]
+        # Of a damaged file that raises, where what its index says would end the process.
+        whole.scan_contents()
+        table = ParquetFile(content, read_dictionary=[column.path for column in columns])
+        if len({*table.schema_arrow.names}) < len(table.schema_arrow.names):
+            raise MespError(f"{name} has two columns of one name; give each its own.")
+        groups = [table.metadata.row_group(i) for i in range(table.metadata.num_row_groups)]
+        chunks = [group.column(i) for group in groups for i in range(len(columns))]
+        says = sum(max(each.total_uncompressed_size, each.num_values) for each in chunks)
+        widest = max((column.length for column in columns), default=0)
+        number, left = 0, most
+        if max(says, ROWS * widest) > most:
+            raise _too_large(name, most)
+        for batch in table.iter_batches(batch_size=ROWS):
+            left -= sum(map(_decoded_size, batch.columns))
+            if left < 0:
+                raise _too_large(name, most)
+            with_json = {f.name: f.type for f in batch.schema if "arrow.json" in str(f.type)}
+            for row in batch.to_pylist():
+                number += 1
+                where = f"Record {number} of {name}"
+                parsed = {key: _parsed(where, row[key], type) for key, type in with_json.items()}
+                yield where, row | parsed
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise MespError(f"{name} is not a parquet file that can be read: {reason}.") from error
+
+
+def _decoded_size(array: Any) -> int:
+    """The bytes of an Arrow array's values, each by itself, and 8 for each."""
+    from pyarrow import ExtensionArray, StructArray, compute
+
+    size = 8 * len(array)
+    if isinstance(array, ExtensionArray):
+        return _decoded_size(array.storage)
+    if hasattr(array, "dictionary"):
+        lengths = compute.binary_length(array.dictionary)
+        return size + (compute.sum(compute.take(lengths, array.indices)).as_py() or 0)
+    if hasattr(array, "flatten"):
+        parts = array.flatten()
+        parts = parts if isinstance(array, StructArray) else [parts]
+        return size + sum(map(_decoded_size, parts))
+    return size + array.nbytes
+
+
+def _parsed(where: str, value: Any, type: Any) -> Any:
+    """A value of a parquet file, in which a string of Arrow's type for JSON is the value it has."""
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if getattr(type, "extension_name", None) == "arrow.json":
+        return read_value(where, value)
+    if types.is_struct(type):
+        return {key: _parsed(where, each, type.field(key).type) for key, each in value.items()}
+    if types.is_list(type) or types.is_large_list(type) or types.is_fixed_size_list(type):
+        return [_parsed(where, each, type.value_type) for each in value]
+    return value
+
+
+READERS: dict[str, Callable[[BinaryIO, str, int], Iterator[Row]]] = {
+    ".jsonl": _read_json,
+    ".ndjson": _read_json,
+    ".json": _read_json,
+    ".csv": _read_table(","),
+    ".tsv": _read_table("\t"),
+    ".parquet": _read_parquet,
+    ".txt": _read_text,
+    ".md": _read_text,
+}
+KINDS = (
+    "give records as .jsonl, .ndjson, .json, .csv, .tsv or .parquet, or text as .txt or .md, each "
+    "also with .gz"
+)

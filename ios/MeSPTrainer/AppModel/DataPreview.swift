@@ -1,0 +1,164 @@
+import Foundation
+import MeSPBundle
+import MeSPCore
+import Observation
+
+/// The first sequence of a run's data as it is trained.
+public struct TrainedPreview: Sendable, Equatable {
+    /// Tokens in a row that are alike.
+    public struct Run: Sendable, Equatable, Identifiable {
+        public let id: Int
+        /// Their text, with a sign for each line end, tab and control character.
+        public let text: String
+        /// Whether they are in the loss.
+        public let isCounted: Bool
+        /// Whether they are special tokens, and no text.
+        public let isSpecial: Bool
+    }
+
+    public let runs: [Run]
+    /// What a person should know of all of the data, a sentence each.
+    public let notices: [Sentence]
+
+    /// The runs as they are heard, where nobody sees which are in the loss.
+    public var spoken: [Sentence] {
+        runs.map { $0.isCounted ? "In the loss: \($0.text)" : "Not in the loss: \($0.text)" }
+    }
+
+    init(_ example: Example, notices: [Sentence] = [], tokenizer: any TextTokenizer) {
+        self.notices = notices
+        // What follows the last token in the loss is padding, or changes nothing.
+        let ids = example.tokens.prefix((example.counted.last ?? -1) + 2).map { Int($0) }
+        let counted = Set(example.counted.map { $0 + 1 })
+        var pieces = [Int: [UInt8]]()
+        let text = DecodedText(ids, tokenizer, pieces: &pieces)
+        var isSpecial = [Int: Bool]()
+        for id in ids where isSpecial[id] == nil { isSpecial[id] = tokenizer.isSpecial(id) }
+        var (runs, start) = ([Run](), 0)
+        for index in ids.indices {
+            let next = index + 1
+            let isLast = next == ids.count
+            if !isLast, counted.contains(index) == counted.contains(next), isSpecial[ids[index]] == isSpecial[ids[next]]
+            {
+                continue
+            }
+            let bytes = text.bytes[text.bounds[start]..<text.bounds[next]]
+            runs.append(
+                Run(
+                    id: runs.count, text: Self.visible(String(decoding: bytes, as: UTF8.self)),
+                    isCounted: counted.contains(index), isSpecial: isSpecial[ids[index]] ?? false))
+            start = next
+        }
+        self.runs = runs
+    }
+
+    /// A text with a sign before each line end, and in place of what else is not seen.
+    private static func visible(_ text: String) -> String {
+        var visible = String.UnicodeScalarView()
+        for scalar in text.unicodeScalars {
+            switch scalar {
+            case "\n": visible += "⏎\n".unicodeScalars
+            case "\t": visible.append("⇥")
+            case let control where control.value < 0x20:
+                visible.append(Unicode.Scalar(0x2400 + control.value) ?? control)
+            default: visible.append(scalar)
+            }
+        }
+        return String(visible)
+    }
+}
+
+/// Reads what a run with the form's settings would train first: of its own text only the first record is tokenized.
+@MainActor @Observable public final class DataPreview {
+    /// The form's part that the data depends on.
+    public struct Wanted: Hashable, Sendable {
+        let bundle: StoredBundle.ID?
+        let kind: TrainingForm.TextKind
+        let file: URL?
+        let pasted: String
+        let choices: Int
+        let answersOnly: Bool
+        let length: Int
+    }
+
+    /// The preview of what the form says now; nil before there is one.
+    public var found: TrainedPreview? { wanted == last ? try? result?.get() : nil }
+    /// Why the text that the form names cannot be trained on as it is.
+    public var problem: Sentence? {
+        guard wanted == last, case .failure(let error) = result else { return nil }
+        return error.sentence
+    }
+
+    private var result: Result<TrainedPreview, MeSPError>?
+    /// What is being read, or was read last.
+    private var last: Wanted?
+
+    @ObservationIgnored private let form: TrainingForm
+    @ObservationIgnored private let choices: Choices
+    @ObservationIgnored private let loadTokenizer: @Sendable (URL) async throws -> any TextTokenizer
+    /// The last tokenizer, so that it is not read for every change of the form.
+    @ObservationIgnored private var tokenizer: (bundle: URL, tokenizer: any TextTokenizer)?
+
+    init(
+        form: TrainingForm, choices: Choices,
+        loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer
+    ) {
+        (self.form, self.choices, self.loadTokenizer) = (form, choices, loadTokenizer)
+    }
+
+    public var wanted: Wanted {
+        Wanted(
+            bundle: form.bundleID, kind: form.textKind, file: form.textKind == .file ? form.file : nil,
+            pasted: form.textKind == .pasted ? form.pasted : "",
+            choices: form.textKind == .choices ? choices.list.count : 0, answersOnly: form.answersOnly,
+            length: form.settings.seqLen)
+    }
+
+    /// Reads what the form says now, after a pause in which nobody types on.
+    func read(pause: Duration = .milliseconds(300)) async {
+        let wanted = wanted
+        if wanted != last { (last, result) = (wanted, nil) }
+        if wanted.kind == .pasted { try? await Task.sleep(for: pause) }
+        guard !Task.isCancelled, let bundle = form.bundle?.url, hasText(wanted) else { return }
+        do {
+            let tokenizer = try await tokenizer(of: bundle)
+            let (length, source) = (wanted.length, try form.source())
+            let data = TextData(tokenizer: tokenizer, length: length, answersOnly: wanted.answersOnly)
+            let preview =
+                try await Task.detached {
+                    if let source {
+                        let (example, notices) = try data.first(of: source)
+                        return TrainedPreview(example, notices: notices.sentences, tokenizer: tokenizer)
+                    }
+                    let tokens = try ModelBundle(url: bundle, checksums: false).tokens("train")
+                    guard let sequences = tokens?.sequences(lengths: [length]), sequences.count > 0 else { return nil }
+                    return TrainedPreview(sequences[0], tokenizer: tokenizer)
+                }.value as TrainedPreview?
+            if wanted == last { result = preview.map { .success($0) } }
+        } catch {
+            // The tokens of a bundle can be trained without being read.
+            if wanted == last, !Task.isCancelled, wanted.kind != .bundle {
+                result = .failure(MeSPError(error.plainSentence))
+            }
+        }
+    }
+
+    /// Lets go of the tokenizer, whose memory a run needs.
+    func letGo() { tokenizer = nil }
+
+    private func hasText(_ wanted: Wanted) -> Bool {
+        switch wanted.kind {
+        case .bundle: true
+        case .file: wanted.file != nil
+        case .pasted: wanted.pasted.contains { !$0.isWhitespace }
+        case .choices: wanted.choices > 0
+        }
+    }
+
+    private func tokenizer(of bundle: URL) async throws -> any TextTokenizer {
+        if let tokenizer, tokenizer.bundle == bundle { return tokenizer.tokenizer }
+        let loaded = try await loadTokenizer(bundle)
+        tokenizer = (bundle, loaded)
+        return loaded
+    }
+}

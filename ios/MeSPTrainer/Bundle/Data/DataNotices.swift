@@ -1,0 +1,52 @@
+import MeSPSentences
+
+/// What a person should know of their text: what is not trained of it, and what is trained beside it.
+public struct DataNotices: Sendable, Equatable {
+    /// T, the tokens of a sequence.
+    let length: Int
+    /// The records that ask not to be trained.
+    var leftOut = 0
+    /// The records, or pairs of answers, of which nothing in the loss fits a sequence.
+    var tooLong = 0
+    /// Those that lose their end.
+    var cut = 0
+    /// The keys of records that are not read.
+    var unread = Set<String>()
+    /// Whether the token that ends a text was put after answers.
+    var addsEnd = false
+    /// Whether thoughts are left out by the chat template.
+    var dropsThoughts = false
+
+    init(length: Int) { self.length = length }
+
+    mutating func take(_ contents: TextDocuments) {
+        leftOut += contents.leftOut
+        unread.formUnion(contents.unread)
+    }
+
+    mutating func take(_ result: ConversationEncoder.Result) {
+        addsEnd = addsEnd || result.addsEnd
+        dropsThoughts = dropsThoughts || result.dropsThoughts
+    }
+
+    /// The notices, a sentence each.
+    public var sentences: [Sentence] {
+        var sentences = [Sentence]()
+        if addsEnd {
+            sentences.append(
+                "The chat template writes no token after an answer, so the token that ends a text is added there.")
+        }
+        if dropsThoughts { sentences.append("The chat template leaves out thoughts, so they are not trained.") }
+        if leftOut > 0 { sentences.append("Records that ask not to be trained are left out: \(leftOut).") }
+        if tooLong > 0 {
+            sentences.append("Records with nothing to learn in \(length) tokens are left out: \(tooLong).")
+        }
+        if cut > 0 { sentences.append("Records longer than \(length) tokens lose their end: \(cut).") }
+        if !unread.isEmpty { sentences.append(Self.unread(unread)) }
+        return sentences
+    }
+
+    package static func unread(_ keys: Set<String>) -> Sentence {
+        "Keys of records that are not read: \(keys.sorted().joined(separator: ", "))."
+    }
+}

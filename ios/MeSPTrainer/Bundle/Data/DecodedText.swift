@@ -1,0 +1,96 @@
+/// The text of token ids in UTF-8, and where each token lies in it.
+package struct DecodedText: Sendable {
+    package let ids: [Int]
+    package let bytes: [UInt8]
+    /// Token i is `bytes[bounds[i]..<bounds[i + 1]]`. Of tokens that share a character each has a part, or none.
+    package let bounds: [Int]
+
+    /// - Parameter pieces: the texts of single tokens that are known, which grow.
+    package init(_ ids: [Int], _ tokenizer: any TextTokenizer, pieces: inout [Int: [UInt8]]) {
+        (self.ids, bytes) = (ids, Array(tokenizer.decode(ids).utf8))
+        bounds =
+            Self.single(ids, bytes, tokenizer, &pieces) ?? Self.inContext(ids, bytes, tokenizer)
+            ?? Self.byPrefixes(ids, bytes, tokenizer)
+    }
+
+    /// From the texts of single tokens; nil where they are not the text together.
+    private static func single(
+        _ ids: [Int], _ bytes: [UInt8], _ tokenizer: any TextTokenizer, _ pieces: inout [Int: [UInt8]]
+    ) -> [Int]? {
+        var bounds = [0]
+        for id in ids {
+            let piece = pieces[id] ?? Array(tokenizer.decode([id]).utf8)
+            pieces[id] = piece
+            let place = bounds[bounds.count - 1]
+            guard bytes[place...].starts(with: piece) else { return nil }
+            bounds.append(place + piece.count)
+        }
+        return bounds[ids.count] == bytes.count ? bounds : nil
+    }
+
+    /// From what each token adds to some before it: decoders leave out a first space, and need all tokens of a character.
+    private static func inContext(_ ids: [Int], _ bytes: [UInt8], _ tokenizer: any TextTokenizer) -> [Int]? {
+        let context = 6
+        var (ends, place) = ([0], 0)
+        for index in ids.indices {
+            let start = max(0, index - context)
+            place += tokenizer.decode(Array(ids[start...index])).utf8.count
+            if index > start { place -= tokenizer.decode(Array(ids[start..<index])).utf8.count }
+            ends.append(place)
+        }
+        return place == bytes.count ? ascending(ends, bytes.count) : nil
+    }
+
+    private static func byPrefixes(_ ids: [Int], _ bytes: [UInt8], _ tokenizer: any TextTokenizer) -> [Int] {
+        let ends = (0..<ids.count).map { tokenizer.decode(Array(ids.prefix($0))).utf8.count } + [bytes.count]
+        return ascending(ends, bytes.count)
+    }
+
+    /// What half a character is shown as may be longer than the character.
+    private static func ascending(_ ends: [Int], _ limit: Int) -> [Int] {
+        var (bounds, least) = (ends, limit)
+        for index in ends.indices.reversed() {
+            least = max(0, min(least, ends[index]))
+            bounds[index] = least
+        }
+        return bounds
+    }
+
+    /// The tokens that have something of `range`, in bytes; one without any bytes goes with the one before it.
+    func tokens(in range: Range<Int>) -> [Bool] {
+        var (within, last) = ([Bool](), false)
+        for index in ids.indices {
+            let (from, to) = (bounds[index], bounds[index + 1])
+            if from < to { last = to > range.lowerBound && from < range.upperBound && !range.isEmpty }
+            within.append(last)
+        }
+        return within
+    }
+
+    /// Whether a token begins or ends at a place.
+    func hasBound(_ place: Int) -> Bool {
+        var (low, high) = (0, bounds.count)
+        while low < high {
+            let middle = (low + high) / 2
+            if bounds[middle] < place { low = middle + 1 } else { high = middle }
+        }
+        return low < bounds.count && bounds[low] == place
+    }
+
+    /// The number of bytes from `start` on that another text has too, from its own start on, as far as whole tokens of both go.
+    func agreed(from start: Int, with other: DecodedText, from otherStart: Int) -> Int {
+        var same = zip(bytes[start...], other.bytes[otherStart...]).prefix { $0 == $1 }.count
+        while same > 0, !hasBound(start + same) || !other.hasBound(otherStart + same) { same -= 1 }
+        return same
+    }
+}
+
+extension [UInt8] {
+    /// The places of `part`, which is not empty.
+    func places(of part: [UInt8]) -> [Int] {
+        guard !part.isEmpty, part.count <= count else { return [] }
+        return (0...(count - part.count)).filter {
+            self[$0] == part[0] && self[$0..<($0 + part.count)].elementsEqual(part)
+        }
+    }
+}

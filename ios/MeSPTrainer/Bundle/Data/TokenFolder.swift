@@ -1,0 +1,41 @@
+import Foundation
+import MeSPFiles
+import MeSPSentences
+
+extension TextData {
+    /// The token files of a folder, by split.
+    static func entries(in folder: URL) throws -> [String: Manifest.Tokens] {
+        guard let json = regularFile(folder.appendingPathComponent("data.json")), json.count <= Manifest.largestSize,
+            let entries = try? JSONDecoder().decode([String: Manifest.Tokens].self, from: json),
+            entries.values.allSatisfy({ $0.files.allSatisfy { isPath($0, within: folder) } })
+        else { throw MeSPError("\(folder.path) holds no tokens to train on; tokenize the text again.") }
+        return entries
+    }
+
+    static func write(_ splits: [String: TokenStream], to folder: URL) throws {
+        let partial = folder.deletingLastPathComponent().appendingPathComponent(".partial-\(UUID().uuidString)")
+        defer { try? FileManager.default.removeItem(at: partial) }
+        do {
+            try FileManager.default.createDirectory(at: partial, withIntermediateDirectories: true)
+            var entries = [String: Manifest.Tokens]()
+            for (name, split) in splits {
+                let (file, examples) = ("\(name).bin", "\(name).examples.bin")
+                let (mask, labels) = ("\(name).mask.bin", "\(name).labels.bin")
+                let files: [(String, Data?)] = [
+                    (file, split.tokens), (examples, split.examples), (mask, split.mask), (labels, split.labels),
+                ]
+                for (file, data) in files { try data?.write(to: partial.appendingPathComponent(file)) }
+                entries[name] = .init(
+                    file: file, tokens: split.tokenCount,
+                    examples: split.examples.map { .init(file: examples, count: $0.count / 8) },
+                    mask: split.mask.map { _ in mask }, labels: split.labels.map { _ in labels },
+                    begin: split.begin, pack: nil)
+            }
+            try JSONEncoder().encode(entries).write(to: partial.appendingPathComponent("data.json"))
+            try? FileManager.default.removeItem(at: folder)
+            try FileManager.default.moveItem(at: partial, to: folder)
+        } catch {
+            throw MeSPError("Cannot write the tokens to \(folder.path): \(error.plainSentence).")
+        }
+    }
+}

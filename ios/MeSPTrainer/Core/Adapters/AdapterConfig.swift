@@ -1,0 +1,132 @@
+import Foundation
+import MeSPBundle
+import MeSPFiles
+
+/// What is used of an adapter_config.json, of which nothing else changes a number.
+struct AdapterConfig {
+    let format: AdapterFormat
+    let rank: Int
+    /// The factor of a projection's adapter: α / rank.
+    let scale: Float
+    /// Whether a layer that joins n modules has n times the rank.
+    let joins: Bool
+    private let fields: Fields
+    private let blocks: Int
+
+    fileprivate struct Fields: Decodable {
+        struct Parameters: Decodable {
+            let rank: Int
+            let scale: Float
+            let keys: [String]?
+        }
+        // mlx-lm
+        let loraParameters: Parameters?
+        let numLayers: Int?
+        // PEFT
+        let peftType: String?
+        let r: Int?
+        let loraAlpha: Float?
+        let useRslora: Bool?
+        let rankPattern: [String: Int]?
+        let alphaPattern: [String: Float]?
+        let targetModules: Names?
+        let excludeModules: Names?
+        let targetParameters: [String]?
+        let layersToTransform: Numbers?
+    }
+
+    /// Names of modules, or one pattern of them.
+    fileprivate enum Names: Decodable {
+        case list([String])
+        case pattern
+
+        init(from decoder: any Decoder) throws {
+            let container = try decoder.singleValueContainer()
+            if (try? container.decode(String.self)) != nil {
+                self = .pattern
+            } else {
+                self = .list(try container.decode([String].self))
+            }
+        }
+    }
+
+    /// One number, or a list.
+    fileprivate struct Numbers: Decodable {
+        let all: [Int]
+
+        init(from decoder: any Decoder) throws {
+            let container = try decoder.singleValueContainer()
+            all = try (try? container.decode(Int.self)).map { [$0] } ?? container.decode([Int].self)
+        }
+    }
+
+    /// - Throws: `MeSPError` where a folder has no configuration, or one that means what the trainer does not do. Messages continue
+    ///   “Cannot load the adapters: …”.
+    init(_ folder: URL, of architecture: Architecture) throws {
+        let file = AdapterFormat.configFile
+        guard let json = regularFile(folder.appendingPathComponent(file), followsLinks: true) else {
+            throw MeSPError("it has no \(file)")
+        }
+        do {
+            let config = try JSONDecoder().decode([String: JSONValue].self, from: json)
+            let tables = try AdapterFields.all()
+            try ((config["peft_type"] ?? .null) == .null ? tables.mlx : tables.peft).check(config)
+            if case .object(let parameters) = config["lora_parameters"] {
+                try tables.loraParameters.check(parameters)
+            }
+            fields = try JSONDecoder.snakeCase.decode(Fields.self, from: json)
+        } catch let error as DecodingError {
+            throw MeSPError("\(file) is not valid: \(error.plainSentence)")
+        }
+        blocks = architecture.numHiddenLayers
+        if fields.peftType == nil {
+            guard let parameters = fields.loraParameters else { throw MeSPError("\(file) lacks lora_parameters") }
+            (format, joins, rank, scale) = (.mlx, false, parameters.rank, parameters.scale)
+        } else {
+            guard let r = fields.r, let alpha = fields.loraAlpha else {
+                throw MeSPError("\(file) lacks r or lora_alpha")
+            }
+            (format, joins, rank) = (.peft, try fields.joins(r, alpha, of: architecture), r)
+            scale = fields.useRslora == true ? alpha / Float(r).squareRoot() : alpha / Float(r)
+        }
+        guard rank >= 1, scale.isFinite, scale > 0 else {
+            throw MeSPError("\(file) has a rank or scale that is not a positive number")
+        }
+    }
+
+    /// Whether the configuration gives a block's layer adapters, as its library decides. A pattern is not matched: beside it the tensors say
+    /// which layers are meant.
+    ///
+    /// - Parameter prefix: of the blocks
+    func adapts(_ layer: AdaptedLayer, _ block: Int, prefix: String) -> Bool {
+        let name = "\(prefix).layers.\(block).\(layer.name)"
+        func ends(_ names: [String]?) -> Bool { (names ?? []).contains { name == $0 || name.hasSuffix(".\($0)") } }
+        if format == .mlx {
+            let last = fields.numLayers ?? 0
+            let keys = fields.loraParameters?.keys
+            return (last <= 0 || block >= blocks - last) && keys?.contains { $0 == name || $0 == layer.name } ?? true
+        }
+        if layer.isStacked { return ends(fields.targetParameters) }
+        if case .list(let names) = fields.excludeModules, ends(names) { return false }
+        guard case .list(let names) = fields.targetModules else { return fields.targetModules != nil }
+        let among = fields.layersToTransform?.all ?? []
+        return names.contains(name) || (ends(names) && (among.isEmpty || among.contains(block)))
+    }
+}
+
+extension AdapterConfig.Fields {
+    /// Whether the layers that join n modules have n times the rank. Throws where another layer has a rank or α of its own.
+    fileprivate func joins(_ rank: Int, _ alpha: Float, of architecture: Architecture) throws -> Bool {
+        let (ranks, alphas) = (rankPattern ?? [:], alphaPattern ?? [:])
+        guard !ranks.isEmpty || !alphas.isEmpty else { return false }
+        let joined = AdapterFormat.peft.layers(of: architecture, architecture.trainable).filter { $0.modules.count > 1 }
+        try AdapterFormat.checkRanks(
+            !joined.isEmpty && ranks.count == joined.count && alphas.count == joined.count && useRslora != true
+                && joined.allSatisfy { layer in
+                    let count = Float(layer.modules.count)
+                    return ranks[layer.name].map(Float.init) == count * Float(rank)
+                        && alphas[layer.name] == count * alpha
+                })
+        return true
+    }
+}

@@ -1,0 +1,70 @@
+import Foundation
+
+/// A JSON value of any kind: of a file in which other keys than the known ones are to be named.
+package enum JSONValue: Decodable, Sendable, Equatable {
+    case null
+    case bool(Bool)
+    case number(Double)
+    case string(String)
+    case array([JSONValue])
+    case object([String: JSONValue])
+    /// An array or an object further inside than any value that is read.
+    case deep
+
+    /// The levels that are read. Each takes stack, and a file may have hundreds.
+    private static let levels = 16
+
+    private struct Key: CodingKey {
+        let stringValue: String
+        let intValue: Int? = nil
+        init(stringValue: String) { self.stringValue = stringValue }
+        init?(intValue: Int) { return nil }
+    }
+
+    package init(from decoder: any Decoder) throws {
+        let value = try decoder.singleValueContainer()
+        if let text = try? value.decode(String.self) {
+            self = .string(text)
+        } else if value.decodeNil() {
+            self = .null
+        } else if let truth = try? value.decode(Bool.self) {
+            self = .bool(truth)
+        } else if let number = try? value.decode(Double.self) {
+            self = .number(number)
+        } else if decoder.codingPath.count >= Self.levels {
+            self = .deep
+        } else if let fields = try? decoder.container(keyedBy: Key.self) {
+            let pairs = try fields.allKeys.map { ($0.stringValue, try fields.decode(JSONValue.self, forKey: $0)) }
+            self = .object(Dictionary(pairs) { $1 })
+        } else {
+            var items = try decoder.unkeyedContainer()
+            var values = [JSONValue]()
+            while !items.isAtEnd { values.append(try items.decode(JSONValue.self)) }
+            self = .array(values)
+        }
+    }
+
+    /// Whether it says nothing: null, an empty text, list or object.
+    package var isEmpty: Bool {
+        switch self {
+        case .null: true
+        case .string(let text): text.isEmpty
+        case .array(let values): values.isEmpty
+        case .object(let fields): fields.isEmpty
+        case .bool, .number, .deep: false
+        }
+    }
+
+    package var string: String? {
+        if case .string(let text) = self { text } else { nil }
+    }
+
+    package var array: [JSONValue]? {
+        if case .array(let values) = self { values } else { nil }
+    }
+
+    /// The fields of an object that are not null.
+    package var fields: [String: JSONValue]? {
+        if case .object(let fields) = self { fields.filter { $0.value != .null } } else { nil }
+    }
+}

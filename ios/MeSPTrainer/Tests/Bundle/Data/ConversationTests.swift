@@ -1,0 +1,354 @@
+import Foundation
+import Testing
+
+@testable import MeSPBundle
+@testable import MeSPCore
+
+/// What is trained is what was answered, and nothing is lost; what cannot be is refused by its name.
+@Suite struct ConversationTests {
+    private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    private var target: URL { folder.appendingPathComponent("tokens") }
+
+    /// What is trained of the first record, two of which are the file.
+    private struct Trained {
+        var text: String
+        /// The texts of the tokens in a row that are in the loss.
+        var spans: [String]
+    }
+
+    private func trained(
+        _ name: String = "a.jsonl", record: String, _ tokenizer: TemplateTokenizer, answersOnly: Bool = true,
+        length: Int = 512
+    ) throws -> Trained {
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let file = folder.appendingPathComponent(name)
+        try Data("\(record)\n\(record)\n".utf8).write(to: file)
+        try TextData(tokenizer: tokenizer, length: length, answersOnly: answersOnly).write(.file(file), to: target)
+        return try read(tokenizer)
+    }
+
+    private func read(_ tokenizer: TemplateTokenizer) throws -> Trained {
+        let data = try Data(contentsOf: target.appendingPathComponent("train.bin"))
+        let mask = try? Data(contentsOf: target.appendingPathComponent("train.mask.bin"))
+        let ids = data.withUnsafeBytes { bytes in
+            (0..<data.count / 4).map { Int(bytes.loadUnaligned(fromByteOffset: $0 * 4, as: UInt32.self)) }
+        }
+        var (spans, span) = ([String](), [Int]())
+        for (index, id) in ids.enumerated() {
+            if mask?[index] ?? 1 == 1 {
+                span.append(id)
+            } else if !span.isEmpty {
+                spans.append(tokenizer.decode(span))
+                span = []
+            }
+        }
+        return Trained(text: tokenizer.decode(ids), spans: spans + (span.isEmpty ? [] : [tokenizer.decode(span)]))
+    }
+
+    private func messages(_ turns: (String, String)...) throws -> String {
+        let list = turns.map { ["role": $0.0, "content": $0.1] }
+        return String(decoding: try JSONSerialization.data(withJSONObject: ["messages": list]), as: UTF8.self)
+    }
+
+    private func refusal(
+        _ record: String, _ tokenizer: TemplateTokenizer = TemplateTokenizer(template: TemplateTokenizer.chatML)
+    ) -> String {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        return message { _ = try trained(record: record, tokenizer) }
+    }
+
+    private let chatML = TemplateTokenizer(template: TemplateTokenizer.chatML)
+    private let asked = #"{"role": "user", "content": "Why?"}"#
+
+    // MARK: - Answers
+
+    @Test func anAnswerIsItsTextAndWhatEndsIt() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let record = try messages(
+            ("system", "Be brief."), ("user", "a"), ("assistant", "b\n"), ("user", "c"), ("assistant", "é 🙂"))
+        let found = try trained(record: record, chatML)
+        #expect(found.spans == ["b\n<|im_end|>\n", "é 🙂<|im_end|>\n"])
+    }
+
+    @Test func whereTheTemplateEndsNoAnswerTheTokenThatEndsATextDoes() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let record = try messages(("user", "a"), ("assistant", " b "), ("user", "c"), ("assistant", "d"))
+        var tokenizer = TemplateTokenizer(template: TemplateTokenizer.endless)
+        let found = try trained(record: record, tokenizer)
+        #expect(found.spans == ["b<|endoftext|>", "d<|endoftext|>"])
+        #expect(found.text == "<User>a<AI>b<|endoftext|><User>c<AI>d<|endoftext|>")
+        let notices = try TextData(tokenizer: tokenizer, length: 64).first(
+            of: .file(folder.appendingPathComponent("a.jsonl"))
+        ).notices
+        #expect(notices.sentences.contains { $0.english.contains("writes no token after an answer") })
+        tokenizer.endOfText = nil
+        #expect(
+            refusal(record, tokenizer).hasPrefix("Line 1 of a.jsonl: the chat template writes no token after an answer")
+        )
+    }
+
+    @Test func theNextMessageIsInNoAnswer() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let record = try messages(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+        let found = try trained(record: record, TemplateTokenizer(template: TemplateTokenizer.phi))
+        #expect(found.spans == ["b</s>\n", "d</s>\n<|endoftext|>"])
+    }
+
+    /// The opening of an answer and the answer begin with the same characters.
+    @Test func anAnswerBeginsWithItsText() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let tokenizer = TemplateTokenizer(template: TemplateTokenizer.asksForThoughts)
+        #expect(
+            try trained(record: messages(("user", "a"), ("assistant", "<b>!")), tokenizer).spans == ["<b>!<|im_end|>\n"]
+        )
+        #expect(
+            try trained(record: messages(("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nb")), tokenizer).spans
+                == [
+                    "hm\n</think>\n\nb<|im_end|>\n"
+                ])
+        // Thoughts of earlier answers are left out, and this is said.
+        let two = try messages(
+            ("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nb"), ("user", "c"), ("assistant", "d"))
+        #expect(try trained(record: two, tokenizer).spans == ["b<|im_end|>\n", "d<|im_end|>\n"])
+        let notices = try TextData(tokenizer: tokenizer, length: 64).first(
+            of: .file(folder.appendingPathComponent("a.jsonl"))
+        ).notices
+        #expect(notices.sentences.contains { $0.english.contains("leaves out thoughts") })
+        let none = two.replacing("hm", with: "")
+        #expect(try trained(record: none, tokenizer).spans == ["b<|im_end|>\n", "d<|im_end|>\n"])
+        let silent = try TextData(tokenizer: tokenizer, length: 64).first(
+            of: .file(folder.appendingPathComponent("a.jsonl"))
+        ).notices
+        #expect(silent.sentences.isEmpty)
+    }
+
+    @Test func aTokenAcrossTheBorderCounts() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        var tokenizer = chatML
+        tokenizer.words = ["\nSo"]
+        #expect(
+            try trained(record: messages(("user", "a"), ("assistant", "So.")), tokenizer).spans == ["\nSo.<|im_end|>\n"]
+        )
+        tokenizer = TemplateTokenizer(words: ["b<Us"], template: TemplateTokenizer.endless)
+        let record = try messages(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+        #expect(
+            refusal(record, tokenizer).contains("a token has the end of an answer and the beginning of what follows"))
+    }
+
+    @Test func theSystemsTextMayBeInALaterMessage() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let record = try messages(("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+        let found = try trained(record: record, TemplateTokenizer(template: TemplateTokenizer.systemIsLast))
+        #expect(found.spans == [" b</s>", " d</s>"])
+    }
+
+    @Test func aConversationMayBeginWithAnAnswer() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let record = try messages(("assistant", "Hi"), ("user", "a"), ("assistant", "b"))
+        #expect(try trained(record: record, chatML).spans == ["Hi<|im_end|>\n", "b<|im_end|>\n"])
+    }
+
+    @Test func nothingVanishes() throws {
+        let record = try messages(("developer", "Be brief."), ("user", "a"), ("assistant", "b"))
+        let passes = TemplateTokenizer(template: TemplateTokenizer.passesOver)
+        #expect(
+            refusal(record, passes)
+                == "Line 1 of a.jsonl: the chat template leaves out the message of developer; take it out. In all, 2 records are refused."
+        )
+        let all = message { _ = try trained(record: record, passes, answersOnly: false) }
+        #expect(all.contains("leaves out the message of developer"))
+        let capitals = TemplateTokenizer(template: TemplateTokenizer.inCapitals)
+        #expect(refusal(record, capitals).contains("Line 1 of a.jsonl: the chat template"))
+    }
+
+    @Test func anEndWithinATextIsRefused() throws {
+        let found = refusal(try messages(("user", "a"), ("assistant", "b<|im_end|>")))
+        #expect(found.contains("a message holds <|im_end|>, which ends an answer"))
+        #expect(
+            refusal(try messages(("user", "a<|im_end|>"), ("assistant", "b"))).contains("a message holds <|im_end|>"))
+    }
+
+    @Test func choicesAreAnswersToo() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let prompt = [ChatMessage(role: "user", content: "a")]
+        let choices = try (0..<2).map { _ in try Choice(prompt: prompt, chosen: "<b", rejected: "c") }
+        let tokenizer = TemplateTokenizer(template: TemplateTokenizer.asksForThoughts)
+        let data = TextData(tokenizer: tokenizer, length: 64)
+        try data.write(.choices(choices), to: target)
+        #expect(try read(tokenizer).spans == ["<b<|im_end|>\n", "c<|im_end|>\n"])
+        let system = [ChatMessage(role: "system", content: "s")] + prompt
+        let lost = try (0..<2).map { _ in try Choice(prompt: system, chosen: "b", rejected: "c") }
+        let passes = TextData(tokenizer: TemplateTokenizer(template: TemplateTokenizer.passesOver), length: 64)
+        #expect(
+            message { try passes.write(.choices(lost), to: target) }.hasPrefix(
+                "Choice 1: the chat template leaves out the message of system"))
+    }
+
+    // MARK: - Without a template
+
+    @Test func aPromptsTokensAreThoseOfItAlone() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let record = #"{"prompt": "The end", "completion": "ing."}"#
+        let split = TemplateTokenizer(words: ["ending", "end"])
+        #expect(try trained(record: record, split).spans == ["ing.<|endoftext|>"])
+        // Where a space is put before each text, they are tokenized together, and the token across the border counts.
+        let joined = TemplateTokenizer(words: ["ending", "end"], addsSpace: true)
+        let found = try trained(record: record, joined)
+        #expect(found.text == "The ending.<|endoftext|>" && found.spans == ["ending.<|endoftext|>"])
+    }
+
+    @Test func aTextIsBegunAndEndedOnce() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let tokenizer = TemplateTokenizer(beginOfText: TemplateTokenizer.id("<s>"), addsBegin: true)
+        let line = "0123456789 0123456789 0123456789"
+        let record = "{\"text\": \"<s>\(line)<|endoftext|>\"}"
+        let whole = try trained(record: record, tokenizer, length: 16)
+        #expect(whole.text.hasPrefix("<s>0123") && !whole.text.contains("<|endoftext|><|endoftext|>"))
+        let file = folder.appendingPathComponent("a.txt")
+        try "<s>\(line) \(line)".write(to: file, atomically: true, encoding: .utf8)
+        try TextData(tokenizer: tokenizer, length: 16).write(.file(file), to: target)
+        #expect(try read(tokenizer).text.hasPrefix("<s>0123"))
+        let answer = try trained(record: "{\"prompt\": \"<s>a\", \"completion\": \"b<|endoftext|>\"}", tokenizer)
+        #expect(answer.text == "<s>ab<|endoftext|>")
+        // A text may end as the template ends an answer.
+        let ended = "{\"text\": \"\(line)<|im_end|>\"}"
+        #expect(!(try trained(record: ended, chatML, length: 16)).text.contains("<|endoftext|>"))
+        let endless = TemplateTokenizer(endOfText: nil)
+        #expect(refusal(#"{"prompt": "a", "completion": "b"}"#, endless).contains("no token that ends a text"))
+    }
+
+    // MARK: - Records
+
+    @Test func partsOfTextAreOneText() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let parts = #"[{"type": "text", "text": "b"}, "c", {"type": "output_text", "text": "d"}]"#
+        let record = #"{"messages": [\#(asked), {"role": "assistant", "content": \#(parts)}]}"#
+        #expect(try trained(record: record, chatML).spans == ["bcd<|im_end|>\n"])
+        let image = parts.replacing("output_text", with: "image_url")
+        #expect(refusal(record.replacing(parts, with: image)).contains("a part of the type image_url"))
+    }
+
+    @Test(arguments: ["\"weight\": 0", "\"train\": false", "\"training\": false", "\"loss\": 0", "\"masked\": true"])
+    func anAnswerMayAskNotToBeTrained(_ key: String) throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let first = #"{"role": "assistant", "content": "b", \#(key)}"#
+        let record =
+            #"{"messages": [\#(asked), \#(first), \#(asked), {"role": "assistant", "content": "d", "weight": 1}]}"#
+        #expect(try trained(record: record, chatML).spans == ["d<|im_end|>\n"])
+        let all = try trained(record: record, chatML, answersOnly: false)
+        #expect(all.spans.joined() == all.text.replacing("b<|im_end|>\n", with: ""))
+        // A record is left out, and counted.
+        let answer = #"{"prompt": "a", "completion": "b"}"#
+        let file = folder.appendingPathComponent("b.jsonl")
+        let left = #"{"prompt": "x", "completion": "y", \#(key)}"#
+        try "\(left)\n\(answer)\n\(answer)".write(to: file, atomically: true, encoding: .utf8)
+        let notices = try TextData(tokenizer: chatML, length: 64).write(.file(file), to: target)
+        #expect(try read(chatML).spans == ["b<|im_end|>\n"])
+        #expect(notices.sentences.map(\.english) == ["Records that ask not to be trained are left out: 1."])
+        #expect(refusal(record.replacing(key, with: "\"weight\": 0.5")).contains("\"weight\" is neither 1 nor 0"))
+    }
+
+    @Test(arguments: [
+        (#"[{"role": "user", "text": "a"}]"#, "a message has no \"content\" but \"text\""),
+        (#"[{"from": "human", "value": "a"}]"#, "a message has no \"role\" but \"from\", \"value\""),
+        (#"[{"role": "model", "content": "a"}]"#, "the role model is not known; write assistant"),
+        (#"[{"role": "human", "content": "a"}]"#, "the role human is not known; write user"),
+        (#"[{"role": "User", "content": "a"}]"#, "the role User is not known; write user"),
+        (#"[{"role": "narrator", "content": "a"}]"#, "the role narrator is not known; write system, user"),
+        (#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]"#, "an answer is empty"),
+        (#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]"#, "an answer is empty"),
+        (#"[{"role": "user", "content": null}]"#, "a message of user has no \"content\""),
+        (#"[{"role": "user", "content": "a", "reasoning": "b"}]"#, "a message has \"reasoning\""),
+        (#"[{"role": "assistant", "content": "", "tool_calls": [{}]}]"#, "it has \"tool_calls\""),
+        (#"[{"role": "user", "content": "a", "train": true}]"#, "\"train\" asks to train a message of user"),
+        (#"[{"role": "user", "content": "a"}]"#, "it has no answer"),
+        (#""a""#, "\"messages\" is not a list of messages"),
+    ]) func whatWouldBeLostIsRefused(_ messages: String, _ reason: String) {
+        let found = refusal("{\"messages\": \(messages)}")
+        #expect(found.hasPrefix("Line 1 of a.jsonl: \(reason)"), "\(found)")
+    }
+
+    @Test(arguments: [
+        (#"{"prompt": "a", "chosen": "b", "rejected": "c"}"#, "it has \"chosen\", a preference"),
+        (#"{"prompt": "a", "completion": "b", "label": true}"#, "it has \"label\", a preference"),
+        (#"{"messages": [], "text": "a", "tools": [1]}"#, "it has \"tools\", which the app does not train"),
+        (#"{"prompt": "a", "completion": " "}"#, "an answer is empty"),
+        (#"{"conversations": []}"#, "it has \"conversations\" and no text"),
+    ]) func aRecordThatWouldBeLostIsRefused(_ record: String, _ reason: String) {
+        let found = refusal(record)
+        #expect(found.hasPrefix("Line 1 of a.jsonl: \(reason)"), "\(found)")
+    }
+
+    @Test func nullIsNothingAndOtherKeysAreSaid() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let answer =
+            #"{"role": "assistant", "content": "b", "id": "1", "name": "x", "tool_calls": null, "refusal": null}"#
+        let record =
+            #"{"messages": [\#(asked), \#(answer)], "tools": null, "source": "web", "id": 3, "text": null, "meta": {}}"#
+        #expect(try trained(record: record, chatML).spans == ["b<|im_end|>\n"])
+        let notices = try TextData(tokenizer: chatML, length: 64).first(
+            of: .file(folder.appendingPathComponent("a.jsonl"))
+        ).notices
+        #expect(notices.sentences.map(\.english) == ["Keys of records that are not read: id, source."])
+    }
+
+    @Test func promptsAndCompletionsMayBeMessages() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let prompt =
+            #"[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]"#
+        let completion = #"[{"role": "assistant", "content": "d"}]"#
+        for (prompt, completion) in [(prompt, completion), ("\"c\"", completion), (prompt, "\"d\"")] {
+            let found = try trained(record: "{\"prompt\": \(prompt), \"completion\": \(completion)}", chatML)
+            #expect(found.spans == ["d<|im_end|>\n"])
+            let all = try trained(
+                record: "{\"prompt\": \(prompt), \"completion\": \(completion)}", chatML, answersOnly: false)
+            #expect(all.spans == [all.text])
+        }
+    }
+
+    // MARK: - Files
+
+    @Test func theKindOfAFileIsItsNames() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let record = #"{"prompt": "a", "completion": "b"}"#
+        for name in ["a.JSONL", "a.ndjson", "a.json"] {
+            #expect(try trained(name, record: record, chatML).spans == ["b<|im_end|>\n"])
+        }
+        let file = folder.appendingPathComponent("list.json")
+        try "[\n \(record),\n \(record)\n]".write(to: file, atomically: true, encoding: .utf8)
+        let data = TextData(tokenizer: chatML, length: 16)
+        let long = TextData(tokenizer: chatML, length: 64)
+        try long.write(.file(file), to: target)
+        #expect(try read(chatML).spans == ["b<|im_end|>\n"])
+        try "[{\"prompt\": \"a\"}, 1]".write(to: file, atomically: true, encoding: .utf8)
+        #expect(
+            message { try long.write(.file(file), to: target) }.hasPrefix(
+                "Record 1 of list.json: it has \"prompt\" and no text; records have \"text\", \"prompt\" and \"completion\", or \"messages\". In all, 2 records are refused."
+            ))
+        let text = String(repeating: "A line.\n", count: 20)
+        for name in ["a.MD", "a.txt"] {
+            try text.write(to: folder.appendingPathComponent(name), atomically: true, encoding: .utf8)
+            try data.write(.file(folder.appendingPathComponent(name)), to: target)
+        }
+        for name in ["a.csv", "a.pdf", "a"] {
+            try text.write(to: folder.appendingPathComponent(name), atomically: true, encoding: .utf8)
+            let found = message { try data.write(.file(folder.appendingPathComponent(name)), to: target) }
+            #expect(found.hasPrefix("\(name) is of no kind that is read"))
+        }
+    }
+
+    @Test func recordsThatLoseSomethingAreCounted() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let file = folder.appendingPathComponent("a.jsonl")
+        let long = String(repeating: "long ", count: 20)
+        let records = [(long, "a"), ("a", long), ("a", "b")].map { #"{"prompt": "\#($0)", "completion": "\#($1)"}"# }
+        try records.joined(separator: "\n").write(to: file, atomically: true, encoding: .utf8)
+        let notices = try TextData(tokenizer: chatML, length: 60).write(.file(file), to: target)
+        #expect(
+            notices.sentences.map(\.english) == [
+                "Records with nothing to learn in 60 tokens are left out: 1.",
+                "Records longer than 60 tokens lose their end: 1.",
+            ])
+    }
+}

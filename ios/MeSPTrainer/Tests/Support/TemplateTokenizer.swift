@@ -1,0 +1,109 @@
+import Foundation
+import MeSPBundle
+import MeSPCore
+
+/// A token a byte, but for special tokens and words, and a chat template.
+struct TemplateTokenizer: TextTokenizer {
+    typealias Template = @Sendable ([ChatMessage], Bool) -> String
+
+    static let specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|user|>"]
+
+    var beginOfText: Int?
+    /// Whether a text is to begin with that token.
+    var addsBegin = false
+    var endOfText: Int? = TemplateTokenizer.id("<|endoftext|>")
+    /// Tokens of several characters.
+    var words = [String]()
+    /// Whether a space is put before a text, which decoding takes away, as SentencePiece does.
+    var addsSpace = false
+    var template: Template?
+
+    var hasChatTemplate: Bool { template != nil }
+
+    static func id(_ special: String) -> Int { 256 + (specials.firstIndex(of: special) ?? 0) }
+
+    func isSpecial(_ token: Int) -> Bool { (256..<256 + Self.specials.count).contains(token) }
+
+    func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
+        let known = (Self.specials + words).map { Array($0.utf8) }
+        var (ids, rest) = ([Int](), Array((addsSpace && !text.isEmpty ? " " + text : text).utf8)[...])
+        if addsSpecialTokens, addsBegin, let beginOfText { ids.append(beginOfText) }
+        while let byte = rest.first {
+            if let token = known.firstIndex(where: { rest.starts(with: $0) }) {
+                ids.append(256 + token)
+                rest = rest.dropFirst(known[token].count)
+            } else {
+                ids.append(Int(byte))
+                rest = rest.dropFirst()
+            }
+        }
+        return ids
+    }
+
+    func decode(_ tokens: [Int]) -> String {
+        let known = (Self.specials + words).map { Array($0.utf8) }
+        let bytes = tokens.flatMap { $0 < 256 ? [UInt8($0)] : known[$0 - 256] }
+        let text = String(decoding: bytes, as: UTF8.self)
+        return addsSpace && text.hasPrefix(" ") ? String(text.dropFirst()) : text
+    }
+
+    func encode(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int] {
+        guard let template else { throw MeSPError("There is no template.") }
+        let text = template(messages, opensAnswer)
+        var bare = self
+        bare.addsSpace = false
+        return bare.encode(text, addsSpecialTokens: false)
+    }
+
+    // MARK: - Templates
+
+    static let chatML: Template = { messages, opens in
+        messages.map { "<|im_start|>\($0.role)\n\($0.content)<|im_end|>\n" }.joined()
+            + (opens ? "<|im_start|>assistant\n" : "")
+    }
+    /// As MiniCPM's: nothing after an answer, and no white space around a text.
+    static let endless: Template = { messages, _ in
+        messages.map {
+            let text = $0.content.trimmed
+            return $0.role == "user" ? "<User>\(text)<AI>" : text
+        }.joined()
+    }
+    /// As Phi's: another token at the end, which shares its first characters with what begins a message.
+    static let phi: Template = { messages, opens in
+        messages.map { "<|\($0.role)|>\n\($0.content)</s>\n" }.joined()
+            + (opens ? "<|assistant|>\n" : "<|endoftext|>")
+    }
+    /// Asks for thoughts that an answer without them has not.
+    static let asksForThoughts: Template = { messages, opens in
+        messages.enumerated().map { index, message in
+            let text = message.content.components(separatedBy: "</think>")
+            let isLast = index + 1 == messages.count
+            return
+                "<|im_start|>\(message.role)\n\((isLast ? message.content : text[text.count - 1]).trimmed)<|im_end|>\n"
+        }.joined() + (opens ? "<|im_start|>assistant\n<think>\n" : "")
+    }
+    /// Knows users and assistants, and passes over others.
+    static let passesOver: Template = { messages, opens in
+        chatML(messages.filter { ["user", "assistant"].contains($0.role) }, opens)
+    }
+    /// As Mistral's: the system's text before that of the last user.
+    static let systemIsLast: Template = { messages, _ in
+        let system = messages.filter { $0.role == "system" }.map { $0.content + "\n\n" }.joined()
+        let last = messages.lastIndex { $0.role == "user" }
+        return "<s>"
+            + messages.enumerated().map { index, message in
+                switch message.role {
+                case "user": "[INST] \(index == last ? system : "")\(message.content) [/INST]"
+                case "assistant": " \(message.content)</s>"
+                default: ""
+                }
+            }.joined()
+    }
+    static let inCapitals: Template = { messages, opens in
+        chatML(messages.map { ChatMessage(role: $0.role, content: $0.content.uppercased()) }, opens)
+    }
+}
+
+extension String {
+    fileprivate var trimmed: String { trimmingCharacters(in: .whitespacesAndNewlines) }
+}

@@ -1,0 +1,332 @@
+"""Every key of an adapter_config.json: used, known to change nothing, or refused by its name.
+
+The trainer and `mesp fuse` read folders of adapters by one table, which has a copy in Swift.
+"""
+
+import json
+import re
+import shutil
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.lora import CONFIG_DEFAULTS
+
+from helpers.adapters import RANK, SCALE, write_adapters, write_peft
+from helpers.commands import call, run
+from helpers.models import FAMILIES, write_model
+from helpers.paths import ROOT
+from mesp.adapters import config
+from mesp.adapters.config import FIELDS
+from mesp.adapters.load import read_adapters
+from mesp.bundle.reader import Bundle
+from mesp.engine.process import generate
+from mesp.errors import MespError
+
+SWIFT = ROOT / "ios/MeSPTrainer/Core/Adapters/AdapterFields.swift"
+PLAIN = "which is not supported; train plain LoRA adapters"
+PEFT, MLX = "adapter_model.safetensors", "adapters.safetensors"
+
+
+@pytest.fixture(scope="module", params=["qwen2", "granitemoehybrid", "lfm2_moe", "qwen3_5"])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    return exported(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return exported("qwen2", tmp_path_factory.mktemp("qwen"))
+
+
+def exported(name: str, folder: Path) -> tuple[Path, Path]:
+    """A bundle of a tiny model of the family, and a folder of adapters in mlx-lm's form with one in
+    PEFT's in it."""
+    model, bundle = write_model(folder / "model", FAMILIES[name]), folder / "b.mesp"
+    size = ("--seq-len", 8, "--rank", RANK, "--group-size", 32, "--data", "python-docs")
+    call("export", "--model", model, "--out", bundle, *size)
+    adapters = write_adapters(folder / "adapters", bundle)
+    write_peft(adapters / "peft", bundle, adapters)
+    return bundle, adapters
+
+
+@pytest.fixture
+def copy(qwen: tuple[Path, Path], tmp_path: Path) -> Path:
+    return shutil.copytree(qwen[1], tmp_path / "adapters")
+
+
+def change(folder: Path, **values: Any) -> None:
+    path = folder / config.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def change_weights(folder: Path, file: str, weights: dict[str, mx.array]) -> None:
+    whole = mx.load(str(folder / file))
+    mx.eval(whole)
+    mx.save_safetensors(str(folder / file), whole | weights)
+
+
+def check_refused(bundle: Path, adapters: Path, said: str) -> None:
+    """By the trainer and by `mesp fuse`, in the same words."""
+    expected = f"Cannot load the adapters in {adapters}: {said}."
+    with pytest.raises(MespError) as error:
+        read_adapters(adapters, Bundle(bundle).architecture)
+    assert str(error.value) == expected
+    with pytest.raises(MespError) as error:
+        list(generate(bundle, [5, 6], max_tokens=1, adapters=adapters))
+    assert str(error.value) == expected
+
+
+def test_the_table_in_swift_is_this_one():
+    literal = re.search(r'#"""\n(.*)\n +"""#', SWIFT.read_text(encoding="utf-8"), re.DOTALL)
+    assert literal is not None
+    table = Path(config.__file__).with_name("fields.json").read_text(encoding="utf-8")
+    assert textwrap.dedent(literal[1]) == table.rstrip("\n")
+
+
+def test_a_key_is_in_one_part_of_the_table():
+    for name, table in FIELDS.items():
+        if name != "about":
+            keys = [*table["used"], *table["ignored"], *table["required"]]
+            assert len(keys) == len(set(keys))
+
+
+def test_the_table_has_every_key_that_mlx_lm_writes():
+    mlx = FIELDS["mlx"]
+    assert {*mlx["used"], *mlx["ignored"], *mlx["required"]} >= CONFIG_DEFAULTS.keys()
+    lora = FIELDS["lora_parameters"]
+    assert {*lora["used"], *lora["ignored"]} >= CONFIG_DEFAULTS["lora_parameters"].keys()
+
+
+# Of each key that must have certain values, some that PEFT takes and the readers do not.
+REFUSED = {
+    "alora_invocation_tokens": [[290, 291]],
+    "arrow_config": [{"top_k": 2}],
+    "bias": ["all", "lora_only"],
+    "init_lora_weights": [
+        *("pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga", "new"),
+    ],
+    "kasa_config": [{"beta": 1e-4}],
+    "layer_replication": [[[0, 2], [1, 2]]],
+    "layers_pattern": ["blocks"],
+    "lora_bias": [True],
+    "megatron_config": [{"tensor_model_parallel_size": 1}],
+    "modules_to_save": [["lm_head"]],
+    "monteclora_config": [{"num_samples": 8}],
+    "peft_type": ["LOHA"],
+    "task_type": ["SEQ_CLS"],
+    "trainable_token_indices": [[1, 2], {"embed_tokens": [1]}],
+    "use_bdlora": [{"nblocks": 2}],
+    "use_dora": [True],
+    "use_qalora": [True],
+    "velora_config": [{"num_groups": 64}],
+    "a_key_of_tomorrow": [True, 0, {}, []],
+}
+
+
+def test_all_keys_that_must_have_a_value_are_tried():
+    assert FIELDS["peft"]["required"].keys() == REFUSED.keys() - {"a_key_of_tomorrow"}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_is_not_plain_lora_is_refused_by_its_name(qwen, copy: Path, key: str):
+    for value in REFUSED[key]:
+        change(copy / "peft", **{key: value})
+        said = f'{key} "{value}"' if isinstance(value, str) else key
+        check_refused(qwen[0], copy / "peft", f"they use {said}, {PLAIN}")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"rank_pattern": {"q_proj": 4}}, f"they use rank_pattern or alpha_pattern, {PLAIN}"),
+        ({"alpha_pattern": {"q_proj": 4}}, f"they use rank_pattern or alpha_pattern, {PLAIN}"),
+        (
+            {"lora_alpha": 0},
+            "adapter_config.json has a rank or scale that is not a positive number",
+        ),
+        ({"r": 500}, "their rank, 500, is above the model's width of 128"),
+        ({"r": None}, "adapter_config.json lacks r or lora_alpha"),
+    ],
+    ids=lambda each: "" if isinstance(each, str) else "".join(each),
+)
+def test_ranks_that_are_not_one_are_refused(qwen, copy: Path, values: dict, said: str):
+    change(copy / "peft", **values)
+    check_refused(qwen[0], copy / "peft", said)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"fine_tune_type": "dora"}, f'they use fine_tune_type "dora", {PLAIN}'),
+        ({"use_dora": True}, f"they use use_dora, {PLAIN}"),
+        ({"lora_parameters": {"rank": 2, "scale": 1, "alpha": 9}}, f"they use alpha, {PLAIN}"),
+        ({"lora_parameters": None}, "adapter_config.json lacks lora_parameters"),
+    ],
+    ids=["dora", "unknown", "alpha", "none"],
+)
+def test_what_mlx_lm_reads_in_another_way_is_refused(qwen, copy: Path, values: dict, said: str):
+    change(copy, **values)
+    check_refused(qwen[0], copy, said)
+
+
+# Each leaves out a matrix that the folder has: these libraries would not use it.
+PLACES = {
+    "a list": ("peft", {"target_modules": ["k_proj", "down_proj"]}, 0),
+    "none": ("peft", {"target_modules": None}, 0),
+    "excluded": ("peft", {"exclude_modules": ["self_attn.q_proj"]}, 0),
+    "a layer": ("peft", {"target_modules": ["q_proj"], "layers_to_transform": 0}, 1),
+    "layers": (
+        "peft",
+        {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": "layers"},
+        1,
+    ),
+    "keys": (".", {"lora_parameters": {"rank": RANK, "scale": 1, "keys": ["mlp.up_proj"]}}, 0),
+    "the last layers": (".", {"num_layers": 1}, 0),
+}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_matrix_without_a_place_in_the_configuration_is_refused(qwen, copy: Path, kind: str):
+    inside, values, layer = PLACES[kind]
+    change(copy / inside, **values)
+    name = f"model.layers.{layer}.self_attn.q_proj"
+    name = f"base_model.model.{name}.lora_A.weight" if inside == "peft" else f"{name}.lora_a"
+    keep_only(copy / inside, name)
+    said = f"it holds {name}, which its adapter_config.json gives no place"
+    check_refused(qwen[0], copy / inside, said)
+
+
+def keep_only(folder: Path, name: str) -> None:
+    """A pair of matrices, by the name of its A."""
+    (file,) = folder.glob("*.safetensors")
+    names = {name, name.replace("lora_A", "lora_B").replace("lora_a", "lora_b")}
+    kept = {each: array for each, array in mx.load(str(file)).items() if each in names}
+    mx.eval(kept)
+    mx.save_safetensors(str(file), kept)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"target_modules": [f"model.layers.{i}.self_attn.q_proj" for i in (0, 1)]},
+        {"target_modules": r".*\.q_proj"},
+        {"layers_to_transform": [1], "target_modules": ["self_attn.q_proj"]},
+        {"layers_to_transform": []},
+        {"exclude_modules": ["lm_head"]},
+        *({"init_lora_weights": each} for each in (False, "gaussian", "eva", "orthogonal", "mica")),
+        {"fan_in_fan_out": True, "lora_dropout": 0.5, "loftq_config": {"loftq_bits": 4}},
+        {"a_key_of_tomorrow": None, "auto_mapping": {"parent_library": "x"}, "revision": "main"},
+    ],
+    ids=lambda each: " ".join(map(str, each.values()))[:20],
+)
+def test_what_changes_no_number_is_read(qwen, copy: Path, values: dict):
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    keep_only(copy / "peft", name)
+    change(copy / "peft", **values)
+    read = read_adapters(copy / "peft", Bundle(qwen[0]).architecture)
+    assert read.matrices.keys() == {"model.layers.1.self_attn.q_proj"}
+    expected = list(generate(qwen[0], [5, 6], max_tokens=9, adapters=copy / "peft"))
+    keep_only(copy, "model.layers.1.self_attn.q_proj.lora_a")
+    found = list(generate(qwen[0], [5, 6], max_tokens=9, adapters=copy))
+    assert [each["token"] for each in found[:-1]] == [each["token"] for each in expected[:-1]]
+
+
+def test_all_keys_that_a_training_leaves_are_read(qwen, copy: Path):
+    change(copy, **(CONFIG_DEFAULTS | {"lora_parameters": {"rank": RANK, "scale": SCALE}}))
+    read = read_adapters(copy, Bundle(qwen[0]).architecture)
+    assert read.scale == SCALE and read.matrices
+    list(generate(qwen[0], [5, 6], max_tokens=1, adapters=copy))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("inside", [".", "peft"])
+def test_numbers_that_are_not_finite_are_refused(qwen, copy: Path, number: float, inside: str):
+    (file,) = (copy / inside).glob("*.safetensors")
+    weights = mx.load(str(file))
+    name = min(name for name in weights if "lora_" in name)
+    array = mx.array(weights[name])
+    array[0, 0] = number
+    change_weights(copy / inside, file.name, {name: array})
+    said = f"{name} has numbers that are not finite; train them again"
+    check_refused(qwen[0], copy / inside, said)
+
+
+@pytest.mark.parametrize("part", ["lora_magnitude_vector", "lora_B.bias", "lora_embedding_A"])
+def test_a_tensor_that_nothing_uses_is_named(qwen, copy: Path, part: str):
+    name = f"base_model.model.model.layers.0.self_attn.q_proj.{part}"
+    change_weights(copy / "peft", PEFT, {name: mx.ones(3)})
+    said = f"it holds {name}, which is not a LoRA matrix of one of this model's layers"
+    check_refused(qwen[0], copy / "peft", said)
+
+
+def test_adapters_in_pefts_form_are_the_same(family, tmp_path: Path):
+    """Layers that are joined there, stacked experts, and a text of several modalities."""
+    bundle, adapters = family
+    arch = Bundle(bundle).architecture
+    ours, theirs = (read_adapters(each, arch) for each in (adapters, adapters / "peft"))
+    assert ours.scale == theirs.scale and ours.matrices.keys() == theirs.matrices.keys()
+    for path, pair in ours.matrices.items():
+        for one, other in zip(pair, theirs.matrices[path], strict=True):
+            assert mx.array_equal(one, other), path
+    done = run(
+        *("fuse", bundle, "--adapters", adapters / "peft", "--out", tmp_path / "fused"),
+        *("--val-batches", 0),
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_text_of_several_modalities_may_have_been_trained_alone(tmp_path: Path):
+    """AutoModelForCausalLM of transformers names Qwen3.5's layers without `language_model`."""
+    bundle, adapters = exported("qwen3_5", tmp_path)
+    weights = mx.load(str(adapters / "peft" / PEFT))
+    there = "base_model.model.model.language_model.layers."
+    assert all(name.startswith(there) for name in weights)
+    alone = {name.replace(".language_model", ""): array for name, array in weights.items()}
+    mx.eval(alone)
+    mx.save_safetensors(str(adapters / "peft" / PEFT), alone)
+    names = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in alone})
+    change(adapters / "peft", target_modules=names)
+    arch = Bundle(bundle).architecture
+    ours, theirs = (read_adapters(each, arch) for each in (adapters, adapters / "peft"))
+    assert ours.matrices.keys() == theirs.matrices.keys()
+    expected = list(generate(bundle, [5, 6], max_tokens=9, adapters=adapters))
+    found = list(generate(bundle, [5, 6], max_tokens=9, adapters=adapters / "peft"))
+    assert [each["token"] for each in found[:-1]] == [each["token"] for each in expected[:-1]]
+
+
+@pytest.mark.parametrize("kept", ["gate_up_proj", "down_proj"])
+def test_one_parameter_of_experts_may_have_adapters_alone(tmp_path: Path, kept: str):
+    """PEFT then has one wrapper, with the name of the module, whichever it is."""
+    bundle, adapters = exported("lfm2_moe", tmp_path)
+    weights = mx.load(str(adapters / "peft" / PEFT))
+    inside = ".base_layer" if kept == "gate_up_proj" else ""
+    place = f"feed_forward.experts{inside}.lora_"
+    weights = {
+        name.replace(".base_layer", ""): array for name, array in weights.items() if place in name
+    }
+    mx.eval(weights)
+    mx.save_safetensors(str(adapters / "peft" / PEFT), weights)
+    change(adapters / "peft", target_parameters=[f"experts.{kept}"])
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kept]
+    arch = Bundle(bundle).architecture
+    whole, read = (read_adapters(each, arch) for each in (adapters, adapters / "peft"))
+    expected = {
+        path: pair
+        for path, pair in whole.matrices.items()
+        if "switch_mlp" in path and path.endswith(parts)
+    }
+    assert read.matrices.keys() == expected.keys()
+    for path, pair in expected.items():
+        for one, other in zip(pair, read.matrices[path], strict=True):
+            assert mx.array_equal(one, other), path
+    mlx = {
+        f"{p}.lora_{x}": m for p, pair in expected.items() for x, m in zip("ab", pair, strict=True)
+    }
+    mx.save_safetensors(str(adapters / MLX), mlx)
+    tokens = [
+        [each.get("token") for each in generate(bundle, [5, 6], max_tokens=9, adapters=folder)]
+        for folder in (adapters, adapters / "peft")
+    ]
+    assert tokens[0] == tokens[1]

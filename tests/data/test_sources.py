@@ -1,0 +1,376 @@
+"""Files and folders of data: which are read, as what, and what is refused by its name."""
+
+import csv
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from mesp.data.general import general_text
+from mesp.data.hub_datasets import read_dataset
+from mesp.data.source_files import SPLITS, UNPACKED, read_file, read_text
+from mesp.data.sources import Selection, read_documents
+from mesp.errors import MespError
+
+RECORDS = [{"prompt": f'{i}, "a"\nb', "completion": f"{i}"} for i in range(12)]
+
+
+def table(delimiter: str, records: list[dict]) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, [*records[0]], delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(records)
+    return out.getvalue()
+
+
+def content(kind: str, records: list[dict] = RECORDS) -> bytes:
+    """Records as a file of a kind has them."""
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    if kind == "parquet":
+        file = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), file)
+        return file.getvalue()
+    return {
+        "json": json.dumps(records, indent=2),
+        "jsonl": lines,
+        "ndjson": lines,
+        "csv": table(",", records),
+        "tsv": table("\t", records),
+    }[kind].encode()
+
+
+def put(path: Path, data: bytes | str) -> Path:
+    """Writes a file, compressed where its name says so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = data.encode() if isinstance(data, str) else data
+    path.write_bytes(gzip.compress(data) if path.name.lower().endswith(".gz") else data)
+    return path
+
+
+def read(path: Path, **selection: object) -> dict[str, list]:
+    documents = read_documents(str(path), Selection(**selection))
+    return {split: [each.content for each in part] for split, part in documents.items()}
+
+
+def refused(path: Path, **selection: object) -> str:
+    with pytest.raises(MespError) as caught:
+        read(path, **selection)
+    assert "\n" not in caught.value.message and caught.value.message.endswith(".")
+    return caught.value.message
+
+
+# Kinds of files
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".GZ"])
+@pytest.mark.parametrize("kind", ["json", "jsonl", "ndjson", "csv", "tsv", "parquet"])
+def test_records_are_read_in_every_kind_of_file(tmp_path: Path, kind: str, packed: str):
+    for name in (f"records.{kind}{packed}", f"RECORDS.{kind.upper()}{packed}"):
+        assert read(put(tmp_path / name, content(kind))) == {"train": RECORDS}
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "A.TXT", "a.txt.gz", "a.md.gz"])
+def test_text_is_read_whole(tmp_path: Path, name: str):
+    text = '{"text": "a"}\n\nb\n'
+    assert read(put(tmp_path / name, text)) == {"train": [text]}
+    assert read_text(tmp_path / name) == text
+
+
+@pytest.mark.parametrize("name", ["a", "a.jsonl.zst", "a.xml", "a.csv.zip", ".jsonl", "a.gz"])
+def test_other_kinds_of_files_are_refused(tmp_path: Path, name: str):
+    said = refused(put(tmp_path / name, content("jsonl")))
+    assert f"{tmp_path / name} is of no kind of file that is read; give records as .jsonl" in said
+
+
+def test_json_is_read_as_what_it_is(tmp_path: Path):
+    assert read(put(tmp_path / "lines.json", content("jsonl")))["train"] == RECORDS
+    assert read(put(tmp_path / "list.jsonl", b"\n " + content("json")))["train"] == RECORDS
+    said = refused(put(tmp_path / "a.json", json.dumps({"data": RECORDS}, indent=2)))
+    assert "has an object over several lines; write a list of records, or a record a line" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.jsonl", "", "has no text in it"),
+        ("a.json", "[]", "has no text in it"),
+        ("a.csv", "", "has no text in it"),
+        ("a.csv", "prompt,completion\n", "has no text in it"),
+        (
+            "a.csv",
+            "prompt,completion\na,b\n\nc\n",
+            "Line 4 of .* has 1 cells, and the header has 2",
+        ),
+        ("a.csv", 'prompt,completion\n"a\nb",c\nd,e,f\n', "Line 4 of .* has 3 cells"),
+        ("a.csv", "text,text\na,b\n", "the header, has a column without a name, or two of one"),
+        ("a.csv", "text,\na,b\n", "the header, has a column without a name, or two of one"),
+        ("a.csv", 'text\n"a"b\n', "Line 2 of .* is not a table's"),
+        ("a.json", '[{"text": "a"}, 3]', "Record 2 of .* is not an object"),
+        ("a.json", '[{"text": "a"}', r"a\.json is not JSON"),
+        ("a.jsonl", '{"text": "a", "text": "b"}', 'Line 1 of .* has the key "text" twice'),
+        ("a.jsonl", '{"text": "a", "x": {"b": 1, "b": 2}}', 'Line 1 of .* has the key "b" twice'),
+        ("a.jsonl", '{"text": "a", "score": NaN}', "Line 1 of .* has NaN, which is no number"),
+        ("a.json", '[{"text": "a", "score": -Infinity}]', "has -Infinity, which is no number"),
+        ("a.txt.gz", b"no gzip", "is not a whole gzip file"),
+        ("a.parquet", "no table", "is not a parquet file that can be read"),
+    ],
+)
+def test_what_is_not_in_order_is_named(tmp_path: Path, name: str, text: str | bytes, said: str):
+    path = tmp_path / name
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(MespError, match=said):
+        read(path)
+
+
+def test_a_gzip_file_that_is_cut_off_is_refused(tmp_path: Path):
+    path = put(tmp_path / "a.jsonl.gz", content("jsonl"))
+    path.write_bytes(path.read_bytes()[:-12])
+    assert "a.jsonl.gz is not a whole gzip file; compress it again." in refused(path)
+
+
+def test_cells_of_a_table_stay_text(tmp_path: Path):
+    records = [{"prompt": "1", "completion": "NA"}, {"prompt": "[1]", "completion": ""}]
+    long = {"prompt": "a" * 200_000, "completion": "null"}
+    assert read(put(tmp_path / "a.csv", table(",", [*records, long])))["train"] == [*records, long]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path):
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert "has two columns of one name; give each its own." in refused(tmp_path / "a.parquet")
+
+
+def test_json_in_parquet_is_what_it_says(tmp_path: Path):
+    """The datasets library keeps values of several types so; a string would go into the prompt."""
+    import datasets
+
+    calls = [{"function": {"name": "f", "arguments": {"a": 1}}}, {"function": {"name": "g"}}]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}]
+    made = datasets.Dataset.from_list([{"messages": messages}], on_mixed_types="use_json")
+    made.to_parquet(tmp_path / "a.parquet")
+    put(tmp_path / "a.jsonl", json.dumps({"messages": messages}))
+    assert read(tmp_path / "a.parquet") == read(tmp_path / "a.jsonl")
+    call = read(tmp_path / "a.parquet")["train"][0]["messages"][1]["tool_calls"][0]
+    assert call["function"] == {"name": "f", "arguments": {"a": 1}}
+
+
+def test_records_of_a_part_are_as_they_are_in_the_file(tmp_path: Path):
+    """The datasets library would make a table of them, with numbers of strings of digits."""
+    path = put(tmp_path / "a.csv", table(",", [{"text": f"{i}"} for i in range(10)]))
+    parts = read(path, splits={"train": "train[:20%]", "valid": "train[8:]+train[2:3]"})
+    assert parts == {
+        "train": [{"text": "0"}, {"text": "1"}],
+        "valid": [{"text": "8"}, {"text": "9"}, {"text": "2"}],
+    }
+    assert "has no split test" in refused(path, splits={"train": "train[:1]+test"})
+
+
+def test_a_general_text_is_a_text(tmp_path: Path):
+    with pytest.raises(MespError, match="is a file of records; give a text"):
+        general_text(put(tmp_path / "a.jsonl", content("jsonl")), None, 0)
+
+
+# Folders
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json.gz", "CSV", "parquet", "txt"])
+@pytest.mark.parametrize("name", [name for names in SPLITS.values() for name in names] + ["DEV"])
+def test_every_name_of_a_split_is_taken(tmp_path: Path, name: str, kind: str):
+    split = next(split for split, names in SPLITS.items() if name.lower() in names)
+    is_text = kind == "txt"
+    data = "Words." if is_text else content(kind.lower().removesuffix(".gz"))
+    put(tmp_path / f"{name}.{kind}", data)
+    if split != "train":
+        put(tmp_path / "Train.jsonl", content("jsonl"))
+    assert read(tmp_path)[split] == (["Words."] if is_text else RECORDS)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("valid.jsonl", "dev.jsonl"),
+        ("train.jsonl", "train.txt"),
+        ("train.csv", "TRAIN.csv.gz"),
+        ("train-00000-of-00001.parquet", "train.parquet"),
+        ("train-00000-of-00002.parquet", "train-00000-of-00002-0a.parquet"),
+    ],
+)
+def test_two_files_of_a_split_are_refused(tmp_path: Path, one: str, other: str):
+    for name in {one, other, "train.jsonl"} if one.startswith("valid") else {one, other}:
+        put(tmp_path / name, content("jsonl"))
+    said = refused(tmp_path)
+    assert "has both" in said and one in said and other in said and "keep one" in said
+
+
+def test_parts_of_a_split_are_read_in_order(tmp_path: Path):
+    folder = tmp_path / "data"
+    for part in range(3):
+        name = f"train-0000{part}-of-00003.jsonl"
+        put(folder / name, content("jsonl", RECORDS[4 * part : 4 * part + 4]))
+    assert read(tmp_path) == read(folder) == {"train": RECORDS}
+    (folder / "train-00001-of-00003.jsonl").unlink()
+    assert "without part 00001 of 00003; add it." in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("extra.jsonl", "extra.jsonl, which is of no split: call it train, valid or test"),
+        ("more/extra.csv", "more/extra.csv, which is of no split"),
+        ("data/train.jsonl", "data/train.jsonl, which is of no split"),
+        ("train-2.jsonl", "train-2.jsonl, which is of no split"),
+        ("valid.jsonl.zst", "valid.jsonl.zst, of no kind of file that is read"),
+        ("notes.pdf", "notes.pdf, of no kind of file that is read"),
+        ("readme.jsonl", "readme.jsonl, which is of no split"),
+    ],
+)
+def test_what_is_of_no_split_is_refused(tmp_path: Path, name: str, said: str):
+    put(tmp_path / "train.jsonl", content("jsonl"))
+    put(tmp_path / name, content("jsonl"))
+    assert said in refused(tmp_path)
+    assert read(tmp_path, splits={"train": "train"})["train"][: len(RECORDS)] == RECORDS
+
+
+def test_what_is_no_data_changes_nothing(tmp_path: Path):
+    put(tmp_path / "train.jsonl", content("jsonl"))
+    names = ["README.md", "README_de.md", "LICENSE", "LICENSE-MIT.txt", ".gitattributes"]
+    names += ["dataset_infos.json", "dataset_info.json", ".git/train.jsonl", "plot.png", "make.py"]
+    for name in [*names, ".valid.jsonl", "__pycache__/a.pyc"]:
+        put(tmp_path / name, "x")
+    assert read(tmp_path) == {"train": RECORDS}
+
+
+def test_splits_that_the_library_finds_are_all_known(tmp_path: Path):
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n"
+    for name in ("train", "evaluation", "extra"):
+        put(tmp_path / "parts" / f"{name}.jsonl", content("jsonl"))
+        card += f"  - {{split: {name}, path: parts/{name}.jsonl}}\n"
+        put(tmp_path / "README.md", card + "---\n")
+        if name == "evaluation":
+            assert [*read(tmp_path)] == ["train", "valid"]
+    said = "has the splits train, evaluation, extra; say with --splits train=NAME which are read."
+    assert said in refused(tmp_path)
+    assert [*read(tmp_path, splits={"train": "extra"})] == ["train"]
+
+
+def test_a_file_that_the_library_finds_in_no_split_is_named(tmp_path: Path):
+    put(tmp_path / "more" / "train" / "a.parquet", content("parquet"))
+    assert read(tmp_path) == {"train": RECORDS}
+    put(tmp_path / "extra.parquet", content("parquet"))
+    assert "has extra.parquet, which is of none of the splits train" in refused(tmp_path)
+
+
+def test_a_dataset_that_says_how_it_is_read_is_refused(tmp_path: Path):
+    put(tmp_path / "a.csv", "text;x\na;b\n")
+    card = "---\nconfigs:\n- config_name: default\n  data_files: a.csv\n  sep: ';'\n---\n"
+    put(tmp_path / "README.md", card)
+    assert "says in its README.md how its files are read, by sep," in refused(tmp_path)
+
+
+# Files that are none
+
+
+@pytest.mark.parametrize("command", ["file", "folder", "dataset"])
+@pytest.mark.parametrize("what", ["pipe", "device"])
+def test_pipes_and_devices_are_refused(tmp_path: Path, what: str, command: str):
+    path = tmp_path / "train.jsonl"
+    if what == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    if command == "file":
+        assert "is not a regular file; give a file, or to mesp evaluate - and" in refused(path)
+    elif command == "folder":
+        said = refused(tmp_path)
+        assert (
+            "train.jsonl is not a regular file; put the file" in said or "link that leads" in said
+        )
+    else:
+        with pytest.raises(MespError, match="is not a regular file"):
+            read_dataset(str(path), None, {"train": "train"})
+
+
+def test_a_link_in_a_folder_stays_in_it(tmp_path: Path):
+    secret = put(tmp_path / "secret" / "notes.jsonl", content("jsonl"))
+    folder = tmp_path / "data"
+    put(folder / ".parts" / "a.jsonl", content("jsonl"))
+    (folder / "train.jsonl").symlink_to(folder / ".parts" / "a.jsonl")
+    assert read(folder) == {"train": RECORDS}
+    (folder / "valid.jsonl").symlink_to(secret)
+    assert f"{folder}/valid.jsonl is a link that leads out of its folder" in refused(folder)
+    (folder / "valid.jsonl").unlink()
+    (folder / "more").symlink_to(secret.parent)
+    assert f"{folder} has more, of no kind of file that is read" in refused(folder)
+    # A file that a person names may be a link.
+    (tmp_path / "link.jsonl").symlink_to(secret)
+    assert read(tmp_path / "link.jsonl") == {"train": RECORDS}
+
+
+def test_a_snapshot_of_the_hub_is_a_folder_of_links(tmp_path: Path):
+    snapshot = tmp_path / "datasets--o--d" / "snapshots" / "0"
+    put(tmp_path / "datasets--o--d" / "blobs" / "1", content("jsonl"))
+    snapshot.mkdir(parents=True)
+    (snapshot / "train.jsonl").symlink_to("../../blobs/1")
+    assert read(snapshot) == {"train": RECORDS}
+
+
+# Memory
+
+
+def bomb(path: Path, kind: str) -> Path:
+    """A file of less than 300 kB whose text is 100 MB or more."""
+    if kind == "gzip":
+        with gzip.open(path, "wb", compresslevel=9) as file:
+            file.write(b'{"text": "')
+            for _ in range(100):
+                file.write(bytes(1 << 20).replace(b"\0", b"a"))
+        return path
+    if kind == "text":
+        records = pyarrow.table({"text": ["a" * 1_000_000] * 250})
+    elif kind == "messages":
+        messages = [[{"role": "user", "content": "a" * 1_000_000}] * 20] * 20
+        records = pyarrow.table({"messages": messages})
+    else:
+        records = pyarrow.table({"text": pyarrow.array([[None] * 20_000_000])})
+    pyarrow.parquet.write_table(
+        records, path, compression="zstd", dictionary_pagesize_limit=1 << 24
+    )
+    return path
+
+
+@pytest.mark.parametrize("kind", ["gzip", "text", "messages", "nulls"])
+def test_a_small_file_takes_no_memory_by_what_it_says(tmp_path: Path, kind: str):
+    path = bomb(tmp_path / ("a.jsonl.gz" if kind == "gzip" else "a.parquet"), kind)
+    assert path.stat().st_size < 300_000
+    program = (
+        "import sys, resource; from pathlib import Path\n"
+        "from mesp.data.source_files import read_file; from mesp.errors import MespError\n"
+        "import pyarrow.parquet\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try: list(read_file(Path(sys.argv[1])))\n"
+        "except MespError as error: print(error)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, path], capture_output=True, text=True, check=True
+    )
+    said, grown = done.stdout.splitlines()
+    assert "MiB of text; put less in a file." in said
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert int(grown) * unit < 12 * UNPACKED
+
+
+def test_a_text_that_repeats_is_read_as_often_as_its_size_allows(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    records = [{"text": "a long instruction " * 1_000} for _ in range(500)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    assert read(path)["train"] == records
+    with pytest.raises(MespError, match="has more than 1 MiB of text"):
+        list(read_file(path, size=1 << 20))

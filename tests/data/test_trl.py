@@ -1,0 +1,564 @@
+"""What is trained of a conversation, in the chat templates that TRL knows, and against TRL.
+
+TRL has the templates of the models that people train, and of many a copy whose answers are marked
+by `{% generation %}`. Hypothesis makes conversations up; each goes through the public way in as a
+record, in each template. What came out is looked at by its ids and its mask alone:
+
+- each trained span is an answer, whole, with nothing of another message in it, and ends in a token
+  at which generation stops;
+- every message is in what was tokenized;
+- where all before the answer is the prompt, it begins as what asks the model for an answer does;
+- the ids and the mask are those of transformers with TRL's copy, but for `BEGINS` and `ENDS`.
+
+A record may be refused. How often that may be is counted.
+"""
+
+import importlib.util
+import json
+import logging
+import os
+import re
+import unicodedata
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, note, seed, settings
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from helpers.conversations import QUESTIONS_AND_ANSWERS, conversations, pairs
+from helpers.paths import DEMO_MODEL
+from mesp.data.load import DataOptions, load
+from mesp.data.records import Conversation
+from mesp.errors import MespError
+from mesp.text import in_template, load_tokenizer
+
+pytestmark = pytest.mark.trl
+
+FOUND = importlib.util.find_spec("trl")  # which does not import it
+FOLDER = Path(((FOUND and FOUND.submodule_search_locations) or ["."])[0]) / "chat_templates"
+TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}
+if not TEMPLATES:
+    pytest.skip("it takes TRL's wheel: see the Makefile", allow_module_level=True)
+
+EXAMPLES = int(os.environ.get("MESP_FUZZ_CASES", 12))  # conversations for each template
+SEED = int(os.environ.get("MESP_TRL_SEED", 1))
+ACCEPTED = 0.2  # of all made up for a template, at least; those that are odd in no way are all
+REFUSED_WRONGLY = 0.02  # of all, at most: the template has them whole
+MARK = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
+WORD = re.compile(r"Wq\d{3}z")
+SPECIAL = re.compile(
+    r"<[|｜][^|｜<>\n]{1,30}[|｜]>|</?s>|<(?:start|end)_of_turn>|<end_of_utterance>"  # noqa: RUF001
+    r"|\[/?(?:INST|TOOL_CALLS|AVAILABLE_TOOLS|TOOL_RESULTS|THINK)\]|\[gMASK\]|<sop>"
+    r"|<[|]?(?:turn|channel|tool_call|tool|tool_response)[|]?>"
+)
+# The tokens at which the models stop, of their generation_config.json.
+STOPS = {
+    "deepseek": ["<｜end▁of▁sentence｜>"],  # noqa: RUF001
+    "diffusion_gemma": ["<turn|>", "<|tool_response>"],
+    "gemma4": ["<turn|>", "<|tool_response>"],
+    "glm4moe": ["<|user|>", "<|observation|>"],
+    "gptoss": ["<|return|>", "<|call|>"],
+    "llama3_": ["<|eot_id|>", "<|eom_id|>"],
+    "llama3": ["<|eot_id|>"],
+    "muse_glimmer": ["<|eot|>"],
+}
+DEEPSEEK = "<｜Assistant｜>"  # noqa: RUF001
+# What TRL's marks have in an answer, and ours do not: with it the template asks for an answer, so
+# generation is given it. TRL's marks begin where the template's `if` for the role does.
+BEGINS = {
+    "deepseek": (DEEPSEEK, f"{DEEPSEEK}<think>", f"{DEEPSEEK}<think>\n"),
+    "gptoss": ("<|start|>assistant",),
+    "muse_glimmer": ("<|start|>assistant",),
+    "nemotron": ("<think>", "<think>\n"),
+    "qwen2_5_vl": (),
+    "qwen2_5": ("\n",),
+    "qwen3_5": ("<think>", "<think>\n"),
+    "qwen3_6": ("<think>", "<think>\n"),
+    "qwen3_8": ("<think>", "<think>\n"),
+}
+# What ours have, and TRL's marks do not: the token at which generation stops, and a header that
+# the template writes before an answer to what a tool said, but does not ask with.
+ENDS = {
+    "diffusion_gemma": ("<|tool_response>", "<|turn>model\n"),
+}
+# Templates that write two answers in a row as one: we put an end between.
+NOT_ENDED = ("diffusion_gemma",)
+# Templates that take content as a list of parts alone, as of models that see images.
+PARTS_ALONE = ("idefics3", "llava_next", "smolvlm")
+
+
+class Example(NamedTuple):
+    ids: list[int]
+    mask: list[bool]
+    ends: set[int]
+
+
+def of_family(table: dict[str, Any], template: str, default: Any) -> Any:
+    """The entry of a table whose key the template's name begins with."""
+    return next((value for key, value in table.items() if template.startswith(key)), default)
+
+
+class Model:
+    """A tokenizer with a template of TRL's, as it is or without its marks."""
+
+    def __init__(self, name: str, marked: bool) -> None:
+        self.name = name
+        self.marked = TEMPLATES[name] if MARK.search(TEMPLATES[name]) else None
+        self.tokenizer = tokenizer_of(name, TEMPLATES[name], marked)
+        self.asks_thinking = self.tokenizer.has_thinking
+
+    def render(self, messages: list[dict], tools: list | None, **options: Any) -> Any:
+        return self.tokenizer._tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            **{self.tokenizer._thinking_kwarg: self.asks_thinking} | options,
+        )
+
+
+def tokenizer_of(name: str, template: str, marked: bool) -> Any:
+    """The demo model's tokenizer with a template, and its tokens."""
+    tokenizer = load_tokenizer(DEMO_MODEL)._tokenizer
+    special = {*SPECIAL.findall(template), "<|bos|>"}
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(special)})
+    written = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    tokenizer.add_tokens([each for each in written if each in template])
+    tokenizer.bos_token = "<|bos|>"
+    tokenizer.chat_template = template if marked else MARK.sub("", template)
+    known = tokenizer.get_vocab()
+    stops = [known[each] for each in of_family(STOPS, name, []) if each in known]
+    return TokenizerWrapper(tokenizer, eos_token_ids=[tokenizer.eos_token_id, *stops])
+
+
+class Trainer:
+    """Reads a record as `mesp-train` does, and collects what is said of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+
+    def __call__(self, model: Model, *records: dict, **options: Any) -> list[Example]:
+        """The examples of records. Raises MespError where they are refused."""
+        for split in ("train", "valid"):
+            lines = "".join(f"{json.dumps(record)}\n" for record in records)
+            (self.folder / f"{split}.jsonl").write_text(lines)
+        self.said.clear()
+        vocabulary = len(model.tokenizer.get_vocab())
+        chosen = DataOptions(**options)
+        split = load(str(self.folder), model.tokenizer, 1 << 13, vocabulary, chosen)["train"]
+        found = []
+        for start, length in split.examples.tolist():
+            ids = split.tokens[start : start + length].tolist()
+            mask = [True] * length
+            if split.mask is not None:
+                mask = split.mask[start : start + length].astype(bool).tolist()
+            found.append(Example(ids, mask, {*split.ends}))
+        return found
+
+
+# What a record says, read anew
+
+
+def as_messages(record: dict) -> list[dict]:
+    """The messages of a record as transformers takes them."""
+    said = record.get("messages")
+    if said is None:
+        said = [*_said("user", record["prompt"]), *_said("assistant", record["completion"])]
+    return [_as_message(each) for each in said]
+
+
+def _said(role: str, said: str | list[dict]) -> list[dict]:
+    return [{"role": role, "content": said}] if isinstance(said, str) else said
+
+
+def _as_message(raw: dict) -> dict:
+    message = {key: value for key, value in raw.items() if key != "weight"}
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    message["content"] = content
+    if "tool_calls" in message:
+        message["tool_calls"] = [
+            each | {"function": each["function"] | {"arguments": _arguments(each)}}
+            for each in message["tool_calls"]
+        ]
+    return message
+
+
+def _arguments(call: dict) -> dict:
+    arguments = call["function"]["arguments"]
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def trained_of(record: dict, loss_on: str) -> list[int]:
+    """The indices of the messages that are to be trained."""
+    said = record.get("messages")
+    first = 0
+    if said is None:
+        prompt = _said("user", record["prompt"])
+        first, said = len(prompt), [*prompt, *_said("assistant", record["completion"])]
+    found = [
+        i
+        for i, each in enumerate(said)
+        if i >= first and each["role"] == "assistant" and each.get("weight", 1)
+    ]
+    if loss_on == "last":
+        found = [i for i in found if i == len(said) - 1]
+    return found
+
+
+def leaves(value: Any) -> Iterator[str]:
+    """The strings and numbers in a tool call's arguments, as text."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from leaves(each)
+    elif not isinstance(value, bool):
+        yield str(value)
+
+
+def texts_of(message: dict) -> Iterator[tuple[str, bool]]:
+    """The texts of a message, and whether each is reasoning."""
+    content = message["content"]
+    if message["role"] == "assistant" and "</think>" in content:
+        thought, _, content = content.partition("</think>")
+        before, _, thought = thought.rpartition("<think>")
+        yield before.strip(), False
+        yield thought.strip(), True
+    for piece in re.split("</?think>", content):  # a template may ask with the first
+        yield piece.strip(), False
+    if "reasoning_content" in message:
+        yield message["reasoning_content"], True
+    for call in message.get("tool_calls", []):
+        yield call["function"]["name"], False
+        for each in leaves(call["function"]["arguments"]):
+            yield each.strip(), False
+
+
+def is_in(text: str, whole: str) -> bool:
+    """Whether a text is in another as it is, in JSON, or in single quotes as Python has it."""
+    whole = unicodedata.normalize("NFC", whole)
+    bare = re.sub(r"(\s*/(?:no_)?think)*\s*$", "", text)  # templates may take flags out
+    bare = unicodedata.normalize("NFC", bare)  # as the demo model's tokenizer does
+    in_json = [json.dumps(bare, ensure_ascii=each)[1:-1] for each in (False, True)]
+    in_python = in_json[0].replace('\\"', '"').replace("'", "\\'")
+    return any(form in whole for form in (bare, *in_json, in_python))
+
+
+# The checks
+
+
+def spans_of(mask: list[bool]) -> list[range]:
+    edges = [i for i in range(len(mask) + 1) if (i and mask[i - 1]) != (i < len(mask) and mask[i])]
+    return [range(*both) for both in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def words(text: str) -> set[str]:
+    return {*WORD.findall(text)}
+
+
+def check_whole(
+    model: Model, messages: list[dict], tools: list | None, trained: list[int], ids: list, said: str
+) -> None:
+    """Fails where a text of a message, or a tool, is not among the ids, but reasoning that is left
+    out by rights, of which something is said."""
+    whole = model.tokenizer.decode(ids)
+    for tool in tools or []:
+        assert tool["function"]["name"] in whole, f"a tool is lost in {whole!r}"
+    last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
+    for index, message in enumerate(messages):
+        for text, is_reasoning in texts_of(message):
+            if is_in(text, whole):
+                continue
+            assert is_reasoning, f"message {index + 1} is not whole: {text!r} in {whole!r}"
+            assert index < last_question or index not in trained, f"reasoning is lost in {whole!r}"
+            assert "without their reasoning" in said, f"nothing said of {text!r} in {whole!r}"
+    begin = model.tokenizer.bos_token_id
+    assert ids[:2] != [begin, begin], "it begins twice"
+
+
+def check_answers(model: Model, messages: list[dict], trained: list[int], example: Example):
+    """Fails unless the trained spans of an example are the answers of these indices."""
+    tokenizer = model.tokenizer
+    ids, mask, ends = example
+    whole = tokenizer.decode(ids)
+    stops = ends | {*turn_ends(model)}
+    spans = spans_of(mask)
+    groups = [[i] for i in trained]
+    for one, other in pairwise(trained):
+        if other == one + 1 and len(spans) < len(groups):  # nothing is between the two
+            at = next(k for k, group in enumerate(groups) if one in group)
+            groups[at : at + 2] = [groups[at] + groups[at + 1]]
+    decoded = [tokenizer.decode([ids[i] for i in span]) for span in spans]
+    assert len(spans) == len(groups), f"{len(groups)} answers, and trained are {decoded}"
+    others = {i: words(json.dumps(m)) for i, m in enumerate(messages)}
+    for span, group, text in zip(spans, groups, decoded, strict=True):
+        mine = set().union(*(others[i] for i in group))
+        assert words(text) <= mine, f"another message's text is trained: {text!r}"
+        for index in group:
+            for each, is_reasoning in texts_of(messages[index]):
+                lost = is_reasoning and (not words(each) or not is_in(each, whole))
+                assert lost or is_in(each, text), f"{each!r} is not in what is trained: {text!r}"
+        at = span.stop - 1
+        while at > span.start and not tokenizer.decode([ids[at]]).strip():
+            at -= 1
+        assert ids[at] in stops, f"trained is an answer without an end: {text!r}"
+        check_around(model, messages, group, text)
+
+
+def check_around(model: Model, messages: list[dict], group: list[int], text: str) -> None:
+    """Fails where what is trained before or after an answer that is but a text has a header."""
+    if len(group) > 1 or {"tool_calls", "reasoning_content"} & messages[group[0]].keys():
+        return
+    said = messages[group[0]]["content"].strip()
+    if "think>" in said or said not in text or not words(said):
+        return
+    before, _, after = text.partition(said)
+    for each in of_family(ENDS, model.name, ()):
+        before = before.removeprefix(each)
+    headers = re.compile(r"im_start|start_header|start_of_turn|<.turn>|START_OF_TURN|START_TURN")
+    assert not headers.search(before + after), f"a header is trained: {text!r}"
+    written = SPECIAL.findall(after)
+    assert len(written) <= 2 and written, f"trained is more than the end of an answer: {text!r}"
+    assert not SPECIAL.sub("", after).replace(model.tokenizer.eos_token, "").strip(), text
+
+
+def turn_ends(model: Model) -> list[int]:
+    """The special tokens that the template writes right after an answer, followed or not."""
+    turns = [("user", "Qqx"), ("assistant", "Aax"), ("user", "Uux")]
+    found = []
+    for stop in (2, 3):
+        said = [{"role": role, "content": text} for role, text in turns[:stop]]
+        text = model.render(said, None, tokenize=False)
+        after = text.split("Aax")[1].split("Uux")[0]
+        ids = model.tokenizer.encode(after, add_special_tokens=False)
+        special = [i for i in ids if i in model.tokenizer.all_special_ids]
+        found += special[:1] if stop == 3 else special
+    return found
+
+
+def check_asked(model: Model, messages: list[dict], tools: list | None, example: Example) -> None:
+    """Fails unless all that comes before the answer is how the model is asked for it."""
+    start = example.mask.index(True)
+    said = [each | {"weight": 0} for each in messages]  # nothing of a prompt is trained
+    text = in_template(model.tokenizer, Conversation(said, tools=tools))
+    asked = model.tokenizer.encode(text, add_special_tokens=False)
+    shown = [model.tokenizer.decode(each) for each in (example.ids[:start], asked)]
+    assert example.ids[:start] == asked[:start], f"{shown[0]!r} is not how it asks: {shown[1]!r}"
+
+
+def check_like_trl(model: Model, messages: list[dict], tools: list | None, example: Example) -> int:
+    """Fails unless the ids, and the mask but for what the tables have, are those of transformers
+    with TRL's copy. Returns whether the mask is the same."""
+    assert model.marked is not None
+    options = {"chat_template": model.marked, "tokenizer_kwargs": {"return_offsets_mapping": True}}
+    encoded = model.render(
+        messages, tools, return_dict=True, return_assistant_tokens_mask=True, **options
+    )
+    mask, offsets = list(map(bool, encoded["assistant_masks"])), encoded["offset_mapping"]
+    for i in range(1, len(mask)):  # transformers loses all but the first token of a last character
+        mask[i] = mask[i] or (mask[i - 1] and offsets[i] == offsets[i - 1])
+    if model.name.startswith(NOT_ENDED):
+        kept = [i for i, id in enumerate(example.ids) if id != model.tokenizer.eos_token_id]
+        ids, ours = ([each[i] for i in kept] for each in example[:2])
+        example = Example(ids, ours, example.ends)
+    assert encoded["input_ids"] == example.ids, "the ids are not TRL's"
+    for table, mine, other in ((BEGINS, mask, example.mask), (ENDS, example.mask, mask)):
+        for span in spans_of([a and not b for a, b in zip(mine, other, strict=True)]):
+            text = model.tokenizer.decode([example.ids[i] for i in span])
+            named = "TRL's answers" if table is BEGINS else "ours"
+            assert text in of_family(table, model.name, ()), f"only {named} have {text!r}"
+    return example.mask == mask
+
+
+# The tests
+
+VARIANTS = [
+    (name, marked)
+    for name, template in TEMPLATES.items()
+    if not name.startswith(PARTS_ALONE)
+    for marked in ([False, True] if MARK.search(template) else [False])
+]
+
+
+@pytest.fixture(scope="module")
+def figures() -> Iterator[Counter]:
+    found: Counter[str] = Counter()
+    yield found
+    print("\nConversations in the chat templates that TRL knows:")
+    for name, count in found.most_common():
+        print(f"{count:6,} {name}")
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path_factory.mktemp("records"))
+
+    def collect(record: logging.LogRecord) -> bool:
+        trainer.said.append(record.getMessage())
+        return False
+
+    log = logging.getLogger("mesp.data.load")
+    log.addFilter(collect)
+    yield trainer
+    log.removeFilter(collect)
+
+
+def made_up(strategy: Any, count: int, name: str, marked: bool):
+    """Calls a function with records of a strategy, always the same for a template; prints the
+    smallest that fails."""
+
+    def decorate(function: Any) -> None:
+        chosen = settings(
+            max_examples=count,
+            phases=[Phase.generate, Phase.shrink],
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
+
+        def shown(record: Any) -> None:
+            note(f"In {name}{', with its marks' if marked else ''}:")
+            note(json.dumps(record, ensure_ascii=False))
+            function(record)
+
+        seed(zlib.crc32(f"{name} {marked} {SEED}".encode()))(chosen(given(strategy)(shown)))()
+
+    return decorate
+
+
+def is_whole(model: Model, record: dict) -> bool:
+    """Whether the template takes a record and leaves nothing out."""
+    messages, tools = as_messages(record), record.get("tools", [])
+    try:
+        text = model.render(messages, tools or None, tokenize=False)
+    except Exception:  # a template can raise anything
+        return False
+    texts = [text for message in messages for text, _ in texts_of(message)]
+    return all(is_in(each, text) for each in [*texts, *(t["function"]["name"] for t in tools)])
+
+
+def reason(error: MespError) -> str:
+    """Why a record was refused, without the record's own words."""
+    text = re.sub(r"^Line 1 of \S+?(?= has| cannot|:):?|\d+ more of .*", "", error.message)
+    return re.sub(r'"[^"]*"|\d+', "…", re.sub(r"/\S+", "…", text))[:110].strip()
+
+
+@pytest.mark.parametrize(("name", "marked"), VARIANTS)
+def test_what_is_trained_is_what_was_answered(name, marked, trainer, figures):
+    model = Model(name, marked)
+    own: Counter[str] = Counter()
+
+    @made_up(conversations(), EXAMPLES, name, marked)
+    def _(record):
+        messages, tools = as_messages(record), record.get("tools")
+        answers = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
+        for loss_on in ("answers", "last", "all"):
+            trained = trained_of(record, loss_on)
+            own["tried"] += 1
+            try:
+                (example,) = trainer(model, record, loss_on=loss_on)
+            except MespError as error:
+                own["refused"] += 1
+                figures[f"refused: {reason(error)}"] += 1
+                own["refused wrongly"] += (
+                    loss_on == "answers" and trained != [] and is_whole(model, record)
+                )
+                continue
+            check_whole(model, messages, tools, trained, example.ids, " ".join(trainer.said))
+            own["accepted"] += 1
+            if loss_on == "all" or not trained:
+                continue
+            check_answers(model, messages, trained, example)
+            if loss_on == "last":
+                check_asked(model, messages[:-1], tools, example)
+            elif model.marked and trained == answers:
+                same = check_like_trl(model, messages, tools, example)
+                figures["equal to TRL's" if same else "equal to TRL's but for the tables"] += 1
+
+    figures.update({f"conversations {key}": value for key, value in own.items()})
+    figures["templates in which all is right"] += 1
+    assert own["tried"] - own["refused"] >= ACCEPTED * own["tried"], own
+
+
+@pytest.mark.parametrize(("name", "marked"), VARIANTS)
+def test_questions_and_answers_are_never_refused(name, marked, trainer, figures):
+    model = Model(name, marked)
+    for kinds in (QUESTIONS_AND_ANSWERS, replace(QUESTIONS_AND_ANSWERS, system=True)):
+
+        @made_up(conversations(kinds), EXAMPLES // 3, name, marked)
+        def _(record):
+            messages = as_messages(record)
+            if messages[0]["role"] == "system" and not is_whole(model, record):
+                return
+            trained = trained_of(record, "answers")
+            (example,) = trainer(model, record)
+            check_whole(model, messages, None, trained, example.ids, "")
+            check_answers(model, messages, trained, example)
+            figures["plain conversations"] += 1
+
+
+@pytest.mark.parametrize(("name", "marked"), VARIANTS)
+def test_preferences_train_their_answers(name, marked, trainer, figures):
+    model = Model(name, marked)
+
+    @made_up(pairs(), EXAMPLES // 2, name, marked)
+    def _(record):
+        chosen, rejected = (_said("assistant", record[key]) for key in ("chosen", "rejected"))
+        prompt = _said("user", record.get("prompt", []))
+        figures["pairs tried"] += 1
+        try:
+            found = trainer(model, record)
+        except MespError as error:
+            figures["pairs refused"] += 1
+            figures[f"refused: {reason(error)}"] += 1
+            return
+        said = " ".join(trainer.said)
+        assert len(found) == 2
+        if not prompt:
+            prompt = [a for a, b in zip(chosen, rejected, strict=False) if a == b]
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        for example, answer in zip(found, (chosen, rejected), strict=True):
+            messages = as_messages({"prompt": prompt, "completion": answer})
+            trained = trained_of({"prompt": prompt, "completion": answer}, "answers")
+            check_whole(model, messages, record.get("tools"), trained, example.ids, said)
+            check_answers(model, messages, trained, example)
+            if len(answer) == 1:
+                check_asked(model, messages[:-1], record.get("tools"), example)
+        if "prompt" in record:
+            judged = [
+                {"prompt": record["prompt"], "completion": record[key], "label": key == "chosen"}
+                | {key: record[key] for key in ("tools",) if key in record}
+                for key in ("chosen", "rejected")
+            ]
+            assert [e[:2] for e in trainer(model, *judged)] == [e[:2] for e in found]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gptoss", "gemma3", "glm4moe"])
+def test_a_record_is_the_same_among_others(name, trainer):
+    model = Model(name, marked=False)
+
+    @made_up(st.lists(conversations(QUESTIONS_AND_ANSWERS), min_size=2, max_size=4), 8, name, False)
+    def _(records):
+        alone = [trainer(model, record)[0] for record in records]
+        assert [e[:2] for e in trainer(model, *records)] == [e[:2] for e in alone]
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name.startswith(PARTS_ALONE)])
+def test_templates_that_take_parts_alone_are_refused(name, trainer):
+    model = Model(name, marked=False)
+
+    @made_up(conversations(QUESTIONS_AND_ANSWERS), 5, name, False)
+    def _(record):
+        with pytest.raises(MespError):
+            trainer(model, record)
+
+
+def test_few_are_refused_wrongly(figures):
+    tried, wrongly = figures["conversations tried"], figures["conversations refused wrongly"]
+    assert wrongly <= REFUSED_WRONGLY * tried / 3, f"{wrongly} of {tried}, each in three ways"
