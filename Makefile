@@ -4,7 +4,7 @@
 # make demo-federate  six people teach one model, each with requests of a kind
 # make check   style, types and the quick tests: the everyday loop
 # make test    every test that needs nothing but the checkout
-# make test-slow  what is long: 2,000 steps, 10,000 damaged files of each kind, an installed wheel, 20 steps with the MLX of phones, what 4 bits lose of real models, conversations in TRL's chat templates, lm-evaluation-harness, llama.cpp, Flower, and PEFT, for which it installs PyTorch, some gigabytes
+# make test-slow  what is long: 2,000 steps, 10,000 damaged files of each kind, an installed wheel, 20 steps with the MLX of phones, what 4 bits lose of real models, conversations in TRL's chat templates, lm-evaluation-harness, llama.cpp, Flower, models of transformers, and PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
 # make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU, and records a run of it
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
@@ -171,6 +171,8 @@ test-slow: engine-and-tests $(FIXTURES).ready $(PHONE_MLX)/ready
 	$(BIN)/python -m venv $(VENV)/peft
 	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft bitsandbytes opacus --editable '.[dev]'
 	$(VENV)/peft/bin/python -m pytest -q -s -m peft tests/adapters
+	@echo "== Models that transformers saves, and fused ones that it reads"
+	$(VENV)/peft/bin/python -m pytest -q -s -m transformers tests/models tests/adapters
 	@echo "== Tests of federated rounds in Flower"
 	$(BIN)/python -m venv $(VENV)/federate
 	$(VENV)/federate/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,federate,report]'

@@ -29,6 +29,7 @@ ON_REQUEST = {
     "peft": "adapters in PEFT and private steps in Opacus, on PyTorch",
     "phone": "training with the MLX of phones",
     "quantizer": "the loss of real models in 4 bits",
+    "transformers": "models that transformers saves, and fused ones that it reads",
     "trl": "conversations in the chat templates that TRL knows",
     "wheel": "the commands as a wheel installs them",
 }

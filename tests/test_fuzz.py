@@ -41,7 +41,7 @@ from mesp.engine.train import prepare
 from mesp.errors import MespError
 from mesp.federate.exchange import Arrays, averaging_error, check_arrays, clipped, drift
 from mesp.models.architecture import Architecture
-from mesp.models.config_json import check_length
+from mesp.models.config_json import check_lengths
 from mesp.quantization.choose import check_quantizations, find_quantizations
 from mesp.runs import report
 from mesp.runs.log import Run
@@ -445,7 +445,7 @@ def test_models(tmp_path: Path, data: st.DataObject):
         arch = Architecture.from_config(source.config)
         quantizations = find_quantizations(source.name, source.config, arch, None, None, None, None)
         check_quantizations(arch, quantizations)
-        check_length(source.config, 8)
+        check_lengths(source.config, [8])
         (tmp_path / "out").mkdir(exist_ok=True)
         write_texts(source, tmp_path / "out", arch, quantizations)
 

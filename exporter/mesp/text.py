@@ -13,6 +13,57 @@ from mesp.data.tokens import encode_prompt
 from mesp.errors import MespError, plain_errors
 from mesp.files import read_object, root_of
 
+# The files that a tokenizer's vocabulary may be in; a bundle has the first.
+VOCABULARIES = (
+    "tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model", "spiece.model",
+    "vocab.json",
+)  # fmt: skip
+PROOF = "A text of 2 lines,\nwhich comes back."
+
+
+def proven_tokenizer(folder: Path, model: str) -> Any:
+    """The tokenizer in a model's folder, with which a text survives; None where there is none.
+
+    `model` is its name, for messages. Raises MespError where it cannot be loaded, or a text does
+    not come back.
+    """
+    if not _has_tokenizer(folder):
+        return None
+    tokenizer = load_tokenizer(folder)
+    with plain_errors(f"The tokenizer of {model} cannot be used"):
+        found = tokenizer.decode(_proof(tokenizer), skip_special_tokens=True)
+    if found != PROOF:
+        missing = [name for name in VOCABULARIES if (folder / name).is_file()]
+        reason = "" if missing else f" (no vocabulary is there, such as {VOCABULARIES[0]})"
+        raise MespError(
+            f"The tokenizer of {model} loses text: {PROOF!r} becomes {found!r:.80}{reason}; take "
+            "all files of the model's tokenizer, or none."
+        )
+    return tokenizer
+
+
+def write_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Writes the `tokenizer.json` of a tokenizer whose vocabulary is in files of another form.
+
+    Raises MespError where transformers cannot, or its file gives other tokens.
+    """
+    failed = f"The tokenizer {type(tokenizer._tokenizer).__name__} cannot be written"
+    with plain_errors(failed):
+        tokenizer._tokenizer.save_pretrained(folder)
+        same = (folder / VOCABULARIES[0]).is_file() and (
+            _proof(load_tokenizer(folder)) == _proof(tokenizer)
+        )
+    if not same:
+        raise MespError(f"{failed} as tokenizer.json; take a model that has one.")
+
+
+def _proof(tokenizer: Any) -> list[int]:
+    return list(tokenizer.encode(PROOF, add_special_tokens=False))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer_config.json", *VOCABULARIES))
+
 
 def load_tokenizer(
     folder: Path, without: str = "so --data cannot be used with it; take a model with one"
@@ -23,7 +74,7 @@ def load_tokenizer(
     Code in the folder is never run: a tokenizer is one of those that transformers has. Raises
     MespError if there is none, and says what `without` it, or where it cannot be loaded.
     """
-    if not (folder / "tokenizer_config.json").is_file():
+    if not _has_tokenizer(folder):
         raise MespError(f"{folder} has no tokenizer, {without}.")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from mlx_lm import tokenizer_utils
@@ -39,7 +90,8 @@ def load_tokenizer(
                 f"{failed}: {file.name} is not a regular file; put the file there, or remove it."
             )
     with plain_errors(failed):
-        config = read_object(folder / "tokenizer_config.json")
+        file = folder / "tokenizer_config.json"
+        config = read_object(file) if file.exists() else {}
         options = {"local_files_only": True, "trust_remote_code": False}
         try:
             options["config"] = _kind_of_model(folder)

@@ -12,6 +12,7 @@ import json
 import random
 import unicodedata
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,10 +42,15 @@ from mesp.bundle.reader import Bundle
 from mesp.engine.process import generate
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
+from mesp.models.quantization import Quantization
+from mesp.quantization.choose import Quantizations
+from mesp.source_model.forward_pass import Beside, SourceModel
 from mesp.source_model.gguf.blocks import UNQUANTIZED
+from mesp.source_model.gguf.config import config_of
 from mesp.source_model.gguf.header import GGUF, copy
 from mesp.source_model.gguf.names import ARCHITECTURES
 from mesp.source_model.gguf.tokenizer import PRE_TOKENIZERS, write_tokenizer
+from mesp.source_model.gguf.weights import GGUFWeights
 from mesp.text import bundle_tokenizer, encode
 from real_models import GEMMA, SMOLLM2, gguf_file
 
@@ -235,7 +241,9 @@ def test_a_gguf_file_and_its_bundle_agree(name: str, tmp_path: Path):
     """Both compute in float32 with the numbers of Q8_0's blocks: llama.cpp would round activations
     to 8 bits, too, were the blocks in its file."""
     tensors = random_tensors(MODELS[name][1])
-    quantized = write_gguf(tmp_path / "quantized.gguf", name, tensors, vocabulary="numbers")
+    quantized = write_gguf(tmp_path / "quantized.gguf", name, tensors)
+    # llama.cpp gets and gives ids here; an export wants a tokenizer that keeps text.
+    base = write_gguf(tmp_path / "base.gguf", name, tensors, vocabulary="numbers")
     plain = write_gguf(tmp_path / "plain.gguf", name, tensors, dequantized, "numbers")
     bundle = tmp_path / "bundle.mesp"
     call("export", "--model", quantized, "--out", bundle, "--seq-len", 8, "--device", "cpu")
@@ -248,7 +256,7 @@ def test_a_gguf_file_and_its_bundle_agree(name: str, tmp_path: Path):
 
     size = 0.3 if "gemma" in name else 0.1
     adapters, fused = write_adapters(tmp_path / "adapters", bundle, size), tmp_path / "fused"
-    options = ("--bits", "bfloat16", "--gguf", "--gguf-base", quantized)
+    options = ("--bits", "bfloat16", "--gguf", "--gguf-base", base)
     call("fuse", bundle, "--adapters", adapters, "--out", fused, *options)
     adapted = load_adapters(Bundle(bundle).to_mlx_lm(), str(adapters))
     for file, lora, allowed in (
@@ -260,6 +268,56 @@ def test_a_gguf_file_and_its_bundle_agree(name: str, tmp_path: Path):
         tuned = log_probabilities(adapted, prompt, written)
         assert [step["logprob"] for step in steps] == pytest.approx(tuned, abs=allowed)
         assert max(map(abs, np.subtract(tuned, log_probabilities(model, prompt, written)))) > 0.3
+
+
+ROPE: dict[str, list] = {
+    "scaling.type": ["none", "linear", "yarn", "yarn", "longrope"],
+    "scaling.factor": [0.0, 1.0, 2.0, 4.0],
+    "scale_linear": [2.0],
+    "scaling.original_context_length": [16, 64],
+    "scaling.attn_factor": [1.0, 1.5],
+    "scaling.finetuned": [True],
+    "scaling.yarn_log_multiplier": [0.5, 1.0],
+    "scaling.yarn_beta_fast": [8.0],
+    "scaling.yarn_beta_slow": [2.0],
+    "freq_base": [100.0, 1e6],
+}
+_KINDS = {str: "STRING", int: "UINT32", float: "FLOAT32", bool: "BOOL"}
+
+
+def test_metadata_of_rope_are_read_as_llama_cpp_reads_them(tmp_path: Path):
+    """Random keys and values: the log-probabilities are llama.cpp's, or the file is refused."""
+    tensors = random_tensors(MODELS["qwen2"][1])
+    rng, counts, prompt = random.Random(0), Counter(), [5, 17, 30, 2, 90, 44]
+    for number in range(60):
+        keys = {key: rng.choice(ROPE[key]) for key in rng.sample(sorted(ROPE), rng.randint(1, 5))}
+        changed = {
+            f"qwen2.rope.{key}": gguf.GGUFValue(value, gguf.GGUFValueType[_KINDS[type(value)]])
+            for key, value in keys.items()
+        }
+        file = tmp_path / f"{number}.gguf"
+        write_gguf(file, "qwen2", tensors, dequantized, "numbers", changed=changed)
+        read = GGUF.read(file)
+        try:
+            arch = Architecture.from_config(config_of(read))
+        except MespError:
+            counts["refused"] += 1
+            continue
+        steps = write(file, prompt)
+        tokens = prompt + [step["id"] for step in steps]
+        model = SourceModel(GGUFWeights(read, arch), arch, Quantizations(Quantization()))
+        x = model.embed(tokens)
+        beside = Beside(tokens, x)
+        for index in range(arch.num_hidden_layers):
+            x = model.block(index, x, beside)
+        found = nn.log_softmax(model.logits(model.final(x), slice(0, arch.vocab_size))[0], -1)
+        rows = range(len(prompt) - 1, len(tokens) - 1)
+        ours = np.array(found)[rows, tokens[len(prompt) :]].tolist()
+        assert [step["logprob"] for step in steps] == pytest.approx(ours, abs=1e-4), keys
+        counts["equal"] += 1
+    print(
+        f"\n{counts.total()} tried, {counts['refused']} refused, {counts['equal']} equal, 0 wrong"
+    )
 
 
 def dequantized(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:

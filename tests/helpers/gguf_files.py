@@ -21,6 +21,10 @@ from mesp.models.names import CONVOLUTIONS
 _LLAMA = {"attention_bias": False, "mlp_bias": False}
 _GEMMA = {"query_pre_attn_scalar": 32}
 _YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+# With a factor as the file has it, in float32.
+_LONGROPE = FAMILIES["phi3"]["rope_scaling"] | {
+    "attention_factor": float(str(np.float32(1.5**0.5)))
+}
 # llama.cpp's name of an architecture, and a tiny config.json of each family. What llama.cpp knows
 # without asking is as there: which blocks have no RoPE, the scale of attention. Of Gemma 2 mlx-lm
 # has no windows.
@@ -50,7 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rms_norm_eps": 1e-6},
     ),
     "lfm2": ("lfm2", FAMILIES["lfm2"]),
-    "phi3": ("phi3", FAMILIES["phi3"]),
+    "phi3": ("phi3", FAMILIES["phi3"] | {"rope_scaling": _LONGROPE}),
     # llama.cpp has experts in all blocks, and no factor of their weights.
     "qwen3_moe": ("qwen3moe", FAMILIES["qwen3_moe"] | {"mlp_only_layers": []}),
     "lfm2_moe": ("lfm2moe", FAMILIES["lfm2_moe"] | {"routed_scaling_factor": 1.0}),
@@ -86,8 +90,8 @@ def write_gguf(
     into words by a pre-tokenizer of this name. Keys of the metadata `without` which are left out,
     and `changed` ones have other values.
     """
-    name, config = MODELS[model]
-    config = complete(config)
+    name, said = MODELS[model]
+    config = complete(said)
     writer = gguf.GGUFWriter(path, name)
     _write_keys(writer, name, config)
     write_vocabulary(writer, vocabulary, path.with_suffix(".tokenizer"), config["vocab_size"])
@@ -103,7 +107,7 @@ def write_gguf(
             writer.add_tensor(theirs, data, raw_dtype=kind)
         else:
             writer.add_tensor(theirs, array)
-    _write_rope(writer, config)
+    _write_rope(writer, config, said)
     for key in without:
         del writer.kv_data[0][key]
     writer.kv_data[0] |= changed or {}
@@ -182,7 +186,7 @@ def _write_keys(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) -> N
         writer.add_shortconv_l_cache(config["conv_L_cache"])
 
 
-def _write_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def _write_rope(writer: gguf.GGUFWriter, config: dict[str, Any], said: dict[str, Any]) -> None:
     scaling = config["rope_scaling"] or {"type": "default"}
     if scaling["type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -191,8 +195,8 @@ def _write_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(scaling["factor"])
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
-        if "mscale_all_dim" in scaling:
-            writer.add_rope_scaling_yarn_log_mul(scaling["mscale_all_dim"])
+        if "rope_parameters" in said:
+            writer.add_rope_scaling_yarn_log_mul(said["rope_parameters"]["mscale_all_dim"])
             writer.add_attn_temperature_scale(scaling["llama_4_scaling_beta"])
     elif scaling["type"] == "llama3":
         size = config["head_dim"]

@@ -47,7 +47,9 @@ _COMMON |= {"max_position_embeddings": 512, "num_hidden_layers": 2}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _GEMMA = {**_COMMON, "head_dim": 32, "hidden_activation": "gelu_pytorch_tanh"}
 _GEMMA |= {"query_pre_attn_scalar": 24, "sliding_window": 5}
-_LONG = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1, 1.1, 1.5, 2, 3, 4]}
+# mlx-lm takes the long factors whatever the length.
+_FACTORS = [1, 1.1, 1.5, 2, 3, 4]
+_LONG = {"type": "longrope", "short_factor": _FACTORS, "long_factor": _FACTORS}
 
 # A tiny config.json of each family, with every feature that it has.
 FAMILIES = {
@@ -159,7 +161,7 @@ FAMILIES = {
         "attention_bias": False,
         "mamba_n_heads": 8,
         "mamba_d_head": 16,
-        "mamba_n_groups": 2,
+        "mamba_n_groups": 1,
         "mamba_d_state": 24,
         "mamba_d_conv": 4,
         "mamba_conv_bias": True,

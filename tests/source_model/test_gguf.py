@@ -19,7 +19,9 @@ from helpers.gguf_files import MODELS, q8_0, write_gguf
 from helpers.models import TEXT, random_tensors, write_model
 from mesp.bundle.reader import Bundle
 from mesp.errors import MespError
+from mesp.models.architecture import Architecture
 from mesp.source_model import find
+from mesp.source_model.gguf.config import config_of
 from mesp.source_model.gguf.header import GGUF, copy
 from mesp.source_model.gguf.tokenizer import write_tokenizer
 from mesp.text import bundle_tokenizer
@@ -366,3 +368,59 @@ def test_reading_needs_the_gguf_package(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert "pip install 'mesp[gguf]'" in refused(tmp_path / "m.gguf", tmp_path / "out.mesp")
+
+
+def floats(value: float) -> gguf.GGUFValue:
+    return gguf.GGUFValue(value, gguf.GGUFValueType.FLOAT32)
+
+
+def text(value: str) -> gguf.GGUFValue:
+    return gguf.GGUFValue(value, gguf.GGUFValueType.STRING)
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling"),
+    [
+        ({"scale_linear": floats(4.0)}, {"type": "linear", "factor": 4.0}),
+        ({"scaling.factor": floats(4.0)}, {"type": "linear", "factor": 4.0}),
+        ({"scaling.factor": floats(0.0), "scale_linear": floats(4.0)}, None),
+        ({"scaling.type": text("none"), "scaling.factor": floats(4.0)}, None),
+        (
+            {"scaling.type": text("yarn"), "scaling.factor": floats(4.0)},
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+        ),
+        (
+            {"scaling.type": text("yarn"), "scale_linear": floats(2.0)}
+            | {"scaling.yarn_beta_fast": floats(16.0), "scaling.yarn_log_multiplier": floats(0.5)},
+            {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
+            | {"beta_fast": 16.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+        ),
+        ({"scaling.finetuned": number(1)}, None),
+    ],
+)
+def test_rope_is_scaled_as_in_llama_cpp(keys, scaling, tmp_path: Path):
+    tensors = random_tensors(MODELS["qwen2"][1])
+    changed = {f"qwen2.rope.{key}": value for key, value in keys.items()}
+    file = GGUF.read(write_gguf(tmp_path / "t.gguf", "qwen2", tensors, changed=changed))
+    config = MODELS["qwen2"][1] | {"rope_scaling": scaling}
+    found = Architecture.from_config(config_of(file))
+    assert found.mixers == Architecture.from_config(config).mixers
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope.scaling.type", text("longrope")),
+        ("rope.scaling.attn_factor", floats(1.5)),
+        ("rope.scaling.yarn_ext_factor", floats(0.5)),
+        ("rope.freq_base_swa", floats(100.0)),
+        ("attention.clamp_kqv", floats(8.0)),
+        ("attention.causal", number(0)),
+    ],
+)
+def test_metadata_that_nothing_reads_are_named(key, value, tmp_path: Path):
+    tensors = random_tensors(MODELS["qwen2"][1])
+    changed = {f"qwen2.{key}": value, "qwen2.rope.scaling.factor": floats(2.0)}
+    file = write_gguf(tmp_path / "t.gguf", "qwen2", tensors, changed=changed)
+    said = refused(file, tmp_path / "out.mesp")
+    assert key in said or "scales RoPE in a way that is not supported" in said

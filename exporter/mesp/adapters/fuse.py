@@ -8,8 +8,10 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_map_with_path, tree_unflatten
 
+from mesp.adapters.checkpoint import checkpoint, config_of_text, save_checkpoint
 from mesp.bundle.reader import Bundle
 from mesp.files import read_object
+from mesp.models.config_json import for_mlx_lm
 from mesp.source_model.texts import copy_texts, texts_of, write_config
 
 BFLOAT16 = 16  # bits: not quantized
@@ -59,19 +61,25 @@ def save(
 ) -> None:
     """Writes a fused model into `folder`: weights, config.json, the bundle's tokenizer and
     licence. It stops at the tokens that the bundle's data end with. Nothing in it names code, or is
-    any."""
+    any.
+
+    Where nothing is quantized it has the names and shapes that both transformers and mlx-lm read.
+    """
     from mlx_lm.utils import save_model
 
     config = bundle.config()
     config.pop("quantization_config", None)
-    if quantized:
-        config["quantization"] |= quantized
-    else:
-        config.pop("quantization", None)
     for key in ("torch_dtype", "dtype"):
         if key in config:
             config[key] = "bfloat16"
-    save_model(folder, model)
+    if quantized:
+        config = for_mlx_lm(config, max(bundle.manifest.seq_lens))
+        config["quantization"] |= quantized
+        save_model(folder, model)
+    else:
+        config.pop("quantization", None)
+        config = config_of_text(config)
+        save_checkpoint(folder, checkpoint(model, bundle))
     write_config(folder / "config.json", config)
     listed = (entry.path for entry in bundle.manifest.files)
     copy_texts(bundle.path, texts_of(listed), folder)

@@ -55,7 +55,7 @@ def read_base(path: Path, bundle: Bundle) -> GGUF:
     from mesp.source_model.gguf.weights import GGUFWeights
 
     file, arch = GGUF.read(path), bundle.architecture
-    same = Architecture.from_config(config_of(file)) == arch
+    same = Architecture.from_config(config_of(file), max(bundle.manifest.seq_lens)) == arch
     if same:
         weights = GGUFWeights(file, arch)
         tables = {"model.embed_tokens": bundle.embedding()["weight"]}

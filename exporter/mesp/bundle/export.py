@@ -122,7 +122,7 @@ def prepare(
         head_bits=(head_bits, BITS),
     )
     source = find_source(str(model), random_weights)
-    arch = Architecture.from_config(source.config)
+    arch = Architecture.from_config(source.config, max(listed(seq_len)))
     if layers and layers > arch.num_hidden_layers:
         raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
     if layers and arch.per_layer and not random_weights:
@@ -130,10 +130,8 @@ def prepare(
             f"A row of {source.name}'s table of embeddings for each layer holds all layers; leave "
             "out --layers, or take --random-weights."
         )
-    arch = arch.first(layers or arch.num_hidden_layers)
-    quantizations = find_quantizations(
-        source.name, source.config, arch, mode, bits, group_size, head_bits
-    )
+    asked = mode, bits, group_size, head_bits
+    quantizations = find_quantizations(source.name, source.config, arch, *asked)
     if calibrate is not None:
         _check_calibrate(quantizations, quantize, random_weights)
     weights: Weights
@@ -147,14 +145,15 @@ def prepare(
     else:
         assert source.folder is not None
         weights = SafetensorsWeights(source.folder, arch)
+        arch = weights.arch  # with a head of its own where one is stored
         if weights.left_out:
             log.warning(
                 "Note: %s tensors are left out: the text alone is trained, without layers that "
                 "predict several tokens.",
                 f"{weights.left_out:,}",
             )
-        if arch.model_type in ("gemma3", "gemma3_text") and weights.is_quantized("lm_head"):
-            arch = replace(arch, tie_word_embeddings=False)  # a copy that older mlx-lm made
+    arch = arch.first(layers or arch.num_hidden_layers)
+    quantizations = find_quantizations(source.name, source.config, arch, *asked)
     if data is None and data_options not in (None, DataOptions()):
         raise MespError("The options for data need --data; name it too.")
     if data is None and model == "demo" and not random_weights:

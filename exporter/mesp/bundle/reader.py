@@ -27,6 +27,7 @@ from mesp.bundle.manifest import (
 from mesp.errors import MespError
 from mesp.files import read_bytes, read_object
 from mesp.models.architecture import Architecture
+from mesp.models.config_json import for_mlx_lm
 from mesp.models.families import FAMILIES
 from mesp.models.layout import (
     DTYPE_OF,
@@ -206,12 +207,12 @@ class Bundle:
     def to_mlx_lm(self) -> nn.Module:
         """The weights, quantized as they are, as mlx-lm's model.
 
-        Raises MespError where mlx-lm has no models of the family.
+        Raises MespError where mlx-lm has no models of the family, or computes another one.
         """
         from mlx_lm.utils import _get_classes  # here, as it takes tens of MB
 
         arch = self.architecture
-        config = self.config()
+        config = for_mlx_lm(self.config(), max(self.manifest.seq_lens))
         try:
             model_class, arguments = _get_classes(config)
         except ValueError as error:
@@ -224,6 +225,35 @@ class Bundle:
         except Exception as error:  # what a config.json that is not in order raises differs
             raise self._other_model() from error
 
+        weights = self.checkpoint()
+        weights = {arch.mlx_prefix.removesuffix("model") + n: a for n, a in weights.items()}
+        if hasattr(model, "sanitize"):
+            weights = model.sanitize(weights)
+
+        names = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+        if not arch.is_tied_in_mlx_lm and "lm_head" not in names:
+            raise MespError(
+                f"The model's head is not its embedding, as mlx-lm has it of {arch.model_type} "
+                "models; use the adapters in adapters/peft with PEFT."
+            )
+
+        def quantization(path: str, module: nn.Module) -> dict[str, Any] | bool:
+            if f"{path}.scales" not in weights:
+                return False
+            return asdict(Quantization.of(weights, f"{path}.", module.weight.shape[1]))
+
+        try:
+            nn.quantize(model, class_predicate=quantization)
+            model.load_weights(list(weights.items()))
+        except (ValueError, LookupError) as error:
+            raise self._other_model() from error
+        assert isinstance(model, nn.Module)
+        return model
+
+    def checkpoint(self) -> dict[str, mx.array]:
+        """The weights by the names and in the form of Hugging Face's checkpoints, with matrices
+        quantized as they are; what these hold together, as parts."""
+        arch = self.architecture
         head = self.head()
         norm = head.pop("norm") * arch.logits_scaling - arch.norm_offset
         weights = {name_there("model.norm.weight", arch.model_type): norm}
@@ -240,22 +270,7 @@ class Bundle:
                 if name.endswith(CONVOLUTIONS):
                     array = array[:, None]
                 weights[name_there(f"model.layers.{index}.{name}", arch.model_type)] = array
-        weights = {arch.mlx_prefix.removesuffix("model") + n: a for n, a in weights.items()}
-        if hasattr(model, "sanitize"):
-            weights = model.sanitize(weights)
-
-        def quantization(path: str, module: nn.Module) -> dict[str, Any] | bool:
-            if f"{path}.scales" not in weights:
-                return False
-            return asdict(Quantization.of(weights, f"{path}.", module.weight.shape[1]))
-
-        try:
-            nn.quantize(model, class_predicate=quantization)
-            model.load_weights(list(weights.items()))
-        except (ValueError, LookupError) as error:
-            raise self._other_model() from error
-        assert isinstance(model, nn.Module)
-        return model
+        return weights
 
     def config(self) -> dict[str, Any]:
         """The model's config.json, as mlx-lm reads it. Raises MespError where it is not the

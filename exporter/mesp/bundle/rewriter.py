@@ -17,6 +17,7 @@ from mesp.bundle.weight_files import write_weights
 from mesp.bundle.writer import check_disk
 from mesp.errors import MespError, plain_os_errors
 from mesp.folders import locked, new_folder
+from mesp.models.config_json import check_lengths
 from mesp.progress import Report, Task
 from mesp.source_model.texts import copy_texts, naming_code, texts_of
 
@@ -41,6 +42,7 @@ def rewrite_bundle(
     ):
         bundle = Bundle(source, to_run=False)
         check_data(bundle, max(options.seq_lens))
+        check_lengths(bundle.config(), [*bundle.manifest.seq_lens, *options.seq_lens])
         Task(progress, f"Checking {source.name}")
         bundle.verify()
         old = bundle.weight_files()

@@ -24,7 +24,7 @@ from mesp.data.load import ALL, load, random_data
 from mesp.errors import MespError, plain_os_errors
 from mesp.folders import new_folder
 from mesp.models.architecture import Architecture
-from mesp.models.config_json import check_length, complete
+from mesp.models.config_json import check_lengths, complete
 from mesp.models.families import FAMILIES
 from mesp.models.weights import Weights
 from mesp.progress import Report, Task
@@ -40,7 +40,7 @@ from mesp.source_model.moments import (
 )
 from mesp.source_model.random_weights import RandomWeights
 from mesp.source_model.texts import copy_texts, texts_of, write_config
-from mesp.text import load_tokenizer
+from mesp.text import load_tokenizer, proven_tokenizer, write_tokenizer
 
 
 def write_bundle(
@@ -55,7 +55,7 @@ def write_bundle(
     Raises MespError where the disk, the weights or the data do not allow it; nothing is left then.
     """
     check_quantizations(arch, options.quantizations)
-    check_length(source.config, max(options.seq_lens))
+    check_lengths(source.config, options.seq_lens)
     total = weight_bytes(weight_files(None, arch, options))
     with (
         plain_os_errors(f"Cannot write {options.out}"),
@@ -63,7 +63,8 @@ def write_bundle(
     ):
         check_disk(options.out, folder, total)
         Task(progress, "Tokenizing")
-        splits = tokenize(source, weights, arch, options)
+        tokenizer = proven_tokenizer(source.folder, source.name) if source.folder else None
+        splits = tokenize(source, weights, arch, options, tokenizer)
         moments = find_moments(source, weights, arch, options)
         files = weight_files(weights, arch, options, moments)
         writing = Task(progress, f"Writing {options.out.name}", total)
@@ -71,6 +72,8 @@ def write_bundle(
         manifest = write_model(folder, source, arch, files, options, writing.advance)
         data = write_data(folder, "data", splits)
         write_texts(source, folder, arch, options.quantizations)
+        if tokenizer and not (folder / "tokenizer.json").exists():
+            write_tokenizer(tokenizer, folder)
         manifest = replace(
             manifest, data=data, end_tokens=end_tokens_of(splits), files=describe_files(folder)
         )
@@ -119,7 +122,7 @@ def check_disk(out: Path, folder: Path, size: int) -> None:
 
 
 def tokenize(
-    source: Source, weights: Weights, arch: Architecture, options: ExportOptions
+    source: Source, weights: Weights, arch: Architecture, options: ExportOptions, tokenizer: Any
 ) -> dict[str, Split]:
     """The tokenized data by split; empty if there is none."""
     longest = max(options.seq_lens)
@@ -132,7 +135,7 @@ def tokenize(
             f"{source.name} has no tokenizer here, so --data cannot be used with it; leave out "
             "--data (random weights then get random tokens), or give a folder with a tokenizer."
         )
-    tokenizer = load_tokenizer(source.folder)
+    tokenizer = tokenizer or load_tokenizer(source.folder)  # which says that there is none
     return load(options.data, tokenizer, longest, arch.vocab_size, options.data_options)
 
 

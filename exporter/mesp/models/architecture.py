@@ -70,13 +70,14 @@ class Architecture:
     per_layer: PerLayerEmbedding | None = None
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Architecture:
-        """The description of the model of a Hugging Face ``config.json``.
+    def from_config(cls, config: dict[str, Any], length: int = 1) -> Architecture:
+        """The description of the model of a Hugging Face ``config.json``, for sequences of `length`
+        tokens: LongRoPE has other frequencies in long ones.
 
         Raises MespError where the architecture, or a variant of it, is not supported.
         """
         try:
-            return cls._from_complete(complete(config))
+            return cls._from_complete(complete(config) | {"sequence_length": length})
         except KeyError as error:
             raise MespError(f"The model's config.json lacks {error.args[0]!r}.") from error
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -291,6 +292,27 @@ class Architecture:
             PER_LAYER_EMBEDDING: (self.vocab_size, width),
             PER_LAYER_PROJECTION: (width, self.hidden_size),
         }
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all its tensors, unquantized, by their names; of stacked matrices
+        [experts, out, in]."""
+        tables = ["model.embed_tokens", *(["lm_head"] * (not self.tie_word_embeddings))]
+        shapes = {f"{name}.weight": (self.vocab_size, self.hidden_size) for name in tables}
+        shapes["model.norm.weight"] = (self.hidden_size,)
+        if self.per_layer:
+            shapes |= {f"{name}.weight": shape for name, shape in self.per_layer_shapes.items()}
+            shapes["model.per_layer_projection_norm.weight"] = (self.per_layer.size,)
+        for index, block in enumerate(self.blocks):
+            its: dict[str, tuple[int, ...]] = {}
+            matrices = block.sizes() | block.frozen()
+            its |= {f"{name}.weight": size for name, size in matrices.items()}
+            for name, size in block.stacked().items():
+                its[f"{name}.weight"] = (block.num_experts, *size)
+            its |= {f"{name}.bias": (size,) for name, size in block.biases().items()}
+            its |= {name: (size,) for name, size in block.norms().items()}
+            its |= block.vectors()
+            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in its.items()}
+        return shapes
 
     @property
     def embedding_columns(self) -> dict[str, int]:

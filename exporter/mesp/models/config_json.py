@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from mesp.errors import MespError
 from mesp.models.families import FAMILIES, LACKING
-from mesp.models.rope_scaling import SCALINGS
+from mesp.models.rope_scaling import COMMON, SCALINGS, complete_scaling, type_of
 
 # The types of lists' elements, before they are checked.
 _MOST = {"num_hidden_layers": 1024, "head_dim": 4096, "partial_rotary_factor": 1}
-_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": True}
+_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False}
+_NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def complete(config: dict[str, Any]) -> dict[str, Any]:
@@ -19,6 +22,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     (transformers 5 keeps RoPE in `rope_parameters`.) Raises MespError where the architecture is
     not supported.
     """
+    config = _plain(config)
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         missing = ""
@@ -40,25 +44,35 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         # Some things are said of the whole model, such as how it is quantized.
         whole = {k: v for k, v in config.items() if k not in ("text_config", "vision_config")}
         config = {**whole, **text, "model_type": model_type}
+        if "tie_word_embeddings" in whole:
+            config["tie_word_embeddings"] = whole["tie_word_embeddings"]
     config = {**_DEFAULTS, **family.defaults, **config}
     for key, most in _MOST.items():
         if isinstance(config.get(key), int | float) and not 0 < config[key] <= most:
             raise unsupported(key, config[key])
+    if family.experts and config.get("num_local_experts"):  # as transformers 5 names it
+        config.setdefault("num_experts", config["num_local_experts"])
+        if config["num_experts"] != config["num_local_experts"]:
+            raise unsupported("num_local_experts", config["num_local_experts"])
     config |= family.read(config)
     rope = by_type = config.pop("rope_parameters", None) or {}
     if "full_attention" in rope:
         sliding, rope = rope.get("sliding_attention"), rope["full_attention"]
         if sliding:
-            if sliding.get("rope_type", "default") != "default":
+            _check_scaling(sliding, "rope_parameters")
+            if type_of(sliding) != "default" or sliding.get("partial_rotary_factor") not in (
+                None,
+                1.0,
+            ):
                 raise unsupported("rope_parameters", sliding)
             config["rope_local_base_freq"] = sliding["rope_theta"]
     config |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get("rope_scaling") or rope
-    kind = scaling.get("type") or scaling.get("rope_type", "default")
-    if kind not in SCALINGS:
-        raise unsupported("rope_scaling", scaling)
+    _check_scaling(scaling, key)
+    kind = type_of(scaling)
     named = {**scaling, "type": kind, "rope_type": kind}
-    config["rope_scaling"] = None if kind == "default" else named
+    config["rope_scaling"] = None if kind == "default" else complete_scaling(named, config)
     if family.rope_by_type:
         config["rope_parameters"] = by_type
     # mlx-lm reads these of some families there alone, where there is one base.
@@ -69,18 +83,76 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def check_length(config: dict[str, Any], length: int) -> None:
-    """Raises MespError where sequences of `length` tokens reach beyond what the blocks describe.
+def _plain(value: Any) -> Any:
+    """A JSON value with the numbers that transformers 5 writes as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in _NUMBERS:
+            return _NUMBERS[value["__float__"]]
+        return {key: _plain(each) for key, each in value.items()}
+    return [*map(_plain, value)] if isinstance(value, list) else value
+
+
+def _check_scaling(scaling: dict[str, Any], key: str) -> None:
+    """Raises MespError for a type or a key that no formula reads."""
+    kind = type_of(scaling)
+    if kind not in SCALINGS:
+        raise unsupported(key, scaling)
+    for name, value in scaling.items():
+        if value is not None and name not in COMMON | SCALINGS[kind].keys:
+            raise unsupported(f"{name} of {key} (of the type {kind!r})", value)
+
+
+def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
+    """Raises MespError where the blocks do not describe sequences of all `lengths`, in tokens.
 
     Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / L⌋), which is 1 below L.
+    LongRoPE has other factors in sequences longer than L.
     """
     rope = complete(config)["rope_scaling"] or {}
-    limit = rope.get("original_max_position_embeddings", length)
-    if rope.get("llama_4_scaling_beta") and length > limit:
+    limit = rope.get("original_max_position_embeddings", max(lengths))
+    if rope.get("llama_4_scaling_beta") and max(lengths) > limit:
         raise MespError(
             f"From {limit:,} tokens on the model scales its queries, which is not supported; take "
             "a --seq-len up to that."
         )
+    if rope.get("type") == "longrope" and min(lengths) <= limit < max(lengths):
+        raise MespError(
+            f"Beyond {limit:,} tokens the model turns positions by other factors; export sequences "
+            "up to that and longer ones as two bundles."
+        )
+
+
+def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
+    """A bundle's config.json such that mlx-lm computes the same in sequences of `length` tokens.
+
+    It takes the long factors of LongRoPE whatever the length. Raises MespError for a key of RoPE
+    that it ignores.
+    """
+    config = dict(config)
+    scaling = config.get("rope_scaling") or {}
+    limit, ignored = scaling.get("original_max_position_embeddings", length), None
+    if scaling.get("type") == "yarn":
+        if not scaling.get("truncate", True):
+            ignored = "truncate"
+        if scaling["factor"] <= 1 and scaling["attention_factor"] != 1:
+            ignored = "attention_factor"
+    if scaling.get("type") == "longrope":
+        longer = max(config["max_position_embeddings"] / limit, 1)
+        usual = math.sqrt(1 + math.log(longer) / math.log(limit))
+        if not math.isclose(scaling["attention_factor"], usual, rel_tol=1e-6):
+            ignored = "attention_factor"
+        if length <= limit:
+            for key in ("rope_scaling", "rope_parameters"):
+                if config.get(key):
+                    config[key] = {**config[key], "long_factor": scaling["short_factor"]}
+    if ignored:
+        raise MespError(
+            f"mlx-lm ignores RoPE's {ignored} of {scaling[ignored]!r} and would compute another "
+            "model; use the adapters in adapters/peft with PEFT."
+        )
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"] = for_mlx_lm(config["text_config"], length)
+    return config
 
 
 def unsupported(key: str, value: object) -> MespError:

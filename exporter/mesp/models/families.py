@@ -51,6 +51,10 @@ _SHARED_MLP: Modules = (
 _GRANITE_EXPERTS = "block_sparse_moe.switch_mlp"
 
 
+# Of Mamba's time steps: the upper one is a number that JSON has.
+NO_LIMITS = [0.0, 1e38]
+
+
 def short(module: str) -> str:
     """`q` of ``self_attn.q_proj``."""
     return module.split(".")[-1].removesuffix("_proj")
@@ -103,9 +107,10 @@ class Family:
 
 
 def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
-    """Its own names of the norms' ε, of tying and of layers, and the width of its MLP."""
-    found = {"rms_norm_eps": config["norm_eps"]}
-    if "tie_embedding" in config:
+    """Its own names of the norms' ε, of tying and of layers, the width of its MLP, and what mlx-lm
+    wants to be said."""
+    found = {"rms_norm_eps": config["norm_eps"], "block_dim": config["hidden_size"]}
+    if config.get("tie_embedding") is not None:
         found["tie_word_embeddings"] = config["tie_embedding"]
     if not config.get("layer_types"):
         attention = config["full_attn_idxs"]
@@ -113,7 +118,7 @@ def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
             "full_attention" if i in attention else "conv"
             for i in range(config["num_hidden_layers"])
         ]
-    width = config["block_ff_dim"] or config["intermediate_size"]
+    width = found["block_ff_dim"] = config["block_ff_dim"] or config["intermediate_size"]
     if config["block_auto_adjust_ff_dim"]:
         width = int(config["block_ffn_dim_multiplier"] * int(2 * width / 3))
         width = math.ceil(width / config["block_multiple_of"]) * config["block_multiple_of"]
@@ -159,15 +164,38 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
         raise KeyError("layer_types")
     names = {"full_attention": "attention", "linear_attention": "mamba"}
     rotates = config["position_embedding_type"] == "rope"
-    experts = config.get("num_local_experts") or 0
+    experts = config["num_local_experts"] or 0
     mlx_width = config["intermediate_size" if experts else "shared_intermediate_size"]
+    limits = [*(config.get("time_step_limit") or (0.0, math.inf))]
     return {
+        # Without it mlx-lm has limits of its own.
+        "time_step_limit": NO_LIMITS if limits == [0.0, math.inf] else limits,
         "num_experts": experts,
         "moe_intermediate_size": config["intermediate_size"],
         "intermediate_size": mlx_width,
         "layer_types": [names.get(each, each) for each in config["layer_types"]],
         "position_embedding_type": "rope" if rotates else "nope",
     }
+
+
+def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
+    """The size of heads in full attention, which transformers 5 says layer by layer; the last layer
+    has full attention whatever it says."""
+    types = config.get("layer_types") or [
+        "sliding_attention" if (i + 1) % 6 else "full_attention"
+        for i in range(config["num_hidden_layers"])
+    ]
+    types = [*types[:-1], "full_attention"]
+    # The norm of q holds the scale.
+    found: dict[str, Any] = {"query_pre_attn_scalar": 1, "layer_types": types}
+    if sizes := config.get("per_layer_config"):
+        full = [str(i) for i, each in enumerate(types) if each == "full_attention"]
+        (first, *others) = sizes.values()
+        same = first.keys() == {"head_dim"} and all(each == first for each in others)
+        if same and sorted(map(str, sizes)) == sorted(full):
+            found["global_head_dim"] = first["head_dim"]
+            del config["per_layer_config"]
+    return found
 
 
 def _in_several(text: Family, *names: str, **changes: Any) -> Family:
@@ -194,23 +222,27 @@ _GRANITE_FACTORS = (
     "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
 )  # fmt: skip
 _LLAMA = Family(takes=("attention_bias", "mlp_bias"))
-_MISTRAL = replace(_LLAMA, full_every=math.inf, defaults={"sliding_window": 4096})
+_MISTRAL = Family(full_every=math.inf, defaults={"num_key_value_heads": 8, "sliding_window": 4096})
 _MINISTRAL3 = replace(
-    _MISTRAL, defaults={"sliding_window": None, "rope_theta": 1e6, "tie_word_embeddings": False}
+    _MISTRAL, defaults={**_MISTRAL.defaults, "sliding_window": None, "rope_theta": 1e6}
 )
+_TIED = {"tie_word_embeddings": True}  # unless a config.json says otherwise
 _QWEN2 = Family(
     biases=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    defaults={"rope_theta": 1e6},
+    defaults={"num_key_value_heads": 32},
 )
-_QWEN3 = Family(qk_norm=True, defaults={"head_dim": 128})
+_QWEN3 = Family(qk_norm=True, defaults={"head_dim": 128, "num_key_value_heads": 32})
 _GEMMA = Family(
     post_norms=True,
     norm_offset=1,
     activation="gelu_pytorch_tanh",
     full_every=2,
     embedding_scale=math.sqrt,
-    defaults={
+    takes=("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
+    defaults=_TIED
+    | {
         "head_dim": 256,
+        "num_key_value_heads": 4,
         "query_pre_attn_scalar": 256,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
@@ -226,9 +258,10 @@ _QWEN3_5 = Family(
     mlx_prefix="language_model.model",
     full_every=4,
     other_layers="linear_attention",
-    takes=("partial_rotary_factor",),
+    takes=("partial_rotary_factor", "full_attention_interval"),
     defaults={
         "head_dim": 256,
+        "num_key_value_heads": 4,
         "partial_rotary_factor": 0.25,
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
@@ -242,10 +275,13 @@ _GEMMA3 = replace(
     qk_norm=True,
     full_every=6,
     embedding_scale=lambda hidden: mx.array(math.sqrt(hidden), mx.bfloat16).item(),
-    defaults={
+    takes=("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern"),
+    defaults=_TIED
+    | {
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
-        "sliding_window": 512,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
@@ -260,19 +296,21 @@ _GEMMA4 = Family(
     post_norms=True,
     rope_by_type=True,
     activation="gelu_pytorch_tanh",
-    full_every=5,
     embedding_scale=_GEMMA3.embedding_scale,
     takes=(
+        "final_logit_softcapping",
+        "query_pre_attn_scalar",
+        "rope_local_base_freq",
         "partial_rotary_factor",
         "num_kv_shared_layers",
         "global_head_dim",
         "use_double_wide_mlp",
     ),
-    defaults={
+    defaults=_TIED
+    | {
         "head_dim": 256,
+        "num_key_value_heads": 4,
         "global_head_dim": 512,
-        "query_pre_attn_scalar": 1,  # the norm of q holds the scale
-        "final_logit_softcapping": 30.0,
         "sliding_window": 512,
         "rope_parameters": {
             "full_attention": {
@@ -283,6 +321,7 @@ _GEMMA4 = Family(
             "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
         },
     },
+    read=_read_gemma4,
 )
 _LFM2 = Family(
     attention=(*SEPARATE_ATTENTION[:3], ("self_attn.out_proj", ("o",))),
@@ -296,10 +335,14 @@ _LFM2 = Family(
         "self_attn.k_norm": "self_attn.k_layernorm",
         "model.norm": "model.embedding_norm",
     },
-    defaults={
+    defaults=_TIED
+    | {
         "norm_eps": 1e-5,
         "rope_theta": 1e6,
         "conv_L_cache": 3,
+        "num_key_value_heads": 8,
+        "conv_bias": False,
+        "max_position_embeddings": 128000,
         "block_ff_dim": None,
         "block_multiple_of": 256,
         "block_ffn_dim_multiplier": 1.0,
@@ -323,8 +366,8 @@ _QWEN3_5_MOE = replace(
         ("mlp.experts.gate_up_proj", ("mlp.switch_mlp.gate_proj", "mlp.switch_mlp.up_proj")),
         ("mlp.experts.down_proj", ("mlp.switch_mlp.down_proj",)),
     ),
-    takes=(*_QWEN3_5.takes, "num_experts"),
-    defaults={**_QWEN3_5.defaults, "intermediate_size": 0, "tie_word_embeddings": False},
+    takes=(*_QWEN3_5.takes, "num_experts", "num_local_experts"),
+    defaults={**_QWEN3_5.defaults, "intermediate_size": 0, "num_key_value_heads": 2},
     read=lambda config: {"shared_intermediate_size": config["shared_expert_intermediate_size"]},
 )
 FAMILIES = {
@@ -334,19 +377,23 @@ FAMILIES = {
     "qwen3_moe": replace(
         _QWEN3,
         experts=Experts("mlp.gate", "mlp.switch_mlp", "softmax", None),
-        takes=("num_experts",),
+        takes=("num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
         defaults={
             **_QWEN3.defaults,
+            "num_key_value_heads": 4,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
             "norm_topk_prob": False,
-            "tie_word_embeddings": False,
         },
     ),
     "qwen3_vl": _in_several(_QWEN3, "qwen3_vl_text"),
     "llama": _LLAMA,
-    "smollm3": replace(_LLAMA, defaults={"rope_theta": 2e6}),
-    "granite": replace(_LLAMA, takes=(*_LLAMA.takes, *_GRANITE_FACTORS)),
+    "smollm3": replace(_LLAMA, defaults={**_TIED, "num_key_value_heads": 4, "rope_theta": 2e6}),
+    "granite": replace(
+        _LLAMA,
+        takes=(*_LLAMA.takes, *_GRANITE_FACTORS),
+        defaults=dict.fromkeys(_GRANITE_FACTORS, 1.0),
+    ),
     "granitemoehybrid": Family(
         hf_modules=_SHARED_MLP,
         experts=Experts("block_sparse_moe.router.layer", _GRANITE_EXPERTS, "softmax", None),
@@ -362,7 +409,13 @@ FAMILIES = {
             ("block_sparse_moe.output_linear", (f"{_GRANITE_EXPERTS}.down_proj",)),
         ),
         other_layers="mamba",
-        takes=("attention_bias", "num_experts", "num_local_experts", *_GRANITE_FACTORS),
+        takes=(
+            "attention_bias",
+            "num_experts",
+            "num_local_experts",
+            "position_embedding_type",
+            *_GRANITE_FACTORS,
+        ),
         defaults={
             **dict.fromkeys(_GRANITE_FACTORS, 1.0),
             "attention_bias": False,
@@ -374,18 +427,20 @@ FAMILIES = {
             "mamba_n_heads": 128,
             "position_embedding_type": None,
             "shared_intermediate_size": 1024,
-            "tie_word_embeddings": False,
         },
         read=_read_granite4,
     ),
     "minicpm": Family(
         mlx_ties=False,
+        defaults=_TIED,
         takes=("embedding_multiplier", "residual_multiplier", "logits_scaling"),
         read=_read_minicpm,
     ),
     "mistral": _MISTRAL,
     "ministral3": _MINISTRAL3,
-    "mistral3": _in_several(_MINISTRAL3, "mistral", "ministral3"),
+    "mistral3": _in_several(
+        _MINISTRAL3, "mistral", "ministral3", defaults={**_MINISTRAL3.defaults, **_TIED}
+    ),
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA3,
     "gemma3": _in_several(
@@ -420,11 +475,20 @@ FAMILIES = {
         experts=Experts(
             "feed_forward.gate", "feed_forward.switch_mlp", "sigmoid", "feed_forward.expert_bias"
         ),
-        takes=("num_experts",),
-        defaults={
+        takes=(
+            "num_experts",
+            "num_local_experts",
+            "num_dense_layers",
+            "routed_scaling_factor",
+        ),
+        defaults=_TIED
+        | {
             "norm_eps": 1e-5,
             "rope_theta": 1e6,
             "conv_L_cache": 3,
+            "num_key_value_heads": 8,
+            "conv_bias": False,
+            "max_position_embeddings": 128000,
             "num_dense_layers": 2,
             "norm_topk_prob": True,
             "use_expert_bias": True,
@@ -446,8 +510,9 @@ FAMILIES = {
             "self_attn.g_proj": "self_attn.gate_proj",  # "g_proj" in transformers, and so in PEFT
             "model.norm": "model.embedding_norm",
         },
-        takes=("partial_rotary_factor",),
-        defaults={
+        takes=("partial_rotary_factor", "rope_local_base_freq"),
+        defaults=_TIED
+        | {
             "norm_eps": 1e-5,
             "head_dim": 128,
             "conv_L_cache": 7,
@@ -463,7 +528,7 @@ FAMILIES = {
         mlp=FUSED_MLP,
         full_every=math.inf,
         takes=("partial_rotary_factor",),
-        defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+        defaults={"rms_norm_eps": 1e-5},
     ),
 }
 
@@ -479,7 +544,8 @@ VARIANTS = {
     "conv_bias": False,
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
-    "time_step_limit": [0.0, math.inf],
+    "mamba_n_groups": 1,  # of more, transformers norms each by itself
+    "time_step_limit": NO_LIMITS,
     "use_attention_gate": True,
     "use_sandwich_norm": True,
     "embedding_multiplier": 1.0,
@@ -487,6 +553,18 @@ VARIANTS = {
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
     "sparse_config": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "query_pre_attn_scalar": None,
+    "position_embedding_type": "rope",
+    "per_layer_config": None,
+    "rope_local_base_freq": None,
+    "sliding_window_pattern": None,
+    "full_attention_interval": None,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_dense_layers": 0,
+    "routed_scaling_factor": 1.0,
     "norm_topk_prob": True,
     "num_experts": 0,
     "num_local_experts": 0,

@@ -19,8 +19,16 @@ _UNUSED = (
 )  # fmt: skip
 # The limits of what goes into a linear layer and comes out, which Gemma 4's training left.
 _LIMITS = (".input_min", ".input_max", ".output_min", ".output_max")
+# What changes nothing: RoPE's frequencies and masks, which older checkpoints hold, and the scales
+# of a cache of keys and values in 8 bits.
+_NOTHING = re.compile(
+    r".*(rotary_emb\.(inv_freq|cos_cached|sin_cached)|\.masked_bias|self_attn\.(k|v|kv)_scale)"
+)
+# The beginnings of names in the checkpoint of a model without its head.
+_HEADLESS = ("layers.", "embed_tokens.", "norm.", "embedding_norm.")
 # An expert's matrices in checkpoints that have each by itself, and LFM2's names of them.
 _EXPERT = re.compile(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(.*)")
+_KEYS = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)")
 _MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _STACKED = re.compile(r"(.*\.switch_mlp)\.(\d+)\.(.*)")
 # Matrices here, [channels, kernel]; in checkpoints they are [channels, 1, kernel].
@@ -37,9 +45,22 @@ def name_here(name: str, model_type: str) -> str | None:
             if name.startswith(prefix):
                 name = ours + name.removeprefix(prefix)
                 break
+    if name.startswith(_HEADLESS):
+        name = f"model.{name}"
     for ours, theirs in family.names.items():
         name = _renamed(name, theirs, ours)
     return name
+
+
+def changes_nothing(name: str, arch: Architecture) -> bool:
+    """Whether a checkpoint's tensor is one that no model of the family computes with: a buffer, or
+    keys and values of a block that takes those of another."""
+    if _NOTHING.fullmatch(name):
+        return True
+    if found := _KEYS.fullmatch(name_here(name, arch.model_type) or ""):
+        layer = int(found[1])
+        return layer < len(arch.blocks) and arch.blocks[layer].keys_of is not None
+    return False
 
 
 def names_here(name: str, arch: Architecture) -> list[str]:

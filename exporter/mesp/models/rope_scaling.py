@@ -1,10 +1,10 @@
-"""RoPE's frequencies, and how a model's `rope_scaling` changes them."""
+"""RoPE's frequencies, and how a model's `rope_scaling` changes them, as in transformers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def rope_frequencies(
@@ -23,8 +23,36 @@ def rope_frequencies(
     if rotated > 4096:
         raise ValueError(f"RoPE turns {rotated:,} numbers of a head")
     base = [theta ** (-i / rotated) for i in range(0, rotated, 2)]
-    frequencies, scale = SCALINGS[scaling["type"]](base, scaling, {**config, "rope_theta": theta})
+    its = SCALINGS[scaling["type"]]
+    frequencies, scale = its.frequencies(base, scaling, {**config, "rope_theta": theta})
     return tuple(frequencies), scale
+
+
+def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """A `rope_scaling` of a type of `SCALINGS`, with what it leaves out by the config.json.
+
+    Raises KeyError where that lacks it too.
+    """
+    kind = scaling["type"]
+    if kind not in ("llama3", "longrope", "yarn"):
+        return scaling
+    length = config.get("original_max_position_embeddings")
+    length = length or scaling.get("original_max_position_embeddings")
+    length = length or config["max_position_embeddings"]
+    scaling = {**scaling, "original_max_position_embeddings": length}
+    if kind != "llama3" and scaling.get("factor") is None:
+        scaling["factor"] = config["max_position_embeddings"] / length
+    if kind == "yarn":
+        scaling["attention_factor"] = _yarn_attention_factor(scaling)
+        # mlx-lm has no attention_factor: 0.1 · mscale · ln factor + 1 is the same.
+        slower = 0.1 * math.log(scaling["factor"]) if scaling["factor"] > 1 else math.inf
+        scaling["mscale"] = (scaling["attention_factor"] - 1) / slower
+        scaling["mscale_all_dim"] = 0
+    if kind == "longrope" and scaling.get("attention_factor") is None:
+        factor = scaling["factor"]
+        longer = math.log(factor) / math.log(length) if factor > 1 else 0
+        scaling["attention_factor"] = math.sqrt(1 + longer)
+    return scaling
 
 
 def _linear(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
@@ -32,7 +60,7 @@ def _linear(base: list[float], scaling: dict, config: dict) -> tuple[list[float]
 
 
 def _proportional(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """As mlx-lm: the first pairs turn, a share `partial_rotary_factor` of them; the others stay."""
+    """The first pairs turn, a share `partial_rotary_factor` of them; the others stay."""
     turning = int((config.get("partial_rotary_factor") or 1.0) * len(base))
     turned = [f / scaling.get("factor", 1.0) for f in base[:turning]]
     return turned + [0.0] * (len(base) - turning), 1.0
@@ -40,8 +68,8 @@ def _proportional(base: list[float], scaling: dict, config: dict) -> tuple[list[
 
 def _llama3(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
     """Slow pairs turn slower by `factor`, fast ones as ever, and between them in between."""
-    low, high = scaling.get("low_freq_factor", 1.0), scaling.get("high_freq_factor", 4.0)
-    length = scaling.get("original_max_position_embeddings", 8192)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    length = scaling["original_max_position_embeddings"]
     frequencies = []
     for f in base:
         turns = length * f / (2 * math.pi)
@@ -51,43 +79,82 @@ def _llama3(base: list[float], scaling: dict, config: dict) -> tuple[list[float]
 
 
 def _longrope(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """As mlx-lm: the long factors, whatever the length of the sequence."""
-    length = scaling.get("original_max_position_embeddings")
-    length = length or config.get("original_max_position_embeddings", 4096)
-    longer = config["max_position_embeddings"] / length
-    scale = math.sqrt(1 + math.log(longer) / math.log(length)) if longer > 1 else 1.0
-    return [f / long for f, long in zip(base, scaling["long_factor"], strict=True)], scale
+    """Each pair slower by a factor of its own, which sequences beyond the original length have
+    others of."""
+    is_long = config.get("sequence_length", 1) > scaling["original_max_position_embeddings"]
+    factors = scaling["long_factor" if is_long else "short_factor"]
+    return [f / slower for f, slower in zip(base, factors, strict=True)], scaling[
+        "attention_factor"
+    ]
 
 
 def _yarn(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """As mlx-lm: a ramp over the pairs, from those that turn as ever to those slowed down."""
+    """A ramp over the pairs, from those that turn as ever to those slowed down."""
     factor, size = scaling["factor"], 2 * len(base)
-    length = scaling.get("original_max_position_embeddings", 4096)
+    length = scaling["original_max_position_embeddings"]
 
     def pair(turns: float) -> float:  # which turns so often within the original length
         return (
             size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config["rope_theta"]))
         )
 
+    low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    ramp = [min(max((i - low) / ((high - low) or 0.001), 0.0), 1.0) for i in range(len(base))]
+    slowed = [f * (1 - r + r / factor) for f, r in zip(base, ramp, strict=True)]
+    return slowed, scaling["attention_factor"]
+
+
+def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
+    """The factor of q and k: what is said, or else by `mscale` and `mscale_all_dim` together."""
+
     def magnitude(weight: float) -> float:
+        factor = scaling["factor"]
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    low = max(math.floor(pair(scaling.get("beta_fast", 32))), 0)
-    high = min(math.ceil(pair(scaling.get("beta_slow", 1))), size - 1)
-    ramp = [min(max((i - low) / ((high - low) or 0.001), 0.0), 1.0) for i in range(len(base))]
-    scale = magnitude(scaling.get("mscale", 1)) / magnitude(scaling.get("mscale_all_dim", 0))
-    return [f * (1 - r + r / factor) for f, r in zip(base, ramp, strict=True)], scale
+    if scaling.get("attention_factor") is not None:
+        return scaling["attention_factor"]
+    weights = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return magnitude(weights[0]) / magnitude(weights[1]) if all(weights) else magnitude(1)
 
 
-# By their names in config.json: what makes of the unscaled frequencies, the `rope_scaling` and the
-# config.json the scaled frequencies, and the factor of the rotated part of q and k.
-SCALINGS: dict[str, Callable[[list[float], dict, dict], tuple[list[float], float]]] = {
-    "default": lambda base, scaling, config: (base, 1.0),
-    "mrope": lambda base, scaling, config: (base, 1.0),  # three positions, which text has alike
-    "linear": _linear,
-    "proportional": _proportional,
-    "llama3": _llama3,
-    "longrope": _longrope,
-    "su": _longrope,
-    "yarn": _yarn,
+class Scaling(NamedTuple):
+    """A way to scale RoPE."""
+
+    # Makes of the unscaled frequencies, the `rope_scaling` and the config.json the scaled
+    # frequencies, and the factor of the rotated part of q and k.
+    frequencies: Callable[[list[float], dict, dict], tuple[list[float], float]]
+    keys: frozenset[str] = frozenset()  # that it has, beside `COMMON`
+
+
+# Keys of any `rope_scaling`: what is read elsewhere, and what changes nothing. A text has three
+# equal positions, of which `mrope_section` takes parts; transformers reads none of the last two.
+COMMON = frozenset(
+    ("type", "rope_type", "rope_theta", "partial_rotary_factor", "llama_4_scaling_beta",
+     "mrope_section", "mrope_interleaved", "max_position_embeddings", "finetuned")
+)  # fmt: skip
+_LENGTH = frozenset(("factor", "original_max_position_embeddings"))
+_LONGROPE = Scaling(_longrope, _LENGTH | {"long_factor", "short_factor", "attention_factor"})
+# By their names in config.json.
+SCALINGS: dict[str, Scaling] = {
+    "default": Scaling(lambda base, scaling, config: (base, 1.0)),
+    "mrope": Scaling(lambda base, scaling, config: (base, 1.0)),
+    "linear": Scaling(_linear, frozenset(("factor",))),
+    "proportional": Scaling(_proportional, frozenset(("factor",))),
+    "llama3": Scaling(_llama3, _LENGTH | {"low_freq_factor", "high_freq_factor"}),
+    "longrope": _LONGROPE,
+    "yarn": Scaling(
+        _yarn,
+        _LENGTH
+        | {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    ),
 }
+_NAMES = {"su": "longrope"}  # older names
+
+
+def type_of(scaling: dict[str, Any]) -> str:
+    """The type that a `rope_scaling` names."""
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    return _NAMES.get(kind, kind)

@@ -15,6 +15,7 @@ from mesp.hub_download import download, list_files
 from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN
 from mesp.source_model.texts import TOKENIZER_FILES
+from mesp.text import VOCABULARIES
 
 if TYPE_CHECKING:
     from mesp.source_model.gguf.header import GGUF
@@ -96,7 +97,7 @@ def _local_source(folder: Path) -> Source:
 
 
 def _hub_source(repo: str, random_weights: bool = False) -> Source:
-    patterns = ["config.json", *TOKENIZER_FILES, "README.md", "LICENSE*"]
+    patterns = ["config.json", *TOKENIZER_FILES, *VOCABULARIES, "README.md", "LICENSE*"]
     if not random_weights:
         patterns += ["model*.safetensors", "*.safetensors.index.json"]
     folder = download("model", repo, patterns)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import stat
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +14,7 @@ from mesp.errors import MespError
 from mesp.files import parse_json, read_object
 from mesp.models.architecture import Architecture
 from mesp.models.mlps import MOST_EXPERTS
-from mesp.models.names import CONVOLUTIONS, name_of_expert, names_here
+from mesp.models.names import CONVOLUTIONS, changes_nothing, name_of_expert, names_here
 
 # Types in a safetensors file: as NumPy reads them (it has no bfloat16), and what they are.
 TENSOR_DTYPES = {
@@ -25,33 +27,29 @@ TENSOR_DTYPES = {
 
 
 HEADER = 16 << 20  # bytes: of a file with 100,000 tensors
+ROWS = 1 << 12  # of a table that are compared at a time
+_EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
 
 
 class SafetensorsWeights:
     """The tensors of a model folder, mapped, and read by rows; see `Weights`."""
 
     def __init__(self, folder: Path, arch: Architecture):
-        """Raises MespError where a file is missing or truncated."""
+        """Raises MespError where a file is missing or damaged, and where the files hold other
+        tensors than the architecture has."""
         self.folder, self.arch = folder, arch
         self.is_converted = False
         self.left_out = 0  # tensors that take no part, of vision for example
         self.tensors: dict[str, tuple[np.ndarray, mx.Dtype]] = {}
-        self.unreadable: dict[str, str] = {}  # the dtypes of those that cannot be used
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            try:
-                names = set(read_object(index)["weight_map"].values())
-                if not all(_is_name(name) for name in names):
-                    raise ValueError("it names no files beside it")
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise MespError(f"{index} cannot be read; download the model again.") from error
-            files = [folder / name for name in sorted(names)]
-        else:
-            files = sorted(folder.glob("model*.safetensors"))
-        if not files:
-            raise MespError(f"{folder} holds no weights (model*.safetensors).")
-        for file in files:
+        self.expected = _names(arch)
+        for file in _files(folder):
             self._map(file)
+        self._find_head()
+        if missing := self.expected - self.tensors.keys():
+            raise MespError(
+                f"The weights in {folder} lack {min(missing)}, which its config.json asks for; "
+                "take all files of the model, unchanged."
+            )
 
     def _map(self, file: Path) -> None:
         """Adds a file's tensors: after its length, a JSON header says where in the rest each lies.
@@ -69,33 +67,10 @@ class SafetensorsWeights:
             data = np.memmap(file, mode="r", offset=start)
             header.pop("__metadata__", None)
             for theirs, tensor in header.items():
-                names = names_here(theirs, self.arch)
-                if not names:
-                    self.left_out += 1
-                    continue
-                if tensor["dtype"] not in TENSOR_DTYPES:
-                    self.unreadable |= dict.fromkeys(names, tensor["dtype"])
-                    continue
-                stored, dtype = TENSOR_DTYPES[tensor["dtype"]]
-                begin, end = tensor["data_offsets"]
-                array = data[begin:end].view(stored).reshape(tensor["shape"])
-                if names[0].endswith(CONVOLUTIONS) and array.ndim == 3:
-                    # [channels, 1, kernel], or as mlx-lm has it [channels, kernel, 1]
-                    self.is_converted = array.shape[2] == 1
-                    array = array.reshape(len(array), -1)
-                are_stacked = ".switch_mlp." in names[0] and array.ndim == 3
-                if are_stacked and len(array) > MOST_EXPERTS:
-                    raise ValueError("more experts than a block may have")
-                parts = np.split(array, len(names), axis=1 if are_stacked else 0)
-                for name, part in zip(names, parts, strict=True):
-                    if are_stacked:
-                        stacked, _, kind = name.rpartition(".")
-                        self.tensors |= {
-                            f"{name_of_expert(stacked, e)}.{kind}": (each, dtype)
-                            for e, each in enumerate(part)
-                        }
-                    else:
-                        self.tensors[name] = part, dtype
+                if not changes_nothing(theirs, self.arch):
+                    self._add(theirs, tensor, data)
+        except MespError:
+            raise
         except OSError as error:
             raise MespError(
                 f"The weights {file} cannot be read ({error.strerror}); download the model again."
@@ -104,6 +79,93 @@ class SafetensorsWeights:
             raise MespError(
                 f"The weights {file} are truncated or damaged; download the model again."
             ) from error
+
+    def _add(self, theirs: str, tensor: dict[str, Any], data: np.ndarray) -> None:
+        """Adds a tensor of a file by its names here."""
+        names = names_here(theirs, self.arch)
+        if not names:
+            self.left_out += 1
+            return
+        if not all(map(self._is_known, names)):
+            raise self._unused(theirs)
+        if tensor["dtype"] not in TENSOR_DTYPES:
+            raise MespError(
+                f"{theirs} in {self.folder} is of type {tensor['dtype']}, which is not "
+                f"supported; take a model of one of {', '.join(TENSOR_DTYPES)}."
+            )
+        stored, dtype = TENSOR_DTYPES[tensor["dtype"]]
+        begin, end = tensor["data_offsets"]
+        array = data[begin:end].view(stored).reshape(tensor["shape"])
+        if names[0].endswith(CONVOLUTIONS) and array.ndim == 3:
+            # [channels, 1, kernel], or as mlx-lm has it [channels, kernel, 1]
+            self.is_converted = array.shape[2] == 1
+            array = array.reshape(len(array), -1)
+        are_stacked = ".switch_mlp." in names[0] and array.ndim == 3
+        if are_stacked and len(array) > MOST_EXPERTS:
+            raise ValueError("more experts than a block may have")
+        axis = 1 if are_stacked else 0
+        if len(names) > 1 and (array.ndim <= axis or array.shape[axis] % len(names)):
+            raise MespError(
+                f"The weights in {self.folder} do not fit its config.json: {theirs} is "
+                f"{list(array.shape)}, and does not hold {len(names)} equal parts."
+            )
+        parts = np.split(array, len(names), axis) if len(names) > 1 else [array]
+        for name, part in zip(names, parts, strict=True):
+            found = {name: (part, dtype)}
+            if are_stacked:
+                matrices, _, kind = name.rpartition(".")
+                found = {
+                    f"{name_of_expert(matrices, e)}.{kind}": (each, dtype)
+                    for e, each in enumerate(part)
+                }
+            for each, its in found.items():
+                if not self._is_known(each):
+                    raise self._unused(theirs)
+                if each in self.tensors:
+                    raise MespError(
+                        f"The weights in {self.folder} hold {theirs} twice; take the files of one "
+                        "model."
+                    )
+                self.tensors[each] = its
+
+    def _is_known(self, name: str) -> bool:
+        """Whether the architecture has the tensor, or a matrix that it is a part of."""
+        stem, _, part = name.rpartition(".")
+        if part in ("scales", "biases"):
+            name = f"{stem}.weight"
+        if name in self.expected or name == f"{_HEAD}weight":
+            return True
+        return f"{name_of_expert(stem, 0)}.weight" in self.expected  # stacked
+
+    def _unused(self, name: str) -> MespError:
+        if name.startswith("language_model."):
+            return MespError(
+                f"The weights in {self.folder} are part of a multimodal model; take a text-only "
+                "one."
+            )
+        return MespError(
+            f"The weights in {self.folder} have {name}, which a {self.arch.model_type} model with "
+            "its config.json does not use; take a model without it."
+        )
+
+    def _find_head(self) -> None:
+        """Takes what is stored: where the config.json ties the head to the embedding, one of them
+        may be missing, or both may be there and differ."""
+        embedding, head = (
+            {name.removeprefix(its): a for name, a in self.tensors.items() if name.startswith(its)}
+            for its in (_EMBEDDING, _HEAD)
+        )
+        if not self.arch.tie_word_embeddings or not head:
+            return
+        for part in head:
+            del self.tensors[_HEAD + part]
+        if not embedding:
+            self.tensors |= {_EMBEDDING + part: array for part, array in head.items()}
+        elif head.keys() != embedding.keys() or not all(
+            _are_equal(embedding[part], head[part]) for part in head
+        ):
+            self.tensors |= {_HEAD + part: array for part, array in head.items()}
+            self.arch = replace(self.arch, tie_word_embeddings=False)
 
     def is_quantized(self, name: str) -> bool:
         return name + ".scales" in self.tensors
@@ -119,18 +181,10 @@ class SafetensorsWeights:
         )
 
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
-        if name in self.unreadable:
-            raise MespError(
-                f"{name} in {self.folder} is of type {self.unreadable[name]}, which is not "
-                f"supported; take a model of one of {', '.join(TENSOR_DTYPES)}."
-            )
         if name not in self.tensors:
-            if any(each.startswith("language_model.") for each in self.tensors):
-                raise MespError(
-                    f"The weights in {self.folder} are part of a multimodal model; take a "
-                    "text-only one."
-                )
-            raise MespError(f"The weights in {self.folder} lack {name}; download the model again.")
+            raise MespError(
+                f"The weights in {self.folder} lack {name}; take all files of the model, unchanged."
+            )
         array, dtype = self.tensors[name]
         if array.shape != shape:
             raise MespError(
@@ -138,6 +192,48 @@ class SafetensorsWeights:
                 f"{list(array.shape)}, not {list(shape)}."
             )
         return mx.array(array[rows]).view(dtype)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a folder's weights, as transformers chooses: one for all, or else those of the
+    index; without an index all that there are. Raises MespError where one is missing."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists():
+        return [whole]
+    if not index.is_file():
+        if files := sorted(folder.glob("model*.safetensors")):
+            return files
+        raise MespError(f"{folder} holds no weights (model*.safetensors).")
+    try:
+        names = set(read_object(index)["weight_map"].values())
+        if not names or not all(_is_name(name) for name in names):
+            raise ValueError("it names no files beside it")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MespError(f"{index} cannot be read; download the model again.") from error
+    for name in sorted(names):
+        if not (folder / name).exists():
+            raise MespError(f"{index} names {name}, which is not in the folder; add that file.")
+    return [folder / name for name in sorted(names)]
+
+
+def _names(arch: Architecture) -> set[str]:
+    """The names here of the architecture's tensors, each of stacked matrices by itself."""
+    names = set()
+    for name, (count, *_) in arch.tensors().items():
+        if ".switch_mlp." in name:
+            stacked, _, kind = name.rpartition(".")
+            names |= {f"{name_of_expert(stacked, number)}.{kind}" for number in range(count)}
+        else:
+            names.add(name)
+    return names
+
+
+def _are_equal(one: tuple[np.ndarray, mx.Dtype], other: tuple[np.ndarray, mx.Dtype]) -> bool:
+    """Whether two tensors hold the same numbers."""
+    (a, dtype), (b, other_dtype) = one, other
+    return (dtype, a.shape) == (other_dtype, b.shape) and all(
+        np.array_equal(a[i : i + ROWS], b[i : i + ROWS]) for i in range(0, len(a), ROWS)
+    )
 
 
 def _is_name(name: object) -> bool:

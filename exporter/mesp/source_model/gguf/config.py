@@ -21,6 +21,8 @@ _MODEL_TYPES = {
 # Gemma's models of 27B scale attention by the width over the heads, by their number of blocks.
 _GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 _NUMBER = (int, float)
+# Keys that change nothing: a text has three equal positions. LFM2's list of heads is read as is.
+_NOTHING = ("rope.scaling.finetuned", "rope.dimension_sections", "attention.head_count_kv")
 
 
 class _Metadata:
@@ -28,10 +30,12 @@ class _Metadata:
 
     def __init__(self, gguf: GGUF, prefix: str):
         self.gguf, self.prefix = gguf, prefix
+        self.read: set[str] = set()
 
     def get(self, key: str, kind: type | tuple[type, ...] = int) -> Any:
         """The value of ``{architecture}.{key}``; None if there is none. Floating-point numbers
         are as their shortest decimals in float32 say."""
+        self.read.add(key)
         key = f"{self.prefix}.{key}"
         value = self.gguf.metadata.get(key)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
@@ -50,6 +54,20 @@ class _Metadata:
                 "wrote."
             )
         return value
+
+    def refuse_unread(self) -> None:
+        """Raises MespError for a key of RoPE or attention that nothing reads."""
+        for key in self.gguf.metadata:
+            name = key.removeprefix(f"{self.prefix}.")
+            if (
+                name.startswith(("rope.", "attention."))
+                and name not in self.read
+                and name not in _NOTHING
+            ):
+                raise MespError(
+                    f"{self.gguf.path} sets {key} to {self.gguf.metadata[key]!r:.40}, which is not "
+                    "supported; take another file of the model."
+                )
 
 
 def config_of(gguf: GGUF) -> dict[str, Any]:
@@ -125,6 +143,7 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
             "llama_4_scaling_beta": its.get("attention.temperature_scale", _NUMBER) or 0.0,
             **scaling,
         }
+    its.refuse_unread()
     return {key: value for key, value in config.items() if value is not None}
 
 
@@ -245,29 +264,44 @@ _READ = {
 
 
 def _rope_scaling(its: _Metadata, config: dict[str, Any]) -> dict[str, Any] | None:
-    """``rope_scaling`` of config.json."""
-    length = config["original_max_position_embeddings"]
-    if "rope_factors_long.weight" in its.gguf.tensors:
+    """``rope_scaling`` of config.json, read as llama.cpp reads the metadata."""
+    length = config["original_max_position_embeddings"] or config["max_position_embeddings"]
+    kind = its.get("rope.scaling.type", str) or "linear"
+    factor, older = (its.get(f"rope.{key}", _NUMBER) for key in ("scaling.factor", "scale_linear"))
+    factor = older if factor is None else factor
+    slows = kind != "none" and factor not in (None, 0, 1)
+    attention_factor = its.get("rope.scaling.attn_factor", _NUMBER) or 1.0
+    otherwise = MespError(f"{its.gguf.path} scales RoPE in a way that is not supported ({kind}).")
+    has_long = "rope_factors_long.weight" in its.gguf.tensors
+    has_factors = "rope_freqs.weight" in its.gguf.tensors
+    if (slows and (has_long or has_factors)) or (attention_factor != 1 and not has_long):
+        raise otherwise
+    if has_long:
         factors = {
             f"{size}_factor": _factors(its.gguf, f"rope_factors_{size}.weight")
             for size in ("short", "long")
         }
-        return {"type": "longrope", **factors, "original_max_position_embeddings": length}
-    if "rope_freqs.weight" in its.gguf.tensors:
+        return {
+            "type": "longrope",
+            **factors,
+            "original_max_position_embeddings": length,
+            "attention_factor": attention_factor,
+        }
+    if has_factors:
         return _llama3(its, config)
-    kind, factor = its.get("rope.scaling.type", str), its.get("rope.scaling.factor", _NUMBER)
-    if kind in (None, "none") or not factor:
+    if not slows:
         return None
     if kind == "linear":
         return {"type": "linear", "factor": factor}
-    if kind != "yarn" or its.get("rope.scaling.attn_factor", _NUMBER) not in (None, 1.0):
-        raise MespError(f"{its.gguf.path} scales RoPE in a way that is not supported ({kind}).")
+    if kind != "yarn":
+        raise otherwise
     scaling = {
         "type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": length,
         "beta_fast": its.get("rope.scaling.yarn_beta_fast", _NUMBER),
         "beta_slow": its.get("rope.scaling.yarn_beta_slow", _NUMBER),
+        "mscale": 1.0,
         "mscale_all_dim": its.get("rope.scaling.yarn_log_multiplier", _NUMBER),
     }
     return {key: value for key, value in scaling.items() if value is not None}
@@ -295,7 +329,7 @@ def _llama3(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 1 << exponent,
         }
-        scaled, _ = SCALINGS["llama3"](base, scaling, config)
+        scaled, _ = SCALINGS["llama3"].frequencies(base, scaling, config)
         if len(scaled) == len(factors) and np.allclose(np.divide(base, scaled), factors, 1e-4):
             return scaling
     raise MespError(

@@ -43,7 +43,7 @@ class GGUFWeights:
         for name in self.matrices:
             tensor = self._tensor(f"{name}.weight")
             self.types[tensor.type] += math.prod(tensor.shape)
-        shapes = self._shapes()
+        shapes = arch.tensors()
         known = {self.names.tensor(name) for name in shapes}
         for name in file.tensors:
             layer = name.removeprefix("blk.").partition(".")[0]
@@ -59,22 +59,6 @@ class GGUFWeights:
                     f"{file.path} does not fit its metadata: {name} is {list(found)}, not "
                     f"{list(shape)}."
                 )
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the architecture's tensors, by their names here."""
-        arch = self.arch
-        tables = ["model.embed_tokens", *(["lm_head"] * (not arch.tie_word_embeddings))]
-        shapes = {f"{name}.weight": (arch.vocab_size, arch.hidden_size) for name in tables}
-        shapes["model.norm.weight"] = (arch.hidden_size,)
-        for prefix, block in self.blocks.items():
-            matrices = block.sizes() | block.frozen()
-            shapes |= {f"{prefix}{name}.weight": size for name, size in matrices.items()}
-            for name, size in block.stacked().items():
-                shapes[f"{prefix}{name}.weight"] = (block.num_experts, *size)
-            shapes |= {f"{prefix}{name}.bias": (size,) for name, size in block.biases().items()}
-            shapes |= {prefix + name: (size,) for name, size in block.norms().items()}
-            shapes |= {prefix + name: shape for name, shape in block.vectors().items()}
-        return shapes
 
     @property
     def is_quantized_file(self) -> bool:

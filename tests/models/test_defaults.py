@@ -1,0 +1,174 @@
+"""What a config.json leaves out is what transformers fills in, or is asked for.
+
+Its configuration classes need no PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from helpers.models import FAMILIES
+from mesp.errors import MespError
+from mesp.models.architecture import Architecture
+from mesp.models.config_json import complete
+from mesp.models.families import FAMILIES as KNOWN
+
+# Texts by themselves: a larger model's class has a text's beside it.
+TEXTS = {
+    name: config | {"model_type": "gemma4_text"} if name == "gemma4" else config
+    for name, config in FAMILIES.items()
+    if (
+        config["model_type"] in (*CONFIG_MAPPING, "gemma4")
+        and not KNOWN[config["model_type"]].texts
+    )
+    or name == "gemma4"
+}
+TEXTS.pop("lfm3", None)  # whose RoPE "default" transformers turns otherwise
+TEXTS.pop("llama-window", None)  # of which transformers has no windows
+
+
+def read_by_transformers(config: dict) -> dict:
+    """A config.json as transformers writes it after reading it."""
+    its = CONFIG_MAPPING[config["model_type"]].from_dict(json.loads(json.dumps(config)))
+    return json.loads(its.to_json_string(use_diff=False))
+
+
+def reading(config: dict) -> Architecture | str:
+    try:
+        return Architecture.from_config(config)
+    except MespError as error:
+        return f"refused: {error}"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_what_is_left_out_is_as_in_transformers(name):
+    config = {key: value for key, value in TEXTS[name].items() if value is not None}
+    whole = reading(config)
+    assert isinstance(whole, Architecture)
+    assert reading(read_by_transformers(config)) == whole
+    compared = 0
+    for key in config.keys() - {"model_type"}:
+        less = {other: value for other, value in config.items() if other != key}
+        found = reading(less)
+        if isinstance(found, str):
+            continue
+        try:
+            theirs = read_by_transformers(less)
+        except Exception:  # a class of transformers raises what it likes
+            continue
+        assert found == reading(theirs), key
+        compared += 1
+    assert compared >= 3
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_completed_config_is_complete(name):
+    """A bundle has it, for mlx-lm and transformers."""
+    config = {key: value for key, value in TEXTS[name].items() if value is not None}
+    assert reading(complete(config)) == reading(config)
+    assert reading(read_by_transformers(complete(config))) == reading(config)
+
+
+@pytest.mark.parametrize("kind", ["Infinity", "-Infinity", "NaN"])
+def test_numbers_that_json_has_not_are_as_transformers_5_writes_them(kind):
+    config = FAMILIES["granite-mamba"] | {"time_step_limit": [0.0, {"__float__": kind}]}
+    found = reading(config)
+    assert isinstance(found, Architecture) == (kind == "Infinity")
+    if kind == "Infinity":  # and a bundle has numbers that any JSON has
+        assert json.dumps(complete(config), allow_nan=False)
+
+
+def test_the_number_of_experts_by_either_name():
+    """transformers 5 writes Qwen3 MoE's by another."""
+    config = dict(FAMILIES["qwen3_moe"])
+    number = config.pop("num_experts")
+    assert reading(config | {"num_local_experts": number}) == reading(FAMILIES["qwen3_moe"])
+    both = FAMILIES["qwen3_moe"] | {"num_local_experts": number + 1}
+    assert "num_local_experts to 9" in reading(both)
+
+
+# Keys of transformers' classes that no logits of a text depend on: how a model is trained, made,
+# generates or is described.
+NOTHING = frozenset(
+    ("attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range", "use_cache",
+     "output_router_logits", "router_aux_loss_coef", "pad_token_id", "bos_token_id", "eos_token_id",
+     "architectures", "chunk_size_feed_forward", "dtype", "id2label", "label2id", "is_decoder",
+     "is_encoder_decoder", "output_attentions", "output_hidden_states", "problem_type",
+     "return_dict", "transformers_version", "_name_or_path", "mamba_chunk_size",
+     "pretraining_tp", "vocab_size_per_layer_input", "rope_parameters", "tie_encoder_decoder",
+     "num_labels")
+)  # fmt: skip
+# Keys that here another one leaves nothing to say: layers that are listed, windows, experts or
+# Mamba that no layer has, a length that no scaling is relative to, another name of the same.
+UNREAD = frozenset(
+    ("max_position_embeddings", "sliding_window", "max_window_layers", "no_rope_layer_interval",
+     "sliding_window_pattern", "_sliding_window_pattern", "query_pre_attn_scalar", "rope_theta",
+     "top_k_experts", "moe_intermediate_size", "num_experts_per_tok", "intermediate_size",
+     "decoder_sparse_step", "position_embedding_type", "block_dim", "rms_norm_eps",
+     "mamba_d_head", "mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_n_heads")
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_key_changes_something_or_is_refused(name):
+    """But for those that are known to change nothing, or are of a part that the model has not."""
+    config = read_by_transformers({k: v for k, v in TEXTS[name].items() if v is not None})
+    whole = reading(config)
+    unread = set()
+    for key, value in config.items():
+        others = {bool: [not value], str: ["?"], type(None): [7, [7], {"7": {}}]}
+        numbers = [value * 2, value + 1] if type(value) in (int, float) else []
+        for other in others.get(type(value), numbers):
+            if reading(config | {key: other}) != whole:
+                break
+        else:
+            unread |= {key} - NOTHING if others.get(type(value), numbers) else set()
+    assert unread <= UNREAD
+
+
+# Values of keys that some families have, or mlx-lm reads.
+OTHERS = {
+    "sliding_window_pattern": 3, "full_attention_interval": 3, "rope_local_base_freq": 50.0,
+    "no_rope_layers": [0, 1], "no_rope_layer_interval": 1, "decoder_sparse_step": 2,
+    "mlp_only_layers": [0], "num_dense_layers": 1, "use_expert_bias": False,
+    "routed_scaling_factor": 2.0, "norm_topk_prob": False, "global_head_dim": 8,
+    "attention_bias": True, "mlp_bias": True, "query_pre_attn_scalar": 7,
+    "attn_logit_softcapping": 2.0, "final_logit_softcapping": 2.0, "embedding_multiplier": 3.0,
+    "attention_multiplier": 3.0, "residual_multiplier": 3.0, "logits_scaling": 3.0, "scale_emb": 3,
+    "scale_depth": 3, "dim_model_base": 8, "position_embedding_type": "nope",
+    "partial_rotary_factor": 0.5, "num_kv_shared_layers": 1, "num_experts": 4,
+    "num_local_experts": 4, "moe_intermediate_size": 8, "shared_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8, "hidden_size_per_layer_input": 8, "conv_L_cache": 2,
+    "conv_bias": True, "block_ff_dim": 8, "block_auto_adjust_ff_dim": True, "full_attn_idxs": [0],
+    "tie_embedding": False, "norm_eps": 0.5, "attn_output_gate": False, "rope_traditional": True,
+    "use_double_wide_mlp": True, "linear_conv_kernel_dim": 2, "use_bidirectional_attention": True,
+    "per_layer_config": {"0": {"head_dim": 8}}, "hidden_activation": "relu", "hidden_act": "relu",
+    "sliding_window": 3, "layer_types": ["sliding_attention"] * 2, "mamba_d_conv": 2,
+    "use_sliding_window": True,
+}  # fmt: skip
+# Those that mlx-lm reads of a family, and transformers does not.
+OF_MLX_LM = {"llama": {"layer_types"}, "granite": {"layer_types"}}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_key_of_another_family_changes_nothing_or_is_refused(name):
+    config = {key: value for key, value in TEXTS[name].items() if value is not None}
+    its = read_by_transformers(config)
+    wrong = set()
+    for key in OTHERS.keys() - its.keys():
+        more = config | {key: OTHERS[key]}
+        try:
+            theirs = read_by_transformers(more)
+        except Exception:  # a class of transformers raises what it likes
+            continue
+        theirs.pop(key, None)  # of what it knows it makes another key
+        found = reading(more)
+        if isinstance(found, Architecture) and found != reading(theirs):
+            wrong.add(key)
+    assert wrong <= OF_MLX_LM.get(name, set())

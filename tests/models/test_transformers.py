@@ -1,0 +1,485 @@
+"""Tiny random models that transformers saves: the logits of our reading are its own, or the model
+is refused by a sentence.
+
+They have random choices among all keys of transformers' configuration classes, some as older
+versions wrote them, some left out; a case that fails is printed with as few of them as fail.
+`MESP_MODEL_CASES` is the number of cases of each family.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mesp.errors import MespError
+from mesp.models.architecture import Architecture
+from mesp.models.quantization import Quantization
+from mesp.quantization.choose import Quantizations
+from mesp.source_model.forward_pass import Beside, SourceModel
+from mesp.source_model.safetensors import SafetensorsWeights
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+
+pytestmark = pytest.mark.transformers
+CASES = int(os.environ.get("MESP_MODEL_CASES", "20"))
+LENGTH = 24
+TOLERANCE = 1e-4
+
+_FACTORS = [1 + i / 8 for i in range(64)]
+_ROPES: list[Callable[[int], dict[str, Any]]] = [
+    lambda pairs: {"rope_type": "default"},
+    lambda pairs: {"rope_type": "linear", "factor": 4.0},
+    lambda pairs: {"rope_type": "dynamic", "factor": 4.0},
+    lambda pairs: {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    lambda pairs: {
+        "rope_type": "longrope",
+        "short_factor": _FACTORS[:pairs],
+        "long_factor": [2 * each for each in _FACTORS[:pairs]],
+    },
+    *[lambda pairs: {"rope_type": "yarn", "factor": 4.0}] * 3,
+]
+_ROPE_KEYS: dict[str, dict[str, list[Any]]] = {
+    "yarn": {
+        "original_max_position_embeddings": [16, 64],
+        "attention_factor": [1.0, 0.7],
+        "truncate": [False, True],
+        "beta_fast": [4.0],
+        "beta_slow": [2],
+        "mscale": [0.5, 1.0],
+        "mscale_all_dim": [0.8],
+        "attn_factor": [2.0],
+    },
+    "longrope": {
+        "original_max_position_embeddings": [16, 64],
+        "factor": [2.0],
+        "attention_factor": [1.3],
+    },
+    "linear": {"truncate": [False]},
+    "default": {"factor": [2.0], "mrope_section": [[2, 3, 3]]},
+}
+# Values of keys whose type says too little. Other numbers are doubled or halved, and flags turned.
+_VALUES: dict[str, list[Any]] = {
+    "num_attention_heads": [2, 4],
+    "num_key_value_heads": [1, 2, None],
+    "head_dim": [16, 32, None],
+    "intermediate_size": [48, 96],
+    "num_hidden_layers": [1, 2, 3, 4],
+    "hidden_act": ["silu", "gelu"],
+    "hidden_activation": ["gelu_pytorch_tanh", "silu"],
+    "sliding_window": [None, 5],
+    "max_window_layers": [0, 1, 3],
+    "query_pre_attn_scalar": [16, 24],
+    "attn_logit_softcapping": [None, 2.0],
+    "final_logit_softcapping": [None, 2.0],
+    "partial_rotary_factor": [0.5, 1.0],
+    "rope_theta": [100.0, 1e5],
+    "rope_local_base_freq": [50.0],
+    "no_rope_layer_interval": [2, 3],
+    "conv_L_cache": [3, 4],
+    "block_multiple_of": [16, 64],
+    "block_ff_dim": [96, 160],
+    "block_ffn_dim_multiplier": [1.0, 1.5],
+    "num_experts": [4, 6],
+    "num_local_experts": [0, 4, 6],
+    "num_experts_per_tok": [1, 2],
+    "moe_intermediate_size": [16, 48],
+    "shared_expert_intermediate_size": [16, 48],
+    "shared_intermediate_size": [48, 96],
+    "decoder_sparse_step": [1, 2],
+    "mlp_only_layers": [[], [0]],
+    "num_dense_layers": [0, 1],
+    "position_embedding_type": [None, "rope", "nope"],
+    "mamba_n_heads": [8],
+    "mamba_d_head": [16],
+    "mamba_n_groups": [1, 2],
+    "mamba_d_state": [8, 16],
+    "mamba_d_conv": [2, 4],
+    "time_step_limit": [(0.0, float("inf")), (0.01, 0.5)],
+    "linear_num_key_heads": [1, 2],
+    "linear_num_value_heads": [2, 4],
+    "linear_key_head_dim": [8, 16],
+    "linear_value_head_dim": [8, 16],
+    "linear_conv_kernel_dim": [2, 4],
+    "num_kv_shared_layers": [0, 1],
+    "global_head_dim": [16, 32],
+    "hidden_size_per_layer_input": [16],
+    "original_max_position_embeddings": [8, 16, 64],
+    "max_position_embeddings": [64, 256],
+    "full_attn_idxs": [[0], [1]],
+}
+# Sizes that a case keeps, and what a model is made with or generates by, which no logits depend on.
+_KEPT = frozenset(
+    ("vocab_size", "hidden_size", "rope_parameters", "layer_types", "model_type", "pad_token_id",
+     "bos_token_id", "eos_token_id", "vocab_size_per_layer_input", "mamba_expand",
+     "mamba_chunk_size", "no_rope_layers", "num_global_key_value_heads", "text_config",
+     "vision_config", "audio_config", "per_layer_config", "num_labels", "id2label", "dtype",
+     "return_dict", "output_attentions", "output_hidden_states", "use_cache", "is_decoder")
+)  # fmt: skip
+_SIZES = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_DELTA = {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 16}
+_GRANITE4 = {
+    "num_local_experts": 0, "num_experts_per_tok": 2, "shared_intermediate_size": 96,
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16,
+    "layer_types": ["mamba", "attention"],
+}  # fmt: skip
+_GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 0, "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+BASES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32, "norm_topk_prob": True, **_EXPERTS},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], **_DELTA},
+    "qwen3_5_moe_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_expert_intermediate_size": 32, **_DELTA, **_EXPERTS,
+    },
+    "llama": {},
+    "smollm3": {},
+    "granite": {},
+    "granitemoehybrid": _GRANITE4,
+    "mistral": {"sliding_window": None},
+    "ministral3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 5},
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 5},
+    "gemma4_text": _GEMMA4,
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, **_EXPERTS},
+    "phi3": {},
+}  # fmt: skip
+_VISION = {
+    "qwen3_5": {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+        "out_hidden_size": 64, "patch_size": 14, "spatial_merge_size": 1,
+        "num_position_embeddings": 16,
+    },
+    "gemma3": {
+        "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
+        "num_hidden_layers": 1, "image_size": 28, "patch_size": 14,
+    },
+    "mistral3": {
+        "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
+        "num_hidden_layers": 1, "image_size": 28, "patch_size": 14, "head_dim": 16,
+    },
+    "qwen2_5_vl": {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+        "out_hidden_size": 64, "patch_size": 14,
+    },
+    "qwen3_vl": {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+        "out_hidden_size": 64, "patch_size": 14, "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    },
+}  # fmt: skip
+_TEXTS = {
+    "qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text", "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of a family: keys of its configuration, and changes of what transformers saves."""
+
+    family: str
+    keys: dict[str, Any] = field(default_factory=dict)
+    rope: dict[str, Any] = field(default_factory=dict)
+    edits: tuple[str, ...] = ()  # names of `EDITS`, or keys left out or of other families
+
+    def smaller(self) -> list[Case]:
+        """The same with one thing less."""
+        found = []
+        for name in ("keys", "rope"):
+            given = getattr(self, name)
+            for key in given:
+                if key != "rope_type":
+                    rest = {k: v for k, v in given.items() if k != key}
+                    found.append(Case(**{**vars(self), name: rest}))
+        if set(self.rope) == {"rope_type", "factor"} or self.rope.get("rope_type") == "default":
+            found.append(Case(**{**vars(self), "rope": {}}))
+        for edit in self.edits:
+            rest = tuple(each for each in self.edits if each != edit)
+            found.append(Case(**{**vars(self), "edits": rest}))
+        return found
+
+
+def old_rope(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """As transformers 4 wrote RoPE."""
+    text = config.get("text_config", config)
+    rope = text.get("rope_parameters")
+    if rope and "full_attention" not in rope:
+        rope = dict(text.pop("rope_parameters"))
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if key in rope:
+                text[key] = rope.pop(key)
+        if rope.pop("rope_type") != "default":
+            text["rope_scaling"] = rope | {"type": config.get("type", "yarn")}
+
+
+def type_alone(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """With RoPE's type by its older name."""
+    rope = config.get("text_config", config).get("rope_parameters") or {}
+    if "rope_type" in rope:
+        rope["type"] = rope.pop("rope_type")
+
+
+def two_types(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """With another type of RoPE by its older name."""
+    rope = config.get("text_config", config).get("rope_parameters") or {}
+    if "rope_type" in rope:
+        rope["type"] = "default"
+
+
+def no_head(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    tensors.pop("lm_head.weight", None)
+
+
+def other_head(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    tensors["lm_head.weight"] = tensors[name].flip(0).contiguous()
+
+
+def same_head(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    tensors["lm_head.weight"] = tensors[name].clone()
+
+
+def head_alone(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    tensors["lm_head.weight"] = tensors.pop(name)
+
+
+def unknown_key(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    config["what_is_this"] = 2
+
+
+def other_tensor(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    tensors["model.layers.0.what_is_this.weight"] = torch.ones(())
+
+
+EDITS = {
+    each.__name__: each
+    for each in (
+        old_rope, type_alone, two_types, no_head, other_head, same_head, head_alone, unknown_key,
+        other_tensor,
+    )
+}  # fmt: skip
+
+
+def draw(family: str, seed: int) -> Case:
+    """A random case."""
+    rng = random.Random(f"{family} {seed}")
+    text = _TEXTS.get(family, family)
+    options = {f.name: getattr(f, "default", None) for f in fields(CONFIG_MAPPING[text])}
+    keys: dict[str, Any] = {}
+    names = sorted(
+        options.keys() - _KEPT | ({"partial_rotary_factor"} if text != "phi3" else set())
+    )
+    for name in rng.sample(names, min(len(names), rng.choice([0, 1, 2, 3, 5]))):
+        default = options.get(name)
+        if name in _VALUES:
+            keys[name] = rng.choice(_VALUES[name])
+        elif isinstance(default, bool):
+            keys[name] = not default
+        elif isinstance(default, float):
+            keys[name] = default * rng.choice([0.5, 2.0]) or 0.1
+    rope: dict[str, Any] = {}
+    if rng.random() < 0.5 and not family.startswith(("gemma3", "gemma4")):
+        rope = rng.choice(_ROPES)(8)
+        more = _ROPE_KEYS.get(rope["rope_type"], {})
+        for name in rng.sample(sorted(more), min(len(more), rng.choice([0, 0, 1, 2]))):
+            rope[name] = rng.choice(more[name])
+    edits = [rng.choice(sorted(EDITS))] if rng.random() < 0.4 else []
+    edits += [f"without {rng.choice(names)}"] if rng.random() < 0.3 else []
+    others = sorted(_VALUES.keys() - options.keys())
+    edits += [f"with {rng.choice(others)}"] if rng.random() < 0.2 else []
+    return Case(family, keys, rope, tuple(edits))
+
+
+def configuration(case: Case) -> Any:
+    """transformers' configuration. Raises what it raises where it refuses the case."""
+    text = _TEXTS.get(case.family, case.family)
+    keys = {**_SIZES, **BASES[text], **case.keys}
+    layers = keys["num_hidden_layers"]
+    if kinds := keys.get("layer_types"):
+        keys["layer_types"] = (kinds * layers)[:layers]
+    if case.rope:
+        rope = dict(case.rope)
+        for name in ("short_factor", "long_factor"):
+            if name in rope:
+                heads = keys["num_attention_heads"]
+                size = keys.get("head_dim") or keys["hidden_size"] // heads
+                size = int(size * keys.get("partial_rotary_factor", 1.0))
+                start = 2 if name == "long_factor" else 1
+                rope[name] = [start * each for each in _FACTORS[: size // 2]]
+        keys["rope_parameters"] = rope | {"rope_theta": keys.get("rope_theta", 1e4)}
+    if case.family in _VISION:
+        tie = keys.pop("tie_word_embeddings", False)
+        if case.family == "mistral3":
+            keys["model_type"] = "mistral"
+        if case.family == "qwen2_5_vl" and not case.rope:
+            keys["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+        config = CONFIG_MAPPING[case.family](
+            text_config=keys, vision_config=_VISION[case.family], tie_word_embeddings=tie
+        )
+        for each in ("image_token_id", "video_token_id", "vision_start_token_id",
+                     "vision_end_token_id", "image_token_index"):  # fmt: skip
+            if hasattr(config, each):
+                setattr(config, each, 96)
+        return config
+    return CONFIG_MAPPING[case.family](**keys)
+
+
+def randomize(model: Any, seed: int) -> None:
+    """Random numbers in every tensor, such that every part matters."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            values = torch.randn(tensor.shape, generator=generator)
+            if name.endswith("A_log"):
+                values = values.abs() * 0.5
+            elif "norm" in name or name.endswith((".D", "layer_scalar")):
+                values = 0.2 * values + (0 if tensor.abs().max() == 0 else 1)
+            elif tensor.ndim >= 2:
+                values = values * tensor.shape[-1] ** -0.5
+            tensor.copy_(values)
+        for name, tensor in model.named_buffers():
+            if name.endswith(("expert_bias", "layer_scalar")):
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+    model.tie_weights()
+
+
+def save(case: Case, folder: Path) -> None:
+    """Writes the case's model as transformers does, with its edits."""
+    config = configuration(case)
+    auto = transformers.AutoModelForCausalLM
+    if case.family in _VISION:
+        auto = transformers.AutoModelForImageTextToText
+    model = auto.from_config(config, dtype=torch.float32)
+    randomize(model, 0)
+    model.save_pretrained(folder)
+    file = folder / "config.json"
+    written = json.loads(file.read_text())
+    tensors = load_file(folder / "model.safetensors")
+    for edit in case.edits:
+        if edit in EDITS:
+            EDITS[edit](written, tensors)
+        elif edit.startswith("with "):
+            key = edit.removeprefix("with ")
+            written.get("text_config", written).setdefault(key, _VALUES[key][-1])
+        else:
+            written.get("text_config", written).pop(edit.removeprefix("without "), None)
+    if "old_rope" in case.edits and "rope_scaling" in written.get("text_config", written):
+        written.get("text_config", written)["rope_scaling"]["type"] = case.rope["rope_type"]
+    file.write_text(json.dumps(written))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def theirs(case: Case, folder: Path, tokens: list[int]) -> np.ndarray | None:
+    """transformers' logits; None where it lacks weights and makes some up."""
+    auto = transformers.AutoModelForCausalLM
+    if case.family in _VISION:
+        auto = transformers.AutoModelForImageTextToText
+    model, info = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    if info["missing_keys"] or info["mismatched_keys"]:
+        return None
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.tensor([tokens])).logits[0].float().numpy()
+
+
+def ours(folder: Path, tokens: list[int]) -> np.ndarray:
+    """The logits of our reading, in float32. Raises MespError where the model is refused."""
+    config = json.loads((folder / "config.json").read_text())
+    arch = Architecture.from_config(config, len(tokens))
+    weights = SafetensorsWeights(folder, arch)
+    model = SourceModel(weights, weights.arch, Quantizations(Quantization()))
+    x = model.embed(tokens)
+    beside = Beside(tokens, x)
+    for index in range(arch.num_hidden_layers):
+        x = model.block(index, x, beside)
+    return np.array(model.logits(model.final(x), slice(0, arch.vocab_size))[0])
+
+
+def outcome(case: Case, folder: Path) -> str:
+    """What becomes of a case: "equal", "refused: …", "wrong: …", or "not a model"."""
+    shutil.rmtree(folder, ignore_errors=True)
+    tokens = [int(each) for each in np.random.default_rng(0).integers(1, 90, LENGTH)]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            save(case, folder)
+            expected = theirs(case, folder, tokens)
+    except Exception as error:  # what transformers raises for a config that is none differs
+        return f"not a model: {type(error).__name__} {error!s:.100}"
+    if expected is not None and not np.isfinite(expected).all():
+        return "not a model: its logits are not finite"
+    try:
+        found = ours(folder, tokens)
+    except MespError as error:
+        return f"refused: {error}"
+    if expected is None:
+        return "wrong: transformers lacks weights, and nothing is said here"
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    return "equal" if error <= TOLERANCE else f"wrong: by {error:.2g}"
+
+
+def shrink(case: Case, folder: Path) -> Case:
+    """As few things as are wrong."""
+    for each in case.smaller():
+        if outcome(each, folder).startswith("wrong"):
+            return shrink(each, folder)
+    return case
+
+
+@pytest.mark.parametrize("family", [*BASES, *_VISION])
+def test_logits_are_those_of_transformers(family: str, tmp_path: Path, record_property):
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    assert outcome(Case(family), tmp_path / "model") == "equal"
+    counts: Counter[str] = Counter()
+    wrong, reasons = [], Counter()
+    for seed in range(CASES):
+        case = draw(family, seed)
+        found = outcome(case, tmp_path / "model")
+        counts[found.partition(":")[0]] += 1
+        reasons[found] += 1
+        if found.startswith("wrong"):
+            least = shrink(case, tmp_path / "model")
+            wrong.append(f"{least}: {outcome(least, tmp_path / 'model')}")
+    tried = counts.total() - counts["not a model"]
+    print(
+        f"\n{family}: {tried} tried, {counts['refused']} refused, {counts['equal']} equal, "
+        f"{counts['wrong']} wrong"
+    )
+    if os.environ.get("MESP_MODEL_REASONS"):
+        for reason, count in reasons.most_common():
+            print(f"  {count} {reason}")
+    assert not wrong, "\n".join(wrong)
