@@ -227,7 +227,7 @@ def test_the_chat_template_is_used_where_there_is_one(bundle: Path, tmp_path: Pa
     with_system = encode(chat, "Hello", None, "Be brief.")
     assert chat.decode(with_system).endswith("Be brief.\nuser: Hello\nassistant:")
 
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+    for name in ("config.json", "manifest.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundle / name, tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     del config["chat_template"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from mesp.data.answers import encode_answers
+from mesp.data.answers import encode_conversation
+from mesp.data.records import Conversation
 from mesp.engine.process import evaluator
 from mesp.text import bundle_tokenizer
 from tasks.house import Case
@@ -32,8 +33,8 @@ def answers(
     for case in cases:
         said = {"user": case.prompt, "assistant": case.completion}
         messages = [{"role": role, "content": content} for role, content in said.items()]
-        ids, counted = encode_answers(tokenizer, messages, None)
-        start = int(counted.argmax())
+        encoded = encode_conversation(tokenizer, Conversation(messages), "answers")
+        ids, start = encoded.ids, int(encoded.mask.argmax())
         prompts.append(ids[:start])
         right.append(ids[start : ids.index(tokenizer.eos_token_id, start) + 1])
     written: list[list[int]] = [[] for _ in cases]
