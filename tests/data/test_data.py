@@ -630,8 +630,9 @@ def test_records_are_shown_as_they_are_trained(tmp_path):
     assert done.stderr == "Columns that were not read: id.\n"
     again = mesp_data(tmp_path / "demo.mesp", "--show", 2)
     assert done.stdout.endswith(again.stdout) and again.stdout.startswith("Record 1 of 3")
-    assert "with --show 3" in mesp_data(tmp_path / "demo.mesp").stderr
-    assert "with --show 3" in mesp_data(tmp_path / "demo.mesp", "--show", 1, "--pack").stderr
+    assert "Time 1?" not in mesp_data(tmp_path / "demo.mesp").stdout
+    wrong = mesp_data(tmp_path / "demo.mesp", "--show", 1, "--pack")
+    assert wrong.stderr == "Error: Name the new data with --data, which --pack is about.\n"
 
 
 def test_export_takes_the_same_options(exported, tmp_path):

@@ -318,7 +318,7 @@ def read_manifest(path: Path, to_run: bool = True) -> Manifest:
     try:
         entries = read_object(path / "manifest.json")
         version = entries["format"]
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise MespError(
             f"{path} is not a bundle (it has no manifest.json); write one with mesp-export."
         ) from error

@@ -22,19 +22,16 @@ from mesp.text import load_tokenizer
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--data", metavar="FILE|DIR|NAME", help=f"The new data: {SOURCES}.")
 @click.option(
-    "--show", type=click.IntRange(min=1), show_default="none without --data, else 1",
-    help="Print so many records as they are trained, with what is in the loss marked.",
+    "--show", type=click.IntRange(min=1), default=1,
+    help="Print the first records as they are trained; text in the loss is marked.",
 )  # fmt: skip
 @data_options
-def main(bundle: Path, data: str | None, show: int | None, data_options: DataOptions) -> None:
-    """Replace the data in BUNDLE, a folder that mesp-export wrote, using its tokenizer; without
-    --data, show the data that it has."""
+def main(bundle: Path, data: str | None, show: int, data_options: DataOptions) -> None:
+    """Replace the data in BUNDLE, a folder that mesp-export wrote, and use the bundle's tokenizer.
+    Without --data, print records of the data that BUNDLE has."""
     if data is None:
-        options = given_data_options(click.get_current_context())
-        if show is None or options:
-            raise MespError(
-                "Name the new data with --data, or show what the bundle has with --show 3."
-            )
+        if options := given_data_options(click.get_current_context()):
+            raise MespError(f"Name the new data with --data, which {options[0]} is about.")
         show_records(bundle, show)
         return
     manifest = read_manifest(bundle, to_run=False)
@@ -43,4 +40,4 @@ def main(bundle: Path, data: str | None, show: int | None, data_options: DataOpt
         tokenizer = load_tokenizer(bundle)
         splits = load(data, tokenizer, max(manifest.seq_lens), vocab_size, data_options)
     click.echo(f"{bundle} now has {describe_data(replace_data(bundle, splits).data)}.")
-    show_records(bundle, show or 1)
+    show_records(bundle, show)

@@ -73,9 +73,12 @@ def as_examples(
         parts.append(Encoded(ids[:stop], mask[:stop]))
         start += stop
     if not examples:
+        remedy = "give it others or export with a larger --seq-len."
+        if not any(each.mask[1:].any() for each in encoded):
+            remedy = "add assistant messages, or take --loss-on all."
         raise MespError(
             f"The {split} data of {data} has no example with something to predict in its first "
-            f"{longest} tokens; give it others or export with a larger --seq-len."
+            f"{longest} tokens; {remedy}"
         )
     tokens, mask = _joined(parts)
     bounds = np.array(examples, np.uint32)

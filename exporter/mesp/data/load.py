@@ -138,7 +138,10 @@ def leave_out(
     }
     for split, those in kept.items():
         if not those:
-            raise MespError(f"All records of the {split} data of {data} have the weight 0.")
+            raise MespError(
+                f"All records of the {split} data of {data} are marked not to be trained, as by "
+                "the weight 0: remove the mark from some."
+            )
     return kept, sum(map(len, documents.values())) - sum(map(len, kept.values()))
 
 
@@ -270,7 +273,9 @@ def _notes(
     """Sentences on what a reader of the records would not expect of their tokens."""
     sentences = []
     if weightless:
-        sentences.append(f"Records with the weight 0 were left out: {weightless:,}.")
+        sentences.append(
+            f"Records that are marked not to be trained were left out: {weightless:,}."
+        )
     if columns := unread(documents):
         sentences.append(f"Columns that were not read: {', '.join(columns)}.")
     notes: Counter[str] = Counter()

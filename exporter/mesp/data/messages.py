@@ -17,6 +17,14 @@ from mesp.files import parse_json
 Message = dict[str, Any]
 
 TEXT_PARTS = ("text", "input_text", "output_text")
+PART_KEYS = (
+    "type",
+    "text",
+    "id",
+    "index",
+    "annotations",
+    "cache_control",
+)  # the last ones are no text
 # What is said of an answer, or of a record, that is to be trained or not, by the value that means
 # so: Mistral's and OpenAI's `weight`, Axolotl's `train` and `training`, ms-swift's `loss`,
 # torchtune's `masked`.
@@ -47,7 +55,10 @@ def _read(where: str, raw: Message, ignored: tuple[str, ...]) -> Message:
     message = {key: value for key, value in raw.items() if value is not None and key not in ignored}
     role = message.get("role")
     if not isinstance(role, str):
-        raise MespError(f'{where} without a "role" that is a string: {_keys(raw)}.')
+        raise MespError(
+            f'{where} without a "role" that is a string: {_keys(raw)}. Write '
+            '{"role": "user", "content": "…"}.'
+        )
     weight = read_weight(f"{where} with", message)
     if "content" in message:
         message["content"] = _text(where, message["content"])
@@ -64,18 +75,21 @@ def _read(where: str, raw: Message, ignored: tuple[str, ...]) -> Message:
             message[CALLS] = _calls(where, message[CALLS])
     if "content" not in message:
         if role != "assistant" or CALLS not in message:
-            raise MespError(f'{where} without "content": {_keys(raw)}.')
+            raise MespError(
+                f'{where} without "content": {_keys(raw)}. Write its text as "content".'
+            )
         message["content"] = ""
     if role != "assistant" and weight == 1 and not raw.get("weight"):
         raise MespError(
             f"{where} of the role {role} that is to be trained, and only the assistant's are: "
-            "leave its mark out, or take --loss-on all."
+            "remove the field that says so."
         )
     return message | {"weight": 0} if role == "assistant" and weight == 0 else message
 
 
 def _keys(message: Message) -> str:
-    return f"it has {', '.join(message)}" if message else "it is empty"
+    keys = [key for key, value in message.items() if value is not None]
+    return f"it has {', '.join(keys)}" if keys else "it is empty"
 
 
 def _text(where: str, content: Any) -> str:
@@ -83,18 +97,28 @@ def _text(where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise MespError(f'{where} with "content" that is neither text nor a list of text parts.')
+        raise MespError(
+            f'{where} with "content" that is neither text nor a list of text parts: write text.'
+        )
     texts = []
     for part in content:
+        text = part
         if isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS:
-            part = part.get("text")
-        if not isinstance(part, str):
+            text = part.get("text")
+            if others := [
+                k for k in part if k not in PART_KEYS and part[k] not in (None, "", [], {})
+            ]:
+                raise MespError(
+                    f'{where} with a part of content that has "{others[0]}", which nothing reads: '
+                    "remove it."
+                )
+        if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise MespError(
                 f"{where} with a part of content that is not text but {kind!s:.40}: only text can "
                 "be trained."
             )
-        texts.append(part)
+        texts.append(text)
     return "".join(texts)
 
 
@@ -107,19 +131,21 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise MespError(f'{where} with a tool call without a "name".')
+            raise MespError(f'{where} with a tool call without a "name": give it one.')
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
                 arguments = parse_json(arguments or "{}")
             except ValueError as error:
                 raise MespError(
-                    f"{where} with arguments of a tool call that are no JSON."
+                    f"{where} with arguments of a tool call that are no JSON: write an object."
                 ) from error
         else:
             arguments = without_null(arguments or {})
         if not isinstance(arguments, dict):
-            raise MespError(f"{where} with arguments of a tool call that are not an object.")
+            raise MespError(
+                f"{where} with arguments of a tool call that are not an object: write one."
+            )
         kept = call if "function" in call else {key: call[key] for key in ("id",) if key in call}
         known = {"name": function["name"], "arguments": arguments}
         found.append(
@@ -146,13 +172,21 @@ def read_tools(where: str, tools: Any) -> list[Any] | None:
         try:
             tools = parse_json(tools or "[]")
         except ValueError as error:
-            raise MespError(f'{where} has "tools" in a string that is no JSON.') from error
+            raise MespError(
+                f'{where} has "tools" in a string that is no JSON: write a list.'
+            ) from error
     else:
         tools = without_null(tools)
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(t, dict) for t in tools)
     ):
-        raise MespError(f'{where} has "tools" that are not a list of objects.')
+        raise MespError(
+            f'{where} has "tools" that are not a list of objects: write them in OpenAI\'s form.'
+        )
+    for tool in tools or []:
+        function = tool.get("function", tool)
+        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+            raise MespError(f'{where} has a tool without a "name": give it one.')
     return tools or None
 
 

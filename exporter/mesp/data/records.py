@@ -21,9 +21,17 @@ RECORDS = (
     'records have "text", "prompt" and "completion", or "messages"; for an objective "prompt", '
     '"chosen" and "rejected", or "prompt", "completion" and "label"'
 )
+COLUMNS = "Name other columns with --columns, as in prompt=question,completion=answer."
 # The keys of a record that are read, and that --columns can take from columns of other names.
 KEYS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected", "label")
 OPTIONS = "chat_template_kwargs"  # of the chat template, as TRL has them in a record
+# What is passed to a chat template in any case, or would change it.
+FIXED_OPTIONS = (
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)  # fmt: skip
 SAID = ("prompt", "completion", "chosen", "rejected")
 PAIRS, LABELS = "chosen and rejected", "completion and label"  # preference data
 # Columns that would change what an answer is an answer to, and that nothing here can use.
@@ -166,8 +174,8 @@ def read_record(
     for key in UNUSABLE:
         if record.get(key) not in (None, "", [], {}):
             raise MespError(
-                f'{where} has "{key}", which cannot be trained on: write what it says as messages, '
-                f"or leave it out with --ignore {key}."
+                f'{where} has "{key}", which cannot be trained on: write its text as messages, or '
+                f"leave it out with --ignore {key}."
             )
     weight = read_weight(f"{where} has", record)
     if weight is not None:
@@ -176,18 +184,24 @@ def read_record(
     if "tools" in record:
         record["tools"] = read_tools(where, record["tools"])
     if not isinstance(record.get(OPTIONS, {}), dict):
-        raise MespError(f'{where} has "{OPTIONS}" that are not an object.')
+        raise MespError(f'{where} has "{OPTIONS}" that are not an object: write one.')
+    for key in record.get(OPTIONS, {}):
+        if key in FIXED_OPTIONS:
+            raise MespError(
+                f'{where} has "{OPTIONS}" with "{key}", which MeSP sets itself: remove it.'
+            )
     if document.kind == "messages":
         if not are_messages(record["messages"]):
             raise MespError(
-                f'{where} has messages that are not a list of objects with a "role" each.'
+                f"{where} has messages that are not a list of objects: write each as "
+                '{"role": "user", "content": "…"}.'
             )
         record["messages"] = read_messages(where, record["messages"], ignored)
         return document
     keys = [key for key in KEYS if key in (SAID if document.kind != "text" else ("text",))]
     for key in document.kind.split(" and "):
         if key not in record:
-            raise MespError(f"{where} has {', '.join(record) or 'nothing'}; {RECORDS}.")
+            raise MespError(f"{where} has {', '.join(record) or 'nothing'}; {RECORDS}. {COLUMNS}")
     if document.kind == LABELS:
         if "prompt" not in record:
             raise MespError(f"{where} has {', '.join(record)}; {RECORDS}.")
@@ -206,7 +220,7 @@ def _said(where: str, key: str, value: Any, ignored: tuple[str, ...]) -> Said:
     if isinstance(value, str):
         return value
     if key not in SAID:
-        raise MespError(f'{where} has a "{key}" that is not a string.')
+        raise MespError(f'{where} has a "{key}" that is not a string: write it as one.')
     if value == [] and key != "prompt":
         return []
     if not are_messages(value):

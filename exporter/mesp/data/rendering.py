@@ -106,11 +106,13 @@ class Rendering:
             return True
         return False
 
-    def _render(self, messages: list[Message], asks: bool) -> str:
+    def _render(
+        self, messages: list[Message], asks: bool, tools: list[dict[str, Any]] | None = None
+    ) -> str:
         return str(
             self.tokenizer.apply_chat_template(
                 messages,
-                tools=self.conversation.tools,
+                tools=tools or self.conversation.tools,
                 tokenize=False,
                 add_generation_prompt=asks,
                 **self.conversation.options,
@@ -176,9 +178,13 @@ class Rendering:
 
     def _check_tools(self) -> None:
         """Raises MespError where the template leaves out a tool, or a value in a tool call."""
-        for tool in self.conversation.tools or []:
-            name = tool.get("function", tool).get("name") if isinstance(tool, dict) else None
-            if isinstance(name, str) and name not in self.marked:
+        tools = self.conversation.tools or []
+        # Numbers of marks that texts have too, so these are counted.
+        renamed = [_renamed(tool, MARK.format(number)) for number, tool in enumerate(tools)]
+        rendered = self._render(shown(self._marks[0], self.with_text), False, renamed)
+        for number, tool in enumerate(tools):
+            if rendered.count(MARK.format(number)) == self.marked.count(MARK.format(number)):
+                name = tool.get("function", tool)["name"]
                 raise MespError(
                     f"the chat template leaves out the tools, such as {_short(name)}: take a model "
                     "whose template has them, or leave them out with --ignore tools."
@@ -252,6 +258,13 @@ class Rendering:
                 break
             shift = place.stop - place.marked_stop
         return position + shift
+
+
+def _renamed(tool: dict[str, Any], name: str) -> dict[str, Any]:
+    """A tool of another name."""
+    if "function" in tool:
+        return tool | {"function": tool["function"] | {"name": name}}
+    return tool | {"name": name}
 
 
 def shown(messages: list[Message], with_text: bool = False) -> list[Message]:

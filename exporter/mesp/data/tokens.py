@@ -43,6 +43,11 @@ class Encoder:
                 f"{document.where} has one message and so no prompt before it: leave it out, or "
                 "take --loss-on all."
             )
+        content = document.content
+        if isinstance(content, dict) and content.get("completion", "a") in ("", []):
+            raise MespError(
+                f"{document.where} has an empty completion: write one, or leave it out."
+            )
         with named(document):
             if self.kind == "text":
                 ids, content = _encode_text(self.tokenizer, document.content), document.content
