@@ -8,6 +8,7 @@ say what is expected, and without them it has to be found.
 from itertools import pairwise
 
 import pytest
+from transformers import AddedToken
 
 from helpers.paths import DEMO_MODEL
 from mesp.data.answers import encode_conversation
@@ -617,3 +618,37 @@ def test_an_answer_that_the_template_ends_with_its_question_is_refused(tokenizer
     assert template != PLAIN
     with pytest.raises(MespError, match="does not tell where the answer in message 2"):
         trained(tokenizer, template, user("a"), assistant("b"))
+
+
+def test_a_token_that_takes_white_space_is_of_no_answer(tokenizer):
+    """As Phi's <|assistant|>, which takes the line feeds after it."""
+    own = load_tokenizer(DEMO_MODEL)
+    strips = AddedToken("<|ask|>", rstrip=True, special=True)
+    own._tokenizer.add_special_tokens({"additional_special_tokens": [strips, "<|im_end|>"]})
+    own._tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|ask|>\n' if m.role == 'assistant' }}{{ m.content }}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|ask|>\n{% endif %}"
+    )
+    for said in ("Paris", "\nParis"):
+        ids, mask = encode_answers(own, [user("q"), assistant(said)], None)
+        trained = [each for each, counts in zip(ids, mask, strict=True) if counts]
+        assert own.decode(trained) == "Paris<|im_end|>\n"
+
+
+def test_a_token_that_begins_the_next_question_ends_no_answer(tokenizer):
+    tokenizer._tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}<|assistant|>"
+        "{% else %}{{ m.content }}{{ eos_token if loop.last }}{% endif %}{% endfor %}"
+    )
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    ids, mask = encode_answers(tokenizer, messages, None)
+    trained = [each for each, counts in zip(ids, mask, strict=True) if counts]
+    assert tokenizer.decode(trained) == f"b{tokenizer.eos_token}d{tokenizer.eos_token}"
+
+
+@pytest.mark.parametrize("name", ["user", "use", "Mk", "f"])
+def test_a_tool_is_not_seen_in_words_of_the_template(tokenizer, name):
+    tokenizer._tokenizer.chat_template = CHATML.replace("⟦", "").replace("⟧", "")
+    tools = [{"type": "function", "function": {"name": name}}]
+    with pytest.raises(MespError, match="leaves out the tools"):
+        encode_answers(tokenizer, [user("a"), assistant("b")], tools)

@@ -754,3 +754,83 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
     assert_same(assert_whole(bundle), new)
     manifest = json.loads((bundle / "manifest.json").read_text())
     assert {*files(bundle)} == {file["path"] for file in manifest["files"]} | {"manifest.json"}
+
+
+# Other programs' records, and what would be lost of them
+
+
+@pytest.mark.parametrize(
+    ("record", "named"),
+    [
+        ({"messages": [message("user", "a"), message("assistant", [{"type": "text", "text": "b",
+          "train": False}])]}, 'a part of content that has "train"'),
+        ({"messages": [message("user", "a"), message("assistant", "", tool_calls=[
+          {"function": {"name": "f", "parameters": {"a": 1}}}])]}, 'call that has "parameters"'),
+        ({"messages": [message("user", "a"), message("assistant", "", tool_calls=[
+          {"function": {"name": "f", "arguments": []}}])]}, "are not an object"),
+        ({"messages": [message("user", "a"), message("assistant", "", tool_calls=[
+          {"function": {"name": "f", "arguments": '{"x": 1, "x": 2}'}}])]}, "are no JSON"),
+        ({"messages": [message("user", "a"), message("assistant", "", function_call={"name": 1})]},
+         'write it as "tool_calls"'),
+        ({"prompt": "a", "completion": "b", "tools": [{"type": "web_search"}]}, "without a .name."),
+        ({"prompt": "a", "completion": "b", "chat_template_kwargs": {"tokenize": True}}, "itself"),
+        ({"prompt": "a", "completion": "b", "chat_template_kwargs": {"thinkinng": 1}}, "not read"),
+        ({"prompt": "a", "completion": " "}, "empty answer"),
+        ({"prompt": "a", "completion": ""}, "has an empty completion"),
+    ],
+)  # fmt: skip
+def test_what_would_be_lost_is_refused(chat_tokenizer, tmp_path, record, named):
+    path = write_records(tmp_path / "data.jsonl", [record] * 2)
+    with pytest.raises(MespError, match=named):
+        load(path, chat_tokenizer, 64)
+
+
+def test_a_table_says_what_is_trained(chat_tokenizer, tmp_path):
+    rows = "prompt,completion,weight\na,b,1\nc,d,0\ne,f,\ng,h,true\n"
+    (tmp_path / "data.csv").write_text(rows)
+    split = load(tmp_path / "data.csv", chat_tokenizer, 64, hold_out=0.0)["train"]
+    assert len(split.examples) == 3
+
+
+@pytest.mark.parametrize("answer", ["Paris<|endoftext|>\n", "Paris<|endoftext|>", "Paris"])
+def test_an_answer_without_a_template_ends_once(tokenizer, tmp_path, answer):
+    path = write_records(tmp_path / "data.jsonl", [{"prompt": "a ", "completion": answer}] * 2)
+    ids = load(path, tokenizer, 64, hold_out=0.0)["train"].tokens.tolist()
+    assert ids.count(tokenizer.eos_token_id) == 2
+
+
+@pytest.mark.parametrize("answer", ["b<|endoftext|>c", "<|endoftext|>"])
+def test_an_end_within_an_answer_without_a_template_is_refused(tokenizer, tmp_path, answer):
+    path = write_records(tmp_path / "data.jsonl", [{"prompt": "a ", "completion": answer}] * 2)
+    with pytest.raises(MespError, match="an end token in its answer"):
+        load(path, tokenizer, 64)
+
+
+def test_a_prompt_that_the_answers_repeat_is_there_once(chat_tokenizer, tmp_path):
+    asked = [message("user", "q")]
+    one, other = [message("assistant", "a")], [message("assistant", "b")]
+    records = [
+        {"prompt": asked, "chosen": one, "rejected": other},
+        {"prompt": asked, "chosen": asked + one, "rejected": asked + other},
+        {"prompt": "q ", "chosen": asked + one, "rejected": asked + other},
+    ]
+    found = [
+        load(write_records(tmp_path / "data.jsonl", [record] * 2), chat_tokenizer, 64)["train"]
+        for record in records
+    ]
+    assert len({tuple(split.tokens.tolist()) for split in found}) == 1
+    completions = [{"prompt": asked, "completion": each} for each in (one, asked + one)]
+    found = [
+        load(write_records(tmp_path / "data.jsonl", [record] * 2), chat_tokenizer, 64)["train"]
+        for record in completions
+    ]
+    assert len({tuple(split.tokens.tolist()) for split in found}) == 1
+
+
+def test_answers_of_the_same_tokens_are_no_pair(chat_tokenizer, tmp_path):
+    long = {"prompt": "q", "chosen": "a " * 100 + "x", "rejected": "a " * 100 + "y"}
+    path = write_records(tmp_path / "data.jsonl", [long] * 2)
+    with pytest.raises(MespError, match="of the same tokens, as far as sequences of 65 hold"):
+        load(path, chat_tokenizer, 64)
+    with pytest.raises(MespError, match="leave out --long split"):
+        load(path, chat_tokenizer, 64, long="split")

@@ -174,6 +174,29 @@ def test_packed_records_are_refused(tmp_path: Path):
         mesp.train(packed, out=tmp_path / "run", steps=1, reward="exact")
 
 
+@pytest.mark.parametrize(
+    ("turns", "options"),
+    [
+        (["one", "a", "two", "b"], ()),
+        (["one", "a"], ("--loss-on", "all")),
+        (["one", "a " * 90], ("--long", "split")),
+    ],
+    ids=["two answers", "all", "split"],
+)
+def test_records_of_other_than_one_answer_are_refused(tmp_path: Path, turns: list, options: tuple):
+    roles = ["user", "assistant"] * 2
+    messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+    if "all" in options:
+        messages.insert(0, {"role": "assistant", "content": "not trained", "weight": 0})
+    data = tmp_path / "data.jsonl"
+    data.write_text(f"{json.dumps({'messages': messages})}\n" * 4)
+    export = ("export", "--model", "demo", "--data", data, "--seq-len", 64, *options)
+    call(*export, "--out", tmp_path / "demo.mesp")
+    done = run("train", tmp_path / "demo.mesp", "--steps", 1, "--reward", "exact", "--dry-run")
+    assert done.returncode == 2
+    assert "--reward needs records of a prompt and one answer, and record" in done.stderr
+
+
 def test_a_second_signal_ends_a_reward_that_hangs(bundle: Path, tmp_path: Path):
     begun = tmp_path / "begun"
     (tmp_path / "hangs.py").write_text(

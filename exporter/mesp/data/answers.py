@@ -360,22 +360,27 @@ def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]
     ]
     special = special_tokens(tokenizer)
     try:
-        last, followed = (_tail(tokenizer, turns[:count]) for count in (2, 3))
+        asked = _tail(tokenizer, turns[:2], 0)
+        last, followed = (_tail(tokenizer, turns[:count], 1) for count in (2, 3))
     except Exception:  # a template can raise anything
         return [], []
     same = [
         token for token, _ in takewhile(lambda p: p[0] == p[1], zip(last, followed, strict=False))
     ]
-    ends, shared, others = ([t for t in ids if t in special] for ids in (last, same, followed))
+    ends, shared, others, after_question = (
+        [token for token in ids if token in special] for ids in (last, same, followed, asked)
+    )
     if not ends:
         return [], []
-    return [ends[-1], *shared[-1:]], shared[-1:] or others[:1]
+    # What ends each message, and does not begin the next.
+    turn = others[:1] if others[:1] == after_question[:1] else []
+    return [ends[-1], *shared[-1:]], shared[-1:] or turn
 
 
-def _tail(tokenizer: Any, turns: list[dict[str, str]]) -> list[int]:
-    """The ids of what the chat template writes after the first answer, up to the next message."""
+def _tail(tokenizer: Any, turns: list[dict[str, str]], number: int) -> list[int]:
+    """The ids of what the chat template writes after a message, up to the next one."""
     text = tokenizer.apply_chat_template(turns, tokenize=False)
-    _, _, after = text.partition(turns[1]["content"])
+    _, _, after = text.partition(turns[number]["content"])
     return list(tokenizer.encode(MARKS.split(after)[0], add_special_tokens=False))
 
 
@@ -394,4 +399,24 @@ def _check_ends(
 
 
 def _tokens(tokenizer: Any, text: str) -> dict[str, Any]:
-    return tokenizer._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    """The ids of a text, and the bounds of each token's characters; white space that a token takes
+    from beside it is not among them."""
+    encoded = tokenizer._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    if taking := _tokens_that_take_space(tokenizer):
+        bounds = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        encoded["offset_mapping"] = [
+            _own(text, taking[id], *place) if id in taking else place for id, place in bounds
+        ]
+    return encoded
+
+
+def _own(text: str, token: str, start: int, stop: int) -> tuple[int, int]:
+    at = text.find(token, start, stop)
+    return (start, stop) if at < 0 else (at, at + len(token))
+
+
+@lru_cache(maxsize=4)
+def _tokens_that_take_space(tokenizer: Any) -> dict[int, str]:
+    """The tokens that take white space from beside them, which becomes no token."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {id: token.content for id, token in added if token.lstrip or token.rstrip}

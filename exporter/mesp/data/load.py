@@ -79,7 +79,7 @@ def tokenize(
     kind = kind_of(documents)
     pack = kind == "text" if options.pack is None else options.pack
     loss_on = options.loss_on or ("all" if kind == "text" else "answers")
-    _check_options(data, documents, kind, pack, loss_on, options.chat)
+    _check_options(data, documents, kind, pack, loss_on, options)
     chat = tokenizer.has_chat_template if options.chat is None else options.chat
     if kind != "text":
         _check_chat(data, documents, tokenizer, options.chat)
@@ -185,15 +185,16 @@ def _check_options(
     kind: str,
     pack: bool,
     loss_on: str,
-    chat: bool | None,
+    options: DataOptions,
 ) -> None:
     """Raises MespError where the data cannot be taken in the way asked for."""
     if loss_on != "all" and kind == "text":
         raise MespError(f"{data} has text, which has no answers: leave out --loss-on {loss_on}.")
-    if chat and kind == "text":
+    if options.chat and kind == "text":
         raise MespError(f"{data} has text, which has no prompts: leave out --chat.")
-    if kind in JUDGED and (pack or loss_on != "answers"):
+    if kind in JUDGED and (pack or loss_on != "answers" or options.long != "cut"):
         option = "--pack" if pack else f"--loss-on {loss_on}"
+        option = option if options.long == "cut" else f"--long {options.long}"
         raise MespError(
             f"{data} is preference data, whose answers are one a sequence and alone in "
             f"the loss: leave out {option}."

@@ -30,6 +30,7 @@ PART_KEYS = (
 # torchtune's `masked`.
 WEIGHTS = {"weight": 1, "train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}
 CALLS = "tool_calls"
+CALL_KEYS = ("id", "type", "index", "function")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names that transformers takes for one
 
 
@@ -62,6 +63,8 @@ def _read(where: str, raw: Message, ignored: tuple[str, ...]) -> Message:
     weight = read_weight(f"{where} with", message)
     if "content" in message:
         message["content"] = _text(where, message["content"])
+    if message.get("function_call"):
+        raise MespError(f'{where} with "function_call": write it as "tool_calls".')
     thoughts = {key: _text(where, message[key]) for key in REASONING if key in message}
     if len({*thoughts.values()}) > 1:
         raise MespError(
@@ -132,16 +135,24 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise MespError(f'{where} with a tool call without a "name": give it one.')
+        known = ("name", "arguments") if "function" in call else (*CALL_KEYS, "name", "arguments")
+        others = [key for key in function if function[key] is not None and key not in known]
+        others += [key for key in call if "function" in call and key not in CALL_KEYS]
+        if others:
+            raise MespError(
+                f'{where} with a tool call that has "{others[0]}", which nothing reads: a call has '
+                '"name" and "arguments".'
+            )
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
-                arguments = parse_json(arguments or "{}")
+                arguments = parse_json(arguments or "{}", strict=True)
             except ValueError as error:
                 raise MespError(
                     f"{where} with arguments of a tool call that are no JSON: write an object."
                 ) from error
         else:
-            arguments = without_null(arguments or {})
+            arguments = without_null({} if arguments is None else arguments)
         if not isinstance(arguments, dict):
             raise MespError(
                 f"{where} with arguments of a tool call that are not an object: write one."
@@ -195,7 +206,7 @@ def read_weight(where: str, entries: dict[str, Any]) -> int | None:
     where nothing does. Raises MespError, which begins with `where`, for other values."""
     found: int | None = None
     for key, trained in WEIGHTS.items():
-        value = entries.pop(key, None)
+        value = as_truth(entries.pop(key, None))
         if value is None:
             continue
         if value not in (0, 1):  # true and false are
@@ -206,3 +217,9 @@ def read_weight(where: str, entries: dict[str, Any]) -> int | None:
         weight = int(value == trained)
         found = weight if found is None else min(found, weight)
     return found
+
+
+def as_truth(value: Any) -> Any:
+    """A value, or what a cell of a table means by it: 0, 1, true, false, or nothing."""
+    words = {"0": 0, "1": 1, "true": True, "false": False, "": None}
+    return words.get(value.lower(), value) if isinstance(value, str) else value

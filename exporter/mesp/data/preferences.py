@@ -64,6 +64,11 @@ def as_judged(data: str, split: str, answers: Iterable[Judged], seq_len: int) ->
                 f"{longest}: shorten it, or export with a larger --seq-len."
             )
         too_long += len(ids) > longest
+        if label == REJECTED and np.array_equal(parts[-1], ids[:longest]):
+            raise MespError(
+                f"{where} has a chosen and a rejected answer of the same tokens, as far as "
+                f"sequences of {longest} hold: leave it out."
+            )
         parts.append(np.array(ids[:longest], np.uint32))
         masks.append(mask[:longest])
         examples.append((start, len(parts[-1])))
@@ -112,15 +117,13 @@ def _answers(document: Document) -> tuple[Said, list[tuple[Said, int]]]:
 
 def _is_within(prompt: Said, chosen: Said, rejected: Said) -> bool:
     """Whether both answers are conversations that have the prompt in them."""
-    return (
-        isinstance(prompt, str)
-        and isinstance(chosen, list)
-        and isinstance(rejected, list)
-        and any(
-            message["role"] == "user" and message["content"] == prompt
-            for message in _alike(chosen, rejected)
-        )
-    )
+    if not (isinstance(chosen, list) and isinstance(rejected, list)):
+        return False
+    alike = _alike(chosen, rejected)
+    if isinstance(prompt, list):
+        return alike[: len(prompt)] == prompt
+    said = [m["content"].strip() for m in alike if isinstance(m, dict) and m["role"] == "user"]
+    return prompt.strip() in said
 
 
 def _alike(chosen: Said, rejected: Said) -> Said:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from mesp.data.messages import (
     Message,
     are_messages,
+    as_truth,
     read_messages,
     read_tools,
     read_weight,
@@ -99,7 +100,9 @@ class Document(NamedTuple):
         if self.kind == "messages":
             return self.of(0, self.content["messages"])
         prompt = as_messages("user", self.content["prompt"])
-        return self.of(len(prompt), prompt + as_messages("assistant", self.content["completion"]))
+        answer = as_messages("assistant", self.content["completion"])
+        answer = answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
+        return self.of(len(prompt), prompt + answer)
 
     def of(self, prompt: int, messages: list[Message]) -> Conversation:
         """A conversation with the record's tools and options."""
@@ -171,12 +174,7 @@ def read_record(
         for key, value in record.items()
         if value is not None and key not in ignored and key not in taken
     }
-    for key in UNUSABLE:
-        if record.get(key) not in (None, "", [], {}):
-            raise MespError(
-                f'{where} has "{key}", which cannot be trained on: write its text as messages, or '
-                f"leave it out with --ignore {key}."
-            )
+    refuse_unusable(where, record)
     weight = read_weight(f"{where} has", record)
     if weight is not None:
         record["weight"] = weight
@@ -205,6 +203,7 @@ def read_record(
     if document.kind == LABELS:
         if "prompt" not in record:
             raise MespError(f"{where} has {', '.join(record)}; {RECORDS}.")
+        record["label"] = as_truth(record["label"])
         if not isinstance(record["label"], bool):
             raise MespError(
                 f'{where} has a "label" that is neither true nor false: write one of both, or '
@@ -213,6 +212,16 @@ def read_record(
     for key in (key for key in keys if key in record):
         record[key] = _said(where, key, record[key], ignored)
     return document
+
+
+def refuse_unusable(where: str, record: dict[str, Any]) -> None:
+    """Raises MespError where a record has what its answer depends on, and nothing can use."""
+    for key in UNUSABLE:
+        if record.get(key) not in (None, "", [], {}):
+            raise MespError(
+                f'{where} has "{key}", which cannot be used: write its text as messages, or remove '
+                f"it; --ignore {key} of mesp data and mesp export leaves it out."
+            )
 
 
 def _said(where: str, key: str, value: Any, ignored: tuple[str, ...]) -> Said:

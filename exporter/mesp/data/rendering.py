@@ -17,7 +17,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -157,7 +157,12 @@ class Rendering:
         for number, (index, kind, text) in enumerate(self.texts):
             if number in seen and any(form in self.text for form in _forms(text)):
                 continue
-            if kind == "reasoning" and (index < last_question or index not in trained):
+            is_answer = messages[index]["role"] == "assistant"
+            if (
+                kind == "reasoning"
+                and is_answer
+                and (index < last_question or index not in trained)
+            ):
                 notes.append(
                     "Answers before the last question without their reasoning, which the chat "
                     "template leaves out there"
@@ -210,6 +215,14 @@ class Rendering:
                 raise MespError(
                     f'message {index + 1} has "{key}", which nothing reads: write it into the '
                     f"content, or leave it out with --ignore {key}."
+                )
+        for key in self.conversation.options:
+            others = {k: v for k, v in self.conversation.options.items() if k != key}
+            without = Rendering(self.tokenizer, replace(self.conversation, options=others))
+            if key not in str(self.tokenizer.chat_template) and without.text == self.text:
+                raise MespError(
+                    f'"chat_template_kwargs" has "{key}", which the chat template does not read: '
+                    "remove it."
                 )
 
     @cached_property

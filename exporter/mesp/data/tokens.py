@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -67,6 +68,10 @@ class Encoder:
         MespError where the answer is empty."""
         check_answers(Conversation([{"role": "assistant", "content": answer}]))
         ids, context = encode_joined(self.tokenizer, prompt, answer)
+        ends = end_tokens(self.tokenizer)
+        within = [at for at, token in enumerate(ids[context:]) if token in ends]
+        if len(within) > 1 or within[:1] == [0]:
+            raise MespError("it has an end token in its answer, which is added: leave it out.")
         mask = np.arange(len(ids)) >= (0 if self.loss_on == "all" else context)
         return self._noted(Encoded(ids, mask), prompt, answer)
 
@@ -105,7 +110,7 @@ def encode_joined(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], 
     a part of both.
     """
     end = tokenizer.eos_token or ""
-    answer += "" if answer.endswith(end) else end
+    answer += "" if answer.rstrip().endswith(end) else end
     asked = encode_prompt(tokenizer, prompt)
     # After a line feed: SentencePiece puts a space before what begins a text. After another
     # character where the answer begins with one, and would share a token with it.
@@ -115,10 +120,15 @@ def encode_joined(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], 
         )
         if after[: len(before)] == before:
             ids = [*asked, *after[len(before) :]]
-            if tokenizer.decode(ids).endswith(prompt + answer):
+            if _normal(tokenizer.decode(ids)).endswith(_normal(prompt + answer)):
                 return ids, len(asked)
     whole = encode_prompt(tokenizer, prompt + answer)
     return whole, sum(1 for _ in takewhile(bool, map(eq, asked, whole)))
+
+
+def _normal(text: str) -> str:
+    """A text with characters composed, as many tokenizers do."""
+    return unicodedata.normalize("NFC", text)
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:

@@ -18,6 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mesp.bundle.data_files import write_data, write_index
 from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.bundle.reader import Bundle
@@ -267,6 +269,8 @@ def prepare(
     if settings.reward is not None:
         reward = find_reward(settings.reward, may_import and "reward" in given)
     settings.check(manifest)
+    if settings.reward is not None:
+        check_prompts(Bundle(path, to_run=False))
     output = output or default_output(manifest, settings.method)
     if (output / LOG_NAME).exists() and not resume:
         raise MespError(
@@ -275,6 +279,24 @@ def prepare(
         )
     refuse_linked_folders(output)
     return Job(path, manifest, settings, output, resume, reward)
+
+
+def check_prompts(bundle: Bundle) -> None:
+    """Raises MespError unless each training record is a prompt and one answer, which rewards
+    need."""
+    if "train" not in bundle.manifest.data:
+        return
+    examples, mask = bundle.examples("train"), bundle.mask("train")
+    if examples is None or mask is None:
+        return
+    for number, (start, length) in enumerate(examples.tolist(), 1):
+        counted = mask[start : start + length]
+        if counted[0] or np.count_nonzero(np.diff(counted) == 1) != 1:
+            raise MespError(
+                f"--reward needs records of a prompt and one answer, and record {number} of the "
+                "bundle's is another: write the data with mesp data --loss-on last and without "
+                "--long split."
+            )
 
 
 def default_output(manifest: Manifest, kind: str) -> Path:

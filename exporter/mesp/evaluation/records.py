@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mesp.data.messages import CALLS
-from mesp.data.records import Conversation, read_record
+from mesp.data.records import OPTIONS, Conversation, read_record, refuse_unusable
 from mesp.data.source_files import read_file, read_lines
 from mesp.errors import MespError
 
@@ -70,7 +70,7 @@ def read_records(data: str, limit: int | None) -> list[Record]:
 
 
 def _record(where: str, record: dict[str, Any]) -> Record:
-    if "choices" in record:
+    if record.get("choices") is not None:
         return _question(where, record)
     if not any(
         record.keys() >= keys for keys in ({"text"}, {"prompt", "completion"}, {"messages"})
@@ -83,7 +83,12 @@ def _record(where: str, record: dict[str, Any]) -> Record:
         return Text(where, record["text"])
     content = document.content
     assert isinstance(content, dict)
-    if document.kind == "prompt and completion" and not document.has_messages:
+    if document.is_left_out:
+        raise MespError(f"{where} has the weight 0: leave it out.")
+    reads_template = document.has_messages or content.get("tools") or content.get(OPTIONS)
+    if document.kind == "prompt and completion" and not reads_template:
+        if not content["completion"].strip():
+            raise MespError(f"{where} has an empty completion: write the right answer.")
         return Task(where, content["prompt"], content["completion"])
     if document.kind not in ("messages", "prompt and completion"):
         raise MespError(f"{where} has {', '.join(record)}; {RECORDS}.")
@@ -97,6 +102,12 @@ def _record(where: str, record: dict[str, Any]) -> Record:
 
 
 def _question(where: str, record: dict[str, Any]) -> Question:
+    refuse_unusable(where, record)
+    for key in ("messages", "tools", OPTIONS):
+        if record.get(key):
+            raise MespError(
+                f'{where} has "{key}" beside "choices", which nothing reads: remove it.'
+            )
     prompt, choices, answer = (record.get(key) for key in ("prompt", "choices", "answer"))
     if not isinstance(prompt, str):
         raise MespError(f'{where} has no "prompt" that is a string.')
