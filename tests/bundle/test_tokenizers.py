@@ -9,7 +9,7 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from helpers.exports import NEAREST, exported, refused
+from helpers.exports import NEAREST, export, exported, refused
 from helpers.models import FAMILIES, TEXT, write_model
 from mesp.bundle.reader import Bundle
 from mesp.text import PROOF, bundle_tokenizer
@@ -112,3 +112,14 @@ def test_a_tokenizer_that_loses_text_is_refused():
     (folder / "tokenizer_config.json").unlink()
     shutil.rmtree("out.mesp", ignore_errors=True)
     assert exported("--model", folder, *SIZE)
+
+
+def test_templates_that_are_not_read_are_named():
+    folder = write_model(Path("model"), CONFIG)
+    (folder / "chat_template.json").write_text('{"chat_template": ""}')
+    result = export("--model", folder, *SIZE, "--out", "out.mesp")
+    assert result.exit_code == 0
+    assert result.stderr == (
+        "chat_template.json of model is not read; the chat template is that of "
+        "chat_template.jinja or tokenizer_config.json.\n"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,6 +42,11 @@ from mesp.source_model.moments import (
 from mesp.source_model.random_weights import RandomWeights
 from mesp.source_model.texts import copy_texts, texts_of, write_config
 from mesp.text import load_tokenizer, proven_tokenizer, write_tokenizer
+
+log = logging.getLogger(__name__)
+
+# Where a model may have more chat templates, or that of a processor of images.
+OTHER_TEMPLATES = ("additional_chat_templates", "chat_template.json")
 
 
 def write_bundle(
@@ -181,3 +187,11 @@ def write_texts(
     if source.folder:
         files = [file.name for file in source.folder.iterdir() if file.is_file()]
         copy_texts(source.folder, texts_of(files), folder)
+        for name in OTHER_TEMPLATES:
+            if (source.folder / name).exists():
+                log.warning(
+                    "%s of %s is not read; the chat template is that of chat_template.jinja or "
+                    "tokenizer_config.json.",
+                    name,
+                    source.name,
+                )
