@@ -212,7 +212,7 @@ enum EvaluationRecord: Sendable {
 
     private static func task(_ messages: [ChatMessage]) throws -> EvaluationRecord {
         guard messages.count > 1, let last = messages.last, last.role == "assistant" else {
-            throw MeSPError("it does not end with an answer to a message; add what assistant is to write.")
+            throw MeSPError("the last message is not an answer; add an assistant message.")
         }
         return .task(messages.dropLast(), answer: last.content)
     }

@@ -84,7 +84,7 @@ private struct PreviewSection: View {
         } header: {
             Text("Trained first")
         } footer: {
-            Text("What is bold is learned. The rest is only read. Special tokens are in italics.")
+            Text("Bold text is learned. The rest is only read. Special tokens are in italics.")
         }
     }
 

@@ -314,7 +314,7 @@ struct ConversationEncoder {
         let over = whole.bounds[last + 1]
         guard over <= end || whole.bytes[end..<over].allSatisfy({ $0 <= 0x20 }) else {
             throw MeSPError(
-                "a token has the end of an answer and the beginning of what follows; end it with a full stop.")
+                "one token holds the end of an answer and the start of the next text; end the answer with a full stop.")
         }
         while last + 1 < whole.ids.count, whole.bounds[last + 2] <= end { last += 1 }
         if let token = answer.end, !whole.ids[first...last].contains(token) { throw Self.rewrites }

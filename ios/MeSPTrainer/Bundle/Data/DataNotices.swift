@@ -39,7 +39,7 @@ public struct DataNotices: Sendable, Equatable {
         if dropsThoughts { sentences.append("The chat template leaves out thoughts, so they are not trained.") }
         if leftOut > 0 { sentences.append("Records that ask not to be trained are left out: \(leftOut).") }
         if tooLong > 0 {
-            sentences.append("Records with nothing to learn in \(length) tokens are left out: \(tooLong).")
+            sentences.append("Records with no answer in the first \(length) tokens are left out: \(tooLong).")
         }
         if cut > 0 { sentences.append("Records longer than \(length) tokens lose their end: \(cut).") }
         if !unread.isEmpty { sentences.append(Self.unread(unread)) }

@@ -238,7 +238,7 @@ public struct TextData: Sendable {
             if answersOnly {
                 guard !answers.isEmpty else {
                     throw MeSPError(
-                        "it has no answer, which a message of assistant is; add one, or turn off Learn only from answers."
+                        "it has no assistant message; add one, or turn off Learn only from answers."
                     )
                 }
                 guard answers.contains(where: { $0.isTrained && !$0.isAsked }) else {

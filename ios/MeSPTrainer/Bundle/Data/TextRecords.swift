@@ -104,7 +104,7 @@ package enum TextRecords {
     /// Keys that name tools, which no tokens are made of here.
     private static let tools = ["tools", "tool_calls", "functions", "function_call"]
     /// Keys that say whether something is trained; of `masked` the opposite.
-    private static let weights = ["weight", "train", "training", "loss", "masked"]
+    private static let weights = ["weight", "train", "training", "trainable", "loss", "masked"]
 
     /// The messages in a record's field.
     ///
@@ -121,7 +121,7 @@ package enum TextRecords {
             throw MeSPError("a message is not an object; write each with \"role\" and \"content\".")
         }
         guard let given = fields["role"] else {
-            throw MeSPError("a message has no \"role\" but \(names(fields)); name who writes it \"role\".")
+            throw MeSPError("a message has no \"role\" but \(names(fields)); add \"role\" with who writes it.")
         }
         guard let role = given.string else { throw MeSPError("the \"role\" of a message is not a text; make it one.") }
         try check(role: role)
@@ -205,7 +205,7 @@ package enum TextRecords {
             case .number(1): says = true
             case .number(0): says = false
             default:
-                throw MeSPError("\"\(key)\" is neither 1 nor 0, true nor false; a weight between is not known.")
+                throw MeSPError("\"\(key)\" is neither 1 nor 0, true nor false; other weights are not supported.")
             }
             if says == (key == "masked") { isTrained = false }
         }

@@ -132,7 +132,7 @@ import Testing
         tokenizer = TemplateTokenizer(words: ["b<Us"], template: TemplateTokenizer.endless)
         let record = try messages(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
         #expect(
-            refusal(record, tokenizer).contains("a token has the end of an answer and the beginning of what follows"))
+            refusal(record, tokenizer).contains("one token holds the end of an answer and the start of the next text"))
     }
 
     @Test func theSystemsTextMayBeInALaterMessage() throws {
@@ -347,7 +347,7 @@ import Testing
         let notices = try TextData(tokenizer: chatML, length: 60).write(.file(file), to: target)
         #expect(
             notices.sentences.map(\.english) == [
-                "Records with nothing to learn in 60 tokens are left out: 1.",
+                "Records with no answer in the first 60 tokens are left out: 1.",
                 "Records longer than 60 tokens lose their end: 1.",
             ])
     }
