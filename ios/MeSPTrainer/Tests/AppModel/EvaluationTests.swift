@@ -136,7 +136,7 @@ import Testing
         (#"{"text": ""}"#, "Line 1: it is not a record to evaluate"),
         (#"{"prompt": "a", "choices": ["b", "c"], "answer": 2}"#, "Line 1: it is not a record to evaluate"),
         (#"{"prompt": "a", "choices": ["b", "c"], "answer": "d"}"#, "Line 1: it is not a record to evaluate"),
-        (#"{"messages": [{"role": "user", "content": "a"}]}"#, "Line 1: it does not end with an answer"),
+        (#"{"messages": [{"role": "user", "content": "a"}]}"#, "Line 1: the last message is not an answer"),
         (#"{"messages": [{"role": "gpt", "content": "a"}]}"#, "Line 1: the role gpt is not known"),
         (#"{"prompt": "a", "completion": "b", "tools": [{}]}"#, "Line 1: it has \"tools\""),
         (#"[{"text": "a"}, {"content": "a"}]"#, "Record 2: it is not a record to evaluate"),

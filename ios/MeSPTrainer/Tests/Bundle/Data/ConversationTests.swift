@@ -261,7 +261,7 @@ import Testing
         (#"[{"role": "user", "content": "a", "reasoning": "b"}]"#, "a message has \"reasoning\""),
         (#"[{"role": "assistant", "content": "", "tool_calls": [{}]}]"#, "it has \"tool_calls\""),
         (#"[{"role": "user", "content": "a", "train": true}]"#, "\"train\" asks to train a message of user"),
-        (#"[{"role": "user", "content": "a"}]"#, "it has no answer"),
+        (#"[{"role": "user", "content": "a"}]"#, "it has no assistant message"),
         (#""a""#, "\"messages\" is not a list of messages"),
     ]) func whatWouldBeLostIsRefused(_ messages: String, _ reason: String) {
         let found = refusal("{\"messages\": \(messages)}")
