@@ -7,11 +7,14 @@ from pathlib import Path
 
 import click
 
+from mesp.bundle.prove import prove
 from mesp.bundle.reader import load
 from mesp.commands.command import Command
+from mesp.commands.export import describe_loss
 from mesp.engine.process import records
 from mesp.errors import EngineError
 from mesp.formatting import printable
+from mesp.source_model.find import find_source
 
 # The engine's checks of exactness. tools/check_gpu.py measures the machine.
 CHECKS = ("block.outputs", "gradients.cpu", "gradients.mebp", "repeats", "resume")
@@ -20,15 +23,33 @@ CHECKS = ("block.outputs", "gradients.cpu", "gradients.mebp", "repeats", "resume
 @click.command(cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--files", is_flag=True, help="Check the files alone, and train nothing.")
-def main(bundle: Path, files: bool) -> None:
+@click.option(
+    "--source", metavar="MODEL",
+    help="Train nothing, and compare logits of a short text with those of MODEL, the bundle's "
+    "source, by its own model in mlx-lm, which needs memory for its weights in float32.",
+)  # fmt: skip
+def main(bundle: Path, files: bool, source: str | None) -> None:
     """Check the files in BUNDLE by their digests, then training with it on this machine.
 
-    A line is printed for each check of training that fails; the exit code is then 1.
+    A line is printed for each check of training that fails; the exit code is then 1. With --source
+    it is 2 where more than quantization tells the bundle from its source.
     """
-    load(bundle, to_run=not files).verify()
-    if files:
+    opened = load(bundle, to_run=not files and source is None)
+    opened.verify()
+    if source is not None:
+        proof = prove(opened, find_source(source, random_weights=False))
+        click.echo(f"quantization  {describe_loss(proof.loss)}")
+        click.echo(f"source        logits differ by {proof.read:.1e} from its own in mlx-lm")
+        click.echo(f"bundle        logits differ by {proof.written:.1e} from its own in mlx-lm")
+        proof.check()
+        click.echo(f"Quantization alone tells {bundle} from {source}.")
+    elif files:
         click.echo(f"The files of {bundle} are whole.")
-        return
+    else:
+        _check_training(bundle)
+
+
+def _check_training(bundle: Path) -> None:
     verdicts: Counter[str] = Counter()
     settings = {"bundle": str(bundle.resolve()), "checks": CHECKS, "repeats": 2, "seconds": 0.1}
     for record in records("self-check", settings):

@@ -53,9 +53,11 @@ def measure(
     model: SourceModel,
     sequences: Sequence[Sequence[int]],
     of_source: list[mx.array] | None = None,
+    of_model: list[mx.array] | None = None,
 ) -> Loss:
-    """The distance of `model` from `source`, whose `finals` may be given."""
-    pairs = zip(of_source or finals(source, sequences), finals(model, sequences), strict=True)
+    """The distance of `model` from `source`; the `finals` of both may be given."""
+    found = of_source or finals(source, sequences), of_model or finals(model, sequences)
+    pairs = zip(*found, strict=True)
     return Loss.of(
         _compare(source, model, *pair, tokens)
         for pair, tokens in zip(pairs, sequences, strict=True)

@@ -1,0 +1,142 @@
+"""Whether a bundle is its source's model: what quantization changes, and whether all else is so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mesp.bundle.as_source import as_source
+from mesp.bundle.reader import Bundle
+from mesp.data.general import general_text
+from mesp.errors import MespError
+from mesp.models.architecture import Architecture
+from mesp.models.config_json import complete, for_mlx_lm
+from mesp.quantization.choose import find_quantizations
+from mesp.source_model.find import Source
+from mesp.source_model.forward_pass import SourceModel
+from mesp.source_model.measure import Loss, finals, measure
+from mesp.source_model.moments import excerpts, random_tokens
+from mesp.source_model.safetensors import SafetensorsWeights
+from mesp.text import load_tokenizer
+
+LENGTH = 64  # tokens that are read, or as many as a window has: mlx-lm ignores some families'
+# Of float32, whose roundings differ by the order of sums: 1e-6 in tiny models, and some 1e-5 after
+# dozens of blocks. A norm's epsilon or a position's angle that is read wrongly changes more.
+TOLERANCE = 1e-3
+_ROPE = (
+    "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
+    "partial_rotary_factor",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The relative errors of logits in float32, and what quantization loses."""
+
+    read: float  # of the source's weights in the bundle's architecture, against the source's own
+    written: float  # of the bundle's weights in its architecture, against those in mlx-lm
+    loss: Loss
+
+    def check(self) -> None:
+        """Raises MespError where more than quantization tells the bundle from its source."""
+        for error, sentence in (
+            (self.read, "With the source's weights it is not what mlx-lm makes of the source"),
+            (self.written, "Its blocks are not what mlx-lm makes of its config.json"),
+        ):
+            if not error <= TOLERANCE:  # or NaN
+                raise MespError(
+                    f"The bundle does not compute as its source's own model. {sentence}: logits "
+                    f"differ by {error:.2g} of their norm, which quantization does not explain; "
+                    "export the model again."
+                )
+
+
+def prove(bundle: Bundle, source: Source) -> Proof:
+    """Compares logits of a short text; see `Proof`.
+
+    The source's own model is in memory, in float32, and of others about a block. Raises MespError
+    where the bundle is of another model, or mlx-lm does not run it.
+    """
+    if source.gguf or source.folder is None:
+        raise MespError(
+            f"{source.name} is not a model that mlx-lm reads; name a folder of safetensors files."
+        )
+    arch, length = bundle.architecture, max(bundle.manifest.seq_lens)
+    weights = SafetensorsWeights(source.folder, Architecture.from_config(source.config, length))
+    if _shapes(weights.arch) != _shapes(arch):
+        raise MespError(
+            f"{bundle.path} is not a bundle of {source.name}: their blocks or vocabularies differ; "
+            "name the model that it was exported from."
+        )
+    quantizations = find_quantizations(source.name, source.config, arch, None, None, None, None)
+    models = SourceModel(weights, arch, quantizations), as_source(bundle)
+    tokens = random_tokens(arch.vocab_size)[:LENGTH]
+    if (bundle.path / "tokenizer_config.json").exists():
+        tokenizer = load_tokenizer(bundle.path)
+        tokens = general_text(None, tokenizer, arch.vocab_size).tokens[:LENGTH]
+    windows = (getattr(mixer, "sliding_window", None) or LENGTH + 1 for mixer in arch.mixers)
+    sequences = [excerpts(tokens, source, arch, 1, LENGTH)[0][: min(windows)]]
+    given = [finals(model, sequences) for model in models]
+    loss = measure(*models, sequences, *given)
+    errors = []
+    for model, (x,), load in zip(models, given, (_own_model, _bundled), strict=True):
+        found = model.logits(x, slice(0, arch.vocab_size))
+        errors.append(_error(found, load(bundle, source), sequences[0]))
+    return Proof(errors[0], errors[1], loss)
+
+
+def _shapes(arch: Architecture) -> list[object]:
+    return [arch.model_type, arch.vocab_size, *(block.matrices() for block in arch.blocks)]
+
+
+def _error(found: mx.array, model: nn.Module, tokens: list[int]) -> float:
+    with mx.stream(mx.cpu):  # GPUs may round the factors of products
+        model.set_dtype(mx.float32)
+        modules: list[Any] = model.modules()
+        for module in modules:  # of Gemma 4: bfloat16, in which it is published, rounds its scale
+            if hasattr(module, "embed_scale"):
+                module.embed_scale = mx.array(module.embed_scale, mx.bfloat16).item()
+        expected = model(mx.array([tokens]))[0, :, : found.shape[1]]
+        error = mx.linalg.norm(found - expected) / mx.linalg.norm(expected)
+        return float(np.array(error))
+
+
+def _bundled(bundle: Bundle, source: Source) -> nn.Module:
+    return bundle.to_mlx_lm()
+
+
+def _own_model(bundle: Bundle, source: Source) -> nn.Module:
+    """The source's model as mlx-lm loads it, without code that its folder may have."""
+    from mlx_lm.utils import load_model  # here, as it takes tens of MB
+
+    assert source.folder is not None
+    told = _for_mlx_lm(source.config, max(bundle.manifest.seq_lens))
+    try:
+        model, _ = load_model(source.folder, lazy=True, model_config=told | {"model_file": None})
+    except Exception as error:  # what a model raises that mlx-lm does not know differs
+        raise MespError(
+            f"The installed mlx-lm cannot load {source.name}, so that nothing is there to compare "
+            "the bundle with; leave out --source."
+        ) from error
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
+    """The source's config.json, with RoPE by mlx-lm's keys where it has transformers 5's or long
+    factors; all else is mlx-lm's to read."""
+    read = for_mlx_lm(complete(config), length)
+    rope = {key: read[key] for key in _ROPE if key in read}
+    is_long = (read.get("rope_scaling") or {}).get("type") == "longrope"
+
+    def told(part: dict[str, Any]) -> dict[str, Any]:
+        return part | rope if is_long or "rope_parameters" in part else part
+
+    config = told(config)
+    if isinstance(config.get("text_config"), dict):
+        config = config | {"text_config": told(config["text_config"])}
+    return config
