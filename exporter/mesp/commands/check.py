@@ -42,7 +42,7 @@ def main(bundle: Path, files: bool, source: str | None) -> None:
         click.echo(f"source        logits differ by {proof.read:.1e} from its own in mlx-lm")
         click.echo(f"bundle        logits differ by {proof.written:.1e} from its own in mlx-lm")
         proof.check()
-        click.echo(f"Quantization alone tells {bundle} from {source}.")
+        click.echo(f"{bundle} computes what {source} does, but for quantization.")
     elif files:
         click.echo(f"The files of {bundle} are whole.")
     else:
