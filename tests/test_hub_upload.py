@@ -1,15 +1,18 @@
 """mesp-export --upload, against a stand-in for the Hub's client."""
 
+import json
+import shutil
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from huggingface_hub import HfApi, errors
+from huggingface_hub import HfApi, ModelCard, errors
 
+from helpers.commands import call, refused, run
 from helpers.paths import DEMO_BUNDLE
-from mesp.bundle.manifest import ModelName
+from mesp.bundle.manifest import File, Manifest, ModelName
 from mesp.bundle.reader import Bundle
 from mesp.commands.export import main
 from mesp.errors import MespError
@@ -57,6 +60,61 @@ def test_the_card_names_the_source_and_its_license():
     )
     local = replace(model, id="/home/me/model", revision=None)
     assert "/home/me" not in card(replace(manifest, model=local)).decode()
+
+
+def test_the_card_has_a_licence_of_its_own_and_the_repository_of_a_gguf_file():
+    manifest = Bundle(DEMO_BUNDLE).manifest
+    licence = ("other", "own: terms", "https://example.com/LICENSE")
+    model = ModelName("someone/model-GGUF/model.Q8_0.gguf", "abc", *licence)
+    made = replace(manifest, model=model)
+    assert ModelCard(card(made).decode()).data.to_dict() == {
+        "library_name": "mesp",
+        "base_model": "someone/model-GGUF",
+        "license": "other",
+        "license_name": "own: terms",
+        "license_link": "https://example.com/LICENSE",
+    }
+    assert Manifest.of(json.loads(json.dumps(made.to_json()))).model == model
+
+
+@pytest.mark.parametrize(
+    ("model", "files", "is_known"),
+    [
+        (ModelName("m"), [], False),
+        (ModelName("m", None, "other"), ["NOTICE", "USE_POLICY.md", "data/LICENSE"], False),
+        (ModelName("m"), ["license.PDF"], True),
+        (ModelName("m"), ["GEMMA_TERMS_OF_USE.txt"], True),
+        (ModelName("m", None, "mit"), [], True),
+        (ModelName("m", None, "other", "own"), [], True),
+    ],
+)
+def test_a_bundle_without_a_licence_is_not_uploaded(hub: dict, model, files, is_known):
+    manifest = Bundle(DEMO_BUNDLE).manifest
+    manifest = replace(manifest, model=model, files=tuple(File(f, 1, "") for f in files))
+    if is_known:
+        assert upload(DEMO_BUNDLE, manifest, "a/b")
+        return
+    with pytest.raises(MespError, match=r"put its LICENSE beside config\.json and export again"):
+        upload(DEMO_BUNDLE, manifest, "a/b")
+    assert hub == {}
+
+
+def test_an_export_that_cannot_be_uploaded_writes_nothing(hub: dict, tiny: Path, tmp_path: Path):
+    model, out = shutil.copytree(tiny, tmp_path / "model"), tmp_path / "out.mesp"
+    words = ("--model", model, "--seq-len", 8, "--out", out)
+    said = refused(run("export", *words, "--upload", "a/b"))
+    assert "model has no licence, so it is not uploaded" in said
+    assert not out.exists() and hub == {}
+    call("export", *words)
+    again = ("--from", out, "--out", tmp_path / "again.mesp", "--upload", "a/b")
+    assert "has no licence" in refused(run("export", *again))
+    assert not (tmp_path / "again.mesp").exists()
+    (model / "Notice").write_text("They made it.")
+    (model / "LICENSE.txt").write_text("You may.")
+    call("export", *words, "--overwrite", "--upload", "a/b")
+    assert {"Notice", "LICENSE.txt"} < set(hub["upload_folder"][1]["allow_patterns"])
+    deleted = hub["upload_folder"][1]["delete_patterns"]
+    assert all(any(fnmatch(f, p) for p in deleted) for f in ("Notice", "LICENSE.txt"))
 
 
 def failing(error: Exception):

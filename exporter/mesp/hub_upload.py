@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from mesp.bundle.manifest import Manifest
+from mesp.bundle.manifest import Manifest, ModelName
+from mesp.bundle.terms import front_matter
 from mesp.errors import MespError
+from mesp.source_model.terms import PATTERNS, License, has_license
 
 # Files of an earlier bundle in the repository that the new one lacks are deleted.
-OF_A_BUNDLE = ["blocks/*", "data/*", "*.mlxfn", "*.bin", "*.json", "LICENSE*"]
+OF_A_BUNDLE = ["blocks/*", "data/*", "*.mlxfn", "*.bin", "*.json"]
+OF_A_BUNDLE += [pattern for pattern in PATTERNS if not pattern.startswith("*")]
 
 
 def upload(bundle: Path, manifest: Manifest, repo: str) -> str:
     """Puts the bundle's files into the model repository `repo`, which is made where it isn't there.
 
     A card beside them describes them. Returns the repository's address; raises MespError where
-    the Hub can't be reached, or does not take them.
+    the Hub can't be reached, or does not take them, and for a bundle without its model's licence.
     """
     from huggingface_hub import HfApi, errors
     from huggingface_hub.utils import disable_progress_bars
@@ -24,6 +28,7 @@ def upload(bundle: Path, manifest: Manifest, repo: str) -> str:
     if not sys.stderr.isatty():
         disable_progress_bars()
     files = [file.path for file in manifest.files]
+    check_license(bundle, manifest.model, files)
     try:
         api = HfApi()
         address = api.create_repo(repo, exist_ok=True)
@@ -51,6 +56,16 @@ def upload(bundle: Path, manifest: Manifest, repo: str) -> str:
     return str(address)
 
 
+def check_license(holder: object, model: ModelName | License, files: Iterable[str]) -> None:
+    """Raises MespError where neither a name nor one of the `files` that `holder` has says what the
+    licence of a model is."""
+    if not has_license(model.license, model.license_name, files):
+        raise MespError(
+            f"{holder} has no licence, so it is not uploaded; give the model's licence: put its "
+            "LICENSE beside config.json and export again."
+        )
+
+
 def failed(bundle: Path, repo: str) -> MespError:
     return MespError(
         f"{bundle} is written, and could not be uploaded to {repo}: check the network and run "
@@ -60,12 +75,6 @@ def failed(bundle: Path, repo: str) -> MespError:
 
 def card(manifest: Manifest) -> bytes:
     """The repository's README.md."""
-    model = manifest.model
-    head = ["---", "library_name: mesp"]
-    if model.revision:  # otherwise it came from a folder
-        head.append(f"base_model: {model.id}")
-    if model.license:
-        head.append(f"license: {model.license}")
     lengths = " or ".join(map(str, manifest.seq_lens))
     text = f"""
 # {manifest.name} for MeSP
@@ -73,4 +82,4 @@ def card(manifest: Manifest) -> bytes:
 The model, quantized and laid out to be fine-tuned on an iPhone, a Mac or Linux by MeSP: on the
 {manifest.device.upper()}, with sequences of {lengths} tokens.
 """
-    return ("\n".join([*head, "---"]) + "\n" + text).encode()
+    return (front_matter(manifest, library_name="mesp") + text).encode()

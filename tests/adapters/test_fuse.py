@@ -143,6 +143,26 @@ def test_quantizing_that_eats_the_adapters_is_told(tmp_path):
     assert "has eaten" not in eight.stdout, eight.stdout
 
 
+def test_the_terms_of_the_model_are_beside_what_is_written(tmp_path):
+    model = write_model(tmp_path / "model", FAMILIES["qwen3"])
+    texts = {"LICENSE.txt": "You may.", "Notice": "They made it.", "USE_POLICY.md": "Do no harm."}
+    for name, text in texts.items():
+        (model / name).write_text(text)
+    (model / "README.md").write_text("---\nlicense: other\nlicense_name: own\n---\n# A model\n")
+    bundle = tmp_path / "bundle.mesp"
+    call("export", "--model", model, "--out", bundle, "--seq-len", 8, "--rank", RANK)
+    adapters = write_adapters(tmp_path / "adapters", bundle)
+    out = tmp_path / "fused"
+    assert fuse(bundle, adapters, out, "--gguf", "--val-batches", 0).returncode == 0
+    fields = gguf.GGUFReader(out / "adapters.gguf").fields
+    licence = ("general.license", "general.license.name")
+    assert [fields[key].contents() for key in licence] == ["other", "own"]
+    assert "general.license.link" not in fields
+    assert {name: (out / name).read_text() for name in texts} == texts
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlicense: other\nlicense_name: own\n---\n")
+
+
 def test_gguf_adapters_are_as_llama_cpp_names_them(family, tmp_path):
     bundle, adapters = family
     done = fuse(bundle, adapters, tmp_path / "fused", "--gguf", "--val-batches", 0)

@@ -76,6 +76,8 @@ def test_a_client_with_all_data_does_what_mesp_train_does(
     options = ("--steps", 5, "--batch-size", 2, *update, frozen)
     whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, *options)
     whole.rounds.save(0, None, {})
+    for folder in ("adapters", "adapters/peft"):  # the demo model's licence goes with them
+        assert "license: mit\n" in (whole.rounds.path(0) / folder / "README.md").read_text()
     trained = a_round(whole, 1, whole.rounds.arrays(0))
     expected = travelling(trained_here(bundle, tmp_path / "run", *options), frozen == "--freeze-a")
     assert equal(trained.arrays, expected)

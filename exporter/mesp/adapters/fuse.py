@@ -10,6 +10,7 @@ from mlx.utils import tree_map_with_path, tree_unflatten
 
 from mesp.adapters.checkpoint import checkpoint, config_of_text, save_checkpoint
 from mesp.bundle.reader import Bundle
+from mesp.bundle.terms import write_card
 from mesp.files import read_object
 from mesp.models.config_json import for_mlx_lm
 from mesp.source_model.texts import copy_texts, texts_of, write_config
@@ -60,7 +61,7 @@ def save(
     folder: Path, model: nn.Module, bundle: Bundle, quantized: dict[str, dict[str, int]]
 ) -> None:
     """Writes a fused model into `folder`: weights, config.json, the bundle's tokenizer and
-    licence. It stops at the tokens that the bundle's data end with. Nothing in it names code, or is
+    terms. It stops at the tokens that the bundle's data end with. Nothing in it names code, or is
     any.
 
     Where nothing is quantized it has the names and shapes that both transformers and mlx-lm read.
@@ -83,6 +84,7 @@ def save(
     write_config(folder / "config.json", config)
     listed = (entry.path for entry in bundle.manifest.files)
     copy_texts(bundle.path, texts_of(listed), folder)
+    write_card(bundle.manifest, folder)
     if ends := bundle.manifest.end_tokens:
         file = folder / "generation_config.json"
         said = read_object(file) if file.exists() else {}

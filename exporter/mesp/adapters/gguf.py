@@ -11,6 +11,7 @@ import numpy as np
 
 from mesp.adapters.fuse import BFLOAT16
 from mesp.adapters.load import Adapters
+from mesp.bundle.manifest import ModelName
 from mesp.bundle.reader import Bundle
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
 _TYPES = {4: "Q4_1", 6: "Q8_0", 8: "Q8_0", BFLOAT16: "BF16"}
 
 
-def write_gguf(path: Path, adapters: Adapters, arch: Architecture) -> None:
+def write_gguf(
+    path: Path, adapters: Adapters, arch: Architecture, model: ModelName | None = None
+) -> None:
     """Writes `path`, a GGUF file of the type `adapter`: of each module `blk.N.….lora_a` [rank, in],
-    `….lora_b` [out, rank], which of experts are stacked; alpha.
+    `….lora_b` [out, rank], which of experts are stacked; alpha; the licence of `model`, where that
+    is known.
 
     Names, order of rows and keys are those of llama.cpp's convert_lora_to_gguf.py. Raises MespError
     where the gguf package is missing, or the architecture is not one of llama.cpp's.
@@ -36,6 +40,10 @@ def write_gguf(path: Path, adapters: Adapters, arch: Architecture) -> None:
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, adapters.scale * rank)
+    if model is not None:
+        for key in ("license", "license_name", "license_link"):
+            if value := getattr(model, key):
+                writer.add_string(f"general.{key.replace('_', '.')}", value)
     for tensor, (_, down, up) in tensors.items():
         writer.add_tensor(f"{tensor}.lora_a", down)
         writer.add_tensor(f"{tensor}.lora_b", up)

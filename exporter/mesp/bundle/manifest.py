@@ -29,6 +29,7 @@ PER_LAYER = {
     "per_layer_projection": PER_LAYER_PROJECTION,
 }
 MODEL = ("id", "revision", "license")
+MORE_OF_MODEL = ("license_name", "license_link")  # may be absent
 # The folders of the functions in the layouts after the first.
 LAYOUT_FOLDERS = {layout: f"mlx-{layout}" for layout in LAYOUTS[1:]}
 
@@ -85,6 +86,12 @@ class ModelName:
     id: str
     revision: str | None = None
     license: str | None = None
+    license_name: str | None = None
+    license_link: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        entries = asdict(self)
+        return {k: v for k, v in entries.items() if k in MODEL or v is not None}
 
     def __str__(self) -> str:
         """`ID` or `ID@REVISION`."""
@@ -235,9 +242,7 @@ class Manifest:
             fits(entries, READ)
             and isinstance(model, dict)
             and model.keys() >= {*MODEL}
-            and all(
-                map(_is_line, (entries["name"], *map(model.get, ("id", "revision", "license"))))
-            )
+            and all(map(_is_line, (entries["name"], *map(model.get, (*MODEL, *MORE_OF_MODEL)))))
             and entries["seq_lens"]
             and entries["ranks"]
             and 0 not in (*entries["seq_lens"], *entries["ranks"])
@@ -251,7 +256,7 @@ class Manifest:
             raise ValueError("a field is missing, or of another type")
         return cls(
             name=entries["name"],
-            model=ModelName(*(model[key] for key in MODEL)),
+            model=ModelName(model["id"], *map(model.get, (*MODEL[1:], *MORE_OF_MODEL))),
             device=entries["device"],
             dtype=entries["dtype"],
             architecture=Architecture.from_manifest(entries["architecture"]),
@@ -278,7 +283,7 @@ class Manifest:
         return {
             "format": FORMAT,
             "name": self.name,
-            "model": asdict(self.model),
+            "model": self.model.to_json(),
             "mlx_version": self.mlx_version,
             "layouts": self.layouts,
             "device": self.device,

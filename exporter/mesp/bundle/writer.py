@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def write_model(
     head = "head.bin" if "head.bin" in files else "embedding.bin"
     return Manifest(
         name=source.name,
-        model=ModelName(source.id, source.revision, source.license),
+        model=ModelName(source.id, source.revision, **asdict(source.license)),
         device=options.device,
         dtype=options.dtype,
         architecture=arch,
@@ -167,7 +167,7 @@ def find_moments(
 def write_texts(
     source: Source, folder: Path, arch: Architecture, quantizations: Quantizations
 ) -> None:
-    """Writes config.json as of the bundle's weights; copies the tokenizer and the licence."""
+    """Writes config.json as of the bundle's weights; copies the tokenizer and the terms."""
     family = FAMILIES[arch.model_type]
     config = complete(source.config) | {
         "num_hidden_layers": arch.num_hidden_layers,

@@ -11,7 +11,7 @@ from click.core import ParameterSource
 from mesp import hub_upload
 from mesp.bundle.data_files import describe_data
 from mesp.bundle.export import QUANTIZERS, prepare, rewrite
-from mesp.bundle.manifest import Manifest
+from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.commands.command import Command, several
 from mesp.commands.data_options import data_options
 from mesp.commands.progress_bars import export_progress
@@ -134,6 +134,9 @@ def main(
     if old is not None:
         check_options_of_from(out, overwrite)
         functions = {name: options[name] for name in ("dtype", "device")}
+        if upload is not None:
+            has = read_manifest(old, to_run=False)
+            hub_upload.check_license(old, has.model, (file.path for file in has.files))
         with export_progress() as progress:
             bundle = rewrite(
                 old, out, seq_len=seq_lens, rank=ranks, overwrite=overwrite, progress=progress,
@@ -150,6 +153,10 @@ def main(
         head_bits=int(head_bits) if head_bits else None,
         **options,
     )  # fmt: skip
+    if upload is not None:
+        folder = job.source.folder
+        files = [] if folder is None else [file.name for file in folder.iterdir()]
+        hub_upload.check_license(job.source.name, job.source.license, files)
     measured = None if measure is None else job.sequences_to_measure(measure)
     with export_progress() as progress:
         manifest = job.run(progress)

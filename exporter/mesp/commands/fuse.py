@@ -69,7 +69,8 @@ def main(
         Task(progress, f"Checking {bundle.name}")
         opened.verify()
         if gguf:
-            write_gguf(folder / "adapters.gguf", matrices, opened.architecture)
+            written = folder / "adapters.gguf"
+            write_gguf(written, matrices, opened.architecture, opened.manifest.model)
         if gguf_base is not None:
             base = read_base(gguf_base, opened)
             target = folder / "model.gguf"

@@ -23,6 +23,7 @@ import numpy as np
 from mesp.bundle.data_files import write_data, write_index
 from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.bundle.reader import Bundle
+from mesp.bundle.terms import write_terms_of_run
 from mesp.data.examples import Split
 from mesp.data.general import general_text
 from mesp.data.load import ALL, load
@@ -68,6 +69,15 @@ class Job:
 
     def run(self, progress: Callable[[Record], None] | None = None) -> Run:
         """Trains; see `train`."""
+        try:
+            return self._train(progress)
+        finally:
+            try:
+                write_terms_of_run(self.bundle, self.manifest, self.output)
+            except (MespError, OSError) as error:  # the adapters are there
+                log.warning("The licence could not be put beside the adapters: %s", error)
+
+    def _train(self, progress: Callable[[Record], None] | None) -> Run:
         reward = None
         if self.reward is not None:
             reward = _Rewards(self.reward, bundle_tokenizer(self.bundle))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mesp.bundle.manifest import read_manifest
+from mesp.bundle.terms import write_terms_of_run
 from mesp.engine.process import failure, running
 from mesp.engine.settings import TrainSettings, settings_of
 from mesp.errors import MespError, plain_os_errors
@@ -103,6 +104,9 @@ def run_engine(settings: dict[str, Any], timeout: float | None = None) -> Run:
     run = Run.load(output) if (output / LOG_NAME).exists() else Run()
     if engine.process.returncode != 0 or run.end.get("reason") != "finished":
         raise failure(engine.process.returncode, engine.said)
+    bundle = Path(settings["bundle"])
+    with plain_os_errors(f"Cannot write to {output}"):
+        write_terms_of_run(bundle, read_manifest(bundle), output)
     return run
 
 

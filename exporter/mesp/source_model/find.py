@@ -9,12 +9,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from mesp.errors import MespError
+from mesp.errors import MespError, plain_os_errors
 from mesp.files import read_object
 from mesp.hub_download import download, list_files
 from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN
-from mesp.source_model.texts import TOKENIZER_FILES
+from mesp.source_model.terms import PATTERNS, UNKNOWN, License, is_terms
+from mesp.source_model.texts import TOKENIZER_FILES, copy_texts
 from mesp.text import VOCABULARIES
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Source:
     config: dict[str, Any]
     folder: Path | None = None
     revision: str | None = None
-    license: str | None = None
+    license: License = UNKNOWN
     gguf: GGUF | None = None
     temporary: TemporaryDirectory[str] | None = None
 
@@ -56,7 +57,7 @@ def find_source(model: str, random_weights: bool) -> Source:
             _refuse_gguf(model, [str(file) for file in sorted(folder.glob("*.[gG][gG][uU][fF]"))])
         return _local_source(folder)
     if os.path.exists(model) and model.lower().endswith(".gguf"):
-        return _gguf_source(Path(model))
+        return _gguf_source(Path(model), Path(model).parent)
     for short, (repo, _, config) in KNOWN.items():
         if model.lower() in (short.lower(), repo.lower()):
             return Source(short, repo, config) if random_weights else _hub_source(repo)
@@ -93,11 +94,11 @@ def _local_source(folder: Path) -> Source:
     except (OSError, ValueError) as error:
         raise MespError(f"{folder / 'config.json'} cannot be read as a JSON object.") from error
     name = folder.resolve().name
-    return Source(name, name, config, folder, license=_license(folder / "README.md"))
+    return Source(name, name, config, folder, license=License.of_card(folder / "README.md"))
 
 
 def _hub_source(repo: str, random_weights: bool = False) -> Source:
-    patterns = ["config.json", *TOKENIZER_FILES, *VOCABULARIES, "README.md", "LICENSE*"]
+    patterns = ["config.json", *TOKENIZER_FILES, *VOCABULARIES, "README.md", *PATTERNS]
     if not random_weights:
         patterns += ["model*.safetensors", "*.safetensors.index.json"]
     folder = download("model", repo, patterns)
@@ -106,8 +107,9 @@ def _hub_source(repo: str, random_weights: bool = False) -> Source:
     return replace(_local_source(folder), name=repo.split("/")[1], id=repo, revision=folder.name)
 
 
-def _gguf_source(file: Path) -> Source:
-    """The model of a GGUF file, with its tokenizer written into a temporary folder."""
+def _gguf_source(file: Path, repository: Path) -> Source:
+    """The model of a GGUF file, with its tokenizer, and its terms as the folder `repository` has
+    them, in a temporary folder."""
     try:
         from mesp.source_model.gguf.config import config_of
         from mesp.source_model.gguf.header import GGUF
@@ -125,10 +127,14 @@ def _gguf_source(file: Path) -> Source:
     temporary = TemporaryDirectory(prefix="mesp-")
     folder = Path(temporary.name)
     write_tokenizer(gguf, folder)
-    license = gguf.text("general.license")
+    with plain_os_errors(f"Cannot read {repository}"):
+        files = [each.name for each in repository.iterdir() if each.is_file()]
+        copy_texts(repository, filter(is_terms, files), folder)
+    license = License.of(lambda key: gguf.text(f"general.{key.replace('_', '.')}"))
+    if license == UNKNOWN:
+        license = License.of_card(repository / "README.md")
     name = file.name[: -len(".gguf")]
-    license = license if license.isprintable() else None
-    return Source(name, name, config, folder, None, license or None, gguf, temporary)
+    return Source(name, name, config, folder, None, license, gguf, temporary)
 
 
 def _gguf_files(repo: str) -> list[str]:
@@ -152,18 +158,8 @@ def _hub_gguf(repo: str, file: str | None, quantization: str | None) -> Source:
                 f"{', '.join(names) or 'none'}."
             )
         file = found[0]
-    folder = download("model", repo, [file])
+    folder = download("model", repo, [file, "README.md", *PATTERNS])
     if not (folder / file).is_file():
         raise MespError(f"{repo} on the Hugging Face Hub has no file {file}.")
-    source = _gguf_source(folder / file)
+    source = _gguf_source(folder / file, folder)
     return replace(source, id=f"{repo}/{file}", revision=folder.name)
-
-
-def _license(model_card: Path) -> str | None:
-    from huggingface_hub import ModelCard
-
-    try:
-        license = ModelCard(model_card.read_text(encoding="utf-8")).data.get("license")
-        return license if license.isprintable() else None
-    except Exception:  # there is no model card, or it is not in order: it only informs
-        return None

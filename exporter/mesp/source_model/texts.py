@@ -1,4 +1,4 @@
-"""The files beside a model's weights: its config.json, its tokenizer and its licence."""
+"""The files beside a model's weights: its config.json, its tokenizer and its terms."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mesp.errors import MespError
-from mesp.files import create, read_object, root_of
+from mesp.files import create, open_regular, read_object, root_of
+from mesp.source_model.terms import is_terms
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -28,12 +29,7 @@ _CODE = ("auto_map", "custom_pipelines", "model_file")
 
 def texts_of(names: Iterable[str]) -> list[str]:
     """Of the files in a model's folder, those that are copied beside its weights: no code."""
-    return sorted(
-        name
-        for name in names
-        if name in TOKENIZER_FILES
-        or (name.startswith("LICENSE") and Path(name).suffix in ("", ".txt", ".md"))
-    )
+    return sorted(name for name in names if name in TOKENIZER_FILES or is_terms(name))
 
 
 def copy_texts(source: Path, names: Iterable[str], folder: Path) -> None:
@@ -48,7 +44,8 @@ def copy_texts(source: Path, names: Iterable[str], folder: Path) -> None:
         if not file.resolve().is_relative_to(root):
             raise MespError(f"{file} is a link that leads out of its folder; put the file there.")
         if name not in _CONFIGS:
-            shutil.copyfile(file, folder / name)
+            with _open(file) as old, create(folder / name) as new:
+                shutil.copyfileobj(old, new)
             continue
         write_config(folder / name, _read(file))
 
@@ -60,6 +57,13 @@ def naming_code(source: Path, names: Iterable[str]) -> list[str]:
     """
     configs = {name: _read(source / name) for name in names if name in _CONFIGS}
     return [name for name, config in configs.items() if without_code(config) != config]
+
+
+def _open(file: Path) -> BinaryIO:
+    try:
+        return open_regular(file)
+    except ValueError as error:
+        raise MespError(f"{file} is not a regular file; put one in its place.") from error
 
 
 def _read(config: Path) -> dict[str, Any]:

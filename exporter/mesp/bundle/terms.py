@@ -1,0 +1,62 @@
+"""What is made of a bundle has the terms of the bundle's model with it: files, and a card."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mesp.bundle.manifest import Manifest
+from mesp.files import create
+from mesp.source_model.terms import is_terms
+from mesp.source_model.texts import copy_texts
+
+
+def front_matter(manifest: Manifest, **others: str) -> str:
+    """The head of a card as the Hub reads it, with `others` first."""
+    model = manifest.model
+    entries: dict[str, Any] = {**others}
+    if model.revision:  # otherwise it came from a folder
+        entries["base_model"] = "/".join(model.id.split("/")[:2])  # without the name of a GGUF file
+    licence = (model.license, model.license_name, model.license_link)
+    for name, value in zip(("license", "license_name", "license_link"), licence, strict=True):
+        if value:
+            entries[name] = value
+    if not entries:
+        return ""
+    text = yaml.safe_dump(entries, sort_keys=False, allow_unicode=True, width=sys.maxsize)
+    return f"---\n{text}---\n"
+
+
+def write_card(manifest: Manifest, folder: Path) -> None:
+    """Writes a README.md that names the model and its licence, where they are known and there is
+    no README.md."""
+    path, head = folder / "README.md", front_matter(manifest)
+    if not head or os.path.lexists(path):
+        return
+    text = f"""
+# {manifest.name}, fine-tuned
+
+Made with MeSP. The terms of {manifest.name} apply to it too.
+"""
+    with create(path) as file:
+        file.write((head + text).encode())
+
+
+def write_terms(bundle: Path, manifest: Manifest, folder: Path) -> None:
+    """Copies the files with a bundle's terms into a folder, and writes a card there.
+
+    Raises MespError where one is a link that leads out of the bundle, and OSError.
+    """
+    copy_texts(bundle, filter(is_terms, (file.path for file in manifest.files)), folder)
+    write_card(manifest, folder)
+
+
+def write_terms_of_run(bundle: Path, manifest: Manifest, run: Path) -> None:
+    """`write_terms` beside each of a run's adapters, which people share by themselves."""
+    for name in ("adapters", "adapters/peft", "best", "best/peft"):
+        if (run / name).is_dir():
+            write_terms(bundle, manifest, run / name)

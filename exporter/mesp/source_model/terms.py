@@ -1,0 +1,85 @@
+"""A model's terms: the files that go with what is made of it, and what its card says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+from typing import Any
+
+# Names of files in a model's folder, in any letter case: of its licence, of notices, and of uses
+# that are not allowed.
+_LICENSES = (
+    "LICENSE*",
+    "LICENCE*",
+    "*_LICENSE*",
+    "*_LICENCE*",
+    "COPYING*",
+    "TERMS_OF_USE*",
+    "*_TERMS_OF_USE*",
+    "GEMMA_TERMS*",
+)
+_OTHERS = ("NOTICE*", "*_NOTICE*", "USE_POLICY*", "*_USE_POLICY*")
+_SUFFIXES = ("", ".txt", ".md", ".pdf")
+# Values of `license` on the Hub that name none.
+_UNNAMED = (None, "", "other", "unknown")
+
+
+def _in_any_case(pattern: str) -> str:
+    return "".join(f"[{c.upper()}{c.lower()}]" if c.isalpha() else c for c in pattern)
+
+
+# The same names as patterns of the Hub's client.
+PATTERNS = [_in_any_case(pattern) for pattern in (*_LICENSES, *_OTHERS)]
+
+
+def is_terms(name: str) -> bool:
+    """Whether a file in a model's folder is to go with what is made of it. None is code."""
+    return _fits(name, (*_LICENSES, *_OTHERS))
+
+
+def has_license(license: str | None, license_name: str | None, names: Iterable[str]) -> bool:
+    """Whether a model's licence is known: by its name, or by a file among `names`."""
+    is_named = bool(license_name) or license not in _UNNAMED
+    return is_named or any(_fits(name, _LICENSES) for name in names)
+
+
+def _fits(name: str, patterns: Iterable[str]) -> bool:
+    return (
+        "/" not in name
+        and name.isprintable()
+        and PurePath(name).suffix.lower() in _SUFFIXES
+        and any(fnmatchcase(name.upper(), pattern) for pattern in patterns)
+    )
+
+
+@dataclass(frozen=True)
+class License:
+    """A model's licence as the Hub has it: `license` is an identifier, or ``other`` with a name
+    and a link."""
+
+    license: str | None = None
+    license_name: str | None = None
+    license_link: str | None = None
+
+    @classmethod
+    def of(cls, read: Any) -> License:
+        """`read` gives the value of each field by its name. Values that are no line of text are
+        left out."""
+        found = (read(name) for name in ("license", "license_name", "license_link"))
+        return cls(*(v if isinstance(v, str) and v and v.isprintable() else None for v in found))
+
+    @classmethod
+    def of_card(cls, model_card: Path) -> License:
+        """The one that the front matter of a README.md names, if it does."""
+        from huggingface_hub import ModelCard
+
+        try:
+            text = model_card.read_text(encoding="utf-8")
+            return cls.of(ModelCard(text, ignore_metadata_errors=True).data.get)
+        except Exception:  # there is no model card, or it is not in order
+            return UNKNOWN
+
+
+UNKNOWN = License()
