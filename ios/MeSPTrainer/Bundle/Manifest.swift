@@ -111,6 +111,18 @@ extension Manifest {
             + [embedding, head, perLayerEmbedding, perLayerProjection].compactMap { $0 }
     }
 
+    /// The files with the model's licence, notices and rules of use, which go with what is made of it.
+    package var terms: [String] { files.map(\.path).filter(Self.isTerms) }
+
+    private static func isTerms(_ name: String) -> Bool {
+        let begins = ["LICENSE", "LICENCE", "COPYING", "NOTICE", "USE_POLICY", "TERMS_OF_USE", "GEMMA_TERMS"]
+        let contains = ["_LICENSE", "_LICENCE", "_NOTICE", "_USE_POLICY", "_TERMS_OF_USE"]
+        let suffix = URL(fileURLWithPath: name).pathExtension.lowercased()
+        guard !name.contains("/"), ["", "txt", "md", "pdf"].contains(suffix) else { return false }
+        return begins.contains { name.uppercased().hasPrefix($0) }
+            || contains.contains { name.uppercased().contains($0) }
+    }
+
     /// The size of all weight files, in bytes.
     package var mappedBytes: Int {
         Dictionary(weightFiles.map { ($0.file, $0.words) }) { words, _ in words }.values.reduce(0, +) * 4

@@ -196,5 +196,21 @@ extension Trainer {
             architecture, rank: settings.rank, blocks: trained[0]..<model.blocks.upperBound, modules: modules,
             scale: settings.scale, model: model.bundle.manifest.model.id, strength: model.strength, to: folder,
             lora: model.lora.read)
+        try copyTerms(to: [folder, folder.appendingPathComponent("peft")])
+    }
+
+    /// Copies the model's licence, notices and rules of use from the bundle into folders that lack them.
+    private func copyTerms(to folders: [URL]) throws {
+        for name in model.bundle.manifest.terms {
+            guard let text = regularFile(model.bundle.url.appendingPathComponent(name)) else { continue }
+            for place in folders.map({ $0.appendingPathComponent(name) })
+            where !FileManager.default.fileExists(atPath: place.path) {
+                do {
+                    try writeWhole(place) { try $0.write(contentsOf: text) }
+                } catch {
+                    throw MeSPError("Cannot save \(place.path): \(error.plainSentence).")
+                }
+            }
+        }
     }
 }

@@ -268,6 +268,16 @@ import Testing
         #expect(message().contains("damaged"))
     }
 
+    @Test func adaptersHaveTheTermsOfTheirModel() throws {
+        let changing = try Changing()
+        try changing.replace("config.json", by: "LICENSE.txt") { $0 = Data("You may.".utf8) }
+        try Run.run(changing.settings)
+        for folder in ["adapters", "adapters/peft"] {
+            let text = try Data(contentsOf: changing.output.appendingPathComponent("\(folder)/LICENSE.txt"))
+            #expect(text == Data("You may.".utf8))
+        }
+    }
+
     // MARK: - What a state belongs to
 
     /// A run that a copy of the fixture's bundle is changed beside.
