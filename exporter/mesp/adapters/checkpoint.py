@@ -30,7 +30,7 @@ def checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
         if part in ("scales", "biases"):
             continue
         its = fused[prefix + name]
-        # What is no matrix has another form in mlx-lm's memory than in checkpoints.
+        # Arrays other than matrices have another form in mlx-lm's memory than in checkpoints.
         found[name] = its if f"{stem}.scales" in stored else array.astype(its.dtype)
     for index, block in enumerate(arch.blocks):
         layer = f"model.layers.{index}."

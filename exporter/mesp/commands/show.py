@@ -23,7 +23,7 @@ NAMES = {CHOSEN: "chosen", REJECTED: "rejected", GOOD: "good", BAD: "bad"}
 def show_records(path: Path, count: int) -> None:
     """Prints the first `count` records of the train split of the bundle at `path`, with what is in
     the loss between ⟦ and ⟧, and in colour on a terminal, and the tokens at which generation stops.
-    A packed text is one record, of which the first sequence is shown."""
+    A packed text is one record; its first sequence is shown."""
     bundle, console = Bundle(path, to_run=False), Console(soft_wrap=True, highlight=False)
     for record in trained_records(bundle, count):
         console.print(record)
@@ -52,7 +52,7 @@ def trained_records(bundle: Bundle, count: int) -> Iterator[Text]:
         edges = [0, *(np.flatnonzero(np.diff(counted)) + 1).tolist(), length]
         shown = 0
         for first, stop in pairwise(edges):
-            # What the tokens add to those before: some tokenizers decode a space only then.
+            # The text that these tokens add: some tokenizers decode a space only after others.
             piece = tokenizer.decode(ids[:stop])[len(tokenizer.decode(ids[:first])) :]
             piece = printable(piece)[: LONGEST - shown].replace("\n", "↵\n")
             shown += len(piece)

@@ -25,8 +25,8 @@ PART_KEYS = (
     "annotations",
     "cache_control",
 )  # the last ones are no text
-# What is said of an answer, or of a record, that is to be trained or not, by the value that means
-# so: Mistral's and OpenAI's `weight`, Axolotl's `train` and `training`, ms-swift's `loss`,
+# Fields that say whether an answer or a record is trained, with the value that means it is:
+# Mistral's and OpenAI's `weight`, Axolotl's `train` and `training`, ms-swift's `loss`,
 # torchtune's `masked`.
 WEIGHTS = {"weight": 1, "train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}
 CALLS = "tool_calls"

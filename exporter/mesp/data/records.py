@@ -26,7 +26,7 @@ COLUMNS = "Name other columns with --columns, as in prompt=question,completion=a
 # The keys of a record that are read, and that --columns can take from columns of other names.
 KEYS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected", "label")
 OPTIONS = "chat_template_kwargs"  # of the chat template, as TRL has them in a record
-# What is passed to a chat template in any case, or would change it.
+# Arguments that every chat template gets, or that would replace it.
 FIXED_OPTIONS = (
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation",

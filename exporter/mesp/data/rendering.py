@@ -26,7 +26,7 @@ from mesp.data.messages import CALLS, REASONING, Message
 from mesp.data.records import Conversation
 from mesp.errors import MespError
 
-# What is around a thought that is part of an answer's content. Templates look for them, so they
+# The tags around a thought that is part of an answer's content. Templates look for them, so they
 # stay where they are.
 TAGS = re.compile(r"(</?think>)")
 # Of a message. The last four say which message it is, and change no text where a template has no

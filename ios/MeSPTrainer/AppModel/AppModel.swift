@@ -42,7 +42,7 @@ import Observation
     }
     /// The part of the text that is tokenized, from 0 to 1; nil while no text is being tokenized.
     public private(set) var tokenized: Double?
-    /// What a person should know of the text of the last run, once it is tokenized: what was left out, added or cut.
+    /// Notices on the text of the last run, once it is tokenized: what was left out, added or cut.
     public private(set) var textNotices = [Sentence]()
     /// Whether the form for a new run is shown, and not the run in progress or the last one.
     public var showsSetup = true

@@ -114,7 +114,7 @@ struct ProblemLabel: View {
     var body: some View { TintedLabel(text, systemImage: "exclamationmark.triangle.fill", tint: .orange) }
 }
 
-/// What a person should know of their data, a row each.
+/// Notices on a person's data, a row each.
 struct NoticeRows: View {
     let notices: [Sentence]
 
