@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -25,21 +26,20 @@ def show_records(path: Path, count: int) -> None:
     the loss between ⟦ and ⟧, and in colour on a terminal, and the tokens at which generation stops.
     A packed text is one record; its first sequence is shown."""
     bundle, console = Bundle(path, to_run=False), Console(soft_wrap=True, highlight=False)
-    for record in trained_records(bundle, count):
-        console.print(record)
     tokenizer = bundle_tokenizer(path)
+    for record in trained_records(bundle, tokenizer, count):
+        console.print(record)
     ends = ", ".join(tokenizer.decode([token]) for token in sorted(tokenizer.eos_token_ids))
     console.print(Text(f"Generation stops at {printable(ends)}."))
 
 
-def trained_records(bundle: Bundle, count: int) -> Iterator[Text]:
+def trained_records(bundle: Bundle, tokenizer: Any, count: int) -> Iterator[Text]:
     """The first `count` records of the train split, each with a heading."""
     tokens, mask, labels = bundle.tokens("train"), bundle.mask("train"), bundle.labels("train")
     examples = bundle.examples("train")
     if examples is None:
         length = min(len(tokens), max(bundle.manifest.seq_lens) + 1)
         examples = np.array([[0, length]], np.uint32)
-    tokenizer = bundle_tokenizer(bundle.path)
     for number, (start, length) in enumerate(examples[:count].tolist(), 1):
         ids = tokens[start : start + length].tolist()
         counted = np.ones(length, bool) if mask is None else mask[start : start + length] == 1

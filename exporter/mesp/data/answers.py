@@ -59,16 +59,13 @@ def encode_conversation(tokenizer: Any, conversation: Conversation, loss_on: str
             return _encode_last(tokenizer, rendering, notes)
         trained = [index for index in trained if index == last]
     found = trained if loss_on != "all" else sorted({*trained, *conversation.untrained})
-    if not found:
-        ids = _tokens(tokenizer, rendering.text)["input_ids"]
-        return Encoded(ids, np.full(len(ids), loss_on == "all"), tuple(notes))
+    spans: dict[int, Span] = {}
     try:
-        spans = dict(zip(found, _spans(rendering, found, notes), strict=True))
+        if found:
+            spans = dict(zip(found, _spans(rendering, found, notes), strict=True))
     except MespError:
         if loss_on != "all" or conversation.untrained:
             raise
-        ids = _tokens(tokenizer, rendering.text)["input_ids"]
-        return Encoded(ids, np.ones(len(ids), bool), tuple(notes))
     text, spans = _with_ends(tokenizer, rendering.text, spans, notes)
     encoded = _tokens(tokenizer, text)
     offsets = np.array(encoded["offset_mapping"]).reshape(-1, 2)

@@ -17,7 +17,7 @@ public struct TrainedPreview: Sendable, Equatable {
     }
 
     public let runs: [Run]
-    /// What a person should know of all of the data, a sentence each.
+    /// Notices on all of the data, a sentence each.
     public let notices: [Sentence]
 
     /// The runs as they are heard, where nobody sees which are in the loss.
@@ -90,7 +90,7 @@ public struct TrainedPreview: Sendable, Equatable {
     }
 
     private var result: Result<TrainedPreview, MeSPError>?
-    /// What is being read, or was read last.
+    /// The data that is being read, or was read last.
     private var last: Wanted?
 
     @ObservationIgnored private let form: TrainingForm

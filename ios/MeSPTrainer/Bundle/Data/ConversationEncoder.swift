@@ -3,7 +3,7 @@ import MeSPSentences
 
 /// Makes tokens of conversations, and says which of them are of answers.
 ///
-/// What the chat template writes is compared with what it writes where a word that stands for it takes the place of each message's text, R.
+/// The rendering of a conversation is compared with R, the rendering with a word in the place of each message's text.
 /// So each text is found where it is, and none can be lost unseen. An answer begins where R and the opening of an answer to the messages
 /// before it part, and ends where R and a conversation that ends with it part; with whole tokens each.
 struct ConversationEncoder {
@@ -36,7 +36,7 @@ struct ConversationEncoder {
         let hasText: Bool
     }
 
-    /// What a template writes around the texts of messages.
+    /// The template's own text around the texts of messages.
     private struct Shape {
         /// The messages with texts, as the template writes them one after the other: a system message may be in a later one.
         var order = [Int]()
@@ -225,7 +225,7 @@ struct ConversationEncoder {
         MeSPError("the chat template rewrites the messages, so an answer cannot be located; take it out.")
     }
 
-    /// What is written around the words that stand for texts.
+    /// The text around the words that stand for texts.
     private func around(in whole: DecodedText, _ slots: [Slot]) throws -> Shape {
         var found = [(start: Int, message: Int)]()
         for index in slots.indices where slots[index].hasText {

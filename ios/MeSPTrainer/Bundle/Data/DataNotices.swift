@@ -1,6 +1,6 @@
 import MeSPSentences
 
-/// What a person should know of their text: what is not trained of it, and what is trained beside it.
+/// Notices on a person's text: the parts that are not trained, and what is trained beside them.
 public struct DataNotices: Sendable, Equatable {
     /// T, the tokens of a sequence.
     let length: Int

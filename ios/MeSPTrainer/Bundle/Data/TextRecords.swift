@@ -61,7 +61,7 @@ package enum TextFileKind: Sendable {
     }
 }
 
-/// What is read of the records of files, in training and in evaluation.
+/// Reads the records of files, in training and in evaluation.
 package enum TextRecords {
     /// The records in a file's bytes, with their places. Lines without anything are passed over.
     ///

@@ -2,7 +2,7 @@ import Foundation
 import MeSPBundle
 import MeSPFiles
 
-/// What is used of an adapter_config.json, of which nothing else changes a number.
+/// The fields of an adapter_config.json that are used. No other field changes a number.
 struct AdapterConfig {
     let format: AdapterFormat
     let rank: Int
