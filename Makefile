@@ -4,7 +4,7 @@
 # make demo-federate  six people teach one model, each with requests of a kind
 # make check   style, types and the quick tests: the everyday loop
 # make test    every test that needs nothing but the checkout
-# make test-slow  what is long: 2,000 steps, 10,000 damaged files of each kind, an installed wheel, 20 steps with the MLX of phones, what 4 bits lose of real models, conversations in TRL's chat templates, lm-evaluation-harness, llama.cpp, Flower, models of transformers, and PEFT, for which it installs PyTorch, some gigabytes
+# make test-slow  what is long: 2,000 steps, 10,000 damaged files of each kind, an installed wheel, the newest MLX, what 4 bits lose of real models, conversations in TRL's chat templates, lm-evaluation-harness, llama.cpp, Flower, models of transformers, and PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
 # make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU, and records a run of it
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
@@ -17,7 +17,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-PHONE_MLX := $(VENV)/phone-mlx
 # A file of versions and their hashes: with LOCK=.ci/requirements.txt, as in CI, nothing else is installed.
 LOCK ?=
 FIXTURES := $(CURDIR)/.build/fixtures
@@ -122,16 +121,9 @@ test-format: $(READY)
 	$(BIN)/mypy
 	swift format lint --strict --recursive Package.swift ios
 
-test-python: engine-and-tests $(PHONE_MLX)/ready
+test-python: engine-and-tests
 	@echo "== Tests of the Python package and the commands"
 	$(PYTEST) $(if $(quick),-m "not slow")
-
-# The MLX that phones have, without this package: PYTHONPATH puts it before the environment's.
-$(PHONE_MLX)/ready: $(READY)
-	rm -rf $(PHONE_MLX)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts --target $(PHONE_MLX) \
-		"mlx$$(test $$(uname) = Linux && echo '[cpu]')==$$($(BIN)/python -c 'from mesp.block_function import mlxfn; print(mlxfn.LAYOUTS[0])')" scipy-openblas32
-	@touch $@
 
 test-swift: engine-and-tests $(FIXTURES).ready
 	@echo "== Tests of the trainer core, against mesp.reference"
@@ -142,15 +134,18 @@ test-swift: engine-and-tests $(FIXTURES).ready
 	$(HOST_MLX) swift test --no-parallel --package-path ios/HostMLX
 
 # PyTorch is large: it has an environment of its own, and no part in `make test`.
-test-slow: engine-and-tests $(FIXTURES).ready $(PHONE_MLX)/ready
+test-slow: engine-and-tests $(FIXTURES).ready
 	@echo "== A long run"
 	$(BIN)/python tools/long_run.py
 	@echo "== 10,000 damaged files of each kind"
 	MESP_FUZZ_CASES=10000 $(PYTEST) tests/test_fuzz.py
 	@echo "== Tests of the commands as a wheel installs them"
 	$(BIN)/python -m pytest -q -m wheel tests/project
-	@echo "== Training with the MLX of phones"
-	$(BIN)/python -m pytest -q -m phone tests/engine
+	@echo "== The newest MLX that the package takes computes what that of phones does"
+	rm -rf $(VENV)/newest-mlx
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/newest-mlx \
+		"mlx$$(test $$(uname) = Linux && echo '[cpu]')<0.33" scipy-openblas32
+	$(BIN)/python -m pytest -q -m newest tests/engine
 	@echo "== A real model to a phone and back"
 	$(BIN)/python -m pytest -q -m mission tests/test_mission.py
 	@echo "== What 4 bits lose of two real models"

@@ -83,7 +83,7 @@ def test_every_mlx_swift_in_the_range_carries_the_wheels_mlx():
     inside = [recorded[v] for v in recorded if version(first) <= version(v) <= version(last)]
     assert len({(each["mlx"], each["mlx-c"]) for each in inside}) == 1
     (mlx,) = {each["mlx"] for each in inside}
-    assert mlxfn.LAYOUTS[0] == RECORD["mlx"][mlx]
+    assert RECORD["mlx"][mlx] == mlxfn.MLX
 
 
 def test_the_project_asks_for_the_pinned_swift_transformers(pins: dict):

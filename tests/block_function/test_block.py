@@ -4,10 +4,9 @@ import io
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 
 import mlx.core as mx
@@ -32,7 +31,6 @@ from mesp.block_function.gated_delta_net import delta_rule
 from mesp.block_function.mamba2 import state_space
 from mesp.block_function.rope import rope
 from mesp.block_function.trace import export_block
-from mesp.errors import MespError
 from mesp.models.architecture import Architecture, Block
 from mesp.models.layout import Layout, block_layout
 from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer, ShortConvolution
@@ -195,17 +193,10 @@ class Case:
         export_block(
             path, self.function(), self.described, self.layout, mx.float32, "cpu", [seq_len], [rank]
         )
-        return imported(path)
+        return mx.import_function(str(path))
 
     def function(self, plain: bool = False, device: str = "cpu") -> BlockFunction:
         return block_function(self.described, self.layout, device, plain=plain)
-
-
-def imported(path: str | Path) -> Callable[..., list[mx.array]]:
-    """The function of a file, which this MLX reads once it has its layout."""
-    file = Path(path)
-    file.write_bytes(mlxfn.in_layout(file.read_bytes(), mlxfn.layout_of(mx.__version__)))
-    return mx.import_function(str(file))
 
 
 def pack(layout: Layout, arrays: dict[str, mx.array]) -> mx.array:
@@ -501,10 +492,7 @@ def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, k
     for each in lengths:
         for part in trace(function, *gpu_inputs(block, layout, dtype, each, packed)):
             if isinstance(part, dict) and part["type"] == "primitive":
-                name, arguments = part["name"], flat(part["arguments"])
-                if name == mlxfn.ATTENTION:
-                    del arguments[4:]  # `force_fused`, which the phone's MLX does not have
-                expected.append((name, arguments))
+                expected.append((part["name"], flat(part["arguments"])))
     assert [(p.name, flat(p.state)) for p in mlxfn.primitives(gpu)] == expected
     # The CPU is device 0, the GPU is device 1; no other byte differs.
     assert [(a, b) for a, b in zip(cpu, gpu, strict=True) if a != b] == [(0, 1)] * len(expected)
@@ -516,7 +504,7 @@ def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, k
         fused_ones |= {"ScaledDotProductAttention"} if block.mixer.head_dim == 64 else set()
     assert used == (set() if plain else fused_ones)
     path.write_bytes(cpu)
-    assert len(imported(path)(*gpu_inputs(block, layout, dtype, 5, packed))) >= 9
+    assert len(mx.import_function(str(path))(*gpu_inputs(block, layout, dtype, 5, packed))) >= 9
 
 
 @pytest.mark.skipif(not mx.metal.is_available(), reason="there is no GPU")
@@ -542,49 +530,16 @@ def test_a_damaged_file_of_functions_is_refused(tmp_path):
             mlxfn.on_device(damaged, "gpu")
 
 
-@pytest.mark.parametrize("name", GPU_BLOCKS)
-def test_a_file_in_the_other_layout_and_back_is_the_same(tmp_path, name):
-    function, block, layout = gpu_block(name, "bfloat16", False, fused)
-    path = tmp_path / "block.mlxfn"
-    export_block(str(path), function, block, layout, mx.bfloat16, "gpu", [5, 64], [4])
-    file, (old, new) = path.read_bytes(), mlxfn.LAYOUTS
-    later = mlxfn.in_layout(file, new)
-    assert mlxfn.in_layout(later, new) == later
-    assert mlxfn.in_layout(later, old) == file
-    attentions = sum(p.name == mlxfn.ATTENTION for p in mlxfn.primitives(file))
-    assert len(later) - len(file) == 8 + attentions  # empty metadata, and `force_fused`
-    described = [(p.name, p.state, p.inputs, p.outputs) for p in mlxfn.primitives(file)]
-    assert [(p.name, p.state, p.inputs, p.outputs) for p in mlxfn.primitives(later)] == described
-
-
-def test_this_mlx_reads_its_own_layout(tmp_path):
-    path = tmp_path / "sum.mlxfn"
-    mx.export_function(str(path), lambda x: x + mx.array([1.0, 2.0]), mx.zeros(2))
-    other, own = sorted(mlxfn.LAYOUTS, key=lambda each: each == mlxfn.layout_of(mx.__version__))
-    path.write_bytes(mlxfn.in_layout(mlxfn.in_layout(path.read_bytes(), other), own))
-    assert mx.import_function(str(path))(mx.ones(2))[0].tolist() == [2.0, 3.0]
-
-
-@pytest.mark.parametrize("version", ["0.30.9", "0.32.1", "0.33.0", "1.0", ""])
-def test_a_file_of_an_unknown_layout_is_refused(tmp_path, version):
+@pytest.mark.parametrize("version", ["0.31.1", "0.32.1", "0.33.0", "1.0", ""])
+def test_a_file_of_another_layout_is_refused(tmp_path, version):
     path = tmp_path / "sum.mlxfn"
     mx.export_function(str(path), lambda x: x + 1, mx.zeros(2))
     file = path.read_bytes()
     written = struct.pack("<Q", len(mx.__version__)) + mx.__version__.encode()
     assert file.startswith(written)
     file = struct.pack("<Q", len(version)) + version.encode() + file.removeprefix(written)
-    with pytest.raises(MespError, match="is not known; install an mlx"):
-        mlxfn.in_layout(file, mlxfn.LAYOUTS[0])
-
-
-def test_what_the_older_layout_cannot_say_is_refused():
-    state = (1.0, True, False, False)
-    q = mx.zeros((1, 1, 5, 64))
-    file = mlxfn.one_primitive(mlxfn.ATTENTION, state, [q, q, q], q.shape, q.dtype)
-    later = bytearray(mlxfn.in_layout(file, "0.32.2"))
-    later[mlxfn.primitives(bytes(later))[0].state_end] = 1  # force_fused
-    with pytest.raises(ValueError, match="an attention must be fused"):
-        mlxfn.in_layout(bytes(later), "0.31.1")
+    with pytest.raises(ValueError, match=r"it is not in the layout of MLX 0\.32\.2"):
+        mlxfn.primitives(file)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
@@ -613,7 +568,7 @@ def test_one_file_serves_several_lengths_and_ranks(tmp_path):
     path = str(tmp_path / "block.mlxfn")
     function = case.function()
     export_block(path, function, case.described, case.layout, mx.float32, "cpu", [3, 70], [2, 4])
-    from_file = imported(path)
+    from_file = mx.import_function(str(path))
     for seq_len in (3, 70):
         for rank in (2, 4):
             x = mx.random.normal((1, seq_len, case.arch.hidden_size))
@@ -643,7 +598,7 @@ def test_bfloat16(tmp_path, name):
     function = block_function(case.described, layout, "cpu")
     export_block(path, function, case.described, layout, mx.bfloat16, "cpu", [20], [4])
     x = mx.random.normal((1, 20, case.arch.hidden_size)).astype(mx.bfloat16)
-    outputs = imported(path)(x, case.lora, mx.array(SCALE), words)
+    outputs = mx.import_function(str(path))(x, case.lora, mx.array(SCALE), words)
 
     weights = pack(case.layout, {**wide, **rounded})
     expected = case.function()(x.astype(mx.float32), case.lora, mx.array(SCALE), weights)

@@ -119,7 +119,7 @@ def test_the_version_is_that_of_the_sources():
     home = ROOT / "ios" / "MeSPTrainer"
     assert f'version = "{mesp.__version__}"' in (home / "Core" / "Run" / "Run.swift").read_text()
     of_mlx_swift = (home / "Bundle" / "MLXSupport.swift").read_text()
-    assert f'version = "{mlxfn.LAYOUTS[0]}"' in of_mlx_swift
+    assert f'version = "{mlxfn.MLX}"' in of_mlx_swift
     said = subprocess.run([FAKE_ENGINE, "--version"], capture_output=True, text=True).stdout
     assert said.strip() == expected_version()
 

@@ -15,13 +15,12 @@ import pytest
 from helpers.commands import command, run
 from helpers.models import FAMILIES, TINY
 from helpers.paths import FAKE_ENGINE
-from mesp.block_function import mlxfn
+from mesp.bundle.manifest import FORMAT
 from mesp.commands.progress_bars import TrainingProgress
 from mesp.models.architecture import Architecture
 from mesp.runs.log import Speed
 
-MANIFEST = {"format": 5, "name": "demo", "mlx_version": mlxfn.LAYOUTS[0], "device": "cpu"}
-MANIFEST |= {"layouts": {layout: f"mlx-{layout}" for layout in mlxfn.LAYOUTS[1:]}}
+MANIFEST = {"format": FORMAT, "name": "demo", "device": "cpu"}
 MANIFEST |= {"seq_lens": [128, 256, 512], "ranks": [8, 16], "files": []}
 MANIFEST |= {"model": {"id": "demo", "revision": None, "license": None}}
 ARCHITECTURE = Architecture.from_config({**TINY, "num_hidden_layers": 4})

@@ -9,5 +9,3 @@ APP = ROOT / "ios" / "MeSPTrainer"
 DEMO_BUNDLE = APP / "Demo.mesp"
 DEMO_MODEL = Path(mesp.__file__).parent / "demo_model"
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
-# The MLX that phones have, which `make` installs.
-PHONE_MLX = ROOT / ".venv" / "phone-mlx"

@@ -41,8 +41,7 @@ _QUANTIZATIONS = {
 def check_functions(file: bytes, device: str) -> list[Function]:
     """The functions in a file, all of them on `device`, "cpu" or "gpu".
 
-    Raises MespError where another MLX wrote the file, and ValueError where it is damaged or breaks
-    a rule.
+    Raises ValueError where the file is damaged or breaks a rule, or another MLX wrote it.
     """
     try:
         found = functions(file)
@@ -443,9 +442,9 @@ def _rope(primitive: Primitive, inputs: list[Array]) -> list[Array]:
 
 def _attention(primitive: Primitive, inputs: list[Array]) -> list[Array]:
     q, k, v, *masks = inputs
-    _, causal, sinks, logarithms = primitive.state
+    _, causal, sinks, logarithms, forced = primitive.state
     (batch, heads, length, size), (of_batch, kv, keys, _) = q.shape, k.shape
-    _require(not sinks and not logarithms, _STATE)
+    _require(not sinks and not logarithms and not forced, _STATE)
     _require(
         k == v == Array((batch, kv, keys, size), q.dtype)
         and of_batch == batch

@@ -39,7 +39,8 @@ def scaled_dot_product_attention(
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
     causal = isinstance(mask, str)
     masks = [] if causal else [mx.broadcast_to(mask, (*q.shape[:3], k.shape[2]))]
-    state = (scale, causal, False, False)  # no sinks, and no logarithms of sums for a derivative
+    # No sinks, no logarithms of sums for a derivative, and not forced to be fused.
+    state = (scale, causal, False, False, False)
     return _trace("ScaledDotProductAttention", state, [q, k, v, *masks], q.shape)
 
 

@@ -1,7 +1,6 @@
-"""MLX's files of functions, ``.mlxfn``, as its export.cpp writes them, little-endian.
+"""Files of functions, ``.mlxfn``, as export.cpp of MLX 0.32.2 writes them, little-endian.
 
-    file      version (text), traces i32, shapeless u8, in the layout of 0.32.2 metadata (text), and
-              each trace:
+    file      version (text), traces i32, shapeless u8, metadata (text), and each trace:
     trace     names of keyword inputs (list of text), inputs' ids, inputs (list of array),
               outputs' ids, tape (list of nodes)
     node      id u64, computed u8; computed: ids of what it takes, stream, primitive (text), state,
@@ -9,8 +8,6 @@
               else: constant u8, and a constant that no trace before has: array, its data
     stream    index i32, type of device i32 (0 is the CPU, 1 the GPU), device i32
     array     shape, dtype; a shape is a list of i32, a dtype i32 and the bytes of an element u8
-
-In the layout of 0.32.2 the state of a ScaledDotProductAttention ends with `force_fused` u8.
 
 A list is its length u64 and its items, ids are a list of u64, a text a list of bytes.
 """
@@ -32,10 +29,8 @@ from mesp.files import read_object
 
 # Which primitives a block function has; `mesp.block_function.check` holds a file to it.
 ALLOWED = read_object(Path(__file__).with_name("allowed_primitives.json"))
-# The layouts, each named after the first MLX that writes it. A phone's MLX reads the first, which
-# `ALLOWED` describes; an MLX reads its own only.
-LAYOUTS = (ALLOWED["mlx"], "0.32.2")
-ATTENTION = "ScaledDotProductAttention"
+# The MLX of phones, the first that has this layout.
+MLX = ALLOWED["mlx"]
 DEVICES = {"cpu": 0, "gpu": 1}
 # In the order of MLX's codes.
 DTYPES = (
@@ -49,63 +44,39 @@ SHAPE = "S"  # among the codes of `struct`
 STATES = {name: each["state"] for name, each in ALLOWED["primitives"].items()}
 
 
-def layout_of(version: str) -> str:
-    """The layout of the files that an MLX writes and reads.
-
-    Raises MespError where no layout of that MLX is known.
-    """
-    release = re.match(r"0\.(\d{1,9})\.(\d{1,9})", version)
-    minor, patch = map(int, release.groups()) if release else (0, 0)
-    if (minor == 31 and patch >= 1) or (minor, patch) == (32, 0):
-        return LAYOUTS[0]
-    if minor == 32 and patch >= 2:
-        return LAYOUTS[1]
-    raise MespError(
-        f"The layout of the functions of MLX {version!r:.40} is not known; "
-        f"install an mlx from {LAYOUTS[1]} on and below 0.33."
-    )
+def has_layout(version: str) -> bool:
+    """Whether that MLX is known to write and read this layout. Another can crash on a file."""
+    release = re.match(r"0\.32\.(\d{1,9})", version)
+    return release is not None and int(release[1]) >= 2
 
 
-def layout_of_file(file: bytes) -> str:
-    """The layout that a file of functions says it has."""
-    reader = _Reader(file)
-    reader.header()
-    return reader.layout
-
-
-def in_layout(file: bytes, layout: str) -> bytes:
-    """The same functions in one of `LAYOUTS`. Raises what `primitives` does."""
-    found = primitives(file)
-    reader = _Reader(file)
-    parts, at = [_header(layout, reader.header())], reader.at
-    for primitive in found:
-        if primitive.name == ATTENTION:
-            parts += [file[at : primitive.state_end], _force_fused(layout)]
-            at = primitive.state_end + len(_force_fused(reader.layout))
-    return b"".join([*parts, file[at:]])
+def check_mlx() -> None:
+    """Raises MespError unless the installed MLX writes and reads this layout."""
+    if not has_layout(mx.__version__):
+        raise MespError(
+            f"The layout of the functions of MLX {mx.__version__!r:.40} is not known; "
+            f"install an mlx from {MLX} on and below 0.33."
+        )
 
 
 def one_primitive(
     name: str, state: tuple, inputs: list[mx.array], shape: tuple[int, ...], dtype: mx.Dtype
 ) -> bytes:
-    """A file with one function, for this MLX: a primitive, on the CPU, of arrays like `inputs`.
+    """A file with one function: a primitive, on the CPU, of arrays like `inputs`.
 
-    It gives one array. A primitive's state is what `STATES` says, without shapes. Raises MespError
-    where this MLX's layout is not known.
+    It gives one array. A primitive's state is what `STATES` says, without shapes.
     """
-    layout = layout_of(mx.__version__)
     ids = [_pack("Q", i) for i in range(len(inputs) + 1)]
     *taken, result = ids
     tape = [i + _pack("??", False, False) for i in taken]
     stream = struct.pack(STREAM, 0, DEVICES["cpu"], 0)
     primitive = stream + _text(name) + _pack(STATES[name], *state)
-    primitive += _force_fused(layout) if name == ATTENTION else b""
     tape.append(
         result + _pack("?", True) + _list(taken) + primitive + _pack("Q", 0) + _array(shape, dtype)
     )
     arrays = [_array(x.shape, x.dtype) for x in inputs]
     trace = _list([]) + _list(taken) + _list(arrays) + _list([result]) + _list(tape)
-    return _header(layout, 1) + trace
+    return _header(1) + trace
 
 
 def on_device(file: bytes, device: str) -> bytes:
@@ -119,13 +90,9 @@ def on_device(file: bytes, device: str) -> bytes:
     return bytes(moved)
 
 
-def _header(layout: str, traces: int) -> bytes:
-    """The header before the traces; metadata, where the layout has it, is empty."""
-    return _text(layout) + _pack("i?", traces, False) + (b"" if layout == LAYOUTS[0] else _text(""))
-
-
-def _force_fused(layout: str) -> bytes:
-    return b"" if layout == LAYOUTS[0] else _pack("?", False)
+def _header(traces: int) -> bytes:
+    """The header before the traces; the metadata is empty."""
+    return _text(MLX) + _pack("i?", traces, False) + _text("")
 
 
 def _pack(codes: str, *values: Any) -> bytes:
@@ -164,7 +131,6 @@ class Primitive:
     device: int
     name: str
     state: tuple  # a shape is one element, a dtype two
-    state_end: int  # of the state as `STATES` has it
     inputs: tuple[int, ...]  # ids
     outputs: dict[int, Array]
 
@@ -187,15 +153,15 @@ class _Reader:
 
     def __init__(self, file: bytes):
         self.file, self.at = file, 0
-        self.layout = LAYOUTS[0]
 
     def header(self) -> int:
-        """The number of traces. Raises MespError where the layout is not known."""
-        self.layout = layout_of(self.text())
+        """The number of traces."""
+        if not has_layout(self.text()):
+            raise ValueError(f"it is not in the layout of MLX {MLX}")
         traces, shapeless = self.take("i?")
         if shapeless:
             raise ValueError("its shapes are left open")
-        if self.layout != LAYOUTS[0] and self.text():
+        if self.text():
             raise ValueError("it has metadata")
         return traces
 
@@ -243,8 +209,7 @@ class _Reader:
 def functions(file: bytes) -> list[Function]:
     """The functions in a file, whose primitives may be any with a state in `STATES`.
 
-    Raises MespError where the file's layout is not known, ValueError if it is not valid,
-    KeyError where it has a primitive that `STATES` lacks.
+    Raises ValueError if it is not valid, and KeyError where it has a primitive that `STATES` lacks.
     """
     reader = _Reader(file)
     constants: dict[int, tuple[Array, bytes]] = {}  # of all traces: MLX writes each once
@@ -266,9 +231,7 @@ def functions(file: bytes) -> list[Function]:
             if number != 0:
                 raise ValueError("a device is not the first")
             name = reader.text()
-            state, state_end = reader.state(name), reader.at
-            if name == ATTENTION and reader.layout != LAYOUTS[0] and reader.one("?"):
-                raise ValueError("an attention must be fused")
+            state = reader.state(name)
             if siblings := reader.one("Q"):
                 ids, shapes = reader.ids(), reader.list(reader.shape)
                 types = reader.list(lambda: reader.take("iB"))
@@ -278,9 +241,7 @@ def functions(file: bytes) -> list[Function]:
                 outputs = reader.with_ids(ids, arrays)
             else:
                 outputs = {id: reader.array()}
-            function.primitives.append(
-                Primitive(stream, device, name, state, state_end, taken, outputs)
-            )
+            function.primitives.append(Primitive(stream, device, name, state, taken, outputs))
         elif reader.one("?"):
             if id not in constants:
                 array = reader.array()

@@ -27,11 +27,12 @@ def export_block(
     """Writes `function` to `path` (``….mlxfn``) with a trace for each sequence length and rank,
     of a function that takes packed records or not.
 
-    The file has the layout of a phone's MLX. For either device the trace is the CPU's, which every
-    machine has; in a file for the GPU the primitives are then said to be there, nothing else.
-    Raises RuntimeError or OSError where the file cannot be written, and ValueError where
-    `check_block_functions` refuses it.
+    For either device the trace is the CPU's, which every machine has; in a file for the GPU the
+    primitives are then said to be there, nothing else. Raises RuntimeError or OSError where the
+    file cannot be written, ValueError where `check_block_functions` refuses it, and MespError where
+    no phone could read what this MLX writes.
     """
+    mlxfn.check_mlx()
     with mx.stream(mx.cpu), mx.exporter(path, function) as trace:
         weights = mx.zeros(layout.words, mx.uint32)  # only the shape is read
         for rank in ranks:
@@ -45,8 +46,8 @@ def export_block(
                     *(mx.zeros(shape, dtype) for shape in block.given_shapes(seq_len)),
                     *([mx.zeros(seq_len, mx.int32)] if packed else []),
                 )
-    file = mlxfn.in_layout(Path(path).read_bytes(), mlxfn.LAYOUTS[0])
+    file = Path(path).read_bytes()
     if device != "cpu":
         file = mlxfn.on_device(file, device)
-    Path(path).write_bytes(file)
+        Path(path).write_bytes(file)
     check_block_functions(file, device, dtype, block, layout.words, seq_lens, ranks, packed)

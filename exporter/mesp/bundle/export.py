@@ -11,7 +11,7 @@ from typing import Any
 
 from mesp.bundle.as_source import as_source
 from mesp.bundle.export_options import DEVICE, BundleOptions, ExportOptions
-from mesp.bundle.manifest import Manifest
+from mesp.bundle.manifest import OF_SAME_WEIGHTS, Manifest, read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.bundle.rewriter import rewrite_bundle
 from mesp.bundle.writer import write_bundle
@@ -255,7 +255,7 @@ def rewrite(
     MespError where the bundle, its data or the disk do not allow it; `bundle` is whole then.
     """
     old = Path(bundle)
-    has = Bundle(old, to_run=False).manifest
+    has = read_manifest(old, to_run=False, formats=OF_SAME_WEIGHTS)
     options = BundleOptions(
         out=old if out is None else Path(out),
         seq_lens=listed(seq_len) or list(has.seq_lens),

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import mlx.core as mx
 
 from mesp.block_function import fused
 from mesp.block_function.forward_pass import BlockFunction, block_function
-from mesp.block_function.mlxfn import in_layout
 from mesp.block_function.trace import export_block
 from mesp.bundle.export_options import BundleOptions
-from mesp.bundle.manifest import LAYOUT_FOLDERS, BlockGroup
+from mesp.bundle.manifest import BlockGroup
 from mesp.errors import MespError
-from mesp.files import read_bytes
 from mesp.models.architecture import Architecture, Block
 from mesp.models.layout import DTYPES, Layout
-
-FUNCTIONS = 64 << 20  # bytes: no file of functions has a hundredth of it
 
 
 def write_functions(
     folder: Path, arch: Architecture, layouts: list[Layout], options: BundleOptions
 ) -> list[BlockGroup]:
     """Writes the block functions, a file for each sequence length; for a GPU plain ones too and,
-    with `options.pack`, those for packed records. Each is there in every layout.
+    with `options.pack`, those for packed records.
 
     Blocks of one layout, one mixer and one MLP are a group, with functions of its own for the
     lengths at which no group before has the same: a window counts only for longer sequences.
@@ -35,7 +30,8 @@ def write_functions(
         members.setdefault(described, []).append(i)
     on_gpu = options.device == "gpu"
     fast = fused if on_gpu else mx.fast
-    groups, written = [], {}
+    groups: list[BlockGroup] = []
+    written: dict[tuple[Layout, Block, str, int], str] = {}
     for number, ((layout, block), layers) in enumerate(members.items()):
         prefix = f"block.{number}." if number else "block."
         group = BlockGroup(tuple(layers), {}, {}, layout)
@@ -56,29 +52,7 @@ def write_functions(
                     write_function(path, function, block, layout, seq_len, options, packs)
                 files[str(seq_len)] = written[same]
         groups.append(group)
-    write_layouts(folder, written.values(), folder)
     return groups
-
-
-def write_layouts(bundle: Path, functions: Iterable[str], folder: Path) -> None:
-    """Writes a bundle's functions, which are in the first layout, in the others too, to `folder`.
-
-    Raises MespError where a file is not a file of functions.
-    """
-    for name in functions:
-        file = read_bytes(bundle / name, FUNCTIONS)
-        for layout, of_layout in LAYOUT_FOLDERS.items():
-            path = folder / of_layout / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                path.write_bytes(in_layout(file, layout))
-            except (ValueError, KeyError) as error:
-                raise no_function(bundle / name, error) from error
-
-
-def no_function(path: Path, error: Exception) -> MespError:
-    """The error for a file that is not a block function in the layout that it should have."""
-    return MespError(f"{path} is not a function that mesp-export wrote ({error}); do not use it.")
 
 
 def write_function(

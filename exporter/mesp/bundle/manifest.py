@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.core import __version__ as MLX  # type: ignore[attr-defined]
 
-from mesp.block_function.mlxfn import LAYOUTS, layout_of
+from mesp.block_function.mlxfn import check_mlx
 from mesp.errors import MespError
 from mesp.files import create, inside, read_object
 from mesp.models.architecture import (
@@ -23,15 +22,15 @@ from mesp.models.architecture import (
 from mesp.models.layout import Layout
 from mesp.models.quantization import Quantization
 
-FORMAT = 5
+FORMAT = 6
+# The formats that differ only in their functions, from which a bundle is written again.
+OF_SAME_WEIGHTS = (5, FORMAT)
 PER_LAYER = {
     "per_layer_embedding": PER_LAYER_EMBEDDING,
     "per_layer_projection": PER_LAYER_PROJECTION,
 }
 MODEL = ("id", "revision", "license")
 MORE_OF_MODEL = ("license_name", "license_link")  # may be absent
-# The folders of the functions in the layouts after the first.
-LAYOUT_FOLDERS = {layout: f"mlx-{layout}" for layout in LAYOUTS[1:]}
 
 _PACKED = {
     "words": int,
@@ -41,7 +40,6 @@ _PACKED = {
 READ = {
     "name": str,
     "model": {"id": str},
-    "mlx_version": str,
     "device": str,
     "dtype": str,
     "seq_lens": [int],
@@ -224,8 +222,6 @@ class Manifest:
     # At which generation stops, ascending: the model's and what the data end with.
     end_tokens: tuple[int, ...] = ()
     files: tuple[File, ...] = ()
-    mlx_version: str = LAYOUTS[0]
-    layouts: Mapping[str, str] = field(default_factory=LAYOUT_FOLDERS.copy)
 
     @property
     def takes_packed(self) -> bool:
@@ -236,8 +232,7 @@ class Manifest:
     def of(cls, entries: dict[str, Any]) -> Manifest:
         """The manifest of a JSON object. Raises ValueError, TypeError, KeyError or ArithmeticError
         if it is not valid."""
-        data, layouts = entries.get("data") or {}, entries.get("layouts", {})
-        model = entries.get("model")
+        data, model = entries.get("data") or {}, entries.get("model")
         if not (
             fits(entries, READ)
             and isinstance(model, dict)
@@ -250,8 +245,6 @@ class Manifest:
             and all(map(_is_split, data.values()))
             and all(map(_is_line, data))
             and fits(entries.get("end_tokens", []), [int])
-            and isinstance(layouts, dict)
-            and all(isinstance(folder, str) for folder in layouts.values())
         ):
             raise ValueError("a field is missing, or of another type")
         return cls(
@@ -274,8 +267,6 @@ class Manifest:
             files=tuple(
                 File(each["path"], each["size"], each["sha256"]) for each in entries["files"]
             ),
-            mlx_version=entries["mlx_version"],
-            layouts=layouts,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -284,8 +275,6 @@ class Manifest:
             "format": FORMAT,
             "name": self.name,
             "model": self.model.to_json(),
-            "mlx_version": self.mlx_version,
-            "layouts": self.layouts,
             "device": self.device,
             "dtype": self.dtype,
             "architecture": self.architecture.to_manifest(),
@@ -312,12 +301,14 @@ class Manifest:
             file.write(f"{text}\n".encode())
 
 
-def read_manifest(path: Path, to_run: bool = True) -> Manifest:
+def read_manifest(
+    path: Path, to_run: bool = True, formats: tuple[int, ...] = (FORMAT,)
+) -> Manifest:
     """The manifest of the bundle at `path`, after checking that this machine can run it.
 
-    Raises MespError where the folder is not a bundle, is of another format, lacks a file or part of
-    one, or, unless it is not `to_run`, has no functions for this MLX or needs a GPU that is not
-    there.
+    Raises MespError where the folder is not a bundle, is of none of the `formats`, lacks a file or
+    part of one, or, unless it is not `to_run`, has functions that this MLX does not read or needs a
+    GPU that is not there.
     Contents are checked by `Bundle.verify`.
     """
     try:
@@ -331,10 +322,11 @@ def read_manifest(path: Path, to_run: bool = True) -> Manifest:
         raise MespError(
             f"{path / 'manifest.json'} cannot be read; write the bundle again with mesp-export."
         ) from error
-    if version != FORMAT:
+    if version not in formats:
+        again = f" --from {path} --overwrite" if version in OF_SAME_WEIGHTS else ""
         raise MespError(
             f"{path} has bundle format {version}, and this version reads format {FORMAT}; "
-            "export it again."
+            f"write it again with mesp-export{again}."
         )
     if to_run and entries.get("device") == "gpu" and not mx.metal.is_available():
         raise MespError(
@@ -346,7 +338,7 @@ def read_manifest(path: Path, to_run: bool = True) -> Manifest:
     except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
         raise damaged(path) from error
     if to_run:
-        functions_folder(path, manifest)
+        check_mlx()
     for entry in manifest.files:
         try:
             file = inside(path, entry.path)
@@ -359,19 +351,6 @@ def read_manifest(path: Path, to_run: bool = True) -> Manifest:
             found = "missing" if size is None else f"{size:,} bytes long, not {entry.size:,}"
             raise MespError(f"{file} is {found}; write the bundle again with mesp-export.")
     return manifest
-
-
-def functions_folder(path: Path, manifest: Manifest) -> Path:
-    """The folder of the functions that this MLX reads, of the bundle at `path`. Raises MespError
-    where it has none."""
-    layout = layout_of(MLX)
-    folder = "" if layout == manifest.mlx_version else manifest.layouts.get(layout)
-    if folder is None:
-        raise MespError(
-            f"{path} has no functions for MLX {MLX}; "
-            f"add them with mesp-export --from {path} --overwrite."
-        )
-    return path / folder
 
 
 def damaged(path: Path) -> MespError:

@@ -12,15 +12,12 @@ import mlx.nn as nn
 import numpy as np
 
 from mesp.block_function.check import check_block_functions
-from mesp.block_function.mlxfn import layout_of, layout_of_file
-from mesp.bundle.function_files import FUNCTIONS, no_function
 from mesp.bundle.manifest import (
-    MLX,
+    FORMAT,
     BlockGroup,
     DataSplit,
     Table,
     damaged,
-    functions_folder,
     read_manifest,
     sha256,
 )
@@ -39,6 +36,8 @@ from mesp.models.layout import (
 )
 from mesp.models.names import CONVOLUTIONS, name_there
 from mesp.models.quantization import Quantization
+
+FUNCTIONS = 64 << 20  # bytes: no file of functions has a hundredth of it
 
 
 def block_file(index: int) -> str:
@@ -59,10 +58,15 @@ def _check_arrays(found: Layout, expected: Layout) -> None:
 class Bundle:
     """A bundle, read from its folder. Weights are mapped, and copied when they become arrays."""
 
-    def __init__(self, path: str | os.PathLike[str], to_run: bool = True):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        to_run: bool = True,
+        formats: tuple[int, ...] = (FORMAT,),
+    ):
         """Raises MespError where the bundle cannot be used; see `read_manifest`."""
         self.path = Path(path)
-        self.manifest = read_manifest(self.path, to_run)
+        self.manifest = read_manifest(self.path, to_run, formats)
         self.architecture = self.manifest.architecture
         try:
             device, dtype = self.manifest.device, self.manifest.dtype
@@ -160,15 +164,10 @@ class Bundle:
             files[table.file] = per_layer_layout(arch, name, quantization, dtype)
         return files
 
-    def function_names(self) -> set[str]:
-        """The paths of the functions' files in a layout's folder."""
+    def function_files(self) -> set[str]:
+        """The paths of the functions' files."""
         named = [each for group in self.manifest.blocks for each in group.files]
         return {file for functions in named for file in functions.values()}
-
-    def function_files(self) -> set[str]:
-        """The paths of the functions' files in every layout."""
-        names = self.function_names()
-        return names | {f"{each}/{n}" for each in self.manifest.layouts.values() for n in names}
 
     def group(self, index: int) -> BlockGroup:
         """The group that block `index` is in."""
@@ -318,8 +317,7 @@ class Bundle:
             raise MespError(f"Block {index} of {self.path} mixes experts and has no function.")
         files = group.plain_functions if plain else group.functions
         files = group.packed_functions if packed else files
-        path = functions_folder(self.path, self.manifest) / files[str(seq_len)]
-        layout = layout_of(MLX)
+        path = self.path / files[str(seq_len)]
         file = read_bytes(path, FUNCTIONS)
         try:
             check_block_functions(
@@ -332,10 +330,10 @@ class Bundle:
                 list(self.manifest.ranks),
                 packed,
             )
-            if layout_of_file(file) != layout:
-                raise ValueError(f"it is not in the layout of MLX {layout}")
         except ValueError as error:
-            raise no_function(path, error) from error
+            raise MespError(
+                f"{path} is not a function that mesp-export wrote ({error}); do not use it."
+            ) from error
         return mx.import_function(str(path))
 
     def tokens(self, split: str) -> np.ndarray:

@@ -8,10 +8,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from mesp.block_function.mlxfn import LAYOUTS
 from mesp.bundle.export_options import BundleOptions
-from mesp.bundle.function_files import write_functions, write_layouts
-from mesp.bundle.manifest import LAYOUT_FOLDERS, Manifest, Table, describe_files
+from mesp.bundle.function_files import write_functions
+from mesp.bundle.manifest import OF_SAME_WEIGHTS, Manifest, Table, describe_files
 from mesp.bundle.reader import Bundle, block_file
 from mesp.bundle.weight_files import write_weights
 from mesp.bundle.writer import check_disk
@@ -27,8 +26,7 @@ def rewrite_bundle(
 ) -> Manifest:
     """Writes the bundle `options.out`, which may be `source`, and returns its manifest.
 
-    Functions are traced again, unless nothing is asked for but the layouts that the bundle lacks.
-    Weights are written again where the dtype changes, and
+    Functions are traced again. Weights are written again where the dtype changes, and
     configurations without the code that they name; other files are links to the same content, or
     copies where there can be none. Raises MespError where
     the bundle, its data or the disk do not allow it; nothing is left then, and `source` is whole.
@@ -40,7 +38,7 @@ def rewrite_bundle(
         nullcontext() if in_place else locked(source, another),
         new_folder(options.out.resolve(), options.overwrite) as folder,
     ):
-        bundle = Bundle(source, to_run=False)
+        bundle = Bundle(source, to_run=False, formats=OF_SAME_WEIGHTS)
         check_data(bundle, max(options.seq_lens))
         check_lengths(bundle.config(), [*bundle.manifest.seq_lens, *options.seq_lens])
         Task(progress, f"Checking {source.name}")
@@ -54,28 +52,22 @@ def rewrite_bundle(
 
         (folder / "blocks").mkdir()
         manifest = bundle.manifest
-        if lacks_only_layouts(manifest, options):
-            groups, functions = manifest.blocks, bundle.function_names()
-            write_layouts(source, functions, folder)
-        else:
-            blocks = [layouts[block_file(i)] for i in range(bundle.architecture.num_hidden_layers)]
-            packs = options.pack or any(split.pack for split in manifest.data.values())
-            options = replace(options, pack=packs)
-            groups = tuple(write_functions(folder, bundle.architecture, blocks, options))
-            functions = set()
+        blocks = [layouts[block_file(i)] for i in range(bundle.architecture.num_hidden_layers)]
+        packs = options.pack or any(split.pack for split in manifest.data.values())
+        options = replace(options, pack=packs)
+        groups = tuple(write_functions(folder, bundle.architecture, blocks, options))
         for file in changed:
             words = bundle.words(file)
             pieces = (piece for spec in old[file].arrays for piece in spec.pieces(words))
             write_weights(folder / file, layouts[file], pieces, writing.advance)
-        gone = {*changed, *bundle.function_files()} - functions
         listed = {entry.path for entry in manifest.files}
         changed_texts = naming_code(source, listed)
         copy_texts(source, changed_texts, folder)
-        gone |= set(changed_texts)
         written = describe_files(folder)
-        used = {*old, *functions, "config.json", *texts_of(listed)}
+        used = {*old, "config.json", *texts_of(listed)}
         used |= {file for split in manifest.data.values() for file in split.sizes}
-        kept = [entry for entry in manifest.files if entry.path in used - gone]
+        used -= {*changed, *changed_texts}
+        kept = [entry for entry in manifest.files if entry.path in used]
         for entry in kept:
             link(source / entry.path, folder / entry.path)
         embedding, head = (table.file for table in (manifest.embedding, manifest.head))
@@ -85,8 +77,6 @@ def rewrite_bundle(
         }
         manifest = replace(
             manifest,
-            mlx_version=LAYOUTS[0],
-            layouts=LAYOUT_FOLDERS,
             device=options.device,
             dtype=options.dtype,
             seq_lens=tuple(options.seq_lens),
@@ -99,14 +89,6 @@ def rewrite_bundle(
         )
         manifest.write(folder)
     return manifest
-
-
-def lacks_only_layouts(manifest: Manifest, options: BundleOptions) -> bool:
-    """Whether the bundle is as asked for, but for layouts of its functions."""
-    asked = options.seq_lens, options.ranks, options.dtype, options.device
-    has = [*manifest.seq_lens], [*manifest.ranks], manifest.dtype, manifest.device
-    lacking = LAYOUT_FOLDERS.keys() - manifest.layouts.keys()
-    return asked == has and manifest.mlx_version == LAYOUTS[0] and bool(lacking)
 
 
 def check_data(bundle: Bundle, seq_len: int) -> None:

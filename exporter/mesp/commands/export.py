@@ -11,7 +11,7 @@ from click.core import ParameterSource
 from mesp import hub_upload
 from mesp.bundle.data_files import describe_data
 from mesp.bundle.export import QUANTIZERS, prepare, rewrite
-from mesp.bundle.manifest import Manifest, read_manifest
+from mesp.bundle.manifest import OF_SAME_WEIGHTS, Manifest, read_manifest
 from mesp.commands.command import Command, several
 from mesp.commands.data_options import data_options
 from mesp.commands.progress_bars import export_progress
@@ -135,7 +135,7 @@ def main(
         check_options_of_from(out, overwrite)
         functions = {name: options[name] for name in ("dtype", "device")}
         if upload is not None:
-            has = read_manifest(old, to_run=False)
+            has = read_manifest(old, to_run=False, formats=OF_SAME_WEIGHTS)
             hub_upload.check_license(old, has.model, (file.path for file in has.files))
         with export_progress() as progress:
             bundle = rewrite(

@@ -58,10 +58,7 @@ extension Manifest {
         let functions = blocks.flatMap {
             [$0.functions, $0.plainFunctions, $0.packed].flatMap(\.values)
         }
-        let folders = [""] + (layouts ?? [:]).values.map { $0 + "/" }
-        let named =
-            folders.flatMap { folder in functions.map { folder + $0 } } + weightFiles.map(\.file)
-            + (data ?? [:]).values.flatMap(\.files)
+        let named = functions + weightFiles.map(\.file) + (data ?? [:]).values.flatMap(\.files)
         if let path = named.first(where: { !listed.contains($0) }) {
             throw MeSPError("\(bundle): the manifest does not list \(path); export the bundle again.")
         }
@@ -195,10 +192,9 @@ extension ModelBundle {
                     of: architecture.block(blocks.layers[0]), dtype: manifest.dtype, words: blocks.words,
                     length: length, rank: $0, packed: packed)
             }
-            guard let layout = MLXSupport.layout,
-                try MeSPBundle.checkFunctions(data, onGPU: manifest.device == .gpu, layout: layout)
-                    == signatures
-            else { throw FunctionSignature.isAnother }
+            guard try MeSPBundle.checkFunctions(data, onGPU: manifest.device == .gpu) == signatures else {
+                throw FunctionSignature.isAnother
+            }
         } catch {
             throw MeSPError(
                 "\(file) in \(url.path) is not a function that mesp-export writes (\(error.plainSentence)); export the bundle again."

@@ -5,7 +5,7 @@ import MeSPSentences
 /// `manifest.json`: what a bundle holds. See `docs/architecture.md`.
 public struct Manifest: Decodable, Sendable {
     /// The bundle format this build reads.
-    public static let format = 5
+    public static let format = 6
 
     public struct Model: Decodable, Sendable {
         public let id: String
@@ -81,10 +81,6 @@ public struct Manifest: Decodable, Sendable {
 
     public let name: String
     public let model: Model
-    /// The layout of the functions that `blocks` names.
-    public let mlxVersion: String
-    /// The folders of the same functions in other layouts.
-    public let layouts: [String: String]?
     public let device: Backend
     /// The type of activations, scales, biases and norms.
     public let dtype: ElementType
@@ -149,7 +145,7 @@ extension Manifest {
         }
         guard version.format == Manifest.format else {
             throw MeSPError(
-                "\(bundle) has bundle format \(version.format), this build reads format \(Manifest.format); export it again."
+                "\(bundle) has bundle format \(version.format), this build reads format \(Manifest.format); write it again with mesp-export."
             )
         }
         let manifest: Manifest
@@ -158,18 +154,13 @@ extension Manifest {
         } catch {
             throw MeSPError("\(bundle)/manifest.json is damaged (\(error.plainSentence)); export the bundle again.")
         }
-        guard manifest.functionsFolder != nil else {
+        guard hasFunctionLayout(mlx: MLXSupport.version) else {
             throw MeSPError(
-                "\(bundle) has no functions for MLX \(MLXSupport.version); add them with mesp-export --from.")
+                "The layout of the functions of MLX \(MLXSupport.version) is not known; use an MLX from \(functionLayout) on and below 0.33."
+            )
         }
         try manifest.check(bundle)
         return manifest
-    }
-
-    /// The beginning of the paths of the functions that the MLX here reads; nil if there are none. An MLX can crash on a file in
-    /// another layout than its own.
-    var functionsFolder: String? {
-        MLXSupport.layout.flatMap { $0.rawValue == mlxVersion ? "" : layouts?[$0.rawValue].map { $0 + "/" } }
     }
 
     /// Whether several records may share a sequence: a CPU needs no functions for it.

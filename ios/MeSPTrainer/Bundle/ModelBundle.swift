@@ -63,10 +63,9 @@ public struct ModelBundle {
         var imported = [String: ImportedFunction]()
         let functions = try manifest.blocks.enumerated().map { kind, blocks -> ImportedFunction? in
             guard blocks.hasFunctions else { return nil }
-            guard let folder = manifest.functionsFolder, let name = blocks[keyPath: files]["\(length)"] else {
+            guard let file = blocks[keyPath: files]["\(length)"] else {
                 preconditionFailure("no function for \(length) tokens")
             }
-            let file = folder + name
             // MLX believes what is in it. The bundle may have been opened without its sums.
             try checkSums(of: manifest.files.filter { $0.path == file })
             try checkFunctions(file, kind: kind, length: length, packed: files == \.packed)

@@ -53,7 +53,6 @@ struct TinyBundle {
         let head: [String: any Sendable] = ["file": "head.bin", "words": tableWords, "arrays": table.arrays]
         let manifest: [String: any Sendable] = [
             "format": Manifest.format, "name": "tiny", "model": ["id": "tiny"],
-            "mlx_version": MLXSupport.layout?.rawValue ?? "",
             "device": model.manifest.device.rawValue, "dtype": model.manifest.dtype.rawValue,
             "architecture": architecture,
             "quantization": [

@@ -56,7 +56,7 @@ struct AllowedPrimitives: Decodable {
     private static let json = #"""
         {
           "about": "Which primitives of MLX a function in a bundle may have, what their state is, and what holds between their inputs, state and outputs. docs/security.md says what for, and exporter/mesp/block_function/mlxfn.py how a file is laid out. An array has at most `dimensions` dimensions, each from 0 to 2^31 - 1, and at most `array_bytes` bytes.",
-          "mlx": "0.31.1",
+          "mlx": "0.32.2",
           "types": {"bool": [0, 1], "uint8": [1, 1], "uint32": [3, 4], "uint64": [4, 8], "int32": [7, 4], "float32": [10, 4], "bfloat16": [12, 2]},
           "limits": {"dimensions": 16, "array_bytes": 1099511627776},
           "signature": {
@@ -88,11 +88,11 @@ struct AllowedPrimitives: Decodable {
           "device": "MLX's code of the only device, where there is one: on others MLX's operation makes other primitives (fast.cpp).",
           "quantizations": {"0": [[2, 32], [2, 64], [2, 128], [3, 32], [3, 64], [3, 128], [4, 32], [4, 64], [4, 128], [5, 32], [5, 64], [5, 128], [6, 32], [6, 64], [6, 128], [8, 32], [8, 64], [8, 128]], "1": [[4, 32]], "2": [[8, 32]], "3": [[4, 16]]},
           "attention": {
-            "about": "For which arrays Metal has a kernel of attention (scaled_dot_product_attention.cpp); for others MLX's operation makes other primitives. Up to `short` queries a head, d is one of `short_dims`, and queries times heads / kv is at most `short_rows`; with more, d is one of `long_dims`.",
+            "about": "For which arrays MLX takes Metal's kernel of attention (scaled_dot_product_attention.cpp); for others MLX's operation makes other primitives. Up to `short` queries a head, d is one of `short_dims`, and queries times heads / kv is at most `short_rows`; with more, d is one of `long_dims`.",
             "short": 8,
             "short_dims": [64, 96, 128, 256],
             "short_rows": 32,
-            "long_dims": [64, 80, 128]
+            "long_dims": [64, 72, 80, 96, 128]
           },
           "rules": {
             "elementwise": "`inputs` arrays of one shape and type; the output has both.",
@@ -120,7 +120,7 @@ struct AllowedPrimitives: Decodable {
             "product": "A [..., m, k] and B [..., k, n] of one type, of the same other dimensions; the output is [..., m, n]. AddMM has a third of that shape and type.",
             "quantized": "x [..., k], w uint32 [n, k * bits / 32] and scales [n, k / group_size], for a quantization of `quantizations` in the state, transposed; for mode 0 biases as the scales, both of the type of x, for others uint8 scales alone. The output is [..., n], of the type of x.",
             "rope": "x [batch, heads, length, d], a constant int32 offset [], and float32 periods [dims / 2], where dims is the first of the state, even, from 2 to d; the output has the shape and type of x.",
-            "attention": "q [batch, heads, n, d], k and v [batch, kv, m, d] of one type, where kv divides heads, n is at most m, and Metal has a kernel (`attention`), and a bool mask [batch, heads, n, m] unless the state says causal; the state has no sinks and no logarithms. The output is q's shape and type."
+            "attention": "q [batch, heads, n, d], k and v [batch, kv, m, d] of one type, where kv divides heads, n is at most m, and Metal has a kernel (`attention`), and a bool mask [batch, heads, n, m] unless the state says causal; the state has no sinks and no logarithms, and does not force the kernel. The output is q's shape and type."
           },
           "primitives": {
             "Add": {"state": "", "rule": "elementwise", "types": ["int32", "float32", "bfloat16"], "inputs": 2},
@@ -152,7 +152,7 @@ struct AllowedPrimitives: Decodable {
             "Reshape": {"state": "S", "rule": "reshape", "types": ["bool", "uint8", "uint32", "uint64", "int32", "float32", "bfloat16"]},
             "RoPE": {"state": "i?ff?", "rule": "rope", "types": ["float32", "bfloat16"], "device": 1},
             "Scan": {"state": "ii??", "rule": "scan", "types": ["float32", "bfloat16"], "allowed": [[2]]},
-            "ScaledDotProductAttention": {"state": "f???", "rule": "attention", "types": ["float32", "bfloat16"], "device": 1},
+            "ScaledDotProductAttention": {"state": "f????", "rule": "attention", "types": ["float32", "bfloat16"], "device": 1},
             "Select": {"state": "", "rule": "select", "types": ["float32", "bfloat16"]},
             "Sigmoid": {"state": "", "rule": "elementwise", "types": ["float32", "bfloat16"], "inputs": 1},
             "Sin": {"state": "", "rule": "elementwise", "types": ["float32", "bfloat16"], "inputs": 1},

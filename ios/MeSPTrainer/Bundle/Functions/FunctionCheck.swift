@@ -1,19 +1,27 @@
 import Foundation
 import MeSPSentences
 
+/// The first MLX that writes and reads the layout of a bundle's files of functions.
+let functionLayout = "0.32.2"
+
+/// Whether that MLX is known to write and read this layout. Another can crash on a file.
+func hasFunctionLayout(mlx version: String) -> Bool {
+    let numbers = version.split(separator: ".", omittingEmptySubsequences: false).map { Int($0) }
+    guard numbers.count == 3, numbers[0] == 0, numbers[1] == 32, let patch = numbers[2] else { return false }
+    return patch >= 2
+}
+
 /// Throws unless the functions in a file keep to `AllowedPrimitives`, so that MLX reads and writes within their arrays: it takes the shapes
 /// of a primitive's outputs from the file, and checks neither these nor the indices of a `Gather`. The rules are those of
 /// exporter/mesp/block_function/check.py. exporter/mesp/block_function/mlxfn.py has the file's layout.
 ///
-/// - Parameters:
-///   - onGPU: whether all primitives must be on the GPU; otherwise on the CPU.
-///   - layout: the layout that the file must have.
+/// - Parameter onGPU: whether all primitives must be on the GPU; otherwise on the CPU.
 /// - Returns: the inputs and outputs of each function.
 /// - Throws: `MeSPError` with the reason alone.
-func checkFunctions(_ file: Data, onGPU: Bool, layout: FunctionLayout) throws -> [FunctionSignature] {
+func checkFunctions(_ file: Data, onGPU: Bool) throws -> [FunctionSignature] {
     let allowed = try AllowedPrimitives.list.get()
     guard file.count <= 64 << 20 else { throw damaged }
-    var reader = FunctionReader(file: file, allowed: allowed, layout: layout)
+    var reader = FunctionReader(file: file, allowed: allowed)
     return try reader.functions().map { function in
         var check = FunctionCheck(allowed: allowed, device: onGPU ? 1 : 0)
         return try check.check(function)
@@ -53,17 +61,16 @@ private struct Function {
 private struct FunctionReader {
     let file: Data
     let allowed: AllowedPrimitives
-    let layout: FunctionLayout
     var position = 0
     /// The constants of all functions: MLX writes each once.
     var constants = [UInt64: Constant]()
 
     mutating func functions() throws -> [Function] {
-        guard try FunctionLayout(mlx: text()) == layout else {
-            throw MeSPError("it is not in the layout of MLX \(layout.rawValue)")
+        guard try hasFunctionLayout(mlx: text()) else {
+            throw MeSPError("it is not in the layout of MLX \(functionLayout)")
         }
         let count = try integer(Int32.self)
-        guard try !bool(), try layout == .mlx0311 || text().isEmpty else { throw damaged }
+        guard try !bool(), try text().isEmpty else { throw damaged }
         var functions = [Function]()
         for _ in 0..<max(0, count) { functions.append(try function()) }
         guard position == file.count else { throw damaged }
@@ -114,8 +121,6 @@ private struct FunctionReader {
             default: lists.append(try shape())
             }
         }
-        // Whether MLX must fuse it.
-        if allowed.rule == .attention, layout == .mlx0322, try bool() { throw damaged }
         let siblings = try integer(UInt64.self)
         var outputs: [(id: UInt64, type: ArrayType)]
         if siblings == 0 {

@@ -20,8 +20,7 @@ import Testing
         for (kind, blocks) in bundle.manifest.blocks.enumerated() {
             let kinds = [(blocks.functions, false), (blocks.plainFunctions, false), (blocks.packed, true)]
             for (files, packed) in kinds {
-                for (length, name) in files {
-                    let file = try #require(bundle.manifest.functionsFolder) + name
+                for (length, file) in files {
                     let length = try #require(Int(length))
                     try bundle.checkFunctions(file, kind: kind, length: length, packed: packed)
                     for (other, packs) in [(length + 1, packed), (length, !packed)] {
@@ -43,8 +42,7 @@ import Testing
         // MLX would give what lies behind the input of the first.
         let lies = TestFunction(x, [.node("Slice", [[100], [104], [1]], [0], .array([4]))], outputs: 9)
         let other = TestFunction(x, [.node("Exp", [], [0], x)], outputs: 9)
-        let file =
-            try #require(ModelBundle(url: source, checksums: false).manifest.functionsFolder) + "block.\(length).mlxfn"
+        let file = "block.\(length).mlxfn"
         for (function, reason) in [
             (lies, "the inputs, outputs or parameters of Slice do not match"),
             (other, "it does not have the inputs and outputs of a block"),
@@ -55,7 +53,7 @@ import Testing
             let manifest = folder.appendingPathComponent("manifest.json")
             let url = folder.appendingPathComponent(file)
             let old = try (Data(contentsOf: url), sha256(of: url))
-            let new = function.file(try #require(MLXSupport.layout))
+            let new = function.file()
             try new.write(to: url)
             var text = try String(contentsOf: manifest, encoding: .utf8)
             text = text.replacing(old.1, with: try sha256(of: url))
@@ -144,14 +142,25 @@ import Testing
         refused(.node("View", [], type: .float32, [0], column), of: column)
         refused(.node("Exp", [], [0], .array([0])), of: .array([0]), for: .node("Exp", [], [0], column), of: column)
         // Of attention the number of heads is divided by that of the keys', which may be none.
-        let state = Data([0, 0, 128, 63, 1, 0, 0])
-        for (heads, size, isRefused) in [(1, 64, false), (0, 64, true), (1, 96, true)] as [(Int32, Int32, Bool)] {
+        let state = Data([0, 0, 128, 63, 1, 0, 0, 0])
+        for (heads, size, isRefused) in [
+            (1, 64, false), (1, 72, false), (1, 96, false), (0, 64, true), (1, 256, true),
+        ] as [(Int32, Int32, Bool)] {
             let array = TestFunction.Array.array([1, heads, 9, size])
             let node = Node.node("ScaledDotProductAttention", [], state: state, [0, 0, 0], array, device: 1)
             let said = message { try check(TestFunction(array, [node]).file(), onGPU: true) }
             #expect(
                 said.contains("do not match") == isRefused && (isRefused || said.isEmpty),
                 "\(heads) of \(size): \(said)")
+        }
+        // Whether there are sinks and logarithms, and whether it must be fused.
+        for index in 5...7 {
+            var other = state
+            other[index] = 1
+            let array = TestFunction.Array.array([1, 1, 9, 64])
+            let node = Node.node("ScaledDotProductAttention", [], state: other, [0, 0, 0], array, device: 1)
+            #expect(
+                message { try check(TestFunction(array, [node]).file(), onGPU: true) }.contains("do not match"))
         }
         let row = TestFunction.Array.array([4])
         let norm = Node.node("RMSNorm", [], state: Data([0, 0, 128, 63]), [0, 0], row)
@@ -197,49 +206,24 @@ import Testing
         }
         #expect(message { try check(function.file() + [0]) } == "it is damaged")
         #expect(message { try check(function.file(), onGPU: true) } == "Exp is for another device")
-        for version in ["0.32.1", "0.33.0", "0.31.x", "0.32.2"] {
+        for version in ["0.31.1", "0.32.1", "0.33.0", "0.32.x"] {
             let other = function.file().prefix(8) + Data(version.utf8) + function.file().dropFirst(14)
-            #expect(message { try check(Data(other)) } == "it is not in the layout of MLX 0.31.1")
+            #expect(message { try check(Data(other)) } == "it is not in the layout of MLX 0.32.2")
         }
-    }
-
-    /// A bundle's files in both differ in what the later one added, and nothing else of them is another.
-    @Test(arguments: demos + fixtures) func aFunctionPassesInEachLayout(_ url: URL) throws {
-        let manifest = try ModelBundle(url: url, checksums: false).manifest
-        let folder = try #require(manifest.layouts?["0.32.2"])
-        for name in manifest.blocks.flatMap({ Array($0.functions.values) + Array($0.plainFunctions.values) }) {
-            let files = try [name, folder + "/" + name].map { try Data(contentsOf: url.appendingPathComponent($0)) }
-            let onGPU = manifest.device == .gpu
-            let old = try checkFunctions(files[0], onGPU: onGPU, layout: .mlx0311)
-            #expect(try checkFunctions(files[1], onGPU: onGPU, layout: .mlx0322) == old)
-            for (file, layout) in zip(files, [FunctionLayout.mlx0322, .mlx0311]) {
-                #expect(
-                    message { _ = try checkFunctions(file, onGPU: onGPU, layout: layout) }
-                        == "it is not in the layout of MLX \(layout.rawValue)")
-            }
-        }
+        var metadata = function.file()
+        metadata.replaceSubrange(19..<27, with: text("a"))
+        #expect(message { try check(metadata) } == "it is damaged")
     }
 
     @Test func layoutsOfVersions() {
-        for (version, layout) in [
-            ("0.31.0", nil), ("0.31.1", "0.31.1"), ("0.31.2", "0.31.1"), ("0.32.0", "0.31.1"), ("0.32.1", nil),
-            ("0.32.2", "0.32.2"), ("0.32.4", "0.32.2"), ("0.33.0", nil), ("1.32.2", nil), ("0.32", nil), ("", nil),
-        ] {
-            #expect(FunctionLayout(mlx: version)?.rawValue == layout, "\(version)")
+        for version in ["0.32.2", "0.32.4", "0.32.10"] { #expect(hasFunctionLayout(mlx: version), "\(version)") }
+        for version in ["0.31.1", "0.32.0", "0.32.1", "0.33.0", "0.33.2", "1.32.2", "0.32", "0.32.2.1", ""] {
+            #expect(!hasFunctionLayout(mlx: version), "\(version)")
         }
     }
 
-    @Test func whatTheLaterLayoutAddedIsEmpty() throws {
-        let function = TestFunction(.array([16]), [.node("Exp", [], [0], .array([16]))])
-        let file = function.file(.mlx0322)
-        #expect(message { try check(file, layout: .mlx0322) } == "")
-        var metadata = file
-        metadata.replaceSubrange(19..<27, with: text("a"))
-        #expect(message { try check(metadata, layout: .mlx0322) } == "it is damaged")
-    }
-
-    private func check(_ file: Data, onGPU: Bool = false, layout: FunctionLayout = .mlx0311) throws {
-        _ = try checkFunctions(file, onGPU: onGPU, layout: layout)
+    private func check(_ file: Data, onGPU: Bool = false) throws {
+        _ = try checkFunctions(file, onGPU: onGPU)
     }
 
     private func said(_ function: TestFunction) -> String {
@@ -304,10 +288,7 @@ private struct TestFunction {
             + list([numberData(UInt64(0)) + [0, 0]] + tape)
     }
 
-    func file(_ layout: FunctionLayout = .mlx0311) -> Data {
-        let metadata = layout == .mlx0311 ? Data() : text("")
-        return text(layout.rawValue) + numberData(Int32(1)) + [0] + metadata + body
-    }
+    func file() -> Data { text("0.32.2") + numberData(Int32(1)) + [0] + text("") + body }
 }
 
 private func numberData<Integer: FixedWidthInteger>(_ number: Integer) -> Data {

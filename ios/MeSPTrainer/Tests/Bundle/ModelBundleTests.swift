@@ -46,8 +46,8 @@ import Testing
 
     @Test(arguments: [
         (
-            "\"format\": 5", "\"format\": 4",
-            "format 4, this build reads format 5; export it again"
+            "\"format\": 6", "\"format\": 5",
+            "format 5, this build reads format 6; write it again with mesp-export."
         ),
         ("\"num_attention_heads\":", "\"heads\":", "num"),
         ("\"path\": \"embedding.bin\"", "\"path\": \"../embedding.bin\"", "embedding.bin"),
@@ -62,31 +62,6 @@ import Testing
         try manifest.replacingOccurrences(of: text, with: replacement).write(to: url, atomically: true, encoding: .utf8)
         let sentence = message { _ = try ModelBundle(url: folder) }
         #expect(sentence.lowercased().contains(expected.lowercased()), "\(sentence)")
-    }
-
-    /// A bundle has the functions that the MLX here reads, whether in `layouts` or not, and lists the files of each layout.
-    @Test func takesTheLayoutThatMLXReads() throws {
-        let folder = try copy()
-        defer { try? FileManager.default.removeItem(at: folder) }
-        let url = folder.appendingPathComponent("manifest.json")
-        let json = try JSONSerialization.jsonObject(with: Data(contentsOf: url))
-        let manifest = try #require(json as? [String: Any])
-        func opened(_ mlxVersion: String, _ layouts: [String: Any]?) throws -> String {
-            var manifest = manifest
-            manifest["mlx_version"] = mlxVersion
-            manifest["layouts"] = layouts
-            try JSONSerialization.data(withJSONObject: manifest).write(to: url)
-            return message { _ = try ModelBundle(url: folder, checksums: false) }
-        }
-        let here = try #require(MLXSupport.layout).rawValue
-        let missing = "\(folder.path) has no functions for MLX \(MLXSupport.version); add them with mesp-export --from."
-        #expect(try opened(here, nil) == "")
-        #expect(try opened("0.40.0", [here: "mlx-0.32.2"]) == "")
-        #expect(try opened("0.40.0", nil) == missing)
-        #expect(try opened("0.40.0", ["0.40.1": "mlx-0.32.2"]) == missing)
-        #expect(try opened(here, ["0.40.1": "mlx-0.32.2"]) == "")
-        #expect(try opened(here, ["0.40.1": "mlx-0.40.1"]).contains("does not list mlx-0.40.1/block."))
-        #expect(try opened("0.40.0", [here: "../x"]).contains("does not list ../x/block."))
     }
 
     /// Entries of a manifest that no bundle has, for a model with two kinds of attention.

@@ -231,8 +231,7 @@ import Testing
     @Test func noFunctionIsImportedBeforeItsSumIsRight() throws {
         let bundle = try ModelBundle(url: bundle, checksums: false)
         let length = try #require(bundle.manifest.seqLens.max())
-        let name = try #require(bundle.manifest.blocks[0].functions["\(length)"])
-        let file = try #require(bundle.manifest.functionsFolder) + name
+        let file = try #require(bundle.manifest.blocks[0].functions["\(length)"])
         #expect(try !bundle.functions(\.functions, length: length).isEmpty)
         var data = try Data(contentsOf: bundle.url.appendingPathComponent(file))
         data[data.count - 1] ^= 1

@@ -1,0 +1,93 @@
+"""The newest MLX that the package takes, beside that of phones, which the tests' environment has.
+
+What the newest exports, that of phones reads; both compute the same, to the last bit. As a program
+this file writes what the MLX that it finds computes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import mesp
+from helpers.models import FAMILIES, write_model
+from helpers.paths import DEMO_BUNDLE, ROOT
+from mesp.block_function import mlxfn
+from mesp.bundle.reader import Bundle
+from mesp.engine.build import build_engine, find_engine
+
+NEWEST = ROOT / ".venv" / "newest-mlx"  # where `make test-slow` installs it
+LENGTH = 24
+Arrays = dict[str, mx.array]
+
+
+def export_families(folder: Path) -> Arrays:
+    """The weights of a bundle of each family, which this writes."""
+    found = {}
+    for name, config in FAMILIES.items():
+        model, out = write_model(folder / name, config), folder / f"{name}.mesp"
+        options = {"seq_len": LENGTH, "group_size": 32, "rank": 4, "device": "cpu"}
+        bundle = mesp.export(model, out=out, **options)
+        found |= {f"{name} {file}": bundle.words(file) for file in bundle.weight_files()}
+    return found
+
+
+def functions(folder: Path) -> Arrays:
+    """The outputs of the block functions of each family's bundle."""
+    found = {}
+    for name in FAMILIES:
+        bundle = Bundle(folder / f"{name}.mesp")
+        for i, block in enumerate(bundle.architecture.blocks):
+            if not bundle.group(i).functions:
+                continue
+            mx.random.seed(i)
+            x = mx.random.normal((1, LENGTH, bundle.architecture.hidden_size))
+            lora = 0.1 * mx.random.normal((block.lora_size(4),))
+            given = map(mx.random.normal, block.given_shapes(LENGTH))
+            inputs = (x, lora, mx.array(2.0), bundle.block_words(i), *given)
+            outputs = bundle.function(LENGTH, i)(*inputs)
+            found |= {f"{name}, block {i}, output {n}": each for n, each in enumerate(outputs)}
+    return found
+
+
+def train(engine: Path, out: Path) -> Arrays:
+    """The losses of 20 steps of the demo model, and the adapters."""
+    options = ["--steps", "20", "--optimizer", "adamw", "--out", out]
+    command = [sys.executable, "-m", "mesp", "train", DEMO_BUNDLE, *options]
+    subprocess.run(command, env=os.environ | {"MESP_ENGINE": str(engine)}, check=True)
+    records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    losses = [record["loss"] for record in records if record["type"] == "step"]
+    adapters = mx.load(str(out / "adapters" / "adapters.safetensors"))
+    return {"losses": mx.array(losses), **adapters}
+
+
+def bits(array: mx.array) -> mx.array:
+    return mx.contiguous(array).reshape(-1).view(mx.uint8)
+
+
+@pytest.mark.newest
+def test_the_newest_mlx_computes_what_that_of_phones_does(tmp_path: Path):
+    assert mx.__version__ == mlxfn.MLX
+    newest = tmp_path / "newest"
+    environment = os.environ | {"PYTHONPATH": f"{NEWEST}:{ROOT / 'tests'}"}
+    subprocess.run([sys.executable, __file__, newest], env=environment, check=True)
+    theirs = mx.load(str(newest / "computed.safetensors"))
+    ours = functions(newest) | export_families(tmp_path / "own")
+    ours |= train(find_engine(), tmp_path / "own" / "run")
+    assert ours.keys() == theirs.keys()
+    apart = [name for name in ours if not mx.array_equal(bits(ours[name]), bits(theirs[name]))]
+    assert apart == []
+
+
+def main(folder: Path) -> None:
+    computed = export_families(folder) | functions(folder)
+    computed |= train(build_engine(ROOT, folder / "build"), folder / "run")
+    mx.save_safetensors(str(folder / "computed.safetensors"), computed)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
