@@ -2,10 +2,10 @@
 
 // HostMLX: a module `MLX` for machines where mlx-swift cannot be used.
 //
-// It spells a subset of mlx-swift 0.31.6's API and runs on the MLX C++ library inside the `mlx` wheel of PyPI
+// It spells a subset of mlx-swift 0.32.3's API and runs on the MLX C++ library inside the `mlx` wheel of PyPI
 // (`mlx/include`, `mlx/lib`), so the numbers are MLX's own. Build with the wheel's folder in one variable:
 //
-//     pip install 'mlx[cpu]>=0.32.4,<0.33' scipy-openblas32
+//     pip install 'mlx[cpu]>=0.32.2,<0.33' scipy-openblas32
 //     MESP_HOST_MLX=/path/to/site-packages/mlx swift build -c release
 //
 // Where `scipy_openblas32` lies beside `mlx`, matrix products go through its OpenBLAS: the Linux wheel brings the
@@ -15,7 +15,7 @@ import Foundation
 import PackageDescription
 
 guard let wheel = Context.environment["MESP_HOST_MLX"] else {
-    fatalError("HostMLX: set MESP_HOST_MLX to the folder `site-packages/mlx` of the wheel mlx, 0.32.4 or 0.31.1")
+    fatalError("HostMLX: set MESP_HOST_MLX to the folder `site-packages/mlx` of the wheel mlx, 0.32.2 or later")
 }
 
 #if os(Linux)

@@ -228,6 +228,16 @@ std::optional<size_t> word_before(const void *data) {
     return read_it ? std::make_optional(word) : std::nullopt;
 }
 
+/// An array whose data `block` is. MLX 0.32.4 takes the block and the function that frees it in one value.
+template <class Free, class Array = mx::array>
+Array array_of(mx::allocator::Buffer block, mx::Shape shape, mx::Dtype type, Free free) {
+    if constexpr (std::is_constructible_v<Array, mx::allocator::Buffer, mx::Shape, mx::Dtype, Free>) {
+        return Array(block, std::move(shape), type, free);
+    } else {
+        return Array(typename Array::Data(block, free), std::move(shape), type);
+    }
+}
+
 }  // namespace
 
 // With a GPU the constructor for foreign memory wraps pages without a copy. The CPU allocator can only copy, as
@@ -254,11 +264,7 @@ HostArray host_array_adopt(
                 ledger::released(block.ptr());
                 release(context);
             };
-#if MLX_VERSION_NUMERIC > 31001
-            return wrap(mx::array(mx::array::Data(block, free), std::move(s), dtype(type)));
-#else
-            return wrap(mx::array(block, std::move(s), dtype(type), free));
-#endif
+            return wrap(array_of(block, std::move(s), dtype(type), free));
         }
         return wrap(mx::array(data, std::move(s), dtype(type), [=](void *) { release(context); }));
     });
@@ -521,10 +527,7 @@ struct FunctionFile {
 static mx::array fused(const char *name, const std::string &state, const Arrays &inputs) {
     FunctionFile file;
     const uint64_t out = inputs.size() + 1;
-    file.text(mx::version()).put<int32_t>(1).put(false);
-    if (MLX_VERSION_NUMERIC >= 32001) {
-        file.text("");  // metadata
-    }
+    file.text(mx::version()).put<int32_t>(1).put(false).text("");  // the last one: metadata
     file.put<uint64_t>(0).ids(inputs.size());
     file.put<uint64_t>(inputs.size());
     for (const auto &in : inputs) {
@@ -619,13 +622,8 @@ HostArray host_scaled_dot_product_attention(
             if (const auto y = host::attention(q, k, v, scale, is_causal, maybe(mask), get(s))) return wrap(*y);
         }
         const std::string mode = is_causal ? "causal" : mask ? "array" : "";
-#if MLX_VERSION_NUMERIC > 31001
         return wrap(mx::fast::scaled_dot_product_attention(
             q, k, v, scale, mode, maybe(mask), std::nullopt, false, get(s)));
-#else
-        return wrap(mx::fast::scaled_dot_product_attention(
-            q, k, v, scale, mode, maybe(mask), std::nullopt, get(s)));
-#endif
     });
 }
 HostArray host_concatenate(HostVector arrays, int32_t axis, HostStream s) {
@@ -814,11 +812,7 @@ HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostV
 }
 void host_compile_erase(uintptr_t id) {
     done([&] {
-#if MLX_VERSION_NUMERIC > 31001
         mx::detail::compile_erase(mx::detail::compile_cache(), id);  // other threads keep theirs
-#else
-        mx::detail::compile_erase(id);
-#endif
     });
 }
 

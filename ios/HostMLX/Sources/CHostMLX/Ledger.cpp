@@ -840,14 +840,6 @@ std::optional<mx::Stream> gpu_stream() {
 
 }  // namespace ledger
 
-#if defined(__linux__) && MLX_VERSION_NUMERIC == 31001
-// `Scheduler::new_stream` is compiled into this library and calls the backend's function, which MLX does not export.
-// Without a GPU it does nothing there either (no_gpu/eval.cpp:10).
-namespace mlx::core::gpu {
-void new_stream(Stream) {}
-}  // namespace mlx::core::gpu
-#endif
-
 /// `mx::new_stream` refuses to make a stream for a GPU that is not there, but the graph needs the stream's device, and
 /// import_function looks for a stream of that device (export.cpp:482).
 void ledger::make_gpu_stream() {
@@ -855,7 +847,6 @@ void ledger::make_gpu_stream() {
     if (mx::is_available(mx::Device::gpu) || made_gpu_stream) {
         return;
     }
-#if MLX_VERSION_NUMERIC > 31001
     try {
         mx::new_stream(mx::Device::gpu);
     } catch (const std::exception &) {  // once it is listed
@@ -865,9 +856,6 @@ void ledger::make_gpu_stream() {
             made_gpu_stream = stream;
         }
     }
-#else
-    made_gpu_stream = mx::scheduler::scheduler().new_stream(mx::Device::gpu);
-#endif
 #endif
 }
 

@@ -15,11 +15,7 @@ std::atomic<int> &cpu_stream() {
             // Since 0.32 MLX caches 32 MB of freed memory on the CPU, which no phone has.
             mx::set_cache_limit(0);
         }
-#if MLX_VERSION_NUMERIC > 31001
         return new_shared_stream(mx::Device::cpu).index;
-#else
-        return mx::default_stream(mx::Device::cpu).index;
-#endif
     }();
     return index;
 }
@@ -27,11 +23,7 @@ std::atomic<int> &cpu_stream() {
 }  // namespace
 
 mx::Stream new_shared_stream(mx::Device device) {
-#if MLX_VERSION_NUMERIC > 31001
     return mx::new_thread_unsafe_stream(device);
-#else
-    return mx::new_stream(device);
-#endif
 }
 
 void share_default_streams() {
@@ -41,14 +33,12 @@ void share_default_streams() {
         mx::set_default_stream(mx::Stream(index, mx::Device::cpu));
         current = index;
     }
-#if MLX_VERSION_NUMERIC > 31001
     static const bool hasGPU = mx::is_available(mx::Device::gpu);
     if (hasGPU) {
         static const auto gpu = new_shared_stream(mx::Device::gpu);
         thread_local const bool is_set = (mx::set_default_stream(gpu), true);
         (void)is_set;
     }
-#endif
 }
 
 void set_default_cpu_stream(mx::Stream stream) {

@@ -61,5 +61,3 @@ size_t probe_log(size_t *sizes, size_t capacity) {
 }
 
 const char *probe_mlx_version(void) { return mx::version(); }
-bool probe_files_have_metadata(void) { return MLX_VERSION_NUMERIC >= 32001; }
-bool probe_attention_has_force_fused(void) { return MLX_VERSION_NUMERIC >= 32002; }

@@ -406,22 +406,6 @@ struct LedgerTests {
 
     // MARK: - What Metal gets wrong
 
-    @Test(.enabled(if: String(cString: probe_mlx_version()).hasPrefix("0.31."), "MLX 0.32 names the types"))
-    func fusedKernelsOfOneNameAndOtherTypesFail() throws {
-        func fused(_ dtype: DType) -> () -> [MLXArray] {
-            let function = compile { (x: [MLXArray]) in [(x[0] .< x[1]).asType(.float32)] }
-            return { function([floats(4).asType(dtype), floats(4).asType(dtype)]) }
-        }
-        let (narrow, wide) = (fused(.bfloat16), fused(.float32))
-        #expect(try count { eval(wide()) }.kinds["compiled"]?.kernels == 1)
-        #expect(throws: MLXError.self) {
-            try count {
-                eval(narrow())
-                eval(wide())
-            }
-        }
-    }
-
     @Test(arguments: [(Float(2), true), (-Float.infinity, false)])
     func constantsOfFusedKernelsAreFinite(_ constant: Float, isRight: Bool) throws {
         let function = compile { (x: [MLXArray]) in [exp(maximum(x[0], MLXArray(constant)))] }
@@ -665,8 +649,7 @@ struct LedgerTests {
 
     @Test func attentions() throws {
         func state(causal: Bool) -> Data {
-            let state = bytes(of: Float(0.125)) + bytes(of: causal) + bytes(of: false) + bytes(of: false)
-            return probe_attention_has_force_fused() ? state + bytes(of: false) : state
+            bytes(of: Float(0.125)) + bytes(of: causal) + bytes(of: false) + bytes(of: false) + bytes(of: false)
         }
         func attention(_ q: MLXArray, _ k: MLXArray) throws -> Ledger {
             try fused("ScaledDotProductAttention", state(causal: true), [q, k, k], q.shape)
@@ -708,9 +691,8 @@ private func functionFile(_ name: String, _ state: Data, _ inputs: [MLXArray], _
         result + bytes(of: true) + list(ids)
             + bytes(of: Int32(0)) + bytes(of: Int32(1)) + bytes(of: Int32(0))  // the stream: of device 1, the GPU
             + text(name) + state + bytes(of: UInt64(0)) + array(shape, inputs[0].dtype))
-    let metadata = probe_files_have_metadata() ? text("") : Data()
     let file =
-        text(String(cString: probe_mlx_version())) + bytes(of: Int32(1)) + bytes(of: false) + metadata + list([])
+        text(String(cString: probe_mlx_version())) + bytes(of: Int32(1)) + bytes(of: false) + text("") + list([])
         + list(ids) + list(inputs.map { array($0.shape, $0.dtype) }) + list([result]) + list(tape)
     let url = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString + ".mlxfn")
     try file.write(to: url)

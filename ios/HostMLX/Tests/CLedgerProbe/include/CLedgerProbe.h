@@ -23,10 +23,7 @@ ProbeArray probe_add(ProbeArray a, ProbeArray b);
 /// The sizes of the probes that MLX has evaluated since the last call, in order; returns how many, at most `capacity`.
 size_t probe_log(size_t *sizes, size_t capacity);
 
-/// The version of MLX, and whether its files of functions have metadata and attention's `force_fused`.
 const char *probe_mlx_version(void);
-bool probe_files_have_metadata(void);
-bool probe_attention_has_force_fused(void);
 
 #ifdef __cplusplus
 }
