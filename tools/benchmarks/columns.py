@@ -43,6 +43,7 @@ COLUMNS = {
     "ledger peak MB": ("ledger_peak_bytes", "{:,.1f}"),
     "predicted peak MB": ("predicted_peak_bytes", "{:,.1f}"),
     "polling s": ("spinning_seconds", "{:,.2f}"),
+    "fast peak MB": ("fast_ledger_peak_bytes", "{:,.1f}"),
     "strict peak MB": ("strict_ledger_peak_bytes", "{:,.1f}"),
     "strict predicted MB": ("strict_predicted_peak_bytes", "{:,.1f}"),
     "strict polling s": ("strict_spinning_seconds", "{:,.3f}"),

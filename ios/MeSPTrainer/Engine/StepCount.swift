@@ -16,8 +16,9 @@ import MeSPBundle
         /// The number of times that `eval` polls instead of sleeping, and an upper bound of the seconds.
         let commandBuffers, spins: Int
         let spinningSeconds: Double
-        /// The same with the trainer's command buffers, whose last one's handlers are late, and with the handlers of many late.
-        let strict, slow: Short
+        /// The same with the trainer's command buffers: each complete at once, all complete when they must be with the last one's handlers
+        /// late, and with those of many late.
+        let fast, strict, slow: Short
         /// Kernels that the steps before and this one compile, and the most from one block to the next.
         let firstKernels, mostFirstKernels: Int
         /// The bytes that mlx-swift leaks in a step.
@@ -48,6 +49,7 @@ import MeSPBundle
 
             unsetenv(MLXSupport.commandBufferVariable)
             MLXSupport.setEnvironment()
+            fast = try Short(settings, .fastPhone)
             strict = try Short(settings, .strictPhone)
             slow = try Short(settings, .slowPhone)
             (firstKernels, mostFirstKernels) = (ledger.firstKernels, ledger.mostFirstKernels)

@@ -6,7 +6,7 @@
 // length of buffer that they would have there, whose contents are zeros (or the values, when recording beside
 // computing). As these arrays are counted by MLX's own references, they live and die with the real ones.
 //
-// File names and lines are those of MLX 0.31.1.
+// File names and lines are those of MLX 0.32.2 (commit 846d176 of 22 August 2026).
 
 #include "Ledger.h"
 
@@ -104,12 +104,12 @@ class Recorder::Allocator {
 
     /// - Parameter others: active memory that is not the ledger's.
     Block *take(size_t size, size_t others, HostLedgerCounts &counts) {
-        if (metal_ && size > page_size) {  // allocator.cpp:120
+        if (metal_ && size > page_size) {  // allocator.cpp:124
             size = page_size * ((size + page_size - 1) / page_size);
         }
         Block *block = metal_ ? cache_.reuse_from_cache(size) : nullptr;
         if (!block) {
-            const size_t required = active_ + others + cache_.cache_size() + size;  // allocator.cpp:134
+            const size_t required = active_ + others + cache_.cache_size() + size;  // allocator.cpp:132
             if (required >= memory_limit && cache_.cache_size() > 0) {
                 cache_.release_cached_buffers(required - memory_limit);
             }
@@ -118,7 +118,7 @@ class Recorder::Allocator {
             counts.new_buffer_bytes += static_cast<double>(size);
         }
         active_ += block->length;
-        if (cache_.cache_size() > cache_limit) {  // allocator.cpp:169
+        if (cache_.cache_size() > cache_limit) {  // allocator.cpp:170
             cache_.release_cached_buffers(cache_.cache_size() - cache_limit);
         }
         return block;
@@ -126,7 +126,7 @@ class Recorder::Allocator {
 
     void give(Block *block) {
         active_ -= block->length;
-        if (metal_ && cache_.cache_size() < cache_limit) {  // allocator.cpp:191
+        if (metal_ && cache_.cache_size() < cache_limit) {  // allocator.cpp:190
             cache_.recycle_to_cache(block);
         } else {
             delete block;
@@ -196,7 +196,7 @@ Allocation Recorder::take(size_t size) {
 }
 
 mx::allocator::Buffer Recorder::buffer(size_t size) {
-    if (size == 0) {  // allocator.cpp:106
+    if (size == 0) {  // allocator.cpp:109
         return mx::allocator::Buffer(nullptr);
     }
     Block *block = allocator_->take(size, foreign() + adopted_bytes, counts);
@@ -336,21 +336,7 @@ void Recorder::name_kernel(const char *kind, const References &inputs, const Ref
     }
 }
 
-/// compile.cpp:134: the loop over the types of the inputs goes over a vector that was moved from, so the name does not
-/// hold them. Metal's libraries are kept by that name: the first function's kernel would run for the second.
-void Recorder::fused(const std::string &name, const mx::array &arr) {
-    std::vector<mx::Dtype> types;
-    for (const auto &in : arr.inputs()) {
-        types.push_back(in.dtype());
-    }
-    const auto [it, is_new] = fused_inputs_.emplace(name, types);
-    if (!is_new && it->second != types) {
-        throw std::runtime_error("[ledger] Two fused kernels with inputs of different types have the name " + name + ".");
-    }
-    encoded_ = name;
-}
-
-/// metal/device.cpp:262: a command buffer counts the elements (not the bytes) of each buffer it uses.
+/// metal/device.cpp:349: a command buffer counts the elements (not the bytes) of each buffer it uses.
 void Recorder::touch(const mx::array &a) {
     if (encoding_.used.insert(a.buffer().ptr()).second) {
         encoding_.elements += a.data_size();
@@ -433,7 +419,7 @@ void Recorder::complete_one() {
 
 namespace {
 
-/// transforms.cpp:29.
+/// transforms.cpp:51.
 class Synchronizer : public mx::Primitive {
    public:
     using Primitive::Primitive;
@@ -442,7 +428,7 @@ class Synchronizer : public mx::Primitive {
     const char *name() const override { return "Synchronize"; }
 };
 
-/// utils.h:141.
+/// utils.h:177.
 int max_tape_width() {
     const char *value = std::getenv("MLX_BFS_MAX_WIDTH");
     return value ? std::atoi(value) : 20;
@@ -450,7 +436,7 @@ int max_tape_width() {
 
 bool is_unscheduled(const mx::array &a) { return a.status() == mx::array::Status::unscheduled; }
 
-/// transforms.cpp:81-196: the order in which `eval_impl` evaluates, last first.
+/// transforms.cpp:109-225: the order in which `eval_impl` evaluates, last first.
 std::deque<mx::array> make_tape(mx::array synchronizer, bool async) {
     std::unordered_map<std::uintptr_t, int> degree;
     std::stack<std::pair<std::reference_wrapper<mx::array>, int>> stack;
@@ -568,7 +554,7 @@ void Recorder::encode(mx::array &arr) {
         values = compute(arr);
     }
     {
-        // metal/eval.cpp:38: a tracer's inputs are held, so that none is written over.
+        // metal/eval.cpp:37: a tracer's inputs are held, so that none is written over.
         std::vector<mx::array> held;
         if (arr.is_tracer()) {
             held = arr.inputs();
@@ -597,7 +583,7 @@ void Recorder::encode(mx::array &arr) {
     }
 }
 
-/// metal/eval.cpp:45-72.
+/// metal/eval.cpp:47-69.
 void Recorder::hold(mx::array &arr) {
     if (is_on_cpu_) {
         return;
@@ -612,14 +598,14 @@ void Recorder::hold(mx::array &arr) {
             encoding_.held.insert(s.data_shared_ptr());
         }
     }
-    // device.cpp:396
+    // device.cpp:511
     if (encoding_.operations > static_cast<size_t>(rules.operations_per_buffer) ||
         (encoding_.elements >> 20) > static_cast<size_t>(rules.mega_elements_per_buffer)) {
         commit(true);
     }
 }
 
-/// transforms.cpp:242-257. `wait_for_one` sleeps while two tasks or more are active (scheduler.h:130). With one it returns
+/// transforms.cpp:271-285. `wait_for_one` sleeps while two tasks or more are active (scheduler.h:55). With one it returns
 /// at once, and the loop around it polls until that task is complete or memory is free.
 void Recorder::back_pressure() {
     const auto above_limit = [&] { return allocator_->active() + foreign() + adopted_bytes > memory_limit; };
@@ -648,7 +634,7 @@ void Recorder::back_pressure() {
 }
 
 void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
-    if (std::none_of(outputs.begin(), outputs.end(), is_unscheduled)) {  // transforms.cpp:301, :315
+    if (std::none_of(outputs.begin(), outputs.end(), is_unscheduled)) {  // transforms.cpp:355, :369
         if (!async) {
             for (auto &a : outputs) {
                 wait(a);
@@ -688,7 +674,7 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
             }
         }
     }
-    commit(false);  // transforms.cpp:289: finalize
+    commit(false);  // transforms.cpp:343: finalize
     if (async) {
         for (const auto &data : scheduled) {
             if (auto alive = data.lock()) {
@@ -701,7 +687,7 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
     }
 }
 
-/// array.cpp:144: an array of an `async_eval` waits for all that this evaluation committed.
+/// array.cpp:145: an array of an `async_eval` waits for all that this evaluation committed.
 void Recorder::wait(mx::array &a) {
     if (is_unscheduled(a)) {
         return evaluate({a}, false);
@@ -841,7 +827,7 @@ std::optional<mx::Stream> gpu_stream() {
 }  // namespace ledger
 
 /// `mx::new_stream` refuses to make a stream for a GPU that is not there, but the graph needs the stream's device, and
-/// import_function looks for a stream of that device (export.cpp:482).
+/// import_function looks for a stream of that device (export.cpp:495).
 void ledger::make_gpu_stream() {
 #ifdef __linux__
     if (mx::is_available(mx::Device::gpu) || made_gpu_stream) {

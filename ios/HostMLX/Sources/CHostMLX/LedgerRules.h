@@ -43,10 +43,10 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
         const char *kind, const References &inputs,
         const References &outputs, double flop = 0,
         double gathered = 0);
-    /// Keeps an array until the command buffer is complete (device.cpp:425).
+    /// Keeps an array until the command buffer is complete (device.cpp:471).
     void temporary(mlx::core::array a);
-    /// Notes the name of a kernel made of fused operations, and the types of its inputs.
-    void fused(const std::string &name, const mlx::core::array &arr);
+    /// Names the kernels that follow after their library, of fused operations.
+    void fused(std::string name) { encoded_ = std::move(name); }
 
     // MARK: For the hooks
 
@@ -108,8 +108,6 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     /// The Metal kernels that were used, by a name that tells them apart, and how many since the last boundary.
     std::unordered_set<std::string> kernel_names_;
     size_t first_since_boundary_ = 0;
-    /// The types of the inputs by the name of a fused kernel.
-    std::unordered_map<std::string, std::vector<mlx::core::Dtype>> fused_inputs_;
     /// The primitive that is encoded, for the names of its kernels, and whether the CPU computes it.
     std::string encoded_;
     bool is_on_cpu_ = false;

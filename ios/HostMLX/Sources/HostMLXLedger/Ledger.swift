@@ -137,35 +137,35 @@ public struct LedgerRules: Codable, Sendable, Equatable {
         self.lateHandlers = lateHandlers
     }
 
-    /// An iPhone (MLX's metal/device.cpp:342) whose GPU completes nothing before it must: the encoder is ahead by the
+    /// An iPhone (MLX's metal/device.cpp:604) whose GPU completes nothing before it must: the encoder is ahead by the
     /// 10 tasks that MLX allows (transforms.cpp:25), or until `memoryLimit` or an `eval` makes it wait.
     public static let phone = LedgerRules(
         isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 10)
 
-    /// The same with one late command buffer: the most that arrays take on an iPhone whose handlers run at once.
-    public static var strictPhone: LedgerRules { strict(operationsPerBuffer: 20, megaElementsPerBuffer: 40) }
+    /// An iPhone whose GPU completes each command buffer as soon as it is committed: the least that arrays take.
+    public static var fastPhone: LedgerRules {
+        inEnvironment(operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 0, lateHandlers: 0)
+    }
+    /// One like `phone` with one late command buffer: what arrays take where handlers run at once.
+    public static var strictPhone: LedgerRules { inEnvironment(operationsPerBuffer: 20, megaElementsPerBuffer: 40) }
     /// An iPhone whose handlers run 0.5 to 3 ms after their command buffer: up to 36 of MLX's command buffers are in flight then.
     public static var slowPhone: LedgerRules {
-        strict(operationsPerBuffer: 20, megaElementsPerBuffer: 40, lateHandlers: 24)
+        inEnvironment(operationsPerBuffer: 20, megaElementsPerBuffer: 40, lateHandlers: 24)
     }
-    /// An iPad with an M chip, or a Mac with one that is no Max or Ultra (device.cpp:346).
-    public static var strictPad: LedgerRules { strict(operationsPerBuffer: 40, megaElementsPerBuffer: 40) }
-    /// A Mac with a Max or an Ultra (device.cpp:350).
-    public static var strictMac: LedgerRules { strict(operationsPerBuffer: 50, megaElementsPerBuffer: 50) }
+    /// An iPad with an M chip, or a Mac with one that is no Max or Ultra (device.cpp:608).
+    public static var strictPad: LedgerRules { inEnvironment(operationsPerBuffer: 40, megaElementsPerBuffer: 40) }
+    /// A Mac with a Max or an Ultra (device.cpp:612).
+    public static var strictMac: LedgerRules { inEnvironment(operationsPerBuffer: 50, megaElementsPerBuffer: 50) }
 
     /// - Parameter operationsPerBuffer: unless `MLX_MAX_OPS_PER_BUFFER` is set.
-    private static func strict(
-        operationsPerBuffer: Int, megaElementsPerBuffer: Int, lateHandlers: Int = 1
+    private static func inEnvironment(
+        operationsPerBuffer: Int, megaElementsPerBuffer: Int, runAhead: Int = 10, lateHandlers: Int = 1
     ) -> LedgerRules {
         let set = getenv("MLX_MAX_OPS_PER_BUFFER").flatMap { Int(String(cString: $0)) }
         return LedgerRules(
             isMetal: true, operationsPerBuffer: set ?? operationsPerBuffer,
-            megaElementsPerBuffer: megaElementsPerBuffer, runAhead: 10, lateHandlers: lateHandlers)
+            megaElementsPerBuffer: megaElementsPerBuffer, runAhead: runAhead, lateHandlers: lateHandlers)
     }
-
-    /// An iPhone whose GPU completes each command buffer as soon as it is committed.
-    public static let phoneWithoutRunAhead = LedgerRules(
-        isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 0)
 
     /// MLX's CPU, where each operation is complete before the next begins.
     public static let cpu = LedgerRules(
