@@ -561,7 +561,6 @@ void Recorder::encode(mx::array &arr) {
         }
         const auto kernels = counts.kernels;
         encoded_ = arr.primitive().name();
-        is_on_cpu_ = rules.gpu_only && arr.primitive().device() == mx::Device::cpu;
         apply_rule(*this, arr, outputs);
         for (size_t i = 0; i < values.size(); i++) {
             // A view has its values already. A file's contents come without a kernel.
@@ -642,7 +641,13 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
         }
         return;
     }
-    async ? counts.async_evals++ : counts.evals++;
+    const auto is_on_cpu = [&](const mx::array &a) {
+        return rules.gpu_only && a.primitive().device() == mx::Device::cpu;
+    };
+    // transforms.cpp:84: the evaluation ends on the stream of the first output.
+    const auto first = std::find_if(outputs.begin(), outputs.end(), is_unscheduled);
+    const bool ends_on_cpu = first->has_primitive() && is_on_cpu(*first);
+    bool uses_gpu = !ends_on_cpu;
     std::vector<std::weak_ptr<mx::array::Data>> scheduled;
     mx::Stream stream = mx::default_stream(mx::Device::cpu);
     {
@@ -652,10 +657,10 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
             auto arr = std::move(tape.back());
             tape.pop_back();
             const bool last = tape.empty();
+            is_on_cpu_ = last ? ends_on_cpu : is_on_cpu(arr);
+            uses_gpu |= !is_on_cpu_;
             if (!last) {
                 encode(arr);
-            } else {
-                is_on_cpu_ = false;
             }
             hold(arr);
             back_pressure();
@@ -674,6 +679,10 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
             }
         }
     }
+    if (!uses_gpu) {
+        return;
+    }
+    async ? counts.async_evals++ : counts.evals++;
     commit(false);  // transforms.cpp:343: finalize
     if (async) {
         for (const auto &data : scheduled) {

@@ -46,6 +46,22 @@ struct LedgerTests {
         #expect(ledger.kinds.mapValues { $0.kernels } == ["unary": 3, "reduce": 1])
     }
 
+    @Test func whatTheCPUEvaluatesIsNoRoundTrip() throws {
+        let ledger = try count {
+            let y = exp(floats(4), stream: .cpu)
+            eval(y)
+            #expect(log(y, stream: .cpu).sum(stream: .cpu).item(Float.self) == 0)
+        }
+        #expect(ledger.evals == 0)
+        #expect(ledger.commandBuffers == 0)
+        #expect(ledger.kernels == 0)
+        // A kernel reads what the CPU wrote.
+        let both = try count { eval(exp(exp(floats(4), stream: .cpu))) }
+        #expect(both.evals == 1)
+        #expect(both.commandBuffers == 1)
+        #expect(both.kernels == 1)
+    }
+
     @Test func countsBytesAndFlop() throws {
         let ledger = try count {
             let x = floats(64, 32)
