@@ -24,8 +24,8 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 # Counts of a step of the demo model on a phone's GPU, by length. Less is an improvement: lower it.
-MOST_EVALS = {256: 49, 1024: 49}
-MOST_KERNELS = {256: 2744, 1024: 6678}
+MOST_EVALS = {256: 48, 1024: 48}
+MOST_KERNELS = {256: 2796, 1024: 6619}
 needs_engine = pytest.mark.skipif(not ENGINE.exists(), reason="mesp-engine has not been built")
 
 
@@ -172,6 +172,9 @@ def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
         assert 0 < row["most_first_kernels"] <= row["first_kernels"] < row["kernels"]
         assert row["leaked_bytes"] == 0
         assert row["strict_ledger_peak_bytes"] <= row["strict_predicted_peak_bytes"]
+        # Handlers that are later hold more command buffers.
+        for name in ("ledger_peak_bytes", "most_in_flight"):
+            assert row[f"fast_{name}"] < row[f"strict_{name}"] < row[f"slow_{name}"]
     short, long = rows
     assert short["predicted_peak_bytes"] == pytest.approx(short["ledger_peak_bytes"], rel=0.1)
     assert long["ledger_peak_bytes"] > short["ledger_peak_bytes"]

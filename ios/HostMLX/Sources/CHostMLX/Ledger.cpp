@@ -6,7 +6,7 @@
 // length of buffer that they would have there, whose contents are zeros (or the values, when recording beside
 // computing). As these arrays are counted by MLX's own references, they live and die with the real ones.
 //
-// File names and lines are those of MLX 0.31.1.
+// File names and lines are those of MLX 0.32.2 (commit 846d176 of 22 August 2026).
 
 #include "Ledger.h"
 
@@ -104,12 +104,12 @@ class Recorder::Allocator {
 
     /// - Parameter others: active memory that is not the ledger's.
     Block *take(size_t size, size_t others, HostLedgerCounts &counts) {
-        if (metal_ && size > page_size) {  // allocator.cpp:120
+        if (metal_ && size > page_size) {  // allocator.cpp:124
             size = page_size * ((size + page_size - 1) / page_size);
         }
         Block *block = metal_ ? cache_.reuse_from_cache(size) : nullptr;
         if (!block) {
-            const size_t required = active_ + others + cache_.cache_size() + size;  // allocator.cpp:134
+            const size_t required = active_ + others + cache_.cache_size() + size;  // allocator.cpp:132
             if (required >= memory_limit && cache_.cache_size() > 0) {
                 cache_.release_cached_buffers(required - memory_limit);
             }
@@ -118,7 +118,7 @@ class Recorder::Allocator {
             counts.new_buffer_bytes += static_cast<double>(size);
         }
         active_ += block->length;
-        if (cache_.cache_size() > cache_limit) {  // allocator.cpp:169
+        if (cache_.cache_size() > cache_limit) {  // allocator.cpp:170
             cache_.release_cached_buffers(cache_.cache_size() - cache_limit);
         }
         return block;
@@ -126,7 +126,7 @@ class Recorder::Allocator {
 
     void give(Block *block) {
         active_ -= block->length;
-        if (metal_ && cache_.cache_size() < cache_limit) {  // allocator.cpp:191
+        if (metal_ && cache_.cache_size() < cache_limit) {  // allocator.cpp:190
             cache_.recycle_to_cache(block);
         } else {
             delete block;
@@ -196,7 +196,7 @@ Allocation Recorder::take(size_t size) {
 }
 
 mx::allocator::Buffer Recorder::buffer(size_t size) {
-    if (size == 0) {  // allocator.cpp:106
+    if (size == 0) {  // allocator.cpp:109
         return mx::allocator::Buffer(nullptr);
     }
     Block *block = allocator_->take(size, foreign() + adopted_bytes, counts);
@@ -336,21 +336,7 @@ void Recorder::name_kernel(const char *kind, const References &inputs, const Ref
     }
 }
 
-/// compile.cpp:134: the loop over the types of the inputs goes over a vector that was moved from, so the name does not
-/// hold them. Metal's libraries are kept by that name: the first function's kernel would run for the second.
-void Recorder::fused(const std::string &name, const mx::array &arr) {
-    std::vector<mx::Dtype> types;
-    for (const auto &in : arr.inputs()) {
-        types.push_back(in.dtype());
-    }
-    const auto [it, is_new] = fused_inputs_.emplace(name, types);
-    if (!is_new && it->second != types) {
-        throw std::runtime_error("[ledger] Two fused kernels with inputs of different types have the name " + name + ".");
-    }
-    encoded_ = name;
-}
-
-/// metal/device.cpp:262: a command buffer counts the elements (not the bytes) of each buffer it uses.
+/// metal/device.cpp:349: a command buffer counts the elements (not the bytes) of each buffer it uses.
 void Recorder::touch(const mx::array &a) {
     if (encoding_.used.insert(a.buffer().ptr()).second) {
         encoding_.elements += a.data_size();
@@ -366,48 +352,63 @@ void Recorder::touch(const mx::array &a) {
 void Recorder::temporary(mx::array a) { encoding_.temporaries.push_back(std::move(a)); }
 
 void Recorder::commit(bool counted) {
-    late_ = {};
+    run_handlers(std::max(rules.late_handlers, 1) - 1);
     encoding_.counted = counted;
     encoding_.serial = ++committed_;
     running_.push_back(std::move(encoding_));
     encoding_ = {};
     counts.command_buffers++;
+    counts.most_in_flight = std::max(counts.most_in_flight, running_.size());
     active_tasks_ += counted;
     if (rules.run_ahead == 0) {
-        complete(committed_);
+        finish(committed_);
     }
 }
 
-/// Lets command buffers complete, in order, up to one.
-///
-/// - Returns: the last that has kernels.
-Recorder::CommandBuffer Recorder::complete(size_t serial) {
-    CommandBuffer last;
-    while (!running_.empty() && running_.front().serial <= serial) {
-        CommandBuffer done = std::move(running_.front());
-        running_.pop_front();
-        active_tasks_ -= done.counted;
-        if (done.operations > 0) {
-            last = std::move(done);
+/// Takes the oldest command buffer whose completion handlers have not run, and runs them: they end its task and free its
+/// arrays (metal/eval.cpp:64).
+void Recorder::run_oldest_handlers() {
+    CommandBuffer done = std::move(running_.front());
+    running_.pop_front();
+    finished_ = std::max(finished_, done.serial);
+    active_tasks_ -= done.counted;
+}
+
+/// Runs the handlers of what the GPU is through with, but for the last command buffers with kernels and what follows them.
+void Recorder::run_handlers(size_t late) {
+    size_t behind = std::count_if(running_.begin(), running_.end(), [&](const CommandBuffer &buffer) {
+        return buffer.serial <= finished_ && buffer.operations > 0;
+    });
+    while (!running_.empty() && running_.front().serial <= finished_) {
+        const size_t own = running_.front().operations > 0;
+        if (behind < late + own) {
+            return;
         }
-    }
-    return last;
-}
-
-/// Waits for an event, which a command buffer signals (metal/event.cpp:26). Arrays are held by completion handlers, which
-/// Metal calls on another thread (metal/eval.cpp:60): late ones, of the last kernels, have not run by then.
-void Recorder::wait_for_event(size_t serial) {
-    CommandBuffer last = complete(serial);
-    if (rules.late_handlers) {
-        late_ = std::move(last);
+        behind -= own;
+        run_oldest_handlers();
     }
 }
 
-/// scheduler.h:130: until one of the tasks that are counted is complete.
+/// Lets the GPU be through with the command buffers up to one, whose event is waited for. Handlers run on another thread,
+/// and late ones have not by then.
+void Recorder::finish(size_t serial) {
+    finished_ = std::max(finished_, serial);
+    run_handlers(rules.late_handlers);
+}
+
+/// metal/device.cpp:564: handlers have run when it returns.
+void Recorder::synchronize() {
+    commit(false);
+    counts.waits++;
+    finished_ = committed_;
+    run_handlers(0);
+}
+
+/// scheduler.h:55: until one of the tasks that are counted is complete.
 void Recorder::complete_one() {
     while (!running_.empty()) {
         const bool counted = running_.front().counted;
-        complete(running_.front().serial);
+        run_oldest_handlers();
         if (counted) {
             return;
         }
@@ -418,7 +419,7 @@ void Recorder::complete_one() {
 
 namespace {
 
-/// transforms.cpp:29.
+/// transforms.cpp:51.
 class Synchronizer : public mx::Primitive {
    public:
     using Primitive::Primitive;
@@ -427,7 +428,7 @@ class Synchronizer : public mx::Primitive {
     const char *name() const override { return "Synchronize"; }
 };
 
-/// utils.h:141.
+/// utils.h:177.
 int max_tape_width() {
     const char *value = std::getenv("MLX_BFS_MAX_WIDTH");
     return value ? std::atoi(value) : 20;
@@ -435,7 +436,7 @@ int max_tape_width() {
 
 bool is_unscheduled(const mx::array &a) { return a.status() == mx::array::Status::unscheduled; }
 
-/// transforms.cpp:81-196: the order in which `eval_impl` evaluates, last first.
+/// transforms.cpp:109-225: the order in which `eval_impl` evaluates, last first.
 std::deque<mx::array> make_tape(mx::array synchronizer, bool async) {
     std::unordered_map<std::uintptr_t, int> degree;
     std::stack<std::pair<std::reference_wrapper<mx::array>, int>> stack;
@@ -553,14 +554,13 @@ void Recorder::encode(mx::array &arr) {
         values = compute(arr);
     }
     {
-        // metal/eval.cpp:38: a tracer's inputs are held, so that none is written over.
+        // metal/eval.cpp:37: a tracer's inputs are held, so that none is written over.
         std::vector<mx::array> held;
         if (arr.is_tracer()) {
             held = arr.inputs();
         }
         const auto kernels = counts.kernels;
         encoded_ = arr.primitive().name();
-        is_on_cpu_ = rules.gpu_only && arr.primitive().device() == mx::Device::cpu;
         apply_rule(*this, arr, outputs);
         for (size_t i = 0; i < values.size(); i++) {
             // A view has its values already. A file's contents come without a kernel.
@@ -582,7 +582,7 @@ void Recorder::encode(mx::array &arr) {
     }
 }
 
-/// metal/eval.cpp:45-72.
+/// metal/eval.cpp:47-69.
 void Recorder::hold(mx::array &arr) {
     if (is_on_cpu_) {
         return;
@@ -597,14 +597,14 @@ void Recorder::hold(mx::array &arr) {
             encoding_.held.insert(s.data_shared_ptr());
         }
     }
-    // device.cpp:396
+    // device.cpp:511
     if (encoding_.operations > static_cast<size_t>(rules.operations_per_buffer) ||
         (encoding_.elements >> 20) > static_cast<size_t>(rules.mega_elements_per_buffer)) {
         commit(true);
     }
 }
 
-/// transforms.cpp:242-257. `wait_for_one` sleeps while two tasks or more are active (scheduler.h:130). With one it returns
+/// transforms.cpp:271-285. `wait_for_one` sleeps while two tasks or more are active (scheduler.h:55). With one it returns
 /// at once, and the loop around it polls until that task is complete or memory is free.
 void Recorder::back_pressure() {
     const auto above_limit = [&] { return allocator_->active() + foreign() + adopted_bytes > memory_limit; };
@@ -617,9 +617,11 @@ void Recorder::back_pressure() {
             if (active_tasks_ == 1) {
                 counts.spins++;
                 for (const auto &buffer : running_) {
-                    counts.spin_kernels += buffer.operations;
-                    counts.spin_flop += buffer.flop;
-                    counts.spin_bytes += buffer.bytes;
+                    if (buffer.serial > finished_) {
+                        counts.spin_kernels += buffer.operations;
+                        counts.spin_flop += buffer.flop;
+                        counts.spin_bytes += buffer.bytes;
+                    }
                     if (buffer.counted) {
                         break;
                     }
@@ -631,7 +633,7 @@ void Recorder::back_pressure() {
 }
 
 void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
-    if (std::none_of(outputs.begin(), outputs.end(), is_unscheduled)) {  // transforms.cpp:301, :315
+    if (std::none_of(outputs.begin(), outputs.end(), is_unscheduled)) {  // transforms.cpp:355, :369
         if (!async) {
             for (auto &a : outputs) {
                 wait(a);
@@ -639,7 +641,13 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
         }
         return;
     }
-    async ? counts.async_evals++ : counts.evals++;
+    const auto is_on_cpu = [&](const mx::array &a) {
+        return rules.gpu_only && a.primitive().device() == mx::Device::cpu;
+    };
+    // transforms.cpp:84: the evaluation ends on the stream of the first output.
+    const auto first = std::find_if(outputs.begin(), outputs.end(), is_unscheduled);
+    const bool ends_on_cpu = first->has_primitive() && is_on_cpu(*first);
+    bool uses_gpu = !ends_on_cpu;
     std::vector<std::weak_ptr<mx::array::Data>> scheduled;
     mx::Stream stream = mx::default_stream(mx::Device::cpu);
     {
@@ -649,10 +657,10 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
             auto arr = std::move(tape.back());
             tape.pop_back();
             const bool last = tape.empty();
+            is_on_cpu_ = last ? ends_on_cpu : is_on_cpu(arr);
+            uses_gpu |= !is_on_cpu_;
             if (!last) {
                 encode(arr);
-            } else {
-                is_on_cpu_ = false;
             }
             hold(arr);
             back_pressure();
@@ -671,7 +679,11 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
             }
         }
     }
-    commit(false);  // transforms.cpp:289: finalize
+    if (!uses_gpu) {
+        return;
+    }
+    async ? counts.async_evals++ : counts.evals++;
+    commit(false);  // transforms.cpp:343: finalize
     if (async) {
         for (const auto &data : scheduled) {
             if (auto alive = data.lock()) {
@@ -679,12 +691,12 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
             }
         }
     } else {
-        wait_for_event(committed_);
+        finish(committed_);
         pending_.clear();
     }
 }
 
-/// array.cpp:144: an array of an `async_eval` waits for all that this evaluation committed.
+/// array.cpp:145: an array of an `async_eval` waits for all that this evaluation committed.
 void Recorder::wait(mx::array &a) {
     if (is_unscheduled(a)) {
         return evaluate({a}, false);
@@ -693,10 +705,9 @@ void Recorder::wait(mx::array &a) {
     if (it == pending_.end()) {
         return;
     }
-    if (it->second.first.lock() == a.data_shared_ptr() && !running_.empty() &&
-        running_.front().serial <= it->second.second) {
+    if (it->second.first.lock() == a.data_shared_ptr() && finished_ < it->second.second) {
         counts.waits++;
-        wait_for_event(it->second.second);
+        finish(it->second.second);
     }
     pending_.erase(it);
 }
@@ -716,8 +727,8 @@ void Recorder::restart() {
 void Recorder::boundary() { first_since_boundary_ = 0; }
 
 void Recorder::close() {
-    complete(committed_);
-    late_ = {};
+    finished_ = committed_;
+    run_handlers(0);
     encoding_ = {};
     allocator_->clear_cache();
 }
@@ -754,6 +765,14 @@ void evaluate(std::vector<mx::array> outputs, bool async) {
 
 void wait(mx::array &a) {
     on_recorder([&](Recorder &r) { r.wait(a); });
+}
+
+void synchronize(mx::Stream stream) {
+    on_recorder([&](Recorder &r) {
+        if (stream.device == mx::Device::gpu || !r.rules.gpu_only) {
+            r.synchronize();
+        }
+    });
 }
 
 void created(mx::array &a) {
@@ -817,7 +836,7 @@ std::optional<mx::Stream> gpu_stream() {
 }  // namespace ledger
 
 /// `mx::new_stream` refuses to make a stream for a GPU that is not there, but the graph needs the stream's device, and
-/// import_function looks for a stream of that device (export.cpp:482).
+/// import_function looks for a stream of that device (export.cpp:495).
 void ledger::make_gpu_stream() {
 #ifdef __linux__
     if (mx::is_available(mx::Device::gpu) || made_gpu_stream) {

@@ -1,13 +1,12 @@
 // The rules of the ledger: for each primitive, the buffers that its `eval_gpu` takes on Metal and the kernels that it
-// encodes. File names and lines are those of MLX 0.31.1, below mlx/backend unless they say otherwise. Views share the
-// function that lays them out between all backends, so MLX's own is called.
+// encodes. File names and lines are those of MLX 0.32.2 (commit 846d176 of 22 August 2026), below mlx/backend unless they
+// say otherwise. Views share the function that lays them out between all backends, so MLX's own is called.
 
 #include "LedgerRules.h"
 
 #include <algorithm>
-#include <cmath>
+#include <array>
 #include <numeric>
-#include <sstream>
 
 #include "mlx/backend/common/binary.h"
 #include "mlx/backend/common/copy.h"
@@ -89,7 +88,7 @@ std::pair<mx::Shape, std::vector<mx::Strides>> collapse(
 
 // MARK: Copies
 
-/// gpu/copy.cpp:36.
+/// gpu/copy.cpp:37.
 mx::array contiguous_copy(const Call &call, const mx::array &a) {
     mx::array copy(a.shape(), a.dtype(), nullptr, {});
     call.allocate(copy);
@@ -164,7 +163,7 @@ void contiguous(const Call &call) {
     }
 }
 
-/// metal/copy.cpp:216 and common/common.cpp:147: a view where the strides allow it.
+/// metal/copy.cpp:216 and common/common.cpp:109: a view where the strides allow it.
 void reshape(const Call &call) {
     const auto &in = call.in()[0];
     auto &out = call.out();
@@ -203,7 +202,7 @@ void reshape(const Call &call) {
     out.copy_shared_buffer(in, strides, flags, in.data_size());
 }
 
-/// gpu/primitives.cpp:275.
+/// gpu/primitives.cpp:240.
 void view_as(const Call &call) {
     const auto &in = call.in()[0];
     auto &out = call.out();
@@ -228,7 +227,7 @@ void concatenate(const Call &call) {
     }
 }
 
-/// gpu/primitives.cpp:220: a copy of the input, unless it is donated, and one of the update.
+/// metal/indexing.cpp:733: a copy of the input, unless it is donated, and one of the update, which may be added instead.
 void slice_update(const Call &call) {
     const auto &in = call.in()[0];
     const auto &update = call.in()[1];
@@ -252,7 +251,7 @@ void pad(const Call &call) {
     copy_into(call, call.in()[0], out);
 }
 
-/// common/common.cpp:88: written by the CPU.
+/// common/common.cpp:90: written by the CPU.
 void number_of_elements(const Call &call) { call.allocate(call.out()); }
 
 /// Only the CPU reads files: no kernel.
@@ -298,28 +297,12 @@ void select(const Call &call) {
     }
 }
 
-/// metal/compiled.cpp:116: constants are written into the source as C++ prints them, and `inf` and `nan` are no names
-/// there. A letter for each input is in the library's name, before the hash of the constants (compile.cpp:129): C is one.
-void check_constants(const Call &call, const std::string &name) {
-    const auto end = name.find_last_of('_', name.find_last_of('_') - 1);
-    const auto letters = name.substr(0, end).substr(name.find_last_of('_', end - 1) + 1);
-    for (size_t i = 0; i < call.in().size() && i < letters.size(); i++) {
-        auto constant = call.in()[i];
-        if (letters[i] == 'C' && mx::issubdtype(constant.dtype(), mx::floating) &&
-            !std::isfinite(mx::astype(constant, mx::float32, mx::Device::cpu).item<float>())) {
-            throw std::runtime_error("[ledger] Metal cannot compile a fused kernel with a constant that is not finite.");
-        }
-    }
-}
-
-/// metal/compiled.cpp:259 and common/compiled.cpp:90: one kernel, however its inputs lie.
+/// metal/compiled.cpp:257 and common/compiled.cpp:78, :168: one kernel, however its inputs lie.
 void compiled(const Call &call) {
-    const auto name = call.primitive<mx::Compiled>().lib_name();
-    check_constants(call, name);
-    call.recorder.fused(name, call.arr);
+    call.recorder.fused(call.primitive<mx::Compiled>().lib_name());
     const auto &out = call.out();
     const auto is_scalar = [](const mx::array &x) { return x.ndim() == 0; };
-    bool contiguous = true, rows = true, columns = true;
+    bool contiguous = true, rows = true, columns = true, goes_back = false;
     int count = 0;
     for (const auto &x : call.in()) {
         if (!is_scalar(x)) {
@@ -327,14 +310,15 @@ void compiled(const Call &call) {
             contiguous &= same && x.flags().contiguous;
             rows &= same && x.flags().row_contiguous;
             columns &= same && x.flags().col_contiguous;
+            goes_back |= std::any_of(x.strides().begin(), x.strides().end(), [](auto stride) { return stride < 0; });
             count++;
         }
     }
-    contiguous = count > 1 ? rows || columns : count == 1 ? contiguous : out.ndim() == 0;
+    contiguous = !goes_back && (count > 1 ? rows || columns : count == 1 ? contiguous : out.ndim() == 0);
 
     size_t o = 0;
     const mx::array *like = nullptr;
-    for (const auto &x : call.in()) {  // :114: written over, where an input is not needed any more
+    for (const auto &x : call.in()) {  // :126, :153: written over, where an input is not needed any more
         if (o < call.outputs.size() && !is_scalar(x) && x.is_donatable() && x.itemsize() == call.outputs[o].itemsize() &&
             (contiguous || (x.flags().row_contiguous && x.size() == call.outputs[o].size()))) {
             call.outputs[o++].copy_shared_buffer(x);
@@ -357,7 +341,7 @@ void compiled(const Call &call) {
     }
 }
 
-/// metal/primitives.cpp:27.
+/// metal/primitives.cpp:29.
 void arange(const Call &call) {
     call.allocate(call.out());
     if (call.out().size() > 0) {
@@ -365,7 +349,7 @@ void arange(const Call &call) {
     }
 }
 
-/// metal/primitives.cpp:159.
+/// metal/primitives.cpp:134.
 void random_bits(const Call &call) {
     call.allocate(call.out());
     if (call.out().size() > 0) {
@@ -470,7 +454,7 @@ Plan plan_reduction(const mx::array &x, const std::vector<int> &axes) {
     return plan;
 }
 
-/// metal/reduce.cpp:919: one kernel, or two with partial results between.
+/// metal/reduce.cpp:937: one kernel, or two with partial results between.
 void reduce_columns(const Call &call, const mx::array &in, mx::array &out, const Plan &plan) {
     const int64_t length = plan.shape.back();
     const int64_t stride = plan.strides.back();
@@ -495,11 +479,14 @@ void reduce_columns(const Call &call, const mx::array &in, mx::array &out, const
     call.recorder.kernel("reduce", {partial}, {out});
 }
 
-/// metal/reduce.cpp:951.
+/// metal/reduce.cpp:969.
 void reduce(const Call &call) {
     const auto [type, axes] = call.primitive<mx::Reduce>().state();
     auto in = call.in()[0];
     auto &out = call.out();
+    if (in.size() > 0 && out.size() == in.size()) {  // of axes of length 1
+        return copy(call, in, out, vector_or_general(in.flags().contiguous));
+    }
     out.set_data(call.recorder.take(std::max<size_t>(out.nbytes(), 4)));
     if (in.size() == 0) {
         return call.recorder.kernel("reduce", {}, {out});
@@ -511,7 +498,7 @@ void reduce(const Call &call) {
     }
     switch (plan.kind) {
     case Reduction::all:
-        // metal/reduce.cpp:312: 4 elements a thread (REDUCE_N_READS), 1,024 threads; else in two passes.
+        // metal/reduce.cpp:330: 4 elements a thread (REDUCE_N_READS), 1,024 threads; else in two passes.
         if (in.size() <= 4 * 1024) {
             call.recorder.kernel("reduce", {in}, {out});
         } else {
@@ -532,7 +519,7 @@ void reduce(const Call &call) {
     }
 }
 
-/// metal/primitives.cpp:87.
+/// metal/primitives.cpp:62.
 void arg_reduce(const Call &call) {
     call.allocate(call.out());
     call.recorder.kernel("arg_reduce", {call.in()[0]}, {call.out()});
@@ -585,7 +572,7 @@ void log_sum_exp(const Call &call) {
     call.recorder.kernel("logsumexp", {in}, {out});
 }
 
-/// metal/scan.cpp:122.
+/// metal/scan.cpp:116.
 void scan(const Call &call) {
     const auto axis = std::get<1>(call.primitive<mx::Scan>().state());
     auto in = call.in()[0];
@@ -602,7 +589,7 @@ void scan(const Call &call) {
 
 // MARK: Indexing
 
-/// metal/indexing.cpp:39: reads as much as it writes.
+/// metal/indexing.cpp:57, :441: reads as much as it writes.
 void gather(const Call &call) {
     auto &out = call.out();
     call.allocate(out);
@@ -615,7 +602,7 @@ void gather(const Call &call) {
     }
 }
 
-/// metal/indexing.cpp:214: the input is copied, unless it is donated, then the updates are written.
+/// metal/indexing.cpp:232, :522: the input is copied, unless it is donated, then the updates are written.
 void scatter(const Call &call) {
     const auto &in = call.in()[0];
     const auto &updates = call.in().back();
@@ -636,7 +623,7 @@ struct Operand {
     mx::array array;
 };
 
-/// metal/matmul.cpp:25: a matrix with a unit stride is taken as it is, others are copied.
+/// metal/matmul.cpp:27: a matrix with a unit stride is taken as it is, others are copied.
 Operand check_transpose(const Call &call, const mx::array &a, bool is_vector) {
     const auto rows = a.strides()[a.ndim() - 2];
     const auto columns = a.strides()[a.ndim() - 1];
@@ -657,7 +644,22 @@ int next_power_of_2(int n) {
     return power;
 }
 
-/// metal/matmul.cpp:1215 (Matmul) and :1319 (AddMM, whose third input is added).
+/// metal/matmul.cpp:1299, before neural accelerators: whether a few rows are products of vectors that read the transposed
+/// matrix once for five of them.
+bool is_wide_gemv(
+    const Call &call, const mx::array &a, const mx::array &b, int64_t m, int64_t n, int64_t k,
+    const std::vector<mx::Strides> &strides_of_batches) {
+    const auto is_aligned = [](const mx::Strides &strides) {
+        return std::all_of(strides.begin(), strides.end(), [](auto stride) { return stride % 4 == 0; });
+    };
+    const auto dtype = call.out().dtype();
+    return call.recorder.rules.generation >= 15 && m > 1 && m <= 15 && n > 1 && k % 4 == 0 &&
+           (dtype == mx::float16 || dtype == mx::bfloat16) && a.offset() % 8 == 0 && b.offset() % 8 == 0 &&
+           a.strides(-2) % 4 == 0 && b.strides(-1) % 4 == 0 && is_aligned(strides_of_batches[0]) &&
+           is_aligned(strides_of_batches[1]);
+}
+
+/// metal/matmul.cpp:1451 (Matmul) and :1593 (AddMM, whose third input is added).
 void matmul(const Call &call) {
     auto &out = call.out();
     const auto &a_in = call.in()[0];
@@ -677,34 +679,41 @@ void matmul(const Call &call) {
     const auto [a_transposed, a] = check_transpose(call, a_in, m == 1);
     const auto [b_transposed, b] = check_transpose(call, b_in, n == 1);
 
-    // Batches of rows by one matrix are one product (matmul.cpp:1255, :1384).
+    // Batches of rows by one matrix are one product (matmul.cpp:1492, :1659).
     auto batch = static_cast<int64_t>(out.size()) / (m * n);
     const double flop = 2.0 * static_cast<double>(batch * m) * static_cast<double>(n * k);
-    if (batch > 1 && !a_transposed) {
-        const auto batch_strides = [](const mx::array &x) {
-            return mx::Strides(x.strides().begin(), x.strides().end() - 2);
-        };
-        std::vector<mx::Strides> strides{batch_strides(a), batch_strides(b)};
-        if (adds) {
-            strides.push_back(batch_strides(call.in()[2]));
-        }
-        auto [shape, joined] = collapse(mx::Shape(a.shape().begin(), a.shape().end() - 2), strides);
-        const bool adds_rows = !adds || joined[2].back() == m * call.in()[2].strides(-2);
-        if (shape.size() == 1 && a.strides(-2) == k && joined[0].back() == m * k && joined[1].back() == 0 &&
-            adds_rows) {
-            m *= shape.back();
-            batch = 1;
-        }
+    const auto strides_of_batches = [](const mx::array &x) {
+        return mx::Strides(x.strides().begin(), x.strides().end() - 2);
+    };
+    std::vector<mx::Strides> strides{strides_of_batches(a), strides_of_batches(b)};
+    if (adds) {
+        strides.push_back(strides_of_batches(call.in()[2]));
+    }
+    auto [shape, joined] = collapse(mx::Shape(a.shape().begin(), a.shape().end() - 2), strides);
+    if (batch > 1 && !a_transposed && shape.size() == 1 && a.strides(-2) == k && joined[0].back() == m * k &&
+        joined[1].back() == 0 && (!adds || joined[2].back() == m * call.in()[2].strides(-2))) {
+        m *= shape.back();
+        batch = 1;
+        joined = {{0}, {0}};
     }
 
     const auto run = [&](const char *kind, mx::array &to) {
         adds ? call.recorder.kernel(kind, {a, b, call.in()[2]}, {to}, flop)
              : call.recorder.kernel(kind, {a, b}, {to}, flop);
     };
-    if (std::min(m, n) == 1) {
+    // matmul.cpp:1044: parts of 16,384 products, their sum, and a copy of it.
+    if (!adds && m == 1 && n == 1 && batch == 1 && a.flags().row_contiguous && b.flags().row_contiguous &&
+        a.dtype() != mx::complex64) {
+        auto partial = call.temporary({static_cast<int>((k + 16383) / 16384)}, mx::float32);
+        run("gemv", partial);
+        const auto sum = call.temporary(out.shape(), mx::float32);
+        call.recorder.kernel("reduce", {partial}, {sum});
+        return copy(call, sum, out, mx::CopyType::Scalar);
+    }
+    if (std::min(m, n) == 1 || (!a_transposed && b_transposed && is_wide_gemv(call, a, b, m, n, k, joined))) {
         return run("gemv", out);
     }
-    // matmul.cpp:926: few tiles and a long k are split, and the parts (float32) added by a second kernel.
+    // matmul.cpp:923: few tiles and a long k are split, and the parts (float32) added by a second kernel.
     const int64_t tiles = ((m + 15) / 16) * ((n + 15) / 16);
     if (batch == 1 && tiles <= 1024 && k / 16 >= 8 && k >= std::max(m, n)) {
         const auto wide_tiles = static_cast<int>(((m + 31) / 32) * ((n + 31) / 32));
@@ -716,28 +725,37 @@ void matmul(const Call &call) {
     run("gemm", out);
 }
 
-/// metal/quantized.cpp:64: the last two axes must be rows without a gap.
+/// metal/quantized.cpp:65: the last two axes must be rows without a gap.
 mx::array contiguous_matrix(const Call &call, const mx::array &x) {
     const bool fits =
         x.ndim() < 2 ? x.strides()[0] == 1 : x.strides(-2) == x.shape(-1) && x.strides(-1) == 1;
     return fits ? x : temporary_copy(call, x);
 }
 
-/// metal/quantized.cpp:84, for small GPUs: from so many rows on it is a product of matrices.
+/// metal/quantized.cpp:85, but for Ultras: from so many rows on it is a product of matrices.
 int rows_of_matrix(int generation, int64_t k, int64_t n) {
-    const bool old = generation == 13 || generation == 14;
-    if (k <= 2048 && n <= 2048) {
-        return old ? 14 : 18;
-    }
-    if (k <= 4096 && n <= 4096) {
-        return old ? 10 : 12;
-    }
-    return old ? 6 : 10;
+    const std::array<int, 3> rows = generation >= 17   ? std::array{33, 25, 13}
+                                    : generation >= 15 ? std::array{13, 15, 13}
+                                    : generation >= 13 ? std::array{14, 10, 6}
+                                                       : std::array{18, 12, 10};
+    return k <= 2048 && n <= 2048 ? rows[0] : k <= 4096 && n <= 4096 ? rows[1] : rows[2];
 }
 
-/// metal/quantized.cpp:1293.
+/// metal/quantized.cpp:1134: into how many parts k goes, so that there are 512 tiles of 32 × 32.
+int64_t parts_of_matrix(int64_t m, int64_t n, int64_t k, int group_size) {
+    const int64_t tiles = ((m + 31) / 32) * ((n + 31) / 32);
+    const int64_t group = std::max(group_size, 32);
+    auto parts = std::min(std::max<int64_t>(1, 512 / tiles), k / group);
+    while (parts > 1 && k % (parts * group) != 0) {
+        parts--;
+    }
+    return parts;
+}
+
+/// metal/quantized.cpp:1782.
 void quantized_matmul(const Call &call) {
-    const bool transpose = std::get<3>(call.primitive<mx::QuantizedMatmul>().state());
+    const auto state = call.primitive<mx::QuantizedMatmul>().state();
+    const bool transpose = std::get<3>(state);
     auto &out = call.out();
     call.allocate(out);
     const auto x = contiguous_matrix(call, call.in()[0]);
@@ -756,8 +774,22 @@ void quantized_matmul(const Call &call) {
         call.in().size() == 4 ? call.recorder.kernel(kind, {x, w, scales, biases}, {to}, flop)
                               : call.recorder.kernel(kind, {x, w, scales}, {to}, flop);
     };
+    auto shape = out.shape();
+    if (shape.size() == 1) {
+        shape.insert(shape.begin(), 1);
+    }
+    // Parts of k in x's type, and their sum along their axis.
+    const auto run_in_parts = [&](const char *kind, int64_t parts, int axis) {
+        shape.insert(shape.begin() + axis, static_cast<int>(parts));
+        const auto partial = call.temporary(shape, x.dtype());
+        run(kind, partial);
+        reduce_columns(
+            call, partial, out, {Reduction::columns, {partial.shape(axis)}, {partial.strides(axis)}});
+    };
     if (m >= (transpose ? rows_of_matrix(call.recorder.rules.generation, k, n) : 4)) {
-        return run("qmm", out);
+        const bool has_batch = static_cast<int64_t>(out.size()) > m * n;
+        const auto parts = transpose && !has_batch ? parts_of_matrix(m, n, k, std::get<0>(state)) : 1;
+        return parts > 1 ? run_in_parts("qmm", parts, 0) : run("qmm", out);  // :1120
     }
     if (transpose) {
         return run("qmv", out);
@@ -765,27 +797,10 @@ void quantized_matmul(const Call &call) {
     if (k < 1024) {
         return run("qvm", out);
     }
-    // quantized.cpp:298: parts of k, summed along their axis. The second row is read from where the second part begins
-    // (:341), and the grid leaves out columns after the last whole 64 (:321).
-    if (m > 1 || n % 64 != 0) {
-        throw std::runtime_error(
-            "[ledger] Metal's product of " + std::to_string(m) + " rows with a matrix of " + std::to_string(k) + " × " +
-            std::to_string(n) + " is wrong: qvm_split_k takes one row and whole 64 columns.");
-    }
-    const int parts = k > 8192 ? 32 : 8;
-    auto shape = out.shape();
-    if (shape.size() == 1) {
-        shape.insert(shape.begin(), 1);
-    }
-    shape.insert(shape.end() - 2, parts);
-    const auto partial = call.temporary(std::move(shape), x.dtype());
-    run("qvm", partial);
-    const auto axis = static_cast<int>(partial.ndim()) - 3;
-    reduce_columns(
-        call, partial, out, {Reduction::columns, {partial.shape(axis)}, {partial.strides(axis)}});
+    run_in_parts("qvm", k > 8192 ? 32 : 8, static_cast<int>(shape.size()) - 2);  // :627
 }
 
-/// metal/quantized.cpp:1556: both ways.
+/// metal/quantized.cpp:231: both ways.
 void quantize(const Call &call) {
     const bool dequantizes = std::get<4>(call.primitive<mx::fast::Quantize>().state());
     const auto contiguous = [&](const mx::array &x) { return x.flags().row_contiguous ? x : temporary_copy(call, x); };
@@ -851,7 +866,7 @@ void rope(const Call &call) {
     call.recorder.kernel("rope", {in_place ? out : in, call.in()[1]}, {out});
 }
 
-/// metal/scaled_dot_product_attention.cpp:643.
+/// metal/scaled_dot_product_attention.cpp:773.
 void attention(const Call &call) {
     const auto state = call.primitive<mx::fast::ScaledDotProductAttention>().state();
     const bool causal = std::get<2>(state), has_sinks = std::get<3>(state);
@@ -861,7 +876,7 @@ void attention(const Call &call) {
     const bool is_vector = q_in.shape(2) <= 8;
 
     const auto rows_fit = [](const mx::array &a) { return a.strides(-1) == 1; };
-    const auto query_fits = [](const mx::array &a) {  // :683
+    const auto query_fits = [](const mx::array &a) {  // :813
         if (a.flags().row_contiguous) {
             return true;
         }
@@ -871,7 +886,7 @@ void attention(const Call &call) {
         const int other = a.shape(0) == 1 ? 1 : 0;
         return a.strides(3) == 1 && a.strides(2) == a.shape(3) * a.shape(other) && a.strides(other) == a.shape(3);
     };
-    const auto keys_fit = [&](const mx::array &a) {  // :699
+    const auto keys_fit = [&](const mx::array &a) {  // :829
         return rows_fit(a) && (a.shape(0) == 1 || a.shape(1) == 1 || a.strides(0) == a.strides(1) * a.shape(1));
     };
     const auto unless = [&](bool fits, const mx::array &a) { return fits ? a : temporary_copy(call, a); };
@@ -886,7 +901,7 @@ void attention(const Call &call) {
         const auto q = unless(query_stays, q_in);
         const auto k = unless(rows_fit(call.in()[1]), call.in()[1]);
         const auto v = unless(rows_fit(call.in()[2]), call.in()[2]);
-        // :753: laid out as (batch, sequence, heads, dims).
+        // :889: laid out as (batch, sequence, heads, dims).
         const int64_t head = out.shape(3), row = out.shape(1) * head, batch = out.shape(2) * row;
         out.set_data(
             call.recorder.take(out.nbytes()), out.shape(0) * batch, {batch, head, row, 1},
@@ -899,7 +914,7 @@ void attention(const Call &call) {
         const mx::array q = query_stays ? q_in : contiguous_copy(call, q_in);
         const auto k = unless(keys_fit(call.in()[1]), call.in()[1]);
         const auto v = unless(keys_fit(call.in()[2]), call.in()[2]);
-        // :719: `q` is a second reference to an input that stays, so only a copy is written over.
+        // :849: `q` is a second reference to an input that stays, so only a copy is written over.
         if (!query_stays && q.flags().row_contiguous && q.size() == out.size()) {
             out.copy_shared_buffer(q);
         } else {
@@ -915,7 +930,7 @@ void attention(const Call &call) {
         if (!(k.shape(1) < q.shape(1) && k.shape(2) >= 4096)) {
             return call.recorder.kernel("attention", {q, k, v, mask}, {out}, flop);
         }
-        // :418: two passes, with 64 blocks of keys, or 32 for a few rows.
+        // :450: two passes, with 64 blocks of keys, or 32 for a few rows.
         const int blocks = q.shape(1) / k.shape(1) * q.shape(2) >= 4 ? 64 : 32;
         auto shape = out.shape();
         shape.back() = blocks;
