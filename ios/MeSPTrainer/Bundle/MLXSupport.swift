@@ -12,8 +12,8 @@ public enum MLXSupport {
     #if MESP_HOST_MLX
         public static let version = hostMLXVersion
     #else
-        /// The MLX that mlx-swift 0.31.4 to 0.31.6 carry.
-        public static let version = "0.31.1"
+        /// The MLX that mlx-swift 0.32.3 carries.
+        public static let version = "0.32.2"
     #endif
 
     /// The layout of the functions that MLX reads; nil where it is not known.

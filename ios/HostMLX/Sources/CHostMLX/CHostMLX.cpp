@@ -60,7 +60,7 @@ auto reported(F &&f) -> decltype(f()) {
 template <class F>
 auto guarded(F &&f) -> decltype(f()) {
     return reported([&] {
-        host::share_default_streams();
+        host::enter();
         return f();
     });
 }
@@ -797,7 +797,7 @@ bool host_jvp(HostClosure f, HostVector primals, HostVector tangents, HostVector
 HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostVector inputs) {
     Closure function(f);
     return guarded([&] {
-        if (needs_mlx() || metal::default_device() == mx::Device::gpu) {
+        if (needs_mlx() || metal::default_is_gpu() || mx::default_device() == mx::Device::gpu) {
             return wrap(mx::detail::compile(function, id, shapeless)(get(inputs)));
         }
         // To fuse, MLX would call a compiler of C++.
@@ -913,18 +913,16 @@ void host_clear_cache(void) {
 
 const char *host_version(void) { return mx::version(); }
 
-int32_t host_default_device(void) { return metal::default_device() == mx::Device::gpu ? 1 : 0; }
+int32_t host_default_device(void) { return mx::default_device() == mx::Device::gpu ? 1 : 0; }
 void host_set_default_device(int32_t type) {
     done([&] { metal::set_default_device(device(type)); });
 }
-bool host_default_stream(int32_t type, HostStream *stream) {
-    return done([&] {
-        auto gpu = type == 1 ? ledger::gpu_stream() : std::nullopt;
-        *stream = wrap(gpu ? *gpu : type == 0 ? metal::default_cpu_stream() : mx::default_stream(device(type)));
-    });
-}
 bool host_new_stream(int32_t type, HostStream *stream) {
-    return done([&] { *stream = wrap(host::new_shared_stream(device(type))); });
+    return done([&] {
+        // Where there is no GPU, its stream is the one that the ledger made.
+        const auto gpu = type == 1 ? ledger::gpu_stream() : std::nullopt;
+        *stream = wrap(gpu ? *gpu : host::new_stream(device(type)));
+    });
 }
 void host_synchronize(HostStream s) {
     done([&] { mx::synchronize(get(s)); });

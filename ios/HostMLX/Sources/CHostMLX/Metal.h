@@ -12,12 +12,10 @@ namespace metal {
 /// Called before each evaluation of `outputs`; throws in place of those that are to fail, or run on the GPU.
 void begin_evaluation(const std::vector<mlx::core::array> &outputs);
 
-/// The CPU's default stream, which with a GPU is not the default of C++.
-mlx::core::Stream default_cpu_stream();
+/// Whether C++'s default device is a GPU by the rules.
+bool default_is_gpu();
 
-/// The default device of C++.
-mlx::core::Device default_device();
-/// Sets it.
+/// Sets the default device of C++.
 void set_default_device(mlx::core::Device device);
 
 /// Notes that data of an array was read which was never computed; mlx-swift dereferences a null pointer there.

@@ -230,7 +230,6 @@ void host_clear_cache(void);
 int32_t host_default_device(void);
 const char *host_version(void);
 void host_set_default_device(int32_t device);
-bool host_default_stream(int32_t device, HostStream *stream);
 bool host_new_stream(int32_t device, HostStream *stream);
 void host_synchronize(HostStream s);
 
