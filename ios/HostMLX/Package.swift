@@ -2,7 +2,7 @@
 
 // HostMLX: a module `MLX` for machines where mlx-swift cannot be used.
 //
-// It spells a subset of mlx-swift 0.31.6's API and runs on the MLX C++ library inside the `mlx` wheel of PyPI
+// It spells a subset of mlx-swift 0.32.3's API and runs on the MLX C++ library inside the `mlx` wheel of PyPI
 // (`mlx/include`, `mlx/lib`), so the numbers are MLX's own. Build with the wheel's folder in one variable:
 //
 //     pip install 'mlx[cpu]>=0.32.4,<0.33' scipy-openblas32

@@ -6,7 +6,7 @@ extension ModelBundle {
     /// The device that the functions were exported for, and that everything runs on.
     package var device: Device { Device(manifest.device == .cpu ? .cpu : .gpu) }
 
-    /// Calls `body` with the bundle's device as MLX's default. An error in MLX, which ends the process elsewhere, is thrown.
+    /// Calls `body` with the bundle's device as MLX's default; see `MLXWork`.
     ///
     /// - Throws: `MeSPError`, also where the device is not there, or MLX cannot use it.
     package func withDevice<R>(_ body: () throws -> R) throws -> R {
@@ -19,10 +19,7 @@ extension ModelBundle {
                 "\(url.path) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
             )
         }
-        // Naming the device is the first thing that can fail.
-        return try MLXErrors.collect {
-            try Device.$outer.withValue(.outer ?? .defaultDevice()) { try Device.withDefaultDevice(device, body) }
-        }
+        return try MLXWork.run(on: device, body)
     }
 }
 
@@ -31,7 +28,7 @@ extension Device {
     static var isCPU: Bool { defaultDevice().deviceType == .cpu }
 
     /// The default device around the trainer's work, which C++ has too.
-    @TaskLocal fileprivate static var outer: Device?
+    @TaskLocal static var outer: Device?
 
     /// Calls `body` with `device` as the default device of C++ too, which has one of its own for all threads that Swift's does not change:
     /// the GPU. `vjp` runs on it the copies of evaluated inputs (MLX 0.32.2, transforms.cpp:33), gradients that are 0 (:550), and the

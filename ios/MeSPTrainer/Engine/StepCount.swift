@@ -20,8 +20,6 @@ import MeSPBundle
         let strict: Strict
         /// Kernels that the steps before and this one compile, and the most from one block to the next.
         let firstKernels, mostFirstKernels: Int
-        /// The bytes that mlx-swift leaks in a step.
-        let leakedBytes: Int
 
         struct Strict: Encodable {
             let ledgerPeakBytes, predictedPeakBytes, commandBuffers, spins: Int
@@ -46,7 +44,6 @@ import MeSPBundle
                 ledgerPeakBytes: second.peakBytes, predictedPeakBytes: secondlyPredicted,
                 commandBuffers: second.commandBuffers, spins: second.spins, spinningSeconds: second.secondsSpinning())
             (firstKernels, mostFirstKernels) = (ledger.firstKernels, ledger.mostFirstKernels)
-            leakedBytes = ledger.leakedBytes
         }
 
         /// The second step, as the first also makes what stays; and the planner's prediction for its arrays.

@@ -579,14 +579,13 @@ HostArray host_rope(
         const auto stream = get(s);
         const auto freqs = frequencies ? std::optional(get(frequencies)) : std::nullopt;
         if (!is_recorded_gpu(stream)) {
-            const bool isOwn = freqs && !traditional && scale == 1 && !needs_mlx() && !metal::has_rope_of_one_token();
+            const bool isOwn = freqs && !traditional && scale == 1 && !needs_mlx();
             if (const auto y = isOwn ? host::rope(get(x), offset, *freqs, stream) : std::nullopt) {
                 return wrap(*y);
             }
-            const auto y = mx::fast::rope(
+            return wrap(mx::fast::rope(
                 get(x), dimensions, traditional, has_base ? std::optional(base) : std::nullopt, scale, offset, freqs,
-                stream);
-            return wrap(metal::has_rope_of_one_token() ? metal::rope(get(x), y, stream) : y);
+                stream));
         }
         FunctionFile state;
         state.put<int32_t>(dimensions).put(traditional).put(has_base ? base : 1.0f).put(scale).put(true);

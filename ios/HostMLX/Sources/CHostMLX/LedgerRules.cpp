@@ -765,13 +765,7 @@ void quantized_matmul(const Call &call) {
     if (k < 1024) {
         return run("qvm", out);
     }
-    // quantized.cpp:298: parts of k, summed along their axis. The second row is read from where the second part begins
-    // (:341), and the grid leaves out columns after the last whole 64 (:321).
-    if (m > 1 || n % 64 != 0) {
-        throw std::runtime_error(
-            "[ledger] Metal's product of " + std::to_string(m) + " rows with a matrix of " + std::to_string(k) + " × " +
-            std::to_string(n) + " is wrong: qvm_split_k takes one row and whole 64 columns.");
-    }
+    // quantized.cpp:298: parts of k, summed along their axis.
     const int parts = k > 8192 ? 32 : 8;
     auto shape = out.shape();
     if (shape.size() == 1) {

@@ -1,4 +1,4 @@
-// How MLX 0.31.1 and mlx-swift behave on Metal where a CPU is kinder. Line numbers are those of MLX v0.31.1.
+// How MLX 0.32.2 and mlx-swift behave on Metal where a CPU is kinder. Line numbers are those of MLX v0.32.2.
 
 #include "Metal.h"
 
@@ -99,27 +99,6 @@ const void *data_of_failed(const mx::array &a) {
     note("The data of an array was read that was never computed.");
     const std::lock_guard lock(mutex);
     return zeros.emplace_back(a.nbytes()).data();
-}
-
-bool has_rope_of_one_token() { return is_on && rules.rope_of_one_token; }
-
-mx::array rope(const mx::array &x, const mx::array &rotated, mx::Stream s) {
-    if (x.shape(-2) != 1 || x.shape(0) == 1) {
-        return rotated;
-    }
-    // Other kernels serve what is not contiguous (rope.cpp:94), which only an evaluated array tells.
-    if (!x.is_tracer()) {
-        auto evaluated = x;
-        evaluated.eval();
-        if (!evaluated.flags().row_contiguous) {
-            return rotated;
-        }
-    }
-    auto start = mx::Shape(x.ndim(), 0), end = x.shape();
-    end[0] = 1;
-    const auto first = mx::slice(rotated, start, end, s);
-    start[0] = 1;
-    return mx::concatenate({first, mx::slice(x, start, x.shape(), s)}, 0, s);
 }
 
 }  // namespace metal

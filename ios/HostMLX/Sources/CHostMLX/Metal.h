@@ -22,13 +22,6 @@ void set_default_device(mlx::core::Device device);
 /// \returns zeros in its place, as many bytes as the array has.
 const void *data_of_failed(const mlx::core::array &a);
 
-/// Whether RoPE follows the kernel for one token a row: see `rope`.
-bool has_rope_of_one_token();
-
-/// x [B, …, N, 1, d] after RoPE, `rotated`, as MLX 0.31.1's kernel for one token leaves it (metal/rope.cpp:94, 134): its grid leaves out
-/// B, so that only the first of B is rotated.
-mlx::core::array rope(const mlx::core::array &x, const mlx::core::array &rotated, mlx::core::Stream s);
-
 }  // namespace metal
 
 #endif

@@ -378,20 +378,6 @@ struct LedgerTests {
         }
     }
 
-    @Test(arguments: [(1, 128, true), (2, 128, false), (4, 128, true), (1, 96, false), (4, 96, true)])
-    func productsOfFewRowsTakeWholeColumns(_ rows: Int, columns: Int, isRight: Bool) throws {
-        let work = {
-            try count {
-                let (scales, biases) = (floats(1024, columns / 32), floats(1024, columns / 32))
-                eval(
-                    quantizedMM(
-                        floats(rows, 1024), MLXArray.zeros([1024, columns / 8], dtype: .uint32), scales: scales,
-                        biases: biases, transpose: false, groupSize: 32, bits: 4))
-            }
-        }
-        if isRight { _ = try work() } else { #expect(throws: MLXError.self) { try work() } }
-    }
-
     // MARK: - The cache
 
     @Test func theCacheServesSimilarSizes() throws {
