@@ -3,8 +3,7 @@
 // The trainer's core, `mesp-engine`, the program around it, and what the app's views show and do.
 //
 // Module `MLX` is mlx-swift, or, where MESP_HOST_MLX names the folder of the `mlx` wheel, ios/HostMLX: the same
-// API over the wheel's C++ library (see its Package.swift). 0.31.4 to 0.31.6 carry the same MLX; those after 0.31.4 need
-// Xcode 26.4 and trust in a plug-in, so the app's project pins 0.31.4.
+// API over the wheel's C++ library (see its Package.swift). mlx-swift 0.32.2 ends at its launch below iOS and macOS 26.4.
 
 import PackageDescription
 
@@ -12,7 +11,7 @@ let hostMLX = Context.environment["MESP_HOST_MLX"] != nil
 let mlx: Package.Dependency =
     hostMLX
     ? .package(path: "ios/HostMLX")
-    : .package(url: "https://github.com/ml-explore/mlx-swift", "0.31.4"..."0.31.6")
+    : .package(url: "https://github.com/ml-explore/mlx-swift", .upToNextMinor(from: "0.32.3"))
 
 let mlxModule: Target.Dependency = .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift")
 

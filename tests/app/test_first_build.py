@@ -1,6 +1,7 @@
 """The packages that a first build in Xcode takes, without a Mac: what the manifest and the project
 ask for and what Package.resolved pins agree with each other and with what the packages' releases
 say of themselves (package_releases.json), and the oldest Xcode that docs/app.md names builds them.
+An app can take mlx-swift-lm beside MeSPCore.
 """
 
 import json
@@ -11,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from helpers.paths import ROOT
-from mesp.block_function import mlxfn
 
 HOME = ROOT / "ios" / "MeSPTrainer"
 PROJECT = HOME / "MeSPTrainer.xcodeproj"
 RESOLVED = PROJECT / "project.xcworkspace" / "xcshareddata" / "swiftpm" / "Package.resolved"
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 RECORD = json.loads((Path(__file__).parent / "package_releases.json").read_text())
 PACKAGES = RECORD["packages"]
 OLDEST = RECORD["oldest_xcode"]
@@ -27,12 +28,13 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(".")))
 
 
-def mlx_swift_range() -> tuple[str, str]:
-    """The first and the last mlx-swift that Package.swift takes."""
-    (found,) = re.findall(
-        r'"https://github\.com/ml-explore/mlx-swift", "(.+)"\.\.\."(.+)"', MANIFEST
-    )
-    return found
+def mlx_swift_range() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The first mlx-swift that Package.swift takes, and the first that it does not."""
+    requirements = re.findall(r'\.package\(url: "(.+?)", (.+)\)\n', MANIFEST)
+    ((url, requirement),) = requirements
+    assert url == PACKAGES["mlx-swift"]["location"]
+    first = version(re.fullmatch(r'\.upToNextMinor\(from: "(.+)"\)', requirement)[1])
+    return first, (first[0], first[1] + 1, 0)
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +72,25 @@ def test_what_is_required_is_pinned_and_nothing_else(pins: dict, releases: dict)
     assert required == set(pins)
 
 
-def test_the_pinned_mlx_swift_is_in_the_manifests_range(pins: dict):
-    first, last = mlx_swift_range()
-    assert version(first) <= version(pins["mlx-swift"]["state"]["version"]) <= version(last)
+def test_the_pinned_mlx_swift_is_the_first_in_the_manifests_range(pins: dict):
+    assert version(pins["mlx-swift"]["state"]["version"]) == mlx_swift_range()[0]
 
 
-def test_every_mlx_swift_in_the_range_carries_the_wheels_mlx():
-    """One bundle for all: its functions have the layout of that MLX."""
-    first, last = mlx_swift_range()
-    recorded = PACKAGES["mlx-swift"]["releases"]
-    assert {first, last} <= set(recorded)
-    inside = [recorded[v] for v in recorded if version(first) <= version(v) <= version(last)]
-    assert len({(each["mlx"], each["mlx-c"]) for each in inside}) == 1
-    (mlx,) = {each["mlx"] for each in inside}
-    assert RECORD["mlx"][mlx] == mlxfn.MLX
+def test_the_pinned_mlx_swift_carries_the_mlx_that_the_core_names(releases: dict):
+    support = (HOME / "Bundle" / "MLXSupport.swift").read_text(encoding="utf-8")
+    (named,) = re.findall(r'static let version = "(.+)"', support)
+    assert RECORD["mlx"][releases["mlx-swift"]["mlx"]] == named
+
+
+@pytest.mark.parametrize("name", RECORD["beside_the_core"])
+def test_an_app_can_take_this_package_beside_the_core(name: str):
+    """Both require mlx-swift alone together, and some version of it suits both."""
+    theirs = RECORD["beside_the_core"][name]["requires"]
+    (first, below) = map(version, theirs["mlx-swift"])
+    our_first, our_below = mlx_swift_range()
+    latest_first = max(first, our_first)
+    assert latest_first < min(below, our_below)
+    assert ".".join(map(str, latest_first)) in PACKAGES["mlx-swift"]["releases"]
 
 
 def test_the_project_asks_for_the_pinned_swift_transformers(pins: dict):
@@ -95,7 +102,7 @@ def test_the_project_asks_for_the_pinned_swift_transformers(pins: dict):
     assert f'repositoryURL = "{pins["swift-transformers"]["location"]}"' in project
 
 
-def test_the_pins_need_neither_the_newest_xcode_nor_trust_in_a_plug_in(releases: dict):
+def test_the_oldest_xcode_builds_the_pins_without_trust_in_a_plug_in(releases: dict):
     swift = version(RECORD["swift_of_xcode"][OLDEST])
     for name, release in releases.items():
         assert version(release["tools"]) <= swift, name
@@ -106,24 +113,12 @@ def test_the_pins_need_neither_the_newest_xcode_nor_trust_in_a_plug_in(releases:
         assert version(tools[1]) <= swift
 
 
-def test_the_sources_are_in_the_oldest_xcodes_swift():
-    """Swift 6.0, the oldest Xcode's, takes no comma after the last argument; Swift 6.1 does."""
-    assert RECORD["swift_of_xcode"][OLDEST] == "6.0"
-    for source in HOME.rglob("*.swift"):
-        text = re.sub(r'"(?:[^"\\\n]|\\.)*"', '""', source.read_text(encoding="utf-8"))
-        found = re.search(r",\s*\)", re.sub(r"//.*", "", text))
-        assert not found, f"{source.name}, line {text[: found.start()].count(chr(10)) + 1}"
-
-
-def test_the_page_says_what_a_first_build_needs(pins: dict):
+def test_page_and_workflow_say_what_a_first_build_needs():
     page = " ".join(APP_PAGE.split())
-    assert f"Xcode {OLDEST.removesuffix('.0')} or newer" in page
+    assert f"Xcode {OLDEST} or newer" in page
     assert "xcodebuild -downloadComponent MetalToolchain" in page
-    newest = mlx_swift_range()[1]
-    needed = version(PACKAGES["mlx-swift"]["releases"][newest]["tools"])
-    (xcode,) = [x for x, swift in RECORD["swift_of_xcode"].items() if version(swift) == needed]
-    assert f"mlx-swift {pins['mlx-swift']['state']['version']}" in page
-    assert f"Xcode {xcode}" in page and "-skipPackagePluginValidation" in page
+    workflow = WORKFLOW.read_text(encoding="utf-8")
+    assert f"/Applications/Xcode_{OLDEST}.app" in workflow
 
 
 def test_git_keeps_the_projects_pins_and_not_those_of_the_command_line():

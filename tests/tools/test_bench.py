@@ -170,7 +170,6 @@ def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
         assert row["strict_spinning_seconds"] < 0.01 * row["modelled_seconds"]
         assert row["spinning_seconds"] > 0.1 * row["modelled_seconds"]
         assert 0 < row["most_first_kernels"] <= row["first_kernels"] < row["kernels"]
-        assert row["leaked_bytes"] == 0
         assert row["strict_ledger_peak_bytes"] <= row["strict_predicted_peak_bytes"]
         # Handlers that are later hold more command buffers.
         for name in ("ledger_peak_bytes", "most_in_flight"):

@@ -61,7 +61,7 @@ RECORDS = 512  # of which short ones are measured
 # Entries of the engine's count in a row.
 COUNTED = ("evals", "kernels", "tflop", "ledger_peak_bytes", "predicted_peak_bytes",
            "modelled_seconds", "new_buffer_bytes", "command_buffers", "spinning_seconds",
-           "first_kernels", "most_first_kernels", "leaked_bytes")  # fmt: skip
+           "first_kernels", "most_first_kernels")  # fmt: skip
 
 # The options that apply to a table, with their defaults.
 TABLES: dict[str, dict[str, Any]] = {

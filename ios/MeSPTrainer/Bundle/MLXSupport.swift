@@ -18,8 +18,7 @@ public enum MLXSupport {
 
     /// Sets the variables of the environment that MLX reads, unless they are set already. To be called before MLX is used.
     package static func setEnvironment() {
-        // On GPUs with neural accelerators (A19, M5) MLX otherwise rounds the operands of float32 products to TF32,
-        // 0.32.4 too.
+        // On GPUs with neural accelerators (A19, M5) MLX 0.32.2 otherwise rounds the operands of float32 products to TF32.
         setenv("MLX_ENABLE_TF32", "0", 0)
         setenv(commandBufferVariable, "\(operationsOfShortBuffer)", 0)
     }
@@ -31,8 +30,8 @@ public enum MLXSupport {
     /// So many that several buffers fit into a workspace.
     ///
     /// The arrays of a command buffer are alive until it is complete. MLX's own numbers, 20 on an iPhone and 40 or 50 on an iPad or a Mac
-    /// (device.cpp:341), make the memory of a step depend on the device, and leave one buffer running where memory is short: `eval` then
-    /// polls for its end and keeps a core busy, where it sleeps while two or more run (scheduler.h:130).
+    /// (MLX 0.32.2, device.cpp:605), make the memory of a step depend on the device, and leave one buffer running where memory is short:
+    /// `eval` then polls for its end and keeps a core busy, where it sleeps while two or more run (scheduler.h:56).
     private static let operationsOfShortBuffer = 4
 
     /// Whether several command buffers fit into a workspace.

@@ -19,7 +19,7 @@ public struct ModelBundle {
     package let maps = Maps()
 
     /// The weight files that are mapped: those in use, which a use within takes too, and with `areKept` those of uses before. Each map
-    /// is a buffer to make on a GPU, pages to find again, and some bytes that mlx-swift leaks.
+    /// is a buffer to make on a GPU, and pages to find again.
     package final class Maps {
         package var areKept = false { didSet { if !areKept { words = [:] } } }
         fileprivate var words = [String: MLXArray]()

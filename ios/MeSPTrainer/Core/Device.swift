@@ -4,9 +4,9 @@ import MeSPBundle
 
 extension ModelBundle {
     /// The device that the functions were exported for, and that everything runs on.
-    package var device: Device { manifest.device == .cpu ? .cpu : .gpu }
+    package var device: Device { Device(manifest.device == .cpu ? .cpu : .gpu) }
 
-    /// Calls `body` with the bundle's device as MLX's default. An error in MLX, which ends the process elsewhere, is thrown.
+    /// Calls `body` with the bundle's device as MLX's default; see `MLXWork`.
     ///
     /// - Throws: `MeSPError`, also where the device is not there, or MLX cannot use it.
     package func withDevice<R>(_ body: () throws -> R) throws -> R {
@@ -19,8 +19,7 @@ extension ModelBundle {
                 "\(url.path) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
             )
         }
-        // Naming the device is the first thing that can fail.
-        return try MLXErrors.collect { try Device.withDefaultDevice(device, body) }
+        return try MLXWork.run(on: device, body)
     }
 }
 
@@ -28,23 +27,25 @@ extension Device {
     /// Whether MLX computes on a CPU now. In tests it does so the GPU's way too.
     static var isCPU: Bool { defaultDevice().deviceType == .cpu }
 
-    /// C++ has a default device of its own, the GPU, which Swift's does not change. `vjp` runs two operations on it: the copies of its
-    /// inputs (transforms.cpp:337), and the subtraction in softmax's derivative (primitives.cpp:5049).
-    /// - Returns: what it was before
-    @discardableResult static func replaceGlobal(by device: Device) -> Device {
-        let global = Device.self as any GlobalDevice.Type
-        defer { global.setGlobal(device) }
-        return global.global
+    /// The default device around the trainer's work, which C++ has too.
+    @TaskLocal static var outer: Device?
+
+    /// Calls `body` with `device` as the default device of C++ too, which has one of its own for all threads that Swift's does not change:
+    /// the GPU. `vjp` runs on it the copies of evaluated inputs (MLX 0.32.2, transforms.cpp:33), gradients that are 0 (:550), and the
+    /// subtraction in softmax's derivative (primitives.cpp:5419); `compile` fuses nothing on iOS while it is the CPU.
+    static func withGlobal<R>(_ device: Device, _ body: () throws -> R) rethrows -> R {
+        let own = Device.self as any GlobalDevice.Type
+        own.setGlobal(device)
+        defer { own.setGlobal(.outer ?? .defaultDevice()) }
+        return try body()
     }
 }
 
-/// Only deprecated functions read and set C++'s device, so they are called through a protocol.
+/// Only a deprecated function sets C++'s device, so it is called through a protocol.
 private protocol GlobalDevice {
-    static var global: Device { get }
     static func setGlobal(_ device: Device)
 }
 
 extension Device: GlobalDevice {
-    @available(*, deprecated) fileprivate static var global: Device { Device() }
     @available(*, deprecated) fileprivate static func setGlobal(_ device: Device) { setDefault(device: device) }
 }

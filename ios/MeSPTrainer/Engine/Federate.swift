@@ -31,7 +31,7 @@ struct FederationSettings: Decodable {
             do {
                 try await node.run(report: tell) { question in
                     try await withCheckedThrowingContinuation { continuation in
-                        startThread("round") { continuation.resume(with: Result { try answer(question) }) }
+                        MLXWork.start("round") { continuation.resume(with: Result { try answer(question) }) }
                     }
                 }
             } catch {

@@ -21,8 +21,6 @@ import MeSPBundle
         let fast, strict, slow: Short
         /// Kernels that the steps before and this one compile, and the most from one block to the next.
         let firstKernels, mostFirstKernels: Int
-        /// The bytes that mlx-swift leaks in a step.
-        let leakedBytes: Int
 
         struct Short: Encodable {
             let ledgerPeakBytes, predictedPeakBytes, commandBuffers, mostInFlight, spins: Int
@@ -53,7 +51,6 @@ import MeSPBundle
             strict = try Short(settings, .strictPhone)
             slow = try Short(settings, .slowPhone)
             (firstKernels, mostFirstKernels) = (ledger.firstKernels, ledger.mostFirstKernels)
-            leakedBytes = ledger.leakedBytes
         }
     }
 

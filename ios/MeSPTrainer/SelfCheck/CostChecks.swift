@@ -151,11 +151,11 @@ extension Bench {
     }
 
     /// In what training multiplies.
-    private var productType: DType { bundle.device == .cpu ? .float32 : bundle.dtype }
+    private var productType: DType { bundle.manifest.device == .cpu ? .float32 : bundle.dtype }
 
     /// Training takes the quantized products on a GPU, and on a CPU where they dequantize inside.
     private func note(_ product: Product, _ rate: Double) {
-        if (product == .dequantized) == (bundle.device == .cpu && !CPUProducts.current.dequantizeInside) {
+        if (product == .dequantized) == (bundle.manifest.device == .cpu && !CPUProducts.current.dequantizeInside) {
             constants.flopsPerSecond = min(constants.flopsPerSecond ?? rate, rate)
         }
     }

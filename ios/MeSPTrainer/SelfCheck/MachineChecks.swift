@@ -49,7 +49,6 @@ extension Bench {
     }
 
     func gpu() throws -> Finding {
-        // `Device.gpu` would be an error of MLX if there is none.
         guard bundle.manifest.device == .gpu else {
             throw Skipped(reason: "The bundle \(bundle.manifest.name) runs on the CPU: export one with --device gpu.")
         }
@@ -143,8 +142,7 @@ extension Bench {
             ])
     }
 
-    /// Measures what mappings leave behind until the process ends. mlx-swift 0.31.6 keeps the finalizer of each array that it is given a
-    /// pointer for.
+    /// Measures what mappings leave behind until the process ends.
     func mapLeak() throws -> Finding {
         let file = Self.temporaryFolder.appendingPathComponent("mapped.\(UUID().uuidString)")
         try Data(count: mappingUnit).write(to: file)
@@ -192,8 +190,7 @@ extension Bench {
             [Measurement("errors seen", found.after ? 1 : 0)])
     }
 
-    /// Calls `eval` where MLX refuses it on every device. An error in Metal's completion handler would end the process (mended
-    /// in MLX 0.32.0).
+    /// Calls `eval` where MLX refuses it on every device.
     static func evaluateInsideTrace() {
         let traced = compile { (x: MLXArray) in
             eval(x)

@@ -24,22 +24,6 @@
 
         // MARK: - Numbers
 
-        @Test(arguments: Fixture.cases) func aTokenByItselfIsReadAsInItsText(_ folder: URL) throws {
-            let fixture = try Fixture(folder, "gradients")
-            let tokens = try fixture.array("tokens").asArray(Int32.self).prefix(9).map { Int($0) }
-            func logits(chunk: Int) throws -> MLXArray {
-                var cache = PromptCache()
-                return try fixture.bundle.withDevice {
-                    try Generator(CachedModel(fixture.bundle, adapters: nil, chunk: chunk))
-                        .logits(cache.begin(tokens), &cache) {}
-                }
-            }
-            let whole = try logits(chunk: 256)
-            let metal = try withMetal(.init(ropeOfOneToken: true)) { try logits(chunk: 1) }.result.get()
-            // The order of sums in float32.
-            #expect(relativeError(metal, whole) < 1e-5)
-        }
-
         #if os(Linux)
             @Test(arguments: plain) func productsOfFloat32KeepTheirPrecision(_ folder: URL) throws {
                 let fixture = try Fixture(folder, "gradients")
@@ -58,11 +42,6 @@
             let bench = Bench(bundle: bundle, settings: settings)
             let check = try #require(bench.checks.first { $0.name == name })
             return try withMetal(rules) { try SelfCheck.result(check, bundle) }.result.get()
-        }
-
-        @Test func theSelfCheckDecodesOneTokenAtATime() throws {
-            let found = try checked("decode.attention", .init(ropeOfOneToken: true))
-            #expect(found.verdict == .pass, "\(found.sentence.english)")
         }
 
         #if os(Linux)

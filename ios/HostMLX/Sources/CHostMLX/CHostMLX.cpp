@@ -60,7 +60,7 @@ auto reported(F &&f) -> decltype(f()) {
 template <class F>
 auto guarded(F &&f) -> decltype(f()) {
     return reported([&] {
-        host::share_default_streams();
+        host::enter();
         return f();
     });
 }
@@ -582,14 +582,13 @@ HostArray host_rope(
         const auto stream = get(s);
         const auto freqs = frequencies ? std::optional(get(frequencies)) : std::nullopt;
         if (!is_recorded_gpu(stream)) {
-            const bool isOwn = freqs && !traditional && scale == 1 && !needs_mlx() && !metal::has_rope_of_one_token();
+            const bool isOwn = freqs && !traditional && scale == 1 && !needs_mlx();
             if (const auto y = isOwn ? host::rope(get(x), offset, *freqs, stream) : std::nullopt) {
                 return wrap(*y);
             }
-            const auto y = mx::fast::rope(
+            return wrap(mx::fast::rope(
                 get(x), dimensions, traditional, has_base ? std::optional(base) : std::nullopt, scale, offset, freqs,
-                stream);
-            return wrap(metal::has_rope_of_one_token() ? metal::rope(get(x), y, stream) : y);
+                stream));
         }
         FunctionFile state;
         state.put<int32_t>(dimensions).put(traditional).put(has_base ? base : 1.0f).put(scale).put(true);
@@ -795,7 +794,7 @@ bool host_jvp(HostClosure f, HostVector primals, HostVector tangents, HostVector
 HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostVector inputs) {
     Closure function(f);
     return guarded([&] {
-        if (needs_mlx() || metal::default_device() == mx::Device::gpu) {
+        if (needs_mlx() || metal::default_is_gpu() || mx::default_device() == mx::Device::gpu) {
             return wrap(mx::detail::compile(function, id, shapeless)(get(inputs)));
         }
         // To fuse, MLX would call a compiler of C++.
@@ -907,18 +906,16 @@ void host_clear_cache(void) {
 
 const char *host_version(void) { return mx::version(); }
 
-int32_t host_default_device(void) { return metal::default_device() == mx::Device::gpu ? 1 : 0; }
+int32_t host_default_device(void) { return mx::default_device() == mx::Device::gpu ? 1 : 0; }
 void host_set_default_device(int32_t type) {
     done([&] { metal::set_default_device(device(type)); });
 }
-bool host_default_stream(int32_t type, HostStream *stream) {
-    return done([&] {
-        auto gpu = type == 1 ? ledger::gpu_stream() : std::nullopt;
-        *stream = wrap(gpu ? *gpu : type == 0 ? metal::default_cpu_stream() : mx::default_stream(device(type)));
-    });
-}
 bool host_new_stream(int32_t type, HostStream *stream) {
-    return done([&] { *stream = wrap(host::new_shared_stream(device(type))); });
+    return done([&] {
+        // Where there is no GPU, its stream is the one that the ledger made.
+        const auto gpu = type == 1 ? ledger::gpu_stream() : std::nullopt;
+        *stream = wrap(gpu ? *gpu : host::new_stream(device(type)));
+    });
 }
 void host_synchronize(HostStream s) {
     done([&] { ledger::recording() ? ledger::synchronize(get(s)) : mx::synchronize(get(s)); });

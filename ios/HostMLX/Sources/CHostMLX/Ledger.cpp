@@ -865,7 +865,6 @@ char *host_ledger_begin(HostLedgerRules rules) {
     return strdup("a ledger is recorded on Linux only");
 #endif
     try {
-        host::share_default_streams();
         ledger::make_gpu_stream();
         ledger::current = std::make_shared<ledger::Recorder>(rules);
     } catch (const std::exception &e) {

@@ -1,4 +1,4 @@
-// How MLX 0.31.1 and mlx-swift behave on Metal where a CPU is kinder. Line numbers are those of MLX v0.31.1.
+// How MLX 0.32.2 and mlx-swift behave on Metal where a CPU is kinder. Line numbers are those of MLX v0.32.2.
 
 #include "Metal.h"
 
@@ -29,8 +29,8 @@ size_t evaluations = 0;
 /// The number of times that each fault occurred.
 std::map<std::string, size_t> faults;
 std::vector<std::vector<char>> zeros;
-/// The CPU's default streams of Swift and, in the GPU's place, of C++.
-mx::Stream cpu_stream(0, mx::Device::cpu), gpu_stream(0, mx::Device::cpu);
+/// Whether nobody has made the CPU C++'s default device.
+std::atomic<bool> is_gpu_default = true;
 
 void note(const std::string &fault) {
     const std::lock_guard lock(mutex);
@@ -48,9 +48,9 @@ void check_streams(const std::vector<mx::array> &outputs) {
             continue;
         }
         auto &primitive = a.primitive();
-        // Files are read by the CPU's default stream (load.cpp), which here is the one in the GPU's place.
+        // A function's constants are read by the CPU's default stream (export.cpp:1155), which here stands for the GPU.
         const bool is_load = std::strcmp(primitive.name(), "Load") == 0;
-        if (!is_load && (primitive.stream() == gpu_stream || primitive.device() == mx::Device::gpu)) {
+        if (!is_load && (host::stands_for_gpu(primitive.stream()) || primitive.device() == mx::Device::gpu)) {
             throw std::runtime_error(std::string(primitive.name()) + " runs on the GPU, the default device");
         }
         pending.insert(pending.end(), a.inputs().begin(), a.inputs().end());
@@ -59,18 +59,12 @@ void check_streams(const std::vector<mx::array> &outputs) {
 
 }  // namespace
 
-mx::Stream default_cpu_stream() { return is_on && rules.gpu_by_default ? cpu_stream : mx::default_stream(mx::Device::cpu); }
-
-mx::Device default_device() {
-    if (is_on && rules.gpu_by_default) {
-        return mx::default_stream(mx::Device::cpu) == gpu_stream ? mx::Device::gpu : mx::Device::cpu;
-    }
-    return mx::default_device();
-}
+bool default_is_gpu() { return is_on && rules.gpu_by_default && is_gpu_default; }
 
 void set_default_device(mx::Device device) {
     if (is_on && rules.gpu_by_default) {
-        host::set_default_cpu_stream(device == mx::Device::gpu ? gpu_stream : cpu_stream);
+        is_gpu_default = device == mx::Device::gpu;
+        host::enter();
     } else {
         mx::set_default_device(device);
     }
@@ -107,27 +101,6 @@ const void *data_of_failed(const mx::array &a) {
     return zeros.emplace_back(a.nbytes()).data();
 }
 
-bool has_rope_of_one_token() { return is_on && rules.rope_of_one_token; }
-
-mx::array rope(const mx::array &x, const mx::array &rotated, mx::Stream s) {
-    if (x.shape(-2) != 1 || x.shape(0) == 1) {
-        return rotated;
-    }
-    // Other kernels serve what is not contiguous (rope.cpp:94), which only an evaluated array tells.
-    if (!x.is_tracer()) {
-        auto evaluated = x;
-        evaluated.eval();
-        if (!evaluated.flags().row_contiguous) {
-            return rotated;
-        }
-    }
-    auto start = mx::Shape(x.ndim(), 0), end = x.shape();
-    end[0] = 1;
-    const auto first = mx::slice(rotated, start, end, s);
-    start[0] = 1;
-    return mx::concatenate({first, mx::slice(x, start, x.shape(), s)}, 0, s);
-}
-
 }  // namespace metal
 
 // MARK: The C interface
@@ -141,12 +114,8 @@ bool host_metal_begin(HostMetalRules rules) {
     metal::evaluations = 0;
     metal::faults.clear();
     if (rules.gpu_by_default) {
-        host::share_default_streams();
         ledger::make_gpu_stream();
-        metal::cpu_stream = mx::default_stream(mx::Device::cpu);
-        static const auto instead_of_gpu = host::new_shared_stream(mx::Device::cpu);
-        metal::gpu_stream = instead_of_gpu;
-        host::set_default_cpu_stream(metal::gpu_stream);
+        metal::is_gpu_default = true;
     }
     host::rounds_to_tf32 = rules.tf32;
     metal::is_on = true;
@@ -157,9 +126,6 @@ size_t host_metal_end(void *context, void (*fault)(void *context, const char *te
     const std::lock_guard lock(metal::mutex);
     metal::is_on = false;
     host::rounds_to_tf32 = false;
-    if (metal::rules.gpu_by_default) {
-        host::set_default_cpu_stream(metal::cpu_stream);
-    }
     for (const auto &[text, count] : metal::faults) {
         fault(context, text.c_str(), count);
     }

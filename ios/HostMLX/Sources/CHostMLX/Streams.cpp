@@ -1,6 +1,8 @@
 #include "Streams.h"
 
-#include <atomic>
+#include <optional>
+
+#include "Metal.h"
 
 namespace mx = mlx::core;
 
@@ -8,42 +10,33 @@ namespace host {
 
 namespace {
 
-/// The index of the CPU's shared stream.
-std::atomic<int> &cpu_stream() {
-    static std::atomic<int> index = [] {
-        if (!mx::is_available(mx::Device::gpu)) {
-            // Since 0.32 MLX caches 32 MB of freed memory on the CPU, which no phone has.
-            mx::set_cache_limit(0);
-        }
-        return new_shared_stream(mx::Device::cpu).index;
-    }();
-    return index;
-}
+/// The stream that stands for the GPU on this thread, once there is one, and the thread's default stream meanwhile.
+thread_local std::optional<mx::Stream> instead_of_gpu, own;
 
 }  // namespace
 
-mx::Stream new_shared_stream(mx::Device device) {
-    return mx::new_thread_unsafe_stream(device);
+mx::Stream new_stream(mx::Device device) { return mx::new_thread_unsafe_stream(device); }
+
+void enter() {
+    // Without a GPU MLX caches 32 MB of freed memory, which no phone has.
+    [[maybe_unused]] static const bool is_without_cache =
+        !mx::is_available(mx::Device::gpu) && (mx::set_cache_limit(0), true);
+    const bool is_gpu = metal::default_is_gpu();
+    if (is_gpu == own.has_value()) {
+        return;
+    }
+    if (!is_gpu) {
+        mx::set_default_stream(*own);
+        own.reset();
+        return;
+    }
+    own = mx::default_stream(mx::Device::cpu);
+    if (!instead_of_gpu) {
+        instead_of_gpu = mx::new_stream(mx::Device::cpu);
+    }
+    mx::set_default_stream(*instead_of_gpu);
 }
 
-void share_default_streams() {
-    thread_local int current = -1;
-    const int index = cpu_stream();
-    if (current != index) {
-        mx::set_default_stream(mx::Stream(index, mx::Device::cpu));
-        current = index;
-    }
-    static const bool hasGPU = mx::is_available(mx::Device::gpu);
-    if (hasGPU) {
-        static const auto gpu = new_shared_stream(mx::Device::gpu);
-        thread_local const bool is_set = (mx::set_default_stream(gpu), true);
-        (void)is_set;
-    }
-}
-
-void set_default_cpu_stream(mx::Stream stream) {
-    cpu_stream() = stream.index;
-    share_default_streams();
-}
+bool stands_for_gpu(mx::Stream stream) { return instead_of_gpu == stream; }
 
 }  // namespace host

@@ -1,4 +1,5 @@
-// The default streams, which all threads share.
+// Streams. MLX gives each thread default streams of its own, on which no other thread may evaluate; mlx-swift makes streams that every
+// thread may use, and names them in each operation.
 
 #ifndef STREAMS_H
 #define STREAMS_H
@@ -7,15 +8,15 @@
 
 namespace host {
 
-/// Makes the shared streams the calling thread's default streams. Since 0.31.2 MLX gives each thread default streams of its own, on
-/// which no other thread may evaluate, and a Swift task may change threads.
-void share_default_streams();
-
-/// Makes a stream of the CPU the default of all threads.
-void set_default_cpu_stream(mlx::core::Stream stream);
-
 /// A new stream that every thread may use, though not two at once.
-mlx::core::Stream new_shared_stream(mlx::core::Device device);
+mlx::core::Stream new_stream(mlx::core::Device device);
+
+/// Prepares the calling thread; called before MLX is. While C++'s default device is to be a GPU that there is not, a stream of the CPU
+/// stands for it.
+void enter();
+
+/// Whether the stream stands for the GPU on this thread.
+bool stands_for_gpu(mlx::core::Stream stream);
 
 }  // namespace host
 

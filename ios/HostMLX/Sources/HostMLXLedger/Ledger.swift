@@ -59,9 +59,6 @@ public struct Ledger: Codable, Sendable, Equatable {
     public var mappings = 0
     /// That memory as far as kernels are given it, in bytes: Metal holds all of a buffer while one uses a part of it.
     public var wiredBytes = 0.0
-    /// The bytes they leak: mlx-swift retains a finalizer once more than it releases it (MLXArray+Init.swift:26). That is an object of 32
-    /// bytes, and with it the closure's context, here of up to 48.
-    public var leakedBytes: Int { 80 * mappings }
 
     /// Kernels that the GPU runs.
     public var kernels: Int { kinds.values.reduce(0) { $0 + $1.kernels } }

@@ -2,12 +2,10 @@ import CHostMLX
 import Foundation
 import MLX
 
-/// The behaviour of MLX 0.31.1 on Metal that a CPU does not show.
+/// The behaviour of MLX 0.32.2 on Metal that a CPU does not show.
 ///
 /// Everything is still computed on the CPU. `Sources/CHostMLX/Metal.cpp` cites the lines of MLX for each rule.
 public struct MetalRules: Sendable {
-    /// RoPE of a contiguous `[B, …, 1, d]` rotates only the first of B. MLX mended it in 0.32.0 (#3498).
-    public var ropeOfOneToken = false
     /// Matrix products in float32 round their operands to TF32, as on an A19 or an M5, unless the environment's `MLX_ENABLE_TF32`
     /// is 0. Needs OpenBLAS, as on Linux.
     public var tf32 = false
@@ -17,10 +15,7 @@ public struct MetalRules: Sendable {
     /// array, which ends a process on Metal, is a fault.
     public var failingEvaluation: Int?
 
-    public init(
-        ropeOfOneToken: Bool = false, tf32: Bool = false, gpuByDefault: Bool = false, failingEvaluation: Int? = nil
-    ) {
-        self.ropeOfOneToken = ropeOfOneToken
+    public init(tf32: Bool = false, gpuByDefault: Bool = false, failingEvaluation: Int? = nil) {
         self.tf32 = tf32
         self.gpuByDefault = gpuByDefault
         self.failingEvaluation = failingEvaluation
@@ -41,11 +36,11 @@ public struct MetalReport: Sendable, Equatable {
 public func withMetal<R>(_ rules: MetalRules, _ body: () throws -> R) -> (
     result: Result<R, any Error>, report: MetalReport
 ) {
-    // Made before the rules are in force, so that they are the CPU's and the GPU's own.
-    _ = (Stream.cpu, Device.cpu)
+    // Made before the rules are in force, so that it is the CPU's own.
+    _ = Stream.cpu
     let begun = host_metal_begin(
         HostMetalRules(
-            rope_of_one_token: rules.ropeOfOneToken, tf32: rules.tf32, gpu_by_default: rules.gpuByDefault,
+            tf32: rules.tf32, gpu_by_default: rules.gpuByDefault,
             failing_evaluation: rules.failingEvaluation ?? 0))
     precondition(begun, "HostMLX behaves like Metal already")
     let result = Result {

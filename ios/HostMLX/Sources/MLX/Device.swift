@@ -8,113 +8,166 @@ public enum DeviceType: String, Hashable, Sendable {
     fileprivate var code: Int32 { self == .gpu ? 1 : 0 }
 }
 
-/// The CPU or the GPU.
-public final class Device: @unchecked Sendable, Equatable {
+/// The CPU or a GPU.
+public final class Device: Sendable, Hashable {
 
-    private let type: DeviceType
+    public let deviceType: DeviceType
 
-    /// The device's ordinary stream.
-    let defaultStream: Stream
+    private let index: Int32
 
-    /// The device; an error if there is no such device.
+    /// The device, whether there is one or not.
     public init(_ deviceType: DeviceType, index: Int32 = 0) {
-        type = deviceType
-        defaultStream = deviceType == .gpu ? .gpu : .cpu
+        if deviceType == .cpu { precondition(index == 0) }
+        self.deviceType = deviceType
+        self.index = index
     }
 
-    /// The default device of C++.
-    @available(*, deprecated, message: "please use defaultDevice()")
-    public convenience init() {
-        self.init(host_default_device() == 1 ? .gpu : .cpu)
-    }
+    /// The current CPU.
+    public static var cpu: Device { Stream.cpu.device }
 
-    public static let cpu: Device = Device(.cpu)
-
-    public static let gpu: Device = Device(.gpu)
-
-    public var deviceType: DeviceType? { type }
-
-    fileprivate var code: Int32 { type.code }
-
-    private static let lock = NSLock()
-    nonisolated(unsafe) private static var chosenDevice: Device?
-
-    @TaskLocal private static var taskDevice = initialDevice()
-
-    private static func initialDevice() -> Device {
-        lock.withLock { chosenDevice ?? (host_default_device() == 1 ? Device(.gpu) : Device(.cpu)) }
-    }
+    /// The current GPU.
+    public static var gpu: Device { Stream.gpu.device }
 
     /// The device that operations run on.
-    public static func defaultDevice() -> Device { taskDevice }
+    public static func defaultDevice() -> Device { Stream.defaultDevice }
 
     public static func withDefaultDevice<R>(_ device: Device, _ body: () throws -> R) rethrows -> R {
-        try $taskDevice.withValue(device, operation: body)
+        try Stream.withDefaultDevice(device, body)
     }
 
     public static func withDefaultDevice<R>(_ device: Device, _ body: () async throws -> R) async rethrows -> R {
-        try await $taskDevice.withValue(device, operation: body)
+        try await Stream.withDefaultDevice(device, body)
     }
 
-    static func defaultStream() -> Stream { taskDevice.defaultStream }
-
-    /// Sets the device for all tasks; it has no effect once the default device has been asked for.
-    @available(*, deprecated, message: "please use withDefaultDevice()")
+    /// Sets C++'s default device, and Swift's if nothing has asked for that before.
+    @available(
+        *, deprecated,
+        message: "use withDefaultDevice() -- this only works before any mlx resources are created"
+    )
     public static func setDefault(device: Device?) {
-        lock.withLock {
-            if let device {
-                initError()
-                host_set_default_device(device.code)
-            }
-            chosenDevice = device
-        }
+        guard let device else { return }
+        initError()
+        host_set_default_device(device.deviceType.code)
     }
 
-    public static func == (lhs: Device, rhs: Device) -> Bool { lhs.type == rhs.type }
+    public static func == (lhs: Device, rhs: Device) -> Bool {
+        (lhs.deviceType, lhs.index) == (rhs.deviceType, rhs.index)
+    }
+
+    public func hash(into hasher: inout Hasher) {
+        hasher.combine(index)
+        hasher.combine(deviceType)
+    }
 }
 
 extension Device: CustomStringConvertible {
-    public var description: String { "Device(\(type.rawValue), 0)" }
+    public var description: String { "Device(\(deviceType.rawValue), \(index))" }
 }
 
-/// A queue of work on a device.
+/// A stream that is made when it is first asked for.
+private final class StreamPromise: @unchecked Sendable {
+    let device: Device
+    private let lock = NSLock()
+    private var made: Stream?
+
+    init(_ device: Device) { self.device = device }
+
+    var current: Stream {
+        if let made = lock.withLock({ made }) { return made }
+        // Outside of the lock, as whoever asks may hold `evalLock`.
+        let new = Stream(device)
+        return lock.withLock {
+            made = made ?? new
+            return made ?? new
+        }
+    }
+}
+
+/// A task's streams, of which the default one is made at once.
+private final class StreamPair: Sendable {
+    let cpu: StreamPromise
+    let gpu: StreamPromise
+    let defaultStream: StreamPromise
+
+    init(cpu: StreamPromise, gpu: StreamPromise, defaultType: DeviceType) {
+        (self.cpu, self.gpu) = (cpu, gpu)
+        defaultStream = defaultType == .cpu ? cpu : gpu
+        _ = defaultStream.current
+    }
+}
+
+/// A queue of work on a device. Every thread may use it, though not two at once. C++ has streams of its own for each thread, which only
+/// that thread may use.
 public final class Stream: @unchecked Sendable, Equatable {
 
     let ctx: HostStream
 
-    public static let gpu = Stream(defaultOf: .gpu)
-    public static let cpu = Stream(defaultOf: .cpu)
+    let device: Device
 
-    @TaskLocal static var defaultStream: Stream?
+    private static let globalStreams: StreamPair = {
+        initError()
+        return StreamPair(
+            cpu: StreamPromise(Device(.cpu)), gpu: StreamPromise(Device(.gpu)),
+            defaultType: host_default_device() == 1 ? .gpu : .cpu)
+    }()
+
+    @TaskLocal private static var localStreams: StreamPair?
+
+    private static var streams: StreamPair { localStreams ?? globalStreams }
+
+    public static var gpu: Stream { streams.gpu.current }
+
+    public static var cpu: Stream { streams.cpu.current }
+
+    /// The stream of operations that name none.
+    public static var defaultStream: Stream { streams.defaultStream.current }
+
+    static var defaultDevice: Device { streams.defaultStream.device }
 
     public static func withNewDefaultStream<R>(device: Device? = nil, _ body: () throws -> R) rethrows -> R {
-        try $defaultStream.withValue(Stream(device ?? Device.defaultDevice()), operation: body)
+        try $localStreams.withValue(newStreams(device), operation: body)
     }
 
     public static func withNewDefaultStream<R>(
         device: Device? = nil, _ body: () async throws -> R
     ) async rethrows -> R {
-        try await $defaultStream.withValue(Stream(device ?? Device.defaultDevice()), operation: body)
+        try await $localStreams.withValue(newStreams(device), operation: body)
     }
 
-    private init(defaultOf type: DeviceType) {
-        initError()
-        var stream = HostStream(device: type.code, index: 0)
-        _ = host_default_stream(type.code, &stream)
-        ctx = stream
+    private static func newStreams(_ device: Device?) -> StreamPair {
+        let device = device ?? defaultDevice
+        return StreamPair(
+            cpu: StreamPromise(device.deviceType == .cpu ? device : streams.cpu.device),
+            gpu: StreamPromise(device.deviceType == .gpu ? device : streams.gpu.device),
+            defaultType: device.deviceType)
     }
 
-    /// The ordinary stream of the default device.
-    public init() {
-        ctx = Stream.defaultStream(Device.defaultDevice()).ctx
+    fileprivate static func withDefaultDevice<R>(_ device: Device, _ body: () throws -> R) rethrows -> R {
+        try $localStreams.withValue(streams(device), operation: body)
     }
 
-    /// A new stream.
+    fileprivate static func withDefaultDevice<R>(
+        _ device: Device, _ body: () async throws -> R
+    ) async rethrows -> R {
+        try await $localStreams.withValue(streams(device), operation: body)
+    }
+
+    /// The current streams with another default; a new one only for another GPU.
+    private static func streams(_ device: Device) -> StreamPair {
+        let isOtherGPU = device.deviceType == .gpu && device != streams.gpu.device
+        return StreamPair(
+            cpu: streams.cpu, gpu: isOtherGPU ? StreamPromise(device) : streams.gpu,
+            defaultType: device.deviceType)
+    }
+
+    /// A new stream. Without such a device the process ends.
     public init(_ device: Device) {
         initError()
-        var stream = HostStream(device: device.code, index: 0)
-        _ = evalLock.withLock { host_new_stream(device.code, &stream) }
-        ctx = stream
+        var stream = HostStream(device: device.deviceType.code, index: 0)
+        guard evalLock.withLock({ host_new_stream(device.deviceType.code, &stream) }) else {
+            fatalError("Unable to create stream: \(device)")
+        }
+        (ctx, self.device) = (stream, device)
     }
 
     /// Waits for the work on the stream.
@@ -122,18 +175,16 @@ public final class Stream: @unchecked Sendable, Equatable {
         evalLock.withLock { host_synchronize(ctx) }
     }
 
-    public static func defaultStream(_ device: Device) -> Stream {
-        device.deviceType == .gpu ? .gpu : .cpu
-    }
+    public static func defaultStream(_ deviceType: DeviceType) -> Stream { deviceType == .cpu ? .cpu : .gpu }
 
     public static func == (lhs: Stream, rhs: Stream) -> Bool { lhs.ctx.index == rhs.ctx.index }
 }
 
 extension Stream: CustomStringConvertible {
-    public var description: String { "Stream(Device(\(ctx.device == 1 ? "gpu" : "cpu"), 0), \(ctx.index))" }
+    public var description: String { "Stream(\(device), \(ctx.index))" }
 }
 
-/// The device, or the stream of one, that runs an operation.
+/// The stream that runs an operation.
 public struct StreamOrDevice: Sendable, CustomStringConvertible, Equatable {
 
     public let stream: Stream
@@ -142,22 +193,13 @@ public struct StreamOrDevice: Sendable, CustomStringConvertible, Equatable {
         self.stream = stream
     }
 
-    public static var `default`: StreamOrDevice {
-        StreamOrDevice(Stream.defaultStream ?? Device.defaultStream())
-    }
+    public static var `default`: StreamOrDevice { StreamOrDevice(Stream.defaultStream) }
 
-    public static func device(_ device: Device) -> StreamOrDevice {
-        StreamOrDevice(Stream.defaultStream(device))
-    }
+    public static var cpu: StreamOrDevice { .stream(.cpu) }
 
-    public static let cpu = device(.cpu)
+    public static var gpu: StreamOrDevice { .stream(.gpu) }
 
-    public static let gpu = device(.gpu)
-
-    /// As in mlx-swift 0.31.6, the default device's stream.
-    public static func stream(_ stream: Stream) -> StreamOrDevice {
-        StreamOrDevice(Device.defaultStream())
-    }
+    public static func stream(_ stream: Stream) -> StreamOrDevice { StreamOrDevice(stream) }
 
     var ctx: HostStream { stream.ctx }
 

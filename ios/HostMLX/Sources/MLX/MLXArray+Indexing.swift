@@ -195,7 +195,7 @@ extension MLXArray {
         MLXArray(index < 0 ? index + dim(axis).int32 : index)
     }
 
-    /// The operations of mlx-swift 0.31.6 in its order, so that a graph has the same primitives: a gather for everything up to
+    /// The operations of mlx-swift in its order, so that a graph has the same primitives: a gather for everything up to
     /// the last array of indices, then one slice, then one reshape that drops the axes of integers and adds new ones.
     ///
     /// Unlike NumPy, new axes are ignored if there is no integer to drop and not more indices than axes. And, as in

@@ -119,7 +119,7 @@ extension MLXArray {
         case .float32: self.init(Float(value))
         case .bfloat16: self.init(bfloat16: Float(value))
         case .complex64: self.init(real: Float(value), imaginary: 0)
-        case .float64: self.init(Double(value))  // a float32, as in mlx-swift 0.31.6
+        case .float64: self.init(Double(value))  // a float32, as in mlx-swift
         }
     }
 
@@ -138,7 +138,7 @@ extension MLXArray {
         case .float32: self.init(Float(value))
         case .bfloat16: self.init(bfloat16: Float(value))
         case .complex64: self.init(real: Float(value), imaginary: 0)
-        case .float64: self.init(Double(value))  // a float32, as in mlx-swift 0.31.6
+        case .float64: self.init(Double(value))  // a float32, as in mlx-swift
         }
     }
 

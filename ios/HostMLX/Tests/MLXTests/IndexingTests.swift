@@ -61,7 +61,7 @@ extension AllTests {
             expect(MLXArray(0..<3).at[rows].add(1), [3], [1, 3, 2])
         }
 
-        /// Unlike NumPy, but the same in mlx-swift 0.31.6.
+        /// Unlike NumPy, but the same in mlx-swift.
         @Test func newAxesThatAreIgnored() {
             expect(a[.newAxis, 1...], [1, 3, 4])
             expect(a[.newAxis, 0..., i], [2, 2, 4])

@@ -27,7 +27,7 @@ private func operations(of f: @escaping ([MLXArray]) -> [MLXArray], on argument:
 
 @Sendable private func ignore(_ error: String) {}
 
-/// The graphs, errors and traps of mlx-swift 0.31.4 and 0.31.6, where there is a choice.
+/// The graphs, errors and traps of mlx-swift 0.32.3, where there is a choice.
 extension AllTests {
     @Suite struct MLXSwiftTests {
         let matrix = MLXArray(0..<12, [3, 4])

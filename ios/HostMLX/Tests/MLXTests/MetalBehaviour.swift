@@ -5,35 +5,6 @@ import Testing
 
 /// Metal's behaviour in HostMLX: what `withMetal` changes, and that it changes nothing else.
 @Suite(.serialized) struct MetalBehaviour {
-    private func heads(_ leading: [Int]) -> MLXArray {
-        MLXRandom.normal(leading + [3, 1, 8], key: MLXRandom.key(0))
-    }
-
-    private func rope(_ x: MLXArray) -> MLXArray {
-        let y = MLXFast.RoPE(x, dimensions: 8, traditional: false, base: 10000, scale: 1, offset: 5)
-        eval(y)
-        return y
-    }
-
-    @Test func ropeOfOneTokenRotatesTheFirstOfTheLeadingDimension() throws {
-        let x = heads([])
-        let (right, metal) = (rope(x), try withMetal(.init(ropeOfOneToken: true)) { rope(x) }.result.get())
-        #expect(metal[0].asArray(Float.self) == right[0].asArray(Float.self))
-        #expect(metal[1...].asArray(Float.self) == x[1...].asArray(Float.self))
-    }
-
-    @Test func ropeOfOneTokenIsRightBehindALeadingDimensionOfOne() throws {
-        let x = heads([1])
-        let (right, metal) = (rope(x), try withMetal(.init(ropeOfOneToken: true)) { rope(x) }.result.get())
-        #expect(metal.asArray(Float.self) == right.asArray(Float.self))
-    }
-
-    @Test func ropeOfOneTokenIsRightWhereTheInputIsNotContiguous() throws {
-        let x = MLXRandom.normal([3, 1, 16], key: MLXRandom.key(0))[.ellipsis, .stride(by: 2)]
-        let (right, metal) = (rope(x), try withMetal(.init(ropeOfOneToken: true)) { rope(x) }.result.get())
-        #expect(metal.asArray(Float.self) == right.asArray(Float.self))
-    }
-
     #if os(Linux)
         @Test func productsRoundTheirOperandsToTF32() throws {
             // 1 + 2⁻¹² is 1 in TF32.

@@ -17,30 +17,29 @@ extension BlockwiseModel {
         guard let function = try function(block, x, \.plainFunctions) else {
             preconditionFailure("block \(block) has no function")
         }
-        // `compile` asks for it too: on iOS nothing is fused while it is the CPU.
-        let before = Device.replaceGlobal(by: bundle.device)
-        defer { Device.replaceGlobal(by: before) }
         var failure: (any Error)?
         // Keys and values are inputs of a block that takes another's, and outputs of one whose others took.
         let (taken, sum) = (beside.shared, beside.shared == nil ? shared : nil)
         let dtype = x.dtype
-        let (_, gradients) = vjp(
-            { primals in
-                do {
-                    let lora = layout.whole(layout.replacing(in: lora, trained: primals[1]))
-                    var beside = beside
-                    if taken != nil { beside.shared = .init(keys: primals[2], values: primals[3]) }
-                    let pass = function(lora: lora, scale: self.scale, weights: weights, beside: beside)
-                    guard sum != nil else { return [try pass.output(primals[0])] }
-                    let outputs = try pass.outputs(primals[0])
-                    let lent = weights.keysAndValues(outputs.intermediates)
-                    return [outputs.y, lent.keys, lent.values]
-                } catch {
-                    failure = error
-                    return [primals[0]] + (sum.map { [$0.keys, $0.values] } ?? [])  // of the outputs' shapes
-                }
-            }, primals: [x, layout.trained(in: lora)] + (taken.map { [$0.keys, $0.values] } ?? []),
-            cotangents: [d] + (sum.map { [$0.keys, $0.values] } ?? []))
+        let (_, gradients) = Device.withGlobal(bundle.device) {
+            vjp(
+                { primals in
+                    do {
+                        let lora = layout.whole(layout.replacing(in: lora, trained: primals[1]))
+                        var beside = beside
+                        if taken != nil { beside.shared = .init(keys: primals[2], values: primals[3]) }
+                        let pass = function(lora: lora, scale: self.scale, weights: weights, beside: beside)
+                        guard sum != nil else { return [try pass.output(primals[0])] }
+                        let outputs = try pass.outputs(primals[0])
+                        let lent = weights.keysAndValues(outputs.intermediates)
+                        return [outputs.y, lent.keys, lent.values]
+                    } catch {
+                        failure = error
+                        return [primals[0]] + (sum.map { [$0.keys, $0.values] } ?? [])  // of the outputs' shapes
+                    }
+                }, primals: [x, layout.trained(in: lora)] + (taken.map { [$0.keys, $0.values] } ?? []),
+                cotangents: [d] + (sum.map { [$0.keys, $0.values] } ?? []))
+        }
         if let failure { throw failure }
         if gradients.count > 2 {
             let own = gradients[2...].map { $0.asType(.float32) }

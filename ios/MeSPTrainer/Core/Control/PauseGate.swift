@@ -80,7 +80,7 @@ package final class PauseGate: @unchecked Sendable {
         return PauseReason.allCases.first { counted.contains($0) }
     }
 
-    /// Runs `body` on a thread of its own, which is to call `pass` block by block.
+    /// Runs `body` on the thread that works on MLX; it is to call `pass` block by block.
     ///
     /// - Returns: what `body` sends, until it ends or throws. The thread does not wait for a reader.
     package func start<Message: Sendable>(
@@ -89,7 +89,7 @@ package final class PauseGate: @unchecked Sendable {
     ) -> AsyncThrowingStream<Message, any Error> {
         condition.withLock { isAtRest = false }
         let (messages, sender) = AsyncThrowingStream.makeStream(of: Message.self)
-        startThread(name) { [self] in
+        MLXWork.start(name) { [self] in
             do {
                 try body { sender.yield($0) }
                 sender.finish()
@@ -117,13 +117,4 @@ package final class PauseGate: @unchecked Sendable {
         // iOS may take the GPU away after this call.
         if phone.scene == .background { waitUntilAtRest(seconds: RunController.leaving) }
     }
-}
-
-/// Runs `body` on a thread of its own, with the stack of a main thread: MLX walks deep graphs recursively.
-package func startThread(_ name: String, _ body: @escaping @Sendable () -> Void) {
-    let thread = Thread(block: body)
-    thread.name = name
-    thread.stackSize = 16 << 20
-    thread.qualityOfService = .userInitiated
-    thread.start()
 }

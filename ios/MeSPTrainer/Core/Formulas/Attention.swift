@@ -241,9 +241,9 @@ struct Attention {
     ) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
         let keys = seen(by: kHat.dim(1) - q.dim(1)..<kHat.dim(1))
         let (k, v) = (kHat[0..., keys].asType(.float32), v[0..., keys].asType(.float32))
-        let before = Device.replaceGlobal(by: .cpu)
-        var (_, d) = vjp({ [whole($0[0], $0[1], $0[2])] }, primals: [q, k, v], cotangents: [dOut])
-        Device.replaceGlobal(by: before)
+        var (_, d) = Device.withGlobal(.cpu) {
+            vjp({ [whole($0[0], $0[1], $0[2])] }, primals: [q, k, v], cotangents: [dOut])
+        }
         let own = kHat.dim(1) - q.dim(1) - keys.lowerBound  // where the segment's own positions begin
         /// The sum with what later segments add to the last keys: the segment's own part, and what is before that.
         func parted(_ d: MLXArray, _ later: MLXArray?) -> (own: MLXArray, before: MLXArray) {

@@ -119,22 +119,11 @@ package struct QuantizedMatrix {
     /// float32 on a GPU: on a CPU it gets float32.
     private func multiplied(_ x: MLXArray, transpose: Bool) -> MLXArray {
         let isWide = Device.isCPU || x.dtype == .float32
-        let rows = x.dim(0)
-        let isRight = rows == 1 ? scales.dim(1) * format.groupSize % 64 == 0 : rows >= 4
-        let padded = transpose || backend == .cpu || isRight ? x : Self.padded(x, to: 4)
-        var product = quantizedMM(
-            isWide ? padded.asType(.float32) : padded, weight, scales: isWide ? wide.scales : scales,
+        let product = quantizedMM(
+            isWide ? x.asType(.float32) : x, weight, scales: isWide ? wide.scales : scales,
             biases: isWide ? wide.biases : biases,
             transpose: transpose, groupSize: format.groupSize, bits: format.bits, mode: format.mode)
-        if padded.dim(0) > rows { product = product[0..<rows] }
         return backend == .gpu ? product.asType(x.dtype) : product
-    }
-
-    /// x with rows of zeros below. Metal's kernel for fewer than four rows times W of 1,024 rows or more (`qvm_split_k`, mended in MLX 0.32.0)
-    /// reads the second and third row with a wrong stride, and leaves out columns of W after the last whole 64; that for four and more does
-    /// not.
-    private static func padded(_ x: MLXArray, to rows: Int) -> MLXArray {
-        concatenated([x, MLXArray.zeros([rows - x.dim(0), x.dim(1)], dtype: x.dtype)])
     }
 }
 

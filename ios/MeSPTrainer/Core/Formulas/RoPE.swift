@@ -21,12 +21,9 @@ extension AttentionMixer {
 
     private func turned(_ x: MLXArray, start: Int, sign: Float) -> MLXArray {
         guard !frequencies.isEmpty else { return x }
-        // Behind an axis of one: the kernel for one token a row turns only the first of the leading axis (`rope_single`,
-        // mended in MLX 0.32.0).
         return MLXFast.RoPE(
-            scaled(x.expandedDimensions(axis: 0)), dimensions: 2 * frequencies.count, traditional: false, base: nil,
-            scale: 1, offset: start, freqs: periods(sign: sign)
-        ).squeezed(axis: 0)
+            scaled(x), dimensions: 2 * frequencies.count, traditional: false, base: nil, scale: 1, offset: start,
+            freqs: periods(sign: sign))
     }
 
     /// x with its first dimensions times s.

@@ -146,7 +146,7 @@ package struct Pace {
 /// computed, in no more memory, as that is taken when the next piece is submitted. Whoever unmaps or trims memory evaluates first.
 func submit(_ arrays: [MLXArray]) {
     guard Device.isCPU else { return eval(arrays) }
-    Stream.defaultStream(.cpu).synchronize()
+    Stream.cpu.synchronize()
     asyncEval(arrays)
 }
 
@@ -159,7 +159,7 @@ func replace(_ rows: Range<Int>, of array: inout MLXArray, by part: MLXArray) {
     array = array[.ellipsis]  // an object of its own
     array[rows] = part
     // Of an array that unfinished work reads, this would be a copy.
-    if Device.isCPU { Stream.defaultStream(.cpu).synchronize() }
+    if Device.isCPU { Stream.cpu.synchronize() }
     eval(array)
 }
 

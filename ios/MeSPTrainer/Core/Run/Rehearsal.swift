@@ -39,7 +39,7 @@ public final class Rehearsal {
     }
 
     /// Whether the bundle's functions are for a GPU.
-    public var isForGPU: Bool { trainer.model.bundle.device == .gpu }
+    public var isForGPU: Bool { trainer.model.bundle.manifest.device == .gpu }
 
     /// Whether its tokens choose experts.
     public var hasExperts: Bool { trainer.model.bundle.architecture.hasExperts }

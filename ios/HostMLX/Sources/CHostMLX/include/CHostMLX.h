@@ -230,7 +230,6 @@ void host_clear_cache(void);
 int32_t host_default_device(void);
 const char *host_version(void);
 void host_set_default_device(int32_t device);
-bool host_default_stream(int32_t device, HostStream *stream);
 bool host_new_stream(int32_t device, HostStream *stream);
 void host_synchronize(HostStream s);
 
@@ -285,7 +284,6 @@ void host_ledger_trace(void *context, void (*trace)(void *context, const char *p
 // MARK: Metal's behaviour, see Metal.cpp
 
 typedef struct {
-    bool rope_of_one_token;     // RoPE of one token a row rotates the first of the leading dimension only
     bool tf32;                  // operands of float32 products are rounded to TF32
     bool gpu_by_default;        // the default device of C++ is the GPU
     size_t failing_evaluation;  // the first evaluation that fails, and all after it with it; 0: none

@@ -1,0 +1,99 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MeSPBundle
+@testable import MeSPCore
+
+/// Which thread works on MLX.
+@Suite(.serialized) struct MLXWorkTests {
+    private final class Log: @unchecked Sendable {
+        private let lock = NSLock()
+        private var entries = [String]()
+        var all: [String] { lock.withLock { entries } }
+        func add(_ entry: String) { lock.withLock { entries.append(entry) } }
+    }
+
+    /// Works on two threads at once: each piece ends before the other begins.
+    @Test func oneThreadAtATime() throws {
+        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+        let (log, ended) = (Log(), DispatchSemaphore(value: 0))
+        let url = fixture.bundle.url
+        for name in ["a", "b"] {
+            Thread.detachNewThread {
+                try? ModelBundle(url: url, checksums: false).withDevice {
+                    log.add(name)
+                    Thread.sleep(forTimeInterval: 0.1)
+                    try ModelBundle(url: url, checksums: false).withDevice { log.add(name) }
+                }
+                ended.signal()
+            }
+        }
+        for _ in 0..<2 { ended.wait() }
+        #expect([["a", "a", "b", "b"], ["b", "b", "a", "a"]].contains(log.all))
+    }
+
+    /// Whoever begins something while something else is in progress waits for its end, and has the same thread.
+    @Test func whatIsBegunLaterIsDoneLater() {
+        let (log, ended) = (Log(), DispatchSemaphore(value: 0))
+        for name in ["a", "b", "c"] {
+            MLXWork.start(name) {
+                log.add("\(name) \(ObjectIdentifier(Thread.current))")
+                Thread.sleep(forTimeInterval: 0.02)
+                log.add(name)
+                ended.signal()
+            }
+        }
+        for _ in 0..<3 { ended.wait() }
+        #expect(log.all.map { String($0.prefix(1)) } == ["a", "a", "b", "b", "c", "c"])
+        #expect(Set(log.all.filter { $0.count > 1 }.map { $0.dropFirst() }).count == 1)
+    }
+
+    #if os(Linux)
+        /// MLX starts a thread for each stream that it makes for a thread, which lives as long as the process.
+        @Test func runsLeaveNoThreads() throws {
+            func threads() throws -> Int {
+                try FileManager.default.contentsOfDirectory(atPath: "/proc/self/task").count
+            }
+            func run(_ method: GradientMethod) throws {
+                let output = temporaryFolder()
+                defer { try? FileManager.default.removeItem(at: output) }
+                var settings = try RunSettings.ofATest(output)
+                (settings.method, settings.steps, settings.valBatches) = (method, 1, 1)
+                let (begun, ended) = (settings, DispatchSemaphore(value: 0))
+                let log = Log()
+                MLXWork.start("run") {
+                    do { try Run.run(begun) } catch { log.add("\(error)") }
+                    ended.signal()
+                }
+                ended.wait()
+                #expect(log.all == [])
+            }
+            try run(.mebp)
+            let before = try threads()
+            for _ in 0..<3 { try run(.mebp) }
+            #expect(try threads() <= before)
+        }
+    #endif
+
+    /// A trainer stays on its thread: what it asks of another is MLX's error, and no wrong number.
+    @Test func aTrainerOfAnotherThreadIsRefused() throws {
+        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+        let (made, ended) = (Log(), DispatchSemaphore(value: 0))
+        final class Kept: @unchecked Sendable { var trainer: Trainer? }
+        let kept = Kept()
+        let folder = try #require(Fixture.tied)
+        Thread.detachNewThread {
+            do {
+                let fixture = try Fixture(folder, "gradients")
+                try fixture.bundle.withDevice { kept.trainer = try fixture.trainer(.mebp) }
+            } catch { made.add("\(error)") }
+            ended.signal()
+        }
+        ended.wait()
+        #expect(made.all == [])
+        let trainer = try #require(kept.trainer)
+        let error = message { _ = try fixture.bundle.withDevice { try fixture.backpropagate(trainer) { _, _ in } } }
+        #expect(error.contains("There is no Stream("))
+    }
+}
