@@ -6,7 +6,7 @@ extension ModelBundle {
     /// The device that the functions were exported for, and that everything runs on.
     package var device: Device { manifest.device == .cpu ? .cpu : .gpu }
 
-    /// Calls `body` with the bundle's device as MLX's default. An error in MLX, which ends the process elsewhere, is thrown.
+    /// Calls `body` with the bundle's device as MLX's default. An error in MLX, which ends the process elsewhere, is thrown; see `MLXErrors`.
     ///
     /// - Throws: `MeSPError`, also where the device is not there, or MLX cannot use it.
     package func withDevice<R>(_ body: () throws -> R) throws -> R {
@@ -20,7 +20,8 @@ extension ModelBundle {
             )
         }
         // Naming the device is the first thing that can fail.
-        return try MLXErrors.collect { try Device.withDefaultDevice(device, body) }
+        let stream = try MLXErrors.collect { backend == .gpu ? Stream.defaultStream(device) : nil }
+        return try MLXErrors.collect(on: stream) { try Device.withDefaultDevice(device, body) }
     }
 }
 

@@ -308,8 +308,7 @@ void host_array_eval(HostArray a) {
             ledger::wait(get(a));
             return;
         }
-        metal::begin_evaluation({get(a)});
-        get(a).eval();
+        metal::evaluate({get(a)}, [&] { get(a).eval(); });
     });
 }
 bool host_array_is_computed(HostArray a) {
@@ -762,8 +761,7 @@ bool host_eval(HostVector arrays) {
             ledger::evaluate(get(arrays), false);
             return;
         }
-        metal::begin_evaluation(get(arrays));
-        mx::eval(get(arrays));
+        metal::evaluate(get(arrays), [&] { mx::eval(get(arrays)); });
     });
 }
 bool host_async_eval(HostVector arrays) {
@@ -772,8 +770,7 @@ bool host_async_eval(HostVector arrays) {
             ledger::evaluate(get(arrays), true);
             return;
         }
-        metal::begin_evaluation(get(arrays));
-        mx::async_eval(get(arrays));
+        metal::evaluate(get(arrays), [&] { mx::async_eval(get(arrays)); });
     });
 }
 
@@ -927,5 +924,8 @@ bool host_new_stream(int32_t type, HostStream *stream) {
     return done([&] { *stream = wrap(host::new_shared_stream(device(type))); });
 }
 void host_synchronize(HostStream s) {
-    done([&] { mx::synchronize(get(s)); });
+    done([&] {
+        mx::synchronize(get(s));
+        metal::synchronized();
+    });
 }
