@@ -19,7 +19,7 @@ extension ModelBundle {
                 "\(url.path) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
             )
         }
-        return try MLXWork.run(on: device, body)
+        return try MLXWork.run(on: device, as: backend, body)
     }
 }
 

@@ -13,16 +13,18 @@ package enum MLXWork {
 
     /// Calls `body` with `device` as MLX's default, once no other thread works on MLX.
     ///
+    /// - Parameter backend: `gpu` where errors of `device` come later than the work that failed; see `MLXErrors`.
     /// - Throws: the errors of MLX, which end the process elsewhere, and of `body`.
-    static func run<R>(on device: Device, _ body: () throws -> R) throws -> R {
+    static func run<R>(on device: Device, as backend: Backend, _ body: () throws -> R) throws -> R {
         try turn.withLock {
-            // Naming a device is the first thing that can fail.
-            try MLXErrors.collect {
-                // An imported function runs on the first stream of its device that was made (export.cpp:500): on Swift's.
-                _ = (Stream.defaultStream, Stream.cpu)
-                return try Device.$outer.withValue(.outer ?? .defaultDevice()) {
-                    try Device.withDefaultDevice(device, body)
+            try Device.$outer.withValue(.outer ?? .defaultDevice()) {
+                // Naming a device is the first thing that can fail.
+                let stream = try MLXErrors.collect {
+                    // An imported function runs on the first stream of its device that was made (export.cpp:500): on Swift's.
+                    _ = (Stream.defaultStream, Stream.cpu)
+                    return backend == .gpu ? Stream.defaultStream(device.deviceType) : nil
                 }
+                return try MLXErrors.collect(on: stream) { try Device.withDefaultDevice(device, body) }
             }
         }
     }

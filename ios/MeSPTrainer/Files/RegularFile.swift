@@ -82,16 +82,25 @@ package func synchronize(folder: URL) -> Int32 {
 }
 
 /// Writes a file that replaces the one at `url` when all of it is on the disk, and not before.
-package func writeWhole(_ url: URL, mode: mode_t = 0o644, _ write: (FileHandle) throws -> Void) throws {
-    let partial = url.appendingPathExtension("partial")
-    defer { try? FileManager.default.removeItem(at: partial) }
-    let file = FileHandle(
-        fileDescriptor: try openRegularFile(partial, O_WRONLY | O_CREAT | O_TRUNC, mode: mode),
-        closeOnDealloc: true)
-    try write(file)
-    guard synchronize(file.fileDescriptor) == 0 else { throw MeSPError("\(lastError())") }
-    try file.close()
-    try replace(url, with: partial)
+package func writeWhole(_ url: URL, mode: mode_t = 0o644, _ write: @escaping (FileHandle) throws -> Void) throws {
+    try writeWhole([(url, write)], mode: mode)
+}
+
+/// Writes files that replace those there when all of all of them is on the disk, and not before.
+package func writeWhole(
+    _ files: [(url: URL, write: (FileHandle) throws -> Void)], mode: mode_t = 0o644
+) throws {
+    func partial(_ url: URL) -> URL { url.appendingPathExtension("partial") }
+    defer { for (url, _) in files { try? FileManager.default.removeItem(at: partial(url)) } }
+    for (url, write) in files {
+        let file = FileHandle(
+            fileDescriptor: try openRegularFile(partial(url), O_WRONLY | O_CREAT | O_TRUNC, mode: mode),
+            closeOnDealloc: true)
+        try write(file)
+        guard synchronize(file.fileDescriptor) == 0 else { throw MeSPError("\(lastError())") }
+        try file.close()
+    }
+    for (url, _) in files { try replace(url, with: partial(url)) }
 }
 
 /// Renames a file or a folder, whose contents are on the disk, and brings its new name there too.

@@ -78,7 +78,7 @@ public struct SelfCheck {
         var whole = SelfCheckReport(start)
         for check in checks {
             try atBlock()
-            let result = try Self.result(check, bundle)
+            let result = try Self.result(check, bundle, atBlock)
             whole.checks.append(result)
             try report(.check(result))
         }
@@ -90,12 +90,14 @@ public struct SelfCheck {
         return whole
     }
 
-    /// The result of a check, whatever it throws except `CancellationError`.
-    static func result(_ check: Bench.Check, _ bundle: ModelBundle) throws -> SelfCheckReport.Check {
+    /// The result of a check, whatever it throws except `CancellationError`. A check in which a GPU failed runs again.
+    static func result(
+        _ check: Bench.Check, _ bundle: ModelBundle, _ atBlock: () throws -> Void = {}
+    ) throws -> SelfCheckReport.Check {
         let begin = Date.now
         var finding: Finding
         do {
-            finding = try bundle.withDevice(check.body)
+            finding = try bundle.withDevice { try MLXErrors.repeating(again: atBlock, check.body) }
         } catch let error as CancellationError {
             throw error
         } catch let skipped as Skipped {

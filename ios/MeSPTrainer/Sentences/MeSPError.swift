@@ -1,7 +1,12 @@
 import Foundation
 
+/// An error in words of its own.
+package protocol SentenceError: Error {
+    var sentence: Sentence { get }
+}
+
 /// A failure that a person can act on: one plain sentence that names the thing and the remedy.
-public struct MeSPError: LocalizedError, Sendable, Equatable {
+public struct MeSPError: LocalizedError, SentenceError, Sendable, Equatable {
     public let sentence: Sentence
 
     public init(_ sentence: Sentence) { self.sentence = sentence }
@@ -10,9 +15,9 @@ public struct MeSPError: LocalizedError, Sendable, Equatable {
 }
 
 extension Error {
-    /// The error in words: a `MeSPError`'s own, or the system's.
+    /// The error in words: its own, or the system's.
     package var plainSentence: Sentence {
-        if let error = self as? MeSPError { return error.sentence }
+        if let error = self as? any SentenceError { return error.sentence }
         if let decoding = self as? DecodingError {
             switch decoding {
             case .keyNotFound(let key, _): return "\(key.stringValue) is missing"

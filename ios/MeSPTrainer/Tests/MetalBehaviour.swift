@@ -55,7 +55,15 @@
 
         // MARK: - Errors
 
-        /// A run whose evaluations fail from one on: it ends there with the error, reads nothing that was not computed, saves no adapters
+        /// Memory is refused from an evaluation on.
+        private func refused(from first: Int) -> MetalRules {
+            var failure = MetalRules.Failure(buffer: first)
+            (failure.isAtOnce, failure.count) = (true, .max)
+            failure.message = "[metal::malloc] Unable to allocate 16777216 bytes."
+            return .init(failure: failure)
+        }
+
+        /// A run on a CPU whose evaluations fail from one on: it ends there with the error, reads nothing that was not computed, saves no adapters
         /// but those of the whole run, and logs no step that is wrong.
         @Test(
             arguments: zip([GradientMethod.mesp, .mesp, .mebp, .mezo], [RunSettings.Offload.none, .all, .none, .all]))
@@ -83,7 +91,7 @@
 
             for share in [0, 2, 4, 6] {
                 let first = 1 + (whole.report.evaluations - 1) * share / 6
-                let (error, report, log, adapters) = try run(.init(failingEvaluation: first))
+                let (error, report, log, adapters) = try run(refused(from: first))
                 #expect(error.contains("Unable to allocate"), "evaluation \(first): \(error)")
                 #expect(report.faults == [:], "evaluation \(first)")
                 #expect(adapters == nil || adapters == whole.adapters, "evaluation \(first)")
@@ -102,7 +110,7 @@
             for first in [1, 5, 40] {
                 var (request, text) = (Generator.Request(prompt: [1, 2, 3]), [Int]())
                 request.maxTokens = 8
-                let (result, report) = withMetal(.init(failingEvaluation: first)) {
+                let (result, report) = withMetal(refused(from: first)) {
                     try Generator(bundle).generate(request) { text.append($0) }
                 }
                 #expect(message { _ = try result.get() }.contains("Unable to allocate"))

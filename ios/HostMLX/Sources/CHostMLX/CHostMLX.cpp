@@ -314,8 +314,7 @@ void host_array_eval(HostArray a) {
             ledger::wait(get(a));
             return;
         }
-        metal::begin_evaluation({get(a)});
-        get(a).eval();
+        metal::evaluate({get(a)}, [&] { get(a).eval(); });
     });
 }
 bool host_array_is_computed(HostArray a) {
@@ -759,8 +758,7 @@ bool host_eval(HostVector arrays) {
             ledger::evaluate(get(arrays), false);
             return;
         }
-        metal::begin_evaluation(get(arrays));
-        mx::eval(get(arrays));
+        metal::evaluate(get(arrays), [&] { mx::eval(get(arrays)); });
     });
 }
 bool host_async_eval(HostVector arrays) {
@@ -769,8 +767,7 @@ bool host_async_eval(HostVector arrays) {
             ledger::evaluate(get(arrays), true);
             return;
         }
-        metal::begin_evaluation(get(arrays));
-        mx::async_eval(get(arrays));
+        metal::evaluate(get(arrays), [&] { mx::async_eval(get(arrays)); });
     });
 }
 
@@ -918,5 +915,8 @@ bool host_new_stream(int32_t type, HostStream *stream) {
     });
 }
 void host_synchronize(HostStream s) {
-    done([&] { ledger::recording() ? ledger::synchronize(get(s)) : mx::synchronize(get(s)); });
+    done([&] {
+        ledger::recording() ? ledger::synchronize(get(s)) : mx::synchronize(get(s));
+        metal::synchronized();
+    });
 }

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -25,7 +26,12 @@ namespace {
 std::mutex mutex;
 std::atomic<bool> is_on = false;
 HostMetalRules rules;
+std::string message;
 size_t evaluations = 0;
+/// The buffers that failed, and whether the error of the last is still to be thrown, after so many evaluations.
+size_t failures = 0;
+bool has_error = false;
+size_t delay = 0;
 /// The number of times that each fault occurred.
 std::map<std::string, size_t> faults;
 std::vector<std::vector<char>> zeros;
@@ -70,25 +76,103 @@ void set_default_device(mx::Device device) {
     }
 }
 
-void begin_evaluation(const std::vector<mx::array> &outputs) {
-    if (!is_on) {
-        return;
+namespace {
+
+/// What an evaluation computes, and the buffers that are there before it.
+struct Work {
+    std::vector<mx::array> made, inputs;
+
+    explicit Work(std::vector<mx::array> pending) {
+        std::unordered_set<std::uintptr_t> seen;
+        while (!pending.empty()) {
+            auto a = pending.back();
+            pending.pop_back();
+            if (!seen.insert(a.id()).second) {
+                continue;
+            }
+            if (a.status() != mx::array::Status::unscheduled) {
+                a.eval();
+                inputs.push_back(a);
+                continue;
+            }
+            made.push_back(a);
+            for (const auto &next : {a.inputs(), a.siblings()}) {
+                pending.insert(pending.end(), next.begin(), next.end());
+            }
+        }
     }
+
+    /// Writes over the arrays that were made: NaN or zeros, and of integers zeros, which are indices that exist. Not where an array is a
+    /// view of one that was there before. While this has the inputs nothing is written in their place.
+    void spoil(bool zeros) const {
+        std::unordered_set<const void *> good;
+        for (const auto &a : inputs) {
+            good.insert(a.buffer().ptr());
+        }
+        for (auto a : made) {
+            if (a.data_shared_ptr() && !good.count(a.buffer().ptr())) {
+                const bool is_nan = !zeros && mx::issubdtype(a.dtype(), mx::inexact);
+                std::memset(a.buffer().raw_ptr(), is_nan ? 0xff : 0, a.buffer_size());
+            }
+        }
+    }
+};
+
+void throw_error() {
+    has_error = false;
+    throw std::runtime_error(rules.message);
+}
+
+/// Counts an evaluation, and throws where it has to.
+/// \returns whether its command buffer fails.
+bool begin(const std::vector<mx::array> &outputs) {
+    const std::lock_guard lock(mutex);
+    evaluations += 1;
+    if (has_error && delay == 0) {
+        throw_error();
+    }
+    if (rules.gpu_by_default) {
+        check_streams(outputs);
+    }
+    if (has_error) {
+        delay -= 1;
+        return false;
+    }
+    if (rules.failing_buffer == 0 || evaluations < rules.failing_buffer || failures == rules.failures) {
+        return false;
+    }
+    failures += 1;
+    if (rules.fails_at_once) {
+        throw_error();
+    }
+    has_error = true;
+    delay = rules.delay;
+    return true;
+}
+
+}  // namespace
+
+// What MLX 0.32.2 does. A command buffer's completion handler stores its error (metal/device.cpp:521), which is thrown, and cleared, where a
+// stream is waited for (device.cpp:571) or the next kernels are encoded (device.cpp:578). `Event::wait` asks for it too, but the GPU has
+// signalled the event before the handler runs: `eval` can return, with arrays that count as evaluated.
+void evaluate(const std::vector<mx::array> &outputs, const std::function<void()> &evaluate) {
     bool is_needed = false;
     for (const auto &a : outputs) {
         // Not one that is being computed: whether that is done already depends on the machine.
         is_needed = is_needed || a.status() == mx::array::Status::unscheduled;
     }
-    if (!is_needed) {
-        return;
+    if (!is_on || !is_needed || !begin(outputs)) {
+        return evaluate();
     }
+    const Work work(outputs);
+    mx::eval(outputs);
+    work.spoil(rules.leaves_zeros);
+}
+
+void synchronized() {
     const std::lock_guard lock(mutex);
-    evaluations += 1;
-    if (rules.failing_evaluation > 0 && evaluations >= rules.failing_evaluation) {
-        throw std::runtime_error("[metal::malloc] Unable to allocate 16777216 bytes.");
-    }
-    if (rules.gpu_by_default) {
-        check_streams(outputs);
+    if (is_on && has_error) {
+        throw_error();
     }
 }
 
@@ -111,7 +195,11 @@ bool host_metal_begin(HostMetalRules rules) {
         return false;
     }
     metal::rules = rules;
+    metal::message = rules.message ? rules.message : "";
+    metal::rules.message = metal::message.c_str();
     metal::evaluations = 0;
+    metal::failures = 0;
+    metal::has_error = false;
     metal::faults.clear();
     if (rules.gpu_by_default) {
         ledger::make_gpu_stream();

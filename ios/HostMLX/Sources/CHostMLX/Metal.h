@@ -3,14 +3,18 @@
 #ifndef METAL_H
 #define METAL_H
 
+#include <functional>
 #include <vector>
 
 #include "mlx/mlx.h"
 
 namespace metal {
 
-/// Called before each evaluation of `outputs`; throws in place of those that are to fail, or run on the GPU.
-void begin_evaluation(const std::vector<mlx::core::array> &outputs);
+/// Calls `evaluate`, which computes `outputs`, by the rules: throws where work is for the GPU, or an error is due.
+void evaluate(const std::vector<mlx::core::array> &outputs, const std::function<void()> &evaluate);
+
+/// Called when a stream was waited for; throws an error that is still to come.
+void synchronized();
 
 /// Whether C++'s default device is a GPU by the rules.
 bool default_is_gpu();

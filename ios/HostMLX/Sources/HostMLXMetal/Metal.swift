@@ -11,14 +11,45 @@ public struct MetalRules: Sendable {
     public var tf32 = false
     /// The GPU is the default device of C++, and of Swift outside of `Device.withDefaultDevice`. Work for it fails.
     public var gpuByDefault = false
-    /// The first evaluation that fails, from 1, and all after it with it; nil for none. `item()` is then 0, and reading the data of an
-    /// array, which ends a process on Metal, is a fault.
-    public var failingEvaluation: Int?
+    /// The failure of command buffers; nil for none.
+    public var failure: Failure?
 
-    public init(tf32: Bool = false, gpuByDefault: Bool = false, failingEvaluation: Int? = nil) {
+    /// Command buffers that fail, each evaluation being one.
+    public struct Failure: Sendable {
+        /// The number of the first, from 1.
+        public var buffer: Int
+        /// How many fail: after the error of one was thrown, the next does.
+        public var count = 1
+        /// The evaluations that go through before one throws the error and computes nothing. Waiting for a stream throws it earlier. It is
+        /// thrown once. What the buffer computed counts as evaluated, and is `garbage`.
+        public var delay = Int.max
+        public var garbage = Garbage.nan
+        /// Whether the evaluation throws the error itself and computes nothing, as where memory is refused. `item()` is then 0, and reading
+        /// the data of an array, which ends a process on Metal, is a fault.
+        public var isAtOnce = false
+        public var message = hang
+
+        /// The contents of the arrays of a buffer that failed; integers are zeros.
+        public enum Garbage: Sendable, CaseIterable { case nan, zeros }
+
+        public static let hang = description("Caused GPU Hang Error (00000003:kIOGPUCommandBufferCallbackErrorHang)")
+        public static let refusedInBackground = description(
+            "Insufficient Permission (to submit GPU work from background) "
+                + "(00000006:kIOGPUCommandBufferCallbackErrorBackgroundExecutionNotPermitted)")
+        public static let outOfMemory = description(
+            "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)")
+
+        private static func description(_ reason: String) -> String {
+            "[METAL] Command buffer execution failed: \(reason)."
+        }
+
+        public init(buffer: Int) { self.buffer = buffer }
+    }
+
+    public init(tf32: Bool = false, gpuByDefault: Bool = false, failure: Failure? = nil) {
         self.tf32 = tf32
         self.gpuByDefault = gpuByDefault
-        self.failingEvaluation = failingEvaluation
+        self.failure = failure
     }
 }
 
@@ -38,10 +69,14 @@ public func withMetal<R>(_ rules: MetalRules, _ body: () throws -> R) -> (
 ) {
     // Made before the rules are in force, so that it is the CPU's own.
     _ = Stream.cpu
-    let begun = host_metal_begin(
-        HostMetalRules(
-            tf32: rules.tf32, gpu_by_default: rules.gpuByDefault,
-            failing_evaluation: rules.failingEvaluation ?? 0))
+    let failure = rules.failure
+    let begun = (failure?.message ?? "").withCString { message in
+        host_metal_begin(
+            HostMetalRules(
+                tf32: rules.tf32, gpu_by_default: rules.gpuByDefault,
+                failing_buffer: failure?.buffer ?? 0, failures: failure?.count ?? 0, delay: failure?.delay ?? 0,
+                leaves_zeros: failure?.garbage == .zeros, fails_at_once: failure?.isAtOnce ?? false, message: message))
+    }
     precondition(begun, "HostMLX behaves like Metal already")
     let result = Result {
         rules.gpuByDefault ? try Device.withDefaultDevice(Device(.gpu), body) : try body()

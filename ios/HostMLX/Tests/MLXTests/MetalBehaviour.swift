@@ -49,8 +49,63 @@ import Testing
         }
     #endif
 
-    @Test func aFailedEvaluationIsSeenWhereItIsAskedFor() throws {
-        let (result, report) = withMetal(.init(failingEvaluation: 2)) {
+    private func failure(_ buffer: Int, _ change: (inout MetalRules.Failure) -> Void = { _ in }) -> MetalRules {
+        var failure = MetalRules.Failure(buffer: buffer)
+        change(&failure)
+        return .init(failure: failure)
+    }
+
+    @Test(arguments: MetalRules.Failure.Garbage.allCases)
+    func theErrorOfABufferIsThrownWhereTheStreamIsWaitedFor(_ garbage: MetalRules.Failure.Garbage) throws {
+        let result = withMetal(failure(2) { $0.garbage = garbage }) {
+            try withError { errors in
+                let first = MLXArray(Float(1)) + 1
+                eval(first)
+                let (second, number, view) = (first + 1, first.asType(.int32), first.reshaped([1]))
+                eval(second, number, view)
+                let third = second + 1
+                eval(third)
+                try errors.check()
+                #expect(first.item(Float.self) == 2)
+                #expect(garbage == .zeros ? third.item(Float.self) == 1 : third.item(Float.self).isNaN)
+                #expect(number.item(Int.self) == 0)
+                #expect(view.item(Float.self) == 2)
+                Stream.cpu.synchronize()
+                #expect(throws: MLXError.caught(MetalRules.Failure.hang)) { try errors.check() }
+                // Once only, and nothing more fails.
+                #expect(
+                    throws: Never.self,
+                    performing: {
+                        try withError {
+                            Stream.cpu.synchronize()
+                            #expect((first + 1).item(Float.self) == 3)
+                        }
+                    })
+            }
+        }.result
+        #expect(throws: MLXError.self) { try result.get() }
+    }
+
+    @Test func theErrorOfABufferIsThrownInALaterEvaluation() throws {
+        let result = withMetal(failure(1) { ($0.delay, $0.count) = (1, 2) }) {
+            for _ in 0..<2 {
+                let last = MLXArray(Float(1)) + 1
+                #expect(throws: MLXError.caught(MetalRules.Failure.hang)) {
+                    try withError { errors in
+                        eval(MLXArray(Float(1)) + 1)
+                        eval(MLXArray(Float(1)) + 1)
+                        try errors.check()
+                        eval(last)
+                    }
+                }
+            }
+            try withError { #expect((MLXArray(Float(1)) + 1).item(Float.self) == 2) }
+        }.result
+        #expect(throws: Never.self) { try result.get() }
+    }
+
+    @Test func memoryIsRefusedAtOnce() throws {
+        let (result, report) = withMetal(failure(2) { $0.isAtOnce = true }) {
             try withError { errors in
                 let first = MLXArray(1) + 1
                 eval(first)
@@ -58,8 +113,8 @@ import Testing
                 let second = first + 1
                 eval(second)
                 #expect(throws: MLXError.self) { try errors.check() }
-                #expect(second.item(Int.self) == 0)
                 #expect(first.item(Int.self) == 2)
+                #expect(second.item(Int.self) == 3)
             }
         }
         #expect(throws: MLXError.self) { try result.get() }
@@ -67,7 +122,7 @@ import Testing
     }
 
     @Test func readingTheDataOfAFailedArrayIsAFault() {
-        let (_, report) = withMetal(.init(failingEvaluation: 1)) {
+        let (_, report) = withMetal(failure(1) { $0.isAtOnce = true }) {
             try withError { (MLXArray(1) + 1).asData(access: .copy).data }
         }
         #expect(report.faults.values.reduce(0, +) == 1)

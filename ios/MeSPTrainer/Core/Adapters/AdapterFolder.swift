@@ -13,8 +13,8 @@ struct Adapters {
     let layouts: [LoRALayout]
 }
 
-/// Writes adapters as a folder that mlx-lm and mlx-swift-lm load, with a folder `peft` in it that PEFT loads. Each file is replaced at
-/// once or not at all, and one matrix at a time is in memory.
+/// Writes adapters as a folder that mlx-lm and mlx-swift-lm load, with a folder `peft` in it that PEFT loads. The files are replaced when all
+/// of them are written, and one matrix at a time is in memory.
 ///
 /// - Parameters:
 ///   - blocks: those that were trained, up to the last of the model
@@ -45,18 +45,21 @@ func saveAdapterFolder(
             }
         }
     }
-    func write(_ format: AdapterFormat, to folder: URL) throws {
+    func files(_ format: AdapterFormat, in folder: URL) throws -> [(url: URL, write: (FileHandle) throws -> Void)] {
         try makeFolder(folder)
-        try writeSafetensors(
-            tensors(format), metadata: ["format": "pt"], to: folder.appendingPathComponent(format.file))
+        let matrices = try safetensors(tensors(format), metadata: ["format": "pt"])
         let config = format.config(
             rank: rank, scale: Double(scale), blocks: blocks, of: architecture, modules: modules, model: model)
         let json = try JSONSerialization.data(withJSONObject: config, options: [.prettyPrinted, .sortedKeys])
-        try writeWhole(folder.appendingPathComponent(AdapterFormat.configFile)) { try $0.write(contentsOf: json) }
+        return [
+            (folder.appendingPathComponent(format.file), matrices),
+            (folder.appendingPathComponent(AdapterFormat.configFile), { try $0.write(contentsOf: json) }),
+        ]
     }
     do {
-        try write(.mlx, to: folder)
-        try write(.peft, to: folder.appendingPathComponent("peft"))
+        try writeWhole(files(.mlx, in: folder) + files(.peft, in: folder.appendingPathComponent("peft")))
+    } catch let failure as MLXFailure {
+        throw failure
     } catch {
         throw MeSPError("Cannot save the adapters in \(folder.path): \(error.plainSentence).")
     }
@@ -129,7 +132,7 @@ func loadAdapters(
                     return LoRAMatrices(a: part.a ?? initial.a, b: part.b ?? initial.b)
                 }
                 if config.joins, let b {
-                    try AdapterFormat.checkRanks(layer.joined(parts).b.arrayEqual(b).item(Bool.self))
+                    try AdapterFormat.checkRanks(layer.joined(parts).b.arrayEqual(b).number(Bool.self))
                 }
                 for (module, part) in zip(layer.modules, parts) { matrices[module.name] = part }
             }
@@ -141,6 +144,8 @@ func loadAdapters(
             throw MeSPError("it holds \(name), which is not a LoRA matrix of one of this model's layers")
         }
         return Adapters(rank: rank, scale: config.scale, lora: lora, layouts: layouts)
+    } catch let failure as MLXFailure {
+        throw failure
     } catch {
         throw MeSPError("Cannot load the adapters in \(folder.path): \(error.plainSentence).")
     }
@@ -161,7 +166,12 @@ extension RunSettings {
 extension Trainer {
     /// Takes the parameters of adapters, as mlx-lm or PEFT wrote them, instead of the initial ones.
     func startFrom(_ folder: URL) throws {
-        let adapters = try settings.loadAdapters(from: folder, architecture: model.bundle.architecture)
+        try clock.repeating {
+            try take(settings.loadAdapters(from: folder, architecture: model.bundle.architecture), of: folder)
+        }
+    }
+
+    private func take(_ adapters: Adapters, of folder: URL) throws {
         guard adapters.rank == settings.rank else {
             throw MeSPError(
                 "The adapters in \(folder.path) have rank \(adapters.rank), the run has \(settings.rank); choose theirs."
@@ -192,10 +202,12 @@ extension Trainer {
         let modules = architecture.trainable.filter { module in
             trained.contains { model.layouts[$0].modules.contains(module) }
         }
-        try saveAdapterFolder(
-            architecture, rank: settings.rank, blocks: trained[0]..<model.blocks.upperBound, modules: modules,
-            scale: settings.scale, model: model.bundle.manifest.model.id, strength: model.strength, to: folder,
-            lora: model.lora.read)
+        try clock.repeating(changed: true) {
+            try saveAdapterFolder(
+                architecture, rank: settings.rank, blocks: trained[0]..<model.blocks.upperBound, modules: modules,
+                scale: settings.scale, model: model.bundle.manifest.model.id, strength: model.strength, to: folder,
+                lora: model.lora.read)
+        }
         try copyTerms(to: [folder, folder.appendingPathComponent("peft")])
     }
 

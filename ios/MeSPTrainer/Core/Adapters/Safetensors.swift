@@ -126,11 +126,17 @@ struct NewTensor {
     let make: () throws -> MLXArray
 }
 
-/// Writes a safetensors file that takes the place of `url` when all of it is on the disk, and not before. MLX's own writer would hold
-/// every tensor at once, and doesn't report a short write.
+/// Writes a safetensors file that takes the place of `url` when all of it is on the disk, and not before.
 ///
 /// - Parameter seal: whether a last tensor, `sha256`, is the SHA-256 of all bytes before it.
 func writeSafetensors(_ tensors: [NewTensor], metadata: [String: String], seal: Bool = false, to url: URL) throws {
+    try writeWhole(url, safetensors(tensors, metadata: metadata, seal: seal))
+}
+
+/// The contents of a safetensors file. MLX's own writer would hold every tensor at once, and doesn't report a short write.
+func safetensors(
+    _ tensors: [NewTensor], metadata: [String: String], seal: Bool = false
+) throws -> (FileHandle) throws -> Void {
     var header: [String: Any] = ["__metadata__": metadata]
     var end = 0
     func describe(_ name: String, _ shape: [Int], _ dtype: DType) {
@@ -147,14 +153,15 @@ func writeSafetensors(_ tensors: [NewTensor], metadata: [String: String], seal: 
     // The tensors start at a multiple of 8 bytes.
     json.append(Data(repeating: UInt8(ascii: " "), count: -json.count & 7))
 
-    try writeWhole(url) { file in
+    let start = json
+    return { file in
         var hash = SHA256()
         func write(_ data: Data) throws {
             try file.write(contentsOf: data)
             if seal { hash.update(data: data) }
         }
-        try write(withUnsafeBytes(of: UInt64(json.count).littleEndian) { Data($0) })
-        try write(json)
+        try write(withUnsafeBytes(of: UInt64(start.count).littleEndian) { Data($0) })
+        try write(start)
         for tensor in tensors {
             let array = try tensor.make()
             precondition(array.shape == tensor.shape && array.dtype == tensor.dtype)

@@ -22,7 +22,7 @@ extension Trainer {
         _ number: Int, of examples: [Example],
         loss: (_ moved: (_ block: Int, _ lora: MLXArray) -> MLXArray) throws -> Float
     ) throws -> (loss: Float, norm: Float?) {
-        let (keys, epsilon) = (keys(number), settings.mezoEpsilon)
+        let (keys, epsilon) = (try keys(number), settings.mezoEpsilon)
         func z(_ block: Int) -> MLXArray { MLXRandom.normal([model.layouts[block].trainedCount], key: keys[block]) }
         func moved(by distance: Float) throws -> Float {
             try loss { block, lora in

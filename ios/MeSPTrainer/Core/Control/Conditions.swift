@@ -15,8 +15,8 @@ extension PauseReason {
     /// | CPU | trains | trains | away | trains | trains on the charger |
     /// | GPU | trains | away | away | away | away |
     ///
-    /// and nowhere while the device is too warm, or the battery low and not charging. iOS ends an app that uses the GPU in the
-    /// background; one that is inactive may be there in a moment.
+    /// and nowhere while the device is too warm, or the battery low and not charging. iOS refuses the GPU in the background,
+    /// and work that it refuses is done again in front (`MLXErrors`); an app that is inactive may be there in a moment.
     ///
     /// - Parameters:
     ///   - usesGPU: whether the bundle is for the GPU.

@@ -114,7 +114,7 @@ package final class PauseGate: @unchecked Sendable {
     /// For work that is done in front only: it continues there, and waits elsewhere.
     @MainActor package func follow(_ phone: any Phone) {
         set(phone.scene == .active ? [] : [.away])
-        // iOS may take the GPU away after this call.
+        // iOS may refuse the GPU after this call.
         if phone.scene == .background { waitUntilAtRest(seconds: RunController.leaving) }
     }
 }

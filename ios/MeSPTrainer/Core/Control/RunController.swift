@@ -51,7 +51,8 @@ import Observation
 
     /// The least duration of a pause after a memory warning.
     static let memoryPause = Duration.seconds(15)
-    /// The time for which leaving the app waits for the current block; iOS allows some five seconds.
+    /// The time for which leaving the app waits for the current block; iOS allows some five seconds. A block that takes longer fails where
+    /// the GPU is refused, and is done again in front.
     package nonisolated static let leaving = 3.0
 
     @ObservationIgnored private let phone: any Phone
@@ -206,7 +207,7 @@ import Observation
         if memoryIsShort { reasons.insert(.memory) }
         gate.battery = phone.battery
         gate.set(reasons)
-        // After this call iOS may take the GPU away or suspend the app, so the block in progress has to end before it.
+        // After this call iOS may refuse the GPU or suspend the app. A block that has ended by then need not be done again.
         if phone.scene == .background, reasons.contains(.away) { gate.waitUntilAtRest(seconds: Self.leaving) }
     }
 

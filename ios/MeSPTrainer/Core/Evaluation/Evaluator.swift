@@ -46,7 +46,7 @@ public struct Evaluator {
         guard continuations.count > 1, continuations.contains(where: isShort) else {
             return try continuations.map { try score(prompt + $0, from: prompt.count, atBlock) }
         }
-        return try model.bundle.withDevice {
+        return try repeating(atBlock) {
             var cache = PromptCache()
             var last = MLXArray.zeros([1, model.bundle.architecture.hiddenSize], dtype: model.bundle.dtype)
             try model.forward(prompt[...], &cache, atBlock) { _, y in last = y[(y.dim(0) - 1)...] }
@@ -93,9 +93,20 @@ public struct Evaluator {
 
     // MARK: - Scores
 
+    /// Calls `body` on the model's device, from the start again where a GPU fails.
+    private func repeating<R>(_ atBlock: () throws -> Void, _ body: () throws -> R) throws -> R {
+        try model.bundle.withDevice {
+            try MLXErrors.repeating(
+                again: {
+                    model.forget()
+                    try atBlock()
+                }, body)
+        }
+    }
+
     /// The score of the tokens from position `first` on, which is not 0.
     private func score(_ tokens: [Int], from first: Int, _ atBlock: () throws -> Void) throws -> Score {
-        try model.bundle.withDevice {
+        try repeating(atBlock) {
             var score = Score()
             var cache = PromptCache()
             try model.forward(tokens.dropLast(), &cache, atBlock) { range, y in

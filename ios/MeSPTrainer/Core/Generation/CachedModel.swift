@@ -38,12 +38,16 @@ package struct CachedModel {
             projections[index] = made
             return made
         }
+
+        func forget() { (views, projections) = ([:], [:]) }
     }
 
     /// - Parameter folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
     package init(_ bundle: ModelBundle, adapters folder: URL?, chunk: Int = 256) throws {
         let adapters = try folder.map { folder in
-            try bundle.withDevice { try loadAdapters(from: folder, architecture: bundle.architecture) }
+            try bundle.withDevice {
+                try MLXErrors.repeating { try loadAdapters(from: folder, architecture: bundle.architecture) }
+            }
         }
         self.init(bundle, with: adapters, chunk: chunk)
     }
@@ -96,7 +100,7 @@ package struct CachedModel {
     /// - Parameters:
     ///   - tokens: as many as `caches`, at most `mostTexts`.
     ///   - caches: not empty.
-    /// - Returns: y `[n, hidden]`, evaluated.
+    /// - Returns: y `[n, hidden]`, evaluated; not confirmed.
     func forward(
         next tokens: [Int], _ caches: inout [PromptCache], _ atBlock: () throws -> Void
     ) throws -> MLXArray {
@@ -116,11 +120,15 @@ package struct CachedModel {
                 shared: shared(block, caches), waits: bundle.backend == .gpu || !bundle.maps.areKept,
                 untiled: multipliesPacked ? Self.mostTexts : QuantizedMatrix.fewRows)
         }
-        try x.compute()
+        x.eval()
+        try MLXErrors.check()
         for (text, token) in tokens.enumerated() { caches[text].add([token]) }
         Memory.clearCache()
         return x
     }
+
+    /// Lets go of what is made of the weights once: after an error of MLX it may not be whole.
+    func forget() { kept.forget() }
 
     /// The size of a cache after `tokens`, in bytes.
     ///

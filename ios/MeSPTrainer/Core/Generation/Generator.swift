@@ -99,7 +99,7 @@ public struct Generator {
                 return summary
             }
         } catch {
-            cache = PromptCache(limit: cache.limit)  // its last arrays may not be whole
+            cache = cache.emptied()  // its last arrays may not be whole
             throw error
         }
     }
@@ -140,17 +140,45 @@ public struct Generator {
         let index: Int
         let request: Request
         var cache: PromptCache
-        let random: MLXRandom.RandomState
-        var begin = Date.now
-        /// When the first token could be chosen.
-        var first: Date?
-        var count = 0
+        private(set) var random: MLXRandom.RandomState
+        /// When it was begun, and when the first token could be chosen.
+        var begin, first: Date?
+        /// The tokens that were told.
+        private(set) var written = [Int]()
+        /// How many tokens have been chosen since it was begun, or begun again.
+        private var count = 0
         /// The last token, which is not in the cache yet.
         var last = 0
 
         init(index: Int, request: Request, cache: PromptCache) {
             (self.index, self.request, self.cache) = (index, request, cache)
             random = MLXRandom.RandomState(seed: request.seed)
+        }
+
+        /// To be read again from the start, up to the last token that was told.
+        func begunAgain() -> Text {
+            var text = self
+            (text.cache, text.count) = (cache.emptied(), 0)
+            text.random = MLXRandom.RandomState(seed: request.seed)
+            return text
+        }
+
+        /// The next token, where it was told before the text was begun again.
+        var known: Int? { count < written.count ? written[count] : nil }
+
+        /// Takes the next token.
+        ///
+        /// - Parameter tell: called with it unless it was told before.
+        /// - Returns: why the text ends with it; nil where it continues.
+        mutating func take(_ token: Int, tell: (Int, Int) throws -> Void) throws -> Summary.Reason? {
+            last = token
+            if request.stop.contains(token) { return .stop }
+            if known == nil {
+                do { try tell(index, token) } catch is CancellationError { return .stopped }
+                written.append(token)
+            }
+            count += 1
+            return count == request.maxTokens ? .length : nil
         }
     }
 
@@ -163,7 +191,8 @@ public struct Generator {
         func end(_ text: Text, _ reason: Summary.Reason) throws {
             let start = text.first ?? Date.now
             let summary = Summary(
-                reason: reason, tokens: text.count, promptSeconds: start.timeIntervalSince(text.begin),
+                reason: reason, tokens: text.written.count,
+                promptSeconds: start.timeIntervalSince(text.begin ?? start),
                 seconds: Date.now.timeIntervalSince(start), footprintPeakBytes: sampler.takePeak(),
                 stopToken: reason == .stop ? text.last : nil)
             try onEnd(text, summary)
@@ -171,38 +200,48 @@ public struct Generator {
         var (waiting, texts) = (all[...], [Text]())
         // A prompt that the next text has too: what it left, and the logits after it.
         var read: (prompt: [Int], cache: PromptCache, logits: MLXArray)?
-        do {
-            while true {
-                while texts.count < atOnce, let next = waiting.first, hasRoom(for: next, beside: texts, cacheLimit) {
-                    waiting.removeFirst()
-                    texts.append(next)
-                    let i = texts.count - 1
-                    texts[i].begin = Date.now
-                    let logits: MLXArray
-                    if let read, read.prompt == next.request.prompt, next.cache.size == 0 {
-                        (texts[i].cache, logits) = (read.cache, read.logits)
-                    } else {
-                        let prompt = texts[i].cache.begin(next.request.prompt)
-                        logits = try self.logits(prompt, &texts[i].cache, atBlock)
-                    }
-                    read =
-                        waiting.first?.request.prompt == next.request.prompt
-                        ? (next.request.prompt, texts[i].cache, logits) : nil
-                    if let reason = try choose(logits, likeliest: nil, &texts[i], onToken) {
-                        try end(texts.removeLast(), reason)
-                    }
+        /// Begins the texts that there is room for, and adds a token to each.
+        func addTokens() throws {
+            while texts.count < atOnce, let next = waiting.first, hasRoom(for: next, beside: texts, cacheLimit) {
+                waiting.removeFirst()
+                texts.append(next)
+                let i = texts.count - 1
+                texts[i].begin = next.begin ?? Date.now
+                let logits: MLXArray
+                if let read, read.prompt == next.request.prompt, next.cache.size == 0 {
+                    (texts[i].cache, logits) = (read.cache, read.logits)
+                } else {
+                    let prompt = texts[i].cache.begin(next.request.prompt)
+                    logits = try self.logits(prompt, &texts[i].cache, atBlock)
                 }
-                guard !texts.isEmpty else { return }
-                let logits = try logits(forward(&texts, atBlock))
-                let isGreedy = texts.contains { $0.request.temperature <= 0 }
-                let likeliest = isGreedy ? try logits.argMax(axis: -1).numbers(Int.self) : nil
-                let reasons = try texts.indices.map {
-                    try choose(logits[$0], likeliest: likeliest?[$0], &texts[$0], onToken)
-                }
-                let ended = zip(texts, reasons)
-                texts = ended.filter { $0.1 == nil }.map(\.0)
-                for (text, reason) in ended { if let reason { try end(text, reason) } }
+                read =
+                    waiting.first?.request.prompt == next.request.prompt
+                    ? (next.request.prompt, texts[i].cache, logits) : nil
+                texts[i].first = next.first ?? Date.now
+                let token = try choose(logits, likeliest: nil, texts[i])
+                if let reason = try texts[i].take(token, tell: onToken) { try end(texts.removeLast(), reason) }
             }
+            guard !texts.isEmpty else { return }
+            let logits = try logits(forward(&texts, atBlock))
+            let isGreedy = texts.contains { $0.request.temperature <= 0 }
+            let likeliest = isGreedy ? try logits.argMax(axis: -1).numbers(Int.self) : nil
+            // All, before one of them is told.
+            let tokens = try texts.indices.map { try choose(logits[$0], likeliest: likeliest?[$0], texts[$0]) }
+            let reasons = try texts.indices.map { try texts[$0].take(tokens[$0], tell: onToken) }
+            let ended = zip(texts, reasons)
+            texts = ended.filter { $0.1 == nil }.map(\.0)
+            for (text, reason) in ended { if let reason { try end(text, reason) } }
+        }
+        /// Has the texts in progress read again. Keys and values are written in place, so that a GPU that fails leaves no state before the
+        /// token.
+        func beginAgain() throws {
+            waiting = texts.map { $0.begunAgain() } + waiting
+            (texts, read) = ([], nil)
+            model.forget()
+            try atBlock()
+        }
+        do {
+            while !(waiting.isEmpty && texts.isEmpty) { try MLXErrors.repeating(again: beginAgain, addTokens) }
         } catch is CancellationError {
             for text in texts + waiting { try end(text, .stopped) }
         }
@@ -225,20 +264,16 @@ public struct Generator {
         return texts.isEmpty || sizes.reduce(0, +) <= limit
     }
 
-    /// Chooses a text's next token.
+    /// A text's next token, confirmed.
     ///
     /// - Parameter likeliest: the likeliest, where it is known.
-    /// - Returns: why the text ends with it; nil where it continues.
-    private func choose(
-        _ logits: MLXArray, likeliest: Int?, _ text: inout Text, _ onToken: (Int, Int) throws -> Void
-    ) throws -> Summary.Reason? {
-        if text.first == nil { text.first = Date.now }
-        let isGreedy = text.request.temperature <= 0
-        text.last = try (isGreedy ? likeliest : nil) ?? choose(logits, text.request, text.random)
-        if text.request.stop.contains(text.last) { return .stop }
-        do { try onToken(text.index, text.last) } catch is CancellationError { return .stopped }
-        text.count += 1
-        return text.count == text.request.maxTokens ? .length : nil
+    private func choose(_ logits: MLXArray, likeliest: Int?, _ text: Text) throws -> Int {
+        if let known = text.known {
+            _ = text.random.next()
+            try MLXErrors.confirm()
+            return known
+        }
+        return try (text.request.temperature <= 0 ? likeliest : nil) ?? choose(logits, text.request, text.random)
     }
 
     // MARK: - Forward

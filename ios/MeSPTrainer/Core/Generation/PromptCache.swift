@@ -23,6 +23,9 @@ public struct PromptCache {
     /// - Parameter limit: what is kept at most when a text has ended, in bytes: the beginning of the text that fits.
     public init(limit: Int = .max) { self.limit = limit }
 
+    /// A cache with the same limit that has read nothing.
+    func emptied() -> PromptCache { PromptCache(limit: limit) }
+
     /// In bytes.
     public var size: Int { (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1?.size ?? 0) } }
 

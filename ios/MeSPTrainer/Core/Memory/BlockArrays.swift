@@ -105,14 +105,15 @@ package struct BlockArrays {
         return array
     }
 
-    /// Keeps an array, which is evaluated first.
+    /// Keeps an array, which is evaluated and confirmed first: where that fails, the array before stays.
     package mutating func write(_ array: MLXArray, _ block: Int) throws {
         if let file {
-            if keepsPrevious { slots[block] = (slots[block] + arrays.count) % (2 * arrays.count) }
-            try file.write(array, at: slots[block])
+            let slot = keepsPrevious ? (slots[block] + arrays.count) % (2 * arrays.count) : slots[block]
+            try file.write(array, at: slot)
+            slots[block] = slot
         } else {
-            try array.compute()
             guard arrays[block] != nil else {
+                try array.compute()
                 arrays[block] = array
                 return
             }
@@ -128,9 +129,10 @@ package struct BlockArrays {
     /// The sums begin with the next arrays.
     mutating func beginSums() { begun = [] }
 
-    /// Adds to the sum of a block.
+    /// Adds to the sum of a block; where that fails, the sum stays.
     mutating func add(_ array: MLXArray, _ block: Int) throws {
-        try write(begun.insert(block).inserted ? array : read(block) + array, block)
+        try write(begun.contains(block) ? read(block) + array : array, block)
+        begun.insert(block)
     }
 
     /// Hands a block's array over, and keeps it no longer.

@@ -338,7 +338,9 @@ public struct Planner: Sendable {
             MLXSupport.hasShortCommandBuffers
             ? workspace(plan) + phase(plan) * 2 / 5 : max(phase(plan), workspace(plan))
         let phase = max(workspaces, baseline ?? 0)
-        return lasting(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + phase
+        // d before a block's backward pass, until its gradient is confirmed.
+        let held = method.hasBackwardPass ? hidden : 0
+        return lasting(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + phase + held
     }
 
     /// The arrays that live through a step, in bytes: parameters, optimizer state and sums of gradients; block inputs; kept intermediates.

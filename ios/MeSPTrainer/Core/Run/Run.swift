@@ -57,10 +57,10 @@ public struct Run {
         // Held from before the state is read, so that it stays what it is.
         var lock = settings.resume && !settings.dryRun ? try FolderLock(output) : nil
         defer { withExtendedLifetime(lock) {} }
-        let saved = settings.resume ? try SavedState.load(from: output, settings) : nil
+        var saved = settings.resume ? try SavedState.load(from: output, settings) : nil
         let planner = Planner(bundle.manifest, settings)
         if let plan = saved?.plan, !planner.isPossible(plan) { throw SavedState.damaged(in: output) }
-        let plan = try saved?.plan ?? planner.plan()
+        var plan = try saved?.plan ?? planner.plan()
         if settings.dryRun {
             try saved?.state.check(SavedState.Sources(bundle, settings), in: output)
             let data = settings.dpClip == nil ? nil : try Splits(bundle, settings)
@@ -73,6 +73,17 @@ public struct Run {
         if lock == nil { lock = try FolderLock(output) }
         // The first work for the GPU, and so a block boundary too; a stop waits for the next.
         try? atBlock { _ in }
-        try TrainingLoop(settings, bundle, data, sources, planner, plan, from: saved, hooks: self).run()
+        var (settings, isCutShort) = (settings, false)
+        while true {
+            do {
+                return try TrainingLoop(
+                    settings, bundle, data, sources, planner, plan, from: saved, isCutShort: isCutShort, hooks: self
+                ).run()
+            } catch let cut as TrainingLoop.CutShort {
+                // From the last saved state, or from the beginning where there is none.
+                (settings.resume, plan, isCutShort) = (true, cut.plan, true)
+                saved = try SavedState.load(from: output, settings)
+            }
+        }
     }
 }

@@ -69,10 +69,14 @@ package struct SavedState: Codable {
         let json = String(decoding: try JSONEncoder.snakeCase.encode(self), as: UTF8.self)
         let url = Self.url(in: folder)
         do {
-            let tensors = try trainer.vectors().map { name, vector in
-                NewTensor(name: name, shape: vector.shape, dtype: vector.dtype) { vector }
+            try trainer.clock.repeating(changed: true) {
+                let tensors = try trainer.vectors().map { name, vector in
+                    NewTensor(name: name, shape: vector.shape, dtype: vector.dtype) { vector }
+                }
+                try writeSafetensors(tensors, metadata: ["state": json], seal: true, to: url)
             }
-            try writeSafetensors(tensors, metadata: ["state": json], seal: true, to: url)
+        } catch let failure as MLXFailure {
+            throw failure
         } catch {
             throw MeSPError("Cannot save \(url.path): \(error.plainSentence).")
         }
@@ -156,9 +160,13 @@ extension Trainer {
         return vectors
     }
 
-    /// Takes vectors that `vectors()` gave, by name; each is asked for once, as it may be read from a file. A trainer that this throws on
+    /// Takes vectors that `vectors()` gave, by name; each is asked for when it is taken, as it may be read from a file. A trainer that this throws on
     /// is of no more use.
     package func restore(_ vectors: (_ name: String) -> MLXArray?) throws {
+        try clock.repeating { try take(vectors) }
+    }
+
+    private func take(_ vectors: (_ name: String) -> MLXArray?) throws {
         func vector(_ name: String, like current: MLXArray) throws -> MLXArray {
             guard let vector = vectors(name), vector.shape == current.shape, vector.dtype == current.dtype else {
                 throw MeSPError("The saved state is of another model or rank; start the run again in another folder.")

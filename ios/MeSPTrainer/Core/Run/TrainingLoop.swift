@@ -30,20 +30,27 @@ final class TrainingLoop {
     /// The time that a crash or an empty battery can cost: at the start, and after the first save.
     private static let (timeToFirstSave, timeBetweenSaves) = (Duration.seconds(60), Duration.seconds(180))
 
+    /// A step that failed for want of memory when it had changed parameters.
+    struct CutShort: Error {
+        /// The plan to go on with, from the last saved state.
+        let plan: Plan
+    }
+
     /// - Parameters:
     ///   - sources: of the bundle and the data.
     ///   - plan: the plan to train with, of `planner`'s.
     ///   - saved: what to continue from; nil for the beginning.
+    ///   - isCutShort: whether a step was, so that the plan is another.
     init(
         _ settings: RunSettings, _ bundle: ModelBundle, _ data: Splits, _ sources: SavedState.Sources,
-        _ planner: Planner, _ plan: Plan, from saved: SavedState.Loaded?, hooks: Run
+        _ planner: Planner, _ plan: Plan, from saved: SavedState.Loaded?, isCutShort: Bool = false, hooks: Run
     ) throws {
         (self.settings, self.bundle, self.data, self.planner, self.hooks) = (settings, bundle, data, planner, hooks)
         state = saved?.state ?? SavedState(plan: plan, settings: settings, sources: sources)
         (state.plan, state.settings) = (plan, settings)
         saveAt = hooks.now() + Self.timeToFirstSave
         output = URL(fileURLWithPath: settings.output)
-        trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
+        trainer = try Self.trainer(bundle, settings, plan, output)
         if saved == nil, let adapters = settings.adapters { try trainer.startFrom(URL(fileURLWithPath: adapters)) }
         // A run that ended before it had saved anything is begun again.
         log = try LogWriter(folder: output, resumeAt: settings.resume ? saved?.state.logBytes ?? 0 : nil)
@@ -58,6 +65,7 @@ final class TrainingLoop {
             let message: Sentence = "lines of the log were lost, as in a power failure; the run resumes from its state"
             try append(.event(.init(event: "log_cut_off", message: message)))
         }
+        if isCutShort { try appendCheaper(plan, "MLX ran short of memory") }
         guard let before = saved?.state.settings else { return }
         try append(.event(.init(event: "resumed", message: "after step \(state.step)")))
         if settings.schedule != .constant, before.steps != settings.steps {
@@ -67,7 +75,15 @@ final class TrainingLoop {
         }
     }
 
+    private static func trainer(
+        _ bundle: ModelBundle, _ settings: RunSettings, _ plan: Plan, _ output: URL
+    ) throws -> Trainer {
+        try MLXErrors.repeating { try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output) }
+    }
+
     /// Trains to the end, or until `CancellationError` from a block boundary.
+    ///
+    /// - Throws: `CutShort`, and what ends the run.
     func run() throws {
         begin = .now
         _ = sampler.takePeak()
@@ -84,6 +100,8 @@ final class TrainingLoop {
             // What follows the last step is done again by a run that goes on, from the state that was saved then.
             if !hasTrained { try save() }
             try end(.stopped)
+        } catch let cut as CutShort {
+            throw cut
         } catch {
             // The log's disk may be the one that is full: the first error is the one to tell.
             try? append(.event(.init(event: "error", message: error.plainSentence)))
@@ -110,7 +128,18 @@ final class TrainingLoop {
                 overBudget = nil
                 try economize(reason)
             }
-            try stepOrSkip()
+            trainer.hasChanged = false
+            do {
+                try stepOrSkip()
+            } catch let failure as MLXFailure where failure.isOfMemory {
+                if !trainer.hasChanged {
+                    try economize("MLX ran short of memory in step \(state.step + 1)")
+                } else if let cheaper = planner.cheaper(than: state.plan) {
+                    throw CutShort(plan: cheaper)
+                } else {
+                    throw failure
+                }
+            }
         }
     }
 
@@ -218,13 +247,17 @@ final class TrainingLoop {
         }
         let vectors = try trainer.vectors()
         state.plan = cheaper
-        trainer = try Trainer(bundle: bundle, settings: settings, plan: cheaper, folder: output)
+        trainer = try Self.trainer(bundle, settings, cheaper, output)
         allowPause()
         try trainer.restore { vectors[$0] }
+        try appendCheaper(cheaper, reason)
+        try save()
+    }
+
+    private func appendCheaper(_ plan: Plan, _ reason: Sentence) throws {
         let message: Sentence = "\(reason); the run continues with a plan that takes less memory"
         try append(.event(.init(event: "cheaper_plan", message: message)))
-        try append(.plan(cheaper, .init(settings, bundle, planner, cheaper, data)))
-        try save()
+        try append(.plan(plan, .init(settings, bundle, planner, plan, data)))
     }
 
     private func allowPause() {
@@ -330,6 +363,13 @@ final class TrainingLoop {
     }
 
     private func append(_ record: LogRecord) throws {
+        for failure in MLXErrors.takeFailures() {
+            try write(.event(.init(event: "gpu_error", message: "\(failure); the work was done again")))
+        }
+        try write(record)
+    }
+
+    private func write(_ record: LogRecord) throws {
         let line = try record.line()
         try log.append(line)
         try hooks.report(record, line)

@@ -72,19 +72,23 @@ package final class BlockwiseModel {
 
     /// A block's parameters `[P]` in float32.
     package func parameters(_ block: Int) throws -> MLXArray {
-        layouts[block].count > 0 ? try lora.read(block).asType(.float32) : MLXArray.zeros([0])
+        guard layouts[block].count > 0 else { return MLXArray.zeros([0]) }
+        let stored = try lora.read(block)
+        return stored.dtype == .float32 ? stored : try clock.confirmed { stored.asType(.float32) }
     }
 
     /// The parameters as they are now, as adapters of a model that generates.
     func adapters(rank: Int) throws -> Adapters {
-        let lora = try blocks.map { layouts[$0].whole(try parameters($0)) }
+        let lora = try blocks.map { block in try clock.confirmed { layouts[block].whole(try parameters(block)) } }
         return Adapters(rank: rank, scale: scale, lora: lora, layouts: layouts.map(\.whole))
     }
 
     /// The embeddings `[1, T, hidden]` of a sequence's inputs.
     package func embed(_ example: Example) throws -> MLXArray {
-        try bundle.withEmbedding { weights in
-            MeSPCore.embed(Array(example.inputs), weights, bundle.architecture, dtype: bundle.dtype)
+        try clock.repeating {
+            try bundle.withEmbedding { weights in
+                MeSPCore.embed(Array(example.inputs), weights, bundle.architecture, dtype: bundle.dtype)
+            }
         }
     }
 
@@ -104,13 +108,16 @@ package final class BlockwiseModel {
 
     /// - Parameter x0: the embeddings of the sequence's inputs `[1, T, hidden]`.
     package func context(_ example: Example, x0: MLXArray) throws -> Context {
-        Context(example.records, try bundle.layerEmbeddings(example.inputs, x0: x0.squeezed(axis: 0)))
+        Context(
+            example.records,
+            try clock.repeating { try bundle.layerEmbeddings(example.inputs, x0: x0.squeezed(axis: 0)) })
     }
 
     /// The inputs of a block from a context.
     func beside(_ block: Int, _ context: Context) throws -> Beside {
         Beside(
-            records: context.records, perLayer: try bundle.part(of: context.embeddings, layer: block),
+            records: context.records,
+            perLayer: try clock.repeating { try bundle.part(of: context.embeddings, layer: block) },
             shared: bundle.architecture.keysOf(block).flatMap { context.lent[$0] })
     }
 
@@ -121,8 +128,8 @@ package final class BlockwiseModel {
     ) throws -> Beside {
         let beside = try beside(block, context)
         if bundle.architecture.owners.contains(block) {
-            context.lent[block] = clock.timed(\.forward) {
-                self.block(block, x, lora, weights, beside: beside).keysAndValues(x)
+            context.lent[block] = try clock.timed(\.forward) {
+                try clock.repeating { self.block(block, x, lora, weights, beside: beside).keysAndValues(x) }
             }
         }
         return beside
@@ -162,15 +169,20 @@ package final class BlockwiseModel {
         try clock.boundary()
         return try clock.timed(\.forward) {
             defer { freeCache() }
-            return try withWorkspace { try body(forwardPass(block, x, lora, weights, beside)) }
+            return try clock.repeating {
+                try withWorkspace { try body(forwardPass(block, x, lora, weights, beside)) }
+            }
         }
     }
 
     /// The block's intermediates again, from its input; evaluated.
+    ///
+    /// - Parameter all: whether with gate and up, as `outputs` has them.
     func recompute(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, beside: Beside
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, beside: Beside, all: Bool = false
     ) throws -> Intermediates {
-        let intermediates = try forwardPass(block, x, lora, weights, beside).intermediates(x)
+        let pass = try forwardPass(block, x, lora, weights, beside)
+        let intermediates = all ? try pass.outputs(x).intermediates : try pass.intermediates(x)
         eval(intermediates.arrays)
         return intermediates
     }
@@ -209,19 +221,20 @@ package final class BlockwiseModel {
     func loss(_ y: MLXArray, _ example: Example) throws -> Float {
         try head(y) { head in
             try head.loss(
-                y, targets: MLXArray(example.targets), counted: example.counted, atBoundary: { try clock.boundary() })
-        }.number(Float.self)
+                y, targets: MLXArray(example.targets), counted: example.counted, atBoundary: { try clock.boundary() }
+            ).number(Float.self)
+        }
     }
 
     /// The same with its gradient `[1, T, hidden]` by y, times `scale`.
     package func lossAndGradient(_ y: MLXArray, _ example: Example, scale: Float) throws -> (loss: Float, dy: MLXArray)
     {
-        let (loss, dy) = try head(y) { head in
-            try head.lossAndGradient(
+        try head(y) { head in
+            let (loss, dy) = try head.lossAndGradient(
                 y, targets: MLXArray(example.targets), counted: example.counted, scale: scale,
                 atBoundary: { try clock.boundary() })
+            return (try loss.number(Float.self), dy)
         }
-        return (try loss.number(Float.self), dy)
     }
 
     private func head<R>(_ y: MLXArray, _ body: (CrossEntropyHead) throws -> R) throws -> R {
@@ -230,12 +243,14 @@ package final class BlockwiseModel {
             defer { freeCache() }
             let tile = tile(y)
             return try bundle.withHead { weights in
-                try withWorkspace {
-                    try body(
-                        CrossEntropyHead(
-                            weights: weights, architecture: bundle.architecture, tile: tile.vocabulary,
-                            part: tile.mlpTokens, tokens: tile.lossTokens, pace: tile.pace,
-                            workBetweenBoundaries: workBetweenBoundaries))
+                try clock.repeating {
+                    try withWorkspace {
+                        try body(
+                            CrossEntropyHead(
+                                weights: weights, architecture: bundle.architecture, tile: tile.vocabulary,
+                                part: tile.mlpTokens, tokens: tile.lossTokens, pace: tile.pace,
+                                workBetweenBoundaries: workBetweenBoundaries))
+                    }
                 }
             }
         }
@@ -263,7 +278,8 @@ package final class BlockwiseModel {
         for block in blocks {
             x = try bundle.withBlock(block) { weights in
                 let parameters = try parameters(block)
-                let lora = layouts[block].count > 0 ? try moved(block, parameters) : parameters
+                let lora =
+                    layouts[block].count > 0 ? try clock.confirmed { try moved(block, parameters) } : parameters
                 let beside = try beside(block, context, lending: x, lora, weights)
                 return try output(block, x, lora, weights, beside: beside)
             }

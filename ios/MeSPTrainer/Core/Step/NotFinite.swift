@@ -19,19 +19,21 @@ extension BlockwiseModel {
 
     /// The place of the first number that is not finite in the forward pass of these sequences, found by another forward pass.
     func notFinite(_ examples: [Example]) throws -> NotFinite {
-        for example in examples {
-            do {
-                _ = try lastOutput(example) { block, lora in
-                    if let name = try firstNotFinite(lora, block) { throw NotFinite(what: "The parameter \(name)") }
-                    return lora
-                } check: { block, y in
-                    guard try isFinite(y) else { throw NotFinite(what: "The output of block \(block)") }
+        do {
+            try clock.repeating {
+                for example in examples {
+                    _ = try lastOutput(example) { block, lora in
+                        if let name = try firstNotFinite(lora, block) { throw NotFinite(what: "The parameter \(name)") }
+                        return lora
+                    } check: { block, y in
+                        guard try isFinite(y) else { throw NotFinite(what: "The output of block \(block)") }
+                    }
                 }
-            } catch let found as NotFinite {
-                return found
             }
+            return NotFinite(what: "The loss")
+        } catch let found as NotFinite {
+            return found
         }
-        return NotFinite(what: "The loss")
     }
 
     /// The name, as in a file of adapters, of the first matrix in a block's vector `[P]` that is not finite.

@@ -32,6 +32,14 @@ struct Optimizer {
         }
     }
 
+    /// A block's parameters and state after an update, not evaluated. What is there before stays until they are kept.
+    struct Update {
+        var w: MLXArray
+        let first, second: MLXArray?
+
+        var arrays: [MLXArray] { [w] + [first, second].compactMap { $0 } }
+    }
+
     /// One update of a block's parameters:
     ///
     ///     SGD     g ← g + λ w,   m ← μ m + g,   w ← w − η m
@@ -41,16 +49,14 @@ struct Optimizer {
     /// - Parameters:
     ///   - w, g: parameters and gradient, float32 `[P]`
     ///   - rate: η
-    mutating func update(_ w: MLXArray, _ g: MLXArray, block: Int, rate: Float) throws -> MLXArray {
+    func update(_ w: MLXArray, _ g: MLXArray, block: Int, rate: Float) throws -> Update {
         let s = settings
         switch s.optimizer {
         case .sgd:
             var m = s.weightDecay > 0 ? g + s.weightDecay * w : g
-            if let previous = try first?.read(block) {
-                m = s.momentum * previous + m
-                try first?.write(m, block)
-            }
-            return w - rate * m
+            let previous = try first?.read(block)
+            if let previous { m = s.momentum * previous + m }
+            return Update(w: w - rate * m, first: previous == nil ? nil : m, second: nil)
         case .adamw, .adamw8bit:
             guard var m = try first?.read(block), var v = try second?.read(block) else {
                 preconditionFailure("AdamW was made without its moments")
@@ -62,10 +68,14 @@ struct Optimizer {
             m = s.beta1 * m + (1 - s.beta1) * g
             v = s.beta2 * v + (1 - s.beta2) * g.square()
             let new = w * (1 - rate * s.weightDecay) - rate * m / (v.sqrt() + s.epsilon)
-            try first?.write(maps?.first.quantized(m) ?? m, block)
-            try second?.write(maps?.second.quantized(v) ?? v, block)
-            return new
+            return Update(w: new, first: maps?.first.quantized(m) ?? m, second: maps?.second.quantized(v) ?? v)
         }
+    }
+
+    /// Keeps an update's state.
+    mutating func keep(_ update: Update, block: Int) throws {
+        if let m = update.first { try first?.write(m, block) }
+        if let v = update.second { try second?.write(v, block) }
     }
 }
 

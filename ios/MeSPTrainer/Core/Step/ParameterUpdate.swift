@@ -1,21 +1,30 @@
 import MLX
+import MeSPBundle
 
 extension Trainer {
-    /// One block's update, from the gradient of its trained parameters.
-    func update(_ block: Int, _ gradient: MLXArray, _ number: Int, _ key: MLXArray) throws {
-        try model.check(gradient, block)
-        let (layout, parameters) = (model.layouts[block], try model.parameters(block))
-        let old = layout.trained(in: parameters)
-        var gradient = gradient
-        if let mu = settings.proximalMu, let start = try start?.read(block) {
-            gradient = gradient + mu * (old - layout.trained(in: start))
+    /// One block's update, from the gradient of its trained parameters. On a GPU nothing changes before all that it makes is confirmed.
+    ///
+    /// - Parameter gradient: makes it of arrays that are confirmed.
+    func update(_ block: Int, _ number: Int, _ key: MLXArray, _ gradient: () throws -> MLXArray) throws {
+        let update = try clock.repeating(changed: true) {
+            var gradient = try gradient()
+            try model.check(gradient, block)
+            let (layout, parameters) = (model.layouts[block], try model.parameters(block))
+            let old = layout.trained(in: parameters)
+            if let mu = settings.proximalMu, let start = try start?.read(block) {
+                gradient = gradient + mu * (old - layout.trained(in: start))
+            }
+            var update = try optimizer.update(old, gradient, block: block, rate: settings.learningRate(step: number))
+            update.w = layout.replacing(in: parameters, trained: update.w)
+            if settings.loraDtype == .bfloat16 {
+                update.w = stochasticallyRounded(update.w, key: MLXRandom.split(key: key).0)
+            }
+            MLXErrors.evaluateOnGPU(update.arrays)
+            return update
         }
-        let updated = try optimizer.update(old, gradient, block: block, rate: settings.learningRate(step: number))
-        var new = layout.replacing(in: parameters, trained: updated)
-        if settings.loraDtype == .bfloat16 {
-            new = stochasticallyRounded(new, key: MLXRandom.split(key: key).0)
-        }
-        try model.lora.write(new, block)
+        hasChanged = true
+        try optimizer.keep(update, block: block)
+        try model.lora.write(update.w, block)
     }
 
     /// Updates every trained block, once all gradients are there, with their norm limited to `maxGradNorm`.
@@ -25,7 +34,7 @@ extension Trainer {
         let (factor, norm) = try settings.maxGradNorm.map { try clipping(to: $0, gradient) } ?? (1, nil)
         for block in trained {
             try clock.boundary(changed: block > trained[0])
-            try update(block, factor * gradient(block), number, keys[block])
+            try update(block, number, keys[block]) { factor * (try gradient(block)) }
         }
         return norm
     }
@@ -33,10 +42,12 @@ extension Trainer {
     /// The factor of the gradient, min(1, limit / (‖g‖₂ + 10⁻⁶)), and ‖g‖₂ over all blocks.
     func clipping(to limit: Float, _ gradient: (_ block: Int) throws -> MLXArray) throws -> (factor: Float, norm: Float)
     {
-        let squares = try trained.reduce(Float(0)) { try $0 + gradient($1).square().sum().number(Float.self) }
-        // Clipping would make zeros of the finite gradients, and spread what is not.
-        if !squares.isFinite { for block in trained { try model.check(gradient(block), block) } }
-        let norm = squares.squareRoot()
+        let norm = try clock.repeating {
+            let squares = try trained.reduce(Float(0)) { try $0 + gradient($1).square().sum().number(Float.self) }
+            // Clipping would make zeros of the finite gradients, and spread what is not.
+            if !squares.isFinite { for block in trained { try model.check(gradient(block), block) } }
+            return squares.squareRoot()
+        }
         return (min(1, limit / (norm + 1e-6)), norm)
     }
 }

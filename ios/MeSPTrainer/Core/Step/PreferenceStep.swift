@@ -26,7 +26,7 @@ extension Trainer {
                 for batch in batches {
                     try backpropagate(batch, objective, share: 1 / Double(batches.count), &record)
                 }
-                norm = try updateFromSums(number, keys(number))
+                norm = try updateFromSums(number, try keys(number))
             }
             return record.result(gradientNorm: norm)
         }
@@ -111,7 +111,7 @@ extension Trainer {
                     let answer = try answer(judged, loss: loss, objective)
                     let answerLoss = PreferenceLoss(answer, kl: kl, settings)
                     record.add(answerLoss, of: [answer], kl: kl, part: part)
-                    return Float(part * answerLoss.weights[0]) * dy
+                    return try clock.confirmed { Float(part * answerLoss.weights[0]) * dy }
                 }()
                 try backward(&d, update: gather)
             }
@@ -143,15 +143,19 @@ extension Trainer {
                 objective, chosen: answer, rejected: other, supervisedTargets: supervisedTargets, settings)
             record.add(pair, of: [answer, other], part: part)
             weight = Float(part * pair.weights[1])
-            let weighted = Float(part * pair.weights[0]) * dy
-            guard objective == .orpo, let context = chosen.context else { return weighted }
+            guard objective == .orpo, let context = chosen.context else {
+                return try clock.confirmed { Float(part * pair.weights[0]) * dy }
+            }
             let (contextLoss, contextDy) = try head(d[0], context, weight: 1)
             record.loss += part * pair.context * Double(contextLoss)
-            return weighted + Float(part * pair.context) * contextDy
+            return try clock.confirmed {
+                Float(part * pair.weights[0]) * dy + Float(part * pair.context) * contextDy
+            }
         }()
         try backward(&d, update: gather)
 
-        if var d = waiting.take().map({ [weight * $0] }) {
+        if let dy = waiting.take() {
+            var d = [try clock.confirmed { weight * dy }]
             try backward(&d, first: 1, update: gather)
         } else {
             var d = try forward([rejected.example])

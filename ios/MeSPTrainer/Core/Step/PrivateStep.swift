@@ -36,10 +36,12 @@ extension Trainer {
             try gather(example)
             guard let sums else { preconditionFailure("gradients are not summed") }
             let (factor, norm) = try clipping(to: clip, sums.read)
-            for block in trained { try clippedSums?.add(factor * sums.read(block), block) }
+            for block in trained {
+                try clock.repeating { try clippedSums?.add(factor * sums.read(block), block) }
+            }
             (count, norms) = (count + 1, norms + norm)
         }
-        _ = try updateAll(number, keys(number)) { block in
+        _ = try updateAll(number, try keys(number)) { block in
             let key = MLXRandom.key(secret.noiseSeed(step: number, block: block))
             var sum = noise * clip * MLXRandom.normal([model.layouts[block].trainedCount], key: key)
             if count > 0, let clipped = try clippedSums?.read(block) { sum = clipped + sum }

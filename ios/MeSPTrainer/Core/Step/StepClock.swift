@@ -1,3 +1,6 @@
+import MLX
+import MeSPBundle
+
 /// The points at which a step may wait or end, and the time of its phases.
 package final class StepClock {
     /// Called at every block boundary, forward and backward, some times within the head, and in a GPU's first step within blocks. It may
@@ -25,6 +28,20 @@ package final class StepClock {
 
     /// Waits where there is a reason to, within a block. A stop, or an error, is heeded at the next boundary.
     func pause() { try? boundary() }
+
+    /// `MLXErrors.repeating`, with a boundary before the work is done again.
+    func repeating<R>(changed: Bool = false, _ body: () throws -> R) throws -> R {
+        try MLXErrors.repeating(again: { try boundary(changed: changed) }, body)
+    }
+
+    /// An array for the work after this: on a GPU evaluated and confirmed, on a CPU as `body` makes it.
+    func confirmed(_ body: () throws -> MLXArray) throws -> MLXArray {
+        try repeating {
+            let array = try body()
+            MLXErrors.evaluateOnGPU([array])
+            return array
+        }
+    }
 
     func timed<R>(_ phase: WritableKeyPath<Phases, Double>, _ body: () throws -> R) rethrows -> R {
         let (start, waiting) = (ContinuousClock.now, time.waiting)

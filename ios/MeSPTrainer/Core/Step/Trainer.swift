@@ -93,13 +93,11 @@ package final class Trainer {
             var sum: MLXArray?
             try model.bundle.withBlock(block) { weights in
                 for sequence in d.indices {
-                    try clock.boundary(changed: sums == nil && block < model.blocks.upperBound - 1)
+                    let changed = sums == nil && block < model.blocks.upperBound - 1
+                    try clock.boundary(changed: changed)
                     try clock.timed(\.backward) {
-                        var gradient = try gradient(block, first + sequence, weights, d: &d[sequence])
-                        if let sum {
-                            gradient = sum + gradient
-                            eval(gradient)
-                        }
+                        let gradient = try gradient(
+                            block, first + sequence, weights, d: &d[sequence], addedTo: sum, changed: changed)
                         if sequence < d.count - 1 {
                             sum = gradient
                         } else if trained.contains(block) {
@@ -115,28 +113,46 @@ package final class Trainer {
     }
 
     /// The gradient of a block's trained parameters, from its input of a sequence; d goes from dy to dx. Both are evaluated.
+    ///
+    /// Where a GPU fails, it is made again of the block's input, d and the parameters, which are held until it is confirmed.
+    /// - Parameters:
+    ///   - sum: of the sequences before.
+    ///   - changed: whether the step has changed parameters.
     private func gradient(
-        _ block: Int, _ sequence: Int, _ weights: BlockWeights, d: inout MLXArray
+        _ block: Int, _ sequence: Int, _ weights: BlockWeights, d: inout MLXArray, addedTo sum: MLXArray?, changed: Bool
     ) throws -> MLXArray {
         let input = inputIndex(block, sequence)
         let x = try inputs.take(input)
-        let lora = try model.parameters(block)
+        var intermediates = kept.removeValue(forKey: input)
+        let areKept = intermediates != nil
         guard let context = contexts[sequence] else { preconditionFailure("a sequence that did not run forward") }
-        let beside = try model.beside(block, context)
         // Keys and values that several blocks take: by the block that has them.
         let owner = model.bundle.architecture.keysOf(block) ?? block
         var shared = context.gradients.removeValue(forKey: owner)
-        defer { if owner >= trained[0] { context.gradients[owner] = shared } }
-        if settings.method == .mebp {
-            return try model.automaticGradient(block, x, lora, weights, beside, d: &d, shared: &shared)
+        let held = model.bundle.backend == .gpu ? (d, shared) : nil
+        let gradient = try clock.repeating(changed: changed) {
+            if let held { (d, shared) = held }
+            let (lora, beside) = (try model.parameters(block), try model.beside(block, context))
+            var gradient: MLXArray
+            if settings.method == .mebp {
+                gradient = try model.automaticGradient(block, x, lora, weights, beside, d: &d, shared: &shared)
+            } else {
+                gradient = try model.withWorkspace {
+                    let forward =
+                        try intermediates.take()
+                        ?? model.recompute(block, x, lora, weights, beside: beside, all: areKept)
+                    return model.block(block, x, lora, weights, beside: beside)
+                        .gradient(x: x, consume forward, d: &d, wantsInput: block > trained[0], shared: &shared)
+                }
+            }
+            if let sum {
+                gradient = sum + gradient
+                eval(gradient)
+            }
+            return gradient
         }
-        return try model.withWorkspace {
-            let intermediates =
-                try kept.removeValue(forKey: input)
-                ?? model.recompute(block, x, lora, weights, beside: beside)
-            return model.block(block, x, lora, weights, beside: beside)
-                .gradient(x: x, consume intermediates, d: &d, wantsInput: block > trained[0], shared: &shared)
-        }
+        if owner >= trained[0] { context.gradients[owner] = shared }
+        return gradient
     }
 
     /// The index of a block's input of a sequence among `inputs`.
@@ -197,12 +213,16 @@ package final class Trainer {
     }
 
     private func firstOrderStep(_ parts: [Part], _ number: Int) throws -> (loss: Float, norm: Float?) {
-        let keys = keys(number)
+        let keys = try keys(number)
         sums?.beginSums()
         var loss: Float = 0
         for group in plan.order == .blocks ? [parts] : parts.map({ [$0] }) {
             loss += try backpropagate(group) { block, gradient in
-                if sums == nil { try update(block, gradient, number, keys[block]) } else { try gather(block, gradient) }
+                if sums == nil {
+                    try update(block, number, keys[block]) { gradient }
+                } else {
+                    try gather(block, gradient)
+                }
             }
         }
         return (loss, sums == nil ? nil : try updateFromSums(number, keys))
@@ -222,7 +242,7 @@ package final class Trainer {
     /// Adds a sequence's gradient of a block to its sum.
     func gather(_ block: Int, _ gradient: MLXArray) throws {
         guard sums != nil else { preconditionFailure("gradients are not summed") }
-        try sums?.add(gradient, block)
+        try clock.repeating { try sums?.add(gradient, block) }
     }
 
     /// Updates every trained block from the sums; the norm is `updateAll`'s.
@@ -232,9 +252,13 @@ package final class Trainer {
     }
 
     /// A random key for each block in a step.
-    func keys(_ number: Int) -> [MLXArray] {
+    func keys(_ number: Int) throws -> [MLXArray] {
         let seed = Self.scattered(settings.seed) &+ UInt64(settings.firstStep + number)
-        return MLXRandom.split(key: MLXRandom.key(seed), into: model.blocks.count)
+        return try clock.repeating {
+            let keys = MLXRandom.split(key: MLXRandom.key(seed), into: model.blocks.count)
+            MLXErrors.evaluateOnGPU(keys)
+            return keys
+        }
     }
 
     /// The first output of SplitMix64 with this state. Neighbouring seeds lie so far apart afterwards that counting steps from one does not
@@ -265,6 +289,8 @@ package final class Trainer {
     /// With DP-SGD the sums of clipped gradients; `sums` are then those of one example.
     var clippedSums: BlockArrays?
     var optimizer: Optimizer
+    /// Whether an update has changed parameters since this was false.
+    var hasChanged = false
     /// The parameters that the run began with, where answers are compared with that model or an update is held near it.
     let start: BlockArrays?
     /// log π₀ of answers, in nats, as they are met.

@@ -286,7 +286,12 @@ void host_ledger_trace(void *context, void (*trace)(void *context, const char *p
 typedef struct {
     bool tf32;                  // operands of float32 products are rounded to TF32
     bool gpu_by_default;        // the default device of C++ is the GPU
-    size_t failing_evaluation;  // the first evaluation that fails, and all after it with it; 0: none
+    size_t failing_buffer;      // the first command buffer that fails, each evaluation being one, from 1; 0: none
+    size_t failures;            // how many fail: after the error of one was thrown, the next does
+    size_t delay;               // evaluations that go through before the one that throws the error
+    bool leaves_zeros;          // arrays of a buffer that failed hold zeros, and not NaN
+    bool fails_at_once;         // the evaluation throws, and computes nothing, as where memory is refused
+    const char *message;        // of the error
 } HostMetalRules;
 
 /// Puts the rules in force; false where some are already.

@@ -1,0 +1,452 @@
+@testable import MeSPBundle
+
+#if canImport(HostMLXMetal)
+    import Foundation
+    import HostMLXMetal
+    import MLX
+    import Testing
+
+    @testable import MeSPCore
+    @testable import MeSPSelfCheck
+
+    /// Command buffers that fail, each in its turn, and what is then read, told and saved. See `MetalRules.Failure`.
+    @Suite(.serialized) struct MetalErrors {
+        private static func folders(_ names: String...) -> [URL] {
+            Fixture.cases.filter { names.contains($0.lastPathComponent) }
+        }
+        /// A plain model that computes the GPU's way, and others with parts that it lacks.
+        private static let plain = folders("tied-gpu")
+        private static let families = folders(
+            "tied-gpu", "qwen3_5-gpu", "gemma4-gpu", "lfm2_moe-gpu", "granite-mamba-gpu")
+
+        /// A failure whose error comes when the stream is waited for, or by turns in one of the next evaluations, and leaves NaN or zeros.
+        private func failure(_ buffer: Int, count: Int = 1) -> MetalRules {
+            var failure = MetalRules.Failure(buffer: buffer)
+            failure.count = count
+            failure.delay = [.max, 0, 1, 4][buffer % 4]
+            failure.garbage = buffer / 4 % 2 == 0 ? .nan : .zeros
+            return .init(failure: failure)
+        }
+
+        /// Compares the results of `work` as each command buffer fails with those where none does.
+        ///
+        /// - Parameter work: gets a function that is to be called with what is counted: the work after the preparations.
+        private func compare<R: Equatable>(
+            every step: Int = 1, _ name: String = "", _ work: (_ counted: (() throws -> R) throws -> R) throws -> R
+        ) throws {
+            func result(_ rules: MetalRules) throws -> (R, Int) {
+                var buffers = 0
+                let result = try work { body in
+                    let (result, report) = withMetal(rules, body)
+                    buffers = report.evaluations
+                    return try result.get()
+                }
+                return (result, buffers)
+            }
+            let (expected, buffers) = try result(.init())
+            #expect(buffers > 0)
+            for buffer in stride(from: 1, through: buffers, by: step) {
+                do {
+                    let (found, all) = try result(failure(buffer))
+                    #expect(found == expected, "\(name) buffer \(buffer) of \(buffers)")
+                    #expect(all > buffers || all >= buffer, "\(name) buffer \(buffer)")
+                } catch {
+                    Issue.record("\(name) buffer \(buffer) of \(buffers): \(error.plainSentence.english)")
+                }
+            }
+        }
+
+        private func bytes(_ arrays: [String: MLXArray]) -> [String: Data] {
+            arrays.mapValues { $0.asData(access: .copy).data }
+        }
+
+        // MARK: - Training
+
+        private struct Outcome: Equatable {
+            var losses = [Float]()
+            var vectors = [String: Data]()
+        }
+
+        private func steps(
+            _ folder: URL, _ method: GradientMethod = .mesp, plan: Plan = Plan(tileBytes: 1 << 20), every: Int = 1,
+            _ change: @escaping (inout RunSettings) -> Void = { _ in },
+            step: (Trainer, Fixture) throws -> Trainer.StepResult
+        ) throws {
+            let fixture = try Fixture(folder, "gradients")
+            try compare(every: every, folder.lastPathComponent) { counted in
+                try fixture.bundle.withDevice {
+                    let trainer = try fixture.trainer(method, plan: plan) {
+                        $0.learningRate = 0.1
+                        change(&$0)
+                    }
+                    try fixture.restore(trainer)
+                    return try counted {
+                        let result = try step(trainer, fixture)
+                        let losses = [result.loss, result.gradientNorm, result.kl].compactMap { $0 }
+                        return try Outcome(losses: losses, vectors: bytes(trainer.vectors()))
+                    }
+                }
+            }
+        }
+
+        @Test(arguments: families) func aStepIsTheSame(_ folder: URL) throws {
+            try steps(folder) { trainer, fixture in try trainer.step([fixture.example()], number: 0) }
+        }
+
+        @Test(
+            arguments: plain,
+            [
+                "mebp", "mezo", "momentum", "adamw", "adamw8bit", "bfloat16", "clipped", "together", "kept", "proximal",
+                "offloaded", "last block",
+            ])
+        func aStepOfAnyKindIsTheSame(_ folder: URL, _ kind: String) throws {
+            var plan = Plan(tileBytes: 1 << 20)
+            if kind == "together" { plan.order = .blocks }
+            if kind == "kept" { plan.keptBlocks = 2 }
+            if kind == "offloaded" { plan.offload = .all }
+            let sequences = ["clipped", "together", "offloaded"].contains(kind) ? 2 : 1
+            try steps(folder, GradientMethod(rawValue: kind) ?? .mesp, plan: plan) {
+                $0.batchSize = sequences
+                switch kind {
+                case "momentum": $0.momentum = 0.9
+                case "adamw", "adamw8bit": $0.optimizer = .init(rawValue: kind) ?? .sgd
+                case "bfloat16", "mezo": $0.loraDtype = .bfloat16
+                case "clipped": $0.maxGradNorm = 1e-3
+                case "last block": $0.numLayers = 1
+                default: break
+                }
+            } step: { trainer, fixture in
+                try trainer.step(Array(repeating: fixture.example(), count: sequences), number: 0)
+            }
+        }
+
+        @Test(arguments: plain, [Objective.dpo, .orpo, .kto]) func aStepOnPreferencesIsTheSame(
+            _ folder: URL, _ objective: Objective
+        ) throws {
+            var plan = Plan(tileBytes: 1 << 20)
+            plan.keepsAnswer = objective == .dpo
+            try steps(folder, plan: plan, every: 3) {
+                ($0.objective, $0.batchSize) = (objective, 2)
+            } step: { trainer, fixture in
+                let answers = try (0..<2).map { index in
+                    let example = try fixture.example()
+                    let counted = Array(example.counted.dropFirst(4 + index))
+                    let number = Int32(index)
+                    return JudgedAnswer(
+                        example: Example(tokens: example.tokens, counted: counted), isGood: index == 0,
+                        source: .init(split: 0, prompt: number, answer: number), lengths: [fixture.length])
+                }
+                return try trainer.step([answers], number: 0, objective)
+            }
+        }
+
+        @Test(arguments: plain) func aPrivateStepIsTheSame(_ folder: URL) throws {
+            let secret = SecretKey()
+            try steps(folder, every: 3) {
+                ($0.dpClip, $0.dpNoise) = (1e-3, 1)
+            } step: { trainer, fixture in
+                try trainer.step(drawn: Array(repeating: fixture.example(), count: 2), number: 0, secret)
+            }
+        }
+
+        // MARK: - A run
+
+        private struct Saved: Equatable {
+            var log = [String]()
+            var files = [String: Data]()
+            var state = [String: Data]()
+        }
+
+        /// A run of one step on a bundle that computes the GPU's way.
+        ///
+        /// - Returns: its losses, and what it has saved.
+        private func run(
+            _ output: URL, _ change: (inout RunSettings) -> Void = { _ in }, atBlock: @escaping () throws -> Void = {}
+        ) throws -> Saved {
+            var settings = try RunSettings.ofATest(output)
+            (settings.steps, settings.valBatches) = (1, 1)
+            change(&settings)
+            var bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle), checksums: false)
+            bundle.backend = .gpu
+            var saved = Saved()
+            let run = Run(
+                report: { record, _ in
+                    switch record {
+                    case .step(let step): saved.log.append("step \(step.step) \(step.loss)")
+                    case .eval(let eval): saved.log.append("eval \(eval.step) \(eval.loss)")
+                    default: break
+                    }
+                }, atBlock: { _ in try atBlock() })
+            try bundle.withDevice { try run(settings, bundle) }
+            saved.files = files(output)
+            saved.state = try bytes(loadArrays(url: SavedState.url(in: output)))
+            saved.state["sha256"] = nil  // of the log's length too
+            return saved
+        }
+
+        private func files(_ output: URL) -> [String: Data] {
+            var files = [String: Data]()
+            for name in ["adapters/adapters.safetensors", "adapters/peft/adapter_model.safetensors"] {
+                files[name] = try? Data(contentsOf: output.appendingPathComponent(name))
+            }
+            return files
+        }
+
+        private func inFolder<R>(_ body: (URL) throws -> R) rethrows -> R {
+            let folder = temporaryFolder()
+            defer { try? FileManager.default.removeItem(at: folder) }
+            return try body(folder)
+        }
+
+        @Test func aRunIsTheSame() throws {
+            try compare { counted in
+                try inFolder { output in
+                    try counted { try run(output) { ($0.optimizer, $0.test) = (.adamw8bit, true) } }
+                }
+            }
+        }
+
+        @Test func whatWasDoneAgainIsLogged() throws {
+            try inFolder { output in
+                _ = try withMetal(failure(40)) { try run(output) }.result.get()
+                let events = try LogSummary(folder: output).events
+                #expect(events.map(\.name) == ["gpu_error"])
+                #expect(events.first?.message.english.contains("Caused GPU Hang Error") == true)
+                #expect(events.allSatisfy { !$0.message.english.contains("..") })
+            }
+        }
+
+        /// Three failures of one piece of work end the run, wherever it is; what is saved is of one step and as it was.
+        @Test func workThatFailsThreeTimesEndsTheRun() throws {
+            let (whole, buffers) = try inFolder { output in
+                let (result, report) = withMetal(.init()) { try run(output) }
+                return (try result.get(), report.evaluations)
+            }
+            let twice = try inFolder { output in
+                try withMetal(failure(buffers / 2, count: 2)) { try run(output) }.result.get()
+            }
+            #expect(twice == whole)
+            for buffer in stride(from: 1, through: buffers, by: 3) {
+                try inFolder { output in
+                    let error = message {
+                        _ = try withMetal(failure(buffer, count: 3)) { try run(output) }.result.get()
+                    }
+                    #expect(
+                        error.contains("three times") && error.contains("Caused GPU Hang Error"),
+                        "buffer \(buffer): \(error)")
+                    let files = files(output)
+                    #expect(files.isEmpty || files == whole.files, "buffer \(buffer)")
+                    let losses = try LogSummary(folder: output).steps.map { "step \($0.step) \($0.loss)" }
+                    #expect(losses.isEmpty || losses == whole.log.filter { $0.hasPrefix("step") }, "buffer \(buffer)")
+                }
+            }
+        }
+
+        /// Adapters that are there already are replaced in both forms or in none.
+        @Test(arguments: plain) func bothFormsOfAdaptersAreOfOneStep(_ folder: URL) throws {
+            let fixture = try Fixture(folder, "gradients")
+            try inFolder { output in
+                let places = ["adapters.safetensors", "peft/adapter_model.safetensors"].map(
+                    output.appendingPathComponent)
+                try fixture.bundle.withDevice {
+                    let trainer = try fixture.trainer(.mesp)
+                    try trainer.saveAdapters(to: output)
+                    let before = try places.map { try Data(contentsOf: $0) }
+                    try fixture.restore(trainer)
+                    let buffers = withMetal(.init()) {
+                        _ = try? trainer.saveAdapters(to: output.appendingPathComponent("other"))
+                    }.report.evaluations
+                    for buffer in 1...buffers {
+                        let result = withMetal(failure(buffer, count: 3)) {
+                            try fixture.bundle.withDevice { try trainer.saveAdapters(to: output) }
+                        }.result
+                        #expect(throws: (any Error).self) { try result.get() }
+                        #expect(try places.map { try Data(contentsOf: $0) } == before, "buffer \(buffer)")
+                    }
+                }
+            }
+        }
+
+        // MARK: - Text and likelihoods
+
+        private func request(_ temperature: Float, _ tokens: Int, prompt: [Int] = [1, 2, 3]) -> Generator.Request {
+            var request = Generator.Request(prompt: prompt)
+            (request.maxTokens, request.temperature, request.seed) = (tokens, temperature, 3)
+            return request
+        }
+
+        @Test(arguments: families, [Float(0), 1]) func aTextIsTheSame(_ folder: URL, _ temperature: Float) throws {
+            let fixture = try Fixture(folder, "gradients")
+            try compare(every: folder == Self.plain.first ? 1 : 2, folder.lastPathComponent) { counted in
+                let generator = try Generator(fixture.bundle)
+                return try counted {
+                    var tokens = [Int]()
+                    let summary = try generator.generate(request(temperature, 4)) { tokens.append($0) }
+                    return tokens + [summary.tokens]
+                }
+            }
+        }
+
+        /// Several at once, two after one prompt, of which one ends early; and the next turn of a conversation.
+        @Test(arguments: plain) func textsTogetherAreTheSame(_ folder: URL) throws {
+            let fixture = try Fixture(folder, "gradients")
+            let requests = [request(0, 4), request(1, 2), request(1, 5, prompt: [4, 5])]
+            try compare { counted in
+                let generator = try Generator(fixture.bundle)
+                return try counted {
+                    var texts = [[Int]](repeating: [], count: requests.count)
+                    try generator.generate(
+                        requests, atOnce: 2, onToken: { texts[$0].append($1) },
+                        onEnd: { texts[$0].append(-$1.tokens) })
+                    return texts
+                }
+            }
+            try compare { counted in
+                let generator = try Generator(fixture.bundle)
+                var cache = PromptCache()
+                var tokens = [Int]()
+                try generator.generate(request(0, 3), continuing: &cache) { tokens.append($0) }
+                return try counted {
+                    try generator.generate(request(0, 3, prompt: [1, 2, 3] + tokens + [6]), continuing: &cache) {
+                        tokens.append($0)
+                    }
+                    return tokens + [cache.tokens.count]
+                }
+            }
+        }
+
+        @Test(arguments: families) func likelihoodsAreTheSame(_ folder: URL) throws {
+            let fixture = try Fixture(folder, "gradients")
+            try compare(folder.lastPathComponent) { counted in
+                let evaluator = try Evaluator(fixture.bundle)
+                return try counted {
+                    let scores = try evaluator.scores(of: [[4, 5], [6], [7, 8, 9]], after: [1, 2, 3])
+                    return scores.map(\.logLikelihood) + [try evaluator.logLikelihood(of: Array(1...9), window: 4)]
+                }
+            }
+        }
+
+        @Test(arguments: plain) func theAdaptersAreNotBlamed(_ folder: URL) throws {
+            let fixture = try Fixture(folder, "gradients")
+            try inFolder { adapters in
+                try fixture.bundle.withDevice { try fixture.trainer(.mesp).saveAdapters(to: adapters) }
+                func evaluate() throws -> Double {
+                    try Evaluator(fixture.bundle, adapters: adapters).logLikelihood(of: Array(1...9), window: 4)
+                }
+                let (expected, report) = withMetal(.init()) { try evaluate() }
+                for buffer in 1...report.evaluations {
+                    for count in [1, 3] {
+                        let result = withMetal(failure(buffer, count: count)) { try evaluate() }.result
+                        let error = message { _ = try result.get() }
+                        #expect(error.contains("three times") == (count == 3), "buffer \(buffer): \(error)")
+                        #expect(!error.contains("adapters"), "buffer \(buffer): \(error)")
+                        if count == 1 { #expect(try result.get() == expected.get(), "buffer \(buffer)") }
+                    }
+                }
+            }
+        }
+
+        // MARK: - The self-check
+
+        @Test(arguments: ["block.outputs", "gradients.cpu", "head.few_targets", "resume"])
+        func theSelfCheckFindsNoFault(_ name: String) throws {
+            let fixture = try Fixture(try #require(Self.plain.first), "gradients")
+            func check(_ rules: MetalRules) throws -> (SelfCheckReport.Check, Int) {
+                var settings = SelfCheck.Settings(bundle: fixture.bundle.url.path)
+                settings.seconds = 0.02
+                let bench = Bench(bundle: fixture.bundle, settings: settings)
+                let check = try #require(bench.checks.first { $0.name == name })
+                let (result, report) = withMetal(rules) { try SelfCheck.result(check, fixture.bundle) }
+                return (try result.get(), report.evaluations)
+            }
+            let (expected, buffers) = try check(.init())
+            #expect(expected.verdict == .pass, "\(expected.sentence.english)")
+            for buffer in stride(from: 1, through: buffers, by: max(1, buffers / 25)) {
+                let (found, _) = try check(failure(buffer))
+                #expect(found.verdict == .pass, "buffer \(buffer): \(found.sentence.english)")
+                #expect(found.measured.map(\.value) == expected.measured.map(\.value), "buffer \(buffer)")
+            }
+        }
+
+        // MARK: - Reasons
+
+        /// The GPU is refused because the app was left: the run waits until it is in front.
+        @Test func aRunThatIsRefusedWaitsForTheFront() throws {
+            let (whole, buffers) = try inFolder { output in
+                let (result, report) = withMetal(.init()) { try run(output) }
+                return (try result.get(), report.evaluations)
+            }
+            var rules = failure(buffers / 2, count: 4)
+            rules.failure?.message = MetalRules.Failure.refusedInBackground
+            let found = try inFolder { output in
+                let (gate, reasons, refused) = (PauseGate(), Locked([PauseReason?]()), rules)
+                let saved = Locked<Result<Saved, any Error>?>(nil)
+                startThread("run") { [self] in
+                    let result = withMetal(refused) {
+                        try run(output, atBlock: { try gate.pass { reason in reasons.change { $0.append(reason) } } })
+                    }.result
+                    saved.change { $0 = result }
+                }
+                // The app has been left when the GPU refuses the work, but has not been told so yet.
+                var boundaries = -1
+                while gate.boundaries == 0 || gate.boundaries != boundaries {
+                    boundaries = gate.boundaries
+                    usleep(500_000)
+                }
+                gate.set([.away])
+                gate.waitUntilAtRest(seconds: 10)
+                boundaries = gate.boundaries
+                usleep(1_500_000)
+                #expect(gate.boundaries == boundaries && saved.value == nil)
+                gate.set([])
+                while saved.value == nil { usleep(10_000) }
+                #expect(reasons.value == [.away, nil])
+                return try #require(saved.value).get()
+            }
+            #expect(found == whole)
+        }
+
+        /// Work that needs more memory than there is goes on with a cheaper plan: at once where the step has changed nothing, from the last
+        /// saved state where it has.
+        @Test(arguments: [false, true]) func aRunOutOfMemoryGoesOnWithACheaperPlan(_ changed: Bool) throws {
+            let (whole, buffers) = try inFolder { output in
+                let (result, report) = withMetal(.init()) {
+                    try run(output) { ($0.steps, $0.saveEvery, $0.valBatches) = (3, 1, 0) }
+                }
+                return (try result.get(), report.evaluations)
+            }
+            var cheaper = 0
+            for share in 8..<24 {
+                var rules = failure(buffers * share / 24, count: 3)
+                rules.failure?.message = MetalRules.Failure.outOfMemory
+                try inFolder { output in
+                    let result = withMetal(rules) {
+                        try run(output) { ($0.steps, $0.saveEvery, $0.valBatches) = (3, 1, 0) }
+                    }.result
+                    let error = message { _ = try result.get() }
+                    let events = try LogSummary(folder: output).events.map(\.name)
+                    // What is not a step, as a save, ends the run.
+                    guard events.contains("cheaper_plan") else { return #expect(error.contains("three times")) }
+                    #expect(error == "")
+                    guard events.contains("resumed") == changed else { return }
+                    cheaper += 1
+                    let steps = try LogSummary(folder: output).steps
+                    #expect(steps.map(\.step) == [1, 2, 3])
+                    for (step, line) in zip(steps, whole.log) {
+                        let loss = try #require(Float(line.split(separator: " ")[2]))
+                        #expect(abs(step.loss - loss) < 1e-5 * loss)
+                    }
+                }
+            }
+            #expect(cheaper > 0)
+        }
+
+        private final class Locked<Value>: @unchecked Sendable {
+            private let lock = NSLock()
+            private var held: Value
+            init(_ value: Value) { held = value }
+            var value: Value { lock.withLock { held } }
+            func change(_ body: (inout Value) -> Void) { lock.withLock { body(&held) } }
+        }
+    }
+#endif
