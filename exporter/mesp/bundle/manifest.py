@@ -30,6 +30,7 @@ PER_LAYER = {
 }
 MODEL = ("id", "revision", "license")
 MORE_OF_MODEL = ("license_name", "license_link")  # may be absent
+ENCODING = ("chat", "split_special_tokens")  # each may be absent
 # The folders of the functions in the layouts after the first.
 LAYOUT_FOLDERS = {layout: f"mlx-{layout}" for layout in LAYOUTS[1:]}
 
@@ -223,6 +224,8 @@ class Manifest:
     data: Mapping[str, DataSplit] = field(default_factory=dict)
     # At which generation stops, ascending: the model's and what the data end with.
     end_tokens: tuple[int, ...] = ()
+    # The options, of `ENCODING`, by which the text of the data became tokens.
+    encoding: Mapping[str, bool] = field(default_factory=dict)
     files: tuple[File, ...] = ()
     mlx_version: str = LAYOUTS[0]
     layouts: Mapping[str, str] = field(default_factory=LAYOUT_FOLDERS.copy)
@@ -237,7 +240,7 @@ class Manifest:
         """The manifest of a JSON object. Raises ValueError, TypeError, KeyError or ArithmeticError
         if it is not valid."""
         data, layouts = entries.get("data") or {}, entries.get("layouts", {})
-        model = entries.get("model")
+        model, encoding = entries.get("model"), entries.get("encoding", {})
         if not (
             fits(entries, READ)
             and isinstance(model, dict)
@@ -250,6 +253,8 @@ class Manifest:
             and all(map(_is_split, data.values()))
             and all(map(_is_line, data))
             and fits(entries.get("end_tokens", []), [int])
+            and isinstance(encoding, dict)
+            and all(key in ENCODING and type(encoding[key]) is bool for key in encoding)
             and isinstance(layouts, dict)
             and all(isinstance(folder, str) for folder in layouts.values())
         ):
@@ -271,6 +276,7 @@ class Manifest:
             },
             data={split: DataSplit.of(entry) for split, entry in data.items()},
             end_tokens=tuple(entries.get("end_tokens", [])),
+            encoding=encoding,
             files=tuple(
                 File(each["path"], each["size"], each["sha256"]) for each in entries["files"]
             ),
@@ -302,6 +308,7 @@ class Manifest:
             },
             "data": {split: each.to_json() for split, each in self.data.items()},
             **({"end_tokens": self.end_tokens} if self.end_tokens else {}),
+            **({"encoding": self.encoding} if self.encoding else {}),
             "files": [asdict(each) for each in self.files],
         }
 
