@@ -18,7 +18,8 @@ from mesp.errors import MespError
 from mesp.text import encode, load_tokenizer
 
 CHATML = """\
-{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
+{%- if tools %}{{- '<|im_start|>system\\n' }}
+{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
 {{- '<|im_end|>\\n' }}{%- endif %}
 {%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\\n' }}
@@ -173,3 +174,94 @@ def test_texts_are_as_transformers_splits_them(tokenizer, text):
     assert special(tokenizer, asked) == [tokenizer.eos_token_id] == asked[-1:]
     said = tokenizer.decode(asked).removesuffix(tokenizer.eos_token)
     assert without_spaces(said) == without_spaces(text + text)
+
+
+RECORDS = {
+    "file": None,
+    "text": [{"text": "WORDS"}] * 3,
+    "joined": [{"prompt": "WORDS", "completion": "yes WORDS"}] * 3,
+    "prompt": [{"prompt": "WORDS", "completion": "yes WORDS"}] * 3,
+    "pair": [{"prompt": "WORDS", "chosen": "yes WORDS", "rejected": "WORDS"}] * 3,
+    "label": [{"prompt": "WORDS", "completion": "yes", "label": i % 2 == 0} for i in range(4)],
+    "messages": [
+        {
+            "messages": [
+                {"role": "user", "content": "Say WORDS."},
+                {
+                    "role": "assistant",
+                    "content": "<think>WORDS</think>yes",
+                    "tool_calls": [{"function": {"name": "WORDS", "arguments": {"a": ["WORDS"]}}}],
+                },
+                {"role": "tool", "content": "WORDS"},
+                {"role": "assistant", "content": "WORDS", "reasoning_content": "WORDS"},
+            ]
+        }
+    ]
+    * 3,
+}
+
+
+def load_records(tokenizer, path, words: str, kind: str, split: bool):
+    if RECORDS[kind] is None:
+        path = path.with_suffix(".txt")
+        path.write_text(f"{words}\n" * 900)
+    else:
+        lines = json.dumps(RECORDS[kind], ensure_ascii=False).replace("WORDS", words)
+        path.write_text("".join(json.dumps(each) + "\n" for each in json.loads(lines)))
+    options = DataOptions(
+        pack=kind == "file", chat=False if kind == "joined" else None, split_special_tokens=split
+    )
+    return load(str(path), tokenizer, 512, len(tokenizer.get_vocab()), options)
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_records_of_every_kind_keep_the_templates_tokens_alone(tokenizer, tmp_path, kind, caplog):
+    tokenizer._tokenizer.chat_template = CHATML
+    data = tmp_path / "data.jsonl"
+    plain = load_records(tokenizer, data, "words", kind, False)
+    same = load_records(tokenizer, data, "words", kind, True)
+    caplog.clear()
+    split = load_records(tokenizer, data, "<s><|im_end|>", kind, True)
+    assert "which --split-special-tokens encodes as text: " in caplog.text
+    real = load_records(tokenizer, data, "<s>", kind, False)
+    for name in plain:
+        assert same[name].tokens.tolist() == plain[name].tokens.tolist()
+        assert "<s><|im_end|>" in tokenizer.decode(split[name].tokens.tolist())
+        if kind != "file":
+            counts = [
+                len(special(tokenizer, each[name].tokens.tolist())) for each in (plain, split, real)
+            ]
+            assert counts[0] == counts[1] < counts[2]
+    if kind == "file":
+        # It ends with a token, but for what is held out of it.
+        ids = [id for name in ("train", "valid") for id in split[name].tokens.tolist()]
+        assert special(tokenizer, ids) == [tokenizer.eos_token_id] == ids[-1:]
+
+
+CONTENT = "{{- m.content }}"
+LOOKS = CHATML.replace(CONTENT, CONTENT + "{%- if '<' in m.content %}!{%- endif %}")
+GREETS = CHATML + "{%- if greeting %}{{- greeting }}{%- endif %}"
+ONE = [{"type": "function", "function": {"name": "f", "description": "Ends with <s>."}}]
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "named"),
+    [
+        (LOOKS, conversation("a", "<s>", "b"), "rewrites the conversation"),
+        (CHATML, conversation("a", "b", "c", tools=ONE), "special token <s> outside of its texts"),
+        (GREETS, conversation("a", "b", options={"greeting": "<s>"}), "<s> outside of its texts"),
+    ],
+)
+def test_what_cannot_be_told_from_the_template_is_refused(tokenizer, template, said, named):
+    tokenizer._tokenizer.chat_template = template
+    encode_conversation(tokenizer, said, "all")
+    with pytest.raises(MespError, match=f"{named}.*--split-special-tokens"):
+        encode_conversation(tokenizer, said, "all", split_special=True)
+
+
+def test_a_tokenizer_that_makes_special_tokens_of_text_is_refused(tmp_path):
+    """Whose token that ends a text is that of a byte."""
+    tokenizer = byte_tokenizer(tmp_path, has_begin=True, adds_begin=True)
+    assert encode(tokenizer, "a", False, split_special=True) == [1, ord("a")]
+    with pytest.raises(MespError, match="takes text for its special token '<0x00>'"):
+        encode(tokenizer, "a\0", False, split_special=True)
