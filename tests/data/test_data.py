@@ -622,7 +622,7 @@ def test_data_is_replaced_with_the_bundles_tokenizer(bundle, tmp_path):
         manifest = json.loads((bundle / "manifest.json").read_text())
         assert {*files(bundle)} == {file["path"] for file in manifest["files"]} | {"manifest.json"}
         counts = (
-            f"{len(expected['train'].examples)} train examples of"
+            f"{len(expected['train'].examples)} train example"
             if expected["train"].examples is not None
             else f"{len(expected['train'].tokens):,} train tokens"
         )

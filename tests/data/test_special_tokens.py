@@ -4,6 +4,8 @@ import json
 import string
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from helpers.models import byte_tokenizer
@@ -265,3 +267,23 @@ def test_a_tokenizer_that_makes_special_tokens_of_text_is_refused(tmp_path):
     assert encode(tokenizer, "a", False, split_special=True) == [1, ord("a")]
     with pytest.raises(MespError, match="takes text for its special token '<0x00>'"):
         encode(tokenizer, "a\0", False, split_special=True)
+
+
+PARTS = st.lists(
+    st.sampled_from([*SPECIAL, "<|im_", "end|>", "<|", "s", "\n", " ", "é", "🙂", "<tool_call>"])
+).map("".join)
+
+
+@given(st.lists(PARTS.filter(str.strip), min_size=5, max_size=5))
+def test_special_tokens_survive_no_split(tokenizer, texts):
+    """Whatever they are made of."""
+    tokenizer._tokenizer.chat_template = CHATML
+    ids = encode_conversation(tokenizer, conversation(*texts), "all", split_special=True).ids
+    plain = encode_conversation(tokenizer, conversation(*"abcde"), "all").ids
+    assert special(tokenizer, ids) == special(tokenizer, plain)
+    rendered = tokenizer._tokenizer.apply_chat_template(
+        conversation(*texts).messages, tokenize=False
+    )
+    assert without_spaces(tokenizer.decode(ids)) == without_spaces(rendered)
+    for text in texts:
+        assert not special(tokenizer, encode_split(tokenizer, text))

@@ -125,7 +125,8 @@ def describe_data(data: Mapping[str, DataSplit]) -> str:
     def describe(name: str, split: DataSplit) -> str:
         if split.count is None:
             return f"{split.tokens:,} {name} tokens"
-        unit = "examples" if split.labels is None else "answers"
-        return f"{split.count:,} {name} {unit} of {split.tokens:,} tokens"
+        unit = "example" if split.labels is None else "answer"
+        units = unit if split.count == 1 else f"{unit}s"
+        return f"{split.count:,} {name} {units} of {split.tokens:,} tokens"
 
     return ", ".join(describe(name, split) for name, split in data.items())
