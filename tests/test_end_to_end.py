@@ -98,7 +98,7 @@ def test_a_bundle_without_held_out_data_trains(bundle: Path, tmp_path: Path):
     refused = run("data", copy, "--data", data)
     assert refused.returncode == 2 and "--hold-out 0" in refused.stderr
     done = call("data", copy, "--data", data, "--hold-out", 0)
-    assert "1 train examples of" in done.stdout and "valid" not in done.stdout
+    assert "1 train example of" in done.stdout and "valid" not in done.stdout
     replay = ("--replay", 0.5, "--replay-data", data)
     call("train", copy, "--steps", 8, "--out", tmp_path / "run", *replay)
     first, *_, last = (record["loss"] for record in records(tmp_path / "run", "step"))

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mesp.data.answers import end_tokens
+from mesp.data.answers import end_tokens, rendered_tokens
 from mesp.data.records import Conversation
 from mesp.data.rendering import Rendering
 from mesp.data.tokens import encode_prompt
@@ -150,11 +150,18 @@ def bundle_tokenizer(bundle: Path) -> Any:
     return tokenizer
 
 
-def encode(tokenizer: Any, prompt: str, chat: bool | None, system: str | None = None) -> list[int]:
+def encode(
+    tokenizer: Any,
+    prompt: str,
+    chat: bool | None,
+    system: str | None = None,
+    split_special: bool = False,
+) -> list[int]:
     """Token ids of `prompt`, as mlx_lm.generate makes them.
 
     With `chat` it is a user's message in the chat template, after a `system` message where there is
-    one; None means where there is a template.
+    one; None means where there is a template. With `split_special` special tokens in both become
+    text.
     """
     try:
         prompt.encode()
@@ -170,23 +177,32 @@ def encode(tokenizer: Any, prompt: str, chat: bool | None, system: str | None = 
             messages = [{"role": "system", "content": system}] if system else []
             messages.append({"role": "user", "content": prompt})
             try:
-                text = in_template(tokenizer, Conversation(messages))
+                tokens = in_template(tokenizer, Conversation(messages), split_special)
             except MespError as error:
                 raise MespError(f"The prompt cannot be tokenized: {error}") from error
-            tokens = tokenizer.encode(text, add_special_tokens=False)
         else:
-            tokens = encode_prompt(tokenizer, prompt)
+            tokens = encode_prompt(tokenizer, prompt, split_special)
     if not tokens:
         raise MespError("The prompt is empty; give at least one word.")
-    return list(tokens)
+    return tokens
 
 
-def in_template(tokenizer: Any, conversation: Conversation) -> str:
-    """A conversation in the chat template, up to where the answer begins. Raises MespError where
-    the template refuses it or leaves something out."""
+def in_template(
+    tokenizer: Any, conversation: Conversation, split_special: bool = False
+) -> list[int]:
+    """The token ids of a conversation in the chat template, up to where the answer begins, as
+    `encode` makes them. Raises MespError where the template refuses it or leaves something out."""
+    rendering = asked(tokenizer, conversation, split_special)
+    return rendered_tokens(rendering, len(conversation.messages), asks=True)
+
+
+def asked(tokenizer: Any, conversation: Conversation, split_special: bool) -> Rendering:
+    """A conversation in the chat template. Raises MespError where the template refuses it or leaves
+    something out."""
     if not tokenizer.has_chat_template:
         raise MespError("the bundle's tokenizer has no chat template; give prompts without --chat")
     with plain_errors("the chat template refuses the messages"):
-        rendering = Rendering(tokenizer, conversation)
+        rendering = Rendering(tokenizer, conversation, split_special)
         rendering.check()
-        return rendering.render(conversation.messages, asks=True)
+        rendering.render(conversation.messages, asks=True)
+    return rendering

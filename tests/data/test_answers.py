@@ -243,6 +243,11 @@ def test_answers_are_those_that_trl_takes(tokenizer, template, name):
     found = encode(tokenizer, TEMPLATES[template], name, marked=False)
     assert any(found[1]) and not all(found[1])
     assert found == marked
+    # Where texts have no special tokens there are none to split.
+    tools = TOOLS if "tools" in name else None
+    conversation = Conversation(read_messages("A record", CONVERSATIONS[name]), tools=tools)
+    split = encode_conversation(tokenizer, conversation, "answers", split_special=True)
+    assert (split.ids, split.mask.tolist()) == found
 
 
 def counted(tokenizer, template: str, name: str) -> str:

@@ -426,7 +426,10 @@ def test_records_with_control_tokens_in_a_text_are_counted(chat_tokenizer, tmp_p
     records = [{"prompt": text, "completion": f"yes{end}"} for text in texts for _ in range(2)]
     data = write_records(tmp_path / "a.jsonl", records)
     load(data, chat_tokenizer, 64, chat=False)
-    note = "Records with control tokens in their text, which the model reads as such: 4."
+    note = (
+        "Records with control tokens in their text, which the model reads as such without "
+        "--split-special-tokens: 4."
+    )
     assert note in caplog.text
     caplog.clear()
     load(write_records(tmp_path / "b.jsonl", records[2:4]), chat_tokenizer, 64, chat=False)
@@ -564,6 +567,28 @@ def assert_same(actual: dict[str, Split], expected: dict[str, Split]) -> None:
             assert wanted is None or np.array_equal(array, wanted)
 
 
+def test_a_bundle_says_how_its_text_became_tokens(bundle, tmp_path):
+    """As far as that is not as without options."""
+    end = load_tokenizer(bundle).eos_token
+    record = {"prompt": "a", "completion": f"{end}."}
+    path = write_records(tmp_path / "a.jsonl", [record] * 3)
+    real = mesp_data(bundle, "--data", path, "--no-chat")
+    assert real.exit_code == 2 and "end token in its answer" in real.output
+    done = mesp_data(bundle, "--data", path, "--no-chat", "--split-special-tokens")
+    assert done.exit_code == 0, done.output
+    assert f"a⟦{end}.{end}⟧" in done.stdout
+    entries = json.loads((bundle / "manifest.json").read_text())
+    assert entries["encoding"] == {"chat": False, "split_special_tokens": True}
+    assert_whole(bundle)
+    path.write_text('{"text": "words and words"}\n' * 90)
+    assert mesp_data(bundle, "--data", path).exit_code == 0
+    assert "encoding" not in json.loads((bundle / "manifest.json").read_text())
+    for encoding in ([], {"chat": 1}, {"other": True}):
+        (bundle / "manifest.json").write_text(json.dumps(entries | {"encoding": encoding}))
+        refused = mesp_data(bundle)
+        assert refused.exit_code == 2 and "manifest" in refused.output
+
+
 def test_a_bundle_says_what_windows_begin_with(bundle):
     stream = np.arange(40, dtype=np.uint32)
     plain = {"train": Split(stream), "valid": Split(stream)}
@@ -597,7 +622,7 @@ def test_data_is_replaced_with_the_bundles_tokenizer(bundle, tmp_path):
         manifest = json.loads((bundle / "manifest.json").read_text())
         assert {*files(bundle)} == {file["path"] for file in manifest["files"]} | {"manifest.json"}
         counts = (
-            f"{len(expected['train'].examples)} train examples of"
+            f"{len(expected['train'].examples)} train example"
             if expected["train"].examples is not None
             else f"{len(expected['train'].tokens):,} train tokens"
         )

@@ -196,7 +196,7 @@ def test_the_commands_take_columns_subset_and_splits(dataset, tmp_path):
     assert "30 train examples of" in done.output and "5 valid examples of" in done.output
     done = run(mesp_data.main, out, "--data", dataset, "--subset", "socratic", *columns)
     assert done.exit_code == 0, done.output
-    assert "9 train examples of" in done.output and "1 valid examples of" in done.output
+    assert "9 train examples of" in done.output and "1 valid example of" in done.output
     for wrong, said in (
         (("--columns", "question"), "--columns takes KEY=COLUMN, with KEY one of text, prompt, "),
         (

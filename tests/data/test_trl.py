@@ -346,8 +346,7 @@ def check_asked(model: Model, messages: list[dict], tools: list | None, example:
     """Fails unless all that comes before the answer is how the model is asked for it."""
     start = example.mask.index(True)
     said = [each | {"weight": 0} for each in messages]  # nothing of a prompt is trained
-    text = in_template(model.tokenizer, Conversation(said, tools=tools))
-    asked = model.tokenizer.encode(text, add_special_tokens=False)
+    asked = in_template(model.tokenizer, Conversation(said, tools=tools))
     shown = [model.tokenizer.decode(each) for each in (example.ids[:start], asked)]
     assert example.ids[:start] == asked[:start], f"{shown[0]!r} is not how it asks: {shown[1]!r}"
 

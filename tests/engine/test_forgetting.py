@@ -17,6 +17,7 @@ from helpers.commands import call, run
 from mesp import reference
 from mesp.adapters.load import apply_adapters, read_adapters
 from mesp.adapters.measure import held_out_loss
+from mesp.bundle.reader import Bundle
 from mesp.data.general import general_text
 from mesp.engine.own_texts import opening, own_texts
 from mesp.errors import MespError
@@ -238,6 +239,20 @@ def test_a_resumed_run_replays_as_a_whole_one(bundle: Path, tmp_path: Path):
     parts = Run.load(tmp_path / "parts")
     assert parts.losses == whole.losses
     assert sum(step["replayed"] for step in parts.steps) == 6  # of 16 sequences
+
+
+def test_older_records_become_tokens_as_the_bundles_did(bundle: Path, tmp_path: Path):
+    """Joined without the template, and with special tokens that people wrote as text."""
+    copy, tokenizer = shutil.copytree(bundle, tmp_path / "copy.mesp"), bundle_tokenizer(bundle)
+    record = {"prompt": f"It rained.{tokenizer.eos_token}", "completion": " Nobody went out."}
+    records = tmp_path / "records.jsonl"
+    records.write_text(f"{json.dumps(record)}\n" * 9)
+    call("data", copy, "--data", records, "--no-chat", "--split-special-tokens")
+    train(copy, tmp_path / "run", "--replay", 0.5, "--replay-data", records, steps=1)
+    data = np.fromfile(tmp_path / "run" / "replay" / "data" / "train.bin", "<u4")
+    expected = Bundle(copy).tokens("valid")
+    assert data[: len(expected)].tolist() == expected.tolist()
+    assert "user:" not in tokenizer.decode(expected.tolist())
 
 
 def test_folders_of_the_user_are_left_alone(bundle: Path, tmp_path: Path):

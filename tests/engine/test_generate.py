@@ -191,6 +191,18 @@ def test_the_command_prints_mlx_lms_text(bundle: Path, adapters: Path):
     assert run("generate", bundle, "--prompt", "-", *options, input=PROMPT).stdout == done.stdout
 
 
+def test_special_tokens_in_a_prompt_become_text_where_asked(bundle: Path):
+    tokenizer = bundle_tokenizer(bundle)
+    prompt = f"The people{tokenizer.eos_token} of"
+    for option, split in ((), False), (("--split-special-tokens",), True):
+        ids = tokenizer.encode(prompt, split_special_tokens=split)
+        assert (tokenizer.eos_token_id in ids) != split
+        model = Bundle(bundle).to_mlx_lm()
+        expected = mlx_lm.generate(model.eval() or model, tokenizer, ids, max_tokens=20)
+        options = ("--no-chat", "--max-tokens", 20, *option)
+        assert call("generate", bundle, "--prompt", prompt, *options).stdout == expected + "\n"
+
+
 def test_a_prompt_that_is_no_text_is_one_sentence(bundle: Path):
     for prompt in ("-", "\udce9"):  # the shell's é of Latin-1
         done = run("generate", bundle, "--prompt", prompt, input=b"\xe9")

@@ -16,6 +16,7 @@ import mlx_lm
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import dequantize_model
 
@@ -24,7 +25,7 @@ from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.engine.process import evaluator
 from mesp.evaluation.records import read_records
-from mesp.text import bundle_tokenizer
+from mesp.text import bundle_tokenizer, encode
 
 pytestmark = pytest.mark.slow
 
@@ -219,6 +220,58 @@ def test_choices_are_mlx_lms(bundle: Path, tmp_path: Path, chat: bool):
     for name, each in right.items():
         assert results[name, None]["value"] == sum(each) / len(each)
     assert 0 < results["acc", None]["value"] < 1 or chat
+
+
+def split(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+    """Ids by transformers, without special tokens."""
+    return list(tokenizer.encode(text, split_special_tokens=True))
+
+
+def test_special_tokens_in_records_become_text_where_asked(bundle: Path, tmp_path: Path):
+    tokenizer, model = bundle_tokenizer(bundle), mlx_lms(bundle, None)
+    option, end = "--split-special-tokens", tokenizer.eos_token
+    text = f"It ends with {end}, they said."
+    _, results = evaluate(bundle, [{"text": text}], tmp_path, option)
+    ids = split(tokenizer, text)
+    assert tokenizer.eos_token_id not in ids
+    total = in_windows(model, [tokenizer.eos_token_id, *ids], len(ids))
+    value = results["perplexity", None]["value"]
+    assert value == pytest.approx(math.exp(-total / len(ids)), rel=PER_TOKEN)
+
+    choices = [f" {end}", " time"]
+    record = {"prompt": f"It is{end}", "choices": choices, "answer": 0}
+    for chat in (False, True):
+        options = ["--chat", option] if chat else [option]
+        found, _ = evaluate(bundle, [record], tmp_path, *options)
+        before = encode(tokenizer, record["prompt"], chat, split_special=True)
+        scores = []
+        for choice in choices:
+            both = split(tokenizer, record["prompt"] + choice)
+            if chat:  # each special token is encoded by itself
+                space, word = choice[:1], choice[1:]
+                pieces = [space, end] if word == end else [choice]
+                both = before + [id for piece in pieces for id in split(tokenizer, piece)]
+            assert both[: len(before)] == before and tokenizer.eos_token_id not in both
+            scores.append(theirs(model, both, len(before))[0])
+        samples = found["samples"][0][0]["log_likelihoods"]
+        assert samples == pytest.approx(scores, abs=8 * PER_TOKEN)
+
+    messages = [{"role": "user", "content": f"Say {end}"}, {"role": "assistant", "content": "It."}]
+    for task in ({"messages": messages}, {"prompt": f"Say {end}", "completion": "It."}):
+        found, _ = evaluate(bundle, [task], tmp_path, option, "--max-tokens", 8)
+        prompt = encode(tokenizer, f"Say {end}", True, split_special=True)
+        assert tokenizer.eos_token_id not in prompt
+        expected = mlx_lm.generate(model, tokenizer, prompt, max_tokens=8)
+        assert found["samples"][0][0]["answer"] == expected.strip()
+
+
+def test_fields_that_are_ignored_are_not_read(bundle: Path, tmp_path: Path):
+    records = [TASKS[0] | {"system": "Be brief."}]
+    data = write(tmp_path / "data.jsonl", records)
+    refused(run("evaluate", bundle, data), "leave it out with --ignore system", tmp_path)
+    found, _ = evaluate(bundle, records, tmp_path, "--ignore", "system", "--max-tokens", 4)
+    expected, _ = evaluate(bundle, TASKS[:1], tmp_path, "--max-tokens", 4)
+    assert found["samples"] == expected["samples"]
 
 
 def test_answers_are_mlx_lms_and_stop_where_asked(bundle: Path, tmp_path: Path):

@@ -65,6 +65,11 @@ def end_tokens_of(splits: Mapping[str, Split]) -> tuple[int, ...]:
     return tuple(sorted({token for split in splits.values() for token in split.ends}))
 
 
+def encoding_of(splits: Mapping[str, Split]) -> Mapping[str, bool]:
+    """The options by which the text of the splits became tokens."""
+    return next((split.encoding for split in splits.values()), {})
+
+
 def write_index(folder: Path, data: Mapping[str, DataSplit]) -> None:
     """Writes the list of a folder's tokens that mesp-engine reads."""
     with create(folder / "data.json") as file:
@@ -88,8 +93,10 @@ def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:
             data = write_data(bundle, new, splits)
             kept = [file for file in manifest.files if file.path.split("/")[0] not in FOLDERS]
             files = sorted([*kept, *describe_files(bundle, new)], key=lambda file: file.path)
-            ends = end_tokens_of(splits)
-            manifest = replace(manifest, data=data, end_tokens=ends, files=tuple(files))
+            ends, encoding = end_tokens_of(splits), encoding_of(splits)
+            manifest = replace(
+                manifest, data=data, end_tokens=ends, encoding=encoding, files=tuple(files)
+            )
             manifest.write(bundle / new)
             for written in (*(bundle / new).iterdir(), bundle / new):
                 sync(written)
@@ -118,7 +125,8 @@ def describe_data(data: Mapping[str, DataSplit]) -> str:
     def describe(name: str, split: DataSplit) -> str:
         if split.count is None:
             return f"{split.tokens:,} {name} tokens"
-        unit = "examples" if split.labels is None else "answers"
-        return f"{split.count:,} {name} {unit} of {split.tokens:,} tokens"
+        unit = "example" if split.labels is None else "answer"
+        units = unit if split.count == 1 else f"{unit}s"
+        return f"{split.count:,} {name} {units} of {split.tokens:,} tokens"
 
     return ", ".join(describe(name, split) for name, split in data.items())

@@ -15,7 +15,7 @@ from mesp.bundle.manifest import OF_SAME_WEIGHTS, Manifest, read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.bundle.rewriter import rewrite_bundle
 from mesp.bundle.writer import write_bundle
-from mesp.data.load import ALL, DataOptions, load
+from mesp.data.load import DataOptions, load_beside
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 from mesp.models.layout import DTYPE_OF
@@ -77,8 +77,9 @@ class Job:
         assert self.source.folder is not None
         tokenizer = load_tokenizer(self.source.folder, "which --measure needs; leave it out")
         count, length = MEASURED
-        tokens = load(data, tokenizer, length, self.architecture.vocab_size, ALL)["train"].tokens
-        return excerpts(tokens, self.source, self.architecture, count, length)
+        vocab_size, encoding = self.architecture.vocab_size, self.options.data_options.encoding
+        split = load_beside(data, tokenizer, length, vocab_size, encoding)
+        return excerpts(split.tokens, self.source, self.architecture, count, length)
 
     def measure(self, sequences: list[list[int]]) -> Loss:
         """The distance of the written bundle's predictions from the model's."""

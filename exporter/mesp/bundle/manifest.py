@@ -31,6 +31,7 @@ PER_LAYER = {
 }
 MODEL = ("id", "revision", "license")
 MORE_OF_MODEL = ("license_name", "license_link")  # may be absent
+ENCODING = ("chat", "split_special_tokens")  # each may be absent
 
 _PACKED = {
     "words": int,
@@ -221,6 +222,8 @@ class Manifest:
     data: Mapping[str, DataSplit] = field(default_factory=dict)
     # At which generation stops, ascending: the model's and what the data end with.
     end_tokens: tuple[int, ...] = ()
+    # The options, of `ENCODING`, by which the text of the data became tokens.
+    encoding: Mapping[str, bool] = field(default_factory=dict)
     files: tuple[File, ...] = ()
 
     @property
@@ -233,6 +236,7 @@ class Manifest:
         """The manifest of a JSON object. Raises ValueError, TypeError, KeyError or ArithmeticError
         if it is not valid."""
         data, model = entries.get("data") or {}, entries.get("model")
+        encoding = entries.get("encoding", {})
         if not (
             fits(entries, READ)
             and isinstance(model, dict)
@@ -245,6 +249,8 @@ class Manifest:
             and all(map(_is_split, data.values()))
             and all(map(_is_line, data))
             and fits(entries.get("end_tokens", []), [int])
+            and isinstance(encoding, dict)
+            and all(key in ENCODING and type(encoding[key]) is bool for key in encoding)
         ):
             raise ValueError("a field is missing, or of another type")
         return cls(
@@ -264,6 +270,7 @@ class Manifest:
             },
             data={split: DataSplit.of(entry) for split, entry in data.items()},
             end_tokens=tuple(entries.get("end_tokens", [])),
+            encoding=encoding,
             files=tuple(
                 File(each["path"], each["size"], each["sha256"]) for each in entries["files"]
             ),
@@ -291,6 +298,7 @@ class Manifest:
             },
             "data": {split: each.to_json() for split, each in self.data.items()},
             **({"end_tokens": self.end_tokens} if self.end_tokens else {}),
+            **({"encoding": self.encoding} if self.encoding else {}),
             "files": [asdict(each) for each in self.files],
         }
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mesp.bundle.data_files import end_tokens_of, write_data
+from mesp.bundle.data_files import encoding_of, end_tokens_of, write_data
 from mesp.bundle.export_options import ExportOptions
 from mesp.bundle.function_files import write_functions
 from mesp.bundle.manifest import Manifest, ModelName, Table, describe_files
@@ -21,7 +21,7 @@ from mesp.bundle.weight_files import (
     write_weights,
 )
 from mesp.data.examples import Split
-from mesp.data.load import ALL, load, random_data
+from mesp.data.load import load, load_beside, random_data
 from mesp.errors import MespError, plain_os_errors
 from mesp.folders import new_folder
 from mesp.models.architecture import Architecture
@@ -81,8 +81,9 @@ def write_bundle(
         if tokenizer and not (folder / "tokenizer.json").exists():
             write_tokenizer(tokenizer, folder)
         manifest = replace(
-            manifest, data=data, end_tokens=end_tokens_of(splits), files=describe_files(folder)
-        )
+            manifest, data=data, end_tokens=end_tokens_of(splits), encoding=encoding_of(splits),
+            files=describe_files(folder),
+        )  # fmt: skip
         manifest.write(folder)
     return manifest
 
@@ -159,8 +160,9 @@ def find_moments(
     if source.folder is None:
         raise MespError(f"{source.name} has no tokenizer here, so --calibrate cannot be used.")
     tokenizer = load_tokenizer(source.folder, "which --calibrate needs; leave it out")
-    tokens = load(options.calibrate, tokenizer, LENGTH, arch.vocab_size, ALL)["train"].tokens
-    sequences = excerpts(tokens, source, arch, CALIBRATION_SEQUENCES)
+    encoding = options.data_options.encoding
+    split = load_beside(options.calibrate, tokenizer, LENGTH, arch.vocab_size, encoding)
+    sequences = excerpts(split.tokens, source, arch, CALIBRATION_SEQUENCES)
     return Moments(model, sequences, with_products=True)
 
 

@@ -19,8 +19,8 @@ from mesp.data.tokens import LOSS_ON
 from mesp.errors import MespError
 
 OPTIONS = (
-    "pack", "loss_on", "mask_prompt", "chat", "long", "hold_out", "columns", "ignore", "splits",
-    "subset",
+    "pack", "loss_on", "mask_prompt", "chat", "split_special_tokens", "long", "hold_out", "columns",
+    "ignore", "splits", "subset",
 )  # fmt: skip
 
 
@@ -49,6 +49,11 @@ def data_options(function: Callable[..., None]) -> Callable[..., None]:
     @click.option(
         "--chat/--no-chat", default=None, show_default="where the tokenizer has one",
         help="Put prompts and answers that are strings into the chat template, or join them.",
+    )  # fmt: skip
+    @click.option(
+        "--split-special-tokens", is_flag=True,
+        help="Encode special tokens in the text of records, such as <|im_end|>, as ordinary text; "
+        "the chat template's stay.",
     )  # fmt: skip
     @click.option(
         "--long", type=click.Choice(["cut", "split"]), default="cut",
@@ -94,5 +99,6 @@ def data_options_of(options: Mapping[str, Any]) -> DataOptions:
         options["subset"], options["splits"], options["columns"], options["ignore"]
     )
     return DataOptions(
-        options["pack"], loss_on, options["long"], selection, options["chat"], options["hold_out"]
-    )
+        options["pack"], loss_on, options["long"], selection, options["chat"],
+        options["hold_out"], options["split_special_tokens"],
+    )  # fmt: skip

@@ -60,6 +60,14 @@ from mesp.evaluation.report import check_writable, table, write
     help="How many answers are written together, as far as memory allows.",
 )  # fmt: skip
 @several(
+    "--ignore", metavar="NAME,...",
+    help="Fields of records and of their messages to leave out, such as one that is refused.",
+)  # fmt: skip
+@click.option(
+    "--split-special-tokens", is_flag=True,
+    help="Encode special tokens in the text of records as ordinary text; the chat template's stay.",
+)  # fmt: skip
+@several(
     "--tasks", metavar="TASK,...",
     help="Run these tasks of lm-evaluation-harness in place of DATA.",
 )  # fmt: skip

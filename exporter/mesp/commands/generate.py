@@ -39,6 +39,11 @@ from mesp.formatting import decimal, megabytes, printable
     "--chat/--no-chat", default=None, show_default="where the tokenizer has one",
     help="Put the prompt into the chat template.",
 )  # fmt: skip
+@click.option(
+    "--split-special-tokens", is_flag=True,
+    help="Encode special tokens in the prompts, such as <|im_end|>, as ordinary text; the chat "
+    "template's stay.",
+)  # fmt: skip
 def main(bundle: Path, prompt: str, **options: Any) -> None:
     """Write on from a prompt with the model in BUNDLE, a folder that mesp-export wrote.
 

@@ -15,6 +15,7 @@ import numpy as np
 from mesp.data.messages import CALLS
 from mesp.data.records import Conversation
 from mesp.data.rendering import MARK, MARKS, PROBE, Place, Rendering, shown
+from mesp.data.special_tokens import Bounds, check_special, special_tokens, tokens
 from mesp.errors import MespError
 
 
@@ -37,8 +38,11 @@ class Encoded:
     notes: tuple[str, ...] = ()
 
 
-def encode_conversation(tokenizer: Any, conversation: Conversation, loss_on: str) -> Encoded:
+def encode_conversation(
+    tokenizer: Any, conversation: Conversation, loss_on: str, split_special: bool = False
+) -> Encoded:
     """The ids of a conversation, with its ``answers``, its ``last`` message or ``all`` in the loss.
+    With `split_special` special tokens in its texts are encoded as text.
 
     An answer is what the template writes of an assistant's message after what asks for one (its
     generation prompt), with the token that ends it: what TRL's `assistant_only_loss` takes. A
@@ -50,13 +54,13 @@ def encode_conversation(tokenizer: Any, conversation: Conversation, loss_on: str
     has, or an answer cannot be located, is empty or has an end token in it.
     """
     check_answers(conversation)
-    rendering = Rendering(tokenizer, conversation)
+    rendering = Rendering(tokenizer, conversation, split_special)
     notes = rendering.check()
     last = len(conversation.messages) - 1
     trained = conversation.answers
     if loss_on == "last":
         if conversation.messages[last]["role"] != "assistant":
-            return _encode_last(tokenizer, rendering, notes)
+            return _encode_last(rendering, notes)
         trained = [index for index in trained if index == last]
     found = trained if loss_on != "all" else sorted({*trained, *conversation.untrained})
     spans: dict[int, Span] = {}
@@ -66,8 +70,9 @@ def encode_conversation(tokenizer: Any, conversation: Conversation, loss_on: str
     except MespError:
         if loss_on != "all" or conversation.untrained:
             raise
-    text, spans = _with_ends(tokenizer, rendering.text, spans, notes)
-    encoded = _tokens(tokenizer, text)
+    written = rendering.written(rendering.marked, rendering.text)
+    text, spans, written, added = _with_ends(tokenizer, rendering.text, spans, written, notes)
+    encoded = _tokens(rendering, text, written, rendering.marked + added)
     offsets = np.array(encoded["offset_mapping"]).reshape(-1, 2)
     mask = np.full(len(offsets), loss_on == "all")
     for index, span in spans.items():
@@ -90,11 +95,31 @@ def check_answers(conversation: Conversation) -> None:
             )
 
 
-def _encode_last(tokenizer: Any, rendering: Rendering, notes: list[str]) -> Encoded:
+def rendered_tokens(rendering: Rendering, count: int, asks: bool = False) -> list[int]:
+    """The ids of the first `count` messages, and with `asks` of what asks for an answer to them.
+    Raises MespError where people's special tokens cannot be told from the template's."""
+    text = rendering.render(rendering.conversation.messages[:count], asks)
+    if not rendering.split_special:
+        return list(rendering.tokenizer.encode(text, add_special_tokens=False))
+    marked = rendering.render_marked(count, asks)
+    return list(_tokens(rendering, text, rendering.written(marked, text), marked)["input_ids"])
+
+
+def _tokens(rendering: Rendering, text: str, written: Bounds, marked: str) -> dict[str, Any]:
+    """The ids of a rendering, in which the special tokens that people have `written` are text, and
+    their bounds. Raises MespError where others are left than in what is `marked`."""
+    encoded = tokens(rendering.tokenizer, text, written)
+    if rendering.split_special:
+        expected = tokens(rendering.tokenizer, marked)["input_ids"]
+        check_special(rendering.tokenizer, encoded["input_ids"], expected)
+    return encoded
+
+
+def _encode_last(rendering: Rendering, notes: list[str]) -> Encoded:
     """A conversation whose last message is not an answer, with that message in the loss."""
-    ids = _tokens(tokenizer, rendering.text)["input_ids"]
-    before = rendering.render(rendering.conversation.messages[:-1])
-    prompt = _tokens(tokenizer, before)["input_ids"]
+    messages = rendering.conversation.messages
+    ids = rendered_tokens(rendering, len(messages))
+    prompt = rendered_tokens(rendering, len(messages) - 1)
     if ids[: len(prompt)] != prompt:
         raise MespError(
             "what the chat template makes of the messages before the last is not how it begins "
@@ -106,14 +131,11 @@ def _encode_last(tokenizer: Any, rendering: Rendering, notes: list[str]) -> Enco
 def _check_asked(rendering: Rendering, index: int, prompt: Sequence[int]) -> None:
     """Raises MespError unless what comes before the answer in message `index` is how the model is
     asked for it."""
-    if index:
-        asked = rendering.render(rendering.conversation.messages[:index], asks=True)
-        if _tokens(rendering.tokenizer, asked)["input_ids"][: len(prompt)] != prompt:
-            raise MespError(
-                f"what asks for the answer in message {index + 1} is not how the chat template "
-                "begins the conversation: take records of messages and --loss-on answers, or leave "
-                "it out."
-            )
+    if index and rendered_tokens(rendering, index, asks=True)[: len(prompt)] != prompt:
+        raise MespError(
+            f"what asks for the answer in message {index + 1} is not how the chat template begins "
+            "the conversation: take records of messages and --loss-on answers, or leave it out."
+        )
 
 
 # Where answers are
@@ -226,13 +248,13 @@ def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> 
         gap = marked[anchor : first.marked_start]
     # The turn before ends differently here, or there is none. A template may write less of the
     # header than it asks with, but a special token of it at least.
-    tokens = _tokens(rendering.tokenizer, header)
+    opened = tokens(rendering.tokenizer, header)
     special = special_tokens(rendering.tokenizer)
-    for count in range(len(tokens["input_ids"]), 0, -1):
-        is_whole = count == len(tokens["input_ids"])
-        length = tokens["offset_mapping"][count - 1][1]
+    for count in range(len(opened["input_ids"]), 0, -1):
+        is_whole = count == len(opened["input_ids"])
+        length = opened["offset_mapping"][count - 1][1]
         at = gap.rfind(header[:length])
-        if at >= 0 and (is_whole or special.intersection(tokens["input_ids"][:count])):
+        if at >= 0 and (is_whole or special.intersection(opened["input_ids"][:count])):
             return rendering.to_rendered(anchor + at + length)
     raise _not_found(index)
 
@@ -274,7 +296,7 @@ def _agreed(tokenizer: Any, a: str, b: str) -> int:
     longest = min(len(a), len(b))
     if a[:longest] == b[:longest]:
         return longest
-    one, other = (_tokens(tokenizer, text) for text in (a, b[: 2 * len(a) + 100]))
+    one, other = (tokens(tokenizer, text) for text in (a, b[: 2 * len(a) + 100]))
     same = sum(1 for _ in takewhile(bool, map(eq, one["input_ids"], other["input_ids"])))
     return int(one["offset_mapping"][same - 1][1]) if same else 0
 
@@ -283,15 +305,18 @@ def _agreed(tokenizer: Any, a: str, b: str) -> int:
 
 
 def _with_ends(
-    tokenizer: Any, text: str, spans: dict[int, Span], notes: list[str]
-) -> tuple[str, dict[int, Span]]:
-    """A rendering in which each answer ends with a token that ends it."""
+    tokenizer: Any, text: str, spans: dict[int, Span], written: Bounds, notes: list[str]
+) -> tuple[str, dict[int, Span], Bounds, str]:
+    """A rendering in which each answer ends with a token that ends it; where the answers and what
+    people have `written` are in it, and all that was added."""
     pieces, ended, at, shift = [], {}, 0, 0
+    moved: list[tuple[int, int]] = []
     for index, span in sorted(spans.items(), key=lambda item: item[1].start):
         tail, added = text[span.said : span.stop], ""
         stop = span.stop
         if not _ends(tokenizer, tail):
-            after = _next_token(tokenizer, text[span.stop :])
+            following = next((start for start, _ in written if start >= stop), len(text))
+            after = _next_token(tokenizer, text[stop:following])
             if after:  # the template's marks leave it out, or it opens the next turn too
                 stop += len(after)
             else:
@@ -305,10 +330,13 @@ def _with_ends(
                     f"Answers that the chat template does not end: {added} was put after each"
                 )
         pieces += [text[at:stop], added]
+        moved += [(a + shift, b + shift) for a, b in written if at <= a < stop]
         ended[index] = Span(span.start + shift, span.said + shift, stop + shift + len(added))
         shift += len(added)
         at = stop
-    return "".join([*pieces, text[at:]]), ended
+    moved += [(a + shift, b + shift) for a, b in written if a >= at]
+    endings = "".join(pieces[1::2])
+    return "".join([*pieces, text[at:]]), ended, moved, endings
 
 
 def _ends(tokenizer: Any, tail: str) -> bool:
@@ -319,7 +347,7 @@ def _ends(tokenizer: Any, tail: str) -> bool:
 
 def _next_token(tokenizer: Any, text: str) -> str:
     """The end token that a text begins with, after white space; empty where it does not."""
-    encoded = _tokens(tokenizer, text[:200])
+    encoded = tokens(tokenizer, text[:200])
     ends = end_tokens(tokenizer) | template_ends(tokenizer, asks_on=True)
     for token, (_, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         if token in ends:
@@ -333,12 +361,6 @@ def end_tokens(tokenizer: Any) -> set[int]:
     """The tokens at which generation stops: the tokenizer's, which may be the model's, and those
     that the chat template ends an answer with."""
     return {*tokenizer.eos_token_ids} | template_ends(tokenizer)
-
-
-def special_tokens(tokenizer: Any) -> set[int]:
-    """The ids of the tokens that mark something, and are no text."""
-    added = tokenizer.added_tokens_decoder
-    return {*tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
 
 
 def template_ends(tokenizer: Any, asks_on: bool = False) -> set[int]:
@@ -393,27 +415,3 @@ def _check_ends(
                 f"message {index + 1} is an answer with the end token "
                 f"{tokenizer.decode([ids[at]])} in it, which the chat template adds: leave it out."
             )
-
-
-def _tokens(tokenizer: Any, text: str) -> dict[str, Any]:
-    """The ids of a text, and the bounds of each token's characters; white space that a token takes
-    from beside it is not among them."""
-    encoded = tokenizer._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    if taking := _tokens_that_take_space(tokenizer):
-        bounds = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        encoded["offset_mapping"] = [
-            _own(text, taking[id], *place) if id in taking else place for id, place in bounds
-        ]
-    return encoded
-
-
-def _own(text: str, token: str, start: int, stop: int) -> tuple[int, int]:
-    at = text.find(token, start, stop)
-    return (start, stop) if at < 0 else (at, at + len(token))
-
-
-@lru_cache(maxsize=4)
-def _tokens_that_take_space(tokenizer: Any) -> dict[int, str]:
-    """The tokens that take white space from beside them, which becomes no token."""
-    added = tokenizer.added_tokens_decoder.items()
-    return {id: token.content for id, token in added if token.lstrip or token.rstrip}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,8 +22,9 @@ class Split:
     place of the first one of each window, None where it stays. With `pack` short examples share a
     sequence when they are trained on, and see each other's tokens no more than in sequences of
     their own. `ends` are the tokens at which generation stops, ascending: the tokenizer's and those
-    that the examples end with. `too_long` of the records were cut or split, and `left_out` have
-    nothing that can be predicted.
+    that the examples end with, and `encoding` the options by which text became tokens otherwise
+    than without options. `too_long` of the records were cut or split, and `left_out` have nothing
+    that can be predicted.
     """
 
     tokens: np.ndarray
@@ -35,6 +36,7 @@ class Split:
     pack: bool = False
     too_long: int = 0
     left_out: int = 0
+    encoding: Mapping[str, bool] = field(default_factory=dict)
 
 
 def as_stream(encoded: Iterable[Encoded], begin: int | None) -> Split:

@@ -9,18 +9,19 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from mesp.data.answers import end_tokens, special_tokens
+from mesp.data.answers import end_tokens
 from mesp.data.examples import Split, as_examples, as_stream
 from mesp.data.held_out import HELD_OUT, hold_out_records, hold_out_tokens
 from mesp.data.preferences import JUDGED, Judged, as_judged, judged
 from mesp.data.records import OPTIONS, Document, kind_of, unread
 from mesp.data.sources import Selection, read_documents
+from mesp.data.special_tokens import special_tokens
 from mesp.data.tokens import Encoder, begin_of_text
 from mesp.errors import MespError
 
@@ -33,8 +34,9 @@ class DataOptions:
     (None: only text), what is in the loss, one of `LOSS_ON` (None: the answers, of text all), what
     becomes of examples longer than the longest sequence, ``cut`` or ``split``, what of a dataset is
     the `selection`, whether prompts and answers that are strings go through the chat template
-    (None: where the tokenizer has one), and the part to `hold_out` where there is no valid split,
-    0 for none."""
+    (None: where the tokenizer has one), the part to `hold_out` where there is no valid split, 0 for
+    none, and whether special tokens in what people wrote become text, with `split_special_tokens`
+    as transformers has it."""
 
     pack: bool | None = None
     loss_on: str | None = None
@@ -42,10 +44,13 @@ class DataOptions:
     selection: Selection = field(default_factory=Selection)
     chat: bool | None = None
     hold_out: float = HELD_OUT
+    split_special_tokens: bool = False
 
-
-# Of data by which nothing is measured.
-ALL = DataOptions(hold_out=0)
+    @property
+    def encoding(self) -> dict[str, bool]:
+        """The options by which text becomes tokens otherwise than without options."""
+        found = {"chat": False} if self.chat is False else {}
+        return found | ({"split_special_tokens": True} if self.split_special_tokens else {})
 
 
 def load(
@@ -63,6 +68,21 @@ def load(
     options = options or DataOptions()
     documents = read_documents(data, options.selection)
     return tokenize(data, documents, tokenizer, seq_len, vocab_size, options)
+
+
+def load_beside(
+    data: str, tokenizer: Any, seq_len: int, vocab_size: int, encoding: Mapping[str, bool]
+) -> Split:
+    """The train split of data that is taken beside a bundle's, with nothing held out, and encoded
+    as the bundle's: `encoding` is that of its `DataOptions`. Raises MespError as `load` does."""
+    documents = read_documents(data, Selection())
+    has_messages = any(each.has_messages for split in documents.values() for each in split)
+    options = DataOptions(
+        hold_out=0,
+        chat=None if has_messages else encoding.get("chat"),
+        split_special_tokens=encoding.get("split_special_tokens", False),
+    )
+    return tokenize(data, documents, tokenizer, seq_len, vocab_size, options)["train"]
 
 
 def tokenize(
@@ -83,7 +103,7 @@ def tokenize(
     chat = tokenizer.has_chat_template if options.chat is None else options.chat
     if kind != "text":
         _check_chat(data, documents, tokenizer, options.chat)
-    encoder = Encoder(kind, tokenizer, loss_on, chat)
+    encoder = Encoder(kind, tokenizer, loss_on, chat, options.split_special_tokens)
     if kind != "text" or not pack:
         hold_out_records(data, documents, options.hold_out)
     encoded: dict[str, Any] = encode_all(data, documents, encoder)
@@ -105,7 +125,10 @@ def tokenize(
             f"The model's tokenizer gives id {largest}, and the model knows {vocab_size} ids; the "
             "two do not belong together."
         )
-    splits = {split: replace(each, ends=ends_of(each, tokenizer)) for split, each in splits.items()}
+    splits = {
+        split: replace(each, ends=ends_of(each, tokenizer), encoding=options.encoding)
+        for split, each in splits.items()
+    }
     sentences = _report(splits, seq_len, options.long)
     sentences += _notes(documents, encoded, weightless)
     if sentences:

@@ -219,8 +219,8 @@ def refuse_unusable(where: str, record: dict[str, Any]) -> None:
     for key in UNUSABLE:
         if record.get(key) not in (None, "", [], {}):
             raise MespError(
-                f'{where} has "{key}", which cannot be used: write its text as messages, or remove '
-                f"it; --ignore {key} of mesp data and mesp export leaves it out."
+                f'{where} has "{key}", which cannot be used: write its text as messages, or leave '
+                f"it out with --ignore {key}."
             )
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from mesp.data.messages import CALLS, REASONING, Message
 from mesp.data.records import Conversation
+from mesp.data.special_tokens import special_pattern
 from mesp.errors import MespError
 
 # The tags around a thought that is part of an answer's content. Templates look for them, so they
@@ -65,11 +66,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Rendering:
-    """A conversation in its chat template. Raises MespError, without the record's name, where the
-    template leaves something out or refuses the conversation."""
+    """A conversation in its chat template. With `split_special` special tokens in its texts are
+    text. Raises MespError, without the record's name, where the template leaves something out or
+    refuses the conversation."""
 
     tokenizer: Any
     conversation: Conversation
+    split_special: bool = False
 
     def __post_init__(self) -> None:
         check_roles(self.tokenizer, self.conversation.messages)
@@ -229,32 +232,67 @@ class Rendering:
     def places(self) -> list[Place]:
         """Where the texts are, in the order of the rendering. Raises MespError where it is not the
         marked rendering with texts for marks."""
+        return self._places(self.marked, self.text)
+
+    def _places(self, marked: str, text: str) -> list[Place]:
+        """Where texts are in the rendering `text`, which is `marked` with texts for marks."""
         found, at = [], 0
-        bounds = [(0, 0), *((m.start(), m.end()) for m in MARKS.finditer(self.marked))]
-        bounds.append((len(self.marked), len(self.marked)))
-        numbers = [int(number) for number in MARKS.findall(self.marked)]
+        bounds = [(0, 0), *((m.start(), m.end()) for m in MARKS.finditer(marked))]
+        bounds.append((len(marked), len(marked)))
+        numbers = [int(number) for number in MARKS.findall(marked)]
         for (_, start), (stop, end) in pairwise(bounds):
-            piece = self.marked[start:stop]
-            if not self.text.startswith(piece, at):
+            piece = marked[start:stop]
+            if not text.startswith(piece, at):
                 raise self._rewritten
             at += len(piece)
             if len(found) == len(numbers):
                 break
             number = numbers[len(found)]
-            following = self.marked[end : bounds[len(found) + 2][0]]
-            length = self._length(number, at, following)
+            following = marked[end : bounds[len(found) + 2][0]]
+            forms = _forms(self.texts[number].text)
+            length = next((len(f) for f in forms if text.startswith(f + following, at)), None)
+            if length is None:
+                raise self._rewritten
             found.append(Place(number, stop, end, at, at + length))
             at += length
-        if at != len(self.text):
+        if at != len(text):
             raise self._rewritten
         return found
 
-    def _length(self, number: int, at: int, following: str) -> int:
-        """How long a text is at a place of the rendering, before a piece that follows it."""
-        for form in _forms(self.texts[number].text):
-            if self.text.startswith(form + following, at):
-                return len(form)
-        raise self._rewritten
+    def written(self, marked: str, text: str) -> list[tuple[int, int]]:
+        """The bounds of special tokens that people wrote and that are to be text, in the rendering
+        `text`, which is `marked` with texts for marks. Raises MespError where they cannot be told
+        from the template's."""
+        if not self.split_special:
+            return []
+        pattern = special_pattern(self.tokenizer)
+        if found := pattern.search(self._beside_texts):
+            raise MespError(
+                f"it has the special token {found[0]} outside of its texts, as in its tools, where "
+                "it stays one: take it out, or leave out --split-special-tokens."
+            )
+        if not any(pattern.search(each.text) for each in self.texts):
+            return []
+        try:
+            places = self._places(marked, text)
+        except MespError as error:
+            raise MespError(
+                "the chat template rewrites the conversation, so special tokens in its texts "
+                "cannot be told from the template's: take them out, or leave out "
+                "--split-special-tokens."
+            ) from error
+        return [
+            found.span()
+            for place in places
+            for found in pattern.finditer(text, place.start, place.stop)
+        ]
+
+    @property
+    def _beside_texts(self) -> str:
+        """What a record has beside its texts and roles, but for the tags around thoughts."""
+        messages = [{k: v for k, v in m.items() if k != "role"} for m in shown(self._marks[0])]
+        beside = [messages, self.conversation.tools, self.conversation.options]
+        return TAGS.sub("", json.dumps(beside, ensure_ascii=False, default=str))
 
     @property
     def _rewritten(self) -> MespError:

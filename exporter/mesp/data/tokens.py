@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from itertools import takewhile
 from operator import eq
 from typing import Any
@@ -16,8 +16,10 @@ import numpy as np
 
 from mesp.data.answers import Encoded, check_answers, encode_conversation, end_tokens
 from mesp.data.records import Conversation, Document
+from mesp.data.special_tokens import encode_split, special_pattern
 from mesp.errors import MespError, plain_errors
 
+SPLIT = "--split-special-tokens"
 LOSS_ON = ("answers", "last", "all")  # what is in the loss, of records with answers
 
 
@@ -25,13 +27,14 @@ LOSS_ON = ("answers", "last", "all")  # what is in the loss, of records with ans
 class Encoder:
     """Makes token ids of documents of one kind, and marks those in the loss: the ``answers``, the
     ``last`` message, or ``all``. With `chat` prompts and completions go through the chat template,
-    else they are joined.
+    else they are joined. With `split_special` special tokens in what people wrote become text.
     """
 
     kind: str
     tokenizer: Any
     loss_on: str
     chat: bool
+    split_special: bool = False
 
     def __call__(self, document: Document) -> Encoded:
         """A document's ids. Raises MespError, with its name, where that fails."""
@@ -51,7 +54,7 @@ class Encoder:
             )
         with named(document):
             if self.kind == "text":
-                ids, content = _encode_text(self.tokenizer, document.content), document.content
+                ids = _encode_text(self.tokenizer, content, self.split_special)
                 text = content if isinstance(content, str) else content["text"]
                 return self._noted(Encoded(ids, np.ones(len(ids), bool)), text)
             if self.chat:
@@ -60,14 +63,16 @@ class Encoder:
 
     def conversation(self, conversation: Conversation) -> Encoded:
         """The ids of a conversation. Raises MespError where it cannot be trained on."""
-        encoded = encode_conversation(self.tokenizer, conversation, self.loss_on)
+        encoded = encode_conversation(
+            self.tokenizer, conversation, self.loss_on, self.split_special
+        )
         return self._noted(encoded, *(message["content"] for message in conversation.messages))
 
     def joined(self, prompt: str, answer: str) -> Encoded:
         """The ids of a prompt, of the answer right after it, and of the end-of-text token. Raises
         MespError where the answer is empty."""
         check_answers(Conversation([{"role": "assistant", "content": answer}]))
-        ids, context = encode_joined(self.tokenizer, prompt, answer)
+        ids, context = encode_joined(self.tokenizer, prompt, answer, self.split_special)
         ends = end_tokens(self.tokenizer)
         within = [at for at, token in enumerate(ids[context:]) if token in ends]
         if len(within) > 1 or within[:1] == [0]:
@@ -75,20 +80,20 @@ class Encoder:
         mask = np.arange(len(ids)) >= (0 if self.loss_on == "all" else context)
         return self._noted(Encoded(ids, mask), prompt, answer)
 
-    @cached_property
-    def _control_tokens(self) -> re.Pattern[str]:
-        added = self.tokenizer.added_tokens_decoder.values()
-        tokens = [re.escape(token.content) for token in added if token.special and token.content]
-        return re.compile("|".join(tokens) or "(?!)")
-
     def _noted(self, encoded: Encoded, *texts: str) -> Encoded:
         """What was made of these texts, with a note where one has control tokens within: but for
         one that begins or ends it they are seldom meant."""
-        begin, end = self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
-        within = (text.strip().removeprefix(begin).removesuffix(end) for text in texts)
-        if not any(map(self._control_tokens.search, within)):
+        note = f"Records with control tokens in their text, which {SPLIT} encodes as text"
+        within = list(texts)
+        if not self.split_special:
+            note = (
+                "Records with control tokens in their text, which the model reads as such without "
+                f"{SPLIT}"
+            )
+            begin, end = self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
+            within = [text.strip().removeprefix(begin).removesuffix(end) for text in texts]
+        if not any(map(special_pattern(self.tokenizer).search, within)):
             return encoded
-        note = "Records with control tokens in their text, which the model reads as such"
         return replace(encoded, notes=(*encoded.notes, note))
 
 
@@ -102,27 +107,32 @@ def named(document: Document) -> Iterator[None]:
             raise MespError(f"{document.where}: {error}") from error
 
 
-def encode_joined(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], int]:
+def encode_joined(
+    tokenizer: Any, prompt: str, answer: str, split_special: bool = False
+) -> tuple[list[int], int]:
     """The ids of a prompt with the answer right after it and the end-of-text token, and how many
-    of them are the prompt's.
+    of them are the prompt's; with `split_special` their own special tokens become text.
 
     The prompt has the ids that it has by itself, as when the model is asked, so that no token has
     a part of both.
     """
     end = tokenizer.eos_token or ""
-    answer += "" if answer.rstrip().endswith(end) else end
-    asked = encode_prompt(tokenizer, prompt)
+    ends: list[int] = []
+    encode: Callable[[str], list[int]] = partial(tokenizer.encode, add_special_tokens=False)
+    if split_special:
+        encode, ends = partial(encode_split, tokenizer), [tokenizer.eos_token_id] if end else []
+    elif not answer.rstrip().endswith(end):
+        answer += end
+    asked = encode_prompt(tokenizer, prompt, split_special)
     # After a line feed: SentencePiece puts a space before what begins a text. After another
     # character where the answer begins with one, and would share a token with it.
     for feed in ("\n", ":", ""):
-        before, after = (
-            tokenizer.encode(text, add_special_tokens=False) for text in (feed, feed + answer)
-        )
+        before, after = (encode(text) for text in (feed, feed + answer))
         if after[: len(before)] == before:
             ids = [*asked, *after[len(before) :]]
             if _normal(tokenizer.decode(ids)).endswith(_normal(prompt + answer)):
-                return ids, len(asked)
-    whole = encode_prompt(tokenizer, prompt + answer)
+                return [*ids, *ends], len(asked)
+    whole = encode_prompt(tokenizer, prompt + answer, split_special) + ends
     return whole, sum(1 for _ in takewhile(bool, map(eq, asked, whole)))
 
 
@@ -131,29 +141,37 @@ def _normal(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
-def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
+def encode_prompt(tokenizer: Any, prompt: str, split_special: bool = False) -> list[int]:
     """The ids of a text to go on from: with the token that begins a text, without one that ends
-    it, and without a second one where the text has them itself."""
+    it, and without a second one where the text has them itself; with `split_special` its own
+    special tokens become text."""
     begins = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
-    ids = list(tokenizer.encode(prompt, add_special_tokens=not begins))
+    if split_special:
+        begins, ids = False, encode_split(tokenizer, prompt, add_special_tokens=True)
+    else:
+        ids = list(tokenizer.encode(prompt, add_special_tokens=not begins))
     ends = not begins and tokenizer.encode("")[-1:] == [tokenizer.eos_token_id]
     return ids[:-1] if ends else ids
 
 
-def _encode_text(tokenizer: Any, content: str | dict[str, str]) -> list[int]:
+def _encode_text(tokenizer: Any, content: str | dict[str, str], split_special: bool) -> list[int]:
     """A record as mlx-lm's TextDataset has it, which cannot take an empty one; a file in pieces.
-    It begins and ends with no second token for that where it has them as text."""
+    It begins and ends with no second token for that where it has them as text, unless with
+    `split_special` they are text."""
     text = content if isinstance(content, str) else content["text"]
     if isinstance(content, str):
         begin = begin_of_text(tokenizer)
-        begins = begin is None or not text or text.startswith(tokenizer.bos_token)
-        ids = [] if begins else [begin]
+        has_begin = not split_special and begin is not None and text.startswith(tokenizer.bos_token)
+        ids = [] if begin is None or not text or has_begin else [begin]
         for piece in cut_text(text):
-            ids += tokenizer.encode(piece, add_special_tokens=False)
+            if split_special:
+                ids += encode_split(tokenizer, piece)
+            else:
+                ids += tokenizer.encode(piece, add_special_tokens=False)
     else:
-        ids = encode_prompt(tokenizer, text)
+        ids = encode_prompt(tokenizer, text, split_special)
     end = tokenizer.eos_token_id
-    if ids and end is not None and not _has_end(tokenizer, text):
+    if ids and end is not None and (split_special or not _has_end(tokenizer, text)):
         ids.append(end)
     return ids
 

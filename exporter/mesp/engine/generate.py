@@ -35,11 +35,12 @@ class TextStream:
         seed: int = 0,
         system_prompt: str | None = None,
         chat: bool | None = None,
+        split_special_tokens: bool = False,
     ) -> None:
         path = bundle.path if isinstance(bundle, Bundle) else Path(bundle)
         read_manifest(path)
         self._tokenizer = bundle_tokenizer(path)
-        tokens = encode(self._tokenizer, prompt, chat, system_prompt)
+        tokens = encode(self._tokenizer, prompt, chat, system_prompt, split_special_tokens)
         self.prompt_tokens = len(tokens)
         self.end: Record = {}
         self._records = process.generate(
@@ -77,6 +78,7 @@ def generate(
     seed: int = 0,
     system_prompt: str | None = None,
     chat: bool | None = None,
+    split_special_tokens: bool = False,
 ) -> str:
     """Returns the text that a bundle's model writes after a prompt.
 
@@ -90,6 +92,8 @@ def generate(
         seed: Seed of sampling.
         system_prompt: The system message of the chat template.
         chat: Whether the prompt goes into the chat template; None: where the tokenizer has one.
+        split_special_tokens: Whether special tokens in the prompts become ordinary text; the chat
+            template's stay.
 
     Raises:
         MespError: The bundle, the adapters or the prompt cannot be used.
@@ -105,6 +109,7 @@ def generate(
         seed=seed,
         system_prompt=system_prompt,
         chat=chat,
+        split_special_tokens=split_special_tokens,
     )
     text = "".join(stream)
     if stream.end["reason"] == "stopped":

@@ -25,7 +25,8 @@ def find_plans(bundle: Path, manifest: Manifest) -> dict[int, dict[str, Any]]:
 
 
 def predicted_memory(out: Path, manifest: Manifest) -> str | None:
-    """The trainer's predicted peak for each length with its default plan, and the least possible.
+    """The trainer's predicted peak for each length with its default plan, and the lowest limit that
+    a run takes, which is the least peak with a margin.
 
     None where the engine has not been built: exporting does not need it.
     """
@@ -35,7 +36,7 @@ def predicted_memory(out: Path, manifest: Manifest) -> str | None:
         return None
     peaks = (
         f"{length} tokens {megabytes(plan['predicted_peak_bytes'])} MB "
-        f"(at least {megabytes(plan['least_peak_bytes'])})"
+        f"(the lowest --memory-limit: {megabytes(plan['least_peak_bytes'])} MB)"
         for length, plan in plans.items()
     )
     return "training peaks at " + ", ".join(peaks)

@@ -26,7 +26,7 @@ from mesp.bundle.reader import Bundle
 from mesp.bundle.terms import write_terms_of_run
 from mesp.data.examples import Split
 from mesp.data.general import general_text
-from mesp.data.load import ALL, load
+from mesp.data.load import load_beside
 from mesp.engine.own_texts import own_texts
 from mesp.engine.process import Engine, Record, failure, log, running
 from mesp.engine.settings import TrainSettings, kept, settings_of
@@ -148,8 +148,10 @@ class Job:
         assert settings.seq_len is not None and settings.replay is not None
         if settings.replay_data is not None:
             vocab_size = self.manifest.architecture.vocab_size
-            data = load(settings.replay_data, tokenizer, settings.seq_len, vocab_size, ALL)
-            split = data["train"]
+            split = load_beside(
+                settings.replay_data, tokenizer, settings.seq_len, vocab_size,
+                self.manifest.encoding,
+            )  # fmt: skip
             if split.labels is not None:
                 raise MespError(
                     f"{settings.replay_data} is preference data, which cannot be replayed: give "

@@ -66,6 +66,8 @@ def evaluate(
     extract: str | None = None,
     is_json: bool = False,
     at_once: int = AT_ONCE,
+    ignore: Sequence[str] = (),
+    split_special_tokens: bool = False,
     progress: Report | None = None,
 ) -> Evaluation:
     """Measures how good a bundle's model is, with adapters and without.
@@ -90,6 +92,9 @@ def evaluate(
         extract: A regular expression; an answer is what it finds first, its group where it has one.
         is_json: Answers are JSON: values are compared, and how many are valid is measured.
         at_once: How many answers are written together, from 1 to 16.
+        ignore: Fields of records and of their messages to leave out.
+        split_special_tokens: Whether special tokens in the records become ordinary text; the chat
+            template's stay.
         progress: Called with the progress of the evaluation.
 
     Raises:
@@ -103,20 +108,24 @@ def evaluate(
     if (data is None) == (tasks is None):
         raise MespError("Name either a file to measure on, or --tasks.")
     written = {"--max-tokens": max_tokens, "--stop": stop, "--extract": extract, "--json": is_json}
+    of_data = {"--ignore": ignore, "--split-special-tokens": split_special_tokens}
     total: int | None
     one: Callable[[Model, Callable[[], None]], tuple[list[Metric], Any]]
     if tasks is not None:
         from mesp.evaluation import harness
 
-        check_unused(written, "is for DATA; a task says that itself")
+        check_unused(written | of_data, "is for DATA; a task says that itself")
         one, total = partial(harness.run, tasks=tasks, manager=tasks.manager()), None
     else:
-        records = read_records(os.fspath(data or ""), limit)
+        records = read_records(os.fspath(data or ""), limit, tuple(ignore))
         if not isinstance(records[0], Task):
             check_unused(written, 'is for records with "prompt" and "completion", or "messages"')
         if isinstance(records[0], Text):
             check_unused({"--chat": chat}, "is for records with a prompt")
-        options = Options(chat, max_tokens or MAX_TOKENS, tuple(stop), _pattern(extract), is_json)
+        options = Options(
+            chat, max_tokens or MAX_TOKENS, tuple(stop), _pattern(extract), is_json,
+            split_special_tokens,
+        )  # fmt: skip
         one, total = partial(measure, records=records, options=options), len(records)
 
     tokenizer = bundle_tokenizer(path)

@@ -7,15 +7,18 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mesp.answers import canonical_json, exact_match, extract, f1
 from mesp.data.records import Conversation
+from mesp.data.rendering import Rendering
+from mesp.data.special_tokens import encode_split, special_pattern, tokens
 from mesp.errors import MespError
 from mesp.evaluation.metrics import Metric, exponential
 from mesp.evaluation.model import Model
 from mesp.evaluation.records import Question, Record, Task, Text
-from mesp.text import encode, in_template
+from mesp.text import asked, encode, in_template
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Options:
     stops: tuple[str, ...] = ()
     pattern: re.Pattern[str] | None = None
     is_json: bool = False
+    split_special: bool = False  # whether special tokens in what people wrote become text
 
 
 Sample = dict[str, Any]
@@ -68,8 +72,9 @@ def _column(samples: list[Sample], key: str) -> list[float]:
 # Texts
 
 
-def _measure_text(model: Model, record: Text, _: Options) -> Sample:
-    log_likelihood, tokens = model.log_likelihood(record.text)
+def _measure_text(model: Model, record: Text, options: Options) -> Sample:
+    encode = partial(encode_split, model.tokenizer) if options.split_special else None
+    log_likelihood, tokens = model.log_likelihood(record.text, encode)
     size = len(record.text.encode())
     return {"log_likelihood": log_likelihood, "tokens": tokens, "bytes": size}
 
@@ -89,10 +94,13 @@ def _text_metrics(samples: list[Sample]) -> list[Metric]:
 
 def _measure_question(model: Model, record: Question, options: Options) -> Sample:
     prompt = record.prompt
+    encode = partial(encode_split, model.tokenizer) if options.split_special else None
     if options.chat:
-        asked = Conversation([{"role": "user", "content": prompt}])
-        prompt = in_template(model.tokenizer, asked)
-    pairs = [model.encode_pair(prompt, each, special=not options.chat) for each in record.choices]
+        conversation = Conversation([{"role": "user", "content": prompt}])
+        rendering = asked(model.tokenizer, conversation, options.split_special)
+        prompt = rendering.render(conversation.messages, asks=True)
+        encode = partial(_in_chat, rendering, prompt) if options.split_special else None
+    pairs = [model.encode_pair(prompt, c, not options.chat, encode) for c in record.choices]
     scores = model.scores(pairs[0][0], [continuation for _, continuation in pairs])
     values = [score.log_likelihood for score in scores]
     # lm-evaluation-harness divides by characters too.
@@ -104,6 +112,15 @@ def _measure_question(model: Model, record: Question, options: Options) -> Sampl
         "acc": chosen[0] == record.answer,
         "acc_norm": chosen[1] == record.answer,
     }
+
+
+def _in_chat(rendering: Rendering, prompt: str, text: str, add_special_tokens: bool) -> list[int]:
+    """The ids of a `prompt` in the chat template and of a choice after it, both without special
+    tokens but the template's."""
+    written = rendering.written(rendering.render_marked(1, asks=True), prompt)
+    choice = special_pattern(rendering.tokenizer).finditer(text, len(prompt.rstrip()))
+    bounds = [*written, *(found.span() for found in choice)]
+    return list(tokens(rendering.tokenizer, text, bounds)["input_ids"])
 
 
 def _question_metrics(samples: list[Sample]) -> list[Metric]:
@@ -119,7 +136,7 @@ def _measure_tasks(
     prompts = []
     for record in records:
         with _named(record):
-            prompts.append(_prompt(model.tokenizer, record, options.chat))
+            prompts.append(_prompt(model.tokenizer, record, options))
     written = model.write(prompts, options.max_tokens, options.stops, advance)
     return [_compared(*each, options) for each in zip(records, written, strict=True)]
 
@@ -141,10 +158,10 @@ def _task_metrics(samples: list[Sample]) -> list[Metric]:
     return [Metric.of(name, _column(samples, name)) for name in names]
 
 
-def _prompt(tokenizer: Any, record: Task, chat: bool | None) -> list[int]:
+def _prompt(tokenizer: Any, record: Task, options: Options) -> list[int]:
+    split = options.split_special
     if isinstance(record.prompt, str):
-        return encode(tokenizer, record.prompt, chat)
-    if chat is False:
+        return encode(tokenizer, record.prompt, options.chat, split_special=split)
+    if options.chat is False:
         raise MespError("messages go through the chat template; leave out --no-chat")
-    text = in_template(tokenizer, record.prompt)
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    return in_template(tokenizer, record.prompt, split)

@@ -12,6 +12,8 @@ from mesp.errors import MespError
 
 AT_ONCE = 8  # texts that are written together
 
+Encode = Callable[..., list[int]]  # of a text, and by its name `add_special_tokens`
+
 
 class Model:
     """The engine with a tokenizer beside it. What is longer than `max_length` tokens is cut, and
@@ -33,17 +35,18 @@ class Model:
         raise MespError("The bundle's tokenizer has no token that begins or ends a text.")
 
     def encode_pair(
-        self, prompt: str, continuation: str, special: bool = True
+        self, prompt: str, continuation: str, special: bool = True, encode: Encode | None = None
     ) -> tuple[list[int], list[int]]:
         """Token ids of both, cut where lm-evaluation-harness cuts: white space at the end of the
-        prompt goes to the continuation, and both are tokenized together."""
+        prompt goes to the continuation, and both are tokenized together; by the tokenizer's
+        `encode` where it is None."""
         kept = prompt.rstrip()
         continuation = prompt[len(kept) :] + continuation
+        encode = encode or self.tokenizer.encode
         if not kept:
-            ids = self.tokenizer.encode(continuation, add_special_tokens=False)
-            return [self.prefix_token], ids
-        before = self.tokenizer.encode(kept, add_special_tokens=special)
-        both = self.tokenizer.encode(kept + continuation, add_special_tokens=special)
+            return [self.prefix_token], encode(continuation, add_special_tokens=False)
+        before = encode(kept, add_special_tokens=special)
+        both = encode(kept + continuation, add_special_tokens=special)
         return before, both[len(before) :]
 
     def scores(self, prompt: list[int], continuations: Sequence[list[int]]) -> list[Score]:
@@ -65,9 +68,9 @@ class Model:
             self._end_of(prompt, self.max_length + 1 - longest), continuations
         )
 
-    def log_likelihood(self, text: str) -> tuple[float, int]:
+    def log_likelihood(self, text: str, encode: Encode | None = None) -> tuple[float, int]:
         """The log-likelihood in nats of a text, and how many tokens it has."""
-        tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        tokens = (encode or self.tokenizer.encode)(text, add_special_tokens=False)
         if not tokens:
             return 0.0, 0
         return self.engine.text([self.prefix_token, *tokens], self.max_length), len(tokens)

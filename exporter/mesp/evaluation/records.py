@@ -49,17 +49,19 @@ class Task:
 Record = Text | Question | Task
 
 
-def read_records(data: str, limit: int | None) -> list[Record]:
+def read_records(data: str, limit: int | None, ignored: tuple[str, ...] = ()) -> list[Record]:
     """The records of a file of any kind, a file of text being one, or of JSON lines on standard
-    input for ``-``; all of one kind, the first `limit` of them. Raises MespError if there are none,
-    or one is wrong."""
+    input for ``-``; all of one kind, the first `limit` of them, without the fields that are
+    `ignored`, of their messages too. Raises MespError if there are none, or one is wrong."""
     if data == "-":
         name, rows = "standard input", read_lines(sys.stdin.buffer, "standard input")
     else:
         name, rows = data, read_file(Path(data))
     records: list[Record] = []
     for where, content in islice(rows, limit):
-        records.append(_record(where, {"text": content} if isinstance(content, str) else content))
+        record = {"text": content} if isinstance(content, str) else content
+        kept = {key: value for key, value in record.items() if key not in ignored}
+        records.append(_record(where, kept, ignored))
         if type(records[-1]) is not type(records[0]):
             raise MespError(
                 f"{records[-1].where} is of another kind than the first; keep one kind."
@@ -69,14 +71,14 @@ def read_records(data: str, limit: int | None) -> list[Record]:
     return records
 
 
-def _record(where: str, record: dict[str, Any]) -> Record:
+def _record(where: str, record: dict[str, Any], ignored: tuple[str, ...]) -> Record:
     if record.get("choices") is not None:
         return _question(where, record)
     if not any(
         record.keys() >= keys for keys in ({"text"}, {"prompt", "completion"}, {"messages"})
     ):
         raise MespError(f"{where} has {', '.join(record) or 'nothing'}; {RECORDS}.")
-    document = read_record(where, record, {})
+    document = read_record(where, record, {}, ignored)
     if document.kind == "text":
         if not record["text"]:
             raise MespError(f"{where} has an empty text; leave it out.")

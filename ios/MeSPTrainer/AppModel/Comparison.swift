@@ -144,14 +144,15 @@ import Observation
             (generation.temperature, generation.topP) = (request.temperature, request.topP)
             generation.seed = request.seed
             generation.stop = endTokens(of: url, tokenizer)
+            var plain = PlainEncoder(tokenizer)
             for (side, text, cache) in [
                 (Side.base, \Turn.base, \Read.base), (.tuned, \.tuned, \.tuned),
             ] where side == .base || adapters != nil {
                 try gate.pass { _ in }
                 generation.prompt =
                     request.isChat
-                    ? try tokenizer.encode(request.messages(after: history, text), opensAnswer: true)
-                    : tokenizer.encode(request.prompt, addsSpecialTokens: true)
+                    ? try plain.encode(request.messages(after: history, text), opensAnswer: true)
+                    : try plain.encode(request.prompt, addsSpecialTokens: true)
                 let generator = try Generator(bundle, adapters: side == .tuned ? adapters : nil)
                 send(.begins(side))
                 let summary = try generator.generate(

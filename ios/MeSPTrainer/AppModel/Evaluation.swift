@@ -244,7 +244,8 @@ private struct Examiner {
     private func part(of record: EvaluationRecord, _ evaluator: Evaluator, _ window: Int) throws -> FigurePart {
         switch record {
         case .text(let text):
-            let tokens = tokenizer.encode(text, addsSpecialTokens: false)
+            var plain = PlainEncoder(tokenizer)
+            let tokens = try plain.encode(text, addsSpecialTokens: false)
             let sum = try evaluator.logLikelihood(
                 of: try [tokenizer.prefixToken] + tokens, window: window, atBlock: atBlock)
             return FigurePart(sum: -sum, weight: Double(tokens.count))
@@ -286,11 +287,12 @@ extension TextTokenizer {
     func encode(_ prompt: String, followedBy choices: [String]) throws -> (prompt: [Int], choices: [[Int]]) {
         let kept = prompt.reversed().drop(while: \.isWhitespace).reversed().reduce(into: "") { $0.append($1) }
         let space = String(prompt.dropFirst(kept.count))
+        var plain = PlainEncoder(self)
         if kept.isEmpty {
-            return ([try prefixToken], choices.map { encode(space + $0, addsSpecialTokens: false) })
+            return ([try prefixToken], try choices.map { try plain.encode(space + $0, addsSpecialTokens: false) })
         }
-        let before = encode(kept, addsSpecialTokens: true)
-        let texts = choices.map { encode(kept + space + $0, addsSpecialTokens: true) }
+        let before = try plain.encode(kept, addsSpecialTokens: true)
+        let texts = try choices.map { try plain.encode(kept + space + $0, addsSpecialTokens: true) }
         // A token across the border is of the choice.
         let common = texts.map { zip($0, before).prefix { $0 == $1 }.count }.min() ?? before.count
         guard common > 0 else { return ([try prefixToken], texts) }
@@ -303,7 +305,8 @@ extension TextTokenizer {
         guard messages.count == 1 else {
             throw MeSPError("The model has no chat template, which a conversation needs; take an -Instruct model.")
         }
-        return encode(messages[0].content, addsSpecialTokens: true)
+        var plain = PlainEncoder(self)
+        return try plain.encode(messages[0].content, addsSpecialTokens: true)
     }
 }
 

@@ -15,16 +15,19 @@ struct ConversationEncoder {
         var addsEnd = false
         /// Whether the template leaves out thoughts.
         var dropsThoughts = false
+        /// Whether a message had special tokens, which are text there.
+        var hasSplit = false
     }
 
     let tokenizer: any TextTokenizer
     /// Whether only answers are in the loss.
     let answersOnly: Bool
+    private var plain: PlainEncoder
     private var pieces = [Int: [UInt8]]()
     private var shapes = [[Slot]: Shape]()
 
     init(tokenizer: any TextTokenizer, answersOnly: Bool) {
-        (self.tokenizer, self.answersOnly) = (tokenizer, answersOnly)
+        (self.tokenizer, self.answersOnly, plain) = (tokenizer, answersOnly, PlainEncoder(tokenizer))
     }
 
     /// A message as far as the template's text around it depends on it.
@@ -94,6 +97,7 @@ struct ConversationEncoder {
                 result.addsEnd = true
             }
         }
+        result.hasSplit = plain.hasSplit
         return result
     }
 
@@ -120,8 +124,8 @@ struct ConversationEncoder {
 
     private mutating func decoded(_ ids: [Int]) -> DecodedText { DecodedText(ids, tokenizer, pieces: &pieces) }
 
-    private func render(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int] {
-        do { return try tokenizer.encode(messages, opensAnswer: opensAnswer) } catch let error as MeSPError {
+    private mutating func render(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int] {
+        do { return try plain.encode(messages, opensAnswer: opensAnswer) } catch let error as MeSPError {
             throw error
         } catch {
             throw MeSPError("the chat template refuses it (\(error.plainSentence)); change its messages to fit.")

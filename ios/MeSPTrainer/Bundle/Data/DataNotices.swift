@@ -16,6 +16,8 @@ public struct DataNotices: Sendable, Equatable {
     var addsEnd = false
     /// Whether thoughts are left out by the chat template.
     var dropsThoughts = false
+    /// Whether texts had special tokens, which are text there.
+    var hasSplit = false
 
     init(length: Int) { self.length = length }
 
@@ -27,6 +29,7 @@ public struct DataNotices: Sendable, Equatable {
     mutating func take(_ result: ConversationEncoder.Result) {
         addsEnd = addsEnd || result.addsEnd
         dropsThoughts = dropsThoughts || result.dropsThoughts
+        hasSplit = hasSplit || result.hasSplit
     }
 
     /// The notices, a sentence each.
@@ -37,6 +40,7 @@ public struct DataNotices: Sendable, Equatable {
                 "The chat template writes no token after an answer, so the token that ends a text is added there.")
         }
         if dropsThoughts { sentences.append("The chat template leaves out thoughts, so they are not trained.") }
+        if hasSplit { sentences.append("Special tokens in your texts are trained as the text that they are.") }
         if leftOut > 0 { sentences.append("Records that ask not to be trained are left out: \(leftOut).") }
         if tooLong > 0 {
             sentences.append("Records with no answer in the first \(length) tokens are left out: \(tooLong).")

@@ -82,7 +82,7 @@ public struct TextData: Sendable {
         notices.take(contents)
         guard let first = contents.documents.first else { throw Self.tooFew(name, 0) }
         if case .text = first {
-            let (ids, isWhole) = try stream(of: contents, upTo: length + 1) { _ in }
+            let (ids, isWhole) = try stream(of: contents, &notices, upTo: length + 1) { _ in }
             if isWhole { _ = try holdOut(ids, of: name) }
             let start = TokenStream(tokens: Self.data(ids), begin: tokenizer.begin.map(Int.init))
             return (start.sequences(lengths: [length])[0], notices)
@@ -106,7 +106,7 @@ public struct TextData: Sendable {
     ) throws -> [String: TokenStream] {
         notices.take(contents)
         guard let first = contents.documents.first else { throw Self.tooFew(name, 0) }
-        if case .text = first { return try holdOut(stream(of: contents, progress: progress).ids, of: name) }
+        if case .text = first { return try holdOut(stream(of: contents, &notices, progress: progress).ids, of: name) }
         try needTemplate(for: contents, name)
         var (examples, refusals) = ([Encoded](), Refusals())
         var encoder = ConversationEncoder(tokenizer: tokenizer, answersOnly: answersOnly)
@@ -131,14 +131,16 @@ public struct TextData: Sendable {
     /// - Parameter limit: the number of ids that is enough.
     /// - Returns: the ids, and whether they are of all texts.
     private func stream(
-        of contents: TextDocuments, upTo limit: Int = .max, progress: (Double) throws -> Void
+        of contents: TextDocuments, _ notices: inout DataNotices, upTo limit: Int = .max,
+        progress: (Double) throws -> Void
     ) throws -> (ids: [UInt32], isWhole: Bool) {
-        var ids = [UInt32]()
-        let (count, ends) = (contents.documents.count, Set(tokenizer.trainedEnds))
+        var (ids, plain) = ([UInt32](), PlainEncoder(tokenizer))
+        defer { notices.hasSplit = notices.hasSplit || plain.hasSplit }
+        let count = contents.documents.count
         for (index, document) in contents.documents.enumerated() {
             guard case .text(let text, let isRecord) = document else { continue }
             guard ids.count < limit else { return (ids, false) }
-            let isWhole = try encode(text, isRecord: isRecord, ends, upTo: limit, into: &ids) { part in
+            let isWhole = try encode(text, isRecord: isRecord, &plain, upTo: limit, into: &ids) { part in
                 try progress((Double(index) + part) / Double(count))
             }
             if !isWhole { return (ids, false) }
@@ -146,35 +148,24 @@ public struct TextData: Sendable {
         return (ids, true)
     }
 
-    /// Appends the ids of `text` and the token that ends a text, where it does not end with one of `ends`. That of a file is tokenized in
-    /// pieces; a record's is begun as the model's texts are, as mlx-lm does it. None is begun twice.
+    /// Appends the ids of `text` and the token that ends a text. That of a file is tokenized in pieces; a record's is begun as the model's
+    /// texts are, as mlx-lm does it.
     ///
     /// - Returns: whether the ids are of all of it.
     private func encode(
-        _ text: String, isRecord: Bool, _ ends: Set<Int>, upTo limit: Int, into stream: inout [UInt32],
+        _ text: String, isRecord: Bool, _ plain: inout PlainEncoder, upTo limit: Int, into stream: inout [UInt32],
         progress: (Double) throws -> Void
     ) throws -> Bool {
         let before = stream.count
         let pieces = isRecord ? [text[...]] : Self.pieces(text)
         for (index, piece) in pieces.enumerated() {
             guard stream.count < limit else { return false }
-            var ids = begunOnce(tokenizer.encode(String(piece), addsSpecialTokens: isRecord))
-            if index == 0, !isRecord, let begin = tokenizer.begin, ids.first != Int(begin) {
-                ids.insert(Int(begin), at: 0)
-            }
-            stream += ids.map { UInt32($0) }
+            if index == 0, !isRecord, let begin = tokenizer.begin { stream.append(begin) }
+            stream += try plain.encode(String(piece), addsSpecialTokens: isRecord).map { UInt32($0) }
             try progress(Double(index + 1) / Double(pieces.count))
         }
-        if let end = tokenizer.endOfText, stream.count > before, !ends.contains(Int(stream[stream.count - 1])) {
-            stream.append(UInt32(end))
-        }
+        if let end = tokenizer.endOfText, stream.count > before { stream.append(UInt32(end)) }
         return true
-    }
-
-    /// Without a second token that begins a text, where the text has it already.
-    private func begunOnce(_ ids: [Int]) -> [Int] {
-        guard let begin = tokenizer.beginOfText, ids.starts(with: [begin, begin]) else { return ids }
-        return Array(ids.dropFirst())
     }
 
     /// A long text, cut at starts of lines: tokenizing it whole takes much memory, and byte-level BPE cuts there too.
@@ -228,7 +219,7 @@ public struct TextData: Sendable {
         switch document {
         case .text: return nil
         case .answer(let answer, let prompt) where !tokenizer.hasChatTemplate:
-            let (ids, counted) = try joined(prompt, answer)
+            let (ids, counted) = try joined(prompt, answer, &notices)
             return cut(ids, counted, &notices)
         case .answer(let answer, let prompt):
             let turns = [ChatMessage(role: "user", content: prompt), .init(role: "assistant", content: answer)]
@@ -264,14 +255,18 @@ public struct TextData: Sendable {
     }
 
     /// A prompt with the answer right after it and the token that ends a text, which has no template around it.
-    private func joined(_ prompt: String, _ answer: String) throws -> ([Int], counted: [Bool]) {
+    private func joined(
+        _ prompt: String, _ answer: String, _ notices: inout DataNotices
+    ) throws -> ([Int], counted: [Bool]) {
         guard let end = tokenizer.endOfText else {
             throw MeSPError("the model has no token that ends a text, so no answer can end; take another model.")
         }
-        let before = begunOnce(tokenizer.encode(prompt, addsSpecialTokens: true))
-        var ids = before + tokenizer.encode(answer, addsSpecialTokens: false)
+        var plain = PlainEncoder(tokenizer)
+        let before = try plain.encode(prompt, addsSpecialTokens: true)
+        var ids = before + (try plain.encode(answer, addsSpecialTokens: false))
         var counted = ids.indices.map { $0 >= before.count }
-        let whole = begunOnce(tokenizer.encode(prompt + answer, addsSpecialTokens: true))
+        let whole = try plain.encode(prompt + answer, addsSpecialTokens: true)
+        notices.hasSplit = notices.hasSplit || plain.hasSplit
         let text = tokenizer.decode(whole)
         if tokenizer.decode(ids) != text {
             // Apart they are another text, as where a tokenizer puts a space before each: the token across the border counts.
@@ -280,14 +275,8 @@ public struct TextData: Sendable {
             let border = zip(read.bytes, asked).prefix { $0 == $1 }.count
             (ids, counted) = (whole, read.tokens(in: border..<read.bytes.count))
         }
-        if ids.last != end {
-            ids.append(end)
-            counted.append(true)
-        }
-        guard !zip(ids, counted).dropLast().contains(where: { $0 == end && $1 }) else {
-            throw MeSPError(
-                "a message holds \(tokenizer.decode([end])), which ends an answer; remove it from the text.")
-        }
+        ids.append(end)
+        counted.append(true)
         return (ids, answersOnly ? counted : counted.map { _ in true })
     }
 

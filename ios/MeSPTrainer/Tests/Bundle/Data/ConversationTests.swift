@@ -14,6 +14,7 @@ import Testing
         var text: String
         /// The texts of the tokens in a row that are in the loss.
         var spans: [String]
+        var specials = [Int]()
     }
 
     private func trained(
@@ -42,7 +43,9 @@ import Testing
                 span = []
             }
         }
-        return Trained(text: tokenizer.decode(ids), spans: spans + (span.isEmpty ? [] : [tokenizer.decode(span)]))
+        return Trained(
+            text: tokenizer.decode(ids), spans: spans + (span.isEmpty ? [] : [tokenizer.decode(span)]),
+            specials: ids.filter { tokenizer.isSpecial($0) })
     }
 
     private func messages(_ turns: (String, String)...) throws -> String {
@@ -161,11 +164,31 @@ import Testing
         #expect(refusal(record, capitals).contains("Line 1 of a.jsonl: the chat template"))
     }
 
-    @Test func anEndWithinATextIsRefused() throws {
-        let found = refusal(try messages(("user", "a"), ("assistant", "b<|im_end|>")))
-        #expect(found.contains("a message holds <|im_end|>, which ends an answer"))
+    @Test func specialTokensInTextsAreText() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let (asked, answer) = ("a<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>", "b<|im_end|> c<s>")
+        let record = try messages(("system", "<|im_start|>"), ("user", asked), ("assistant", answer))
+        let found = try trained(record: record, chatML)
+        #expect(found.spans == ["\(answer)<|im_end|>\n"])
         #expect(
-            refusal(try messages(("user", "a<|im_end|>"), ("assistant", "b"))).contains("a message holds <|im_end|>"))
+            found.text == "<|im_start|>system\n<|im_start|><|im_end|>\n<|im_start|>user\n\(asked)<|im_end|>\n"
+                + "<|im_start|>assistant\n\(answer)<|im_end|>\n")
+        let plain = try trained(record: try messages(("system", "a"), ("user", "b"), ("assistant", "c")), chatML)
+        #expect(found.specials == plain.specials && found.specials.count == 6)
+        let notices = try TextData(tokenizer: chatML, length: 512).write(
+            .file(folder.appendingPathComponent("a.jsonl")), to: target)
+        #expect(notices.sentences.isEmpty)
+        // Without a template, and of a text.
+        let pair = #"{"prompt": "a<|im_end|>", "completion": "b<|endoftext|>"}"#
+        let joined = try trained(record: pair, TemplateTokenizer())
+        #expect(joined.text == "a<|im_end|>b<|endoftext|><|endoftext|>" && joined.specials.count == 1)
+        #expect(joined.spans == ["b<|endoftext|><|endoftext|>"])
+        let text = "{\"text\": \"0123456789<|im_end|>0123456789<|endoftext|>\"}"
+        #expect(try trained(record: text, TemplateTokenizer(), length: 16).specials == joined.specials)
+        try Data("\(text)\n\(text)\n".utf8).write(to: folder.appendingPathComponent("b.jsonl"))
+        let told = try TextData(tokenizer: chatML, length: 16).write(
+            .file(folder.appendingPathComponent("b.jsonl")), to: target)
+        #expect(told.sentences == ["Special tokens in your texts are trained as the text that they are."])
     }
 
     @Test func choicesAreAnswersToo() throws {
@@ -201,18 +224,14 @@ import Testing
         defer { try? FileManager.default.removeItem(at: folder) }
         let tokenizer = TemplateTokenizer(beginOfText: TemplateTokenizer.id("<s>"), addsBegin: true)
         let line = "0123456789 0123456789 0123456789"
-        let record = "{\"text\": \"<s>\(line)<|endoftext|>\"}"
-        let whole = try trained(record: record, tokenizer, length: 16)
+        let whole = try trained(record: "{\"text\": \"\(line)\"}", tokenizer, length: 16)
         #expect(whole.text.hasPrefix("<s>0123") && !whole.text.contains("<|endoftext|><|endoftext|>"))
         let file = folder.appendingPathComponent("a.txt")
-        try "<s>\(line) \(line)".write(to: file, atomically: true, encoding: .utf8)
+        try "\(line) \(line)".write(to: file, atomically: true, encoding: .utf8)
         try TextData(tokenizer: tokenizer, length: 16).write(.file(file), to: target)
         #expect(try read(tokenizer).text.hasPrefix("<s>0123"))
-        let answer = try trained(record: "{\"prompt\": \"<s>a\", \"completion\": \"b<|endoftext|>\"}", tokenizer)
+        let answer = try trained(record: #"{"prompt": "a", "completion": "b"}"#, tokenizer)
         #expect(answer.text == "<s>ab<|endoftext|>")
-        // A text may end as the template ends an answer.
-        let ended = "{\"text\": \"\(line)<|im_end|>\"}"
-        #expect(!(try trained(record: ended, chatML, length: 16)).text.contains("<|endoftext|>"))
         let endless = TemplateTokenizer(endOfText: nil)
         #expect(refusal(#"{"prompt": "a", "completion": "b"}"#, endless).contains("no token that ends a text"))
     }

@@ -1,0 +1,117 @@
+"""Special tokens in what people wrote: encoded as themselves, or split into ordinary text.
+
+Split they are as transformers has it. A text by itself is encoded with its `split_special_tokens`.
+In a conversation the template's special tokens stay, and each of a person's is encoded by itself,
+as `apply_chat_template` with `sanitize_control_tokens` does for the tokens that the tokenizer says
+are special. Where transformers puts a space of SentencePiece's into the text, there is none here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import chain, pairwise
+from typing import Any
+
+from mesp.errors import MespError
+
+Bounds = Sequence[tuple[int, int]]  # of parts of a text: the first character, and the one after it
+
+
+def special_tokens(tokenizer: Any) -> set[int]:
+    """The ids of the tokens that mark something, and are no text."""
+    added = tokenizer.added_tokens_decoder
+    return {*tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
+
+
+@lru_cache(maxsize=4)
+def special_pattern(tokenizer: Any) -> re.Pattern[str]:
+    """What finds special tokens in a text, the longest of several at one place."""
+    added = tokenizer.added_tokens_decoder.values()
+    tokens = sorted((t.content for t in added if t.special and t.content), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+def encode_split(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
+    """The ids of a text that a person wrote, without special tokens but those that the tokenizer
+    puts around a text, with `add_special_tokens`. Raises MespError where it makes others."""
+    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens, split_special_tokens=True)
+    check_special(tokenizer, ids, tokenizer.encode("") if add_special_tokens else [])
+    return list(ids)
+
+
+def check_special(tokenizer: Any, ids: Iterable[int], expected: Iterable[int]) -> None:
+    """Raises MespError unless ids have the special tokens that are `expected`, and no others."""
+    special = special_tokens(tokenizer)
+    # What stands for an unknown character marks nothing, unless it is an end token too.
+    if tokenizer.unk_token_id not in (*tokenizer.eos_token_ids, tokenizer.bos_token_id):
+        special.discard(tokenizer.unk_token_id)
+    found, wanted = (Counter(id for id in each if id in special) for each in (ids, expected))
+    if found != wanted:
+        token = next(iter((found - wanted) | (wanted - found)))
+        raise MespError(
+            f"the tokenizer takes text for its special token {tokenizer.decode([token])!r} with "
+            "--split-special-tokens too: leave the option out, or take the text out."
+        )
+
+
+def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> dict[str, Any]:
+    """The ids of a text, and the bounds of each token's characters; white space that a token takes
+    from beside it is not among them.
+
+    The parts that are `written`, in order, are special tokens that are encoded as text; what is
+    between them is encoded by itself, as nothing of it may join what is beyond. Raises MespError
+    where the tokenizer makes special tokens of text.
+    """
+    ids: list[int] = []
+    bounds: list[tuple[int, int]] = []
+    for number, (start, stop) in enumerate(pairwise([0, *chain(*written), len(text)])):
+        is_written = number % 2 == 1
+        found, places = _piece(tokenizer, text[start:stop], number == 0, is_written)
+        if is_written:
+            check_special(tokenizer, found, [])
+        ids += found
+        bounds += [(start + first, start + last) for first, last in places]
+    return {"input_ids": ids, "offset_mapping": bounds}
+
+
+def _piece(
+    tokenizer: Any, text: str, is_first: bool, is_written: bool
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """The ids of a piece of a text and their bounds. One that is not the first is encoded after a
+    line feed, as SentencePiece puts a space before what begins a text; after another character
+    where it begins with one, and would share a token with it."""
+    for feed in () if is_first else ("\n", ":"):
+        before = tokenizer.encode(feed, add_special_tokens=False)
+        ids, bounds = _encode(tokenizer, feed + text, is_written)
+        if ids[: len(before)] == before:
+            return ids[len(before) :], [(a - 1, b - 1) for a, b in bounds[len(before) :]]
+    return _encode(tokenizer, text, is_written)
+
+
+def _encode(tokenizer: Any, text: str, is_written: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    split = {"split_special_tokens": True} if is_written else {}
+    encoded = tokenizer._tokenizer(
+        text, add_special_tokens=False, return_offsets_mapping=True, **split
+    )
+    ids, bounds = encoded["input_ids"], encoded["offset_mapping"]
+    if taking := _tokens_that_take_space(tokenizer):
+        bounds = [
+            _own(text, taking[id], *place) if id in taking else place
+            for id, place in zip(ids, bounds, strict=True)
+        ]
+    return ids, bounds
+
+
+def _own(text: str, token: str, start: int, stop: int) -> tuple[int, int]:
+    at = text.find(token, start, stop)
+    return (start, stop) if at < 0 else (at, at + len(token))
+
+
+@lru_cache(maxsize=4)
+def _tokens_that_take_space(tokenizer: Any) -> dict[int, str]:
+    """The tokens that take white space from beside them, which becomes no token."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {id: token.content for id, token in added if token.lstrip or token.rstrip}

@@ -1,0 +1,83 @@
+import Testing
+
+@testable import MeSPBundle
+
+/// What people write has no special tokens, and is otherwise as the tokenizer has it.
+@Suite struct PlainEncoderTests {
+    private let chatML = TemplateTokenizer(words: ["<|", "|>", "im", "\n\n"], template: TemplateTokenizer.chatML)
+
+    private func specials(_ ids: [Int]) -> [Int] { ids.filter { chatML.isSpecial($0) } }
+
+    @Test func aTextHasNoSpecialTokens() throws {
+        var plain = PlainEncoder(chatML)
+        #expect(
+            try plain.encode("a <| b", addsSpecialTokens: false) == chatML.encode("a <| b", addsSpecialTokens: false))
+        #expect(!plain.hasSplit)
+        for text in [
+            "<|im_end|>", "a<|im_end|>\n<|im_start|>", "<|im_<|im_end|>end|>é</s>🙂<s>", "<|im_end|><|im_end|>\n\n",
+        ] {
+            let ids = try plain.encode(text, addsSpecialTokens: false)
+            #expect(chatML.decode(ids) == text && specials(ids).isEmpty)
+        }
+        #expect(plain.hasSplit)
+        // Cut where the tokenizer's own tokens end: before the words of several characters, not within them.
+        let known = ["<|", "im"].map { chatML.encode($0, addsSpecialTokens: false)[0] }
+        let ids = try plain.encode("x <|im_end|>", addsSpecialTokens: false)
+        #expect(ids.count == 9 && ids[2...3].elementsEqual(known))
+    }
+
+    @Test func whatIsPutAroundATextStays() throws {
+        let begin = TemplateTokenizer.id("<s>")
+        let tokenizer = TemplateTokenizer(beginOfText: begin, addsBegin: true)
+        var plain = PlainEncoder(tokenizer)
+        let ids = try plain.encode("<s>a</s>", addsSpecialTokens: true)
+        #expect(ids.first == begin && !ids.dropFirst().contains { tokenizer.isSpecial($0) })
+        #expect(tokenizer.decode(ids) == "<s><s>a</s>")
+    }
+
+    @Test func spacesOfSentencePieceAreNotAdded() throws {
+        let tokenizer = TemplateTokenizer(addsSpace: true)
+        var plain = PlainEncoder(tokenizer)
+        for text in ["a</s>b", "</s>\nb", "a </s> :</s>"] {
+            #expect(tokenizer.decode(try plain.encode(text, addsSpecialTokens: false)) == text)
+        }
+    }
+
+    @Test(arguments: [TemplateTokenizer.chatML, TemplateTokenizer.systemIsLast, TemplateTokenizer.phi])
+    func theTemplatesTokensStay(_ template: @escaping TemplateTokenizer.Template) throws {
+        let tokenizer = TemplateTokenizer(words: ["<|", "|>"], template: template)
+        func said(_ text: String) -> [ChatMessage] {
+            [
+                ("system", "Be. \(text)"), ("user", text), ("assistant", "\(text) MeSPcut0z"),
+                ("user", "MeSPcut1z \(text)"),
+            ]
+            .map { ChatMessage(role: $0.0, content: $0.1) }
+        }
+        var plain = PlainEncoder(tokenizer)
+        let usual = try tokenizer.encode(said("x"), opensAnswer: true)
+        #expect(try plain.encode(said("x"), opensAnswer: true) == usual && !plain.hasSplit)
+        for text in ["a<|im_end|>", "</s><s>[INST]", "<|user|>\n<|endoftext|> <|im_start|>"] {
+            let ids = try plain.encode(said(text), opensAnswer: true)
+            #expect(tokenizer.decode(ids) == template(said(text), true))
+            #expect(ids.filter(tokenizer.isSpecial) == usual.filter(tokenizer.isSpecial))
+        }
+    }
+
+    @Test func whatCannotBeTextIsRefused() {
+        // A token of one character cannot be cut.
+        let said = message {
+            var plain = PlainEncoder(ByteTokenizer())
+            _ = try plain.encode("a\0", addsSpecialTokens: false)
+        }
+        #expect(said == "The model's tokenizer cannot take \0 as text; remove it from the text.")
+    }
+
+    @Test func aTextOfSpecialTokensTakesNoLongerThanItsLength() throws {
+        var plain = PlainEncoder(chatML)
+        let text = String(repeating: "<|im_end|>", count: 20_000)
+        var ids = [Int]()
+        let time = try ContinuousClock().measure { ids = try plain.encode(text, addsSpecialTokens: false) }
+        #expect(specials(ids).isEmpty && chatML.decode(ids) == text)
+        #expect(time < .seconds(20))
+    }
+}
