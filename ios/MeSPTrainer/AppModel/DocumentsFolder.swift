@@ -226,22 +226,28 @@ public struct DocumentsFolder: Sendable {
         return StoredBundle(url: target, isIncluded: false, gpuRefusal: gpuRefusal)
     }
 
+    /// The size of what is not there yet of a bundle on the Hub, in bytes.
+    func missing(_ offer: BundleDownload.Offer, of download: BundleDownload) -> Int {
+        max(0, offer.size - Self.size(partial(of: download)))
+    }
+
     /// Downloads a bundle into Documents, or continues with one that was begun. Its files are checked as they come.
     func download(
-        _ offer: BundleDownload.Offer, by download: BundleDownload, progress: @escaping @Sendable (Int) -> Void
+        _ offer: BundleDownload.Offer, by download: BundleDownload, usesAnyNetwork: Bool,
+        progress: @escaping @Sendable (Int) -> Void
     ) async throws -> StoredBundle {
         let target = target(of: download)
         guard !FileManager.default.fileExists(atPath: target.path) else {
             throw MeSPError("There is a bundle \(target.lastPathComponent) already; delete it first.")
         }
         let partial = partial(of: download)
-        let missing = offer.size - Self.size(partial)
+        let missing = missing(offer, of: download)
         if let free = freeBytes(documents), free < missing + Self.spareBytes {
             throw MeSPError(
                 "\(download.repository) takes \(missing.megabytes) more, and the phone has \(free.megabytes) free; make room for it first."
             )
         }
-        try await download.fetch(offer, to: partial, progress: progress)
+        try await download.fetch(offer, to: partial, usesAnyNetwork: usesAnyNetwork, progress: progress)
         keep(partial, .bundle)
         try FileManager.default.moveItem(at: partial, to: target)
         return StoredBundle(url: target, isIncluded: false, gpuRefusal: gpuRefusal)
@@ -264,11 +270,18 @@ public struct DocumentsFolder: Sendable {
 
     private var downloadFile: URL { documents.appendingPathComponent(".download.json") }
 
+    /// A download in progress.
+    struct BegunDownload: Codable {
+        let offer: BundleDownload.Offer
+        /// Whether the person lets it use networks that cost extra or are in Low Data Mode.
+        let usesAnyNetwork: Bool
+    }
+
     /// The download in progress, also one in which the app was ended; nil for none. One that cannot be read is forgotten.
-    func begunDownload() throws -> BundleDownload.Offer? {
+    func begunDownload() throws -> BegunDownload? {
         guard FileManager.default.fileExists(atPath: downloadFile.path) else { return nil }
         do {
-            return try JSONDecoder().decode(BundleDownload.Offer.self, from: Data(contentsOf: downloadFile))
+            return try JSONDecoder().decode(BegunDownload.self, from: Data(contentsOf: downloadFile))
         } catch {
             forgetDownload()
             throw MeSPError("The download cannot continue: \(error.plainSentence). Look up the bundle again.")
@@ -276,12 +289,12 @@ public struct DocumentsFolder: Sendable {
     }
 
     /// Keeps what is being downloaded, for a later start of the app.
-    func keep(_ download: BundleDownload.Offer) throws {
+    func keep(_ download: BegunDownload) throws {
         do {
             let json = try JSONEncoder().encode(download)
             try writeWhole(downloadFile) { try $0.write(contentsOf: json) }
         } catch {
-            throw MeSPError("\(download.repository) cannot be written: \(error.plainSentence).")
+            throw MeSPError("\(download.offer.repository) cannot be written: \(error.plainSentence).")
         }
         keep(downloadFile, .bundle)
     }

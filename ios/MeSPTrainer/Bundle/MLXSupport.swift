@@ -25,6 +25,7 @@ public enum MLXSupport {
         // 0.32.4 too.
         setenv("MLX_ENABLE_TF32", "0", 0)
         setenv(commandBufferVariable, "\(operationsOfShortBuffer)", 0)
+        _ = NeuralAccelerators.current  // which names the GPU
     }
 
     /// The variable of the environment that says how many operations MLX encodes into one of Metal's command buffers before it commits

@@ -129,8 +129,12 @@ struct NewTensor {
 /// Writes a safetensors file that takes the place of `url` when all of it is on the disk, and not before. MLX's own writer would hold
 /// every tensor at once, and doesn't report a short write.
 ///
-/// - Parameter seal: whether a last tensor, `sha256`, is the SHA-256 of all bytes before it.
-func writeSafetensors(_ tensors: [NewTensor], metadata: [String: String], seal: Bool = false, to url: URL) throws {
+/// - Parameters:
+///   - seal: whether a last tensor, `sha256`, is the SHA-256 of all bytes before it.
+///   - isInBackup: whether backups of the device may have the file.
+func writeSafetensors(
+    _ tensors: [NewTensor], metadata: [String: String], seal: Bool = false, isInBackup: Bool = true, to url: URL
+) throws {
     var header: [String: Any] = ["__metadata__": metadata]
     var end = 0
     func describe(_ name: String, _ shape: [Int], _ dtype: DType) {
@@ -147,7 +151,7 @@ func writeSafetensors(_ tensors: [NewTensor], metadata: [String: String], seal: 
     // The tensors start at a multiple of 8 bytes.
     json.append(Data(repeating: UInt8(ascii: " "), count: -json.count & 7))
 
-    try writeWhole(url) { file in
+    try writeWhole(url, isInBackup: isInBackup) { file in
         var hash = SHA256()
         func write(_ data: Data) throws {
             try file.write(contentsOf: data)

@@ -43,7 +43,7 @@ import Testing
                 "machine", "gpu", "metal.footprint", "leaving", "errors", "map.no_copy", "map.footprint",
                 "map.first_use", "map.leak", "eval.empty", "kernel.dependent",
                 "buffer.new", "memory.bandwidth", "product.transposed", "product.plain", "product.dequantized",
-                "block.outputs", "gradients.cpu", "gradients.mebp", "gradients.differences", "tf32", "head.few_targets",
+                "product.rows", "block.outputs", "gradients.cpu", "gradients.mebp", "gradients.differences", "tf32", "head.few_targets",
                 "repeats", "resume", "decode.attention", "decode.gated_delta_net", "decode.short_convolution",
                 "decode.mamba2",
             ] + lengths.flatMap { ["peak.\($0)", "time.\($0)"] } + ["throttling"]
@@ -218,6 +218,25 @@ import Testing
         #expect(report.checks.map(\.name) == ["machine", "errors"] && report.start.names == ["machine", "errors"])
         settings.checks = ["tf31"]
         #expect(message { try SelfCheck(settings).run() }.hasPrefix("There is no check tf31; there are machine, gpu, "))
+    }
+
+    /// The error of the whole product stays far below the bound.
+    @Test(arguments: [9, 33, 256])
+    func oneWrongRowIsFound(_ rows: Int) throws {
+        for bundle in [Fixture.tied].compactMap({ $0 }) + Fixture.roundedCases.prefix(1) {
+            #expect(try result("product.rows", bench(settings(bundle))).verdict == .pass)
+            for wrong in [0, rows - 1] {
+                let faulty = try bench(settings(bundle)) { check, product in
+                    guard check == "product.rows", product.dim(0) == rows else { return product }
+                    let factors = MLXArray((0..<rows).map { Float($0 == wrong ? 1.05 : 1) }, [rows, 1])
+                    return product * factors.asType(.bfloat16)
+                }
+                let found = try result("product.rows", faulty)
+                #expect(found.verdict == .fail, "\(found.sentence.english)")
+                let above = found.measured.filter { $0.value ?? .infinity > 0.01 }
+                #expect(above.map(\.name) == ["\(rows) rows, plain", "\(rows) rows, quantized"])
+            }
+        }
     }
 
     @Test func whatIsNotANumberFails() throws {
