@@ -120,6 +120,8 @@ import Observation
 
     /// Looks for bundles and runs again.
     public func refresh() async {
+        // What a process that was ended has left.
+        if !library.hasLooked { keepRuns() }
         await attempt {
             try await library.refresh(
                 running: controller.isRunning ? controller.settings.map { URL(fileURLWithPath: $0.output) } : nil)
@@ -275,9 +277,13 @@ import Observation
     /// A run needs the memory of a conversation; at its end its files are kept as they are to be, beside the main thread.
     private func runChanged() {
         guard !controller.isRunning else { return comparison.letGo() }
+        keepRuns()
+        if case .finished = controller.state { hasEnded = true }
+    }
+
+    private func keepRuns() {
         let folder = library.folder
         Task { await attempt { try await Task.detached { try folder.keepRuns() }.value } }
-        if case .finished = controller.state { hasEnded = true }
     }
 
     /// Whether a run has ended that the list does not have yet.

@@ -79,8 +79,32 @@ public struct DocumentsFolder: Sendable {
     func keepRuns() throws {
         for run in try contents(runsFolder) {
             keep(run, .run)
-            let state = run.appendingPathComponent("state.safetensors")
-            if FileManager.default.fileExists(atPath: state.path) { keep(state, .state) }
+            // Of one that was being saved when the app was ended, a part is left.
+            for name in ["state.safetensors", "state.safetensors.partial"] {
+                let state = run.appendingPathComponent(name)
+                if FileManager.default.fileExists(atPath: state.path) { keep(state, .state) }
+            }
+        }
+    }
+
+    /// Copies the reports of self-checks and the logs of runs into `folder`, which is replaced.
+    public func exportMeasurements(to folder: URL) throws {
+        let files = FileManager.default
+        do {
+            try? files.removeItem(at: folder)
+            try files.createDirectory(at: folder, withIntermediateDirectories: true)
+            if files.fileExists(atPath: selfChecksFolder.path) {
+                try files.copyItem(at: selfChecksFolder, to: folder.appendingPathComponent("self-check"))
+            }
+            for run in try contents(runsFolder) {
+                let (log, name) = (run.appendingPathComponent("metrics.jsonl"), "runs/\(run.lastPathComponent)")
+                guard files.fileExists(atPath: log.path) else { continue }
+                let copy = folder.appendingPathComponent(name)
+                try files.createDirectory(at: copy, withIntermediateDirectories: true)
+                try files.copyItem(at: log, to: copy.appendingPathComponent(log.lastPathComponent))
+            }
+        } catch {
+            throw MeSPError("The measurements cannot be copied: \(error.plainSentence).")
         }
     }
 
@@ -211,6 +235,8 @@ public struct DocumentsFolder: Sendable {
         let partial = documents.appendingPathComponent(".importing-\(UUID().uuidString)")
         defer { try? FileManager.default.removeItem(at: partial) }
         do {
+            try FileManager.default.createDirectory(at: partial, withIntermediateDirectories: true)
+            keep(partial, .bundle)
             for path in ["manifest.json"] + files.map(\.path) {
                 let copy = partial.appendingPathComponent(path)
                 try FileManager.default.createDirectory(
@@ -222,7 +248,6 @@ public struct DocumentsFolder: Sendable {
         }
         _ = try open(partial, checksums: true)
         try FileManager.default.moveItem(at: partial, to: target)
-        keep(target, .bundle)
         return StoredBundle(url: target, isIncluded: false, gpuRefusal: gpuRefusal)
     }
 
@@ -247,8 +272,10 @@ public struct DocumentsFolder: Sendable {
                 "\(download.repository) takes \(missing.megabytes) more, and the phone has \(free.megabytes) free; make room for it first."
             )
         }
-        try await download.fetch(offer, to: partial, usesAnyNetwork: usesAnyNetwork, progress: progress)
+        // Before gigabytes are in it.
+        try? FileManager.default.createDirectory(at: partial, withIntermediateDirectories: true)
         keep(partial, .bundle)
+        try await download.fetch(offer, to: partial, usesAnyNetwork: usesAnyNetwork, progress: progress)
         try FileManager.default.moveItem(at: partial, to: target)
         return StoredBundle(url: target, isIncluded: false, gpuRefusal: gpuRefusal)
     }

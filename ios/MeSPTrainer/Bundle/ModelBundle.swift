@@ -115,11 +115,12 @@ public struct ModelBundle {
     private func map(_ file: Manifest.PackedFile, _ known: MLXArray?) throws -> MLXArray {
         func map() throws -> MLXArray {
             try mappedWords(
-                url.appendingPathComponent(file.file), size: file.words * 4, modified: modified[file.file], known: known)
+                url.appendingPathComponent(file.file), size: file.words * 4, modified: modified[file.file], known: known
+            )
         }
         do {
             return try map()
-        } catch where maps.areKept {
+        } catch  where maps.areKept {
             // iOS gives a process without an entitlement few addresses: there may be enough for one file after the other.
             maps.areKept = false
             return try map()

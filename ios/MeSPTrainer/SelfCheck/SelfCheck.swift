@@ -192,7 +192,7 @@ final class Bench {
             Check(name: "product.transposed", body: { try self.product(.transposed) }),
             Check(name: "product.plain", body: { try self.product(.plain) }),
             Check(name: "product.dequantized", body: { try self.product(.dequantized) }),
-            Check(name: "product.rows", body: productRows),
+            Check(name: "product.rows", body: { try self.productRows() }),
             Check(name: "block.outputs", body: blockOutputs),
             Check(name: "gradients.cpu", body: gradientsAgainstCPU),
             Check(name: "gradients.mebp", body: gradientsAgainstMeBP),

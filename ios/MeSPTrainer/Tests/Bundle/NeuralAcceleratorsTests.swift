@@ -42,10 +42,11 @@ import Testing
         #expect(make("applegpu_g20p").state == .off, "of another GPU nothing is known")
     }
 
-    @Test(arguments: [
-        ("applegpu_g17p", 26, 2), ("applegpu_g16s", 26, 2), ("applegpu_g13g", 26, 2), ("applegpu_g18p", 26, 1),
-        ("applegpu_g18p", 18, 6), (nil, 26, 2), ("", 26, 2), ("p", 26, 2), ("applegpu_p", 26, 2),
-    ] as [(String?, Int, Int)])
+    @Test(
+        arguments: [
+            ("applegpu_g17p", 26, 2), ("applegpu_g16s", 26, 2), ("applegpu_g13g", 26, 2), ("applegpu_g18p", 26, 1),
+            ("applegpu_g18p", 18, 6), (nil, 26, 2), ("", 26, 2), ("p", 26, 2), ("applegpu_p", 26, 2),
+        ] as [(String?, Int, Int)])
     func whatLacksThemKeepsItsName(_ architecture: String?, _ major: Int, _ minor: Int) {
         let absent = make(architecture, major, minor)
         absent.beginCheck()
@@ -63,7 +64,8 @@ import Testing
         failed.beginCheck()
         failed.endCheck(hasPassed: false)
         #expect(failed.state == .failed)
-        #expect(failed.refusal?.english.hasPrefix("The self-check of this GPU’s neural accelerators did not pass") == true)
+        let refusal = try #require(failed.refusal)
+        #expect(refusal.english.hasPrefix("The self-check of this GPU’s neural accelerators did not pass"))
         #expect(!FileManager.default.fileExists(atPath: record.path))
         #expect(make("applegpu_g18p").state == .off && told == "applegpu_g17p", "the next process has none of it")
     }

@@ -81,7 +81,8 @@ import Testing
             func text(refusing: Bool) throws -> (tokens: [Int], held: [Int]) {
                 let bundle = try ModelBundle(url: copy.resolvingSymlinksInPath())
                 let last = LastFile(bundle)
-                return try Addresses.$areUsedUp.withValue({ last.isRefused && refusing }) {
+                let areUsedUp: @Sendable () -> Bool = { last.isRefused && refusing }
+                return try Addresses.$areUsedUp.withValue(areUsedUp) {
                     var (tokens, request) = ([Int](), Generator.Request(prompt: [1, 2, 3]))
                     request.maxTokens = 4
                     _ = try Generator(CachedModel(bundle, adapters: nil)).generate(request) { tokens.append($0) }

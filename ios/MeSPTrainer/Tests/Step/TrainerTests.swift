@@ -433,7 +433,8 @@ import Testing
             let fixture = try Fixture(try #require(Fixture.tied), "gradients")
             let trainer = try fixture.trainer(.mesp, plan: plan) { $0.learningRate = 0.1 }
             let few = FewAddresses(fixture.bundle)
-            return try Addresses.$areUsedUp.withValue({ lack && few.areUsedUp }) {
+            let areUsedUp: @Sendable () -> Bool = { lack && few.areUsedUp }
+            return try Addresses.$areUsedUp.withValue(areUsedUp) {
                 let losses = try (0..<2).map { try trainer.step([try fixture.example()], number: $0).loss }
                 #expect(fixture.bundle.maps.areKept == !lack)
                 return losses
@@ -441,7 +442,8 @@ import Testing
         }
         #expect(try losses(true) == losses(false))
         let bundle = try Fixture(try #require(Fixture.tied), "gradients").bundle
-        Addresses.$areUsedUp.withValue({ true }) {
+        let always: @Sendable () -> Bool = { true }
+        Addresses.$areUsedUp.withValue(always) {
             #expect(message { try bundle.withBlock(0) { _ in } }.hasSuffix("Cannot allocate memory."))
         }
     }
