@@ -21,6 +21,7 @@ START = {
     "bundle": "demo",
     "device": "gpu",
     "gpu": "A19 <Pro>",
+    "neural_accelerators": "checking",
 }
 REPEATS = {
     "name": "repeats",
@@ -137,6 +138,7 @@ def test_a_check_that_fails_is_exit_code_1(tmp_path: Path):
     assert row(page, "machine") == ["note", "6 cores, and <b>tags</b>."]
     assert "<b>" not in page.source
     assert row(page, "GPU") == ["A19 <Pro>"]
+    assert row(page, "neural accelerators") == ["checking"]
     assert row(page, "checks") == ["1 passed, 1 failed, 1 measured, 0 skipped"]
     assert row(page, "memory") == ["12,000.0 MB"]
     assert row(page, "eval seconds") == ["200.0 µs"]

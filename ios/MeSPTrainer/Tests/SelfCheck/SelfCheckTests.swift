@@ -233,7 +233,7 @@ import Testing
             let check = Bench.Check(name: "product.rows") { try bench.productRows(tolerance: 0.05) }
             return try SelfCheck.result(check, bench.bundle)
         }
-        for folder in [Fixture.tied] + Fixture.roundedCases.prefix(1) {
+        for folder in [Fixture.tied].compactMap({ $0 }) + Fixture.roundedCases.prefix(1) {
             let right = try found(folder, wrong: nil)
             #expect(right.verdict == .pass && right.measured.count == 6, "\(right.sentence.english)")
             for wrong in [0, rows - 1] {
