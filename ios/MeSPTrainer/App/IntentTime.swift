@@ -29,7 +29,6 @@
         func show(_ progress: RunProgress) {
             self.progress.totalUnitCount = progress.units
             self.progress.completedUnitCount = progress.unitsDone
-            self.progress.localizedAdditionalDescription = progress.sentence.localized
         }
 
         func end(success: Bool) {
