@@ -8,6 +8,7 @@
 # make engine  builds mesp-engine, the trainer
 # make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU, and records a run of it
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
+# make first-hour  measures this machine, and packs one file to send back (docs/first-hour.md)
 # make dist    writes the wheel and the sdist to dist/
 # make setup   makes .venv with everything the others need (each calls it)
 # make lock    resolves the versions that CI and the image install
@@ -37,7 +38,7 @@ HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 OPTIMIZED := --configuration release -Xswiftc -enable-testing
 SWIFT_TEST = $(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --skip-build $(OPTIMIZED) --no-parallel
 
-.PHONY: setup lock engine engine-and-tests dist demo demo-real demo-rewards demo-federate app-bundle check check-gpu test test-slow test-format test-python test-swift clean
+.PHONY: setup lock engine engine-and-tests dist demo demo-real demo-rewards demo-federate app-bundle check check-gpu first-hour test test-slow test-format test-python test-swift clean
 
 setup: $(READY)
 
@@ -101,6 +102,9 @@ MINUTES := 0
 check-gpu: engine
 	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --rank 8 $(if $(DTYPE),--dtype $(DTYPE)) --overwrite --out build/check-gpu/demo.mesp
 	$(BIN)/python tools/check_gpu.py --bundle build/check-gpu/demo.mesp --minutes $(MINUTES) --out build/check-gpu
+
+first-hour: engine
+	$(BIN)/python tools/first_hour.py
 
 # The tests of Swift run one after the other, beside those of Python.
 # (macOS has GNU make 3.81, which cannot keep their output apart.)

@@ -286,6 +286,7 @@ def page(report: Report) -> str:
     about = [
         ("system", start["host"]),
         ("GPU", " ".join(filter(None, (start.get("gpu"), start.get("gpu_architecture")))) or "-"),
+        ("neural accelerators", start.get("neural_accelerators", "-")),
         ("bundle", f"{start['bundle']}, {start.get('dtype', '')} on the {start['device']}"),
         ("MLX", start.get("mlx_version", "-")),
         ("checks", ", ".join(counts)),

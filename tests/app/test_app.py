@@ -31,10 +31,11 @@ HERE = Path(__file__).parent
 # The modules of a system, each after those that it imports.
 BOTH = ("Tokenizers", "UniformTypeIdentifiers", "CoreTransferable", "SwiftUI", "Charts")
 STAND_INS = {
-    "macOS": ("Darwin", "CryptoKit", "Metal", "AppKit", *BOTH, "UserNotifications"),
+    "macOS": ("Darwin", "CryptoKit", "Metal", "AppKit", *BOTH, "UserNotifications", "Network"),
     "iOS": (
         *("Darwin", "CryptoKit", "Metal", "Security", "UIKit", "os", *BOTH),
-        *("UserNotifications", "BackgroundTasks", "ActivityKit", "WidgetKit"),
+        *("UserNotifications", "Network", "BackgroundTasks", "ActivityKit", "WidgetKit"),
+        "AppIntents",
     ),
 }
 STAND_INS["simulator"] = STAND_INS["iOS"]
@@ -338,6 +339,13 @@ def test_on_a_phone_the_app_has_no_entitlement_that_a_free_team_may_lack(objects
             assert "CODE_SIGN_ENTITLEMENTS" not in settings
 
 
+def test_a_mac_needs_no_team_to_run_the_app(objects: dict[str, dict]):
+    app, *_ = targets(objects)
+    for settings in settings_of(objects, app).values():
+        assert settings["CODE_SIGN_IDENTITY[sdk=macosx*]"] == "-", "Sign to Run Locally"
+        assert "CODE_SIGN_IDENTITY" not in settings
+
+
 def test_the_app_finds_frameworks_that_are_embedded(objects: dict[str, dict]):
     app, *_ = targets(objects)
     for settings in settings_of(objects, app).values():
@@ -573,6 +581,8 @@ class Compiler:
             copy = folder / source.relative_to(source.anchor)
             copy.parent.mkdir(parents=True, exist_ok=True)
             text = re.sub(r"\b(?:os|targetEnvironment)\((\w+)\)", self.condition, text)
+            # What only the newest Xcode has is compiled too.
+            text = re.sub(r"\bcompiler\(>=[\d.]+\)", "true", text)
             copy.write_text(text, encoding="utf-8")
             made.append(copy)
         return made
@@ -766,7 +776,10 @@ def test_the_string_catalog_has_every_sentence_of_the_views():
     """A text begins with a capital, or has a space; names of symbols and files do neither."""
     said = {
         text
-        for view in [APP / "MeSPTrainerApp.swift", *(APP / "Views").glob("*.swift")]
+        for view in [
+            *(APP / "MeSPTrainerApp.swift", APP / "ContinueTraining.swift"),
+            *(APP / "Views").glob("*.swift"),
+        ]
         for text in literals(view.read_text(encoding="utf-8"))
         if re.search(r"[A-Za-z]", text.replace("%@", "")) and (text[0].isupper() or " " in text)
     }

@@ -125,7 +125,7 @@ def test_the_scheme_is_the_projects_and_tests_the_screens():
     (test,) = re.findall(r"\$XCODE test .*", text)
     assert '-destination "platform=iOS Simulator,id=$device"' in test
     # The oldest Xcode compiles it too.
-    assert "$XCODE build-for-testing -destination 'generic/platform=iOS Simulator'" in text
+    assert '$XCODE build-for-testing -destination "platform=iOS Simulator,id=$device"' in text
     # The app is installed from where it was built, and launched by its identifier.
     (derived,) = re.findall(r"-derivedDataPath (\S+)", text)
     built = f"{derived}/Build/Products/Release-iphonesimulator/{scheme}.app"
@@ -139,6 +139,54 @@ def test_the_scheme_is_the_projects_and_tests_the_screens():
     kept = [step["with"]["path"] for step in steps(workflow) if "upload" in step.get("uses", "")]
     assert [exported, result] in [path.split() for path in kept]
     assert "build/check-gpu/self-check.*" in kept
+
+
+def test_the_app_is_built_as_run_in_xcode_builds_it():
+    """A setting of the command line holds for packages too, and Run has none."""
+    workflow = ROOT / ".github" / "workflows" / "ci.yml"
+    job = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]["app"]
+    assert re.findall(r"\b[A-Z_]+=\S+", job["env"]["XCODE"]) == []
+    builds = [
+        line.strip()
+        for step in job["steps"]
+        for line in step.get("run", "").splitlines()
+        if re.match(r" *\$XCODE (build|test)", line)
+    ]
+    # Of a generic destination all architectures would be built; iPhones have one.
+    places = {re.search(r"-destination (['\"])(.*?)\1", build)[2]: build for build in builds}
+    assert set(places) == {
+        "generic/platform=iOS", "platform=macOS,arch=arm64", "platform=iOS Simulator,id=$device",
+    }  # fmt: skip
+    # Nothing but a missing team is other than in Xcode, and a Mac needs none.
+    for place, build in places.items():
+        assert ("$UNSIGNED" in build) == ("macOS" not in place)
+    assert job["env"]["UNSIGNED"] == "CODE_SIGNING_ALLOWED=NO"
+    scheme = ElementTree.parse(PROJECT / "xcshareddata" / "xcschemes" / "MeSPTrainer.xcscheme")
+    assert scheme.find("BuildAction").get("buildArchitectures") == "Automatic"
+
+
+def test_one_swift_format_decides():
+    workflow = ROOT / ".github" / "workflows" / "ci.yml"
+    jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
+    styled = [
+        name
+        for name, job in jobs.items()
+        for step in job["steps"]
+        if re.search(r"\bmake (check|test|test-format)$", step.get("run", ""))
+    ]
+    assert set(styled) == {"linux"}
+
+
+def test_a_job_without_a_self_check_says_so():
+    workflow = ROOT / ".github" / "workflows" / "ci.yml"
+    steps = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]["macos"]["steps"]
+    (probe,) = [step["run"] for step in steps if step.get("id") == "gpu"]
+    # A wheel that cannot be imported fails the step, and is no GPU that is missing.
+    assert probe.splitlines()[0].endswith('-c "import mlx.core"')
+    _, otherwise = probe.split("\nelse\n")
+    assert "::warning" in otherwise and "GITHUB_STEP_SUMMARY" in otherwise
+    used = [step for step in steps if "steps.gpu.outputs.works" in step.get("if", "")]
+    assert [step.get("run") for step in used] == ["make check-gpu", None]
 
 
 def test_a_model_of_each_family_is_checked_each_night():

@@ -21,6 +21,7 @@ START = {
     "bundle": "demo",
     "device": "gpu",
     "gpu": "A19 <Pro>",
+    "neural_accelerators": "checking",
 }
 REPEATS = {
     "name": "repeats",
@@ -111,7 +112,7 @@ def test_this_machine(tmp_path: Path):
     assert list(lines) == report["start"]["names"]
     assert {"gradients.cpu", "map.no_copy", "peak.128", "time.256"} <= set(lines)
     skipped = {name for name, verdict in verdicts(tmp_path).items() if verdict == "skipped"}
-    assert skipped == {"gpu", "throttling"}, "metal.footprint is of a fresh process"
+    assert skipped == {"gpu", "product.rows", "throttling"}, "metal.footprint is of a fresh process"
     assert set(verdicts(tmp_path).values()) == {"pass", "note", "skipped"}
     assert all(each["sentence"] for each in lines.values())
     assert report["end"]["verdict"] == "pass"
@@ -137,6 +138,7 @@ def test_a_check_that_fails_is_exit_code_1(tmp_path: Path):
     assert row(page, "machine") == ["note", "6 cores, and <b>tags</b>."]
     assert "<b>" not in page.source
     assert row(page, "GPU") == ["A19 <Pro>"]
+    assert row(page, "neural accelerators") == ["checking"]
     assert row(page, "checks") == ["1 passed, 1 failed, 1 measured, 0 skipped"]
     assert row(page, "memory") == ["12,000.0 MB"]
     assert row(page, "eval seconds") == ["200.0 µs"]

@@ -10,7 +10,7 @@ from helpers.paths import ROOT
 
 TOOLS = ROOT / "tools"
 COMMANDS = ("mesp", "mesp-export", "mesp-train")
-TOOL_NAMES = ("bench", "collect", "long_run", "push")
+TOOL_NAMES = ("bench", "collect", "first_hour", "long_run", "push")
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *TOOL_NAMES])

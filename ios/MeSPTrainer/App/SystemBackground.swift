@@ -6,7 +6,18 @@
 
     /// Time in the background from `BGTaskScheduler`. Info.plist permits the identifiers.
     @MainActor final class SystemBackground: BackgroundScheduler {
+        /// The app's, for its intent.
+        private(set) static weak var current: SystemBackground?
+
         var onGrant: ((any BackgroundTime) -> Void)?
+
+        /// Not without the entitlement *Background GPU Access*, and not on every device.
+        var givesGPU: Bool {
+            #if compiler(>=6.2)
+                if #available(iOS 26.0, *) { return BGTaskScheduler.supportedResources.contains(.gpu) }
+            #endif
+            return false
+        }
 
         private let prefix = Bundle.main.bundleIdentifier ?? "org.mesp.MeSPTrainer"
         private var overnight: String { prefix + ".overnight" }
@@ -16,7 +27,10 @@
         private var hasOvernight = false
 
         /// To be made before the app has launched: the system may have started it for the night's task.
-        init() { hasOvernight = register(overnight, for: .overnight) }
+        init() {
+            hasOvernight = register(overnight, for: .overnight)
+            Self.current = self
+        }
 
         func ask(for grant: BackgroundGrant, title: Sentence) {
             switch grant {
@@ -25,16 +39,17 @@
                 let request = BGProcessingTaskRequest(identifier: overnight)
                 request.requiresExternalPower = true
                 try? BGTaskScheduler.shared.submit(request)
-            case .continued:
+            case .continued, .continuedOnGPU:
                 // Older SDKs, and systems, have no such task: the run waits for the app to come back.
                 #if compiler(>=6.2)
                     if #available(iOS 26.0, *) {
                         let identifier = "\(prefix).run.\(UUID().uuidString)"
-                        guard register(identifier, for: .continued) else { return }
+                        guard register(identifier, for: grant) else { return }
                         continued = identifier
                         let subtitle: Sentence = "Checking the bundle"
                         let request = BGContinuedProcessingTaskRequest(
                             identifier: identifier, title: title.localized, subtitle: subtitle.localized)
+                        if grant == .continuedOnGPU { request.requiredResources = .gpu }
                         try? BGTaskScheduler.shared.submit(request)
                     }
                 #endif

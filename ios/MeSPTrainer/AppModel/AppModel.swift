@@ -71,6 +71,7 @@ import Observation
     ///   - scheduler: what gives time in the background; nil where nothing does.
     ///   - board: what shows messages to a person who has left the app.
     ///   - glanceBoard: what shows the run on the lock screen; nil where nothing does.
+    ///   - network: the network that the device uses; nil where nobody knows it.
     ///   - refusal: why nothing can be trained here; nil where it can.
     ///   - openDownload: the download of a repository.
     ///   - openNode: the node of a federation for a server's address, its folder, the most bytes of a message and the networks that may be
@@ -80,7 +81,7 @@ import Observation
     public init(
         phone: any Phone, folder: DocumentsFolder, display: (any Display)? = nil,
         scheduler: (any BackgroundScheduler)? = nil, board: (any NoticeBoard)? = nil,
-        glanceBoard: (any GlanceBoard)? = nil,
+        glanceBoard: (any GlanceBoard)? = nil, network: (any NetworkPath)? = nil,
         refusal: Sentence? = MLXSupport.refusal, recording: URL? = nil,
         openDownload: @escaping @Sendable (String) throws -> BundleDownload = { try BundleDownload(repository: $0) },
         openNode: @escaping @Sendable (URL, URL, Int, URLSessionConfiguration) throws -> SuperNode = {
@@ -101,7 +102,7 @@ import Observation
         evaluation = Evaluation(phone: phone)
         examples = LearnedExamples(phone: phone)
         preview = DataPreview(form: form, choices: choices, loadTokenizer: loadTokenizer)
-        downloads = Downloads(folder: folder, phone: phone, open: openDownload)
+        downloads = Downloads(folder: folder, phone: phone, network: network, open: openDownload)
         federation = Federation(phone: phone, controller: controller, open: openNode)
         controller.observers.append { [weak self] in self?.runChanged() }
         notices = board.map { Notices(controller: controller, phone: phone, board: $0) }
@@ -111,7 +112,7 @@ import Observation
                 controller: controller, phone: phone, scheduler: $0,
                 // A server asks for the runs of a federation.
                 isStartedByPerson: { [weak self] in self?.federation.isOn == false },
-                resume: { [weak self] in await self?.resumeInBackground() ?? false })
+                resume: { [weak self] in await self?.resumeInBackground($0) ?? false })
         }
     }
 
@@ -119,6 +120,8 @@ import Observation
 
     /// Looks for bundles and runs again.
     public func refresh() async {
+        // What a process that was ended has left.
+        if !library.hasLooked { keepRuns() }
         await attempt {
             try await library.refresh(
                 running: controller.isRunning ? controller.settings.map { URL(fileURLWithPath: $0.output) } : nil)
@@ -165,6 +168,9 @@ import Observation
 
     /// Downloads the bundle that was looked up, and chooses it.
     public func download() async { await choose { try await downloads.download() } }
+
+    /// Downloads it over any network, as the person has decided.
+    public func downloadNow() async { await choose { try await downloads.downloadNow() } }
 
     /// Goes on with the download that the app was ended in, and returns when it has ended or the caller's task is cancelled. Where it is
     /// in progress already, this only waits.
@@ -271,9 +277,13 @@ import Observation
     /// A run needs the memory of a conversation; at its end its files are kept as they are to be, beside the main thread.
     private func runChanged() {
         guard !controller.isRunning else { return comparison.letGo() }
+        keepRuns()
+        if case .finished = controller.state { hasEnded = true }
+    }
+
+    private func keepRuns() {
         let folder = library.folder
         Task { await attempt { try await Task.detached { try folder.keepRuns() }.value } }
-        if case .finished = controller.state { hasEnded = true }
     }
 
     /// Whether a run has ended that the list does not have yet.
@@ -444,10 +454,10 @@ import Observation
         if goOn { await resume(run) } else { leftAlone = run.id }
     }
 
-    /// - Returns: whether there is a run for the CPU to continue.
-    private func resumeInBackground() async -> Bool {
+    /// - Returns: whether there is a run to continue in such a time.
+    private func resumeInBackground(_ grant: BackgroundGrant) async -> Bool {
         await refresh()
-        guard let run = interrupted, run.log?.start?.device == .cpu else { return false }
+        guard let run = interrupted, run.log?.start?.device == .cpu || grant == .continuedOnGPU else { return false }
         await resume(run)
         return controller.isRunning
     }

@@ -15,6 +15,8 @@ import MeSPCore
 @MainActor public protocol BackgroundScheduler: AnyObject {
     /// To be called with each time that is given.
     var onGrant: ((any BackgroundTime) -> Void)? { get set }
+    /// Whether the device gives an app in the background the GPU.
+    var givesGPU: Bool { get }
     /// Asks for a time, which may never be given. One that was asked for before and not given yet, this replaces.
     func ask(for grant: BackgroundGrant, title: Sentence)
     /// Takes back what was asked for.
@@ -71,8 +73,8 @@ public struct RunProgress: Sendable, Equatable {
     private let phone: any Phone
     private let scheduler: any BackgroundScheduler
     private let isStartedByPerson: () -> Bool
-    private let unfinished: () async -> Bool
-    private var times = [BackgroundGrant: any BackgroundTime]() { didSet { followProgress() } }
+    private let resume: (BackgroundGrant) async -> Bool
+    private var times = [any BackgroundTime]() { didSet { followProgress() } }
     private var reports: Task<Void, Never>?
     /// The folder of the run that time was asked for.
     private var askedFor: String?
@@ -82,29 +84,34 @@ public struct RunProgress: Sendable, Equatable {
 
     /// - Parameters:
     ///   - isStartedByPerson: whether the run in progress was.
-    ///   - resume: continues with a run for the CPU that was cut off, and returns whether there was one.
+    ///   - resume: continues with a run that was cut off and may train in such a time, and returns whether there was one.
     init(
         controller: RunController, phone: any Phone, scheduler: any BackgroundScheduler,
-        isStartedByPerson: @escaping () -> Bool, resume: @escaping () async -> Bool
+        isStartedByPerson: @escaping () -> Bool, resume: @escaping (BackgroundGrant) async -> Bool
     ) {
         (self.controller, self.phone, self.scheduler) = (controller, phone, scheduler)
-        (self.isStartedByPerson, unfinished) = (isStartedByPerson, resume)
+        (self.isStartedByPerson, self.resume) = (isStartedByPerson, resume)
         scheduler.onGrant = { [weak self] in self?.take($0) }
         controller.observers.append { [weak self] in self?.runChanged() }
     }
 
-    private var mayTrain: Bool { controller.isRunning && controller.log.start != nil && !controller.usesGPU }
+    /// The times in which the run in progress may train, once it is known what it runs on.
+    private var usable: [BackgroundGrant] {
+        guard controller.isRunning, controller.log.start != nil else { return [] }
+        if !controller.usesGPU { return [.overnight, .continued] }
+        return scheduler.givesGPU ? [.continuedOnGPU] : []
+    }
 
     private func runChanged() {
         guard controller.isRunning else {
             if !times.isEmpty || askedFor != nil { runEnded() }
             return
         }
-        if mayTrain, let settings = controller.settings, askedFor != settings.output {
+        if let settings = controller.settings, askedFor != settings.output, !usable.isEmpty {
             askedFor = settings.output
-            scheduler.ask(for: .overnight, title: title)
-            // To be asked for in front only, for what the person does.
-            if phone.scene == .active, isStartedByPerson() { scheduler.ask(for: .continued, title: title) }
+            // All but the night's are to be asked for in front only, for what the person does.
+            let mayAsk = phone.scene == .active && isStartedByPerson()
+            for grant in usable where grant == .overnight || mayAsk { scheduler.ask(for: grant, title: title) }
         }
         showProgress()
     }
@@ -112,7 +119,7 @@ public struct RunProgress: Sendable, Equatable {
     private func showProgress() {
         guard controller.isRunning, let settings = controller.settings else { return }
         let progress = RunProgress(controller.log, steps: settings.steps, blocks: controller.blocksOfStep)
-        for time in times.values { time.show(progress) }
+        for time in times { time.show(progress) }
     }
 
     /// Tells of the progress within a step for as long as there is a time.
@@ -136,29 +143,31 @@ public struct RunProgress: Sendable, Equatable {
     private func runEnded() {
         askedFor = nil
         for grant in BackgroundGrant.allCases { scheduler.withdraw(grant) }
-        for time in times.values { time.end(success: controller.state == .finished(.finished)) }
-        times = [:]
+        for time in times { time.end(success: controller.state == .finished(.finished)) }
+        times = []
         controller.grant = nil
     }
 
     private func take(_ time: any BackgroundTime) {
-        times[time.grant] = time
+        times.append(time)
         time.onExpiration = { [weak self, weak time] in
             if let self, let time { expire(time) }
         }
         useTimes()
         guard !controller.isRunning else { return }
         Task {
-            if !(await unfinished()) { runEnded() }
+            if !(await resume(time.grant)) { runEnded() }
         }
     }
 
     private func expire(_ time: any BackgroundTime) {
-        times[time.grant] = nil
+        times.removeAll { $0 === time }
         useTimes()  // which waits until the block in progress has ended
         time.end(success: false)
-        if time.grant == .overnight, mayTrain { scheduler.ask(for: .overnight, title: title) }
+        if time.grant == .overnight, usable.contains(.overnight) { scheduler.ask(for: .overnight, title: title) }
     }
 
-    private func useTimes() { controller.grant = BackgroundGrant.allCases.first { times[$0] != nil } }
+    private func useTimes() {
+        controller.grant = BackgroundGrant.allCases.first { grant in times.contains { $0.grant == grant } }
+    }
 }

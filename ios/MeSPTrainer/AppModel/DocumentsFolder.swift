@@ -79,8 +79,32 @@ public struct DocumentsFolder: Sendable {
     func keepRuns() throws {
         for run in try contents(runsFolder) {
             keep(run, .run)
-            let state = run.appendingPathComponent("state.safetensors")
-            if FileManager.default.fileExists(atPath: state.path) { keep(state, .state) }
+            // Of one that was being saved when the app was ended, a part is left.
+            for name in ["state.safetensors", "state.safetensors.partial"] {
+                let state = run.appendingPathComponent(name)
+                if FileManager.default.fileExists(atPath: state.path) { keep(state, .state) }
+            }
+        }
+    }
+
+    /// Copies the reports of self-checks and the logs of runs into `folder`, which is replaced.
+    public func exportMeasurements(to folder: URL) throws {
+        let files = FileManager.default
+        do {
+            try? files.removeItem(at: folder)
+            try files.createDirectory(at: folder, withIntermediateDirectories: true)
+            if files.fileExists(atPath: selfChecksFolder.path) {
+                try files.copyItem(at: selfChecksFolder, to: folder.appendingPathComponent("self-check"))
+            }
+            for run in try contents(runsFolder) {
+                let (log, name) = (run.appendingPathComponent("metrics.jsonl"), "runs/\(run.lastPathComponent)")
+                guard files.fileExists(atPath: log.path) else { continue }
+                let copy = folder.appendingPathComponent(name)
+                try files.createDirectory(at: copy, withIntermediateDirectories: true)
+                try files.copyItem(at: log, to: copy.appendingPathComponent(log.lastPathComponent))
+            }
+        } catch {
+            throw MeSPError("The measurements cannot be copied: \(error.plainSentence).")
         }
     }
 
@@ -211,6 +235,8 @@ public struct DocumentsFolder: Sendable {
         let partial = documents.appendingPathComponent(".importing-\(UUID().uuidString)")
         defer { try? FileManager.default.removeItem(at: partial) }
         do {
+            try FileManager.default.createDirectory(at: partial, withIntermediateDirectories: true)
+            keep(partial, .bundle)
             for path in ["manifest.json"] + files.map(\.path) {
                 let copy = partial.appendingPathComponent(path)
                 try FileManager.default.createDirectory(
@@ -222,27 +248,34 @@ public struct DocumentsFolder: Sendable {
         }
         _ = try open(partial, checksums: true)
         try FileManager.default.moveItem(at: partial, to: target)
-        keep(target, .bundle)
         return StoredBundle(url: target, isIncluded: false, gpuRefusal: gpuRefusal)
+    }
+
+    /// The size of what is not there yet of a bundle on the Hub, in bytes.
+    func missing(_ offer: BundleDownload.Offer, of download: BundleDownload) -> Int {
+        max(0, offer.size - Self.size(partial(of: download)))
     }
 
     /// Downloads a bundle into Documents, or continues with one that was begun. Its files are checked as they come.
     func download(
-        _ offer: BundleDownload.Offer, by download: BundleDownload, progress: @escaping @Sendable (Int) -> Void
+        _ offer: BundleDownload.Offer, by download: BundleDownload, usesAnyNetwork: Bool,
+        progress: @escaping @Sendable (Int) -> Void
     ) async throws -> StoredBundle {
         let target = target(of: download)
         guard !FileManager.default.fileExists(atPath: target.path) else {
             throw MeSPError("There is a bundle \(target.lastPathComponent) already; delete it first.")
         }
         let partial = partial(of: download)
-        let missing = offer.size - Self.size(partial)
+        let missing = missing(offer, of: download)
         if let free = freeBytes(documents), free < missing + Self.spareBytes {
             throw MeSPError(
                 "\(download.repository) takes \(missing.megabytes) more, and the phone has \(free.megabytes) free; make room for it first."
             )
         }
-        try await download.fetch(offer, to: partial, progress: progress)
+        // Before gigabytes are in it.
+        try? FileManager.default.createDirectory(at: partial, withIntermediateDirectories: true)
         keep(partial, .bundle)
+        try await download.fetch(offer, to: partial, usesAnyNetwork: usesAnyNetwork, progress: progress)
         try FileManager.default.moveItem(at: partial, to: target)
         return StoredBundle(url: target, isIncluded: false, gpuRefusal: gpuRefusal)
     }
@@ -264,11 +297,18 @@ public struct DocumentsFolder: Sendable {
 
     private var downloadFile: URL { documents.appendingPathComponent(".download.json") }
 
+    /// A download in progress.
+    struct BegunDownload: Codable {
+        let offer: BundleDownload.Offer
+        /// Whether the person lets it use networks that cost extra or are in Low Data Mode.
+        let usesAnyNetwork: Bool
+    }
+
     /// The download in progress, also one in which the app was ended; nil for none. One that cannot be read is forgotten.
-    func begunDownload() throws -> BundleDownload.Offer? {
+    func begunDownload() throws -> BegunDownload? {
         guard FileManager.default.fileExists(atPath: downloadFile.path) else { return nil }
         do {
-            return try JSONDecoder().decode(BundleDownload.Offer.self, from: Data(contentsOf: downloadFile))
+            return try JSONDecoder().decode(BegunDownload.self, from: Data(contentsOf: downloadFile))
         } catch {
             forgetDownload()
             throw MeSPError("The download cannot continue: \(error.plainSentence). Look up the bundle again.")
@@ -276,12 +316,12 @@ public struct DocumentsFolder: Sendable {
     }
 
     /// Keeps what is being downloaded, for a later start of the app.
-    func keep(_ download: BundleDownload.Offer) throws {
+    func keep(_ download: BegunDownload) throws {
         do {
             let json = try JSONEncoder().encode(download)
             try writeWhole(downloadFile) { try $0.write(contentsOf: json) }
         } catch {
-            throw MeSPError("\(download.repository) cannot be written: \(error.plainSentence).")
+            throw MeSPError("\(download.offer.repository) cannot be written: \(error.plainSentence).")
         }
         keep(downloadFile, .bundle)
     }

@@ -3,6 +3,14 @@ import MeSPCore
 import MeSPDownload
 import Observation
 
+/// The network that the device uses now: in the app the system's.
+@MainActor public protocol NetworkPath: AnyObject {
+    /// Whether it costs extra, as most mobile networks do, or is in Low Data Mode.
+    var isCostly: Bool { get }
+    /// To be called when that may have changed.
+    var onChange: (() -> Void)? { get set }
+}
+
 /// Bundles from the Hugging Face Hub: what one is before it is downloaded, and its download.
 @MainActor @Observable public final class Downloads {
     /// The text that the person typed: `owner/name`.
@@ -14,20 +22,54 @@ import Observation
     /// The part that is there, from 0 to 1; nil while nothing is downloaded.
     public private(set) var progress: Double?
 
+    /// Whether the network costs extra or is in Low Data Mode; false where nobody knows.
+    private var isCostly = false
+    /// Whether the person wants the download over such a network too.
+    private var usesAnyNetwork = false
+    /// Whether the download was asked for and not begun.
+    private var waitsForAnswer = false
+    /// The size of what is not there yet, in bytes.
+    private var missing = 0
+
     @ObservationIgnored private let folder: DocumentsFolder
     @ObservationIgnored private let phone: any Phone
+    @ObservationIgnored private let network: (any NetworkPath)?
     @ObservationIgnored private let open: @Sendable (String) throws -> BundleDownload
     @ObservationIgnored private var work: Task<StoredBundle, any Error>?
+    /// Whether the person has stopped the download in progress.
+    @ObservationIgnored private var isStopped = false
 
-    /// - Parameter open: the download of a repository.
-    init(folder: DocumentsFolder, phone: any Phone, open: @escaping @Sendable (String) throws -> BundleDownload) {
-        (self.folder, self.phone, self.open) = (folder, phone, open)
+    /// The size in bytes up to which nobody is asked.
+    @ObservationIgnored var askedFrom = 50_000_000
+
+    /// - Parameters:
+    ///   - network: nil where nobody knows it.
+    ///   - open: the download of a repository.
+    init(
+        folder: DocumentsFolder, phone: any Phone, network: (any NetworkPath)?,
+        open: @escaping @Sendable (String) throws -> BundleDownload
+    ) {
+        (self.folder, self.phone, self.network, self.open) = (folder, phone, network, open)
+        network?.onChange = { [weak self] in self?.lookAtNetwork() }
+        lookAtNetwork()
+    }
+
+    private func lookAtNetwork() { isCostly = network?.isCostly == true }
+
+    /// What there is to decide before so much comes over this network; nil where there is nothing. A download in progress waits for
+    /// another network.
+    public var networkQuestion: Sentence? {
+        guard isCostly, !usesAnyNetwork, progress != nil || waitsForAnswer && missing >= askedFrom else {
+            return nil
+        }
+        return
+            "This network costs extra or is in Low Data Mode, and the download takes \(missing.megabytes) more. Connect to another network, or download now."
     }
 
     /// Looks up what is on the Hub.
     func look() async throws {
         guard !isLooking, progress == nil else { return }
-        (offer, isLooking) = (nil, true)
+        (offer, isLooking, waitsForAnswer, usesAnyNetwork) = (nil, true, false, false)
         defer { isLooking = false }
         offer = try await open(repository.trimmingCharacters(in: .whitespaces)).offer()
     }
@@ -52,47 +94,78 @@ import Observation
         }
     }
 
-    /// Downloads what was looked up, or continues with it. Until it has ended, or was stopped, it is a download that a later start of the
-    /// app continues with.
+    /// Downloads what was looked up, or continues with it, unless `networkQuestion` is to be answered first. Until it has ended, or was
+    /// stopped, it is a download that a later start of the app continues with.
     ///
-    /// - Returns: the bundle; nil where it was stopped.
+    /// - Returns: the bundle; nil where it was stopped, or waits for an answer.
     func download() async throws -> StoredBundle? {
         guard progress == nil, let offer else { return nil }
-        let download = try open(offer.repository)
-        try folder.keep(offer)
-        progress = 0
+        waitsForAnswer = true
+        missing = folder.missing(offer, of: try open(offer.repository))
+        return networkQuestion == nil ? try await begin(offer) : nil
+    }
+
+    /// Downloads over any network, as the person has decided. A download in progress goes on so.
+    ///
+    /// - Returns: as `download()`; nil where the download in progress has the bundle.
+    func downloadNow() async throws -> StoredBundle? {
+        usesAnyNetwork = true
+        guard let work else { return try await download() }
+        work.cancel()
+        return nil
+    }
+
+    private func begin(_ offer: BundleDownload.Offer) async throws -> StoredBundle? {
+        (waitsForAnswer, isStopped, progress) = (false, false, 0)
         defer {
             (progress, work) = (nil, nil)
             folder.forgetDownload()
         }
+        if missing < askedFrom { usesAnyNetwork = true }
+        while true {
+            let usesAny = usesAnyNetwork
+            do {
+                return try await fetch(offer, usesAnyNetwork: usesAny)
+            } catch is CancellationError {
+                guard usesAnyNetwork, !usesAny, !isStopped else { return nil }
+            }
+        }
+    }
+
+    private func fetch(_ offer: BundleDownload.Offer, usesAnyNetwork: Bool) async throws -> StoredBundle {
+        let (download, folder) = (try open(offer.repository), folder)
+        try folder.keep(.init(offer: offer, usesAnyNetwork: usesAnyNetwork))
         let (bytes, sender) = AsyncStream.makeStream(of: Int.self, bufferingPolicy: .bufferingNewest(1))
-        let folder = folder
         let work = Task.detached {
             defer { sender.finish() }
-            return try await folder.download(offer, by: download) { sender.yield($0) }
+            return try await folder.download(offer, by: download, usesAnyNetwork: usesAnyNetwork) { sender.yield($0) }
         }
         self.work = work
-        for await count in bytes { progress = Double(count) / Double(max(offer.size, 1)) }
-        do {
-            let bundle = try await work.value
-            self.offer = nil
-            return bundle
-        } catch is CancellationError {
-            return nil
+        for await count in bytes {
+            progress = Double(count) / Double(max(offer.size, 1))
+            missing = offer.size - count
         }
+        let bundle = try await work.value
+        self.offer = nil
+        return bundle
     }
 
     /// Goes on with the download that the app was ended in, where there is one.
     func goOn() async throws -> StoredBundle? {
         guard progress == nil, let begun = try folder.begunDownload() else { return nil }
-        guard try !folder.hasEnded(open(begun.repository)) else {
+        let download = try open(begun.offer.repository)
+        guard !folder.hasEnded(download) else {
             folder.forgetDownload()
             return nil
         }
-        (offer, repository) = (begun, begun.repository)
-        return try await download()
+        (offer, repository, usesAnyNetwork) = (begun.offer, begun.offer.repository, begun.usesAnyNetwork)
+        missing = folder.missing(begun.offer, of: download)
+        return try await begin(begun.offer)
     }
 
     /// Ends the download. Received files stay, for the next time.
-    public func stop() { work?.cancel() }
+    public func stop() {
+        isStopped = true
+        work?.cancel()
+    }
 }

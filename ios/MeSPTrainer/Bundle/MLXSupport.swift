@@ -21,6 +21,7 @@ public enum MLXSupport {
         // On GPUs with neural accelerators (A19, M5) MLX 0.32.2 otherwise rounds the operands of float32 products to TF32.
         setenv("MLX_ENABLE_TF32", "0", 0)
         setenv(commandBufferVariable, "\(operationsOfShortBuffer)", 0)
+        _ = NeuralAccelerators.current  // which names the GPU
     }
 
     /// The variable of the environment that says how many operations MLX encodes into one of Metal's command buffers before it commits

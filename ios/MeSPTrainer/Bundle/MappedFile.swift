@@ -28,6 +28,11 @@ package func mappedWords(_ url: URL, size: Int, modified: Duration?, known: MLXA
     return words
 }
 
+/// The addresses of the process. Tests let them run out.
+package enum Addresses {
+    @TaskLocal package static var areUsedUp: @Sendable () -> Bool = { false }
+}
+
 /// The unit of a mapping's length, in bytes: the page of an iPhone, and of every system with smaller ones. Metal takes
 /// only whole pages without copying them.
 package let mappingUnit = 16384
@@ -46,6 +51,10 @@ package func mapArray(_ file: Int32, offset: Int, _ shape: [Int], _ dtype: DType
     let size = shape.reduce(dtype.size, *)
     guard size % mappingUnit == 0 else {
         errno = EINVAL
+        return nil
+    }
+    guard !Addresses.areUsedUp() else {
+        errno = ENOMEM
         return nil
     }
     let (none, anonymous) = (Int32(-1), MAP_PRIVATE | MAP_ANON)

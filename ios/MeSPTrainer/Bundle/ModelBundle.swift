@@ -3,6 +3,11 @@ import MLX
 import MeSPFiles
 import MeSPSentences
 
+/// Keeps arrays over a bundle's maps, which are unmapped when the last such array goes.
+package protocol MapHolder: AnyObject {
+    func letGo()
+}
+
 /// An exported model, opened and checked. Weights are mapped when they are asked for, never copied.
 public struct ModelBundle {
     public let url: URL
@@ -21,10 +26,22 @@ public struct ModelBundle {
     /// The weight files that are mapped: those in use, which a use within takes too, and with `areKept` those of uses before. Each map
     /// is a buffer to make on a GPU, and pages to find again.
     package final class Maps {
-        package var areKept = false { didSet { if !areKept { words = [:] } } }
+        package var areKept = false { didSet { if !areKept { release() } } }
+        /// Those that keep arrays over maps, as long as they live.
+        private var holders = [() -> (any MapHolder)?]()
         fileprivate var words = [String: MLXArray]()
         /// The number of times that each file was mapped.
         fileprivate(set) var mapped = [String: Int]()
+
+        package func add(_ holder: some MapHolder) {
+            holders.removeAll { $0() == nil }
+            holders.append { [weak holder] in holder }
+        }
+
+        private func release() {
+            words = [:]
+            for holder in holders { holder()?.letGo() }
+        }
     }
 
     public var architecture: Architecture { manifest.architecture }
@@ -79,8 +96,7 @@ public struct ModelBundle {
     /// Calls `body` with the weights of a file, which is mapped at least as long as `body` runs. Arrays that `body` returns must be evaluated.
     package func withWeights<R>(_ file: Manifest.PackedFile, _ body: (PackedWeights) throws -> R) throws -> R {
         let known = maps.words[file.file]
-        let words = try mappedWords(
-            url.appendingPathComponent(file.file), size: file.words * 4, modified: modified[file.file], known: known)
+        let words = try map(file, known)
         if known == nil {
             maps.words[file.file] = words
             maps.mapped[file.file, default: 0] += 1
@@ -91,6 +107,22 @@ public struct ModelBundle {
             let result = try body(PackedWeights(words: words, arrays: file.arrays, backend: backend))
             try MLXErrors.check()
             return result
+        }
+    }
+
+    /// - Parameter known: the file's map, where there is one.
+    private func map(_ file: Manifest.PackedFile, _ known: MLXArray?) throws -> MLXArray {
+        func map() throws -> MLXArray {
+            try mappedWords(
+                url.appendingPathComponent(file.file), size: file.words * 4, modified: modified[file.file], known: known
+            )
+        }
+        do {
+            return try map()
+        } catch  where maps.areKept {
+            // iOS gives a process without an entitlement few addresses: there may be enough for one file after the other.
+            maps.areKept = false
+            return try map()
         }
     }
 

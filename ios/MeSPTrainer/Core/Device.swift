@@ -10,9 +10,8 @@ extension ModelBundle {
     ///
     /// - Throws: `MeSPError`, also where the device is not there, or MLX cannot use it.
     package func withDevice<R>(_ body: () throws -> R) throws -> R {
-        if let refusal = MLXSupport.refusal ?? (manifest.device == .gpu ? MLXSupport.gpuRefusal : nil) {
-            throw MeSPError(refusal)
-        }
+        let gpuRefusal = manifest.device == .gpu ? MLXSupport.gpuRefusal ?? NeuralAccelerators.current.refusal : nil
+        if let refusal = MLXSupport.refusal ?? gpuRefusal { throw MeSPError(refusal) }
         _ = firstUseOfMLX
         guard manifest.device == .cpu || !Device.isCPU else {
             throw MeSPError(

@@ -77,19 +77,28 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
     private func task(for wanted: Wanted, _ name: String) async -> (URLSessionDownloadTask, Bool) {
         for task in await findTasksOfBefore()
         where task.taskDescription == name && (task.state == .running || task.state == .suspended) {
-            if let task = task as? URLSessionDownloadTask, task.originalRequest?.url == wanted.request.url {
-                return (task, true)
-            }
-            task.cancel()  // of another commit
+            if let task = task as? URLSessionDownloadTask, Self.isFor(wanted, task) { return (task, true) }
+            task.cancel()  // of another commit, or other networks
         }
         let resumeFile = wanted.file.appendingPathExtension(Self.resume)
         let resumeData = (try? openRegularFile(resumeFile, O_RDONLY)).flatMap {
             try? FileHandle(fileDescriptor: $0, closeOnDealloc: true).readToEnd()
         }
         try? FileManager.default.removeItem(at: resumeFile)  // it is good for one attempt
-        let task = resumeData.map(session.downloadTask(withResumeData:)) ?? session.downloadTask(with: wanted.request)
+        var resumed = resumeData.map(session.downloadTask(withResumeData:))
+        // The system continues over the networks that were allowed when the file was begun.
+        if let begun = resumed, begun.originalRequest?.usesAnyNetwork != wanted.request.usesAnyNetwork {
+            begun.cancel()
+            resumed = nil
+        }
+        let task = resumed ?? session.downloadTask(with: wanted.request)
         task.taskDescription = name
-        return (task, resumeData != nil)
+        return (task, resumed != nil)
+    }
+
+    private static func isFor(_ wanted: Wanted, _ task: URLSessionTask) -> Bool {
+        task.originalRequest?.url == wanted.request.url
+            && task.originalRequest?.usesAnyNetwork == wanted.request.usesAnyNetwork
     }
 
     /// Asked once: those of this process somebody waits for, or they were cancelled. (And Foundation for Linux may crash where tasks begin

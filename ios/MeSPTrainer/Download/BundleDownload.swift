@@ -112,9 +112,12 @@ public struct BundleDownload: Sendable {
     /// - Parameters:
     ///   - offer: the result of `offer()`.
     ///   - folder: gets the bundle; it need not be there yet.
+    ///   - usesAnyNetwork: whether it may come over networks that cost extra or are in Low Data Mode. In the background files wait for
+    ///     another, elsewhere they fail.
     ///   - progress: called with the number of received bytes.
     public func fetch(
-        _ offer: Offer, to folder: URL, progress: @escaping @Sendable (_ bytes: Int) -> Void = { _ in }
+        _ offer: Offer, to folder: URL, usesAnyNetwork: Bool = true,
+        progress: @escaping @Sendable (_ bytes: Int) -> Void = { _ in }
     ) async throws {
         try attempt("written") {
             try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -138,7 +141,9 @@ public struct BundleDownload: Sendable {
                 group.addTask {
                     try Task.checkCancellation()
                     if try await !Self.isThere(target, file) {
-                        try await fetch(file, of: offer.commit ?? "main", to: target) { count[file.path] = $0 }
+                        try await fetch(
+                            file, of: offer.commit ?? "main", to: target, usesAnyNetwork: usesAnyNetwork
+                        ) { count[file.path] = $0 }
                     }
                     count[file.path] = file.size
                 }
@@ -163,11 +168,14 @@ public struct BundleDownload: Sendable {
         }
     }
 
-    private func wanted(_ path: String, of commit: String, into file: URL, limit: Int) -> Wanted {
+    private func wanted(
+        _ path: String, of commit: String, into file: URL, limit: Int, usesAnyNetwork: Bool = true
+    ) -> Wanted {
         let url = hub.appendingPathComponent("\(repository)/resolve/\(commit)/\(path)")
         var request = URLRequest(url: url, cachePolicy: .reloadIgnoringLocalCacheData, timeoutInterval: patience)
         // Ranges are of the file as it is, and not of one that was compressed for the way.
         request.setValue("identity", forHTTPHeaderField: "Accept-Encoding")
+        request.usesAnyNetwork = usesAnyNetwork
         return Wanted(request: request, file: file, limit: limit, path: path, repository: repository)
     }
 
@@ -182,11 +190,13 @@ public struct BundleDownload: Sendable {
 
     /// Downloads a file by way of one beside it, which holds what has come so far.
     private func fetch(
-        _ file: Manifest.File, of commit: String, to target: URL, progress: @escaping @Sendable (Int) -> Void
+        _ file: Manifest.File, of commit: String, to target: URL, usesAnyNetwork: Bool,
+        progress: @escaping @Sendable (Int) -> Void
     ) async throws {
         let partial = target.appendingPathExtension("part")
         try attempt("written") { close(try openRegularFile(partial, O_WRONLY | O_CREAT)) }
-        let wanted = wanted(file.path, of: commit, into: partial, limit: file.size)
+        let wanted = wanted(
+            file.path, of: commit, into: partial, limit: file.size, usesAnyNetwork: usesAnyNetwork)
         var (failures, damaged) = (0, false)
         while true {
             let had = Self.size(partial)

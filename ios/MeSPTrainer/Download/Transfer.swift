@@ -21,6 +21,24 @@ struct Retryable: Error {
     let sentence: Sentence
 }
 
+extension URLRequest {
+    /// Whether it may use networks that cost extra, as most mobile ones, and those in Low Data Mode. Foundation for Linux knows of none.
+    var usesAnyNetwork: Bool {
+        get {
+            #if canImport(Darwin)
+                allowsExpensiveNetworkAccess && allowsConstrainedNetworkAccess
+            #else
+                true
+            #endif
+        }
+        set {
+            #if canImport(Darwin)
+                (allowsExpensiveNetworkAccess, allowsConstrainedNetworkAccess) = (newValue, newValue)
+            #endif
+        }
+    }
+}
+
 /// A file of a repository, and where it goes.
 struct Wanted: Sendable {
     let request: URLRequest
@@ -66,7 +84,15 @@ struct Wanted: Sendable {
 
     /// The message for a connection that ended.
     func brokenOff(_ error: any Error) -> Retryable {
-        Retryable(sentence: "\(what) stopped arriving: \(error.plainSentence). Check the network and try again.")
+        #if canImport(Darwin)
+            if (error as? URLError)?.networkUnavailableReason != nil {
+                return Retryable(
+                    sentence:
+                        "The network costs extra or is in Low Data Mode, and \(what) does not come over it; connect to another, or download it again to decide."
+                )
+            }
+        #endif
+        return Retryable(sentence: "\(what) stopped arriving: \(error.plainSentence). Check the network and try again.")
     }
 }
 
@@ -127,7 +153,7 @@ private final class Reception: NSObject, URLSessionDataDelegate, @unchecked Send
 
     func urlSession(
         _: URLSession, dataTask: URLSessionDataTask, didReceive response: URLResponse,
-        completionHandler: @escaping (URLSession.ResponseDisposition) -> Void
+        completionHandler: @escaping @Sendable (URLSession.ResponseDisposition) -> Void
     ) {
         do {
             let (answer, start) = try wanted.check(response, offset: offset)

@@ -81,14 +81,28 @@ package func synchronize(folder: URL) -> Int32 {
     return synchronize(directory) == 0 || errno == EINVAL || errno == ENOTSUP ? 0 : -1
 }
 
+/// Backups of the device.
+package enum Backups {
+    /// Leaves a file out of them, also under a later name. Elsewhere than on Apple's systems it does nothing.
+    @TaskLocal package static var leaveOut: @Sendable (URL) -> Void = { url in
+        var (url, values) = (url, URLResourceValues())
+        values.isExcludedFromBackup = true
+        try? url.setResourceValues(values)
+    }
+}
+
 /// Writes a file that replaces the one at `url` when all of it is on the disk, and not before.
-package func writeWhole(_ url: URL, mode: mode_t = 0o644, _ write: @escaping (FileHandle) throws -> Void) throws {
-    try writeWhole([(url, write)], mode: mode)
+///
+/// - Parameter isInBackup: whether backups of the device may have it, and what a process that is ended leaves of it.
+package func writeWhole(
+    _ url: URL, mode: mode_t = 0o644, isInBackup: Bool = true, _ write: @escaping (FileHandle) throws -> Void
+) throws {
+    try writeWhole([(url, write)], mode: mode, isInBackup: isInBackup)
 }
 
 /// Writes files that replace those there when all of all of them is on the disk, and not before.
 package func writeWhole(
-    _ files: [(url: URL, write: (FileHandle) throws -> Void)], mode: mode_t = 0o644
+    _ files: [(url: URL, write: (FileHandle) throws -> Void)], mode: mode_t = 0o644, isInBackup: Bool = true
 ) throws {
     func partial(_ url: URL) -> URL { url.appendingPathExtension("partial") }
     defer { for (url, _) in files { try? FileManager.default.removeItem(at: partial(url)) } }
@@ -96,6 +110,7 @@ package func writeWhole(
         let file = FileHandle(
             fileDescriptor: try openRegularFile(partial(url), O_WRONLY | O_CREAT | O_TRUNC, mode: mode),
             closeOnDealloc: true)
+        if !isInBackup { Backups.leaveOut(partial(url)) }
         try write(file)
         guard synchronize(file.fileDescriptor) == 0 else { throw MeSPError("\(lastError())") }
         try file.close()

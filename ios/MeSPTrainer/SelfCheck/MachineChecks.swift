@@ -55,9 +55,13 @@ extension Bench {
         guard let gpu = SystemGPU.current else {
             return Finding(.note, "MLX has a GPU that Metal does not describe.")
         }
+        let described: Sentence =
+            "\(gpu.name), \(gpu.architecture): a working set of up to \(shown(megabytes: gpu.workingSet))."
         return Finding(
             .note,
-            "\(gpu.name), \(gpu.architecture): a working set of up to \(shown(megabytes: gpu.workingSet)).",
+            NeuralAccelerators.current.state == .off
+                ? "\(described). Its neural accelerators are off, as MLX was in use before: restart the process, and check before anything else."
+                : described,
             [
                 Measurement("working set", Double(gpu.workingSet), "bytes"),
                 Measurement("largest buffer", Double(gpu.largestBuffer), "bytes"),

@@ -66,13 +66,17 @@ public struct SelfCheck {
         let isFirstUse = firstUseOfMLX.date >= begin
         try settings.check()
         let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))
+        let accelerators = NeuralAccelerators.current
+        if isFirstUse, bundle.manifest.device == .gpu { accelerators.beginCheck() }
+        var hasPassed = false
+        defer { accelerators.endCheck(hasPassed: hasPassed) }
         let bench = Bench(bundle: bundle, settings: settings, isFirstUse: isFirstUse, atBlock: atBlock)
         let checks = try bench.chosenChecks()
         let start = SelfCheckReport.Start(
             version: Run.version, mlxVersion: MLXSupport.version, host: LogRecord.Start.host,
             gpu: SystemGPU.current?.name, gpuArchitecture: SystemGPU.current?.architecture,
             bundle: bundle.manifest.name, device: bundle.manifest.device.rawValue,
-            dtype: bundle.manifest.dtype.rawValue,
+            dtype: bundle.manifest.dtype.rawValue, neuralAccelerators: accelerators.state.rawValue,
             settings: settings, names: checks.map(\.name))
         try report(.start(start))
         var whole = SelfCheckReport(start)
@@ -86,6 +90,7 @@ public struct SelfCheck {
             verdict: whole.checks.contains { $0.verdict == .fail } ? .fail : .pass, constants: bench.constants,
             seconds: Date.now.timeIntervalSince(begin))
         whole.end = end
+        hasPassed = settings.checks == nil && end.verdict == .pass
         try report(.end(end))
         return whole
     }
@@ -189,6 +194,7 @@ final class Bench {
             Check(name: "product.transposed", body: { try self.product(.transposed) }),
             Check(name: "product.plain", body: { try self.product(.plain) }),
             Check(name: "product.dequantized", body: { try self.product(.dequantized) }),
+            Check(name: "product.rows", body: { try self.productRows() }),
             Check(name: "block.outputs", body: blockOutputs),
             Check(name: "gradients.cpu", body: gradientsAgainstCPU),
             Check(name: "gradients.mebp", body: gradientsAgainstMeBP),

@@ -24,11 +24,23 @@ public class BGProcessingTaskRequest: BGTaskRequest {
 }
 public class BGContinuedProcessingTaskRequest: BGTaskRequest {
     public init(identifier: String, title: String, subtitle: String) {}
+    public var requiredResources: Resources {
+        get { [] }
+        set {}
+    }
+
+    // developer.apple.com/documentation/backgroundtasks/bgcontinuedprocessingtaskrequest/resources, …/resources/gpu, …/requiredresources
+    public struct Resources: OptionSet, Sendable {
+        public let rawValue: Int
+        public init(rawValue: Int) { self.rawValue = rawValue }
+        public static var gpu: Self { Self(rawValue: 1) }
+    }
 }
 
-// developer.apple.com/documentation/backgroundtasks/bgtaskscheduler
+// developer.apple.com/documentation/backgroundtasks/bgtaskscheduler, …/bgtaskscheduler/supportedresources
 public class BGTaskScheduler: NSObject {
     public class var shared: BGTaskScheduler { fatalError() }
+    public class var supportedResources: BGContinuedProcessingTaskRequest.Resources { [] }
     public func register(
         forTaskWithIdentifier identifier: String, using queue: DispatchQueue?,
         launchHandler: @escaping @Sendable (BGTask) -> Void

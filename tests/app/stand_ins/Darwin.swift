@@ -108,3 +108,21 @@ extension URLSessionConfiguration {
     }
 }
 extension URLError { public var downloadTaskResumeData: Data? { nil } }
+
+// developer.apple.com/documentation/foundation/urlrequest/allowsexpensivenetworkaccess, …/allowsconstrainednetworkaccess
+extension URLRequest {
+    public var allowsExpensiveNetworkAccess: Bool {
+        get { true }
+        set {}
+    }
+    public var allowsConstrainedNetworkAccess: Bool {
+        get { true }
+        set {}
+    }
+}
+
+// developer.apple.com/documentation/foundation/urlerror/networkunavailablereason-swift.property, …/networkunavailablereason-swift.enum
+extension URLError {
+    public enum NetworkUnavailableReason: Sendable { case cellular, expensive, constrained }
+    public var networkUnavailableReason: NetworkUnavailableReason? { nil }
+}

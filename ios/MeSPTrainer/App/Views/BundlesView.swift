@@ -69,6 +69,10 @@ private struct DownloadSection: View {
                 .plainWords()
                 .accessibilityLabel("Repository on the Hugging Face Hub")
                 .onSubmit { Task { await model.lookUp() } }
+            if let question = downloads.networkQuestion {
+                ProblemLabel(question.localized)
+                Button("Download Now", systemImage: "arrow.down.circle") { Task { await model.downloadNow() } }
+            }
             if downloads.isLooking {
                 ProgressView("Asking the Hub")
             } else if let progress = downloads.progress {

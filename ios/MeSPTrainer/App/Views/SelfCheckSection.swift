@@ -22,10 +22,17 @@ struct SelfCheckSection: View {
                 ProblemLabel(problem.localized)
             }
             ForEach(checker.report?.checks ?? []) { CheckRow(check: $0) }
+            ShareLink(
+                item: Measurements(folder: model.library.folder), preview: SharePreview(Measurements.name)
+            ) {
+                Label("Share What Was Measured", systemImage: "square.and.arrow.up")
+            }
         } header: {
             Text("Self-check")
         } footer: {
-            Text("The report is in the app’s folder self-check. tools/check_gpu.py makes a page of it.")
+            Text(
+                "The report is in the app’s folder self-check. tools/check_gpu.py makes a page of it. What is shared are all reports and the logs of runs, without texts and adapters."
+            )
         }
     }
 }

@@ -194,15 +194,37 @@ struct Archive: Transferable {
         .suggestedFileName { (archive: Archive) in "\(archive.name).zip" }
     }
 
-    /// The file coordinator zips a folder that is read for uploading; its file goes when the closure returns.
     private func zipped() throws -> URL {
         let export = URL.temporaryDirectory.appending(path: name)
         try run.export(to: export)
-        let folder = adaptersOnly ? export.appending(path: "adapters") : export
+        return try (adaptersOnly ? export.appending(path: "adapters") : export).zipped(as: name)
+    }
+}
+
+/// The reports of self-checks and the logs of runs, to share as a ZIP file.
+struct Measurements: Transferable {
+    let folder: DocumentsFolder
+
+    static let name = "MeSP measurements"
+
+    static var transferRepresentation: some TransferRepresentation {
+        FileRepresentation(exportedContentType: .zip) { (measurements: Measurements) in
+            let export = URL.temporaryDirectory.appending(path: name)
+            try measurements.folder.exportMeasurements(to: export)
+            return SentTransferredFile(try export.zipped(as: name))
+        }
+        .suggestedFileName("\(name).zip")
+    }
+}
+
+extension URL {
+    /// A ZIP file of this folder, in the folder for temporary files. The file coordinator zips a folder that is read for uploading; its
+    /// file goes when the closure returns.
+    fileprivate func zipped(as name: String) throws -> URL {
         let target = URL.temporaryDirectory.appending(path: "\(name).zip")
         var coordination: NSError?
         var failure: (any Error)?
-        NSFileCoordinator().coordinate(readingItemAt: folder, options: .forUploading, error: &coordination) { zip in
+        NSFileCoordinator().coordinate(readingItemAt: self, options: .forUploading, error: &coordination) { zip in
             do {
                 try? FileManager.default.removeItem(at: target)
                 try FileManager.default.copyItem(at: zip, to: target)

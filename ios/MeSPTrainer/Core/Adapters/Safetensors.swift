@@ -128,9 +128,13 @@ struct NewTensor {
 
 /// Writes a safetensors file that takes the place of `url` when all of it is on the disk, and not before.
 ///
-/// - Parameter seal: whether a last tensor, `sha256`, is the SHA-256 of all bytes before it.
-func writeSafetensors(_ tensors: [NewTensor], metadata: [String: String], seal: Bool = false, to url: URL) throws {
-    try writeWhole(url, safetensors(tensors, metadata: metadata, seal: seal))
+/// - Parameters:
+///   - seal: whether a last tensor, `sha256`, is the SHA-256 of all bytes before it.
+///   - isInBackup: whether backups of the device may have the file.
+func writeSafetensors(
+    _ tensors: [NewTensor], metadata: [String: String], seal: Bool = false, isInBackup: Bool = true, to url: URL
+) throws {
+    try writeWhole(url, isInBackup: isInBackup, safetensors(tensors, metadata: metadata, seal: seal))
 }
 
 /// The contents of a safetensors file. MLX's own writer would hold every tensor at once, and doesn't report a short write.

@@ -1,6 +1,8 @@
 /// A time in the background that the system has given.
 public enum BackgroundGrant: String, Sendable, CaseIterable {
-    /// To continue what the person started (`BGContinuedProcessingTask`).
+    /// To continue what the person started (`BGContinuedProcessingTask`), with the GPU.
+    case continuedOnGPU
+    /// To continue what the person started, without the GPU.
     case continued
     /// In the night, on the charger (`BGProcessingTask`).
     case overnight
@@ -10,13 +12,14 @@ extension PauseReason {
     /// Why a run has to wait, besides memory and the person's choice; none where it may train. This is the one place that says which run
     /// may train when:
     ///
-    /// | | active | inactive | background | … `continued` | … `overnight` |
-    /// |---|---|---|---|---|---|
-    /// | CPU | trains | trains | away | trains | trains on the charger |
-    /// | GPU | trains | away | away | away | away |
+    /// | | active | inactive | background | … `continued` | … `continuedOnGPU` | … `overnight` |
+    /// |---|---|---|---|---|---|---|
+    /// | CPU | trains | trains | away | trains | trains | trains on the charger |
+    /// | GPU | trains | away | away | away | trains | away |
     ///
-    /// and nowhere while the device is too warm, or the battery low and not charging. iOS refuses the GPU in the background,
-    /// and work that it refuses is done again in front (`MLXErrors`); an app that is inactive may be there in a moment.
+    /// and nowhere while the device is too warm, or the battery low and not charging. Without `continuedOnGPU` iOS refuses the GPU to an
+    /// app in the background, and work that it refuses is done again in front (`MLXErrors`). An app that is inactive may be in the
+    /// background in a moment, and with `continuedOnGPU` trains too.
     ///
     /// - Parameters:
     ///   - usesGPU: whether the bundle is for the GPU.
@@ -27,7 +30,7 @@ extension PauseReason {
     ) -> Set<PauseReason> {
         var reasons = Set<PauseReason>()
         switch (scene, usesGPU, grant) {
-        case (.active, _, _), (.inactive, false, _), (.background, false, .continued): break
+        case (.active, _, _), (.inactive, false, _), (.background, false, .continued), (_, _, .continuedOnGPU): break
         case (.background, false, .overnight): if let battery, !battery.isCharging { reasons.insert(.charger) }
         case (.inactive, true, _), (.background, true, _), (.background, false, nil): reasons.insert(.away)
         }

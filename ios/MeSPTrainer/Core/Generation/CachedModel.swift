@@ -19,7 +19,7 @@ package struct CachedModel {
     package static let mostTexts = 16
 
     /// Views of each block's, for each token; they take almost no memory.
-    private final class Kept {
+    private final class Kept: MapHolder {
         private var views = [Int: PackedWeights.Views]()
         private var projections = [Int: [Projection: LoRALinear]]()
 
@@ -39,7 +39,15 @@ package struct CachedModel {
             return made
         }
 
-        func forget() { (views, projections) = ([:], [:]) }
+        /// The last block's output, where nothing has waited for it: until it is evaluated, it needs the maps.
+        var pending: MLXArray?
+
+        func letGo() {
+            pending?.eval()
+            forget()
+        }
+
+        func forget() { (pending, views, projections) = (nil, [:], [:]) }
     }
 
     /// - Parameter folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
@@ -60,6 +68,7 @@ package struct CachedModel {
         let memory = Int(ProcessInfo.processInfo.physicalMemory)
         let room = bundle.manifest.device == .gpu ? min(memory, systemMemoryLimit() ?? .max) / 2 : memory
         bundle.maps.areKept = bundle.manifest.mappedBytes <= room
+        bundle.maps.add(kept)
     }
 
     /// Whether no product makes a matrix in float32, which would be kept with the projection.
@@ -215,7 +224,9 @@ package struct CachedModel {
                 beside: Beside(records: nil, perLayer: perLayer, shared: nil))
             block.sharedStates = shared
             if bundle.maps.areKept, multipliesPacked { block.projections = kept.projections(index, block) }
-            return block.output(x, sequences: sequences, &known, keepsStates: keepsStates, waits: waits)
+            let y = block.output(x, sequences: sequences, &known, keepsStates: keepsStates, waits: waits)
+            if !waits { kept.pending = y }
+            return y
         }
     }
 }

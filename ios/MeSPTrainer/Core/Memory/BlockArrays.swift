@@ -65,7 +65,14 @@ final class ArrayFile {
     /// The array at `index`, mapped. Results that depend on it must be evaluated before the next array is read.
     func read(_ index: Int) throws -> MLXArray {
         guard let shape = shapes[index] else { preconditionFailure("array \(index) was never written") }
-        guard let pages = maps[index] ?? mapArray(file, offset: index * stride, [stride / dtype.size], dtype) else {
+        func map() -> MLXArray? { mapArray(file, offset: index * stride, [stride / dtype.size], dtype) }
+        var mapped = maps[index] ?? map()
+        if mapped == nil {
+            // As for a bundle's files, there may be addresses for one after the other.
+            maps = [:]
+            mapped = map()
+        }
+        guard let pages = mapped else {
             throw MeSPError("Cannot map the training state: \(lastError()).")
         }
         if !keepsMaps { maps = [:] }

@@ -73,7 +73,7 @@ package struct SavedState: Codable {
                 let tensors = try trainer.vectors().map { name, vector in
                     NewTensor(name: name, shape: vector.shape, dtype: vector.dtype) { vector }
                 }
-                try writeSafetensors(tensors, metadata: ["state": json], seal: true, to: url)
+                try writeSafetensors(tensors, metadata: ["state": json], seal: true, isInBackup: false, to: url)
             }
         } catch let failure as MLXFailure {
             throw failure

@@ -7,6 +7,7 @@ import Testing
 /// A system that gives time in the background when the test does.
 @MainActor private final class Scheduler: BackgroundScheduler {
     var onGrant: ((any BackgroundTime) -> Void)?
+    var givesGPU = false
     var asked = [BackgroundGrant]()
     var withdrawn = [BackgroundGrant]()
 
@@ -124,7 +125,7 @@ import Testing
         try await reach(.training)
         #expect(scheduler.asked == [.overnight, .continued], "once a run")
         try await end()
-        #expect(scheduler.withdrawn == [.continued, .overnight])
+        #expect(scheduler.withdrawn == BackgroundGrant.allCases)
     }
 
     @Test func thePersonIsAskedBeforeTheRunBegins() async throws {
@@ -159,6 +160,54 @@ import Testing
         let done = time.shown.map(\.unitsDone)
         #expect(done == done.sorted())
         #expect(time.shown.allSatisfy { $0.step == 0 && $0.unitsDone < $0.units / 10 })
+        try await end()
+    }
+
+    /// A run for the GPU, which is played here.
+    private func playOnGPU() async throws {
+        let recorded = URL(fileURLWithPath: #filePath).deletingLastPathComponent()
+            .appendingPathComponent("../../Recorded/metrics.jsonl").standardizedFileURL
+        let copy = model.library.folder.runsFolder.appendingPathComponent("on the GPU")
+        try FileManager.default.createDirectory(at: copy, withIntermediateDirectories: true)
+        let log = try String(contentsOf: recorded, encoding: .utf8)
+            .replacing(#/"device": ?"cpu"/#, with: "\"device\":\"gpu\"")
+        try Data(log.utf8).write(to: copy.appendingPathComponent("metrics.jsonl"))
+        model.controller.replay(copy, interval: .milliseconds(20))
+        try await wait { model.controller.log.steps.count > 1 }
+        #expect(model.controller.usesGPU)
+    }
+
+    @Test func aRunForTheGPUAsksForTheGPUWhereTheSystemGivesIt() async throws {
+        scheduler.givesGPU = true
+        try await playOnGPU()
+        #expect(scheduler.asked == [.continuedOnGPU], "the night has no GPU")
+        let time = scheduler.give(.continuedOnGPU)
+        #expect(model.controller.grant == .continuedOnGPU)
+        try await wait { time.shown.last?.step ?? 0 > 1 }
+        model.controller.stop()
+        try await reach(.finished(.stopped))
+        #expect(time.ended == false && model.controller.grant == nil)
+        #expect(scheduler.withdrawn == BackgroundGrant.allCases)
+    }
+
+    @Test func withoutTheGPUARunForItAsksForNothing() async throws {
+        try await playOnGPU()
+        #expect(scheduler.asked.isEmpty)
+        model.controller.stop()
+        try await reach(.finished(.stopped))
+    }
+
+    /// The system's task and an intent may give time at once.
+    @Test func aTimeThatIsTakenBackLeavesTheOther() async throws {
+        try await train()
+        let (first, second) = (scheduler.give(.continued), scheduler.give(.continued))
+        first.onExpiration?()
+        phone.scene = .background
+        let steps = model.controller.log.steps.count
+        try await wait { model.controller.log.steps.count > steps + 1 }
+        #expect(first.ended == false && second.ended == nil)
+        second.onExpiration?()
+        try await reach(.paused(.away))
         try await end()
     }
 
@@ -255,6 +304,17 @@ import Testing
         let idle = scheduler.give(.overnight)
         try await wait { idle.ended != nil }
         #expect(model.controller.state == .finished(.finished), "there is nothing to go on with")
+    }
+
+    /// As the intent does, which asks for the GPU where there is one.
+    @Test func timeWithTheGPUContinuesARunThatWasCutOff() async throws {
+        try await prepare(steps: 9)
+        try cutOff(from: try settings())
+        model = makeModel()
+        phone.scene = .background
+        let time = scheduler.give(.continuedOnGPU)
+        try await reach(.finished(.finished))
+        #expect(time.ended == true)
     }
 
     @Test func thePersonIsToldWhyARunWaits() async throws {

@@ -209,14 +209,43 @@ import Testing
     @Test func filesAreKeptAsTheyAreToBe() throws {
         final class Kept: @unchecked Sendable { var byName = [String: Keeping]() }
         let kept = Kept()
-        let store = DocumentsFolder(documents: documents, keep: { kept.byName[$0.lastPathComponent] = $1 })
+        let store = DocumentsFolder(
+            documents: documents,
+            keep: { url, keeping in
+                // A folder that is kept so keeps what comes into it, and its name may be another later.
+                let inside = try? FileManager.default.contentsOfDirectory(atPath: url.path)
+                if url.path.contains("/.import") { #expect(inside?.isEmpty == true) }
+                kept.byName[url.lastPathComponent.replacing(/ing-.*/, with: "ing")] = keeping
+            })
         _ = try store.importBundle(at: try fixture())
-        try Run.run(try settings("run", steps: 2))
+        let run = try settings("run", steps: 2)
+        try Run.run(run)
+        let left = URL(fileURLWithPath: run.output).appendingPathComponent("state.safetensors.partial")
+        try Data().write(to: left)
         try store.keepRuns()
-        #expect(kept.byName == ["bundle.mesp": .bundle, "run": .run, "state.safetensors": .state])
+        #expect(
+            kept.byName == [
+                ".importing": .bundle, "run": .run, "state.safetensors": .state, "state.safetensors.partial": .state,
+            ])
         #expect(!Keeping.bundle.isInBackup && !Keeping.state.isInBackup && Keeping.run.isInBackup)
         #expect(!Keeping.run.isLockedAway && !Keeping.bundle.isLockedAway, "a run in the night reads and writes them")
         #expect(Keeping.chat.isLockedAway)
+    }
+
+    @Test func whatIsSentBackAreReportsAndLogs() throws {
+        let store = DocumentsFolder(documents: documents)
+        let settings = try settings("run", steps: 2)
+        try Run.run(settings)
+        let run = URL(fileURLWithPath: settings.output)
+        try Data("[]".utf8).write(to: run.appendingPathComponent("samples.json"))
+        try files.createDirectory(at: store.selfChecksFolder, withIntermediateDirectories: true)
+        try Data("{}".utf8).write(to: store.newSelfCheck(bundle: "demo"))
+        let export = temporaryFolder()
+        defer { try? files.removeItem(at: export) }
+        for _ in 0..<2 { try store.exportMeasurements(to: export) }
+        let found = try files.subpathsOfDirectory(atPath: export.path).filter { $0.contains(".json") }
+        #expect(found.contains("runs/run/metrics.jsonl") && found.count == 2, "\(found)")
+        #expect(found.contains { $0.hasPrefix("self-check/demo ") })
     }
 
     @Test func refusesADamagedBundleAndKeepsNothingOfIt() throws {

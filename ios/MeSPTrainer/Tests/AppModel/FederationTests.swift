@@ -36,6 +36,7 @@ import Testing
 
     private final class Scheduler: BackgroundScheduler {
         var onGrant: ((any BackgroundTime) -> Void)?
+        let givesGPU = true
         var asked = [BackgroundGrant]()
         func ask(for grant: BackgroundGrant, title: Sentence) { asked.append(grant) }
         func withdraw(_ grant: BackgroundGrant) {}

@@ -287,14 +287,22 @@ enum Way: CaseIterable { case foreground, background }
 
     // MARK: - In the app
 
-    private func model(_ hub: Hub, freeBytes: Int? = nil, gpuRefusal: Sentence? = nil) throws -> AppModel {
+    /// A network whose cost the tests set.
+    @MainActor private final class Path: NetworkPath {
+        var isCostly = false { didSet { onChange?() } }
+        var onChange: (() -> Void)?
+    }
+
+    private func model(
+        _ hub: Hub, freeBytes: Int? = nil, gpuRefusal: Sentence? = nil, network: Path? = nil
+    ) throws -> AppModel {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let url = hub.url
         let documents = DocumentsFolder(documents: folder, gpuRefusal: gpuRefusal, freeBytes: { _ in freeBytes })
         let phone = TestPhone()
         phone.availableMemory = 1 << 40
         return AppModel(
-            phone: phone, folder: documents,
+            phone: phone, folder: documents, network: network,
             openDownload: { try BundleDownload(repository: $0, hub: url, patience: 2) },
             loadTokenizer: { _ in ByteTokenizer() })
     }
@@ -358,6 +366,64 @@ enum Way: CaseIterable { case foreground, background }
         #expect(requests.filter { $0 == "embedding.bin whole" }.count <= 2)
     }
 
+    @Test func aLargeDownloadOverACostlyNetworkWaitsForAnAnswer() async throws {
+        let hub = try Hub(try fixture())
+        let network = Path()
+        let model = try model(hub, network: network)
+        model.downloads.repository = "someone/tied-mesp"
+        model.downloads.askedFrom = 10_000
+        await model.lookUp()
+        network.isCostly = true
+        #expect(model.downloads.networkQuestion == nil, "nothing is wanted yet")
+        await model.download()
+        let question = try #require(model.downloads.networkQuestion)
+        let size = try #require(model.downloads.offer).size.megabytes
+        #expect(question.english.contains("the download takes \(size) more"))
+        #expect(model.downloads.progress == nil && model.library.bundles.isEmpty)
+        network.isCostly = false
+        #expect(model.downloads.networkQuestion == nil)
+        network.isCostly = true
+        await model.downloadNow()
+        #expect(model.problem == nil && model.form.bundle?.id == "tied.mesp")
+        #expect(model.downloads.networkQuestion == nil)
+        _ = hub.end()
+    }
+
+    @Test func aSmallDownloadAsksNothing() async throws {
+        let hub = try Hub(try fixture())
+        defer { _ = hub.end() }
+        let network = Path()
+        network.isCostly = true
+        let model = try model(hub, network: network)
+        model.downloads.repository = "someone/tied-mesp"
+        await model.lookUp()
+        await model.download()
+        #expect(model.problem == nil && model.form.bundle?.id == "tied.mesp")
+    }
+
+    /// In the background its files wait for another network, unless the person decides.
+    @Test func aDownloadThatMeetsACostlyNetworkAsksAndGoesOn() async throws {
+        let hub = try Hub(try fixture(), ["blocks/02.bin": ["stall"]])
+        let network = Path()
+        let model = try model(hub, network: network)
+        model.downloads.repository = "someone/tied-mesp"
+        model.downloads.askedFrom = 10_000
+        await model.lookUp()
+        let work = Task { await model.download() }
+        let stalling = folder.appendingPathComponent(".downloading-someone--tied-mesp/blocks/02.bin.part")
+        while (try? Data(contentsOf: stalling))?.isEmpty != false { try await Task.sleep(for: .milliseconds(1)) }
+        let documents = DocumentsFolder(documents: folder)
+        #expect(try documents.begunDownload()?.usesAnyNetwork == false)
+        #expect(model.downloads.networkQuestion == nil)
+        network.isCostly = true
+        #expect(model.downloads.networkQuestion != nil)
+        await model.downloadNow()
+        await work.value
+        #expect(model.problem == nil && model.form.bundle?.id == "tied.mesp")
+        #expect(model.downloads.progress == nil && model.downloads.networkQuestion == nil)
+        #expect(hub.end().filter { $0 == "embedding.bin whole" }.count == 1, "what has come stays")
+    }
+
     @Test func aDownloadThatTheAppWasEndedInGoesOn() async throws {
         let hub = try Hub(try fixture(), ["blocks/01.bin": [404]])
         defer { _ = hub.end() }
@@ -366,13 +432,13 @@ enum Way: CaseIterable { case foreground, background }
         await ended.lookUp()
         let offer = try #require(ended.downloads.offer)
         let documents = DocumentsFolder(documents: folder)
-        try documents.keep(offer)  // as it is while the download continues
+        try documents.keep(.init(offer: offer, usesAnyNetwork: true))  // as it is while the download continues
 
         let model = try model(hub)
         await model.finishDownload()
         #expect(model.problem?.english.hasPrefix("There is no blocks/01.bin of someone/tied-mesp") == true)
         #expect(try documents.begunDownload() == nil, "the person has been told, and can begin it again")
-        try documents.keep(offer)
+        try documents.keep(.init(offer: offer, usesAnyNetwork: true))
         await model.finishDownload()
         #expect(model.form.bundle?.id == "tied.mesp")
         #expect(try documents.begunDownload() == nil)
@@ -389,7 +455,7 @@ enum Way: CaseIterable { case foreground, background }
         let offer = try #require(ended.downloads.offer)
         await ended.download()
         let documents = DocumentsFolder(documents: folder)
-        try documents.keep(offer)
+        try documents.keep(.init(offer: offer, usesAnyNetwork: true))
 
         let model = try model(hub)
         await model.finishDownload()

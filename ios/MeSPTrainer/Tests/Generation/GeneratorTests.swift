@@ -57,6 +57,44 @@ import Testing
         for (a, b) in zip(fewer, plain) { #expect(relativeError(a, b) < 1e-5) }
     }
 
+    #if os(Linux)
+        /// Has the system refuse the map of the last file, and counts the bundle's maps after that.
+        private final class LastFile: @unchecked Sendable {
+            let bundle: ModelBundle
+            var asked = 0
+            var held = [Int]()
+            init(_ bundle: ModelBundle) { self.bundle = bundle }
+            var isRefused: Bool {
+                asked += 1
+                let maps = (try? String(contentsOfFile: "/proc/self/maps", encoding: .utf8)) ?? ""
+                if !bundle.maps.areKept { held.append(maps.components(separatedBy: bundle.url.path + "/").count - 1) }
+                return bundle.maps.areKept && asked == Set(bundle.manifest.weightFiles.map(\.file)).count
+            }
+        }
+
+        /// Nothing that is kept from token to token holds a map then: its addresses are free before the file is mapped.
+        @Test func whereAddressesRunOutNoMapIsHeld() throws {
+            let copy = temporaryFolder()
+            defer { try? FileManager.default.removeItem(at: copy) }
+            let source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+            try FileManager.default.copyItem(at: source, to: copy)
+            func text(refusing: Bool) throws -> (tokens: [Int], held: [Int]) {
+                let bundle = try ModelBundle(url: copy.resolvingSymlinksInPath())
+                let last = LastFile(bundle)
+                let areUsedUp: @Sendable () -> Bool = { last.isRefused && refusing }
+                return try Addresses.$areUsedUp.withValue(areUsedUp) {
+                    var (tokens, request) = ([Int](), Generator.Request(prompt: [1, 2, 3]))
+                    request.maxTokens = 4
+                    _ = try Generator(CachedModel(bundle, adapters: nil)).generate(request) { tokens.append($0) }
+                    return (tokens, last.held)
+                }
+            }
+            let (refused, plain) = (try text(refusing: true), try text(refusing: false))
+            #expect(refused.tokens == plain.tokens && plain.held.isEmpty)
+            #expect(refused.held.first == 0)
+        }
+    #endif
+
     /// Texts of several lengths, some after the same prompt, greedy and drawn, one stopped by who reads it: with any number at once, and where memory has room for one,
     /// each is the one that it is alone.
     @Test(arguments: cases) func textsWrittenTogetherAreTheSame(_ folder: URL) throws {

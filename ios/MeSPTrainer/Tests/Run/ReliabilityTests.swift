@@ -4,6 +4,7 @@ import Testing
 
 @testable import MeSPBundle
 @testable import MeSPCore
+@testable import MeSPFiles
 
 /// Numbers that go wrong, and memory that gets short. What needs processes of its own is in tests/test_reliability.py.
 @Suite(.serialized) struct ReliabilityTests {
@@ -11,6 +12,32 @@ import Testing
         try String(contentsOf: LogWriter.url(in: folder), encoding: .utf8).split(separator: "\n")
             .compactMap { try JSONSerialization.jsonObject(with: Data($0.utf8)) as? [String: Any] }
             .filter { $0["type"] as? String == type }
+    }
+
+    // MARK: - Backups
+
+    /// Gigabytes of use with this phone alone; what a process that is ended leaves of them has no later name.
+    @Test func aSavedStateIsLeftOutOfBackupsBeforeItHasABit() throws {
+        final class Seen: @unchecked Sendable {
+            var files = [(name: String, size: Int, isInPlace: Bool)]()
+        }
+        let folder = temporaryFolder()
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+        let plan = Plan(tileBytes: 1 << 20)
+        let trainer = try fixture.trainer(.mesp, plan: plan)
+        let seen = Seen()
+        let state = SavedState(
+            step: 1, plan: plan, settings: trainer.settings, sources: SavedState.Sources(weights: "", data: [:]))
+        let look: @Sendable (URL) -> Void = { url in
+            let size = (try? FileManager.default.attributesOfItem(atPath: url.path))?[.size] as? Int
+            let place = folder.appendingPathComponent("state.safetensors").path
+            seen.files.append((url.lastPathComponent, size ?? -1, FileManager.default.fileExists(atPath: place)))
+        }
+        try Backups.$leaveOut.withValue(look) { try state.save(trainer, in: folder) }
+        #expect(seen.files.map(\.name) == ["state.safetensors.partial"])
+        #expect(seen.files.first?.size == 0 && seen.files.first?.isInPlace == false)
     }
 
     // MARK: - NaN and infinity

@@ -43,14 +43,15 @@ import Testing
                 "machine", "gpu", "metal.footprint", "leaving", "errors", "map.no_copy", "map.footprint",
                 "map.first_use", "map.leak", "eval.empty", "kernel.dependent",
                 "buffer.new", "memory.bandwidth", "product.transposed", "product.plain", "product.dequantized",
-                "block.outputs", "gradients.cpu", "gradients.mebp", "gradients.differences", "tf32", "head.few_targets",
+                "product.rows", "block.outputs", "gradients.cpu", "gradients.mebp", "gradients.differences", "tf32",
+                "head.few_targets",
                 "repeats", "resume", "decode.attention", "decode.gated_delta_net", "decode.short_convolution",
                 "decode.mamba2",
             ] + lengths.flatMap { ["peak.\($0)", "time.\($0)"] } + ["throttling"]
         #expect(Set(names) == Set(all) && names.count == all.count)
         for line in lines {
             #expect(line.verdict != .fail, "\(line.name): \(line.sentence.english)")
-            let isSkipped = ["gpu", "metal.footprint", "leaving"].contains(line.name)
+            let isSkipped = ["gpu", "metal.footprint", "leaving", "product.rows"].contains(line.name)
             #expect((line.verdict == .skipped) == isSkipped, "\(line.name): \(line.sentence.english)")
             #expect(line.verdict == .skipped || !line.measured.isEmpty, "\(line.name)")
             #expect(line.measured.allSatisfy { $0.value != nil }, "\(line.name): \(line.measured)")
@@ -218,6 +219,30 @@ import Testing
         #expect(report.checks.map(\.name) == ["machine", "errors"] && report.start.names == ["machine", "errors"])
         settings.checks = ["tf31"]
         #expect(message { try SelfCheck(settings).run() }.hasPrefix("There is no check tf31; there are machine, gpu, "))
+    }
+
+    /// The error of the whole product stays below the bound. Bfloat16 on a CPU, which sums in it, allows less than on a GPU.
+    @Test(arguments: [9, 33, 256])
+    func oneWrongRowIsFound(_ rows: Int) throws {
+        func found(_ folder: URL?, wrong: Int?) throws -> SelfCheckReport.Check {
+            let bench = try bench(settings(folder)) { check, product in
+                guard check == "product.rows", product.dim(0) == rows, let wrong else { return product }
+                let factors = MLXArray((0..<rows).map { Float($0 == wrong ? 1.2 : 1) }, [rows, 1])
+                return product * factors.asType(.bfloat16)
+            }
+            let check = Bench.Check(name: "product.rows") { try bench.productRows(tolerance: 0.05) }
+            return try SelfCheck.result(check, bench.bundle)
+        }
+        for folder in [Fixture.tied].compactMap({ $0 }) + Fixture.roundedCases.prefix(1) {
+            let right = try found(folder, wrong: nil)
+            #expect(right.verdict == .pass && right.measured.count == 6, "\(right.sentence.english)")
+            for wrong in [0, rows - 1] {
+                let found = try found(folder, wrong: wrong)
+                #expect(found.verdict == .fail, "\(found.sentence.english)")
+                let above = found.measured.filter { $0.value ?? .infinity > 0.05 }
+                #expect(above.map(\.name) == ["\(rows) rows, plain", "\(rows) rows, quantized"])
+            }
+        }
     }
 
     @Test func whatIsNotANumberFails() throws {

@@ -420,6 +420,34 @@ import Testing
         #expect(message { try bundle.withBlock(0) { _ in } }.contains("has changed since the bundle was opened"))
     }
 
+    /// Stands for a process that has few addresses: while maps are kept the system gives it no further one.
+    private final class FewAddresses: @unchecked Sendable {
+        let bundle: ModelBundle
+        init(_ bundle: ModelBundle) { self.bundle = bundle }
+        var areUsedUp: Bool { bundle.maps.areKept && bundle.maps.mapped.count > 1 }
+    }
+
+    @Test func whereAddressesRunOutFilesAreMappedOneAfterTheOther() throws {
+        let plan = Plan(tileBytes: 1 << 20, keepsMaps: true)
+        func losses(_ lack: Bool) throws -> [Float] {
+            let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+            let trainer = try fixture.trainer(.mesp, plan: plan) { $0.learningRate = 0.1 }
+            let few = FewAddresses(fixture.bundle)
+            let areUsedUp: @Sendable () -> Bool = { lack && few.areUsedUp }
+            return try Addresses.$areUsedUp.withValue(areUsedUp) {
+                let losses = try (0..<2).map { try trainer.step([try fixture.example()], number: $0).loss }
+                #expect(fixture.bundle.maps.areKept == !lack)
+                return losses
+            }
+        }
+        #expect(try losses(true) == losses(false))
+        let bundle = try Fixture(try #require(Fixture.tied), "gradients").bundle
+        let always: @Sendable () -> Bool = { true }
+        Addresses.$areUsedUp.withValue(always) {
+            #expect(message { try bundle.withBlock(0) { _ in } }.hasSuffix("Cannot allocate memory."))
+        }
+    }
+
     @Test func neighbouringSeedsShareNoKeys() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         func keys(_ seed: UInt64, _ step: Int) throws -> [[UInt32]] {

@@ -1,0 +1,22 @@
+// Xcode 27 and newer have the protocol.
+#if os(iOS) && compiler(>=6.4)
+    import AppIntents
+    import MeSPCore
+
+    /// Continues with the run that waits or was cut off, while the app is away: for the Shortcuts app, Siri and the Action button.
+    @available(iOS 27.0, *)
+    struct ContinueTraining: LongRunningIntent {
+        static let title: LocalizedStringResource = "Continue Training"
+
+        func perform() async throws -> some IntentResult {
+            // It is to be read in this method alone.
+            let progress = progress
+            let grant: BackgroundGrant =
+                await SystemBackground.current?.givesGPU == true ? .continuedOnGPU : .continued
+            try await performBackgroundTask(options: grant == .continuedOnGPU ? .requiresGPU : []) {
+                try await IntentTime(grant, progress).pass()
+            }
+            return .result()
+        }
+    }
+#endif
