@@ -4,7 +4,7 @@
 # make demo-federate  six people teach one model, each with requests of a kind
 # make check   style, types and the quick tests: the everyday loop
 # make test    every test that needs nothing but the checkout
-# make test-slow  what is long: 2,000 steps, 10,000 damaged files of each kind, an installed wheel, the newest MLX, what 4 bits lose of real models, conversations in TRL's chat templates, lm-evaluation-harness, llama.cpp, Flower, models of transformers, and PEFT, for which it installs PyTorch, some gigabytes
+# make test-slow  what is long: 2,000 steps, 10,000 damaged files of each kind, an installed wheel, the MLX of phones, what 4 bits lose of real models, conversations in TRL's chat templates, lm-evaluation-harness, llama.cpp, Flower, models of transformers, and PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
 # make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU, and records a run of it
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
@@ -145,11 +145,11 @@ test-slow: engine-and-tests $(FIXTURES).ready
 	MESP_FUZZ_CASES=10000 $(PYTEST) tests/test_fuzz.py
 	@echo "== Tests of the commands as a wheel installs them"
 	$(BIN)/python -m pytest -q -m wheel tests/project
-	@echo "== The newest MLX that the package takes computes what that of phones does"
-	rm -rf $(VENV)/newest-mlx
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/newest-mlx \
-		"mlx$$(test $$(uname) = Linux && echo '[cpu]')<0.33" scipy-openblas32
-	$(BIN)/python -m pytest -q -m newest tests/engine
+	@echo "== The MLX of phones reads and computes what today's does"
+	rm -rf $(VENV)/phone-mlx
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/phone-mlx \
+		"mlx$$(test $$(uname) = Linux && echo '[cpu]')==0.32.2" scipy-openblas32
+	$(BIN)/python -m pytest -q -m phone tests/engine
 	@echo "== A real model to a phone and back"
 	$(BIN)/python -m pytest -q -m mission tests/test_mission.py
 	@echo "== What 4 bits lose of two real models"

@@ -167,7 +167,7 @@ def test_a_bundle_of_format_5_is_written_anew_with_its_weights_and_data(old):
     layouts = {"mlx_version": "0.31.1", "layouts": {"0.32.2": "mlx-0.32.2"}}
     edit(old, format=5, files=[*files, {"path": later, **of_5}], **layouts)
     trained = run("train", old, "--steps", 1, "--out", "run")
-    command = f"mesp-export --from {old} --overwrite"
+    command = f"mesp-export --from {old.resolve()} --overwrite"
     assert trained.returncode == 2 and f"write it again with {command}." in trained.stderr
     assert export(*command.split()[1:]).exit_code == 0
     anew = content(old)

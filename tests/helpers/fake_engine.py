@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 if sys.argv[1] == "--version":
-    sys.exit(print("mesp-engine 0.1.0 with MLX 0.32.2"))
+    sys.exit(print("mesp-engine 0.1.0 with MLX 0.32.4"))
 how = os.environ.get("FAKE_ENGINE", "")
 settings = json.loads(Path(sys.argv[1]).read_text())
 if settings.get("dry_run"):
@@ -96,7 +96,7 @@ else:
     write(
         "start",
         version="0",
-        mlx_version="0.32.2",
+        mlx_version="0.32.4",
         device="cpu",
         host="test",
         model=model,

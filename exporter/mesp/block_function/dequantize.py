@@ -66,8 +66,8 @@ def e2m1(codes: mx.array) -> mx.array:
 def _e4m3() -> mx.array:
     """float32 [256]: the floating-point numbers of 8 bits (4 of exponent, 3 of mantissa) by code.
 
-    `mx.from_fp8` cannot be exported. Its NaN, 0x7F and 0xFF, is ±480 here; no quantizer
-    writes it.
+    `mx.from_fp8` cannot be exported. Its NaN, 0x7F and 0xFF, is ±480 here, as in MLX 0.32.2; no
+    quantizer writes it.
     """
     values = []
     for code in range(256):

@@ -1,7 +1,7 @@
-"""The newest MLX that the package takes, beside that of phones, which the tests' environment has.
+"""The MLX of phones, in a folder of its own: it reads what this environment's exports.
 
-What the newest exports, that of phones reads; both compute the same, to the last bit. As a program
-this file writes what the MLX that it finds computes.
+Both compute the same, to the last bit. As a program this file writes what the MLX that it finds
+computes.
 """
 
 import json
@@ -20,13 +20,13 @@ from mesp.block_function import mlxfn
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import build_engine, find_engine
 
-NEWEST = ROOT / ".venv" / "newest-mlx"  # where `make test-slow` installs it
+PHONE = ROOT / ".venv" / "phone-mlx"  # where `make test-slow` installs it
 LENGTH = 24
 Arrays = dict[str, mx.array]
 
 
 def export_families(folder: Path) -> Arrays:
-    """The weights of a bundle of each family, which this writes."""
+    """The weights of a bundle of each family; writes the bundles."""
     found = {}
     for name, config in FAMILIES.items():
         model, out = write_model(folder / name, config), folder / f"{name}.mesp"
@@ -69,24 +69,24 @@ def bits(array: mx.array) -> mx.array:
     return mx.contiguous(array).reshape(-1).view(mx.uint8)
 
 
-@pytest.mark.newest
-def test_the_newest_mlx_computes_what_that_of_phones_does(tmp_path: Path):
-    assert mx.__version__ == mlxfn.MLX
-    newest = tmp_path / "newest"
-    environment = os.environ | {"PYTHONPATH": f"{NEWEST}:{ROOT / 'tests'}"}
-    subprocess.run([sys.executable, __file__, newest], env=environment, check=True)
-    theirs = mx.load(str(newest / "computed.safetensors"))
-    ours = functions(newest) | export_families(tmp_path / "own")
-    ours |= train(find_engine(), tmp_path / "own" / "run")
+@pytest.mark.phone
+def test_the_mlx_of_phones_computes_what_this_one_does(tmp_path: Path):
+    ours = export_families(tmp_path / "ours") | functions(tmp_path / "ours")
+    ours |= train(find_engine(), tmp_path / "run")
+    environment = os.environ | {"PYTHONPATH": f"{PHONE}:{ROOT / 'tests'}"}
+    subprocess.run([sys.executable, __file__, tmp_path], env=environment, check=True)
+    theirs = mx.load(str(tmp_path / "theirs" / "computed.safetensors"))
     assert ours.keys() == theirs.keys()
     apart = [name for name in ours if not mx.array_equal(bits(ours[name]), bits(theirs[name]))]
     assert apart == []
 
 
 def main(folder: Path) -> None:
-    computed = export_families(folder) | functions(folder)
-    computed |= train(build_engine(ROOT, folder / "build"), folder / "run")
-    mx.save_safetensors(str(folder / "computed.safetensors"), computed)
+    assert mx.__version__ == mlxfn.MLX
+    theirs = folder / "theirs"
+    computed = export_families(theirs) | functions(folder / "ours")
+    computed |= train(build_engine(ROOT, theirs / "build"), theirs / "run")
+    mx.save_safetensors(str(theirs / "computed.safetensors"), computed)
 
 
 if __name__ == "__main__":
