@@ -27,7 +27,6 @@
 #include "LedgerRules.h"
 #include "Streams.h"
 #include "mlx/backend/common/buffer_cache.h"
-#include "mlx/scheduler.h"
 
 namespace mx = mlx::core;
 

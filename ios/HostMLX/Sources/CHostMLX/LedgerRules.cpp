@@ -930,7 +930,7 @@ void attention(const Call &call) {
         if (!(k.shape(1) < q.shape(1) && k.shape(2) >= 4096)) {
             return call.recorder.kernel("attention", {q, k, v, mask}, {out}, flop);
         }
-        // :450: two passes, with 64 blocks of keys, or 32 for a few rows.
+        // :454: two passes, with 64 blocks of keys, or 32 for a few rows.
         const int blocks = q.shape(1) / k.shape(1) * q.shape(2) >= 4 ? 64 : 32;
         auto shape = out.shape();
         shape.back() = blocks;
