@@ -145,11 +145,16 @@ extension AllTests {
         @Test func devices() {
             #expect(Device.withDefaultDevice(.cpu) { Device.defaultDevice() } == .cpu)
             #expect(Device.cpu.deviceType == .cpu && Device(.cpu) == .cpu)
+            #expect(Device(.gpu, index: 1) != Device(.gpu) && Device(.gpu) != .cpu)
             let x = MLXArray([1, 2])
             #expect(add(x, 1, stream: .cpu).asArray(Int.self) == [2, 3])
+            let stream = Stream.cpu
+            #expect(StreamOrDevice.stream(stream).stream == stream)
+            #expect(Device.withDefaultDevice(.cpu) { Stream.defaultStream } == stream)
             Stream.withNewDefaultStream(device: .cpu) {
-                #expect(StreamOrDevice.default.stream != .cpu)
+                #expect(StreamOrDevice.default.stream != stream && Stream.cpu == Stream.defaultStream)
                 #expect((x + 1).asArray(Int.self) == [2, 3])
+                #expect(add(x, 1, stream: .stream(stream)).asArray(Int.self) == [2, 3])
             }
             Stream.cpu.synchronize()
         }

@@ -75,25 +75,4 @@ import Testing
             #expect(try threads() <= before)
         }
     #endif
-
-    /// A trainer stays on its thread: what it asks of another is MLX's error, and no wrong number.
-    @Test func aTrainerOfAnotherThreadIsRefused() throws {
-        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
-        let (made, ended) = (Log(), DispatchSemaphore(value: 0))
-        final class Kept: @unchecked Sendable { var trainer: Trainer? }
-        let kept = Kept()
-        let folder = try #require(Fixture.tied)
-        Thread.detachNewThread {
-            do {
-                let fixture = try Fixture(folder, "gradients")
-                try fixture.bundle.withDevice { kept.trainer = try fixture.trainer(.mebp) }
-            } catch { made.add("\(error)") }
-            ended.signal()
-        }
-        ended.wait()
-        #expect(made.all == [])
-        let trainer = try #require(kept.trainer)
-        let error = message { _ = try fixture.bundle.withDevice { try fixture.backpropagate(trainer) { _, _ in } } }
-        #expect(error.contains("There is no Stream("))
-    }
 }
