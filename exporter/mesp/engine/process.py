@@ -242,12 +242,16 @@ def _answer(engine: Path, command: Sequence[str], settings: Settings) -> Record:
 def records(
     command: str, settings: Settings, environment: Mapping[str, str] | None = None
 ) -> Iterator[Record]:
-    """The records that `mesp-engine COMMAND` prints with these settings; an ``end`` record last.
+    """The records that `mesp-engine COMMAND` prints with these settings; an ``end`` record last,
+    with the ``signal`` where one asked for the end.
 
-    SIGINT reaches the engine. Raises MespError where the engine fails.
+    Signals reach the engine. Raises MespError where the engine fails.
     """
     with running([command], settings, environment=environment, interruptible=True) as started:
-        yield from started
+        for record in started:
+            if record.get("type") == "end" and started.signals:
+                record["signal"] = started.signals[0]
+            yield record
     started.check()
 
 
@@ -264,7 +268,7 @@ def generate(
 ) -> Iterator[Record]:
     """The engine's records as they come: ``token`` records, then one ``end`` record.
 
-    SIGINT ends the text early, with reason "stopped". Raises MespError where the engine fails.
+    A signal ends the text early, with reason "stopped". Raises MespError where the engine fails.
     """
     settings = {
         "bundle": str(bundle.resolve()),

@@ -167,7 +167,7 @@ public struct SuperNode: Sendable {
         } catch let refusal as FleetAPI.Refusal
             where [FleetAPI.Refusal.keyIsRegistered, FleetAPI.Refusal.registersByHand].contains(refusal.code)
         {}
-        let began = Date.now
+        let began = ContinuousClock.now
         while true {
             do {
                 let answer = try await persistently(report) {
@@ -178,7 +178,7 @@ public struct SuperNode: Sendable {
                 }
                 return answer.number(1)
             } catch let refusal as FleetAPI.Refusal where refusal.code == FleetAPI.Refusal.cannotActivate {
-                guard Date.now.timeIntervalSince(began) < seconds.lease else {
+                guard ContinuousClock.now - began < .seconds(seconds.lease) else {
                     throw MeSPError(
                         "\(api.server.absoluteString) does not let this node in: have \(folder.appendingPathComponent("node.pub").path) registered there with flwr supernode register, or end the other node that uses its key."
                     )

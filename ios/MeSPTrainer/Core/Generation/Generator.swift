@@ -141,9 +141,9 @@ public struct Generator {
         let request: Request
         var cache: PromptCache
         let random: MLXRandom.RandomState
-        var begin = Date.now
+        var begin = ContinuousClock.now
         /// When the first token could be chosen.
-        var first: Date?
+        var first: ContinuousClock.Instant?
         var count = 0
         /// The last token, which is not in the cache yet.
         var last = 0
@@ -161,10 +161,10 @@ public struct Generator {
         let sampler = FootprintSampler()
         defer { sampler.stop() }
         func end(_ text: Text, _ reason: Summary.Reason) throws {
-            let start = text.first ?? Date.now
+            let start = text.first ?? .now
             let summary = Summary(
-                reason: reason, tokens: text.count, promptSeconds: start.timeIntervalSince(text.begin),
-                seconds: Date.now.timeIntervalSince(start), footprintPeakBytes: sampler.takePeak(),
+                reason: reason, tokens: text.count, promptSeconds: (start - text.begin) / .seconds(1),
+                seconds: (ContinuousClock.now - start) / .seconds(1), footprintPeakBytes: sampler.takePeak(),
                 stopToken: reason == .stop ? text.last : nil)
             try onEnd(text, summary)
         }
@@ -177,7 +177,7 @@ public struct Generator {
                     waiting.removeFirst()
                     texts.append(next)
                     let i = texts.count - 1
-                    texts[i].begin = Date.now
+                    texts[i].begin = .now
                     let logits: MLXArray
                     if let read, read.prompt == next.request.prompt, next.cache.size == 0 {
                         (texts[i].cache, logits) = (read.cache, read.logits)
@@ -232,7 +232,7 @@ public struct Generator {
     private func choose(
         _ logits: MLXArray, likeliest: Int?, _ text: inout Text, _ onToken: (Int, Int) throws -> Void
     ) throws -> Summary.Reason? {
-        if text.first == nil { text.first = Date.now }
+        if text.first == nil { text.first = .now }
         let isGreedy = text.request.temperature <= 0
         text.last = try (isGreedy ? likeliest : nil) ?? choose(logits, text.request, text.random)
         if text.request.stop.contains(text.last) { return .stop }
