@@ -107,7 +107,7 @@ def _value(value: Value) -> bytes:
         case bool():
             return field(4, int(value))
         case int():
-            return field(2, value << 1)
+            return field(2, 2 * value if value >= 0 else -2 * value - 1)
         case float():
             return fixed64(1, struct.pack("<d", value))
         case str():

@@ -68,12 +68,12 @@ struct FederationSettings: Decodable {
 
     private func tell(_ event: SuperNode.Event) {
         struct Message: Encodable {
-            let id, type, round: String
+            let id, kind, round: String
             var bytes: Int?
             var message: String?
 
             init(_ question: SuperNode.Question, bytes: Int? = nil, message: String? = nil) {
-                (id, type, round) = (question.id, question.type, question.group)
+                (id, kind, round) = (question.id, question.type, question.group)
                 (self.bytes, self.message) = (bytes, message)
             }
         }

@@ -126,7 +126,8 @@ public struct SuperNode: Sendable {
             }
         } catch {
             // Of a task of its own, as this one may be cancelled.
-            await Task { _ = try? await api.call("deactivate-node", within: 5) { $0.add(1, node) } }.value
+            let last = FleetAPI(server: api.server, key: api.key, transport: api.transport.another())
+            await Task { _ = try? await last.call("deactivate-node", within: 5) { $0.add(1, node) } }.value
             throw error
         }
     }

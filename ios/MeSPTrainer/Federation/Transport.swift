@@ -17,6 +17,9 @@ final class Transport: Sendable {
 
     deinit { session.finishTasksAndInvalidate() }
 
+    /// One that waits for nothing that this one does: Foundation for Linux can stand still with an answer.
+    func another() -> Transport { Transport(configuration: session.configuration) }
+
     enum Failure: Error {
         case unreachable(String)
         case tooSlow, tooLong, unsaidLength

@@ -58,8 +58,9 @@ public struct FederatedRun {
         (self.question, self.received, architecture) = (question, received, manifest.architecture)
         let timeout = number(config["timeout"])
         guard timeout.map({ (0..<Double.infinity).contains($0) }) ?? true else { throw noSetting("timeout") }
-        let left = timeout.map { question.created.addingTimeInterval($0).timeIntervalSinceNow } ?? .infinity
-        deadline = .now + .seconds(max(0, min(left, 1e9)))
+        // Where this device's clock is behind, the message is no younger than one of now.
+        let age = max(0, -question.created.timeIntervalSinceNow)
+        deadline = .now + .seconds(max(0, min((timeout ?? .infinity) - age, 1e9)))
         var settings = try Self.settings(config, bundle, in: question.folder)
         settings.data = data?.path
         if let memoryLimit {
