@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import os
 import re
 import shutil
 import signal
@@ -110,11 +111,22 @@ def phones(tmp_path: Path) -> Phones:
 @pytest.fixture(scope="session")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library that has the system fail a process: see helpers/faults.c."""
+    return _library("faults", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def clock_set_back(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process whose clock runs backwards: see helpers/clock.c."""
+    return os.environ | {"LD_PRELOAD": str(_library("clock", tmp_path_factory))}
+
+
+def _library(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for LD_PRELOAD."""
     compiler = shutil.which("cc") or shutil.which("clang")
     if sys.platform != "linux" or compiler is None:
         pytest.skip("it takes Linux and a C compiler")
-    library = tmp_path_factory.mktemp("faults") / "faults.so"
-    source = Path(__file__).parent / "helpers" / "faults.c"
+    library = tmp_path_factory.mktemp(name) / f"{name}.so"
+    source = Path(__file__).parent / "helpers" / f"{name}.c"
     line = [compiler, "-shared", "-fPIC", "-O1", str(source), "-o", str(library), "-ldl"]
     subprocess.run(line, check=True)
     return library

@@ -334,6 +334,115 @@ def test_a_run_whose_reader_is_gone_is_saved(settings: dict, whole: Engine, tmp_
     assert engine.losses() == whole.losses()
 
 
+# A command of `left` leaves nothing half-written where it is ended: its options and files.
+def export_to(model: Path, bundle: Path, folder: Path) -> list[str]:
+    return export_command(model, folder / "out.mesp")
+
+
+def fuse_to(model: Path, bundle: Path, folder: Path) -> list[str]:
+    adapters = folder.parent / "run" / "adapters"
+    if not adapters.exists():
+        call("train", bundle, "--steps", 1, "--out", adapters.parent)
+    return command("fuse", bundle, "--adapters", adapters, "--out", folder / "fused")
+
+
+def evaluate_to(model: Path, bundle: Path, folder: Path) -> list[str]:
+    texts = folder.parent / "texts.jsonl"
+    texts.write_text(json.dumps({"text": TEXT}) + "\n")
+    return command("evaluate", bundle, texts, "--out", folder / "out.json")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda each: each.name)
+@pytest.mark.parametrize("line", [export_to, fuse_to, evaluate_to])
+def test_a_command_that_is_ended_leaves_nothing(
+    model: Path, bundle: Path, tmp_path: Path, number: int, line: Callable
+):
+    """As by Ctrl-C: while it writes a folder, or an engine works for it."""
+    out, temporary = tmp_path / "out", tmp_path / "temporary"
+    for folder in (out, temporary):
+        folder.mkdir()
+    engine, begun = tmp_path / "engine", tmp_path / "begun"
+    engine.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exec {find_engine()} --version\n'
+        f"echo $$ > {begun}.partial\nmv {begun}.partial {begun}\nexec sleep 600\n"
+    )
+    engine.chmod(0o755)
+    started = subprocess.Popen(
+        line(model, bundle, out),
+        env=os.environ | {"TMPDIR": str(temporary), "MESP_ENGINE": str(engine)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + DEADLINE
+    while not begun.exists() and not list(out.iterdir()):
+        assert started.poll() is None and time.monotonic() < deadline, started.communicate()
+        time.sleep(0.001)
+    started.send_signal(number)
+    _, errors = started.communicate(timeout=DEADLINE)
+    assert (started.returncode, errors) == (128 + number, "")
+    assert not list(out.iterdir()) and not list(temporary.iterdir())
+    assert not begun.exists() or not Path("/proc", begun.read_text().strip()).exists()
+
+
+def test_an_ended_engine_computes_nothing_more(bundle: Path, large: Path, tmp_path: Path):
+    """What MLX's threads still compute, when a text ends at a block, is no failure."""
+    prompt = {"prompt": [5] * 40, "max_tokens": 1000, "temperature": 0.0, "top_p": 1.0, "seed": 0}
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps({"bundle": str(large), **prompt, "stop": []}))
+    for number in range(20):
+        process = subprocess.Popen(
+            [find_engine(), "generate", settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        process.stdout.readline()
+        time.sleep(0.003 * number)
+        process.terminate()
+        _, errors = process.communicate(timeout=DEADLINE)
+        assert (process.returncode, errors) == (0, b"")
+
+
+# The clock
+
+
+def test_a_clock_that_is_set_back_changes_no_run(
+    settings: dict, whole: Engine, tmp_path: Path, clock_set_back: dict
+):
+    """During a run, and between its end and its going on."""
+    engine = Engine(tmp_path, settings, save_every=1)
+    process = engine.start(env=clock_set_back)
+    engine.wait_for_step(process, 3)
+    process.terminate()
+    process.communicate(timeout=DEADLINE)
+    assert engine.finish(env=clock_set_back).returncode == 0
+    assert engine.losses() == whole.losses()
+    assert adapters(engine) == adapters(whole)
+    times = [record["time"] for record in engine.records()]
+    assert times[0] > times[1] > times[2], "it was set back"
+    took = [record["seconds"] for record in engine.records() if "seconds" in record]
+    assert took and all(0 <= each < DEADLINE for each in took)
+
+
+def test_a_clock_that_is_set_back_changes_no_measured_time(
+    bundle: Path, tmp_path: Path, clock_set_back: dict
+):
+    def record(command: str, **settings: object) -> dict:
+        file = tmp_path / f"{command}.json"
+        file.write_text(json.dumps({"bundle": str(bundle), **settings}))
+        done = finish([find_engine(), command, file], env=clock_set_back)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    text = {"prompt": [5, 6], "max_tokens": 5, "temperature": 0.0, "top_p": 1.0, "seed": 0}
+    end = record("generate", **text, stop=[])
+    assert 0 < end["prompt_seconds"] < DEADLINE and 0 < end["seconds"] < DEADLINE
+    # Checks that measure for a time end.
+    checks = ["eval.empty", "repeats", "time.8"]
+    end = record("self-check", seconds=0.05, repeats=2, checks=checks)
+    assert 0 < end["seconds"] < DEADLINE
+
+
 # Files that cannot be written, or change
 
 
@@ -423,6 +532,73 @@ def test_a_folder_that_is_read_only_is_one_sentence(
     line = [sys.executable, str(COLLECT), "--from", str(whole.output.parent), "--out"]
     done = finish([*line, str(tmp_path / "closed" / "runs")], preexec_fn=without_privileges)
     assert "Cannot copy" in refused(done)
+
+
+@pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may write anywhere")
+def test_a_bundle_that_is_read_only_is_used(bundle: Path, model: Path, tmp_path: Path):
+    """With adapters, data and a home that are read-only too."""
+    copy = shutil.copytree(bundle, tmp_path / "closed" / "small.mesp")
+    call("train", copy, "--steps", 1, "--out", tmp_path / "closed" / "run")
+    adapters, data = tmp_path / "closed" / "run" / "adapters", tmp_path / "closed" / "d.jsonl"
+    data.write_text(json.dumps({"text": TEXT}) + "\n")
+    for path in (tmp_path / "closed", *(tmp_path / "closed").rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+
+    def done(module: str, *options: object) -> subprocess.CompletedProcess:
+        closed = str(tmp_path / "closed")
+        return finish(
+            command(module, *options),
+            preexec_fn=without_privileges,
+            env=os.environ
+            | {"HOME": closed, "XDG_CACHE_HOME": closed, "HF_HOME": closed}
+            | {"MPLCONFIGDIR": str(tmp_path)},
+        )
+
+    out = tmp_path / "out"
+    for options in (
+        ("train", copy, "--steps", 1, "--out", out / "run", "--adapters", adapters),
+        ("generate", copy, "--prompt", "a", "--max-tokens", 2, "--adapters", adapters),
+        ("evaluate", copy, data, "--out", out / "run" / "figures.json"),
+        ("check", copy),
+        ("fuse", copy, "--adapters", adapters, "--out", out / "fused"),
+        ("export", "--from", copy, "--device", "cpu", "--out", out / "new.mesp"),
+        ("data", out / "new.mesp", "--data", data),
+        ("report", adapters.parent, "--out", out / "report.html"),
+    ):
+        assert done(*options).returncode == 0, (options, done(*options).stderr)
+    for options in (
+        ("data", copy, "--data", data),
+        ("train", "--resume", "--steps", 2, "--out", adapters.parent),
+        ("evaluate", copy, data, "--out", tmp_path / "closed" / "figures.json"),
+        ("fuse", copy, "--adapters", adapters, "--out", tmp_path / "closed" / "fused"),
+        ("export", *export_options(model, copy, 8, "--overwrite")),
+        ("report", adapters.parent, "--out", tmp_path / "closed" / "report.html"),
+    ):
+        assert "annot" in refused(done(*options)), options
+    for path in (tmp_path / "closed", *(tmp_path / "closed").rglob("*")):
+        path.chmod(0o755)
+    assert sorted(each.name for each in (tmp_path / "closed").iterdir()) == [
+        "d.jsonl",
+        "run",
+        "small.mesp",
+    ]
+
+
+@pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may read anything")
+def test_a_file_that_may_not_be_read_is_named(bundle: Path, settings: dict, tmp_path: Path):
+    copy = shutil.copytree(bundle, tmp_path / "small.mesp")
+    run = tmp_path / "run"
+    call("train", copy, "--steps", 1, "--out", run)
+    (copy / "blocks" / "01.bin").chmod(0)
+    for options in (
+        ("train", copy, "--steps", 1, "--out", tmp_path / "new"),
+        ("generate", copy, "--prompt", "a"),
+        ("fuse", copy, "--adapters", run / "adapters", "--out", tmp_path / "fused"),
+    ):
+        said = refused(finish(command(*options), preexec_fn=without_privileges))
+        assert "blocks/01.bin" in said and "cannot be read" in said, said
+        assert "Permission denied" in said
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run", "small.mesp"]
 
 
 def truncate(path: Path) -> None:

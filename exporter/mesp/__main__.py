@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import click
 
 import mesp
+from mesp.errors import exit_at_signals
 
 # A line of help for each command, kept here: its module is imported when it is asked for, as MLX
 # and the code that reads models take a while.
@@ -36,6 +38,10 @@ class Commands(click.Group):
         command = import_module(f"mesp.commands.{cmd_name}").main
         assert isinstance(command, click.Command)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with exit_at_signals():
+            return super().invoke(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -1,6 +1,8 @@
 """The exceptions that this package raises."""
 
 import errno
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,7 +25,49 @@ class EngineError(MespError):
 
 
 class Interrupted(MespError):
-    """A second Ctrl-C has ended what the first asked to end. A command exits with code 130."""
+    """A second signal has ended what the first asked to end, such as Ctrl-C. A command exits with
+    128 and the number of the first."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+class Ended(KeyboardInterrupt):
+    """A signal that asks for an end came: as a Ctrl-C, it ends all that is under way in order."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def exit_at_signals() -> Iterator[None]:
+    """Leaves in order where SIGINT, SIGTERM or SIGHUP comes, so that what is unfinished is removed
+    and a child process ended: with the exit code of 128 and the signal's number. Signals that are
+    ignored, as under nohup, stay so."""
+
+    def end(number: int, _: object) -> None:
+        raise Ended(number)
+
+    # Python takes signals in its main thread only.
+    is_main = threading.current_thread() is threading.main_thread()
+    taken = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if is_main and signal.getsignal(number) == signal.SIG_DFL
+    ]
+    for number in taken:
+        signal.signal(number, end)
+    try:
+        yield
+    except Ended as ended:
+        raise SystemExit(128 + ended.number) from None
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager

@@ -42,6 +42,15 @@ def test_a_commands_errors_are_its_own(tmp_path: Path):
     assert invoke(main, "mesp", "tarin").returncode == 2
 
 
+def test_ctrl_c_while_a_command_is_imported_is_silent(monkeypatch: pytest.MonkeyPatch):
+    def stop(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mesp.__main__.import_module", stop)
+    done = invoke(main, "mesp", "train", "x")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_one_command_imports_no_other():
     program = "import sys\nfrom mesp.__main__ import main\n"
     program += "try: main(['data', '--help'], prog_name='mesp')\n"

@@ -210,7 +210,8 @@ def test_a_prompt_that_is_no_text_is_one_sentence(bundle: Path):
         assert "is not UTF-8 text; convert it first." in done.stderr
 
 
-def test_ctrl_c_ends_the_text(bundle: Path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_text(bundle: Path, number: int):
     process = subprocess.Popen(
         command("generate", bundle, "--prompt", PROMPT, "--max-tokens", 1000000),
         stdout=subprocess.PIPE,
@@ -218,9 +219,9 @@ def test_ctrl_c_ends_the_text(bundle: Path):
         text=True,
     )
     beginning = process.stdout.read(20)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     rest, errors = process.communicate(timeout=120)
-    assert (process.returncode, errors) == (130, "")
+    assert (process.returncode, errors) == (128 + number, "")
     assert beginning and rest.endswith("\n")
 
 

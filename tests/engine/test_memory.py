@@ -123,3 +123,9 @@ def test_a_gpu_takes_as_many_kernels_for_any_bits(tmp_path: Path):
         counts.append(find_count(find_engine(), settings))
     for figure in ("evals", "kernels", "tflop"):
         assert counts[0][figure] == counts[1][figure] > 0
+
+
+def test_a_run_that_goes_on_has_a_plan(bundle: Path, tmp_path: Path):
+    call("train", bundle, "--steps", 1, "--out", tmp_path / "run")
+    planned = call("train", "--resume", "--steps", 2, "--dry-run", "--out", tmp_path / "run")
+    assert planned.stdout == call("train", bundle, "--steps", 2, "--dry-run").stdout

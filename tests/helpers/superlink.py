@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 import struct
 import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
 
 
 def varint(number: int) -> bytes:
@@ -34,7 +38,8 @@ def an_object(kind: str, children: list[str], body: bytes) -> tuple[str, bytes]:
 
 class SuperLink:
     """Answers each call by `answers`, a function by the call's name, and notes `calls` with their
-    headers. Without one a call gets an empty message, and a node gets number 5."""
+    headers. Without one a call gets an empty message, and a node gets number 5. A function finds
+    what was sent in the handler's `body`."""
 
     def __init__(self, **answers: Callable[[BaseHTTPRequestHandler], bytes | None]) -> None:
         self.answers = answers
@@ -44,7 +49,7 @@ class SuperLink:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 name = self.path.rsplit("/", 1)[-1]
-                self.rfile.read(int(self.headers["content-length"] or 0))
+                self.body = self.rfile.read(int(self.headers["content-length"] or 0))
                 outer.calls.append((name, dict(self.headers)))
                 default = {"activate-node": field(1, 5), "send-node-heartbeat": field(1, 1)}
                 answer = outer.answers.get(name.replace("-", "_"))
@@ -91,3 +96,65 @@ def message(objects: list[str], created: float | None = None) -> bytes:
     for child in objects[1:]:
         tree += field(2, field(1, child.encode()))
     return field(2, field(1, metadata)) + field(3, tree)
+
+
+Value = float | int | bool | str | list[str]
+
+
+def _value(value: Value) -> bytes:
+    """A value of a record of settings."""
+    match value:
+        case bool():
+            return field(4, int(value))
+        case int():
+            return field(2, 2 * value if value >= 0 else -2 * value - 1)
+        case float():
+            return fixed64(1, struct.pack("<d", value))
+        case str():
+            return field(5, value.encode())
+        case _:
+            return field(25, b"".join(field(1, text.encode()) for text in value))
+
+
+def question(arrays: dict[str, np.ndarray], config: dict[str, Value]) -> dict[str, bytes]:
+    """The objects of a message that asks for training, by their ids, its root first."""
+    objects: dict[str, bytes] = {}
+
+    def add(kind: str, children: list[str], body: bytes) -> str:
+        made, content = an_object(kind, children, body)
+        objects[made] = content
+        return made
+
+    def named(kind: str, ids: dict[str, str]) -> str:
+        return add(kind, list(dict.fromkeys(ids.values())), json.dumps(ids).encode())
+
+    def array(numbers: np.ndarray) -> str:
+        file = io.BytesIO()
+        np.save(file, numbers)
+        shape, dtype = list(numbers.shape), numbers.dtype.name
+        kind = {"dtype": dtype, "shape": shape, "stype": "numpy.ndarray", "arraychunk_ids": [0]}
+        chunk = add("ArrayChunk", [], file.getvalue())
+        return add("Array", [chunk], json.dumps(kind).encode())
+
+    items = [
+        field(1, field(1, name.encode()) + field(2, _value(value)))
+        for name, value in config.items()
+    ]
+    records = {
+        "arrays": named("ArrayRecord", {name: array(each) for name, each in arrays.items()}),
+        "config": add("ConfigRecord", [], b"".join(items)),
+    }
+    root = add("Message", [named("RecordDict", records)], b"")
+    return {root: objects.pop(root), **objects}
+
+
+def asking(*questions: dict[str, bytes]) -> dict[str, Callable[[BaseHTTPRequestHandler], bytes]]:
+    """The answers of a server that has these messages, one after the other."""
+    messages = iter([message([*objects]) for objects in questions])
+    contents = {each: content for objects in questions for each, content in objects.items()}
+
+    def pull(handler: BaseHTTPRequestHandler) -> bytes:
+        wanted = next(each for each in contents if each.encode() in handler.body)
+        return field(1, 1) + field(2, 1) + field(3, contents[wanted])
+
+    return {"pull_messages": lambda _: next(messages, b""), "pull_object": pull}

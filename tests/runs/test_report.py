@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,16 @@ def test_a_time_beyond_the_years_is_none(tmp_path: Path):
         write_run(tmp_path / "run", end=None), {"type": "x", "time": "0001-01-01T00:00+23:59"}
     )
     assert made(tmp_path / "report.html", run).row("state") == ["killed"]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "state"), [(timedelta(minutes=5), "running"), (timedelta(days=1), "killed")]
+)
+def test_a_run_of_the_future_is_silent(tmp_path: Path, ahead: timedelta, state: str):
+    """Its clock was ahead a little, or this one was set back since."""
+    time = (datetime.now(UTC) + ahead).isoformat()
+    run = add(write_run(tmp_path / "run", end=None), {"type": "x", "time": time})
+    assert made(tmp_path / "report.html", run).row("state") == [state]
 
 
 def test_the_page_is_written_through_no_link(tmp_path: Path):

@@ -21,7 +21,7 @@ from mesp.bundle.manifest import (
     read_manifest,
     sha256,
 )
-from mesp.errors import MespError
+from mesp.errors import MespError, plain_os_errors
 from mesp.files import read_bytes, read_object
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import for_mlx_lm
@@ -373,7 +373,9 @@ class Bundle:
     def verify(self) -> None:
         """Raises MespError naming the first file whose content is not what was exported."""
         for entry in self.manifest.files:
-            if sha256(self.path / entry.path) != entry.sha256:
+            with plain_os_errors(f"{self.path / entry.path} cannot be read"):
+                digest = sha256(self.path / entry.path)
+            if digest != entry.sha256:
                 raise MespError(
                     f"{self.path / entry.path} is damaged (its SHA-256 is not the manifest's); "
                     "write the bundle again with mesp-export."

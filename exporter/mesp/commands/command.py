@@ -10,10 +10,8 @@ from typing import Any
 import click
 
 import mesp
-from mesp.errors import EngineError, Interrupted, MespError
+from mesp.errors import EngineError, Interrupted, MespError, exit_at_signals
 from mesp.formatting import printable
-
-INTERRUPTED = 130
 
 
 class _Notes(logging.Handler):
@@ -26,14 +24,15 @@ class _Notes(logging.Handler):
 class Failed(click.ClickException):
     """An error of the package's, said as ``Error: <sentence>``.
 
-    The exit code is 2 for what the user can mend, 1 for a failure of mesp-engine's, and 130 where a
-    second Ctrl-C has ended it.
+    The exit code is 2 for what the user can mend, 1 for a failure of mesp-engine's, and 128 and the
+    signal's number where a second one has ended it.
     """
 
     def __init__(self, error: MespError) -> None:
         super().__init__(error.message)
-        codes = {EngineError: 1, Interrupted: INTERRUPTED}
-        self.exit_code = codes.get(type(error), 2)  # type: ignore[misc]
+        code = 1 if isinstance(error, EngineError) else 2
+        code = 128 + error.number if isinstance(error, Interrupted) else code
+        self.exit_code = code  # type: ignore[misc]
 
     def format_message(self) -> str:
         # Names and values in it may be a stranger's.
@@ -62,11 +61,10 @@ class Command(click.Command):
         notes, logger = _Notes(logging.WARNING), logging.getLogger("mesp")
         logger.addHandler(notes)
         try:
-            return super().invoke(ctx)
+            with exit_at_signals():
+                return super().invoke(ctx)
         except MespError as error:
             raise Failed(error) from error
-        except KeyboardInterrupt:
-            raise SystemExit(INTERRUPTED) from None
         except OSError as error:
             if error.filename is None:  # of a pipe, for one, which click sees to
                 raise

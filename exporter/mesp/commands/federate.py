@@ -31,7 +31,7 @@ from mesp.commands.training_options import (
 from mesp.data.load import DataOptions, tokenize
 from mesp.engine.settings import TrainSettings, kept, settings_of
 from mesp.engine.train import SETTINGS_NAME, default_output, not_settings, recorded
-from mesp.errors import MespError, plain_os_errors
+from mesp.errors import Ended, MespError, plain_os_errors
 from mesp.federate.federation import TRAINING, Federation, FederationSettings, write_app
 from mesp.federate.local_training import SETTINGS
 from mesp.federate.people import Split, read_topics, share_out
@@ -85,12 +85,12 @@ def main(
     try:
         with Report(federation.options["rounds"]) as report:
             simulate(federation, report.show)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         click.echo(
             f"Stopped; to resume: mesp federate --resume --out {federation.output}", err=True
         )
         # Flower's server thread would wait for its clients first.
-        os._exit(128 + signal.SIGINT)
+        os._exit(128 + (interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT))
     click.echo(summary(federation))
 
 

@@ -60,7 +60,7 @@ def main(bundle: Path, prompt: str, **options: Any) -> None:
     if sys.stderr.isatty():
         click.echo(summary(stream.end, stream.prompt_tokens), err=True)
     if stream.end["reason"] == "stopped":
-        raise SystemExit(128 + signal.SIGINT)
+        raise SystemExit(128 + stream.end.get("signal", signal.SIGINT))
 
 
 def summary(end: dict[str, Any], prompt_tokens: int) -> str:

@@ -229,9 +229,13 @@ def build_engine(package: Path = CHECKOUT, scratch: Path | None = None) -> Path:
         text=True,
         errors="replace",
     ) as process:
-        for line in process.stdout or ():
-            tail.append(line.rstrip())
-            log.info("Building mesp-engine %s", line.strip())  # commands show the last one
+        try:
+            for line in process.stdout or ():
+                tail.append(line.rstrip())
+                log.info("Building mesp-engine %s", line.strip())  # commands show the last one
+        except BaseException:
+            process.terminate()
+            raise
     if process.returncode != 0:
         log.error("%s", "\n".join(tail))
         raise MespError("mesp-engine could not be built; the compiler's last lines are above.")

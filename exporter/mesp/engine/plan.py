@@ -80,7 +80,8 @@ def describe_count(count: Record) -> str:
 
 def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
     """The memory of a run with each optimizer, without a limit and all in memory."""
-    free = {**settings, "memory_limit_mb": None, "offload": "none"}
+    # Of a run of its own: one that goes on keeps its optimizer.
+    free = {**settings, "memory_limit_mb": None, "offload": "none", "resume": False, "output": ""}
     peaks = (
         f"{megabytes(find_plan(engine, free | {'optimizer': name})['predicted_peak_bytes'])} MB "
         f"with {name}"

@@ -119,7 +119,7 @@ def running(
         errors = stack.enter_context(
             tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         )
-        with plain_os_errors(f"Cannot start {program}"):
+        with plain_os_errors(f"Cannot start {program}"), _held_signals():
             process = subprocess.Popen(
                 [program, *command, name],
                 stdin=stdin,
@@ -130,6 +130,7 @@ def running(
                 env={**os.environ, **(environment or {})},
                 start_new_session=interruptible,
             )
+            stack.callback(_kill, process)
         started = Engine(process)
         timer = threading.Timer(timeout or 0, process.kill)
         try:
@@ -143,9 +144,7 @@ def running(
         finally:
             was_in_time = timeout is None or timer.is_alive()
             timer.cancel()
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            _kill(process)
             for pipe in (process.stdout, process.stdin):
                 with suppress(BrokenPipeError):
                     if pipe is not None:
@@ -154,6 +153,32 @@ def running(
             started.said = errors.read().strip()
         if not was_in_time:
             raise MespError(f"The run took more than {timeout:g} s.")
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Ends a process that has not ended itself."""
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def _held_signals() -> Iterator[None]:
+    """Keeps a signal that asks for an end until what is being started can be ended."""
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if is_main and signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 @contextmanager
@@ -242,12 +267,16 @@ def _answer(engine: Path, command: Sequence[str], settings: Settings) -> Record:
 def records(
     command: str, settings: Settings, environment: Mapping[str, str] | None = None
 ) -> Iterator[Record]:
-    """The records that `mesp-engine COMMAND` prints with these settings; an ``end`` record last.
+    """The records that `mesp-engine COMMAND` prints with these settings; an ``end`` record last,
+    with the ``signal`` where one asked for the end.
 
-    SIGINT reaches the engine. Raises MespError where the engine fails.
+    Signals reach the engine. Raises MespError where the engine fails.
     """
     with running([command], settings, environment=environment, interruptible=True) as started:
-        yield from started
+        for record in started:
+            if record.get("type") == "end" and started.signals:
+                record["signal"] = started.signals[0]
+            yield record
     started.check()
 
 
@@ -264,7 +293,7 @@ def generate(
 ) -> Iterator[Record]:
     """The engine's records as they come: ``token`` records, then one ``end`` record.
 
-    SIGINT ends the text early, with reason "stopped". Raises MespError where the engine fails.
+    A signal ends the text early, with reason "stopped". Raises MespError where the engine fails.
     """
     settings = {
         "bundle": str(bundle.resolve()),

@@ -119,7 +119,8 @@ class Job:
                 is_stopped = run.end.get("reason") == "stopped" and engine.signals
                 return replace(run, stopped_by=engine.signals[0] if is_stopped else None)
             if len(engine.signals) > 1:
-                raise Interrupted(f"The run was ended at once.{self._left()}")
+                said = f"The run was ended at once.{self._left()}"
+                raise Interrupted(said, engine.signals[0])
             error = failure(engine.process.returncode, engine.said, f" after step {run.last_step}")
             raise type(error)(error.message + self._left())
 
@@ -239,7 +240,7 @@ def train(
     Raises:
         MespError: A setting, the bundle or the folder cannot be used, or the engine refuses them.
         EngineError: The engine crashed, or the system ended it; the adapters last saved are left.
-        Interrupted: A second Ctrl-C has ended the run at once.
+        Interrupted: A second signal has ended the run at once.
     """
     return prepare(bundle, out, resume, paper, settings).run(progress)
 

@@ -129,7 +129,7 @@ import Observation
         guard .now < round.deadline else { throw late }
         state = .training(round: question.group)
         let limit = Task { [controller] in
-            try await Task.sleep(for: .seconds(min(round.deadline.timeIntervalSinceNow, 1e9)))
+            try await Task.sleep(until: round.deadline, clock: .continuous)
             controller.stop()
         }
         defer { limit.cancel() }

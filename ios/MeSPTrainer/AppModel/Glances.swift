@@ -27,13 +27,13 @@ public struct Glance: Sendable, Equatable {
     private let controller: RunController
     private let phone: any Phone
     private let board: any GlanceBoard
-    /// The least time between two changes of the figures, in seconds. iOS limits how many changes it shows.
-    private static let interval = 5.0
+    /// The least time between two changes of the figures. iOS limits how many changes it shows.
+    private static let interval = Duration.seconds(5)
     /// The least time for which figures count as current, in seconds.
     private static let lifetime = 120.0
     /// The content that is shown; nil for none.
     private var shown: Glance?
-    private var lastChange = Date.distantPast
+    private var lastChange = ContinuousClock.now
 
     init(controller: RunController, phone: any Phone, board: any GlanceBoard) {
         (self.controller, self.phone, self.board) = (controller, phone, board)
@@ -52,7 +52,7 @@ public struct Glance: Sendable, Equatable {
             board.begin(title: "Training \(start.model.name)", glance)
         } else {
             guard phone.scene != .active, glance != shown,
-                glance.note != shown?.note || Date.now.timeIntervalSince(lastChange) >= Self.interval
+                glance.note != shown?.note || ContinuousClock.now - lastChange >= Self.interval
             else { return }
             board.update(glance)
         }

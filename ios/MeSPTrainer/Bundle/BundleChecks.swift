@@ -152,12 +152,19 @@ extension ModelBundle {
                 throw MeSPError("\(url.path): the manifest names a file outside the bundle, \(file.path).")
             }
             let location = url.appendingPathComponent(file.path)
-            let opened = try? openRegularFile(location, O_RDONLY)
-            guard opened != nil || FileManager.default.fileExists(atPath: location.path) else {
+            guard FileManager.default.fileExists(atPath: location.path) else {
                 throw MeSPError("\(url.path) lacks \(file.path); export the bundle again.")
             }
-            defer { opened.map { _ = close($0) } }
-            guard let status = opened.flatMap(status(of:)), status.size == file.size else {
+            let opened: Int32
+            do {
+                opened = try openRegularFile(location, O_RDONLY)
+            } catch {
+                throw MeSPError(
+                    "\(file.path) in \(url.path) cannot be read (\(error.plainSentence)); copy or export the bundle again."
+                )
+            }
+            defer { close(opened) }
+            guard let status = status(of: opened), status.size == file.size else {
                 throw MeSPError(
                     "\(file.path) in \(url.path) is not the \(file.size) bytes the manifest says; copy or export the bundle again."
                 )

@@ -46,9 +46,15 @@ signal(SIGPIPE, SIG_IGN)
     pressure.activate()
 #endif
 
+/// Ends the process at once: MLX's threads may still compute what nobody waits for, with what `exit` would destroy before.
+func leave(_ status: Int32) -> Never {
+    fflush(nil)
+    _exit(status)
+}
+
 func fail(_ message: String) -> Never {
     FileHandle.standardError.write(Data((message + "\n").utf8))
-    exit(2)
+    leave(2)
 }
 
 func checkStop() throws { if stopRequested != 0 { throw CancellationError() } }
@@ -186,3 +192,4 @@ do {
 } catch {
     fail(error.plainSentence.english)
 }
+leave(0)

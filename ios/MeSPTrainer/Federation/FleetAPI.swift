@@ -49,7 +49,7 @@ struct FleetAPI: Sendable {
         // A signature is good for five minutes.
         let now = Date.now.formatted(Date.ISO8601FormatStyle(includingFractionalSeconds: true))
         let headers = [
-            "content-type": "application/protobuf", "accept": "application/protobuf",
+            "content-type": "application/protobuf", "accept": "application/protobuf", "accept-encoding": "identity",
             "flwr-public-key": Data(key.publicKey.utf8).base64EncodedString(), "flwr-timestamp": now,
             "flwr-signature": try key.signature(of: now).base64EncodedString(),
             "flwr-package-name": "flwr", "flwr-package-version": Self.version, "flwr-component-name": "SuperNode",
@@ -70,6 +70,10 @@ struct FleetAPI: Sendable {
         } catch Transport.Failure.tooLong {
             throw MeSPError(
                 "\(server.absoluteString) answers \(name) with more bytes than any answer of Flower's has; ask its operator."
+            )
+        } catch Transport.Failure.unsaidLength {
+            throw MeSPError(
+                "\(server.absoluteString) answers \(name) compressed or without a length, as no SuperLink of Flower's does; ask its operator."
             )
         }
         switch status {

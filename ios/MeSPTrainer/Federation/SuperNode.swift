@@ -126,7 +126,8 @@ public struct SuperNode: Sendable {
             }
         } catch {
             // Of a task of its own, as this one may be cancelled.
-            await Task { _ = try? await api.call("deactivate-node", within: 5) { $0.add(1, node) } }.value
+            let last = FleetAPI(server: api.server, key: api.key, transport: api.transport.another())
+            await Task { _ = try? await last.call("deactivate-node", within: 5) { $0.add(1, node) } }.value
             throw error
         }
     }
@@ -167,7 +168,7 @@ public struct SuperNode: Sendable {
         } catch let refusal as FleetAPI.Refusal
             where [FleetAPI.Refusal.keyIsRegistered, FleetAPI.Refusal.registersByHand].contains(refusal.code)
         {}
-        let began = Date.now
+        let began = ContinuousClock.now
         while true {
             do {
                 let answer = try await persistently(report) {
@@ -178,7 +179,7 @@ public struct SuperNode: Sendable {
                 }
                 return answer.number(1)
             } catch let refusal as FleetAPI.Refusal where refusal.code == FleetAPI.Refusal.cannotActivate {
-                guard Date.now.timeIntervalSince(began) < seconds.lease else {
+                guard ContinuousClock.now - began < .seconds(seconds.lease) else {
                     throw MeSPError(
                         "\(api.server.absoluteString) does not let this node in: have \(folder.appendingPathComponent("node.pub").path) registered there with flwr supernode register, or end the other node that uses its key."
                     )

@@ -5,7 +5,8 @@ import Foundation
 #endif
 
 /// Sends requests over HTTP and bounds what a server can do with the answers: their length, their duration, and where they come from. A
-/// redirect is the answer, and is not followed: it would take the request's signature to another host.
+/// redirect is the answer, and is not followed: it would take the request's signature to another host. An answer says its length before it
+/// comes, and is not compressed: a megabyte can stand for a gigabyte, and what follows the last chunk has no end.
 final class Transport: Sendable {
     private let session: URLSession
     private let exchanges = Exchanges()
@@ -16,9 +17,12 @@ final class Transport: Sendable {
 
     deinit { session.finishTasksAndInvalidate() }
 
+    /// One that waits for nothing that this one does: Foundation for Linux can stand still with an answer.
+    func another() -> Transport { Transport(configuration: session.configuration) }
+
     enum Failure: Error {
         case unreachable(String)
-        case tooSlow, tooLong
+        case tooSlow, tooLong, unsaidLength
     }
 
     /// The answer's body and status.
@@ -76,7 +80,10 @@ final class Transport: Sendable {
                     }
                     return .success((exchange.data, response.statusCode))
                 })
-            guard case .failure = result else { return }
+            if case .failure = result { stop(task) }
+        }
+
+        private func stop(_ task: URLSessionTask) {
             #if canImport(FoundationNetworking)
                 // Foundation for Linux can crash where a task is cancelled. Suspended, it reads no more.
                 task.suspend()
@@ -90,7 +97,18 @@ final class Transport: Sendable {
             completionHandler: @escaping @Sendable (URLSession.ResponseDisposition) -> Void
         ) {
             let most = lock.withLock { waiting[dataTask.taskIdentifier]?.most } ?? 0
-            if response.expectedContentLength > Int64(most) { end(dataTask, .failure(Failure.tooLong)) }
+            let response = response as? HTTPURLResponse
+            let isCoded = ["content-encoding", "transfer-encoding"].contains {
+                response?.value(forHTTPHeaderField: $0).map { $0.lowercased() != "identity" } ?? false
+            }
+            let length = isCoded ? -1 : response?.expectedContentLength ?? -1
+            if length > Int64(most) { end(dataTask, .failure(Failure.tooLong)) }
+            if length < 0 {
+                // Of an error, which may be a proxy's, the status tells enough.
+                let isError = (response?.statusCode ?? 0) >= 400
+                end(dataTask, isError ? .success(()) : .failure(Failure.unsaidLength))
+                if isError { stop(dataTask) }
+            }
             completionHandler(.allow)
         }
 

@@ -9,8 +9,8 @@ extension Bench {
         let one = MLXArray(Float(1))
         eval(one)
         var times = [Double]()
-        let end = Date.now.addingTimeInterval(settings.seconds / 4)
-        while times.count < 5 || (times.count < 200 && Date.now < end) {
+        let end = ContinuousClock.now + .seconds(settings.seconds / 4)
+        while times.count < 5 || (times.count < 200 && ContinuousClock.now < end) {
             // Building the graph is not what is measured.
             let last = (0..<kernels).reduce(one) { sum, _ in sum + one }
             times.append(seconds { eval(last) })
@@ -47,8 +47,8 @@ extension Bench {
         eval(x)
         func add(clearing: Bool) throws -> Double {
             var times = [Double]()
-            let end = Date.now.addingTimeInterval(settings.seconds / 4)
-            while times.count < 5 || (times.count < 1000 && Date.now < end) {
+            let end = ContinuousClock.now + .seconds(settings.seconds / 4)
+            while times.count < 5 || (times.count < 1000 && ContinuousClock.now < end) {
                 if clearing { Memory.clearCache() }
                 times.append(
                     seconds {
@@ -110,11 +110,11 @@ extension Bench {
         let (inputs, length) = (architecture.hiddenSize, longest)
         let rates = try bundle.withBlock(0) { weights in
             let all = weights.matrix(architecture.block(0).wideProjection)
-            let begin = Date.now
+            let begin = ContinuousClock.now
             var rates = [(rows: Int, rate: Double)]()
             for rows in [64, 256, 1024, 4096, all.rows].filter({ $0 <= all.rows }) where rows != rates.last?.rows {
                 // The largest tiles of a large model take long on a CPU, and tell no more.
-                guard rates.isEmpty || Date.now.timeIntervalSince(begin) < settings.seconds else { break }
+                guard rates.isEmpty || ContinuousClock.now - begin < .seconds(settings.seconds) else { break }
                 try atBlock()
                 let w = all.rows(0..<rows)
                 let x = MLXRandom.normal(

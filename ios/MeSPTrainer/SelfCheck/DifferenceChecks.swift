@@ -45,10 +45,10 @@ extension Bench {
         }
         var (_, d) = try forward.lossAndGradient(x, example, scale: 1 / Float(Self.differenceTokens))
 
-        let end = Date.now.addingTimeInterval(20 * settings.seconds)
+        let end = ContinuousClock.now + .seconds(20 * settings.seconds)
         var errors = [String: Double]()
         var shared = [Int: MixerState.KeyValues]()
-        for block in blocks.reversed() where errors.isEmpty || Date.now < end {
+        for block in blocks.reversed() where errors.isEmpty || ContinuousClock.now < end {
             guard let x = inputs[block] else { continue }
             let lora = try model.parameters(block)
             let intermediates = try outputs(block, x, lora).intermediates
@@ -64,7 +64,7 @@ extension Bench {
                 }
                 return try forward.loss(y, example)
             }
-            for part in model.layouts[block].parts where errors.isEmpty || Date.now < end {
+            for part in model.layouts[block].parts where errors.isEmpty || ContinuousClock.now < end {
                 try atBlock()
                 let error = try differenceError(gradient * part.mask, lora, size: norm(lora * part.mask), loss)
                 errors[part.name] = error.isFinite ? max(errors[part.name] ?? 0, error) : .nan

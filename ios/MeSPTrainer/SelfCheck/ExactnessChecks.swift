@@ -241,9 +241,9 @@ extension Bench {
     func repeats() throws -> Finding {
         let trainer = try trainer(fewBlocks(.mesp))
         let first = try gradients(trainer).gradients.mapValues(bits)
-        let end = Date.now.addingTimeInterval(20 * settings.seconds)
+        let end = ContinuousClock.now + .seconds(20 * settings.seconds)
         var (done, different) = (0, 0)
-        while done < settings.repeats, done < 2 || Date.now < end {
+        while done < settings.repeats, done < 2 || ContinuousClock.now < end {
             let again = try gradients(trainer).gradients.mapValues { try bits(tamper("repeats", $0)) }
             done += 1
             if again != first { different += 1 }

@@ -61,9 +61,9 @@ public struct SelfCheck {
     @discardableResult public func run(
         atBlock: @escaping () throws -> Void = {}, report: (SelfCheckRecord) throws -> Void = { _ in }
     ) throws -> SelfCheckReport {
-        let begin = Date.now
+        let begin = ContinuousClock.now
         // Before anything asks for a GPU.
-        let isFirstUse = firstUseOfMLX.date >= begin
+        let isFirstUse = firstUseOfMLX.time >= begin
         try settings.check()
         let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))
         let accelerators = NeuralAccelerators.current
@@ -88,7 +88,7 @@ public struct SelfCheck {
         }
         let end = SelfCheckReport.End(
             verdict: whole.checks.contains { $0.verdict == .fail } ? .fail : .pass, constants: bench.constants,
-            seconds: Date.now.timeIntervalSince(begin))
+            seconds: (ContinuousClock.now - begin) / .seconds(1))
         whole.end = end
         hasPassed = settings.checks == nil && end.verdict == .pass
         try report(.end(end))
@@ -99,7 +99,7 @@ public struct SelfCheck {
     static func result(
         _ check: Bench.Check, _ bundle: ModelBundle, _ atBlock: () throws -> Void = {}
     ) throws -> SelfCheckReport.Check {
-        let begin = Date.now
+        let begin = ContinuousClock.now
         var finding: Finding
         do {
             finding = try bundle.withDevice { try MLXErrors.repeating(again: atBlock, check.body) }
@@ -115,7 +115,7 @@ public struct SelfCheck {
         Memory.clearCache()
         return .init(
             name: check.name, verdict: finding.verdict, sentence: finding.sentence, measured: finding.measured,
-            seconds: Date.now.timeIntervalSince(begin))
+            seconds: (ContinuousClock.now - begin) / .seconds(1))
     }
 }
 
@@ -260,8 +260,8 @@ final class Bench {
     func median(_ body: () throws -> Void) throws -> Double {
         try body()
         var times = [Double]()
-        let end = Date.now.addingTimeInterval(settings.seconds / 4)
-        while times.count < 3 || (times.count < 1000 && Date.now < end) {
+        let end = ContinuousClock.now + .seconds(settings.seconds / 4)
+        while times.count < 3 || (times.count < 1000 && ContinuousClock.now < end) {
             try times.append(seconds(body))
         }
         return times.sorted()[times.count / 2]

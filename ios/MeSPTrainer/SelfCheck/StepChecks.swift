@@ -57,11 +57,11 @@ extension Bench {
             observe()
             try atBlock()
         }
-        let end = Date.now.addingTimeInterval(seconds)
+        let end = ContinuousClock.now + .seconds(seconds)
         var number = 0
         _ = sampler.takePeak()
         Memory.peakMemory = 0
-        while number < 2 || Date.now < end {
+        while number < 2 || ContinuousClock.now < end {
             let start = clock.time
             _ = try trainer.step([example(run.seqLen, number: number)], number: number)
             observe()
@@ -140,9 +140,9 @@ extension Bench {
         let part = min(60, whole / 10)
         var (first, last) = ([Double](), [Double]())
         var hottest = state
-        let begin = Date.now
+        let begin = ContinuousClock.now
         _ = try steps(run, defaultPlan(run), for: whole) { times in
-            let (time, since) = (times.reduce(0, +), Date.now.timeIntervalSince(begin))
+            let (time, since) = (times.reduce(0, +), (ContinuousClock.now - begin) / .seconds(1))
             if since <= part || first.count < 2 { first.append(time) }
             if since >= whole - part || last.isEmpty { last.append(time) }
             let order = ThermalState.allCases

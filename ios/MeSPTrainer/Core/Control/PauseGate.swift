@@ -9,7 +9,13 @@ package final class PauseGate: @unchecked Sendable {
     private var memoryWarned = false
     private var lastBattery: Battery?
     /// Whether the thread waits here, or there is none.
-    private var isAtRest = true
+    private var isAtRest = true {
+        didSet {
+            if isAtRest != oldValue { isAtRest ? atWork.leave() : atWork.enter() }
+        }
+    }
+    /// Holds the thread while it is not at rest. Its wait goes by a clock that nobody sets, unlike that of a condition.
+    private let atWork = DispatchGroup()
     private var passes = 0
 
     package init() {}
@@ -65,7 +71,6 @@ package final class PauseGate: @unchecked Sendable {
         condition.withLock {
             while let told, reason == told {
                 isAtRest = true
-                condition.broadcast()
                 condition.wait()
             }
             isAtRest = false
@@ -96,20 +101,12 @@ package final class PauseGate: @unchecked Sendable {
             } catch {
                 sender.finish(throwing: error)
             }
-            condition.withLock {
-                isAtRest = true
-                condition.broadcast()
-            }
+            condition.withLock { isAtRest = true }
         }
         return messages
     }
 
-    package func waitUntilAtRest(seconds: Double) {
-        let limit = Date(timeIntervalSinceNow: seconds)
-        condition.withLock {
-            while !isAtRest, condition.wait(until: limit) {}
-        }
-    }
+    package func waitUntilAtRest(seconds: Double) { _ = atWork.wait(timeout: .now() + seconds) }
 
     /// For work that is done in front only: it continues there, and waits elsewhere.
     @MainActor package func follow(_ phone: any Phone) {

@@ -18,8 +18,8 @@ import MeSPFiles
 public struct FederatedRun {
     /// The run's settings. Where a run for the same message was ended before, it is resumed.
     public let settings: RunSettings
-    /// When the server no longer waits for the answer.
-    public let deadline: Date
+    /// When the server no longer waits for the answer. The system's clock may be set while the run trains.
+    public let deadline: ContinuousClock.Instant
     private let question: SuperNode.Question
     private let architecture: Architecture
     private let received: [String: FlowerArray]
@@ -58,7 +58,9 @@ public struct FederatedRun {
         (self.question, self.received, architecture) = (question, received, manifest.architecture)
         let timeout = number(config["timeout"])
         guard timeout.map({ (0..<Double.infinity).contains($0) }) ?? true else { throw noSetting("timeout") }
-        deadline = timeout.map { question.created + $0 } ?? .distantFuture
+        // Where this device's clock is behind, the message is no younger than one of now.
+        let age = max(0, -question.created.timeIntervalSinceNow)
+        deadline = .now + .seconds(max(0, min((timeout ?? .infinity) - age, 1e9)))
         var settings = try Self.settings(config, bundle, in: question.folder)
         settings.data = data?.path
         if let memoryLimit {

@@ -142,7 +142,7 @@ public struct Generator {
         var cache: PromptCache
         private(set) var random: MLXRandom.RandomState
         /// When it was begun, and when the first token could be chosen.
-        var begin, first: Date?
+        var begin, first: ContinuousClock.Instant?
         /// The tokens that were told.
         private(set) var written = [Int]()
         /// How many tokens have been chosen since it was begun, or begun again.
@@ -189,11 +189,11 @@ public struct Generator {
         let sampler = FootprintSampler()
         defer { sampler.stop() }
         func end(_ text: Text, _ reason: Summary.Reason) throws {
-            let start = text.first ?? Date.now
+            let start = text.first ?? .now
             let summary = Summary(
                 reason: reason, tokens: text.written.count,
-                promptSeconds: start.timeIntervalSince(text.begin ?? start),
-                seconds: Date.now.timeIntervalSince(start), footprintPeakBytes: sampler.takePeak(),
+                promptSeconds: (start - (text.begin ?? start)) / .seconds(1),
+                seconds: (ContinuousClock.now - start) / .seconds(1), footprintPeakBytes: sampler.takePeak(),
                 stopToken: reason == .stop ? text.last : nil)
             try onEnd(text, summary)
         }
@@ -206,7 +206,7 @@ public struct Generator {
                 waiting.removeFirst()
                 texts.append(next)
                 let i = texts.count - 1
-                texts[i].begin = next.begin ?? Date.now
+                texts[i].begin = next.begin ?? .now
                 let logits: MLXArray
                 if let read, read.prompt == next.request.prompt, next.cache.size == 0 {
                     (texts[i].cache, logits) = (read.cache, read.logits)
@@ -217,7 +217,7 @@ public struct Generator {
                 read =
                     waiting.first?.request.prompt == next.request.prompt
                     ? (next.request.prompt, texts[i].cache, logits) : nil
-                texts[i].first = next.first ?? Date.now
+                texts[i].first = next.first ?? .now
                 let token = try choose(logits, likeliest: nil, texts[i])
                 if let reason = try texts[i].take(token, tell: onToken) { try end(texts.removeLast(), reason) }
             }

@@ -80,4 +80,4 @@ package final class FootprintSampler: @unchecked Sendable {
 
 /// The time at which the process first ran work on a bundle, and its footprint then in bytes. A global is initialized when it is first read:
 /// `ModelBundle.withDevice` reads it.
-package let firstUseOfMLX = (date: Date.now, footprint: memoryFootprint())
+package let firstUseOfMLX = (time: ContinuousClock.now, footprint: memoryFootprint())

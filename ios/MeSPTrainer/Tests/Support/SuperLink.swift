@@ -67,7 +67,8 @@ final class SuperLink: URLProtocol {
         if status == Self.never { return }
         Thread.sleep(forTimeInterval: Self.with(host) { $0.delays[url.lastPathComponent] ?? 0 })
         guard status != 0,
-            let response = HTTPURLResponse(url: url, statusCode: status, httpVersion: nil, headerFields: [:])
+            let response = HTTPURLResponse(
+                url: url, statusCode: status, httpVersion: nil, headerFields: ["content-length": String(body.count)])
         else {
             client?.urlProtocol(self, didFailWithError: URLError(.networkConnectionLost))
             return
