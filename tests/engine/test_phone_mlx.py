@@ -10,6 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from helpers import openblas  # noqa: F401, before MLX, as conftest.py does
+
+# isort: split
 import mlx.core as mx
 import pytest
 

@@ -634,8 +634,9 @@ std::optional<mx::array> attention(
     const bool isOne = q.shape(2) == 1 && !mask && !q.is_tracer() && !k.is_tracer() && !v.is_tracer();
     const int missing = isOne ? 0 : (lanes - q.shape(3) % lanes) % lanes;
     if (missing > 0) {
+        // Of every axis: the derivative in MLX 0.32.2 reads the widths by axis, as if all were there.
         const auto padded = [&](const mx::array &x) {
-            return mx::pad(x, {3}, {0}, {missing}, mx::array(0.0f), "constant", s);
+            return mx::pad(x, {{0, 0}, {0, 0}, {0, 0}, {0, missing}}, mx::array(0.0f), "constant", s);
         };
         const auto y = attention(padded(q), padded(k), padded(v), scale, isCausal, mask, s);
         return y ? std::optional(mx::slice(*y, {0, 0, 0, 0}, q.shape(), s)) : std::nullopt;
