@@ -23,7 +23,8 @@
         private func failure(_ buffer: Int, count: Int = 1) -> MetalRules {
             var failure = MetalRules.Failure(buffer: buffer)
             failure.count = count
-            failure.delay = [.max, 0, 1, 4][buffer % 4]
+            // Of several each is another attempt's.
+            failure.delay = count > 1 ? .max : [.max, 0, 1, 4][buffer % 4]
             failure.garbage = buffer / 4 % 2 == 0 ? .nan : .zeros
             return .init(failure: failure)
         }
@@ -49,7 +50,7 @@
                 do {
                     let (found, all) = try result(failure(buffer))
                     #expect(found == expected, "\(name) buffer \(buffer) of \(buffers)")
-                    #expect(all > buffers || all >= buffer, "\(name) buffer \(buffer)")
+                    #expect(all >= buffer, "\(name) buffer \(buffer)")
                 } catch {
                     Issue.record("\(name) buffer \(buffer) of \(buffers): \(error.plainSentence.english)")
                 }
@@ -70,16 +71,21 @@
         private func steps(
             _ folder: URL, _ method: GradientMethod = .mesp, plan: Plan = Plan(tileBytes: 1 << 20), every: Int = 1,
             _ change: @escaping (inout RunSettings) -> Void = { _ in },
-            step: (Trainer, Fixture) throws -> Trainer.StepResult
+            step: @escaping (Trainer, Fixture) throws -> Trainer.StepResult
         ) throws {
             let fixture = try Fixture(folder, "gradients")
+            _ = try fixture.example()  // which reads a file
             try compare(every: every, folder.lastPathComponent) { counted in
                 try fixture.bundle.withDevice {
                     let trainer = try fixture.trainer(method, plan: plan) {
                         $0.learningRate = 0.1
                         change(&$0)
                     }
-                    try fixture.restore(trainer)
+                    var vectors = try trainer.vectors()
+                    for (name, vector) in vectors where name.hasPrefix("lora") {
+                        vectors[name] = try fixture.array(name).asType(vector.dtype)
+                    }
+                    try trainer.restore { vectors[$0] }
                     return try counted {
                         let result = try step(trainer, fixture)
                         let losses = [result.loss, result.gradientNorm, result.kl].compactMap { $0 }
@@ -93,12 +99,7 @@
             try steps(folder) { trainer, fixture in try trainer.step([fixture.example()], number: 0) }
         }
 
-        @Test(
-            arguments: plain,
-            [
-                "mebp", "mezo", "momentum", "adamw", "adamw8bit", "bfloat16", "clipped", "together", "kept", "proximal",
-                "offloaded", "last block",
-            ])
+        @Test(arguments: plain, ["mebp", "mezo", "adamw8bit", "clipped", "together", "kept", "offloaded"])
         func aStepOfAnyKindIsTheSame(_ folder: URL, _ kind: String) throws {
             var plan = Plan(tileBytes: 1 << 20)
             if kind == "together" { plan.order = .blocks }
@@ -108,11 +109,11 @@
             try steps(folder, GradientMethod(rawValue: kind) ?? .mesp, plan: plan) {
                 $0.batchSize = sequences
                 switch kind {
-                case "momentum": $0.momentum = 0.9
-                case "adamw", "adamw8bit": $0.optimizer = .init(rawValue: kind) ?? .sgd
-                case "bfloat16", "mezo": $0.loraDtype = .bfloat16
-                case "clipped": $0.maxGradNorm = 1e-3
-                case "last block": $0.numLayers = 1
+                case "mezo": $0.loraDtype = .bfloat16
+                case "adamw8bit": ($0.optimizer, $0.loraDtype) = (.adamw8bit, .bfloat16)
+                case "clipped": ($0.maxGradNorm, $0.momentum) = (1e-3, 0.9)
+                case "together": $0.optimizer = .adamw
+                case "offloaded": ($0.numLayers, $0.momentum) = (2, 0.9)
                 default: break
                 }
             } step: { trainer, fixture in
@@ -125,7 +126,7 @@
         ) throws {
             var plan = Plan(tileBytes: 1 << 20)
             plan.keepsAnswer = objective == .dpo
-            try steps(folder, plan: plan, every: 3) {
+            try steps(folder, plan: plan, every: 8) {
                 ($0.objective, $0.batchSize) = (objective, 2)
             } step: { trainer, fixture in
                 let answers = try (0..<2).map { index in
@@ -201,7 +202,7 @@
         @Test func aRunIsTheSame() throws {
             try compare { counted in
                 try inFolder { output in
-                    try counted { try run(output) { ($0.optimizer, $0.test) = (.adamw8bit, true) } }
+                    try counted { try run(output) { $0.optimizer = .adamw8bit } }
                 }
             }
         }
@@ -236,7 +237,9 @@
                         "buffer \(buffer): \(error)")
                     let files = files(output)
                     #expect(files.isEmpty || files == whole.files, "buffer \(buffer)")
-                    let losses = try LogSummary(folder: output).steps.map { "step \($0.step) \($0.loss)" }
+                    // Nor is there a log before the first work.
+                    let steps = (try? LogSummary(folder: output).steps) ?? []
+                    let losses = steps.map { "step \($0.step) \($0.loss)" }
                     #expect(losses.isEmpty || losses == whole.log.filter { $0.hasPrefix("step") }, "buffer \(buffer)")
                 }
             }
@@ -348,7 +351,7 @@
 
         // MARK: - The self-check
 
-        @Test(arguments: ["block.outputs", "gradients.cpu", "head.few_targets", "resume"])
+        @Test(arguments: ["gradients.cpu", "resume"])
         func theSelfCheckFindsNoFault(_ name: String) throws {
             let fixture = try Fixture(try #require(Self.plain.first), "gradients")
             func check(_ rules: MetalRules) throws -> (SelfCheckReport.Check, Int) {
@@ -361,7 +364,7 @@
             }
             let (expected, buffers) = try check(.init())
             #expect(expected.verdict == .pass, "\(expected.sentence.english)")
-            for buffer in stride(from: 1, through: buffers, by: max(1, buffers / 25)) {
+            for buffer in stride(from: 1, through: buffers, by: max(1, buffers / 8)) {
                 let (found, _) = try check(failure(buffer))
                 #expect(found.verdict == .pass, "buffer \(buffer): \(found.sentence.english)")
                 #expect(found.measured.map(\.value) == expected.measured.map(\.value), "buffer \(buffer)")
@@ -416,8 +419,8 @@
                 return (try result.get(), report.evaluations)
             }
             var cheaper = 0
-            for share in 8..<24 {
-                var rules = failure(buffers * share / 24, count: 3)
+            for buffer in stride(from: buffers / 3, to: buffers, by: 5) where cheaper < 3 {
+                var rules = failure(buffer, count: 3)
                 rules.failure?.message = MetalRules.Failure.outOfMemory
                 try inFolder { output in
                     let result = withMetal(rules) {

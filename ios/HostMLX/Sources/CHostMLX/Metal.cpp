@@ -43,6 +43,9 @@ void note(const std::string &fault) {
     faults[fault] += 1;
 }
 
+/// Whether it reads a file, or a constant of an imported function, which is done by the CPU's default stream (load.cpp, export.cpp).
+bool is_load(const mx::Primitive &primitive) { return std::strcmp(primitive.name(), "Load") == 0; }
+
 /// Throws where something that `outputs` need would run on the GPU.
 void check_streams(const std::vector<mx::array> &outputs) {
     std::unordered_set<std::uintptr_t> seen;
@@ -54,9 +57,8 @@ void check_streams(const std::vector<mx::array> &outputs) {
             continue;
         }
         auto &primitive = a.primitive();
-        // A function's constants are read by the CPU's default stream (export.cpp:1155), which here stands for the GPU.
-        const bool is_load = std::strcmp(primitive.name(), "Load") == 0;
-        if (!is_load && (host::stands_for_gpu(primitive.stream()) || primitive.device() == mx::Device::gpu)) {
+        // Which here is the stream in the GPU's place.
+        if (!is_load(primitive) && (host::stands_for_gpu(primitive.stream()) || primitive.device() == mx::Device::gpu)) {
             throw std::runtime_error(std::string(primitive.name()) + " runs on the GPU, the default device");
         }
         pending.insert(pending.end(), a.inputs().begin(), a.inputs().end());
@@ -90,7 +92,7 @@ struct Work {
             if (!seen.insert(a.id()).second) {
                 continue;
             }
-            if (a.status() != mx::array::Status::unscheduled) {
+            if (a.status() != mx::array::Status::unscheduled || (a.has_primitive() && is_load(a.primitive()))) {
                 a.eval();
                 inputs.push_back(a);
                 continue;

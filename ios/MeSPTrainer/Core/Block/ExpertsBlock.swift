@@ -183,10 +183,9 @@ private struct Routed {
         eval(chosen, z, w)
         self.chosen = chosen
         var places = [[Int32]](repeating: [], count: experts.numExperts)
-        // After an error of MLX none: it ends the run when the block's weights are let go.
-        for (place, expert) in ((try? chosen.numbers(Int32.self)) ?? []).enumerated() {
-            places[Int(expert)].append(Int32(place))
-        }
+        // After an error of MLX any: nothing of the block is used then.
+        let numbers = (try? chosen.numbers(Int32.self)) ?? (0..<chosen.size).map { Int32($0 % experts.numExperts) }
+        for (place, expert) in numbers.enumerated() { places[Int(expert)].append(Int32(place)) }
         let perToken = Int32(experts.numExpertsPerTok)
         byExpert = places.enumerated().flatMap { expert, places in
             tiles(of: places.count, size: most).map { some in
