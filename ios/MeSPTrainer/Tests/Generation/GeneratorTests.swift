@@ -62,18 +62,22 @@ import Testing
         private final class LastFile: @unchecked Sendable {
             let bundle: ModelBundle
             var asked = 0
+            /// Before the refusal, and after it.
             var held = [Int]()
             init(_ bundle: ModelBundle) { self.bundle = bundle }
             var isRefused: Bool {
                 asked += 1
                 let maps = (try? String(contentsOfFile: "/proc/self/maps", encoding: .utf8)) ?? ""
-                if !bundle.maps.areKept { held.append(maps.components(separatedBy: bundle.url.path + "/").count - 1) }
-                return bundle.maps.areKept && asked == Set(bundle.manifest.weightFiles.map(\.file)).count
+                let isLast = asked == Set(bundle.manifest.weightFiles.map(\.file)).count
+                if isLast || !bundle.maps.areKept {
+                    held.append(maps.components(separatedBy: bundle.url.path + "/").count - 1)
+                }
+                return bundle.maps.areKept && isLast
             }
         }
 
         /// Nothing that is kept from token to token holds a map then: its addresses are free before the file is mapped.
-        @Test func whereAddressesRunOutNoMapIsHeld() throws {
+        @Test(arguments: [[1, 2, 3], [1]]) func whereAddressesRunOutNoMapIsHeld(_ prompt: [Int]) throws {
             let copy = temporaryFolder()
             defer { try? FileManager.default.removeItem(at: copy) }
             let source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
@@ -83,15 +87,15 @@ import Testing
                 let last = LastFile(bundle)
                 let areUsedUp: @Sendable () -> Bool = { last.isRefused && refusing }
                 return try Addresses.$areUsedUp.withValue(areUsedUp) {
-                    var (tokens, request) = ([Int](), Generator.Request(prompt: [1, 2, 3]))
+                    var (tokens, request) = ([Int](), Generator.Request(prompt: prompt))
                     request.maxTokens = 4
                     _ = try Generator(CachedModel(bundle, adapters: nil)).generate(request) { tokens.append($0) }
                     return (tokens, last.held)
                 }
             }
             let (refused, plain) = (try text(refusing: true), try text(refusing: false))
-            #expect(refused.tokens == plain.tokens && plain.held.isEmpty)
-            #expect(refused.held.first == 0)
+            #expect(refused.tokens == plain.tokens)
+            #expect(refused.held[0] > 0 && refused.held[1] == 0, "\(refused.held)")
         }
     #endif
 
