@@ -188,10 +188,10 @@
                 (request.maxTokens, request.temperature, request.topP) = (3, 1, 0.9)
                 try Generator(fixture.bundle).generate(request) { _ in }
                 for method in fixture.exactMethods {
-                    let trainer = try fixture.trainer(method)
-                    // The second step evaluates less: it need not pause while a GPU compiles kernels.
-                    for _ in 0..<2 {
-                        try fixture.bundle.withDevice { _ = try fixture.backpropagate(trainer) { _, _ in } }
+                    try fixture.bundle.withDevice {
+                        let trainer = try fixture.trainer(method)
+                        // The second step evaluates less: it need not pause while a GPU compiles kernels.
+                        for _ in 0..<2 { _ = try fixture.backpropagate(trainer) { _, _ in } }
                     }
                 }
             }.result
