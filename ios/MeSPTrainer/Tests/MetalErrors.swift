@@ -384,7 +384,7 @@
             let found = try inFolder { output in
                 let (gate, reasons, refused) = (PauseGate(), Locked([PauseReason?]()), rules)
                 let saved = Locked<Result<Saved, any Error>?>(nil)
-                startThread("run") { [self] in
+                MLXWork.start("run") { [self] in
                     let result = withMetal(refused) {
                         try run(output, atBlock: { try gate.pass { reason in reasons.change { $0.append(reason) } } })
                     }.result
