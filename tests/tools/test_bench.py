@@ -172,6 +172,9 @@ def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
         assert 0 < row["most_first_kernels"] <= row["first_kernels"] < row["kernels"]
         assert row["leaked_bytes"] == 0
         assert row["strict_ledger_peak_bytes"] <= row["strict_predicted_peak_bytes"]
+        # Handlers that are later hold more command buffers.
+        assert row["slow_ledger_peak_bytes"] > row["strict_ledger_peak_bytes"]
+        assert row["slow_most_in_flight"] > row["strict_most_in_flight"]
     short, long = rows
     assert short["predicted_peak_bytes"] == pytest.approx(short["ledger_peak_bytes"], rel=0.1)
     assert long["ledger_peak_bytes"] > short["ledger_peak_bytes"]

@@ -46,6 +46,7 @@ COLUMNS = {
     "strict peak MB": ("strict_ledger_peak_bytes", "{:,.1f}"),
     "strict predicted MB": ("strict_predicted_peak_bytes", "{:,.1f}"),
     "strict polling s": ("strict_spinning_seconds", "{:,.3f}"),
+    "slow peak MB": ("slow_ledger_peak_bytes", "{:,.1f}"),
     "modelled s": ("modelled_seconds", "{:,.2f}"),
     "new MB": ("new_buffer_bytes", "{:,.0f}"),
     "error": ("prediction_error", "{:+.0%}"),

@@ -144,7 +144,8 @@ def gpu_rows(bench: Bench) -> Iterator[Row]:
         bench.doing(cell, "counting")
         count = find_count(engine_program(), engine_settings(cell, Variant("mesp")))
         row = cell.row() | {name: count[name] for name in COUNTED}
-        row |= {f"strict_{name}": value for name, value in count["strict"].items()}
+        for rules in ("strict", "slow"):
+            row |= {f"{rules}_{name}": value for name, value in count[rules].items()}
         del row["cpu"], row["os"]  # no matter where it is counted
         yield row
 
@@ -445,9 +446,9 @@ KINDS = {
 Counted: evals (round trips), kernels, TFLOP (of matrix products and attention), the ledger's peak,
 of MLX's arrays and its cache, without the process and the mapped weights, and the new buffers,
 which the system makes and fills with zeros. The predicted peak is the planner's of the same.
-Polling is how long `eval` keeps a core busy at most. Strict is with the trainer's command buffers
-in place of MLX's own, and with late completion handlers. Modelled: the seconds, from the counts and
-a phone's supposed speeds.
+Polling is how long `eval` keeps a core busy at most. Strict and slow are with the trainer's command
+buffers in place of MLX's own: strict where the last one's completion handlers are late, slow where
+those of many are. Modelled: the seconds, from the counts and a phone's supposed speeds.
 See docs/ledger.md.""",
     ),
     "h": Kind(

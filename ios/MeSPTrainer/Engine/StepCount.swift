@@ -16,22 +16,29 @@ import MeSPBundle
         /// The number of times that `eval` polls instead of sleeping, and an upper bound of the seconds.
         let commandBuffers, spins: Int
         let spinningSeconds: Double
-        /// The same with the trainer's command buffers and late handlers.
-        let strict: Strict
+        /// The same with the trainer's command buffers, whose last one's handlers are late, and with the handlers of many late.
+        let strict, slow: Short
         /// Kernels that the steps before and this one compile, and the most from one block to the next.
         let firstKernels, mostFirstKernels: Int
         /// The bytes that mlx-swift leaks in a step.
         let leakedBytes: Int
 
-        struct Strict: Encodable {
-            let ledgerPeakBytes, predictedPeakBytes, commandBuffers, spins: Int
+        struct Short: Encodable {
+            let ledgerPeakBytes, predictedPeakBytes, commandBuffers, mostInFlight, spins: Int
             let spinningSeconds: Double
+
+            init(_ settings: RunSettings, _ rules: LedgerRules) throws {
+                let (ledger, predicted) = try record(settings, rules)
+                (ledgerPeakBytes, predictedPeakBytes) = (ledger.peakBytes, predicted)
+                (commandBuffers, mostInFlight) = (ledger.commandBuffers, ledger.mostInFlight)
+                (spins, spinningSeconds) = (ledger.spins, ledger.secondsSpinning())
+            }
         }
 
         /// - Throws: `MeSPError` as a run would, and of a bundle for the CPU; `LedgerError`.
         init(_ settings: RunSettings) throws {
             setenv(MLXSupport.commandBufferVariable, "\(LedgerRules.phone.operationsPerBuffer)", 1)
-            let (ledger, predicted) = try Self.record(settings, .phone)
+            let (ledger, predicted) = try record(settings, .phone)
             (evals, kernels, tflop) = (ledger.evals + ledger.waits, ledger.kernels, ledger.flop / 1e12)
             (readBytes, writtenBytes) = (Int(ledger.readBytes), Int(ledger.writtenBytes))
             (newBuffers, newBufferBytes) = (ledger.newBuffers, Int(ledger.newBufferBytes))
@@ -41,31 +48,29 @@ import MeSPBundle
 
             unsetenv(MLXSupport.commandBufferVariable)
             MLXSupport.setEnvironment()
-            let (second, secondlyPredicted) = try Self.record(settings, .strictPhone)
-            strict = Strict(
-                ledgerPeakBytes: second.peakBytes, predictedPeakBytes: secondlyPredicted,
-                commandBuffers: second.commandBuffers, spins: second.spins, spinningSeconds: second.secondsSpinning())
+            strict = try Short(settings, .strictPhone)
+            slow = try Short(settings, .slowPhone)
             (firstKernels, mostFirstKernels) = (ledger.firstKernels, ledger.mostFirstKernels)
             leakedBytes = ledger.leakedBytes
         }
+    }
 
-        /// The second step, as the first also makes what stays; and the planner's prediction for its arrays.
-        private static func record(_ settings: RunSettings, _ rules: LedgerRules) throws -> (Ledger, predicted: Int) {
-            var predicted = 0
-            let ledger = try Ledger.record(rules: rules) {
-                let rehearsal = try Rehearsal(settings)
-                guard rehearsal.isForGPU else {
-                    throw MeSPError("\(settings.bundle) is for the CPU: export it with --device gpu to count.")
-                }
-                guard !rehearsal.hasExperts else {
-                    throw MeSPError("\(settings.bundle) mixes experts, and kernels depend on those that tokens choose.")
-                }
-                predicted = rehearsal.planner.arrays(rehearsal.plan)
-                try rehearsal.step { Ledger.boundary() }
-                Ledger.restart()
-                try rehearsal.step { Ledger.boundary() }
+    /// The second step, as the first also makes what stays; and the planner's prediction for its arrays.
+    private func record(_ settings: RunSettings, _ rules: LedgerRules) throws -> (Ledger, predicted: Int) {
+        var predicted = 0
+        let ledger = try Ledger.record(rules: rules) {
+            let rehearsal = try Rehearsal(settings)
+            guard rehearsal.isForGPU else {
+                throw MeSPError("\(settings.bundle) is for the CPU: export it with --device gpu to count.")
             }
-            return (ledger, predicted)
+            guard !rehearsal.hasExperts else {
+                throw MeSPError("\(settings.bundle) mixes experts, and kernels depend on those that tokens choose.")
+            }
+            predicted = rehearsal.planner.arrays(rehearsal.plan)
+            try rehearsal.step { Ledger.boundary() }
+            Ledger.restart()
+            try rehearsal.step { Ledger.boundary() }
         }
+        return (ledger, predicted)
     }
 #endif

@@ -927,5 +927,5 @@ bool host_new_stream(int32_t type, HostStream *stream) {
     return done([&] { *stream = wrap(host::new_shared_stream(device(type))); });
 }
 void host_synchronize(HostStream s) {
-    done([&] { mx::synchronize(get(s)); });
+    done([&] { ledger::recording() ? ledger::synchronize(get(s)) : mx::synchronize(get(s)); });
 }

@@ -366,48 +366,63 @@ void Recorder::touch(const mx::array &a) {
 void Recorder::temporary(mx::array a) { encoding_.temporaries.push_back(std::move(a)); }
 
 void Recorder::commit(bool counted) {
-    late_ = {};
+    run_handlers(std::max(rules.late_handlers, 1) - 1);
     encoding_.counted = counted;
     encoding_.serial = ++committed_;
     running_.push_back(std::move(encoding_));
     encoding_ = {};
     counts.command_buffers++;
+    counts.most_in_flight = std::max(counts.most_in_flight, running_.size());
     active_tasks_ += counted;
     if (rules.run_ahead == 0) {
-        complete(committed_);
+        finish(committed_);
     }
 }
 
-/// Lets command buffers complete, in order, up to one.
-///
-/// - Returns: the last that has kernels.
-Recorder::CommandBuffer Recorder::complete(size_t serial) {
-    CommandBuffer last;
-    while (!running_.empty() && running_.front().serial <= serial) {
-        CommandBuffer done = std::move(running_.front());
-        running_.pop_front();
-        active_tasks_ -= done.counted;
-        if (done.operations > 0) {
-            last = std::move(done);
+/// Takes the oldest command buffer whose completion handlers have not run, and runs them: they end its task and free its
+/// arrays (metal/eval.cpp:64).
+void Recorder::run_oldest_handlers() {
+    CommandBuffer done = std::move(running_.front());
+    running_.pop_front();
+    finished_ = std::max(finished_, done.serial);
+    active_tasks_ -= done.counted;
+}
+
+/// Runs the handlers of what the GPU is through with, but for the last command buffers with kernels and what follows them.
+void Recorder::run_handlers(size_t late) {
+    size_t behind = std::count_if(running_.begin(), running_.end(), [&](const CommandBuffer &buffer) {
+        return buffer.serial <= finished_ && buffer.operations > 0;
+    });
+    while (!running_.empty() && running_.front().serial <= finished_) {
+        const size_t own = running_.front().operations > 0;
+        if (behind < late + own) {
+            return;
         }
-    }
-    return last;
-}
-
-/// Waits for an event, which a command buffer signals (metal/event.cpp:26). Arrays are held by completion handlers, which
-/// Metal calls on another thread (metal/eval.cpp:60): late ones, of the last kernels, have not run by then.
-void Recorder::wait_for_event(size_t serial) {
-    CommandBuffer last = complete(serial);
-    if (rules.late_handlers) {
-        late_ = std::move(last);
+        behind -= own;
+        run_oldest_handlers();
     }
 }
 
-/// scheduler.h:130: until one of the tasks that are counted is complete.
+/// Lets the GPU be through with the command buffers up to one, whose event is waited for. Handlers run on another thread,
+/// and late ones have not by then.
+void Recorder::finish(size_t serial) {
+    finished_ = std::max(finished_, serial);
+    run_handlers(rules.late_handlers);
+}
+
+/// metal/device.cpp:564: handlers have run when it returns.
+void Recorder::synchronize() {
+    commit(false);
+    counts.waits++;
+    finished_ = committed_;
+    run_handlers(0);
+}
+
+/// scheduler.h:55: until one of the tasks that are counted is complete.
 void Recorder::complete_one() {
     while (!running_.empty()) {
         const bool counted = running_.front().counted;
-        complete(running_.front().serial);
+        run_oldest_handlers();
         if (counted) {
             return;
         }
@@ -617,9 +632,11 @@ void Recorder::back_pressure() {
             if (active_tasks_ == 1) {
                 counts.spins++;
                 for (const auto &buffer : running_) {
-                    counts.spin_kernels += buffer.operations;
-                    counts.spin_flop += buffer.flop;
-                    counts.spin_bytes += buffer.bytes;
+                    if (buffer.serial > finished_) {
+                        counts.spin_kernels += buffer.operations;
+                        counts.spin_flop += buffer.flop;
+                        counts.spin_bytes += buffer.bytes;
+                    }
                     if (buffer.counted) {
                         break;
                     }
@@ -679,7 +696,7 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
             }
         }
     } else {
-        wait_for_event(committed_);
+        finish(committed_);
         pending_.clear();
     }
 }
@@ -693,10 +710,9 @@ void Recorder::wait(mx::array &a) {
     if (it == pending_.end()) {
         return;
     }
-    if (it->second.first.lock() == a.data_shared_ptr() && !running_.empty() &&
-        running_.front().serial <= it->second.second) {
+    if (it->second.first.lock() == a.data_shared_ptr() && finished_ < it->second.second) {
         counts.waits++;
-        wait_for_event(it->second.second);
+        finish(it->second.second);
     }
     pending_.erase(it);
 }
@@ -716,8 +732,8 @@ void Recorder::restart() {
 void Recorder::boundary() { first_since_boundary_ = 0; }
 
 void Recorder::close() {
-    complete(committed_);
-    late_ = {};
+    finished_ = committed_;
+    run_handlers(0);
     encoding_ = {};
     allocator_->clear_cache();
 }
@@ -754,6 +770,14 @@ void evaluate(std::vector<mx::array> outputs, bool async) {
 
 void wait(mx::array &a) {
     on_recorder([&](Recorder &r) { r.wait(a); });
+}
+
+void synchronize(mx::Stream stream) {
+    on_recorder([&](Recorder &r) {
+        if (stream.device == mx::Device::gpu || !r.rules.gpu_only) {
+            r.synchronize();
+        }
+    });
 }
 
 void created(mx::array &a) {

@@ -16,6 +16,7 @@ bool recording();
 
 void evaluate(std::vector<mlx::core::array> outputs, bool async);
 void wait(mlx::core::array &a);
+void synchronize(mlx::core::Stream stream);
 
 // MARK: Events that the ledger records
 

@@ -52,6 +52,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
 
     void evaluate(std::vector<mlx::core::array> outputs, bool async);
     void wait(mlx::core::array &a);
+    void synchronize();
     void track(mlx::core::array &a);
     mlx::core::allocator::Buffer buffer(size_t size);
     void give(Block *block, size_t tracked);
@@ -84,8 +85,9 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     void encode(mlx::core::array &arr);
     void hold(mlx::core::array &arr);
     void commit(bool counted);
-    CommandBuffer complete(size_t serial);
-    void wait_for_event(size_t serial);
+    void run_oldest_handlers();
+    void run_handlers(size_t late);
+    void finish(size_t serial);
     void complete_one();
     void back_pressure();
 
@@ -95,11 +97,12 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     size_t peak_ = 0;
     std::optional<size_t> foreign_override_;
     CommandBuffer encoding_;
+    /// The command buffers whose completion handlers have not run.
     std::deque<CommandBuffer> running_;
-    /// A command buffer that was waited for and whose handlers have not freed its arrays yet.
-    CommandBuffer late_;
     int active_tasks_ = 0;
     size_t committed_ = 0;
+    /// The last that the GPU is through with.
+    size_t finished_ = 0;
     /// Arrays of asynchronous evaluations, and the last command buffer of each.
     std::unordered_map<const void *, std::pair<std::weak_ptr<mlx::core::array::Data>, size_t>> pending_;
     /// The Metal kernels that were used, by a name that tells them apart, and how many since the last boundary.

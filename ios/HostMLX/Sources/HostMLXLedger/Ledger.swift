@@ -26,9 +26,11 @@ public struct Ledger: Codable, Sendable, Equatable {
     public var evals = 0
     /// Evaluations that are only begun.
     public var asyncEvals = 0
-    /// Waits for an array of an evaluation that was only begun.
+    /// Waits for an array of an evaluation that was only begun, and calls of `Stream.synchronize()`.
     public var waits = 0
     public var commandBuffers = 0
+    /// The most command buffers that were committed and whose completion handlers had not run.
+    public var mostInFlight = 0
 
     public var kinds: [String: Kind] = [:]
 
@@ -118,20 +120,21 @@ public struct LedgerRules: Codable, Sendable, Equatable {
     public var runAhead: Int
     /// The generation of the GPU's architecture, as 15 in `applegpu_g15p`.
     public var generation: Int
-    /// Whether the arrays of the last command buffer that was waited for are freed only when the next is committed: its
-    /// completion handlers free them, on another thread, and an `eval` does not wait for these.
-    public var hasLateHandlers: Bool
+    /// Command buffers that are complete when an `eval` returns and whose completion handlers have not run. These end a task
+    /// and free its arrays, on another thread; MLX waits for them only where it waits for a task, and `Stream.synchronize()`
+    /// for all. Without such a wait they run when as many more command buffers are committed.
+    public var lateHandlers: Int
 
     public init(
         isMetal: Bool, operationsPerBuffer: Int, megaElementsPerBuffer: Int, runAhead: Int, generation: Int = 15,
-        hasLateHandlers: Bool = false
+        lateHandlers: Int = 0
     ) {
         self.isMetal = isMetal
         self.operationsPerBuffer = operationsPerBuffer
         self.megaElementsPerBuffer = megaElementsPerBuffer
         self.runAhead = runAhead
         self.generation = generation
-        self.hasLateHandlers = hasLateHandlers
+        self.lateHandlers = lateHandlers
     }
 
     /// An iPhone (MLX's metal/device.cpp:342) whose GPU completes nothing before it must: the encoder is ahead by the
@@ -139,19 +142,25 @@ public struct LedgerRules: Codable, Sendable, Equatable {
     public static let phone = LedgerRules(
         isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 10)
 
-    /// The same with late handlers: the most that arrays take on an iPhone.
+    /// The same with one late command buffer: the most that arrays take on an iPhone whose handlers run at once.
     public static var strictPhone: LedgerRules { strict(operationsPerBuffer: 20, megaElementsPerBuffer: 40) }
+    /// An iPhone whose handlers run 0.5 to 3 ms after their command buffer: up to 36 of MLX's command buffers are in flight then.
+    public static var slowPhone: LedgerRules {
+        strict(operationsPerBuffer: 20, megaElementsPerBuffer: 40, lateHandlers: 24)
+    }
     /// An iPad with an M chip, or a Mac with one that is no Max or Ultra (device.cpp:346).
     public static var strictPad: LedgerRules { strict(operationsPerBuffer: 40, megaElementsPerBuffer: 40) }
     /// A Mac with a Max or an Ultra (device.cpp:350).
     public static var strictMac: LedgerRules { strict(operationsPerBuffer: 50, megaElementsPerBuffer: 50) }
 
     /// - Parameter operationsPerBuffer: unless `MLX_MAX_OPS_PER_BUFFER` is set.
-    private static func strict(operationsPerBuffer: Int, megaElementsPerBuffer: Int) -> LedgerRules {
+    private static func strict(
+        operationsPerBuffer: Int, megaElementsPerBuffer: Int, lateHandlers: Int = 1
+    ) -> LedgerRules {
         let set = getenv("MLX_MAX_OPS_PER_BUFFER").flatMap { Int(String(cString: $0)) }
         return LedgerRules(
             isMetal: true, operationsPerBuffer: set ?? operationsPerBuffer,
-            megaElementsPerBuffer: megaElementsPerBuffer, runAhead: 10, hasLateHandlers: true)
+            megaElementsPerBuffer: megaElementsPerBuffer, runAhead: 10, lateHandlers: lateHandlers)
     }
 
     /// An iPhone whose GPU completes each command buffer as soon as it is committed.
@@ -167,7 +176,7 @@ public struct LedgerRules: Codable, Sendable, Equatable {
             compute: compute, metal: isMetal, operations_per_buffer: Int32(clamping: operationsPerBuffer),
             mega_elements_per_buffer: Int32(clamping: megaElementsPerBuffer),
             run_ahead: Int32(clamping: runAhead), generation: Int32(clamping: generation),
-            gpu_only: device == .gpu, late_handlers: hasLateHandlers)
+            gpu_only: device == .gpu, late_handlers: Int32(clamping: lateHandlers))
     }
 }
 
@@ -266,6 +275,7 @@ private final class Recording {
         ledger.asyncEvals = counts.async_evals
         ledger.waits = counts.waits
         ledger.commandBuffers = counts.command_buffers
+        ledger.mostInFlight = counts.most_in_flight
         ledger.newBuffers = counts.new_buffers
         ledger.newBufferBytes = counts.new_buffer_bytes
         ledger.peakBytes = counts.peak_bytes

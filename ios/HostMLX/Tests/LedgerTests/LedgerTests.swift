@@ -285,6 +285,61 @@ struct LedgerTests {
         #expect(try alive(.strictPhone) { eval(arange(4, dtype: .int32)) } == 1)
     }
 
+    private func rules(lateHandlers: Int) -> LedgerRules {
+        LedgerRules(
+            isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 10, lateHandlers: lateHandlers)
+    }
+
+    @Test(arguments: [0, 1, 3, 8]) func lateHandlersKeepTheArraysOfTheirBuffers(_ late: Int) throws {
+        let before = baseline()
+        var (alive, synchronized) = (0, 0)
+        let ledger = try count(rules(lateHandlers: late)) {
+            let x = floats(64, 64)
+            for _ in 0..<6 { eval(matmul(x, x)) }
+            Memory.clearCache()
+            alive = Memory.activeMemory - before
+            Stream.gpu.synchronize()
+            Memory.clearCache()
+            synchronized = Memory.activeMemory - before
+            withExtendedLifetime(x) {}
+        }
+        // x, and a product of each evaluation whose handlers have not run.
+        #expect(alive == (1 + min(late, 6)) * page)
+        #expect(synchronized == page)
+        #expect(ledger.waits == 1)
+        #expect(ledger.mostInFlight == min(late, 6) + 1)
+    }
+
+    @Test func waitsForATaskRunLateHandlers() throws {
+        let limit = Memory.memoryLimit
+        defer { Memory.memoryLimit = limit }
+        let ledger = try count(rules(lateHandlers: .max)) {
+            products()  // two buffers of 21 are tasks
+            Memory.memoryLimit = Memory.activeMemory
+            products()
+        }
+        // The 44 arrays of before but for the two that both buffers hold go when the first two of the next ones need memory.
+        #expect(ledger.peakArrays == 46)
+        let free = try count(rules(lateHandlers: .max)) {
+            products()
+            products()
+        }
+        #expect(free.peakArrays == 88)
+    }
+
+    /// A task in each evaluation, and the buffer that ends it; above ten tasks, one more that ends the wait's encoding.
+    @Test func elevenTasksAreLate() throws {
+        let ledger = try count(rules(lateHandlers: .max)) {
+            let x = floats(64, 64)
+            for _ in 0..<40 {
+                var y = x
+                for _ in 0..<21 { y = matmul(y, x) }
+                eval(y)
+            }
+        }
+        #expect(ledger.mostInFlight == 3 * 11 + 2)
+    }
+
     @Test(arguments: [(LedgerRules.strictPhone, 3), (.strictPad, 2), (.strictMac, 1)])
     func otherDevicesCommitLater(_ rules: LedgerRules, buffers: Int) throws {
         #expect(try count(rules) { products() }.commandBuffers == buffers)

@@ -245,12 +245,13 @@ typedef struct {
     int32_t run_ahead;                 // command buffers that may run while the next is encoded; 0: none
     int32_t generation;                // of the GPU's architecture: 15 in `applegpu_g15p`
     bool gpu_only;                     // what is on a CPU's stream takes memory, and no kernels or command buffers
-    bool late_handlers;                // the last command buffer's arrays are freed after the wait for it returns
+    int32_t late_handlers;             // command buffers whose arrays are freed after the wait for them returns
 } HostLedgerRules;
 
 typedef struct {
-    size_t evals, async_evals, waits;  // waits: for arrays of an asynchronous evaluation
+    size_t evals, async_evals, waits;  // waits: for arrays of an asynchronous evaluation, and for a stream
     size_t kernels, command_buffers;
+    size_t most_in_flight;  // command buffers whose handlers have not run
     double flop, read_bytes, written_bytes;
     size_t new_buffers;
     double new_buffer_bytes;
