@@ -17,11 +17,13 @@ extension Block: BlockForward {
     ) -> MLXArray {
         let mixerOut = mixer(weights.mixerNorm(x), sequences, &states).out
         let xMid = sum(x, weights.mixerPostNorm, mixerOut)
+        tile.pace.rest([xMid])
         let y = y(xMid, mlp(weights.mlpNorm(xMid)), beside.perLayer)
         // y needs the keys and values of attention.
         let kept = keepsStates ? states.filter { $0.isRecurrent }.flatMap(\.arrays) : []
         let results = [y] + kept
         if waits { eval(results) } else { asyncEval(results) }
+        tile.pace.rest(results)
         return y
     }
 
@@ -186,7 +188,9 @@ extension Block: BlockForward {
 
     /// A projection of mixer_in as it would be stored.
     func projected(_ name: Projection, _ mixerIn: MLXArray) -> MLXArray {
-        projection(name)(mixerIn, tile: tile.projection).asType(mixerIn.dtype)
+        let result = projection(name)(mixerIn, tile: tile.projection).asType(mixerIn.dtype)
+        tile.pace.rest([result])
+        return result
     }
 
     /// The results of `mixed` for each sequence's rows and state, one below the other.
@@ -224,6 +228,7 @@ extension Block: BlockForward {
         var (sum, kept): (MLXArray?, (gate: MLXArray, up: MLXArray)?) = (mixed, nil)
         for f in features {
             let (gateF, upF) = (gate.outputs(f)(mlpIn), up.outputs(f)(mlpIn))
+            tile.pace.rest([gateF, upF])
             let part = down.inputs(f)(weights.activation.gated(gate: gateF, up: upF))
             let next = sum.map { $0 + part } ?? part
             if keeps { kept = (gateF.asType(mlpIn.dtype), upF.asType(mlpIn.dtype)) }

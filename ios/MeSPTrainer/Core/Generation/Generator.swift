@@ -60,7 +60,8 @@ public struct Generator {
     ///
     /// - Parameters:
     ///   - request: the prompt, and how tokens are chosen.
-    ///   - atBlock: called before each block; `CancellationError` from it, or from `onToken`, ends the text as `stopped`.
+    ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait. `CancellationError` from it,
+    ///     or from `onToken`, ends the text as `stopped`.
     ///   - onToken: gets the token's id.
     /// - Returns: how many tokens, how fast, and why the text ended.
     /// - Throws: `MeSPError`, and what `onToken` throws.
@@ -77,7 +78,8 @@ public struct Generator {
     /// - Parameters:
     ///   - request: the prompt, and how tokens are chosen.
     ///   - cache: of the same model and adapters, or empty. It then has this prompt and its text, but for the last token.
-    ///   - atBlock: called before each block; `CancellationError` from it, or from `onToken`, ends the text as `stopped`.
+    ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait. `CancellationError` from it,
+    ///     or from `onToken`, ends the text as `stopped`.
     ///   - onToken: gets the token's id.
     /// - Returns: how many tokens, how fast, and why the text ended.
     /// - Throws: `MeSPError`, and what `onToken` throws.
@@ -110,7 +112,7 @@ public struct Generator {
     ///   - requests: the prompts, and how the tokens of each are chosen.
     ///   - atOnce: how many texts run together, from 1 to 16. Where one ends the next begins.
     ///   - cacheLimit: what the caches of these may take together, in bytes; fewer texts run together where they would take more.
-    ///   - atBlock: called before each block; `CancellationError` from it ends all texts as `stopped`.
+    ///   - atBlock: called likewise; `CancellationError` from it ends all texts as `stopped`.
     ///   - onToken: gets the index of a request and the next token's id; `CancellationError` from it ends this text as `stopped`.
     ///   - onEnd: gets the index of a request and how its text went, in the order in which they end.
     /// - Throws: `MeSPError`, and what the functions throw.

@@ -7,6 +7,7 @@ import Testing
 
 @Suite(.serialized, .timeLimit(.minutes(2))) @MainActor final class LearnedExamplesTests {
     private let documents = temporaryFolder()
+    private let phone = TestPhone()
     private lazy var model = makeModel()
     deinit { try? FileManager.default.removeItem(at: documents) }
 
@@ -15,8 +16,10 @@ import Testing
     private func makeModel(
         loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer = { _ in ByteTokenizer() }
     ) -> AppModel {
-        AppModel(
-            phone: TestPhone(), folder: DocumentsFolder(documents: documents), loadTokenizer: loadTokenizer)
+        let model = AppModel(
+            phone: phone, folder: DocumentsFolder(documents: documents), loadTokenizer: loadTokenizer)
+        model.examples.settling = .zero
+        return model
     }
 
     private func train(steps: Int = 3) async throws -> StoredRun {
@@ -109,6 +112,33 @@ import Testing
         model.askToDelete(.run(second))
         await model.confirmDeletion()
         #expect(model.examples.writing == nil && model.library.runs.map(\.id) == [first.id])
+    }
+
+    @Test func theyWaitUntilTheAppHasStayedInFrontUnlessSomebodyAsks() async throws {
+        let (reads, reading) = AsyncStream.makeStream(of: Void.self)
+        model = makeModel { _ in
+            reading.yield()
+            return ByteTokenizer()
+        }
+        model.examples.settling = .milliseconds(50)
+        let run = try await train()
+        phone.scene = .inactive
+        try await Task.sleep(for: .milliseconds(200))
+        #expect(model.examples.writing == run.id && model.examples.of(run).isEmpty)
+        // Shorter than it has to be in front.
+        phone.scene = .active
+        phone.scene = .background
+        try await Task.sleep(for: .milliseconds(200))
+        #expect(model.examples.of(run).isEmpty)
+        phone.scene = .active
+        try await written(run)
+        for await _ in reads { break }
+
+        model.examples.settling = .seconds(3600)
+        let second = try await train(steps: 2)
+        #expect(model.examples.writing == second.id)
+        model.showExamples(of: second)
+        try await written(second)
     }
 
     /// Takes a while for each text, so that there is time between the first example and the second.

@@ -120,6 +120,16 @@
             #expect(ledger.mostFirstKernels <= 30)
         }
 
+        @Test(arguments: [5, 300]) func theFirstTextCompilesFewKernelsBetweenBoundaries(_ prompt: Int) throws {
+            let ledger = try Ledger.record(rules: .strictPhone) {
+                var request = Generator.Request(prompt: (0..<prompt).map { $0 % 9 })
+                (request.maxTokens, request.temperature) = (3, 1)
+                let generator = try Generator(ModelBundle(url: Self.demo))
+                try generator.generate(request, atBlock: { Ledger.boundary() }) { _ in Ledger.boundary() }
+            }
+            #expect(ledger.firstKernels > 30 && ledger.mostFirstKernels <= 30)
+        }
+
         /// The ledger refuses what Metal's `qvm_split_k` gets wrong.
         @Test(arguments: 1...4, [128, 96]) func productsOfFewRowsAreRight(_ rows: Int, _ columns: Int) throws {
             _ = try Ledger.record(rules: .strictPhone) {
