@@ -127,14 +127,13 @@ import Observation
         } while wasLeft || phone.scene != .active
     }
 
-    /// Ends the writing, and returns when the block in progress has ended. Nothing stays of examples that are not complete, so that they
-    /// can be written again.
+    /// Ends the writing, at the latest with the block in progress, for which the next work on MLX waits. Nothing stays of examples that are
+    /// not complete, so that they can be written again.
     public func stop() {
         work?.cancel()
         if let writing { samples[writing] = nil }
         writing = nil
-        gate.stop()
-        gate.waitUntilAtRest(seconds: Self.patience)
+        gate.abandon()
     }
 
     private func keep(_ run: StoredRun) {
@@ -149,8 +148,6 @@ import Observation
     nonisolated private static let count = 2
     /// The most tokens of a text.
     nonisolated private static let tokens = 48
-    /// The longest wait for the end of a block, in seconds.
-    private static let patience = 3.0
 }
 
 /// Prompts for a model, from data that it was not trained on.

@@ -6,6 +6,7 @@ package final class PauseGate: @unchecked Sendable {
     private let condition = NSCondition()
     private var reasons = Set<PauseReason>()
     private var stopped = false
+    private var isAbandoned = false
     private var memoryWarned = false
     private var lastBattery: Battery?
     /// Whether the thread waits here, or there is none.
@@ -47,6 +48,14 @@ package final class PauseGate: @unchecked Sendable {
         }
     }
 
+    /// Stops work of which nothing has to be finished: it ends also where it waits.
+    package func abandon() {
+        condition.withLock {
+            (stopped, isAbandoned) = (true, true)
+            condition.broadcast()
+        }
+    }
+
     /// Waits while there is a reason to. Calls `tell` with the reason, with each that takes its place, and with nil in the end.
     package func pass(tell: (PauseReason?) throws -> Void) throws {
         var told: PauseReason?
@@ -76,11 +85,15 @@ package final class PauseGate: @unchecked Sendable {
 
     /// A stopped run does not pause, but a step whose updates have begun has to finish, which is impossible in the background.
     private var reason: PauseReason? {
-        let counted = stopped ? reasons.intersection([.away]) : reasons
+        let counted = isAbandoned ? [] : stopped ? reasons.intersection([.away]) : reasons
         return PauseReason.allCases.first { counted.contains($0) }
     }
 
-    /// Runs `body` on a thread of its own, which is to call `pass` block by block.
+    /// Held by the thread whose turn it is: one that was stopped may be within a block when the next is started.
+    private static let turn = NSLock()
+
+    /// Runs `body` on a thread of its own, which is to call `pass` block by block. It begins when the threads have ended that were started so
+    /// before: MLX is used by one at a time.
     ///
     /// - Returns: what `body` sends, until it ends or throws. The thread does not wait for a reader.
     package func start<Message: Sendable>(
@@ -90,6 +103,8 @@ package final class PauseGate: @unchecked Sendable {
         condition.withLock { isAtRest = false }
         let (messages, sender) = AsyncThrowingStream.makeStream(of: Message.self)
         startThread(name) { [self] in
+            Self.turn.lock()
+            defer { Self.turn.unlock() }
             do {
                 try body { sender.yield($0) }
                 sender.finish()

@@ -141,8 +141,34 @@ import Testing
         try await written(second)
     }
 
+    @Test func stoppedOnesHoldNobodyUpAndNeverRunBesideOthers() async throws {
+        let (entered, release) = (DispatchSemaphore(value: 0), DispatchSemaphore(value: 0))
+        model = makeModel { _ in
+            SlowTokenizer {
+                entered.signal()
+                release.wait()
+            }
+        }
+        let first = try await train()
+        await Task.detached { Self.wait(entered) }.value
+        // The thread of the examples is at work, and stays so.
+        let begin = ContinuousClock.now
+        model.examples.stop()
+        #expect(ContinuousClock.now - begin < .seconds(1))
+        #expect(model.examples.writing == nil && model.examples.of(first).isEmpty)
+        await model.start()
+        try await Task.sleep(for: .milliseconds(300))
+        #expect(model.controller.isRunning && model.controller.log.start == nil)
+        for _ in 0..<100 { release.signal() }
+        while !model.isFree { try await Task.sleep(for: .milliseconds(2)) }
+        #expect(model.controller.state == .finished(.finished))
+    }
+
+    nonisolated private static func wait(_ semaphore: DispatchSemaphore) { semaphore.wait() }
+
     /// Takes a while for each text, so that there is time between the first example and the second.
     private struct SlowTokenizer: TextTokenizer {
+        var atText: @Sendable () -> Void = { Thread.sleep(forTimeInterval: 0.1) }
         private let bytes = ByteTokenizer()
         var beginOfText: Int? { bytes.beginOfText }
         var endOfText: Int? { bytes.endOfText }
@@ -155,7 +181,7 @@ import Testing
         }
         func isSpecial(_ token: Int) -> Bool { bytes.isSpecial(token) }
         func decode(_ tokens: [Int]) -> String {
-            if tokens.count > 1 { Thread.sleep(forTimeInterval: 0.1) }
+            if tokens.count > 1 { atText() }
             return bytes.decode(tokens)
         }
     }
