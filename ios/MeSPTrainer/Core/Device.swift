@@ -20,7 +20,11 @@ extension ModelBundle {
             )
         }
         // Naming the device is the first thing that can fail.
-        return try MLXErrors.collect { try Device.withDefaultDevice(device, body) }
+        return try MLXErrors.collect {
+            try Device.withDefaultDevice(device) {
+                try manifest.device == .cpu ? MetalMemory.withSmallCache(body) : body()
+            }
+        }
     }
 }
 

@@ -145,6 +145,26 @@
             }
         }
 
+        /// Of a bundle for the CPU on Apple's devices, where Metal's allocator gives out whole pages and keeps freed buffers.
+        @Test(arguments: [128, 256], RunSettings.Offload.allCases)
+        func thePredictionOnACPUCoversMetalsAllocator(_ length: Int, _ offload: RunSettings.Offload) throws {
+            let rules = LedgerRules(isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 0)
+            try CPUProducts.$current.withValue(.apple) {
+                var predicted = 0
+                let ledger = try Ledger.record(device: .cpu, rules: rules) {
+                    let rehearsal = try Rehearsal(
+                        settings(length) {
+                            $0.bundle = Self.demo.deletingLastPathComponent().appendingPathComponent("Demo.mesp").path
+                            $0.offload = offload
+                        })
+                    predicted = rehearsal.planner.arrays(rehearsal.plan)
+                    #expect(rehearsal.planner.metalBytes == MetalMemory.assumed)
+                    for _ in 0..<2 { try rehearsal.step {} }
+                }
+                #expect(ledger.peakBytes <= predicted)
+            }
+        }
+
         @Test func thePlanSaysWhatMetalTakes() throws {
             let settings = try settings()
             _ = try Ledger.record {
