@@ -49,8 +49,12 @@ package enum MetalMemory {
 ///
 /// An operation's output is taken when it is encoded, and its inputs go when the GPU is through with their command buffer, so that the
 /// encoder's lead, of up to 11 command buffers, would be all memory. The limit counts mapped weights, which must be mapped already.
+///
+/// Arrays are freed by completion handlers, on another thread, for which an `eval` does not wait (metal/eval.cpp:60): of slow ones those of
+/// the phase before would count as lasting, and live beside this one's. So they are waited for.
 func withWorkspace<R>(_ bytes: Int?, _ body: () throws -> R) rethrows -> R {
     guard let bytes else { return try body() }
+    Stream.defaultStream(Device.isCPU ? .cpu : .gpu).synchronize()
     let before = Memory.memoryLimit
     Memory.memoryLimit = Memory.activeMemory + bytes
     defer { Memory.memoryLimit = before }

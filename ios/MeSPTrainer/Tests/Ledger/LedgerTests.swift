@@ -55,7 +55,7 @@
                 default: break
                 }
             }
-            for rules in [LedgerRules.strictPhone, .strictPad, .strictMac] {
+            for rules in [LedgerRules.strictPhone, .slowPhone, .strictPad, .strictMac] {
                 let (ledger, planner, plan) = try step(settings, rules, keepsCache: choice == "keepCache")
                 #expect(ledger.peakBytes <= planner.arrays(plan))
             }
