@@ -10,10 +10,11 @@ extension Block: BlockForward {
     ///   - sequences: the rows of each
     ///   - states: for each the state after the tokens before, replaced by that after these
     ///   - keepsStates: whether that is asked for; otherwise it is not evaluated
-    ///   - waits: false where y and the states may be evaluated later, while the next block is called
-    /// - Returns: y `[n, hidden]`, evaluated if it waits.
+    ///   - evaluation: of y and the states
+    /// - Returns: y `[n, hidden]`
     func output(
-        _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState], keepsStates: Bool, waits: Bool = true
+        _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState], keepsStates: Bool,
+        _ evaluation: Evaluation = .now
     ) -> MLXArray {
         let mixerOut = mixer(weights.mixerNorm(x), sequences, &states).out
         let xMid = sum(x, weights.mixerPostNorm, mixerOut)
@@ -22,10 +23,17 @@ extension Block: BlockForward {
         // y needs the keys and values of attention.
         let kept = keepsStates ? states.filter { $0.isRecurrent }.flatMap(\.arrays) : []
         let results = [y] + kept
-        if waits { eval(results) } else { asyncEval(results) }
+        switch evaluation {
+        case .now: eval(results)
+        case .begun: asyncEval(results)
+        case .later: break
+        }
         tile.pace.rest(results)
         return y
     }
+
+    /// When the results of a block are evaluated: before it returns, while the next block is called, or by whoever reads them.
+    enum Evaluation { case now, begun, later }
 
     package func output(_ x: MLXArray) -> MLXArray {
         // x_mid, and then y of some tokens after the other.

@@ -92,12 +92,12 @@ package struct CachedModel {
     }
 
     /// The last block's output for one token of each of several texts, which is added to the text's cache. The tokens go through the blocks
-    /// together.
+    /// together, where weights stay mapped in one graph: a round trip to a GPU takes longer than a block's kernels.
     ///
     /// - Parameters:
     ///   - tokens: as many as `caches`, at most `mostTexts`.
     ///   - caches: not empty.
-    /// - Returns: y `[n, hidden]`, evaluated.
+    /// - Returns: y `[n, hidden]`. It and `states` of the caches are evaluated where weights do not stay mapped or the device is a CPU.
     func forward(
         next tokens: [Int], _ caches: inout [PromptCache], _ atBlock: () throws -> Void
     ) throws -> MLXArray {
@@ -113,13 +113,17 @@ package struct CachedModel {
             // While one block is computed, the graph of the next is made.
             x = try forward(
                 block, x, sequences: tokens.indices.map { $0..<$0 + 1 }, &states, keepsStates: true, embeddings,
-                shared: shared(block, caches), pause: pause, waits: bundle.backend == .gpu || !bundle.maps.areKept,
+                shared: shared(block, caches), pause: pause, evaluation: evaluation(pause),
                 untiled: multipliesPacked ? Self.mostTexts : QuantizedMatrix.fewRows)
         }
-        try x.compute()
         for (text, token) in tokens.enumerated() { caches[text].add([token]) }
-        Memory.clearCache()
         return x
+    }
+
+    /// When a token's block is evaluated: on a CPU, which computes one while the graph of the next is made, as it is made; on a GPU with the
+    /// token, unless it waits within the block.
+    private func evaluation(_ pause: (() -> Void)?) -> Block.Evaluation {
+        !bundle.maps.areKept || pause != nil ? .now : bundle.backend == .gpu ? .later : .begun
     }
 
     /// The size of a cache after `tokens`, in bytes.
@@ -215,7 +219,7 @@ package struct CachedModel {
     private func forward(
         _ index: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState?], keepsStates: Bool,
         _ embeddings: LayerEmbeddings?, shared: [MixerState.KeyValues], pause: (() -> Void)?,
-        waits: Bool = true,
+        evaluation: Block.Evaluation = .now,
         untiled: Int = QuantizedMatrix.fewRows
     ) throws -> MLXArray {
         let perLayer = try bundle.part(of: embeddings, layer: index)
@@ -235,7 +239,7 @@ package struct CachedModel {
                 beside: Beside(records: nil, perLayer: perLayer, shared: nil))
             block.sharedStates = shared
             if bundle.maps.areKept, multipliesPacked { block.projections = kept.projections(index, block) }
-            return block.output(x, sequences: sequences, &known, keepsStates: keepsStates, waits: waits)
+            return block.output(x, sequences: sequences, &known, keepsStates: keepsStates, evaluation)
         }
     }
 }

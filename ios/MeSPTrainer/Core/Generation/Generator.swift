@@ -45,7 +45,9 @@ public struct Generator {
 
     private let model: CachedModel
     /// Rows of the vocabulary that are dequantized at once.
-    private static var vocabularyTile: Int { CPUProducts.current.dequantizeInside ? .max : 1 << 14 }
+    private var vocabularyTile: Int {
+        model.bundle.backend == .gpu || CPUProducts.current.dequantizeInside ? .max : 1 << 14
+    }
 
     /// - Parameters:
     ///   - bundle: the model.
@@ -190,17 +192,13 @@ public struct Generator {
                     read =
                         waiting.first?.request.prompt == next.request.prompt
                         ? (next.request.prompt, texts[i].cache, logits) : nil
-                    if let reason = try choose(logits, likeliest: nil, &texts[i], onToken) {
+                    if let reason = try take(choose(logits, next.request, texts[i].random), &texts[i], onToken) {
                         try end(texts.removeLast(), reason)
                     }
                 }
                 guard !texts.isEmpty else { return }
-                let logits = try logits(forward(&texts, atBlock))
-                let isGreedy = texts.contains { $0.request.temperature <= 0 }
-                let likeliest = isGreedy ? try logits.argMax(axis: -1).numbers(Int.self) : nil
-                let reasons = try texts.indices.map {
-                    try choose(logits[$0], likeliest: likeliest?[$0], &texts[$0], onToken)
-                }
+                let chosen = try nextTokens(&texts, atBlock)
+                let reasons = try texts.indices.map { try take(chosen[$0], &texts[$0], onToken) }
                 let ended = zip(texts, reasons)
                 texts = ended.filter { $0.1 == nil }.map(\.0)
                 for (text, reason) in ended { if let reason { try end(text, reason) } }
@@ -210,13 +208,27 @@ public struct Generator {
         }
     }
 
-    /// The last block's output for the texts' last tokens.
-    private func forward(_ texts: inout [Text], _ atBlock: () throws -> Void) throws -> MLXArray {
+    /// The token that follows each text's last, by one evaluation on a GPU whose weights stay mapped.
+    private func nextTokens(_ texts: inout [Text], _ atBlock: () throws -> Void) throws -> [Int] {
         var caches = texts.map(\.cache)
         // Keys and values that nobody else has are written in place.
         for i in texts.indices { texts[i].cache = PromptCache() }
         defer { for i in texts.indices { texts[i].cache = caches[i] } }
-        return try model.forward(next: texts.map(\.last), &caches, atBlock)
+        let logits = try logits(model.forward(next: texts.map(\.last), &caches, atBlock))
+        let likeliest = logits.argMax(axis: -1).asType(Int.dtype)
+        let isGreedy = texts.allSatisfy { $0.request.temperature <= 0 }
+        let tokens =
+            isGreedy
+            ? likeliest
+            : stacked(
+                texts.enumerated().map { i, text in
+                    drawn(logits[i], text.request, text.random)?.asType(Int.dtype) ?? likeliest[i]
+                })
+        // y needs the keys and values of attention, and not a recurrence's last state.
+        eval([tokens] + caches.flatMap(\.recurrentStates))
+        let chosen = try tokens.numbers(Int.self)
+        Memory.clearCache()
+        return chosen
     }
 
     /// Whether a text's cache at its longest fits beside those that continue. One alone is never refused.
@@ -227,16 +239,14 @@ public struct Generator {
         return texts.isEmpty || sizes.reduce(0, +) <= limit
     }
 
-    /// Chooses a text's next token.
+    /// Takes a token as a text's next.
     ///
-    /// - Parameter likeliest: the likeliest, where it is known.
     /// - Returns: why the text ends with it; nil where it continues.
-    private func choose(
-        _ logits: MLXArray, likeliest: Int?, _ text: inout Text, _ onToken: (Int, Int) throws -> Void
+    private func take(
+        _ token: Int, _ text: inout Text, _ onToken: (Int, Int) throws -> Void
     ) throws -> Summary.Reason? {
         if text.first == nil { text.first = Date.now }
-        let isGreedy = text.request.temperature <= 0
-        text.last = try (isGreedy ? likeliest : nil) ?? choose(logits, text.request, text.random)
+        text.last = token
         if text.request.stop.contains(text.last) { return .stop }
         do { try onToken(text.index, text.last) } catch is CancellationError { return .stopped }
         text.count += 1
@@ -251,15 +261,19 @@ public struct Generator {
     ) throws -> MLXArray {
         var last = MLXArray.zeros([1, model.bundle.architecture.hiddenSize], dtype: model.bundle.dtype)
         try model.forward(tokens, &cache, atBlock) { _, y in last = y[(y.dim(0) - 1)...] }
-        return try logits(last)[0]
+        let logits = try logits(last)[0]
+        try logits.compute()
+        return logits
     }
 
-    /// The logits `[n, vocabulary]` (float32, evaluated) of what the last block made, `[n, hidden]`.
+    /// The logits `[n, vocabulary]` (float32) of what the last block made, `[n, hidden]`.
     private func logits(_ y: MLXArray) throws -> MLXArray {
         try model.bundle.withHead { weights in
-            CrossEntropyHead(
-                weights: weights, architecture: model.bundle.architecture, tile: Self.vocabularyTile
+            let logits = CrossEntropyHead(
+                weights: weights, architecture: model.bundle.architecture, tile: vocabularyTile
             ).logits(y)
+            if !model.bundle.maps.areKept { eval(logits) }
+            return logits
         }
     }
 
@@ -268,14 +282,19 @@ public struct Generator {
     /// As mlx-lm's `make_sampler`: the likeliest token, or one drawn from those that `topP` leaves. The same seed draws the same tokens
     /// there: the noise belongs to the tokens in the vocabulary's order.
     func choose(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) throws -> Int {
-        guard request.temperature > 0 else { return try logits.argMax().number(Int.self) }
+        try (drawn(logits, request, random) ?? logits.argMax()).number(Int.self)
+    }
+
+    /// The token that is drawn, not evaluated; nil where the likeliest is taken.
+    private func drawn(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) -> MLXArray? {
+        guard request.temperature > 0 else { return nil }
         var logits = logits - logits.max()  // the likeliest stays 0, however low the temperature
         if request.topP < 1 {
             let order = argSort(logits)
             let likelier = cumsum(softmax(logits.take(order)), reverse: true, inclusive: false)
             logits = which(likelier.take(argSort(order)) .< request.topP, logits, -Float.infinity)
         }
-        return try MLXRandom.categorical(logits * (1 / request.temperature), key: random).number(Int.self)
+        return MLXRandom.categorical(logits * (1 / request.temperature), key: random)
     }
 }
 

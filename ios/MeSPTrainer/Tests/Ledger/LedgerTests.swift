@@ -85,6 +85,21 @@
             #expect(try leaked(tokens: 9) == leaked(tokens: 1))
         }
 
+        /// As a round trip to the GPU takes longer than a block's kernels. Another evaluation is the CPU's, which gathers the embedding.
+        @Test(arguments: [0, 0.8] as [Float]) func aTokenIsOneEvaluation(_ temperature: Float) throws {
+            let ledger = try Ledger.record(rules: .strictPhone) {
+                var request = Generator.Request(prompt: [1, 2, 3])
+                (request.maxTokens, request.temperature) = (12, temperature)
+                var tokens = 0
+                try Generator(ModelBundle(url: Self.demo)).generate(request) { _ in
+                    tokens += 1
+                    // The first compile kernels.
+                    if tokens == 4 { Ledger.restart() }
+                }
+            }
+            #expect(ledger.evals == 2 * 8 && ledger.asyncEvals == 0)
+        }
+
         @Test func evaluationMapsEachFileOnce() throws {
             var mapped = [String: Int]()
             _ = try Ledger.record(rules: .strictPhone) {
