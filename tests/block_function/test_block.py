@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,7 +29,7 @@ from mesp.block_function import attention, chunks, dequantize, fused, mlxfn, til
 from mesp.block_function.forward_pass import BlockFunction, block_function
 from mesp.block_function.gated_delta_net import delta_rule
 from mesp.block_function.mamba2 import state_space
-from mesp.block_function.rope import rope
+from mesp.block_function.rope import fast_rope, rope
 from mesp.block_function.trace import export_block
 from mesp.models.architecture import Architecture, Block
 from mesp.models.layout import Layout, block_layout
@@ -266,6 +266,27 @@ def test_the_reference_computes_the_same(name, layer):
         x, case.lora, SCALE, arrays, case.described, **case.beside(12)
     )
     assert_same(case, outputs, x)
+
+
+def test_a_pair_that_stays_has_a_finite_period():
+    mixers = [m for config, _ in MODELS.values() for m in Architecture.from_config(config).mixers]
+    mixer = next(m for m in mixers if 0.0 in getattr(m, "frequencies", ()))
+    given = {}
+
+    def turn(x: mx.array, size: int, offset: int, freqs: mx.array, **options) -> mx.array:
+        given["freqs"] = freqs
+        return mx.fast.rope(x, size, offset=offset, freqs=freqs, **options)
+
+    rows = slice(100_000, 100_008)
+    x = mx.random.normal((1, 2, 8, mixer.head_dim))
+    turned = fast_rope(mixer, SimpleNamespace(rope=turn))(x, rows)
+    assert mx.all(mx.isfinite(given["freqs"]))
+    half = len(mixer.frequencies)
+    stays = [i for i, f in enumerate(mixer.frequencies) if not f]
+    for pair in (stays, [half + i for i in stays]):
+        assert mx.array_equal(turned[..., mx.array(pair)], x[..., mx.array(pair)])
+    plain = rope(mixer, slice(0, rows.stop))(x, rows)
+    assert mx.array_equal(plain[..., mx.array(stays)], x[..., mx.array(stays)])
 
 
 def test_without_lora_it_is_the_base_model(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from types import ModuleType
 
@@ -14,8 +13,13 @@ Turn = Callable[[mx.array, slice], mx.array]  # of rows of [1, heads, T, head_di
 
 
 def _periods(mixer: AttentionMixer) -> mx.array:
-    """Positions a radian, as MLX takes frequencies; infinite for a pair that stays."""
-    return mx.array([1 / f if f else math.inf for f in mixer.frequencies])
+    """Positions a radian, as MLX takes frequencies; the largest number for a pair that stays.
+
+    In a kernel under fast math the inverse of an infinite one is undefined. The largest turns a
+    pair by less than 1e-32, which changes no bit of it.
+    """
+    most = float(mx.finfo(mx.float32).max)
+    return mx.array([min(1 / f, most) if f else most for f in mixer.frequencies])
 
 
 def fast_rope(mixer: AttentionMixer, fast: ModuleType) -> Turn:

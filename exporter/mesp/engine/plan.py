@@ -54,7 +54,7 @@ def describe_plan(plan: Record) -> str:
     answer = "; of a pair the inputs of one answer kept" if plan.get("keeps_answer") else ""
     metal = ""
     if "metal_bytes" in plan:
-        metal = f"; {megabytes(plan['metal_bytes'])} MB are assumed for Metal itself"
+        metal = f"; {megabytes(plan['metal_bytes'])} MB are counted for Metal itself"
     lines = [
         f"Predicted peak footprint: {megabytes(plan['predicted_peak_bytes'])} MB "
         f"(the lowest --memory-limit: {megabytes(plan['least_peak_bytes'])} MB{metal}).",

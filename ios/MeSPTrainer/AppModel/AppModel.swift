@@ -131,7 +131,7 @@ import Observation
         do { try choices.refresh() } catch { if phone.scene == .active { problem = error.plainSentence } }
         if hasEnded, let run = shownRun {
             hasEnded = false
-            showExamples(of: run)
+            showExamples(of: run, isAskedFor: false)
         }
     }
 
@@ -308,9 +308,11 @@ import Observation
     }
 
     /// Writes two examples of what a run has learned, unless something else needs the model.
-    public func showExamples(of run: StoredRun) {
+    ///
+    /// - Parameter isAskedFor: whether a person waits for them.
+    public func showExamples(of run: StoredRun, isAskedFor: Bool = true) {
         guard isFree, canShowExamples(of: run), let bundle = library.bundle(of: run) else { return }
-        examples.start(run, bundle: bundle.url, loadTokenizer: loadTokenizer)
+        examples.start(run, bundle: bundle.url, isAskedFor: isAskedFor, loadTokenizer: loadTokenizer)
     }
 
     /// The run that the person wants to write with; nil for the latest.

@@ -6,7 +6,8 @@ import Observation
 /// Two examples of a run's effect: prompts of its held-out data, continued by the base model and by the fine-tuned one.
 ///
 /// They are written once, after the run, and kept in its folder as `samples.json`. Writing waits while the app is not in front, and ends
-/// when something else needs the model.
+/// when something else needs the model. Where nobody has asked for them it begins only when the app has stayed in front for a while: a
+/// person who comes to see how a run ended may leave at once, and on a GPU the first text compiles kernels.
 @MainActor @Observable public final class LearnedExamples {
     public struct Sample: Codable, Sendable, Equatable, Identifiable {
         public let prompt: String
@@ -28,11 +29,16 @@ import Observation
     @ObservationIgnored private let phone: any Phone
     @ObservationIgnored private var gate = PauseGate()
     @ObservationIgnored private var work: Task<Void, Never>?
+    /// Whether the app was left since this was last set to false.
+    @ObservationIgnored private var wasLeft = false
+    /// The time that the app has to be in front before writing begins by itself.
+    @ObservationIgnored var settling = Duration.seconds(5)
 
     init(phone: any Phone) {
         self.phone = phone
         phone.observers.append { [weak self] event in
             guard let self else { return }
+            wasLeft = wasLeft || self.phone.scene != .active
             gate.follow(self.phone)
             if event == .memoryWarning { stop() }
         }
@@ -58,9 +64,11 @@ import Observation
     ///
     /// - Parameters:
     ///   - bundle: the one that the run was trained on.
+    ///   - isAskedFor: whether a person waits for them.
     ///   - loadTokenizer: reads the tokenizer in a bundle's folder.
     func start(
-        _ run: StoredRun, bundle: URL, loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer
+        _ run: StoredRun, bundle: URL, isAskedFor: Bool,
+        loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer
     ) {
         guard let adapters = run.adapters, let settings = run.log?.start?.settings else { return }
         stop()
@@ -71,6 +79,7 @@ import Observation
         let data = settings.data.map { _ in run.url.appendingPathComponent(TextData.folderName) }
         work = Task {
             do {
+                if !isAskedFor { try await stayInFront() }
                 let tokenizer = try await loadTokenizer(bundle)
                 try Task.checkCancellation()
                 let written = gate.start("examples", sending: Sample.self) { send in
@@ -110,14 +119,21 @@ import Observation
         }
     }
 
-    /// Ends the writing, and returns when the block in progress has ended. Nothing stays of examples that are not complete, so that they
-    /// can be written again.
+    /// Waits until the app has been in front for as long as `settling`.
+    private func stayInFront() async throws {
+        repeat {
+            wasLeft = false
+            try await Task.sleep(for: settling)
+        } while wasLeft || phone.scene != .active
+    }
+
+    /// Ends the writing, at the latest with the block in progress, for which the next work on MLX waits. Nothing stays of examples that are
+    /// not complete, so that they can be written again.
     public func stop() {
         work?.cancel()
         if let writing { samples[writing] = nil }
         writing = nil
-        gate.stop()
-        gate.waitUntilAtRest(seconds: Self.patience)
+        gate.abandon()
     }
 
     private func keep(_ run: StoredRun) {
@@ -132,8 +148,6 @@ import Observation
     nonisolated private static let count = 2
     /// The most tokens of a text.
     nonisolated private static let tokens = 48
-    /// The longest wait for the end of a block, in seconds.
-    private static let patience = 3.0
 }
 
 /// Prompts for a model, from data that it was not trained on.

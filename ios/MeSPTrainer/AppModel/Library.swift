@@ -1,5 +1,6 @@
 import Foundation
 import MeSPCore
+import MeSPSelfCheck
 import Observation
 
 /// The bundles and the runs that are on the device, as lists to show.
@@ -25,7 +26,8 @@ import Observation
         looks += 1
         let (look, folder) = (looks, folder)
         let found = await Task.detached {
-            (bundles: Result { try folder.bundles() }, runs: Result { try folder.runs(running: running) })
+            SelfCheckReport.useMeasurements(in: folder.selfChecksFolder)
+            return (bundles: Result { try folder.bundles() }, runs: Result { try folder.runs(running: running) })
         }.value
         guard look == looks else { return }
         hasLooked = true

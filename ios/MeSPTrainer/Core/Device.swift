@@ -18,7 +18,9 @@ extension ModelBundle {
                 "\(url.path) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
             )
         }
-        return try MLXWork.run(on: device, as: backend, body)
+        return try MLXWork.run(on: device, as: backend) {
+            try manifest.device == .cpu ? MetalMemory.withSmallCache(body) : body()
+        }
     }
 }
 

@@ -112,6 +112,7 @@ extension Bench {
                     let head = CrossEntropyHead(
                         weights: $0, architecture: model.bundle.architecture, tile: TinyBundle.vocabulary)
                     logits.append(head.logits(y))
+                    eval(logits)
                 }
             }
         }

@@ -55,13 +55,14 @@ extension Bench {
         let step = try firstStep()
         let bytes = max(0, step.afterStep)
         constants.metalBytes = Double(bytes)
+        MetalMemory[bundle.manifest.device] = bytes
         return Finding(
             .note,
             "Besides its arrays MLX adds \(shown(megabytes: bytes)) to the footprint by the end of the first step, \(shown(megabytes: step.afterUse)) of it with the first use.",
             [
                 Measurement("before the first use", Double(firstUseOfMLX.footprint), "bytes"),
                 Measurement("after the first use", Double(step.afterUse), "bytes"),
-                Measurement("after the first step", Double(step.afterStep), "bytes"),
+                Measurement(SelfCheckReport.afterStep, Double(step.afterStep), "bytes"),
             ])
     }
 

@@ -180,7 +180,7 @@ final class Bench {
         return [
             Check(name: "machine", body: machine),
             Check(name: "gpu", body: gpu),
-            Check(name: "metal.footprint", body: metalFootprint),
+            Check(name: SelfCheckReport.metalFootprint, body: metalFootprint),
             Check(name: "leaving", body: leaving),
             Check(name: "errors", body: { try self.errors() }),
             Check(name: "map.no_copy", body: mapWithoutCopy),

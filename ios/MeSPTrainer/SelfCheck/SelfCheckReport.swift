@@ -1,4 +1,5 @@
 import Foundation
+import MeSPBundle
 import MeSPCore
 import MeSPFiles
 
@@ -99,6 +100,31 @@ public struct SelfCheckReport: Codable, Sendable {
             let encoder = JSONEncoder.snakeCase
             encoder.outputFormatting = [.prettyPrinted, .sortedKeys, .withoutEscapingSlashes]
             return try encoder.encode(self)
+        }
+    }
+}
+
+extension SelfCheckReport {
+    /// The name of the check that measures Metal's memory, and of its value after a step.
+    static let (metalFootprint, afterStep) = ("metal.footprint", "after the first step")
+
+    /// Has plans count what the newest reports in a folder measured of Metal's memory on this machine with this version of MLX, in place of
+    /// an assumption. Files that are no reports are passed over.
+    package static func useMeasurements(in folder: URL) {
+        let keys: Set<URLResourceKey> = [.contentModificationDateKey]
+        let files = try? FileManager.default.contentsOfDirectory(at: folder, includingPropertiesForKeys: Array(keys))
+        func date(_ file: URL) -> Date {
+            (try? file.resourceValues(forKeys: keys).contentModificationDate) ?? .distantPast
+        }
+        for file in (files ?? []).sorted(by: { date($0) < date($1) }) where file.pathExtension == "json" {
+            guard let json = regularFile(file), json.count < 1 << 20,
+                let report = try? JSONDecoder.snakeCase.decode(SelfCheckReport.self, from: json),
+                report.start.host == LogRecord.Start.host, report.start.mlxVersion == MLXSupport.version,
+                let backend = Backend(rawValue: report.start.device),
+                let check = report.checks.first(where: { $0.name == metalFootprint }),
+                let bytes = check.measured.first(where: { $0.name == afterStep })?.value, 0...1e9 ~= bytes
+            else { continue }
+            MetalMemory[backend] = Int(bytes)
         }
     }
 }

@@ -157,6 +157,49 @@
             for (first, second) in zip(gradients[0], gradients[1]) { #expect(first.arrayEqual(second).item(Bool.self)) }
         }
 
+        /// The same of a text, of MeBP's derivative, and of what waiting there throws.
+        @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("gpu") })
+        func theFirstTextWaitsWithinItsBlocks(_ folder: URL) throws {
+            let fixture = try Fixture(folder, "gradients")
+            var request = Generator.Request(prompt: [1, 2, 3, 4, 5])
+            request.maxTokens = 4
+            let generator = try Generator(fixture.bundle)
+            var (places, texts) = ([0, 0], [[Int]](repeating: [], count: 2))
+            for text in 0..<2 {
+                func pass() { places[text] += 1 }
+                try generator.generate(request, atBlock: pass) { texts[text].append($0) }
+            }
+            // The prompt and a token, in two passes of four.
+            #expect(places[1] == 4 * fixture.layers && places[0] > 5 * 2 * fixture.layers)
+            #expect(texts[0] == texts[1])
+
+            struct Refused: Error {}
+            var calls = 0
+            func refuse() throws {
+                calls += 1
+                if calls == 3 { throw Refused() }
+            }
+            #expect(throws: Refused.self) {
+                try Generator(fixture.bundle).generate(request, atBlock: refuse) { _ in }
+            }
+            #expect(calls == 3)
+        }
+
+        @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("gpu") })
+        func theFirstDerivativeWaitsWithinItsBlocks(_ folder: URL) throws {
+            let fixture = try Fixture(folder, "gradients")
+            guard fixture.exactMethods.contains(.mebp) else { return }
+            let trainer = try fixture.trainer(.mebp)
+            var (places, gradients) = ([0, 0], [[MLXArray]](repeating: [], count: 2))
+            for step in 0..<2 {
+                trainer.clock.atBlock = { places[step] += 1 }
+                _ = try fixture.backpropagate(trainer) { gradients[step].append($1) }
+                trainer.model.isWarm = true
+            }
+            #expect(places[0] > places[1] + 2 * 8)
+            for (first, second) in zip(gradients[0], gradients[1]) { #expect(first.arrayEqual(second).item(Bool.self)) }
+        }
+
         // MARK: - Devices
 
         @Test(arguments: [GradientMethod.mesp, .mebp, .mezo]) func aCPUBundleTrainsOnTheCPU(_ method: GradientMethod)

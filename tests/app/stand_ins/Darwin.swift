@@ -19,6 +19,7 @@ public let TASK_VM_INFO: Int32 = 22
 public let F_FULLFSYNC: Int32 = 51
 public struct task_vm_info_data_t {
     public var phys_footprint: UInt64 = 0
+    public var ledger_phys_footprint_peak: Int64 = 0
     public init() {}
 }
 // mach/mach_init.h, mach/mach_traps.h, mach/task.h. `mach_task_self_` is as in the SDKs before Xcode 16.3.

@@ -17,30 +17,50 @@ extension BlockwiseModel {
         guard let function = try function(block, x, \.plainFunctions) else {
             preconditionFailure("block \(block) has no function")
         }
-        var failure: (any Error)?
         // Keys and values are inputs of a block that takes another's, and outputs of one whose others took.
         let (taken, sum) = (beside.shared, beside.shared == nil ? shared : nil)
         let dtype = x.dtype
-        let (_, gradients) = Device.withGlobal(bundle.device) {
-            vjp(
-                { primals in
-                    do {
-                        let lora = layout.whole(layout.replacing(in: lora, trained: primals[1]))
-                        var beside = beside
-                        if taken != nil { beside.shared = .init(keys: primals[2], values: primals[3]) }
-                        let pass = function(lora: lora, scale: self.scale, weights: weights, beside: beside)
-                        guard sum != nil else { return [try pass.output(primals[0])] }
-                        let outputs = try pass.outputs(primals[0])
-                        let lent = weights.keysAndValues(outputs.intermediates)
-                        return [outputs.y, lent.keys, lent.values]
-                    } catch {
-                        failure = error
-                        return [primals[0]] + (sum.map { [$0.keys, $0.values] } ?? [])  // of the outputs' shapes
-                    }
-                }, primals: [x, layout.trained(in: lora)] + (taken.map { [$0.keys, $0.values] } ?? []),
-                cotangents: [d] + (sum.map { [$0.keys, $0.values] } ?? []))
+        /// The gradients of some of the block's outputs.
+        func gradients(
+            cotangents: [MLXArray], of outputs: @escaping (_ pass: any BlockForward, _ x: MLXArray) throws -> [MLXArray]
+        ) throws -> [MLXArray] {
+            var failure: (any Error)?
+            let (_, gradients) = Device.withGlobal(bundle.device) {
+                vjp(
+                    { primals in
+                        do {
+                            let lora = layout.whole(layout.replacing(in: lora, trained: primals[1]))
+                            var beside = beside
+                            if taken != nil { beside.shared = .init(keys: primals[2], values: primals[3]) }
+                            return try outputs(
+                                function(lora: lora, scale: self.scale, weights: weights, beside: beside), primals[0])
+                        } catch {
+                            failure = error
+                            return cotangents  // of the outputs' shapes
+                        }
+                    }, primals: [x, layout.trained(in: lora)] + (taken.map { [$0.keys, $0.values] } ?? []),
+                    cotangents: cotangents)
+            }
+            if let failure { throw failure }
+            return gradients
         }
-        if let failure { throw failure }
+        // A GPU compiles the kernels of a first evaluation. That of each output by itself needs some of them.
+        if !isWarm, differentiated.insert(ObjectIdentifier(function)).inserted {
+            let pass = function(lora: layout.whole(lora), scale: scale, weights: weights, beside: beside)
+            for index in try 1..<pass.outputs(x).list.count {
+                let output = try Device.withGlobal(bundle.device) { try pass.outputs(x).list[index] }
+                eval(output)
+                clock.pause()
+                eval(try gradients(cotangents: [MLXArray.zeros(like: output)]) { [try $0.outputs($1).list[index]] })
+                clock.pause()
+            }
+        }
+        let gradients = try gradients(cotangents: [d] + (sum.map { [$0.keys, $0.values] } ?? [])) { pass, x in
+            guard sum != nil else { return [try pass.output(x)] }
+            let outputs = try pass.outputs(x)
+            let lent = weights.keysAndValues(outputs.intermediates)
+            return [outputs.y, lent.keys, lent.values]
+        }
         if gradients.count > 2 {
             let own = gradients[2...].map { $0.asType(.float32) }
             shared = .init(

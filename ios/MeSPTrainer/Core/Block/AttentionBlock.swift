@@ -22,10 +22,13 @@ extension Block {
                 attention.key(k[0..., rows], start: start).asType(dtype),
                 attention.value(v[0..., rows]).asType(dtype))
             state = .attention(cache)
-            return attention(
-                q: attention.query(q[0..., rows], start: start), k: cache.keys[0..., 0..<cache.count],
-                v: cache.values[0..., 0..<cache.count], tile: tile
+            let q = attention.query(q[0..., rows], start: start)
+            tile.pace.rest([q, cache.keys, cache.values])
+            let out = attention(
+                q: q, k: cache.keys[0..., 0..<cache.count], v: cache.values[0..., 0..<cache.count], tile: tile
             ).asType(dtype)
+            tile.pace.rest([out])
+            return out
         }
         let taken = gates.map { OutputGate(g: $0.swappedAxes(0, 1))(attnOut) } ?? attnOut
         return Mixed(m1: m1, m2: k, m3: v, mixed: attnOut, out: projection(.o)(taken, tile: tile.projection))

@@ -10,20 +10,30 @@ extension Block: BlockForward {
     ///   - sequences: the rows of each
     ///   - states: for each the state after the tokens before, replaced by that after these
     ///   - keepsStates: whether that is asked for; otherwise it is not evaluated
-    ///   - waits: false where y and the states may be evaluated later, while the next block is called
-    /// - Returns: y `[n, hidden]`, evaluated if it waits.
+    ///   - evaluation: of y and the states
+    /// - Returns: y `[n, hidden]`
     func output(
-        _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState], keepsStates: Bool, waits: Bool = true
+        _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState], keepsStates: Bool,
+        _ evaluation: Evaluation = .now
     ) -> MLXArray {
         let mixerOut = mixer(weights.mixerNorm(x), sequences, &states).out
         let xMid = sum(x, weights.mixerPostNorm, mixerOut)
+        tile.pace.rest([xMid])
         let y = y(xMid, mlp(weights.mlpNorm(xMid)), beside.perLayer)
         // y needs the keys and values of attention.
         let kept = keepsStates ? states.filter { $0.isRecurrent }.flatMap(\.arrays) : []
         let results = [y] + kept
-        if waits { eval(results) } else { asyncEval(results) }
+        switch evaluation {
+        case .now: eval(results)
+        case .begun: asyncEval(results)
+        case .later: break
+        }
+        tile.pace.rest(results)
         return y
     }
+
+    /// When the results of a block are evaluated: before it returns, while the next block is called, or by whoever reads them.
+    enum Evaluation { case now, begun, later }
 
     package func output(_ x: MLXArray) -> MLXArray {
         // x_mid, and then y of some tokens after the other.
@@ -186,7 +196,9 @@ extension Block: BlockForward {
 
     /// A projection of mixer_in as it would be stored.
     func projected(_ name: Projection, _ mixerIn: MLXArray) -> MLXArray {
-        projection(name)(mixerIn, tile: tile.projection).asType(mixerIn.dtype)
+        let result = projection(name)(mixerIn, tile: tile.projection).asType(mixerIn.dtype)
+        tile.pace.rest([result])
+        return result
     }
 
     /// The results of `mixed` for each sequence's rows and state, one below the other.
@@ -224,6 +236,7 @@ extension Block: BlockForward {
         var (sum, kept): (MLXArray?, (gate: MLXArray, up: MLXArray)?) = (mixed, nil)
         for f in features {
             let (gateF, upF) = (gate.outputs(f)(mlpIn), up.outputs(f)(mlpIn))
+            tile.pace.rest([gateF, upF])
             let part = down.inputs(f)(weights.activation.gated(gate: gateF, up: upF))
             let next = sum.map { $0 + part } ?? part
             if keeps { kept = (gateF.asType(mlpIn.dtype), upF.asType(mlpIn.dtype)) }

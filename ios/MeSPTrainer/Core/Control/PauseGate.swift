@@ -6,6 +6,7 @@ package final class PauseGate: @unchecked Sendable {
     private let condition = NSCondition()
     private var reasons = Set<PauseReason>()
     private var stopped = false
+    private var isAbandoned = false
     private var memoryWarned = false
     private var lastBattery: Battery?
     /// Whether the thread waits here, or there is none.
@@ -53,6 +54,14 @@ package final class PauseGate: @unchecked Sendable {
         }
     }
 
+    /// Stops work of which nothing has to be finished: it ends also where it waits.
+    package func abandon() {
+        condition.withLock {
+            (stopped, isAbandoned) = (true, true)
+            condition.broadcast()
+        }
+    }
+
     /// Waits while there is a reason to. Calls `tell` with the reason, with each that takes its place, and with nil in the end.
     package func pass(tell: (PauseReason?) throws -> Void) throws {
         var told: PauseReason?
@@ -81,7 +90,7 @@ package final class PauseGate: @unchecked Sendable {
 
     /// A stopped run does not pause, but a step whose updates have begun has to finish, which is impossible in the background.
     private var reason: PauseReason? {
-        let counted = stopped ? reasons.intersection([.away]) : reasons
+        let counted = isAbandoned ? [] : stopped ? reasons.intersection([.away]) : reasons
         return PauseReason.allCases.first { counted.contains($0) }
     }
 

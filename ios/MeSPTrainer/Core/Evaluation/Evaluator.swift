@@ -35,7 +35,7 @@ public struct Evaluator {
     /// - Parameters:
     ///   - continuations: token ids, at least one each.
     ///   - prompt: token ids, at least one.
-    ///   - atBlock: called before each block; it may wait, or throw.
+    ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait, or throw.
     /// - Throws: `MeSPError`, also where the model gives no finite number; what `atBlock` throws.
     public func scores(
         of continuations: [[Int]], after prompt: [Int], atBlock: () throws -> Void = {}
@@ -77,7 +77,7 @@ public struct Evaluator {
     /// - Parameters:
     ///   - text: token ids, at least two.
     ///   - window: at least 1.
-    ///   - atBlock: called before each block; it may wait, or throw.
+    ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait, or throw.
     /// - Throws: `MeSPError`, also where the model gives no finite number; what `atBlock` throws.
     public func logLikelihood(of text: [Int], window: Int, atBlock: () throws -> Void = {}) throws -> Double {
         try check(text, "The text")

@@ -53,12 +53,10 @@ package struct CrossEntropyHead {
         architecture.finalLogitSoftcapping.map { p * softCapSlope(z, $0) } ?? p
     }
 
-    /// The logits `[n, vocabulary]` of y `[n, hidden]`, in float32, evaluated; `tile` rows of W at a time.
+    /// The logits `[n, vocabulary]` of y `[n, hidden]`, in float32; `tile` rows of W at a time, evaluated where these are not all.
     package func logits(_ y: MLXArray) -> MLXArray {
         let h = norm(y.asType(.float32))
-        let logits = capped(LoRALinear(weight: matrix, bias: nil, lora: nil, scale: 0)(h, tile: tile))
-        eval(logits)
-        return logits
+        return capped(LoRALinear(weight: matrix, bias: nil, lora: nil, scale: 0)(h, tile: tile))
     }
 
     /// The loss of each row's target, with no gradient.

@@ -54,6 +54,8 @@ package struct CPUProducts {
     let fuses: Bool
     /// Whether attention, and its derivative, make the scores by tiles that stay in the caches. MLX's own makes all of them.
     var attendsByTiles: Bool
+    /// Whether MLX takes the memory of arrays from Metal, which it starts for that.
+    var startsMetal: Bool
     /// Whether memory that is freed serves an array of any size, as malloc's does. MLX's own keeps buffers for arrays of their size.
     let reusesMemory: Bool
 
@@ -62,7 +64,15 @@ package struct CPUProducts {
 
     /// MLX's.
     static let plain = CPUProducts(
-        dequantizeInside: false, threads: 1, fuses: false, attendsByTiles: false, reusesMemory: false)
+        dequantizeInside: false, threads: 1, fuses: false, attendsByTiles: false, startsMetal: false,
+        reusesMemory: false)
+
+    /// The same on Apple's devices.
+    static let apple = {
+        var apple = plain
+        apple.startsMetal = true
+        return apple
+    }()
 
     /// Those of this program: on Linux HostMLX's.
     private static var host: CPUProducts {
@@ -71,9 +81,9 @@ package struct CPUProducts {
             let asked = process.environment["OPENBLAS_NUM_THREADS"].flatMap { Int($0) } ?? 0
             return CPUProducts(
                 dequantizeInside: true, threads: asked > 0 ? asked : min(8, process.activeProcessorCount), fuses: true,
-                attendsByTiles: true, reusesMemory: true)
+                attendsByTiles: true, startsMetal: false, reusesMemory: true)
         #else
-            return plain
+            return apple
         #endif
     }
 }

@@ -33,5 +33,9 @@ extension AttentionMixer {
         return concatenated([x[.ellipsis, 0..<dimensions] * ropeScale, x[.ellipsis, dimensions...]], axis: -1)
     }
 
-    private func periods(sign: Float) -> MLXArray { MLXArray(frequencies.map { sign / $0 }) }
+    /// The positions a radian of each pair. Of one that stays they are the largest number and not infinite: under fast math, in which a GPU's
+    /// kernel is compiled, the inverse of an infinite one is undefined. It turns such a pair by less than 10⁻³², which changes no bit of it.
+    func periods(sign: Float) -> MLXArray {
+        MLXArray(frequencies.map { sign * min(1 / $0, .greatestFiniteMagnitude) })
+    }
 }

@@ -20,6 +20,8 @@ package struct CachedModel {
 
     /// Views of each block's, for each token; they take almost no memory.
     private final class Kept: MapHolder {
+        /// The numbers of tokens, by their length in bits, for which a GPU has compiled the kernels.
+        var compiled = Set<Int>()
         private var views = [Int: PackedWeights.Views]()
         private var projections = [Int: [Projection: LoRALinear]]()
 
@@ -88,12 +90,11 @@ package struct CachedModel {
             let read = tokens.dropFirst(range.lowerBound).prefix(range.count)
             var x = try embedded(read)
             let embeddings = try layerEmbeddings(read, x)
-            for block in cache.blocks.indices {
-                try atBlock()
+            try pass(rows: range.count, atBlock) { block, pause in
                 var states = [cache.blocks[block]]
                 x = try forward(
                     block, x, sequences: [0..<range.count], &states, keepsStates: true, embeddings,
-                    shared: shared(block, [cache]))
+                    shared: shared(block, [cache]), pause: pause)
                 cache.blocks[block] = states[0]
                 if range.count > 1 { Memory.clearCache() }
             }
@@ -104,19 +105,19 @@ package struct CachedModel {
     }
 
     /// The last block's output for one token of each of several texts, which is added to the text's cache. The tokens go through the blocks
-    /// together.
+    /// together, where weights stay mapped in one graph: a round trip to a GPU takes longer than a block's kernels.
     ///
     /// - Parameters:
     ///   - tokens: as many as `caches`, at most `mostTexts`.
     ///   - caches: not empty.
-    /// - Returns: y `[n, hidden]`, evaluated; not confirmed.
+    /// - Returns: y `[n, hidden]`, not confirmed. It and `states` of the caches are evaluated where weights do not stay mapped or the device is
+    ///   a CPU.
     func forward(
         next tokens: [Int], _ caches: inout [PromptCache], _ atBlock: () throws -> Void
     ) throws -> MLXArray {
         var x = try embedded(tokens[...])
         let embeddings = try layerEmbeddings(tokens[...], x)
-        for block in 0..<bundle.architecture.numHiddenLayers {
-            try atBlock()
+        try pass(rows: tokens.count, atBlock) { block, pause in
             var states = [MixerState?]()
             for text in caches.indices {
                 states.append(caches[text].blocks[block])
@@ -126,18 +127,21 @@ package struct CachedModel {
             // While one block is computed, the graph of the next is made.
             x = try forward(
                 block, x, sequences: tokens.indices.map { $0..<$0 + 1 }, &states, keepsStates: true, embeddings,
-                shared: shared(block, caches), waits: bundle.backend == .gpu || !bundle.maps.areKept,
+                shared: shared(block, caches), pause: pause, evaluation: evaluation(pause),
                 untiled: multipliesPacked ? Self.mostTexts : QuantizedMatrix.fewRows)
         }
-        x.eval()
-        try MLXErrors.check()
         for (text, token) in tokens.enumerated() { caches[text].add([token]) }
-        Memory.clearCache()
         return x
     }
 
     /// Lets go of what is made of the weights once: after an error of MLX it may not be whole.
     func forget() { kept.forget() }
+
+    /// When a token's block is evaluated: on a CPU, which computes one while the graph of the next is made, as it is made; on a GPU with the
+    /// token, unless it waits within the block.
+    private func evaluation(_ pause: (() -> Void)?) -> Block.Evaluation {
+        !bundle.maps.areKept || pause != nil ? .now : bundle.backend == .gpu ? .later : .begun
+    }
 
     /// The size of a cache after `tokens`, in bytes.
     ///
@@ -165,12 +169,12 @@ package struct CachedModel {
         // The states of blocks whose keys and values others take.
         let owners = bundle.architecture.owners
         var kept = [Int: [MixerState.KeyValues]]()
-        for block in cache.blocks.indices {
-            try atBlock()
+        try pass(rows: tokens.count, atBlock) { block, pause in
             var states = [MixerState?](repeating: cache.blocks[block], count: rows.count)
             let shared = bundle.architecture.keysOf(block).flatMap { kept[$0] } ?? []
             x = try forward(
-                block, x, sequences: rows, &states, keepsStates: owners.contains(block), embeddings, shared: shared)
+                block, x, sequences: rows, &states, keepsStates: owners.contains(block), embeddings, shared: shared,
+                pause: pause)
             if owners.contains(block) { kept[block] = states.compactMap { $0?.keysAndValues } }
         }
         Memory.clearCache()
@@ -180,10 +184,36 @@ package struct CachedModel {
     /// The sizes of tiles for `rows` tokens of sequences that are `length` tokens long with those before.
     ///
     /// - Parameter untiled: the number of rows up to which nothing is cut into tiles.
-    func tile(rows: Int, length: Int, untiled: Int = QuantizedMatrix.fewRows) -> TileSizes {
+    func tile(rows: Int, length: Int, untiled: Int = QuantizedMatrix.fewRows, pause: (() -> Void)? = nil) -> TileSizes {
         TileSizes(
             bundle.architecture, group: featureGroup, length: length,
-            bytes: rows <= untiled ? Int.max / 2 : Self.tileBytes, backend: bundle.backend)
+            bytes: rows <= untiled ? Int.max / 2 : Self.tileBytes, backend: bundle.backend, pause: pause)
+    }
+
+    /// Calls `body` for each block, and `atBlock` before it.
+    ///
+    /// - Parameters:
+    ///   - rows: of tokens that go through the blocks together.
+    ///   - body: gets a function that waits where there is a reason to, of which an error is thrown before the next block; nil where a GPU
+    ///     has compiled the kernels for about as many tokens. See `Pace`.
+    private func pass(
+        rows: Int, _ atBlock: () throws -> Void, _ body: (_ block: Int, _ pause: (() -> Void)?) throws -> Void
+    ) throws {
+        let length = Int.bitWidth - rows.leadingZeroBitCount
+        let isWarm = bundle.backend == .cpu || kept.compiled.contains(length)
+        var failure: (any Error)?
+        try withoutActuallyEscaping(atBlock) { atBlock in
+            let pause = {
+                guard failure == nil else { return }
+                do { try atBlock() } catch { failure = error }
+            }
+            for block in 0..<bundle.architecture.numHiddenLayers {
+                try atBlock()
+                try body(block, isWarm ? nil : pause)
+                if let failure { throw failure }
+            }
+        }
+        kept.compiled.insert(length)
     }
 
     private func embedded(_ tokens: ArraySlice<Int>) throws -> MLXArray {
@@ -205,7 +235,8 @@ package struct CachedModel {
     /// - Parameter states: nil before the first token; see `Block.output`.
     private func forward(
         _ index: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState?], keepsStates: Bool,
-        _ embeddings: LayerEmbeddings?, shared: [MixerState.KeyValues], waits: Bool = true,
+        _ embeddings: LayerEmbeddings?, shared: [MixerState.KeyValues], pause: (() -> Void)?,
+        evaluation: Block.Evaluation = .now,
         untiled: Int = QuantizedMatrix.fewRows
     ) throws -> MLXArray {
         let perLayer = try bundle.part(of: embeddings, layer: index)
@@ -220,12 +251,13 @@ package struct CachedModel {
                 layout: adapters?.layouts[index] ?? LoRALayout(block: weights.shape, rank: 0),
                 scale: adapters?.scale ?? 0,
                 tile: tile(
-                    rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), untiled: untiled),
+                    rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), untiled: untiled,
+                    pause: pause),
                 beside: Beside(records: nil, perLayer: perLayer, shared: nil))
             block.sharedStates = shared
             if bundle.maps.areKept, multipliesPacked { block.projections = kept.projections(index, block) }
-            let y = block.output(x, sequences: sequences, &known, keepsStates: keepsStates, waits: waits)
-            if !waits { kept.pending = y }
+            let y = block.output(x, sequences: sequences, &known, keepsStates: keepsStates, evaluation)
+            if evaluation != .now { kept.pending = y }
             return y
         }
     }

@@ -45,7 +45,9 @@ public struct Generator {
 
     private let model: CachedModel
     /// Rows of the vocabulary that are dequantized at once.
-    private static var vocabularyTile: Int { CPUProducts.current.dequantizeInside ? .max : 1 << 14 }
+    private var vocabularyTile: Int {
+        model.bundle.backend == .gpu || CPUProducts.current.dequantizeInside ? .max : 1 << 14
+    }
 
     /// - Parameters:
     ///   - bundle: the model.
@@ -60,7 +62,8 @@ public struct Generator {
     ///
     /// - Parameters:
     ///   - request: the prompt, and how tokens are chosen.
-    ///   - atBlock: called before each block; `CancellationError` from it, or from `onToken`, ends the text as `stopped`.
+    ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait. `CancellationError` from it,
+    ///     or from `onToken`, ends the text as `stopped`.
     ///   - onToken: gets the token's id.
     /// - Returns: how many tokens, how fast, and why the text ended.
     /// - Throws: `MeSPError`, and what `onToken` throws.
@@ -77,7 +80,8 @@ public struct Generator {
     /// - Parameters:
     ///   - request: the prompt, and how tokens are chosen.
     ///   - cache: of the same model and adapters, or empty. It then has this prompt and its text, but for the last token.
-    ///   - atBlock: called before each block; `CancellationError` from it, or from `onToken`, ends the text as `stopped`.
+    ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait. `CancellationError` from it,
+    ///     or from `onToken`, ends the text as `stopped`.
     ///   - onToken: gets the token's id.
     /// - Returns: how many tokens, how fast, and why the text ended.
     /// - Throws: `MeSPError`, and what `onToken` throws.
@@ -110,7 +114,7 @@ public struct Generator {
     ///   - requests: the prompts, and how the tokens of each are chosen.
     ///   - atOnce: how many texts run together, from 1 to 16. Where one ends the next begins.
     ///   - cacheLimit: what the caches of these may take together, in bytes; fewer texts run together where they would take more.
-    ///   - atBlock: called before each block; `CancellationError` from it ends all texts as `stopped`.
+    ///   - atBlock: called likewise; `CancellationError` from it ends all texts as `stopped`.
     ///   - onToken: gets the index of a request and the next token's id; `CancellationError` from it ends this text as `stopped`.
     ///   - onEnd: gets the index of a request and how its text went, in the order in which they end.
     /// - Throws: `MeSPError`, and what the functions throw.
@@ -218,15 +222,12 @@ public struct Generator {
                     waiting.first?.request.prompt == next.request.prompt
                     ? (next.request.prompt, texts[i].cache, logits) : nil
                 texts[i].first = next.first ?? .now
-                let token = try choose(logits, likeliest: nil, texts[i])
+                let token = try choose(logits, texts[i])
                 if let reason = try texts[i].take(token, tell: onToken) { try end(texts.removeLast(), reason) }
             }
             guard !texts.isEmpty else { return }
-            let logits = try logits(forward(&texts, atBlock))
-            let isGreedy = texts.contains { $0.request.temperature <= 0 }
-            let likeliest = isGreedy ? try logits.argMax(axis: -1).numbers(Int.self) : nil
             // All, before one of them is told.
-            let tokens = try texts.indices.map { try choose(logits[$0], likeliest: likeliest?[$0], texts[$0]) }
+            let tokens = try nextTokens(&texts, atBlock)
             let reasons = try texts.indices.map { try texts[$0].take(tokens[$0], tell: onToken) }
             let ended = zip(texts, reasons)
             texts = ended.filter { $0.1 == nil }.map(\.0)
@@ -247,13 +248,27 @@ public struct Generator {
         }
     }
 
-    /// The last block's output for the texts' last tokens.
-    private func forward(_ texts: inout [Text], _ atBlock: () throws -> Void) throws -> MLXArray {
+    /// The token that follows each text's last, confirmed, by one evaluation on a GPU whose weights stay mapped.
+    private func nextTokens(_ texts: inout [Text], _ atBlock: () throws -> Void) throws -> [Int] {
         var caches = texts.map(\.cache)
         // Keys and values that nobody else has are written in place.
         for i in texts.indices { texts[i].cache = PromptCache() }
         defer { for i in texts.indices { texts[i].cache = caches[i] } }
-        return try model.forward(next: texts.map(\.last), &caches, atBlock)
+        let logits = try logits(model.forward(next: texts.map(\.last), &caches, atBlock))
+        let likeliest = logits.argMax(axis: -1).asType(Int.dtype)
+        let isGreedy = texts.allSatisfy { $0.request.temperature <= 0 }
+        let tokens =
+            isGreedy
+            ? likeliest
+            : stacked(
+                texts.enumerated().map { i, text in
+                    drawn(logits[i], text.request, text.random)?.asType(Int.dtype) ?? likeliest[i]
+                })
+        // y needs the keys and values of attention, and not a recurrence's last state.
+        eval([tokens] + caches.flatMap(\.recurrentStates))
+        let chosen = try tokens.numbers(Int.self)
+        Memory.clearCache()
+        return zip(texts, chosen).map { text, token in text.known ?? token }
     }
 
     /// Whether a text's cache at its longest fits beside those that continue. One alone is never refused.
@@ -265,15 +280,9 @@ public struct Generator {
     }
 
     /// A text's next token, confirmed.
-    ///
-    /// - Parameter likeliest: the likeliest, where it is known.
-    private func choose(_ logits: MLXArray, likeliest: Int?, _ text: Text) throws -> Int {
-        if let known = text.known {
-            _ = text.random.next()
-            try MLXErrors.confirm()
-            return known
-        }
-        return try (text.request.temperature <= 0 ? likeliest : nil) ?? choose(logits, text.request, text.random)
+    private func choose(_ logits: MLXArray, _ text: Text) throws -> Int {
+        let token = try choose(logits, text.request, text.random)
+        return text.known ?? token
     }
 
     // MARK: - Forward
@@ -284,15 +293,19 @@ public struct Generator {
     ) throws -> MLXArray {
         var last = MLXArray.zeros([1, model.bundle.architecture.hiddenSize], dtype: model.bundle.dtype)
         try model.forward(tokens, &cache, atBlock) { _, y in last = y[(y.dim(0) - 1)...] }
-        return try logits(last)[0]
+        let logits = try logits(last)[0]
+        try logits.compute()
+        return logits
     }
 
-    /// The logits `[n, vocabulary]` (float32, evaluated) of what the last block made, `[n, hidden]`.
+    /// The logits `[n, vocabulary]` (float32) of what the last block made, `[n, hidden]`.
     private func logits(_ y: MLXArray) throws -> MLXArray {
         try model.bundle.withHead { weights in
-            CrossEntropyHead(
-                weights: weights, architecture: model.bundle.architecture, tile: Self.vocabularyTile
+            let logits = CrossEntropyHead(
+                weights: weights, architecture: model.bundle.architecture, tile: vocabularyTile
             ).logits(y)
+            if !model.bundle.maps.areKept { eval(logits) }
+            return logits
         }
     }
 
@@ -301,14 +314,19 @@ public struct Generator {
     /// As mlx-lm's `make_sampler`: the likeliest token, or one drawn from those that `topP` leaves. The same seed draws the same tokens
     /// there: the noise belongs to the tokens in the vocabulary's order.
     func choose(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) throws -> Int {
-        guard request.temperature > 0 else { return try logits.argMax().number(Int.self) }
+        try (drawn(logits, request, random) ?? logits.argMax()).number(Int.self)
+    }
+
+    /// The token that is drawn, not evaluated; nil where the likeliest is taken.
+    private func drawn(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) -> MLXArray? {
+        guard request.temperature > 0 else { return nil }
         var logits = logits - logits.max()  // the likeliest stays 0, however low the temperature
         if request.topP < 1 {
             let order = argSort(logits)
             let likelier = cumsum(softmax(logits.take(order)), reverse: true, inclusive: false)
             logits = which(likelier.take(argSort(order)) .< request.topP, logits, -Float.infinity)
         }
-        return try MLXRandom.categorical(logits * (1 / request.temperature), key: random).number(Int.self)
+        return MLXRandom.categorical(logits * (1 / request.temperature), key: random)
     }
 }
 

@@ -1,3 +1,5 @@
+import MLX
+
 /// The tokens of a text that a model has read, and the state they left in each block. A text that begins with the same tokens is read from
 /// there on; each next turn of a conversation is one.
 ///
@@ -28,6 +30,9 @@ public struct PromptCache {
 
     /// In bytes.
     public var size: Int { (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1?.size ?? 0) } }
+
+    /// The states of recurrent blocks after the last token.
+    var recurrentStates: [MLXArray] { blocks.compactMap { $0 }.filter(\.isRecurrent).flatMap(\.arrays) }
 
     /// The part of that which does not grow with the text, in bytes.
     var recurrentSize: Int {

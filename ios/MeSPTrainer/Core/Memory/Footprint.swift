@@ -12,6 +12,14 @@ import Foundation
 /// VmSwap`) on Linux. Mapped weight files are in neither.
 public func memoryFootprint() -> Int {
     #if canImport(Darwin)
+        Int(ownMemory()?.phys_footprint ?? 0)
+    #else
+        processStatus(["RssAnon:", "VmSwap:"])
+    #endif
+}
+
+#if canImport(Darwin)
+    private func ownMemory() -> task_vm_info_data_t? {
         var info = task_vm_info_data_t()
         var count = mach_msg_type_number_t(MemoryLayout<task_vm_info_data_t>.size / MemoryLayout<natural_t>.size)
         let result = withUnsafeMutablePointer(to: &info) {
@@ -19,11 +27,9 @@ public func memoryFootprint() -> Int {
                 task_info(ownTask, task_flavor_t(TASK_VM_INFO), $0, &count)
             }
         }
-        return result == KERN_SUCCESS ? Int(info.phys_footprint) : 0
-    #else
-        return processStatus(["RssAnon:", "VmSwap:"])
-    #endif
-}
+        return result == KERN_SUCCESS ? info : nil
+    }
+#endif
 
 #if !canImport(Darwin)
     /// The sum of some fields of `/proc/self/status`, in bytes.
@@ -44,34 +50,63 @@ public func memoryFootprint() -> Int {
     }
 #endif
 
-/// Reads the footprint every 2 ms on a thread of its own and keeps the highest.
+/// The highest footprint of stretches of time.
+///
+/// Apple's kernel keeps the highest of the process's life (`ledger_phys_footprint_peak`), at every change. A stretch in which that rose has
+/// it as its own highest; of another the highest that was read on a thread is kept. So the highest of a run that takes more than all before
+/// it is exact, and few readings suffice. Linux keeps none of anonymous memory: `VmHWM` has mapped files in it.
 package final class FootprintSampler: @unchecked Sendable {
+    /// How the footprint is known.
+    struct Source {
+        /// The present one, in bytes.
+        var now: @Sendable () -> Int
+        /// The highest of the process's life, in bytes; nil where the system keeps none.
+        var highest: @Sendable () -> Int?
+        /// Microseconds between two readings.
+        var interval: UInt32
+
+        #if canImport(Darwin)
+            static let system = Source(
+                now: memoryFootprint, highest: { ownMemory().map { Int($0.ledger_phys_footprint_peak) } },
+                interval: 100_000)
+        #else
+            static let system = Source(now: memoryFootprint, highest: { nil }, interval: 10_000)
+        #endif
+    }
+
+    private let source: Source
     private let lock = NSLock()
-    private var peak = 0
+    /// The highest reading since the last call of `takePeak`.
+    private var read = 0
+    /// The highest of the process's life at that call.
+    private var known: Int
     private var running = true
 
-    package init() {
+    package convenience init() { self.init(.system) }
+
+    init(_ source: Source) {
+        (self.source, known) = (source, source.highest() ?? 0)
         let thread = Thread { [weak self] in
-            while let self, self.sample() { usleep(2000) }
+            while let self, self.sample() { usleep(source.interval) }
         }
         thread.name = "footprint"
         thread.start()
     }
 
     private func sample() -> Bool {
-        let now = memoryFootprint()
+        let now = source.now()
         return lock.withLock {
-            peak = max(peak, now)
+            read = max(read, now)
             return running
         }
     }
 
     /// The highest footprint since the last call, in bytes.
     package func takePeak() -> Int {
-        let now = memoryFootprint()
+        let (now, highest) = (source.now(), source.highest() ?? 0)
         return lock.withLock {
-            defer { peak = now }
-            return max(peak, now)
+            defer { (read, known) = (now, highest) }
+            return max(read, now, highest > known ? highest : 0)
         }
     }
 

@@ -297,7 +297,7 @@ public struct Planner: Sendable {
 
     /// Where the step's answers are there already, or are the data's.
     private func peakOfPasses(_ plan: Plan) -> Int {
-        backend == .gpu ? process + Self.metalBytes + arrays(plan) : peakOnCPU(plan)
+        process + (metalBytes ?? 0) + arrays(plan)
     }
 
     // MARK: - Answers that are sampled (`Core/Rewards`)
@@ -323,15 +323,14 @@ public struct Planner: Sendable {
             + max(forward, logits)
     }
 
-    /// The memory of Metal itself in the process: the device, the command queue and its buffers, libraries and pipelines of some 100
-    /// kernels. An assumption: nothing that could be found gives a figure for iOS. The self-check's `metal.footprint` measures it.
-    static let metalBytes = 20_000_000
+    /// The part of a predicted peak that is Metal's, in bytes; nil where MLX does not start it. See `MetalMemory`.
+    package var metalBytes: Int? {
+        backend == .gpu || CPUProducts.current.startsMetal ? MetalMemory[backend] ?? MetalMemory.assumed : nil
+    }
 
-    /// The part of a predicted peak that is Metal's, in bytes; nil on a CPU.
-    package var metalBytes: Int? { backend == .gpu ? Self.metalBytes : nil }
-
-    /// On a GPU, what MLX's arrays and its cache take at a step's peak, in bytes: back-pressure keeps each phase in its workspace.
+    /// What MLX's arrays and its cache take at a step's peak, in bytes. On a GPU back-pressure keeps each phase in its workspace.
     public func arrays(_ plan: Plan) -> Int {
+        guard backend == .gpu else { return arraysOnCPU(plan) }
         // With short command buffers two things exceed the workspace: the buffer that is encoded, and arrays of a finished one whose
         // completion handler has not run yet.
         let workspaces =
@@ -383,11 +382,12 @@ public struct Planner: Sendable {
         (MLXSupport.hasShortCommandBuffers ? phase(plan) * 9 / 10 : phase(plan) * 2 / 5) + plan.cacheBytes
     }
 
-    private func peakOnCPU(_ plan: Plan) -> Int {
+    private func arraysOnCPU(_ plan: Plan) -> Int {
         let tile = tile(plan)
         let forward = plan.keptBlocks > 0 ? forward + 2 * intermediate : forward
-        return process + lasting(plan)
+        return lasting(plan)
             + max(forward, loss(tile), backward(tile), update(plan))
+            + (CPUProducts.current.startsMetal ? MetalMemory.beyondArrays(blocks: architecture.numHiddenLayers) : 0)
             // Freed memory doesn't return to the system at once: small blocks, and gaps between activations.
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0) + gaps(plan)
     }

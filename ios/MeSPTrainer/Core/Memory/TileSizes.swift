@@ -111,7 +111,7 @@ package struct TileSizes {
     /// Ends a phase of a block: what it leaves is evaluated where that pays.
     func endPhase(_ arrays: [MLXArray]) {
         if evaluatesPhases { submit(arrays) }
-        if pace.pause != nil { pace.finish(arrays) }
+        pace.rest(arrays)
     }
 }
 
@@ -121,8 +121,8 @@ package struct Pace {
     /// do. `Memory.memoryLimit` bounds what lives until the GPU has got so far. Otherwise each piece is evaluated: a CPU computes while it
     /// waits.
     let isChained: Bool
-    /// Called after each piece, which is evaluated first. A GPU compiles kernels in its first step, for some seconds a block; without this
-    /// a person who leaves the app would wait for the block's end.
+    /// Called after each piece, which is evaluated first. A GPU compiles kernels in its first step, and in the first pass of a text, for some
+    /// seconds a block; without this a person who leaves the app would wait for the block's end.
     var pause: (() -> Void)?
 
     static var evaluated: Pace { Pace(isChained: false) }
@@ -133,6 +133,9 @@ package struct Pace {
         if !isChained || pause != nil { submit(arrays) }
         pause?()
     }
+
+    /// Ends a piece that is evaluated only where it is paused after.
+    func rest(_ arrays: [MLXArray]) { if pause != nil { finish(arrays) } }
 
     /// The inputs of the next piece, available only after `done`.
     func next(_ inputs: [MLXArray], after done: [MLXArray]) -> [MLXArray] {

@@ -23,6 +23,8 @@ package final class BlockwiseModel {
     package var lora: BlockArrays
     /// Whether a whole step was done, so that a GPU has compiled the kernels; see `Pace`.
     var isWarm: Bool
+    /// The functions of whose derivative a GPU has compiled the kernels.
+    var differentiated = Set<ObjectIdentifier>()
     /// For each block the function of its kind, by the files and the number of tokens, imported when a sequence of this length first comes.
     private var functions = [KeyPath<Manifest.Blocks, [String: String]>: [Int: [BlockFunction?]]]()
 

@@ -7,6 +7,7 @@ import Testing
 
 @Suite(.serialized, .timeLimit(.minutes(2))) @MainActor final class LearnedExamplesTests {
     private let documents = temporaryFolder()
+    private let phone = TestPhone()
     private lazy var model = makeModel()
     deinit { try? FileManager.default.removeItem(at: documents) }
 
@@ -15,8 +16,10 @@ import Testing
     private func makeModel(
         loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer = { _ in ByteTokenizer() }
     ) -> AppModel {
-        AppModel(
-            phone: TestPhone(), folder: DocumentsFolder(documents: documents), loadTokenizer: loadTokenizer)
+        let model = AppModel(
+            phone: phone, folder: DocumentsFolder(documents: documents), loadTokenizer: loadTokenizer)
+        model.examples.settling = .zero
+        return model
     }
 
     private func train(steps: Int = 3) async throws -> StoredRun {
@@ -111,8 +114,61 @@ import Testing
         #expect(model.examples.writing == nil && model.library.runs.map(\.id) == [first.id])
     }
 
+    @Test func theyWaitUntilTheAppHasStayedInFrontUnlessSomebodyAsks() async throws {
+        let (reads, reading) = AsyncStream.makeStream(of: Void.self)
+        model = makeModel { _ in
+            reading.yield()
+            return ByteTokenizer()
+        }
+        model.examples.settling = .milliseconds(50)
+        let run = try await train()
+        phone.scene = .inactive
+        try await Task.sleep(for: .milliseconds(200))
+        #expect(model.examples.writing == run.id && model.examples.of(run).isEmpty)
+        // Shorter than it has to be in front.
+        phone.scene = .active
+        phone.scene = .background
+        try await Task.sleep(for: .milliseconds(200))
+        #expect(model.examples.of(run).isEmpty)
+        phone.scene = .active
+        try await written(run)
+        for await _ in reads { break }
+
+        model.examples.settling = .seconds(3600)
+        let second = try await train(steps: 2)
+        #expect(model.examples.writing == second.id)
+        model.showExamples(of: second)
+        try await written(second)
+    }
+
+    @Test func stoppedOnesHoldNobodyUpAndNeverRunBesideOthers() async throws {
+        let (entered, release) = (DispatchSemaphore(value: 0), DispatchSemaphore(value: 0))
+        model = makeModel { _ in
+            SlowTokenizer {
+                entered.signal()
+                release.wait()
+            }
+        }
+        let first = try await train()
+        await Task.detached { Self.wait(entered) }.value
+        // The thread of the examples is at work, and stays so.
+        let begin = ContinuousClock.now
+        model.examples.stop()
+        #expect(ContinuousClock.now - begin < .seconds(1))
+        #expect(model.examples.writing == nil && model.examples.of(first).isEmpty)
+        await model.start()
+        try await Task.sleep(for: .milliseconds(300))
+        #expect(model.controller.isRunning && model.controller.log.start == nil)
+        for _ in 0..<100 { release.signal() }
+        while !model.isFree { try await Task.sleep(for: .milliseconds(2)) }
+        #expect(model.controller.state == .finished(.finished))
+    }
+
+    nonisolated private static func wait(_ semaphore: DispatchSemaphore) { semaphore.wait() }
+
     /// Takes a while for each text, so that there is time between the first example and the second.
     private struct SlowTokenizer: TextTokenizer {
+        var atText: @Sendable () -> Void = { Thread.sleep(forTimeInterval: 0.1) }
         private let bytes = ByteTokenizer()
         var beginOfText: Int? { bytes.beginOfText }
         var endOfText: Int? { bytes.endOfText }
@@ -125,7 +181,7 @@ import Testing
         }
         func isSpecial(_ token: Int) -> Bool { bytes.isSpecial(token) }
         func decode(_ tokens: [Int]) -> String {
-            if tokens.count > 1 { Thread.sleep(forTimeInterval: 0.1) }
+            if tokens.count > 1 { atText() }
             return bytes.decode(tokens)
         }
     }

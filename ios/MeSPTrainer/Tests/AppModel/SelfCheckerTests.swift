@@ -2,6 +2,7 @@ import Foundation
 import Testing
 
 @testable import MeSPAppModel
+@testable import MeSPBundle
 @testable import MeSPCore
 @testable import MeSPFiles
 @testable import MeSPSelfCheck
@@ -42,6 +43,42 @@ import Testing
         #expect(file.deletingLastPathComponent().lastPathComponent == "self-check")
         let written = try JSONDecoder.snakeCase.decode(SelfCheckReport.self, from: Data(contentsOf: file))
         #expect(written.checks.map(\.name) == report.checks.map(\.name) && written.end != nil)
+    }
+
+    /// The newest report of this machine and this MLX, for each kind of bundle.
+    @Test func plansCountWhatWasMeasuredOfMetal() async throws {
+        defer { MetalMemory[.cpu] = nil }
+        let manifest = try ModelBundle(url: URL(fileURLWithPath: try bundle)).manifest
+        func counted() async -> Int? {
+            MetalMemory[.cpu] = nil
+            await model.refresh()
+            return CPUProducts.$current.withValue(.apple) {
+                Planner(manifest, RunSettings(bundle: "", output: "")).metalBytes
+            }
+        }
+        let folder = model.library.folder.selfChecksFolder
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        func write(_ name: String, _ bytes: Double, host: String = LogRecord.Start.host, age: Double) throws {
+            let json = """
+                {"start": {"version": "1", "mlx_version": "\(MLXSupport.version)", "host": "\(host)", "bundle": "b",
+                  "device": "cpu", "dtype": "float32", "names": ["metal.footprint"],
+                  "settings": {"bundle": "b", "repeats": 1, "seconds": 1, "minutes": 0}},
+                 "checks": [{"name": "metal.footprint", "verdict": "note", "sentence": "", "seconds": 1,
+                   "measured": [{"name": "after the first step", "value": \(bytes), "unit": "bytes"}]}]}
+                """
+            let file = folder.appendingPathComponent(name)
+            try Data(json.utf8).write(to: file)
+            try FileManager.default.setAttributes(
+                [.modificationDate: Date(timeIntervalSinceNow: -age)], ofItemAtPath: file.path)
+        }
+        #expect(await counted() == MetalMemory.assumed)
+        try write("b.json", 7_000_000, age: 20)
+        try write("a.json", 9_000_000, age: 10)
+        try write("c.json", 5_000_000, host: "another machine", age: 0)
+        try write("d.json", -1, age: 0)
+        try Data("{".utf8).write(to: folder.appendingPathComponent("e.json"))
+        #expect(await counted() == 9_000_000)
+        #expect(Planner(manifest, RunSettings(bundle: "", output: "")).metalBytes == nil, "Linux has no Metal")
     }
 
     @Test func theLaunchArgumentStartsItAndStoppingKeepsWhatThereIs() async throws {

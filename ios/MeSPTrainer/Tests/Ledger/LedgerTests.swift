@@ -55,7 +55,7 @@
                 default: break
                 }
             }
-            for rules in [LedgerRules.strictPhone, .strictPad, .strictMac] {
+            for rules in [LedgerRules.strictPhone, .slowPhone, .strictPad, .strictMac] {
                 let (ledger, planner, plan) = try step(settings, rules, keepsCache: choice == "keepCache")
                 #expect(ledger.peakBytes <= planner.arrays(plan))
             }
@@ -83,6 +83,21 @@
                 }.mappings
             }
             #expect(try mappings(tokens: 9) == mappings(tokens: 1))
+        }
+
+        /// As a round trip to the GPU takes longer than a block's kernels. Another evaluation is the CPU's, which gathers the embedding.
+        @Test(arguments: [0, 0.8] as [Float]) func aTokenIsOneEvaluation(_ temperature: Float) throws {
+            let ledger = try Ledger.record(rules: .strictPhone) {
+                var request = Generator.Request(prompt: [1, 2, 3])
+                (request.maxTokens, request.temperature) = (12, temperature)
+                var tokens = 0
+                try Generator(ModelBundle(url: Self.demo)).generate(request) { _ in
+                    tokens += 1
+                    // The first compile kernels.
+                    if tokens == 4 { Ledger.restart() }
+                }
+            }
+            #expect(ledger.evals == 2 * 8 && ledger.asyncEvals == 0)
         }
 
         @Test func evaluationMapsEachFileOnce() throws {
@@ -120,6 +135,16 @@
             #expect(ledger.mostFirstKernels <= 30)
         }
 
+        @Test(arguments: [5, 300]) func theFirstTextCompilesFewKernelsBetweenBoundaries(_ prompt: Int) throws {
+            let ledger = try Ledger.record(rules: .strictPhone) {
+                var request = Generator.Request(prompt: (0..<prompt).map { $0 % 9 })
+                (request.maxTokens, request.temperature) = (3, 1)
+                let generator = try Generator(ModelBundle(url: Self.demo))
+                try generator.generate(request, atBlock: { Ledger.boundary() }) { _ in Ledger.boundary() }
+            }
+            #expect(ledger.firstKernels > 30 && ledger.mostFirstKernels <= 30)
+        }
+
         /// `qvm_split_k` takes up to three rows, as they are.
         @Test(arguments: 1...4, [128, 96]) func productsOfFewRowsCopyNothing(_ rows: Int, _ columns: Int) throws {
             let ledger = try Ledger.record(rules: .strictPhone) {
@@ -135,6 +160,26 @@
             }
             // Three arrays of zeros, the product, and for few rows the sum of its parts.
             #expect(ledger.kernels == (rows < 4 ? 5 : 4))
+        }
+
+        /// Of a bundle for the CPU on Apple's devices, where Metal's allocator gives out whole pages and keeps freed buffers.
+        @Test(arguments: [128, 256], RunSettings.Offload.allCases)
+        func thePredictionOnACPUCoversMetalsAllocator(_ length: Int, _ offload: RunSettings.Offload) throws {
+            let rules = LedgerRules(isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 0)
+            try CPUProducts.$current.withValue(.apple) {
+                var predicted = 0
+                let ledger = try Ledger.record(device: .cpu, rules: rules) {
+                    let rehearsal = try Rehearsal(
+                        settings(length) {
+                            $0.bundle = Self.demo.deletingLastPathComponent().appendingPathComponent("Demo.mesp").path
+                            $0.offload = offload
+                        })
+                    predicted = rehearsal.planner.arrays(rehearsal.plan)
+                    #expect(rehearsal.planner.metalBytes == MetalMemory.assumed)
+                    for _ in 0..<2 { try rehearsal.step {} }
+                }
+                #expect(ledger.peakBytes <= predicted)
+            }
         }
 
         @Test func thePlanSaysWhatMetalTakes() throws {
