@@ -155,7 +155,7 @@ public struct Generator {
             random = MLXRandom.RandomState(seed: request.seed)
         }
 
-        /// To be read again from the start, up to the last token that was told.
+        /// The text as it is to be read again from the start, up to the last token that was told.
         func begunAgain() -> Text {
             var text = self
             (text.cache, text.count) = (cache.emptied(), 0)
@@ -225,7 +225,7 @@ public struct Generator {
             let logits = try logits(forward(&texts, atBlock))
             let isGreedy = texts.contains { $0.request.temperature <= 0 }
             let likeliest = isGreedy ? try logits.argMax(axis: -1).numbers(Int.self) : nil
-            // All, before one of them is told.
+            // All are chosen before one of them is told.
             let tokens = try texts.indices.map { try choose(logits[$0], likeliest: likeliest?[$0], texts[$0]) }
             let reasons = try texts.indices.map { try texts[$0].take(tokens[$0], tell: onToken) }
             let ended = zip(texts, reasons)
