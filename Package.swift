@@ -3,7 +3,7 @@
 // The trainer's core, `mesp-engine`, the program around it, and what the app's views show and do.
 //
 // Module `MLX` is mlx-swift, or, where MESP_HOST_MLX names the folder of the `mlx` wheel, ios/HostMLX: the same
-// API over the wheel's C++ library (see its Package.swift). mlx-swift 0.32.2 ends at its launch below iOS and macOS 26.4.
+// API over the wheel's C++ library (see its Package.swift). An app with mlx-swift 0.32.2 crashes below iOS and macOS 26.4.
 
 import PackageDescription
 

@@ -121,7 +121,7 @@ def clock_set_back(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def _library(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for LD_PRELOAD."""
+    """Compiles a library for LD_PRELOAD."""
     compiler = shutil.which("cc") or shutil.which("clang")
     if sys.platform != "linux" or compiler is None:
         pytest.skip("it takes Linux and a C compiler")

@@ -334,7 +334,7 @@ def test_a_run_whose_reader_is_gone_is_saved(settings: dict, whole: Engine, tmp_
     assert engine.losses() == whole.losses()
 
 
-# A command of `left` leaves nothing half-written where it is ended: its options and files.
+# Commands that write into a folder: their options and files.
 def export_to(model: Path, bundle: Path, folder: Path) -> list[str]:
     return export_command(model, folder / "out.mesp")
 
@@ -358,7 +358,7 @@ def evaluate_to(model: Path, bundle: Path, folder: Path) -> list[str]:
 def test_a_command_that_is_ended_leaves_nothing(
     model: Path, bundle: Path, tmp_path: Path, number: int, line: Callable
 ):
-    """As by Ctrl-C: while it writes a folder, or an engine works for it."""
+    """A signal comes while the command writes a folder, or while an engine works for it."""
     out, temporary = tmp_path / "out", tmp_path / "temporary"
     for folder in (out, temporary):
         folder.mkdir()
@@ -388,7 +388,7 @@ def test_a_command_that_is_ended_leaves_nothing(
 
 
 def test_an_ended_engine_computes_nothing_more(bundle: Path, large: Path, tmp_path: Path):
-    """What MLX's threads still compute, when a text ends at a block, is no failure."""
+    """A text ends at a block, and MLX's threads may still compute then."""
     prompt = {"prompt": [5] * 40, "max_tokens": 1000, "temperature": 0.0, "top_p": 1.0, "seed": 0}
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps({"bundle": str(large), **prompt, "stop": []}))
@@ -409,7 +409,7 @@ def test_an_ended_engine_computes_nothing_more(bundle: Path, large: Path, tmp_pa
 def test_a_clock_that_is_set_back_changes_no_run(
     settings: dict, whole: Engine, tmp_path: Path, clock_set_back: dict
 ):
-    """During a run, and between its end and its going on."""
+    """It is set back during a run, and between its end and its resumption."""
     engine = Engine(tmp_path, settings, save_every=1)
     process = engine.start(env=clock_set_back)
     engine.wait_for_step(process, 3)
@@ -536,7 +536,7 @@ def test_a_folder_that_is_read_only_is_one_sentence(
 
 @pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may write anywhere")
 def test_a_bundle_that_is_read_only_is_used(bundle: Path, model: Path, tmp_path: Path):
-    """With adapters, data and a home that are read-only too."""
+    """Adapters, data and the home are read-only too."""
     copy = shutil.copytree(bundle, tmp_path / "closed" / "small.mesp")
     call("train", copy, "--steps", 1, "--out", tmp_path / "closed" / "run")
     adapters, data = tmp_path / "closed" / "run" / "adapters", tmp_path / "closed" / "d.jsonl"

@@ -31,7 +31,7 @@ from phone import APP
 TOOLS = Path(__file__).resolve().parent
 OUT = TOOLS.parent / "build" / "first-hour"
 STEPS = 20
-# Of a GPU's losses in bfloat16 and a CPU's in float32 the same two digits are expected.
+# A GPU's losses in bfloat16 should have the same two digits as a CPU's in float32.
 TOLERANCE = 0.05
 
 

@@ -25,8 +25,8 @@ class EngineError(MespError):
 
 
 class Interrupted(MespError):
-    """A second signal has ended what the first asked to end, such as Ctrl-C. A command exits with
-    128 and the number of the first."""
+    """A second signal, such as another Ctrl-C, ended at once what the first asked to end. A command
+    exits with 128 plus the number of the first."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class Interrupted(MespError):
 
 
 class Ended(KeyboardInterrupt):
-    """A signal that asks for an end came: as a Ctrl-C, it ends all that is under way in order."""
+    """A signal that asks for an end, such as SIGTERM. As Ctrl-C does, it ends all work in order."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -43,9 +43,9 @@ class Ended(KeyboardInterrupt):
 
 @contextmanager
 def exit_at_signals() -> Iterator[None]:
-    """Leaves in order where SIGINT, SIGTERM or SIGHUP comes, so that what is unfinished is removed
-    and a child process ended: with the exit code of 128 and the signal's number. Signals that are
-    ignored, as under nohup, stay so."""
+    """Ends the process in order when SIGINT, SIGTERM or SIGHUP comes: what is unfinished is
+    removed, child processes are ended, and the exit code is 128 plus the signal's number. Signals
+    that are ignored, as under nohup, stay ignored."""
 
     def end(number: int, _: object) -> None:
         raise Ended(number)

@@ -276,9 +276,9 @@ def test_a_damaged_stride_is_refused(tmp_path, stride):
 
 @pytest.mark.parametrize("version", ["0.31.1", "0.32.1", "0.33.0", "1.0", ""])
 def test_an_mlx_of_another_layout_is_refused(exported, monkeypatch, version):
-    """It can crash on a file, and a phone on what it writes."""
+    """It can crash on a file, and a phone can crash on what it writes."""
     monkeypatch.setattr(mx, "__version__", version)
-    said = rf"The layout of the functions of MLX '{version}' is not known; install an mlx from"
+    said = rf"The layout of the functions of MLX '{version}' is not known; install mlx "
     with pytest.raises(MespError, match=said):
         Bundle(exported)
     assert Bundle(exported, to_run=False).manifest.seq_lens == (16, 32)

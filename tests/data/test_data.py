@@ -568,7 +568,7 @@ def assert_same(actual: dict[str, Split], expected: dict[str, Split]) -> None:
 
 
 def test_a_bundle_says_how_its_text_became_tokens(bundle, tmp_path):
-    """As far as that is not as without options."""
+    """It names the options that changed this, and none without."""
     end = load_tokenizer(bundle).eos_token
     record = {"prompt": "a", "completion": f"{end}."}
     path = write_records(tmp_path / "a.jsonl", [record] * 3)

@@ -1,4 +1,4 @@
-"""Special tokens in what people wrote, split into ordinary text: as transformers splits them."""
+"""Special tokens in what people wrote, split into ordinary text as transformers splits them."""
 
 import json
 import string
@@ -262,7 +262,7 @@ def test_what_cannot_be_told_from_the_template_is_refused(tokenizer, template, s
 
 
 def test_a_tokenizer_that_makes_special_tokens_of_text_is_refused(tmp_path):
-    """Whose token that ends a text is that of a byte."""
+    """Its token that ends a text is that of a byte."""
     tokenizer = byte_tokenizer(tmp_path, has_begin=True, adds_begin=True)
     assert encode(tokenizer, "a", False, split_special=True) == [1, ord("a")]
     with pytest.raises(MespError, match="takes text for its special token '<0x00>'"):
@@ -276,7 +276,7 @@ PARTS = st.lists(
 
 @given(st.lists(PARTS.filter(str.strip), min_size=5, max_size=5))
 def test_special_tokens_survive_no_split(tokenizer, texts):
-    """Whatever they are made of."""
+    """This holds for texts made of any parts of special tokens."""
     tokenizer._tokenizer.chat_template = CHATML
     ids = encode_conversation(tokenizer, conversation(*texts), "all", split_special=True).ids
     plain = encode_conversation(tokenizer, conversation(*"abcde"), "all").ids

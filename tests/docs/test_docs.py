@@ -114,7 +114,9 @@ def sources() -> dict[str, str]:
 
 @each_page
 def test_files_and_tests_exist(page: Path, sources: dict[str, str]):
-    tests = "".join(text for name, text in sources.items() if re.match(r"test_|\w+Tests\.", name))
+    tests = "".join(
+        text for name, text in sources.items() if re.match(r"test_|\w+Tests\.|MetalErrors\.", name)
+    )
     missing = []
     for span in code(page):
         place = PLACES.get(span.split("/")[0])

@@ -1,7 +1,7 @@
 """The MLX of phones, in a folder of its own: it reads what this environment's exports.
 
-Both compute the same, to the last bit. As a program this file writes what the MLX that it finds
-computes.
+Both compute the same, to the last bit. Run as a program, this file writes what the MLX that it
+finds computes.
 """
 
 import json

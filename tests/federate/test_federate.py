@@ -662,7 +662,7 @@ def test_a_federation_is_written_through_no_link(tmp_path: Path, name: str):
 
 @pytest.mark.parametrize("name", ["held-out", "clients/0", "rounds"])
 def test_a_federation_keeps_to_its_folder(bundle: Path, data: Path, tmp_path: Path, name: str):
-    """A new one, and one that goes on."""
+    """A new federation does, and one that goes on."""
     output, elsewhere = tmp_path / "f", tmp_path / "elsewhere"
     link, options = output / name, ("--clients", 2, "--rounds", 1)
     elsewhere.mkdir()
@@ -794,7 +794,7 @@ def test_a_node_ends_at_once_whatever_its_server_does(bundle: Path, tmp_path: Pa
 
 
 def long(handler: BaseHTTPRequestHandler) -> None:
-    """An answer of 600 MB, which says so."""
+    """Answers with 600 MB, and states that length."""
     handler.send_response(200)
     handler.send_header("content-length", str(600_000_000))
     handler.end_headers()
@@ -805,7 +805,7 @@ def long(handler: BaseHTTPRequestHandler) -> None:
 
 
 def endless(handler: BaseHTTPRequestHandler) -> None:
-    """An answer of no length."""
+    """Answers without a length or an end."""
     handler.send_response(200)
     handler.end_headers()
     while True:
@@ -814,14 +814,14 @@ def endless(handler: BaseHTTPRequestHandler) -> None:
 
 
 def endless_chunks(handler: BaseHTTPRequestHandler) -> None:
-    """Of a byte each, with a kilobyte beside it that is nothing."""
+    """Answers in chunks of one byte, each with an extension of a kilobyte."""
     handler.wfile.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
     while True:
         handler.wfile.write(b"1;" + b"x" * 1000 + b"\r\na\r\n")
 
 
 def endless_trailers(handler: BaseHTTPRequestHandler) -> None:
-    """After the last chunk, of an answer that says a length too."""
+    """Answers with trailers after the last chunk, and states a length too."""
     handler.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n")
     handler.wfile.write(b"transfer-encoding: chunked\r\n\r\n0\r\n")
     while True:
@@ -835,7 +835,7 @@ def endless_headers(handler: BaseHTTPRequestHandler) -> None:
 
 
 def compressed(handler: BaseHTTPRequestHandler) -> None:
-    """A gigabyte, as a megabyte."""
+    """Answers with a gigabyte, compressed to a megabyte."""
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)
     content = packer.compress(bytes(1_000_000_000)) + packer.flush()
     handler.send_response(200)
@@ -880,7 +880,7 @@ LONG, UNSAID, DAMAGED = "more bytes than any answer", "compressed or without a l
 def test_an_answer_that_is_none_ends_a_node(
     bundle: Path, tmp_path: Path, answer: Callable, said: str, call: str
 ):
-    """With a sentence, little memory and nothing but its own files."""
+    """The node ends with a sentence, takes little memory and leaves its own files alone."""
     folder, peak = tmp_path / "n", 0
     with SuperLink(**{call: answer}) as link, Node(link.url, bundle, folder) as node:
         began = time.monotonic()
@@ -932,7 +932,7 @@ def test_a_node_waits_for_a_server_that_says_nothing(
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("age", [0, 7200], ids=["useless", "expired"])
 def test_many_messages_leave_nothing(bundle: Path, tmp_path: Path, age: int):
-    """As fast as a node takes them: 60 that lack what they are of, or that nobody waits for."""
+    """60 messages come at once, which lack their content, or for which nobody waits any more."""
     folder, count = tmp_path / "n", iter(range(60))
 
     def pull(_: BaseHTTPRequestHandler) -> bytes:
@@ -954,7 +954,7 @@ def test_many_messages_leave_nothing(bundle: Path, tmp_path: Path, age: int):
 
 @pytest.fixture(scope="module")
 def asked(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Arrays, dict]:
-    """What a server sends of a round, in its own numbers."""
+    """The arrays and settings that a server sends for a round."""
     arrays = trained_here(bundle, tmp_path_factory.mktemp("asked") / "run", "--steps", 1, *SGD)
     config = {
         **{"model": str(read_manifest(bundle).model), "exchange": "float32", "server-round": 1},
@@ -987,7 +987,7 @@ def wrong_shape(arrays: Arrays, config: dict) -> tuple[Arrays, dict]:
 def test_a_message_of_something_else_is_answered_as_a_failure(
     bundle: Path, tmp_path: Path, asked: tuple, change: Callable, said: str
 ):
-    """And then one that is in order is trained."""
+    """The next message, which is in order, is trained."""
     with (
         SuperLink(**asking(question(*change(*asked)), question(*asked))) as link,
         Node(link.url, bundle, tmp_path / "n") as node,
@@ -1009,7 +1009,7 @@ def test_a_round_ends_in_time_whatever_happens_to_the_clock(
 ):
     arrays, config = asked
     config = {**config, "steps": 100_000, "timeout": 20.0}
-    # The server's clock is the node's: as that runs back, a message of now is one of the future.
+    # The node's clock runs back, so to the node a message of now is of the future.
     with (
         SuperLink(**asking(question(arrays, config))) as link,
         Node(link.url, bundle, tmp_path / "n", environment=clock_set_back) as node,

@@ -182,7 +182,7 @@ def test_a_time_beyond_the_years_is_none(tmp_path: Path):
     ("ahead", "state"), [(timedelta(minutes=5), "running"), (timedelta(days=1), "killed")]
 )
 def test_a_run_of_the_future_is_silent(tmp_path: Path, ahead: timedelta, state: str):
-    """Its clock was ahead a little, or this one was set back since."""
+    """The clock of its machine was ahead, or this one was set back since."""
     time = (datetime.now(UTC) + ahead).isoformat()
     run = add(write_run(tmp_path / "run", end=None), {"type": "x", "time": time})
     assert made(tmp_path / "report.html", run).row("state") == [state]

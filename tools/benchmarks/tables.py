@@ -447,8 +447,8 @@ Counted: evals (round trips), kernels, TFLOP (of matrix products and attention),
 of MLX's arrays and its cache, without the process and the mapped weights, and the new buffers,
 which the system makes and fills with zeros. The predicted peak is the planner's of the same.
 Polling is how long `eval` keeps a core busy at most. Fast, strict and slow are with the trainer's
-command buffers in place of MLX's own: fast where each is complete at once, strict where none is
-before it must and the last one's completion handlers are late, slow where those of many are.
+command buffers in place of MLX's own. Fast: each is complete at once. Strict: none is complete
+before it must be, and the last one's completion handlers are late. Slow: those of many are late.
 Modelled: the seconds, from the counts and a phone's supposed speeds.
 See docs/ledger.md.""",
     ),

@@ -45,7 +45,7 @@ STATES = {name: each["state"] for name, each in ALLOWED["primitives"].items()}
 
 
 def has_layout(version: str) -> bool:
-    """Whether that MLX is known to write and read this layout. Another can crash on a file."""
+    """Whether MLX `version` is known to write and read this layout. Another can crash on it."""
     release = re.match(r"0\.32\.(\d{1,9})", version)
     return release is not None and int(release[1]) >= 2
 
@@ -55,7 +55,7 @@ def check_mlx() -> None:
     if not has_layout(mx.__version__):
         raise MespError(
             f"The layout of the functions of MLX {mx.__version__!r:.40} is not known; "
-            f"install an mlx from {MLX} on and below 0.33."
+            f"install mlx {MLX} or later, below 0.33."
         )
 
 
@@ -91,7 +91,7 @@ def on_device(file: bytes, device: str) -> bytes:
 
 
 def _header(traces: int) -> bytes:
-    """The header before the traces; the metadata is empty."""
+    """The header before the traces, with empty metadata."""
     return _text(MLX) + _pack("i?", traces, False) + _text("")
 
 

@@ -27,8 +27,8 @@ def export_block(
     """Writes `function` to `path` (``….mlxfn``) with a trace for each sequence length and rank,
     of a function that takes packed records or not.
 
-    For either device the trace is the CPU's, which every machine has; in a file for the GPU the
-    primitives are then said to be there, nothing else. Raises RuntimeError or OSError where the
+    For either device the trace is the CPU's, which every machine has; a file for the GPU differs in
+    the device of its primitives alone. Raises RuntimeError or OSError where the
     file cannot be written, ValueError where `check_block_functions` refuses it, and MespError where
     no phone could read what this MLX writes.
     """

@@ -66,7 +66,7 @@ def end_tokens_of(splits: Mapping[str, Split]) -> tuple[int, ...]:
 
 
 def encoding_of(splits: Mapping[str, Split]) -> Mapping[str, bool]:
-    """The options by which the text of the splits became tokens."""
+    """The options that changed how the text of the splits became tokens."""
     return next((split.encoding for split in splits.values()), {})
 
 

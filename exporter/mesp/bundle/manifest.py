@@ -23,7 +23,7 @@ from mesp.models.layout import Layout
 from mesp.models.quantization import Quantization
 
 FORMAT = 6
-# The formats that differ only in their functions, from which a bundle is written again.
+# The formats that differ only in their functions: `mesp-export --from` reads a bundle of any.
 OF_SAME_WEIGHTS = (5, FORMAT)
 PER_LAYER = {
     "per_layer_embedding": PER_LAYER_EMBEDDING,
@@ -222,7 +222,7 @@ class Manifest:
     data: Mapping[str, DataSplit] = field(default_factory=dict)
     # At which generation stops, ascending: the model's and what the data end with.
     end_tokens: tuple[int, ...] = ()
-    # The options, of `ENCODING`, by which the text of the data became tokens.
+    # The options, of `ENCODING`, that changed how the text of the data became tokens.
     encoding: Mapping[str, bool] = field(default_factory=dict)
     files: tuple[File, ...] = ()
 
@@ -314,9 +314,9 @@ def read_manifest(
 ) -> Manifest:
     """The manifest of the bundle at `path`, after checking that this machine can run it.
 
-    Raises MespError where the folder is not a bundle, is of none of the `formats`, lacks a file or
-    part of one, or, unless it is not `to_run`, has functions that this MLX does not read or needs a
-    GPU that is not there.
+    Raises MespError where the folder is not a bundle, is of none of the `formats`, or lacks a file
+    or part of one; and with `to_run` where this MLX does not read its functions, or it needs a GPU
+    that is not there.
     Contents are checked by `Bundle.verify`.
     """
     try:

@@ -37,7 +37,7 @@ from mesp.models.layout import (
 from mesp.models.names import CONVOLUTIONS, name_there
 from mesp.models.quantization import Quantization
 
-FUNCTIONS = 64 << 20  # bytes: no file of functions has a hundredth of it
+FUNCTIONS = 64 << 20  # the most bytes of a file of functions, a hundred times what any has
 
 
 def block_file(index: int) -> str:

@@ -24,8 +24,8 @@ class _Notes(logging.Handler):
 class Failed(click.ClickException):
     """An error of the package's, said as ``Error: <sentence>``.
 
-    The exit code is 2 for what the user can mend, 1 for a failure of mesp-engine's, and 128 and the
-    signal's number where a second one has ended it.
+    The exit code is 2 for what the user can mend, 1 for a failure of mesp-engine, and 128 plus the
+    first signal's number where a second one has ended the command.
     """
 
     def __init__(self, error: MespError) -> None:

@@ -106,8 +106,8 @@ def rendered_tokens(rendering: Rendering, count: int, asks: bool = False) -> lis
 
 
 def _tokens(rendering: Rendering, text: str, written: Bounds, marked: str) -> dict[str, Any]:
-    """The ids of a rendering, in which the special tokens that people have `written` are text, and
-    their bounds. Raises MespError where others are left than in what is `marked`."""
+    """The ids of a rendering and their bounds, where the special tokens that people have `written`
+    are text. Raises MespError unless its others are those of the `marked` rendering."""
     encoded = tokens(rendering.tokenizer, text, written)
     if rendering.split_special:
         expected = tokens(rendering.tokenizer, marked)["input_ids"]
@@ -307,8 +307,8 @@ def _agreed(tokenizer: Any, a: str, b: str) -> int:
 def _with_ends(
     tokenizer: Any, text: str, spans: dict[int, Span], written: Bounds, notes: list[str]
 ) -> tuple[str, dict[int, Span], Bounds, str]:
-    """A rendering in which each answer ends with a token that ends it; where the answers and what
-    people have `written` are in it, and all that was added."""
+    """A rendering in which each answer ends with an end token; the places in it of the answers and
+    of what people have `written`; and all text that was added."""
     pieces, ended, at, shift = [], {}, 0, 0
     moved: list[tuple[int, int]] = []
     for index, span in sorted(spans.items(), key=lambda item: item[1].start):

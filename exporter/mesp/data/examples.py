@@ -22,9 +22,8 @@ class Split:
     place of the first one of each window, None where it stays. With `pack` short examples share a
     sequence when they are trained on, and see each other's tokens no more than in sequences of
     their own. `ends` are the tokens at which generation stops, ascending: the tokenizer's and those
-    that the examples end with, and `encoding` the options by which text became tokens otherwise
-    than without options. `too_long` of the records were cut or split, and `left_out` have nothing
-    that can be predicted.
+    that the examples end with, and `encoding` the options that changed how text became tokens.
+    `too_long` of the records were cut or split, and `left_out` have nothing that can be predicted.
     """
 
     tokens: np.ndarray

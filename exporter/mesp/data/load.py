@@ -48,7 +48,7 @@ class DataOptions:
 
     @property
     def encoding(self) -> dict[str, bool]:
-        """The options by which text becomes tokens otherwise than without options."""
+        """The options of these that change how text becomes tokens."""
         found = {"chat": False} if self.chat is False else {}
         return found | ({"split_special_tokens": True} if self.split_special_tokens else {})
 
@@ -73,8 +73,8 @@ def load(
 def load_beside(
     data: str, tokenizer: Any, seq_len: int, vocab_size: int, encoding: Mapping[str, bool]
 ) -> Split:
-    """The train split of data that is taken beside a bundle's, with nothing held out, and encoded
-    as the bundle's: `encoding` is that of its `DataOptions`. Raises MespError as `load` does."""
+    """The train split of data that is used beside a bundle's own, with nothing held out, encoded by
+    the bundle's `encoding` (see `DataOptions.encoding`). Raises MespError as `load` does."""
     documents = read_documents(data, Selection())
     has_messages = any(each.has_messages for split in documents.values() for each in split)
     options = DataOptions(

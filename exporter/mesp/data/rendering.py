@@ -260,7 +260,7 @@ class Rendering:
         return found
 
     def written(self, marked: str, text: str) -> list[tuple[int, int]]:
-        """The bounds of special tokens that people wrote and that are to be text, in the rendering
+        """The bounds of the special tokens that people wrote and that become text, in the rendering
         `text`, which is `marked` with texts for marks. Raises MespError where they cannot be told
         from the template's."""
         if not self.split_special:
@@ -289,7 +289,7 @@ class Rendering:
 
     @property
     def _beside_texts(self) -> str:
-        """What a record has beside its texts and roles, but for the tags around thoughts."""
+        """What a record has beside its texts and roles, without the tags around thoughts."""
         messages = [{k: v for k, v in m.items() if k != "role"} for m in shown(self._marks[0])]
         beside = [messages, self.conversation.tools, self.conversation.options]
         return TAGS.sub("", json.dumps(beside, ensure_ascii=False, default=str))

@@ -1,9 +1,10 @@
 """Special tokens in what people wrote: encoded as themselves, or split into ordinary text.
 
-Split they are as transformers has it. A text by itself is encoded with its `split_special_tokens`.
-In a conversation the template's special tokens stay, and each of a person's is encoded by itself,
-as `apply_chat_template` with `sanitize_control_tokens` does for the tokens that the tokenizer says
-are special. Where transformers puts a space of SentencePiece's into the text, there is none here.
+They are split as transformers splits them. A text by itself is encoded with its option
+`split_special_tokens`. In a conversation the template's special tokens stay, and each of a person's
+is encoded by itself, as `apply_chat_template` with `sanitize_control_tokens` does for the tokens
+that the tokenizer marks as special. Where transformers adds a space of SentencePiece's to the text,
+this module adds none.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ def special_tokens(tokenizer: Any) -> set[int]:
 
 @lru_cache(maxsize=4)
 def special_pattern(tokenizer: Any) -> re.Pattern[str]:
-    """What finds special tokens in a text, the longest of several at one place."""
+    """A pattern that finds special tokens in a text, at each place the longest."""
     added = tokenizer.added_tokens_decoder.values()
     tokens = sorted((t.content for t in added if t.special and t.content), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
 def encode_split(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
-    """The ids of a text that a person wrote, without special tokens but those that the tokenizer
-    puts around a text, with `add_special_tokens`. Raises MespError where it makes others."""
+    """The ids of a text that a person wrote. With `add_special_tokens` they have the special tokens
+    that the tokenizer puts around a text. Raises MespError where it makes others."""
     ids = tokenizer.encode(text, add_special_tokens=add_special_tokens, split_special_tokens=True)
     check_special(tokenizer, ids, tokenizer.encode("") if add_special_tokens else [])
     return list(ids)
 
 
 def check_special(tokenizer: Any, ids: Iterable[int], expected: Iterable[int]) -> None:
-    """Raises MespError unless ids have the special tokens that are `expected`, and no others."""
+    """Raises MespError unless `ids` have the special tokens of `expected`, and no others."""
     special = special_tokens(tokenizer)
     # What stands for an unknown character marks nothing, unless it is an end token too.
     if tokenizer.unk_token_id not in (*tokenizer.eos_token_ids, tokenizer.bos_token_id):
@@ -61,8 +62,8 @@ def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> dict[str, Any]:
     """The ids of a text, and the bounds of each token's characters; white space that a token takes
     from beside it is not among them.
 
-    The parts that are `written`, in order, are special tokens that are encoded as text; what is
-    between them is encoded by itself, as nothing of it may join what is beyond. Raises MespError
+    The parts that are `written`, in order, are special tokens that are encoded as text. What is
+    between two of them is encoded by itself, so that no token has parts of both. Raises MespError
     where the tokenizer makes special tokens of text.
     """
     ids: list[int] = []
@@ -80,9 +81,9 @@ def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> dict[str, Any]:
 def _piece(
     tokenizer: Any, text: str, is_first: bool, is_written: bool
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """The ids of a piece of a text and their bounds. One that is not the first is encoded after a
-    line feed, as SentencePiece puts a space before what begins a text; after another character
-    where it begins with one, and would share a token with it."""
+    """The ids of a piece of a text and their bounds. A piece that is not the first is encoded after
+    a line feed, as SentencePiece puts a space before what begins a text. A piece that would share
+    a token with the line feed is encoded after another character."""
     for feed in () if is_first else ("\n", ":"):
         before = tokenizer.encode(feed, add_special_tokens=False)
         ids, bounds = _encode(tokenizer, feed + text, is_written)

@@ -111,7 +111,7 @@ def encode_joined(
     tokenizer: Any, prompt: str, answer: str, split_special: bool = False
 ) -> tuple[list[int], int]:
     """The ids of a prompt with the answer right after it and the end-of-text token, and how many
-    of them are the prompt's; with `split_special` their own special tokens become text.
+    of them are the prompt's. With `split_special` special tokens in both become text.
 
     The prompt has the ids that it has by itself, as when the model is asked, so that no token has
     a part of both.
@@ -142,8 +142,8 @@ def _normal(text: str) -> str:
 
 
 def encode_prompt(tokenizer: Any, prompt: str, split_special: bool = False) -> list[int]:
-    """The ids of a text to go on from: with the token that begins a text, without one that ends
-    it, and without a second one where the text has them itself; with `split_special` its own
+    """The ids of a text to go on from: with the token that begins a text, without one that ends it,
+    and without a second one of those that the text has itself. With `split_special` the text's own
     special tokens become text."""
     begins = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
     if split_special:
@@ -156,8 +156,8 @@ def encode_prompt(tokenizer: Any, prompt: str, split_special: bool = False) -> l
 
 def _encode_text(tokenizer: Any, content: str | dict[str, str], split_special: bool) -> list[int]:
     """A record as mlx-lm's TextDataset has it, which cannot take an empty one; a file in pieces.
-    It begins and ends with no second token for that where it has them as text, unless with
-    `split_special` they are text."""
+    A record that has the begin or end token in its text gets no second one, unless `split_special`
+    makes text of it."""
     text = content if isinstance(content, str) else content["text"]
     if isinstance(content, str):
         begin = begin_of_text(tokenizer)

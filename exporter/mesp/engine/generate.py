@@ -20,8 +20,8 @@ class TextStream:
     """The text after a prompt, in pieces as they come; see `generate` for the arguments.
 
     `prompt_tokens` is the number of the prompt's tokens. Once all pieces were taken, `end` is the
-    engine's last record: its ``reason`` is ``stopped`` where a signal, such as Ctrl-C's, has
-    ended the text.
+    engine's last record: its ``reason`` is ``stopped`` where a signal, such as Ctrl-C's, ended the
+    text.
     """
 
     def __init__(

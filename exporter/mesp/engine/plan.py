@@ -25,8 +25,8 @@ def find_plans(bundle: Path, manifest: Manifest) -> dict[int, dict[str, Any]]:
 
 
 def predicted_memory(out: Path, manifest: Manifest) -> str | None:
-    """The trainer's predicted peak for each length with its default plan, and the lowest limit that
-    a run takes, which is the least peak with a margin.
+    """The trainer's predicted peak for each length with its default plan, and the lowest memory
+    limit of a run, which is the least peak with a margin.
 
     None where the engine has not been built: exporting does not need it.
     """
@@ -80,7 +80,7 @@ def describe_count(count: Record) -> str:
 
 def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
     """The memory of a run with each optimizer, without a limit and all in memory."""
-    # Of a run of its own: one that goes on keeps its optimizer.
+    # As of a new run: a run that goes on keeps its optimizer.
     free = {**settings, "memory_limit_mb": None, "offload": "none", "resume": False, "output": ""}
     peaks = (
         f"{megabytes(find_plan(engine, free | {'optimizer': name})['predicted_peak_bytes'])} MB "

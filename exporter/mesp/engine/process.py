@@ -156,7 +156,7 @@ def running(
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Ends a process that has not ended itself."""
+    """Ends a process that has not ended by itself."""
     if process.poll() is None:
         process.kill()
         process.wait()
@@ -164,7 +164,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def _held_signals() -> Iterator[None]:
-    """Keeps a signal that asks for an end until what is being started can be ended."""
+    """Holds signals that ask for an end until the process that is being started can be ended."""
     came: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     previous = {
@@ -267,8 +267,8 @@ def _answer(engine: Path, command: Sequence[str], settings: Settings) -> Record:
 def records(
     command: str, settings: Settings, environment: Mapping[str, str] | None = None
 ) -> Iterator[Record]:
-    """The records that `mesp-engine COMMAND` prints with these settings; an ``end`` record last,
-    with the ``signal`` where one asked for the end.
+    """The records that `mesp-engine COMMAND` prints with these settings. An ``end`` record has the
+    ``signal`` that asked for the end, if one did.
 
     Signals reach the engine. Raises MespError where the engine fails.
     """

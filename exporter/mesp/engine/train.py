@@ -240,7 +240,7 @@ def train(
     Raises:
         MespError: A setting, the bundle or the folder cannot be used, or the engine refuses them.
         EngineError: The engine crashed, or the system ended it; the adapters last saved are left.
-        Interrupted: A second signal has ended the run at once.
+        Interrupted: A second signal ended the run at once.
     """
     return prepare(bundle, out, resume, paper, settings).run(progress)
 

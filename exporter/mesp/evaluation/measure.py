@@ -115,8 +115,8 @@ def _measure_question(model: Model, record: Question, options: Options) -> Sampl
 
 
 def _in_chat(rendering: Rendering, prompt: str, text: str, add_special_tokens: bool) -> list[int]:
-    """The ids of a `prompt` in the chat template and of a choice after it, both without special
-    tokens but the template's."""
+    """The ids of `text`, which is a `prompt` in the chat template and a choice after it, with the
+    template's special tokens alone."""
     written = rendering.written(rendering.render_marked(1, asks=True), prompt)
     choice = special_pattern(rendering.tokenizer).finditer(text, len(prompt.rstrip()))
     bounds = [*written, *(found.span() for found in choice)]

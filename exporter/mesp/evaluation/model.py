@@ -12,7 +12,7 @@ from mesp.errors import MespError
 
 AT_ONCE = 8  # texts that are written together
 
-Encode = Callable[..., list[int]]  # of a text, and by its name `add_special_tokens`
+Encode = Callable[..., list[int]]  # takes a text, and the keyword `add_special_tokens`
 
 
 class Model:
@@ -38,8 +38,8 @@ class Model:
         self, prompt: str, continuation: str, special: bool = True, encode: Encode | None = None
     ) -> tuple[list[int], list[int]]:
         """Token ids of both, cut where lm-evaluation-harness cuts: white space at the end of the
-        prompt goes to the continuation, and both are tokenized together; by the tokenizer's
-        `encode` where it is None."""
+        prompt goes to the continuation, and both are tokenized together, by `encode` or else the
+        tokenizer's."""
         kept = prompt.rstrip()
         continuation = prompt[len(kept) :] + continuation
         encode = encode or self.tokenizer.encode

@@ -262,7 +262,7 @@ class Run:
             last = datetime.fromisoformat(self.last_time)
             if last.tzinfo is None:
                 last = last.replace(tzinfo=UTC)
-            # A clock that was set back since, or is ahead elsewhere, makes it later than now.
+            # It is later than now where this clock was set back since, or another one is ahead.
             return "running" if abs(now - last) < SILENCE else "killed"
         except (ValueError, OverflowError):  # no time, or one beyond the years that there are
             return "killed"

@@ -9,7 +9,7 @@
         static let title: LocalizedStringResource = "Continue Training"
 
         func perform() async throws -> some IntentResult {
-            // It is to be read in this method alone.
+            // It may be read in this method alone.
             let progress = progress
             let grant: BackgroundGrant =
                 await SystemBackground.current?.givesGPU == true ? .continuedOnGPU : .continued

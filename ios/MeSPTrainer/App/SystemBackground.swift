@@ -6,12 +6,12 @@
 
     /// Time in the background from `BGTaskScheduler`. Info.plist permits the identifiers.
     @MainActor final class SystemBackground: BackgroundScheduler {
-        /// The app's, for its intent.
+        /// The app's scheduler, which its intent uses.
         private(set) static weak var current: SystemBackground?
 
         var onGrant: ((any BackgroundTime) -> Void)?
 
-        /// Not without the entitlement *Background GPU Access*, and not on every device.
+        /// False without the entitlement *Background GPU Access*, and on devices that do not give the GPU.
         var givesGPU: Bool {
             #if compiler(>=6.2)
                 if #available(iOS 26.0, *) { return BGTaskScheduler.supportedResources.contains(.gpu) }

@@ -120,7 +120,7 @@ import Observation
 
     /// Looks for bundles and runs again.
     public func refresh() async {
-        // What a process that was ended has left.
+        // Also what a process that was ended has left.
         if !library.hasLooked { keepRuns() }
         await attempt {
             try await library.refresh(
@@ -169,7 +169,7 @@ import Observation
     /// Downloads the bundle that was looked up, and chooses it.
     public func download() async { await choose { try await downloads.download() } }
 
-    /// Downloads it over any network, as the person has decided.
+    /// Downloads what was looked up, over any network, as the person has decided.
     public func downloadNow() async { await choose { try await downloads.downloadNow() } }
 
     /// Goes on with the download that the app was ended in, and returns when it has ended or the caller's task is cancelled. Where it is

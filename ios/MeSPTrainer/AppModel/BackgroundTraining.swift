@@ -17,7 +17,7 @@ import MeSPCore
     var onGrant: ((any BackgroundTime) -> Void)? { get set }
     /// Whether the device gives an app in the background the GPU.
     var givesGPU: Bool { get }
-    /// Asks for a time, which may never be given. One that was asked for before and not given yet, this replaces.
+    /// Asks for a time, which may never be given. It replaces one that was asked for before and not given yet.
     func ask(for grant: BackgroundGrant, title: Sentence)
     /// Takes back what was asked for.
     func withdraw(_ grant: BackgroundGrant)
@@ -109,7 +109,7 @@ public struct RunProgress: Sendable, Equatable {
         }
         if let settings = controller.settings, askedFor != settings.output, !usable.isEmpty {
             askedFor = settings.output
-            // All but the night's are to be asked for in front only, for what the person does.
+            // Times other than the night's may be asked for in front only, for what the person has started.
             let mayAsk = phone.scene == .active && isStartedByPerson()
             for grant in usable where grant == .overnight || mayAsk { scheduler.ask(for: grant, title: title) }
         }

@@ -79,7 +79,7 @@ public struct DocumentsFolder: Sendable {
     func keepRuns() throws {
         for run in try contents(runsFolder) {
             keep(run, .run)
-            // Of one that was being saved when the app was ended, a part is left.
+            // An app that was ended while it saved a state has left a part of it.
             for name in ["state.safetensors", "state.safetensors.partial"] {
                 let state = run.appendingPathComponent(name)
                 if FileManager.default.fileExists(atPath: state.path) { keep(state, .state) }
@@ -251,7 +251,7 @@ public struct DocumentsFolder: Sendable {
         return StoredBundle(url: target, isIncluded: false, gpuRefusal: gpuRefusal)
     }
 
-    /// The size of what is not there yet of a bundle on the Hub, in bytes.
+    /// The size of what has not been downloaded yet of a bundle on the Hub, in bytes.
     func missing(_ offer: BundleDownload.Offer, of download: BundleDownload) -> Int {
         max(0, offer.size - Self.size(partial(of: download)))
     }
@@ -272,7 +272,7 @@ public struct DocumentsFolder: Sendable {
                 "\(download.repository) takes \(missing.megabytes) more, and the phone has \(free.megabytes) free; make room for it first."
             )
         }
-        // Before gigabytes are in it.
+        // It is left out of backups before gigabytes are in it.
         try? FileManager.default.createDirectory(at: partial, withIntermediateDirectories: true)
         keep(partial, .bundle)
         try await download.fetch(offer, to: partial, usesAnyNetwork: usesAnyNetwork, progress: progress)

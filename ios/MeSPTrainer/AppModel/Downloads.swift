@@ -26,7 +26,7 @@ import Observation
     private var isCostly = false
     /// Whether the person wants the download over such a network too.
     private var usesAnyNetwork = false
-    /// Whether the download was asked for and not begun.
+    /// Whether the download was asked for and has not begun.
     private var waitsForAnswer = false
     /// The size of what is not there yet, in bytes.
     private var missing = 0
@@ -39,7 +39,7 @@ import Observation
     /// Whether the person has stopped the download in progress.
     @ObservationIgnored private var isStopped = false
 
-    /// The size in bytes up to which nobody is asked.
+    /// The size in bytes from which on the person is asked.
     @ObservationIgnored var askedFrom = 50_000_000
 
     /// - Parameters:
@@ -56,8 +56,8 @@ import Observation
 
     private func lookAtNetwork() { isCostly = network?.isCostly == true }
 
-    /// What there is to decide before so much comes over this network; nil where there is nothing. A download in progress waits for
-    /// another network.
+    /// The question whether so much may come over this network; nil where there is none. A download in progress waits for another
+    /// network.
     public var networkQuestion: Sentence? {
         guard isCostly, !usesAnyNetwork, progress != nil || waitsForAnswer && missing >= askedFrom else {
             return nil
@@ -105,9 +105,9 @@ import Observation
         return networkQuestion == nil ? try await begin(offer) : nil
     }
 
-    /// Downloads over any network, as the person has decided. A download in progress goes on so.
+    /// Downloads over any network, as the person has decided. A download in progress then continues over it.
     ///
-    /// - Returns: as `download()`; nil where the download in progress has the bundle.
+    /// - Returns: as `download()`; nil where a download is in progress, whose caller gets the bundle.
     func downloadNow() async throws -> StoredBundle? {
         usesAnyNetwork = true
         guard let work else { return try await download() }

@@ -13,14 +13,14 @@ package enum MLXErrors {
     /// Work whose errors are collected.
     private struct Work: Sendable {
         let errors: ErrorBox
-        /// Of a GPU; nil on a CPU, whose errors are there when a function returns.
+        /// The stream of a GPU; nil on a CPU, whose errors are there when a function returns.
         let stream: MLX.Stream?
         /// Whether the work is done again where it fails.
         let isRepeated: Bool
         let failures: Failures
     }
 
-    /// The failures that were survived, in words.
+    /// MLX's messages of the failures that were survived.
     private final class Failures: @unchecked Sendable {
         private let lock = NSLock()
         private var messages = [String]()
@@ -37,15 +37,15 @@ package enum MLXErrors {
 
     @TaskLocal private static var work: Work?
 
-    /// How often a piece of work may fail.
+    /// The number of failures with which a piece of work is given up.
     private static let most = 3
     /// How often a piece of work may be refused in the background, and the seconds before the next attempt.
     private static let (mostRefusals, secondsOfRefusal) = (60, 1.0)
 
-    /// Calls `body`, in which errors of MLX are collected. Within other such work it is part of that.
+    /// Calls `body`, in which errors of MLX are collected. Within other such work on the same stream it is part of that work.
     ///
     /// - Parameter stream: what a GPU computes on; nil for a CPU.
-    /// - Throws: `MeSPError`, within other such work `MLXFailure`, with the first error of MLX; if there is none, the error of `body`.
+    /// - Throws: `MeSPError` with the first error of MLX, or within other such work `MLXFailure`; without one, the error of `body`.
     package static func collect<R>(on stream: MLX.Stream? = nil, _ body: () throws -> R) throws -> R {
         if let work, work.stream == stream { return try confirmed(body) }
         do {
@@ -83,15 +83,15 @@ package enum MLXErrors {
     /// - Throws: `MLXFailure` where an error of MLX has come since `collect` or `repeating` began. A GPU's may come later: see `confirm`.
     package static func check() throws {
         guard let work, let error = work.errors.firstError else { return }
-        // Before the caller's arrays go: what is still running writes into them. What fails there is of the same work.
+        // It is waited for before the caller's arrays go, as running kernels write into them. What fails here is of the same work.
         if let stream = work.stream { try? withError { stream.synchronize() } }
         throw MLXFailure(error)
     }
 
     /// Calls `body` and confirms what it has computed. On a GPU, where that fails, it is called again.
     ///
-    /// All that `body` reads must have been confirmed before: what is evaluated only now would be garbage the next time. It changes nothing
-    /// that it reads, as nothing of failed work may be read. Within other work that is repeated it is part of that.
+    /// All that `body` reads must have been confirmed before: what is evaluated only now would be garbage the next time. It must change
+    /// nothing that it reads, as nothing of failed work may be read. Within other repeated work it is part of that work.
     /// - Parameter again: called before it is called again; it may wait, or throw.
     /// - Throws: `MLXFailure` that `isFinal` after three failures, or on a CPU after one; what `body` throws otherwise.
     package static func repeating<R>(again: () throws -> Void = {}, _ body: () throws -> R) throws -> R {
@@ -119,10 +119,10 @@ package enum MLXErrors {
         }
     }
 
-    /// Evaluates what work that is repeated makes for the work after it. On a CPU that evaluates it.
+    /// Evaluates, on a GPU, arrays that repeated work makes for later work. On a CPU the later work evaluates them.
     package static func evaluateOnGPU(_ arrays: [MLXArray]) { if work?.stream != nil { eval(arrays) } }
 
-    /// MLX's messages of the failures since the last call that `repeating` has survived.
+    /// Returns MLX's messages of the failures that `repeating` has survived since the last call.
     package static func takeFailures() -> [String] { work?.failures.take() ?? [] }
 }
 

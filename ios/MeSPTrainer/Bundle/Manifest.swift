@@ -145,7 +145,7 @@ extension Manifest {
         }
         guard version.format == Manifest.format else {
             throw MeSPError(
-                "\(bundle) has bundle format \(version.format), this build reads format \(Manifest.format); write it again with mesp-export."
+                "\(bundle) has bundle format \(version.format), and this build reads format \(Manifest.format); write it again with mesp-export."
             )
         }
         let manifest: Manifest
@@ -156,7 +156,7 @@ extension Manifest {
         }
         guard hasFunctionLayout(mlx: MLXSupport.version) else {
             throw MeSPError(
-                "The layout of the functions of MLX \(MLXSupport.version) is not known; use an MLX from \(functionLayout) on and below 0.33."
+                "The layout of the functions of MLX \(MLXSupport.version) is not known; use MLX \(functionLayout) or later, below 0.33."
             )
         }
         try manifest.check(bundle)

@@ -23,11 +23,11 @@ public struct ModelBundle {
     package let kinds: [Int]
     package let maps = Maps()
 
-    /// The weight files that are mapped: those in use, which a use within takes too, and with `areKept` those of uses before. Each map
+    /// The weight files that are mapped: those in use, which nested uses share, and with `areKept` those of earlier uses. Each map
     /// is a buffer to make on a GPU, and pages to find again.
     package final class Maps {
         package var areKept = false { didSet { if !areKept { release() } } }
-        /// Those that keep arrays over maps, as long as they live.
+        /// The objects that keep arrays over maps, while they live.
         private var holders = [() -> (any MapHolder)?]()
         fileprivate var words = [String: MLXArray]()
         /// The number of times that each file was mapped.

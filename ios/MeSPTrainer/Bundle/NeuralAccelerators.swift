@@ -9,7 +9,7 @@ import MeSPSentences
 /// The neural accelerators of the GPUs of A19, M5 and later chips.
 ///
 /// MLX multiplies 16-bit matrices on them, whatever `MLX_ENABLE_TF32` says. Until a self-check has passed on the device, MLX is told that
-/// the GPU is of the generation before: it takes the other kernels then. MLX reads the name when it makes its device.
+/// the GPU is of the generation before, so it takes other kernels. MLX reads the name when it makes its device.
 package final class NeuralAccelerators: @unchecked Sendable {
     /// The device's, for this process.
     package static let current = NeuralAccelerators(
@@ -33,7 +33,7 @@ package final class NeuralAccelerators: @unchecked Sendable {
     static let variable = "MLX_METAL_GPU_ARCH"
 
     private let architecture: String
-    /// Has a line for what has passed a self-check.
+    /// The file with a line for what has passed a self-check.
     private let record: URL
     private let lock = NSLock()
     private var present: State  // under the lock
@@ -58,7 +58,7 @@ package final class NeuralAccelerators: @unchecked Sendable {
     /// Why work on the GPU is refused in this process; nil where it is not.
     package var refusal: Sentence? {
         state == .failed
-            ? "The self-check of this GPU’s neural accelerators did not pass, and MLX uses them until the process ends: start it again, and it goes on without them."
+            ? "The self-check of this GPU's neural accelerators did not pass, and MLX uses them until the process ends; restart the app or the command, which then works without them."
             : nil
     }
 
@@ -84,7 +84,7 @@ package final class NeuralAccelerators: @unchecked Sendable {
         }
     }
 
-    /// The system compiles the kernels, MLX has them.
+    /// The record's line: the system compiles the kernels, and MLX has their sources.
     private static func line(_ architecture: String) -> String {
         "\(architecture) \(ProcessInfo.processInfo.operatingSystemVersionString) MLX \(MLXSupport.version)\n"
     }

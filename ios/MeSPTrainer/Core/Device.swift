@@ -31,9 +31,9 @@ extension Device {
     /// The default device around the trainer's work, which C++ has too.
     @TaskLocal static var outer: Device?
 
-    /// Calls `body` with `device` as the default device of C++ too, which has one of its own for all threads that Swift's does not change:
-    /// the GPU. `vjp` runs on it the copies of evaluated inputs (MLX 0.32.2, transforms.cpp:33), gradients that are 0 (:550), and the
-    /// subtraction in softmax's derivative (primitives.cpp:5419); `compile` fuses nothing on iOS while it is the CPU.
+    /// Calls `body` with `device` as the default device of C++ too. C++ has one of its own for all threads, the GPU, which Swift's does not
+    /// change. `vjp` runs three things on it: the copies of evaluated inputs (MLX 0.32.2, transforms.cpp:33), gradients that are 0 (:550),
+    /// and the subtraction in softmax's derivative (primitives.cpp:5419). `compile` fuses nothing on iOS while it is the CPU.
     static func withGlobal<R>(_ device: Device, _ body: () throws -> R) rethrows -> R {
         let own = Device.self as any GlobalDevice.Type
         own.setGlobal(device)

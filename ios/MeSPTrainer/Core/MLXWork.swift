@@ -4,9 +4,9 @@ import MeSPBundle
 
 /// Work on MLX, which is started here only, so that one thread does it at a time.
 ///
-/// In MLX 0.32 only the thread that made a stream may evaluate what is on it, but for Swift's. Constants of imported functions and parts of
-/// derivatives are on streams that C++ made for the thread (export.cpp:1155, transforms.cpp:33), so a piece of work stays on its thread
-/// from the first function to the last value.
+/// In MLX 0.32 only the thread that made a stream may evaluate what is on it; Swift's streams are for all. Constants of imported functions
+/// and parts of derivatives are on streams that C++ made for the thread (export.cpp:1155, transforms.cpp:33). So a piece of work stays on
+/// its thread from the first function to the last value.
 package enum MLXWork {
     private static let turn = NSRecursiveLock()
     private static let thread = WorkThread()

@@ -88,7 +88,7 @@ struct Wanted: Sendable {
             if (error as? URLError)?.networkUnavailableReason != nil {
                 return Retryable(
                     sentence:
-                        "The network costs extra or is in Low Data Mode, and \(what) does not come over it; connect to another, or download it again to decide."
+                        "The network costs extra or is in Low Data Mode, and \(what) does not come over it; connect to another network, or start the download again to decide."
                 )
             }
         #endif

@@ -16,8 +16,8 @@ import MeSPBundle
         /// The number of times that `eval` polls instead of sleeping, and an upper bound of the seconds.
         let commandBuffers, spins: Int
         let spinningSeconds: Double
-        /// The same with the trainer's command buffers: each complete at once, all complete when they must be with the last one's handlers
-        /// late, and with those of many late.
+        /// The same with the trainer's command buffers. In `fast` each is complete at once. In `strict` each is complete when it must be,
+        /// and the last one's handlers are late. In `slow` those of many are late.
         let fast, strict, slow: Short
         /// Kernels that the steps before and this one compile, and the most from one block to the next.
         let firstKernels, mostFirstKernels: Int
@@ -54,7 +54,7 @@ import MeSPBundle
         }
     }
 
-    /// The second step, as the first also makes what stays; and the planner's prediction for its arrays.
+    /// Records the second step, as the first also makes what stays, and returns the planner's prediction for its arrays too.
     private func record(_ settings: RunSettings, _ rules: LedgerRules) throws -> (Ledger, predicted: Int) {
         var predicted = 0
         let ledger = try Ledger.record(rules: rules) {

@@ -46,7 +46,7 @@ signal(SIGPIPE, SIG_IGN)
     pressure.activate()
 #endif
 
-/// Ends the process at once: MLX's threads may still compute what nobody waits for, with what `exit` would destroy before.
+/// Ends the process at once: MLX's threads may still compute what nobody waits for, and `exit` would destroy what they use.
 func leave(_ status: Int32) -> Never {
     fflush(nil)
     _exit(status)

@@ -17,7 +17,7 @@ final class Transport: Sendable {
 
     deinit { session.finishTasksAndInvalidate() }
 
-    /// One that waits for nothing that this one does: Foundation for Linux can stand still with an answer.
+    /// Makes a transport that does not wait for this one: Foundation for Linux can hang in an answer.
     func another() -> Transport { Transport(configuration: session.configuration) }
 
     enum Failure: Error {

@@ -100,7 +100,7 @@ package func writeWhole(
     try writeWhole([(url, write)], mode: mode, isInBackup: isInBackup)
 }
 
-/// Writes files that replace those there when all of all of them is on the disk, and not before.
+/// Writes files that replace those there when all of them are wholly on the disk, and not before.
 package func writeWhole(
     _ files: [(url: URL, write: (FileHandle) throws -> Void)], mode: mode_t = 0o644, isInBackup: Bool = true
 ) throws {

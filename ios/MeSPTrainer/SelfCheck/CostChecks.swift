@@ -150,7 +150,7 @@ extension Bench {
         }
     }
 
-    /// In what training multiplies.
+    /// The type in which training multiplies.
     private var productType: DType { bundle.manifest.device == .cpu ? .float32 : bundle.dtype }
 
     /// Training takes the quantized products on a GPU, and on a CPU where they dequantize inside.

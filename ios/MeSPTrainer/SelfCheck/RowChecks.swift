@@ -9,8 +9,8 @@ extension Bench {
     /// whose codes are large beside the differences between them, one of some 5·10⁻³.
     private static let rowTolerance = 0.02
 
-    /// So many that MLX takes its kernels for vectors, those that begin where these end, and those for matrices, which are the neural
-    /// accelerators' where a GPU has them.
+    /// Numbers of rows for which MLX takes its kernels for vectors, the kernels that begin where those end, and the kernels for matrices.
+    /// These use the neural accelerators where a GPU has them.
     private static let numbersOfRows = [9, 33, 256]
 
     /// The most elements of W.
@@ -32,7 +32,7 @@ extension Bench {
         let errors = try bundle.withBlock(0) { weights in
             let all = weights.matrix(architecture.block(0).wideProjection)
             let w = all.rows(0..<min(all.rows, max(1, Self.mostElements / inputs)))
-            // Of other formats than the affine, scales are codes.
+            // The scales of formats other than the affine are codes.
             let isAffine = w.biases != nil
             let scales = isAffine ? w.scales.asType(.bfloat16) : w.scales
             let biases = w.biases?.asType(.bfloat16)

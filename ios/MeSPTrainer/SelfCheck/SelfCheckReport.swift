@@ -24,7 +24,8 @@ public struct SelfCheckReport: Codable, Sendable {
         /// `cpu` or `gpu`: where the bundle runs.
         public var device: String
         public var dtype: String
-        /// How MLX used the GPU's neural accelerators: `absent`, `off` until a self-check has passed, `checking` or `on`.
+        /// How MLX used the GPU's neural accelerators: `absent`, `off` until a self-check has passed, `checking`,
+        /// `failed` or `on`.
         public var neuralAccelerators: String
         public var settings: SelfCheck.Settings
         /// The checks to come, in their order.

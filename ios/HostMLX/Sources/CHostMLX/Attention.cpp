@@ -634,7 +634,7 @@ std::optional<mx::array> attention(
     const bool isOne = q.shape(2) == 1 && !mask && !q.is_tracer() && !k.is_tracer() && !v.is_tracer();
     const int missing = isOne ? 0 : (lanes - q.shape(3) % lanes) % lanes;
     if (missing > 0) {
-        // Of every axis: the derivative in MLX 0.32.2 reads the widths by axis, as if all were there.
+        // With the widths of all axes: the derivative in MLX 0.32.2 reads them by axis, as if all were given.
         const auto padded = [&](const mx::array &x) {
             return mx::pad(x, {{0, 0}, {0, 0}, {0, 0}, {0, missing}}, mx::array(0.0f), "constant", s);
         };

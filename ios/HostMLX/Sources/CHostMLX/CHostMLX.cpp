@@ -228,7 +228,7 @@ std::optional<size_t> word_before(const void *data) {
     return read_it ? std::make_optional(word) : std::nullopt;
 }
 
-/// An array whose data `block` is. MLX 0.32.4 takes the block and the function that frees it in one value.
+/// Makes an array with `block` as its data. MLX 0.32.4 takes the block and the function that frees it in one value.
 template <class Free, class Array = mx::array>
 Array array_of(mx::allocator::Buffer block, mx::Shape shape, mx::Dtype type, Free free) {
     if constexpr (std::is_constructible_v<Array, mx::allocator::Buffer, mx::Shape, mx::Dtype, Free>) {

@@ -373,7 +373,8 @@ void Recorder::run_oldest_handlers() {
     active_tasks_ -= done.counted;
 }
 
-/// Runs the handlers of what the GPU is through with, but for the last command buffers with kernels and what follows them.
+/// Runs the handlers of the command buffers that the GPU has finished, except of the last `late` with kernels and those after
+/// them.
 void Recorder::run_handlers(size_t late) {
     size_t behind = std::count_if(running_.begin(), running_.end(), [&](const CommandBuffer &buffer) {
         return buffer.serial <= finished_ && buffer.operations > 0;
@@ -388,14 +389,14 @@ void Recorder::run_handlers(size_t late) {
     }
 }
 
-/// Lets the GPU be through with the command buffers up to one, whose event is waited for. Handlers run on another thread,
-/// and late ones have not by then.
+/// Has the GPU finish the command buffers up to `serial`, whose event is waited for. Handlers run on another thread, and late
+/// ones have not run by then.
 void Recorder::finish(size_t serial) {
     finished_ = std::max(finished_, serial);
     run_handlers(rules.late_handlers);
 }
 
-/// metal/device.cpp:564: handlers have run when it returns.
+/// Waits for the stream (metal/device.cpp:564). All handlers have run when it returns.
 void Recorder::synchronize() {
     commit(false);
     counts.waits++;
@@ -403,7 +404,7 @@ void Recorder::synchronize() {
     run_handlers(0);
 }
 
-/// scheduler.h:55: until one of the tasks that are counted is complete.
+/// Waits until one of the counted tasks is complete (scheduler.h:55).
 void Recorder::complete_one() {
     while (!running_.empty()) {
         const bool counted = running_.front().counted;

@@ -644,8 +644,8 @@ int next_power_of_2(int n) {
     return power;
 }
 
-/// metal/matmul.cpp:1299, before neural accelerators: whether a few rows are products of vectors that read the transposed
-/// matrix once for five of them.
+/// Whether products of a few rows are products of vectors, which read the transposed matrix once for five of them
+/// (metal/matmul.cpp:1299, on GPUs without neural accelerators).
 bool is_wide_gemv(
     const Call &call, const mx::array &a, const mx::array &b, int64_t m, int64_t n, int64_t k,
     const std::vector<mx::Strides> &strides_of_batches) {
@@ -732,7 +732,7 @@ mx::array contiguous_matrix(const Call &call, const mx::array &x) {
     return fits ? x : temporary_copy(call, x);
 }
 
-/// metal/quantized.cpp:85, but for Ultras: from so many rows on it is a product of matrices.
+/// The number of rows from which on it is a product of matrices (metal/quantized.cpp:85, except Ultras).
 int rows_of_matrix(int generation, int64_t k, int64_t n) {
     const std::array<int, 3> rows = generation >= 17   ? std::array{33, 25, 13}
                                     : generation >= 15 ? std::array{13, 15, 13}
@@ -741,7 +741,7 @@ int rows_of_matrix(int generation, int64_t k, int64_t n) {
     return k <= 2048 && n <= 2048 ? rows[0] : k <= 4096 && n <= 4096 ? rows[1] : rows[2];
 }
 
-/// metal/quantized.cpp:1134: into how many parts k goes, so that there are 512 tiles of 32 × 32.
+/// The number of parts of k, so that there are 512 tiles of 32 × 32 (metal/quantized.cpp:1134).
 int64_t parts_of_matrix(int64_t m, int64_t n, int64_t k, int group_size) {
     const int64_t tiles = ((m + 31) / 32) * ((n + 31) / 32);
     const int64_t group = std::max(group_size, 32);

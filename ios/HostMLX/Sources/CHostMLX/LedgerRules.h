@@ -45,7 +45,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
         double gathered = 0);
     /// Keeps an array until the command buffer is complete (device.cpp:471).
     void temporary(mlx::core::array a);
-    /// Names the kernels that follow after their library, of fused operations.
+    /// Names the kernels that follow, which are of fused operations, by their library.
     void fused(std::string name) { encoded_ = std::move(name); }
 
     // MARK: For the hooks
@@ -101,7 +101,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     std::deque<CommandBuffer> running_;
     int active_tasks_ = 0;
     size_t committed_ = 0;
-    /// The last that the GPU is through with.
+    /// The last command buffer that the GPU has finished.
     size_t finished_ = 0;
     /// Arrays of asynchronous evaluations, and the last command buffer of each.
     std::unordered_map<const void *, std::pair<std::weak_ptr<mlx::core::array::Data>, size_t>> pending_;

@@ -1,4 +1,5 @@
-// How MLX 0.32.2 and mlx-swift behave on Metal where a CPU is kinder. Line numbers are those of MLX v0.32.2.
+// How MLX 0.32.2 and mlx-swift behave on Metal where a CPU is kinder. Line numbers are those of MLX 0.32.2
+// (commit 846d176 of 22 August 2026).
 
 #include "Metal.h"
 
@@ -28,7 +29,7 @@ std::atomic<bool> is_on = false;
 HostMetalRules rules;
 std::string message;
 size_t evaluations = 0;
-/// The buffers that failed, and whether the error of the last is still to be thrown, after so many evaluations.
+/// The number of buffers that failed, whether the error of the last is still to be thrown, and after how many evaluations.
 size_t failures = 0;
 bool has_error = false;
 size_t delay = 0;
@@ -43,7 +44,7 @@ void note(const std::string &fault) {
     faults[fault] += 1;
 }
 
-/// Whether it reads a file, or a constant of an imported function, which is done by the CPU's default stream (load.cpp, export.cpp).
+/// Whether it reads a file or a constant of an imported function, which the CPU's default stream does (load.cpp, export.cpp).
 bool is_load(const mx::Primitive &primitive) { return std::strcmp(primitive.name(), "Load") == 0; }
 
 /// Throws where something that `outputs` need would run on the GPU.
@@ -57,7 +58,7 @@ void check_streams(const std::vector<mx::array> &outputs) {
             continue;
         }
         auto &primitive = a.primitive();
-        // Which here is the stream in the GPU's place.
+        // The stream in the GPU's place counts as the GPU.
         if (!is_load(primitive) && (host::stands_for_gpu(primitive.stream()) || primitive.device() == mx::Device::gpu)) {
             throw std::runtime_error(std::string(primitive.name()) + " runs on the GPU, the default device");
         }
@@ -104,8 +105,8 @@ struct Work {
         }
     }
 
-    /// Writes over the arrays that were made: NaN or zeros, and of integers zeros, which are indices that exist. Not where an array is a
-    /// view of one that was there before. While this has the inputs nothing is written in their place.
+    /// Fills the arrays that were made with NaN or zeros; integers become zeros, which are indices that exist. An array that is a view
+    /// of one that was there before stays. As this holds the inputs, no array that was made has taken their place.
     void spoil(bool zeros) const {
         std::unordered_set<const void *> good;
         for (const auto &a : inputs) {
@@ -125,7 +126,7 @@ void throw_error() {
     throw std::runtime_error(rules.message);
 }
 
-/// Counts an evaluation, and throws where it has to.
+/// Counts an evaluation, and throws the error that is due.
 /// \returns whether its command buffer fails.
 bool begin(const std::vector<mx::array> &outputs) {
     const std::lock_guard lock(mutex);
@@ -154,9 +155,9 @@ bool begin(const std::vector<mx::array> &outputs) {
 
 }  // namespace
 
-// What MLX 0.32.2 does. A command buffer's completion handler stores its error (metal/device.cpp:521), which is thrown, and cleared, where a
-// stream is waited for (device.cpp:571) or the next kernels are encoded (device.cpp:578). `Event::wait` asks for it too, but the GPU has
-// signalled the event before the handler runs: `eval` can return, with arrays that count as evaluated.
+// In MLX 0.32.2 a command buffer's completion handler stores its error (metal/device.cpp:521). It is thrown, and cleared, where a stream is
+// waited for (device.cpp:571) or the next kernels are encoded (device.cpp:578). `Event::wait` asks for it too, but the GPU has signalled
+// the event before the handler runs: `eval` can return, with arrays that count as evaluated.
 void evaluate(const std::vector<mx::array> &outputs, const std::function<void()> &evaluate) {
     bool is_needed = false;
     for (const auto &a : outputs) {

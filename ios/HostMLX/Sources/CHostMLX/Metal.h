@@ -13,7 +13,7 @@ namespace metal {
 /// Calls `evaluate`, which computes `outputs`, by the rules: throws where work is for the GPU, or an error is due.
 void evaluate(const std::vector<mlx::core::array> &outputs, const std::function<void()> &evaluate);
 
-/// Called when a stream was waited for; throws an error that is still to come.
+/// Throws an error that is still to come; called when a stream was waited for.
 void synchronized();
 
 /// Whether C++'s default device is a GPU by the rules.

@@ -18,7 +18,7 @@ thread_local std::optional<mx::Stream> instead_of_gpu, own;
 mx::Stream new_stream(mx::Device device) { return mx::new_thread_unsafe_stream(device); }
 
 void enter() {
-    // Without a GPU MLX caches 32 MB of freed memory, which no phone has.
+    // Without a GPU MLX caches 32 MB of freed memory, as on no phone.
     [[maybe_unused]] static const bool is_without_cache =
         !mx::is_available(mx::Device::gpu) && (mx::set_cache_limit(0), true);
     const bool is_gpu = metal::default_is_gpu();

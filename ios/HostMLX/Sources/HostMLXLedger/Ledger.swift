@@ -117,9 +117,9 @@ public struct LedgerRules: Codable, Sendable, Equatable {
     public var runAhead: Int
     /// The generation of the GPU's architecture, as 15 in `applegpu_g15p`.
     public var generation: Int
-    /// Command buffers that are complete when an `eval` returns and whose completion handlers have not run. These end a task
-    /// and free its arrays, on another thread; MLX waits for them only where it waits for a task, and `Stream.synchronize()`
-    /// for all. Without such a wait they run when as many more command buffers are committed.
+    /// The number of command buffers that are complete when an `eval` returns, but whose completion handlers have not run. A
+    /// handler ends a task and frees its arrays, on another thread. MLX waits for handlers only where it waits for a task, and
+    /// in `Stream.synchronize()`, for all. Without such a wait they run when as many more command buffers are committed.
     public var lateHandlers: Int
 
     public init(

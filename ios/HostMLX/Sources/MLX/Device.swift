@@ -15,7 +15,7 @@ public final class Device: Sendable, Hashable {
 
     private let index: Int32
 
-    /// The device, whether there is one or not.
+    /// Makes a device, whether the machine has it or not.
     public init(_ deviceType: DeviceType, index: Int32 = 0) {
         if deviceType == .cpu { precondition(index == 0) }
         self.deviceType = deviceType
@@ -152,7 +152,7 @@ public final class Stream: @unchecked Sendable, Equatable {
         try await $localStreams.withValue(streams(device), operation: body)
     }
 
-    /// The current streams with another default; a new one only for another GPU.
+    /// The current streams with another default. Only another GPU gets a new stream.
     private static func streams(_ device: Device) -> StreamPair {
         let isOtherGPU = device.deviceType == .gpu && device != streams.gpu.device
         return StreamPair(
@@ -160,7 +160,7 @@ public final class Stream: @unchecked Sendable, Equatable {
             defaultType: device.deviceType)
     }
 
-    /// A new stream. Without such a device the process ends.
+    /// Makes a stream. Without such a device the process ends.
     public init(_ device: Device) {
         initError()
         var stream = HostStream(device: device.deviceType.code, index: 0)

@@ -7,7 +7,7 @@ private final class Box<Value>: @unchecked Sendable {
     var value: Value?
 }
 
-/// The result of `body` on a thread of its own, which has ended then.
+/// Runs `body` on a thread of its own, waits for its end, and returns the result.
 private func onAnotherThread<R>(_ body: @escaping @Sendable () throws -> R) throws -> R {
     let (box, ended) = (Box<Result<R, any Error>>(), DispatchSemaphore(value: 0))
     Thread.detachNewThread {
@@ -18,7 +18,7 @@ private func onAnotherThread<R>(_ body: @escaping @Sendable () throws -> R) thro
     return try #require(box.value).get()
 }
 
-/// Swift's streams are everybody's, C++'s a thread's: MLX 0.32.2, stream.cpp:20, and mlx-swift's Stream.swift.
+/// Every thread may use Swift's streams, and C++'s belong to one: MLX 0.32.2, stream.cpp:20, and mlx-swift's Stream.swift.
 extension AllTests {
     @Suite struct ThreadTests {
         private func expectNoStream(sourceLocation: SourceLocation = #_sourceLocation, _ body: () throws -> Void) {

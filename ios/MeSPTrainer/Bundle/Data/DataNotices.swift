@@ -40,7 +40,7 @@ public struct DataNotices: Sendable, Equatable {
                 "The chat template writes no token after an answer, so the token that ends a text is added there.")
         }
         if dropsThoughts { sentences.append("The chat template leaves out thoughts, so they are not trained.") }
-        if hasSplit { sentences.append("Special tokens in your texts are trained as the text that they are.") }
+        if hasSplit { sentences.append("Special tokens in your texts are trained as ordinary text.") }
         if leftOut > 0 { sentences.append("Records that ask not to be trained are left out: \(leftOut).") }
         if tooLong > 0 {
             sentences.append("Records with no answer in the first \(length) tokens are left out: \(tooLong).")

@@ -3,15 +3,16 @@ import MeSPSentences
 
 /// Encodes what people wrote, in which a special token is text.
 ///
-/// A tokenizer takes a special token for itself wherever a text has it. So such a text is encoded in pieces: it is cut within each special
-/// token, where the fewest tokens come of that, which is mostly where a tokenizer that reads it as text ends a token too. Of a conversation
-/// the template's special tokens stay, and each of a person's is encoded by itself, as `mesp data --split-special-tokens` does.
+/// A tokenizer finds special tokens wherever a text has them. So such a text is encoded in pieces: it is cut within each special token, at
+/// the place that makes the fewest tokens. A tokenizer that read the special token as text would mostly end a token there too. In a
+/// conversation the template's special tokens stay, and each of a person's is encoded by itself, as by `mesp data
+/// --split-special-tokens`.
 package struct PlainEncoder {
     /// Tags around thoughts, which templates look for.
     private static let tags = Set(["<think>", "</think>"].map { Array($0.utf8) })
 
     private let tokenizer: any TextTokenizer
-    /// Of each token that was met its text where it is special, and nothing where it is not.
+    /// The text of each special token that was met, and an empty one for each other token.
     private var specials = [Int: [UInt8]]()
     /// Where to cut the text of each special token that was met.
     private var cuts = [[UInt8]: Int]()
@@ -29,7 +30,7 @@ package struct PlainEncoder {
         hasSplit = true
         let ids = encode(try pieces(of: bytes))
         guard addsSpecialTokens else { return ids }
-        // What is put around any other text.
+        // It gets the special tokens that any other text has around it.
         let (bare, whole) = (
             tokenizer.encode("a", addsSpecialTokens: false), tokenizer.encode("a", addsSpecialTokens: true)
         )
@@ -58,7 +59,7 @@ package struct PlainEncoder {
         let text = tokenizer.decode(rendered)
         let pieces = text.components(separatedBy: mark).map { Array($0.utf8) }
         let split = encode(pieces)
-        // All is as the template writes it, and no special token is a person's.
+        // The text must be as the template writes it, with no special token of a person's.
         guard tokenizer.encode(text, addsSpecialTokens: false) == rendered,
             specialTexts(of: split) == specialTexts(of: rendered),
             Array(tokenizer.decode(split).utf8) == pieces.flatMap({ $0 })
@@ -79,7 +80,7 @@ package struct PlainEncoder {
         }.filter { !$0.isEmpty }
     }
 
-    /// The texts of special tokens that the tokenizer finds in a text, the longest first. What stands for an unknown character is not in it.
+    /// The texts of special tokens that the tokenizer finds in a text, the longest first. The token for an unknown character is not in it.
     private mutating func specials(in text: [UInt8]) -> [[UInt8]] {
         let ids = tokenizer.encode(Self.string(text), addsSpecialTokens: false)
         return Set(specialTexts(of: ids)).filter { !text.places(of: $0).isEmpty }.sorted { $0.count > $1.count }
@@ -91,7 +92,8 @@ package struct PlainEncoder {
 
     // MARK: - Pieces
 
-    /// A text in pieces of which none has a special token but those that are kept; `apart` a special token is in no piece with other text.
+    /// Cuts a text into pieces, none of which has a special token but those that are kept. With `apart` no piece has a part of a special
+    /// token and other text.
     private mutating func pieces(
         of text: [UInt8], keeping kept: Set<[UInt8]> = [], apart: Bool = false
     ) throws -> [[UInt8]] {
@@ -106,7 +108,7 @@ package struct PlainEncoder {
     private mutating func split(_ text: [UInt8], at tokens: [[UInt8]], _ apart: Bool) throws -> [[UInt8]] {
         var (pieces, start, place) = ([[UInt8]](), 0, 0)
         func end(at next: Int) {
-            // Also nothing, so that a token at an end is apart from what a template writes there.
+            // Also an empty piece, so that a token at an end is apart from what a template writes there.
             if next > start || apart { pieces.append(Array(text[start..<next])) }
             start = next
         }

@@ -148,8 +148,8 @@ public struct TextData: Sendable {
         return (ids, true)
     }
 
-    /// Appends the ids of `text` and the token that ends a text. That of a file is tokenized in pieces; a record's is begun as the model's
-    /// texts are, as mlx-lm does it.
+    /// Appends the ids of `text` and the token that ends a text. The text of a file is tokenized in pieces. A record's begins as the
+    /// model's texts do, as in mlx-lm.
     ///
     /// - Returns: whether the ids are of all of it.
     private func encode(

@@ -183,7 +183,7 @@ private struct Routed {
         eval(chosen, z, w)
         self.chosen = chosen
         var places = [[Int32]](repeating: [], count: experts.numExperts)
-        // After an error of MLX any: nothing of the block is used then.
+        // After an error of MLX any experts will do: nothing of the block is used then.
         let numbers = (try? chosen.numbers(Int32.self)) ?? (0..<chosen.size).map { Int32($0 % experts.numExperts) }
         for (place, expert) in numbers.enumerated() { places[Int(expert)].append(Int32(place)) }
         let perToken = Int32(experts.numExpertsPerTok)

@@ -15,7 +15,7 @@ package final class PauseGate: @unchecked Sendable {
             if isAtRest != oldValue { isAtRest ? atWork.leave() : atWork.enter() }
         }
     }
-    /// Holds the thread while it is not at rest. Its wait goes by a clock that nobody sets, unlike that of a condition.
+    /// The group that the thread is in while it is not at rest. A wait for it goes by a clock that nobody sets, unlike one for a condition.
     private let atWork = DispatchGroup()
     private var passes = 0
 

@@ -159,7 +159,7 @@ public struct Generator {
             random = MLXRandom.RandomState(seed: request.seed)
         }
 
-        /// To be read again from the start, up to the last token that was told.
+        /// The text as it is to be read again from the start, up to the last token that was told.
         func begunAgain() -> Text {
             var text = self
             (text.cache, text.count) = (cache.emptied(), 0)
@@ -226,7 +226,7 @@ public struct Generator {
                 if let reason = try texts[i].take(token, tell: onToken) { try end(texts.removeLast(), reason) }
             }
             guard !texts.isEmpty else { return }
-            // All, before one of them is told.
+            // All are chosen before one of them is told.
             let tokens = try nextTokens(&texts, atBlock)
             let reasons = try texts.indices.map { try texts[$0].take(tokens[$0], tell: onToken) }
             let ended = zip(texts, reasons)

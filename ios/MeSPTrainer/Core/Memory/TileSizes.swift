@@ -140,7 +140,7 @@ package struct Pace {
     /// The inputs of the next piece, available only after `done`.
     func next(_ inputs: [MLXArray], after done: [MLXArray]) -> [MLXArray] {
         if isChained, pause == nil {
-            // The first array decides on the stream: after one that was evaluated before, on C++'s (MLX 0.32.2, ops.cpp:6408).
+            // MLX takes the stream of the first array, and C++'s own where that was evaluated before (MLX 0.32.2, ops.cpp:6408).
             let (first, others) = (Array(done.prefix(1)), Array(done.dropFirst()))
             return Array(depends(inputs: first + inputs, dependencies: others).dropFirst(first.count))
         }

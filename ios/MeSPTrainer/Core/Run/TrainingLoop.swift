@@ -30,7 +30,7 @@ final class TrainingLoop {
     /// The time that a crash or an empty battery can cost: at the start, and after the first save.
     private static let (timeToFirstSave, timeBetweenSaves) = (Duration.seconds(60), Duration.seconds(180))
 
-    /// A step that failed for want of memory when it had changed parameters.
+    /// The end of a step that failed for want of memory after it had changed parameters.
     struct CutShort: Error {
         /// The plan to go on with, from the last saved state.
         let plan: Plan
@@ -40,7 +40,7 @@ final class TrainingLoop {
     ///   - sources: of the bundle and the data.
     ///   - plan: the plan to train with, of `planner`'s.
     ///   - saved: what to continue from; nil for the beginning.
-    ///   - isCutShort: whether a step was, so that the plan is another.
+    ///   - isCutShort: whether this continues after `CutShort`, with another plan.
     init(
         _ settings: RunSettings, _ bundle: ModelBundle, _ data: Splits, _ sources: SavedState.Sources,
         _ planner: Planner, _ plan: Plan, from saved: SavedState.Loaded?, isCutShort: Bool = false, hooks: Run

@@ -32,7 +32,7 @@ struct Optimizer {
         }
     }
 
-    /// A block's parameters and state after an update, not evaluated. What is there before stays until they are kept.
+    /// A block's parameters and state after an update, not evaluated. The ones before stay until these are kept.
     struct Update {
         var w: MLXArray
         let first, second: MLXArray?

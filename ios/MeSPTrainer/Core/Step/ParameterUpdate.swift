@@ -4,7 +4,7 @@ import MeSPBundle
 extension Trainer {
     /// One block's update, from the gradient of its trained parameters. On a GPU nothing changes before all that it makes is confirmed.
     ///
-    /// - Parameter gradient: makes it of arrays that are confirmed.
+    /// - Parameter gradient: makes the gradient from confirmed arrays.
     func update(_ block: Int, _ number: Int, _ key: MLXArray, _ gradient: () throws -> MLXArray) throws {
         let update = try clock.repeating(changed: true) {
             var gradient = try gradient()

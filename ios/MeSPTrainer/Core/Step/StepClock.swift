@@ -34,7 +34,7 @@ package final class StepClock {
         try MLXErrors.repeating(again: { try boundary(changed: changed) }, body)
     }
 
-    /// An array for the work after this: on a GPU evaluated and confirmed, on a CPU as `body` makes it.
+    /// Returns the array of `body` for later work: on a GPU evaluated and confirmed, on a CPU as it is.
     func confirmed(_ body: () throws -> MLXArray) throws -> MLXArray {
         try repeating {
             let array = try body()

@@ -114,7 +114,7 @@ package final class Trainer {
 
     /// The gradient of a block's trained parameters, from its input of a sequence; d goes from dy to dx. Both are evaluated.
     ///
-    /// Where a GPU fails, it is made again of the block's input, d and the parameters, which are held until it is confirmed.
+    /// Where a GPU fails, it is made again from the block's input, d and the parameters, which are held until it is confirmed.
     /// - Parameters:
     ///   - sum: of the sequences before.
     ///   - changed: whether the step has changed parameters.

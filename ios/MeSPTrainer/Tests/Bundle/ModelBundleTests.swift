@@ -47,7 +47,7 @@ import Testing
     @Test(arguments: [
         (
             "\"format\": 6", "\"format\": 5",
-            "format 5, this build reads format 6; write it again with mesp-export."
+            "format 5, and this build reads format 6; write it again with mesp-export."
         ),
         ("\"num_attention_heads\":", "\"heads\":", "num"),
         ("\"path\": \"embedding.bin\"", "\"path\": \"../embedding.bin\"", "embedding.bin"),

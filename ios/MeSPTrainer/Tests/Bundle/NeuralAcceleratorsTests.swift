@@ -65,7 +65,7 @@ import Testing
         failed.endCheck(hasPassed: false)
         #expect(failed.state == .failed)
         let refusal = try #require(failed.refusal)
-        #expect(refusal.english.hasPrefix("The self-check of this GPU’s neural accelerators did not pass"))
+        #expect(refusal.english.hasPrefix("The self-check of this GPU's neural accelerators did not pass"))
         #expect(!FileManager.default.fileExists(atPath: record.path))
         #expect(make("applegpu_g18p").state == .off && told == "applegpu_g17p", "the next process has none of it")
     }

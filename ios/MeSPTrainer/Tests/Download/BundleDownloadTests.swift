@@ -212,7 +212,7 @@ enum Way: CaseIterable { case foreground, background }
         }
         try Data(text.replacing("\"format\": \(Manifest.format)", with: "\"format\": 99").utf8).write(to: manifest)
         #expect(
-            try await fetch([:], from: source).1?.contains("has bundle format 99, this build reads format") == true)
+            try await fetch([:], from: source).1?.contains("has bundle format 99, and this build reads format") == true)
         try Data("no JSON".utf8).write(to: manifest)
         #expect(try await fetch([:], from: source).1?.contains("is damaged") == true)
     }

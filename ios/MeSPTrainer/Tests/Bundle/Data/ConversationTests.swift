@@ -188,7 +188,7 @@ import Testing
         try Data("\(text)\n\(text)\n".utf8).write(to: folder.appendingPathComponent("b.jsonl"))
         let told = try TextData(tokenizer: chatML, length: 16).write(
             .file(folder.appendingPathComponent("b.jsonl")), to: target)
-        #expect(told.sentences == ["Special tokens in your texts are trained as the text that they are."])
+        #expect(told.sentences == ["Special tokens in your texts are trained as ordinary text."])
     }
 
     @Test func choicesAreAnswersToo() throws {
