@@ -21,7 +21,7 @@ READY := $(VENV)/ready
 # A file of versions and their hashes: with LOCK=.ci/requirements.txt, as in CI, nothing else is installed.
 LOCK ?=
 FIXTURES := $(CURDIR)/.build/fixtures
-SLOW_IN_SWIFT := FuzzTests SelfCheck RunTests EvaluatorTests GeneratorTests ReliabilityTests RunControllerTests \
+SLOW_IN_SWIFT := FuzzTests MetalErrors SelfCheck RunTests EvaluatorTests GeneratorTests ReliabilityTests RunControllerTests \
 	DocumentsFolderTests DownloadFaultsTests lossesOfTrainingEqualTheReference trainsInBFloat16 everyPlanGivesTheSameGradients \
 	contextAndPaddingDoNotCount aConfidentTokensLossIsNotNegative
 REFERENCE := $(wildcard exporter/mesp/*.py exporter/mesp/*/*.py tests/fixtures/*.py tests/helpers/*.py)

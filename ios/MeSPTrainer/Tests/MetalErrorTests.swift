@@ -132,7 +132,7 @@
         ) throws {
             var plan = Plan(tileBytes: 1 << 20)
             plan.keepsAnswer = objective == .dpo
-            try steps(folder, plan: plan, every: 8) {
+            try steps(folder, plan: plan, every: 15) {
                 ($0.objective, $0.batchSize) = (objective, 2)
             } step: { trainer, fixture in
                 let answers = try (0..<2).map { index in
