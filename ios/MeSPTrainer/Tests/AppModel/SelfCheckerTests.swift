@@ -61,7 +61,7 @@ import Testing
         func write(_ name: String, _ bytes: Double, host: String = LogRecord.Start.host, age: Double) throws {
             let json = """
                 {"start": {"version": "1", "mlx_version": "\(MLXSupport.version)", "host": "\(host)", "bundle": "b",
-                  "device": "cpu", "dtype": "float32", "names": ["metal.footprint"],
+                  "device": "cpu", "dtype": "float32", "neural_accelerators": "none", "names": ["metal.footprint"],
                   "settings": {"bundle": "b", "repeats": 1, "seconds": 1, "minutes": 0}},
                  "checks": [{"name": "metal.footprint", "verdict": "note", "sentence": "", "seconds": 1,
                    "measured": [{"name": "after the first step", "value": \(bytes), "unit": "bytes"}]}]}

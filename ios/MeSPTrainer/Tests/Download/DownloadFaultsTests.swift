@@ -55,7 +55,6 @@
         @Test(.enabled(if: environment["MESP_DOWNLOAD_INTO"] != nil)) func goesOnWithTheDownload() async throws {
             let hub = try #require(Self.environment["MESP_HUB"].flatMap { URL(string: $0) })
             let documents = try #require(Self.environment["MESP_DOWNLOAD_INTO"].map { URL(fileURLWithPath: $0) })
-            try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
             let phone = TestPhone()
             phone.availableMemory = 1 << 40
             let model = AppModel(
@@ -81,6 +80,8 @@
         private func download(
             _ hub: Hub, into documents: URL, _ library: URL, _ faults: [String: String] = [:]
         ) throws -> End {
+            // Here, as the app's folder is there before the app.
+            try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
             let said = folder.appendingPathComponent("said")
             let process = Process()
             process.executableURL = URL(fileURLWithPath: "/proc/self/exe").resolvingSymlinksInPath()
