@@ -576,6 +576,15 @@ def test_a_number_that_the_engine_has_no_room_for_is_named(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("name", ["bundle", "out"])
+def test_a_path_in_a_file_has_no_null_character(tmp_path: Path, name: str):
+    (tmp_path / "config.yaml").write_text(f'{name}: "a\\0b"\n')
+    assert "a null character" in refused("train", "--config", tmp_path / "config.yaml")
+    change(tmp_path / "settings.json", **{"bundle": "b", "steps": 2, "seq_len": 8, name: "a\0b"})
+    (tmp_path / "metrics.jsonl").touch()
+    assert "is not the settings of a run" in refused("train", "--resume", "--out", tmp_path)
+
+
 @pytest.mark.parametrize("value", [1e39, 10**400, 10**20, -(10**20)])
 def test_a_run_with_a_number_out_of_range_is_refused(bundle: Path, tmp_path: Path, value: float):
     change(tmp_path / "settings.json", bundle=str(bundle), steps=2, seq_len=8, alpha=value)

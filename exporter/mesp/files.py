@@ -56,6 +56,15 @@ def read_object(path: Path, size: int = SIZE) -> dict[str, Any]:
     return value
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a run or a federation in a JSON file. Raises what `read_object` does, and
+    ValueError for a text with a null character, which no path has."""
+    settings = read_object(path)
+    if any("\0" in value for value in settings.values() if isinstance(value, str)):
+        raise ValueError(f"{path} has a null character")
+    return settings
+
+
 class UnclearError(ValueError):
     """A JSON text that readers take in different ways: what it has, and what to do."""
 

@@ -46,7 +46,7 @@ STATES = {name: each["state"] for name, each in ALLOWED["primitives"].items()}
 
 def has_layout(version: str) -> bool:
     """Whether MLX `version` is known to write and read this layout. Another can crash on it."""
-    release = re.match(r"0\.32\.(\d{1,9})", version)
+    release = re.fullmatch(r"0\.32\.(\d{1,9})", version)
     return release is not None and int(release[1]) >= 2
 
 

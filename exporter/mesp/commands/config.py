@@ -57,6 +57,8 @@ def read_config(context: click.Context, _: click.Parameter, path: Path | None) -
         listed = value if isinstance(value, list) else [value]
         if not all(isinstance(each, str | int | float) for each in listed):
             raise MespError(f"{path} sets {key} to {value}, which must be a plain value or a list.")
+        if any("\0" in each for each in listed if isinstance(each, str)):
+            raise MespError(f"{path} sets {key} to a text with a null character; take it out.")
         typed = ",".join(str(each) for each in listed)
         try:
             parameter.type_cast_value(context, typed)

@@ -31,7 +31,7 @@ from mesp.engine.own_texts import own_texts
 from mesp.engine.process import Engine, Record, failure, log, running
 from mesp.engine.settings import TrainSettings, kept, settings_of
 from mesp.errors import Interrupted, MespError, plain_os_errors
-from mesp.files import read_object, write_whole
+from mesp.files import read_settings, write_whole
 from mesp.folders import refuse_linked_folders
 from mesp.rewards import Reward, find_reward, rewards_of
 from mesp.runs.log import LOG_NAME, Run
@@ -343,7 +343,7 @@ def recorded(output: Path, begun: str) -> dict[str, Any]:
         raise MespError(f"{output} holds no run to resume; start one without --resume.")
     try:
         with plain_os_errors(f"Cannot read {path}"):
-            return read_object(path)
+            return read_settings(path)
     except ValueError as error:
         raise not_settings(output) from error
 

@@ -15,7 +15,7 @@ from mesp.engine.train import SETTINGS_NAME
 from mesp.errors import MespError, plain_os_errors
 from mesp.federate.exchange import EXCHANGES, Arrays, read_arrays, travelling, write_arrays
 from mesp.federate.local_training import SETTINGS, Client, run_engine, scale
-from mesp.files import create, read_object, remove_link, sync, write_whole
+from mesp.files import create, read_object, read_settings, remove_link, sync, write_whole
 
 RECORD_NAME, STATE_NAME = "round.json", "strategy.npz"
 # Flower's strategies by their names here.
@@ -182,7 +182,7 @@ class Federation:
         """The one whose settings are in `output`. Raises MespError if there are none."""
         path = output / SETTINGS_NAME
         try:
-            options = read_object(path)
+            options = read_settings(path)
         except (OSError, ValueError) as error:
             raise MespError(
                 f"{path} is missing or damaged; write it with mesp federate."

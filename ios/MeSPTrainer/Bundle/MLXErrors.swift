@@ -148,6 +148,7 @@ package struct MLXFailure: SentenceError {
 
     package var sentence: Sentence {
         guard isFinal else { return "\(message)." }
+        if isRefusal { return "iOS refuses the GPU to an app that is not in front; open the app and resume." }
         return "The GPU has failed three times at the same work: \(message); restart the device and try again."
     }
 }

@@ -18,7 +18,7 @@ struct FederationSettings: Decodable {
 
     init(contentsOf url: URL) throws { self = try readSettings(url) }
 
-    /// How long a node takes to end at most, in fifths of a second; a run that it trains is saved in less.
+    /// The longest time that a node waits for its server after a signal, in fifths of a second.
     private static let mostWaits = 150
 
     /// Takes part in a federation until a signal comes. Prints a record for each thing that happens.
@@ -34,7 +34,12 @@ struct FederationSettings: Decodable {
             do {
                 try await node.run(report: tell) { question in
                     try await withCheckedThrowingContinuation { continuation in
-                        MLXWork.start("round") { continuation.resume(with: Result { try answer(question) }) }
+                        MLXWork.start("round") {
+                            outcome.isTraining = true
+                            let result = Result { try answer(question) }
+                            outcome.isTraining = false
+                            continuation.resume(with: result)
+                        }
                     }
                 }
             } catch {
@@ -43,11 +48,11 @@ struct FederationSettings: Decodable {
             ended.signal()
         }
         var waits = 0
-        // Foundation for Linux can stand still with what a server sends.
+        // A run is saved, however long that takes. Foundation for Linux can stand still with what a server sends.
         while ended.wait(timeout: .now() + 0.2) == .timedOut, waits < Self.mostWaits {
             guard stopRequested != 0 else { continue }
             task.cancel()
-            waits += 1
+            if !outcome.isTraining { waits += 1 }
         }
         if let error = outcome.error, !(error is CancellationError) { throw error }
         try print("end", [String: String]())
@@ -95,5 +100,19 @@ struct FederationSettings: Decodable {
 }
 
 private final class Outcome: @unchecked Sendable {
-    var error: (any Error)?  // written before the semaphore is signalled, read after
+    private let lock = NSLock()
+    private var lockedError: (any Error)?
+    private var lockedIsTraining = false
+
+    /// The error that ended the node.
+    var error: (any Error)? {
+        get { lock.withLock { lockedError } }
+        set { lock.withLock { lockedError = newValue } }
+    }
+
+    /// Whether a round is being trained or saved.
+    var isTraining: Bool {
+        get { lock.withLock { lockedIsTraining } }
+        set { lock.withLock { lockedIsTraining = newValue } }
+    }
 }
