@@ -29,7 +29,7 @@ struct FederationSettings: Decodable {
         let node = try SuperNode(
             server: server, folder: URL(fileURLWithPath: folder),
             mostBytes: FederatedRun.mostBytes(URL(fileURLWithPath: bundle)))
-        let (ended, outcome) = (DispatchSemaphore(value: 0), Outcome())
+        let outcome = Outcome()
         let task = Task.detached {
             do {
                 try await node.run(report: tell) { question in
@@ -42,19 +42,21 @@ struct FederationSettings: Decodable {
                         }
                     }
                 }
+                outcome.end = .success(())
             } catch {
-                outcome.error = error
+                outcome.end = .failure(error)
             }
-            ended.signal()
         }
         var waits = 0
         // A run is saved, however long that takes. Foundation for Linux can stand still with what a server sends.
-        while ended.wait(timeout: .now() + 0.2) == .timedOut, waits < Self.mostWaits {
+        while outcome.end == nil, waits < Self.mostWaits {
+            // Not by a semaphore, whose time limit is one of the wall clock on Linux.
+            usleep(200_000)
             guard stopRequested != 0 else { continue }
             task.cancel()
             if !outcome.isTraining { waits += 1 }
         }
-        if let error = outcome.error, !(error is CancellationError) { throw error }
+        do { try outcome.end?.get() } catch is CancellationError {}
         try print("end", [String: String]())
     }
 
@@ -101,13 +103,13 @@ struct FederationSettings: Decodable {
 
 private final class Outcome: @unchecked Sendable {
     private let lock = NSLock()
-    private var lockedError: (any Error)?
+    private var lockedEnd: Result<Void, any Error>?
     private var lockedIsTraining = false
 
-    /// The error that ended the node.
-    var error: (any Error)? {
-        get { lock.withLock { lockedError } }
-        set { lock.withLock { lockedError = newValue } }
+    /// How the node ended; nil before.
+    var end: Result<Void, any Error>? {
+        get { lock.withLock { lockedEnd } }
+        set { lock.withLock { lockedEnd = newValue } }
     }
 
     /// Whether a round is being trained or saved.

@@ -335,7 +335,7 @@ public struct Planner: Sendable {
         // completion handler has not run yet.
         let workspaces =
             MLXSupport.hasShortCommandBuffers
-            ? workspace(plan) + phase(plan) * 2 / 5 : max(phase(plan), workspace(plan))
+            ? workspace(plan) + phase(plan) * 3 / 10 : max(phase(plan), workspace(plan))
         let phase = max(workspaces, baseline ?? 0)
         // d before a block's backward pass, until its gradient is confirmed.
         let held = method.hasBackwardPass ? hidden : 0
@@ -379,7 +379,7 @@ public struct Planner: Sendable {
     /// short command buffers, what lets several of them run. With long ones, less than half of what the phase takes at its peak, so that
     /// only the buffer that is being encoded goes beyond.
     func workspace(_ plan: Plan) -> Int {
-        (MLXSupport.hasShortCommandBuffers ? phase(plan) * 9 / 10 : phase(plan) * 2 / 5) + plan.cacheBytes
+        (MLXSupport.hasShortCommandBuffers ? phase(plan) : phase(plan) * 2 / 5) + plan.cacheBytes
     }
 
     private func arraysOnCPU(_ plan: Plan) -> Int {
