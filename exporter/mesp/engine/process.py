@@ -166,10 +166,23 @@ def _kill(process: subprocess.Popen[str]) -> None:
 def _held_signals() -> Iterator[None]:
     """Holds signals that ask for an end until the process that is being started can be ended."""
     came: list[int] = []
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    try:
+        with _handling(dict.fromkeys(ends, lambda number, _: came.append(number))):
+            yield
+    finally:
+        if came:
+            signal.raise_signal(came[0])
+
+
+@contextmanager
+def _handling(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
+    """Handles signals in the main thread, where alone Python takes them. Signals that nohup, or a
+    shell's background job, ignores stay ignored."""
     is_main = threading.current_thread() is threading.main_thread()
     previous = {
-        number: signal.signal(number, lambda number, _: came.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        number: signal.signal(number, handler)
+        for number, handler in handlers.items()
         if is_main and signal.getsignal(number) != signal.SIG_IGN
     }
     try:
@@ -177,8 +190,6 @@ def _held_signals() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
 
 
 @contextmanager
@@ -210,19 +221,8 @@ def _forwarded_signals(engine: Engine) -> Iterator[None]:
         signal.SIGHUP: end,
         signal.SIGTSTP: suspend,
     }
-    # Python takes signals in its main thread only. Signals that nohup, or a shell's background
-    # job, ignores stay ignored.
-    is_main = threading.current_thread() is threading.main_thread()
-    previous = {
-        number: signal.signal(number, handler)
-        for number, handler in handlers.items()
-        if is_main and signal.getsignal(number) != signal.SIG_IGN
-    }
-    try:
+    with _handling(handlers):
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def failure(status: int, said: str, after: str = "") -> MespError:

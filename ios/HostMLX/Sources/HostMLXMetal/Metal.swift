@@ -21,7 +21,7 @@ public struct MetalRules: Sendable {
         /// How many fail: after the error of one was thrown, the next does.
         public var count = 1
         /// The evaluations that go through before one throws the error and computes nothing. Waiting for a stream throws it earlier. It is
-        /// thrown once. What the buffer computed counts as evaluated, and is `garbage`.
+        /// thrown once. The buffer's arrays count as evaluated and hold `garbage`.
         public var delay = Int.max
         public var garbage = Garbage.nan
         /// Whether the evaluation throws the error itself and computes nothing, as where memory is refused. `item()` is then 0, and reading

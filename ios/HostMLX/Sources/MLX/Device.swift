@@ -83,7 +83,7 @@ private final class StreamPromise: @unchecked Sendable {
     }
 }
 
-/// A task's streams, of which the default one is made at once.
+/// The streams of a task. The default one is made at once.
 private final class StreamPair: Sendable {
     let cpu: StreamPromise
     let gpu: StreamPromise

@@ -2,7 +2,7 @@ import Foundation
 import MLX
 import Testing
 
-/// What a thread made, for another.
+/// A value that one thread makes and another reads.
 private final class Box<Value>: @unchecked Sendable {
     var value: Value?
 }

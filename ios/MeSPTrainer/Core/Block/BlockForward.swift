@@ -32,7 +32,7 @@ extension Block: BlockForward {
         return y
     }
 
-    /// When the results of a block are evaluated: before it returns, while the next block is called, or by whoever reads them.
+    /// The time at which a block's results are evaluated: before it returns, while the next block is called, or when they are read.
     enum Evaluation { case now, begun, later }
 
     package func output(_ x: MLXArray) -> MLXArray {

@@ -38,7 +38,7 @@ package enum MetalMemory {
         }
     }
 
-    /// What a self-check of this machine measured for bundles of a backend, in bytes; nil where there was none.
+    /// The bytes that a self-check of this machine measured for bundles of a backend; nil without a self-check.
     package static subscript(_ backend: Backend) -> Int? {
         get { known[backend] }
         set { known[backend] = newValue }
