@@ -119,6 +119,9 @@ package enum MLXErrors {
         }
     }
 
+    /// What work changes that may be repeated, to be given to it again; nil where nothing is repeated.
+    package static func held<T>(_ value: T) -> T? { work?.stream == nil ? nil : value }
+
     /// Evaluates, on a GPU, arrays that repeated work makes for later work. On a CPU the later work evaluates them.
     package static func evaluateOnGPU(_ arrays: [MLXArray]) { if work?.stream != nil { eval(arrays) } }
 

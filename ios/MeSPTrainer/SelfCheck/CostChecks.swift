@@ -155,7 +155,7 @@ extension Bench {
 
     /// Training takes the quantized products on a GPU, and on a CPU where they dequantize inside.
     private func note(_ product: Product, _ rate: Double) {
-        if (product == .dequantized) == (bundle.manifest.device == .cpu && !CPUProducts.current.dequantizeInside) {
+        if (product == .dequantized) == !bundle.processor.unpacksInside {
             constants.flopsPerSecond = min(constants.flopsPerSecond ?? rate, rate)
         }
     }

@@ -110,7 +110,7 @@ extension Bench {
                 outputs.append(y)
                 try model.bundle.withHead {
                     let head = CrossEntropyHead(
-                        weights: $0, architecture: model.bundle.architecture, tile: TinyBundle.vocabulary)
+                        weights: $0, architecture: model.bundle.architecture, machine: Machine(model.bundle.processor))
                     logits.append(head.logits(y))
                     eval(logits)
                 }

@@ -22,10 +22,10 @@ extension Bench {
         return FormulasOnCPU(
             bundle: other ?? bundle, layouts: trainer.model.layouts, scale: trainer.model.scale,
             // In one segment, as a block function has all intermediates.
-            tile: TileSizes.$segmentTokens.withValue(length) {
-                TileSizes(
+            machine: Machine.$segmentTokens.withValue(length) {
+                Machine(
                     architecture, group: bundle.manifest.featureGroup, length: length, bytes: 1 << 20,
-                    backend: .cpu)
+                    processor: .cpu)
             })
     }
 

@@ -9,7 +9,7 @@ struct FormulasOnCPU {
     let layouts: [LoRALayout]
     /// α / rank
     let scale: Float
-    let tile: TileSizes
+    let machine: Machine
 
     /// Everything that the block function returns, evaluated.
     ///
@@ -20,7 +20,7 @@ struct FormulasOnCPU {
     func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ beside: Beside) throws -> BlockOutputs {
         try withBlock(block, lora, beside) { block in
             let outputs = block.outputs(x.asType(.float32))
-            eval(outputs.mixerIn)
+            eval(outputs.list)
             return outputs
         }
     }
@@ -42,9 +42,11 @@ struct FormulasOnCPU {
     /// The sum of the losses of the counted targets, in nats, and its gradient `[1, T, hidden]` times `scale`.
     func lossAndGradient(_ y: MLXArray, _ example: Example, scale: Float) throws -> (loss: MLXArray, dy: MLXArray) {
         try withHead { head in
-            head.lossAndGradient(
+            let (loss, dy) = head.lossAndGradient(
                 y.asType(.float32), targets: MLXArray(example.targets), counted: example.counted, scale: scale,
                 atBoundary: {})
+            eval(loss, dy)
+            return (loss, dy)
         }
     }
 
@@ -63,7 +65,7 @@ struct FormulasOnCPU {
             try bundle.withHead { packed in
                 try body(
                     CrossEntropyHead(
-                        weights: packed.onCPU, architecture: bundle.architecture, tile: tile.vocabulary))
+                        weights: packed.onCPU, architecture: bundle.architecture, machine: machine))
             }
         }
     }
@@ -75,7 +77,7 @@ struct FormulasOnCPU {
             try bundle.withBlock(block) { weights in
                 try body(
                     Block(
-                        weights: weights.onCPU, lora: lora, layout: layouts[block], scale: scale, tile: tile,
+                        weights: weights.onCPU, lora: lora, layout: layouts[block], scale: scale, machine: machine,
                         beside: beside))
             }
         }

@@ -148,7 +148,7 @@ package struct LoRAMatrices {
 }
 
 /// The gradients of the trained A and B, by projection.
-struct LoRAGradients {
+struct LoRAGradients: Arrays {
     var a = [Projection: MLXArray]()
     var b = [Projection: MLXArray]()
     /// Those of each expert that some token chose, by its number.

@@ -9,29 +9,26 @@ extension Block {
         let (attention, d, dtype) = (weights.attention(mixer), mixer.headDim, mixerIn.dtype)
         if mixer.keysOf != nil { return attentionOverShared(mixer, mixerIn, sequences, &states) }
         // A backward pass would need m₁ to m₃ as `projections` gives them, and sequences of training begin here.
-        if attention.isOneOperation, sequences.allSatisfy({ $0.count == 1 }), states.allSatisfy({ $0.count > 0 }) {
+        if sequences.allSatisfy({ $0.count == 1 }), states.allSatisfy({ $0.count > 0 }) {
             return attentionOfOne(mixer, attention, mixerIn, &states)
         }
         let (m1, k, v) = projections(mixer, mixerIn)
         let (ofQ, gates): (MLXArray, MLXArray?) = mixer.gateDim > 0 ? (m1, m1[.ellipsis, d...]) : (m1, nil)
         let q = mixer.gateDim > 0 ? ofQ[.ellipsis, ..<d] : ofQ
         let attnOut = eachSequence(sequences, &states) { rows, state in
-            guard case .attention(var cache) = state else { preconditionFailure("another mixer's state") }
-            let start = state.count
-            cache.append(
-                attention.key(k[0..., rows], start: start).asType(dtype),
-                attention.value(v[0..., rows]).asType(dtype))
-            state = .attention(cache)
-            let q = attention.query(q[0..., rows], start: start)
-            tile.pace.rest([q, cache.keys, cache.values])
-            let out = attention(
-                q: q, k: cache.keys[0..., 0..<cache.count], v: cache.values[0..., 0..<cache.count], tile: tile
-            ).asType(dtype)
-            tile.pace.rest([out])
-            return out
+            let place = Positions.from(state.count)
+            let cache = state.append(
+                keys: attention.key(k[0..., rows], at: place).asType(dtype),
+                values: attention.value(v[0..., rows]).asType(dtype))
+            let q = machine.part(attention.query(q[0..., rows], at: place), cache.keys, cache.values).0
+            return machine.part(
+                attention(
+                    q: q, k: cache.keys[0..., 0..<cache.count], v: cache.values[0..., 0..<cache.count],
+                    machine: machine
+                ).asType(dtype))
         }
         let taken = gates.map { OutputGate(g: $0.swappedAxes(0, 1))(attnOut) } ?? attnOut
-        return Mixed(m1: m1, m2: k, m3: v, mixed: attnOut, out: projection(.o)(taken, tile: tile.projection))
+        return Mixed(m1: m1, m2: k, m3: v, mixed: attnOut, out: projection(.o)(taken, machine: machine))
     }
 
     /// m₁ (q, behind each head its gate if it has one), k and v, `[heads, n, …]`.
@@ -55,24 +52,21 @@ extension Block {
         let (ofQ, k, v) = (
             heads(.q, mixer.numAttentionHeads), heads(.k, mixer.numKeyValueHeads), heads(.v, mixer.numKeyValueHeads)
         )
-        let positions = MLXArray(states.map { Int32($0.count) })
-        let vHat = attention.value(v).asType(dtype)
-        let q = attention.query(mixer.outputGate ? ofQ[.ellipsis, ..<d] : ofQ, positions: positions)
-        let kHat = attention.key(k, positions: positions).asType(dtype)
+        let place = Positions.each(MLXArray(states.map { Int32($0.count) }))
+        let (q, kHat, vHat) = machine.part(
+            attention.query(mixer.outputGate ? ofQ[.ellipsis, ..<d] : ofQ, at: place),
+            attention.key(k, at: place).asType(dtype), attention.value(v).asType(dtype))
         let parts = states.indices.map { i in
-            guard case .attention(var cache) = states[i] else { preconditionFailure("another mixer's state") }
-            func own(_ x: MLXArray) -> MLXArray { n == 1 ? x : x[i..<i + 1] }
-            cache.append(own(kHat).squeezed(axis: 0), own(vHat).squeezed(axis: 0))
-            states[i] = .attention(cache)
-            return attention.ofOne(q: own(q), cache)
+            func own(_ x: MLXArray) -> MLXArray { (n == 1 ? x : x[i..<i + 1]).squeezed(axis: 0) }
+            return attention.ofOne(q: own(q), states[i].append(keys: own(kHat), values: own(vHat)), machine: machine)
         }
-        let attnOut = concatenated(parts).reshaped([n, -1]).asType(dtype)
+        let attnOut = machine.part(concatenated(parts).asType(dtype))
         let gates: MLXArray? =
             mixer.outputGate
             ? ofQ[.ellipsis, d...].squeezed(axis: 2)
             : mixer.headGate ? heads(.g, mixer.numAttentionHeads).squeezed(axis: 2) : nil
         let taken = gates.map { OutputGate(g: $0)(attnOut) } ?? attnOut
-        return Mixed(m1: ofQ, m2: k, m3: v, mixed: attnOut, out: projection(.o)(taken, tile: tile.projection))
+        return Mixed(m1: ofQ, m2: k, m3: v, mixed: attnOut, out: projection(.o)(taken, machine: machine))
     }
 
     /// o(attention(q, k̂, v̂)) with another block's keys and values, which has read the same tokens.
@@ -86,8 +80,8 @@ extension Block {
         let parts = zip(sequences, caches).map { rows, cache in
             let start = beside.shared == nil ? cache.count - rows.count : rows.lowerBound
             return attention(
-                q: attention.query(q[0..., rows], start: start), k: cache.keys[0..., 0..<cache.count],
-                v: cache.values[0..., 0..<cache.count], tile: tile
+                q: attention.query(q[0..., rows], at: .from(start)), k: cache.keys[0..., 0..<cache.count],
+                v: cache.values[0..., 0..<cache.count], machine: machine
             ).asType(q.dtype)
         }
         for (index, cache) in caches.enumerated() { states[index] = .shared(count: cache.count) }
@@ -95,20 +89,18 @@ extension Block {
         let keys = beside.shared ?? caches[0]
         return Mixed(
             m1: q, m2: keys.keys, m3: keys.values, mixed: attnOut,
-            out: projection(.o)(attnOut, tile: tile.projection))
+            out: projection(.o)(attnOut, machine: machine))
     }
 
-    /// The keys and values of a whole sequence x `[1, T, hidden]` that other blocks take too, as they are stored; evaluated. Positions go on
-    /// from record to record, as in a block function: scores depend on the difference of two alone.
+    /// The keys and values of a whole sequence x `[1, T, hidden]` that other blocks take too, as they are stored. Positions go on from record
+    /// to record, as in a block function: scores depend on the difference of two alone.
     func keysAndValues(_ x: MLXArray) -> MixerState.KeyValues {
         guard case .attention(let mixer) = weights.shape.mixer else { preconditionFailure("no attention") }
         let (attention, x) = (weights.attention(mixer), x.squeezed(axis: 0))
         let mixerIn = weights.mixerNorm(x)
-        let shared = MixerState.KeyValues(
-            keys: attention.key(heads(.k, mixer.numKeyValueHeads, mixerIn), start: 0).asType(x.dtype),
+        return MixerState.KeyValues(
+            keys: attention.key(heads(.k, mixer.numKeyValueHeads, mixerIn), at: .from(0)).asType(x.dtype),
             values: attention.value(heads(.v, mixer.numKeyValueHeads, mixerIn)).asType(x.dtype))
-        eval(shared.keys, shared.values)
-        return shared
     }
 
     /// The derivative of o(attention(q, k, v)), or of o(attention(q, k, v) ∘ σ(g)), from that of its output `[T, hidden]`.
@@ -126,39 +118,36 @@ extension Block {
         )
         let (attention, sum) = (weights.attention(mixer), shared)
         func backward(_ rows: Range<Int>) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
-            attention.backward(
-                q: q[0..., rows], k: k[0..., rows], v: v[0..., rows], dOut: dO[0..., rows], tile: tile,
-                start: rows.lowerBound, addedTo: sum?[rows])
+            var behind: MixerState.KeyValues?
+            return attention.backward(
+                q: q[0..., rows], k: k[0..., rows], v: v[0..., rows], dOut: dO[0..., rows], start: rows.lowerBound,
+                addedTo: sum?[rows], behind: &behind, machine: machine)
         }
         if mixer.keysOf != nil {
             let parts = records(length).map(backward)
             let d = MixerState.KeyValues(
                 keys: concatenated(parts.map(\.dk), axis: 1), values: concatenated(parts.map(\.dv), axis: 1))
-            let dq = concatenated(parts.map(\.dq))
-            eval(dq, d.keys, d.values)
             shared = d
-            return [.q: dq]
+            return [.q: machine.phase(concatenated(parts.map(\.dq)), d).0]
         }
         shared = nil
-        let parts: [MLXArray]
+        let dq, dk, dv: MLXArray
         if let segment, case .attention(let cache) = segment.state {
-            let seen = cache[0..<segment.rows.upperBound]
-            let d = attention.backward(
-                q: q, k: k, v: v, seen.keys, seen.values, start: segment.rows.lowerBound, dOut: dO,
-                behind: &behind.keyValues, tile: tile)
-            parts = [d.dq, d.dk, d.dv]
+            (dq, dk, dv) = attention.backward(
+                q: q, k: k, v: v, dOut: dO, start: segment.rows.lowerBound,
+                seen: cache[0..<segment.rows.upperBound], behind: &behind.keyValues, machine: machine)
+            machine.phase(dq, dk, dv, behind.keyValues)
         } else {
-            parts = eachRecord(records(length)) { rows in
+            let parts = eachRecord(records(length)) { rows in
                 let d = backward(rows)
                 return [d.dq, d.dk, d.dv]
             }
+            (dq, dk, dv) = machine.phase(parts[0], parts[1], parts[2])
         }
-        let (dq, dk, dv) = (parts[0], parts[1], parts[2])
         guard let dg else { return [.q: dq, .k: dk, .v: dv] }
         guard mixer.outputGate else { return [.q: dq, .k: dk, .v: dv, .g: dg.squeezed(axis: -1)] }
         let dqg = concatenated([dq.reshaped(dg.shape), dg], axis: -1).reshaped([length, 2 * heads * d])
-        tile.pace.finish([dqg])
-        return [.q: dqg, .k: dk, .v: dv]
+        return [.q: machine.part(dqg), .k: dk, .v: dv]
     }
 
     /// The derivative of o(attn_out), or of o(attn_out ∘ σ(g)).
@@ -171,7 +160,6 @@ extension Block {
         guard mixer.gateDim > 0 else { return (lastProjection(.o, attnOut, dy: dOut, &gradients), nil) }
         let gate = OutputGate(g: forward.m1[.ellipsis, mixer.headDim...].swappedAxes(0, 1))
         let (dAttnOut, dg) = gate.backward(attnOut, dy: lastProjection(.o, gate(attnOut), dy: dOut, &gradients))
-        tile.pace.finish([dAttnOut, dg])
-        return (dAttnOut, dg)
+        return machine.part(dAttnOut, dg)
     }
 }

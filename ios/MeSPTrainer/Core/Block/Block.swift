@@ -20,7 +20,7 @@ package struct Block {
     let layout: LoRALayout
     /// α / rank
     let scale: Float
-    let tile: TileSizes
+    let machine: Machine
     /// Where the block is used many times: making them is some operations for each.
     var projections: [Projection: LoRALinear]?
     let beside: Beside
@@ -28,10 +28,10 @@ package struct Block {
     var sharedStates = [MixerState.KeyValues]()
 
     package init(
-        weights: BlockWeights, lora: MLXArray?, layout: LoRALayout, scale: Float, tile: TileSizes,
+        weights: BlockWeights, lora: MLXArray?, layout: LoRALayout, scale: Float, machine: Machine,
         beside: Beside
     ) {
-        (self.weights, self.lora, self.layout, self.scale, self.tile) = (weights, lora, layout, scale, tile)
+        (self.weights, self.lora, self.layout, self.scale, self.machine) = (weights, lora, layout, scale, machine)
         self.beside = beside
     }
 
@@ -41,8 +41,8 @@ package struct Block {
 
     /// The segments that the mixer goes by, some thousand tokens each; none of a shorter sequence, nor of packed records.
     func segments(_ length: Int) -> [Range<Int>] {
-        guard beside.records == nil, length > tile.mixerTokens, weights.shape.mixer.goesBySegments else { return [] }
-        return tiles(of: length, size: tile.mixerTokens)
+        guard beside.records == nil, length > machine.mixerTokens, weights.shape.mixer.goesBySegments else { return [] }
+        return tiles(of: length, size: machine.mixerTokens)
     }
 
     /// The matrices of a projection's adapter, nil where it has none.
@@ -166,7 +166,7 @@ package struct BlockWeights {
         guard case .attention(let mixer) = shape.mixer else { preconditionFailure("no attention") }
         let attention = attention(mixer)
         return MixerState.KeyValues(
-            keys: attention.key(intermediates.m2, start: 0), values: attention.value(intermediates.m3))
+            keys: attention.key(intermediates.m2, at: .from(0)), values: attention.value(intermediates.m3))
     }
 
     func gatedDeltaNet(_ mixer: GatedDeltaNetMixer) -> GatedDeltaNet {
@@ -239,7 +239,7 @@ package struct BlockOutputs {
 }
 
 /// The arrays between a block's input and its output that the backward pass reads, without the axis of the batch.
-package struct Intermediates {
+package struct Intermediates: Arrays {
     /// The outputs of the mixer's projections `[T, features]`, or `[heads, T, d]` of attention's:
     ///
     ///     attention            q, behind each head its gate if it has one;  k;  v
@@ -277,7 +277,7 @@ package struct Intermediates {
 /// The terms of the gradient that a sequence's later segments pass to those before.
 struct Behind {
     /// The gradients of attention's k̂ and v, `[kv_heads, d, n]` of the last n positions before; nil where there is none.
-    var keyValues: (dk: MLXArray, dv: MLXArray)?
+    var keyValues: MixerState.KeyValues?
     /// nil where a gated delta net does not go by segments.
     var net: GatedDeltaNet.Behind?
 }

@@ -31,153 +31,62 @@ extension Block {
 
     /// Each token's derivative depends on no other token, so that a long sequence goes through some tokens at a time.
     ///
-    /// - Parameter d: dy `[T, hidden]`, replaced by d_x_mid, evaluated
+    /// - Parameter d: dy `[T, hidden]`, replaced by d_x_mid
     private func mlpBackward(
         _ forward: borrowing Intermediates, d: inout MLXArray, _ gradients: inout LoRAGradients
     ) {
-        for rows in tiles(of: d.dim(0), size: tile.mlpTokens) {
-            replace(rows, of: &d, by: mlpBackward(forward, rows, dy: d[rows], &gradients))
-            // What is freed here is in the way of arrays of the whole sequence, which take no part of it.
-            if rows.count < d.dim(0) { Memory.clearCache() }
+        let forward = copy forward
+        machine.replaceByTokens(&d) { rows, dy in
+            var own = LoRAGradients()
+            let dMid = mlpBackward(forward, rows, dy: dy, &own)
+            gradients.add(own)
+            return machine.phase(dMid, gradients).0
         }
     }
 
     /// - Parameter dy: of the `rows`
-    /// - Returns: their d_x_mid, evaluated.
+    /// - Returns: their d_x_mid.
     private func mlpBackward(
-        _ forward: borrowing Intermediates, _ rows: Range<Int>, dy: MLXArray, _ gradients: inout LoRAGradients
+        _ forward: Intermediates, _ rows: Range<Int>, dy: MLXArray, _ gradients: inout LoRAGradients
     ) -> MLXArray {
-        var own = LoRAGradients()
         let (xMid, mlpOut) = (forward.xMid[rows], forward.mlpOut?[rows])
         var dResidual = dy
         if let p = beside.perLayer, let norm = weights.mlpPostNorm, let mlpOut {
             let h = xMid.asType(.float32) + norm(mlpOut.asType(.float32))
-            dResidual = perLayerBackward(h, p: p[rows], dy: dResidual, &own)
+            dResidual = perLayerBackward(h, p: p[rows], dy: dResidual, &gradients)
         }
         let mlpIn = weights.mlpNorm(xMid)
         let dMlpOut = through(weights.mlpPostNorm, mlpOut, dy: dResidual)
-        var dMlpIn: MLXArray
-        if weights.shape.mlp.modules.isEmpty {
-            dMlpIn = MLXArray.zeros(mlpIn.shape)
-        } else {
-            let weighed = weights.mlpGate.map { factorBackward($0, mlpIn, dy: dMlpOut) }
-            dMlpIn = gatedMLP(
-                mlpIn, gate: forward.gate?[rows], up: forward.up?[rows], dy: weighed?.dOut ?? dMlpOut, &own)
-            if let g = weights.mlpGate, let dz = weighed?.dz {
-                dMlpIn = g.applyTransposed(dz, addedTo: dMlpIn)
-                eval(dMlpIn)
-            }
+        var dMlpIn = MLXArray.zeros(mlpIn.shape)
+        if !weights.shape.mlp.modules.isEmpty {
+            let g = weights.mlpGate
+            let w = g.map { factor($0, mlpIn) }
+            let kept = forward.gate.flatMap { gate in forward.up.map { (gate[rows], $0[rows]) } }
+            let d = gatedMLP.backward(
+                mlpIn, kept: kept, dy: dMlpOut, w: w, wantsA: wantsA, tile: (machine.tokens, machine.mlp),
+                machine: machine)
+            gradients.add(d.gradients)
+            dMlpIn = d.dx
+            // w = σ(z), z = x gᵀ:  dz = w (1 − w) dw,  dx += dz g
+            if let g, let w, let dw = d.dw { dMlpIn = machine.part(g.applyTransposed(w * (1 - w) * dw, addedTo: dMlpIn)) }
         }
         if let experts = weights.shape.mlp.experts {
-            mixtureBackward(experts, mlpIn, dy: dMlpOut, addedTo: &dMlpIn, &own)
+            mixtureBackward(experts, mlpIn, dy: dMlpOut, addedTo: &dMlpIn, &gradients)
         }
-        let dMid = weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
-        gradients.add(own)
-        submit([dMid] + gradients.arrays)
-        return dMid
+        return weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
     }
 
-    /// The derivative of mlp_out, by tiles of tokens and of the intermediate features. `gate` and `up` are made again for a tile from
-    /// `mlp_in`, where they were not kept. Where weights are dequantized, a tile has all tokens, so that each is dequantized once,
-    /// whatever the sequence length; otherwise all features.
-    ///
-    /// - Returns: d_mlp_in `[T, hidden]`; what else was made on the way goes with the function.
-    private func gatedMLP(
-        _ mlpIn: MLXArray, gate gateKept: MLXArray?, up upKept: MLXArray?, dy: MLXArray,
-        _ gradients: inout LoRAGradients
-    ) -> MLXArray {
-        var (mlpIn, dy) = (mlpIn, dy)
-        let (wGate, wUp, wDown) = (weights.matrix(.gate), weights.matrix(.up), weights.matrix(.down))
-        let (gateBias, upBias) = (weights.bias(.gate), weights.bias(.up))
-        let (gateLoRA, upLoRA, downLoRA) = (matrices(.gate), matrices(.up), matrices(.down))
-
-        let (hGate, hUp, dyB) = {
-            let x = mlpIn.asType(.float32)
-            // s x A, and s dy Bᵀ of down
-            return (
-                gateLoRA.map { matmul(x, $0.a) * scale }, upLoRA.map { matmul(x, $0.a) * scale },
-                downLoRA.map { matmul(dy, $0.b.T) * scale }
-            )
-        }()
-        let first = tile.pace.next([mlpIn, dy], after: [mlpIn] + [hGate, hUp, dyB].compactMap { $0 })
-        (mlpIn, dy) = (first[0], first[1])
-
-        let features = tiles(of: wGate.rows, size: tile.mlp)
-        // Of the tokens: dMlpIn, act A of down, d_gate Bᵀ of gate, d_up Bᵀ of up. Of the features: dA of down, dB of gate and of up.
-        var (dMlpIns, hDowns, dGateBs, dUpBs) = ([MLXArray](), [MLXArray](), [MLXArray](), [MLXArray]())
-        var (dADown, dBGate, dBUp) = (
-            [MLXArray?](repeating: nil, count: features.count), [MLXArray?](repeating: nil, count: features.count),
-            [MLXArray?](repeating: nil, count: features.count)
-        )
-        for t in tiles(of: mlpIn.dim(0), size: tile.tokens) {
-            var (dMlpIn, hDown, dGateB, dUpB): (MLXArray?, MLXArray?, MLXArray?, MLXArray?) = (nil, nil, nil, nil)
-            for (i, f) in features.enumerated() {
-                let (wGateF, wUpF, wDownF) = (wGate.rows(f), wUp.rows(f), wDown.columns(f))
-                let (bGate, bUp, aDown) = (gateLoRA?.b[0..., f], upLoRA?.b[0..., f], downLoRA?.a[f])
-
-                let gate =
-                    gateKept.map { [$0[t, f]] }
-                    ?? [wGateF.apply(mlpIn[t]), product(hGate?[t], bGate), gateBias?[f]].compactMap { $0 }
-                let up =
-                    upKept.map { [$0[t, f]] }
-                    ?? [wUpF.apply(mlpIn[t]), product(hUp?[t], bUp), upBias?[f]].compactMap { $0 }
-                let dActW = wDownF.applyTransposed(dy[t], addedTo: nil)
-                let dAct = product(dyB?[t], aDown?.T, addedTo: dActW) ?? dActW
-                let (act, dGate, dUp) = weights.activation.gatedBackward(gate: gate, up: up, dAct: dAct)
-
-                hDown = product(act, aDown, addedTo: hDown)
-                dGateB = product(dGate, bGate?.T, addedTo: dGateB)
-                dUpB = product(dUp, bUp?.T, addedTo: dUpB)
-                dADown[i] = product(act.T, wantsA ? dyB?[t] : nil, addedTo: dADown[i])
-                dBGate[i] = product(hGate?[t].T, dGate, addedTo: dBGate[i])
-                dBUp[i] = product(hUp?[t].T, dUp, addedTo: dBUp[i])
-                dMlpIn = wUpF.applyTransposed(dUp, addedTo: wGateF.applyTransposed(dGate, addedTo: dMlpIn))
-                let next = tile.pace.next(
-                    [mlpIn, dy],
-                    after: [dMlpIn, hDown, dGateB, dUpB, dADown[i], dBGate[i], dBUp[i]].compactMap { $0 })
-                (mlpIn, dy) = (next[0], next[1])
-            }
-            dMlpIns += [dMlpIn].compactMap { $0 }
-            hDowns += [hDown].compactMap { $0 }
-            dGateBs += [dGateB].compactMap { $0 }
-            dUpBs += [dUpB].compactMap { $0 }
-        }
-
-        func whole(_ parts: [MLXArray?], axis: Int) -> MLXArray? {
-            let parts = parts.compactMap { $0 }
-            return parts.isEmpty ? nil : concatenated(parts, axis: axis)
-        }
-        let (dGateB, dUpB) = (whole(dGateBs, axis: 0), whole(dUpBs, axis: 0))
-        if wantsA {
-            let mlpIn32 = mlpIn.asType(.float32)
-            gradients.a[.gate] = product(mlpIn32.T, dGateB).map { $0 * scale }
-            gradients.a[.up] = product(mlpIn32.T, dUpB).map { $0 * scale }
-            gradients.a[.down] = whole(dADown, axis: 0)
-        }
-        (gradients.b[.gate], gradients.b[.up]) = (whole(dBGate, axis: 1), whole(dBUp, axis: 1))
-        gradients.b[.down] = whole(hDowns, axis: 0).map { matmul(($0 * scale).T, dy) }
-        var dMlpIn = concatenated(dMlpIns)
-        // s d_gate Bᵀ Aᵀ of gate, and the same of up.
-        if let dB = whole([dGateB, dUpB], axis: 1), let a = whole([gateLoRA?.a, upLoRA?.a], axis: 1) {
-            dMlpIn = addMM(dMlpIn, dB, a.T, alpha: scale)
-        }
-        tile.endPhase([dMlpIn] + gradients.arrays)
-        return dMlpIn
-    }
-
-    /// The gradient of what a norm of an output took, evaluated; dy if there is no such norm.
+    /// The gradient of what a norm of an output took; dy if there is no such norm.
     private func through(_ norm: RMSNorm?, _ output: MLXArray?, dy: MLXArray) -> MLXArray {
         guard let norm, let output else { return dy }
-        let d = norm.backward(output, dy: dy)
-        submit([d])
-        return d
+        return machine.phase(norm.backward(output, dy: dy))
     }
 
     // MARK: - x_mid = x + norm(mixer_out),  mixer_out = mixer(mixer_in),  mixer_in = RMSNorm(x)
 
     /// Of a long sequence by segments, the last first: what a segment's tokens give to those before goes from one to the next.
     ///
-    /// - Parameter d: d_x_mid `[T, hidden]`, replaced by dx, evaluated, if that is wanted
+    /// - Parameter d: d_x_mid `[T, hidden]`, replaced by dx, if that is wanted
     private func mixerBackward(
         x: MLXArray, _ forward: consuming Intermediates, d: inout MLXArray, wantsInput: Bool,
         _ gradients: inout LoRAGradients, shared: inout MixerState.KeyValues?
@@ -199,7 +108,7 @@ extension Block {
                 x: x, again(segment, x, mixerOut: mixerOut?[segment.rows]), dMid: d[segment.rows],
                 wantsInput: wantsInput, &behind, &own, shared: &shared)
             gradients.add(own)
-            eval(gradients.arrays)
+            machine.part(gradients)
             if let dx { replace(segment.rows, of: &d, by: dx) }
             Memory.clearCache()
         }
@@ -217,13 +126,11 @@ extension Block {
             dMixerIn = projection(name, mixerIn, dy: dy, wantsInput: wantsInput, addedTo: dMixerIn, &gradients)
         }
         guard let dMixerIn else { return nil }
-        tile.endPhase([dMixerIn] + gradients.arrays)
-        let dx = norm.backward(x, dy: dMixerIn, addedTo: dMid)
-        submit([dx])
-        return dx
+        machine.stage(dMixerIn, gradients)
+        return machine.phase(norm.backward(x, dy: dMixerIn, addedTo: dMid))
     }
 
-    /// The gradients of the outputs `[T, features]` of a mixer's projections of mixer_in, evaluated.
+    /// The gradients of the outputs `[T, features]` of a mixer's projections of mixer_in.
     typealias Projected = KeyValuePairs<Projection, MLXArray>
 
     private func projected(
@@ -251,16 +158,15 @@ extension Block {
         return dInput
     }
 
-    /// The derivative of one projection of `input`: see `linearBackward`.
+    /// The derivative of one projection of `input`: see `LoRALinear.backward`.
     func projection(
-        _ projection: Projection, _ input: MLXArray, dy: MLXArray, wantsInput: Bool, addedTo sum: MLXArray?,
+        _ name: Projection, _ input: MLXArray, dy: MLXArray, wantsInput: Bool, addedTo sum: MLXArray?,
         _ gradients: inout LoRAGradients
     ) -> MLXArray? {
-        let (dx, dA, dB) = linearBackward(
-            input, weights.matrix(projection), matrices(projection), scale: scale, dy: dy,
-            tile: tile, wantsA: wantsA, wantsInput: wantsInput, addedTo: sum)
-        (gradients.a[projection], gradients.b[projection]) = (dA, dB)
-        return dx
+        let d = projection(name).backward(
+            input, dy: dy, machine: machine, wantsA: wantsA, wantsInput: wantsInput, addedTo: sum)
+        (gradients.a[name], gradients.b[name]) = (d.dA, d.dB)
+        return d.dx
     }
 
     var wantsA: Bool { !layout.freezesA }

@@ -9,31 +9,11 @@ extension Block: BlockForward {
     ///   - x: `[n, hidden]`, the tokens of one or several sequences, one sequence below the other
     ///   - sequences: the rows of each
     ///   - states: for each the state after the tokens before, replaced by that after these
-    ///   - keepsStates: whether that is asked for; otherwise it is not evaluated
-    ///   - evaluation: of y and the states
     /// - Returns: y `[n, hidden]`
-    func output(
-        _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState], keepsStates: Bool,
-        _ evaluation: Evaluation = .now
-    ) -> MLXArray {
-        let mixerOut = mixer(weights.mixerNorm(x), sequences, &states).out
-        let xMid = sum(x, weights.mixerPostNorm, mixerOut)
-        tile.pace.rest([xMid])
-        let y = y(xMid, mlp(weights.mlpNorm(xMid)), beside.perLayer)
-        // y needs the keys and values of attention.
-        let kept = keepsStates ? states.filter { $0.isRecurrent }.flatMap(\.arrays) : []
-        let results = [y] + kept
-        switch evaluation {
-        case .now: eval(results)
-        case .begun: asyncEval(results)
-        case .later: break
-        }
-        tile.pace.rest(results)
-        return y
+    func output(_ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState]) -> MLXArray {
+        let xMid = machine.part(sum(x, weights.mixerPostNorm, mixer(weights.mixerNorm(x), sequences, &states).out))
+        return y(xMid, mlp(weights.mlpNorm(xMid)), beside.perLayer)
     }
-
-    /// The time at which a block's results are evaluated: before it returns, while the next block is called, or when they are read.
-    enum Evaluation { case now, begun, later }
 
     package func output(_ x: MLXArray) -> MLXArray {
         // x_mid, and then y of some tokens after the other.
@@ -41,63 +21,50 @@ extension Block: BlockForward {
             let x = x.squeezed(axis: 0)
             let segments = segments(x.dim(0))
             guard segments.isEmpty else { return bySegments(x, segments, keeps: false).xMid }
-            let xMid = sum(x, weights.mixerPostNorm, mixed(x).out)
-            submit([xMid])
-            return xMid
+            return machine.phase(sum(x, weights.mixerPostNorm, mixed(x).out))
         }()
-        for rows in tiles(of: y.dim(0), size: tile.mlpTokens) {
-            replace(rows, of: &y, by: output(xMid: y[rows], beside.perLayer?[rows]))
-            if rows.count < y.dim(0) { Memory.clearCache() }
+        machine.replaceByTokens(&y) { tokens, xMid in
+            self.y(xMid, mlp(weights.mlpNorm(xMid)), beside.perLayer?[tokens])
         }
         return y.expandedDimensions(axis: 0)
     }
 
-    /// y of some tokens, evaluated, from x_mid and what is beside it.
-    private func output(xMid: MLXArray, _ perLayer: MLXArray?) -> MLXArray {
-        let y = y(xMid, mlp(weights.mlpNorm(xMid)), perLayer)
-        eval(y)
-        return y
-    }
-
-    /// Evaluated.
     package func intermediates(_ x: MLXArray) -> Intermediates {
         var intermediates = toXMid(x.squeezed(axis: 0))
         if weights.mlpPostNorm != nil {
-            let xMid = intermediates.xMid
-            var mlpOut = MLXArray.zeros(xMid.shape, dtype: x.dtype)
-            for rows in tiles(of: xMid.dim(0), size: tile.mlpTokens) {
-                replace(rows, of: &mlpOut, by: stored(mlp(weights.mlpNorm(xMid[rows])), as: x.dtype))
-            }
+            var mlpOut = intermediates.xMid
+            machine.replaceByTokens(&mlpOut) { _, xMid in mlp(weights.mlpNorm(xMid)).asType(x.dtype) }
             intermediates.mlpOut = mlpOut
         }
         return intermediates
     }
 
-    /// Evaluated, but for mixer_in.
     package func outputs(_ x: MLXArray) -> BlockOutputs {
         var intermediates = toXMid(x.squeezed(axis: 0))
-        let xMid = intermediates.xMid
-        let (mlpOut, kept) = mlp(weights.mlpNorm(xMid), keeps: true)
-        let y = stored(y(xMid, mlpOut, beside.perLayer).expandedDimensions(axis: 0), as: x.dtype)
-        (intermediates.gate, intermediates.up) = (kept?.gate, kept?.up)
-        if weights.mlpPostNorm != nil { intermediates.mlpOut = stored(mlpOut, as: x.dtype) }
+        let mlpIn = weights.mlpNorm(intermediates.xMid)
+        let mlpOut: MLXArray
+        (mlpOut, intermediates.gate, intermediates.up) = {
+            let inner = weights.shape.mlp.modules.isEmpty ? nil : gatedMLP.inner(mlpIn)
+            return machine.part(mlp(mlpIn, inner), inner?.gate.asType(x.dtype), inner?.up.asType(x.dtype))
+        }()
+        let y = machine.phase(y(intermediates.xMid, mlpOut, beside.perLayer).expandedDimensions(axis: 0))
+        if weights.mlpPostNorm != nil { intermediates.mlpOut = machine.part(mlpOut.asType(x.dtype)) }
         return BlockOutputs(y: y, mixerIn: weights.mixerNorm(x).squeezed(axis: 0), intermediates: intermediates)
     }
 
-    /// The first half of the block, evaluated; x `[T, hidden]`.
+    /// The first half of the block; x `[T, hidden]`.
     private func toXMid(_ x: MLXArray) -> Intermediates {
         let segments = segments(x.dim(0))
         guard segments.isEmpty else { return bySegments(x, segments, keeps: true) }
         // The mixer's output goes as soon as x_mid is there.
-        let intermediates = {
-            let mixed = mixed(x)
-            return Intermediates(
-                m1: mixed.m1, m2: mixed.m2, m3: mixed.m3, mixed: mixed.mixed,
-                xMid: sum(x, weights.mixerPostNorm, mixed.out),
-                mixerOut: weights.mixerPostNorm == nil ? nil : mixed.out.asType(x.dtype))
-        }()
-        submit(intermediates.arrays)
-        return intermediates
+        return machine.phase(
+            {
+                let mixed = mixed(x)
+                return Intermediates(
+                    m1: mixed.m1, m2: mixed.m2, m3: mixed.m3, mixed: mixed.mixed,
+                    xMid: sum(x, weights.mixerPostNorm, mixed.out),
+                    mixerOut: weights.mixerPostNorm == nil ? nil : mixed.out.asType(x.dtype))
+            }())
     }
 
     /// The first half of the block by segments of a long sequence, so that no array of the mixer's own features is as long as the sequence
@@ -114,12 +81,12 @@ extension Block: BlockForward {
             let before = start.isRecurrent ? states[0] : start
             let x = x[rows]
             let mixed = mixer(weights.mixerNorm(x), [0..<rows.count], &states)
-            eval(states[0].arrays)
+            machine.part(states[0].arrays)
             replace(rows, of: &xMid, by: sum(x, weights.mixerPostNorm, mixed.out))
             Memory.clearCache()
             guard keeps else { continue }
-            if weights.mixerPostNorm != nil { replace(rows, of: &mixerOut, by: stored(mixed.out, as: x.dtype)) }
-            let kept = before.isRecurrent ? nil : stored(mixed.mixed, as: x.dtype)
+            if weights.mixerPostNorm != nil { replace(rows, of: &mixerOut, by: mixed.out.asType(x.dtype)) }
+            let kept = before.isRecurrent ? nil : machine.part(mixed.mixed)
             segments.append(.init(rows: rows, state: before, mixed: kept))
         }
         if !states[0].isRecurrent { for i in segments.indices { segments[i].state = states[0] } }
@@ -129,7 +96,7 @@ extension Block: BlockForward {
             mixerOut: weights.mixerPostNorm == nil ? nil : mixerOut, segments: segments)
     }
 
-    /// A segment's intermediates again, evaluated, from its rows of x.
+    /// A segment's intermediates again, from its rows of x.
     func again(_ segment: Intermediates.Segment, _ x: MLXArray, mixerOut: MLXArray?) -> Intermediates {
         let mixerIn = weights.mixerNorm(x)
         var again: Intermediates
@@ -142,7 +109,7 @@ extension Block: BlockForward {
             again = Intermediates(m1: mixed.m1, m2: mixed.m2, m3: mixed.m3, mixed: mixed.mixed, xMid: x)
         }
         (again.segment, again.mixerOut) = (segment, mixerOut)
-        eval([again.m1, again.m2, again.m3, again.mixed])
+        machine.part(again.m1, again.m2, again.m3, again.mixed)
         return again
     }
 
@@ -151,12 +118,6 @@ extension Block: BlockForward {
         let records = records(x.dim(0))
         var states = records.map { _ in MixerState(weights, dtype: x.dtype) }
         return mixer(weights.mixerNorm(x), records, &states)
-    }
-
-    private func stored(_ array: MLXArray, as dtype: DType) -> MLXArray {
-        let stored = array.asType(dtype)
-        eval(stored)
-        return stored
     }
 
     /// The block's output from the MLP's; in x_mid's dtype.
@@ -196,9 +157,7 @@ extension Block: BlockForward {
 
     /// A projection of mixer_in as it would be stored.
     func projected(_ name: Projection, _ mixerIn: MLXArray) -> MLXArray {
-        let result = projection(name)(mixerIn, tile: tile.projection).asType(mixerIn.dtype)
-        tile.pace.rest([result])
-        return result
+        machine.part(projection(name)(mixerIn, machine: machine).asType(mixerIn.dtype))
     }
 
     /// The results of `mixed` for each sequence's rows and state, one below the other.
@@ -212,38 +171,26 @@ extension Block: BlockForward {
     // MARK: - The MLP
 
     /// The gated MLP and the mixture of experts, or the one that there is, in float32.
-    private func mlp(_ mlpIn: MLXArray) -> MLXArray { mlp(mlpIn, keeps: false).out }
-
-    /// - Parameter keeps: as that of `gatedMLP`
-    private func mlp(_ mlpIn: MLXArray, keeps: Bool) -> GatedMLP {
-        guard let experts = weights.shape.mlp.experts else { return gatedMLP(mlpIn, addedTo: nil, keeps: keeps) }
-        let mixed = mixture(experts, mlpIn)
-        if weights.shape.mlp.modules.isEmpty { return (mixed, nil) }
-        guard let g = weights.mlpGate else { return gatedMLP(mlpIn, addedTo: mixed, keeps: keeps) }
-        let (out, kept) = gatedMLP(mlpIn, addedTo: nil, keeps: keeps)
-        return (mixed + factor(g, mlpIn) * out, kept)
-    }
-
-    /// The output, in float32, and what the backward pass reads, in mlp_in's dtype.
-    typealias GatedMLP = (out: MLXArray, kept: (gate: MLXArray, up: MLXArray)?)
-
-    /// down(act(gate) ∘ up)
     ///
-    /// - Parameter keeps: whether gate and up are kept. Then nothing is gained by tiles of their features.
-    func gatedMLP(_ mlpIn: MLXArray, addedTo mixed: MLXArray?, keeps: Bool = false) -> GatedMLP {
-        let (gate, up, down) = (projection(.gate), projection(.up), projection(.down))
-        let features = tiles(of: gate.weight.rows, size: keeps ? gate.weight.rows : tile.mlp)
-        var (sum, kept): (MLXArray?, (gate: MLXArray, up: MLXArray)?) = (mixed, nil)
-        for f in features {
-            let (gateF, upF) = (gate.outputs(f)(mlpIn), up.outputs(f)(mlpIn))
-            tile.pace.rest([gateF, upF])
-            let part = down.inputs(f)(weights.activation.gated(gate: gateF, up: upF))
-            let next = sum.map { $0 + part } ?? part
-            if keeps { kept = (gateF.asType(mlpIn.dtype), upF.asType(mlpIn.dtype)) }
-            if keeps || features.count > 1 { submit([next] + (kept.map { [$0.gate, $0.up] } ?? [])) }
-            sum = next
+    /// - Parameter inner: gate and up of the MLP, where they are there.
+    private func mlp(_ mlpIn: MLXArray, _ inner: (gate: MLXArray, up: MLXArray)? = nil) -> MLXArray {
+        let mixed = weights.shape.mlp.experts.map { mixture($0, mlpIn) }
+        if let mixed, weights.shape.mlp.modules.isEmpty { return mixed }
+        let mlp = gatedMLP
+        func output(addedTo sum: MLXArray?) -> MLXArray {
+            inner.map { mlp.output($0.gate, $0.up, addedTo: sum) } ?? mlp(mlpIn, addedTo: sum, machine: machine)
         }
-        guard let sum else { preconditionFailure("an MLP without features") }
-        return (down.bias.map { sum + $0 } ?? sum, kept)
+        guard let mixed, let g = weights.mlpGate else { return output(addedTo: mixed) }
+        return mixed + factor(g, mlpIn) * output(addedTo: nil)
     }
+
+    /// The gated MLP, where there is one.
+    var gatedMLP: GatedMLP {
+        GatedMLP(
+            gate: projection(.gate), up: projection(.up), down: projection(.down), names: (.gate, .up, .down),
+            activation: weights.activation)
+    }
+
+    /// w = σ(x gᵀ) `[n, 1]`, by which the output of the MLP beside the experts is multiplied.
+    func factor(_ g: QuantizedMatrix, _ mlpIn: MLXArray) -> MLXArray { sigmoid(g.apply(mlpIn.asType(.float32))) }
 }

@@ -9,24 +9,15 @@ extension Block {
     /// The mixture of each token, `[n, hidden]` in float32.
     func mixture(_ experts: Experts, _ mlpIn: MLXArray) -> MLXArray {
         // The tokens that the derivative takes at a time, so that it makes the same choice.
-        let parts = tiles(of: mlpIn.dim(0), size: tile.mlpTokens).map { rows in
+        let parts = tiles(of: mlpIn.dim(0), size: machine.mlpTokens).map { rows in
             let x = mlpIn[rows].asType(.float32)
-            let routed = Routed(experts, weights, x, most: most(rows.count))
-            var y = MLXArray.zeros(x.shape)
-            for pairs in routed.byExpert {
-                let (gate, up, down) = expert(experts, pairs.expert)
-                let some = x[pairs.tokens]
-                var out: MLXArray?
-                for f in features(experts, of: pairs) {
-                    let act = weights.activation.gated(gate: gate.outputs(f)(some), up: up.outputs(f)(some))
-                    let part = down.inputs(f)(act)
-                    out = out.map { $0 + part } ?? part
-                    if f.count < experts.intermediateSize { eval([out].compactMap { $0 }) }
-                }
-                if let out { y = y.at[pairs.tokens].add(routed.weights(pairs) * out) }
-                if x.dim(0) > QuantizedMatrix.fewRows { tile.pace.finish([y]) }
+            let routed = Routed(experts, weights, x, most: most(rows.count), machine)
+            var none = [MLXArray]()
+            return machine.reduce(routed.byExpert, MLXArray.zeros(x.shape), reading: &none) { y, pairs, _ in
+                let out = expert(experts, pairs.expert)(
+                    x[pairs.tokens], by: features(experts, of: pairs), addedTo: nil, machine: machine)
+                y = y.at[pairs.tokens].add(routed.weights(pairs) * out)
             }
-            return y
         }
         return concatenated(parts)
     }
@@ -36,112 +27,38 @@ extension Block {
     /// - Parameters:
     ///   - mlpIn: `[n, hidden]`
     ///   - dy: alike, in float32
-    ///   - dx: to which its dx is added, in float32; evaluated.
+    ///   - dx: to which its dx is added, in float32
     ///   - gradients: to which those of the experts' adapters are added
     func mixtureBackward(
         _ experts: Experts, _ mlpIn: MLXArray, dy: MLXArray, addedTo dx: inout MLXArray,
         _ gradients: inout LoRAGradients
     ) {
         let x = mlpIn.asType(.float32)
-        let routed = Routed(experts, weights, x, most: most(mlpIn.dim(0)))
+        let routed = Routed(experts, weights, x, most: most(mlpIn.dim(0)), machine)
         var dws = [MLXArray]()
         for pairs in routed.byExpert {
-            let (dX, dw, own) = expertBackward(
-                expert(experts, pairs.expert), x[pairs.tokens], dy: dy[pairs.tokens], w: routed.weights(pairs),
-                by: features(experts, of: pairs))
-            if let dX, let dw {
-                dx = dx.at[pairs.tokens].add(dX)
-                dws.append(dw)
-            }
-            gradients.experts[pairs.expert, default: LoRAGradients()].add(own)
-            tile.pace.finish([dx] + (gradients.experts[pairs.expert]?.arrays ?? []))
+            let d = expert(experts, pairs.expert).backward(
+                x[pairs.tokens], dy: dy[pairs.tokens], w: routed.weights(pairs), wantsA: wantsA,
+                tile: (pairs.count, features(experts, of: pairs)), machine: machine)
+            dx = dx.at[pairs.tokens].add(d.dx)
+            dws += d.dw.arrays
+            gradients.experts[pairs.expert, default: LoRAGradients()].add(d.gradients)
+            machine.part(dx, gradients.experts[pairs.expert])
         }
-        dx = weights.router(experts).applyTransposed(routed.backward(dw: concatenated(dws)), addedTo: dx)
-        tile.endPhase([dx])
+        dx = machine.stage(
+            weights.router(experts).applyTransposed(routed.backward(dw: concatenated(dws)), addedTo: dx))
     }
 
-    private typealias Expert = (gate: LoRALinear, up: LoRALinear, down: LoRALinear)
-
     /// An expert with its adapters.
-    private func expert(_ experts: Experts, _ number: Int) -> Expert {
+    private func expert(_ experts: Experts, _ number: Int) -> GatedMLP {
         func linear(_ weight: QuantizedMatrix, _ projection: Projection) -> LoRALinear {
             let lora = matrices(projection).map { LoRAMatrices(a: $0.a[number], b: $0.b[number]) }
             return LoRALinear(weight: weight, bias: nil, lora: lora, scale: scale)
         }
         let (gate, up, down) = weights.expert(experts, number)
-        return (linear(gate, .expertGate), linear(up, .expertUp), linear(down, .expertDown))
-    }
-
-    /// The derivative of w ∘ down(H), H = act(g) ∘ u, by an expert's rows X, with g and u what gate and up give of X:
-    ///
-    ///     Q = dY Wd + s (dY Bdᵀ) Adᵀ        dw = rowsum(Q ∘ H)        dH = w ∘ Q        dX = by gate of dg + by up of du
-    ///
-    /// so that the output of down is not made again. The adapters' gradients are those of `linearBackward`, where down's output has the
-    /// gradient w ∘ dY.
-    ///
-    /// - Parameters:
-    ///   - features: those of H that are computed at a time
-    /// - Returns: dX `[n, hidden]` and dw `[n]`, nil where there are no features
-    private func expertBackward(
-        _ expert: Expert, _ x: MLXArray, dy: MLXArray, w: MLXArray, by features: [Range<Int>]
-    ) -> (dX: MLXArray?, dw: MLXArray?, gradients: LoRAGradients) {
-        let (gateLoRA, upLoRA, downLoRA) = (expert.gate.lora, expert.up.lora, expert.down.lora)
-        // s X A, and s dY Bᵀ of down
-        let (hGate, hUp) = (gateLoRA.map { matmul(x, $0.a) * scale }, upLoRA.map { matmul(x, $0.a) * scale })
-        let dyB = downLoRA.map { matmul(dy, $0.b.T) * scale }
-        var (dX, dw): (MLXArray?, MLXArray?) = (nil, nil)
-        // H A of down, d_gate Bᵀ of gate, d_up Bᵀ of up. Of the features: dA of down, dB of gate and of up.
-        var (hDown, dGateB, dUpB): (MLXArray?, MLXArray?, MLXArray?) = (nil, nil, nil)
-        var (dADown, dBGate, dBUp) = ([MLXArray](), [MLXArray](), [MLXArray]())
-        for f in features {
-            let (gate, up, down) = (expert.gate.outputs(f), expert.up.outputs(f), expert.down.inputs(f))
-            let qW = down.weight.applyTransposed(dy, addedTo: nil)
-            let q = product(dyB, down.lora?.a.T, addedTo: qW) ?? qW
-            let d = weights.activation.gatedBackward(
-                gate: [gate.weight.apply(x), product(hGate, gate.lora?.b)].compactMap { $0 },
-                up: [up.weight.apply(x), product(hUp, up.lora?.b)].compactMap { $0 }, dAct: w * q)
-            let part = (q * d.act).sum(axis: -1)
-            dw = dw.map { $0 + part } ?? part
-            hDown = product(d.act, down.lora?.a, addedTo: hDown)
-            dGateB = product(d.dGate, gate.lora?.b.T, addedTo: dGateB)
-            dUpB = product(d.dUp, up.lora?.b.T, addedTo: dUpB)
-            dADown += [product(d.act.T, wantsA ? dyB.map { w * $0 } : nil)].compactMap { $0 }
-            dBGate += [product(hGate?.T, d.dGate)].compactMap { $0 }
-            dBUp += [product(hUp?.T, d.dUp)].compactMap { $0 }
-            dX = up.weight.applyTransposed(d.dUp, addedTo: gate.weight.applyTransposed(d.dGate, addedTo: dX))
-            let sums = [dX, dw, hDown, dGateB, dUpB].compactMap { $0 }
-            tile.pace.finish(sums + dADown.suffix(1) + dBGate.suffix(1) + dBUp.suffix(1))
-        }
-        dX = product(dGateB.map { $0 * scale }, gateLoRA?.a.T, addedTo: dX)
-        dX = product(dUpB.map { $0 * scale }, upLoRA?.a.T, addedTo: dX)
-
-        func whole(_ parts: [MLXArray], axis: Int) -> MLXArray? {
-            parts.isEmpty ? nil : concatenated(parts, axis: axis)
-        }
-        var gradients = LoRAGradients()
-        if wantsA {
-            gradients.a[.expertGate] = product(x.T, dGateB).map { $0 * scale }
-            gradients.a[.expertUp] = product(x.T, dUpB).map { $0 * scale }
-            gradients.a[.expertDown] = whole(dADown, axis: 0)
-        }
-        (gradients.b[.expertGate], gradients.b[.expertUp]) = (whole(dBGate, axis: 1), whole(dBUp, axis: 1))
-        gradients.b[.expertDown] = hDown.map { matmul(($0 * scale).T, w * dy) }
-        return (dX, dw, gradients)
-    }
-
-    /// w = σ(x gᵀ) `[n, 1]`, by which the output of the MLP beside the experts is multiplied.
-    func factor(_ g: QuantizedMatrix, _ mlpIn: MLXArray) -> MLXArray { sigmoid(g.apply(mlpIn.asType(.float32))) }
-
-    /// The derivative of w ∘ out by out, and by z = x gᵀ. The MLP's output is made again for it.
-    ///
-    ///     d_out = w ∘ dy        dz = w (1 − w) rowsum(dy ∘ out)        dx = dz g
-    ///
-    /// - Returns: d_out `[n, hidden]` and dz `[n, 1]` in float32, evaluated.
-    func factorBackward(_ g: QuantizedMatrix, _ mlpIn: MLXArray, dy: MLXArray) -> (dOut: MLXArray, dz: MLXArray) {
-        let (w, out) = (factor(g, mlpIn), gatedMLP(mlpIn, addedTo: nil).out)
-        let (dOut, dz) = (w * dy, w * (1 - w) * (dy * out).sum(axis: -1, keepDims: true))
-        eval(dOut, dz)
-        return (dOut, dz)
+        return GatedMLP(
+            gate: linear(gate, .expertGate), up: linear(up, .expertUp), down: linear(down, .expertDown),
+            names: (.expertGate, .expertUp, .expertDown), activation: weights.activation)
     }
 
     /// The most of n tokens that an expert takes at a time, so that memory does not depend on the choice: an expert is that of a quarter
@@ -149,9 +66,8 @@ extension Block {
     private func most(_ tokens: Int) -> Int { max(64, (tokens + 3) / 4) }
 
     /// The features of an expert that are computed at a time: as many numbers as of the MLP, whose tiles have more tokens.
-    private func features(_ experts: Experts, of pairs: Routed.Pairs) -> [Range<Int>] {
-        let width = experts.intermediateSize
-        return tiles(of: width, size: min(tile.mlp, width) * max(1, tile.mlpTokens / pairs.count))
+    private func features(_ experts: Experts, of pairs: Routed.Pairs) -> Int {
+        min(machine.mlp, experts.intermediateSize) * max(1, machine.mlpTokens / pairs.count)
     }
 }
 
@@ -174,14 +90,12 @@ private struct Routed {
     /// - Parameters:
     ///   - x: `[T, hidden]`, in float32
     ///   - most: tokens of `Pairs`
-    init(_ experts: Experts, _ weights: BlockWeights, _ x: MLXArray, most: Int) {
+    init(_ experts: Experts, _ weights: BlockWeights, _ x: MLXArray, most: Int, _ machine: Machine) {
         self.experts = experts
         let all = weights.router(experts).apply(x)
         let chosen = weights.chosen(experts, all)
-        z = takeAlong(all, chosen, axis: -1)
-        w = experts.weights(z)
-        eval(chosen, z, w)
-        self.chosen = chosen
+        let z = takeAlong(all, chosen, axis: -1)
+        (self.chosen, self.z, w) = machine.part(chosen, z, experts.weights(z))
         var places = [[Int32]](repeating: [], count: experts.numExperts)
         // After an error of MLX any experts will do: nothing of the block is used then.
         let numbers = (try? chosen.numbers(Int32.self)) ?? (0..<chosen.size).map { Int32($0 % experts.numExperts) }
@@ -204,7 +118,7 @@ private struct Routed {
     /// dz `[T, E]`, 0 of experts that were not chosen, from dw of all pairs in the order of `byExpert`.
     func backward(dw: MLXArray) -> MLXArray {
         let order = argSort(concatenated(byExpert.map(\.places)))
-        let dz = experts.weightsBackward(z, dw: dw.take(order, axis: 0).reshaped(z.shape))
+        let dz = experts.weightsBackward(z, dw: dw.flattened().take(order, axis: 0).reshaped(z.shape))
         let rows = MLXArray((0..<Int32(z.dim(0))).map { $0 * Int32(experts.numExperts) }).expandedDimensions(axis: -1)
         return MLXArray.zeros([z.dim(0) * experts.numExperts])
             .at[(rows + chosen.asType(.int32)).flattened()].add(dz.flattened()).reshaped([z.dim(0), experts.numExperts])

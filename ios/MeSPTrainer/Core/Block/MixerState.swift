@@ -12,15 +12,17 @@ package enum MixerState {
     case shared(count: Int)
 
     /// A recurrence's state, and what the convolution before it takes of the last tokens.
-    package struct Recurrent {
+    package struct Recurrent: Arrays {
         /// The input of the convolution for the last K − 1, `[K − 1, D]`.
         var tail: MLXArray
         /// S of the gated delta rule `[value_heads, dk, dv]`, or of the state space `[heads, P, N]`, in float32.
         var memory: MLXArray
+
+        var arrays: [MLXArray] { [tail, memory] }
     }
 
     /// Keys after RoPE, and values: `[kv_heads, room, head_dim]` each, those of `count` tokens and behind them room for more.
-    package struct KeyValues {
+    package struct KeyValues: Arrays {
         private(set) var keys: MLXArray
         private(set) var values: MLXArray
         private(set) var count = 0
@@ -31,6 +33,8 @@ package enum MixerState {
             keys = MLXArray.zeros([mixer.numKeyValueHeads, 0, mixer.headDim], dtype: dtype)
             values = keys
         }
+
+        var arrays: [MLXArray] { [keys, values] }
 
         /// In bytes, without the room.
         var size: Int { count == 0 ? 0 : (keys.nbytes + values.nbytes) / keys.dim(1) * count }
@@ -98,6 +102,15 @@ package enum MixerState {
         }
     }
 
+    /// Adds keys and values of some tokens; see `KeyValues`.
+    /// - Returns: those of all tokens.
+    mutating func append(keys: MLXArray, values: MLXArray) -> KeyValues {
+        guard case .attention(var cache) = self else { preconditionFailure("another mixer's state") }
+        cache.append(keys, values)
+        self = .attention(cache)
+        return cache
+    }
+
     /// Of attention, unless they are another block's.
     var keysAndValues: KeyValues? {
         if case .attention(let cache) = self { cache } else { nil }
@@ -107,7 +120,7 @@ package enum MixerState {
     package var arrays: [MLXArray] {
         switch self {
         case .attention(let cache): [cache.keys, cache.values].map { $0[0..., 0..<cache.count] }
-        case .recurrent(let state, _): [state.tail, state.memory]
+        case .recurrent(let state, _): state.arrays
         case .shortConvolution(let tail, _): [tail]
         case .shared: []
         }

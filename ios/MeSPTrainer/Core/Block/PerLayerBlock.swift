@@ -20,14 +20,13 @@ extension Block {
     ///
     ///     dh₁ = c dy      dz = norm′(z) dh₁      dm = out's of dz      du = dm ∘ p ∘ act′(u)      dh = dh₁ + gate's of du
     ///
-    /// - Returns: dh, evaluated.
+    /// - Returns: dh.
     func perLayerBackward(_ h: MLXArray, p: MLXArray, dy: MLXArray, _ gradients: inout LoRAGradients) -> MLXArray {
         let (u, m, z) = perLayerOut(h, p: p)
         let dH = weights.layerScalar * dy
         let dM = lastProjection(.perLayerOut, m, dy: weights.perLayerNorm.backward(z, dy: dH), &gradients)
         let dU = weights.activation.gatedBackward(gate: [u], up: [p], dAct: dM).dGate
         let dx = projection(.perLayerGate, h, dy: dU, wantsInput: true, addedTo: dH, &gradients) ?? dH
-        tile.endPhase([dx] + gradients.arrays)
-        return dx
+        return machine.stage(dx, gradients).0
     }
 }

@@ -18,7 +18,7 @@ extension Block {
         }
         return Mixed(
             m1: b, m2: c, m3: u, mixed: mixed,
-            out: projection(.out)(convolution.output(mixed: mixed, c: c), tile: tile.projection))
+            out: projection(.out)(convolution.output(mixed: mixed, c: c), machine: machine))
     }
 
     /// The derivative of out(c ∘ conv(b ∘ u)) from that of its output `[T, hidden]`.
@@ -27,26 +27,22 @@ extension Block {
     ) -> Projected {
         let convolution = weights.shortConvolution
         let parts = parts(convolution, consume forward, dOut: dOut, &gradients)
-        let d = concatenated(parts.map(\.db) + parts.map(\.dc) + parts.map(\.du), axis: -1)
-        tile.pace.finish([d])
-        return [.in: d]
+        return [.in: machine.phase(concatenated((0..<3).flatMap { i in parts.map { $0[i] } }, axis: -1))]
     }
 
     /// - Returns: the gradients of b, c and u, some features' after the other. Their inputs are released when the function returns.
     private func parts(
         _ convolution: CausalConvolution, _ forward: consuming Intermediates, dOut: MLXArray,
         _ gradients: inout LoRAGradients
-    ) -> [(db: MLXArray, dc: MLXArray, du: MLXArray)] {
+    ) -> [[MLXArray]] {
         let (b, c, u, mixed) = (forward.m1, forward.m2, forward.m3, forward.mixed)
         let dy = lastProjection(.out, convolution.output(mixed: mixed, c: c), dy: dOut, &gradients)
-        let columns = tile.rows(of: dy.T)
-        return tiles(of: dy.dim(1), size: columns).map { f in
-            let d = eachRecord(records(dy.dim(0))) { rows in
+        return machine.rows(of: dy.T) { f in
+            eachRecord(records(dy.dim(0))) { rows in
                 let d = convolution.features(f).backward(
                     b: b[rows, f], c: c[rows, f], u: u[rows, f], mixed: mixed[rows, f], dy: dy[rows, f])
                 return [d.db, d.dc, d.du]
             }
-            return (d[0], d[1], d[2])
         }
     }
 }

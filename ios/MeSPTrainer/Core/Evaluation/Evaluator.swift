@@ -153,10 +153,9 @@ public struct Evaluator {
         -> [(logProbability: Float, isGreedy: Bool)]
     {
         try model.bundle.withHead { weights in
-            let tile = model.tile(rows: targets.count, length: targets.count)
             let head = CrossEntropyHead(
-                weights: weights, architecture: model.bundle.architecture, tile: tile.vocabulary,
-                tokens: tile.lossTokens, pace: tile.pace)
+                weights: weights, architecture: model.bundle.architecture,
+                machine: model.machine(rows: targets.count, length: targets.count))
             let (losses, isLargest) = try head.scores(
                 y, targets: MLXArray(targets.map { Int32($0) }), atBoundary: atBlock)
             defer { Memory.clearCache() }

@@ -3,13 +3,15 @@ import MLX
 /// How a recurrent mixer's state decays among the C tokens of a chunk, by the logarithms l ≤ 0 of each token's decay:
 ///
 ///     Γ_ij = exp(l_{j+1} + … + l_i) for i ≥ j, else 0        γ_i = exp(l_1 + … + l_i)        δ_j = Γ_Cj
-package struct ChunkDecays {
+package struct ChunkDecays: Arrays {
     /// Γ `[…, C, C]`
     let gamma: MLXArray
     /// γ and δ `[…, C, 1]`, and γ_C `[…, 1, 1]`
     let start, end, whole: MLXArray
     /// 1 below the diagonal, else 0: `[C, C]`.
     let below: MLXArray
+
+    var arrays: [MLXArray] { [gamma, start] }
 
     /// C, but for fewer tokens: the next power of two.
     package static let chunk = 64

@@ -16,26 +16,10 @@ import MeSPBundle
 package struct CrossEntropyHead {
     let weights: PackedWeights
     let architecture: Architecture
-    /// Rows of W at a time.
-    let tile: Int
-    /// Tokens of which h and its gradient are there at once, and of these at a time.
-    let part, tokens: Int
-    let pace: Pace
-    /// Multiplications from one boundary to the next, where a tile has no more.
-    let workBetweenBoundaries: Int
+    let machine: Machine
 
-    /// Below 0.2 s from 11 GFLOPS on, a multiplication and an addition being two operations.
-    package static let defaultWork = 1 << 30
-    /// On a GPU, of 350 GFLOPS or more: a boundary is a round trip.
-    static let gpuWork = 1 << 35
-
-    package init(
-        weights: PackedWeights, architecture: Architecture, tile: Int, part: Int = .max, tokens: Int = .max,
-        pace: Pace = .evaluated, workBetweenBoundaries: Int = defaultWork
-    ) {
-        (self.weights, self.architecture, self.tile, self.pace) = (weights, architecture, tile, pace)
-        (self.part, self.tokens) = (part, tokens)
-        self.workBetweenBoundaries = workBetweenBoundaries
+    package init(weights: PackedWeights, architecture: Architecture, machine: Machine) {
+        (self.weights, self.architecture, self.machine) = (weights, architecture, machine)
     }
 
     private static let largest = Fused { maximum($0[0], $0[1].max(axis: -1, keepDims: true)) }
@@ -53,10 +37,11 @@ package struct CrossEntropyHead {
         architecture.finalLogitSoftcapping.map { p * softCapSlope(z, $0) } ?? p
     }
 
-    /// The logits `[n, vocabulary]` of y `[n, hidden]`, in float32; `tile` rows of W at a time, evaluated where these are not all.
+    /// The logits `[n, vocabulary]` of y `[n, hidden]`, in float32.
     package func logits(_ y: MLXArray) -> MLXArray {
-        let h = norm(y.asType(.float32))
-        return capped(LoRALinear(weight: matrix, bias: nil, lora: nil, scale: 0)(h, tile: tile))
+        let (h, w) = (norm(y.asType(.float32)), LoRALinear(weight: matrix, bias: nil, lora: nil, scale: 0))
+        return capped(
+            concatenated(machine.each(of: matrix.rows, size: machine.vocabulary) { w.outputs($0)(h) }, axis: -1))
     }
 
     /// The loss of each row's target, with no gradient.
@@ -65,19 +50,15 @@ package struct CrossEntropyHead {
     ///   - y: `[n, hidden]`
     ///   - targets: token ids, `[n]` int32
     ///   - atBoundary: as below
-    /// - Returns: the losses in nats, float32 `[n]`, and whether no logit is larger than the target's, bool `[n]`; evaluated.
+    /// - Returns: the losses in nats, float32 `[n]`, and whether no logit is larger than the target's, bool `[n]`.
     package func scores(_ y: MLXArray, targets: MLXArray, atBoundary: () throws -> Void) rethrows
         -> (losses: MLXArray, isLargest: MLXArray)
     {
-        var h = norm(y.asType(.float32))
-        var work = 0
-        let parts = try tiles(of: h.dim(0), size: tokens).map { t in
-            let (losses, isLargest, _) = try overVocabulary(
-                &h, t, targets[t], wantsGradient: false, &work, atBoundary)
-            eval(losses, isLargest)
-            return (losses, isLargest)
+        var (h, work) = ([norm(y.asType(.float32))], 0)
+        let parts = try machine.each(of: y.dim(0), size: machine.lossTokens) {
+            try overVocabulary(&h, $0, targets[$0], wantsGradient: false, &work, atBoundary)
         }
-        return (concatenated(parts.map(\.0))[0..., 0], concatenated(parts.map(\.1))[0..., 0])
+        return (concatenated(parts.map(\.losses))[0..., 0], concatenated(parts.map(\.isLargest))[0..., 0])
     }
 
     /// - Parameters:
@@ -85,61 +66,26 @@ package struct CrossEntropyHead {
     ///   - targets: token ids of the positions that count, `[n]` int32
     ///   - counted: these n positions in `0 ..< T`, ascending; the others are not read
     ///   - atBoundary: called between tiles, when nothing is being computed; it may wait, or throw
-    /// - Returns: the sum of the losses in nats, a float32 scalar, evaluated.
+    /// - Returns: the sum of the losses in nats, a float32 scalar.
     func loss(_ y: MLXArray, targets: MLXArray, counted: [Int], atBoundary: () throws -> Void) rethrows -> MLXArray {
-        let y = rows(counted, of: y)
-        var losses = [MLXArray]()
-        var work = 0
-        for rows in tiles(of: counted.count, size: part) {
-            var h = norm(y[rows].asType(.float32))
-            for t in tiles(of: rows.count, size: tokens) {
-                let own = try overVocabulary(&h, t, targets[rows][t], wantsGradient: false, &work, atBoundary)
-                losses.append(own.losses.sum())
-            }
-        }
-        let loss = losses.dropFirst().reduce(losses[0]) { $0 + $1 }
-        eval(loss)
-        return loss
+        try lossAndRows(rows(counted, of: y), targets, scale: nil, atBoundary).loss
     }
 
     /// The loss with its gradient; the parameters as those of `loss`.
     ///
     /// - Parameter scale: what the gradient is multiplied by; that of positions that do not count is zero.
-    /// - Returns: the sum of the losses in nats, a float32 scalar, and dy `[1, T, hidden]` times the scale, in y's dtype; evaluated.
+    /// - Returns: the sum of the losses in nats, a float32 scalar, and dy `[1, T, hidden]` times the scale, in y's dtype.
     package func lossAndGradient(
         _ y: MLXArray, targets: MLXArray, counted: [Int], scale: Float, atBoundary: () throws -> Void
     ) rethrows -> (loss: MLXArray, dy: MLXArray) {
-        let (length, hidden, dtype) = (y.dim(1), y.dim(2), y.dtype)
-        let y = rows(counted, of: y)
-        var (losses, dys) = ([MLXArray](), [MLXArray]())
-        var work = 0
-        for rows in tiles(of: counted.count, size: part) {
-            let y = y[rows].asType(.float32)
-            var h = norm(y)
-            var gradients = [MLXArray]()
-            for t in tiles(of: rows.count, size: tokens) {
-                let own = try overVocabulary(&h, t, targets[rows][t], wantsGradient: true, &work, atBoundary)
-                losses.append(own.losses.sum())
-                gradients += [own.dh].compactMap { $0 }
-            }
-            let dh = concatenated(gradients) * scale
-            gradients = []
-            pace.finish(losses + [dh])
-            dys.append(norm.backward(y, dy: dh).asType(dtype))
-            if rows.count < counted.count { eval(dys) }
-        }
-        let loss = losses.dropFirst().reduce(losses[0]) { $0 + $1 }
-        var dy = concatenated(dys)
-        dys = []
-        if counted.count < length {
+        var (loss, dy) = try lossAndRows(rows(counted, of: y), targets, scale: scale, atBoundary)
+        if counted.count < y.dim(1) {
             // Each position's row, the one of zeros for those that do not count.
-            var rows = [Int32](repeating: Int32(counted.count), count: length)
+            var rows = [Int32](repeating: Int32(counted.count), count: y.dim(1))
             for (row, position) in counted.enumerated() { rows[position] = Int32(row) }
-            dy = concatenated([dy, MLXArray.zeros([1, hidden], dtype: dy.dtype)])[MLXArray(rows)]
+            dy = concatenated([dy, MLXArray.zeros([1, y.dim(2)], dtype: dy.dtype)])[MLXArray(rows)]
         }
-        dy = dy.expandedDimensions(axis: 0)
-        eval(loss, dy)
-        return (loss, dy)
+        return (loss, dy.expandedDimensions(axis: 0))
     }
 
     /// Some rows of y `[1, T, hidden]`, `[n, hidden]`.
@@ -148,52 +94,82 @@ package struct CrossEntropyHead {
         return counted.count < y.dim(1) ? all[MLXArray(counted.map { Int32($0) })] : all
     }
 
-    /// The losses of the tokens t, whether no logit is larger than the target's, `[t, 1]`, and their part of dh `[t, hidden]`.
+    /// The sum of the losses of the rows of y `[n, hidden]`, and their gradients times the scale, alike; none without a scale.
+    private func lossAndRows(
+        _ y: MLXArray, _ targets: MLXArray, scale: Float?, _ atBoundary: () throws -> Void
+    ) rethrows -> (loss: MLXArray, dy: MLXArray) {
+        var work = 0
+        let dtype = y.dtype
+        let parts = try machine.each(of: y.dim(0), size: machine.mlpTokens) { rows in
+            let y = y[rows].asType(.float32)
+            var h = [norm(y)]
+            let parts = try tiles(of: rows.count, size: machine.lossTokens).map {
+                try overVocabulary(&h, $0, targets[rows][$0], wantsGradient: scale != nil, &work, atBoundary)
+            }
+            let losses = parts.dropFirst().reduce(parts[0].losses.sum()) { $0 + $1.losses.sum() }
+            guard let scale else { return [losses] }
+            let (dh, loss) = machine.part(concatenated(parts.compactMap(\.dh)) * scale, losses)
+            return [loss, norm.backward(y, dy: dh).asType(dtype)]
+        }
+        let loss = parts.dropFirst().reduce(parts[0][0]) { $0 + $1[0] }
+        return (loss, scale == nil ? loss : concatenated(parts.map { $0[1] }))
+    }
+
+    /// The running sums of some tokens over the vocabulary.
+    private struct Sums: Arrays {
+        /// The largest logit, Σ exp(z − m) and the target's logit, `[t, 1]`.
+        var m, l, zTarget: MLXArray
+        /// Σ exp(z − m) cap′ W, `[t, hidden]`.
+        var w: MLXArray?
+
+        var arrays: [MLXArray] { [m, l, zTarget] + w.arrays }
+    }
+
+    /// The losses of some tokens, whether no logit is larger than the target's, `[t, 1]`, and their part of dh `[t, hidden]`.
+    private struct Scores: Arrays {
+        let losses, isLargest: MLXArray
+        var dh: MLXArray?
+
+        var arrays: [MLXArray] { [losses, isLargest] + dh.arrays }
+    }
+
+    /// The scores of the tokens t.
     ///
     /// - Parameters:
     ///   - h: of all tokens, `[n, hidden]`
     ///   - work: multiplications since the last boundary
     private func overVocabulary(
-        _ h: inout MLXArray, _ t: Range<Int>, _ targets: MLXArray, wantsGradient: Bool, _ work: inout Int,
+        _ h: inout [MLXArray], _ t: Range<Int>, _ targets: MLXArray, wantsGradient: Bool, _ work: inout Int,
         _ atBoundary: () throws -> Void
-    ) rethrows -> (losses: MLXArray, isLargest: MLXArray, dh: MLXArray?) {
+    ) rethrows -> Scores {
         let w = matrix
-        var m = MLXArray.full([t.count, 1], values: MLXArray(-Float.infinity))
-        var l = MLXArray.zeros([t.count, 1])
-        var zTarget = MLXArray.zeros([t.count, 1])
-        var sum: MLXArray?
-        for rows in tiles(of: w.rows, size: tile) {
-            let tileWork = 2 * t.count * h.dim(1) * rows.count
-            if work > 0, work + tileWork > workBetweenBoundaries {
-                eval([m, l, zTarget] + [sum].compactMap { $0 })
-                try atBoundary()
-                work = 0
-            }
-            work += tileWork
-
+        let none = Sums(
+            m: MLXArray.full([t.count, 1], values: MLXArray(-Float.infinity)), l: MLXArray.zeros([t.count, 1]),
+            zTarget: MLXArray.zeros([t.count, 1]))
+        let vocabulary = tiles(of: w.rows, size: machine.vocabulary)
+        let sums = try machine.reduce(vocabulary, none, reading: &h) { sums, rows, inputs in
+            let h = inputs[0]
+            try machine.work(2 * t.count * h.dim(1) * rows.count, since: &work, leaving: sums, atBoundary)
             let wTile = w.rows(rows)
             let z = capped(wTile.apply(h[t]))
             let place = (targets - rows.lowerBound)[0..., .newAxis]  // of the target in the tile
             let isHere = logicalAnd(place .>= 0, place .< rows.count)
-            zTarget = which(isHere, takeAlong(z, clip(place, min: 0, max: rows.count - 1), axis: 1), zTarget)
-            let mNew = Self.largest([m, z])
-            let p = Self.exponential([z, mNew])
-            let rescale = exp(m - mNew)
-            l = Self.rescaledSum([l, rescale, p])
-            if wantsGradient { sum = wTile.applyTransposed(sloped(p, z), addedTo: sum.map { $0 * rescale }) }
-            m = mNew
-            h = pace.next([h], after: [m, l, zTarget] + [sum].compactMap { $0 })[0]
+            sums.zTarget = which(
+                isHere, takeAlong(z, clip(place, min: 0, max: rows.count - 1), axis: 1), sums.zTarget)
+            let m = Self.largest([sums.m, z])
+            let p = Self.exponential([z, m])
+            let rescale = exp(sums.m - m)
+            sums.l = Self.rescaledSum([sums.l, rescale, p])
+            if wantsGradient { sums.w = wTile.applyTransposed(sloped(p, z), addedTo: sums.w.map { $0 * rescale }) }
+            sums.m = m
         }
-
         // l ≥ 1, as the largest z has the term 1 in it.
-        let losses = m + log(l) - zTarget
-        let isLargest = zTarget .>= m
-        pace.finish([losses])
-        guard let sum else { return (losses, isLargest, nil) }
-        let wTarget = w.take(targets)
-        pace.finish([wTarget])
-        let dh = sum / l - sloped(wTarget, zTarget)
-        h = pace.next([h], after: [dh])[0]
-        return (losses, isLargest, dh)
+        var scores = Scores(losses: sums.m + log(sums.l) - sums.zTarget, isLargest: sums.zTarget .>= sums.m)
+        guard let sum = sums.w else { return scores }
+        let wTarget = machine.part(w.take(targets), scores.losses).0
+        let dh = sum / sums.l - sloped(wTarget, sums.zTarget)
+        h = machine.inputs(h, after: [dh])
+        scores.dh = dh
+        return scores
     }
 }

@@ -3,6 +3,7 @@ import MLX
 import MeSPBundle
 
 extension Activation {
+    /// f(gate) up
     func gated(gate: MLXArray, up: MLXArray) -> MLXArray { kernels.gated([gate, up]) }
 
     /// d_gate = d_act up f′(gate),  d_up = d_act f(gate)
@@ -13,34 +14,24 @@ extension Activation {
     func gatedBackward(gate: [MLXArray], up: [MLXArray], dAct: MLXArray)
         -> (act: MLXArray, dGate: MLXArray, dUp: MLXArray)
     {
-        guard Fused.isAvailable else {
-            let (up, (f, slope)) = (sum(up), values(sum(gate)))
-            return (f * up, dAct * up * slope, dAct * f)
-        }
-        return gatedBackwardByKernels(gate: gate, up: up, dAct: dAct)
-    }
-
-    /// The same with a kernel for each result, which makes the sums, f and f′ again.
-    func gatedBackwardByKernels(gate: [MLXArray], up: [MLXArray], dAct: MLXArray)
-        -> (act: MLXArray, dGate: MLXArray, dUp: MLXArray)
-    {
-        // The first half of a kernel's terms are gate's.
         let count = max(gate.count, up.count)
         let terms = [gate, up].flatMap { $0 + Array(repeating: MLXArray(Float(0)), count: count - $0.count) }
-        return (kernels.act(terms), kernels.dGate(terms + [dAct]), kernels.dUp(gate + [dAct]))
+        let results = kernels.gatedBackward(terms + [dAct])
+        return (results[0], results[1], results[2])
     }
 
     private struct Kernels {
-        let gated, act, dGate, dUp: Fused
+        let gated: Fused
+        let gatedBackward: FusedResults
 
         init(_ activation: Activation) {
             gated = Fused { activation.values($0[0]).f * $0[1] }
-            act = Fused { activation.values(sum($0.prefix($0.count / 2))).f * sum($0.suffix($0.count / 2)) }
-            dGate = Fused {
-                let (gate, dAct) = (sum($0.prefix($0.count / 2)), $0[$0.count - 1])
-                return dAct * sum($0.dropLast().suffix($0.count / 2)) * activation.values(gate).slope
+            gatedBackward = FusedResults(3) {
+                let (count, dAct) = ($0.count / 2, $0[$0.count - 1])
+                let (gate, up) = (sum($0.prefix(count)), sum($0.dropFirst(count).prefix(count)))
+                let (f, slope) = activation.values(gate)
+                return [f * up, dAct * up * slope, dAct * f]
             }
-            dUp = Fused { $0[$0.count - 1] * activation.values(sum($0.dropLast())).f }
         }
     }
     private var kernels: Kernels { self == .silu ? Self.silus : Self.gelus }

@@ -20,11 +20,13 @@ package struct GatedDeltaNet {
     let norm: RMSNorm
 
     /// The terms of the gradient that later tokens pass to those before.
-    struct Behind {
+    struct Behind: Arrays {
         /// The gradient of S, `[value_heads, dk, dv]`.
         var memory: MLXArray
         /// The gradient of the convolution's output for the first K − 1 of them, `[K − 1, D]`.
         var convolved: MLXArray
+
+        var arrays: [MLXArray] { [memory, convolved] }
     }
 
     /// Where no tokens are behind.
@@ -39,11 +41,15 @@ package struct GatedDeltaNet {
         .init(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([valueHeads, keyDim, valueDim]))
     }
 
-    /// The number of key heads at a time that keeps the derivative's temporaries in proportion to `bytes`: of what has a row a token it holds some
-    /// 25 arrays, where attention's holds some 6 of `bytes` each.
-    func tile(length: Int, bytes: Int) -> Int {
-        let features = max(keyDim, valueHeads / keyHeads * max(keyDim, valueDim, ChunkDecays.chunk))
-        return min(keyHeads, max(1, bytes / (3 * 4 * length * features)))
+    /// The number of key heads at a time that keeps the derivative's temporaries in proportion to the machine's.
+    private func headsAtOnce(_ length: Int, _ machine: Machine) -> Int {
+        min(keyHeads, max(1, machine.bytes / bytesOfHead(length)))
+    }
+
+    /// The size of a machine's temporaries for each key head: of what has a row a token the derivative holds some 25 arrays, where attention's
+    /// holds some 6.
+    func bytesOfHead(_ length: Int) -> Int {
+        3 * 4 * length * max(keyDim, valueHeads / keyHeads * max(keyDim, valueDim, ChunkDecays.chunk))
     }
 
     // MARK: - o
@@ -52,33 +58,28 @@ package struct GatedDeltaNet {
     ///   - qkv: `[n, D]`
     ///   - b, a: `[n, value_heads]`
     ///   - state: of the tokens before; becomes that of the last of these
-    ///   - tile: key heads at a time
-    /// - Returns: o `[n, value_heads · dv]`, in float32; evaluated where there is more than one tile.
-    func callAsFunction(qkv: MLXArray, b: MLXArray, a: MLXArray, state: inout MixerState.Recurrent, tile: Int)
-        -> MLXArray
-    {
+    /// - Returns: o `[n, value_heads · dv]`, in float32.
+    func callAsFunction(
+        qkv: MLXArray, b: MLXArray, a: MLXArray, state: inout MixerState.Recurrent, machine: Machine
+    ) -> MLXArray {
         let before = state
-        let parts = tiles(of: keyHeads, size: tile).map { heads in
+        let parts = machine.each(of: keyHeads, size: headsAtOnce(qkv.dim(0), machine)) { heads in
             var memory = before.memory[values(heads)]
-            let o = rule(heads, qkv: qkv, tail: before.tail, b: b, a: a, pace: .chained)(state: &memory)
-            if heads.count < keyHeads { eval(o, memory) }
-            return (o: o.reshaped([o.dim(0), -1]), memory: memory)
+            let o = rule(heads, qkv: qkv, tail: before.tail, b: b, a: a, machine)(state: &memory)
+            return [o.reshaped([o.dim(0), -1]), memory]
         }
-        state.memory = concatenated(parts.map(\.memory))
+        state.memory = concatenated(parts.map { $0[1] })
         state.tail = convolution.tail(after: qkv, tail: before.tail)
-        return concatenated(parts.map(\.o), axis: -1)
+        return concatenated(parts.map { $0[0] }, axis: -1)
     }
 
     private func rule(
-        _ heads: Range<Int>, qkv: MLXArray, tail: MLXArray, b: MLXArray, a: MLXArray, pace: Pace
+        _ heads: Range<Int>, qkv: MLXArray, tail: MLXArray, b: MLXArray, a: MLXArray, _ machine: Machine
     ) -> GatedDeltaRule {
-        let qkv = inputs(heads).map { input in
-            let x = input(qkv, tail: tail)
-            pace.finish([x])
-            return x
-        }
+        let qkv = inputs(heads).map { machine.part($0(qkv, tail: tail)) }
         return GatedDeltaRule(
-            q: qkv[0], k: qkv[1], v: qkv[2], logDecay: Self.logDecay(decay(heads, a)), beta: beta(heads, b), pace: pace)
+            q: qkv[0], k: qkv[1], v: qkv[2], logDecay: Self.logDecay(decay(heads, a)), beta: beta(heads, b),
+            machine: machine)
     }
 
     /// The value heads of some key heads.
@@ -164,65 +165,65 @@ package struct GatedDeltaNet {
     ///   - records: the rows of each record of the sequence, which has a state of its own; nil for one
     ///   - before: the state before a segment of one record; nil for the start of a sequence
     ///   - behind: what the segment behind gives, replaced by what this gives to the one before; nil where there are no segments
-    ///   - tile: key heads at a time
-    /// - Returns: the gradients of qkv, b and a, in float32, evaluated.
+    /// - Returns: the gradients of qkv, b and a, in float32.
     func backward(
         qkv: consuming MLXArray, b: MLXArray, a: MLXArray, dO: consuming MLXArray, records: [Range<Int>]? = nil,
-        before: MixerState.Recurrent? = nil, behind: inout Behind?, tile: Int, pace: Pace
+        before: MixerState.Recurrent? = nil, behind: inout Behind?, machine: Machine
     )
         -> (dQKV: MLXArray, dB: MLXArray, dA: MLXArray)
     {
         let state = before ?? start(dtype: qkv.dtype)
-        var arrays = [consume qkv, b, a, consume dO]
+        let later = behind
+        var inputs = [consume qkv, b, a, consume dO]
         let records = records ?? [0..<b.dim(0)]
-        var gradients = [[MLXArray]]()
-        var behindEach = [(memory: MLXArray, convolved: [MLXArray])]()
-        for heads in tiles(of: keyHeads, size: tile) {
-            let d = eachRecord(records) {
-                var own = parts(heads, behind ?? nothingBehind)
-                let d = backward(
-                    heads, qkv: arrays[0][$0], b: arrays[1][$0], a: arrays[2][$0], dO: arrays[3][$0], before: state,
-                    behind: &own, pace: pace)
-                if behind != nil { behindEach.append(own) }
-                return d
-            }
-            arrays = pace.next(arrays, after: d + (behindEach.last.map { [$0.memory] + $0.convolved } ?? []))
-            gradients.append(d)
+        let heads = tiles(of: keyHeads, size: headsAtOnce(b.dim(0), machine))
+        let all = machine.reduce(heads, HeadGradients(), reading: &inputs) { all, heads, inputs in
+            all.gradients.append(
+                eachRecord(records) {
+                    var own = parts(heads, later ?? nothingBehind)
+                    let d = backward(
+                        heads, qkv: inputs[0][$0], b: inputs[1][$0], a: inputs[2][$0], dO: inputs[3][$0],
+                        before: state, behind: &own, machine)
+                    if later != nil { all.behind.append(own) }
+                    return d
+                })
         }
-        arrays = []
+        inputs = []
         if behind != nil {
-            let convolved = (0..<3).flatMap { index in behindEach.map { $0.convolved[index] } }
-            behind = Behind(
-                memory: concatenated(behindEach.map(\.memory)), convolved: concatenated(convolved, axis: -1))
+            let convolved = (0..<3).flatMap { index in all.behind.map { $0[1 + index] } }
+            behind = Behind(memory: concatenated(all.behind.map { $0[0] }), convolved: concatenated(convolved, axis: -1))
         }
         func whole(_ indices: Range<Int>) -> MLXArray {
-            concatenated(indices.flatMap { index in gradients.map { $0[index] } }, axis: -1)
+            concatenated(indices.flatMap { index in all.gradients.map { $0[index] } }, axis: -1)
         }
-        let all = (whole(0..<3), whole(3..<4), whole(4..<5))
-        eval([all.0, all.1, all.2] + (behind.map { [$0.memory, $0.convolved] } ?? []))
-        return all
+        return machine.part(whole(0..<3), whole(3..<4), whole(4..<5))
     }
 
-    /// The part of `behind` for some heads, with the features of q, k and v each.
-    private func parts(_ heads: Range<Int>, _ behind: Behind) -> (memory: MLXArray, convolved: [MLXArray]) {
-        (behind.memory[values(heads)], inputs(heads).map { behind.convolved[0..., $0.features] })
+    /// Of some heads after the other: the gradients of q, k, v, b and a, and where the sequence goes by segments the terms for the tokens
+    /// before.
+    private struct HeadGradients: Arrays {
+        var (gradients, behind) = ([[MLXArray]](), [[MLXArray]]())
+        var arrays: [MLXArray] { (gradients.last ?? []) + (behind.last ?? []) }
+    }
+
+    /// The part of `behind` for some heads: of the memory, and of what was convolved the features of q, k and v.
+    private func parts(_ heads: Range<Int>, _ behind: Behind) -> [MLXArray] {
+        [behind.memory[values(heads)]] + inputs(heads).map { behind.convolved[0..., $0.features] }
     }
 
     /// The gradients of some heads' q, k and v in qkv, and of their b and a, `[T, features]`.
     private func backward(
         _ heads: Range<Int>, qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, before: MixerState.Recurrent,
-        behind: inout (memory: MLXArray, convolved: [MLXArray]), pace: Pace
+        behind: inout [MLXArray], _ machine: Machine
     ) -> [MLXArray] {
         let values = values(heads)
-        let d = rule(heads, qkv: qkv, tail: before.tail, b: b, a: a, pace: pace)
+        let d = rule(heads, qkv: qkv, tail: before.tail, b: b, a: a, machine)
             .backward(
                 dO: byHead(dO[0..., values.lowerBound * valueDim..<values.upperBound * valueDim]),
-                state: before.memory[values], dState: &behind.memory)
-        var dQKV = [MLXArray]()
-        for (i, (input, dy)) in zip(inputs(heads), [d.dq, d.dk, d.dv]).enumerated() {
-            let dx = input.backward(qkv, tail: before.tail, dy: dy, behind: &behind.convolved[i])
-            pace.finish([dx, behind.convolved[i]])
-            dQKV.append(dx)
+                state: before.memory[values], dState: &behind[0])
+        let dQKV = zip(inputs(heads), [d.dq, d.dk, d.dv]).enumerated().map { i, input in
+            let dx = input.0.backward(qkv, tail: before.tail, dy: input.1, behind: &behind[1 + i])
+            return machine.part(dx, behind[1 + i]).0
         }
         return dQKV + [(1 - beta(heads, b)) * d.betaDBeta, Self.logDecayBackward(decay(heads, a) + [d.dLogDecay])]
     }
@@ -234,13 +235,11 @@ package struct GatedDeltaNet {
         Activation.silu.gated(gate: z.asType(.float32), up: norm(byHead(o)).reshaped(z.shape))
     }
 
-    /// do and dz `[T, value_heads · dv]`, in float32, evaluated, from dy, alike.
+    /// do and dz `[T, value_heads · dv]`, in float32, from dy, alike.
     func outputBackward(o: MLXArray, z: MLXArray, dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray) {
         let (byHead, z) = (byHead(o), z.reshaped([z.dim(0), -1, valueDim]))
         let d = Activation.silu.gatedBackward(gate: [z], up: [norm(byHead)], dAct: dy.reshaped(z.shape))
-        let (dO, dZ) = (norm.backward(byHead, dy: d.dUp).reshaped(o.shape), d.dGate.reshaped(o.shape))
-        eval(dO, dZ)
-        return (dO, dZ)
+        return (norm.backward(byHead, dy: d.dUp).reshaped(o.shape), d.dGate.reshaped(o.shape))
     }
 
     /// `[n, heads · dv]` to `[n, heads, dv]`, in float32.

@@ -21,7 +21,7 @@ package struct GatedDeltaRule {
     /// l and β, `[…, C, 1]`
     private let logDecay, beta: MLXArray
     private let length: Int
-    private let pace: Pace
+    private let machine: Machine
 
     /// All in float32.
     /// - Parameters:
@@ -29,14 +29,14 @@ package struct GatedDeltaRule {
     ///   - v: `[n, value_heads, dv]`; a key head's value heads lie behind each other
     ///   - logDecay: l ≤ 0, `[n, value_heads]`
     ///   - beta: `[n, value_heads]`
-    init(q: MLXArray, k: MLXArray, v: MLXArray, logDecay: MLXArray, beta: MLXArray, pace: Pace) {
+    init(q: MLXArray, k: MLXArray, v: MLXArray, logDecay: MLXArray, beta: MLXArray, machine: Machine) {
         let heads = k.dim(1)
         func chunked(_ x: MLXArray) -> MLXArray { Self.chunked(x, keyHeads: heads) }
         (self.q, self.k, self.v) = (chunked(q), chunked(k), chunked(v))
         (self.logDecay, self.beta) = (
             chunked(logDecay.expandedDimensions(axis: -1)), chunked(beta.expandedDimensions(axis: -1))
         )
-        (length, self.pace) = (k.dim(0), pace)
+        (length, self.machine) = (k.dim(0), machine)
     }
 
     // MARK: - Forward
@@ -105,20 +105,14 @@ package struct GatedDeltaRule {
         let c = Chunks(self)
         let dO = Self.chunked(dO, keyHeads: k.dim(1))
         let (d, states, dv, betaDBeta, dStates) = recurrenceBackward(c, dO, state, &dState)
-        let inAll = c.whole * dot(states, dStates)
-        let (dP, dA) = (
-            Self.product([matmul(dO, transposed(d)), c.gamma]),
-            Self.product([matmul(dv, transposed(d)), c.gamma, -c.below])
-        )
-        pace.finish([inAll, dP, dA])
+        let (inAll, dP, dA) = machine.part(
+            c.whole * dot(states, dStates), Self.product([matmul(dO, transposed(d)), c.gamma]),
+            Self.product([matmul(dv, transposed(d)), c.gamma, -c.below]))
 
         let dQStart = c.start * matmul(dO, transposed(states))
-        let inQStart = rowsum(q, dQStart)
-        let dq = overValueHeads(addMM(dQStart, dP, k))
-        pace.finish([dq, inQStart])
-        let dKStart = c.start * matmul(dv, transposed(states))
-        let inKStart = rowsum(k, dKStart)
-        pace.finish([dKStart, inKStart])
+        let (dq, inQStart) = machine.part(overValueHeads(addMM(dQStart, dP, k)), rowsum(q, dQStart))
+        let gammaDVS = c.start * matmul(dv, transposed(states))
+        let (dKStart, inKStart) = machine.part(gammaDVS, rowsum(k, gammaDVS))
         let dKEnd = c.end * matmul(d, transposed(dStates))
         let inEnd = rowsum(k, dKEnd)
         let dk = overValueHeads(
@@ -126,8 +120,7 @@ package struct GatedDeltaRule {
         let dLogDecay = c.decays.backward(
             inGamma: Self.sumOfProducts([dP, c.qk, dA, c.kk]), inStart: inQStart - inKStart, inEnd: inEnd,
             inWhole: inAll)
-        let results = [dq, dk, dv, dLogDecay, betaDBeta].map(byToken)
-        pace.finish(results)
+        let results = machine.part([dq, dk, dv, dLogDecay, betaDBeta].map(byToken))
         return (
             results[0], results[1], results[2], results[3].squeezed(axis: -1), results[4].squeezed(axis: -1)
         )
@@ -150,12 +143,11 @@ package struct GatedDeltaRule {
         let w = c.w(self)
         var s = byKeyHead(state)
         let (d, states) = corrections(c, w: w, &s)
-        pace.finish([w, d, states])
+        machine.part(w, d, states)
         let (dD, dStates) = statesBackward(c, w: w, dO, &dState)
-        pace.finish([dD, dStates, dState])
+        machine.part(dD, dStates, dState)
         let z = matmul(transposed(c.m), dD)
-        let (dv, betaDBeta) = (beta * z, rowsum(z, d))
-        pace.finish([dv, betaDBeta])
+        let (dv, betaDBeta) = machine.part(beta * z, rowsum(z, d))
         return (d, states, dv, betaDBeta, dStates)
     }
 
@@ -194,11 +186,11 @@ package struct GatedDeltaRule {
         var below: MLXArray { decays.below }
 
         init(_ rule: GatedDeltaRule) {
-            decays = ChunkDecays(rule.logDecay)
-            qk = matmul(rule.q, transposed(rule.k))
-            kk = matmul(rule.k, transposed(rule.k))
-            m = inverse(GatedDeltaRule.product([kk, decays.gamma, rule.beta, decays.below]))
-            rule.pace.finish([decays.gamma, decays.start, qk, kk, m])
+            let ofKeys = matmul(rule.k, transposed(rule.k))
+            let decays = ChunkDecays(rule.logDecay)
+            (self.decays, qk, kk, m) = rule.machine.part(
+                decays, matmul(rule.q, transposed(rule.k)), ofKeys,
+                inverse(GatedDeltaRule.product([ofKeys, decays.gamma, rule.beta, decays.below])))
         }
 
         /// W `[…, C, dk]`

@@ -14,17 +14,13 @@ package struct LayerEmbeddings {
     private let x0: MLXArray
     private let size: Int
 
-    /// Reads the rows of the tokens by the CPU, as `embed` does.
+    /// Reads the rows of the tokens.
     init(_ tokens: [Int32], x0: MLXArray, table: PackedWeights, _ architecture: Architecture, size: Int) {
         (self.x0, self.size) = (x0, size)
-        rows = Device.withDefaultDevice(.cpu) {
-            let rows = table.matrix("", inputs: architecture.numHiddenLayers * size).packedRows(MLXArray(tokens))
-            eval([rows.weight, rows.scales] + [rows.biases].compactMap { $0 })
-            return rows
-        }
+        rows = readRows { table.matrix("", inputs: architecture.numHiddenLayers * size).packedRows(MLXArray(tokens)) }
     }
 
-    /// p `[T, size]` of a layer, evaluated.
+    /// p `[T, size]` of a layer.
     ///
     /// - Parameter projection: W of all layers, and the norm.
     func callAsFunction(_ layer: Int, projection: PackedWeights, eps: Float) -> MLXArray {
@@ -34,9 +30,7 @@ package struct LayerEmbeddings {
         let norm = RMSNorm(weight: projection["norm"].asType(.float32), eps: eps)
         let r = norm(product * (1 / Float(hidden).squareRoot()))
         let p = (r + rows.columns(ofLayer).inFloat32 * Float(size).squareRoot()) * Float(0.5).squareRoot()
-        let stored = p.asType(dtype)
-        eval(stored)
-        return stored
+        return p.asType(dtype)
     }
 }
 
@@ -54,8 +48,6 @@ extension ModelBundle {
     /// A layer's part of these `[T, size]`, evaluated; nil where there are none.
     func part(of embeddings: LayerEmbeddings?, layer: Int) throws -> MLXArray? {
         guard let embeddings, let file = manifest.perLayerProjection else { return nil }
-        return try withWeights(file) {
-            embeddings(layer, projection: $0, eps: architecture.rmsNormEps)
-        }
+        return try computed(with: file) { embeddings(layer, projection: $0, eps: architecture.rmsNormEps) }
     }
 }

@@ -14,21 +14,15 @@ struct LoRALinear {
         return bias.map { y + $0 } ?? y
     }
 
-    /// The same, `tile` rows of W at a time; evaluated where these are not all.
-    func callAsFunction(_ x: MLXArray, tile: Int) -> MLXArray {
-        let rows = tiles(of: weight.rows, size: tile)
-        guard rows.count > 1 else { return self(x) }
-        return concatenated(
-            rows.map {
-                let y = outputs($0)(x)
-                eval(y)
-                return y
-            }, axis: -1)
+    /// The same, some rows of W at a time.
+    func callAsFunction(_ x: MLXArray, machine: Machine) -> MLXArray {
+        concatenated(machine.each(of: weight.rows, size: machine.projection) { outputs($0)(x) }, axis: -1)
     }
 
     /// The projection to some of the outputs.
     func outputs(_ range: Range<Int>) -> LoRALinear {
-        LoRALinear(
+        guard range.count < weight.rows else { return self }
+        return LoRALinear(
             weight: weight.rows(range), bias: bias?[range],
             lora: lora.map { LoRAMatrices(a: $0.a, b: $0.b[0..., range]) }, scale: scale)
     }
@@ -42,36 +36,30 @@ struct LoRALinear {
     }
 }
 
-/// The derivative of a projection. `h = x A` of its adapter is recomputed, never stored:
-///
-///     dx = dy W + s (dy Bᵀ) Aᵀ        dA = s xᵀ (dy Bᵀ)        dB = s (x A)ᵀ dy
-///
-/// W is taken a tile of rows at a time, so that no more of it is dequantized at once.
-/// - Parameters:
-///   - lora: nil where the projection has no adapter
-///   - wantsA: whether dA is wanted
-///   - wantsInput: whether dx is wanted
-/// - Returns: dx `[T, in]`, added to the sum where there is one, and the gradients of A and B.
-func linearBackward(
-    _ x: MLXArray, _ w: QuantizedMatrix, _ lora: LoRAMatrices?, scale: Float, dy: MLXArray,
-    tile: TileSizes, wantsA: Bool, wantsInput: Bool, addedTo sum: MLXArray?
-) -> (dx: MLXArray?, dA: MLXArray?, dB: MLXArray?) {
-    let dyB = lora.map { matmul(dy, $0.b.T) * scale }
-    let dA = wantsA ? product(x.T, dyB) : nil
-    let dB = lora.map { matmul((matmul(x, $0.a) * scale).T, dy) }
-    let gradients = [dA, dB].compactMap { $0 }
-    guard wantsInput else {
-        tile.pace.finish(gradients)
-        return (nil, dA, dB)
+extension LoRALinear {
+    /// The derivative of a projection but for its bias. `h = x A` of its adapter is recomputed, never stored:
+    ///
+    ///     dx = dy W + s (dy Bᵀ) Aᵀ        dA = s xᵀ (dy Bᵀ)        dB = s (x A)ᵀ dy
+    ///
+    /// W is taken some rows at a time, so that no more of it is dequantized at once.
+    /// - Parameters:
+    ///   - wantsA: whether dA is wanted
+    ///   - wantsInput: whether dx is wanted
+    /// - Returns: dx `[T, in]`, added to the sum where there is one, and the gradients of A and B.
+    func backward(
+        _ x: MLXArray, dy: MLXArray, machine: Machine, wantsA: Bool, wantsInput: Bool, addedTo sum: MLXArray?
+    ) -> (dx: MLXArray?, dA: MLXArray?, dB: MLXArray?) {
+        let dyB = lora.map { matmul(dy, $0.b.T) * scale }
+        let dA = wantsA ? product(x.T, dyB) : nil
+        let dB = lora.map { matmul((matmul(x, $0.a) * scale).T, dy) }
+        guard wantsInput else { return machine.part(nil, dA, dB) }
+        var dx = product(dyB, lora?.a.T, addedTo: sum)
+        if let first = dx, lora != nil { dx = machine.inputs([first], after: [first, dA, dB].arrays)[0] }
+        for rows in tiles(of: weight.rows, size: machine.projection) {
+            dx = machine.part(weight.rows(rows).applyTransposed(dy[0..., rows], addedTo: dx))
+        }
+        return (dx, dA, dB)
     }
-    var dx = product(dyB, lora?.a.T, addedTo: sum)
-    if let first = dx, lora != nil { dx = tile.pace.next([first], after: [first] + gradients)[0] }
-    for rows in tiles(of: w.rows, size: tile.projection) {
-        let next = w.rows(rows).applyTransposed(dy[0..., rows], addedTo: dx)
-        tile.pace.finish([next])
-        dx = next
-    }
-    return (dx, dA, dB)
 }
 
 /// sum + a b, or what there is of it: the sum where a or b is nil.

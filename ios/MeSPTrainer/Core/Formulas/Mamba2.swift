@@ -27,20 +27,20 @@ package struct Mamba2 {
         .init(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([heads, headDim, stateSize]))
     }
 
-    func tile(length: Int, bytes: Int) -> Int {
-        Self.tile(
-            headsOfGroup: heads / groups, headDim: headDim, stateSize: stateSize, length: length, bytes: bytes
-        ).heads
+    /// The number of heads of a group at a time that keeps the derivative's temporaries in proportion to the machine's.
+    private func headsAtOnce(_ length: Int, _ machine: Machine) -> Int {
+        min(heads / groups, max(1, machine.bytes / bytesOfHead(length)))
     }
 
-    /// How many heads of a group at a time keep the derivative's temporaries in proportion to `bytes`: of what has a row a token, or a
-    /// state a chunk, it holds some 13 arrays, where attention's holds some 6 of `bytes` each. And the bytes of such an array.
-    static func tile(headsOfGroup: Int, headDim: Int, stateSize: Int, length: Int, bytes: Int)
-        -> (heads: Int, array: Int)
-    {
-        let ofHead = 4 * length * max(headDim, ChunkDecays.chunk, headDim * stateSize / ChunkDecays.chunk)
-        let heads = min(headsOfGroup, max(1, bytes / (2 * ofHead)))
-        return (heads, heads * ofHead)
+    /// The size of a machine's temporaries for each head: of what has a row a token, or a state a chunk, the derivative holds some 13 arrays,
+    /// where attention's holds some 6.
+    func bytesOfHead(_ length: Int) -> Int {
+        2 * Self.arrayBytes(headDim: headDim, stateSize: stateSize, length: length)
+    }
+
+    /// The size of such an array of a head.
+    static func arrayBytes(headDim: Int, stateSize: Int, length: Int) -> Int {
+        4 * length * max(headDim, ChunkDecays.chunk, headDim * stateSize / ChunkDecays.chunk)
     }
 
     // MARK: - o
@@ -49,24 +49,24 @@ package struct Mamba2 {
     ///   - xBC: `[n, F]`
     ///   - dt: `[n, heads]`
     ///   - state: of the tokens before; becomes that of the last of these
-    ///   - tile: heads at a time
-    /// - Returns: o `[n, heads · P]`, in float32; evaluated where there is more than one tile.
-    func callAsFunction(xBC: MLXArray, dt: MLXArray, state: inout MixerState.Recurrent, tile: Int) -> MLXArray {
+    /// - Returns: o `[n, heads · P]`, in float32.
+    func callAsFunction(xBC: MLXArray, dt: MLXArray, state: inout MixerState.Recurrent, machine: Machine) -> MLXArray {
         let before = state
-        let parts = (0..<groups).flatMap { group in
-            let (b, c) = (input(.b(group), xBC, tail: before.tail), input(.c(group), xBC, tail: before.tail))
-            return tiles(of: group, size: tile).map { heads in
+        let parts = machine.each(of: groups, size: 1) { group in
+            let (b, c) = (
+                input(.b(group.lowerBound), xBC, tail: before.tail), input(.c(group.lowerBound), xBC, tail: before.tail)
+            )
+            return machine.each(of: heads / groups, size: headsAtOnce(xBC.dim(0), machine)) {
+                let heads = heads(of: group.lowerBound, $0)
                 var memory = before.memory[heads]
                 let x = byHead(input(.x(heads), xBC, tail: before.tail))
-                let space = stateSpace(heads, x: x, dt: dt, b: b, c: c, pace: .chained)
-                let o = (space(state: &memory) + column(d[heads]) * x).reshaped([x.dim(0), -1])
-                if heads.count < self.heads { eval(o, memory) }
-                return (o: o, memory: memory)
+                let space = stateSpace(heads, x: x, dt: dt, b: b, c: c, machine)
+                return [(space(state: &memory) + column(d[heads]) * x).reshaped([x.dim(0), -1]), memory]
             }
-        }
-        state.memory = concatenated(parts.map(\.memory))
+        }.flatMap { $0 }
+        state.memory = concatenated(parts.map { $0[1] })
         state.tail = convolution.tail(after: xBC, tail: before.tail)
-        return concatenated(parts.map(\.o), axis: -1)
+        return concatenated(parts.map { $0[0] }, axis: -1)
     }
 
     /// The derivative of o, of a whole sequence. The intermediates of o are computed again, some heads at a time. xBC and dO are consumed,
@@ -81,67 +81,72 @@ package struct Mamba2 {
     ///   - dt: `[T, heads]`
     ///   - dO: `[T, heads · P]`, in float32
     ///   - records: the rows of each record of the sequence, which has a state of its own; nil for one
-    ///   - tile: heads at a time
-    /// - Returns: the gradients of xBC and dt, in float32, evaluated.
+    /// - Returns: the gradients of xBC and dt, in float32.
     func backward(
-        xBC: consuming MLXArray, dt: MLXArray, dO: consuming MLXArray, records: [Range<Int>]? = nil, tile: Int,
-        pace: Pace
+        xBC: consuming MLXArray, dt: MLXArray, dO: consuming MLXArray, records: [Range<Int>]? = nil, machine: Machine
     ) -> (dXBC: MLXArray, dDt: MLXArray) {
-        var arrays = [consume xBC, consume dO]
+        var inputs = [consume xBC, consume dO]
         let records = records ?? [0..<dt.dim(0)]
         var (dx, dB, dC, dDt) = ([MLXArray](), [MLXArray](), [MLXArray](), [MLXArray]())
         for group in 0..<groups {
-            let ofGroup = eachRecord(records) { [input(.b(group), arrays[0][$0]), input(.c(group), arrays[0][$0])] }
-            pace.finish(ofGroup)
-            var sums = [MLXArray]()
-            for heads in tiles(of: group, size: tile) {
-                let d = eachRecord(records) {
-                    backward(
-                        heads, xBC: arrays[0][$0], dt: dt[$0], b: ofGroup[0][$0], c: ofGroup[1][$0], dO: arrays[1][$0],
-                        pace: pace)
-                }
-                sums = sums.isEmpty ? Array(d[2...]) : zip(sums, d[2...]).map { $0 + $1 }
-                arrays = pace.next(arrays, after: Array(d[..<2]) + sums)
-                dx.append(d[0])
-                dDt.append(d[1])
+            let bc = machine.part(
+                eachRecord(records) { [input(.b(group), inputs[0][$0]), input(.c(group), inputs[0][$0])] })
+            let tiles = tiles(of: heads / groups, size: headsAtOnce(dt.dim(0), machine)).map { heads(of: group, $0) }
+            let ofHeads = machine.reduce(tiles, HeadGradients(), reading: &inputs) { all, heads, inputs in
+                all.add(
+                    eachRecord(records) {
+                        backward(
+                            heads, xBC: inputs[0][$0], dt: dt[$0], b: bc[0][$0], c: bc[1][$0], dO: inputs[1][$0],
+                            machine)
+                    })
             }
             let d = eachRecord(records) {
                 [
-                    inputBackward(.b(group), arrays[0][$0], dy: sums[0][$0]),
-                    inputBackward(.c(group), arrays[0][$0], dy: sums[1][$0]),
+                    inputBackward(.b(group), inputs[0][$0], dy: ofHeads.sums[0][$0]),
+                    inputBackward(.c(group), inputs[0][$0], dy: ofHeads.sums[1][$0]),
                 ]
             }
-            arrays = pace.next(arrays, after: d)
+            inputs = machine.inputs(inputs, after: d)
+            dx += ofHeads.dx
+            dDt += ofHeads.dDt
             dB.append(d[0])
             dC.append(d[1])
         }
-        arrays = []
-        let all = (concatenated(dx + dB + dC, axis: -1), concatenated(dDt, axis: -1))
-        eval(all.0, all.1)
-        return all
+        inputs = []
+        return machine.part(concatenated(dx + dB + dC, axis: -1), concatenated(dDt, axis: -1))
+    }
+
+    /// The gradients of x and dt of some heads of a group after the other, and the sums of those of B and C.
+    private struct HeadGradients: Arrays {
+        var (dx, dDt, sums) = ([MLXArray](), [MLXArray](), [MLXArray]())
+        var arrays: [MLXArray] { dx.suffix(1) + dDt.suffix(1) + sums }
+
+        /// - Parameter d: of some heads' x and dt, and of B and C.
+        mutating func add(_ d: [MLXArray]) {
+            dx.append(d[0])
+            dDt.append(d[1])
+            sums = sums.isEmpty ? Array(d[2...]) : zip(sums, d[2...]).map { $0 + $1 }
+        }
     }
 
     /// The gradients of some heads' x in xBC, and of their dt, B and C, `[T, features]`.
     private func backward(
-        _ heads: Range<Int>, xBC: MLXArray, dt: MLXArray, b: MLXArray, c: MLXArray, dO: MLXArray, pace: Pace
+        _ heads: Range<Int>, xBC: MLXArray, dt: MLXArray, b: MLXArray, c: MLXArray, dO: MLXArray, _ machine: Machine
     ) -> [MLXArray] {
-        let x = byHead(input(.x(heads), xBC))
-        pace.finish([x])
+        let x = machine.part(byHead(input(.x(heads), xBC)))
         let dO = byHead(dO[0..., features(.x(heads))])
-        let d = stateSpace(heads, x: x, dt: dt, b: b, c: c, pace: pace).backward(dY: dO)
+        let d = stateSpace(heads, x: x, dt: dt, b: b, c: c, machine).backward(dY: dO)
         let dx = column(step(heads, dt)) * d.du + column(self.d[heads]) * dO
         let dDt = Self.stepBackward(
             [(d.du * x).sum(axis: -1), d.dLogDecay, aLog[heads], shifted(heads, dt)])
-        let dInput = inputBackward(.x(heads), xBC, dy: dx.reshaped([x.dim(0), -1]))
-        pace.finish([dInput, dDt])
-        return [dInput, dDt, d.dB, d.dC]
+        return machine.part([inputBackward(.x(heads), xBC, dy: dx.reshaped([x.dim(0), -1])), dDt]) + [d.dB, d.dC]
     }
 
     private func stateSpace(
-        _ heads: Range<Int>, x: MLXArray, dt: MLXArray, b: MLXArray, c: MLXArray, pace: Pace
+        _ heads: Range<Int>, x: MLXArray, dt: MLXArray, b: MLXArray, c: MLXArray, _ machine: Machine
     ) -> StateSpace {
         let step = step(heads, dt)
-        return StateSpace(u: column(step) * x, logDecay: -exp(aLog[heads]) * step, b: b, c: c, pace: pace)
+        return StateSpace(u: column(step) * x, logDecay: -exp(aLog[heads]) * step, b: b, c: c, machine: machine)
     }
 
     /// dt + dt_bias `[n, heads]`
@@ -207,22 +212,19 @@ package struct Mamba2 {
         norm(Activation.silu.gated(gate: z.asType(.float32), up: o.asType(.float32)))
     }
 
-    /// do and dz `[T, heads · P]`, in float32, evaluated, from dy, alike.
+    /// do and dz `[T, heads · P]`, in float32, from dy, alike.
     func outputBackward(o: MLXArray, z: MLXArray, dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray) {
         let gated = Activation.silu.gated(gate: z.asType(.float32), up: o.asType(.float32))
         let d = Activation.silu.gatedBackward(gate: [z], up: [o], dAct: norm.backward(gated, dy: dy))
-        eval(d.dUp, d.dGate)
         return (d.dUp, d.dGate)
     }
 
     // MARK: - Shapes
 
-    /// The heads of a group, some at a time.
-    private func tiles(of group: Int, size: Int) -> [Range<Int>] {
-        let count = heads / groups
-        return MeSPCore.tiles(of: count, size: size).map {
-            group * count + $0.lowerBound..<group * count + $0.upperBound
-        }
+    /// Some of the heads of a group, by their numbers in it.
+    private func heads(of group: Int, _ own: Range<Int>) -> Range<Int> {
+        let first = group * (heads / groups)
+        return first + own.lowerBound..<first + own.upperBound
     }
 
     /// `[n, heads · P]` to `[n, heads, P]`.

@@ -5,25 +5,23 @@ import MeSPBundle
 ///
 /// The pairs (x₁, x₂) lie in the two halves of a head's first dimensions; the others stay as they are. s is `ropeScale`.
 extension AttentionMixer {
-    /// - Parameter x: `[heads, n, d]`, positions `start ..< start + n`
-    func rope(_ x: MLXArray, start: Int) -> MLXArray { turned(x, start: start, sign: 1) }
-
-    /// x `[n, heads, 1, d]` of n sequences, each at a position of its own.
-    func rope(_ x: MLXArray, positions: MLXArray) -> MLXArray {
-        guard !frequencies.isEmpty else { return x }
-        return MLXFast.RoPE(
-            scaled(x), dimensions: 2 * frequencies.count, traditional: false, base: nil, scale: 1, offset: positions,
-            freqs: periods(sign: 1))
-    }
+    /// - Parameter x: `[heads, n, d]`, or `[n, heads, 1, d]` of n sequences
+    func rope(_ x: MLXArray, at positions: Positions) -> MLXArray { turned(x, at: positions, sign: 1) }
 
     /// The derivative of a rotation is the rotation by the opposite angle.
-    func ropeBackward(dy: MLXArray, start: Int) -> MLXArray { turned(dy, start: start, sign: -1) }
+    func ropeBackward(dy: MLXArray, start: Int) -> MLXArray { turned(dy, at: .from(start), sign: -1) }
 
-    private func turned(_ x: MLXArray, start: Int, sign: Float) -> MLXArray {
+    private func turned(_ x: MLXArray, at positions: Positions, sign: Float) -> MLXArray {
         guard !frequencies.isEmpty else { return x }
-        return MLXFast.RoPE(
-            scaled(x), dimensions: 2 * frequencies.count, traditional: false, base: nil, scale: 1, offset: start,
-            freqs: periods(sign: sign))
+        let (x, dimensions, periods) = (scaled(x), 2 * frequencies.count, periods(sign: sign))
+        return switch positions {
+        case .from(let start):
+            MLXFast.RoPE(
+                x, dimensions: dimensions, traditional: false, base: nil, scale: 1, offset: start, freqs: periods)
+        case .each(let positions):
+            MLXFast.RoPE(
+                x, dimensions: dimensions, traditional: false, base: nil, scale: 1, offset: positions, freqs: periods)
+        }
     }
 
     /// x with its first dimensions times s.
@@ -38,4 +36,10 @@ extension AttentionMixer {
     func periods(sign: Float) -> MLXArray {
         MLXArray(frequencies.map { sign * min(1 / $0, .greatestFiniteMagnitude) })
     }
+}
+
+/// The positions of tokens that follow each other, from the first on; or of one token of each of n sequences, int32 `[n]`.
+enum Positions {
+    case from(Int)
+    case each(MLXArray)
 }

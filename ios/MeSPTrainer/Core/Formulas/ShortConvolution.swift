@@ -21,14 +21,12 @@ extension CausalConvolution {
     /// - Parameters:
     ///   - b, c, u, mixed: of a whole sequence, `[T, hidden]`
     ///   - dy: `[T, hidden]`
-    /// - Returns: the gradients, `[T, hidden]`, in float32, evaluated.
+    /// - Returns: the gradients, `[T, hidden]`, in float32.
     func backward(b: MLXArray, c: MLXArray, u: MLXArray, mixed: MLXArray, dy: MLXArray)
         -> (db: MLXArray, dc: MLXArray, du: MLXArray)
     {
         let dx = backward(dy: product(dy, c))
-        let (db, dc, du) = (product(dx, u), product(dy, mixed), product(dx, b))
-        eval(db, dc, du)
-        return (db, dc, du)
+        return (product(dx, u), product(dy, mixed), product(dx, b))
     }
 
     private func product(_ a: MLXArray, _ b: MLXArray) -> MLXArray { Self.product([a, b]) }

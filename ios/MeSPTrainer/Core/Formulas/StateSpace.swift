@@ -19,19 +19,19 @@ package struct StateSpace {
     private let cb: MLXArray
     private let decays: ChunkDecays
     private let length: Int
-    private let pace: Pace
+    private let machine: Machine
 
     /// All in float32.
     /// - Parameters:
     ///   - u: `[n, heads, P]`
     ///   - logDecay: l ≤ 0, `[n, heads]`
     ///   - b, c: `[n, N]`
-    init(u: MLXArray, logDecay: MLXArray, b: MLXArray, c: MLXArray, pace: Pace) {
-        (length, self.pace) = (u.dim(0), pace)
+    init(u: MLXArray, logDecay: MLXArray, b: MLXArray, c: MLXArray, machine: Machine) {
+        (length, self.machine) = (u.dim(0), machine)
         (self.u, self.b, self.c) = (ChunkDecays.chunked(u), ChunkDecays.chunked(b), ChunkDecays.chunked(c))
-        decays = ChunkDecays(swapped(ChunkDecays.chunked(logDecay.expandedDimensions(axis: -1))))
-        cb = matmul(self.c, transposed(self.b)).expandedDimensions(axis: 1)
-        pace.finish([decays.gamma, decays.start, cb])
+        (decays, cb) = machine.part(
+            ChunkDecays(swapped(ChunkDecays.chunked(logDecay.expandedDimensions(axis: -1)))),
+            matmul(self.c, transposed(self.b)).expandedDimensions(axis: 1))
     }
 
     // MARK: - Forward
@@ -79,24 +79,22 @@ package struct StateSpace {
         let dStart = start * dY
         let dStates = statesBackward(matmul(transposed(wide(dStart)), c), like: s)
         let inWhole = decays.whole * dot(states, dStates)
-        pace.finish([states, dStates, dStart, inWhole])
+        machine.part(states, dStates, dStart, inWhole)
 
         let inStart = rowsum(dStart, matmul(c, transposed(flat(states))).reshaped(u.shape))
         let dCStart = matmul(wide(dStart), flat(states))
         let fromEnd = end * matmul(b, transposed(flat(dStates))).reshaped(u.shape)
         let inEnd = rowsum(u, fromEnd)
         let dBEnd = matmul(wide(end * u), flat(dStates))
-        pace.finish([inStart, dCStart, fromEnd, inEnd, dBEnd])
+        machine.part(inStart, dCStart, fromEnd, inEnd, dBEnd)
 
         let dPi = decays.gamma * matmul(swapped(dY), transposed(swapped(u)))
         let ofHeads = dPi.sum(axis: 1)
         let du = fromEnd + swapped(matmul(transposed(decays.gamma * cb), swapped(dY)))
         let dLogDecay = decays.backward(
             inGamma: dPi * cb, inStart: swapped(inStart), inEnd: swapped(inEnd), inWhole: inWhole)
-        let results = [
-            du, swapped(dLogDecay), addMM(dBEnd, transposed(ofHeads), c), addMM(dCStart, ofHeads, b),
-        ].map(byToken)
-        pace.finish(results)
+        let results = machine.part(
+            [du, swapped(dLogDecay), addMM(dBEnd, transposed(ofHeads), c), addMM(dCStart, ofHeads, b)].map(byToken))
         return (results[0], results[1].squeezed(axis: -1), results[2], results[3])
     }
 

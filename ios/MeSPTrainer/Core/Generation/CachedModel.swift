@@ -66,15 +66,9 @@ package struct CachedModel {
         (self.bundle, self.adapters, self.chunk) = (bundle, adapters, chunk)
         featureGroup = bundle.manifest.featureGroup
         isRecurrent = bundle.architecture.isRecurrent
-        // On a CPU mapped weights do not count. A GPU's driver may count them, so there they may take at most half of the process's limit.
-        let memory = Int(ProcessInfo.processInfo.physicalMemory)
-        let room = bundle.manifest.device == .gpu ? min(memory, systemMemoryLimit() ?? .max) / 2 : memory
-        bundle.maps.areKept = bundle.manifest.mappedBytes <= room
+        bundle.maps.areKept = bundle.manifest.mappedBytes <= bundle.processor.roomForMaps
         bundle.maps.add(kept)
     }
-
-    /// Whether no product makes a matrix in float32, which would be kept with the projection.
-    private var multipliesPacked: Bool { bundle.backend == .gpu || CPUProducts.current.dequantizeInside }
 
     /// Calls `body` with what the last block makes of `tokens`, which follow those in the cache and are added to it.
     ///
@@ -124,11 +118,9 @@ package struct CachedModel {
                 caches[text].blocks[block] = nil  // keys and values that nobody else has are written in place
             }
             defer { for text in caches.indices { caches[text].blocks[block] = states[text] } }
-            // While one block is computed, the graph of the next is made.
             x = try forward(
                 block, x, sequences: tokens.indices.map { $0..<$0 + 1 }, &states, keepsStates: true, embeddings,
-                shared: shared(block, caches), pause: pause, evaluation: evaluation(pause),
-                untiled: multipliesPacked ? Self.mostTexts : QuantizedMatrix.fewRows)
+                shared: shared(block, caches), pause: pause, isDeferred: bundle.maps.areKept)
         }
         for (text, token) in tokens.enumerated() { caches[text].add([token]) }
         return x
@@ -136,12 +128,6 @@ package struct CachedModel {
 
     /// Lets go of what is made of the weights once: after an error of MLX it may not be whole.
     func forget() { kept.forget() }
-
-    /// When a token's block is evaluated: on a CPU, which computes one while the graph of the next is made, as it is made; on a GPU with the
-    /// token, unless it waits within the block.
-    private func evaluation(_ pause: (() -> Void)?) -> Block.Evaluation {
-        !bundle.maps.areKept || pause != nil ? .now : bundle.backend == .gpu ? .later : .begun
-    }
 
     /// The size of a cache after `tokens`, in bytes.
     ///
@@ -181,13 +167,12 @@ package struct CachedModel {
         return x
     }
 
-    /// The sizes of tiles for `rows` tokens of sequences that are `length` tokens long with those before.
-    ///
-    /// - Parameter untiled: the number of rows up to which nothing is cut into tiles.
-    func tile(rows: Int, length: Int, untiled: Int = QuantizedMatrix.fewRows, pause: (() -> Void)? = nil) -> TileSizes {
-        TileSizes(
+    /// The machine for `rows` tokens of sequences that are `length` tokens long with those before.
+    func machine(rows: Int, length: Int, pause: (() -> Void)? = nil) -> Machine {
+        let processor = bundle.processor
+        return Machine(
             bundle.architecture, group: featureGroup, length: length,
-            bytes: rows <= untiled ? Int.max / 2 : Self.tileBytes, backend: bundle.backend, pause: pause)
+            bytes: rows <= processor.uncutRows ? Machine.uncut : Self.tileBytes, processor: processor, pause: pause)
     }
 
     /// Calls `body` for each block, and `atBlock` before it.
@@ -195,12 +180,12 @@ package struct CachedModel {
     /// - Parameters:
     ///   - rows: of tokens that go through the blocks together.
     ///   - body: gets a function that waits where there is a reason to, of which an error is thrown before the next block; nil where a GPU
-    ///     has compiled the kernels for about as many tokens. See `Pace`.
+    ///     has compiled the kernels for about as many tokens. See `Machine`.
     private func pass(
         rows: Int, _ atBlock: () throws -> Void, _ body: (_ block: Int, _ pause: (() -> Void)?) throws -> Void
     ) throws {
         let length = Int.bitWidth - rows.leadingZeroBitCount
-        let isWarm = bundle.backend == .cpu || kept.compiled.contains(length)
+        let isWarm = bundle.processor.hasKernels || kept.compiled.contains(length)
         var failure: (any Error)?
         try withoutActuallyEscaping(atBlock) { atBlock in
             let pause = {
@@ -232,12 +217,13 @@ package struct CachedModel {
         return caches.compactMap { $0.blocks[owner]?.keysAndValues }
     }
 
-    /// - Parameter states: nil before the first token; see `Block.output`.
+    /// - Parameters:
+    ///   - states: nil before the first token; see `Block.output`.
+    ///   - keepsStates: whether those after the tokens are asked for; otherwise they are not evaluated.
+    ///   - isDeferred: whether the evaluation may be; see `Machine.leave`.
     private func forward(
         _ index: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState?], keepsStates: Bool,
-        _ embeddings: LayerEmbeddings?, shared: [MixerState.KeyValues], pause: (() -> Void)?,
-        evaluation: Block.Evaluation = .now,
-        untiled: Int = QuantizedMatrix.fewRows
+        _ embeddings: LayerEmbeddings?, shared: [MixerState.KeyValues], pause: (() -> Void)?, isDeferred: Bool = false
     ) throws -> MLXArray {
         let perLayer = try bundle.part(of: embeddings, layer: index)
         return try bundle.withBlock(index) { weights in
@@ -250,14 +236,15 @@ package struct CachedModel {
                 weights: weights, lora: adapters?.lora[index],
                 layout: adapters?.layouts[index] ?? LoRALayout(block: weights.shape, rank: 0),
                 scale: adapters?.scale ?? 0,
-                tile: tile(
-                    rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), untiled: untiled,
-                    pause: pause),
+                machine: machine(
+                    rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), pause: pause),
                 beside: Beside(records: nil, perLayer: perLayer, shared: nil))
             block.sharedStates = shared
-            if bundle.maps.areKept, multipliesPacked { block.projections = kept.projections(index, block) }
-            let y = block.output(x, sequences: sequences, &known, keepsStates: keepsStates, evaluation)
-            if evaluation != .now { kept.pending = y }
+            if bundle.maps.areKept { block.projections = bundle.processor.kept { kept.projections(index, block) } }
+            let y = block.output(x, sequences: sequences, &known)
+            // y needs the keys and values of attention.
+            let states = keepsStates ? known.filter(\.isRecurrent).flatMap(\.arrays) : []
+            if block.machine.leave([y] + states, isDeferred: isDeferred) { kept.pending = y }
             return y
         }
     }

@@ -44,10 +44,6 @@ public struct Generator {
     }
 
     private let model: CachedModel
-    /// Rows of the vocabulary that are dequantized at once.
-    private var vocabularyTile: Int {
-        model.bundle.backend == .gpu || CPUProducts.current.dequantizeInside ? .max : 1 << 14
-    }
 
     /// - Parameters:
     ///   - bundle: the model.
@@ -302,7 +298,7 @@ public struct Generator {
     private func logits(_ y: MLXArray) throws -> MLXArray {
         try model.bundle.withHead { weights in
             let logits = CrossEntropyHead(
-                weights: weights, architecture: model.bundle.architecture, tile: vocabularyTile
+                weights: weights, architecture: model.bundle.architecture, machine: model.machine(rows: 1, length: 1)
             ).logits(y)
             if !model.bundle.maps.areKept { eval(logits) }
             return logits

@@ -50,8 +50,8 @@ extension Planner {
     }
 
     /// In the derivative, with d_x_mid.
-    func backward(of mixer: Mixer, _ tile: TileSizes) -> Int {
-        let (isCut, isFused) = (isCut(mixer), CPUProducts.current.fuses)
+    func backward(of mixer: Mixer, _ tile: Machine) -> Int {
+        let (isCut, isFused) = (isCut(mixer), Processor.cpu.fuses)
         let (mixed, whole, intermediates) = (mixed(of: mixer), whole(mixer), intermediates(of: mixer))
         switch mixer {
         case .attention(let a):
@@ -75,9 +75,8 @@ extension Planner {
                 ? hidden + intermediates + ofSegment(2 * whole + 3 * hidden) : 2 * intermediates + 3 * hidden
         case .shortConvolution: return (isFused ? 11 : 13) * hidden
         case .mamba2(let mamba):
-            let (_, array) = Mamba2.tile(
-                headsOfGroup: mamba.numHeads / mamba.numGroups, headDim: mamba.headDim, stateSize: mamba.stateSize,
-                length: length, bytes: tile.bytes)
+            let ofHead = Mamba2.arrayBytes(headDim: mamba.headDim, stateSize: mamba.stateSize, length: length)
+            let array = min(mamba.numHeads / mamba.numGroups, max(1, tile.bytes / (2 * ofHead))) * ofHead
             return max(
                 // x and d_x_mid; do, dz, xBC and the parts of its gradient; a tile's arrays.
                 2 * hidden + activation(2 * (mamba.width + mamba.convolutionWidth)) + 13 * array,
@@ -88,13 +87,13 @@ extension Planner {
 
     /// See `Attention`.
     private func isOneOperation(_ a: AttentionMixer) -> Bool {
-        CPUProducts.current.attendsByTiles && a.attnLogitSoftcapping == nil
+        Processor.cpu.attendsByTiles && a.attnLogitSoftcapping == nil
     }
 
     /// Of a tile of attention's query rows P and dP, in whose place dS comes where it is fused, or P ∘ dP and its difference too.
-    private func scores(_ a: AttentionMixer, _ tile: TileSizes) -> Int {
+    private func scores(_ a: AttentionMixer, _ tile: Machine) -> Int {
         let heads = a.numAttentionHeads / a.numKeyValueHeads * min(tile.keyHeads, a.numKeyValueHeads)
-        return (CPUProducts.current.fuses ? 2 : 4) * heads * min(tile.attention, length) * length * 4
+        return (Processor.cpu.fuses ? 2 : 4) * heads * min(tile.attention, length) * length * 4
     }
 
     /// What HostMLX's operation (Attention.cpp) has in place of them: the same of the rows that go through the keys together, of some

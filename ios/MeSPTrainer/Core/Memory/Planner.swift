@@ -59,7 +59,7 @@ public struct Planner: Sendable {
     /// The intermediates of the mixers and of the MLPs of the last blocks, by the number of blocks, in bytes.
     private var intermediates = [0]
 
-    private var tileSizes: [Int] { TileSizes.choices(backend, hiddenSize: architecture.hiddenSize, length: length) }
+    private var tileSizes: [Int] { Machine.choices(backend, hiddenSize: architecture.hiddenSize, length: length) }
 
     /// The inputs of blocks besides the output of the block before, and the sums of the gradients by keys and values that several
     /// take, in bytes.
@@ -90,7 +90,7 @@ public struct Planner: Sendable {
         (vectors, gradients) = Self.vectors(layouts, settings)
         wholeBytes = layouts.reduce(0) { $0 + 4 * $1.whole.count }
         (context, sharedSums) = Self.context(manifest, settings, firstTrained: layouts.count - trainedBlocks)
-        segment = TileSizes.mixerTokens(architecture, settings.seqLen, backend)
+        segment = Machine.mixerTokens(architecture, settings.seqLen, backend.processor)
         let ofMixers = architecture.mixers.map(intermediates(of:))
         for (mixer, mlp) in zip(architecture.layers, architecture.mlpLayers).reversed() {
             let ofMLP = activation(2 * architecture.mlps[mlp].intermediateSize)
@@ -325,7 +325,7 @@ public struct Planner: Sendable {
 
     /// The part of a predicted peak that is Metal's, in bytes; nil where MLX does not start it. See `MetalMemory`.
     package var metalBytes: Int? {
-        backend == .gpu || CPUProducts.current.startsMetal ? MetalMemory[backend] ?? MetalMemory.assumed : nil
+        backend == .gpu || Processor.cpu.startsMetal ? MetalMemory[backend] ?? MetalMemory.assumed : nil
     }
 
     /// What MLX's arrays and its cache take at a step's peak, in bytes. On a GPU back-pressure keeps each phase in its workspace.
@@ -361,8 +361,8 @@ public struct Planner: Sendable {
         return (settings.dpClip == nil ? settings.sequences : 1) * (settings.objective == nil ? 1 : 2) * (arrays + 256)
     }
 
-    private func tile(_ plan: Plan) -> TileSizes {
-        TileSizes(architecture, group: group, length: length, bytes: plan.tileBytes, backend: backend)
+    private func tile(_ plan: Plan) -> Machine {
+        Machine(architecture, group: group, length: length, bytes: plan.tileBytes, processor: backend.processor)
     }
 
     /// The memory of the arrays of one block, or of the head, on a GPU, in bytes: those that live through a tile, and those that some 21
@@ -387,7 +387,7 @@ public struct Planner: Sendable {
         let forward = plan.keptBlocks > 0 ? forward + 2 * intermediate : forward
         return lasting(plan)
             + max(forward, loss(tile), backward(tile), update(plan))
-            + (CPUProducts.current.startsMetal ? MetalMemory.beyondArrays(blocks: architecture.numHiddenLayers) : 0)
+            + (Processor.cpu.startsMetal ? MetalMemory.beyondArrays(blocks: architecture.numHiddenLayers) : 0)
             // Freed memory doesn't return to the system at once: small blocks, and gaps between activations.
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0) + gaps(plan)
     }
@@ -441,7 +441,7 @@ public struct Planner: Sendable {
 
     /// The process with MLX started and, where they are called, the block functions imported, whose graphs take several times the files.
     private var process: Int {
-        (backend == .cpu ? 4_750_000 + 1_000_000 * CPUProducts.current.threads : 6_750_000)
+        (backend == .cpu ? 4_750_000 + 1_000_000 * Processor.cpu.threads : 6_750_000)
             + (backend == .gpu || method == .mebp ? 15 * functionBytes / 2 : 0)
     }
 
@@ -458,7 +458,7 @@ public struct Planner: Sendable {
 
     /// `rows` of a weight `[rows, hidden]`, dequantized before it is multiplied.
     private func weight(_ rows: Int) -> Int {
-        CPUProducts.current.dequantizeInside ? 0 : rows * architecture.hiddenSize * 4
+        Processor.cpu.unpacksInside ? 0 : rows * architecture.hiddenSize * 4
     }
 
     /// p of a block with embeddings for each layer.
@@ -482,13 +482,13 @@ public struct Planner: Sendable {
 
     /// y; of the tokens at a time h, dh and the running sum before and after a tile, in float32, and where they are not all y's gradient of
     /// all; of the tile, W while it is dequantized, and z and p.
-    private func loss(_ tile: TileSizes) -> Int {
+    private func loss(_ tile: Machine) -> Int {
         let (rows, tokens) = (min(tile.vocabulary, architecture.vocabSize), tile.mlpTokens)
         let arrays = tokens < length ? max(3 * length, 2 * length + 5 * tokens) : 5 * length
         return arrays * architecture.hiddenSize * 4 + 3 * weight(rows) + 4 * tokens * rows * 4
     }
 
-    private func backward(_ tile: TileSizes) -> Int {
+    private func backward(_ tile: Machine) -> Int {
         if let baseline { return baseline }
         let a = architecture
         let features = min(tile.mlp, a.widestMLP)
@@ -503,7 +503,7 @@ public struct Planner: Sendable {
             // The mixer's intermediates; of some tokens, with post-norms the gradient by mlp_out, mlp_in and its gradient, which a product that
             // unpacks W is added to in its place, or else before a tile and with the tile's gate, and the gradient by its output where that
             // has a factor; of the tile, three weights, one of them while it is dequantized, and its arrays.
-            largest(intermediates(of:)) + before + (CPUProducts.current.dequantizeInside ? 2 : 3) * some
+            largest(intermediates(of:)) + before + (Processor.cpu.unpacksInside ? 2 : 3) * some
                 + (a.postNorms || hasFactor ? some : 0) + 5 * weight(features)
                 + tileArrays * (activation(features) / length * tile.mlpTokens) + gradientBytes + postNormed,
             // The same without the tile, but with the temporaries of the norm's derivative.
@@ -534,7 +534,7 @@ public struct Planner: Sendable {
     /// gate or up is the sum of where it has an adapter, and act where down has one. Otherwise also these sums and the parts of the
     /// activation's derivative, of which gelu has more, with its tanh.
     private var tileArrays: Int {
-        CPUProducts.current.fuses
+        Processor.cpu.fuses
             ? 4 + adaptedInMLP : (architecture.hiddenAct == .gelu ? 10 : 5) + 2 * adaptedInMLP
     }
 }

@@ -17,8 +17,6 @@ package final class BlockwiseModel {
     private let workspace: Int?
     private let keepsCache: Bool
     let clock: StepClock
-    /// See `CrossEntropyHead`; a test lowers it.
-    var workBetweenBoundaries: Int
     /// The parameters: one flat vector `[P]` for each block that has any, in float32 or bfloat16.
     package var lora: BlockArrays
     /// Whether a whole step was done, so that a GPU has compiled the kernels; see `Pace`.
@@ -35,14 +33,10 @@ package final class BlockwiseModel {
         layouts = settings.layouts(of: architecture)
         fullScale = settings.scale
         tileBytes = plan.tileBytes
-        workspace = bundle.backend == .gpu ? Planner(bundle.manifest, settings).workspace(plan) : nil
-        // What the kept blocks take, the next step takes again.
-        let reusesKept = bundle.backend == .cpu && CPUProducts.current.reusesMemory && plan.keptBlocks > 0
-        keepsCache = plan.cacheBytes > 0 || reusesKept
-        isWarm = bundle.backend == .cpu
+        workspace = bundle.processor.workspace(Planner(bundle.manifest, settings), plan)
+        keepsCache = bundle.processor.keepsCache(plan)
+        isWarm = bundle.processor.hasKernels
         bundle.maps.areKept = plan.keepsMaps
-        workBetweenBoundaries =
-            bundle.backend == .gpu ? CrossEntropyHead.gpuWork : CrossEntropyHead.defaultWork
     }
 
     /// The block function for x `[1, T, hidden]` in some of a kind's files, which the bundle must have; nil for a block without one.
@@ -63,11 +57,11 @@ package final class BlockwiseModel {
         return imported[block]
     }
 
-    /// The plan's tiles for x `[1, T, hidden]`.
-    func tile(_ x: MLXArray) -> TileSizes {
-        TileSizes(
+    /// The plan's machine for x `[1, T, hidden]`.
+    func machine(_ x: MLXArray) -> Machine {
+        Machine(
             bundle.architecture, group: bundle.manifest.featureGroup, length: x.dim(1), bytes: tileBytes,
-            backend: bundle.backend, pause: isWarm ? nil : { [clock] in clock.pause() })
+            processor: bundle.processor, pause: isWarm ? nil : { [clock] in clock.pause() })
     }
 
     package var blocks: Range<Int> { 0..<bundle.architecture.numHiddenLayers }
@@ -131,7 +125,11 @@ package final class BlockwiseModel {
         let beside = try beside(block, context)
         if bundle.architecture.owners.contains(block) {
             context.lent[block] = try clock.timed(\.forward) {
-                try clock.repeating { self.block(block, x, lora, weights, beside: beside).keysAndValues(x) }
+                try clock.repeating {
+                    let shared = self.block(block, x, lora, weights, beside: beside).keysAndValues(x)
+                    eval(shared.arrays)
+                    return shared
+                }
             }
         }
         return beside
@@ -189,26 +187,22 @@ package final class BlockwiseModel {
         return intermediates
     }
 
-    /// By the bundle's function on a GPU, whose kernels it lays out, where the block has one. A function runs on one stream: on a CPU the
-    /// same formulas are called one by one, so that each product has all cores.
     private func forwardPass(
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ beside: Beside
     ) throws -> any BlockForward {
-        guard bundle.backend == .gpu,
+        try bundle.processor.forwardPass(self.block(block, x, lora, weights, beside: beside)) {
             let function = try function(block, x, beside.records == nil ? \.functions : \.packed)
-        else {
-            return self.block(block, x, lora, weights, beside: beside)
+            return function?(
+                lora: layouts[block].whole(lora), scale: scale, weights: weights, beside: beside,
+                pause: isWarm ? nil : { [clock] in clock.pause() })
         }
-        return function(
-            lora: layouts[block].whole(lora), scale: scale, weights: weights, beside: beside,
-            pause: isWarm ? nil : { [clock] in clock.pause() })
     }
 
     /// The block's formulas for x `[1, T, hidden]`.
     func block(
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, beside: Beside
     ) -> Block {
-        Block(weights: weights, lora: lora, layout: layouts[block], scale: scale, tile: tile(x), beside: beside)
+        Block(weights: weights, lora: lora, layout: layouts[block], scale: scale, machine: machine(x), beside: beside)
     }
 
     /// Calls `body` with a workspace for a block or the head, whose weights are mapped.
@@ -235,6 +229,7 @@ package final class BlockwiseModel {
             let (loss, dy) = try head.lossAndGradient(
                 y, targets: MLXArray(example.targets), counted: example.counted, scale: scale,
                 atBoundary: { try clock.boundary() })
+            eval(loss, dy)
             return (try loss.number(Float.self), dy)
         }
     }
@@ -243,15 +238,12 @@ package final class BlockwiseModel {
         try clock.boundary()
         return try clock.timed(\.loss) {
             defer { freeCache() }
-            let tile = tile(y)
             return try bundle.withHead { weights in
                 try clock.repeating {
                     try withWorkspace {
                         try body(
                             CrossEntropyHead(
-                                weights: weights, architecture: bundle.architecture, tile: tile.vocabulary,
-                                part: tile.mlpTokens, tokens: tile.lossTokens, pace: tile.pace,
-                                workBetweenBoundaries: workBetweenBoundaries))
+                                weights: weights, architecture: bundle.architecture, machine: machine(y)))
                     }
                 }
             }

@@ -129,7 +129,7 @@ package final class Trainer {
         // Keys and values that several blocks take: by the block that has them.
         let owner = model.bundle.architecture.keysOf(block) ?? block
         var shared = context.gradients.removeValue(forKey: owner)
-        let held = model.bundle.backend == .gpu ? (d, shared) : nil
+        let held = MLXErrors.held((d, shared))
         let gradient = try clock.repeating(changed: changed) {
             if let held { (d, shared) = held }
             let (lora, beside) = (try model.parameters(block), try model.beside(block, context))
@@ -307,7 +307,7 @@ package final class Trainer {
         self.plan = plan
         trained = layouts.indices.filter { layouts[$0].count > 0 }
 
-        let keepsMaps = bundle.backend == .cpu || plan.keepsMaps
+        let keepsMaps = bundle.processor.keepsMaps(plan)
         /// Arrays of the shape that a block's number of parameters gives.
         func arrays(_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays {
             let largest = shape(layouts.map(\.count).max() ?? 0)

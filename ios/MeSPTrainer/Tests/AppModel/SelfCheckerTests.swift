@@ -52,7 +52,7 @@ import Testing
         func counted() async -> Int? {
             MetalMemory[.cpu] = nil
             await model.refresh()
-            return CPUProducts.$current.withValue(.apple) {
+            return Processor.$cpu.withValue(.appleCPU) {
                 Planner(manifest, RunSettings(bundle: "", output: "")).metalBytes
             }
         }

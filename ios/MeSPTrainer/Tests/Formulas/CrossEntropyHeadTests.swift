@@ -11,15 +11,16 @@ import Testing
 
     /// y `[1, n, hidden]` in the bundle's dtype and n targets, in `body` with a head of 8 rows a tile.
     private func withHead<R>(
-        _ bundle: ModelBundle, work: Int = CrossEntropyHead.defaultWork, y: (PackedWeights, Architecture) -> MLXArray,
+        _ bundle: ModelBundle, work: Int = .max, y: (PackedWeights, Architecture) -> MLXArray,
         _ body: (CrossEntropyHead, MLXArray) throws -> R
     ) throws -> R {
         try bundle.withHead { weights in
-            let head = CrossEntropyHead(
-                weights: weights, architecture: bundle.architecture, tile: 8, workBetweenBoundaries: work)
+            var machine = Machine(bundle.processor, bytes: 1 << 20)
+            machine.vocabulary = 8
+            let head = CrossEntropyHead(weights: weights, architecture: bundle.architecture, machine: machine)
             let y = y(weights, bundle.architecture).asType(bundle.dtype).expandedDimensions(axis: 0)
             eval(y)
-            return try body(head, y)
+            return try Machine.$mostWork.withValue(work) { try body(head, y) }
         }
     }
 

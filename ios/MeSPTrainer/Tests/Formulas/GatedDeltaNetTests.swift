@@ -69,6 +69,11 @@ import Testing
         return normed.reshaped(z.shape) * z * sigmoid(z)
     }
 
+    /// A machine that takes so many key heads of `length` tokens at a time.
+    private func machine(_ net: GatedDeltaNet, _ heads: Int, _ length: Int, _ processor: Processor = .cpu) -> Machine {
+        Machine(processor, bytes: heads * net.bytesOfHead(length))
+    }
+
     /// That y and all gradients are those of the sequential form, ‖found − expected‖ ≤ 1e-4 ‖expected‖.
     private func expectEqual(
         _ net: GatedDeltaNet, _ inputs: Inputs, tile: Int, sourceLocation: SourceLocation = #_sourceLocation
@@ -76,11 +81,12 @@ import Testing
         let (y, expected) = vjp(
             { [sequential(net, $0)] }, primals: [inputs.qkv, inputs.z, inputs.b, inputs.a], cotangents: [inputs.dy])
         var state = net.start(dtype: .float32)
-        let o = net(qkv: inputs.qkv, b: inputs.b, a: inputs.a, state: &state, tile: tile)
+        let o = net(qkv: inputs.qkv, b: inputs.b, a: inputs.a, state: &state, machine: machine(net, tile, inputs.qkv.dim(0)))
         let (dO, dZ) = net.outputBackward(o: o, z: inputs.z, dy: inputs.dy)
         var none: GatedDeltaNet.Behind?
         let d = net.backward(
-            qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: dO, behind: &none, tile: tile, pace: .evaluated)
+            qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: dO, behind: &none,
+            machine: machine(net, tile, inputs.qkv.dim(0)))
         let found = [net.output(o: o, z: inputs.z), d.dQKV, dZ, d.dB, d.dA]
         for (name, (found, expected)) in zip(["y", "dqkv", "dz", "db", "da"], zip(found, y + expected)) {
             let error = (found - expected).square().sum().sqrt().item(Float.self)
@@ -135,7 +141,7 @@ import Testing
             let outputs = pieces.map { count in
                 let rows = start..<start + count
                 start += count
-                return net(qkv: inputs.qkv[rows], b: inputs.b[rows], a: inputs.a[rows], state: &state, tile: 1)
+                return net(qkv: inputs.qkv[rows], b: inputs.b[rows], a: inputs.a[rows], state: &state, machine: Machine(.cpu, bytes: 1))
             }
             return (concatenated(outputs), state)
         }
@@ -152,19 +158,19 @@ import Testing
         let net = net(keyHeads: 2, valueHeads: 4)
         let i = Inputs(net, length: 130)
         var none: GatedDeltaNet.Behind?
-        let whole = net.backward(qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, behind: &none, tile: tile, pace: .evaluated)
+        let whole = net.backward(qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, behind: &none, machine: machine(net, tile, 130))
         var (state, segments) = (net.start(dtype: .float32), [(rows: Range<Int>, state: MixerState.Recurrent)]())
         for count in counts {
             let start = segments.last?.rows.upperBound ?? 0
             let rows = start..<start + count
             segments.append((rows, state))
-            _ = net(qkv: i.qkv[rows], b: i.b[rows], a: i.a[rows], state: &state, tile: tile)
+            _ = net(qkv: i.qkv[rows], b: i.b[rows], a: i.a[rows], state: &state, machine: machine(net, tile, 130))
         }
         var behind: GatedDeltaNet.Behind? = net.nothingBehind
         let parts = segments.reversed().map { rows, state in
             net.backward(
                 qkv: i.qkv[rows], b: i.b[rows], a: i.a[rows], dO: i.dy[rows], before: state, behind: &behind,
-                tile: tile, pace: .evaluated)
+                machine: machine(net, tile, 130))
         }
         #expect(relativeError(concatenated(parts.map(\.dQKV).reversed()), whole.dQKV) < 1e-5)
         #expect(relativeError(concatenated(parts.map(\.dB).reversed()), whole.dB) < 1e-5)
@@ -172,15 +178,15 @@ import Testing
     }
 
     /// The derivative on a GPU, whose tiles wait for each other in other ways.
-    @Test func everyPaceGivesTheSame() {
+    @Test func everyProcessorGivesTheSame() {
         let net = net(keyHeads: 3, valueHeads: 6)
         let i = Inputs(net, length: 100)
-        func run(_ tile: Int, _ pace: Pace) -> [MLXArray] {
+        func run(_ tile: Int, _ processor: Processor) -> [MLXArray] {
             var none: GatedDeltaNet.Behind?
-            let d = net.backward(qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, behind: &none, tile: tile, pace: pace)
+            let d = net.backward(qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, behind: &none, machine: machine(net, tile, 100, processor))
             return [d.dQKV, d.dB, d.dA]
         }
-        for (a, b) in zip(run(2, .chained), run(3, .evaluated)) { #expect(relativeError(a, b) < 1e-6) }
+        for (a, b) in zip(run(2, .gpu), run(3, .cpu)) { #expect(relativeError(a, b) < 1e-6) }
     }
 
     /// Arithmetic is float32, whatever dtype the block function left its arrays in.
@@ -191,11 +197,11 @@ import Testing
             func stored(_ x: MLXArray) -> MLXArray { x.asType(.bfloat16).asType(dtype) }
             let (qkv, z, b, a) = (stored(i.qkv), stored(i.z), stored(i.b), stored(i.a))
             var state = net.start(dtype: dtype)
-            let o = net(qkv: qkv, b: b, a: a, state: &state, tile: 1)
+            let o = net(qkv: qkv, b: b, a: a, state: &state, machine: Machine(.cpu, bytes: 1))
             #expect(state.tail.dtype == dtype)
             let (dO, dZ) = net.outputBackward(o: stored(o), z: z, dy: i.dy)
             var none: GatedDeltaNet.Behind?
-            let d = net.backward(qkv: qkv, b: b, a: a, dO: dO, behind: &none, tile: 1, pace: .evaluated)
+            let d = net.backward(qkv: qkv, b: b, a: a, dO: dO, behind: &none, machine: Machine(.cpu, bytes: 1))
             return [o, net.output(o: stored(o), z: z), dO, dZ, d.dQKV, d.dB, d.dA]
         }
         for (a, b) in zip(run(.bfloat16), run(.float32)) {
@@ -213,8 +219,7 @@ import Testing
         var none: GatedDeltaNet.Behind?
         let d = net.backward(
             qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: inputs.dy, behind: &none,
-            tile: net.tile(length: 128, bytes: bytes),
-            pace: .evaluated)
+            machine: Machine(.cpu, bytes: bytes))
         #expect(Memory.peakMemory - before < d.dQKV.nbytes + 9 * bytes)
     }
 }

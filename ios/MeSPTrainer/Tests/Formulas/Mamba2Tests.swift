@@ -68,6 +68,11 @@ import Testing
         return gated * rsqrt(gated.square().mean(axis: -1, keepDims: true) + mamba.norm.eps) * mamba.norm.weight
     }
 
+    /// A machine that takes so many heads of `length` tokens at a time.
+    private func machine(_ mamba: Mamba2, _ heads: Int, _ length: Int, _ processor: Processor = .cpu) -> Machine {
+        Machine(processor, bytes: heads * mamba.bytesOfHead(length))
+    }
+
     /// That y and all gradients are those of the sequential form, ‖found − expected‖ ≤ 1e-4 ‖expected‖.
     private func expectEqual(
         _ mamba: Mamba2, _ inputs: Inputs, tile: Int, sourceLocation: SourceLocation = #_sourceLocation
@@ -75,9 +80,9 @@ import Testing
         let (y, expected) = vjp(
             { [sequential(mamba, $0)] }, primals: [inputs.z, inputs.xBC, inputs.dt], cotangents: [inputs.dy])
         var state = mamba.start(dtype: .float32)
-        let o = mamba(xBC: inputs.xBC, dt: inputs.dt, state: &state, tile: tile)
+        let o = mamba(xBC: inputs.xBC, dt: inputs.dt, state: &state, machine: machine(mamba, tile, inputs.dt.dim(0)))
         let (dO, dZ) = mamba.outputBackward(o: o, z: inputs.z, dy: inputs.dy)
-        let d = mamba.backward(xBC: inputs.xBC, dt: inputs.dt, dO: dO, tile: tile, pace: .evaluated)
+        let d = mamba.backward(xBC: inputs.xBC, dt: inputs.dt, dO: dO, machine: machine(mamba, tile, inputs.dt.dim(0)))
         let found = [mamba.output(o: o, z: inputs.z), dZ, d.dXBC, d.dDt]
         for (name, (found, expected)) in zip(["y", "dz", "dxBC", "ddt"], zip(found, y + expected)) {
             let error = (found - expected).square().sum().sqrt().item(Float.self)
@@ -118,7 +123,7 @@ import Testing
             let outputs = pieces.map { count in
                 let rows = start..<start + count
                 start += count
-                return mamba(xBC: inputs.xBC[rows], dt: inputs.dt[rows], state: &state, tile: 1)
+                return mamba(xBC: inputs.xBC[rows], dt: inputs.dt[rows], state: &state, machine: Machine(.cpu, bytes: 1))
             }
             return (concatenated(outputs), state)
         }
@@ -134,7 +139,7 @@ import Testing
         let i = Inputs(mamba, length: 130)
         func run(_ rows: Range<Int>, _ records: [Range<Int>]?) -> [MLXArray] {
             let d = mamba.backward(
-                xBC: i.xBC[rows], dt: i.dt[rows], dO: i.dy[rows], records: records, tile: 1, pace: .evaluated)
+                xBC: i.xBC[rows], dt: i.dt[rows], dO: i.dy[rows], records: records, machine: Machine(.cpu, bytes: 1))
             return [d.dXBC, d.dDt]
         }
         let records = [0..<1, 1..<70, 70..<130]
@@ -145,14 +150,14 @@ import Testing
     }
 
     /// The derivative on a GPU, whose tiles wait for each other in other ways.
-    @Test func everyPaceGivesTheSame() {
+    @Test func everyProcessorGivesTheSame() {
         let mamba = mamba(heads: 6, groups: 2)
         let i = Inputs(mamba, length: 100)
-        func run(_ tile: Int, _ pace: Pace) -> [MLXArray] {
-            let d = mamba.backward(xBC: i.xBC, dt: i.dt, dO: i.dy, tile: tile, pace: pace)
+        func run(_ tile: Int, _ processor: Processor) -> [MLXArray] {
+            let d = mamba.backward(xBC: i.xBC, dt: i.dt, dO: i.dy, machine: machine(mamba, tile, 100, processor))
             return [d.dXBC, d.dDt]
         }
-        for (a, b) in zip(run(2, .chained), run(3, .evaluated)) { #expect(relativeError(a, b) < 1e-6) }
+        for (a, b) in zip(run(2, .gpu), run(3, .cpu)) { #expect(relativeError(a, b) < 1e-6) }
     }
 
     /// Arithmetic is float32, whatever dtype the block function left its arrays in.
@@ -163,10 +168,10 @@ import Testing
             func stored(_ x: MLXArray) -> MLXArray { x.asType(.bfloat16).asType(dtype) }
             let (z, xBC, dt) = (stored(i.z), stored(i.xBC), stored(i.dt))
             var state = mamba.start(dtype: dtype)
-            let o = mamba(xBC: xBC, dt: dt, state: &state, tile: 1)
+            let o = mamba(xBC: xBC, dt: dt, state: &state, machine: Machine(.cpu, bytes: 1))
             #expect(state.tail.dtype == dtype)
             let (dO, dZ) = mamba.outputBackward(o: stored(o), z: z, dy: i.dy)
-            let d = mamba.backward(xBC: xBC, dt: dt, dO: dO, tile: 1, pace: .evaluated)
+            let d = mamba.backward(xBC: xBC, dt: dt, dO: dO, machine: Machine(.cpu, bytes: 1))
             return [o, mamba.output(o: stored(o), z: z), dO, dZ, d.dXBC, d.dDt]
         }
         for (a, b) in zip(run(.bfloat16), run(.float32)) {
@@ -182,8 +187,7 @@ import Testing
         let before = Memory.activeMemory
         Memory.peakMemory = 0
         let d = mamba.backward(
-            xBC: inputs.xBC, dt: inputs.dt, dO: inputs.dy, tile: mamba.tile(length: 128, bytes: bytes),
-            pace: .evaluated)
+            xBC: inputs.xBC, dt: inputs.dt, dO: inputs.dy, machine: Machine(.cpu, bytes: bytes))
         #expect(Memory.peakMemory - before < 2 * d.dXBC.nbytes + 7 * bytes)
     }
 }

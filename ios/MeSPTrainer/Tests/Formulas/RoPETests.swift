@@ -18,7 +18,7 @@ import Testing
             #expect(areFinite)
         }
         let x = MLXRandom.normal([2, 5, mixer.headDim])
-        let turned = [mixer.rope(x, start: 100_000), mixer.ropeBackward(dy: x, start: 100_000)]
+        let turned = [mixer.rope(x, at: .from(100_000)), mixer.ropeBackward(dy: x, start: 100_000)]
         for (place, frequency) in mixer.frequencies.enumerated() where frequency == 0 {
             for column in [place, place + mixer.frequencies.count] {
                 let own = mixer.ropeScale * x[.ellipsis, column]

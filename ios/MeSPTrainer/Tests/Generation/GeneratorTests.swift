@@ -52,7 +52,7 @@ import Testing
                 return try (0..<40).map { token in try model.forward(next: [token % 9 + 1, token % 5 + 2], &caches) {} }
             }
         }
-        let (fewer, plain) = (try logits(), try CPUProducts.$current.withValue(.plain) { try logits() })
+        let (fewer, plain) = (try logits(), try Processor.$cpu.withValue(.plainCPU) { try logits() })
         // The order of sums in float32.
         for (a, b) in zip(fewer, plain) { #expect(relativeError(a, b) < 1e-5) }
     }

@@ -166,7 +166,7 @@
         @Test(arguments: [128, 256], RunSettings.Offload.allCases)
         func thePredictionOnACPUCoversMetalsAllocator(_ length: Int, _ offload: RunSettings.Offload) throws {
             let rules = LedgerRules(isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 0)
-            try CPUProducts.$current.withValue(.apple) {
+            try Processor.$cpu.withValue(.appleCPU) {
                 var predicted = 0
                 let ledger = try Ledger.record(device: .cpu, rules: rules) {
                     let rehearsal = try Rehearsal(

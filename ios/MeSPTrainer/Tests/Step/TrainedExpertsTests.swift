@@ -51,7 +51,7 @@ import Testing
         let small = try fixture.trainer(.mesp, plan: Plan(tileBytes: 1 << 10)) {
             $0.projections = fixture.bundle.architecture.trainableNames
         }
-        let plain = try CPUProducts.$current.withValue(.plain) { try gradients(fixture, trainer(fixture)) }
+        let plain = try Processor.$cpu.withValue(.plainCPU) { try gradients(fixture, trainer(fixture)) }
         for (name, (found, all)) in ["plain": plain, "small": try gradients(fixture, small)] {
             #expect(abs(found - loss) < 1e-5 * abs(loss), "\(name)")
             for (block, gradient) in all {

@@ -47,7 +47,7 @@ import Testing
             return (loss, gradients)
         }
         let (loss, ours) = try gradients()
-        let (plainLoss, plain) = try CPUProducts.$current.withValue(.plain) { try gradients() }
+        let (plainLoss, plain) = try Processor.$cpu.withValue(.plainCPU) { try gradients() }
         #expect(abs(loss - plainLoss) < 1e-5 * abs(loss))
         for (block, gradient) in ours {
             #expect(relativeError(gradient, try #require(plain[block])) < tolerance, "block \(block)")
@@ -152,7 +152,7 @@ import Testing
         func compare() throws {
             let architecture = fixture.bundle.architecture
             #expect(
-                TileSizes.mixerTokens(architecture, fixture.length, .cpu) <= tokens || !architecture.owners.isEmpty)
+                Machine.mixerTokens(architecture, fixture.length, .cpu) <= tokens || !architecture.owners.isEmpty)
             let trainer = try fixture.trainer(.mesp, plan: plan)
             let loss = try fixture.backpropagate(trainer) { block, gradient in
                 let error = relativeError(gradient, try fixture.array("grad.\(block)"))
@@ -160,11 +160,11 @@ import Testing
             }
             #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < 1e-5)
         }
-        try TileSizes.$segmentTokens.withValue(tokens) {
+        try Machine.$segmentTokens.withValue(tokens) {
             try compare()
-            var products = CPUProducts.current
-            products.attendsByTiles = false
-            try CPUProducts.$current.withValue(products) { try compare() }
+            var processor = Processor.cpu
+            processor.attendsByTiles = false
+            try Processor.$cpu.withValue(processor) { try compare() }
         }
     }
 
@@ -462,13 +462,14 @@ import Testing
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         func step(work: Int) throws -> (boundaries: Int, loss: Float, vectors: [String: MLXArray], waiting: Double) {
             let trainer = try fixture.trainer(.mesp, plan: Plan(tileBytes: 1 << 10)) { $0.learningRate = 0.1 }
-            trainer.model.workBetweenBoundaries = work
             var boundaries = 0
             trainer.clock.atBlock = {
                 boundaries += 1
                 usleep(1000)
             }
-            let loss = try trainer.step([try fixture.example()], number: 0).loss
+            let loss = try Machine.$mostWork.withValue(work) {
+                try trainer.step([try fixture.example()], number: 0).loss
+            }
             return (boundaries, loss, try trainer.vectors(), trainer.clock.time.waiting)
         }
         let (whole, parts) = (try step(work: .max), try step(work: 1))

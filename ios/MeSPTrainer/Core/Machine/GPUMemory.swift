@@ -19,7 +19,7 @@ package enum MetalMemory {
 
     /// Calls `body`, in which MLX works on a CPU.
     static func withSmallCache<R>(_ body: () throws -> R) rethrows -> R {
-        guard CPUProducts.current.startsMetal else { return try body() }
+        guard Processor.cpu.startsMetal else { return try body() }
         let before = Memory.cacheLimit
         Memory.cacheLimit = min(cacheOnCPU, before)
         defer { Memory.cacheLimit = before }

@@ -21,5 +21,20 @@ struct Fused: Sendable {
     }
 
     /// Whether operations are fused at all.
-    static var isAvailable: Bool { !Device.isCPU || CPUProducts.current.fuses }
+    static var isAvailable: Bool { !Device.isCPU || Processor.cpu.fuses }
+}
+
+/// Several results of the same arithmetic. Where operations are fused, each has a kernel of its own, which makes again what they share.
+struct FusedResults: Sendable {
+    private let function: @Sendable ([MLXArray]) -> [MLXArray]
+    private let results: [Fused]
+
+    init(_ count: Int, _ function: @escaping @Sendable ([MLXArray]) -> [MLXArray]) {
+        self.function = function
+        results = (0..<count).map { index in Fused { function($0)[index] } }
+    }
+
+    func callAsFunction(_ arrays: [MLXArray]) -> [MLXArray] {
+        Fused.isAvailable ? results.map { $0(arrays) } : function(arrays)
+    }
 }

@@ -2,13 +2,13 @@ import MLX
 import MeSPBundle
 
 /// W `[out, in]`, quantized in groups along its rows, and products with it. W is frozen: it has no gradient.
-package struct QuantizedMatrix {
+package struct QuantizedMatrix: Arrays {
     package let weight: MLXArray
     package let scales: MLXArray
     /// nil but for affine quantization.
     package let biases: MLXArray?
     package let format: QuantizationFormat
-    private let backend: Backend
+    private let processor: Processor
     /// W in float32, made when the first product asks for it and shared by all; nil where `quantizedMM` is taken.
     private let dense: Dense?
     /// Affine scales and biases in float32, cast once for all products with what is float32.
@@ -21,13 +21,12 @@ package struct QuantizedMatrix {
     }
 
     init(
-        weight: MLXArray, scales: MLXArray, biases: MLXArray?, format: QuantizationFormat, backend: Backend
+        weight: MLXArray, scales: MLXArray, biases: MLXArray?, format: QuantizationFormat, processor: Processor
     ) {
         (self.weight, self.scales, self.biases, self.format) = (weight, scales, biases, format)
-        self.backend = backend
+        self.processor = processor
         wide = (biases == nil ? scales : scales.asType(.float32), biases?.asType(.float32))
-        let isDense = backend == .cpu && !CPUProducts.current.dequantizeInside
-        dense = isDense ? Dense { Self.dequantize(weight, scales, biases, format) } : nil
+        dense = !processor.unpacksInside ? Dense { Self.dequantize(weight, scales, biases, format) } : nil
     }
 
     /// With bfloat16 scales `dequantized` would round W to bfloat16. Of 3, 5 and 6 bits it would on the CPU make an array with an integer of
@@ -58,6 +57,8 @@ package struct QuantizedMatrix {
 
     package var rows: Int { scales.dim(0) }
 
+    var arrays: [MLXArray] { [weight, scales] + biases.arrays }
+
     /// Rows (outputs) `range` of W.
     package func rows(_ range: Range<Int>) -> QuantizedMatrix {
         range.count == rows ? self : part(weight[range], scales[range], biases?[range])
@@ -73,7 +74,7 @@ package struct QuantizedMatrix {
 
     private func part(_ weight: MLXArray, _ scales: MLXArray, _ biases: MLXArray?) -> QuantizedMatrix {
         QuantizedMatrix(
-            weight: weight, scales: scales, biases: biases, format: format, backend: backend)
+            weight: weight, scales: scales, biases: biases, format: format, processor: processor)
     }
 
     /// The rows of W that `indices` `[n]` name, in float32: `[n, in]`.
@@ -123,7 +124,7 @@ package struct QuantizedMatrix {
             isWide ? x.asType(.float32) : x, weight, scales: isWide ? wide.scales : scales,
             biases: isWide ? wide.biases : biases,
             transpose: transpose, groupSize: format.groupSize, bits: format.bits, mode: format.mode)
-        return backend == .gpu ? product.asType(x.dtype) : product
+        return processor.backend == .gpu ? product.asType(x.dtype) : product
     }
 }
 
@@ -137,6 +138,6 @@ extension PackedWeights {
                 inputs: inputs, words: weight.dim(1), groups: scales.dim(1), hasBiases: biases != nil)
         else { preconditionFailure("no format for \(prefix)") }
         return QuantizedMatrix(
-            weight: weight, scales: scales, biases: biases, format: format, backend: backend)
+            weight: weight, scales: scales, biases: biases, format: format, processor: backend.processor)
     }
 }

@@ -1,0 +1,172 @@
+import MLX
+import MeSPBundle
+
+/// A gated MLP, or an expert:  y = w down(H),  H = act(gate(x)) ∘ up(x),  with a factor w of each token, or 1.
+///
+/// It is computed by tiles of the features of H, whose products with down's columns add up, and in the derivative of tokens.
+struct GatedMLP {
+    let gate, up, down: LoRALinear
+    /// Their names among the block's projections.
+    let names: (gate: Projection, up: Projection, down: Projection)
+    let activation: Activation
+
+    /// sum + down(H) `[n, hidden]` in float32, without w.
+    ///
+    /// - Parameters:
+    ///   - x: `[n, hidden]`
+    ///   - size: of a tile of features; nil for the machine's
+    func callAsFunction(_ x: MLXArray, by size: Int? = nil, addedTo sum: MLXArray?, machine: Machine) -> MLXArray {
+        let features = tiles(of: gate.weight.rows, size: size ?? machine.mlp)
+        var none = [MLXArray]()
+        let y = machine.reduce(features, sum, reading: &none) { sum, f, _ in
+            let (gate, up) = machine.part(gate.outputs(f)(x), up.outputs(f)(x))
+            sum = output(gate, up, f, addedTo: sum)
+        }
+        return biased(y)
+    }
+
+    /// gate and up of all features, in float32.
+    func inner(_ x: MLXArray) -> (gate: MLXArray, up: MLXArray) { (gate(x), up(x)) }
+
+    /// The same as the MLP of x, from these.
+    func output(_ gate: MLXArray, _ up: MLXArray, addedTo sum: MLXArray?) -> MLXArray {
+        biased(output(gate, up, 0..<self.gate.weight.rows, addedTo: sum))
+    }
+
+    /// sum + H Wdᵀ + s H Ad Bd, of some features.
+    private func output(_ gate: MLXArray, _ up: MLXArray, _ f: Range<Int>, addedTo sum: MLXArray?) -> MLXArray {
+        let y = down.inputs(f)(activation.gated(gate: gate, up: up))
+        return sum.map { $0 + y } ?? y
+    }
+
+    private func biased(_ y: MLXArray?) -> MLXArray {
+        guard let y else { preconditionFailure("an MLP without features") }
+        return down.bias.map { y + $0 } ?? y
+    }
+
+    /// The sums of the derivative over the features, of a tile of tokens.
+    private struct TokenSums: Arrays {
+        /// dx; H A of down; d_gate Bᵀ of gate and d_up Bᵀ of up; rowsum(Q ∘ H).
+        var dx, hDown, dGateB, dUpB, dw: MLXArray?
+
+        var arrays: [MLXArray] { [dx, hDown, dGateB, dUpB, dw].arrays }
+    }
+
+    /// The sums over the tokens, of a tile of features.
+    private struct FeatureSums: Arrays {
+        var dADown, dBGate, dBUp: MLXArray?
+
+        var arrays: [MLXArray] { [dADown, dBGate, dBUp].arrays }
+    }
+
+    private struct Sums: Arrays {
+        var tokens: [TokenSums]
+        var features: [FeatureSums]
+        /// The numbers of the last tile.
+        var last = (t: 0, f: 0)
+
+        var arrays: [MLXArray] { tokens[last.t].arrays + features[last.f].arrays }
+    }
+
+    /// The derivative:
+    ///
+    ///     Q = dy Wd + s (dy Bdᵀ) Adᵀ        dw = rowsum(Q ∘ H) + dy · bias of down        dH = w ∘ Q
+    ///     d_gate, d_up from dH by the activation        dx = by gate of d_gate + by up of d_up
+    ///
+    /// so that the output of down is not made again. The adapters' gradients are those of `LoRALinear.backward`, where down's output has the
+    /// gradient w ∘ dy. gate and up are made again for a tile from x, where they were not kept.
+    ///
+    /// - Parameters:
+    ///   - x: `[n, hidden]`
+    ///   - kept: gate and up of x
+    ///   - dy: `[n, hidden]`, in float32
+    ///   - w: `[n, 1]`; nil for 1
+    ///   - wantsA: whether the gradients of the adapters' A are wanted
+    ///   - tile: the tokens and the features of a tile. Where weights are dequantized, it has all tokens, so that each is dequantized once,
+    ///     whatever the sequence length; otherwise all features.
+    /// - Returns: dx `[n, hidden]` and dw `[n, 1]` in float32, nil without w, and the gradients of the adapters.
+    func backward(
+        _ x: MLXArray, kept: (gate: MLXArray, up: MLXArray)? = nil, dy: MLXArray, w: MLXArray? = nil,
+        wantsA: Bool, tile: (tokens: Int, features: Int), machine: Machine
+    ) -> (dx: MLXArray, dw: MLXArray?, gradients: LoRAGradients) {
+        let scale = down.scale
+        let (tokens, features) = (
+            tiles(of: x.dim(0), size: tile.tokens), tiles(of: gate.weight.rows, size: tile.features)
+        )
+        let (hGate, hUp, dyB) = {
+            let x = x.asType(.float32)
+            // s x A, and s dy Bᵀ of down
+            return (
+                gate.lora.map { matmul(x, $0.a) * scale }, up.lora.map { matmul(x, $0.a) * scale },
+                down.lora.map { matmul(dy, $0.b.T) * scale }
+            )
+        }()
+        var inputs = machine.inputs([x, dy], after: [x] + [hGate, hUp, dyB].arrays)
+        let none = Sums(
+            tokens: tokens.map { _ in TokenSums() }, features: features.map { _ in FeatureSums() })
+        let places = tokens.indices.flatMap { t in features.indices.map { f in (t, f) } }
+        let sums = machine.reduce(places, none, reading: &inputs) { sums, place, inputs in
+            sums.last = place
+            let (t, f, x, dy) = (tokens[place.0], features[place.1], inputs[0], inputs[1])
+            let (gateF, upF, downF) = (gate.outputs(f), up.outputs(f), down.inputs(f))
+            func terms(_ linear: LoRALinear, _ h: MLXArray?) -> [MLXArray] {
+                [linear.weight.apply(x[t]), product(h?[t], linear.lora?.b), linear.bias].arrays
+            }
+            let qW = downF.weight.applyTransposed(dy[t], addedTo: nil)
+            let q = product(dyB?[t], downF.lora?.a.T, addedTo: qW) ?? qW
+            let (act, dGate, dUp) = activation.gatedBackward(
+                gate: kept.map { [$0.gate[t, f]] } ?? terms(gateF, hGate),
+                up: kept.map { [$0.up[t, f]] } ?? terms(upF, hUp), dAct: w.map { $0[t] * q } ?? q)
+            var (own, ofF) = (sums.tokens[place.0], sums.features[place.1])
+            if w != nil {
+                let part = (q * act).sum(axis: -1, keepDims: true)
+                own.dw = own.dw.map { $0 + part } ?? part
+            }
+            own.hDown = product(act, downF.lora?.a, addedTo: own.hDown)
+            own.dGateB = product(dGate, gateF.lora?.b.T, addedTo: own.dGateB)
+            own.dUpB = product(dUp, upF.lora?.b.T, addedTo: own.dUpB)
+            if wantsA {
+                let dyB = dyB?[t]
+                ofF.dADown = product(act.T, w.flatMap { w in dyB.map { w[t] * $0 } } ?? dyB, addedTo: ofF.dADown)
+            }
+            ofF.dBGate = product(hGate?[t].T, dGate, addedTo: ofF.dBGate)
+            ofF.dBUp = product(hUp?[t].T, dUp, addedTo: ofF.dBUp)
+            own.dx = upF.weight.applyTransposed(
+                dUp, addedTo: gateF.weight.applyTransposed(dGate, addedTo: own.dx))
+            (sums.tokens[place.0], sums.features[place.1]) = (own, ofF)
+        }
+        let (dx, dw, gradients) = total(sums, inputs[0], dy: inputs[1], w: w, wantsA: wantsA)
+        return machine.stage(dx, dw, gradients)
+    }
+
+    /// The derivative from the sums of all tiles.
+    private func total(
+        _ sums: Sums, _ x: MLXArray, dy: MLXArray, w: MLXArray?, wantsA: Bool
+    ) -> (dx: MLXArray, dw: MLXArray?, gradients: LoRAGradients) {
+        let scale = down.scale
+        func whole(_ parts: [MLXArray?], axis: Int) -> MLXArray? {
+            let parts = parts.arrays
+            return parts.isEmpty ? nil : concatenated(parts, axis: axis)
+        }
+        let (dGateB, dUpB) = (whole(sums.tokens.map(\.dGateB), axis: 0), whole(sums.tokens.map(\.dUpB), axis: 0))
+        var gradients = LoRAGradients()
+        if wantsA {
+            let x = x.asType(.float32)
+            gradients.a[names.gate] = product(x.T, dGateB).map { $0 * scale }
+            gradients.a[names.up] = product(x.T, dUpB).map { $0 * scale }
+            gradients.a[names.down] = whole(sums.features.map(\.dADown), axis: 0)
+        }
+        gradients.b[names.gate] = whole(sums.features.map(\.dBGate), axis: 1)
+        gradients.b[names.up] = whole(sums.features.map(\.dBUp), axis: 1)
+        gradients.b[names.down] = whole(sums.tokens.map(\.hDown), axis: 0).map {
+            matmul(($0 * scale).T, w.map { $0 * dy } ?? dy)
+        }
+        var dx = concatenated(sums.tokens.compactMap(\.dx))
+        // s d_gate Bᵀ Aᵀ of gate, and the same of up.
+        if let dB = whole([dGateB, dUpB], axis: 1), let a = whole([gate.lora?.a, up.lora?.a], axis: 1) {
+            dx = addMM(dx, dB, a.T, alpha: scale)
+        }
+        let dw = whole(sums.tokens.map(\.dw), axis: 0)
+        return (dx, down.bias.flatMap { b in dw.map { $0 + matmul(dy, b.asType(.float32)[0..., .newAxis]) } } ?? dw, gradients)
+    }
+}

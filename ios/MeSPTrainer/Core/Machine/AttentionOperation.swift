@@ -1,0 +1,37 @@
+import MLX
+import MeSPBundle
+
+/// Attention by MLX's operation where that makes the scores by tiles that stay in the caches, and by the formulas' tiles elsewhere.
+extension Machine {
+    private func hasOperation(_ attention: Attention) -> Bool {
+        processor.attendsByTiles && !TF32.isEmulated && attention.mixer.attnLogitSoftcapping == nil
+    }
+
+    /// attn_out `[n, heads·d]` in float32 of q̂ `[heads, n, d]`, the last n of N positions, over k̂ and v̂ `[kv_heads, N, d]`.
+    func attention(_ attention: Attention, q: MLXArray, k: MLXArray, v: MLXArray) -> MLXArray {
+        guard hasOperation(attention) else { return attention.byTiles(q: q, k: k, v: v, machine: self) }
+        let start = k.dim(1) - q.dim(1)
+        let keys = attention.seen(by: start..<k.dim(1))
+        let (q, k, v) = part(q * attention.mixer.attentionScale, k, v)
+        return attention.whole(q, k[0..., keys], v[0..., keys]).swappedAxes(0, 1).reshaped([q.dim(1), -1])
+    }
+
+    /// The tiles of dq̂ / scale, dk̂ and dv̂, `[…heads, n, d]`, the last first.
+    /// - Parameter q: q̂ · scale `[heads, n, d]`
+    func attentionBackward(
+        _ attention: Attention, q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, behind: inout Attention.KeyValues?
+    ) -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray]) {
+        guard hasOperation(attention) else {
+            return attention.tilesBackward(q: q, k: k, v: v, dOut: dOut, behind: &behind, machine: self)
+        }
+        let (q, k, v) = part(q, k, v)
+        let (dq, dk, dv) = Device.withGlobal(.cpu) { attention.wholeBackward(q, k, v, dOut, behind: &behind) }
+        part(dq, dk, dv, behind)
+        return ([dq], [dk], [dv])
+    }
+
+    /// Whether the tokens of several texts, one each, go through attention together.
+    ///
+    /// A step of so few tokens is mostly the time of its operations, of which this needs fewer.
+    func attendsTogether(_ attention: Attention) -> Bool { hasOperation(attention) }
+}

@@ -1,0 +1,57 @@
+import Foundation
+import MLX
+
+/// TF32, the format to which the neural accelerators of A19, M5 and later round the operands of float32 products unless
+/// MLX_ENABLE_TF32 is 0.
+package enum TF32 {
+    /// Whether the formulas round the operands of their products. The self-check sets it to compute the effect of TF32 on any device.
+    @TaskLocal package static var isEmulated = false
+
+    /// x with 10 bits of mantissa instead of float32's 23, rounded to the nearest, a tie to the even one.
+    static func rounded(_ x: MLXArray) -> MLXArray {
+        guard x.dtype == .float32 else { return x }
+        let bits = x.view(dtype: .uint32)
+        let odd = (bits >> UInt32(13)) & UInt32(1)
+        return ((bits + odd + UInt32(0xFFF)) & ~UInt32(0x1FFF)).view(dtype: .float32)
+    }
+}
+
+// In this module these functions hide those of MLX with the same names, so every product of the formulas is one of them.
+
+func matmul(_ a: MLXArray, _ b: MLXArray) -> MLXArray {
+    guard TF32.isEmulated else { return MLX.matmul(a, b) }
+    return MLX.matmul(TF32.rounded(a), TF32.rounded(b))
+}
+
+/// c + alpha a b
+func addMM(_ c: MLXArray, _ a: MLXArray, _ b: MLXArray, alpha: Float = 1) -> MLXArray {
+    guard TF32.isEmulated else { return MLX.addMM(c, a, b, alpha: alpha) }
+    return MLX.addMM(c, TF32.rounded(a), TF32.rounded(b), alpha: alpha)
+}
+
+func quantizedMM(
+    _ x: MLXArray, _ w: MLXArray, scales: MLXArray, biases: MLXArray?, transpose: Bool, groupSize: Int, bits: Int,
+    mode: QuantizationMode
+) -> MLXArray {
+    // The accelerators take x Wᵀ only.
+    guard TF32.isEmulated, transpose, x.dtype == .float32 else {
+        return MLX.quantizedMM(
+            x, w, scales: scales, biases: biases, transpose: transpose, groupSize: groupSize, bits: bits, mode: mode)
+    }
+    let dense = dequantized(
+        w, scales: scales, biases: biases, groupSize: groupSize, bits: bits, mode: mode, dtype: .float32)
+    return MLX.matmul(TF32.rounded(x), TF32.rounded(dense).T)
+}
+
+/// softmax of scores `[…, rows, keys]` over the keys that are `visible` `[rows, keys]`.
+func maskedSoftmax(_ scores: MLXArray, _ visible: MLXArray) -> MLXArray {
+    Device.isCPU && Fused.isAvailable
+        ? fusedSoftmax([scores, which(visible, Float(0), -Float.infinity)])
+        : softmax(which(visible, scores, -Float.infinity), axis: -1)
+}
+
+private let fusedSoftmax = Fused {
+    let masked = $0[0] + $0[1]
+    let e = exp(masked - masked.max(axis: -1, keepDims: true))
+    return e / e.sum(axis: -1, keepDims: true)
+}
