@@ -434,7 +434,7 @@
                 return (try result.get(), report.evaluations)
             }
             var cheaper = 0
-            for buffer in stride(from: buffers / 3, to: buffers, by: 5) where cheaper == 0 {
+            for buffer in buffers / 3..<buffers where cheaper == 0 {
                 var rules = failure(buffer, count: 3)
                 rules.failure?.message = MetalRules.Failure.outOfMemory
                 try inFolder { output in

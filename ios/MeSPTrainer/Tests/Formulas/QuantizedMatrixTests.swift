@@ -42,7 +42,7 @@ import Testing
                 inputs: 640, words: weight.dim(1), groups: scales.dim(1), hasBiases: biases != nil)
             let matrix = QuantizedMatrix(
                 weight: weight, scales: scales.asType(dtype), biases: biases?.asType(dtype),
-                format: try #require(format), backend: .cpu)
+                format: try #require(format), processor: .cpu)
             eval(weight, matrix.scales, matrix.biases ?? scales)
             let before = Memory.activeMemory
             Memory.peakMemory = 0

@@ -153,7 +153,7 @@
                 let format = try #require(
                     QuantizationFormat(inputs: columns, words: columns / 8, groups: columns / 32, hasBiases: true))
                 let matrix = QuantizedMatrix(
-                    weight: words, scales: scales, biases: scales, format: format, backend: .gpu)
+                    weight: words, scales: scales, biases: scales, format: format, processor: .gpu)
                 let dx = matrix.applyTransposed(MLXArray.zeros([rows, 1024]), addedTo: nil)
                 eval(dx)
                 #expect(dx.shape == [rows, columns])
