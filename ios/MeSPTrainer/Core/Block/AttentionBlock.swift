@@ -109,12 +109,13 @@ extension Block {
         _ gradients: inout LoRAGradients, shared: inout MixerState.KeyValues?
     ) -> Projected {
         let segment = forward.segment
-        let (length, heads, d) = (dOut.dim(0), mixer.numAttentionHeads, mixer.headDim)
+        let (length, heads, headDim) = (dOut.dim(0), mixer.numAttentionHeads, mixer.headDim)
         let (ofQ, k, v) = (forward.m1, forward.m2, forward.m3)
         // attn_out goes here: attention's derivative does not read it.
         let (dAttnOut, dg) = attentionOutput(mixer, consume forward, dOut: dOut, &gradients)
         let (q, dO) = (
-            mixer.gateDim > 0 ? ofQ[.ellipsis, ..<d] : ofQ, dAttnOut.reshaped([length, heads, d]).swappedAxes(0, 1)
+            mixer.gateDim > 0 ? ofQ[.ellipsis, ..<headDim] : ofQ,
+            dAttnOut.reshaped([length, heads, headDim]).swappedAxes(0, 1)
         )
         let (attention, sum) = (weights.attention(mixer), shared)
         func backward(_ rows: Range<Int>) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
@@ -131,23 +132,23 @@ extension Block {
             return [.q: machine.phase(concatenated(parts.map(\.dq)), d).0]
         }
         shared = nil
-        let dq, dk, dv: MLXArray
+        var d: (dq: MLXArray, dk: MLXArray, dv: MLXArray)
         if let segment, case .attention(let cache) = segment.state {
-            (dq, dk, dv) = attention.backward(
+            d = attention.backward(
                 q: q, k: k, v: v, dOut: dO, start: segment.rows.lowerBound,
                 seen: cache[0..<segment.rows.upperBound], behind: &behind.keyValues, machine: machine)
-            machine.phase(dq, dk, dv, behind.keyValues)
+            machine.phase(d.dq, d.dk, d.dv, behind.keyValues)
         } else {
             let parts = eachRecord(records(length)) { rows in
                 let d = backward(rows)
                 return [d.dq, d.dk, d.dv]
             }
-            (dq, dk, dv) = machine.phase(parts[0], parts[1], parts[2])
+            d = machine.phase(parts[0], parts[1], parts[2])
         }
-        guard let dg else { return [.q: dq, .k: dk, .v: dv] }
-        guard mixer.outputGate else { return [.q: dq, .k: dk, .v: dv, .g: dg.squeezed(axis: -1)] }
-        let dqg = concatenated([dq.reshaped(dg.shape), dg], axis: -1).reshaped([length, 2 * heads * d])
-        return [.q: machine.part(dqg), .k: dk, .v: dv]
+        guard let dg else { return [.q: d.dq, .k: d.dk, .v: d.dv] }
+        guard mixer.outputGate else { return [.q: d.dq, .k: d.dk, .v: d.dv, .g: dg.squeezed(axis: -1)] }
+        let dqg = concatenated([d.dq.reshaped(dg.shape), dg], axis: -1).reshaped([length, -1])
+        return [.q: machine.part(dqg), .k: d.dk, .v: d.dv]
     }
 
     /// The derivative of o(attn_out), or of o(attn_out ∘ σ(g)).

@@ -68,7 +68,9 @@ extension Block {
             gradients.add(d.gradients)
             dMlpIn = d.dx
             // w = σ(z), z = x gᵀ:  dz = w (1 − w) dw,  dx += dz g
-            if let g, let w, let dw = d.dw { dMlpIn = machine.part(g.applyTransposed(w * (1 - w) * dw, addedTo: dMlpIn)) }
+            if let g, let w, let dw = d.dw {
+                dMlpIn = machine.part(g.applyTransposed(w * (1 - w) * dw, addedTo: dMlpIn))
+            }
         }
         if let experts = weights.shape.mlp.experts {
             mixtureBackward(experts, mlpIn, dy: dMlpOut, addedTo: &dMlpIn, &gradients)

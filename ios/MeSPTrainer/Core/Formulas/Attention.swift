@@ -189,7 +189,7 @@ struct Attention {
     ) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
         let keys = seen(by: k.dim(1) - q.dim(1)..<k.dim(1))
         var (_, d) = vjp(
-            { [whole($0[0], $0[1], $0[2])] }, 
+            { [whole($0[0], $0[1], $0[2])] },
             primals: [q, k[0..., keys].asType(.float32), v[0..., keys].asType(.float32)], cotangents: [dOut])
         let own = k.dim(1) - q.dim(1) - keys.lowerBound  // where the segment's own positions begin
         /// The sum with what later segments add to the last keys: the segment's own part, and what is before that.

@@ -191,7 +191,8 @@ package struct GatedDeltaNet {
         inputs = []
         if behind != nil {
             let convolved = (0..<3).flatMap { index in all.behind.map { $0[1 + index] } }
-            behind = Behind(memory: concatenated(all.behind.map { $0[0] }), convolved: concatenated(convolved, axis: -1))
+            behind = Behind(
+                memory: concatenated(all.behind.map { $0[0] }), convolved: concatenated(convolved, axis: -1))
         }
         func whole(_ indices: Range<Int>) -> MLXArray {
             concatenated(indices.flatMap { index in all.gradients.map { $0[index] } }, axis: -1)

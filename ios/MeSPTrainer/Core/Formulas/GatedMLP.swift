@@ -166,7 +166,8 @@ struct GatedMLP {
         if let dB = whole([dGateB, dUpB], axis: 1), let a = whole([gate.lora?.a, up.lora?.a], axis: 1) {
             dx = addMM(dx, dB, a.T, alpha: scale)
         }
-        let dw = whole(sums.tokens.map(\.dw), axis: 0)
-        return (dx, down.bias.flatMap { b in dw.map { $0 + matmul(dy, b.asType(.float32)[0..., .newAxis]) } } ?? dw, gradients)
+        var dw = whole(sums.tokens.map(\.dw), axis: 0)
+        if let sum = dw, let bias = down.bias { dw = sum + matmul(dy, bias.asType(.float32)[0..., .newAxis]) }
+        return (dx, dw, gradients)
     }
 }

@@ -19,7 +19,8 @@ extension Machine {
     /// The tiles of dq̂ / scale, dk̂ and dv̂, `[…heads, n, d]`, the last first.
     /// - Parameter q: q̂ · scale `[heads, n, d]`
     func attentionBackward(
-        _ attention: Attention, q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, behind: inout Attention.KeyValues?
+        _ attention: Attention, q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray,
+        behind: inout Attention.KeyValues?
     ) -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray]) {
         guard hasOperation(attention) else {
             return attention.tilesBackward(q: q, k: k, v: v, dOut: dOut, behind: &behind, machine: self)

@@ -81,7 +81,8 @@ import Testing
         let (y, expected) = vjp(
             { [sequential(net, $0)] }, primals: [inputs.qkv, inputs.z, inputs.b, inputs.a], cotangents: [inputs.dy])
         var state = net.start(dtype: .float32)
-        let o = net(qkv: inputs.qkv, b: inputs.b, a: inputs.a, state: &state, machine: machine(net, tile, inputs.qkv.dim(0)))
+        let o = net(
+            qkv: inputs.qkv, b: inputs.b, a: inputs.a, state: &state, machine: machine(net, tile, inputs.qkv.dim(0)))
         let (dO, dZ) = net.outputBackward(o: o, z: inputs.z, dy: inputs.dy)
         var none: GatedDeltaNet.Behind?
         let d = net.backward(
@@ -141,7 +142,9 @@ import Testing
             let outputs = pieces.map { count in
                 let rows = start..<start + count
                 start += count
-                return net(qkv: inputs.qkv[rows], b: inputs.b[rows], a: inputs.a[rows], state: &state, machine: Machine(.cpu, bytes: 1))
+                return net(
+                    qkv: inputs.qkv[rows], b: inputs.b[rows], a: inputs.a[rows], state: &state,
+                    machine: Machine(.cpu, bytes: 1))
             }
             return (concatenated(outputs), state)
         }
@@ -183,7 +186,8 @@ import Testing
         let i = Inputs(net, length: 100)
         func run(_ tile: Int, _ processor: Processor) -> [MLXArray] {
             var none: GatedDeltaNet.Behind?
-            let d = net.backward(qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, behind: &none, machine: machine(net, tile, 100, processor))
+            let d = net.backward(
+                qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, behind: &none, machine: machine(net, tile, 100, processor))
             return [d.dQKV, d.dB, d.dA]
         }
         for (a, b) in zip(run(2, .gpu), run(3, .cpu)) { #expect(relativeError(a, b) < 1e-6) }

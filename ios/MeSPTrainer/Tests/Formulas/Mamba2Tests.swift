@@ -123,7 +123,8 @@ import Testing
             let outputs = pieces.map { count in
                 let rows = start..<start + count
                 start += count
-                return mamba(xBC: inputs.xBC[rows], dt: inputs.dt[rows], state: &state, machine: Machine(.cpu, bytes: 1))
+                return mamba(
+                    xBC: inputs.xBC[rows], dt: inputs.dt[rows], state: &state, machine: Machine(.cpu, bytes: 1))
             }
             return (concatenated(outputs), state)
         }
