@@ -42,7 +42,7 @@ let package = Package(
     dependencies: [mlx],
     targets: [
         .target(
-            name: "MeSPCore", dependencies: ["MeSPBundle", "MeSPFederation", "MeSPFiles", "MeSPSentences", mlxModule],
+            name: "MeSPCore", dependencies: ["MeSPBundle", "MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/Core"),
         .target(
             name: "MeSPBundle", dependencies: ["MeSPFiles", "MeSPSentences", mlxModule],
@@ -57,7 +57,9 @@ let package = Package(
             dependencies: ["MeSPBundle", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/SelfCheck"),
         .target(
-            name: "MeSPFederation", dependencies: ["MeSPFiles", "MeSPSentences"], path: "ios/MeSPTrainer/Federation"),
+            name: "MeSPFederation",
+            dependencies: ["MeSPBundle", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule],
+            path: "ios/MeSPTrainer/Federation"),
         .target(name: "MeSPSentences", path: "ios/MeSPTrainer/Sentences"),
         .executableTarget(
             name: "mesp-engine",

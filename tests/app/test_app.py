@@ -615,9 +615,9 @@ class Compiler:
         return {
             "MeSPSentences": [*(HOME / "Sentences").glob("*.swift")],
             "MeSPFiles": [*(HOME / "Files").glob("*.swift")],
-            "MeSPFederation": [*(HOME / "Federation").glob("*.swift")],
             "MeSPBundle": [*(HOME / "Bundle").rglob("*.swift")],
             "MeSPCore": [*(HOME / "Core").rglob("*.swift")],
+            "MeSPFederation": [*(HOME / "Federation").glob("*.swift")],
             "MeSPDownload": [*(HOME / "Download").glob("*.swift")],
             "MeSPSelfCheck": [*(HOME / "SelfCheck").glob("*.swift")],
             "MeSPAppModel": [*(HOME / "AppModel").glob("*.swift"), resources],

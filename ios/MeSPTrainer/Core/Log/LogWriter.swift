@@ -2,11 +2,11 @@ import Foundation
 import MeSPFiles
 
 /// `metrics.jsonl` in a run's output folder: a line a record, handed to the system at once.
-struct LogWriter {
+package struct LogWriter {
     private let file: FileHandle
     private let url: URL
 
-    static func url(in folder: URL) -> URL { folder.appendingPathComponent("metrics.jsonl") }
+    package static func url(in folder: URL) -> URL { folder.appendingPathComponent("metrics.jsonl") }
 
     /// Whether some of the lines before `resumeAt` were lost or damaged, as by a power failure: they were removed.
     let lostLines: Bool

@@ -153,7 +153,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     }
 
     /// The factor of the adapters' output.
-    var scale: Float { alpha / (rslora ? Float(rank).squareRoot() : Float(rank)) }
+    package var scale: Float { alpha / (rslora ? Float(rank).squareRoot() : Float(rank)) }
 
     /// Throws if a projection is in no trained block.
     func checkProjections(of architecture: Architecture) throws {
@@ -210,7 +210,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     }
 
     /// - Parameter source: the beginning of a sentence, for an error: where the object is from
-    init(json given: [String: Any]?, from source: Sentence) throws {
+    package init(json given: [String: Any]?, from source: Sentence) throws {
         do {
             guard let given, given["bundle"] != nil, given["output"] != nil else {
                 throw MeSPError("it is not a JSON object with a bundle and an output")
