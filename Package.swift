@@ -33,6 +33,7 @@ let package = Package(
     products: [
         .library(name: "MeSPBundle", targets: ["MeSPBundle"]),
         .library(name: "MeSPCore", targets: ["MeSPCore"]),
+        .library(name: "MeSPControl", targets: ["MeSPControl"]),
         .library(name: "MeSPAppModel", targets: ["MeSPAppModel"]),
         .library(name: "MeSPDownload", targets: ["MeSPDownload"]),
         .library(name: "MeSPFederation", targets: ["MeSPFederation"]),
@@ -45,6 +46,9 @@ let package = Package(
             name: "MeSPCore", dependencies: ["MeSPBundle", "MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/Core"),
         .target(
+            name: "MeSPControl", dependencies: ["MeSPCore", "MeSPFiles", mlxModule],
+            path: "ios/MeSPTrainer/Control"),
+        .target(
             name: "MeSPBundle", dependencies: ["MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/Bundle",
             swiftSettings: swiftSettings),
@@ -54,11 +58,11 @@ let package = Package(
         .target(name: "MeSPFiles", dependencies: ["MeSPSentences"], path: "ios/MeSPTrainer/Files"),
         .target(
             name: "MeSPSelfCheck",
-            dependencies: ["MeSPBundle", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule],
+            dependencies: ["MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/SelfCheck"),
         .target(
             name: "MeSPFederation",
-            dependencies: ["MeSPBundle", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule],
+            dependencies: ["MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/Federation"),
         .target(name: "MeSPSentences", path: "ios/MeSPTrainer/Sentences"),
         .executableTarget(
@@ -67,13 +71,16 @@ let package = Package(
             path: "ios/MeSPTrainer/Engine"),
         .target(
             name: "MeSPAppModel",
-            dependencies: ["MeSPBundle", "MeSPCore", "MeSPDownload", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck"],
+            dependencies: [
+                "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPDownload", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck",
+            ],
             path: "ios/MeSPTrainer/AppModel",
             resources: [.process("general.txt"), .process("paper.json")]),
         .testTarget(
             name: "MeSPTests",
             dependencies: [
-                "MeSPAppModel", "MeSPBundle", "MeSPCore", "MeSPFederation", "MeSPSelfCheck", "MeSPSentences",
+                "MeSPAppModel", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFederation", "MeSPSelfCheck",
+                "MeSPSentences",
             ] + ledger + metal,
             path: "ios/MeSPTrainer/Tests",
             exclude: ["Download/hub_server.py"],

@@ -1,6 +1,7 @@
 import Foundation
 import MLX
 import MeSPBundle
+import MeSPControl
 import MeSPCore
 import MeSPFiles
 

@@ -84,6 +84,8 @@ public enum LogRecord: Sendable {
     public struct Event: Codable, Sendable {
         public var event: String
         public var message: Sentence
+
+        package init(event: String, message: Sentence) { (self.event, self.message) = (event, message) }
     }
     /// The strength that the adapters were given at the end, 0 where none were kept; losses before the run and with them, nats a token.
     public struct Strength: Codable, Sendable {
@@ -141,7 +143,7 @@ public enum LogRecord: Sendable {
 
 extension LogRecord {
     /// A line of a log: the record, nil for a type that this version does not know, and its time.
-    static func read(_ line: Data) throws -> (LogRecord?, Date) {
+    package static func read(_ line: Data) throws -> (LogRecord?, Date) {
         struct Head: Decodable {
             let type: String
             let time: Date
@@ -162,24 +164,5 @@ extension LogRecord {
             default: nil
             }
         return (record, head.time)
-    }
-
-    /// The records in a run's folder, with their times. A last line that was cut off, as by a kill, is left out.
-    static func all(in folder: URL) throws -> [(record: LogRecord, time: Date)] {
-        let url = LogWriter.url(in: folder)
-        guard let data = regularFile(url) else {
-            throw MeSPError("\(folder.path) holds no run: there is no metrics.jsonl in it.")
-        }
-        return try data.split(separator: UInt8(ascii: "\n")).enumerated().compactMap { index, line in
-            do {
-                let (record, time) = try read(line)
-                return record.map { ($0, time) }
-            } catch {
-                guard line.endIndex == data.endIndex else {
-                    throw MeSPError("Line \(index + 1) of \(url.path) is not a log record.")
-                }
-                return nil
-            }
-        }
     }
 }
