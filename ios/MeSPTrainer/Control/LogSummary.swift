@@ -116,3 +116,17 @@ extension LogRecord {
         }
     }
 }
+
+extension LogRecord.Strength {
+    /// One sentence on what was kept.
+    public var sentence: Sentence {
+        guard strength > 0 else {
+            return
+                "The model is as it was before: nothing that was learned improves held-out text and leaves the rest as it was."
+        }
+        let loss = (String(format: "%.2f", lossBefore), String(format: "%.2f", lossAfter))
+        let other = String(format: "%+.1f", 100 * expm1(generalAfter - generalBefore))
+        return
+            "The model has learned: held-out loss \(loss.0) before, \(loss.1) after; perplexity on other text \(other) percent."
+    }
+}

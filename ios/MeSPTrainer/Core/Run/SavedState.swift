@@ -75,7 +75,7 @@ package struct SavedState: Codable {
                 }
                 try writeSafetensors(tensors, metadata: ["state": json], seal: true, isInBackup: false, to: url)
             }
-        } catch where !(error is MLXFailure) {
+        } catch let error where !(error is MLXFailure) {
             throw MeSPError("Cannot save \(url.path): \(error.plainSentence).")
         }
     }
