@@ -33,6 +33,7 @@ let package = Package(
     products: [
         .library(name: "MeSPBundle", targets: ["MeSPBundle"]),
         .library(name: "MeSPCore", targets: ["MeSPCore"]),
+        .library(name: "MeSPControl", targets: ["MeSPControl"]),
         .library(name: "MeSPAppModel", targets: ["MeSPAppModel"]),
         .library(name: "MeSPDownload", targets: ["MeSPDownload"]),
         .library(name: "MeSPFederation", targets: ["MeSPFederation"]),
@@ -42,8 +43,11 @@ let package = Package(
     dependencies: [mlx],
     targets: [
         .target(
-            name: "MeSPCore", dependencies: ["MeSPBundle", "MeSPFederation", "MeSPFiles", "MeSPSentences", mlxModule],
+            name: "MeSPCore", dependencies: ["MeSPBundle", "MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/Core"),
+        .target(
+            name: "MeSPControl", dependencies: ["MeSPCore", "MeSPFiles", mlxModule],
+            path: "ios/MeSPTrainer/Control"),
         .target(
             name: "MeSPBundle", dependencies: ["MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/Bundle",
@@ -54,10 +58,12 @@ let package = Package(
         .target(name: "MeSPFiles", dependencies: ["MeSPSentences"], path: "ios/MeSPTrainer/Files"),
         .target(
             name: "MeSPSelfCheck",
-            dependencies: ["MeSPBundle", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule],
+            dependencies: ["MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/SelfCheck"),
         .target(
-            name: "MeSPFederation", dependencies: ["MeSPFiles", "MeSPSentences"], path: "ios/MeSPTrainer/Federation"),
+            name: "MeSPFederation",
+            dependencies: ["MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule],
+            path: "ios/MeSPTrainer/Federation"),
         .target(name: "MeSPSentences", path: "ios/MeSPTrainer/Sentences"),
         .executableTarget(
             name: "mesp-engine",
@@ -65,13 +71,16 @@ let package = Package(
             path: "ios/MeSPTrainer/Engine"),
         .target(
             name: "MeSPAppModel",
-            dependencies: ["MeSPBundle", "MeSPCore", "MeSPDownload", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck"],
+            dependencies: [
+                "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPDownload", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck",
+            ],
             path: "ios/MeSPTrainer/AppModel",
             resources: [.process("general.txt"), .process("paper.json")]),
         .testTarget(
             name: "MeSPTests",
             dependencies: [
-                "MeSPAppModel", "MeSPBundle", "MeSPCore", "MeSPFederation", "MeSPSelfCheck", "MeSPSentences",
+                "MeSPAppModel", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFederation", "MeSPSelfCheck",
+                "MeSPSentences",
             ] + ledger + metal,
             path: "ios/MeSPTrainer/Tests",
             exclude: ["Download/hub_server.py"],

@@ -11,6 +11,7 @@ FOLDERS = (
     "ios/HostMLX/Tests",
     "ios/MeSPTrainer/AppModel",
     "ios/MeSPTrainer/Bundle",
+    "ios/MeSPTrainer/Control",
     "ios/MeSPTrainer/Core",
     "ios/MeSPTrainer/Download",
     "ios/MeSPTrainer/Engine",

@@ -1,4 +1,5 @@
 import MeSPAppModel
+import MeSPControl
 import MeSPCore
 import MeSPDownload
 import SwiftUI

@@ -2,6 +2,7 @@
     @preconcurrency import BackgroundTasks
     import Foundation
     import MeSPAppModel
+    import MeSPControl
     import MeSPCore
 
     /// Time in the background from `BGTaskScheduler`. Info.plist permits the identifiers.

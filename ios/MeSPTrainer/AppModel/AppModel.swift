@@ -1,5 +1,6 @@
 import Foundation
 import MeSPBundle
+import MeSPControl
 import MeSPCore
 import MeSPDownload
 import MeSPFederation

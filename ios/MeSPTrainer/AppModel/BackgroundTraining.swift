@@ -1,4 +1,5 @@
 import Foundation
+import MeSPControl
 import MeSPCore
 
 /// A time in the background that the system has given: in the app a `BGTask`.

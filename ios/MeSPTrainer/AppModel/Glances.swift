@@ -1,4 +1,5 @@
 import Foundation
+import MeSPControl
 import MeSPCore
 
 /// A run on the lock screen.

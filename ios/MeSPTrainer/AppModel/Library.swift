@@ -1,4 +1,5 @@
 import Foundation
+import MeSPControl
 import MeSPCore
 import MeSPSelfCheck
 import Observation

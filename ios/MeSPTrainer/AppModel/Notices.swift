@@ -1,4 +1,5 @@
 import Foundation
+import MeSPControl
 import MeSPCore
 
 /// A message about a run for a person who has left the app.

@@ -1,3 +1,4 @@
+import MeSPControl
 import MeSPCore
 import Observation
 

@@ -16,11 +16,7 @@ package final class FolderLock: Sendable {
             throw MeSPError("Cannot make the folder \(folder.path): \(error.plainSentence).")
         }
         let url = folder.appendingPathComponent(".lock")
-        do {
-            file = try openRegularFile(url, O_RDWR | O_CREAT)
-        } catch {
-            throw MeSPError("Cannot write \(url.path): \(error.plainSentence).")
-        }
+        file = try writing(url) { try openRegularFile(url, O_RDWR | O_CREAT) }
         guard flock(file, LOCK_EX | LOCK_NB) == 0 else {
             let holder = (try? String(contentsOf: url, encoding: .utf8)) ?? ""
             close(file)

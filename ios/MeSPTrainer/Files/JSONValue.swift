@@ -1,7 +1,7 @@
 import Foundation
 
 /// A JSON value of any kind: of a file in which other keys than the known ones are to be named.
-package enum JSONValue: Decodable, Sendable, Equatable {
+package enum JSONValue: Decodable, Sendable, Hashable {
     case null
     case bool(Bool)
     case number(Double)

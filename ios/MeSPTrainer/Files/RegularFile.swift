@@ -124,4 +124,13 @@ package func replace(_ url: URL, with new: URL) throws {
     guard synchronize(folder: url.deletingLastPathComponent()) == 0 else { throw MeSPError("\(lastError())") }
 }
 
+/// Calls `body`, which writes a file. Its error becomes a sentence about that file.
+package func writing<R>(_ url: URL, _ body: () throws -> R) throws -> R {
+    do {
+        return try body()
+    } catch {
+        throw MeSPError("Cannot write \(url.path): \(error.plainSentence).")
+    }
+}
+
 package func lastError() -> String { String(cString: strerror(errno)) }

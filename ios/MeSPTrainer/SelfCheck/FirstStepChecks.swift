@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPControl
 import MeSPCore
 
 /// Measurements of the first step in the process. On a GPU it compiles every kernel, and Metal takes memory for them.

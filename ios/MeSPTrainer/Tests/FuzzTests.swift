@@ -1,8 +1,10 @@
 import Foundation
 import MLX
+import MeSPAppModel
 import Testing
 
 @testable import MeSPBundle
+@testable import MeSPControl
 @testable import MeSPCore
 @testable import MeSPDownload
 @testable import MeSPFiles

@@ -6,6 +6,7 @@
     import MLX
     import Testing
 
+    @testable import MeSPControl
     @testable import MeSPCore
     @testable import MeSPSelfCheck
 

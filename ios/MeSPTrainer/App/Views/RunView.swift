@@ -1,5 +1,6 @@
 import Charts
 import MeSPAppModel
+import MeSPControl
 import MeSPCore
 import SwiftUI
 

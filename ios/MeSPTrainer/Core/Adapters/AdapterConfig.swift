@@ -29,34 +29,31 @@ struct AdapterConfig {
         let useRslora: Bool?
         let rankPattern: [String: Int]?
         let alphaPattern: [String: Float]?
-        let targetModules: Names?
-        let excludeModules: Names?
+        let targetModules: OneOrMore<String>?
+        let excludeModules: OneOrMore<String>?
         let targetParameters: [String]?
-        let layersToTransform: Numbers?
+        let layersToTransform: OneOrMore<Int>?
     }
 
-    /// Names of modules, or one pattern of them.
-    fileprivate enum Names: Decodable {
-        case list([String])
-        case pattern
+    /// A list, or one value in its place: a number, or a pattern of modules' names.
+    fileprivate enum OneOrMore<Value: Decodable>: Decodable {
+        case one(Value)
+        case list([Value])
 
         init(from decoder: any Decoder) throws {
             let container = try decoder.singleValueContainer()
-            if (try? container.decode(String.self)) != nil {
-                self = .pattern
+            if let value = try? container.decode(Value.self) {
+                self = .one(value)
             } else {
-                self = .list(try container.decode([String].self))
+                self = .list(try container.decode([Value].self))
             }
         }
-    }
 
-    /// One number, or a list.
-    fileprivate struct Numbers: Decodable {
-        let all: [Int]
-
-        init(from decoder: any Decoder) throws {
-            let container = try decoder.singleValueContainer()
-            all = try (try? container.decode(Int.self)).map { [$0] } ?? container.decode([Int].self)
+        var all: [Value] {
+            switch self {
+            case .one(let value): [value]
+            case .list(let values): values
+            }
         }
     }
 

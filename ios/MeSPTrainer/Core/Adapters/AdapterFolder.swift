@@ -58,9 +58,7 @@ func saveAdapterFolder(
     }
     do {
         try writeWhole(files(.mlx, in: folder) + files(.peft, in: folder.appendingPathComponent("peft")))
-    } catch let failure as MLXFailure {
-        throw failure
-    } catch {
+    } catch let error where !(error is MLXFailure) {
         throw MeSPError("Cannot save the adapters in \(folder.path): \(error.plainSentence).")
     }
 }
@@ -144,9 +142,7 @@ func loadAdapters(
             throw MeSPError("it holds \(name), which is not a LoRA matrix of one of this model's layers")
         }
         return Adapters(rank: rank, scale: config.scale, lora: lora, layouts: layouts)
-    } catch let failure as MLXFailure {
-        throw failure
-    } catch {
+    } catch let error where !(error is MLXFailure) {
         throw MeSPError("Cannot load the adapters in \(folder.path): \(error.plainSentence).")
     }
 }

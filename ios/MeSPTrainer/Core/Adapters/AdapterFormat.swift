@@ -4,7 +4,7 @@ import MeSPBundle
 import MeSPFiles
 
 /// The names and the layout of adapters in a folder, of two libraries.
-enum AdapterFormat {
+package enum AdapterFormat {
     /// mlx-lm and mlx-swift-lm: A `[in, rank]`, B `[rank, out]`, and the scale in the configuration. Of experts A `[experts, rank, in]` and B
     /// `[experts, out, rank]`.
     case mlx
@@ -12,9 +12,9 @@ enum AdapterFormat {
     /// `[out, rank · experts]`.
     case peft
 
-    static let configFile = "adapter_config.json"
+    package static let configFile = "adapter_config.json"
 
-    var file: String { self == .mlx ? "adapters.safetensors" : "adapter_model.safetensors" }
+    package var file: String { self == .mlx ? "adapters.safetensors" : "adapter_model.safetensors" }
 
     /// A block's linear layers in this format, and what it has in place of experts' matrices.
     func layers(of block: BlockShape) -> [AdaptedLayer] {
@@ -78,7 +78,7 @@ enum AdapterFormat {
     }
 
     /// The shape in this format of a matrix that has this shape in the trainer.
-    func turned(_ shape: [Int], _ matrix: String) -> [Int] {
+    package func turned(_ shape: [Int], _ matrix: String) -> [Int] {
         guard shape.count == 3 else { return self == .mlx ? shape : shape.reversed() }
         switch (self, matrix) {
         case (.mlx, _): return [shape[0], shape[2], shape[1]]

@@ -165,7 +165,7 @@ struct LoRAGradients: Arrays {
 
 extension BlockShape {
     /// The shapes of A and B beside modules that have the same input, together.
-    func shapes(_ modules: [Module], rank: Int) -> (a: [Int], b: [Int]) {
+    package func shapes(_ modules: [Module], rank: Int) -> (a: [Int], b: [Int]) {
         let (stack, (inputs, outputs)) = (stack(modules[0]), dimensions(modules))
         return (stack + [inputs, rank], stack + [rank, outputs])
     }
@@ -175,7 +175,7 @@ extension Architecture {
     /// The layout of each block.
     ///
     /// - Parameter withExperts: whether experts' matrices have adapters too
-    func layouts(rank: Int, withExperts: Bool = false) -> [LoRALayout] {
+    package func layouts(rank: Int, withExperts: Bool = false) -> [LoRALayout] {
         layers.indices.map { LoRALayout(block: block($0), rank: rank, modules: withExperts ? trainable : nil) }
     }
 }

@@ -55,7 +55,7 @@ package struct Safetensors {
     ]
 
     /// - Throws: `MeSPError` where the file isn't there, or its header and its length don't fit together. Messages continue “it …”.
-    init(_ url: URL) throws {
+    package init(_ url: URL) throws {
         let name = url.lastPathComponent
         guard let file = regularFile(url, followsLinks: true) else { throw MeSPError("it has no \(name)") }
         guard let tensors = Self(file) else { throw MeSPError("\(name) is damaged") }
@@ -103,7 +103,7 @@ package struct Safetensors {
         return hash.finalize().elementsEqual(file.suffix(Seal.size))
     }
 
-    func shape(_ name: String) -> [Int]? { tensors[name]?.shape }
+    package func shape(_ name: String) -> [Int]? { tensors[name]?.shape }
 
     /// The tensor called `name`, copied; nil if there is none.
     package subscript(name: String) -> MLXArray? {
@@ -119,11 +119,15 @@ private enum Seal {
 }
 
 /// A tensor of a file to be, made when it is written.
-struct NewTensor {
+package struct NewTensor {
     let name: String
     let shape: [Int]
     let dtype: DType
     let make: () throws -> MLXArray
+
+    package init(name: String, shape: [Int], dtype: DType, make: @escaping () throws -> MLXArray) {
+        (self.name, self.shape, self.dtype, self.make) = (name, shape, dtype, make)
+    }
 }
 
 /// Writes a safetensors file that takes the place of `url` when all of it is on the disk, and not before.
@@ -131,7 +135,7 @@ struct NewTensor {
 /// - Parameters:
 ///   - seal: whether a last tensor, `sha256`, is the SHA-256 of all bytes before it.
 ///   - isInBackup: whether backups of the device may have the file.
-func writeSafetensors(
+package func writeSafetensors(
     _ tensors: [NewTensor], metadata: [String: String], seal: Bool = false, isInBackup: Bool = true, to url: URL
 ) throws {
     try writeWhole(url, isInBackup: isInBackup, safetensors(tensors, metadata: metadata, seal: seal))

@@ -84,6 +84,8 @@ public enum LogRecord: Sendable {
     public struct Event: Codable, Sendable {
         public var event: String
         public var message: Sentence
+
+        package init(event: String, message: Sentence) { (self.event, self.message) = (event, message) }
     }
     /// The strength that the adapters were given at the end, 0 where none were kept; losses before the run and with them, nats a token.
     public struct Strength: Codable, Sendable {
@@ -93,18 +95,6 @@ public enum LogRecord: Sendable {
         public var lossAfter: Float
         public var generalBefore: Float
         public var generalAfter: Float
-
-        /// One sentence on what was kept.
-        public var sentence: Sentence {
-            guard strength > 0 else {
-                return
-                    "The model is as it was before: nothing that was learned improves held-out text and leaves the rest as it was."
-            }
-            let loss = (String(format: "%.2f", lossBefore), String(format: "%.2f", lossAfter))
-            let other = String(format: "%+.1f", 100 * expm1(generalAfter - generalBefore))
-            return
-                "The model has learned: held-out loss \(loss.0) before, \(loss.1) after; perplexity on other text \(other) percent."
-        }
     }
     public struct End: Codable, Sendable {
         public var reason: Reason
@@ -141,7 +131,7 @@ public enum LogRecord: Sendable {
 
 extension LogRecord {
     /// A line of a log: the record, nil for a type that this version does not know, and its time.
-    static func read(_ line: Data) throws -> (LogRecord?, Date) {
+    package static func read(_ line: Data) throws -> (LogRecord?, Date) {
         struct Head: Decodable {
             let type: String
             let time: Date
@@ -162,24 +152,5 @@ extension LogRecord {
             default: nil
             }
         return (record, head.time)
-    }
-
-    /// The records in a run's folder, with their times. A last line that was cut off, as by a kill, is left out.
-    static func all(in folder: URL) throws -> [(record: LogRecord, time: Date)] {
-        let url = LogWriter.url(in: folder)
-        guard let data = regularFile(url) else {
-            throw MeSPError("\(folder.path) holds no run: there is no metrics.jsonl in it.")
-        }
-        return try data.split(separator: UInt8(ascii: "\n")).enumerated().compactMap { index, line in
-            do {
-                let (record, time) = try read(line)
-                return record.map { ($0, time) }
-            } catch {
-                guard line.endIndex == data.endIndex else {
-                    throw MeSPError("Line \(index + 1) of \(url.path) is not a log record.")
-                }
-                return nil
-            }
-        }
     }
 }

@@ -2,11 +2,11 @@ import Foundation
 import MeSPFiles
 
 /// `metrics.jsonl` in a run's output folder: a line a record, handed to the system at once.
-struct LogWriter {
+package struct LogWriter {
     private let file: FileHandle
     private let url: URL
 
-    static func url(in folder: URL) -> URL { folder.appendingPathComponent("metrics.jsonl") }
+    package static func url(in folder: URL) -> URL { folder.appendingPathComponent("metrics.jsonl") }
 
     /// Whether some of the lines before `resumeAt` were lost or damaged, as by a power failure: they were removed.
     let lostLines: Bool
@@ -16,7 +16,8 @@ struct LogWriter {
     /// Starts the log in `folder`, which must not hold a run already; or continues with the one that is there, after its first `resumeAt`
     /// bytes.
     init(folder: URL, resumeAt: UInt64? = nil) throws {
-        url = Self.url(in: folder)
+        let url = Self.url(in: folder)
+        self.url = url
         guard let resumeAt else {
             do {
                 file = try Self.open(url, O_CREAT | O_EXCL)
@@ -40,20 +41,13 @@ struct LogWriter {
             try file.truncate(atOffset: resumeAt)
             return
         }
-        do {
-            try writeWhole(url) { file in for line in lines { try file.write(contentsOf: line) } }
-        } catch {
-            throw MeSPError("Cannot write \(url.path): \(error.plainSentence).")
-        }
+        try writing(url) { try writeWhole(url) { file in for line in lines { try file.write(contentsOf: line) } } }
         file = try Self.open(url)
     }
 
     private static func open(_ url: URL, _ flags: Int32 = 0) throws -> FileHandle {
-        do {
-            return FileHandle(
-                fileDescriptor: try openRegularFile(url, O_RDWR | O_APPEND | flags), closeOnDealloc: true)
-        } catch {
-            throw MeSPError("Cannot write \(url.path): \(error.plainSentence).")
+        try writing(url) {
+            FileHandle(fileDescriptor: try openRegularFile(url, O_RDWR | O_APPEND | flags), closeOnDealloc: true)
         }
     }
 
@@ -73,19 +67,11 @@ struct LogWriter {
     ///
     /// - Returns: the log's length in bytes.
     func synchronize() throws -> UInt64 {
-        do {
+        try writing(url) {
             guard MeSPFiles.synchronize(file.fileDescriptor) == 0 else { throw MeSPError("\(lastError())") }
             return try file.seekToEnd()
-        } catch {
-            throw MeSPError("Cannot write \(url.path): \(error.plainSentence).")
         }
     }
 
-    func append(_ line: Data) throws {
-        do {
-            try file.write(contentsOf: line)
-        } catch {
-            throw MeSPError("Cannot write \(url.path): \(error.plainSentence).")
-        }
-    }
+    func append(_ line: Data) throws { try writing(url) { try file.write(contentsOf: line) } }
 }

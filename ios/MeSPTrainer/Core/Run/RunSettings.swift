@@ -153,21 +153,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     }
 
     /// The factor of the adapters' output.
-    var scale: Float { alpha / (rslora ? Float(rank).squareRoot() : Float(rank)) }
-
-    /// Throws if a projection is in no trained block.
-    func checkProjections(of architecture: Architecture) throws {
-        let names = architecture.trainableNames
-        if let name = projections?.first(where: { !names.contains($0) }) {
-            throw MeSPError(
-                "The model has no projection \(name); projections must be of \(names.joined(separator: ", ")).")
-        }
-        guard layouts(of: architecture).contains(where: { !$0.modules.isEmpty }) else {
-            throw MeSPError(
-                "The last \(numLayers ?? 0) blocks have none of the projections that are to be trained; train more blocks or other projections."
-            )
-        }
-    }
+    package var scale: Float { alpha / (rslora ? Float(rank).squareRoot() : Float(rank)) }
 
     /// Sequences of a step, or pairs or answers of an objective.
     var sequences: Int { batchSize * gradAccumulationSteps * (groupSize ?? 1) }
@@ -210,7 +196,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     }
 
     /// - Parameter source: the beginning of a sentence, for an error: where the object is from
-    init(json given: [String: Any]?, from source: Sentence) throws {
+    package init(json given: [String: Any]?, from source: Sentence) throws {
         do {
             guard let given, given["bundle"] != nil, given["output"] != nil else {
                 throw MeSPError("it is not a JSON object with a bundle and an output")
@@ -237,128 +223,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         keys["settings"] = try completed(settings)
         return try JSONSerialization.data(withJSONObject: keys)
     }
-
-    /// Throws a sentence about the first setting that is out of range.
-    public func check() throws {
-        // So high that nobody minds, and so low that no product of them overflows.
-        for (name, count) in [("steps", steps), ("first_step", firstStep)] {
-            try require((0...Self.mostSteps).contains(count), name, "0 or more and at most \(Self.mostSteps)")
-        }
-        for (name, count) in [
-            ("batch_size", batchSize), ("grad_accumulation_steps", gradAccumulationSteps),
-        ] {
-            try require((1...Self.mostSteps).contains(count), name, "at least 1 and at most \(Self.mostSteps)")
-        }
-        try require(
-            (2...Self.mostGroup).contains(groupSize ?? 2), "group_size", "at least 2 and at most \(Self.mostGroup)")
-        let product = "batch_size · grad_accumulation_steps" + (groupSize == nil ? "" : " · group_size")
-        try require(sequences <= Self.maxSequences, product, "at most \(Self.maxSequences)")
-        try require(seqLen >= 1, "seq_len", "at least 1")
-        try require(rank >= 1, "rank", "at least 1")
-        try require(alpha.isFinite && alpha > 0, "alpha", "a positive number")
-        try require(projections?.isEmpty != true, "projections", "one or more")
-        try require(numLayers ?? 1 >= 1, "num_layers", "at least 1")
-        for (name, value) in [
-            ("beta", beta), ("desirable_weight", desirableWeight), ("undesirable_weight", undesirableWeight),
-        ] {
-            try require(value.map { $0.isFinite && $0 > 0 } ?? true, name, "a positive number")
-        }
-        try require(gamma.map { $0.isFinite && $0 >= 0 } ?? true, "gamma", "0 or more")
-        // KTO's estimate of the divergence takes each prompt with the answer of another record.
-        try require(objective != .kto || batchSize >= 2, "batch_size", "at least 2 with kto")
-        try checkForgetting()
-        try checkRewards()
-        try require(learningRate.isFinite && learningRate > 0, "learning_rate", "a positive number")
-        try require((0..<max(1, steps)).contains(warmup), "warmup", "0 or more and less than steps")
-        try require((0..<1).contains(momentum), "momentum", "0 or more and less than 1")
-        try require((0..<1).contains(beta1), "beta1", "0 or more and less than 1")
-        try require((0..<1).contains(beta2), "beta2", "0 or more and less than 1")
-        try require(epsilon.isFinite && epsilon > 0, "epsilon", "a positive number")
-        try require(weightDecay.isFinite && weightDecay >= 0, "weight_decay", "0 or more")
-        try require(proximalMu.map { $0.isFinite && $0 > 0 } ?? true, "proximal_mu", "a positive number")
-        try require(proximalMu == nil || adapters != nil, "adapters", "named with proximal_mu, which stays near them")
-        try require(maxGradNorm.map { $0.isFinite && $0 > 0 } ?? true, "max_grad_norm", "a positive number")
-        try checkPrivacy()
-        try require(mezoEpsilon.isFinite && mezoEpsilon > 0, "mezo_epsilon", "a positive number")
-        try require(valBatches >= 0, "val_batches", "0 or more")
-        try require(objective != .kto || valBatches != 1, "val_batches", "0, or at least 2 with kto")
-        try require(evalEvery >= 0, "eval_every", "0 or more")
-        try require(earlyStopping >= 0, "early_stopping", "0 or more")
-        try require(earlyStopping == 0 || evalEvery > 0, "eval_every", "above 0 with early_stopping")
-        try require(saveEvery >= 0, "save_every", "0 or more")
-        try require(memoryLimitMb ?? 1 > 0 && memoryLimitMb ?? 1 < 1e9, "memory_limit_mb", "a positive number")
-    }
-
-    private func checkForgetting() throws {
-        try require((replayShare == nil) == (replay == nil), "replay", "named with replay_share, and only with it")
-        try require(replayShare.map { $0 > 0 && $0 < 1 } ?? true, "replay_share", "above 0 and below 1")
-        let isPlain = objective == nil && groupSize == nil && dpClip == nil
-        try require(replayShare == nil || isPlain, "replay_share", "left out with objective, group_size or dp_clip")
-        try require(
-            (maxForgetting == nil) == (general == nil), "general", "named with max_forgetting, and only with it")
-        guard let maxForgetting else { return }
-        try require(maxForgetting.isFinite && maxForgetting >= 0, "max_forgetting", "0 or more")
-        try require(valBatches > 0, "val_batches", "above 0 with max_forgetting")
-        try require(objective == nil, "objective", "left out with max_forgetting")
-        try require(groupSize == nil, "group_size", "left out with max_forgetting")
-    }
-
-    private func checkRewards() throws {
-        guard groupSize != nil else { return }
-        try require((1...Self.mostSteps).contains(maxTokens), "max_tokens", "at least 1 and at most \(Self.mostSteps)")
-        try require(objective == nil, "objective", "left out with group_size")
-        try require(method.hasBackwardPass, "method", "mesp or mebp with group_size")
-        try require(dpClip == nil, "dp_clip", "left out with group_size")
-    }
-
-    private func checkPrivacy() throws {
-        try require((dpClip == nil) == (dpNoise == nil), "dp_noise", "set with dp_clip, and only with it")
-        guard let dpClip, let dpNoise else { return }
-        try require(dpClip.isFinite && dpClip > 0, "dp_clip", "a positive number")
-        try require(dpNoise.isFinite && dpNoise >= 0, "dp_noise", "0 or more")
-        // MeZO has no gradient of an example, and KTO's depends on the batch's other records.
-        try require(method != .mezo, "method", "mesp or mebp with dp_clip")
-        try require(objective != .kto, "objective", "other than kto with dp_clip")
-        try require(
-            gradAccumulationSteps == 1, "grad_accumulation_steps", "1 with dp_clip, which takes batch_size alone")
-        try require(order != .blocks, "order", "sequences with dp_clip")
-        // The noised gradient needs no other limit; and whether a step was skipped would tell of its examples.
-        try require(maxGradNorm == nil, "max_grad_norm", "left out with dp_clip")
-        try require(!skipBadSteps, "skip_bad_steps", "left out with dp_clip")
-    }
 }
-
-extension Manifest {
-    /// The numbers of inputs that a run's sequences have, ascending: `seqLen` and, unless all data is packed, what the bundle has
-    /// that is shorter.
-    func lengths(_ settings: RunSettings) -> [Int] {
-        let isPacked = settings.data == nil && (data ?? [:]).values.allSatisfy { $0.examples == nil && $0.mask == nil }
-        return isPacked ? [settings.seqLen] : seqLens.filter { $0 <= settings.seqLen }.sorted()
-    }
-
-    /// Throws where the block function has no trace for the settings' length or rank, or the blocks lack a projection to train.
-    package func check(_ settings: RunSettings) throws {
-        let (length, rank) = (settings.seqLen, settings.rank)
-        try settings.checkProjections(of: architecture)
-        if settings.method == .mebp, architecture.hasExperts {
-            throw MeSPError(
-                "\(name) mixes experts, and MeBP differentiates a function, which such blocks have not; take another method."
-            )
-        }
-        guard seqLens.contains(length) else {
-            throw MeSPError(
-                "\(name) has no trace for sequences of \(length) tokens, only for \(list(seqLens)); choose one of these or export it with --seq-len \(String(length))."
-            )
-        }
-        guard ranks.contains(rank) else {
-            throw MeSPError(
-                "\(name) has no trace for rank \(rank), only for \(list(ranks)); choose one of these or export it with --rank \(rank)."
-            )
-        }
-    }
-}
-
-private func list(_ numbers: [Int]) -> String { numbers.map(String.init).joined(separator: ", ") }
 
 /// The method that computes gradients.
 public enum GradientMethod: String, Codable, Sendable, CaseIterable {
@@ -377,9 +242,4 @@ public enum GradientMethod: String, Codable, Sendable, CaseIterable {
 
     /// Whether a sequence may have several records: a block function, which MeBP differentiates, has no place for them.
     var takesPacked: Bool { self != .mebp }
-}
-
-/// Throws a sentence about a setting that is out of range.
-func require(_ condition: Bool, _ name: String, _ wanted: Sentence) throws {
-    guard condition else { throw MeSPError("\(name) must be \(wanted).") }
 }

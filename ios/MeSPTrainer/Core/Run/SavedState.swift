@@ -75,9 +75,7 @@ package struct SavedState: Codable {
                 }
                 try writeSafetensors(tensors, metadata: ["state": json], seal: true, isInBackup: false, to: url)
             }
-        } catch let failure as MLXFailure {
-            throw failure
-        } catch {
+        } catch let error where !(error is MLXFailure) {
             throw MeSPError("Cannot save \(url.path): \(error.plainSentence).")
         }
     }

@@ -32,11 +32,7 @@ struct SecretKey {
             return
         }
         self.init()
-        do {
-            try writeWhole(url, mode: 0o600) { [bytes] in try $0.write(contentsOf: bytes) }
-        } catch {
-            throw MeSPError("Cannot write \(url.path): \(error.plainSentence).")
-        }
+        try writing(url) { [bytes] in try writeWhole(url, mode: 0o600) { try $0.write(contentsOf: bytes) } }
     }
 
     static func remove(from folder: URL) throws {

@@ -71,14 +71,11 @@ struct Splits {
                 "\(bundle.url.path) has no test data for sequences of \(settings.seqLen) tokens; add it with mesp data."
             )
         }
-        general = try (settings.dryRun ? nil : settings.general).map { folder in
-            let stream = try bundle.tokens(in: URL(fileURLWithPath: folder))
-            return stream.pieces(of: lengths[0]).sequences(lengths: lengths)
+        func other(_ folder: String?) throws -> TokenStream? {
+            try (settings.dryRun ? nil : folder).map { try bundle.tokens(in: URL(fileURLWithPath: $0)) }
         }
-        replay = try (settings.dryRun ? nil : settings.replay).map { folder in
-            let stream = try bundle.tokens(in: URL(fileURLWithPath: folder))
-            return stream.sequences(lengths: lengths)
-        }
+        general = try other(settings.general)?.pieces(of: lengths[0]).sequences(lengths: lengths)
+        replay = try other(settings.replay)?.sequences(lengths: lengths)
         guard replay?.count != 0 else {
             throw MeSPError("The text to replay has no sequence of \(settings.seqLen) tokens; give it more text.")
         }

@@ -2,6 +2,7 @@ import Foundation
 import Testing
 
 @testable import MeSPAppModel
+@testable import MeSPControl
 @testable import MeSPCore
 
 /// A system that gives time in the background when the test does.

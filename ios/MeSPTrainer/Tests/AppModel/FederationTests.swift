@@ -3,6 +3,7 @@ import Testing
 
 @testable import MeSPAppModel
 @testable import MeSPBundle
+@testable import MeSPControl
 @testable import MeSPCore
 @testable import MeSPFederation
 

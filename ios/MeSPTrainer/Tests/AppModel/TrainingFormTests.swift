@@ -2,6 +2,7 @@ import Foundation
 import Testing
 
 @testable import MeSPAppModel
+@testable import MeSPControl
 @testable import MeSPCore
 
 @Suite(.serialized) @MainActor final class TrainingFormTests {

@@ -1,5 +1,6 @@
 import Testing
 
+@testable import MeSPControl
 @testable import MeSPCore
 
 struct ConditionsTests {

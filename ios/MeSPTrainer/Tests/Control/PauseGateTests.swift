@@ -1,6 +1,7 @@
 import Foundation
 import Testing
 
+@testable import MeSPControl
 @testable import MeSPCore
 
 @Suite(.timeLimit(.minutes(1))) struct PauseGateTests {

@@ -3,6 +3,7 @@ import MLX
 import Testing
 
 @testable import MeSPBundle
+@testable import MeSPControl
 @testable import MeSPCore
 
 @Suite(.serialized) @MainActor final class RunControllerTests {

@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPAppModel
 import Testing
 
 @testable import MeSPBundle

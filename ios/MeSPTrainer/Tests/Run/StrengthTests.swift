@@ -3,6 +3,7 @@ import MLX
 import Testing
 
 @testable import MeSPBundle
+@testable import MeSPControl
 @testable import MeSPCore
 
 /// The choice of the adapters' strength at the end of a run.

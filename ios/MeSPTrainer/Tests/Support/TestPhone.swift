@@ -1,5 +1,6 @@
 import Foundation
 
+@testable import MeSPControl
 @testable import MeSPCore
 
 /// A phone whose state the tests set.

@@ -1,6 +1,7 @@
 import Foundation
 // Not @testable: the example is what an app of your own can write.
 import MeSPBundle
+import MeSPControl
 import MeSPCore
 import Testing
 

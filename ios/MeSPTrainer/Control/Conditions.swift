@@ -1,3 +1,5 @@
+import MeSPCore
+
 /// A time in the background that the system has given.
 public enum BackgroundGrant: String, Sendable, CaseIterable {
     /// To continue what the person started (`BGContinuedProcessingTask`), with the GPU.

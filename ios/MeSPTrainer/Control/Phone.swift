@@ -1,37 +1,7 @@
-import Foundation
+import MeSPCore
 
 /// The place of an app: in front, about to leave or partly covered, or out of sight.
 public enum AppScene: String, Sendable, CaseIterable { case active, inactive, background }
-
-/// The thermal state of the device, as in `ProcessInfo.ThermalState`.
-public enum ThermalState: String, Sendable, CaseIterable {
-    case nominal, fair, serious, critical
-
-    /// The device's present state; on Linux always `nominal`.
-    public static var current: ThermalState {
-        #if canImport(Darwin)
-            switch ProcessInfo.processInfo.thermalState {
-            case .fair: .fair
-            case .serious: .serious
-            case .critical: .critical
-            default: .nominal
-            }
-        #else
-            .nominal
-        #endif
-    }
-}
-
-public struct Battery: Codable, Sendable, Equatable {
-    /// 0 to 1
-    public var level: Float
-    /// On the charger, also where it is full.
-    public var isCharging: Bool
-
-    public init(level: Float, isCharging: Bool) {
-        (self.level, self.isCharging) = (level, isCharging)
-    }
-}
 
 /// The device as `RunController` needs it. `SystemPhone` asks the system; tests have one of their own.
 @MainActor public protocol Phone: AnyObject {

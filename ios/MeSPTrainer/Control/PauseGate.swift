@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPCore
 
 /// The gate at which a thread that works block by block waits.
 package final class PauseGate: @unchecked Sendable {

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPCore
 import MeSPFiles
 
 /// A run's entry in a list. Only the beginning and the end of the log are read, however long it is.

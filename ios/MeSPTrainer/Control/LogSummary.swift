@@ -1,4 +1,6 @@
 import Foundation
+import MeSPCore
+import MeSPFiles
 
 /// A run's log so far, by the kind of record.
 public struct LogSummary: Sendable {
@@ -91,5 +93,40 @@ public struct LogSummary: Sendable {
             return Point(
                 id: part[part.endIndex - 1].step, value: part.reduce(0) { $0 + value($1) } / Double(part.count))
         }
+    }
+}
+
+extension LogRecord {
+    /// The records in a run's folder, with their times. A last line that was cut off, as by a kill, is left out.
+    static func all(in folder: URL) throws -> [(record: LogRecord, time: Date)] {
+        let url = LogWriter.url(in: folder)
+        guard let data = regularFile(url) else {
+            throw MeSPError("\(folder.path) holds no run: there is no metrics.jsonl in it.")
+        }
+        return try data.split(separator: UInt8(ascii: "\n")).enumerated().compactMap { index, line in
+            do {
+                let (record, time) = try read(line)
+                return record.map { ($0, time) }
+            } catch {
+                guard line.endIndex == data.endIndex else {
+                    throw MeSPError("Line \(index + 1) of \(url.path) is not a log record.")
+                }
+                return nil
+            }
+        }
+    }
+}
+
+extension LogRecord.Strength {
+    /// One sentence on what was kept.
+    public var sentence: Sentence {
+        guard strength > 0 else {
+            return
+                "The model is as it was before: nothing that was learned improves held-out text and leaves the rest as it was."
+        }
+        let loss = (String(format: "%.2f", lossBefore), String(format: "%.2f", lossAfter))
+        let other = String(format: "%+.1f", 100 * expm1(generalAfter - generalBefore))
+        return
+            "The model has learned: held-out loss \(loss.0) before, \(loss.1) after; perplexity on other text \(other) percent."
     }
 }

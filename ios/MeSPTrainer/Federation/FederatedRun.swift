@@ -1,7 +1,8 @@
 import Foundation
 import MLX
 import MeSPBundle
-import MeSPFederation
+import MeSPControl
+import MeSPCore
 import MeSPFiles
 
 /// A device's part of a round of a federation: a run from the adapters in a message of the server's app, on data that stays here.

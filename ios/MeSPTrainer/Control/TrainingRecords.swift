@@ -1,3 +1,5 @@
+import MeSPCore
+
 /// The records of a run as it writes them: what `RunController.train(_:)` gives.
 ///
 /// Cancelling the task that waits for a record, or dropping the iterator, stops the run as `stop()` does. A cancelled loop continues

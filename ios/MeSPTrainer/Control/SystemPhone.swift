@@ -1,4 +1,5 @@
 #if os(iOS)
+    import MeSPCore
     import UIKit
 
     /// The device that the app runs on.
@@ -58,6 +59,7 @@
     }
 #elseif os(macOS)
     import Foundation
+    import MeSPCore
 
     /// The Mac that the app runs on, which trains whether the app is in front or not.
     @MainActor public final class SystemPhone: Phone {

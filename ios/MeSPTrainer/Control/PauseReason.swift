@@ -1,3 +1,5 @@
+import MeSPCore
+
 /// Why a run waits. Where several reasons hold, the first in this order is told.
 public enum PauseReason: String, Sendable, CaseIterable {
     /// The person asked for it.

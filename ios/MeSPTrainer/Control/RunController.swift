@@ -1,4 +1,6 @@
 import Foundation
+import MeSPCore
+import MeSPFiles
 import Observation
 
 /// One training run with an explicit state, for views to show and buttons to drive.

@@ -1,0 +1,31 @@
+import Foundation
+
+/// The thermal state of the device, as in `ProcessInfo.ThermalState`.
+public enum ThermalState: String, Sendable, CaseIterable {
+    case nominal, fair, serious, critical
+
+    /// The device's present state; on Linux always `nominal`.
+    public static var current: ThermalState {
+        #if canImport(Darwin)
+            switch ProcessInfo.processInfo.thermalState {
+            case .fair: .fair
+            case .serious: .serious
+            case .critical: .critical
+            default: .nominal
+            }
+        #else
+            .nominal
+        #endif
+    }
+}
+
+public struct Battery: Codable, Sendable, Equatable {
+    /// 0 to 1
+    public var level: Float
+    /// On the charger, also where it is full.
+    public var isCharging: Bool
+
+    public init(level: Float, isCharging: Bool) {
+        (self.level, self.isCharging) = (level, isCharging)
+    }
+}
