@@ -30,9 +30,4 @@ extension Machine {
         part(dq, dk, dv, behind)
         return ([dq], [dk], [dv])
     }
-
-    /// Whether the tokens of several texts, one each, go through attention together.
-    ///
-    /// A step of so few tokens is mostly the time of its operations, of which this needs fewer.
-    func attendsTogether(_ attention: Attention) -> Bool { hasOperation(attention) }
 }
