@@ -163,11 +163,11 @@ extension RunSettings {
     }
 }
 
-extension Trainer {
+extension BlockwiseModel {
     /// Takes the parameters of adapters, as mlx-lm or PEFT wrote them, instead of the initial ones.
     func startFrom(_ folder: URL) throws {
         try clock.repeating {
-            try take(settings.loadAdapters(from: folder, architecture: model.bundle.architecture), of: folder)
+            try take(settings.loadAdapters(from: folder, architecture: bundle.architecture), of: folder)
         }
     }
 
@@ -177,13 +177,13 @@ extension Trainer {
                 "The adapters in \(folder.path) have rank \(adapters.rank), the run has \(settings.rank); choose theirs."
             )
         }
-        guard abs(adapters.scale - model.scale) <= 1e-6 * abs(adapters.scale) else {
+        guard abs(adapters.scale - scale) <= 1e-6 * abs(adapters.scale) else {
             throw MeSPError(
-                "The adapters in \(folder.path) are scaled by \(adapters.scale), the run's by \(model.scale); set alpha to \(settings.alpha * adapters.scale / model.scale)."
+                "The adapters in \(folder.path) are scaled by \(adapters.scale), the run's by \(scale); set alpha to \(settings.alpha * adapters.scale / scale)."
             )
         }
         for (block, vector) in adapters.lora.enumerated() {
-            let (layout, its) = (model.layouts[block], adapters.layouts[block])
+            let (layout, its) = (layouts[block], adapters.layouts[block])
             for module in its.modules where !layout.modules.contains(module) {
                 guard try its.matrices(module, in: vector).b.abs().max().number(Float.self) == 0 else {
                     throw MeSPError(
@@ -192,29 +192,27 @@ extension Trainer {
                 }
             }
             guard layout.count > 0 else { continue }
-            try model.lora.write(layout.part(of: vector, in: its).asType(settings.loraDtype.dtype), block)
+            try lora.write(layout.part(of: vector, in: its).asType(settings.loraDtype.dtype), block)
         }
     }
 
     /// Writes the trained adapters, at the model's strength, for mlx-lm and PEFT.
     func saveAdapters(to folder: URL) throws {
-        let architecture = model.bundle.architecture
-        let modules = architecture.trainable.filter { module in
-            trained.contains { model.layouts[$0].modules.contains(module) }
+        let modules = bundle.architecture.trainable.filter { module in
+            layouts.contains { $0.modules.contains(module) }
         }
-        try clock.repeating(changed: true) {
+        try MLXErrors.repeating(again: clock.pause) {
             try saveAdapterFolder(
-                architecture, rank: settings.rank, blocks: trained[0]..<model.blocks.upperBound, modules: modules,
-                scale: settings.scale, model: model.bundle.manifest.model.id, strength: model.strength, to: folder,
-                lora: model.lora.read)
+                bundle.architecture, rank: settings.rank, blocks: trained[0]..<blocks.upperBound, modules: modules,
+                scale: settings.scale, model: bundle.manifest.model.id, strength: strength, to: folder, lora: lora.read)
         }
         try copyTerms(to: [folder, folder.appendingPathComponent("peft")])
     }
 
     /// Copies the model's licence, notices and rules of use from the bundle into folders that lack them.
     private func copyTerms(to folders: [URL]) throws {
-        for name in model.bundle.manifest.terms {
-            guard let text = regularFile(model.bundle.url.appendingPathComponent(name)) else { continue }
+        for name in bundle.manifest.terms {
+            guard let text = regularFile(bundle.url.appendingPathComponent(name)) else { continue }
             for place in folders.map({ $0.appendingPathComponent(name) })
             where !FileManager.default.fileExists(atPath: place.path) {
                 do {

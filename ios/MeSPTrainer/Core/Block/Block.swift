@@ -68,6 +68,20 @@ extension Mixer {
     }
 }
 
+/// One call of a block for one sequence: all that its forward and its backward pass take besides x.
+package struct BlockCall {
+    package let index: Int
+    /// Mapped.
+    let weights: BlockWeights
+    /// The LoRA parameters `[P]`.
+    var lora: MLXArray
+    package var beside: Beside
+
+    package init(index: Int, weights: BlockWeights, lora: MLXArray, beside: Beside) {
+        (self.index, self.weights, self.lora, self.beside) = (index, weights, lora, beside)
+    }
+}
+
 /// The inputs of a block besides the output of the block before: all of them, so that none is left out where a block runs again.
 package struct Beside {
     /// See `Example.records`; nil for one.
