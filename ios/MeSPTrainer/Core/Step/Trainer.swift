@@ -165,13 +165,11 @@ package final class Trainer {
     ///   - settings: `Manifest.check` must have found their length and rank in the bundle.
     ///   - folder: where the files of offloaded arrays are made, if the plan asks for any.
     package init(bundle: ModelBundle, settings: RunSettings, plan: Plan, folder: URL) throws {
-        let arrays = TrainingArrays(bundle, settings, plan, in: folder)
-        self.plan = plan
-        inputsFile = try arrays.inputsFile()
-        let start = try arrays.start()
-        model = try BlockwiseModel(bundle, settings, plan: plan, lora: arrays.initial(), clock: clock)
-        updates = try Updates(of: model, arrays, start: start)
-        reference = ReferenceModel(start: start)
+        let arrays = try TrainingArrays(bundle, settings, plan, in: folder)
+        (self.plan, inputsFile) = (plan, arrays.inputsFile)
+        model = try BlockwiseModel(bundle, settings, plan: plan, lora: arrays.lora, clock: clock)
+        updates = Updates(of: model, arrays)
+        reference = ReferenceModel(start: arrays.start)
     }
 
     /// Bytes written to offloaded arrays since the start.

@@ -4,24 +4,18 @@ import MeSPBundle
 /// Gets the gradient of a block's trained parameters `[trainedCount]` from a backward pass, from the last block to the first.
 package typealias GradientSink = (_ block: Int, _ gradient: MLXArray) throws -> Void
 
-/// The updates of the trained parameters from their gradients, with all that they need from step to step.
+/// The updates of the trained parameters from their gradients, with all that they need from step to step; see `TrainingArrays`.
 package final class Updates {
     private let model: BlockwiseModel
     private var settings: RunSettings { model.settings }
     var optimizer: Optimizer
-    /// Sums of gradients, where an update needs more than one backward pass gives at a time.
     private var sums: BlockArrays?
-    /// With DP-SGD the sums of clipped gradients; `sums` are then those of one example.
     var clippedSums: BlockArrays?
-    /// The parameters that an update is held near, those that the run began with; nil elsewhere.
     private let start: BlockArrays?
 
-    init(of model: BlockwiseModel, _ arrays: TrainingArrays, start: BlockArrays?) throws {
-        (self.model, self.start) = (model, start)
-        let settings = model.settings
-        optimizer = try Optimizer(settings, zeros: arrays.zeros)
-        sums = arrays.plan.gathersGradients(of: settings) ? try arrays.zeros() : nil
-        clippedSums = settings.dpClip == nil ? nil : try arrays.zeros()
+    init(of model: BlockwiseModel, _ arrays: TrainingArrays) {
+        (self.model, optimizer, start) = (model, arrays.optimizer, arrays.start)
+        (sums, clippedSums) = (arrays.sums, arrays.clippedSums)
     }
 
     /// The result of a step. With `skipBadSteps`, where it throws `NotFinite`, parameters and state are as before.
