@@ -2,31 +2,26 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// What an adapter_config.json may hold: exporter/mesp/adapters/fields.json, whose text says what its parts are. `tests/adapters/test_config.py`
-/// holds the copy here equal to it.
+/// What an adapter_config.json may hold: exporter/mesp/adapters/fields.json, whose text says what its parts are and why keys are ignored.
+/// `tests/adapters/test_config.py` holds the copy here, without that text, equal to it.
 struct AdapterFields: Decodable {
     let used: Set<String>
-    let ignored: [String: String]
+    let ignored: Set<String>
     let required: [String: Set<JSONValue>]
 
     /// Of PEFT's configuration, of mlx-lm's, and of the `lora_parameters` in that.
     static func all() throws -> (peft: AdapterFields, mlx: AdapterFields, loraParameters: AdapterFields) {
         struct Tables: Decodable {
             let peft, mlx, loraParameters: AdapterFields
-
-            enum CodingKeys: String, CodingKey {
-                case peft, mlx
-                case loraParameters = "lora_parameters"
-            }
         }
-        let tables = try JSONDecoder().decode(Tables.self, from: Data(json.utf8))
+        let tables = try JSONDecoder.snakeCase.decode(Tables.self, from: Data(json.utf8))
         return (tables.peft, tables.mlx, tables.loraParameters)
     }
 
     /// Throws `MeSPError` that names a key whose value means what the trainer does not do.
     func check(_ config: [String: JSONValue]) throws {
         let found = config.sorted { $0.key < $1.key }.first { key, value in
-            !used.contains(key) && ignored[key] == nil && !(required[key] ?? [.null]).contains(value)
+            !used.contains(key) && !ignored.contains(key) && !(required[key] ?? [.null]).contains(value)
         }
         guard let (key, value) = found else { return }
         if case .text(let text) = value { throw AdapterFormat.unsupported("\(key) \"\(text)\"") }
@@ -35,92 +30,40 @@ struct AdapterFields: Decodable {
 
     private static let json = #"""
         {
-          "about": "What an adapter_config.json may hold, of PEFT's LoraConfig, of mlx-lm and of mlx-lm's lora_parameters: `used`, what the readers read; `ignored`, what changes no number of a trained adapter, and why; `required`, the values that a key may have, as another means what the readers do not do. A key that is not here must be null.",
           "peft": {
             "used": [
-              "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",
-              "target_modules", "exclude_modules", "layers_to_transform", "target_parameters"
+              "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
+              "exclude_modules", "layers_to_transform", "target_parameters"
             ],
-            "ignored": {
-              "auto_mapping": "names the class of the base model",
-              "base_model_name_or_path": "names the base model; the bundle is the base model here",
-              "corda_config": "is read where init_lora_weights is corda",
-              "ensure_weight_tying": "is of embeddings and heads, whose tensors are refused",
-              "eva_config": "is of the initial A",
-              "fan_in_fan_out": "is of layers that no supported model has; PEFT sets it to false for linear ones",
-              "inference_mode": "is of training",
-              "loftq_config": "is read where init_lora_weights is loftq",
-              "lora_dropout": "is of training",
-              "lora_ga_config": "is read where init_lora_weights is lora_ga",
-              "megatron_core": "is read where megatron_config is given",
-              "peft_version": "names the writer",
-              "qalora_group_size": "is read where use_qalora is true",
-              "revision": "is of the base model",
-              "runtime_config": "is not read from files by PEFT"
-            },
+            "ignored": [
+              "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+              "fan_in_fan_out", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config",
+              "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config"
+            ],
             "required": {
-              "alora_invocation_tokens": [null],
-              "arrow_config": [null],
-              "bias": [null, "none"],
+              "alora_invocation_tokens": [null], "arrow_config": [null], "bias": [null, "none"],
               "init_lora_weights": [null, true, false, "gaussian", "eva", "orthogonal", "mica"],
-              "kasa_config": [null],
-              "layer_replication": [null, []],
-              "layers_pattern": [null, [], "", "layers", ["layers"]],
-              "lora_bias": [null, false],
-              "megatron_config": [null],
-              "modules_to_save": [null, []],
-              "monteclora_config": [null],
-              "peft_type": ["LORA"],
-              "task_type": [null, "CAUSAL_LM"],
-              "trainable_token_indices": [null],
-              "use_bdlora": [null],
-              "use_dora": [null, false],
-              "use_qalora": [null, false],
-              "velora_config": [null]
+              "kasa_config": [null], "layer_replication": [null, []],
+              "layers_pattern": [null, [], "", "layers", ["layers"]], "lora_bias": [null, false],
+              "megatron_config": [null], "modules_to_save": [null, []], "monteclora_config": [null],
+              "peft_type": ["LORA"], "task_type": [null, "CAUSAL_LM"], "trainable_token_indices": [null],
+              "use_bdlora": [null], "use_dora": [null, false], "use_qalora": [null, false], "velora_config": [null]
             }
           },
           "mlx": {
             "used": ["lora_parameters", "num_layers"],
-            "ignored": {
-              "adapter_path": "is of training",
-              "batch_size": "is of training",
-              "clear_cache_threshold": "is of training",
-              "config": "is of training",
-              "data": "is of training",
-              "grad_accumulation_steps": "is of training",
-              "grad_checkpoint": "is of training",
-              "hf_dataset": "is of training",
-              "iters": "is of training",
-              "learning_rate": "is of training",
-              "lr_schedule": "is of training",
-              "mask_prompt": "is of training",
-              "max_seq_length": "is of training",
-              "model": "names the base model; the bundle is the base model here",
-              "optimizer": "is of training",
-              "optimizer_config": "is of training",
-              "project_name": "is of training",
-              "report_to": "is of training",
-              "resume_adapter_file": "is of training",
-              "save_every": "is of training",
-              "seed": "is of training",
-              "steps_per_eval": "is of training",
-              "steps_per_report": "is of training",
-              "test": "is of training",
-              "test_batches": "is of training",
-              "train": "is of training",
-              "trust_remote_code": "is of the base model",
-              "val_batches": "is of training",
-              "wandb": "is of training"
-            },
-            "required": {
-              "fine_tune_type": [null, "lora"]
-            }
+            "ignored": [
+              "adapter_path", "batch_size", "clear_cache_threshold", "config", "data", "grad_accumulation_steps",
+              "grad_checkpoint", "hf_dataset", "iters", "learning_rate", "lr_schedule", "mask_prompt",
+              "max_seq_length", "model", "optimizer", "optimizer_config", "project_name", "report_to",
+              "resume_adapter_file", "save_every", "seed", "steps_per_eval", "steps_per_report", "test",
+              "test_batches", "train", "trust_remote_code", "val_batches", "wandb"
+            ],
+            "required": {"fine_tune_type": [null, "lora"]}
           },
           "lora_parameters": {
             "used": ["rank", "scale", "keys"],
-            "ignored": {
-              "dropout": "is of training"
-            },
+            "ignored": ["dropout"],
             "required": {}
           }
         }

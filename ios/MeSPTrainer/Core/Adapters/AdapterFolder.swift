@@ -56,12 +56,8 @@ func saveAdapterFolder(
             (folder.appendingPathComponent(AdapterFormat.configFile), { try $0.write(contentsOf: json) }),
         ]
     }
-    do {
+    try explaining({ "Cannot save the adapters in \(folder.path): \($0)." }) {
         try writeWhole(files(.mlx, in: folder) + files(.peft, in: folder.appendingPathComponent("peft")))
-    } catch let failure as MLXFailure {
-        throw failure
-    } catch {
-        throw MeSPError("Cannot save the adapters in \(folder.path): \(error.plainSentence).")
     }
 }
 
@@ -75,7 +71,7 @@ func loadAdapters(
     from folder: URL, architecture: Architecture, withExperts: Bool = false, onlyB: Bool = false,
     absent: (LoRALayout, _ block: Int) -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
 ) throws -> Adapters {
-    do {
+    try explaining({ "Cannot load the adapters in \(folder.path): \($0)." }) {
         let config = try AdapterConfig(folder, of: architecture)
         let (format, rank) = (config.format, config.rank)
         guard rank <= architecture.hiddenSize else {
@@ -144,10 +140,6 @@ func loadAdapters(
             throw MeSPError("it holds \(name), which is not a LoRA matrix of one of this model's layers")
         }
         return Adapters(rank: rank, scale: config.scale, lora: lora, layouts: layouts)
-    } catch let failure as MLXFailure {
-        throw failure
-    } catch {
-        throw MeSPError("Cannot load the adapters in \(folder.path): \(error.plainSentence).")
     }
 }
 
@@ -215,10 +207,8 @@ extension BlockwiseModel {
             guard let text = regularFile(bundle.url.appendingPathComponent(name)) else { continue }
             for place in folders.map({ $0.appendingPathComponent(name) })
             where !FileManager.default.fileExists(atPath: place.path) {
-                do {
+                try explaining({ "Cannot save \(place.path): \($0)." }) {
                     try writeWhole(place) { try $0.write(contentsOf: text) }
-                } catch {
-                    throw MeSPError("Cannot save \(place.path): \(error.plainSentence).")
                 }
             }
         }

@@ -16,24 +16,23 @@ struct MeZO {
         let (model, updates) = (trainer.model, trainer.updates)
         let (keys, epsilon) = (try updates.keys(number), model.settings.mezoEpsilon)
         func z(_ block: Int) -> MLXArray { MLXRandom.normal([model.layouts[block].trainedCount], key: keys[block]) }
-        var record = StepRecord()
+        var result = StepResult()
         func loss(movedBy distance: Float) throws -> Float {
-            record = StepRecord()
+            result = StepResult()
             for loss in losses {
-                try loss.score(trainer, &record) { block, lora in
+                try loss.score(trainer, &result) { block, lora in
                     let layout = model.layouts[block]
                     return layout.replacing(in: lora, trained: layout.trained(in: lora) + distance * z(block))
                 }
             }
-            return Float(record.loss)
+            return result.loss
         }
-        return try updates.takingBack {
-            let (plus, minus) = (try loss(movedBy: epsilon), try loss(movedBy: -epsilon))
-            let g = (plus - minus) / (2 * epsilon)
-            guard g.isFinite else { throw try model.notFinite(losses.flatMap(\.examples)) }
-            model.isWarm = true
-            record.loss = Double((plus + minus) / 2)
-            return record.result(gradientNorm: try updates.updateAll(number, keys) { g * z($0) })
-        }
+        let (plus, minus) = (try loss(movedBy: epsilon), try loss(movedBy: -epsilon))
+        let g = (plus - minus) / (2 * epsilon)
+        guard g.isFinite else { throw try model.notFinite(losses.flatMap(\.examples)) }
+        model.isWarm = true
+        result.sum = Double((plus + minus) / 2)
+        result.gradientNorm = try updates.updateAll(number, keys) { g * z($0) }
+        return result
     }
 }

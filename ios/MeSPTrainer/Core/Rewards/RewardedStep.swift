@@ -34,9 +34,9 @@ struct RewardedStep {
         // An answer without a weight has no gradient. Where no answer has one, the update is the optimizer's for a gradient of 0.
         let weighted = parts.filter { $0.weight != 0 }
         let supervised = SequenceLoss(parts: weighted.isEmpty ? Array(parts.prefix(1)) : weighted)
-        var result = try trainer.step([supervised], number: number)
+        var result = try takeStep(trainer, [supervised], number: number)
         let all = rewards.joined()
-        (result.loss, result.reward) = (loss, all.reduce(0, +) / Float(all.count))
+        (result.sum, result.reward) = (Double(loss), all.reduce(0, +) / Float(all.count))
         result.sampledTokens = parts.reduce(0) { $0 + $1.example.counted.count }
         result.samplingSeconds = seconds
         return result

@@ -68,17 +68,13 @@ package struct SavedState: Codable {
     package func save(_ trainer: Trainer, in folder: URL) throws {
         let json = String(decoding: try JSONEncoder.snakeCase.encode(self), as: UTF8.self)
         let url = Self.url(in: folder)
-        do {
+        try explaining({ "Cannot save \(url.path): \($0)." }) {
             try MLXErrors.repeating(again: trainer.clock.pause) {
                 let tensors = try Self.vectors(of: trainer).map { name, vector in
                     NewTensor(name: name, shape: vector.shape, dtype: vector.dtype) { vector }
                 }
                 try writeSafetensors(tensors, metadata: ["state": json], seal: true, isInBackup: false, to: url)
             }
-        } catch let failure as MLXFailure {
-            throw failure
-        } catch {
-            throw MeSPError("Cannot save \(url.path): \(error.plainSentence).")
         }
     }
 

@@ -32,19 +32,15 @@ struct SecretKey {
             return
         }
         self.init()
-        do {
+        try explaining({ "Cannot write \(url.path): \($0)." }) {
             try writeWhole(url, mode: 0o600) { [bytes] in try $0.write(contentsOf: bytes) }
-        } catch {
-            throw MeSPError("Cannot write \(url.path): \(error.plainSentence).")
         }
     }
 
     static func remove(from folder: URL) throws {
         let url = url(in: folder)
-        do {
+        try explaining({ "Cannot remove \(url.path): \($0)." }) {
             if FileManager.default.fileExists(atPath: url.path) { try FileManager.default.removeItem(at: url) }
-        } catch {
-            throw MeSPError("Cannot remove \(url.path): \(error.plainSentence).")
         }
     }
 

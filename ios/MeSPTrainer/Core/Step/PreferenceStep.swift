@@ -22,72 +22,59 @@ struct PreferenceBatch: StepLoss {
     var examples: [Example] { batch.map(\.example) }
 
     func score(
-        _ trainer: Trainer, _ record: inout StepRecord,
+        _ trainer: Trainer, _ result: inout StepResult,
         parameters: (_ block: Int, _ lora: MLXArray) throws -> MLXArray
     ) throws {
-        let (model, share) = (trainer.model, Double(Float(share)))
-        func answer(_ judged: JudgedAnswer) throws -> Answer {
-            try self.answer(judged, loss: model.loss(judged.example, parameters: parameters), trainer)
+        func loss(_ judged: JudgedAnswer) throws -> Float {
+            try trainer.model.loss(judged.example, parameters: parameters)
         }
+        let part = Double(Float(share)) / Double(count)
         if objective.takesPairs {
-            let part = share * 2 / Double(batch.count)
             for (chosen, rejected) in pairs {
-                let (w, l) = (try answer(chosen), try answer(rejected))
-                let pair = PreferenceLoss(
-                    objective, chosen: w, rejected: l, supervisedTargets: supervisedTargets, model.settings)
-                record.add(pair, of: [w, l], part: part)
-                if objective == .orpo, let context = chosen.context {
-                    record.loss += part * pair.context * Double(try model.loss(context, parameters: parameters))
+                let pair = try pair(chosen, loss(chosen), rejected, loss(rejected), part, trainer, &result)
+                if let context = pair.context > 0 ? chosen.context : nil {
+                    result.sum += part * pair.context * Double(try trainer.model.loss(context, parameters: parameters))
                 }
             }
         } else {
-            let kl = PreferenceLoss.kl(try mismatched.map(answer))
-            for judged in batch {
-                let answer = try answer(judged)
-                let loss = PreferenceLoss(answer, kl: kl, model.settings)
-                record.add(loss, of: [answer], kl: kl, part: share / Double(batch.count))
-            }
+            let kl = try kl(trainer, loss)
+            for judged in batch { _ = try single(judged, loss(judged), kl: kl, part, trainer, &result) }
         }
-        record.end(batch, objective)
     }
 
     /// The mean loss of pairs or answers, and what it says of them.
     func evaluated(_ trainer: Trainer) throws -> StepResult {
-        var record = StepRecord()
-        try score(trainer, &record) { $1 }
-        return record.result()
+        var result = StepResult()
+        try score(trainer, &result) { $1 }
+        return result
     }
 
-    func backpropagate(_ trainer: Trainer, into sink: GradientSink, _ record: inout StepRecord) throws {
+    func backpropagate(_ trainer: Trainer, into sink: GradientSink, _ result: inout StepResult) throws {
+        let part = share / Double(count)
         if objective.takesPairs {
             for (chosen, rejected) in pairs {
-                let part = share * 2 / Double(batch.count)
-                try backpropagate(chosen: chosen, rejected: rejected, part: part, trainer, into: sink, &record)
+                try backpropagate(chosen: chosen, rejected: rejected, part: part, trainer, into: sink, &result)
             }
         } else {
-            let (model, part) = (trainer.model, share / Double(batch.count))
-            let kl = PreferenceLoss.kl(try mismatched.map { try answer($0, loss: model.loss($0.example), trainer) })
+            let kl = try kl(trainer) { try trainer.model.loss($0.example) }
             for judged in batch {
-                _ = try trainer.reference.logProbability(judged, model)  // before there are block inputs
+                _ = try reference(judged, trainer)  // before there are block inputs
                 var sequences = try trainer.forward([judged.example])
                 sequences[0].state = try {
                     let (loss, dy) = try trainer.head(sequences[0].state, judged.example, weight: 1)
-                    let answer = try answer(judged, loss: loss, trainer)
-                    let answerLoss = PreferenceLoss(answer, kl: kl, model.settings)
-                    record.add(answerLoss, of: [answer], kl: kl, part: part)
-                    return try trainer.clock.confirmed { Float(part * answerLoss.weights[0]) * dy }
+                    let weight = try single(judged, loss, kl: kl, part, trainer, &result).weights[0]
+                    return try trainer.clock.confirmed { Float(part * weight) * dy }
                 }()
                 try trainer.backward(&sequences, into: sink)
             }
         }
-        record.end(batch, objective)
     }
 
     /// The weights of a pair depend on both answers: the rejected one runs forward before all else, and again for its gradient where the
     /// plan has no room for its block inputs.
     private func backpropagate(
         chosen: JudgedAnswer, rejected: JudgedAnswer, part: Double, _ trainer: Trainer, into sink: GradientSink,
-        _ record: inout StepRecord
+        _ result: inout StepResult
     ) throws {
         // With its gradient before it is weighted, where the plan has room for its block inputs.
         var waiting = [InFlight]()
@@ -98,27 +85,20 @@ struct PreferenceBatch: StepLoss {
         } else {
             rejectedLoss = try trainer.model.loss(rejected.example)
         }
-        let other = try answer(rejected, loss: rejectedLoss, trainer)
-        if objective.hasReference {  // before there are block inputs
-            _ = try trainer.reference.logProbability(chosen, trainer.model)
-        }
+        for judged in [rejected, chosen] { _ = try reference(judged, trainer) }  // before there are block inputs
 
         var sequences = try trainer.forward([chosen.example])
         var weight: Float = 0
         sequences[0].state = try {
             let y = sequences[0].state
             let (loss, dy) = try trainer.head(y, chosen.example, weight: 1)
-            let answer = try answer(chosen, loss: loss, trainer)
-            let pair = PreferenceLoss(
-                objective, chosen: answer, rejected: other, supervisedTargets: supervisedTargets,
-                trainer.model.settings)
-            record.add(pair, of: [answer, other], part: part)
+            let pair = try pair(chosen, loss, rejected, rejectedLoss, part, trainer, &result)
             weight = Float(part * pair.weights[1])
-            guard objective == .orpo, let context = chosen.context else {
+            guard let context = pair.context > 0 ? chosen.context : nil else {
                 return try trainer.clock.confirmed { Float(part * pair.weights[0]) * dy }
             }
             let (contextLoss, contextDy) = try trainer.head(y, context, weight: 1)
-            record.loss += part * pair.context * Double(contextLoss)
+            result.sum += part * pair.context * Double(contextLoss)
             return try trainer.clock.confirmed {
                 Float(part * pair.weights[0]) * dy + Float(part * pair.context) * contextDy
             }
@@ -130,25 +110,55 @@ struct PreferenceBatch: StepLoss {
             sequences[0].state = try trainer.head(sequences[0].state, rejected.example, weight: weight).dy
             try trainer.backward(&sequences, into: sink)
         } else {
-            waiting[0].state = try trainer.clock.confirmed { [dy = waiting[0].state] in weight * dy }
+            waiting[0].state = try trainer.clock.confirmed { weight * waiting[0].state }
             try trainer.backward(&waiting, into: sink)
         }
     }
+
+    // MARK: - Terms
+
+    /// The number of pairs or answers.
+    private var count: Int { objective.takesPairs ? batch.count / 2 : batch.count }
 
     private var pairs: [(chosen: JudgedAnswer, rejected: JudgedAnswer)] {
         stride(from: 0, to: batch.count, by: 2).map { (batch[$0], batch[$0 + 1]) }
     }
 
-    /// Each prompt of a batch with the answer of the record before it, the first with the last's.
-    private var mismatched: [JudgedAnswer] {
-        batch.indices.map { batch[$0].with(answerOf: batch[($0 + batch.count - 1) % batch.count]) }
+    /// The loss of a pair, from those of its answers' targets; added to a result.
+    private func pair(
+        _ chosen: JudgedAnswer, _ chosenLoss: Float, _ rejected: JudgedAnswer, _ rejectedLoss: Float, _ part: Double,
+        _ trainer: Trainer, _ result: inout StepResult
+    ) throws -> PreferenceLoss {
+        let (w, l) = (try answer(chosen, chosenLoss, trainer), try answer(rejected, rejectedLoss, trainer))
+        let pair = PreferenceLoss(
+            objective, chosen: w, rejected: l, supervisedTargets: supervisedTargets, trainer.model.settings)
+        result.add(pair, of: [w, l], part: part)
+        return pair
     }
 
-    private func answer(_ judged: JudgedAnswer, loss: Float, _ trainer: Trainer) throws -> Answer {
+    /// The loss of a single answer, likewise.
+    private func single(
+        _ judged: JudgedAnswer, _ loss: Float, kl: Double, _ part: Double, _ trainer: Trainer,
+        _ result: inout StepResult
+    ) throws -> PreferenceLoss {
+        let answer = try answer(judged, loss, trainer)
+        let single = PreferenceLoss(answer, kl: kl, trainer.model.settings)
+        result.add(single, of: [answer], kl: kl, part: part)
+        return single
+    }
+
+    /// KTO's k, of each prompt of the batch with the answer of the record before it, the first with the last's.
+    private func kl(_ trainer: Trainer, _ loss: (JudgedAnswer) throws -> Float) throws -> Double {
+        let mismatched = batch.indices.map { batch[$0].with(answerOf: batch[($0 + batch.count - 1) % batch.count]) }
+        return PreferenceLoss.kl(try mismatched.map { try answer($0, loss($0), trainer) })
+    }
+
+    private func answer(_ judged: JudgedAnswer, _ loss: Float, _ trainer: Trainer) throws -> Answer {
         guard loss.isFinite else { throw try trainer.model.notFinite([judged.example]) }
-        return Answer(
-            logProbability: -Double(loss),
-            reference: objective.hasReference ? try trainer.reference.logProbability(judged, trainer.model) : 0,
-            tokens: judged.example.counted.count, isGood: judged.isGood)
+        return Answer(judged: judged, logProbability: -Double(loss), reference: try reference(judged, trainer))
+    }
+
+    private func reference(_ judged: JudgedAnswer, _ trainer: Trainer) throws -> Double? {
+        objective.hasReference ? try trainer.reference.logProbability(judged, trainer.model) : nil
     }
 }

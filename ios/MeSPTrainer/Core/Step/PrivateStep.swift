@@ -17,25 +17,23 @@ struct PrivateStep {
         guard let clip = settings.dpClip, let noise = settings.dpNoise else {
             preconditionFailure("the settings are not of DP-SGD")
         }
-        return try updates.takingBack {
-            var (record, count, norms) = (StepRecord(), 0, Float(0))
-            updates.clippedSums?.beginSums()
-            for loss in losses {
-                try loss.backpropagate(trainer, into: updates.newSums(), &record)
-                let (factor, norm) = try updates.clipping(to: clip, updates.sum)
-                for block in trainer.model.trained {
-                    try trainer.clock.repeating { try updates.clippedSums?.add(factor * updates.sum(block), block) }
-                }
-                (count, norms) = (count + 1, norms + norm)
+        var (result, count, norms) = (StepResult(), 0, Float(0))
+        updates.clippedSums?.beginSums()
+        for loss in losses {
+            try loss.backpropagate(trainer, into: updates.newSums(), &result)
+            let (factor, norm) = try updates.clipping(to: clip, updates.sum)
+            for block in trainer.model.trained {
+                try trainer.clock.repeating { try updates.clippedSums?.add(factor * updates.sum(block), block) }
             }
-            _ = try updates.updateAll(number, updates.keys(number)) { block in
-                let key = MLXRandom.key(secret.noiseSeed(step: number, block: block))
-                var sum = noise * clip * MLXRandom.normal([trainer.model.layouts[block].trainedCount], key: key)
-                if count > 0, let clipped = try updates.clippedSums?.read(block) { sum = clipped + sum }
-                return sum / Float(settings.batchSize)
-            }
-            record.loss /= Double(max(count, 1))
-            return record.result(gradientNorm: count > 0 ? norms / Float(count) : nil)
+            (count, norms) = (count + 1, norms + norm)
         }
+        _ = try updates.updateAll(number, updates.keys(number)) { block in
+            let key = MLXRandom.key(secret.noiseSeed(step: number, block: block))
+            var sum = noise * clip * MLXRandom.normal([trainer.model.layouts[block].trainedCount], key: key)
+            if count > 0, let clipped = try updates.clippedSums?.read(block) { sum = clipped + sum }
+            return sum / Float(settings.batchSize)
+        }
+        if count > 0 { (result.sum, result.gradientNorm) = (result.sum / Double(count), norms / Float(count)) }
+        return result
     }
 }

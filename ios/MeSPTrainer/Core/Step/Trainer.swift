@@ -31,16 +31,14 @@ package final class Trainer {
     /// One update from the sum of some losses.
     ///
     /// - Parameter number: of the step, from 0.
-    /// - Throws: `NotFinite`. With `skipBadSteps` nothing has changed then; otherwise some blocks may have been updated.
+    /// - Throws: `NotFinite`. Some blocks may have been updated then; see `takeStep`.
     package func step(_ losses: [some StepLoss], number: Int) throws -> StepResult {
-        try updates.takingBack {
-            let keys = try updates.keys(number)
-            let sink = updates.areSummed ? updates.newSums() : updates.atOnce(number, keys)
-            var record = StepRecord()
-            for loss in losses { try loss.backpropagate(self, into: sink, &record) }
-            let norm = updates.areSummed ? try updates.updateAll(number, keys, gradient: updates.sum) : nil
-            return record.result(gradientNorm: norm)
-        }
+        let keys = try updates.keys(number)
+        let sink = updates.areSummed ? updates.newSums() : updates.atOnce(number, keys)
+        var result = StepResult()
+        for loss in losses { try loss.backpropagate(self, into: sink, &result) }
+        if updates.areSummed { result.gradientNorm = try updates.updateAll(number, keys, gradient: updates.sum) }
+        return result
     }
 
     /// One forward and backward pass of some sequences, which go through each block together.
@@ -120,7 +118,7 @@ package final class Trainer {
             }
         }
         sequences = []
-        model.isWarm = true
+        (model.isWarm, clock.hasChanged) = (true, false)
     }
 
     /// The gradient of a block's trained parameters, from its input of a sequence, whose state goes from dy to dx. Both are evaluated.

@@ -22,14 +22,9 @@ package final class Updates {
     func takingBack<R>(_ step: () throws -> R) throws -> R {
         let before = settings.skipBadSteps ? (model.lora, optimizer) : nil
         do {
-            let result = try step()
-            model.clock.hasChanged = false
-            return result
+            return try step()
         } catch let error as NotFinite {
-            if let before {
-                (model.lora, optimizer) = before
-                model.clock.hasChanged = false
-            }
+            if let before { (model.lora, optimizer, model.clock.hasChanged) = (before.0, before.1, false) }
             throw error
         }
     }
@@ -92,6 +87,7 @@ package final class Updates {
             try model.clock.boundary()
             try update(block, number, keys[block]) { factor * (try gradient(block)) }
         }
+        model.clock.hasChanged = false
         return norm
     }
 
