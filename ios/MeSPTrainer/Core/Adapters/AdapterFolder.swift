@@ -56,8 +56,10 @@ func saveAdapterFolder(
             (folder.appendingPathComponent(AdapterFormat.configFile), { try $0.write(contentsOf: json) }),
         ]
     }
-    try explaining({ "Cannot save the adapters in \(folder.path): \($0)." }) {
+    try explaining {
         try writeWhole(files(.mlx, in: folder) + files(.peft, in: folder.appendingPathComponent("peft")))
+    } as: {
+        "Cannot save the adapters in \(folder.path): \($0)."
     }
 }
 
@@ -71,7 +73,7 @@ func loadAdapters(
     from folder: URL, architecture: Architecture, withExperts: Bool = false, onlyB: Bool = false,
     absent: (LoRALayout, _ block: Int) -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
 ) throws -> Adapters {
-    try explaining({ "Cannot load the adapters in \(folder.path): \($0)." }) {
+    try explaining {
         let config = try AdapterConfig(folder, of: architecture)
         let (format, rank) = (config.format, config.rank)
         guard rank <= architecture.hiddenSize else {
@@ -140,6 +142,8 @@ func loadAdapters(
             throw MeSPError("it holds \(name), which is not a LoRA matrix of one of this model's layers")
         }
         return Adapters(rank: rank, scale: config.scale, lora: lora, layouts: layouts)
+    } as: {
+        "Cannot load the adapters in \(folder.path): \($0)."
     }
 }
 
@@ -207,8 +211,10 @@ extension BlockwiseModel {
             guard let text = regularFile(bundle.url.appendingPathComponent(name)) else { continue }
             for place in folders.map({ $0.appendingPathComponent(name) })
             where !FileManager.default.fileExists(atPath: place.path) {
-                try explaining({ "Cannot save \(place.path): \($0)." }) {
+                try explaining {
                     try writeWhole(place) { try $0.write(contentsOf: text) }
+                } as: {
+                    "Cannot save \(place.path): \($0)."
                 }
             }
         }

@@ -78,7 +78,14 @@ enum AdapterFormat {
     }
 
     /// The shape in this format of a matrix that has this shape in the trainer.
-    func turned(_ shape: [Int], _ matrix: String) -> [Int] { turned(MLXArray.zeros(shape), matrix).shape }
+    func turned(_ shape: [Int], _ matrix: String) -> [Int] {
+        guard shape.count == 3 else { return self == .mlx ? shape : shape.reversed() }
+        switch (self, matrix) {
+        case (.mlx, _): return [shape[0], shape[2], shape[1]]
+        case (.peft, "A"): return [shape[0] * shape[2], shape[1]]
+        case (.peft, _): return [shape[2], shape[1] * shape[0]]
+        }
+    }
 
     /// The folder's configuration for adapters on some `modules` of some `blocks`.
     func config(

@@ -27,15 +27,11 @@ extension BlockwiseModel {
         let longest = (lengths.last ?? 0) + 1
         let known = prompts.map { $0.prompt.map { Int($0) } }
         let seed = scattered(scattered(settings.seed) &+ UInt64(settings.firstStep + number))
-        var requests = [Generator.Request]()
-        for prompt in known {
-            for _ in 0..<groupSize {
-                var request = Generator.Request(prompt: prompt)
-                request.maxTokens = min(settings.maxTokens, longest - prompt.count)
-                (request.temperature, request.stop) = (1, settings.stop)
-                request.seed = seed &+ UInt64(requests.count)
-                requests.append(request)
-            }
+        let requests = known.flatMap { Array(repeating: $0, count: groupSize) }.enumerated().map { index, prompt in
+            var request = Generator.Request(prompt: prompt)
+            request.maxTokens = min(settings.maxTokens, longest - prompt.count)
+            (request.temperature, request.stop, request.seed) = (1, settings.stop, seed &+ UInt64(index))
+            return request
         }
         var answers = [[Int]](repeating: [], count: requests.count)
         var ends = [Int?](repeating: nil, count: requests.count)

@@ -68,13 +68,15 @@ package struct SavedState: Codable {
     package func save(_ trainer: Trainer, in folder: URL) throws {
         let json = String(decoding: try JSONEncoder.snakeCase.encode(self), as: UTF8.self)
         let url = Self.url(in: folder)
-        try explaining({ "Cannot save \(url.path): \($0)." }) {
+        try explaining {
             try MLXErrors.repeating(again: trainer.clock.pause) {
                 let tensors = try Self.vectors(of: trainer).map { name, vector in
                     NewTensor(name: name, shape: vector.shape, dtype: vector.dtype) { vector }
                 }
                 try writeSafetensors(tensors, metadata: ["state": json], seal: true, isInBackup: false, to: url)
             }
+        } as: {
+            "Cannot save \(url.path): \($0)."
         }
     }
 

@@ -32,15 +32,19 @@ struct SecretKey {
             return
         }
         self.init()
-        try explaining({ "Cannot write \(url.path): \($0)." }) {
+        try explaining {
             try writeWhole(url, mode: 0o600) { [bytes] in try $0.write(contentsOf: bytes) }
+        } as: {
+            "Cannot write \(url.path): \($0)."
         }
     }
 
     static func remove(from folder: URL) throws {
         let url = url(in: folder)
-        try explaining({ "Cannot remove \(url.path): \($0)." }) {
+        try explaining {
             if FileManager.default.fileExists(atPath: url.path) { try FileManager.default.removeItem(at: url) }
+        } as: {
+            "Cannot remove \(url.path): \($0)."
         }
     }
 

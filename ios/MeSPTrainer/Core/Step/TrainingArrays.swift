@@ -27,7 +27,7 @@ struct TrainingArrays {
         ///
         /// - Parameter shape: of a block with this number of parameters.
         func arrays(
-            _ shape: (_ parameters: Int) -> [Int] = { [$0] }, _ dtype: DType = .float32,
+            _ dtype: DType = .float32, shape: (_ parameters: Int) -> [Int] = { [$0] },
             make: (_ block: Int, LoRALayout) throws -> MLXArray
         ) throws -> BlockArrays {
             let largest = shape(layouts.map(\.count).max() ?? 0)
@@ -40,7 +40,7 @@ struct TrainingArrays {
             return arrays
         }
         func zeros(_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays {
-            try arrays(shape, dtype) { MLXArray.zeros(shape($1.trainedCount), dtype: dtype) }
+            try arrays(dtype, shape: shape) { MLXArray.zeros(shape($1.trainedCount), dtype: dtype) }
         }
         let keepsInputs = plan.offload != .none && settings.method.hasBackwardPass
         inputsFile = keepsInputs ? try file([1, settings.seqLen, architecture.hiddenSize], bundle.dtype) : nil
@@ -48,7 +48,7 @@ struct TrainingArrays {
         sums = plan.gathersGradients(of: settings) ? try zeros({ [$0] }, .float32) : nil
         clippedSums = settings.dpClip == nil ? nil : try zeros({ [$0] }, .float32)
         let dtype = settings.loraDtype.dtype
-        lora = try arrays({ [$0] }, dtype) { $1.initial(seed: settings.seed, block: $0).asType(dtype) }
+        lora = try arrays(dtype) { $1.initial(seed: settings.seed, block: $0).asType(dtype) }
         start =
             try settings.keepsStart
             ? settings.adapters.map { folder in
