@@ -458,6 +458,47 @@ import Testing
         #expect(Set(all).count == all.count)
     }
 
+    /// While a step has changed nothing a stop ends it; afterwards the step is finished, and the stop heeded in the next.
+    @Test(arguments: [
+        (GradientMethod.mesp, nil, RunSettings.Optimizer.sgd), (.mebp, nil, .adamw8bit), (.mesp, 1, .adamw),
+        (.mezo, nil, .sgd),
+    ])
+    func aStopIsHeededWhileNothingHasChanged(
+        _ method: GradientMethod, _ maxGradNorm: Float?, _ optimizer: RunSettings.Optimizer
+    ) throws {
+        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+        let losses = [SequenceLoss([try fixture.example()])]
+        func step(stopAt place: Int) throws -> (isDone: Bool, boundaries: Int, vectors: [String: MLXArray]) {
+            let trainer = try fixture.trainer(method) {
+                ($0.learningRate, $0.maxGradNorm, $0.optimizer) = (0.1, maxGradNorm, optimizer)
+            }
+            var boundaries = 0
+            trainer.clock.atBlock = {
+                boundaries += 1
+                if boundaries >= place { throw CancellationError() }
+            }
+            let isDone = (try? takeStep(trainer, losses, number: 0)) != nil
+            let (passed, vectors) = (boundaries, try SavedState.vectors(of: trainer))
+            if place < .max {
+                #expect(throws: CancellationError.self) { try takeStep(trainer, losses, number: 1) }
+                #expect(boundaries == passed + 1)
+            }
+            return (isDone, passed, vectors)
+        }
+        func equal(_ a: [String: MLXArray], _ b: [String: MLXArray]) -> Bool {
+            a.keys == b.keys && a.allSatisfy { name, vector in b[name].map { $0.arrayEqual(vector).item() } ?? false }
+        }
+        let (whole, start) = (try step(stopAt: .max), try step(stopAt: 1))
+        #expect(whole.isDone && !start.isDone && !equal(whole.vectors, start.vectors))
+        // The blocks after the first that is updated.
+        let updated = fixture.layers - 1
+        for place in 1...whole.boundaries {
+            let found = try step(stopAt: place)
+            #expect(found.isDone == (place > whole.boundaries - updated), "boundary \(place)")
+            #expect(equal(found.vectors, found.isDone ? whole.vectors : start.vectors), "boundary \(place)")
+        }
+    }
+
     /// A pause can wait within the head too, and changes nothing.
     @Test func theHeadHasBoundaries() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
