@@ -24,7 +24,7 @@ extension Bench {
             throw Skipped(reason: "The model mixes experts, and the loss jumps where a token chooses others.")
         }
         let trainer = try trainer(fewBlocks(.mesp))
-        let (model, blocks) = (trainer.model, trainer.trained)
+        let (model, blocks) = (trainer.model, trainer.model.trained)
         let forward = cpu(trainer, length: Self.differenceTokens)
         let backward = cpu(trainer, of: derivatives, length: Self.differenceTokens)
         let example = example(Self.differenceTokens)

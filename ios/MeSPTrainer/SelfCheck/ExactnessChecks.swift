@@ -77,7 +77,7 @@ extension Bench {
 
     /// The mean loss, and each trained block's gradient `[P]`.
     private func gradients(_ trainer: Trainer) throws -> (loss: Float, gradients: [Int: MLXArray]) {
-        let example = example(trainer.settings.seqLen)
+        let example = example(trainer.model.settings.seqLen)
         let weight = 1 / Float(example.counted.count)
         var gradients = [Int: MLXArray]()
         let loss = try trainer.backpropagate([(example: example, weight: weight)]) { gradients[$0] = $1 }
@@ -105,9 +105,8 @@ extension Bench {
             let beside = try beside(block, x, lora, model, context)
             let outputs = try bundle.withBlock(block) { weights in
                 let function = try model.function(block, x, records == nil ? \.functions : \.packed)
-                let outputs =
-                    try function?(lora: lora, scale: model.scale, weights: weights, beside: beside)
-                    .outputs(x).list ?? []
+                let call = BlockCall(index: block, weights: weights, lora: lora, beside: beside)
+                let outputs = try function?(call, model.layouts[block], scale: model.scale).outputs(x).list ?? []
                 eval(outputs)
                 return outputs
             }
@@ -144,7 +143,16 @@ extension Bench {
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.Context
     ) throws -> Beside {
         try bundle.withBlock(block) {
-            try model.beside(block, context, lending: x, lora, $0)
+            try model.call(block, $0, lora, context, lending: x).beside
+        }
+    }
+
+    /// A block's output, from the device's own forward pass.
+    private func output(
+        _ block: Int, _ x: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.Context
+    ) throws -> MLXArray {
+        try bundle.withBlock(block) {
+            try model.output(model.call(block, $0, model.parameters(block), context, lending: x), x).y
         }
     }
 
@@ -162,10 +170,8 @@ extension Bench {
         let model = trainer.model
         var x = try model.embed(example(shortest))
         let context = try model.context(example(shortest), x0: x)
-        for block in 0..<trainer.trained[0] {
-            let lora = try model.parameters(block)
-            let beside = try beside(block, x, lora, model, context)
-            x = try bundle.withBlock(block) { try model.output(block, x, lora, $0, beside: beside) }
+        for block in 0..<trainer.model.trained[0] {
+            x = try output(block, x, model, context)
         }
         return (x, context)
     }
@@ -177,7 +183,7 @@ extension Bench {
         let (model, cpu, example) = (trainer.model, cpu(trainer), example(shortest))
         var x = input.x
         var inputs = [Int: (x: MLXArray, beside: Beside)]()
-        for block in trainer.trained {
+        for block in trainer.model.trained {
             try atBlock()
             let lora = try model.parameters(block)
             let beside = try beside(block, x, lora, model, input.context)
@@ -188,7 +194,7 @@ extension Bench {
         var (sum, d) = try cpu.lossAndGradient(x, example, scale: weight)
         var gradients = [Int: MLXArray]()
         var shared = [Int: MixerState.KeyValues]()
-        for block in trainer.trained.reversed() {
+        for block in trainer.model.trained.reversed() {
             try atBlock()
             guard let (x, beside) = inputs.removeValue(forKey: block) else { continue }
             let lora = try model.parameters(block)
@@ -216,9 +222,8 @@ extension Bench {
         let trainer = try trainer(run(shortest))
         let whole = example(shortest)
         let model = trainer.model
-        let (x, lora) = (try model.embed(whole), try model.parameters(0))
-        let beside = try beside(0, x, lora, model, model.context(whole, x0: x))
-        let y = try bundle.withBlock(0) { try model.output(0, x, lora, $0, beside: beside) }
+        let x = try model.embed(whole)
+        let y = try output(0, x, model, model.context(whole, x0: x))
         let errors = try [1, 2, 3].filter { $0 <= shortest }.flatMap { count in
             let few = Example(tokens: whole.tokens, counted: Array(shortest - count..<shortest))
             let (loss, dy) = try model.lossAndGradient(y, few, scale: 1)
@@ -265,7 +270,7 @@ extension Bench {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         defer { try? FileManager.default.removeItem(at: folder) }
         func step(_ trainer: Trainer, _ number: Int) throws {
-            _ = try trainer.step([example(shortest, number: number)], number: number)
+            _ = try trainer.step([SequenceLoss([example(shortest, number: number)])], number: number)
         }
 
         let straight = try trainer(run, plan: plan)
@@ -280,10 +285,11 @@ extension Bench {
         guard let saved = try SavedState.load(from: folder, run) else {
             throw MeSPError("The saved state in \(folder.path) is not there.")
         }
-        try resumed.restore { saved.vectors[$0] }
+        try SavedState.restore(resumed) { saved.vectors[$0] }
         try step(resumed, 2)
-        let expected = try straight.vectors().mapValues(bits)
-        let different = try resumed.vectors().filter { try bits(tamper("resume", $1)) != expected[$0] }.keys.sorted()
+        let expected = try SavedState.vectors(of: straight).mapValues(bits)
+        let different = try SavedState.vectors(of: resumed).filter { try bits(tamper("resume", $1)) != expected[$0] }
+            .keys.sorted()
         return Finding(
             different.isEmpty ? .pass : .fail,
             different.isEmpty

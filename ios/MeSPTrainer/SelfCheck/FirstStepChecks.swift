@@ -45,7 +45,7 @@ extension Bench {
                 try atBlock()
                 last = clock.now
             }
-            _ = try trainer.step([example(run.seqLen, number: number)], number: number)
+            _ = try trainer.step([SequenceLoss([example(run.seqLen, number: number)])], number: number)
             return max(longest, clock.now - last) / .seconds(1)
         }
         return (stretches[0], stretches[1])

@@ -236,7 +236,7 @@ final class Bench {
     func trainer(_ run: RunSettings, plan: Plan? = nil) throws -> Trainer {
         let plan = try plan ?? defaultPlan(run)
         let trainer = try Trainer(bundle: bundle, settings: run, plan: plan, folder: Self.temporaryFolder)
-        for block in trainer.trained {
+        for block in trainer.model.trained {
             let noise = MLXRandom.normal(
                 [trainer.model.layouts[block].count], scale: 0.02, key: MLXRandom.key(UInt64(block)))
             try trainer.model.lora.write(trainer.model.parameters(block) + noise, block)

@@ -63,7 +63,7 @@ extension Bench {
         Memory.peakMemory = 0
         while number < 2 || ContinuousClock.now < end {
             let start = clock.time
-            _ = try trainer.step([example(run.seqLen, number: number)], number: number)
+            _ = try trainer.step([SequenceLoss([example(run.seqLen, number: number)])], number: number)
             observe()
             let times = Steps.phases.map { clock.time[keyPath: $0.path] - start[keyPath: $0.path] }
             // An hour of short steps is many numbers, and the first and the last tell.

@@ -379,7 +379,7 @@ import Testing
                 #expect(planner.peak(plan) > 0)
                 _ = planner.cheaper(than: plan)
             }
-            try trainer.restore { vectors[$0] }
+            try SavedState.restore(trainer) { vectors[$0] }
         }
     }
 

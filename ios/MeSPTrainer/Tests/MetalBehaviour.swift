@@ -125,16 +125,16 @@
             let trainer = try fixture.trainer(.mesp)
             #expect(throws: (any Error).self) {
                 try fixture.bundle.withBlock(0) { weights in
-                    _ = try function(lora: MLXArray(0), scale: 0, weights: weights, beside: .nothing)
-                        .output(MLXArray(0))
+                    let call = BlockCall(index: 0, weights: weights, lora: MLXArray(0), beside: .nothing)
+                    _ = try function(call, trainer.model.layouts[0], scale: 0).output(MLXArray(0))
                 }
             }
             let x = try trainer.model.embed(fixture.example())
             for _ in 0..<2 {
                 try fixture.bundle.withBlock(0) { weights in
                     let lora = try trainer.model.parameters(0)
-                    let block = function(
-                        lora: lora, scale: trainer.model.scale, weights: weights, beside: .nothing)
+                    let call = BlockCall(index: 0, weights: weights, lora: lora, beside: .nothing)
+                    let block = function(call, trainer.model.layouts[0], scale: trainer.model.scale)
                     #expect(try block.output(x).shape == x.shape)
                 }
             }

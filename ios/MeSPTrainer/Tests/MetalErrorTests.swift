@@ -75,7 +75,7 @@
         private func steps(
             _ folder: URL, _ method: GradientMethod = .mesp, plan: Plan = Plan(tileBytes: 1 << 20), every: Int = 1,
             _ change: @escaping (inout RunSettings) -> Void = { _ in },
-            step: @escaping (Trainer, Fixture) throws -> Trainer.StepResult
+            step: @escaping (Trainer, Fixture) throws -> StepResult
         ) throws {
             let fixture = try Fixture(folder, "gradients")
             _ = try fixture.example()  // which reads a file
@@ -85,24 +85,24 @@
                         $0.learningRate = 0.1
                         change(&$0)
                     }
-                    var vectors = try trainer.vectors()
+                    var vectors = try SavedState.vectors(of: trainer)
                     for (name, vector) in vectors where name.hasPrefix("lora") {
                         vectors[name] = try fixture.array(name).asType(vector.dtype)
                     }
-                    try trainer.restore { vectors[$0] }
+                    try SavedState.restore(trainer) { vectors[$0] }
                     var losses = [Float]()
                     try failing {
                         let result = try step(trainer, fixture)
                         losses = [result.loss, result.gradientNorm, result.kl].compactMap { $0 }
                     }
-                    return try Outcome(losses: losses, vectors: bytes(trainer.vectors()))
+                    return try Outcome(losses: losses, vectors: bytes(SavedState.vectors(of: trainer)))
                 }
             }
         }
 
         @Test(arguments: families) func aStepIsTheSame(_ folder: URL) throws {
             try steps(folder, every: folder == Self.plain.first ? 1 : 3) { trainer, fixture in
-                try trainer.step([fixture.example()], number: 0)
+                try takeStep(trainer, [SequenceLoss([fixture.example()])], number: 0)
             }
         }
 
@@ -124,7 +124,7 @@
                 default: break
                 }
             } step: { trainer, fixture in
-                try trainer.step(Array(repeating: fixture.example(), count: sequences), number: 0)
+                try takeStep(trainer, [SequenceLoss(Array(repeating: fixture.example(), count: sequences))], number: 0)
             }
         }
 
@@ -144,7 +144,7 @@
                         example: Example(tokens: example.tokens, counted: counted), isGood: index == 0,
                         source: .init(split: 0, prompt: number, answer: number), lengths: [fixture.length])
                 }
-                return try trainer.step([answers], number: 0, objective)
+                return try trainer.step([PreferenceBatch(answers, objective)], number: 0)
             }
         }
 
@@ -153,7 +153,8 @@
             try steps(folder, every: 3) {
                 ($0.dpClip, $0.dpNoise) = (1e-3, 1)
             } step: { trainer, fixture in
-                try trainer.step(drawn: Array(repeating: fixture.example(), count: 2), number: 0, secret)
+                let loss = SequenceLoss([try fixture.example()])
+                return try PrivateStep(trainer: trainer, secret: secret).step([loss, loss], number: 0)
             }
         }
 
@@ -265,15 +266,15 @@
                     output.appendingPathComponent)
                 try fixture.bundle.withDevice {
                     let trainer = try fixture.trainer(.mesp)
-                    try trainer.saveAdapters(to: output)
+                    try trainer.model.saveAdapters(to: output)
                     let before = try places.map { try Data(contentsOf: $0) }
                     try fixture.restore(trainer)
                     let buffers = withMetal(.init()) {
-                        _ = try? trainer.saveAdapters(to: output.appendingPathComponent("other"))
+                        _ = try? trainer.model.saveAdapters(to: output.appendingPathComponent("other"))
                     }.report.evaluations
                     for buffer in 1...buffers {
                         let result = withMetal(failure(buffer, count: .max)) {
-                            try fixture.bundle.withDevice { try trainer.saveAdapters(to: output) }
+                            try fixture.bundle.withDevice { try trainer.model.saveAdapters(to: output) }
                         }.result
                         #expect(throws: (any Error).self) { try result.get() }
                         #expect(try places.map { try Data(contentsOf: $0) } == before, "buffer \(buffer)")
@@ -348,7 +349,7 @@
         @Test(arguments: plain) func theAdaptersAreNotBlamed(_ folder: URL) throws {
             let fixture = try Fixture(folder, "gradients")
             try inFolder { adapters in
-                try fixture.bundle.withDevice { try fixture.trainer(.mesp).saveAdapters(to: adapters) }
+                try fixture.bundle.withDevice { try fixture.trainer(.mesp).model.saveAdapters(to: adapters) }
                 func evaluate() throws -> Double {
                     try Evaluator(fixture.bundle, adapters: adapters).logLikelihood(of: Array(1...9), window: 4)
                 }

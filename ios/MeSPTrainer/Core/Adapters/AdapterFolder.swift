@@ -56,10 +56,10 @@ func saveAdapterFolder(
             (folder.appendingPathComponent(AdapterFormat.configFile), { try $0.write(contentsOf: json) }),
         ]
     }
-    do {
+    try explaining {
         try writeWhole(files(.mlx, in: folder) + files(.peft, in: folder.appendingPathComponent("peft")))
-    } catch let error where !(error is MLXFailure) {
-        throw MeSPError("Cannot save the adapters in \(folder.path): \(error.plainSentence).")
+    } as: {
+        "Cannot save the adapters in \(folder.path): \($0)."
     }
 }
 
@@ -73,7 +73,7 @@ func loadAdapters(
     from folder: URL, architecture: Architecture, withExperts: Bool = false, onlyB: Bool = false,
     absent: (LoRALayout, _ block: Int) -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
 ) throws -> Adapters {
-    do {
+    try explaining {
         let config = try AdapterConfig(folder, of: architecture)
         let (format, rank) = (config.format, config.rank)
         guard rank <= architecture.hiddenSize else {
@@ -142,8 +142,8 @@ func loadAdapters(
             throw MeSPError("it holds \(name), which is not a LoRA matrix of one of this model's layers")
         }
         return Adapters(rank: rank, scale: config.scale, lora: lora, layouts: layouts)
-    } catch let error where !(error is MLXFailure) {
-        throw MeSPError("Cannot load the adapters in \(folder.path): \(error.plainSentence).")
+    } as: {
+        "Cannot load the adapters in \(folder.path): \($0)."
     }
 }
 
@@ -159,11 +159,11 @@ extension RunSettings {
     }
 }
 
-extension Trainer {
+extension BlockwiseModel {
     /// Takes the parameters of adapters, as mlx-lm or PEFT wrote them, instead of the initial ones.
     func startFrom(_ folder: URL) throws {
         try clock.repeating {
-            try take(settings.loadAdapters(from: folder, architecture: model.bundle.architecture), of: folder)
+            try take(settings.loadAdapters(from: folder, architecture: bundle.architecture), of: folder)
         }
     }
 
@@ -173,13 +173,13 @@ extension Trainer {
                 "The adapters in \(folder.path) have rank \(adapters.rank), the run has \(settings.rank); choose theirs."
             )
         }
-        guard abs(adapters.scale - model.scale) <= 1e-6 * abs(adapters.scale) else {
+        guard abs(adapters.scale - scale) <= 1e-6 * abs(adapters.scale) else {
             throw MeSPError(
-                "The adapters in \(folder.path) are scaled by \(adapters.scale), the run's by \(model.scale); set alpha to \(settings.alpha * adapters.scale / model.scale)."
+                "The adapters in \(folder.path) are scaled by \(adapters.scale), the run's by \(scale); set alpha to \(settings.alpha * adapters.scale / scale)."
             )
         }
         for (block, vector) in adapters.lora.enumerated() {
-            let (layout, its) = (model.layouts[block], adapters.layouts[block])
+            let (layout, its) = (layouts[block], adapters.layouts[block])
             for module in its.modules where !layout.modules.contains(module) {
                 guard try its.matrices(module, in: vector).b.abs().max().number(Float.self) == 0 else {
                     throw MeSPError(
@@ -188,35 +188,33 @@ extension Trainer {
                 }
             }
             guard layout.count > 0 else { continue }
-            try model.lora.write(layout.part(of: vector, in: its).asType(settings.loraDtype.dtype), block)
+            try lora.write(layout.part(of: vector, in: its).asType(settings.loraDtype.dtype), block)
         }
     }
 
     /// Writes the trained adapters, at the model's strength, for mlx-lm and PEFT.
     func saveAdapters(to folder: URL) throws {
-        let architecture = model.bundle.architecture
-        let modules = architecture.trainable.filter { module in
-            trained.contains { model.layouts[$0].modules.contains(module) }
+        let modules = bundle.architecture.trainable.filter { module in
+            layouts.contains { $0.modules.contains(module) }
         }
-        try clock.repeating(changed: true) {
+        try MLXErrors.repeating(again: clock.pause) {
             try saveAdapterFolder(
-                architecture, rank: settings.rank, blocks: trained[0]..<model.blocks.upperBound, modules: modules,
-                scale: settings.scale, model: model.bundle.manifest.model.id, strength: model.strength, to: folder,
-                lora: model.lora.read)
+                bundle.architecture, rank: settings.rank, blocks: trained[0]..<blocks.upperBound, modules: modules,
+                scale: settings.scale, model: bundle.manifest.model.id, strength: strength, to: folder, lora: lora.read)
         }
         try copyTerms(to: [folder, folder.appendingPathComponent("peft")])
     }
 
     /// Copies the model's licence, notices and rules of use from the bundle into folders that lack them.
     private func copyTerms(to folders: [URL]) throws {
-        for name in model.bundle.manifest.terms {
-            guard let text = regularFile(model.bundle.url.appendingPathComponent(name)) else { continue }
+        for name in bundle.manifest.terms {
+            guard let text = regularFile(bundle.url.appendingPathComponent(name)) else { continue }
             for place in folders.map({ $0.appendingPathComponent(name) })
             where !FileManager.default.fileExists(atPath: place.path) {
-                do {
+                try explaining {
                     try writeWhole(place) { try $0.write(contentsOf: text) }
-                } catch {
-                    throw MeSPError("Cannot save \(place.path): \(error.plainSentence).")
+                } as: {
+                    "Cannot save \(place.path): \($0)."
                 }
             }
         }

@@ -92,9 +92,9 @@ package struct LoRALayout {
         var start = 0
         return packed(
             modules.map { module in
-                let (a, b) = (matrices(module, in: flat).a, matrices(module, in: flat).b)
-                defer { start += b.size }
-                return LoRAMatrices(a: a, b: trained[start..<start + b.size].reshaped(b.shape))
+                let old = matrices(module, in: flat)
+                defer { start += old.b.size }
+                return LoRAMatrices(a: old.a, b: trained[start..<start + old.b.size].reshaped(old.b.shape))
             })
     }
 

@@ -5,20 +5,18 @@ extension BlockwiseModel {
     ///
     /// - Parameters:
     ///   - x: the block's input `[1, T, hidden]`
-    ///   - beside: what the block takes besides x
     ///   - d: dy `[1, T, hidden]`, replaced by dx
     ///   - shared: as that of `Block.gradient`
     /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. It and d are evaluated.
     func automaticGradient(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ beside: Beside, d: inout MLXArray,
-        shared: inout MixerState.KeyValues?
+        _ call: BlockCall, _ x: MLXArray, d: inout MLXArray, shared: inout MixerState.KeyValues?
     ) throws -> MLXArray {
-        let layout = layouts[block]
-        guard let function = try function(block, x, \.plainFunctions) else {
-            preconditionFailure("block \(block) has no function")
+        let layout = layouts[call.index]
+        guard let function = try function(call.index, x, \.plainFunctions) else {
+            preconditionFailure("block \(call.index) has no function")
         }
         // Keys and values are inputs of a block that takes another's, and outputs of one whose others took.
-        let (taken, sum) = (beside.shared, beside.shared == nil ? shared : nil)
+        let (taken, sum) = (call.beside.shared, call.beside.shared == nil ? shared : nil)
         let dtype = x.dtype
         /// The gradients of some of the block's outputs.
         func gradients(
@@ -29,16 +27,15 @@ extension BlockwiseModel {
                 vjp(
                     { primals in
                         do {
-                            let lora = layout.whole(layout.replacing(in: lora, trained: primals[1]))
-                            var beside = beside
-                            if taken != nil { beside.shared = .init(keys: primals[2], values: primals[3]) }
-                            return try outputs(
-                                function(lora: lora, scale: self.scale, weights: weights, beside: beside), primals[0])
+                            var call = call
+                            call.lora = layout.replacing(in: call.lora, trained: primals[1])
+                            if taken != nil { call.beside.shared = .init(keys: primals[2], values: primals[3]) }
+                            return try outputs(function(call, layout, scale: self.scale), primals[0])
                         } catch {
                             failure = error
                             return cotangents  // of the outputs' shapes
                         }
-                    }, primals: [x, layout.trained(in: lora)] + (taken.map { [$0.keys, $0.values] } ?? []),
+                    }, primals: [x, layout.trained(in: call.lora)] + (taken.map { [$0.keys, $0.values] } ?? []),
                     cotangents: cotangents)
             }
             if let failure { throw failure }
@@ -46,7 +43,7 @@ extension BlockwiseModel {
         }
         // A GPU compiles the kernels of a first evaluation. That of each output by itself needs some of them.
         if !isWarm, differentiated.insert(ObjectIdentifier(function)).inserted {
-            let pass = function(lora: layout.whole(lora), scale: scale, weights: weights, beside: beside)
+            let pass = function(call, layout, scale: scale)
             for index in try 1..<pass.outputs(x).list.count {
                 let output = try Device.withGlobal(bundle.device) { try pass.outputs(x).list[index] }
                 eval(output)
@@ -58,7 +55,7 @@ extension BlockwiseModel {
         let gradients = try gradients(cotangents: [d] + (sum.map { [$0.keys, $0.values] } ?? [])) { pass, x in
             guard sum != nil else { return [try pass.output(x)] }
             let outputs = try pass.outputs(x)
-            let lent = weights.keysAndValues(outputs.intermediates)
+            let lent = call.weights.keysAndValues(outputs.intermediates)
             return [outputs.y, lent.keys, lent.values]
         }
         if gradients.count > 2 {

@@ -20,7 +20,7 @@ package struct Block {
     let layout: LoRALayout
     /// α / rank
     let scale: Float
-    let machine: Machine
+    var machine: Machine
     /// Where the block is used many times: making them is some operations for each.
     var projections: [Projection: LoRALinear]?
     let beside: Beside
@@ -65,6 +65,20 @@ extension Mixer {
         case .attention, .gatedDeltaNet: true
         case .shortConvolution, .mamba2: false
         }
+    }
+}
+
+/// One call of a block for one sequence: all that its forward and its backward pass take besides x.
+package struct BlockCall {
+    package let index: Int
+    /// Mapped.
+    let weights: BlockWeights
+    /// The LoRA parameters `[P]`.
+    var lora: MLXArray
+    package var beside: Beside
+
+    package init(index: Int, weights: BlockWeights, lora: MLXArray, beside: Beside) {
+        (self.index, self.weights, self.lora, self.beside) = (index, weights, lora, beside)
     }
 }
 

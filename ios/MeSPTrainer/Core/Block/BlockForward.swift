@@ -3,6 +3,13 @@ import MeSPBundle
 
 /// The forward pass, as a CPU trains with it and every device generates.
 extension Block: BlockForward {
+    /// The block with the machine of a forward pass.
+    private var forward: Block {
+        var block = self
+        block.machine = machine.forward
+        return block
+    }
+
     /// y of tokens that may follow others.
     ///
     /// - Parameters:
@@ -11,8 +18,8 @@ extension Block: BlockForward {
     ///   - states: for each the state after the tokens before, replaced by that after these
     /// - Returns: y `[n, hidden]`
     func output(_ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState]) -> MLXArray {
-        let xMid = machine.part(sum(x, weights.mixerPostNorm, mixer(weights.mixerNorm(x), sequences, &states).out))
-        return y(xMid, mlp(weights.mlpNorm(xMid)), beside.perLayer)
+        let xMid = machine.part(sum(x, weights.mixerPostNorm, forward.mixer(weights.mixerNorm(x), sequences, &states).out))
+        return y(xMid, forward.mlp(weights.mlpNorm(xMid)), beside.perLayer)
     }
 
     package func output(_ x: MLXArray) -> MLXArray {
@@ -24,7 +31,7 @@ extension Block: BlockForward {
             return machine.phase(sum(x, weights.mixerPostNorm, mixed(x).out))
         }()
         machine.replaceByTokens(&y) { tokens, xMid in
-            self.y(xMid, mlp(weights.mlpNorm(xMid)), beside.perLayer?[tokens])
+            self.y(xMid, forward.mlp(weights.mlpNorm(xMid)), beside.perLayer?[tokens])
         }
         return y.expandedDimensions(axis: 0)
     }
@@ -33,7 +40,7 @@ extension Block: BlockForward {
         var intermediates = toXMid(x.squeezed(axis: 0))
         if weights.mlpPostNorm != nil {
             var mlpOut = intermediates.xMid
-            machine.replaceByTokens(&mlpOut) { _, xMid in mlp(weights.mlpNorm(xMid)).asType(x.dtype) }
+            machine.replaceByTokens(&mlpOut) { _, xMid in forward.mlp(weights.mlpNorm(xMid)).asType(x.dtype) }
             intermediates.mlpOut = mlpOut
         }
         return intermediates
@@ -45,7 +52,7 @@ extension Block: BlockForward {
         let mlpOut: MLXArray
         (mlpOut, intermediates.gate, intermediates.up) = {
             let inner = weights.shape.mlp.modules.isEmpty ? nil : gatedMLP.inner(mlpIn)
-            return machine.part(mlp(mlpIn, inner), inner?.gate.asType(x.dtype), inner?.up.asType(x.dtype))
+            return machine.part(forward.mlp(mlpIn, inner), inner?.gate.asType(x.dtype), inner?.up.asType(x.dtype))
         }()
         let y = machine.phase(y(intermediates.xMid, mlpOut, beside.perLayer).expandedDimensions(axis: 0))
         if weights.mlpPostNorm != nil { intermediates.mlpOut = machine.part(mlpOut.asType(x.dtype)) }
@@ -80,7 +87,7 @@ extension Block: BlockForward {
             // Attention's, which holds all keys so far, is the same for all segments: that after the last.
             let before = start.isRecurrent ? states[0] : start
             let x = x[rows]
-            let mixed = mixer(weights.mixerNorm(x), [0..<rows.count], &states)
+            let mixed = forward.mixer(weights.mixerNorm(x), [0..<rows.count], &states)
             machine.part(states[0].arrays)
             replace(rows, of: &xMid, by: sum(x, weights.mixerPostNorm, mixed.out))
             Memory.clearCache()
@@ -101,11 +108,11 @@ extension Block: BlockForward {
         let mixerIn = weights.mixerNorm(x)
         var again: Intermediates
         if case .attention(let mixer) = weights.shape.mixer, let kept = segment.mixed {
-            let (m1, k, v) = projections(mixer, mixerIn)
+            let (m1, k, v) = forward.projections(mixer, mixerIn)
             again = Intermediates(m1: m1, m2: k, m3: v, mixed: kept, xMid: x)
         } else {
             var states = [segment.state]
-            let mixed = mixer(mixerIn, [0..<x.dim(0)], &states)
+            let mixed = forward.mixer(mixerIn, [0..<x.dim(0)], &states)
             again = Intermediates(m1: mixed.m1, m2: mixed.m2, m3: mixed.m3, mixed: mixed.mixed, xMid: x)
         }
         (again.segment, again.mixerOut) = (segment, mixerOut)
@@ -117,7 +124,7 @@ extension Block: BlockForward {
     private func mixed(_ x: MLXArray) -> Mixed {
         let records = records(x.dim(0))
         var states = records.map { _ in MixerState(weights, dtype: x.dtype) }
-        return mixer(weights.mixerNorm(x), records, &states)
+        return forward.mixer(weights.mixerNorm(x), records, &states)
     }
 
     /// The block's output from the MLP's; in x_mid's dtype.

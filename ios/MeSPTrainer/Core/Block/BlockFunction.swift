@@ -32,16 +32,19 @@ package final class BlockFunction {
         (self.function, self.isFused) = (function, isFused)
     }
 
-    /// The block with these parameters and weights.
+    /// The block of a call.
     ///
     /// - Parameters:
-    ///   - beside: with records only for the function of packed ones
+    ///   - call: with records only for the function of packed ones
+    ///   - layout: of the call's parameters
     ///   - pause: for a GPU that has not compiled the kernels: called after each output, which is evaluated first.
     package func callAsFunction(
-        lora: MLXArray, scale: Float, weights: BlockWeights, beside: Beside, pause: (() -> Void)? = nil
+        _ call: BlockCall, _ layout: LoRALayout, scale: Float, pause: (() -> Void)? = nil
     ) -> some BlockForward {
         Call(
-            function: self, parameters: [lora, MLXArray(scale), weights.packed.words] + beside.arrays, pause: pause)
+            function: self,
+            parameters: [layout.whole(call.lora), MLXArray(scale), call.weights.packed.words] + call.beside.arrays,
+            pause: pause)
     }
 
     /// The selected outputs, not evaluated. Others are not held: each array goes as soon as these no longer need it.

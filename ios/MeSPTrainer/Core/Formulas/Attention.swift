@@ -238,7 +238,7 @@ struct Attention {
                 behind.map { KeyValues(keys: $0.keys[groups], values: $0.values[groups]) }
             })
         behind = nil
-        let rowTiles = tiles(of: q.dim(1), size: machine.attention).reversed()
+        let rowTiles = Array(tiles(of: q.dim(1), size: machine.attention).reversed())
         let all = machine.reduce(rowTiles, start, reading: &inputs) { all, rows, inputs in
             let (q, k, v, dOut) = (inputs[0], inputs[1], inputs[2], inputs[3])
             let positions = before + rows.lowerBound..<before + rows.upperBound

@@ -12,7 +12,8 @@ extension Machine {
         guard hasOperation(attention) else { return attention.byTiles(q: q, k: k, v: v, machine: self) }
         let start = k.dim(1) - q.dim(1)
         let keys = attention.seen(by: start..<k.dim(1))
-        let (q, k, v) = part(q * attention.mixer.attentionScale, k, v)
+        let q = q * attention.mixer.attentionScale
+        if evaluatesTiles { submit([q, k, v]) }
         return attention.whole(q, k[0..., keys], v[0..., keys]).swappedAxes(0, 1).reshaped([q.dim(1), -1])
     }
 

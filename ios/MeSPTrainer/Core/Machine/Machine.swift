@@ -24,8 +24,9 @@ package struct Machine {
     /// Tokens in a tile of the loss, and rows of the vocabulary. W is read again for each of the former.
     var lossTokens = Int.max
     var vocabulary = Int.max
-    /// Whether each part of a formula is evaluated, and whether each stage of a phase is.
-    let evaluatesParts: Bool
+    /// Whether each part of a formula is evaluated, each of several tiles, and each stage of a phase.
+    private(set) var evaluatesParts: Bool
+    let evaluatesTiles: Bool
     private(set) var evaluatesStages = true
     /// Called after each part, which is evaluated first. A GPU compiles kernels in its first step, and in the first pass of a text, for some
     /// seconds a block; without this a person who leaves the app would wait for the block's end. nil where that is over.
@@ -34,7 +35,15 @@ package struct Machine {
     /// A machine that cuts nothing but heads and rows of arrays.
     package init(_ processor: Processor, bytes: Int = uncut, pause: (() -> Void)? = nil) {
         (self.processor, self.bytes, self.pause) = (processor, bytes, pause)
-        evaluatesParts = processor.backend == .cpu && bytes < Self.uncut
+        evaluatesTiles = processor.backend == .cpu && bytes < Self.uncut
+        evaluatesParts = evaluatesTiles
+    }
+
+    /// The machine of a forward pass, whose phases have few arrays: their parts are evaluated together.
+    var forward: Machine {
+        var machine = self
+        machine.evaluatesParts = false
+        return machine
     }
 
     /// The sizes to which temporaries may be cut, in bytes, from the largest, which the default plan takes: larger ones are no faster. On a
@@ -114,7 +123,7 @@ package struct Machine {
     /// The number of rows of x `[n, …]` that go through arithmetic by rows at a time: on a CPU, where each operation writes an array, as many as
     /// take a quarter of `bytes`, so that some take what a tile of a product does.
     func rowsAtOnce(of x: MLXArray) -> Int {
-        evaluatesParts ? max(1, bytes / 4 * x.dim(0) / x.nbytes) : x.dim(0)
+        evaluatesTiles ? max(1, bytes / 4 * x.dim(0) / x.nbytes) : x.dim(0)
     }
 }
 

@@ -48,12 +48,13 @@ extension Machine {
     ///   - next: makes the state behind a part of that before it, from the inputs.
     /// - Returns: the state behind the last part.
     func reduce<P, S: Arrays>(
-        _ parts: some Sequence<P>, _ state: S, reading inputs: inout [MLXArray],
+        _ parts: [P], _ state: S, reading inputs: inout [MLXArray],
         _ next: (_ state: inout S, _ part: P, _ inputs: [MLXArray]) throws -> Void
     ) rethrows -> S {
         var state = state
         for part in parts {
             try next(&state, part, inputs)
+            if evaluatesTiles, !evaluatesParts, parts.count > 1 { submit(state.arrays) }
             inputs = self.inputs(inputs, after: state.arrays)
         }
         return state

@@ -90,6 +90,11 @@ extension Processor {
         return formulas()
     }
 
+    /// Whether MLX fuses the operations of the functions in some of a kind's files, which are called; a plain one is differentiated.
+    func fuses(_ files: KeyPath<Manifest.Blocks, [String: String]>) -> Bool {
+        backend == .gpu && files != \.plainFunctions
+    }
+
     /// On a CPU below 0.2 s from 11 GFLOPS on, a multiplication and an addition being two operations; on a GPU of 350 GFLOPS or more, where
     /// a boundary is a round trip.
     var workBetweenBoundaries: Int { backend == .cpu ? 1 << 30 : 1 << 35 }

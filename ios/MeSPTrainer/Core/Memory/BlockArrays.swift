@@ -97,10 +97,12 @@ package struct BlockArrays {
     /// Bytes written to the file since the start.
     var written: Int { file?.written ?? 0 }
 
-    /// - Parameter file: where the arrays are kept; nil for memory.
-    init(count: Int, file: ArrayFile?, keepsPrevious: Bool = false) {
+    /// - Parameters:
+    ///   - file: where the arrays are kept; nil for memory.
+    ///   - place: of these arrays among others of as many blocks in the same file.
+    init(count: Int, file: ArrayFile?, place: Int = 0, keepsPrevious: Bool = false) {
         arrays = Array(repeating: nil, count: count)
-        slots = Array(0..<count)
+        slots = Array(place * count..<(place + 1) * count)
         self.file = file
         self.keepsPrevious = keepsPrevious
     }

@@ -2,17 +2,16 @@ import Foundation
 
 /// The terms of an answer y in an objective.
 struct Answer {
+    let judged: JudgedAnswer
     /// log π(y), the sum over its targets, in nats.
-    var logProbability: Double
-    /// log π₀(y); 0 for an objective that has no π₀.
-    var reference: Double
-    /// The number of its targets.
-    var tokens: Int
-    /// Whether it was chosen, or called good.
-    var isGood: Bool
+    let logProbability: Double
+    /// log π₀(y); nil for an objective that has no π₀.
+    let reference: Double?
 
+    /// The number of its targets.
+    var tokens: Int { judged.example.counted.count }
     /// log π(y) / π₀(y)
-    var ratio: Double { logProbability - reference }
+    var ratio: Double { logProbability - (reference ?? 0) }
     /// log π(y) a token.
     var mean: Double { logProbability / Double(tokens) }
 }
@@ -82,13 +81,13 @@ struct PreferenceLoss {
     /// with + and `desirableWeight` for a good one, − and `undesirableWeight` for a bad one. k is what π is away from π₀ anyway: no less
     /// than 0, the mean ratio of the batch's prompts, each with the answer before it. It is not a function of the parameters.
     init(_ answer: Answer, kl: Double, _ settings: RunSettings) {
-        let (beta, sign) = (settings.preferenceBeta, answer.isGood ? 1.0 : -1.0)
-        let factor = Double((answer.isGood ? settings.desirableWeight : settings.undesirableWeight) ?? 1)
+        let (beta, sign) = (settings.preferenceBeta, answer.judged.isGood ? 1.0 : -1.0)
+        let factor = Double((answer.judged.isGood ? settings.desirableWeight : settings.undesirableWeight) ?? 1)
         let value = sigmoid(sign * beta * (answer.ratio - kl))
         loss = factor * (1 - value)
         weights = [sign * factor * beta * value * (1 - value)]
         rewards = [beta * answer.ratio]
-        isRight = (answer.ratio > kl) == answer.isGood
+        isRight = (answer.ratio > kl) == answer.judged.isGood
     }
 
     /// k, of the mismatched answers of a batch.

@@ -11,45 +11,40 @@ public struct AnswerGroup: Encodable, Sendable {
     public let answers: [[Int]]
 }
 
-extension Trainer {
+extension BlockwiseModel {
     /// Samples answers from the model as it is, and makes training sequences of them.
     ///
     /// - Parameters:
-    ///   - groupSize: the number of answers to a prompt.
     ///   - prompts: sequences of the data, of which the tokens up to the first that counts are the prompt.
     ///   - lengths: how long sequences may be, in tokens, ascending.
     ///   - number: of the step, from 0. The same settings and number draw the same answers.
     ///   - cacheLimit: of the answers that are written together, in bytes.
     /// - Returns: the groups, and each answer as a sequence of which the answer's tokens count, the one that ends it too.
-    /// - Throws: `CancellationError` from `atBlock`.
+    /// - Throws: `CancellationError` from a block boundary.
     func sampleAnswers(
-        to prompts: [Example], groupSize: Int, lengths: [Int], number: Int, cacheLimit: Int,
-        atBlock: () throws -> Void
+        to prompts: [Example], groupSize: Int, lengths: [Int], number: Int, cacheLimit: Int
     ) throws -> (groups: [AnswerGroup], examples: [[Example]]) {
         let longest = (lengths.last ?? 0) + 1
         let known = prompts.map { $0.prompt.map { Int($0) } }
-        let seed = Self.scattered(Self.scattered(settings.seed) &+ UInt64(settings.firstStep + number))
-        var requests = [Generator.Request]()
-        for prompt in known {
-            for _ in 0..<groupSize {
-                var request = Generator.Request(prompt: prompt)
-                request.maxTokens = min(settings.maxTokens, longest - prompt.count)
-                (request.temperature, request.stop) = (1, settings.stop)
-                request.seed = seed &+ UInt64(requests.count)
-                requests.append(request)
-            }
+        let seed = scattered(scattered(settings.seed) &+ UInt64(settings.firstStep + number))
+        let requests = known.flatMap { Array(repeating: $0, count: groupSize) }.enumerated().map { index, prompt in
+            var request = Generator.Request(prompt: prompt)
+            request.maxTokens = min(settings.maxTokens, longest - prompt.count)
+            (request.temperature, request.stop, request.seed) = (1, settings.stop, seed &+ UInt64(index))
+            return request
         }
         var answers = [[Int]](repeating: [], count: requests.count)
         var ends = [Int?](repeating: nil, count: requests.count)
-        let maps = model.bundle.maps
+        let maps = bundle.maps
         let keptMaps = maps.areKept
         defer {
             maps.areKept = keptMaps
             Memory.clearCache()
         }
-        let generator = Generator(CachedModel(model.bundle, with: try model.adapters(rank: settings.rank)))
+        let generator = Generator(CachedModel(bundle, with: try adapters()))
         try generator.generate(
-            requests, atOnce: min(requests.count, CachedModel.mostTexts), cacheLimit: cacheLimit, atBlock: atBlock,
+            requests, atOnce: min(requests.count, CachedModel.mostTexts), cacheLimit: cacheLimit,
+            atBlock: clock.atBlock,
             onToken: { answers[$0].append($1) },
             onEnd: { index, summary in
                 if summary.reason == .stopped { throw CancellationError() }

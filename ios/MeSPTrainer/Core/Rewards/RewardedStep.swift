@@ -1,30 +1,44 @@
 import MeSPBundle
 
-extension Trainer {
-    /// One update from groups of answers that were sampled from the model as it is.
-    ///
+/// A step on answers that are sampled to prompts from the model as it is, and rewarded.
+struct RewardedStep {
+    let trainer: Trainer
+    /// Of the answers that are written together, in bytes.
+    let cacheLimit: Int
+    /// Gets the answers to each prompt, and returns a number for each.
+    let reward: ([AnswerGroup]) throws -> [[Float]]
+
     /// - Parameters:
-    ///   - groups: of each prompt the answers as sequences.
-    ///   - rewards: of each answer.
-    ///   - seconds: how long sampling took.
-    func step(_ groups: [[Example]], rewards: [[Float]], number: Int, seconds: Double) throws -> StepResult {
-        let longest = settings.drGrpo ? settings.maxTokens : nil
+    ///   - prompts: sequences of the data; see `sampleAnswers`.
+    ///   - lengths: how long sequences may be, in tokens, ascending.
+    func step(_ prompts: [Example], size: Int, lengths: [Int], number: Int) throws -> StepResult {
+        let (start, settings) = (ContinuousClock.now, trainer.model.settings)
+        let (groups, answers) = try trainer.model.sampleAnswers(
+            to: prompts, groupSize: size, lengths: lengths, number: number, cacheLimit: cacheLimit)
+        let seconds = (.now - start) / .seconds(1)
+        let rewards = try reward(groups)
+        guard rewards.count == groups.count,
+            rewards.allSatisfy({ $0.count == size && $0.allSatisfy(\.isFinite) })
+        else {
+            throw MeSPError("The rewards must be a finite number for each of the \(size) answers to each prompt.")
+        }
         let share = 1 / Float(groups.count)
-        var (parts, loss) = ([Part](), Float(0))
-        for (answers, rewards) in zip(groups, rewards) {
-            let group = groupLoss(rewards: rewards, tokens: answers.map(\.counted.count), longest: longest)
+        var (parts, loss) = ([Trainer.Part](), Float(0))
+        for (answers, rewards) in zip(answers, rewards) {
+            let group = groupLoss(
+                rewards: rewards, tokens: answers.map(\.counted.count),
+                longest: settings.drGrpo ? settings.maxTokens : nil)
             loss += share * group.loss
             parts += zip(answers, group.weights).map { (example: $0, weight: share * $1) }
         }
         // An answer without a weight has no gradient. Where no answer has one, the update is the optimizer's for a gradient of 0.
         let weighted = parts.filter { $0.weight != 0 }
-        var result = try step(weighted.isEmpty ? Array(parts.prefix(1)) : weighted, number: number)
-        result.loss = loss
+        let supervised = SequenceLoss(parts: weighted.isEmpty ? Array(parts.prefix(1)) : weighted)
+        var result = try takeStep(trainer, [supervised], number: number)
         let all = rewards.joined()
-        result.reward = all.reduce(0, +) / Float(all.count)
-        (result.sampledTokens, result.samplingSeconds) = (
-            parts.reduce(0) { $0 + $1.example.counted.count }, seconds
-        )
+        (result.sum, result.reward) = (Double(loss), all.reduce(0, +) / Float(all.count))
+        result.sampledTokens = parts.reduce(0) { $0 + $1.example.counted.count }
+        result.samplingSeconds = seconds
         return result
     }
 }

@@ -49,14 +49,16 @@ public final class Rehearsal {
     /// - Parameter atBlock: called at each block boundary, where a run may pause.
     public func step(atBlock: @escaping () -> Void = {}) throws {
         trainer.clock.atBlock = atBlock
-        let (settings, isPlain) = (trainer.settings, trainer.settings.objective == nil)
+        let settings = trainer.model.settings
         let examples = Array(
-            repeating: example, count: isPlain ? settings.batchSize * settings.gradAccumulationSteps : 1)
+            repeating: example,
+            count: settings.objective == nil ? settings.batchSize * settings.gradAccumulationSteps : 1)
         try trainer.model.bundle.withDevice {
             _ =
-                settings.dpClip == nil || !isPlain
-                ? try trainer.step(examples, number: number)
-                : try trainer.step(drawn: examples, number: number, SecretKey())
+                settings.dpClip == nil || settings.objective != nil
+                ? try takeStep(trainer, [SequenceLoss(examples)], number: number)
+                : try PrivateStep(trainer: trainer, secret: SecretKey())
+                    .step(examples.map { SequenceLoss([$0]) }, number: number)
         }
         number += 1
     }

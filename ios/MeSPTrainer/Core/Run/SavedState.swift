@@ -68,15 +68,15 @@ package struct SavedState: Codable {
     package func save(_ trainer: Trainer, in folder: URL) throws {
         let json = String(decoding: try JSONEncoder.snakeCase.encode(self), as: UTF8.self)
         let url = Self.url(in: folder)
-        do {
-            try trainer.clock.repeating(changed: true) {
-                let tensors = try trainer.vectors().map { name, vector in
+        try explaining {
+            try MLXErrors.repeating(again: trainer.clock.pause) {
+                let tensors = try Self.vectors(of: trainer).map { name, vector in
                     NewTensor(name: name, shape: vector.shape, dtype: vector.dtype) { vector }
                 }
                 try writeSafetensors(tensors, metadata: ["state": json], seal: true, isInBackup: false, to: url)
             }
-        } catch let error where !(error is MLXFailure) {
-            throw MeSPError("Cannot save \(url.path): \(error.plainSentence).")
+        } as: {
+            "Cannot save \(url.path): \($0)."
         }
     }
 
@@ -141,56 +141,41 @@ extension SavedState {
     }
 }
 
-extension Trainer {
-    /// Every vector that the next step depends on, by name.
-    package func vectors() throws -> [String: MLXArray] {
+// MARK: - A trainer's vectors
+
+extension SavedState {
+    /// Every vector that a trainer's next step depends on, by name.
+    package static func vectors(of trainer: Trainer) throws -> [String: MLXArray] {
         var vectors = [String: MLXArray]()
-        for block in trained {
+        let (model, optimizer) = (trainer.model, trainer.updates.optimizer)
+        for block in model.trained {
             vectors["lora.\(block)"] = try model.lora.read(block)
             vectors["first.\(block)"] = try optimizer.first?.read(block)
             vectors["second.\(block)"] = try optimizer.second?.read(block)
         }
-        guard !references.isEmpty else { return vectors }
-        let known = references.sorted { $0.key < $1.key }
-        vectors["reference.answers"] = MLXArray(
-            known.flatMap { [$0.key.split, $0.key.prompt, $0.key.answer] }, [known.count, 3])
-        vectors["reference.log_probabilities"] = MLXArray(known.map(\.value))
-        return vectors
+        return vectors.merging(trainer.reference.vectors) { $1 }
     }
 
-    /// Takes vectors that `vectors()` gave, by name; each is asked for when it is taken, as it may be read from a file. A trainer that this throws on
-    /// is of no more use.
-    package func restore(_ vectors: (_ name: String) -> MLXArray?) throws {
-        try clock.repeating { try take(vectors) }
-    }
-
-    private func take(_ vectors: (_ name: String) -> MLXArray?) throws {
+    /// Gives a trainer the vectors of another, by name; each is asked for when it is taken, as it may be read from a file. A trainer that this
+    /// throws on is of no more use.
+    package static func restore(_ trainer: Trainer, _ vectors: (_ name: String) -> MLXArray?) throws {
         func vector(_ name: String, like current: MLXArray) throws -> MLXArray {
             guard let vector = vectors(name), vector.shape == current.shape, vector.dtype == current.dtype else {
                 throw MeSPError("The saved state is of another model or rank; start the run again in another folder.")
             }
             return vector
         }
-        if settings.objective?.hasReference == true, let answers = vectors("reference.answers"),
-            let values = vectors("reference.log_probabilities")
-        {
-            guard answers.dtype == .int32, values.dtype == .float32, values.ndim == 1,
-                answers.shape == [values.size, 3]
-            else { throw MeSPError("The saved state is damaged; start the run again in another folder.") }
-            let numbers = try answers.numbers(Int32.self)
-            for (index, value) in try values.numbers(Float.self).enumerated() where value.isFinite {
-                references[
-                    .init(split: numbers[3 * index], prompt: numbers[3 * index + 1], answer: numbers[3 * index + 2])] =
-                    value
-            }
-        }
-        for block in trained {
-            try model.lora.write(vector("lora.\(block)", like: model.lora.read(block)), block)
-            if let first = try optimizer.first?.read(block) {
-                try optimizer.first?.write(vector("first.\(block)", like: first), block)
-            }
-            if let second = try optimizer.second?.read(block) {
-                try optimizer.second?.write(vector("second.\(block)", like: second), block)
+        let (model, updates) = (trainer.model, trainer.updates)
+        try trainer.clock.repeating {
+            if model.settings.objective?.hasReference == true { try trainer.reference.restore(vectors) }
+            for block in model.trained {
+                try model.lora.write(vector("lora.\(block)", like: model.lora.read(block)), block)
+                if let first = try updates.optimizer.first?.read(block) {
+                    try updates.optimizer.first?.write(vector("first.\(block)", like: first), block)
+                }
+                if let second = try updates.optimizer.second?.read(block) {
+                    try updates.optimizer.second?.write(vector("second.\(block)", like: second), block)
+                }
             }
         }
     }

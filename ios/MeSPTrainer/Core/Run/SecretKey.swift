@@ -37,10 +37,10 @@ struct SecretKey {
 
     static func remove(from folder: URL) throws {
         let url = url(in: folder)
-        do {
+        try explaining {
             if FileManager.default.fileExists(atPath: url.path) { try FileManager.default.removeItem(at: url) }
-        } catch {
-            throw MeSPError("Cannot remove \(url.path): \(error.plainSentence).")
+        } as: {
+            "Cannot remove \(url.path): \($0)."
         }
     }
 

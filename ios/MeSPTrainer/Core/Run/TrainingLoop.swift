@@ -51,27 +51,27 @@ final class TrainingLoop {
         saveAt = hooks.now() + Self.timeToFirstSave
         output = URL(fileURLWithPath: settings.output)
         trainer = try Self.trainer(bundle, settings, plan, output)
-        if saved == nil, let adapters = settings.adapters { try trainer.startFrom(URL(fileURLWithPath: adapters)) }
+        if saved == nil, let adapters = settings.adapters {
+            try trainer.model.startFrom(URL(fileURLWithPath: adapters))
+        }
         // A run that ended before it had saved anything is begun again.
         log = try LogWriter(folder: output, resumeAt: settings.resume ? saved?.state.logBytes ?? 0 : nil)
         secret = settings.dpClip == nil ? nil : try SecretKey(in: output, resumes: settings.resume)
         allowPause()
-        if let saved { try trainer.restore { saved.vectors[$0] } }
+        if let saved { try SavedState.restore(trainer) { saved.vectors[$0] } }
         if log.isEmpty {
             try append(.start(.init(settings, bundle, hooks.battery())))
             try append(.plan(plan, .init(settings, bundle, planner, plan, data)))
         }
         if log.lostLines {
-            let message: Sentence = "lines of the log were lost, as in a power failure; the run resumes from its state"
-            try append(.event(.init(event: "log_cut_off", message: message)))
+            try note("log_cut_off", "lines of the log were lost, as in a power failure; the run resumes from its state")
         }
         if isCutShort { try appendCheaper(plan, "MLX ran short of memory") }
         guard let before = saved?.state.settings else { return }
-        try append(.event(.init(event: "resumed", message: "after step \(state.step)")))
+        try note("resumed", "after step \(state.step)")
         if settings.schedule != .constant, before.steps != settings.steps {
-            let message: Sentence =
-                "the schedule is now that of \(settings.steps) steps; it was that of \(before.steps)"
-            try append(.event(.init(event: "schedule", message: message)))
+            try note(
+                "schedule", "the schedule is now that of \(settings.steps) steps; it was that of \(before.steps)")
         }
     }
 
@@ -104,7 +104,7 @@ final class TrainingLoop {
             throw cut
         } catch {
             // The log's disk may be the one that is full: the first error is the one to tell.
-            try? append(.event(.init(event: "error", message: error.plainSentence)))
+            try? note("error", error.plainSentence)
             try? end(.failed)
             throw error
         }
@@ -119,8 +119,7 @@ final class TrainingLoop {
             let early = settings.earlyStopping > 0 && state.evaluationsSinceBest >= settings.earlyStopping
             if last || early || isTimeToSave { try save() }
             if early, !last {
-                let message: Sentence = "no lower held-out loss in \(state.evaluationsSinceBest) evaluations"
-                try append(.event(.init(event: "early_stopping", message: message)))
+                try note("early_stopping", "no lower held-out loss in \(state.evaluationsSinceBest) evaluations")
             }
             if last || early { return }
 
@@ -128,11 +127,10 @@ final class TrainingLoop {
                 overBudget = nil
                 try economize(reason)
             }
-            trainer.hasChanged = false
             do {
                 try stepOrSkip()
             } catch let failure as MLXFailure where failure.isOfMemory {
-                if !trainer.hasChanged {
+                if !trainer.clock.hasChanged {
                     try economize("MLX ran short of memory in step \(state.step + 1)")
                 } else if let cheaper = planner.cheaper(than: state.plan) {
                     throw CutShort(plan: cheaper)
@@ -158,14 +156,12 @@ final class TrainingLoop {
                 )
             }
             state.step += 1
-            let message: Sentence = "\(bad.what) is not finite in step \(state.step), which was undone"
-            return try append(.event(.init(event: "skipped_step", message: message)))
+            return try note("skipped_step", "\(bad.what) is not finite in step \(state.step), which was undone")
         }
         record.footprintPeakBytes = sampler.takePeak()
         peak = max(peak, record.footprintPeakBytes)
         if record.tokens == 0 {
-            let message: Sentence = "step \(record.step) drew no example, and added noise alone"
-            try append(.event(.init(event: "empty_batch", message: message)))
+            try note("empty_batch", "step \(record.step) drew no example, and added noise alone")
         } else {
             try append(.step(record))
         }
@@ -180,7 +176,7 @@ final class TrainingLoop {
     private func step() throws -> LogRecord.Step {
         let (start, before, written) = (ContinuousClock.now, trainer.clock.time, trainer.writtenBytes)
         Memory.peakMemory = 0
-        let result = try takeStep(number: state.step)
+        let result = try result(of: state.step)
         let (memory, time) = (Memory.snapshot(), trainer.clock.time)
         state.step += 1
         return .init(
@@ -198,43 +194,30 @@ final class TrainingLoop {
             reward: result.reward, sampledTokens: result.sampledTokens, samplingSeconds: result.samplingSeconds)
     }
 
-    private func takeStep(number: Int) throws -> Trainer.StepResult {
+    private func result(of number: Int) throws -> StepResult {
         let (data, objective) = (data, settings.objective)
-        if let groupSize = settings.groupSize { return try rewardedStep(number, groupSize) }
-        guard let secret else {
-            return if let objective {
-                try trainer.step(data.judgedBatches(step: number, objective), number: number, objective)
-            } else {
-                try trainer.step(data.sequences(step: number), number: number)
+        if let size = settings.groupSize {
+            guard let reward = hooks.reward else {
+                throw MeSPError("A run with group_size needs a function that rewards answers.")
             }
+            let step = RewardedStep(trainer: trainer, cacheLimit: planner.answerCaches(state.plan), reward: reward)
+            return try step.step(data.sequences(step: number), size: size, lengths: data.train.lengths, number: number)
         }
-        let drawn = secret.drawn(settings.batchSize, of: data.exampleCount, step: number).lazy
-        return if let objective {
-            try trainer.step(
-                drawn: drawn.map { data.train.answers($0, split: 0, objective) }, number: number, objective, secret)
-        } else {
-            try trainer.step(drawn: drawn.map { data.train[$0] }, number: number, secret)
+        if let secret {
+            let drawn = secret.drawn(settings.batchSize, of: data.exampleCount, step: number).lazy
+            let step = PrivateStep(trainer: trainer, secret: secret)
+            guard let objective else {
+                return try step.step(drawn.map { SequenceLoss([data.train[$0]]) }, number: number)
+            }
+            return try step.step(
+                drawn.map { PreferenceBatch(data.train.answers($0, split: 0, objective), objective) }, number: number)
         }
-    }
-
-    /// A step on answers that are sampled to the step's prompts, and rewarded.
-    private func rewardedStep(_ number: Int, _ groupSize: Int) throws -> Trainer.StepResult {
-        let start = ContinuousClock.now
-        let prompts = data.sequences(step: number)
-        let (groups, examples) = try trainer.sampleAnswers(
-            to: prompts, groupSize: groupSize, lengths: data.train.lengths, number: number,
-            cacheLimit: planner.answerCaches(state.plan), atBlock: trainer.clock.atBlock)
-        let seconds = (.now - start) / .seconds(1)
-        guard let reward = hooks.reward else {
-            throw MeSPError("A run with group_size needs a function that rewards answers.")
+        guard let objective else {
+            return try takeStep(trainer, [SequenceLoss(data.sequences(step: number))], number: number)
         }
-        let rewards = try reward(groups)
-        guard rewards.count == groups.count,
-            rewards.allSatisfy({ $0.count == groupSize && $0.allSatisfy(\.isFinite) })
-        else {
-            throw MeSPError("The rewards must be a finite number for each of the \(groupSize) answers to each prompt.")
-        }
-        return try trainer.step(examples, rewards: rewards, number: number, seconds: seconds)
+        let batches = data.judgedBatches(step: number, objective)
+        return try takeStep(
+            trainer, batches.map { PreferenceBatch($0, objective, share: 1 / Double(batches.count)) }, number: number)
     }
 
     /// Goes on with the next cheaper plan. It is saved at once: what is resumed must repeat it.
@@ -245,18 +228,17 @@ final class TrainingLoop {
                 "\(reason), and no plan takes less memory. The state after step \(state.step) is saved; resume the run when there is more, or with a higher memory limit."
             )
         }
-        let vectors = try trainer.vectors()
+        let vectors = try SavedState.vectors(of: trainer)
         state.plan = cheaper
         trainer = try Self.trainer(bundle, settings, cheaper, output)
         allowPause()
-        try trainer.restore { vectors[$0] }
+        try SavedState.restore(trainer) { vectors[$0] }
         try appendCheaper(cheaper, reason)
         try save()
     }
 
     private func appendCheaper(_ plan: Plan, _ reason: Sentence) throws {
-        let message: Sentence = "\(reason); the run continues with a plan that takes less memory"
-        try append(.event(.init(event: "cheaper_plan", message: message)))
+        try note("cheaper_plan", "\(reason); the run continues with a plan that takes less memory")
         try append(.plan(plan, .init(settings, bundle, planner, plan, data)))
     }
 
@@ -275,7 +257,7 @@ final class TrainingLoop {
         guard loss < state.best ?? .infinity else { return }
         (state.best, state.evaluationsSinceBest) = (loss, 0)
         if settings.evalEvery > 0, state.step > 0 {
-            try trainer.saveAdapters(to: output.appendingPathComponent("best"))
+            try trainer.model.saveAdapters(to: output.appendingPathComponent("best"))
         }
     }
 
@@ -283,9 +265,9 @@ final class TrainingLoop {
     private func evaluate(_ split: String, _ sequences: TokenStream.Sequences) throws -> Float {
         var record = LogRecord.Eval(step: state.step, split: split, loss: 0, tokens: 0)
         if let objective = settings.objective {
-            try judge(sequences, objective, &record)
+            try data.judge(sequences, objective, trainer, &record)
         } else {
-            (record.loss, record.tokens) = try meanLoss(sequences, settings.valBatches)
+            (record.loss, record.tokens) = try sequences.meanLoss(trainer.model, first: settings.valBatches)
         }
         guard record.loss.isFinite else {
             throw MeSPError(
@@ -296,17 +278,6 @@ final class TrainingLoop {
         return record.loss
     }
 
-    /// The mean loss of the first sequences, in nats a token, and how many tokens these are.
-    private func meanLoss(_ sequences: TokenStream.Sequences, _ count: Int) throws -> (loss: Float, tokens: Int) {
-        var (sum, tokens) = (Float(0), 0)
-        for index in 0..<min(count, sequences.count) {
-            let example = sequences[index]
-            sum += try trainer.model.loss(example)
-            tokens += example.counted.count
-        }
-        return (sum / Float(tokens), tokens)
-    }
-
     /// Gives the adapters the strength at which the perplexity of the general text rises by at most `limit` percent, and saves them. Where
     /// none lowers held-out loss, the adapters are those that the run began with.
     private func chooseStrength(_ limit: Double) throws {
@@ -314,37 +285,19 @@ final class TrainingLoop {
         func loss(_ sequences: TokenStream.Sequences, _ count: Int, at strength: Float) throws -> Float {
             trainer.model.strength = strength
             defer { trainer.model.strength = 1 }
-            return try meanLoss(sequences, count).loss
+            return try sequences.meanLoss(trainer.model, first: count).loss
         }
         var chosen = try chosenStrength(
             step: state.step, limit: limit, before: before, general: { try loss(general, Self.generalPieces, at: $0) },
             heldOut: { try loss(valid, settings.valBatches, at: $0) })
         if chosen.strength == 0, let adapters = settings.adapters {
-            try trainer.startFrom(URL(fileURLWithPath: adapters))
+            try trainer.model.startFrom(URL(fileURLWithPath: adapters))
             chosen.generalAfter = try loss(general, Self.generalPieces, at: 1)
         } else {
             trainer.model.strength = chosen.strength
         }
-        try trainer.saveAdapters(to: output.appendingPathComponent("adapters"))
+        try trainer.model.saveAdapters(to: output.appendingPathComponent("adapters"))
         try append(.strength(chosen))
-    }
-
-    /// The mean loss of a split's first pairs or answers, and what it says of them.
-    private func judge(
-        _ sequences: TokenStream.Sequences, _ objective: Objective, _ record: inout LogRecord.Eval
-    ) throws {
-        let number: Int32 = record.split == "valid" ? 1 : 2
-        let batches = data.judgedBatches(of: sequences, split: number, objective)
-        var (margin, accuracy) = ([Float](), [Float]())
-        for batch in batches {
-            let result = try trainer.evaluate(batch, objective)
-            record.loss += result.loss / Float(batches.count)
-            record.tokens += result.tokens
-            margin += result.margin.map { [$0] } ?? []
-            accuracy += result.accuracy.map { [$0] } ?? []
-        }
-        func mean(_ values: [Float]) -> Float? { values.isEmpty ? nil : values.reduce(0, +) / Float(values.count) }
-        (record.margin, record.accuracy) = (mean(margin), mean(accuracy))
     }
 
     // MARK: - What is written
@@ -355,7 +308,7 @@ final class TrainingLoop {
     }
 
     private func save() throws {
-        try trainer.saveAdapters(to: output.appendingPathComponent("adapters"))
+        try trainer.model.saveAdapters(to: output.appendingPathComponent("adapters"))
         // Before the state, which says how long the log is.
         state.logBytes = try log.synchronize()
         try state.save(trainer, in: output)
@@ -367,6 +320,10 @@ final class TrainingLoop {
             try write(.event(.init(event: "gpu_error", message: "\(failure); the work was done again")))
         }
         try write(record)
+    }
+
+    private func note(_ event: String, _ message: Sentence) throws {
+        try append(.event(.init(event: event, message: message)))
     }
 
     private func write(_ record: LogRecord) throws {
@@ -384,36 +341,5 @@ final class TrainingLoop {
                     reason: reason, step: state.step, seconds: seconds, footprintPeakBytes: peak,
                     battery: hooks.battery(), thermalState: ThermalState.current.rawValue)))
         _ = try log.synchronize()
-    }
-}
-
-extension LogRecord.Start {
-    fileprivate init(_ settings: RunSettings, _ bundle: ModelBundle, _ battery: Battery?) {
-        let manifest = bundle.manifest
-        self.init(
-            version: Run.version, mlxVersion: MLXSupport.version, device: manifest.device, host: Self.host,
-            model: .init(name: manifest.name, id: manifest.model.id, layers: bundle.architecture.numHiddenLayers),
-            settings: settings, battery: battery, thermalState: ThermalState.current.rawValue)
-    }
-
-    /// Machine and system.
-    package static var host: String {
-        let system = ProcessInfo.processInfo.operatingSystemVersionString
-        var name = utsname()
-        uname(&name)
-        let machine = withUnsafeBytes(of: &name.machine) { String(decoding: $0.prefix { $0 != 0 }, as: UTF8.self) }
-        return "\(machine), \(system)"
-    }
-}
-
-extension LogRecord.Prediction {
-    /// - Parameter data: what DP-SGD draws from; nil without that.
-    init(_ settings: RunSettings, _ bundle: ModelBundle, _ planner: Planner, _ plan: Plan, _ data: Splits? = nil) {
-        self.init(
-            method: settings.method, seqLen: settings.seqLen, rank: settings.rank,
-            predictedPeakBytes: planner.peak(plan), leastPeakBytes: planner.leastPeak,
-            metalBytes: planner.metalBytes, mappedBytes: bundle.manifest.mappedBytes,
-            readWeightBytes: planner.readWeightBytes(plan),
-            examples: settings.dpClip == nil ? nil : data?.exampleCount)
     }
 }

@@ -5,13 +5,15 @@ import MeSPBundle
 /// that is alive. Sequences may have any of the lengths that the bundle has functions for.
 package final class BlockwiseModel {
     let bundle: ModelBundle
+    package let settings: RunSettings
     /// The layout of each block's parameters.
     package let layouts: [LoRALayout]
+    /// The blocks with parameters, which are trained, ascending. `Manifest.check` has found that there are some.
+    package let trained: [Int]
     /// s, a factor of the adapters' output besides their own; 1 while they are trained.
     var strength: Float = 1
-    private let fullScale: Float
     /// The factor of the adapters' output: s · α / rank, or s · α / √rank.
-    package var scale: Float { strength * fullScale }
+    package var scale: Float { strength * settings.scale }
     private let tileBytes: Int
     /// The most that the arrays of one block or of the head may take on a GPU, in bytes.
     private let workspace: Int?
@@ -29,9 +31,10 @@ package final class BlockwiseModel {
     /// - Parameter settings: `Manifest.check` must have found their length and rank in the bundle.
     init(_ bundle: ModelBundle, _ settings: RunSettings, plan: Plan, lora: BlockArrays, clock: StepClock) throws {
         let architecture = bundle.architecture
-        (self.bundle, self.lora, self.clock) = (bundle, lora, clock)
-        layouts = settings.layouts(of: architecture)
-        fullScale = settings.scale
+        (self.bundle, self.settings, self.lora, self.clock) = (bundle, settings, lora, clock)
+        let layouts = settings.layouts(of: architecture)
+        self.layouts = layouts
+        trained = layouts.indices.filter { layouts[$0].count > 0 }
         tileBytes = plan.tileBytes
         workspace = bundle.processor.workspace(Planner(bundle.manifest, settings), plan)
         keepsCache = bundle.processor.keepsCache(plan)
@@ -45,7 +48,7 @@ package final class BlockwiseModel {
     ) throws -> BlockFunction? {
         let length = x.dim(1)
         if let known = functions[files]?[length] { return known[block] }
-        let isFused = bundle.manifest.device == .gpu && files != \.plainFunctions
+        let isFused = bundle.processor.fuses(files)
         var made = [ObjectIdentifier: BlockFunction]()
         let imported = try bundle.functions(files, length: length).map { imported in
             guard let imported else { return BlockFunction?.none }
@@ -74,9 +77,9 @@ package final class BlockwiseModel {
     }
 
     /// The parameters as they are now, as adapters of a model that generates.
-    func adapters(rank: Int) throws -> Adapters {
+    func adapters() throws -> Adapters {
         let lora = try blocks.map { block in try clock.confirmed { layouts[block].whole(try parameters(block)) } }
-        return Adapters(rank: rank, scale: scale, lora: lora, layouts: layouts.map(\.whole))
+        return Adapters(rank: settings.rank, scale: scale, lora: lora, layouts: layouts.map(\.whole))
     }
 
     /// The embeddings `[1, T, hidden]` of a sequence's inputs.
@@ -109,100 +112,86 @@ package final class BlockwiseModel {
             try clock.repeating { try bundle.layerEmbeddings(example.inputs, x0: x0.squeezed(axis: 0)) })
     }
 
-    /// The inputs of a block from a context.
-    func beside(_ block: Int, _ context: Context) throws -> Beside {
-        Beside(
-            records: context.records,
-            perLayer: try clock.repeating { try bundle.part(of: context.embeddings, layer: block) },
-            shared: bundle.architecture.keysOf(block).flatMap { context.lent[$0] })
+    /// A block's call for a sequence.
+    ///
+    /// - Parameters:
+    ///   - weights: the block's, mapped.
+    ///   - lora: `[P]`
+    func call(_ block: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: Context) throws -> BlockCall {
+        let perLayer = try clock.repeating { try bundle.part(of: context.embeddings, layer: block) }
+        let shared = bundle.architecture.keysOf(block).flatMap { context.lent[$0] }
+        return BlockCall(
+            index: block, weights: weights, lora: lora,
+            beside: Beside(records: context.records, perLayer: perLayer, shared: shared))
     }
 
-    /// The same as the block runs forward: where others take its keys and values too, these are made of x, as a block function does not
-    /// give them.
-    package func beside(
-        _ block: Int, _ context: Context, lending x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights
-    ) throws -> Beside {
-        let beside = try beside(block, context)
+    /// The same as the block runs forward: where others take its keys and values too, these are made of x `[1, T, hidden]`, as a block
+    /// function does not give them.
+    package func call(
+        _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: Context, lending x: MLXArray
+    ) throws -> BlockCall {
+        let call = try call(block, weights, lora, context)
         if bundle.architecture.owners.contains(block) {
             context.lent[block] = try clock.timed(\.forward) {
                 try clock.repeating {
-                    let shared = self.block(block, x, lora, weights, beside: beside).keysAndValues(x)
+                    let shared = self.block(call, x).keysAndValues(x)
                     eval(shared.arrays)
                     return shared
                 }
             }
         }
-        return beside
+        return call
     }
 
-    /// The block's output `[1, T, hidden]`, evaluated.
+    /// The block's output y `[1, T, hidden]`, evaluated.
     ///
     /// - Parameters:
     ///   - x: `[1, T, hidden]`
-    ///   - lora: `[P]`
-    ///   - weights: the block's, mapped.
+    ///   - keepsIntermediates: whether with its intermediates, evaluated too; they are nil otherwise.
     package func output(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, beside: Beside
-    ) throws -> MLXArray {
-        try forward(block, x, lora, weights, beside) { pass in
-            let y = try pass.output(x)
-            eval(y)
-            return y
-        }
-    }
-
-    /// The block's output and its intermediates, evaluated.
-    func outputs(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, beside: Beside
-    ) throws -> BlockOutputs {
-        try forward(block, x, lora, weights, beside) { pass in
-            let outputs = try pass.outputs(x)
-            eval([outputs.y] + outputs.intermediates.arrays)
-            return outputs
-        }
-    }
-
-    private func forward<R>(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ beside: Beside,
-        _ body: (any BlockForward) throws -> R
-    ) throws -> R {
+        _ call: BlockCall, _ x: MLXArray, keepsIntermediates: Bool = false
+    ) throws -> (y: MLXArray, intermediates: Intermediates?) {
         try clock.boundary()
         return try clock.timed(\.forward) {
             defer { freeCache() }
             return try clock.repeating {
-                try withWorkspace { try body(forwardPass(block, x, lora, weights, beside)) }
+                try withWorkspace {
+                    let pass = try forwardPass(call, x)
+                    guard keepsIntermediates else {
+                        let y = try pass.output(x)
+                        eval(y)
+                        return (y, nil)
+                    }
+                    let outputs = try pass.outputs(x)
+                    eval([outputs.y] + outputs.intermediates.arrays)
+                    return (outputs.y, outputs.intermediates)
+                }
             }
         }
     }
 
     /// The block's intermediates again, from its input; evaluated.
     ///
-    /// - Parameter all: whether with gate and up, as `outputs` has them.
-    func recompute(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, beside: Beside, all: Bool = false
-    ) throws -> Intermediates {
-        let pass = try forwardPass(block, x, lora, weights, beside)
+    /// - Parameter all: whether with gate and up, as `output` keeps them.
+    func recompute(_ call: BlockCall, _ x: MLXArray, all: Bool) throws -> Intermediates {
+        let pass = try forwardPass(call, x)
         let intermediates = all ? try pass.outputs(x).intermediates : try pass.intermediates(x)
         eval(intermediates.arrays)
         return intermediates
     }
 
-    private func forwardPass(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ beside: Beside
-    ) throws -> any BlockForward {
-        try bundle.processor.forwardPass(self.block(block, x, lora, weights, beside: beside)) {
-            let function = try function(block, x, beside.records == nil ? \.functions : \.packed)
-            return function?(
-                lora: layouts[block].whole(lora), scale: scale, weights: weights, beside: beside,
-                pause: isWarm ? nil : { [clock] in clock.pause() })
+    private func forwardPass(_ call: BlockCall, _ x: MLXArray) throws -> any BlockForward {
+        try bundle.processor.forwardPass(block(call, x)) {
+            let function = try function(call.index, x, call.beside.records == nil ? \.functions : \.packed)
+            return function?(call, layouts[call.index], scale: scale, pause: isWarm ? nil : { [clock] in clock.pause() })
         }
     }
 
     /// The block's formulas for x `[1, T, hidden]`.
-    func block(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, beside: Beside
-    ) -> Block {
-        Block(weights: weights, lora: lora, layout: layouts[block], scale: scale, machine: machine(x), beside: beside)
+    func block(_ call: BlockCall, _ x: MLXArray) -> Block {
+        Block(
+            weights: call.weights, lora: call.lora, layout: layouts[call.index], scale: scale, machine: machine(x),
+            beside: call.beside)
     }
 
     /// Calls `body` with a workspace for a block or the head, whose weights are mapped.
@@ -274,8 +263,7 @@ package final class BlockwiseModel {
                 let parameters = try parameters(block)
                 let lora =
                     layouts[block].count > 0 ? try clock.confirmed { try moved(block, parameters) } : parameters
-                let beside = try beside(block, context, lending: x, lora, weights)
-                return try output(block, x, lora, weights, beside: beside)
+                return try output(call(block, weights, lora, context, lending: x), x).y
             }
             try check(block, x)
         }

@@ -19,20 +19,20 @@ package final class StepClock {
         var waiting = 0.0
     }
 
-    /// - Parameter changed: whether the step has changed parameters, and so must be finished.
-    func boundary(changed: Bool = false) throws {
+    /// Whether the step has changed parameters, and so must be finished.
+    var hasChanged = false
+
+    func boundary() throws {
         let start = ContinuousClock.now
         defer { time.waiting += (.now - start) / .seconds(1) }
-        do { try atBlock() } catch is CancellationError where changed {}
+        do { try atBlock() } catch is CancellationError where hasChanged {}
     }
 
     /// Waits where there is a reason to, within a block. A stop, or an error, is heeded at the next boundary.
     func pause() { try? boundary() }
 
     /// `MLXErrors.repeating`, with a boundary before the work is done again.
-    func repeating<R>(changed: Bool = false, _ body: () throws -> R) throws -> R {
-        try MLXErrors.repeating(again: { try boundary(changed: changed) }, body)
-    }
+    func repeating<R>(_ body: () throws -> R) throws -> R { try MLXErrors.repeating(again: boundary, body) }
 
     /// Returns the array of `body` for later work: on a GPU evaluated and confirmed, on a CPU as it is.
     func confirmed(_ body: () throws -> MLXArray) throws -> MLXArray {

@@ -64,8 +64,7 @@ import Testing
                 shape: weights.shape,
                 packed: PackedWeights(words: words, arrays: weights.packed.arrays, backend: .cpu))
             func both(_ weights: BlockWeights) throws -> [MLXArray] {
-                let block = model.block(
-                    block, x.expandedDimensions(axis: 0), try model.parameters(block), weights, beside: .nothing)
+                let block = try model.block(block, weights, x)
                 var (dx, gradients) = (MLXArray.zeros(x.shape), LoRAGradients())
                 block.mixtureBackward(experts, x, dy: x, addedTo: &dx, &gradients)
                 return [block.mixture(experts, x), dx]
@@ -89,8 +88,7 @@ import Testing
         try fixture.bundle.withBlock(block) { weights in
             let experts = try #require(weights.shape.mlp.experts)
             func both(_ x: MLXArray) throws -> [MLXArray] {
-                let block = model.block(
-                    block, x.expandedDimensions(axis: 0), try model.parameters(block), weights, beside: .nothing)
+                let block = try model.block(block, weights, x)
                 var (dx, gradients) = (2 * x, LoRAGradients())
                 block.mixtureBackward(experts, x, dy: x, addedTo: &dx, &gradients)
                 return [block.mixture(experts, x), dx]

@@ -49,10 +49,10 @@ import Testing
             try fixture.restore(trainer)
             let answers = try answers(fixture)
             let expected = try fixture.array("\(objective.rawValue).loss").item(Float.self)
-            let evaluation = try trainer.evaluate(answers, objective)
+            let evaluation = try PreferenceBatch(answers, objective).evaluated(trainer)
             #expect(abs(evaluation.loss - expected) <= 1e-4 * abs(expected))
 
-            let result = try trainer.step([answers], number: 0, objective)
+            let result = try trainer.step([PreferenceBatch(answers, objective)], number: 0)
             #expect(abs(result.loss - expected) <= 1e-4 * abs(expected))
             #expect(result.tokens == answers.reduce(0) { $0 + $1.example.counted.count })
             for block in trainer.model.blocks {
@@ -77,7 +77,8 @@ import Testing
             try fixture.restore(trainer)
             var boundaries = 0
             trainer.clock.atBlock = { boundaries += 1 }
-            _ = try trainer.step([answers(fixture), answers(fixture)], number: 0, objective)
+            let batch = PreferenceBatch(try answers(fixture), objective, share: 0.5)
+            _ = try trainer.step([batch, batch], number: 0)
             #expect((trainer.writtenBytes > 0) == (plan.offload != .none))
             return (boundaries, try trainer.model.blocks.map { try trainer.model.lora.read($0) })
         }
@@ -97,7 +98,7 @@ import Testing
     @Test func aRunBeginsWithoutAPreference() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let trainer = try trainer(fixture, .dpo)
-        let result = try trainer.evaluate(answers(fixture), .dpo)
+        let result = try PreferenceBatch(answers(fixture), .dpo).evaluated(trainer)
         #expect(abs(result.loss - log(2)) < 1e-6 && result.margin == 0 && result.kl == 0)
     }
 
@@ -109,7 +110,7 @@ import Testing
         try fixture.bundle.withDevice {
             let whole = try trainer(fixture, .dpo)
             try fixture.restore(whole)
-            try whole.saveAdapters(to: folder)
+            try whole.model.saveAdapters(to: folder)
             let file = folder.appendingPathComponent("adapters.safetensors")
             let b = try loadArrays(url: file).filter { $0.key.hasSuffix("lora_b") }
             eval(Array(b.values))
@@ -117,8 +118,8 @@ import Testing
             let trainer = try fixture.trainer(.mesp) {
                 ($0.objective, $0.batchSize, $0.freezeA, $0.adapters) = (.dpo, 2, true, folder.path)
             }
-            try trainer.startFrom(folder)
-            let loss = try trainer.evaluate(answers(fixture), .dpo).loss
+            try trainer.model.startFrom(folder)
+            let loss = try PreferenceBatch(answers(fixture), .dpo).evaluated(trainer).loss
             #expect(abs(loss - log(2)) < 1e-6)
         }
     }
@@ -135,7 +136,8 @@ import Testing
         func step(_ batches: [[JudgedAnswer]]) throws -> (Float, MLXArray) {
             let trainer = try trainer(fixture, objective)
             try fixture.restore(trainer)
-            let loss = try trainer.step(batches, number: 0, objective).loss
+            let losses = batches.map { PreferenceBatch($0, objective, share: 1 / Double(batches.count)) }
+            let loss = try trainer.step(losses, number: 0).loss
             return (loss, (try fixture.array("lora.0") - trainer.model.lora.read(0)) / Self.rate)
         }
         let parts = [try step([answers]), try step([turned])]

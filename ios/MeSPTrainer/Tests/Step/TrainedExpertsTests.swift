@@ -98,8 +98,7 @@ import Testing
         try fixture.bundle.withBlock(block) { weights in
             let experts = try #require(weights.shape.mlp.experts)
             let chosen = weights.chosen(experts, weights.router(experts).apply(x))
-            let formulas = model.block(
-                block, x.expandedDimensions(axis: 0), try model.parameters(block), weights, beside: .nothing)
+            let formulas = try model.block(block, weights, x)
             var (dx, gradients) = (MLXArray.zeros(x.shape), LoRAGradients())
             formulas.mixtureBackward(experts, x, dy: x, addedTo: &dx, &gradients)
             try body(

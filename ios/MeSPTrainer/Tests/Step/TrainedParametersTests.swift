@@ -66,7 +66,7 @@ import Testing
             }
             let (expected, found) = (try gradients(all), try gradients(some))
             #expect(found.loss == expected.loss)
-            #expect(found.gradients.keys.sorted() == some.trained)
+            #expect(found.gradients.keys.sorted() == some.model.trained)
             for (block, gradient) in found.gradients {
                 let whole = try #require(expected.gradients[block])
                 let right = layouts[block].trained(in: layouts[block].part(of: whole))
@@ -86,13 +86,13 @@ import Testing
             ($0.optimizer, $0.learningRate, $0.weightDecay) = (.adamw8bit, 0.1, 0.5)
         }
         func vectors() throws -> [LoRAMatrices] {
-            try trainer.trained.flatMap { block in
+            try trainer.model.trained.flatMap { block in
                 let (layout, vector) = (trainer.model.layouts[block], try trainer.model.parameters(block))
                 return layout.modules.map { layout.matrices($0, in: vector) }
             }
         }
         let before = try vectors()
-        for number in 0..<2 { _ = try trainer.step([try fixture.example()], number: number) }
+        for number in 0..<2 { _ = try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: number) }
         let after = try vectors()
         #expect(before.count == 2 * fixture.layers)
         for (before, after) in zip(before, after) {
@@ -118,18 +118,18 @@ import Testing
                 change(&$0)
                 settings = $0
             }
-            _ = try trainer.step([try fixture.example()], number: 0)
+            _ = try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: 0)
             // An operand may go early or late, as the next piece's graph is made beside a piece's work: the median of several steps.
             let peaks = try (1...9).map { number in
                 Memory.peakMemory = 0
-                _ = try trainer.step([try fixture.example()], number: number)
+                _ = try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: number)
                 return Memory.peakMemory
             }
-            let gradients = try trainer.trained.map { try #require(trainer.sums).read($0).nbytes }
+            let gradients = try trainer.model.trained.map { try trainer.updates.sum($0).nbytes }
             return (
                 peaks.sorted()[4] - before,
                 Planner(fixture.bundle.manifest, settings).peak(Plan(tileBytes: 1 << 20)),
-                try trainer.vectors().values.reduce(gradients.reduce(0, +)) { $0 + $1.nbytes }
+                try SavedState.vectors(of: trainer).values.reduce(gradients.reduce(0, +)) { $0 + $1.nbytes }
             )
         }
         let all = try take { _ in }
@@ -151,8 +151,10 @@ import Testing
             let trainer = try fixture.trainer(method) {
                 ($0.projections, $0.optimizer, $0.learningRate) = (["q"], .adamw8bit, 0.01)
             }
-            #expect(trainer.trained == attention && attention.count < fixture.layers)
-            let losses = try (0..<2).map { try trainer.step([try fixture.example()], number: $0).loss }
+            #expect(trainer.model.trained == attention && attention.count < fixture.layers)
+            let losses = try (0..<2).map {
+                try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: $0).loss
+            }
             #expect(losses[1].isFinite && losses[1] != losses[0])
         }
         var settings = RunSettings(bundle: "", output: "")

@@ -98,10 +98,9 @@ import Testing
         for block in model.blocks {
             let lora = try model.parameters(block)
             x = try fixture.bundle.withBlock(block) { weights in
-                let beside = try model.beside(block, context, lending: x, lora, weights)
-                let formulas = model.block(block, x, lora, weights, beside: beside)
-                let function = try model.function(block, x)?(
-                    lora: lora, scale: model.scale, weights: weights, beside: beside)
+                let call = try model.call(block, weights, lora, context, lending: x)
+                let formulas = model.block(call, x)
+                let function = try model.function(block, x)?(call, model.layouts[block], scale: model.scale)
                 #expect((function == nil) == (fixture.bundle.architecture.block(block).mlp.experts != nil))
                 guard let function else { return formulas.output(x) }
                 let asked: KeyValuePairs<String, (any BlockForward) throws -> [MLXArray]> = [
@@ -176,7 +175,7 @@ import Testing
             let trainer = try fixture.trainer(method) { $0.learningRate = rate }
             let expected = try fixture.array(method.rawValue).asArray(Float.self)
             for (step, reference) in expected.enumerated() {
-                let loss = try trainer.step([stream.training(step, seed: 0)], number: step).loss
+                let loss = try takeStep(trainer, [SequenceLoss([stream.training(step, seed: 0)])], number: step).loss
                 #expect(abs(loss - reference) < tolerance * reference, "\(method) step \(step + 1)")
             }
         }
@@ -189,7 +188,7 @@ import Testing
         let middle = whole.counted.count / 2
         func gradients(_ examples: [Example]) throws -> (loss: Float, norm: Float?) {
             let trainer = try fixture.trainer(.mesp) { $0.maxGradNorm = 1e9 }
-            let result = try trainer.step(examples, number: 0)
+            let result = try takeStep(trainer, [SequenceLoss(examples)], number: 0)
             return (result.loss, result.gradientNorm)
         }
         let halves = [Array(whole.counted[..<middle]), Array(whole.counted[middle...])]
@@ -278,10 +277,10 @@ import Testing
         for block in model.blocks {
             let lora = try model.parameters(block)
             x = try fixture.bundle.withBlock(block) { weights in
-                let beside = try model.beside(block, context, lending: x, lora, weights)
-                let formulas = model.block(block, x, lora, weights, beside: beside)
+                let call = try model.call(block, weights, lora, context, lending: x)
+                let formulas = model.block(call, x)
                 let function = try model.function(block, x, \.packed)?(
-                    lora: lora, scale: model.scale, weights: weights, beside: beside)
+                    call, model.layouts[block], scale: model.scale)
                 guard let function else { return formulas.output(x) }
                 let (ours, expected) = (try function.outputs(x).list, formulas.outputs(x).list)
                 for (index, (a, b)) in zip(ours, expected).enumerated() {
@@ -355,9 +354,9 @@ import Testing
                 ($0.optimizer, $0.learningRate) = (.adamw, 1e-2)
                 ordered.change(&$0)
             }
-            for block in trainer.trained {
+            for block in trainer.model.trained {
                 let lora = trainer.model.layouts[block].part(of: try fixture.array("lora.\(block)"))
-                try trainer.model.lora.write(lora.asType(trainer.settings.loraDtype.dtype), block)
+                try trainer.model.lora.write(lora.asType(trainer.model.settings.loraDtype.dtype), block)
             }
             let each = ordered.sequences
             let results = try (0..<2).map { step in
@@ -365,9 +364,9 @@ import Testing
                     let example = stream.training(step * each + number, seed: 0)
                     return Example(tokens: example.tokens, counted: Array(example.counted.dropFirst(number)))
                 }
-                return try trainer.step(examples, number: step)
+                return try takeStep(trainer, [SequenceLoss(examples)], number: step)
             }
-            return (results.map(\.loss), results.map(\.gradientNorm), try trainer.vectors())
+            return (results.map(\.loss), results.map(\.gradientNorm), try SavedState.vectors(of: trainer))
         }
         let (expected, found) = (try train(.sequences), try train(.blocks))
         for (ours, loss) in zip(found.losses, expected.losses) { #expect(abs(ours - loss) <= 1e-6 * loss) }
@@ -390,7 +389,7 @@ import Testing
             let fixture = try Fixture(folder, "gradients")
             let plan = Plan(tileBytes: 1 << 20, order: order)
             let trainer = try fixture.trainer(.mesp, plan: plan) { ($0.batchSize, $0.numLayers) = (4, layers) }
-            _ = try trainer.step(Array(repeating: fixture.example(), count: 4), number: 0)
+            _ = try takeStep(trainer, [SequenceLoss(Array(repeating: fixture.example(), count: 4))], number: 0)
             let (manifest, mapped) = (fixture.bundle.manifest, fixture.bundle.maps.mapped)
             for block in 0..<fixture.layers {
                 let passes = block >= fixture.layers - (layers ?? fixture.layers) ? 2 : 1
@@ -400,7 +399,7 @@ import Testing
             let read = manifest.files.reduce(0) {
                 $0 + ($1.path == manifest.embedding.file ? 0 : $1.size * (mapped[$1.path] ?? 0))
             }
-            #expect(Planner(manifest, trainer.settings).readWeightBytes(plan) == read)
+            #expect(Planner(manifest, trainer.model.settings).readWeightBytes(plan) == read)
         }
     }
 
@@ -435,7 +434,9 @@ import Testing
             let few = FewAddresses(fixture.bundle)
             let areUsedUp: @Sendable () -> Bool = { lack && few.areUsedUp }
             return try Addresses.$areUsedUp.withValue(areUsedUp) {
-                let losses = try (0..<2).map { try trainer.step([try fixture.example()], number: $0).loss }
+                let losses = try (0..<2).map {
+                    try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: $0).loss
+                }
                 #expect(fixture.bundle.maps.areKept == !lack)
                 return losses
             }
@@ -451,10 +452,46 @@ import Testing
     @Test func neighbouringSeedsShareNoKeys() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         func keys(_ seed: UInt64, _ step: Int) throws -> [[UInt32]] {
-            try fixture.trainer(.mesp) { $0.seed = seed }.keys(step).map { $0.asArray(UInt32.self) }
+            try fixture.trainer(.mesp) { $0.seed = seed }.updates.keys(step).map { $0.asArray(UInt32.self) }
         }
         let all = try [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)].flatMap { try keys($0.0, $0.1) }
         #expect(Set(all).count == all.count)
+    }
+
+    /// While a step has changed nothing a stop ends it; afterwards the step is finished, and the stop heeded in the next.
+    @Test(arguments: GradientMethod.allCases, [nil, 1 as Float?])
+    func aStopIsHeededWhileNothingHasChanged(_ method: GradientMethod, _ maxGradNorm: Float?) throws {
+        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+        let losses = [SequenceLoss([try fixture.example()])]
+        func step(stopAt place: Int) throws -> (isDone: Bool, boundaries: Int, vectors: [String: MLXArray]) {
+            let trainer = try fixture.trainer(method) {
+                ($0.learningRate, $0.maxGradNorm, $0.optimizer) = (0.1, maxGradNorm, .adamw8bit)
+            }
+            var boundaries = 0
+            trainer.clock.atBlock = {
+                boundaries += 1
+                if boundaries >= place { throw CancellationError() }
+            }
+            let isDone = (try? takeStep(trainer, losses, number: 0)) != nil
+            let (passed, vectors) = (boundaries, try SavedState.vectors(of: trainer))
+            if place < .max {
+                #expect(throws: CancellationError.self) { try takeStep(trainer, losses, number: 1) }
+                #expect(boundaries == passed + 1)
+            }
+            return (isDone, passed, vectors)
+        }
+        func equal(_ a: [String: MLXArray], _ b: [String: MLXArray]) -> Bool {
+            a.keys == b.keys && a.allSatisfy { name, vector in b[name].map { $0.arrayEqual(vector).item() } ?? false }
+        }
+        let (whole, start) = (try step(stopAt: .max), try step(stopAt: 1))
+        #expect(whole.isDone && !start.isDone && !equal(whole.vectors, start.vectors))
+        // The blocks after the first that is updated.
+        let updated = fixture.layers - 1
+        for place in 1...whole.boundaries {
+            let found = try step(stopAt: place)
+            #expect(found.isDone == (place > whole.boundaries - updated), "boundary \(place)")
+            #expect(equal(found.vectors, found.isDone ? whole.vectors : start.vectors), "boundary \(place)")
+        }
     }
 
     /// A pause can wait within the head too, and changes nothing.
@@ -468,9 +505,9 @@ import Testing
                 usleep(1000)
             }
             let loss = try Machine.$mostWork.withValue(work) {
-                try trainer.step([try fixture.example()], number: 0).loss
+                try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: 0).loss
             }
-            return (boundaries, loss, try trainer.vectors(), trainer.clock.time.waiting)
+            return (boundaries, loss, try SavedState.vectors(of: trainer), trainer.clock.time.waiting)
         }
         let (whole, parts) = (try step(work: .max), try step(work: 1))
         let tiles = tiles(of: fixture.bundle.architecture.vocabSize, size: 64)
@@ -491,10 +528,10 @@ import Testing
         let fixture = try Fixture(copy, "gradients")
         let trainer = try fixture.trainer(.mesp, plan: Plan(tileBytes: 1 << 20, keepsMaps: keepsMaps))
         let example = try fixture.example()
-        for number in 0..<2 { _ = try trainer.step([example], number: number) }
+        for number in 0..<2 { _ = try takeStep(trainer, [SequenceLoss([example])], number: number) }
         #expect(fixture.bundle.maps.mapped["blocks/00.bin"] == (keepsMaps ? 1 : 4))
         try FileManager.default.removeItem(at: fixture.bundle.url.appendingPathComponent("blocks/00.bin"))
-        #expect(message { _ = try trainer.step([example], number: 2) }.contains("Cannot open"))
+        #expect(message { _ = try takeStep(trainer, [SequenceLoss([example])], number: 2) }.contains("Cannot open"))
     }
 
     /// Updates of 1/1000 of the last bit of bfloat16 are lost when rounded to the nearest, and add up when rounded at random.
@@ -533,7 +570,7 @@ import Testing
             $0.loraDtype = .bfloat16
         }
         for (step, reference) in expected.prefix(20).enumerated() {
-            let loss = try trainer.step([stream.training(step, seed: 0)], number: step).loss
+            let loss = try takeStep(trainer, [SequenceLoss([stream.training(step, seed: 0)])], number: step).loss
             // Parameters of 8 bits give outputs that differ by some 2⁻⁸ of the adapters' share.
             #expect(abs(loss - reference) < 5e-3 * reference, "step \(step + 1)")
         }

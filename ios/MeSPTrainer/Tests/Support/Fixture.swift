@@ -64,15 +64,14 @@ struct Fixture {
     }
 
     /// With the fixture's parameters and tokens; the mean loss.
-    func backpropagate(_ trainer: Trainer, update: (_ block: Int, _ gradient: MLXArray) throws -> Void) throws -> Float
-    {
+    func backpropagate(_ trainer: Trainer, into sink: GradientSink) throws -> Float {
         try restore(trainer)
         let weight = 1 / Float(length)
-        return try trainer.backpropagate([(example: example(), weight: weight)], update: update)
+        return try trainer.backpropagate([(example: example(), weight: weight)], into: sink)
     }
 
     /// Gives a trainer the fixture's parameters.
-    func restore(_ trainer: Trainer) throws { try trainer.restore { arrays[$0] } }
+    func restore(_ trainer: Trainer) throws { try SavedState.restore(trainer) { arrays[$0] } }
 
     func trainer(
         _ method: GradientMethod, plan: Plan = Plan(tileBytes: 1 << 20),
@@ -112,6 +111,14 @@ extension RunSettings {
         settings.rank = try #require(manifest.ranks.first)
         (settings.steps, settings.learningRate, settings.valBatches) = (6, 0.1, 0)
         return settings
+    }
+}
+
+extension BlockwiseModel {
+    /// A block's formulas with the model's parameters for x `[T, hidden]`, of a block that takes its input alone.
+    func block(_ index: Int, _ weights: BlockWeights, _ x: MLXArray) throws -> Block {
+        let call = BlockCall(index: index, weights: weights, lora: try parameters(index), beside: .nothing)
+        return block(call, x.expandedDimensions(axis: 0))
     }
 }
 

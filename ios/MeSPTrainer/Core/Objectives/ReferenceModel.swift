@@ -1,0 +1,49 @@
+import MLX
+
+/// π₀, the model as it was when the run began: without adapters, or with those that the run began with.
+final class ReferenceModel {
+    private let start: BlockArrays?
+    /// log π₀ of answers, in nats, as they are met.
+    private var known = [JudgedAnswer.Source: Float]()
+
+    /// - Parameter start: the parameters that the run began with; nil without adapters.
+    init(start: BlockArrays?) { self.start = start }
+
+    /// log π₀ of an answer, computed once.
+    func logProbability(_ judged: JudgedAnswer, _ model: BlockwiseModel) throws -> Double {
+        if let known = known[judged.source] { return Double(known) }
+        let loss = try model.loss(judged.example) { [start] block, lora in
+            try start?.read(block).asType(.float32) ?? MLXArray.zeros(like: lora)
+        }
+        guard loss.isFinite else { throw try model.notFinite([judged.example]) }
+        known[judged.source] = -loss
+        return Double(-loss)
+    }
+
+    // MARK: - What a resumed run takes over
+
+    /// The log-probabilities that are known, by name; none before there are some.
+    var vectors: [String: MLXArray] {
+        guard !known.isEmpty else { return [:] }
+        let known = known.sorted { $0.key < $1.key }
+        return [
+            "reference.answers": MLXArray(
+                known.flatMap { [$0.key.split, $0.key.prompt, $0.key.answer] }, [known.count, 3]),
+            "reference.log_probabilities": MLXArray(known.map(\.value)),
+        ]
+    }
+
+    /// Takes what `vectors` gave, if there is any.
+    func restore(_ vectors: (_ name: String) -> MLXArray?) throws {
+        guard let answers = vectors("reference.answers"), let values = vectors("reference.log_probabilities") else {
+            return
+        }
+        guard answers.dtype == .int32, values.dtype == .float32, values.ndim == 1, answers.shape == [values.size, 3]
+        else { throw MeSPError("The saved state is damaged; start the run again in another folder.") }
+        let numbers = try answers.numbers(Int32.self)
+        for (index, value) in try values.numbers(Float.self).enumerated() where value.isFinite {
+            let first = 3 * index
+            known[.init(split: numbers[first], prompt: numbers[first + 1], answer: numbers[first + 2])] = value
+        }
+    }
+}

@@ -1,0 +1,33 @@
+import MeSPBundle
+
+extension TokenStream.Sequences {
+    /// The mean loss of the first sequences, in nats a token, and how many tokens these are.
+    func meanLoss(_ model: BlockwiseModel, first count: Int) throws -> (loss: Float, tokens: Int) {
+        var (sum, tokens) = (Float(0), 0)
+        for index in 0..<min(count, self.count) {
+            let example = self[index]
+            sum += try model.loss(example)
+            tokens += example.counted.count
+        }
+        return (sum / Float(tokens), tokens)
+    }
+}
+
+extension Splits {
+    /// The mean loss of a split's first pairs or answers, and what it says of them.
+    func judge(
+        _ sequences: TokenStream.Sequences, _ objective: Objective, _ trainer: Trainer, _ record: inout LogRecord.Eval
+    ) throws {
+        let batches = judgedBatches(of: sequences, split: record.split == "valid" ? 1 : 2, objective)
+        var (margin, accuracy) = ([Float](), [Float]())
+        for batch in batches {
+            let result = try PreferenceBatch(batch, objective).evaluated(trainer)
+            record.loss += result.loss / Float(batches.count)
+            record.tokens += result.tokens
+            margin += result.margin.map { [$0] } ?? []
+            accuracy += result.accuracy.map { [$0] } ?? []
+        }
+        func mean(_ values: [Float]) -> Float? { values.isEmpty ? nil : values.reduce(0, +) / Float(values.count) }
+        (record.margin, record.accuracy) = (mean(margin), mean(accuracy))
+    }
+}

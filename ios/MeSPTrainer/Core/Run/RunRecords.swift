@@ -1,0 +1,34 @@
+import Foundation
+import MLX
+import MeSPBundle
+
+extension LogRecord.Start {
+    init(_ settings: RunSettings, _ bundle: ModelBundle, _ battery: Battery?) {
+        let manifest = bundle.manifest
+        self.init(
+            version: Run.version, mlxVersion: MLXSupport.version, device: manifest.device, host: Self.host,
+            model: .init(name: manifest.name, id: manifest.model.id, layers: bundle.architecture.numHiddenLayers),
+            settings: settings, battery: battery, thermalState: ThermalState.current.rawValue)
+    }
+
+    /// Machine and system.
+    package static var host: String {
+        let system = ProcessInfo.processInfo.operatingSystemVersionString
+        var name = utsname()
+        uname(&name)
+        let machine = withUnsafeBytes(of: &name.machine) { String(decoding: $0.prefix { $0 != 0 }, as: UTF8.self) }
+        return "\(machine), \(system)"
+    }
+}
+
+extension LogRecord.Prediction {
+    /// - Parameter data: what DP-SGD draws from; nil without that.
+    init(_ settings: RunSettings, _ bundle: ModelBundle, _ planner: Planner, _ plan: Plan, _ data: Splits? = nil) {
+        self.init(
+            method: settings.method, seqLen: settings.seqLen, rank: settings.rank,
+            predictedPeakBytes: planner.peak(plan), leastPeakBytes: planner.leastPeak,
+            metalBytes: planner.metalBytes, mappedBytes: bundle.manifest.mappedBytes,
+            readWeightBytes: planner.readWeightBytes(plan),
+            examples: settings.dpClip == nil ? nil : data?.exampleCount)
+    }
+}

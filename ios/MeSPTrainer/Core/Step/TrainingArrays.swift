@@ -1,0 +1,60 @@
+import Foundation
+import MLX
+import MeSPBundle
+
+/// What a training keeps from step to step and between its passes, in memory or, as the plan says, in files.
+struct TrainingArrays {
+    /// Of block inputs; nil for memory.
+    let inputsFile: ArrayFile?
+    let optimizer: Optimizer
+    /// Sums of gradients, where an update needs more than one backward pass gives at a time.
+    let sums: BlockArrays?
+    /// With DP-SGD the sums of clipped gradients; `sums` are then those of one example.
+    let clippedSums: BlockArrays?
+    /// The parameters, at first those of the settings' seed.
+    let lora: BlockArrays
+    /// The parameters that the run began with, where answers are compared with that model or an update is held near it; nil elsewhere and
+    /// without adapters.
+    let start: BlockArrays?
+
+    /// - Parameter folder: where files are made, if the plan asks for any.
+    init(_ bundle: ModelBundle, _ settings: RunSettings, _ plan: Plan, in folder: URL) throws {
+        let (architecture, layouts) = (bundle.architecture, settings.layouts(of: bundle.architecture))
+        func file(_ shape: [Int], _ dtype: DType) throws -> ArrayFile {
+            try ArrayFile(in: folder, shape: shape, dtype: dtype, keepsMaps: bundle.processor.keepsMaps(plan))
+        }
+        /// An array for each trained block.
+        ///
+        /// - Parameter shape: of a block with this number of parameters.
+        func arrays(
+            _ dtype: DType = .float32, shape: (_ parameters: Int) -> [Int] = { [$0] },
+            make: (_ block: Int, LoRALayout) throws -> MLXArray
+        ) throws -> BlockArrays {
+            let largest = shape(layouts.map(\.count).max() ?? 0)
+            var arrays = BlockArrays(
+                count: layouts.count, file: plan.offload == .all ? try file(largest, dtype) : nil,
+                keepsPrevious: settings.skipBadSteps)
+            for (block, layout) in layouts.enumerated() where layout.count > 0 {
+                try arrays.write(make(block, layout), block)
+            }
+            return arrays
+        }
+        func zeros(_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays {
+            try arrays(dtype, shape: shape) { MLXArray.zeros(shape($1.trainedCount), dtype: dtype) }
+        }
+        let keepsInputs = plan.offload != .none && settings.method.hasBackwardPass
+        inputsFile = keepsInputs ? try file([1, settings.seqLen, architecture.hiddenSize], bundle.dtype) : nil
+        optimizer = try Optimizer(settings, zeros: zeros)
+        sums = plan.gathersGradients(of: settings) ? try zeros({ [$0] }, .float32) : nil
+        clippedSums = settings.dpClip == nil ? nil : try zeros({ [$0] }, .float32)
+        let dtype = settings.loraDtype.dtype
+        lora = try arrays(dtype) { $1.initial(seed: settings.seed, block: $0).asType(dtype) }
+        start =
+            try settings.keepsStart
+            ? settings.adapters.map { folder in
+                let adapters = try settings.loadAdapters(
+                    from: URL(fileURLWithPath: folder), architecture: architecture)
+                return try arrays { $1.part(of: adapters.lora[$0], in: adapters.layouts[$0]) }
+            } : nil
+    }
+}
