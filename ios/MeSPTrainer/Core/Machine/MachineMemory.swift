@@ -31,7 +31,7 @@ struct MachineMemory: Sendable {
         }
         let products = CPUProducts.current
         return MachineMemory(
-            process: 5_050_000 + 1_000_000 * products.threads, functions: 0,
+            process: 5_000_000 + 1_000_000 * products.threads, functions: 0,
             dequantized: products.dequantizeInside ? 0 : 1, unfused: products.fuses ? 0 : 1,
             attendsByTiles: products.attendsByTiles,
             metal: products.startsMetal ? MetalMemory[.cpu] ?? MetalMemory.assumed : nil, mapsAreClean: true,
@@ -55,9 +55,10 @@ struct MachineMemory: Sendable {
     func outputs(_ a: AttentionMixer) -> Int { isOneOperation(a) ? 1 : 2 }
 
     /// Of the query rows that are in attention's derivative at a time P and dP, in whose place dS comes where it is fused, or P ∘ dP and
-    /// its difference too, in bytes; of tiles also the sums of dk and dv before and after one. The operation has some 128 rows.
+    /// its difference too, in bytes; of tiles also the sums of dk and dv before and after one. The operation has
+    /// up to 32 rows of each head, 128 in all of 2,048 positions.
     func scores(_ a: AttentionMixer, _ tile: TileSizes, length: Int) -> Int {
-        if isOneOperation(a) { return 2 * 128 * max(length, 2048) * 4 }
+        if isOneOperation(a) { return 2 * min(32 * a.numAttentionHeads * length, 128 * max(length, 2048)) * 4 }
         let heads = a.numAttentionHeads / a.numKeyValueHeads * min(tile.keyHeads, a.numKeyValueHeads)
         return ((2 + 2 * unfused) * heads * min(tile.attention, length) + 4 * a.keyValueWidth) * length * 4
     }

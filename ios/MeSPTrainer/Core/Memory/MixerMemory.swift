@@ -9,7 +9,8 @@ extension Planner {
     func inSegment(_ bytes: Int) -> Int { isCut ? bytes / length * segment : bytes }
     private func inOthers(_ bytes: Int) -> Int { bytes - inSegment(bytes) }
 
-    private var isCut: Bool { segment < length && architecture.mixers.allSatisfy(\.goesBySegments) }
+    /// Whether all mixers go by segments.
+    var isCut: Bool { segment < length && architecture.mixers.allSatisfy(\.goesBySegments) }
 
     /// The features that a mixer's last projection takes.
     func mixed(of mixer: Mixer) -> Int { activation(mixer.mixedSize(hidden: architecture.hiddenSize)) }

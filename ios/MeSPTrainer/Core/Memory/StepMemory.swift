@@ -58,8 +58,10 @@ extension Planner {
         return vectors + inputs + waiting + examples + (plan.order == .blocks ? gradientBytes : 0)
     }
 
-    /// The intermediates of the last blocks.
-    func held(_ plan: Plan) -> Int { kept[plan.keptBlocks] * (plan.order == .blocks ? settings.sequences : 1) }
+    /// The intermediates of the last blocks, or of all but one of them.
+    func held(_ plan: Plan, but missing: Int = 0) -> Int {
+        kept[max(0, plan.keptBlocks - missing)] * (plan.order == .blocks ? settings.sequences : 1)
+    }
 
     /// Of all blocks.
     private func sum(_ bytes: (Parameters) -> Int) -> Int { parameters.reduce(0) { $0 + bytes($1) } }
@@ -105,10 +107,13 @@ extension Planner {
 
     // MARK: - A phase of a step
 
-    /// The phase that takes most, on a CPU.
+    /// The phase that takes most, on a CPU. In the forward pass of a block that is kept gate, up and the product of them are whole.
     func phase(_ plan: Plan) -> Int {
         let tile = tile(plan)
-        return max(held(plan) + loss(tile), forward, baseline ?? backward(plan, tile), update(plan))
+        let ofMLP = plan.keptBlocks > 0 ? 3 * intermediate : 0
+        return max(
+            held(plan, but: 1) + forward + ofMLP, held(plan) + loss(tile), baseline ?? backward(plan, tile),
+            update(plan))
     }
 
     /// Temporaries of the plan's size.
@@ -131,15 +136,15 @@ extension Planner {
             }
             return 4 * (weights.max() ?? 0) + (architecture.hiddenAct == .gelu ? 13 : 11) * intermediate
                 + largest(automatic)
-        // z, and the parameters moved by it, on the way into a block.
-        case .mezo: return forward + gradientBytes + loraBytes
+        // z, its multiple and the parameters moved by that, on the way into a block.
+        case .mezo: return forward + 2 * gradientBytes + loraBytes
         }
     }
 
-    /// The forward pass of a block: x and y; of a segment mixer_in and x_mid, with post-norms an output before its norm; what the mixer takes
-    /// and makes; three weights of its tiles; of embeddings for each layer p, u and m.
+    /// The forward pass of a block: x, mixer_in, x_mid and y, by segments x and x_mid, which y replaces; with post-norms an output before its
+    /// norm; what the mixer takes and makes; three weights of its tiles; of embeddings for each layer p, u and m.
     private var forward: Int {
-        2 * hidden + inSegment(2 * hidden + normed) + largest(forward(of:)) + 3 * weight(256) + 3 * perLayer
+        (isCut ? 2 : 4) * hidden + normed + largest(forward(of:)) + 3 * weight(256) + 3 * perLayer
     }
 
     /// y and, in float32, d of all tokens; of the tokens at a time h, dh, and the running sum before and after a tile; of the tile W while it is
@@ -149,10 +154,10 @@ extension Planner {
         return 4 * (2 * length + 3 * tokens) * architecture.hiddenSize + 3 * weight(rows) + 4 * 4 * tokens * rows
     }
 
-    /// The backward pass of a block: while d waits and the block runs again, unless it was kept; the derivative of its MLP, and its mixer's.
+    /// The backward pass of a block: while d waits and it runs again, by segments without y; the derivative of its MLP, and its mixer's.
     private func backward(_ plan: Plan, _ tile: TileSizes) -> Int {
         max(
-            forward + inSegment(hidden) + 2 * normed, max(held(plan), largest(recomputed)) + mlpBackward(tile),
+            forward + (isCut ? 0 : hidden) + 2 * normed, max(held(plan), largest(recomputed)) + mlpBackward(tile),
             largest { backward(of: $0, tile) } + normed + gradientBytes)
     }
 
