@@ -74,7 +74,7 @@ extension Planner {
         func gap(_ array: Int) -> Int { array < 8 << 20 ? max(0, array - 1_000_000) : 0 }
         let mixer = largest(mixed)
         return min(2_000_000, (lasting(plan) + held(plan)) / 16)
-            + max(3 * gap(inTile(hidden, tile(plan))), mixer > hidden ? 7 * gap(mixer) / 2 : 0)
+            + max(3 * gap(hidden / length * tile(plan).mlpTokens), mixer > hidden ? 7 * gap(mixer) / 2 : 0)
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)
     }
 

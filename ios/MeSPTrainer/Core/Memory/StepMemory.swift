@@ -122,9 +122,6 @@ extension Planner {
             architecture, group: manifest.featureGroup, length: length, bytes: plan.tileBytes, backend: manifest.device)
     }
 
-    /// Of an array `[T, …]`, the part of the tokens that go through the MLP and the loss at a time.
-    func inTile(_ bytes: Int, _ tile: TileSizes) -> Int { bytes / length * tile.mlpTokens }
-
     /// While a baseline differentiates a block; nil for the structured backward pass.
     var baseline: Int? {
         switch method {
@@ -169,12 +166,13 @@ extension Planner {
         recomputed(block.mixer) + activation(2 * block.mlp.intermediateSize)
     }
 
-    /// The derivative of the MLP, beside what was kept or made again: dy; of the tokens at a time x_mid, mlp_in and d_mlp_in; a tile's arrays and
+    /// The derivative of the MLP, beside what was kept or made again: dy; in float32 of the tokens at a time x_mid, mlp_in and d_mlp_in; a tile's arrays and
     /// weights, or the norm's derivative with p, u, m, dm and du of embeddings for each layer.
     private func mlpBackward(_ tile: TileSizes) -> Int {
-        let (some, features) = (inTile(hidden, tile), min(tile.mlp, architecture.widestMLP))
+        let features = min(tile.mlp, architecture.widestMLP)
+        let some = 4 * tile.mlpTokens * architecture.hiddenSize
         let arrays = machine.tileArrays(architecture.hiddenAct, adapted: adaptedInMLP)
-        let ofTile = arrays * inTile(activation(features), tile) + 5 * weight(features) + machine.dequantized * some
+        let ofTile = 4 * arrays * tile.mlpTokens * features + 5 * weight(features) + machine.dequantized * some
         return hidden + 3 * some + max(ofTile, 2 * some + 5 * perLayer) + gradientBytes
     }
 
