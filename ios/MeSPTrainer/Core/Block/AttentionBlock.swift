@@ -33,14 +33,12 @@ extension Block {
 
     /// m₁ (q, behind each head its gate if it has one), k and v, `[heads, n, …]`.
     func projections(_ mixer: AttentionMixer, _ mixerIn: MLXArray) -> (m1: MLXArray, k: MLXArray, v: MLXArray) {
-        let q = heads(.q, mixer.numAttentionHeads, mixerIn)
-        let m1 = mixer.headGate ? concatenated([q, heads(.g, mixer.numAttentionHeads, mixerIn)], axis: -1) : q
-        return (m1, heads(.k, mixer.numKeyValueHeads, mixerIn), heads(.v, mixer.numKeyValueHeads, mixerIn))
-    }
-
-    /// `[heads, n, …]`
-    private func heads(_ p: Projection, _ count: Int, _ mixerIn: MLXArray) -> MLXArray {
-        projected(p, mixerIn).reshaped([mixerIn.dim(0), count, -1]).swappedAxes(0, 1)
+        let (heads, keyHeads) = (mixer.numAttentionHeads, mixer.numKeyValueHeads)
+        let q = projected(.q, mixerIn).byHead(heads)
+        return (
+            mixer.headGate ? concatenated([q, projected(.g, mixerIn).byHead(heads)], axis: -1) : q,
+            projected(.k, mixerIn).byHead(keyHeads), projected(.v, mixerIn).byHead(keyHeads)
+        )
     }
 
     /// The same for one token of each sequence, in fewer operations, which are most of the time of so few tokens.
@@ -74,7 +72,7 @@ extension Block {
         _ mixer: AttentionMixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
     ) -> Mixed {
         let attention = weights.attention(mixer)
-        let q = heads(.q, mixer.numAttentionHeads, mixerIn)
+        let q = projected(.q, mixerIn).byHead(mixer.numAttentionHeads)
         let caches = beside.shared.map { shared in sequences.map { shared[$0] } } ?? sharedStates
         precondition(caches.count == sequences.count, "the keys of another block are missing")
         let parts = zip(sequences, caches).map { rows, cache in
@@ -99,8 +97,8 @@ extension Block {
         let (attention, x) = (weights.attention(mixer), x.squeezed(axis: 0))
         let mixerIn = weights.mixerNorm(x)
         return MixerState.KeyValues(
-            keys: attention.key(heads(.k, mixer.numKeyValueHeads, mixerIn), at: .from(0)).asType(x.dtype),
-            values: attention.value(heads(.v, mixer.numKeyValueHeads, mixerIn)).asType(x.dtype))
+            keys: attention.key(projected(.k, mixerIn).byHead(mixer.numKeyValueHeads), at: .from(0)).asType(x.dtype),
+            values: attention.value(projected(.v, mixerIn).byHead(mixer.numKeyValueHeads)).asType(x.dtype))
     }
 
     /// The derivative of o(attention(q, k, v)), or of o(attention(q, k, v) ∘ σ(g)), from that of its output `[T, hidden]`.
@@ -163,4 +161,9 @@ extension Block {
         let (dAttnOut, dg) = gate.backward(attnOut, dy: lastProjection(.o, gate(attnOut), dy: dOut, &gradients))
         return machine.part(dAttnOut, dg)
     }
+}
+
+extension MLXArray {
+    /// `[n, heads·d]` to `[heads, n, d]`.
+    fileprivate func byHead(_ heads: Int) -> MLXArray { reshaped([dim(0), heads, -1]).swappedAxes(0, 1) }
 }

@@ -18,7 +18,7 @@ extension Block: BlockForward {
     ///   - states: for each the state after the tokens before, replaced by that after these
     /// - Returns: y `[n, hidden]`
     func output(_ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState]) -> MLXArray {
-        let xMid = machine.part(sum(x, weights.mixerPostNorm, forward.mixer(weights.mixerNorm(x), sequences, &states).out))
+        let xMid = machine.part(sum(x, weights.mixerPostNorm, forward.mixer(x, sequences, &states).out))
         return y(xMid, forward.mlp(weights.mlpNorm(xMid)), beside.perLayer)
     }
 
@@ -28,7 +28,8 @@ extension Block: BlockForward {
             let x = x.squeezed(axis: 0)
             let segments = segments(x.dim(0))
             guard segments.isEmpty else { return bySegments(x, segments, keeps: false).xMid }
-            return machine.phase(sum(x, weights.mixerPostNorm, mixed(x).out))
+            var states = start(x)
+            return machine.phase(sum(x, weights.mixerPostNorm, forward.mixer(x, records(x.dim(0)), &states).out))
         }()
         machine.replaceByTokens(&y) { tokens, xMid in
             self.y(xMid, forward.mlp(weights.mlpNorm(xMid)), beside.perLayer?[tokens])
@@ -66,7 +67,8 @@ extension Block: BlockForward {
         // The mixer's output goes as soon as x_mid is there.
         return machine.phase(
             {
-                let mixed = mixed(x)
+                var states = start(x)
+                let mixed = forward.mixer(x, records(x.dim(0)), &states)
                 return Intermediates(
                     m1: mixed.m1, m2: mixed.m2, m3: mixed.m3, mixed: mixed.mixed,
                     xMid: sum(x, weights.mixerPostNorm, mixed.out),
@@ -87,7 +89,7 @@ extension Block: BlockForward {
             // Attention's, which holds all keys so far, is the same for all segments: that after the last.
             let before = start.isRecurrent ? states[0] : start
             let x = x[rows]
-            let mixed = forward.mixer(weights.mixerNorm(x), [0..<rows.count], &states)
+            let mixed = forward.mixer(x, [0..<rows.count], &states)
             machine.part(states[0].arrays)
             replace(rows, of: &xMid, by: sum(x, weights.mixerPostNorm, mixed.out))
             Memory.clearCache()
@@ -105,14 +107,13 @@ extension Block: BlockForward {
 
     /// A segment's intermediates again, from its rows of x.
     func again(_ segment: Intermediates.Segment, _ x: MLXArray, mixerOut: MLXArray?) -> Intermediates {
-        let mixerIn = weights.mixerNorm(x)
         var again: Intermediates
         if case .attention(let mixer) = weights.shape.mixer, let kept = segment.mixed {
-            let (m1, k, v) = forward.projections(mixer, mixerIn)
+            let (m1, k, v) = forward.projections(mixer, weights.mixerNorm(x))
             again = Intermediates(m1: m1, m2: k, m3: v, mixed: kept, xMid: x)
         } else {
             var states = [segment.state]
-            let mixed = forward.mixer(mixerIn, [0..<x.dim(0)], &states)
+            let mixed = forward.mixer(x, [0..<x.dim(0)], &states)
             again = Intermediates(m1: mixed.m1, m2: mixed.m2, m3: mixed.m3, mixed: mixed.mixed, xMid: x)
         }
         (again.segment, again.mixerOut) = (segment, mixerOut)
@@ -120,11 +121,9 @@ extension Block: BlockForward {
         return again
     }
 
-    /// The mixer over a whole sequence x `[T, hidden]`, each record of it from its own start.
-    private func mixed(_ x: MLXArray) -> Mixed {
-        let records = records(x.dim(0))
-        var states = records.map { _ in MixerState(weights, dtype: x.dtype) }
-        return forward.mixer(weights.mixerNorm(x), records, &states)
+    /// The states before each record of a whole sequence x `[T, hidden]`, which has a start of its own.
+    private func start(_ x: MLXArray) -> [MixerState] {
+        records(x.dim(0)).map { _ in MixerState(weights, dtype: x.dtype) }
     }
 
     /// The block's output from the MLP's; in x_mid's dtype.
@@ -152,9 +151,10 @@ extension Block: BlockForward {
         let out: MLXArray
     }
 
-    /// - Parameter mixerIn: `[n, hidden]`; the others as those of `output`
-    private func mixer(_ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]) -> Mixed {
-        switch weights.shape.mixer {
+    /// The mixer of RMSNorm(x); the parameters as those of `output`.
+    private func mixer(_ x: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]) -> Mixed {
+        let mixerIn = weights.mixerNorm(x)
+        return switch weights.shape.mixer {
         case .attention(let mixer): attention(mixer, mixerIn, sequences, &states)
         case .gatedDeltaNet(let mixer): gatedDeltaNet(mixer, mixerIn, sequences, &states)
         case .shortConvolution: shortConvolution(mixerIn, sequences, &states)

@@ -8,15 +8,15 @@ struct LoRALinear {
     let scale: Float
 
     /// x `[T, in]` to y `[T, out]`, in float32.
-    func callAsFunction(_ x: MLXArray) -> MLXArray {
+    ///
+    /// - Parameter machine: that takes some rows of W at a time; nil for all of them.
+    func callAsFunction(_ x: MLXArray, machine: Machine? = nil) -> MLXArray {
+        if let machine, machine.projection < weight.rows {
+            return concatenated(machine.each(of: weight.rows, size: machine.projection) { outputs($0)(x) }, axis: -1)
+        }
         var y = weight.apply(x, as: .float32)
         if let lora { y = addMM(y, matmul(x.asType(.float32), lora.a) * scale, lora.b) }
         return bias.map { y + $0 } ?? y
-    }
-
-    /// The same, some rows of W at a time.
-    func callAsFunction(_ x: MLXArray, machine: Machine) -> MLXArray {
-        concatenated(machine.each(of: weight.rows, size: machine.projection) { outputs($0)(x) }, axis: -1)
     }
 
     /// The projection to some of the outputs.

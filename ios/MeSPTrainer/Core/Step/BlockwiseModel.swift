@@ -16,7 +16,7 @@ package final class BlockwiseModel {
     package var scale: Float { strength * settings.scale }
     private let tileBytes: Int
     /// The most that the arrays of one block or of the head may take on a GPU, in bytes.
-    private let workspace: Int?
+    let workspace: Int?
     private let keepsCache: Bool
     let clock: StepClock
     /// The parameters: one flat vector `[P]` for each block that has any, in float32 or bfloat16.
@@ -132,12 +132,10 @@ package final class BlockwiseModel {
     ) throws -> BlockCall {
         let call = try call(block, weights, lora, context)
         if bundle.architecture.owners.contains(block) {
-            context.lent[block] = try clock.timed(\.forward) {
-                try clock.repeating {
-                    let shared = self.block(call, x).keysAndValues(x)
-                    eval(shared.arrays)
-                    return shared
-                }
+            context.lent[block] = try clock.work(\.forward, in: nil) {
+                let shared = self.block(call, x).keysAndValues(x)
+                eval(shared.arrays)
+                return shared
             }
         }
         return call
@@ -152,21 +150,17 @@ package final class BlockwiseModel {
         _ call: BlockCall, _ x: MLXArray, keepsIntermediates: Bool = false
     ) throws -> (y: MLXArray, intermediates: Intermediates?) {
         try clock.boundary()
-        return try clock.timed(\.forward) {
-            defer { freeCache() }
-            return try clock.repeating {
-                try withWorkspace {
-                    let pass = try forwardPass(call, x)
-                    guard keepsIntermediates else {
-                        let y = try pass.output(x)
-                        eval(y)
-                        return (y, nil)
-                    }
-                    let outputs = try pass.outputs(x)
-                    eval([outputs.y] + outputs.intermediates.arrays)
-                    return (outputs.y, outputs.intermediates)
-                }
+        defer { freeCache() }
+        return try clock.work(\.forward, in: workspace) {
+            let pass = try forwardPass(call, x)
+            guard keepsIntermediates else {
+                let y = try pass.output(x)
+                eval(y)
+                return (y, nil)
             }
+            let outputs = try pass.outputs(x)
+            eval([outputs.y] + outputs.intermediates.arrays)
+            return (outputs.y, outputs.intermediates)
         }
     }
 
@@ -183,7 +177,8 @@ package final class BlockwiseModel {
     private func forwardPass(_ call: BlockCall, _ x: MLXArray) throws -> any BlockForward {
         try bundle.processor.forwardPass(block(call, x)) {
             let function = try function(call.index, x, call.beside.records == nil ? \.functions : \.packed)
-            return function?(call, layouts[call.index], scale: scale, pause: isWarm ? nil : { [clock] in clock.pause() })
+            return function?(
+                call, layouts[call.index], scale: scale, pause: isWarm ? nil : { [clock] in clock.pause() })
         }
     }
 
@@ -193,9 +188,6 @@ package final class BlockwiseModel {
             weights: call.weights, lora: call.lora, layout: layouts[call.index], scale: scale, machine: machine(x),
             beside: call.beside)
     }
-
-    /// Calls `body` with a workspace for a block or the head, whose weights are mapped.
-    func withWorkspace<R>(_ body: () throws -> R) rethrows -> R { try MeSPCore.withWorkspace(workspace, body) }
 
     /// After a block or the head: gives the buffers back that MLX keeps, unless the plan has room for them.
     func freeCache() {
@@ -225,16 +217,10 @@ package final class BlockwiseModel {
 
     private func head<R>(_ y: MLXArray, _ body: (CrossEntropyHead) throws -> R) throws -> R {
         try clock.boundary()
-        return try clock.timed(\.loss) {
-            defer { freeCache() }
-            return try bundle.withHead { weights in
-                try clock.repeating {
-                    try withWorkspace {
-                        try body(
-                            CrossEntropyHead(
-                                weights: weights, architecture: bundle.architecture, machine: machine(y)))
-                    }
-                }
+        defer { freeCache() }
+        return try bundle.withHead { weights in
+            try clock.work(\.loss, in: workspace) {
+                try body(CrossEntropyHead(weights: weights, architecture: bundle.architecture, machine: machine(y)))
             }
         }
     }

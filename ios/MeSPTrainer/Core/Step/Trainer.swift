@@ -142,7 +142,7 @@ package final class Trainer {
             if model.settings.method == .mebp {
                 gradient = try model.automaticGradient(call, x, d: &sequence.state, shared: &shared)
             } else {
-                gradient = try model.withWorkspace {
+                gradient = try withWorkspace(model.workspace) {
                     let forward = try intermediates.take() ?? model.recompute(call, x, all: areKept)
                     return model.block(call, x).gradient(
                         x: x, consume forward, d: &sequence.state, wantsInput: block > model.trained[0],

@@ -1,7 +1,7 @@
 import MLX
 import MeSPBundle
 
-/// The points at which a step may wait or end, and the time of its phases.
+/// The points at which a step may wait or end, how work that failed is done again, and the time of the step's phases.
 package final class StepClock {
     /// Called at every block boundary, forward and backward, some times within the head, and in a GPU's first step within blocks. It may
     /// wait (a pause, with the half-done step in memory) or throw `CancellationError`, which ends the step while that has changed nothing
@@ -41,6 +41,13 @@ package final class StepClock {
             MLXErrors.evaluateOnGPU([array])
             return array
         }
+    }
+
+    /// The result of a phase's work, timed, within a workspace for its arrays. Where a GPU fails it is done again.
+    func work<R>(
+        _ phase: WritableKeyPath<Phases, Double>, in workspace: Int?, _ body: () throws -> R
+    ) throws -> R {
+        try timed(phase) { try repeating { try withWorkspace(workspace, body) } }
     }
 
     func timed<R>(_ phase: WritableKeyPath<Phases, Double>, _ body: () throws -> R) rethrows -> R {
