@@ -9,7 +9,7 @@ package struct CachedModel {
     /// Tokens that go through the blocks together.
     let chunk: Int
     private let adapters: Adapters?
-    private let kept = Kept()
+    private let kept: Kept
     private let isRecurrent: Bool
     /// The manifest's, cached: it searches its layouts for it.
     private let featureGroup: Int
@@ -20,8 +20,8 @@ package struct CachedModel {
 
     /// Views of each block's, for each token; they take almost no memory.
     private final class Kept: MapHolder {
-        /// The numbers of tokens, by their length in bits, for which a GPU has compiled the kernels.
-        var compiled = Set<Int>()
+        /// The numbers of tokens, by their length in bits, for which there are all kernels.
+        var compiled: Set<Int>
         private var views = [Int: PackedWeights.Views]()
         private var projections = [Int: [Projection: LoRALinear]]()
 
@@ -40,6 +40,8 @@ package struct CachedModel {
             projections[index] = made
             return made
         }
+
+        init(compiled: Set<Int>) { self.compiled = compiled }
 
         /// The last block's output, where nothing has waited for it: until it is evaluated, it needs the maps.
         var pending: MLXArray?
@@ -64,6 +66,7 @@ package struct CachedModel {
 
     init(_ bundle: ModelBundle, with adapters: Adapters?, chunk: Int = 256) {
         (self.bundle, self.adapters, self.chunk) = (bundle, adapters, chunk)
+        kept = Kept(compiled: bundle.processor.numbersWithKernels(0...Int.bitWidth))
         featureGroup = bundle.manifest.featureGroup
         isRecurrent = bundle.architecture.isRecurrent
         bundle.maps.areKept = bundle.manifest.mappedBytes <= bundle.processor.roomForMaps
@@ -185,7 +188,7 @@ package struct CachedModel {
         rows: Int, _ atBlock: () throws -> Void, _ body: (_ block: Int, _ pause: (() -> Void)?) throws -> Void
     ) throws {
         let length = Int.bitWidth - rows.leadingZeroBitCount
-        let isWarm = bundle.processor.hasKernels || kept.compiled.contains(length)
+        let isWarm = kept.compiled.contains(length)
         var failure: (any Error)?
         try withoutActuallyEscaping(atBlock) { atBlock in
             let pause = {

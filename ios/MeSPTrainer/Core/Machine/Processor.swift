@@ -81,6 +81,9 @@ extension Processor {
     /// Whether all kernels are there before the first pass. A GPU compiles them.
     var hasKernels: Bool { backend == .cpu }
 
+    /// The numbers of tokens whose kernels are there before the first pass, of some.
+    func numbersWithKernels(_ numbers: ClosedRange<Int>) -> Set<Int> { hasKernels ? Set(numbers) : [] }
+
     /// A block's forward pass: by the bundle's function on a GPU, whose kernels it lays out, where the block has one. A function runs on one
     /// stream: on a CPU the same formulas are called one by one, so that each product has all cores.
     func forwardPass(
