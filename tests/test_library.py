@@ -156,6 +156,35 @@ def test_rooms_import_downward():
     assert rooms == {}
 
 
+def code(folder: Path) -> Iterator[tuple[str, str]]:
+    """The lines of code below a folder, with the name of the file."""
+    for path in sorted(folder.rglob("*.swift")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if not line.strip().startswith("//"):
+                yield path.name, line.split(" // ")[0]
+
+
+def test_formulas_say_nothing_of_evaluation():
+    """They are cut by `machine.part`, `rows`, `each` and `reduce` alone."""
+    said = re.compile(
+        r"\b(eval|asyncEval|submit|clearCache|synchronize|depends|withDefaultDevice)\(|\.eval\(\)"
+    )
+    assert [(name, line) for name, line in code(CORE / "Formulas") if said.search(line)] == []
+
+
+def test_only_the_machine_knows_where_it_runs():
+    """Outside Core/Machine no arithmetic, tile or way to evaluate depends on a device or system."""
+    known = re.compile(
+        r"\bbackend\b|Device\.isCPU|Processor\.(cpu|gpu)\b|#if os|hasShortCommandBuffers"
+        r"|processor\.(fuses|unpacksInside|attendsByTiles|startsMetal|reusesMemory|hasKernels) *[?&|]"
+    )
+    # What a system grants, and what it takes of a process, are asked of it.
+    asked = {"SystemMemoryLimit.swift", "Footprint.swift"}
+    rooms = [folder for folder in CORE.iterdir() if folder.is_dir() and folder.name != "Machine"]
+    found = [(name, line) for folder in rooms for name, line in code(folder) if known.search(line)]
+    assert [(name, line) for name, line in found if name not in asked] == []
+
+
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)

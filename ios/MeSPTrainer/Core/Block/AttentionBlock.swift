@@ -8,7 +8,7 @@ extension Block {
     ) -> Mixed {
         let (attention, d, dtype) = (weights.attention(mixer), mixer.headDim, mixerIn.dtype)
         if mixer.keysOf != nil { return attentionOverShared(mixer, mixerIn, sequences, &states) }
-        // A backward pass would need m₁ to m₃ as `projections` gives them, and sequences of training begin here.
+        // Text that is generated takes a shorter path, token by token. Training never does: its sequences begin here, without a state.
         if sequences.allSatisfy({ $0.count == 1 }), states.allSatisfy({ $0.count > 0 }) {
             return attentionOfOne(mixer, attention, mixerIn, &states)
         }
@@ -156,9 +156,9 @@ extension Block {
         _ mixer: AttentionMixer, _ forward: consuming Intermediates, dOut: MLXArray, _ gradients: inout LoRAGradients
     ) -> (MLXArray, MLXArray?) {
         let attnOut = forward.mixed.asType(.float32)
-        guard mixer.gateDim > 0 else { return (lastProjection(.o, attnOut, dy: dOut, &gradients), nil) }
+        guard mixer.gateDim > 0 else { return (outputProjectionBackward(.o, attnOut, dy: dOut, &gradients), nil) }
         let gate = OutputGate(g: forward.m1[.ellipsis, mixer.headDim...].swappedAxes(0, 1))
-        let (dAttnOut, dg) = gate.backward(attnOut, dy: lastProjection(.o, gate(attnOut), dy: dOut, &gradients))
+        let (dAttnOut, dg) = gate.backward(attnOut, dy: outputProjectionBackward(.o, gate(attnOut), dy: dOut, &gradients))
         return machine.part(dAttnOut, dg)
     }
 }

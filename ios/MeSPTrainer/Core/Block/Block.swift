@@ -18,13 +18,13 @@ package struct Block {
     /// The LoRA parameters `[P]`, or nil for the base model.
     let lora: MLXArray?
     let layout: LoRALayout
-    /// α / rank
+    /// The factor s of the adapters' output, which `BlockwiseModel.scale` says.
     let scale: Float
     var machine: Machine
-    /// Where the block is used many times: making them is some operations for each.
+    /// The linear layers, where a model that generates keeps them from token to token; nil elsewhere.
     var projections: [Projection: LoRALinear]?
     let beside: Beside
-    /// Of attention over another block's keys and values, that block's of each sequence, where `beside` has none.
+    /// The keys and values of another block, one for each sequence; used where `beside.shared` is nil.
     var sharedStates = [MixerState.KeyValues]()
 
     package init(
@@ -215,8 +215,8 @@ extension ModelBundle {
     }
 }
 
-/// The forward pass of one block over a whole sequence x `[1, T, hidden]`, with the requested outputs. Implementations other
-/// than `Block` return them unevaluated.
+/// The forward pass of one block over a whole sequence x `[1, T, hidden]`, with the requested outputs. The caller
+/// evaluates them.
 package protocol BlockForward {
     /// y `[1, T, hidden]`.
     func output(_ x: MLXArray) throws -> MLXArray
@@ -276,9 +276,9 @@ package struct Intermediates: Arrays {
     /// Some tokens of a sequence.
     struct Segment {
         let rows: Range<Int>
-        /// The state before them; of attention, whose tokens see none behind them, that of the whole sequence.
+        /// The state before the segment. Of attention: the keys and values of the whole sequence.
         var state: MixerState
-        /// mixed, of attention, where making it again would take longest.
+        /// attn_out, which would take longest to recompute; nil for other mixers.
         let mixed: MLXArray?
     }
 

@@ -5,22 +5,22 @@ import MeSPBundle
 extension Block {
     /// - Parameters:
     ///   - x: `[1, T, hidden]`
-    ///   - forward: given away, so that each array goes when it has been used
+    ///   - intermediates: given away, so that each array goes when it has been used
     ///   - d: dy `[1, T, hidden]`, replaced by dx
     ///   - wantsInput: false for the first block, whose dx nobody reads; d then ends as d_x_mid
     ///   - shared: the sum of the gradients by keys and values that several blocks take, `[kv_heads, T, head_dim]` each; the block that has
     ///     them takes the sum, each of the others adds to it. nil at first, and elsewhere.
     /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. It and d are evaluated.
     package func gradient(
-        x: MLXArray, _ forward: consuming Intermediates, d: inout MLXArray, wantsInput: Bool,
+        x: MLXArray, _ intermediates: consuming Intermediates, d: inout MLXArray, wantsInput: Bool,
         shared: inout MixerState.KeyValues?
     ) -> MLXArray {
         let shape = x.shape
         let x = x.reshaped([shape[1], shape[2]])
         var gradients = LoRAGradients()
         d = d.reshaped([shape[1], shape[2]]).asType(.float32)
-        mlpBackward(forward, d: &d, &gradients)
-        mixerBackward(x: x, consume forward, d: &d, wantsInput: wantsInput, &gradients, shared: &shared)
+        mlpBackward(intermediates, d: &d, &gradients)
+        mixerBackward(x: x, consume intermediates, d: &d, wantsInput: wantsInput, &gradients, shared: &shared)
         d = d.reshaped(shape).asType(x.dtype)
         let gradient = layout.packed(gradients)
         eval(d, gradient)
@@ -33,12 +33,12 @@ extension Block {
     ///
     /// - Parameter d: dy `[T, hidden]`, replaced by d_x_mid
     private func mlpBackward(
-        _ forward: borrowing Intermediates, d: inout MLXArray, _ gradients: inout LoRAGradients
+        _ intermediates: borrowing Intermediates, d: inout MLXArray, _ gradients: inout LoRAGradients
     ) {
-        let forward = copy forward
+        let intermediates = copy intermediates
         machine.replaceByTokens(&d) { rows, dy in
             var own = LoRAGradients()
-            let dMid = mlpBackward(forward, rows, dy: dy, &own)
+            let dMid = mlpBackward(intermediates, rows, dy: dy, &own)
             gradients.add(own)
             return machine.phase(dMid, gradients).0
         }
@@ -47,23 +47,23 @@ extension Block {
     /// - Parameter dy: of the `rows`
     /// - Returns: their d_x_mid.
     private func mlpBackward(
-        _ forward: Intermediates, _ rows: Range<Int>, dy: MLXArray, _ gradients: inout LoRAGradients
+        _ intermediates: Intermediates, _ rows: Range<Int>, dy: MLXArray, _ gradients: inout LoRAGradients
     ) -> MLXArray {
-        let (xMid, mlpOut) = (forward.xMid[rows], forward.mlpOut?[rows])
+        let (xMid, mlpOut) = (intermediates.xMid[rows], intermediates.mlpOut?[rows])
         var dResidual = dy
         if let p = beside.perLayer, let norm = weights.mlpPostNorm, let mlpOut {
             let h = xMid.asType(.float32) + norm(mlpOut.asType(.float32))
             dResidual = perLayerBackward(h, p: p[rows], dy: dResidual, &gradients)
         }
         let mlpIn = weights.mlpNorm(xMid)
-        let dMlpOut = through(weights.mlpPostNorm, mlpOut, dy: dResidual)
+        let dMlpOut = postNormBackward(weights.mlpPostNorm, mlpOut, dy: dResidual)
         var dMlpIn = MLXArray.zeros(mlpIn.shape)
         if !weights.shape.mlp.modules.isEmpty {
             let g = weights.mlpGate
             let w = g.map { factor($0, mlpIn) }
-            let kept = forward.gate.flatMap { gate in forward.up.map { (gate[rows], $0[rows]) } }
+            let kept = intermediates.gate.flatMap { gate in intermediates.up.map { (gate[rows], $0[rows]) } }
             let d = gatedMLP.backward(
-                mlpIn, kept: kept, dy: dMlpOut, w: w, wantsA: wantsA, tile: (machine.tokens, machine.mlp),
+                mlpIn, kept: kept, dy: dMlpOut, w: w, wantsA: wantsA, tile: (machine.tokens, machine.features),
                 machine: machine)
             gradients.add(d.gradients)
             dMlpIn = d.dx
@@ -79,7 +79,7 @@ extension Block {
     }
 
     /// The gradient of what a norm of an output took; dy if there is no such norm.
-    private func through(_ norm: RMSNorm?, _ output: MLXArray?, dy: MLXArray) -> MLXArray {
+    private func postNormBackward(_ norm: RMSNorm?, _ output: MLXArray?, dy: MLXArray) -> MLXArray {
         guard let norm, let output else { return dy }
         return machine.phase(norm.backward(output, dy: dy))
     }
@@ -90,19 +90,19 @@ extension Block {
     ///
     /// - Parameter d: d_x_mid `[T, hidden]`, replaced by dx, if that is wanted
     private func mixerBackward(
-        x: MLXArray, _ forward: consuming Intermediates, d: inout MLXArray, wantsInput: Bool,
+        x: MLXArray, _ intermediates: consuming Intermediates, d: inout MLXArray, wantsInput: Bool,
         _ gradients: inout LoRAGradients, shared: inout MixerState.KeyValues?
     ) {
         var behind = Behind()
-        guard !forward.segments.isEmpty else {
+        guard !intermediates.segments.isEmpty else {
             let dx = mixerBackward(
-                x: x, consume forward, dMid: d, wantsInput: wantsInput, &behind, &gradients, shared: &shared)
+                x: x, consume intermediates, dMid: d, wantsInput: wantsInput, &behind, &gradients, shared: &shared)
             if let dx { d = dx }
             return
         }
-        let mixerOut = forward.mixerOut
-        var segments = forward.segments
-        _ = consume forward
+        let mixerOut = intermediates.mixerOut
+        var segments = intermediates.segments
+        _ = consume intermediates
         while let segment = segments.popLast() {
             var own = LoRAGradients()
             let x = x[segment.rows]
@@ -117,10 +117,10 @@ extension Block {
     }
 
     private func mixerBackward(
-        x: MLXArray, _ forward: consuming Intermediates, dMid: MLXArray, wantsInput: Bool, _ behind: inout Behind,
+        x: MLXArray, _ intermediates: consuming Intermediates, dMid: MLXArray, wantsInput: Bool, _ behind: inout Behind,
         _ gradients: inout LoRAGradients, shared: inout MixerState.KeyValues?
     ) -> MLXArray? {
-        let projected = projected(consume forward, dMid: dMid, &behind, &gradients, shared: &shared)
+        let projected = projected(consume intermediates, dMid: dMid, &behind, &gradients, shared: &shared)
         let norm = weights.mixerNorm
         let mixerIn = norm(x).asType(.float32)
         var dMixerIn: MLXArray?
@@ -136,23 +136,23 @@ extension Block {
     typealias Projected = KeyValuePairs<Projection, MLXArray>
 
     private func projected(
-        _ forward: consuming Intermediates, dMid: MLXArray, _ behind: inout Behind, _ gradients: inout LoRAGradients,
+        _ intermediates: consuming Intermediates, dMid: MLXArray, _ behind: inout Behind, _ gradients: inout LoRAGradients,
         shared: inout MixerState.KeyValues?
     ) -> Projected {
-        let dOut = through(weights.mixerPostNorm, forward.mixerOut, dy: dMid)
+        let dOut = postNormBackward(weights.mixerPostNorm, intermediates.mixerOut, dy: dMid)
         switch weights.shape.mixer {
         case .attention(let mixer):
-            return attentionBackward(mixer, consume forward, dOut: dOut, &behind, &gradients, shared: &shared)
+            return attentionBackward(mixer, consume intermediates, dOut: dOut, &behind, &gradients, shared: &shared)
         case .gatedDeltaNet(let mixer):
-            return gatedDeltaNetBackward(mixer, consume forward, dOut: dOut, &behind, &gradients)
-        case .shortConvolution: return shortConvolutionBackward(consume forward, dOut: dOut, &gradients)
-        case .mamba2(let mixer): return mamba2Backward(mixer, consume forward, dOut: dOut, &gradients)
+            return gatedDeltaNetBackward(mixer, consume intermediates, dOut: dOut, &behind, &gradients)
+        case .shortConvolution: return shortConvolutionBackward(consume intermediates, dOut: dOut, &gradients)
+        case .mamba2(let mixer): return mamba2Backward(mixer, consume intermediates, dOut: dOut, &gradients)
         }
     }
 
     /// The derivative of the mixer's last projection, o or out.
     /// - Returns: the gradient of its input `[T, features]`.
-    func lastProjection(
+    func outputProjectionBackward(
         _ projection: Projection, _ input: MLXArray, dy: MLXArray, _ gradients: inout LoRAGradients
     ) -> MLXArray {
         let dInput = self.projection(projection, input, dy: dy, wantsInput: true, addedTo: nil, &gradients)

@@ -1,7 +1,7 @@
 import MLX
 import MeSPBundle
 
-/// The forward pass, as a CPU trains with it and every device generates.
+/// The forward pass by formulas: in training on a CPU, and of blocks without a function; in generation on every device.
 extension Block: BlockForward {
     /// The block with the machine of a forward pass.
     private var forward: Block {

@@ -67,7 +67,7 @@ extension Block {
 
     /// The features of an expert that are computed at a time: as many numbers as of the MLP, whose tiles have more tokens.
     private func features(_ experts: Experts, of pairs: Routed.Pairs) -> Int {
-        min(machine.mlp, experts.intermediateSize) * max(1, machine.mlpTokens / pairs.count)
+        min(machine.features, experts.intermediateSize) * max(1, machine.mlpTokens / pairs.count)
     }
 }
 

@@ -53,7 +53,7 @@ extension Block {
         _ derivative: (_ o: MLXArray, _ z: MLXArray, _ dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray)
     ) -> (dO: MLXArray, dZ: MLXArray) {
         let (z, o) = (z(forward), forward.mixed)
-        let dy = lastProjection(.out, f(o, z), dy: dOut, &gradients)
+        let dy = outputProjectionBackward(.out, f(o, z), dy: dOut, &gradients)
         let parts = machine.rows(of: z) { rows in
             let d = derivative(o[rows], z[rows], dy[rows])
             return [d.dO, d.dZ]

@@ -94,7 +94,7 @@ package enum MixerState {
         }
     }
 
-    /// Whether it has not each token by itself, so that none can be taken away.
+    /// Whether the state cannot be cut back to fewer tokens.
     var isRecurrent: Bool {
         switch self {
         case .attention, .shared: false

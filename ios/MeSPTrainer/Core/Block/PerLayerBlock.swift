@@ -24,7 +24,7 @@ extension Block {
     func perLayerBackward(_ h: MLXArray, p: MLXArray, dy: MLXArray, _ gradients: inout LoRAGradients) -> MLXArray {
         let (u, m, z) = perLayerOut(h, p: p)
         let dH = weights.layerScalar * dy
-        let dM = lastProjection(.perLayerOut, m, dy: weights.perLayerNorm.backward(z, dy: dH), &gradients)
+        let dM = outputProjectionBackward(.perLayerOut, m, dy: weights.perLayerNorm.backward(z, dy: dH), &gradients)
         let dU = weights.activation.gatedBackward(gate: [u], up: [p], dAct: dM).dGate
         let dx = projection(.perLayerGate, h, dy: dU, wantsInput: true, addedTo: dH, &gradients) ?? dH
         return machine.stage(dx, gradients).0

@@ -36,7 +36,7 @@ extension Block {
         _ gradients: inout LoRAGradients
     ) -> [[MLXArray]] {
         let (b, c, u, mixed) = (forward.m1, forward.m2, forward.m3, forward.mixed)
-        let dy = lastProjection(.out, convolution.output(mixed: mixed, c: c), dy: dOut, &gradients)
+        let dy = outputProjectionBackward(.out, convolution.output(mixed: mixed, c: c), dy: dOut, &gradients)
         return machine.rows(of: dy.T) { f in
             eachRecord(records(dy.dim(0))) { rows in
                 let d = convolution.features(f).backward(

@@ -65,7 +65,7 @@ struct Attention {
         let (length, perGroup) = (q.dim(1), q.dim(0) / k.dim(0))
         let start = k.dim(1) - length
         return concatenated(
-            machine.each(of: length, size: machine.attention) { rows in
+            machine.each(of: length, size: machine.queryRows) { rows in
                 let positions = start + rows.lowerBound..<start + rows.upperBound
                 let keys = seen(by: positions)
                 let byHead = machine.each(of: k.dim(0), size: machine.keyHeads) { groups in
@@ -140,7 +140,8 @@ struct Attention {
     /// rowsum(dO ∘ O) but for the rounding of O: with a stored O in bfloat16 a row of dS would not add up to 0, and what all keys have
     /// in common, as with large biases of k, would come into dq̂.
     ///
-    /// Of a segment of the positions k̂ and v̂ up to its end are given too, and what later segments add to the gradients by these.
+    /// For a segment of the positions, the caller passes k̂ and v̂ up to the segment's end, and the gradients from later segments. On Linux the
+    /// derivative of scores is that of HostMLX's operation; see `Machine.attentionBackward`.
     /// - Parameters:
     ///   - q: `[heads, T, d]`; k, v: `[kv_heads, T, d]`; before the norms and RoPE
     ///   - dOut: the gradient of attn_out by head, `[heads, T, d]`
@@ -163,7 +164,7 @@ struct Attention {
             parts = []
             return sum.map { $0 + whole } ?? whole
         }
-        /// The same through `backward`, by token.
+        /// Joins the tiles, applies `backward` to some heads at a time, and returns rows by token.
         func joined(_ parts: inout [MLXArray], _ backward: (MLXArray, _ heads: Range<Int>) -> MLXArray) -> MLXArray {
             let whole = whole(&parts)
             let byHead = machine.rows(of: whole) { backward(whole[$0], $0) }
@@ -203,7 +204,7 @@ struct Attention {
             // A copy, as a view would keep what is before it.
             return (contiguous(d[0..., own...]), d[0..., ..<own].swappedAxes(1, 2))
         }
-        // A sum takes the place of what nobody else has.
+        // The sum takes the buffer of an array that nobody else refers to.
         let (dv, dk) = (parted(d.removeLast(), behind?.values), parted(d.removeLast(), behind?.keys))
         behind = own > 0 ? KeyValues(keys: dk.before, values: dv.before) : nil
         return (d[0], dk.own, dv.own)
@@ -238,7 +239,7 @@ struct Attention {
                 behind.map { KeyValues(keys: $0.keys[groups], values: $0.values[groups]) }
             })
         behind = nil
-        let rowTiles = Array(tiles(of: q.dim(1), size: machine.attention).reversed())
+        let rowTiles = Array(tiles(of: q.dim(1), size: machine.queryRows).reversed())
         let all = machine.reduce(rowTiles, start, reading: &inputs) { all, rows, inputs in
             let (q, k, v, dOut) = (inputs[0], inputs[1], inputs[2], inputs[3])
             let positions = before + rows.lowerBound..<before + rows.upperBound

@@ -41,7 +41,7 @@ package struct CrossEntropyHead {
     package func logits(_ y: MLXArray) -> MLXArray {
         let (h, w) = (norm(y.asType(.float32)), LoRALinear(weight: matrix, bias: nil, lora: nil, scale: 0))
         return capped(
-            concatenated(machine.each(of: matrix.rows, size: machine.vocabulary) { w.outputs($0)(h) }, axis: -1))
+            concatenated(machine.each(of: matrix.rows, size: machine.vocabularyRows) { w.outputs($0)(h) }, axis: -1))
     }
 
     /// The loss of each row's target, with no gradient.
@@ -146,7 +146,7 @@ package struct CrossEntropyHead {
         let none = Sums(
             m: MLXArray.full([t.count, 1], values: MLXArray(-Float.infinity)), l: MLXArray.zeros([t.count, 1]),
             zTarget: MLXArray.zeros([t.count, 1]))
-        let vocabulary = tiles(of: w.rows, size: machine.vocabulary)
+        let vocabulary = tiles(of: w.rows, size: machine.vocabularyRows)
         let sums = try machine.reduce(vocabulary, none, reading: &h) { sums, rows, inputs in
             let h = inputs[0]
             try machine.work(2 * t.count * h.dim(1) * rows.count, since: &work, leaving: sums, atBoundary)

@@ -46,7 +46,7 @@ package struct GatedDeltaNet {
         min(keyHeads, max(1, machine.bytes / bytesOfHead(length)))
     }
 
-    /// The size of a machine's temporaries for each key head: of what has a row a token the derivative holds some 25 arrays, where attention's
+    /// The size of a machine's temporaries for each key head, in bytes. The derivative holds some 25 arrays with a row a token, where attention's
     /// holds some 6.
     func bytesOfHead(_ length: Int) -> Int {
         3 * 4 * length * max(keyDim, valueHeads / keyHeads * max(keyDim, valueDim, ChunkDecays.chunk))

@@ -16,7 +16,7 @@ struct GatedMLP {
     ///   - x: `[n, hidden]`
     ///   - size: of a tile of features; nil for the machine's
     func callAsFunction(_ x: MLXArray, by size: Int? = nil, addedTo sum: MLXArray?, machine: Machine) -> MLXArray {
-        let features = tiles(of: gate.weight.rows, size: size ?? machine.mlp)
+        let features = tiles(of: gate.weight.rows, size: size ?? machine.features)
         var none = [MLXArray]()
         let y = machine.reduce(features, sum, reading: &none) { sum, f, _ in
             let (gate, up) = machine.part(gate.outputs(f)(x), up.outputs(f)(x))
@@ -73,8 +73,8 @@ struct GatedMLP {
     ///     Q = dy Wd + s (dy Bdᵀ) Adᵀ        dw = rowsum(Q ∘ H) + dy · bias of down        dH = w ∘ Q
     ///     d_gate, d_up from dH by the activation        dx = by gate of d_gate + by up of d_up
     ///
-    /// so that the output of down is not made again. The adapters' gradients are those of `LoRALinear.backward`, where down's output has the
-    /// gradient w ∘ dy. gate and up are made again for a tile from x, where they were not kept.
+    /// so that the output of down is not recomputed. The adapters' gradients are those of `LoRALinear.backward`, where down's output has the
+    /// gradient w ∘ dy; here they are sums over tiles. gate and up are recomputed for a tile from x, where they were not kept.
     ///
     /// - Parameters:
     ///   - x: `[n, hidden]`
@@ -82,8 +82,7 @@ struct GatedMLP {
     ///   - dy: `[n, hidden]`, in float32
     ///   - w: `[n, 1]`; nil for 1
     ///   - wantsA: whether the gradients of the adapters' A are wanted
-    ///   - tile: the tokens and the features of a tile. Where weights are dequantized, it has all tokens, so that each is dequantized once,
-    ///     whatever the sequence length; otherwise all features.
+    ///   - tile: the tokens and the features of a tile, which has all of the former or all of the latter.
     /// - Returns: dx `[n, hidden]` and dw `[n, 1]` in float32, nil without w, and the gradients of the adapters.
     func backward(
         _ x: MLXArray, kept: (gate: MLXArray, up: MLXArray)? = nil, dy: MLXArray, w: MLXArray? = nil,
@@ -163,8 +162,8 @@ struct GatedMLP {
         }
         var dx = concatenated(sums.tokens.compactMap(\.dx))
         // s d_gate Bᵀ Aᵀ of gate, and the same of up.
-        if let dB = whole([dGateB, dUpB], axis: 1), let a = whole([gate.lora?.a, up.lora?.a], axis: 1) {
-            dx = addMM(dx, dB, a.T, alpha: scale)
+        if let dyB = whole([dGateB, dUpB], axis: 1), let a = whole([gate.lora?.a, up.lora?.a], axis: 1) {
+            dx = addMM(dx, dyB, a.T, alpha: scale)
         }
         var dw = whole(sums.tokens.map(\.dw), axis: 0)
         if let sum = dw, let bias = down.bias { dw = sum + matmul(dy, bias.asType(.float32)[0..., .newAxis]) }

@@ -1,6 +1,6 @@
 import MLX
 
-/// A projection with its adapter, if it has one:  y = x Wᵀ + s (x A) B + b,  s = α / rank.
+/// A projection with its adapter, if it has one:  y = x Wᵀ + s (x A) B + b,  with the factor s of `BlockwiseModel.scale`.
 struct LoRALinear {
     let weight: QuantizedMatrix
     let bias: MLXArray?
@@ -11,8 +11,8 @@ struct LoRALinear {
     ///
     /// - Parameter machine: that takes some rows of W at a time; nil for all of them.
     func callAsFunction(_ x: MLXArray, machine: Machine? = nil) -> MLXArray {
-        if let machine, machine.projection < weight.rows {
-            return concatenated(machine.each(of: weight.rows, size: machine.projection) { outputs($0)(x) }, axis: -1)
+        if let machine, machine.projectionRows < weight.rows {
+            return concatenated(machine.each(of: weight.rows, size: machine.projectionRows) { outputs($0)(x) }, axis: -1)
         }
         var y = weight.apply(x, as: .float32)
         if let lora { y = addMM(y, matmul(x.asType(.float32), lora.a) * scale, lora.b) }
@@ -55,7 +55,7 @@ extension LoRALinear {
         guard wantsInput else { return machine.part(nil, dA, dB) }
         var dx = product(dyB, lora?.a.T, addedTo: sum)
         if let first = dx, lora != nil { dx = machine.inputs([first], after: [first, dA, dB].arrays)[0] }
-        for rows in tiles(of: weight.rows, size: machine.projection) {
+        for rows in tiles(of: weight.rows, size: machine.projectionRows) {
             dx = machine.part(weight.rows(rows).applyTransposed(dy[0..., rows], addedTo: dx))
         }
         return (dx, dA, dB)

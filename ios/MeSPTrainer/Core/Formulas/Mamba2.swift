@@ -32,7 +32,7 @@ package struct Mamba2 {
         min(heads / groups, max(1, machine.bytes / bytesOfHead(length)))
     }
 
-    /// The size of a machine's temporaries for each head: of what has a row a token, or a state a chunk, the derivative holds some 13 arrays,
+    /// The size of a machine's temporaries for each head, in bytes. The derivative holds some 13 arrays with a row a token or a state a chunk,
     /// where attention's holds some 6.
     func bytesOfHead(_ length: Int) -> Int {
         2 * Self.arrayBytes(headDim: headDim, stateSize: stateSize, length: length)

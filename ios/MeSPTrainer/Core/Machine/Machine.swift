@@ -3,27 +3,27 @@ import MeSPBundle
 
 /// A processor at work on sequences of one length: the parts that a formula is computed by, so that temporaries stay near a size.
 ///
-/// On a CPU it is W that is cut, and each part is dequantized once for all tokens. On a GPU W costs nothing, and wide arrays are cut by
-/// tokens: fewer and larger kernels for the same memory. Parts.swift says how a part is computed.
+/// A CPU cuts W by rows, so that each row is unpacked once for all tokens. A GPU cuts wide arrays by tokens, as W costs nothing there: fewer and
+/// larger kernels take the same memory. Parts.swift says how a part is computed.
 package struct Machine {
     package let processor: Processor
     /// The size of a temporary, in bytes.
     let bytes: Int
     /// Rows of a projection's weight.
-    var projection = Int.max
+    var projectionRows = Int.max
     /// Intermediate features of the MLP, a multiple of the quantization group.
-    var mlp = Int.max
+    var features = Int.max
     /// Tokens of a segment, of a mixer that goes by segments where the sequence is longer.
     var mixerTokens = Int.max
-    /// Tokens in the MLP's derivative and in the loss, and of these in a tile of the former.
+    /// Tokens that go through the MLP, its derivative and the loss at a time, and the tokens of a tile of that derivative.
     var mlpTokens = Int.max
     var tokens = Int.max
     /// Query rows of attention, and the key-value heads that they go through at a time.
-    var attention = Int.max
+    var queryRows = Int.max
     var keyHeads = Int.max
     /// Tokens in a tile of the loss, and rows of the vocabulary. W is read again for each of the former.
     var lossTokens = Int.max
-    var vocabulary = Int.max
+    var vocabularyRows = Int.max
     /// Whether each part of a formula is evaluated, each of several tiles, and each stage of a phase.
     private(set) var evaluatesParts: Bool
     let evaluatesTiles: Bool
@@ -39,7 +39,7 @@ package struct Machine {
         evaluatesParts = evaluatesTiles
     }
 
-    /// The machine of a forward pass, whose phases have few arrays: their parts are evaluated together.
+    /// The machine of a forward pass. It evaluates the parts of a phase together, as they have few arrays.
     var forward: Machine {
         var machine = self
         machine.evaluatesParts = false
@@ -96,25 +96,25 @@ package struct Machine {
             let isLong = rows < 16
             let heads = isLong ? a.headsPerKey : a.attentionHeads
             let most = max(1, Self.segmentTokens / 16)
-            (attention, keyHeads) =
+            (queryRows, keyHeads) =
                 isLong ? (min(most, (rows > 1 ? 16 : 8) * a.attentionHeads / heads), 1) : (rows, .max)
             // If a product unpacks W for its tokens anyway, as many tokens at a time as make a tile about square: of more, the tile has fewer
             // rows of W, and OpenBLAS packs the tokens for each; with fewer, W is unpacked more often.
             mlpTokens = processor.unpacksInside ? evenly(length, Self.segmentTokens / 2) : length
             // The memory of a row of W in use: its products, and itself where it is dequantized for all of them.
             let row = processor.unpacksInside ? 2 * mlpTokens : max(a.hiddenSize, length)
-            projection = processor.unpacksInside ? .max : max(64, floats / max(row, a.mixedSize))
+            projectionRows = processor.unpacksInside ? .max : max(64, floats / max(row, a.mixedSize))
             // Long sequences have scores of more than `bytes`. Tiles of half as much cost them nothing, and save passes over the tokens.
-            let wide = processor.unpacksInside ? max(floats, attention * heads * length / 2) : floats
-            mlp = max(1, wide / row / group) * group
+            let wide = processor.unpacksInside ? max(floats, queryRows * heads * length / 2) : floats
+            features = max(1, wide / row / group) * group
             (tokens, lossTokens) = (length, length)
-            vocabulary = min(processor.unpacksInside ? .max : 1 << 14, max(64, wide / row))
+            vocabularyRows = min(processor.unpacksInside ? .max : 1 << 14, max(64, wide / row))
         case .gpu:
-            attention = evenly(length, max(8, rows))
+            queryRows = evenly(length, max(8, rows))
             mlpTokens = length
             tokens = evenly(length, max(8, floats / a.widestMLP))
             lossTokens = min(256, length)
-            vocabulary = max(64, 2 * floats / lossTokens)
+            vocabularyRows = max(64, 2 * floats / lossTokens)
             // An `eval` costs a GPU what writing some 16 MB would.
             evaluatesStages = length * a.hiddenSize * 4 >= 2 << 20
         }

@@ -43,7 +43,7 @@ struct MachineMemory: Sendable {
     func scores(_ a: AttentionMixer, _ tile: Machine, length: Int) -> Int {
         if isOneOperation(a) { return 2 * min(32 * a.numAttentionHeads * length, 128 * max(length, 2048)) * 4 }
         let heads = a.numAttentionHeads / a.numKeyValueHeads * min(tile.keyHeads, a.numKeyValueHeads)
-        return ((2 + 2 * unfused) * heads * min(tile.attention, length) + 4 * a.keyValueWidth) * length * 4
+        return ((2 + 2 * unfused) * heads * min(tile.queryRows, length) + 4 * a.keyValueWidth) * length * 4
     }
 
     private func isOneOperation(_ a: AttentionMixer) -> Bool { attendsByTiles && a.attnLogitSoftcapping == nil }

@@ -9,12 +9,13 @@ extension MLXArray: Arrays { var arrays: [MLXArray] { [self] } }
 extension Optional: Arrays where Wrapped: Arrays { var arrays: [MLXArray] { self?.arrays ?? [] } }
 extension Array: Arrays where Element: Arrays { var arrays: [MLXArray] { flatMap(\.arrays) } }
 
-/// How a formula is computed by parts. A part leaves its results; the memory of what else it made serves the next part.
+/// The ways to compute a formula by parts. A part leaves its results. The memory of its other arrays serves the next part.
 ///
-/// On a CPU each part is evaluated. On a GPU the next part depends on it, so that MLX encodes one after the other, and nobody waits for a
-/// GPU that would then have nothing to do; `Memory.memoryLimit` bounds what lives until the GPU has got so far.
+/// A CPU evaluates each part, but in a forward pass only each of several tiles. A GPU does not evaluate parts, as it would stand still
+/// meanwhile. There `reduce` makes each part depend on the one before, so that MLX encodes them in this order, and `Memory.memoryLimit` bounds
+/// the arrays of the parts that the GPU has not computed yet.
 extension Machine {
-    /// Returns the results of a part.
+    /// Ends a part with its results, and returns these.
     @discardableResult func part<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
         if evaluatesParts || pause != nil {
             var all = [MLXArray]()
@@ -25,8 +26,8 @@ extension Machine {
         return (repeat each results)
     }
 
-    /// Returns the results of a phase of a block, such as its mixer or its MLP: evaluated on a GPU too, so that of a phase's arrays as long as
-    /// the sequence, a dozen, only these are there in the next.
+    /// Ends a phase of a block, such as its mixer or its MLP, and returns its results. They are evaluated on a GPU too. A phase has a dozen
+    /// arrays as long as the sequence, of which only the results are there in the next phase.
     @discardableResult func phase<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
         if !evaluatesParts, pause == nil {
             var all = [MLXArray]()
@@ -36,7 +37,7 @@ extension Machine {
         return part(repeat each results)
     }
 
-    /// Returns the results of a stage of a phase, which is a phase where a sequence is long and else a part.
+    /// Acts as `phase` for a long sequence, and as `part` for a short one.
     @discardableResult func stage<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
         evaluatesStages ? phase(repeat each results) : part(repeat each results)
     }
@@ -86,10 +87,11 @@ extension Machine {
         tiles(of: x.dim(0), size: rowsAtOnce(of: x)).map { part(body($0)) }
     }
 
-    /// Evaluates what a block leaves; of one token of each text where weights stay mapped, on a CPU while the graph of the next block is made,
-    /// and on a GPU with the token: a round trip takes longer than a block's kernels.
+    /// Evaluates a block's results.
     ///
-    /// - Returns: whether nothing has waited for it.
+    /// - Parameter isDeferred: whether nobody needs them yet. A CPU then computes them while the graph of the next block is made. A GPU computes
+    ///   them with the token, as a round trip takes longer than a block's kernels.
+    /// - Returns: whether nothing has waited for them.
     func leave(_ results: [MLXArray], isDeferred: Bool) -> Bool {
         guard isDeferred, pause == nil else {
             eval(results)
@@ -100,8 +102,8 @@ extension Machine {
         return true
     }
 
-    /// Counts the multiplications of a part of the head. Where there would be too many since the last boundary, evaluates what the parts
-    /// before left, and calls `atBoundary`.
+    /// Counts the multiplications of a part of the head. Where there would be too many since the last boundary, evaluates the results of the
+    /// parts before, and calls `atBoundary`.
     func work(
         _ multiplications: Int, since work: inout Int, leaving results: some Arrays, _ atBoundary: () throws -> Void
     ) rethrows {
@@ -132,15 +134,17 @@ func readRows<R: Arrays>(_ body: () -> R) -> R {
     }
 }
 
-/// Evaluates arrays. On a CPU it waits only for what was submitted before: the graph of the next piece of work is made while these are
-/// computed, in no more memory, as that is taken when the next piece is submitted. Whoever unmaps or trims memory evaluates first.
+/// Starts to compute arrays, after the arrays that were submitted before. On a CPU the graph of the next part is made meanwhile. That takes no
+/// more memory, as the next part takes its memory when it is submitted. On a GPU the function waits. Whoever unmaps or trims memory calls
+/// `eval` first.
 func submit(_ arrays: [MLXArray]) {
     guard Device.isCPU else { return eval(arrays) }
     Stream.cpu.synchronize()
     asyncEval(arrays)
 }
 
-/// Puts `part` in the place of some rows, evaluated; without a copy of the others where nobody else has the array.
+/// Puts `part` in the place of some rows. The other rows are not copied where nobody else has the array. The result is evaluated unless `part` is
+/// the whole array.
 func replace(_ rows: Range<Int>, of array: inout MLXArray, by part: MLXArray) {
     guard rows.count < array.dim(0) else {
         array = part

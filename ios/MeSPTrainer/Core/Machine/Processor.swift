@@ -1,8 +1,8 @@
 import Foundation
 import MeSPBundle
 
-/// A kind of machine, and the MLX on it: a GPU, the CPU of an Apple device, or the CPU of Linux with HostMLX. What follows from it is in
-/// this folder.
+/// The kind of processor that MLX computes on: a GPU, the CPU of an Apple device, or the CPU of Linux with HostMLX. This folder has all that
+/// depends on it.
 package struct Processor: Sendable {
     let backend: Backend
     /// Whether `quantizedMM` unpacks tiles of W that stay in the caches. MLX's own on a CPU, some 50 times slower than a dense product, does
@@ -56,7 +56,7 @@ extension Processor {
     /// The rows that go through a model together without being cut: of tokens that follow others, each of which reads all weights.
     var uncutRows: Int { unpacksInside ? CachedModel.mostTexts : QuantizedMatrix.fewRows }
 
-    /// What is made once of a block's weights, to be kept while they are mapped; nil where products would keep matrices in float32 with it.
+    /// Returns what is made of a block's weights, to be kept while they are mapped; nil where products would keep matrices in float32 with it.
     func kept<T>(_ made: () -> T) -> T? { unpacksInside ? made() : nil }
 
     /// The memory for weights that stay mapped, in bytes. On a CPU they do not count. A GPU's driver may count them, so there they may take
@@ -98,8 +98,8 @@ extension Processor {
         backend == .gpu && files != \.plainFunctions
     }
 
-    /// On a CPU below 0.2 s from 11 GFLOPS on, a multiplication and an addition being two operations; on a GPU of 350 GFLOPS or more, where
-    /// a boundary is a round trip.
+    /// The multiplications between two boundaries of the head. A CPU of 11 GFLOPS does them in 0.2 s, a multiplication and an addition being two
+    /// operations. A GPU of 350 GFLOPS does its larger number in as long; there a boundary is a round trip.
     var workBetweenBoundaries: Int { backend == .cpu ? 1 << 30 : 1 << 35 }
 
     /// Whether MLX encodes the next part of a formula while one is computed.
@@ -107,7 +107,7 @@ extension Processor {
 }
 
 extension Backend {
-    /// The machine that computes a bundle for this device.
+    /// The processor that computes a bundle for this device.
     package var processor: Processor {
         switch self {
         case .cpu: .cpu

@@ -148,7 +148,7 @@ extension Planner {
     /// y and, in float32, d of all tokens; of the tokens at a time h, dh, and the running sum before and after a tile; of the tile W while it is
     /// dequantized, and z and p.
     private func loss(_ tile: Machine) -> Int {
-        let (rows, tokens) = (min(tile.vocabulary, architecture.vocabSize), tile.mlpTokens)
+        let (rows, tokens) = (min(tile.vocabularyRows, architecture.vocabSize), tile.mlpTokens)
         return 4 * (2 * length + 3 * tokens) * architecture.hiddenSize + 3 * weight(rows) + 4 * 4 * tokens * rows
     }
 
@@ -170,7 +170,7 @@ extension Planner {
     /// The derivative of the MLP, beside what was kept or made again: dy; in float32 of the tokens at a time x_mid, mlp_in and d_mlp_in; a tile's arrays and
     /// weights, or the norm's derivative with p, u, m, dm and du of embeddings for each layer.
     private func mlpBackward(_ tile: Machine) -> Int {
-        let features = min(tile.mlp, architecture.widestMLP)
+        let features = min(tile.features, architecture.widestMLP)
         let some = 4 * tile.mlpTokens * architecture.hiddenSize
         let arrays = machine.tileArrays(architecture.hiddenAct, adapted: adaptedInMLP)
         let ofTile = 4 * arrays * tile.mlpTokens * features + 5 * weight(features) + machine.dequantized * some

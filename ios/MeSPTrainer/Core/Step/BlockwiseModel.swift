@@ -21,7 +21,7 @@ package final class BlockwiseModel {
     let clock: StepClock
     /// The parameters: one flat vector `[P]` for each block that has any, in float32 or bfloat16.
     package var lora: BlockArrays
-    /// Whether a whole step was done, so that a GPU has compiled the kernels; see `Pace`.
+    /// Whether a whole step was done, so that a GPU has compiled the kernels; see `Machine.pause`.
     var isWarm: Bool
     /// The functions of whose derivative a GPU has compiled the kernels.
     var differentiated = Set<ObjectIdentifier>()

@@ -14,7 +14,7 @@ import MeSPBundle
 ///         update            block l's LoRA matrices with g
 ///         free              everything but d
 ///
-/// Updating at once is exact: no block before reads block l's matrices again. Of several sequences g is the sum: they go through the
+/// Updating at once is exact: no earlier block reads block l's matrices again. Of several sequences g is the sum: they go through the
 /// model one after the other, or each block takes all of them before the next (`Plan.order`).
 package final class Trainer {
     package let model: BlockwiseModel
@@ -62,7 +62,7 @@ package final class Trainer {
 
     /// Forward: each block's inputs stay. All sequences go through a block while its weights are mapped.
     ///
-    /// - Parameter waits: whether another sequence goes forward and back before these go back; then no intermediates stay.
+    /// - Parameter waits: whether another sequence runs forward and backward first. Then no intermediates stay.
     func forward(_ examples: [Example], waits: Bool = false) throws -> [InFlight] {
         var sequences = try examples.enumerated().map { index, example in
             let (x0, place) = (try model.embed(example), waits ? index + 1 : index)

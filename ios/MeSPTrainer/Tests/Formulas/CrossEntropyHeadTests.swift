@@ -16,7 +16,7 @@ import Testing
     ) throws -> R {
         try bundle.withHead { weights in
             var machine = Machine(bundle.processor, bytes: 1 << 20)
-            machine.vocabulary = 8
+            machine.vocabularyRows = 8
             let head = CrossEntropyHead(weights: weights, architecture: bundle.architecture, machine: machine)
             let y = y(weights, bundle.architecture).asType(bundle.dtype).expandedDimensions(axis: 0)
             eval(y)
