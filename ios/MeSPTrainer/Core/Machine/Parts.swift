@@ -118,7 +118,9 @@ extension Machine {
     /// Puts what `body` makes of some tokens' rows of x `[T, …]` in their place, which needs no other tokens.
     func replaceByTokens(_ x: inout MLXArray, _ body: (_ tokens: Range<Int>, _ rows: MLXArray) -> MLXArray) {
         for tokens in tiles(of: x.dim(0), size: mlpTokens) {
-            replace(tokens, of: &x, by: body(tokens, x[tokens]))
+            let rows = body(tokens, x[tokens])
+            if tokens.count < x.dim(0) { eval(rows) }
+            replace(tokens, of: &x, by: rows)
             // What is freed here is in the way of arrays of the whole sequence, which take no part of it.
             if tokens.count < x.dim(0) { Memory.clearCache() }
         }
