@@ -23,7 +23,8 @@ PAGES = [
 PLACES = {
     **dict.fromkeys(("docs", "exporter", "ios", "tests", "tools"), ROOT),
     **dict.fromkeys(
-        ("App", "AppModel", "Bundle", "Control", "Core", "Download", "Engine", "SelfCheck"), HOME
+        ("Adapters", "App", "AppModel", "Bundle", "Control", "Core", "Download", "Engine", "SelfCheck"),
+        HOME,
     ),
     "mesp": ROOT / "exporter",
 }

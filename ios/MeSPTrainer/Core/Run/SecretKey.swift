@@ -1,4 +1,5 @@
 import Foundation
+import MeSPBundle
 import MeSPFiles
 
 #if canImport(CryptoKit)

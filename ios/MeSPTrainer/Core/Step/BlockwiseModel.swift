@@ -1,4 +1,5 @@
 import MLX
+import MeSPAdapters
 import MeSPBundle
 
 /// The frozen model with its LoRA parameters, run a block at a time: weights are mapped, and the activations of one block are all
