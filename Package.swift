@@ -43,7 +43,10 @@ let package = Package(
     dependencies: [mlx],
     targets: [
         .target(
-            name: "MeSPCore", dependencies: ["MeSPBundle", "MeSPFiles", "MeSPSentences", mlxModule],
+            name: "MeSPAdapters", dependencies: ["MeSPBundle", "MeSPFiles", "MeSPSentences", mlxModule],
+            path: "ios/MeSPTrainer/Adapters"),
+        .target(
+            name: "MeSPCore", dependencies: ["MeSPAdapters", "MeSPBundle", "MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/Core"),
         .target(
             name: "MeSPControl", dependencies: ["MeSPCore", "MeSPFiles", mlxModule],
@@ -58,11 +61,15 @@ let package = Package(
         .target(name: "MeSPFiles", dependencies: ["MeSPSentences"], path: "ios/MeSPTrainer/Files"),
         .target(
             name: "MeSPSelfCheck",
-            dependencies: ["MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule],
+            dependencies: [
+                "MeSPAdapters", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule,
+            ],
             path: "ios/MeSPTrainer/SelfCheck"),
         .target(
             name: "MeSPFederation",
-            dependencies: ["MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule],
+            dependencies: [
+                "MeSPAdapters", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule,
+            ],
             path: "ios/MeSPTrainer/Federation"),
         .target(name: "MeSPSentences", path: "ios/MeSPTrainer/Sentences"),
         .executableTarget(
@@ -79,8 +86,8 @@ let package = Package(
         .testTarget(
             name: "MeSPTests",
             dependencies: [
-                "MeSPAppModel", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFederation", "MeSPSelfCheck",
-                "MeSPSentences",
+                "MeSPAdapters", "MeSPAppModel", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFederation",
+                "MeSPSelfCheck", "MeSPSentences",
             ] + ledger + metal,
             path: "ios/MeSPTrainer/Tests",
             exclude: ["Download/hub_server.py"],

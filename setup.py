@@ -9,6 +9,7 @@ from setuptools.command.build_py import build_py
 FOLDERS = (
     "ios/HostMLX/Sources",
     "ios/HostMLX/Tests",
+    "ios/MeSPTrainer/Adapters",
     "ios/MeSPTrainer/AppModel",
     "ios/MeSPTrainer/Bundle",
     "ios/MeSPTrainer/Control",

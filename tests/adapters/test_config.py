@@ -24,7 +24,7 @@ from mesp.bundle.reader import Bundle
 from mesp.engine.process import generate
 from mesp.errors import MespError
 
-SWIFT = ROOT / "ios/MeSPTrainer/Core/Adapters/AdapterFields.swift"
+SWIFT = ROOT / "ios/MeSPTrainer/Adapters/AdapterFields.swift"
 PLAIN = "which is not supported; train plain LoRA adapters"
 PEFT, MLX = "adapter_model.safetensors", "adapters.safetensors"
 

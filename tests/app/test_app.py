@@ -617,6 +617,7 @@ class Compiler:
             "MeSPSentences": [*(HOME / "Sentences").glob("*.swift")],
             "MeSPFiles": [*(HOME / "Files").glob("*.swift")],
             "MeSPBundle": [*(HOME / "Bundle").rglob("*.swift")],
+            "MeSPAdapters": [*(HOME / "Adapters").glob("*.swift")],
             "MeSPCore": [*(HOME / "Core").rglob("*.swift")],
             "MeSPControl": [*(HOME / "Control").glob("*.swift")],
             "MeSPFederation": [*(HOME / "Federation").glob("*.swift")],

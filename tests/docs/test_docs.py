@@ -22,9 +22,8 @@ PAGES = [
 # Where a path in a document begins, by its first part.
 PLACES = {
     **dict.fromkeys(("docs", "exporter", "ios", "tests", "tools"), ROOT),
-    **dict.fromkeys(
-        ("App", "AppModel", "Bundle", "Control", "Core", "Download", "Engine", "SelfCheck"), HOME
-    ),
+    **dict.fromkeys(("Adapters", "App", "AppModel", "Bundle", "Control", "Core"), HOME),
+    **dict.fromkeys(("Download", "Engine", "SelfCheck"), HOME),
     "mesp": ROOT / "exporter",
 }
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -187,3 +187,14 @@ extension MLXArray {
         try MLXErrors.confirm()
     }
 }
+
+/// Returns what `body` returns, and makes a sentence of its error. A failure of MLX stays what it is: such work may be done again.
+package func explaining<R>(_ body: () throws -> R, as sentence: (_ reason: Sentence) -> Sentence) throws -> R {
+    do {
+        return try body()
+    } catch let failure as MLXFailure {
+        throw failure
+    } catch {
+        throw MeSPError(sentence(error.plainSentence))
+    }
+}

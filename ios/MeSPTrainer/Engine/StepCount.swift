@@ -4,6 +4,7 @@ import MeSPBundle
     import Foundation
     import HostMLXLedger
     import MeSPCore
+    import MeSPSelfCheck
 
     /// The cost of a step of a bundle for the GPU on a phone, counted without one: see docs/ledger.md.
     struct StepCount: Encodable {

@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPAdapters
 import MeSPBundle
 import MeSPCore
 

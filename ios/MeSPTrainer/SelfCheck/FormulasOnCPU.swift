@@ -1,4 +1,5 @@
 import MLX
+import MeSPAdapters
 import MeSPBundle
 import MeSPCore
 

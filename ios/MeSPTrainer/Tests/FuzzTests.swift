@@ -3,6 +3,7 @@ import MLX
 import MeSPAppModel
 import Testing
 
+@testable import MeSPAdapters
 @testable import MeSPBundle
 @testable import MeSPControl
 @testable import MeSPCore

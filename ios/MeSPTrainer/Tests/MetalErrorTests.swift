@@ -1,3 +1,4 @@
+@testable import MeSPAdapters
 @testable import MeSPBundle
 
 #if canImport(HostMLXMetal)

@@ -1,4 +1,5 @@
 import MLX
+import MeSPAdapters
 import MeSPBundle
 
 /// x_mid − x = o(attention(q, k, v)), or o(attention(q, k, v) ∘ σ(g)) with gates g, which lie behind the queries in m₁.

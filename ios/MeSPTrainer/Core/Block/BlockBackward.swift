@@ -1,4 +1,5 @@
 import MLX
+import MeSPAdapters
 import MeSPBundle
 
 /// The structured backward pass: from x, the intermediates and dy it makes dx and the gradients of the LoRA matrices, and nothing else.

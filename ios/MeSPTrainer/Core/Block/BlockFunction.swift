@@ -1,4 +1,5 @@
 import MLX
+import MeSPAdapters
 import MeSPBundle
 
 /// The function of a bundle's file, `f(x, lora, scale, weights)`, which returns y, mixer_in, m₁, m₂, m₃, mixed, x_mid, gate, up and, with

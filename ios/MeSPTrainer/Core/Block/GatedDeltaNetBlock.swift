@@ -1,4 +1,5 @@
 import MLX
+import MeSPAdapters
 import MeSPBundle
 
 /// x_mid − x = out(norm(o) ∘ silu(z)), with o the gated delta rule of qkv, b and a.

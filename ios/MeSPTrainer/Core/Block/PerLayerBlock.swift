@@ -1,4 +1,5 @@
 import MLX
+import MeSPAdapters
 
 /// y = c (h + norm(z)),  z = out(m),  m = act(u) ∘ p,  u = gate(h), with c the block's `layer_scalar`.
 extension Block {

@@ -1,4 +1,5 @@
 import MLX
+import MeSPAdapters
 
 /// x_mid − x = out(c ∘ conv(b ∘ u)).
 extension Block {

@@ -1,4 +1,5 @@
 import MLX
+import MeSPAdapters
 import MeSPBundle
 
 /// A gated MLP, or an expert:  y = w down(H),  H = act(gate(x)) ∘ up(x),  with a factor w of each token, or 1.

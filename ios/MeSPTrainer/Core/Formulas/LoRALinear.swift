@@ -1,4 +1,5 @@
 import MLX
+import MeSPAdapters
 
 /// A projection with its adapter, if it has one:  y = x Wᵀ + s (x A) B + b,  with the factor s of `BlockwiseModel.scale`.
 struct LoRALinear {

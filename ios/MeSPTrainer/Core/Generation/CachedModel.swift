@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPAdapters
 import MeSPBundle
 
 /// A bundle's model, with adapters or without, for tokens that follow others: block by block, over what the tokens before

@@ -1,4 +1,5 @@
 import MLX
+import MeSPAdapters
 
 /// Arrays that a part of a formula leaves.
 protocol Arrays {
@@ -8,6 +9,9 @@ protocol Arrays {
 extension MLXArray: Arrays { var arrays: [MLXArray] { [self] } }
 extension Optional: Arrays where Wrapped: Arrays { var arrays: [MLXArray] { self?.arrays ?? [] } }
 extension Array: Arrays where Element: Arrays { var arrays: [MLXArray] { flatMap(\.arrays) } }
+extension LoRAGradients: Arrays {
+    var arrays: [MLXArray] { Array(a.values) + Array(b.values) + experts.values.flatMap(\.arrays) }
+}
 
 /// The ways to compute a formula by parts. A part leaves its results. The memory of its other arrays serves the next part.
 ///

@@ -241,5 +241,5 @@ public enum GradientMethod: String, Codable, Sendable, CaseIterable {
     var readsIntermediates: Bool { self == .mesp }
 
     /// Whether a sequence may have several records: a block function, which MeBP differentiates, has no place for them.
-    var takesPacked: Bool { self != .mebp }
+    package var takesPacked: Bool { self != .mebp }
 }

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPBundle
 import MeSPFiles
 
 #if canImport(CryptoKit)
@@ -10,14 +11,14 @@ import MeSPFiles
 ///
 /// Anyone who has the key can subtract the noise. It is kept in the run's folder, readable by its owner alone, so that a resumed run is the same
 /// run, and removed when the run has finished.
-struct SecretKey {
+package struct SecretKey {
     private let bytes: Data
     private static let length = 32
 
     static func url(in folder: URL) -> URL { folder.appendingPathComponent("secret.key") }
 
     /// - Parameter bytes: by default new ones, from the system's generator.
-    init(bytes: Data = Data((0..<length).map { _ in UInt8.random(in: .min ... .max) })) { self.bytes = bytes }
+    package init(bytes: Data = Data((0..<length).map { _ in UInt8.random(in: .min ... .max) })) { self.bytes = bytes }
 
     /// The key of the run in a folder.
     ///

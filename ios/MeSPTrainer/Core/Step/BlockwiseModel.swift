@@ -1,10 +1,11 @@
 import MLX
+import MeSPAdapters
 import MeSPBundle
 
 /// The frozen model with its LoRA parameters, run a block at a time: weights are mapped, and the activations of one block are all
 /// that is alive. Sequences may have any of the lengths that the bundle has functions for.
 package final class BlockwiseModel {
-    let bundle: ModelBundle
+    package let bundle: ModelBundle
     package let settings: RunSettings
     /// The layout of each block's parameters.
     package let layouts: [LoRALayout]

@@ -1,4 +1,5 @@
 import MLX
+import MeSPAdapters
 import MeSPBundle
 
 /// A number in a training step that is NaN or infinite.

@@ -7,12 +7,14 @@ import MeSPBundle
 ///
 /// gᵢ is the gradient of an example's loss by all trained blocks, C `dpClip`, Z `dpNoise`, and B `batchSize`, the expected number of
 /// examples. An example's norm is known when its backward pass has ended, so its gradient is kept until then, beside the sum.
-struct PrivateStep {
+package struct PrivateStep {
     let trainer: Trainer
     let secret: SecretKey
 
+    package init(trainer: Trainer, secret: SecretKey) { (self.trainer, self.secret) = (trainer, secret) }
+
     /// One update from the examples' losses, none of which depends on another's. The step's loss and its norm are means over the examples.
-    func step(_ losses: some Sequence<some StepLoss>, number: Int) throws -> StepResult {
+    package func step(_ losses: some Sequence<some StepLoss>, number: Int) throws -> StepResult {
         let (settings, updates) = (trainer.model.settings, trainer.updates)
         guard let clip = settings.dpClip, let noise = settings.dpNoise else {
             preconditionFailure("the settings are not of DP-SGD")

@@ -53,7 +53,7 @@ package struct SequenceLoss: StepLoss {
 /// One update from the sum of some losses, by the method of the settings.
 ///
 /// - Throws: `NotFinite`. With `skipBadSteps` nothing has changed then.
-func takeStep(_ trainer: Trainer, _ losses: [some StepLoss], number: Int) throws -> StepResult {
+package func takeStep(_ trainer: Trainer, _ losses: [some StepLoss], number: Int) throws -> StepResult {
     try trainer.updates.takingBack {
         try trainer.model.settings.method.hasBackwardPass
             ? trainer.step(losses, number: number) : MeZO(trainer: trainer).step(losses, number: number)

@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPAdapters
 import MeSPBundle
 
 /// What a training keeps from step to step and between its passes, in memory or, as the plan says, in files.

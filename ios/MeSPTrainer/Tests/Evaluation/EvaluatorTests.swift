@@ -2,6 +2,7 @@ import Foundation
 import MLX
 import Testing
 
+@testable import MeSPAdapters
 @testable import MeSPCore
 
 /// The evaluator against `mesp.reference`. tests/evaluation/test_evaluate.py compares it with mlx-lm.

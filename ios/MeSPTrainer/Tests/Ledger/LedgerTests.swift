@@ -7,6 +7,7 @@
     import Testing
 
     @testable import MeSPCore
+    import MeSPSelfCheck
 
     /// The memory of the demo bundle for the GPU on Metal, by the ledger's strictest rules.
     @Suite(.serialized, .enabled(if: Ledger.isAvailable, "A ledger is recorded on Linux only"))

@@ -2,6 +2,7 @@ import Foundation
 import MLX
 import Testing
 
+@testable import MeSPAdapters
 @testable import MeSPBundle
 @testable import MeSPCore
 

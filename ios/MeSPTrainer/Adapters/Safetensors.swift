@@ -1,6 +1,8 @@
 import Foundation
 import MLX
+import MeSPBundle
 import MeSPFiles
+import MeSPSentences
 
 #if canImport(CryptoKit)
     import CryptoKit
@@ -10,7 +12,7 @@ import MeSPFiles
 ///
 /// MLX's own reader is not for files that may be damaged: it believes the header, and takes memory before it looks for the data.
 package struct Safetensors {
-    let metadata: [String: String]
+    package let metadata: [String: String]
     private let tensors: [String: Tensor]
     private let file: Data
     private let data: Data
@@ -93,10 +95,10 @@ package struct Safetensors {
     var names: Set<String> { Set(tensors.keys) }
 
     /// Whether `writeSafetensors` has sealed the file: it ends with 32 bytes that are to be the SHA-256 of all before them.
-    var isSealed: Bool { tensors[Seal.name]?.dataOffsets == [data.count - Seal.size, data.count] }
+    package var isSealed: Bool { tensors[Seal.name]?.dataOffsets == [data.count - Seal.size, data.count] }
 
     /// Whether the file is sealed, and the same as it was then. Reads all of it, and keeps nothing.
-    var isIntact: Bool {
+    package var isIntact: Bool {
         guard isSealed else { return false }
         var hash = SHA256()
         hash.update(data: file.dropLast(Seal.size))

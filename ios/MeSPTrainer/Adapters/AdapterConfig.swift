@@ -1,6 +1,7 @@
 import Foundation
 import MeSPBundle
 import MeSPFiles
+import MeSPSentences
 
 /// The fields of an adapter_config.json that are used. No other field changes a number.
 struct AdapterConfig {

@@ -2,6 +2,7 @@ import Foundation
 import MLX
 import MeSPBundle
 import MeSPFiles
+import MeSPSentences
 
 /// The names and the layout of adapters in a folder, of two libraries.
 package enum AdapterFormat {
@@ -34,7 +35,7 @@ package enum AdapterFormat {
     ///   - layer: one of `layers(of:)`
     ///   - prefix: of the blocks; nil for the architecture's
     ///   - isNested: whether both of the experts' parameters have adapters, in wrappers of PEFT's
-    func name(
+    package func name(
         _ matrix: String, _ layer: AdaptedLayer, _ block: Int, of architecture: Architecture, prefix: String? = nil,
         isNested: Bool = true
     ) -> String {
@@ -154,9 +155,11 @@ package enum AdapterFormat {
 
 /// A linear layer in a format: one of a block's modules, or several, whose outputs lie behind each other. In PEFT's it may be a parameter,
 /// of experts.
-struct AdaptedLayer {
+package struct AdaptedLayer {
     let name: String
     let modules: [Module]
+
+    package init(name: String, modules: [Module]) { (self.name, self.modules) = (name, modules) }
 
     var isStacked: Bool { modules.allSatisfy(\.isStacked) }
 

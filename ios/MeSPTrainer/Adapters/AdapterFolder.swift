@@ -2,15 +2,20 @@ import Foundation
 import MLX
 import MeSPBundle
 import MeSPFiles
+import MeSPSentences
 
 /// Adapters that were read.
-struct Adapters {
-    let rank: Int
+package struct Adapters {
+    package let rank: Int
     /// The factor of a projection's adapter: α / rank.
-    let scale: Float
+    package let scale: Float
     /// One flat vector `[P]` a block, and its layout.
-    let lora: [MLXArray]
-    let layouts: [LoRALayout]
+    package let lora: [MLXArray]
+    package let layouts: [LoRALayout]
+
+    package init(rank: Int, scale: Float, lora: [MLXArray], layouts: [LoRALayout]) {
+        (self.rank, self.scale, self.lora, self.layouts) = (rank, scale, lora, layouts)
+    }
 }
 
 /// Writes adapters as a folder that mlx-lm and mlx-swift-lm load, with a folder `peft` in it that PEFT loads. The files are replaced when all
@@ -22,7 +27,7 @@ struct Adapters {
 ///   - model: the Hugging Face id of the base model
 ///   - strength: the factor that each B is written with
 ///   - lora: a block's parameters of these modules `[P]`
-func saveAdapterFolder(
+package func saveAdapterFolder(
     _ architecture: Architecture, rank: Int, blocks: Range<Int>, modules: [Module], scale: Float, model: String,
     strength: Float = 1, to folder: URL, lora: @escaping (_ block: Int) throws -> MLXArray
 ) throws {
@@ -69,7 +74,7 @@ func saveAdapterFolder(
 ///   - withExperts: whether the vectors have adapters of experts even if the folder has none
 ///   - onlyB: whether a module's B may come without its A
 ///   - absent: a block's parameters `[P]`, from which the matrices that the folder lacks are taken; zero by default
-func loadAdapters(
+package func loadAdapters(
     from folder: URL, architecture: Architecture, withExperts: Bool = false, onlyB: Bool = false,
     absent: (LoRALayout, _ block: Int) -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
 ) throws -> Adapters {
@@ -144,79 +149,5 @@ func loadAdapters(
         return Adapters(rank: rank, scale: config.scale, lora: lora, layouts: layouts)
     } as: {
         "Cannot load the adapters in \(folder.path): \($0)."
-    }
-}
-
-extension RunSettings {
-    /// The adapters that a run begins with. Where each A is frozen, a folder with B alone has the A of the run's seed.
-    func loadAdapters(from folder: URL, architecture: Architecture) throws -> Adapters {
-        let trainsExperts = layouts(of: architecture).contains { $0.modules.contains(where: \.isStacked) }
-        return try MeSPCore.loadAdapters(
-            from: folder, architecture: architecture, withExperts: trainsExperts, onlyB: freezeA
-        ) {
-            $0.initial(seed: seed, block: $1)
-        }
-    }
-}
-
-extension BlockwiseModel {
-    /// Takes the parameters of adapters, as mlx-lm or PEFT wrote them, instead of the initial ones.
-    func startFrom(_ folder: URL) throws {
-        try clock.repeating {
-            try take(settings.loadAdapters(from: folder, architecture: bundle.architecture), of: folder)
-        }
-    }
-
-    private func take(_ adapters: Adapters, of folder: URL) throws {
-        guard adapters.rank == settings.rank else {
-            throw MeSPError(
-                "The adapters in \(folder.path) have rank \(adapters.rank), the run has \(settings.rank); choose theirs."
-            )
-        }
-        guard abs(adapters.scale - scale) <= 1e-6 * abs(adapters.scale) else {
-            throw MeSPError(
-                "The adapters in \(folder.path) are scaled by \(adapters.scale), the run's by \(scale); set alpha to \(settings.alpha * adapters.scale / scale)."
-            )
-        }
-        for (block, vector) in adapters.lora.enumerated() {
-            let (layout, its) = (layouts[block], adapters.layouts[block])
-            for module in its.modules where !layout.modules.contains(module) {
-                guard try its.matrices(module, in: vector).b.abs().max().number(Float.self) == 0 else {
-                    throw MeSPError(
-                        "The adapters in \(folder.path) have adapters of \(module.shortName) in block \(block), which this run does not train and would lose; train it too."
-                    )
-                }
-            }
-            guard layout.count > 0 else { continue }
-            try lora.write(layout.part(of: vector, in: its).asType(settings.loraDtype.dtype), block)
-        }
-    }
-
-    /// Writes the trained adapters, at the model's strength, for mlx-lm and PEFT.
-    func saveAdapters(to folder: URL) throws {
-        let modules = bundle.architecture.trainable.filter { module in
-            layouts.contains { $0.modules.contains(module) }
-        }
-        try MLXErrors.repeating(again: clock.pause) {
-            try saveAdapterFolder(
-                bundle.architecture, rank: settings.rank, blocks: trained[0]..<blocks.upperBound, modules: modules,
-                scale: settings.scale, model: bundle.manifest.model.id, strength: strength, to: folder, lora: lora.read)
-        }
-        try copyTerms(to: [folder, folder.appendingPathComponent("peft")])
-    }
-
-    /// Copies the model's licence, notices and rules of use from the bundle into folders that lack them.
-    private func copyTerms(to folders: [URL]) throws {
-        for name in bundle.manifest.terms {
-            guard let text = regularFile(bundle.url.appendingPathComponent(name)) else { continue }
-            for place in folders.map({ $0.appendingPathComponent(name) })
-            where !FileManager.default.fileExists(atPath: place.path) {
-                try explaining {
-                    try writeWhole(place) { try $0.write(contentsOf: text) }
-                } as: {
-                    "Cannot save \(place.path): \($0)."
-                }
-            }
-        }
     }
 }

@@ -13,10 +13,10 @@ package struct LoRALayout {
     /// The modules that have matrices, in the block's order: those that are trained.
     package let modules: [Module]
     /// Whether B alone is trained.
-    let freezesA: Bool
+    package let freezesA: Bool
 
     /// - Parameter modules: nil for all of the block's linear layers.
-    init(block: BlockShape, rank: Int, modules: [Module]? = nil, freezesA: Bool = false) {
+    package init(block: BlockShape, rank: Int, modules: [Module]? = nil, freezesA: Bool = false) {
         (self.block, self.rank, self.freezesA) = (block, rank, freezesA)
         self.modules = modules.map { block.trainable.filter($0.contains) } ?? block.modules
     }
@@ -25,7 +25,7 @@ package struct LoRALayout {
     package var count: Int { modules.reduce(0) { $0 + size($1) } }
 
     /// The number of trained parameters.
-    var trainedCount: Int { freezesA ? modules.reduce(0) { $0 + shapes($1).b.reduce(1, *) } : count }
+    package var trainedCount: Int { freezesA ? modules.reduce(0) { $0 + shapes($1).b.reduce(1, *) } : count }
 
     private func shapes(_ module: Module) -> (a: [Int], b: [Int]) { block.shapes([module], rank: rank) }
 
@@ -44,7 +44,7 @@ package struct LoRALayout {
     }
 
     /// The matrices of one projection, likewise; nil where its module has none.
-    func matrices(_ projection: Projection, in flat: MLXArray) -> LoRAMatrices? {
+    package func matrices(_ projection: Projection, in flat: MLXArray) -> LoRAMatrices? {
         let (module, outputs) = block.place(projection)
         guard modules.contains(module) else { return nil }
         let whole = matrices(module, in: flat)
@@ -55,7 +55,7 @@ package struct LoRALayout {
     package func packed(_ matrices: [LoRAMatrices]) -> MLXArray { flattened(matrices.flatMap { [$0.a, $0.b] }) }
 
     /// The gradient `[trainedCount]` from every projection's: that of an A which several share is the sum.
-    func packed(_ gradients: LoRAGradients) -> MLXArray {
+    package func packed(_ gradients: LoRAGradients) -> MLXArray {
         flattened(
             modules.flatMap { module in
                 if module.isStacked { return stacked(module, gradients.experts) }
@@ -82,12 +82,12 @@ package struct LoRALayout {
     // MARK: - What is trained
 
     /// The trained parameters `[trainedCount]` of a vector.
-    func trained(in flat: MLXArray) -> MLXArray {
+    package func trained(in flat: MLXArray) -> MLXArray {
         freezesA ? flattened(modules.map { matrices($0, in: flat).b }) : flat
     }
 
     /// A vector with other trained parameters `[trainedCount]`.
-    func replacing(in flat: MLXArray, trained: MLXArray) -> MLXArray {
+    package func replacing(in flat: MLXArray, trained: MLXArray) -> MLXArray {
         guard freezesA else { return trained }
         var start = 0
         return packed(
@@ -101,12 +101,12 @@ package struct LoRALayout {
     // MARK: - Vectors of all the block's modules
 
     /// The layout that the block function takes: with all linear layers, and all of the experts' matrices if this one has any.
-    var whole: LoRALayout {
+    package var whole: LoRALayout {
         LoRALayout(block: block, rank: rank, modules: modules.contains(where: \.isStacked) ? block.trainable : nil)
     }
 
     /// The whole layout's vector, with zeros for the modules that have no matrices.
-    func whole(_ flat: MLXArray) -> MLXArray {
+    package func whole(_ flat: MLXArray) -> MLXArray {
         let all = whole.modules
         guard modules != all else { return flat }
         var start = 0
@@ -119,13 +119,13 @@ package struct LoRALayout {
     }
 
     /// The vector from one of another layout with these modules, by default the whole one.
-    func part(of vector: MLXArray, in other: LoRALayout? = nil) -> MLXArray {
+    package func part(of vector: MLXArray, in other: LoRALayout? = nil) -> MLXArray {
         let other = other ?? whole
         return packed(modules.map { other.matrices($0, in: vector) })
     }
 
     /// Initial parameters of the block with this index, float32 `[P]`: A uniform in ±1/√in, B zero, as in mlx-lm.
-    func initial(seed: UInt64, block index: Int) -> MLXArray {
+    package func initial(seed: UInt64, block index: Int) -> MLXArray {
         let key = MLXRandom.split(key: MLXRandom.key(seed), into: block.architecture.numHiddenLayers)[index]
         let all = whole.modules
         let keys = zip(all, MLXRandom.split(key: key, into: all.count))
@@ -148,15 +148,15 @@ package struct LoRAMatrices {
 }
 
 /// The gradients of the trained A and B, by projection.
-struct LoRAGradients: Arrays {
-    var a = [Projection: MLXArray]()
-    var b = [Projection: MLXArray]()
+package struct LoRAGradients {
+    package var a = [Projection: MLXArray]()
+    package var b = [Projection: MLXArray]()
     /// Those of each expert that some token chose, by its number.
-    var experts = [Int: LoRAGradients]()
+    package var experts = [Int: LoRAGradients]()
 
-    var arrays: [MLXArray] { Array(a.values) + Array(b.values) + experts.values.flatMap(\.arrays) }
+    package init() {}
 
-    mutating func add(_ others: LoRAGradients) {
+    package mutating func add(_ others: LoRAGradients) {
         a.merge(others.a) { $0 + $1 }
         b.merge(others.b) { $0 + $1 }
         for (number, gradients) in others.experts { experts[number, default: LoRAGradients()].add(gradients) }
@@ -177,19 +177,5 @@ extension Architecture {
     /// - Parameter withExperts: whether experts' matrices have adapters too
     package func layouts(rank: Int, withExperts: Bool = false) -> [LoRALayout] {
         layers.indices.map { LoRALayout(block: block($0), rank: rank, modules: withExperts ? trainable : nil) }
-    }
-}
-
-extension RunSettings {
-    /// The layout of each block, with the modules that the run trains; a block before the trained ones has none.
-    func layouts(of architecture: Architecture) -> [LoRALayout] {
-        let modules =
-            projections.map { names in architecture.trainable.filter { names.contains($0.shortName) } }
-            ?? architecture.modules
-        let first = architecture.numHiddenLayers - (numLayers ?? architecture.numHiddenLayers)
-        return architecture.layers.indices.map {
-            LoRALayout(
-                block: architecture.block($0), rank: rank, modules: $0 < first ? [] : modules, freezesA: freezeA)
-        }
     }
 }

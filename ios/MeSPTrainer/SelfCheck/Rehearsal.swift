@@ -1,5 +1,6 @@
 import Foundation
 import MeSPBundle
+import MeSPCore
 
 /// Training steps on the first of the data's examples, or of its sequences of them, to count or measure what one takes; of text and
 /// preference data on tokens that mean nothing. They leave nothing behind.

@@ -1,0 +1,90 @@
+import Foundation
+import MeSPAdapters
+import MeSPBundle
+import MeSPFiles
+
+extension RunSettings {
+    /// The layout of each block, with the modules that the run trains; a block before the trained ones has none.
+    func layouts(of architecture: Architecture) -> [LoRALayout] {
+        let modules =
+            projections.map { names in architecture.trainable.filter { names.contains($0.shortName) } }
+            ?? architecture.modules
+        let first = architecture.numHiddenLayers - (numLayers ?? architecture.numHiddenLayers)
+        return architecture.layers.indices.map {
+            LoRALayout(
+                block: architecture.block($0), rank: rank, modules: $0 < first ? [] : modules, freezesA: freezeA)
+        }
+    }
+
+    /// The adapters that a run begins with. Where each A is frozen, a folder with B alone has the A of the run's seed.
+    func loadAdapters(from folder: URL, architecture: Architecture) throws -> Adapters {
+        let trainsExperts = layouts(of: architecture).contains { $0.modules.contains(where: \.isStacked) }
+        return try MeSPAdapters.loadAdapters(
+            from: folder, architecture: architecture, withExperts: trainsExperts, onlyB: freezeA
+        ) {
+            $0.initial(seed: seed, block: $1)
+        }
+    }
+}
+
+extension BlockwiseModel {
+    /// Takes the parameters of adapters, as mlx-lm or PEFT wrote them, instead of the initial ones.
+    func startFrom(_ folder: URL) throws {
+        try clock.repeating {
+            try take(settings.loadAdapters(from: folder, architecture: bundle.architecture), of: folder)
+        }
+    }
+
+    private func take(_ adapters: Adapters, of folder: URL) throws {
+        guard adapters.rank == settings.rank else {
+            throw MeSPError(
+                "The adapters in \(folder.path) have rank \(adapters.rank), the run has \(settings.rank); choose theirs."
+            )
+        }
+        guard abs(adapters.scale - scale) <= 1e-6 * abs(adapters.scale) else {
+            throw MeSPError(
+                "The adapters in \(folder.path) are scaled by \(adapters.scale), the run's by \(scale); set alpha to \(settings.alpha * adapters.scale / scale)."
+            )
+        }
+        for (block, vector) in adapters.lora.enumerated() {
+            let (layout, its) = (layouts[block], adapters.layouts[block])
+            for module in its.modules where !layout.modules.contains(module) {
+                guard try its.matrices(module, in: vector).b.abs().max().number(Float.self) == 0 else {
+                    throw MeSPError(
+                        "The adapters in \(folder.path) have adapters of \(module.shortName) in block \(block), which this run does not train and would lose; train it too."
+                    )
+                }
+            }
+            guard layout.count > 0 else { continue }
+            try lora.write(layout.part(of: vector, in: its).asType(settings.loraDtype.dtype), block)
+        }
+    }
+
+    /// Writes the trained adapters, at the model's strength, for mlx-lm and PEFT.
+    func saveAdapters(to folder: URL) throws {
+        let modules = bundle.architecture.trainable.filter { module in
+            layouts.contains { $0.modules.contains(module) }
+        }
+        try MLXErrors.repeating(again: clock.pause) {
+            try saveAdapterFolder(
+                bundle.architecture, rank: settings.rank, blocks: trained[0]..<blocks.upperBound, modules: modules,
+                scale: settings.scale, model: bundle.manifest.model.id, strength: strength, to: folder, lora: lora.read)
+        }
+        try copyTerms(to: [folder, folder.appendingPathComponent("peft")])
+    }
+
+    /// Copies the model's licence, notices and rules of use from the bundle into folders that lack them.
+    private func copyTerms(to folders: [URL]) throws {
+        for name in bundle.manifest.terms {
+            guard let text = regularFile(bundle.url.appendingPathComponent(name)) else { continue }
+            for place in folders.map({ $0.appendingPathComponent(name) })
+            where !FileManager.default.fileExists(atPath: place.path) {
+                try explaining {
+                    try writeWhole(place) { try $0.write(contentsOf: text) }
+                } as: {
+                    "Cannot save \(place.path): \($0)."
+                }
+            }
+        }
+    }
+}
