@@ -159,7 +159,8 @@ extension Block {
         let attnOut = forward.mixed.asType(.float32)
         guard mixer.gateDim > 0 else { return (outputProjectionBackward(.o, attnOut, dy: dOut, &gradients), nil) }
         let gate = OutputGate(g: forward.m1[.ellipsis, mixer.headDim...].swappedAxes(0, 1))
-        let (dAttnOut, dg) = gate.backward(attnOut, dy: outputProjectionBackward(.o, gate(attnOut), dy: dOut, &gradients))
+        let (dAttnOut, dg) = gate.backward(
+            attnOut, dy: outputProjectionBackward(.o, gate(attnOut), dy: dOut, &gradients))
         return machine.part(dAttnOut, dg)
     }
 }

@@ -67,7 +67,7 @@ extension Block {
                 mlpIn, kept: kept, dy: dMlpOut, w: w, wantsA: wantsA, tile: (machine.tokens, machine.features),
                 machine: machine)
             gradients.add(d.gradients)
-            dMlpIn = d.dx
+            dMlpIn = machine.stage(d.dx, d.gradients).0
             // w = σ(z), z = x gᵀ:  dz = w (1 − w) dw,  dx += dz g
             if let g, let w, let dw = d.dw {
                 dMlpIn = machine.part(g.applyTransposed(w * (1 - w) * dw, addedTo: dMlpIn))
@@ -137,7 +137,8 @@ extension Block {
     typealias Projected = KeyValuePairs<Projection, MLXArray>
 
     private func projected(
-        _ intermediates: consuming Intermediates, dMid: MLXArray, _ behind: inout Behind, _ gradients: inout LoRAGradients,
+        _ intermediates: consuming Intermediates, dMid: MLXArray, _ behind: inout Behind,
+        _ gradients: inout LoRAGradients,
         shared: inout MixerState.KeyValues?
     ) -> Projected {
         let dOut = postNormBackward(weights.mixerPostNorm, intermediates.mixerOut, dy: dMid)

@@ -33,8 +33,9 @@ extension Block {
         var before: MixerState.Recurrent?
         if case .recurrent(let state, _) = forward.segment?.state { before = state }
         if before != nil, behind.net == nil { behind.net = net.nothingBehind }
-        let (dO, dZ) = gatedOutput(
+        let parts = gatedOutput(
             consume forward, z: \.m2, dOut: dOut, &gradients, net.output(o:z:), net.outputBackward(o:z:dy:))
+        let (dO, dZ) = machine.phase(concatenated(parts.map { $0[0] }), concatenated(parts.map { $0[1] }))
         let d = net.backward(
             qkv: consume qkv, b: ba[0..., ..<mixer.numValueHeads], a: ba[0..., mixer.numValueHeads...],
             dO: consume dO, records: records(dOut.dim(0)), before: before, behind: &behind.net, machine: machine)
@@ -47,18 +48,17 @@ extension Block {
     /// - Parameters:
     ///   - z: takes z from the intermediates, which are released when the function returns
     ///   - f, derivative: f, and its derivative, which gives those of o and z
-    /// - Returns: the gradients of o and z `[T, features]`.
+    /// - Returns: the gradients of o and z, some tokens' after the other.
     func gatedOutput(
         _ forward: consuming Intermediates, z: (Intermediates) -> MLXArray, dOut: MLXArray,
         _ gradients: inout LoRAGradients, _ f: (_ o: MLXArray, _ z: MLXArray) -> MLXArray,
         _ derivative: (_ o: MLXArray, _ z: MLXArray, _ dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray)
-    ) -> (dO: MLXArray, dZ: MLXArray) {
+    ) -> [[MLXArray]] {
         let (z, o) = (z(forward), forward.mixed)
         let dy = outputProjectionBackward(.out, f(o, z), dy: dOut, &gradients)
-        let parts = machine.rows(of: z) { rows in
+        return machine.rows(of: z) { rows in
             let d = derivative(o[rows], z[rows], dy[rows])
             return [d.dO, d.dZ]
         }
-        return machine.phase(concatenated(parts.map { $0[0] }), concatenated(parts.map { $0[1] }))
     }
 }

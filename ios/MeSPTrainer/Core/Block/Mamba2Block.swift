@@ -31,8 +31,9 @@ extension Block {
     ) -> Projected {
         let mamba = weights.mamba2(mixer)
         let (xBC, dt) = (forward.m2, forward.m3)
-        let (dO, dZ) = gatedOutput(
+        let parts = gatedOutput(
             consume forward, z: \.m1, dOut: dOut, &gradients, mamba.output(o:z:), mamba.outputBackward(o:z:dy:))
+        let (dO, dZ) = machine.phase(concatenated(parts.map { $0[0] }), concatenated(parts.map { $0[1] }))
         let d = mamba.backward(
             xBC: consume xBC, dt: dt, dO: consume dO, records: records(dOut.dim(0)), machine: machine)
         machine.phase(d.dXBC, d.dDt)

@@ -136,7 +136,7 @@ struct GatedMLP {
             (sums.tokens[place.0], sums.features[place.1]) = (own, ofF)
         }
         let (dx, dw, gradients) = total(sums, inputs[0], dy: inputs[1], w: w, wantsA: wantsA)
-        return machine.stage(dx, dw, gradients)
+        return machine.part(dx, dw, gradients)
     }
 
     /// The derivative from the sums of all tiles.

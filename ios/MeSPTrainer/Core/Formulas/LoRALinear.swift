@@ -13,7 +13,8 @@ struct LoRALinear {
     /// - Parameter machine: that takes some rows of W at a time; nil for all of them.
     func callAsFunction(_ x: MLXArray, machine: Machine? = nil) -> MLXArray {
         if let machine, machine.projectionRows < weight.rows {
-            return concatenated(machine.each(of: weight.rows, size: machine.projectionRows) { outputs($0)(x) }, axis: -1)
+            return concatenated(
+                machine.each(of: weight.rows, size: machine.projectionRows) { outputs($0)(x) }, axis: -1)
         }
         var y = weight.apply(x, as: .float32)
         if let lora { y = addMM(y, matmul(x.asType(.float32), lora.a) * scale, lora.b) }

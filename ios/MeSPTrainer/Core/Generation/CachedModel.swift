@@ -17,7 +17,7 @@ package struct CachedModel {
     /// The size of temporary arrays, in bytes.
     private static let tileBytes = 1 << 20
     /// The most texts that run together.
-    package static let mostTexts = 16
+    static let mostTexts = 16
 
     /// Views of each block's, for each token; they take almost no memory.
     private final class Kept: MapHolder {
@@ -124,7 +124,8 @@ package struct CachedModel {
             defer { for text in caches.indices { caches[text].blocks[block] = states[text] } }
             x = try forward(
                 block, x, sequences: tokens.indices.map { $0..<$0 + 1 }, &states, keepsStates: true, embeddings,
-                shared: shared(block, caches), pause: pause, isDeferred: bundle.maps.areKept)
+                shared: shared(block, caches), pause: pause, isDeferred: bundle.maps.areKept,
+                uncut: bundle.processor.uncutRows)
         }
         for (text, token) in tokens.enumerated() { caches[text].add([token]) }
         return x
@@ -172,11 +173,14 @@ package struct CachedModel {
     }
 
     /// The machine for `rows` tokens of sequences that are `length` tokens long with those before.
-    func machine(rows: Int, length: Int, pause: (() -> Void)? = nil) -> Machine {
-        let processor = bundle.processor
-        return Machine(
+    ///
+    /// - Parameter uncut: the number of rows up to which nothing is cut.
+    func machine(
+        rows: Int, length: Int, uncut: Int = QuantizedMatrix.fewRows, pause: (() -> Void)? = nil
+    ) -> Machine {
+        Machine(
             bundle.architecture, group: featureGroup, length: length,
-            bytes: rows <= processor.uncutRows ? Machine.uncut : Self.tileBytes, processor: processor, pause: pause)
+            bytes: rows <= uncut ? Machine.uncut : Self.tileBytes, processor: bundle.processor, pause: pause)
     }
 
     /// Calls `body` for each block, and `atBlock` before it.
@@ -227,7 +231,8 @@ package struct CachedModel {
     ///   - isDeferred: whether the evaluation may be; see `Machine.leave`.
     private func forward(
         _ index: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState?], keepsStates: Bool,
-        _ embeddings: LayerEmbeddings?, shared: [MixerState.KeyValues], pause: (() -> Void)?, isDeferred: Bool = false
+        _ embeddings: LayerEmbeddings?, shared: [MixerState.KeyValues], pause: (() -> Void)?, isDeferred: Bool = false,
+        uncut: Int = QuantizedMatrix.fewRows
     ) throws -> MLXArray {
         let perLayer = try bundle.part(of: embeddings, layer: index)
         return try bundle.withBlock(index) { weights in
@@ -241,7 +246,7 @@ package struct CachedModel {
                 layout: adapters?.layouts[index] ?? LoRALayout(block: weights.shape, rank: 0),
                 scale: adapters?.scale ?? 0,
                 machine: machine(
-                    rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), pause: pause),
+                    rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), uncut: uncut, pause: pause),
                 beside: Beside(records: nil, perLayer: perLayer, shared: nil))
             block.sharedStates = shared
             if bundle.maps.areKept { block.projections = bundle.processor.kept { kept.projections(index, block) } }

@@ -58,7 +58,7 @@ package struct Machine {
     package static let uncut = Int.max / 2
 
     /// The multiplications from one boundary of the head to the next, where a part of the vocabulary has no more; nil for the processor's.
-    @TaskLocal package static var mostWork: Int?
+    @TaskLocal static var mostWork: Int?
 
     /// The most tokens of a segment, twice those that go through the MLP and the loss at a time, and 16 times the query rows of attention
     /// where these are few; tests cut short sequences.

@@ -53,7 +53,7 @@ package struct Processor: Sendable {
 }
 
 extension Processor {
-    /// The rows that go through a model together without being cut: of tokens that follow others, each of which reads all weights.
+    /// The number of texts whose next tokens go through a model together without being cut.
     var uncutRows: Int { unpacksInside ? CachedModel.mostTexts : QuantizedMatrix.fewRows }
 
     /// Returns what is made of a block's weights, to be kept while they are mapped; nil where products would keep matrices in float32 with it.

@@ -43,6 +43,11 @@ package final class StepClock {
         }
     }
 
+    /// Waits where there is a reason to, within work that must be finished. A stop is heeded later.
+    func wait() throws {
+        do { try boundary() } catch is CancellationError {}
+    }
+
     /// The result of a phase's work, timed, within a workspace for its arrays. Where a GPU fails it is done again.
     func work<R>(
         _ phase: WritableKeyPath<Phases, Double>, in workspace: Int?, _ body: () throws -> R

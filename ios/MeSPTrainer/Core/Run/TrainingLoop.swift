@@ -127,6 +127,7 @@ final class TrainingLoop {
                 overBudget = nil
                 try economize(reason)
             }
+            trainer.clock.hasChanged = false
             do {
                 try stepOrSkip()
             } catch let failure as MLXFailure where failure.isOfMemory {

@@ -38,24 +38,32 @@ import Testing
         #expect(cache.tokens == tokens && cache.blocks.allSatisfy { $0?.count == tokens.count })
     }
 
-    /// The operations that only this program's CPU has give the plain ones' logits, for texts that go on beyond the room for keys and values,
-    /// each at a place of its own.
+    /// A token of each of two texts at a time has the outputs of all tokens at once, for texts that go on beyond the room for keys and values,
+    /// each at a place of its own; by the operations that only this program's CPU has, and by the plain ones.
     @Test(arguments: cases) func decodingInFewerOperationsIsTheSame(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
-        func logits() throws -> [MLXArray] {
+        let lengths = [3, 7]
+        let next = (0..<40).map { [$0 % 9 + 1, $0 % 5 + 2] }
+        func compare() throws {
             let model = try CachedModel(fixture.bundle, adapters: nil)
             let generator = Generator(model)
-            return try fixture.bundle.withDevice {
+            try fixture.bundle.withDevice {
                 var caches = [PromptCache(), PromptCache()]
-                for (i, length) in [3, 7].enumerated() {
+                for (i, length) in lengths.enumerated() {
                     _ = try generator.logits(caches[i].begin(Array(1...length)), &caches[i]) {}
                 }
-                return try (0..<40).map { token in try model.forward(next: [token % 9 + 1, token % 5 + 2], &caches) {} }
+                let found = try next.map { try model.forward(next: $0, &caches) {} }
+                for (i, length) in lengths.enumerated() {
+                    var (cache, all) = (PromptCache(), [MLXArray]())
+                    try model.forward((Array(1...length) + next.map { $0[i] })[...], &cache, {}) { all.append($1) }
+                    // The order of sums in float32.
+                    let rows = concatenated(found.map { $0[i..<i + 1] })
+                    #expect(relativeError(rows, concatenated(all)[length...]) < 1e-5)
+                }
             }
         }
-        let (fewer, plain) = (try logits(), try Processor.$cpu.withValue(.plainCPU) { try logits() })
-        // The order of sums in float32.
-        for (a, b) in zip(fewer, plain) { #expect(relativeError(a, b) < 1e-5) }
+        try compare()
+        try Processor.$cpu.withValue(.plainCPU) { try compare() }
     }
 
     #if os(Linux)
