@@ -176,7 +176,7 @@ def test_only_the_machine_knows_where_it_runs():
     """Outside Core/Machine no arithmetic, tile or way to evaluate depends on a device or system."""
     known = re.compile(
         r"\bbackend\b|Device\.isCPU|Processor\.(cpu|gpu)\b|#if os|hasShortCommandBuffers"
-        r"|processor\.(fuses|unpacksInside|attendsByTiles|startsMetal|reusesMemory|hasKernels) *[?&|]"
+        r"|processor\.(fuses|unpacksInside|attendsByTiles|startsMetal|hasKernels)\b *[?&|]"
     )
     # What a system grants, and what it takes of a process, are asked of it.
     asked = {"SystemMemoryLimit.swift", "Footprint.swift"}
