@@ -58,12 +58,13 @@ extension Planner {
         switch mixer {
         case .attention(let a):
             // Of all tokens d_x_mid and, by segments, k̂, v and attn_out, and of the positions that a segment sees the sums of dk and dv before
-            // and after a tile. Of a segment k, v, k̂, dk and dv; q, d_attn_out and dq, before RoPE and the norm, behind them in parts, and by
-            // token, or q, q̂, d_attn_out and dq with the scores.
-            let keys = activation(a.keyValueWidth)
+            // and after a tile. Of a segment k, v, k̂, dk and dv; the gates, and their gradient; q, d_attn_out and dq, before RoPE and the norm,
+            // behind them in parts, and by token, or q, q̂, d_attn_out and dq with the scores.
+            let (keys, gates) = (activation(a.keyValueWidth), activation(2 * a.numAttentionHeads * a.gateDim))
             let seen = min(length, (a.slidingWindow ?? length) + segment)
             return hidden + inOthers(others + 4 * keys / length * seen)
-                + inSegment(5 * keys + 4 * mixed) + max(inSegment(mixed), machine.scores(a, tile, length: length))
+                + inSegment(5 * keys + 4 * mixed + gates)
+                + max(inSegment(mixed), machine.scores(a, tile, length: length))
         // d_x_mid; do, dz, qkv and the parts of its gradient; a tile's arrays.
         case .gatedDeltaNet(let net):
             let features = max(
