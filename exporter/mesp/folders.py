@@ -41,22 +41,27 @@ def replacing(path: Path, doing: str) -> Iterator[Path]:
     parents = [parent for parent in path.parents if not parent.exists()]
     unfinished = path.parent / f".{path.name}.partial"
     remove_link(unfinished)
-    unfinished.mkdir(parents=True, exist_ok=True)
-    with locked(unfinished, doing):
-        try:
-            _empty(unfinished)
-            yield unfinished
-            for written in (*unfinished.rglob("*"), unfinished):
-                sync(written)
-            put_in_place(unfinished, path)
-            sync(path.parent)
-            shutil.rmtree(unfinished, ignore_errors=True)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            for parent in parents:
-                with suppress(OSError):
-                    parent.rmdir()
-            raise
+    is_new = not unfinished.exists()
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        with locked(unfinished, doing):
+            try:
+                _empty(unfinished)
+                yield unfinished
+                for written in (*unfinished.rglob("*"), unfinished):
+                    sync(written)
+                put_in_place(unfinished, path)
+                sync(path.parent)
+                shutil.rmtree(unfinished, ignore_errors=True)
+            except BaseException:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                raise
+    except BaseException:
+        # A signal may come before the folder is locked.
+        for made in (*([unfinished] if is_new else []), *parents):
+            with suppress(OSError):
+                made.rmdir()
+        raise
 
 
 def put_in_place(new: Path, path: Path) -> None:
