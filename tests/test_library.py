@@ -178,7 +178,7 @@ def test_only_the_machine_knows_where_it_runs():
         r"\bbackend\b|Device\.isCPU|Processor\.(cpu|gpu)\b|#if os|hasShortCommandBuffers"
         r"|processor\.(fuses|unpacksInside|attendsByTiles|startsMetal|hasKernels)\b *[?&|]"
     )
-    # What a system grants, and what it takes of a process, are asked of it.
+    # These ask the system for a limit and a footprint.
     asked = {"SystemMemoryLimit.swift", "Footprint.swift"}
     rooms = [folder for folder in CORE.iterdir() if folder.is_dir() and folder.name != "Machine"]
     found = [(name, line) for folder in rooms for name, line in code(folder) if known.search(line)]

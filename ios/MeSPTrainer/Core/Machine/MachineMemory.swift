@@ -1,6 +1,6 @@
 import MeSPBundle
 
-/// What a machine adds to the arrays of the method: `Planner` counts these, and takes from here whatever depends on the machine.
+/// The memory that a machine adds to the arrays that `Planner` counts.
 ///
 /// The constants of a CPU were fitted on Linux (`tools/fit_planner.py`), those of a GPU to what docs/ledger.md counts.
 struct MachineMemory: Sendable {

@@ -162,7 +162,7 @@ extension Planner {
     /// m₁, m₂, m₃, mixed and x_mid; of post-norms the outputs of mixer and MLP.
     private func recomputed(_ mixer: Mixer) -> Int { intermediates(of: mixer) + hidden + 2 * normed }
 
-    /// What a block keeps: what it makes again otherwise, gate and up.
+    /// The intermediates of a block that is kept: those that it recomputes otherwise, gate and up.
     func intermediates(of block: BlockShape) -> Int {
         recomputed(block.mixer) + activation(2 * block.mlp.intermediateSize)
     }

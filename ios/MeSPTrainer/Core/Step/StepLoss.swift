@@ -60,7 +60,7 @@ package func takeStep(_ trainer: Trainer, _ losses: [some StepLoss], number: Int
     }
 }
 
-/// What a step, or an evaluation, says of its sequences, pairs or answers.
+/// The loss and the other measures of a step, or of an evaluation.
 package struct StepResult {
     /// The sum of the losses, times their shares.
     var sum = 0.0

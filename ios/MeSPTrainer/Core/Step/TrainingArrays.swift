@@ -3,7 +3,7 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// What a training keeps from step to step and between its passes, in memory or, as the plan says, in files.
+/// The arrays of a run that last from step to step or from pass to pass, in memory or, as the plan says, in files.
 struct TrainingArrays {
     /// Of block inputs; nil for memory.
     let inputsFile: ArrayFile?
