@@ -49,7 +49,14 @@ package struct GatedDeltaNet {
     /// The size of a machine's temporaries for each key head, in bytes. The derivative holds some 25 arrays with a row a token, where attention's
     /// holds some 6.
     func bytesOfHead(_ length: Int) -> Int {
-        3 * 4 * length * max(keyDim, valueHeads / keyHeads * max(keyDim, valueDim, ChunkDecays.chunk))
+        3
+            * Self.arrayBytes(
+                keyDim: keyDim, valueDim: valueDim, valueHeadsOfKey: valueHeads / keyHeads, length: length)
+    }
+
+    /// The size of such an array of a key head.
+    static func arrayBytes(keyDim: Int, valueDim: Int, valueHeadsOfKey: Int, length: Int) -> Int {
+        4 * length * max(keyDim, valueHeadsOfKey * max(keyDim, valueDim, ChunkDecays.chunk))
     }
 
     // MARK: - o

@@ -4,7 +4,7 @@ import MeSPBundle
 /// Attention by MLX's operation where that makes the scores by tiles that stay in the caches, and by the formulas' tiles elsewhere.
 extension Machine {
     private func hasOperation(_ attention: Attention) -> Bool {
-        processor.attendsByTiles && !TF32.isEmulated && attention.mixer.attnLogitSoftcapping == nil
+        processor.hasOperation(for: attention.mixer) && !TF32.isEmulated
     }
 
     /// attn_out `[n, heads·d]` in float32 of q̂ `[heads, n, d]`, the last n of N positions, over k̂ and v̂ `[kv_heads, N, d]`.

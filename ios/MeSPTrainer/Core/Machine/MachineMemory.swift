@@ -13,7 +13,7 @@ struct MachineMemory: Sendable {
     /// 1 where each operation writes an array, 0 where those that go through arrays element by element are fused.
     let unfused: Int
     /// Whether attention is one operation.
-    let attendsByTiles: Bool
+    let isOneOperation: @Sendable (AttentionMixer) -> Bool
     /// The bytes of Metal in the process; nil where MLX does not start it. See `MetalMemory`.
     let metal: Int?
     /// Whether weights that stay mapped are clean pages, which the system takes back by itself. A GPU's driver may count them.
@@ -45,15 +45,13 @@ struct MachineMemory: Sendable {
         let heads = a.numAttentionHeads / a.numKeyValueHeads * min(tile.keyHeads, a.numKeyValueHeads)
         return ((2 + 2 * unfused) * heads * min(tile.queryRows, length) + 4 * a.keyValueWidth) * length * 4
     }
-
-    private func isOneOperation(_ a: AttentionMixer) -> Bool { attendsByTiles && a.attnLogitSoftcapping == nil }
 }
 
 extension Processor {
     var memory: MachineMemory {
         MachineMemory(
             process: backend == .gpu ? 6_750_000 : 5_000_000 + 1_000_000 * threads, functions: backend == .gpu ? 1 : 0,
-            dequantized: unpacksInside ? 0 : 1, unfused: fuses ? 0 : 1, attendsByTiles: attendsByTiles,
+            dequantized: unpacksInside ? 0 : 1, unfused: fuses ? 0 : 1, isOneOperation: hasOperation,
             metal: startsMetal ? MetalMemory[backend] ?? MetalMemory.assumed : nil, mapsAreClean: backend == .cpu,
             working: { [backend, startsMetal] planner, plan in
                 guard backend == .cpu else { return planner.workingOnGPU(plan) }

@@ -1,5 +1,6 @@
 import MLX
 import MeSPAdapters
+import MeSPBundle
 
 /// Arrays that a part of a formula leaves.
 protocol Arrays {
@@ -21,11 +22,7 @@ extension LoRAGradients: Arrays {
 extension Machine {
     /// Ends a part with its results, and returns these.
     @discardableResult func part<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
-        if evaluatesParts || pause != nil {
-            var all = [MLXArray]()
-            for result in repeat each results { all += result.arrays }
-            submit(all)
-        }
+        if evaluatesParts || pause != nil { submit(allArrays(repeat each results)) }
         pause?()
         return (repeat each results)
     }
@@ -33,11 +30,7 @@ extension Machine {
     /// Ends a phase of a block, such as its mixer or its MLP, and returns its results. They are evaluated on a GPU too. A phase has a dozen
     /// arrays as long as the sequence, of which only the results are there in the next phase.
     @discardableResult func phase<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
-        if !evaluatesParts, pause == nil {
-            var all = [MLXArray]()
-            for result in repeat each results { all += result.arrays }
-            submit(all)
-        }
+        if !evaluatesParts, pause == nil { submit(allArrays(repeat each results)) }
         return part(repeat each results)
     }
 
@@ -127,6 +120,24 @@ extension Machine {
             replace(tokens, of: &x, by: rows)
             // What is freed here is in the way of arrays of the whole sequence, which take no part of it.
             if tokens.count < x.dim(0) { Memory.clearCache() }
+        }
+    }
+}
+
+/// The arrays of some results.
+private func allArrays<each R: Arrays>(_ results: repeat each R) -> [MLXArray] {
+    var all = [MLXArray]()
+    for result in repeat each results { all += result.arrays }
+    return all
+}
+
+extension ModelBundle {
+    /// Returns what `body` makes of the weights of a file, evaluated.
+    func computed<R: Arrays>(with file: Manifest.PackedFile, _ body: (PackedWeights) throws -> R) throws -> R {
+        try withWeights(file) {
+            let result = try body($0)
+            eval(result.arrays)
+            return result
         }
     }
 }

@@ -53,6 +53,11 @@ package struct Processor: Sendable {
 }
 
 extension Processor {
+    /// Whether attention is one operation.
+    func hasOperation(for attention: AttentionMixer) -> Bool {
+        attendsByTiles && attention.attnLogitSoftcapping == nil
+    }
+
     /// The number of texts whose next tokens go through a model together without being cut.
     var uncutRows: Int { unpacksInside ? CachedModel.mostTexts : QuantizedMatrix.fewRows }
 
@@ -114,4 +119,8 @@ extension Backend {
         case .gpu: .gpu
         }
     }
+}
+
+extension ModelBundle {
+    package var processor: Processor { backend.processor }
 }

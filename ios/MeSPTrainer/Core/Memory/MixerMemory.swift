@@ -67,10 +67,9 @@ extension Planner {
                 + max(inSegment(mixed), machine.scores(a, tile, length: length))
         // d_x_mid; do, dz, qkv and the parts of its gradient; a tile's arrays.
         case .gatedDeltaNet(let net):
-            let features = max(
-                net.keyHeadDim,
-                net.numValueHeads / net.numKeyHeads * max(net.keyHeadDim, net.valueHeadDim, ChunkDecays.chunk))
-            let ofHead = 4 * (isCut ? segment : length) * features
+            let ofHead = GatedDeltaNet.arrayBytes(
+                keyDim: net.keyHeadDim, valueDim: net.valueHeadDim,
+                valueHeadsOfKey: net.numValueHeads / net.numKeyHeads, length: isCut ? segment : length)
             let array = min(net.numKeyHeads, max(1, tile.bytes / 3 / ofHead)) * ofHead
             return hidden + others + inSegment(activation(2 * (net.valueWidth + net.convolutionWidth))) + 25 * array
         case .mamba2(let mamba):
