@@ -18,8 +18,10 @@ from helpers.models import TEXT, TINY, write_model
 from helpers.phones import Phones
 from mesp.errors import MespError
 
-# A shell that starts the tests in the background has SIGINT ignored, and children inherit that.
+# A shell that starts the tests in the background has SIGINT ignored, nohup has SIGHUP, and children
+# inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Marks of tests that take long or a large package: `make test-slow` asks for each with -m.
 ON_REQUEST = {

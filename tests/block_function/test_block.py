@@ -37,7 +37,12 @@ from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer, Short
 from mesp.models.names import name_there
 from mesp.models.quantization import Quantization
 
-OUTPUTS = ("y", *reference.INTERMEDIATES, *reference.POST_NORMED)
+
+def output_names(block) -> tuple[str, ...]:
+    """The names of the block function's outputs."""
+    return ("y", *reference.intermediate_names(block))
+
+
 TOLERANCE = 1e-5
 SCALE = 2.0
 
@@ -158,34 +163,33 @@ class Case:
         found["x_mid"] = spies[self.arch.mlp_norm].seen["in"] / residual_factor(self.block)
         found["mixer_out"], found["mlp_out"] = found[self.mixer.out], found["down"]
         if isinstance(self.mixer, GatedDeltaNet):
-            found |= {"m1": found["qkv"], "m2": found["z"]}
-            found["m3"] = mx.concatenate([found["b"], found["a"]], axis=-1)
-            found["mixed"] = spies["linear_attn.norm"].seen["in"].flatten(2)
+            found["ba"] = mx.concatenate([found["b"], found["a"]], axis=-1)
+            found["o"] = spies["linear_attn.norm"].seen["in"].flatten(2)
         elif isinstance(self.mixer, ShortConvolution):
-            found |= dict(zip(("m1", "m2", "m3"), mx.split(found["in"], 3, axis=-1), strict=True))
-            found["mixed"] = spies["conv.conv"].seen["out"]
+            found |= dict(zip("bcu", mx.split(found["in"], 3, axis=-1), strict=True))
+            found["conv_out"] = spies["conv.conv"].seen["out"]
         elif isinstance(self.mixer, Mamba2Mixer):
             ends = [self.mixer.values, self.mixer.values + self.mixer.conv_dim]
             parts = mx.split(found["in"], ends, axis=-1)
-            found |= dict(zip(("m1", "m2", "m3"), parts, strict=True))
-            found["mixed"] = spies["mamba.norm"].seen["in"]
+            found |= dict(zip(("z", "xBC", "dt"), parts, strict=True))
+            found["o"] = spies["mamba.norm"].seen["in"]
         else:
             counts = [self.mixer.num_attention_heads] + 2 * [self.mixer.num_key_value_heads]
-            for m, name, heads in zip(("m1", "m2", "m3"), "qkv", counts, strict=True):
+            for name, heads in zip("qkv", counts, strict=True):
                 if name in found:
-                    found[m] = found[name].reshape(1, x.shape[1], heads, -1).swapaxes(1, 2)
+                    found[name] = found[name].reshape(1, x.shape[1], heads, -1).swapaxes(1, 2)
             if self.described.keys_of is not None:
-                found["m2"], found["m3"] = self.beside(x.shape[1])["shared"]
+                found["k"], found["v"] = self.beside(x.shape[1])["shared"]
             *_, out = self.mixer.modules
-            found["mixed"] = spies[out[0]].seen["in"]
+            found["attn_out"] = spies[out[0]].seen["in"]
             if self.mixer.head_gate:
                 gate = found["g"].swapaxes(1, 2)[..., None]
-                found["m1"] = mx.concatenate([found["m1"], gate], axis=-1)
+                found["q"] = mx.concatenate([found["q"], gate], axis=-1)
             if self.mixer.gate_dim:
-                gates = mx.sigmoid(found["m1"][..., self.mixer.head_dim :].swapaxes(1, 2))
-                by_head = found["mixed"].reshape(*gates.shape[:3], -1) / gates
-                found["mixed"] = by_head.flatten(2)
-        return [found[name] for name in OUTPUTS[: None if self.arch.post_norms else -2]]
+                gates = mx.sigmoid(found["q"][..., self.mixer.head_dim :].swapaxes(1, 2))
+                by_head = found["attn_out"].reshape(*gates.shape[:3], -1) / gates
+                found["attn_out"] = by_head.flatten(2)
+        return [found[name] for name in output_names(self.described)]
 
     def export(self, folder, seq_len: int):
         """The block function, exported and imported again."""
@@ -213,8 +217,7 @@ def relative_error(a: mx.array, b: mx.array) -> float:
 
 
 def assert_same(case: Case, outputs: list[mx.array], x: mx.array) -> None:
-    names = OUTPUTS[: len(outputs)]
-    for name, a, b in zip(names, outputs, case.expected(x), strict=True):
+    for name, a, b in zip(output_names(case.described), outputs, case.expected(x), strict=True):
         assert relative_error(a, b) <= TOLERANCE, name
 
 
@@ -393,8 +396,10 @@ def test_packed_records_do_not_see_each_other(monkeypatch, name, layer, how):
 
     found = function(x, *inputs, *more(0, 30), starts)
     alone = [function(x[:, a:b], *inputs, *more(a, b)) for a, b in records]
-    for name, packed, parts in zip(OUTPUTS, found, zip(*alone, strict=True), strict=False):
-        if case.described.keys_of is not None and name == "m2":
+    for name, packed, parts in zip(
+        output_names(case.described), found, zip(*alone, strict=True), strict=True
+    ):
+        if case.described.keys_of is not None and name == "k":
             continue  # given, at other positions
         assert relative_error(packed, mx.concatenate(parts, axis=-2)) <= TOLERANCE, name
 
@@ -623,6 +628,6 @@ def test_bfloat16(tmp_path, name):
 
     weights = pack(case.layout, {**wide, **rounded})
     expected = case.function()(x.astype(mx.float32), case.lora, mx.array(SCALE), weights)
-    for name, a, b in zip(OUTPUTS, outputs, expected, strict=False):
+    for name, a, b in zip(output_names(case.described), outputs, expected, strict=False):
         assert a.dtype == mx.bfloat16
         assert relative_error(a.astype(mx.float32), b) <= 1e-2, name

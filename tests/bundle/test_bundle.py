@@ -169,7 +169,7 @@ def test_functions_give_the_logits_of_mlx_lm(family):
             function = bundle.function(length, i)
             x, *more = function(x, lora, mx.array(1.0), bundle.block_words(i), *given)
             if i in arch.owners:
-                shared[i] = reference.lent(more, lora, ours.blocks[i], block)
+                shared[i] = reference.shared_keys_and_values(more, lora, ours.blocks[i], block)
         head = bundle.head()
         x = reference.rms_norm(x, head["norm"], arch.rms_norm_eps)
         logits = x @ reference.dequantize(head, "", arch.hidden_size).T

@@ -100,12 +100,12 @@ def _signature(
     if isinstance(mixer, AttentionMixer):
         heads, dim = mixer.num_attention_heads, mixer.head_dim
         sizes |= {"heads": heads, "kv_heads": mixer.num_key_value_heads, "head_dim": dim}
-        sizes |= {"query": dim + mixer.gate_dim, "mixed": heads * dim}
+        sizes |= {"query": dim + mixer.gate_dim, "mixer_width": heads * dim}
     elif isinstance(mixer, GatedDeltaNet):
-        sizes |= {"channels": mixer.conv_dim, "mixed": mixer.values}
+        sizes |= {"channels": mixer.conv_dim, "mixer_width": mixer.values}
         sizes |= {"ba": 2 * mixer.num_value_heads}
     elif isinstance(mixer, Mamba2Mixer):
-        sizes |= {"channels": mixer.conv_dim, "mixed": mixer.values, "heads": mixer.num_heads}
+        sizes |= {"channels": mixer.conv_dim, "mixer_width": mixer.values, "heads": mixer.num_heads}
     codes = _CODES | {"dtype": (DTYPES.index(dtype), dtype.size)}
 
     def array(text: str) -> Array:

@@ -39,5 +39,7 @@ def mix_by_short_convolution(
     """
     b, c, u = mx.split(parts.project("in", x).astype(parts.dtype), 3, axis=-1)
     gated = b.astype(mx.float32) * u
-    mixed = convolution(gated, parts.vector("conv.conv.weight"), parts.starts).astype(parts.dtype)
-    return [b, c, u, mixed], c.astype(mx.float32) * mixed
+    conv_out = convolution(gated, parts.vector("conv.conv.weight"), parts.starts).astype(
+        parts.dtype
+    )
+    return [b, c, u, conv_out], c.astype(mx.float32) * conv_out

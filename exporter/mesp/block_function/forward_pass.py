@@ -1,12 +1,12 @@
 """The forward pass of a block; exported as ``block.T.mlxfn``.
 
-    f(x, lora, scale, weights) -> [y, mixer_in, m1, m2, m3, mixed, x_mid, gate, up]
+    f(x, lora, scale, weights) -> [y, mixer_in, q, k, v, attn_out, x_mid, gate, up]
 
-and with post norms two more, ``mixer_out`` and ``mlp_out``, which those take. m1, m2, m3 and mixed
-depend on the mixer: of attention they are q, k, v and its output.
+and with post norms two more, ``mixer_out`` and ``mlp_out``, which those take. Mixers other than
+attention have four arrays of their own in the place of q, k, v and attn_out.
 
 A model with embeddings for each layer has one more input, ``per_layer``, and attention without keys
-and values of its own two, those of another block, which it returns as m2 and m3.
+and values of its own two, those of another block, which it returns as k and v.
 
 The function for packed records takes one array more, ``starts``: of each token the position at
 which its record begins. Attention sees no key before it, a convolution takes zeros there, and a
@@ -47,7 +47,7 @@ from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer, Short
 
 BlockFunction = Callable[..., list[mx.array]]
 
-# By the mixer: [m1, m2, m3, mixed] in the dtype, and what the output projection takes.
+# By the mixer: its four intermediates in the dtype, and the input of the output projection.
 MIX = {
     AttentionMixer: mix_by_attention,
     GatedDeltaNet: mix_by_gated_delta_net,
@@ -89,20 +89,21 @@ def forward(block: Block, parts: Parts, x: mx.array) -> list[mx.array]:
     mlp = plain_mlp if parts.plain else mlp_by_tokens
 
     mixer_in = norm("input_layernorm", x)
-    (*m, mixed), to_project = mix(mixer, parts, mixer_in)
+    of_mixer, out_in = mix(mixer, parts, mixer_in)
+    result = of_mixer[-1]
     if arch.post_norms:
-        mixer_out = parts.project(mixer.out, to_project, mixed).astype(dtype)
+        mixer_out = parts.project(mixer.out, out_in, result).astype(dtype)
         x_mid = x + norm("post_attention_layernorm", mixer_out.astype(mx.float32))
     else:
-        x_mid = parts.project(mixer.out, to_project, mixed, plus=x)
+        x_mid = parts.project(mixer.out, out_in, result, plus=x)
     x_mid = x_mid.astype(dtype)
 
     mlp_in = norm(arch.mlp_norm, x_mid)
     plus = None if arch.post_norms else x_mid
     experts = block.mlp.experts
     if experts:
-        mixed_by_experts = mix_by_experts(experts, parts, mlp_in, act)
-        plus = mixed_by_experts if plus is None else plus + mixed_by_experts
+        mixture = mix_by_experts(experts, parts, mlp_in, act)
+        plus = mixture if plus is None else plus + mixture
     if experts and experts.mlp_gate:
         out, gate, up = mlp(mlp_in, p["gate"], p["up"], p["down"], act, None)
         y = plus + mx.sigmoid(p[experts.mlp_gate](mlp_in)) * out
@@ -111,7 +112,7 @@ def forward(block: Block, parts: Parts, x: mx.array) -> list[mx.array]:
     else:
         assert plus is not None
         y, gate, up = plus, *([mx.zeros((*x.shape[:2], 0))] * 2)
-    outputs = [mixer_in, *m, mixed, x_mid, gate, up]
+    outputs = [mixer_in, *of_mixer, x_mid, gate, up]
     if arch.post_norms:
         mlp_out = y.astype(dtype)
         y = x_mid + norm("post_feedforward_layernorm", mlp_out.astype(mx.float32))

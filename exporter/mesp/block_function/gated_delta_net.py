@@ -53,15 +53,15 @@ def _recurrence(
     values = slice(heads.start * Hv // Hk, heads.stop * Hv // Hk)
     w = parts.vector("linear_attn.conv1d.weight")
 
-    def mixed(of: slice, first: int, size: int) -> mx.array:
+    def convolved(of: slice, first: int, size: int) -> mx.array:
         """silu(conv) of some heads of which the first channel is `first`: [heads, T, size]"""
         channels = slice(first + of.start * size, first + of.stop * size)
         y = silu(convolution(qkv[..., channels], w[channels], parts.starts))
         return y.reshape(y.shape[1], -1, size).swapaxes(0, 1)
 
-    q = _unit(mixed(heads, 0, dk)) / dk
-    k = _unit(mixed(heads, Hk * dk, dk)) * dk**-0.5
-    v = mixed(values, 2 * Hk * dk, dv)
+    q = _unit(convolved(heads, 0, dk)) / dk
+    k = _unit(convolved(heads, Hk * dk, dk)) * dk**-0.5
+    v = convolved(values, 2 * Hk * dk, dv)
     b, a = (
         ba[0, :, first + values.start : first + values.stop].T.astype(mx.float32)
         for first in (0, Hv)

@@ -15,7 +15,7 @@ class AttentionMixer:
     """Attention; a model with sliding windows has two that differ in those alone."""
 
     type: ClassVar[str] = "attention"
-    out: ClassVar[str] = "o"  # the projection that what it mixed goes through
+    out: ClassVar[str] = "o"  # the projection of its result
 
     modules: Modules
     num_attention_heads: int
@@ -39,7 +39,7 @@ class AttentionMixer:
 
     @property
     def gate_dim(self) -> int:
-        """The numbers of a head's gate, which lie behind its query in `m1`."""
+        """The numbers of a head's gate, which lie behind its query in `q`."""
         return self.head_dim if self.output_gate else int(self.head_gate)
 
     def within(self, length: int) -> AttentionMixer:

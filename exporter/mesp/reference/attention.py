@@ -170,12 +170,14 @@ def mix_by_attention(
     return [q, k, v, stored(attention(placed_q, *keys, mixer))]
 
 
-def output_of_attention(mixed: list[mx.array], parts: Parts, mixer: AttentionMixer) -> mx.array:
+def output_of_attention(
+    intermediates: list[mx.array], parts: Parts, mixer: AttentionMixer
+) -> mx.array:
     """attn_out ∘ sigmoid(gate), or attn_out: what o takes.   [1, T, heads·D]
 
     A gate [1, heads, T, 1 or D] multiplies attn_out by head.
     """
-    q, _, _, attn_out = mixed
+    q, _, _, attn_out = intermediates
     if not mixer.gate_dim:
         return attn_out
     by_head = split_heads(attn_out, mixer.num_attention_heads)
@@ -184,14 +186,14 @@ def output_of_attention(mixed: list[mx.array], parts: Parts, mixer: AttentionMix
 
 def mix_by_attention_backward(
     x: mx.array,
-    mixed: list[mx.array],
+    intermediates: list[mx.array],
     dy: mx.array,
     scale: float,
     parts: Parts,
     mixer: AttentionMixer,
     d_shared: Shared | None = None,
 ) -> tuple[mx.array, Matrices, Shared | None]:
-    """dx, and dA and dB of q, k, v and g.   mixed is what `mix_by_attention` gives
+    """dx, and dA and dB of q, k, v and g.   intermediates is what `mix_by_attention` gives
 
     dy is by what o takes, y. With a gate, and s = sigmoid(gate),
 
@@ -206,7 +208,7 @@ def mix_by_attention_backward(
     A block that took another's k̂ and v̂ gives its gradients by these, and none of k and v.
     """
     p, vector, eps = parts
-    q, k, v, attn_out = mixed
+    q, k, v, attn_out = intermediates
     q, gate = q[..., : mixer.head_dim], q[..., mixer.head_dim :]
     d_attn_out = dy
     if mixer.gate_dim:

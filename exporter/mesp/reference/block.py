@@ -44,10 +44,16 @@ from mesp.reference.short_convolution import (
     output_of_short_convolution,
 )
 
-INTERMEDIATES = ("mixer_in", "m1", "m2", "m3", "mixed", "x_mid", "gate", "up")
+# The outputs of a mixer's projections, and the result of its formula.
+MIXER_INTERMEDIATES = {
+    AttentionMixer: ("q", "k", "v", "attn_out"),
+    GatedDeltaNet: ("qkv", "z", "ba", "o"),
+    ShortConvolution: ("b", "c", "u", "conv_out"),
+    Mamba2Mixer: ("z", "xBC", "dt", "o"),
+}
 POST_NORMED = ("mixer_out", "mlp_out")  # more intermediates of a block with post norms
 
-# Of each mixer m1, m2, m3 and mixed; what the output projection takes of them; its derivative.
+# A mixer's intermediates; the input of its output projection, made of them; the derivative.
 MIXERS = {
     AttentionMixer: (mix_by_attention, output_of_attention, mix_by_attention_backward),
     GatedDeltaNet: (
@@ -62,6 +68,12 @@ MIXERS = {
     ),
     Mamba2Mixer: (mix_by_mamba2, output_of_mamba2, mix_by_mamba2_backward),
 }
+
+
+def intermediate_names(block: Block) -> tuple[str, ...]:
+    """The names of what `block_forward` returns after y."""
+    of_mixer = MIXER_INTERMEDIATES[type(block.mixer)]
+    return ("mixer_in", *of_mixer, "x_mid", "gate", "up", *POST_NORMED[: 2 * block.arch.post_norms])
 
 
 def records(starts: Sequence[int], T: int) -> list[slice]:
@@ -80,14 +92,14 @@ def block_forward(
     per_layer: mx.array | None = None,
     shared: Shared | None = None,
 ) -> list[mx.array]:
-    """[y, mixer_in, m1, m2, m3, mixed, x_mid, gate, up], shapes as in docs/architecture.md.
+    """[y, mixer_in, the four of `MIXER_INTERMEDIATES`, x_mid, gate, up]: see docs/formats.md.
 
     x_mid = x + out(mix(RMSNorm(x)))        y = x_mid + w down(act(gate) ∘ up) + experts
 
     w is 1 but beside some mixtures of experts: see `weigh_mlp`.
 
     With post norms (out and down are normed before they are added) also mixer_out and mlp_out,
-    which those take. Gate and up, which are made again where they are needed, are not `stored`.
+    which those take. Gate and up, which are recomputed where they are needed, are not `stored`.
 
     The records of a packed sequence begin at the positions `starts`. The mixer, alone in a block,
     relates tokens to each other, so it takes each record by itself.
@@ -95,7 +107,7 @@ def block_forward(
     Gate and up are empty in a block whose MLP has experts alone, which `mix_by_experts` has.
 
     `per_layer` is p of `add_per_layer`, which then ends the block, and `shared` are the keys and
-    values of another block, where it has none of its own: see `lent`.
+    values of another block, where it has none of its own: see `shared_keys_and_values`.
     """
     parts, arch, mixer = Parts.of(weights, lora, block), block.arch, block.mixer
     p, vector, eps = parts
@@ -106,8 +118,8 @@ def block_forward(
         mix(mixer_in[:, record], scale, parts, mixer, stored, *_of_record(shared, record))
         for record in records(starts, x.shape[1])
     ]
-    mixed = [mx.concatenate(arrays, axis=-2) for arrays in zip(*of_records, strict=True)]
-    mixer_out = linear(output(mixed, parts, mixer), p[mixer.out], scale)
+    of_mixer = [mx.concatenate(arrays, axis=-2) for arrays in zip(*of_records, strict=True)]
+    mixer_out = linear(output(of_mixer, parts, mixer), p[mixer.out], scale)
     if arch.post_norms:
         mixer_out = stored(mixer_out)
         x_mid = stored(x + rms_norm(mixer_out, vector["post_attention_layernorm.weight"], eps))
@@ -130,12 +142,12 @@ def block_forward(
             mlp_in, weights, matrices, scale, experts, arch.hidden_act
         )
     if not arch.post_norms:
-        return [stored(x_mid + mlp_out), mixer_in, *mixed, x_mid, gate, up]
+        return [stored(x_mid + mlp_out), mixer_in, *of_mixer, x_mid, gate, up]
     mlp_out = stored(mlp_out)
     y = x_mid + rms_norm(mlp_out, vector["post_feedforward_layernorm.weight"], eps)
     if per_layer is not None:
         y = add_per_layer(y, per_layer, scale, parts, arch.hidden_act)
-    return [stored(y), mixer_in, *mixed, x_mid, gate, up, mixer_out, mlp_out]
+    return [stored(y), mixer_in, *of_mixer, x_mid, gate, up, mixer_out, mlp_out]
 
 
 def _of_record(shared: Shared | None, record: slice) -> list[Shared]:
@@ -143,7 +155,7 @@ def _of_record(shared: Shared | None, record: slice) -> list[Shared]:
     return [] if shared is None else [(shared[0][..., record, :], shared[1][..., record, :])]
 
 
-def lent(
+def shared_keys_and_values(
     intermediates: list[mx.array],
     lora: mx.array,
     weights: Weights,
@@ -176,11 +188,12 @@ def block_backward(
     """dx [1, T, hidden], the gradient [P] by the flat LoRA vector, and that by `shared`.
 
     From x and the intermediates of `block_forward`, last formula first. `starts` and `per_layer`
-    are its; `d_shared` is the gradient by what it lent, the sum of all blocks that took it.
+    are its; `d_shared` is the gradient by the block's keys and values, summed over all blocks that
+    took them.
     """
     parts, arch, mixer = Parts.of(weights, lora, block), block.arch, block.mixer
     p, vector, eps = parts
-    mixer_in, *mixed, x_mid, gate, up = intermediates[: len(INTERMEDIATES)]
+    mixer_in, *of_mixer, x_mid, gate, up = intermediates[:8]
     grad, of_experts = {}, {}
 
     # y = c (h + PLE(h))
@@ -192,7 +205,7 @@ def block_backward(
     # y = x_mid + w(mlp_in) down(act(gate(mlp_in)) ∘ up(mlp_in)) + experts(mlp_in)
     d_mlp_out = dy
     if arch.post_norms:
-        mixer_out, mlp_out = intermediates[len(INTERMEDIATES) :]
+        mixer_out, mlp_out = intermediates[8:]
         weight = vector["post_feedforward_layernorm.weight"]
         d_mlp_out = rms_norm_backward(mlp_out, dy, weight, eps)
     mlp_norm = vector[f"{arch.mlp_norm}.weight"]
@@ -226,11 +239,11 @@ def block_backward(
         weight = vector["post_attention_layernorm.weight"]
         d_mixer_out = rms_norm_backward(mixer_out, d_x_mid, weight, eps)
     _, output, mix_backward = MIXERS[type(mixer)]
-    taken = output(mixed, parts, mixer)
-    d_taken, *grad[mixer.out] = linear_backward(taken, d_mixer_out, p[mixer.out], scale)
+    out_in = output(of_mixer, parts, mixer)
+    d_out_in, *grad[mixer.out] = linear_backward(out_in, d_mixer_out, p[mixer.out], scale)
     d_mixer_in, by_shared = [], []
     for record in records(starts, x.shape[1]):
-        of_record = [array[..., record, :] for array in (mixer_in, *mixed, d_taken)]
+        of_record = [array[..., record, :] for array in (mixer_in, *of_mixer, d_out_in)]
         d_in, matrices, *by_its = mix_backward(
             of_record[0],
             of_record[1:-1],

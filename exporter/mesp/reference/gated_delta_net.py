@@ -276,17 +276,17 @@ def mix_by_gated_delta_net(
 
 
 def output_of_gated_delta_net(
-    mixed: list[mx.array], parts: Parts, mixer: GatedDeltaNet
+    intermediates: list[mx.array], parts: Parts, mixer: GatedDeltaNet
 ) -> mx.array:
     """RMSNorm(o) ∘ silu(z) by heads, what the output projection takes.   [1, T, Hv·dv]"""
-    _, z, _, o = mixed
+    _, z, _, o = intermediates
     o, z = (_heads(each, mixer.value_head_dim) for each in (o, z))
     return _merged(gated_norm(o, z, parts.vector["linear_attn.norm.weight"], parts.eps))
 
 
 def mix_by_gated_delta_net_backward(
     x: mx.array,
-    mixed: list[mx.array],
+    intermediates: list[mx.array],
     dy: mx.array,
     scale: float,
     parts: Parts,
@@ -294,7 +294,7 @@ def mix_by_gated_delta_net_backward(
 ) -> tuple[mx.array, Matrices]:
     """dx, and dA and dB of qkv, z, b and a.   dy [1, T, Hv·dv] is by what the output takes"""
     p, vector, eps = parts
-    qkv, z, ba, o = mixed
+    qkv, z, ba, o = intermediates
     heads = (_heads(each, mixer.value_head_dim) for each in (o, z, dy))
     do, dz = gated_norm_backward(*heads, vector["linear_attn.norm.weight"], eps)
 

@@ -233,22 +233,22 @@ def mix_by_mamba2(
     return [*weights.split(projected), stored(o)]
 
 
-def output_of_mamba2(mixed: list[mx.array], parts: Parts, mixer: Mamba2Mixer) -> mx.array:
+def output_of_mamba2(intermediates: list[mx.array], parts: Parts, mixer: Mamba2Mixer) -> mx.array:
     """RMSNorm(o ∘ silu(z)), what the output projection takes.   [1, T, heads·P]"""
-    z, _, _, o = mixed
+    z, _, _, o = intermediates
     return rms_norm(o * silu(z), parts.vector["mamba.norm.weight"], mixer.norm_eps)
 
 
 def mix_by_mamba2_backward(
     x: mx.array,
-    mixed: list[mx.array],
+    intermediates: list[mx.array],
     dy: mx.array,
     scale: float,
     parts: Parts,
     mixer: Mamba2Mixer,
 ) -> tuple[mx.array, Matrices]:
     """dx, and dA and dB of in.   dy [1, T, heads·P] is by what the output takes"""
-    *split, o = mixed
+    *split, o = intermediates
     weights, projected = Mamba2.of(parts, mixer), mx.concatenate(split, axis=-1)
     d_projected = mamba2_backward(projected, o, dy, weights)
     dx, dA, dB = linear_backward(x, d_projected, parts.p["in"], scale)

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mesp.models.architecture import Block
 from mesp.reference.attention import Shared
-from mesp.reference.block import block_backward, block_forward, lent
+from mesp.reference.block import block_backward, block_forward, shared_keys_and_values
 from mesp.reference.head import cross_entropy, cross_entropy_backward
 from mesp.reference.model import Model, Weights, dequantize
 from mesp.reference.per_layer import per_layer_input
@@ -33,10 +33,10 @@ def forward(
 
     The records of a packed sequence begin at the positions `starts`.
     """
-    return forward_lending(model, lora, tokens, scale, starts)[0]
+    return forward_with_shared(model, lora, tokens, scale, starts)[0]
 
 
-def forward_lending(
+def forward_with_shared(
     model: Model,
     lora: list[mx.array],
     tokens: mx.array,
@@ -60,7 +60,7 @@ def forward_lending(
             shared=shared.get(block.keys_of),
         )
         if i in model.arch.owners:
-            shared[i] = lent(intermediates, lora[i], weights, block, starts)
+            shared[i] = shared_keys_and_values(intermediates, lora[i], weights, block, starts)
         hidden.append(y)
     return hidden, shared
 
@@ -86,7 +86,7 @@ def loss(
     return cross_entropy(y, window[1:], model.head, model.arch, weights)
 
 
-# Takes besides x, dy, … what `block_forward` does, and the gradient by what the block lent.
+# Takes besides x, dy, … what `block_forward` does, and the gradient by its keys and values.
 BlockGradient = Callable[..., tuple[mx.array, mx.array, Shared | None]]
 
 
@@ -131,7 +131,14 @@ def mebp_block_gradient(
             x, lora, scale, weights, block, starts=starts, per_layer=per_layer,
             shared=(shared[0], shared[1]) if shared else None,
         )  # fmt: skip
-        return [y, *(lent(intermediates, lora, weights, block, starts) if d_shared else ())]
+        return [
+            y,
+            *(
+                shared_keys_and_values(intermediates, lora, weights, block, starts)
+                if d_shared
+                else ()
+            ),
+        ]
 
     _, (dx, d_lora, *by_shared) = mx.vjp(
         outputs, [x, lora, *(shared or ())], [dy, *(d_shared or ())]
@@ -165,7 +172,7 @@ def gradients(
     gradients by these, which each of the others adds to, is its d_shared.
     """
     arch, targets = model.arch, window[1:]
-    x, shared = forward_lending(model, lora, window[:-1], scale, starts)
+    x, shared = forward_with_shared(model, lora, window[:-1], scale, starts)
     window_loss = cross_entropy(x[-1], targets, model.head, arch, weights)
     dx = [cross_entropy_backward(x[-1], targets, model.head, arch, weights)]
     d_lora: list[mx.array] = []

@@ -35,16 +35,16 @@ def mix_by_short_convolution(
 
 
 def output_of_short_convolution(
-    mixed: list[mx.array], parts: Parts, mixer: ShortConvolution
+    intermediates: list[mx.array], parts: Parts, mixer: ShortConvolution
 ) -> mx.array:
-    """y = c ∘ conv, what the output projection takes."""
-    _, c, _, conv = mixed
-    return c * conv
+    """y = c ∘ conv_out, what the output projection takes."""
+    _, c, _, conv_out = intermediates
+    return c * conv_out
 
 
 def mix_by_short_convolution_backward(
     x: mx.array,
-    mixed: list[mx.array],
+    intermediates: list[mx.array],
     dy: mx.array,
     scale: float,
     parts: Parts,
@@ -52,10 +52,10 @@ def mix_by_short_convolution_backward(
 ) -> tuple[mx.array, Matrices]:
     """dx, and dA and dB of in.
 
-    dc = dy ∘ conv        dconv = dy ∘ c        db = u ∘ conv's dx        du = b ∘ conv's dx
+    dc = dy ∘ conv_out     d_conv_out = dy ∘ c        db = u ∘ conv's dx        du = b ∘ conv's dx
     """
-    b, c, u, conv = mixed
+    b, c, u, conv_out = intermediates
     d_bu = convolution_backward(dy * c, parts.vector["conv.conv.weight"])
-    d_in = mx.concatenate([d_bu * u, dy * conv, d_bu * b], axis=-1)
+    d_in = mx.concatenate([d_bu * u, dy * conv_out, d_bu * b], axis=-1)
     dx, dA, dB = linear_backward(x, d_in, parts.p["in"], scale)
     return dx, {"in": (dA, dB)}

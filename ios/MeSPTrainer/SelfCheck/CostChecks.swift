@@ -155,7 +155,7 @@ extension Bench {
 
     /// Training takes the quantized products on a GPU, and on a CPU where they dequantize inside.
     private func note(_ product: Product, _ rate: Double) {
-        if (product == .dequantized) == !bundle.processor.unpacksInside {
+        if (product == .dequantized) == !bundle.processor.dequantizesInProduct {
             constants.flopsPerSecond = min(constants.flopsPerSecond ?? rate, rate)
         }
     }

@@ -33,11 +33,11 @@ extension Bench {
         var inputs = [Int: MLXArray]()
         // What blocks take of others would be rounded as x is, so that the loss would move in steps.
         var x = try model.embed(example).asType(.float32)
-        let context = try model.context(example, x0: x)
-        try lend(before: blocks[0], x, model, context)
+        let context = try model.makeContext(example, x0: x)
+        try addKeysAndValues(before: blocks[0], x, model, context)
         /// The outputs of a block with these parameters, which later blocks' keys and values may be made with too.
         func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray) throws -> BlockOutputs {
-            try forward.outputs(block, x, lora, beside(block, x, lora, model, context))
+            try forward.outputs(block, x, lora, sideInputs(block, x, lora, model, context))
         }
         for block in blocks {
             try atBlock()
@@ -56,7 +56,7 @@ extension Bench {
             let gradient = tamper(
                 "gradients.differences",
                 try backward.backward(
-                    block, x, lora, beside(block, x, lora, model, context), intermediates, d: &d, shared: &shared))
+                    block, x, lora, sideInputs(block, x, lora, model, context), intermediates, d: &d, shared: &shared))
             /// The loss with other parameters in this block.
             func loss(_ changed: MLXArray) throws -> Double {
                 var y = try outputs(block, x, changed).y

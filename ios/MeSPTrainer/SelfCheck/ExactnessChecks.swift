@@ -101,17 +101,17 @@ extension Bench {
             let whole = example(shortest)
             let example = Example(tokens: whole.tokens, counted: whole.counted, records: records)
             // Each block gets the embedding, so that what it takes of another comes of that too.
-            let context = try model.context(example, x0: x)
-            try lend(before: block, x, model, context)
-            let beside = try beside(block, x, lora, model, context)
+            let context = try model.makeContext(example, x0: x)
+            try addKeysAndValues(before: block, x, model, context)
+            let side = try sideInputs(block, x, lora, model, context)
             let outputs = try bundle.withBlock(block) { weights in
                 let function = try model.function(block, x, records == nil ? \.functions : \.packed)
-                let call = BlockCall(index: block, weights: weights, lora: lora, beside: beside)
+                let call = BlockCall(index: block, weights: weights, lora: lora, side: side)
                 let outputs = try function?(call, model.layouts[block], scale: model.scale).outputs(x).list ?? []
                 eval(outputs)
                 return outputs
             }
-            let expected = try cpu(trainer).outputs(block, x, lora, beside).list
+            let expected = try cpu(trainer).outputs(block, x, lora, side).list
             let names = BlockOutputs.names(of: architecture.block(block).mixer)
             return zip(names, zip(outputs, expected)).map { name, pair in
                 let name = "\(block).\(name)" + (records == nil ? "" : ".packed")
@@ -140,37 +140,38 @@ extension Bench {
     }
 
     /// The inputs of a block besides x, from a context with those that come from other blocks.
-    func beside(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.Context
-    ) throws -> Beside {
+    func sideInputs(
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ model: BlockwiseModel,
+        _ context: BlockwiseModel.SequenceContext
+    ) throws -> SideInputs {
         try bundle.withBlock(block) {
-            try model.call(block, $0, lora, context, lending: x).beside
+            try model.makeForwardCall(block, $0, lora, context, x).side
         }
     }
 
     /// A block's output, from the device's own forward pass.
     private func output(
-        _ block: Int, _ x: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.Context
+        _ block: Int, _ x: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.SequenceContext
     ) throws -> MLXArray {
         try bundle.withBlock(block) {
-            try model.output(model.call(block, $0, model.parameters(block), context, lending: x), x).y
+            try model.forward(model.makeForwardCall(block, $0, model.parameters(block), context, x), x).y
         }
     }
 
-    /// Has blocks before lend their keys and values of x to a context.
-    func lend(
-        before block: Int, _ x: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.Context
+    /// Adds the keys and values that blocks before compute from x, and share, to a context.
+    func addKeysAndValues(
+        before block: Int, _ x: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.SequenceContext
     ) throws {
         for owner in architecture.owners where owner < block {
-            _ = try beside(owner, x, model.parameters(owner), model, context)
+            _ = try sideInputs(owner, x, model.parameters(owner), model, context)
         }
     }
 
     /// The input of the first trained block `[1, T, hidden]`, from the device's own forward pass, and its context.
-    func inputOfTrained(_ trainer: Trainer) throws -> (x: MLXArray, context: BlockwiseModel.Context) {
+    func inputOfTrained(_ trainer: Trainer) throws -> (x: MLXArray, context: BlockwiseModel.SequenceContext) {
         let model = trainer.model
         var x = try model.embed(example(shortest))
-        let context = try model.context(example(shortest), x0: x)
+        let context = try model.makeContext(example(shortest), x0: x)
         for block in 0..<trainer.model.trained[0] {
             x = try output(block, x, model, context)
         }
@@ -179,17 +180,17 @@ extension Bench {
 
     /// The mean loss, and each trained block's gradient `[P]`, by the formulas on the CPU.
     func gradientsOnCPU(
-        _ trainer: Trainer, _ input: (x: MLXArray, context: BlockwiseModel.Context)
+        _ trainer: Trainer, _ input: (x: MLXArray, context: BlockwiseModel.SequenceContext)
     ) throws -> (loss: MLXArray, gradients: [Int: MLXArray]) {
         let (model, cpu, example) = (trainer.model, cpu(trainer), example(shortest))
         var x = input.x
-        var inputs = [Int: (x: MLXArray, beside: Beside)]()
+        var inputs = [Int: (x: MLXArray, side: SideInputs)]()
         for block in trainer.model.trained {
             try atBlock()
             let lora = try model.parameters(block)
-            let beside = try beside(block, x, lora, model, input.context)
-            inputs[block] = (x, beside)
-            x = try cpu.outputs(block, x, lora, beside).y
+            let side = try sideInputs(block, x, lora, model, input.context)
+            inputs[block] = (x, side)
+            x = try cpu.outputs(block, x, lora, side).y
         }
         let weight = 1 / Float(example.counted.count)
         var (sum, d) = try cpu.lossAndGradient(x, example, scale: weight)
@@ -197,10 +198,10 @@ extension Bench {
         var shared = [Int: MixerState.KeyValues]()
         for block in trainer.model.trained.reversed() {
             try atBlock()
-            guard let (x, beside) = inputs.removeValue(forKey: block) else { continue }
+            guard let (x, side) = inputs.removeValue(forKey: block) else { continue }
             let lora = try model.parameters(block)
             gradients[block] = try cpu.backward(
-                block, x, lora, beside, cpu.outputs(block, x, lora, beside).intermediates, d: &d, shared: &shared)
+                block, x, lora, side, cpu.outputs(block, x, lora, side).intermediates, d: &d, shared: &shared)
         }
         return (sum * weight, gradients)
     }
@@ -224,7 +225,7 @@ extension Bench {
         let whole = example(shortest)
         let model = trainer.model
         let x = try model.embed(whole)
-        let y = try output(0, x, model, model.context(whole, x0: x))
+        let y = try output(0, x, model, model.makeContext(whole, x0: x))
         let errors = try [1, 2, 3].filter { $0 <= shortest }.flatMap { count in
             let few = Example(tokens: whole.tokens, counted: Array(shortest - count..<shortest))
             let (loss, dy) = try model.lossAndGradient(y, few, scale: 1)

@@ -17,9 +17,9 @@ struct FormulasOnCPU {
     /// - Parameters:
     ///   - x: `[1, T, hidden]`
     ///   - lora: `[P]`
-    ///   - beside: what the block takes besides x
-    func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ beside: Beside) throws -> BlockOutputs {
-        try withBlock(block, lora, beside) { block in
+    ///   - side: what the block takes besides x
+    func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ side: SideInputs) throws -> BlockOutputs {
+        try withBlock(block, lora, side) { block in
             let outputs = block.outputs(x.asType(.float32))
             eval(outputs.list)
             return outputs
@@ -28,15 +28,15 @@ struct FormulasOnCPU {
 
     /// The gradient of a block's LoRA parameters `[P]`; d goes from dy to dx. Both are evaluated.
     ///
-    /// - Parameter shared: as that of `Block.gradient`, by the block that has the keys and values.
+    /// - Parameter shared: as that of `Block.structuredBackward`, by the block that has the keys and values.
     func backward(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ beside: Beside, _ intermediates: Intermediates,
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ side: SideInputs, _ intermediates: Intermediates,
         d: inout MLXArray, shared: inout [Int: MixerState.KeyValues]
     ) throws -> MLXArray {
         let owner = bundle.architecture.keysOf(block) ?? block
-        return try withBlock(block, lora, beside) { block in
-            block.gradient(
-                x: x.asType(.float32), intermediates, d: &d, wantsInput: true, shared: &shared[owner])
+        return try withBlock(block, lora, side) { block in
+            block.structuredBackward(
+                x: x.asType(.float32), intermediates, d: &d, wantsDx: true, shared: &shared[owner])
         }
     }
 
@@ -72,14 +72,14 @@ struct FormulasOnCPU {
     }
 
     private func withBlock<R>(
-        _ block: Int, _ lora: MLXArray, _ beside: Beside, _ body: (Block) throws -> R
+        _ block: Int, _ lora: MLXArray, _ side: SideInputs, _ body: (Block) throws -> R
     ) throws -> R {
         try Device.withDefaultDevice(.cpu) {
             try bundle.withBlock(block) { weights in
                 try body(
                     Block(
                         weights: weights.onCPU, lora: lora, layout: layouts[block], scale: scale, machine: machine,
-                        beside: beside))
+                        side: side))
             }
         }
     }

@@ -125,7 +125,7 @@
             let trainer = try fixture.trainer(.mesp)
             #expect(throws: (any Error).self) {
                 try fixture.bundle.withBlock(0) { weights in
-                    let call = BlockCall(index: 0, weights: weights, lora: MLXArray(0), beside: .nothing)
+                    let call = BlockCall(index: 0, weights: weights, lora: MLXArray(0), side: .nothing)
                     _ = try function(call, trainer.model.layouts[0], scale: 0).output(MLXArray(0))
                 }
             }
@@ -133,7 +133,7 @@
             for _ in 0..<2 {
                 try fixture.bundle.withBlock(0) { weights in
                     let lora = try trainer.model.parameters(0)
-                    let call = BlockCall(index: 0, weights: weights, lora: lora, beside: .nothing)
+                    let call = BlockCall(index: 0, weights: weights, lora: lora, side: .nothing)
                     let block = function(call, trainer.model.layouts[0], scale: trainer.model.scale)
                     #expect(try block.output(x).shape == x.shape)
                 }

@@ -141,7 +141,7 @@
                     let example = try fixture.example()
                     let counted = Array(example.counted.dropFirst(4 + index))
                     let number = Int32(index)
-                    return JudgedAnswer(
+                    return PreferenceAnswer(
                         example: Example(tokens: example.tokens, counted: counted), isGood: index == 0,
                         source: .init(split: 0, prompt: number, answer: number), lengths: [fixture.length])
                 }
@@ -179,7 +179,7 @@
             var bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle), checksums: false)
             bundle.backend = .gpu
             var saved = Saved()
-            let run = Run(
+            let hooks = RunHooks(
                 report: { record, _ in
                     switch record {
                     case .step(let step): saved.log.append("step \(step.step) \(step.loss)")
@@ -187,7 +187,7 @@
                     default: break
                     }
                 }, atBlock: { _ in try atBlock() })
-            try bundle.withDevice { try run(settings, bundle) }
+            try bundle.withDevice { try Run.run(settings, bundle, hooks) }
             saved.files = files(output)
             let state = try Safetensors(SavedState.url(in: output))
             // The seal is of the log's length too.

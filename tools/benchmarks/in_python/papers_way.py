@@ -13,7 +13,7 @@ from benchmarks.in_python.steps import Steps, report_baseline, windows
 from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.models.architecture import Block
-from mesp.reference.block import INTERMEDIATES, MIXERS
+from mesp.reference.block import MIXERS
 from mesp.reference.model import Parts, Weights
 from mesp.reference.pieces import gated
 
@@ -81,11 +81,11 @@ def h_of(
 ) -> dict[str, mx.array]:
     """h = x A [1, T, rank] of each projection, from a block's intermediates."""
     parts, (_, output, _) = Parts.of(weights, lora, block), MIXERS[type(block.mixer)]
-    mixer_in, *mixed, x_mid, gate, up = intermediates[: len(INTERMEDIATES)]
+    mixer_in, *of_mixer, x_mid, gate, up = intermediates[:8]
     norm = parts.vector[f"{block.arch.mlp_norm}.weight"]
     mlp_in = reference.rms_norm(x_mid, norm, parts.eps)
     inputs = {
-        block.mixer.out: output(mixed, parts, block.mixer),
+        block.mixer.out: output(of_mixer, parts, block.mixer),
         "gate": mlp_in,
         "up": mlp_in,
         "down": gated(gate, up, block.arch.hidden_act),

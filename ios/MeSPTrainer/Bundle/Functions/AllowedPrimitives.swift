@@ -66,10 +66,10 @@ struct AllowedPrimitives: Decodable {
             "shared": ["dtype 1 kv_heads length head_dim", "dtype 1 kv_heads length head_dim"],
             "packed": ["int32 length"],
             "first": ["dtype 1 length hidden", "dtype 1 length hidden"],
-            "attention": ["dtype 1 heads length query", "dtype 1 kv_heads length head_dim", "dtype 1 kv_heads length head_dim", "dtype 1 length mixed"],
-            "gated_delta_net": ["dtype 1 length channels", "dtype 1 length mixed", "dtype 1 length ba", "dtype 1 length mixed"],
+            "attention": ["dtype 1 heads length query", "dtype 1 kv_heads length head_dim", "dtype 1 kv_heads length head_dim", "dtype 1 length mixer_width"],
+            "gated_delta_net": ["dtype 1 length channels", "dtype 1 length mixer_width", "dtype 1 length ba", "dtype 1 length mixer_width"],
             "short_convolution": ["dtype 1 length hidden", "dtype 1 length hidden", "dtype 1 length hidden", "dtype 1 length hidden"],
-            "mamba2": ["dtype 1 length mixed", "dtype 1 length channels", "dtype 1 length heads", "dtype 1 length mixed"],
+            "mamba2": ["dtype 1 length mixer_width", "dtype 1 length channels", "dtype 1 length heads", "dtype 1 length mixer_width"],
             "then": ["dtype 1 length hidden", "dtype 1 length intermediate", "dtype 1 length intermediate"],
             "post_norms": ["dtype 1 length hidden", "dtype 1 length hidden"]
           },

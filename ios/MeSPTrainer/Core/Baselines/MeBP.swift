@@ -6,7 +6,7 @@ extension BlockwiseModel {
     /// - Parameters:
     ///   - x: the block's input `[1, T, hidden]`
     ///   - d: dy `[1, T, hidden]`, replaced by dx
-    ///   - shared: as that of `Block.gradient`
+    ///   - shared: as that of `Block.structuredBackward`
     /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. It and d are evaluated.
     func automaticGradient(
         _ call: BlockCall, _ x: MLXArray, d: inout MLXArray, shared: inout MixerState.KeyValues?
@@ -16,7 +16,7 @@ extension BlockwiseModel {
             preconditionFailure("block \(call.index) has no function")
         }
         // Keys and values are inputs of a block that takes another's, and outputs of one whose others took.
-        let (taken, sum) = (call.beside.shared, call.beside.shared == nil ? shared : nil)
+        let (taken, sum) = (call.side.shared, call.side.shared == nil ? shared : nil)
         let dtype = x.dtype
         /// The gradients of some of the block's outputs.
         func gradients(
@@ -29,7 +29,7 @@ extension BlockwiseModel {
                         do {
                             var call = call
                             call.lora = layout.replacing(in: call.lora, trained: primals[1])
-                            if taken != nil { call.beside.shared = .init(keys: primals[2], values: primals[3]) }
+                            if taken != nil { call.side.shared = .init(keys: primals[2], values: primals[3]) }
                             return try outputs(function(call, layout, scale: self.scale), primals[0])
                         } catch {
                             failure = error
@@ -55,8 +55,8 @@ extension BlockwiseModel {
         let gradients = try gradients(cotangents: [d] + (sum.map { [$0.keys, $0.values] } ?? [])) { pass, x in
             guard sum != nil else { return [try pass.output(x)] }
             let outputs = try pass.outputs(x)
-            let lent = call.weights.keysAndValues(outputs.intermediates)
-            return [outputs.y, lent.keys, lent.values]
+            let own = call.weights.keysAndValues(outputs.intermediates)
+            return [outputs.y, own.keys, own.values]
         }
         if gradients.count > 2 {
             let own = gradients[2...].map { $0.asType(.float32) }

@@ -14,7 +14,7 @@ struct MeZO {
     /// - Throws: `NotFinite`
     func step(_ losses: [some StepLoss], number: Int) throws -> StepResult {
         let (model, updates) = (trainer.model, trainer.updates)
-        let (keys, epsilon) = (try updates.keys(number), model.settings.mezoEpsilon)
+        let (keys, epsilon) = (try updates.randomKeys(number), model.settings.mezoEpsilon)
         func z(_ block: Int) -> MLXArray { MLXRandom.normal([model.layouts[block].trainedCount], key: keys[block]) }
         var result = StepResult()
         func loss(movedBy distance: Float) throws -> Float {

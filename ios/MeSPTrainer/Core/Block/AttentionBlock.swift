@@ -2,20 +2,20 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// x_mid − x = o(attention(q, k, v)), or o(attention(q, k, v) ∘ σ(g)) with gates g, which lie behind the queries in m₁.
+/// x_mid − x = o(attention(q, k, v)), or o(attention(q, k, v) ∘ σ(g)) with gates g, which follow the queries in q.
 extension Block {
     func attention(
         _ mixer: AttentionMixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
-    ) -> Mixed {
+    ) -> MixerResult {
         let (attention, d, dtype) = (weights.attention(mixer), mixer.headDim, mixerIn.dtype)
         if mixer.keysOf != nil { return attentionOverShared(mixer, mixerIn, sequences, &states) }
         // Text that is generated takes a shorter path, token by token. Training never does: its sequences begin here, without a state.
         if sequences.allSatisfy({ $0.count == 1 }), states.allSatisfy({ $0.count > 0 }) {
             return attentionOfOne(mixer, attention, mixerIn, &states)
         }
-        let (m1, k, v) = projections(mixer, mixerIn)
-        let (ofQ, gates): (MLXArray, MLXArray?) = mixer.gateDim > 0 ? (m1, m1[.ellipsis, d...]) : (m1, nil)
-        let q = mixer.gateDim > 0 ? ofQ[.ellipsis, ..<d] : ofQ
+        let (qAndGate, k, v) = projectQKV(mixer, mixerIn)
+        let gate = mixer.gateDim > 0 ? qAndGate[.ellipsis, d...] : nil
+        let q = mixer.gateDim > 0 ? qAndGate[.ellipsis, ..<d] : qAndGate
         let attnOut = eachSequence(sequences, &states) { rows, state in
             let place = Positions.from(state.count)
             let cache = state.append(
@@ -28,56 +28,56 @@ extension Block {
                     machine: machine
                 ).asType(dtype))
         }
-        let taken = gates.map { OutputGate(g: $0.swappedAxes(0, 1))(attnOut) } ?? attnOut
-        return Mixed(m1: m1, m2: k, m3: v, mixed: attnOut, out: projection(.o)(taken, machine: machine))
+        let gated = gate.map { OutputGate(g: $0.swappedAxes(0, 1))(attnOut) } ?? attnOut
+        return (.attention(q: qAndGate, k: k, v: v, attnOut: attnOut), linear(.o)(gated, machine: machine))
     }
 
-    /// m₁ (q, behind each head its gate if it has one), k and v, `[heads, n, …]`.
-    func projections(_ mixer: AttentionMixer, _ mixerIn: MLXArray) -> (m1: MLXArray, k: MLXArray, v: MLXArray) {
+    /// q, with each head's gate after it where it has one, k and v, `[heads, n, …]`.
+    func projectQKV(_ mixer: AttentionMixer, _ mixerIn: MLXArray) -> (q: MLXArray, k: MLXArray, v: MLXArray) {
         let (heads, keyHeads) = (mixer.numAttentionHeads, mixer.numKeyValueHeads)
-        let q = projected(.q, mixerIn).byHead(heads)
+        let q = project(.q, mixerIn).byHead(heads)
         return (
-            mixer.headGate ? concatenated([q, projected(.g, mixerIn).byHead(heads)], axis: -1) : q,
-            projected(.k, mixerIn).byHead(keyHeads), projected(.v, mixerIn).byHead(keyHeads)
+            mixer.headGate ? concatenated([q, project(.g, mixerIn).byHead(heads)], axis: -1) : q,
+            project(.k, mixerIn).byHead(keyHeads), project(.v, mixerIn).byHead(keyHeads)
         )
     }
 
     /// The same for one token of each sequence, in fewer operations, which are most of the time of so few tokens.
     private func attentionOfOne(
         _ mixer: AttentionMixer, _ attention: Attention, _ mixerIn: MLXArray, _ states: inout [MixerState]
-    ) -> Mixed {
+    ) -> MixerResult {
         let (n, d, dtype) = (mixerIn.dim(0), mixer.headDim, mixerIn.dtype)
-        func heads(_ p: Projection, _ count: Int) -> MLXArray { projected(p, mixerIn).reshaped([n, count, 1, -1]) }
-        let (ofQ, k, v) = (
+        func heads(_ p: Projection, _ count: Int) -> MLXArray { project(p, mixerIn).reshaped([n, count, 1, -1]) }
+        let (qAndGate, k, v) = (
             heads(.q, mixer.numAttentionHeads), heads(.k, mixer.numKeyValueHeads), heads(.v, mixer.numKeyValueHeads)
         )
         let place = Positions.each(MLXArray(states.map { Int32($0.count) }))
         let (q, kHat, vHat) = machine.part(
-            attention.query(mixer.outputGate ? ofQ[.ellipsis, ..<d] : ofQ, at: place),
+            attention.query(mixer.outputGate ? qAndGate[.ellipsis, ..<d] : qAndGate, at: place),
             attention.key(k, at: place).asType(dtype), attention.value(v).asType(dtype))
         let parts = states.indices.map { i in
             func own(_ x: MLXArray) -> MLXArray { (n == 1 ? x : x[i..<i + 1]).squeezed(axis: 0) }
             return attention.ofOne(q: own(q), states[i].append(keys: own(kHat), values: own(vHat)), machine: machine)
         }
         let attnOut = machine.part(concatenated(parts).asType(dtype))
-        let gates: MLXArray? =
+        let gate: MLXArray? =
             mixer.outputGate
-            ? ofQ[.ellipsis, d...].squeezed(axis: 2)
+            ? qAndGate[.ellipsis, d...].squeezed(axis: 2)
             : mixer.headGate ? heads(.g, mixer.numAttentionHeads).squeezed(axis: 2) : nil
-        let taken = gates.map { OutputGate(g: $0)(attnOut) } ?? attnOut
-        return Mixed(m1: ofQ, m2: k, m3: v, mixed: attnOut, out: projection(.o)(taken, machine: machine))
+        let gated = gate.map { OutputGate(g: $0)(attnOut) } ?? attnOut
+        return (.attention(q: qAndGate, k: k, v: v, attnOut: attnOut), linear(.o)(gated, machine: machine))
     }
 
     /// o(attention(q, k̂, v̂)) with another block's keys and values, which has read the same tokens.
     private func attentionOverShared(
         _ mixer: AttentionMixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
-    ) -> Mixed {
+    ) -> MixerResult {
         let attention = weights.attention(mixer)
-        let q = projected(.q, mixerIn).byHead(mixer.numAttentionHeads)
-        let caches = beside.shared.map { shared in sequences.map { shared[$0] } } ?? sharedStates
+        let q = project(.q, mixerIn).byHead(mixer.numAttentionHeads)
+        let caches = side.shared.map { shared in sequences.map { shared[$0] } } ?? sharedStates
         precondition(caches.count == sequences.count, "the keys of another block are missing")
         let parts = zip(sequences, caches).map { rows, cache in
-            let start = beside.shared == nil ? cache.count - rows.count : rows.lowerBound
+            let start = side.shared == nil ? cache.count - rows.count : rows.lowerBound
             return attention(
                 q: attention.query(q[0..., rows], at: .from(start)), k: cache.keys[0..., 0..<cache.count],
                 v: cache.values[0..., 0..<cache.count], machine: machine
@@ -85,10 +85,11 @@ extension Block {
         }
         for (index, cache) in caches.enumerated() { states[index] = .shared(count: cache.count) }
         let attnOut = concatenated(parts)
-        let keys = beside.shared ?? caches[0]
-        return Mixed(
-            m1: q, m2: keys.keys, m3: keys.values, mixed: attnOut,
-            out: projection(.o)(attnOut, machine: machine))
+        let keys = side.shared ?? caches[0]
+        return (
+            .attention(q: q, k: keys.keys, v: keys.values, attnOut: attnOut),
+            linear(.o)(attnOut, machine: machine)
+        )
     }
 
     /// The keys and values of a whole sequence x `[1, T, hidden]` that other blocks take too, as they are stored. Positions go on from record
@@ -98,30 +99,31 @@ extension Block {
         let (attention, x) = (weights.attention(mixer), x.squeezed(axis: 0))
         let mixerIn = weights.mixerNorm(x)
         return MixerState.KeyValues(
-            keys: attention.key(projected(.k, mixerIn).byHead(mixer.numKeyValueHeads), at: .from(0)).asType(x.dtype),
-            values: attention.value(projected(.v, mixerIn).byHead(mixer.numKeyValueHeads)).asType(x.dtype))
+            keys: attention.key(project(.k, mixerIn).byHead(mixer.numKeyValueHeads), at: .from(0)).asType(x.dtype),
+            values: attention.value(project(.v, mixerIn).byHead(mixer.numKeyValueHeads)).asType(x.dtype))
     }
 
     /// The derivative of o(attention(q, k, v)), or of o(attention(q, k, v) ∘ σ(g)), from that of its output `[T, hidden]`.
     func attentionBackward(
-        _ mixer: AttentionMixer, _ forward: consuming Intermediates, dOut: MLXArray, _ behind: inout Behind,
+        _ mixer: AttentionMixer, _ intermediates: consuming Intermediates, dOut: MLXArray,
+        _ carried: inout CarriedGradients,
         _ gradients: inout LoRAGradients, shared: inout MixerState.KeyValues?
-    ) -> Projected {
-        let segment = forward.segment
+    ) -> ProjectionGradients {
+        let segment = intermediates.segment
         let (length, heads, headDim) = (dOut.dim(0), mixer.numAttentionHeads, mixer.headDim)
-        let (ofQ, k, v) = (forward.m1, forward.m2, forward.m3)
+        let (qAndGate, k, v, _) = intermediates.attention
         // attn_out goes here: attention's derivative does not read it.
-        let (dAttnOut, dg) = attentionOutput(mixer, consume forward, dOut: dOut, &gradients)
+        let (dAttnOut, dg) = attentionOutput(mixer, consume intermediates, dOut: dOut, &gradients)
         let (q, dO) = (
-            mixer.gateDim > 0 ? ofQ[.ellipsis, ..<headDim] : ofQ,
+            mixer.gateDim > 0 ? qAndGate[.ellipsis, ..<headDim] : qAndGate,
             dAttnOut.reshaped([length, heads, headDim]).swappedAxes(0, 1)
         )
         let (attention, sum) = (weights.attention(mixer), shared)
         func backward(_ rows: Range<Int>) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
-            var behind: MixerState.KeyValues?
+            var carried: MixerState.KeyValues?
             return attention.backward(
                 q: q[0..., rows], k: k[0..., rows], v: v[0..., rows], dOut: dO[0..., rows], start: rows.lowerBound,
-                addedTo: sum?[rows], behind: &behind, machine: machine)
+                addedTo: sum?[rows], carried: &carried, machine: machine)
         }
         if mixer.keysOf != nil {
             let parts = records(length).map(backward)
@@ -135,8 +137,8 @@ extension Block {
         if let segment, case .attention(let cache) = segment.state {
             d = attention.backward(
                 q: q, k: k, v: v, dOut: dO, start: segment.rows.lowerBound,
-                seen: cache[0..<segment.rows.upperBound], behind: &behind.keyValues, machine: machine)
-            machine.phase(d.dq, d.dk, d.dv, behind.keyValues)
+                seen: cache[0..<segment.rows.upperBound], carried: &carried.keyValues, machine: machine)
+            machine.phase(d.dq, d.dk, d.dv, carried.keyValues)
         } else {
             let parts = eachRecord(records(length)) { rows in
                 let d = backward(rows)
@@ -154,11 +156,12 @@ extension Block {
     ///
     /// - Returns: the gradients of attn_out `[T, heads·d]` and of g, as it is; of the latter nil where there is no gate.
     private func attentionOutput(
-        _ mixer: AttentionMixer, _ forward: consuming Intermediates, dOut: MLXArray, _ gradients: inout LoRAGradients
+        _ mixer: AttentionMixer, _ intermediates: consuming Intermediates, dOut: MLXArray,
+        _ gradients: inout LoRAGradients
     ) -> (MLXArray, MLXArray?) {
-        let attnOut = forward.mixed.asType(.float32)
+        let attnOut = intermediates.attention.attnOut.asType(.float32)
         guard mixer.gateDim > 0 else { return (outputProjectionBackward(.o, attnOut, dy: dOut, &gradients), nil) }
-        let gate = OutputGate(g: forward.m1[.ellipsis, mixer.headDim...].swappedAxes(0, 1))
+        let gate = OutputGate(g: intermediates.attention.q[.ellipsis, mixer.headDim...].swappedAxes(0, 1))
         let (dAttnOut, dg) = gate.backward(
             attnOut, dy: outputProjectionBackward(.o, gate(attnOut), dy: dOut, &gradients))
         return machine.part(dAttnOut, dg)

@@ -4,7 +4,7 @@ import MeSPBundle
 /// The forward pass by formulas: in training on a CPU, and of blocks without a function; in generation on every device.
 extension Block: BlockForward {
     /// The block with the machine of a forward pass.
-    private var forward: Block {
+    private var inForwardPass: Block {
         var block = self
         block.machine = machine.forward
         return block
@@ -18,21 +18,21 @@ extension Block: BlockForward {
     ///   - states: for each the state after the tokens before, replaced by that after these
     /// - Returns: y `[n, hidden]`
     func output(_ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState]) -> MLXArray {
-        let xMid = machine.part(sum(x, weights.mixerPostNorm, forward.mixer(x, sequences, &states).out))
-        return y(xMid, forward.mlp(weights.mlpNorm(xMid)), beside.perLayer)
+        let xMid = machine.part(sum(x, weights.mixerPostNorm, inForwardPass.mixer(x, sequences, &states).out))
+        return addMLP(to: xMid, inForwardPass.mlp(weights.mlpNorm(xMid)), side.perLayer)
     }
 
     package func output(_ x: MLXArray) -> MLXArray {
         // x_mid, and then y of some tokens after the other.
         var y = {
             let x = x.squeezed(axis: 0)
-            let segments = segments(x.dim(0))
-            guard segments.isEmpty else { return bySegments(x, segments, keeps: false).xMid }
+            let cut = segments(x.dim(0))
+            guard cut.isEmpty else { return bySegments(x, cut, keeps: false).xMid }
             var states = start(x)
-            return machine.phase(sum(x, weights.mixerPostNorm, forward.mixer(x, records(x.dim(0)), &states).out))
+            return machine.phase(sum(x, weights.mixerPostNorm, inForwardPass.mixer(x, records(x.dim(0)), &states).out))
         }()
         machine.replaceByTokens(&y) { tokens, xMid in
-            self.y(xMid, forward.mlp(weights.mlpNorm(xMid)), beside.perLayer?[tokens])
+            addMLP(to: xMid, inForwardPass.mlp(weights.mlpNorm(xMid)), side.perLayer?[tokens])
         }
         return y.expandedDimensions(axis: 0)
     }
@@ -41,7 +41,7 @@ extension Block: BlockForward {
         var intermediates = toXMid(x.squeezed(axis: 0))
         if weights.mlpPostNorm != nil {
             var mlpOut = intermediates.xMid
-            machine.replaceByTokens(&mlpOut) { _, xMid in forward.mlp(weights.mlpNorm(xMid)).asType(x.dtype) }
+            machine.replaceByTokens(&mlpOut) { _, xMid in inForwardPass.mlp(weights.mlpNorm(xMid)).asType(x.dtype) }
             intermediates.mlpOut = mlpOut
         }
         return intermediates
@@ -53,31 +53,30 @@ extension Block: BlockForward {
         let mlpOut: MLXArray
         (mlpOut, intermediates.gate, intermediates.up) = {
             let inner = weights.shape.mlp.modules.isEmpty ? nil : gatedMLP.inner(mlpIn)
-            return machine.part(forward.mlp(mlpIn, inner), inner?.gate.asType(x.dtype), inner?.up.asType(x.dtype))
+            return machine.part(inForwardPass.mlp(mlpIn, inner), inner?.gate.asType(x.dtype), inner?.up.asType(x.dtype))
         }()
-        let y = machine.phase(y(intermediates.xMid, mlpOut, beside.perLayer).expandedDimensions(axis: 0))
+        let y = machine.phase(addMLP(to: intermediates.xMid, mlpOut, side.perLayer).expandedDimensions(axis: 0))
         if weights.mlpPostNorm != nil { intermediates.mlpOut = machine.part(mlpOut.asType(x.dtype)) }
         return BlockOutputs(y: y, mixerIn: weights.mixerNorm(x).squeezed(axis: 0), intermediates: intermediates)
     }
 
     /// The first half of the block; x `[T, hidden]`.
     private func toXMid(_ x: MLXArray) -> Intermediates {
-        let segments = segments(x.dim(0))
-        guard segments.isEmpty else { return bySegments(x, segments, keeps: true) }
+        let cut = segments(x.dim(0))
+        guard cut.isEmpty else { return bySegments(x, cut, keeps: true) }
         // The mixer's output goes as soon as x_mid is there.
         return machine.phase(
             {
                 var states = start(x)
-                let mixed = forward.mixer(x, records(x.dim(0)), &states)
+                let mixer = inForwardPass.mixer(x, records(x.dim(0)), &states)
                 return Intermediates(
-                    m1: mixed.m1, m2: mixed.m2, m3: mixed.m3, mixed: mixed.mixed,
-                    xMid: sum(x, weights.mixerPostNorm, mixed.out),
-                    mixerOut: weights.mixerPostNorm == nil ? nil : mixed.out.asType(x.dtype))
+                    mixer: mixer.intermediates, xMid: sum(x, weights.mixerPostNorm, mixer.out),
+                    mixerOut: weights.mixerPostNorm == nil ? nil : mixer.out.asType(x.dtype))
             }())
     }
 
     /// The first half of the block by segments of a long sequence, so that no array of the mixer's own features is as long as the sequence
-    /// but keys, values and mixed of attention.
+    /// but attention's keys, values and output.
     ///
     /// - Parameter keeps: whether what the backward pass reads is kept.
     private func bySegments(_ x: MLXArray, _ rows: [Range<Int>], keeps: Bool) -> Intermediates {
@@ -89,36 +88,34 @@ extension Block: BlockForward {
             // Attention's, which holds all keys so far, is the same for all segments: that after the last.
             let before = start.isRecurrent ? states[0] : start
             let x = x[rows]
-            let mixed = forward.mixer(x, [0..<rows.count], &states)
+            let mixer = inForwardPass.mixer(x, [0..<rows.count], &states)
             machine.part(states[0].arrays)
-            replace(rows, of: &xMid, by: sum(x, weights.mixerPostNorm, mixed.out))
+            replace(rows, of: &xMid, by: sum(x, weights.mixerPostNorm, mixer.out))
             Memory.clearCache()
             guard keeps else { continue }
-            if weights.mixerPostNorm != nil { replace(rows, of: &mixerOut, by: mixed.out.asType(x.dtype)) }
-            let kept = before.isRecurrent ? nil : machine.part(mixed.mixed)
-            segments.append(.init(rows: rows, state: before, mixed: kept))
+            if weights.mixerPostNorm != nil { replace(rows, of: &mixerOut, by: mixer.out.asType(x.dtype)) }
+            var attnOut: MLXArray?
+            if case .attention(_, _, _, let out) = mixer.intermediates { attnOut = machine.part(out) }
+            segments.append(.init(rows: rows, state: before, attnOut: attnOut))
         }
         if !states[0].isRecurrent { for i in segments.indices { segments[i].state = states[0] } }
-        let none = MLXArray.zeros([0])
         return Intermediates(
-            m1: none, m2: none, m3: none, mixed: none, xMid: xMid,
+            xMid: xMid,
             mixerOut: weights.mixerPostNorm == nil ? nil : mixerOut, segments: segments)
     }
 
-    /// A segment's intermediates again, from its rows of x.
-    func again(_ segment: Intermediates.Segment, _ x: MLXArray, mixerOut: MLXArray?) -> Intermediates {
-        var again: Intermediates
-        if case .attention(let mixer) = weights.shape.mixer, let kept = segment.mixed {
-            let (m1, k, v) = forward.projections(mixer, weights.mixerNorm(x))
-            again = Intermediates(m1: m1, m2: k, m3: v, mixed: kept, xMid: x)
+    /// Recomputes a segment's intermediates from its rows of x.
+    func recompute(_ segment: Intermediates.Segment, _ x: MLXArray, mixerOut: MLXArray?) -> Intermediates {
+        let recomputed: MixerIntermediates
+        if case .attention(let mixer) = weights.shape.mixer, let attnOut = segment.attnOut {
+            let (q, k, v) = inForwardPass.projectQKV(mixer, weights.mixerNorm(x))
+            recomputed = .attention(q: q, k: k, v: v, attnOut: attnOut)
         } else {
             var states = [segment.state]
-            let mixed = forward.mixer(x, [0..<x.dim(0)], &states)
-            again = Intermediates(m1: mixed.m1, m2: mixed.m2, m3: mixed.m3, mixed: mixed.mixed, xMid: x)
+            recomputed = inForwardPass.mixer(x, [0..<x.dim(0)], &states).intermediates
         }
-        (again.segment, again.mixerOut) = (segment, mixerOut)
-        machine.part(again.m1, again.m2, again.m3, again.mixed)
-        return again
+        machine.part(recomputed)
+        return Intermediates(mixer: recomputed, xMid: x, mixerOut: mixerOut, segment: segment)
     }
 
     /// The states before each record of a whole sequence x `[T, hidden]`, which has a start of its own.
@@ -127,32 +124,28 @@ extension Block: BlockForward {
     }
 
     /// The block's output from the MLP's; in x_mid's dtype.
-    private func y(_ xMid: MLXArray, _ mlpOut: MLXArray, _ p: MLXArray?) -> MLXArray {
-        let h = wideSum(xMid, weights.mlpPostNorm, mlpOut)
+    private func addMLP(to xMid: MLXArray, _ mlpOut: MLXArray, _ p: MLXArray?) -> MLXArray {
+        let h = sumInFloat32(xMid, weights.mlpPostNorm, mlpOut)
         return (p.map { perLayer(h, p: $0) } ?? h).asType(xMid.dtype)
     }
 
     /// x + norm(output), where there is a norm of the output as it would be stored; in x's dtype.
     private func sum(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
-        wideSum(x, norm, output).asType(x.dtype)
+        sumInFloat32(x, norm, output).asType(x.dtype)
     }
 
     /// The same in float32.
-    private func wideSum(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
+    private func sumInFloat32(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
         x + (norm.map { $0(output.asType(x.dtype).asType(.float32)) } ?? output)
     }
 
     // MARK: - The mixer
 
-    struct Mixed {
-        /// As `Intermediates` has them.
-        let m1, m2, m3, mixed: MLXArray
-        /// The mixer's output `[n, hidden]`, in float32.
-        let out: MLXArray
-    }
+    /// A mixer's intermediates, and its output `[n, hidden]` in float32.
+    typealias MixerResult = (intermediates: MixerIntermediates, out: MLXArray)
 
     /// The mixer of RMSNorm(x); the parameters as those of `output`.
-    private func mixer(_ x: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]) -> Mixed {
+    private func mixer(_ x: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]) -> MixerResult {
         let mixerIn = weights.mixerNorm(x)
         return switch weights.shape.mixer {
         case .attention(let mixer): attention(mixer, mixerIn, sequences, &states)
@@ -163,16 +156,16 @@ extension Block: BlockForward {
     }
 
     /// A projection of mixer_in as it would be stored.
-    func projected(_ name: Projection, _ mixerIn: MLXArray) -> MLXArray {
-        machine.part(projection(name)(mixerIn, machine: machine).asType(mixerIn.dtype))
+    func project(_ name: Projection, _ mixerIn: MLXArray) -> MLXArray {
+        machine.part(linear(name)(mixerIn, machine: machine).asType(mixerIn.dtype))
     }
 
-    /// The results of `mixed` for each sequence's rows and state, one below the other.
+    /// The results of `formula` for each sequence's rows and state, one below the other.
     func eachSequence(
         _ sequences: [Range<Int>], _ states: inout [MixerState],
-        mixed: (_ rows: Range<Int>, _ state: inout MixerState) -> MLXArray
+        formula: (_ rows: Range<Int>, _ state: inout MixerState) -> MLXArray
     ) -> MLXArray {
-        concatenated(zip(sequences, states.indices).map { rows, index in mixed(rows, &states[index]) })
+        concatenated(zip(sequences, states.indices).map { rows, index in formula(rows, &states[index]) })
     }
 
     // MARK: - The MLP
@@ -181,20 +174,20 @@ extension Block: BlockForward {
     ///
     /// - Parameter inner: gate and up of the MLP, where they are there.
     private func mlp(_ mlpIn: MLXArray, _ inner: (gate: MLXArray, up: MLXArray)? = nil) -> MLXArray {
-        let mixed = weights.shape.mlp.experts.map { mixture($0, mlpIn) }
-        if let mixed, weights.shape.mlp.modules.isEmpty { return mixed }
+        let mixture = weights.shape.mlp.experts.map { mixtureOfExperts($0, mlpIn) }
+        if let mixture, weights.shape.mlp.modules.isEmpty { return mixture }
         let mlp = gatedMLP
         func output(addedTo sum: MLXArray?) -> MLXArray {
-            inner.map { mlp.output($0.gate, $0.up, addedTo: sum) } ?? mlp(mlpIn, addedTo: sum, machine: machine)
+            inner.map { mlp.applyDown($0.gate, $0.up, addedTo: sum) } ?? mlp(mlpIn, addedTo: sum, machine: machine)
         }
-        guard let mixed, let g = weights.mlpGate else { return output(addedTo: mixed) }
-        return mixed + factor(g, mlpIn) * output(addedTo: nil)
+        guard let mixture, let g = weights.mlpGate else { return output(addedTo: mixture) }
+        return mixture + factor(g, mlpIn) * output(addedTo: nil)
     }
 
     /// The gated MLP, where there is one.
     var gatedMLP: GatedMLP {
         GatedMLP(
-            gate: projection(.gate), up: projection(.up), down: projection(.down), names: (.gate, .up, .down),
+            gate: linear(.gate), up: linear(.up), down: linear(.down), names: (.gate, .up, .down),
             activation: weights.activation)
     }
 

@@ -2,10 +2,10 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// The function of a bundle's file, `f(x, lora, scale, weights)`, which returns y, mixer_in, m₁, m₂, m₃, mixed, x_mid, gate, up and, with
-/// post-norms, mixer_out and mlp_out.
+/// The function of a bundle's file, `f(x, lora, scale, weights)`, which returns y, mixer_in, the arrays of
+/// `MixerIntermediates`, x_mid, gate, up and, with post-norms, mixer_out and mlp_out.
 ///
-/// More arguments follow: the arrays of `Beside`, and for packed records the position at which each token's record begins.
+/// More arguments follow: the arrays of `SideInputs`, and for packed records the position at which each token's record begins.
 package final class BlockFunction {
     /// Which of these a caller evaluates.
     fileprivate enum Selection {
@@ -43,8 +43,8 @@ package final class BlockFunction {
         _ call: BlockCall, _ layout: LoRALayout, scale: Float, pause: (() -> Void)? = nil
     ) -> some BlockForward {
         Call(
-            function: self,
-            parameters: [layout.whole(call.lora), MLXArray(scale), call.weights.packed.words] + call.beside.arrays,
+            function: self, mixer: call.weights.shape.mixer,
+            parameters: [layout.whole(call.lora), MLXArray(scale), call.weights.packed.words] + call.side.arrays,
             pause: pause)
     }
 
@@ -112,6 +112,7 @@ package final class BlockFunction {
 /// A block function with parameters and weights.
 private struct Call: BlockForward {
     let function: BlockFunction
+    let mixer: Mixer
     /// lora `[P]`, scale, the words of the block's weights and, of packed records, where each token's begins `[T]`.
     let parameters: [MLXArray]
     let pause: (() -> Void)?
@@ -121,7 +122,7 @@ private struct Call: BlockForward {
     func intermediates(_ x: MLXArray) throws -> Intermediates {
         let a = try list(.intermediates, x).map(\.unbatched)
         return Intermediates(
-            m1: a[0], m2: a[1], m3: a[2], mixed: a[3], xMid: a[4], mixerOut: a.count > 5 ? a[5] : nil,
+            mixer: MixerIntermediates(mixer, a[0..<4]), xMid: a[4], mixerOut: a.count > 5 ? a[5] : nil,
             mlpOut: a.count > 5 ? a[6] : nil)
     }
 
@@ -131,7 +132,7 @@ private struct Call: BlockForward {
         return BlockOutputs(
             y: list[0], mixerIn: a[1],
             intermediates: Intermediates(
-                m1: a[2], m2: a[3], m3: a[4], mixed: a[5], xMid: a[6], gate: a[7], up: a[8],
+                mixer: MixerIntermediates(mixer, a[2..<6]), xMid: a[6], gate: a[7], up: a[8],
                 mixerOut: a.count > 9 ? a[9] : nil, mlpOut: a.count > 9 ? a[10] : nil))
     }
 

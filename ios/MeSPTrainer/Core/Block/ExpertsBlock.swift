@@ -8,7 +8,7 @@ import MeSPBundle
 /// many tokens chose it, and those of an expert without tokens not at all. Sums go in the experts' order.
 extension Block {
     /// The mixture of each token, `[n, hidden]` in float32.
-    func mixture(_ experts: Experts, _ mlpIn: MLXArray) -> MLXArray {
+    func mixtureOfExperts(_ experts: Experts, _ mlpIn: MLXArray) -> MLXArray {
         // The tokens that the derivative takes at a time, so that it makes the same choice.
         let parts = tiles(of: mlpIn.dim(0), size: machine.mlpTokens).map { rows in
             let x = mlpIn[rows].asType(.float32)
@@ -30,7 +30,7 @@ extension Block {
     ///   - dy: alike, in float32
     ///   - dx: to which its dx is added, in float32
     ///   - gradients: to which those of the experts' adapters are added
-    func mixtureBackward(
+    func mixtureOfExpertsBackward(
         _ experts: Experts, _ mlpIn: MLXArray, dy: MLXArray, addedTo dx: inout MLXArray,
         _ gradients: inout LoRAGradients
     ) {

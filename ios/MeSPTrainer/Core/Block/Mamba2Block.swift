@@ -6,11 +6,11 @@ import MeSPBundle
 extension Block {
     func mamba2(
         _ mixer: Mamba2Mixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
-    ) -> Mixed {
+    ) -> MixerResult {
         let mamba = weights.mamba2(mixer)
         // Products of their own: as a view, any of the parts would keep all three.
         func part(_ start: Int, _ count: Int) -> MLXArray {
-            projection(.in).outputs(start..<start + count)(mixerIn, machine: machine).asType(mixerIn.dtype)
+            linear(.in).outputs(start..<start + count)(mixerIn, machine: machine).asType(mixerIn.dtype)
         }
         let (z, xBC) = (part(0, mixer.width), part(mixer.width, mixer.convolutionWidth))
         let dt = part(mixer.width + mixer.convolutionWidth, mixer.numHeads)
@@ -21,18 +21,18 @@ extension Block {
             state = .recurrent(memory, count: count + rows.count)
             return o.asType(mixerIn.dtype)
         }
-        return Mixed(
-            m1: z, m2: xBC, m3: dt, mixed: o, out: projection(.out)(mamba.output(o: o, z: z), machine: machine))
+        return (.mamba2(z: z, xBC: xBC, dt: dt, o: o), linear(.out)(mamba.gatedNorm(o: o, z: z), machine: machine))
     }
 
     /// The derivative of out(norm(o ∘ silu(z))), with o the state space of xBC and dt, from that of its output `[T, hidden]`.
     func mamba2Backward(
-        _ mixer: Mamba2Mixer, _ forward: consuming Intermediates, dOut: MLXArray, _ gradients: inout LoRAGradients
-    ) -> Projected {
+        _ mixer: Mamba2Mixer, _ intermediates: consuming Intermediates, dOut: MLXArray, _ gradients: inout LoRAGradients
+    ) -> ProjectionGradients {
         let mamba = weights.mamba2(mixer)
-        let (xBC, dt) = (forward.m2, forward.m3)
+        let (_, xBC, dt, _) = intermediates.mamba2
         let parts = gatedOutput(
-            consume forward, z: \.m1, dOut: dOut, &gradients, mamba.output(o:z:), mamba.outputBackward(o:z:dy:))
+            consume intermediates, { ($0.mamba2.o, $0.mamba2.z) }, dOut: dOut, &gradients, mamba.gatedNorm(o:z:),
+            mamba.gatedNormBackward(o:z:dy:))
         let (dO, dZ) = machine.phase(concatenated(parts.map { $0[0] }), concatenated(parts.map { $0[1] }))
         let d = mamba.backward(
             xBC: consume xBC, dt: dt, dO: consume dO, records: records(dOut.dim(0)), machine: machine)

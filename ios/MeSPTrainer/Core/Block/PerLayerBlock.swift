@@ -12,12 +12,12 @@ extension Block {
     }
 
     private func perLayerOut(_ h: MLXArray, p: MLXArray) -> (u: MLXArray, m: MLXArray, z: MLXArray) {
-        let u = projection(.perLayerGate)(h)
+        let u = linear(.perLayerGate)(h)
         let m = weights.activation.gated(gate: u, up: p.asType(.float32))
-        return (u, m, projection(.perLayerOut)(m))
+        return (u, m, linear(.perLayerOut)(m))
     }
 
-    /// The derivative, from h, of which u, m and z are made again:
+    /// The derivative, from h, from which u, m and z are recomputed:
     ///
     ///     dh₁ = c dy      dz = norm′(z) dh₁      dm = out's of dz      du = dm ∘ p ∘ act′(u)      dh = dh₁ + gate's of du
     ///
@@ -27,7 +27,7 @@ extension Block {
         let dH = weights.layerScalar * dy
         let dM = outputProjectionBackward(.perLayerOut, m, dy: weights.perLayerNorm.backward(z, dy: dH), &gradients)
         let dU = weights.activation.gatedBackward(gate: [u], up: [p], dAct: dM).dGate
-        let dx = projection(.perLayerGate, h, dy: dU, wantsInput: true, addedTo: dH, &gradients) ?? dH
+        let dx = linearBackward(.perLayerGate, h, dy: dU, wantsDx: true, addedTo: dH, &gradients) ?? dH
         return machine.stage(dx, gradients).0
     }
 }

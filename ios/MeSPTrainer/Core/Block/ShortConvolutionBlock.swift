@@ -5,43 +5,44 @@ import MeSPAdapters
 extension Block {
     func shortConvolution(
         _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
-    ) -> Mixed {
+    ) -> MixerResult {
         let convolution = weights.shortConvolution
-        let thirds = projected(.in, mixerIn).split(parts: 3, axis: -1)
+        let thirds = project(.in, mixerIn).split(parts: 3, axis: -1)
         let (b, c, u) = (thirds[0], thirds[1], thirds[2])
-        let mixed = eachSequence(sequences, &states) { rows, state in
+        let convOut = eachSequence(sequences, &states) { rows, state in
             guard case .shortConvolution(var tail, let count) = state else {
                 preconditionFailure("another mixer's state")
             }
-            let mixed = convolution(b: b[rows], u: u[rows], tail: &tail)
+            let convOut = convolution(b: b[rows], u: u[rows], tail: &tail)
             state = .shortConvolution(tail: tail, count: count + rows.count)
-            return mixed.asType(mixerIn.dtype)
+            return convOut.asType(mixerIn.dtype)
         }
-        return Mixed(
-            m1: b, m2: c, m3: u, mixed: mixed,
-            out: projection(.out)(convolution.output(mixed: mixed, c: c), machine: machine))
+        return (
+            .shortConvolution(b: b, c: c, u: u, convOut: convOut),
+            linear(.out)(convolution.gated(convOut: convOut, c: c), machine: machine)
+        )
     }
 
     /// The derivative of out(c ∘ conv(b ∘ u)) from that of its output `[T, hidden]`.
     func shortConvolutionBackward(
-        _ forward: consuming Intermediates, dOut: MLXArray, _ gradients: inout LoRAGradients
-    ) -> Projected {
+        _ intermediates: consuming Intermediates, dOut: MLXArray, _ gradients: inout LoRAGradients
+    ) -> ProjectionGradients {
         let convolution = weights.shortConvolution
-        let parts = parts(convolution, consume forward, dOut: dOut, &gradients)
+        let parts = partsBackward(convolution, consume intermediates, dOut: dOut, &gradients)
         return [.in: machine.phase(concatenated((0..<3).flatMap { i in parts.map { $0[i] } }, axis: -1))]
     }
 
     /// - Returns: the gradients of b, c and u, some features' after the other. Their inputs are released when the function returns.
-    private func parts(
-        _ convolution: CausalConvolution, _ forward: consuming Intermediates, dOut: MLXArray,
+    private func partsBackward(
+        _ convolution: CausalConvolution, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ gradients: inout LoRAGradients
     ) -> [[MLXArray]] {
-        let (b, c, u, mixed) = (forward.m1, forward.m2, forward.m3, forward.mixed)
-        let dy = outputProjectionBackward(.out, convolution.output(mixed: mixed, c: c), dy: dOut, &gradients)
+        let (b, c, u, convOut) = intermediates.shortConvolution
+        let dy = outputProjectionBackward(.out, convolution.gated(convOut: convOut, c: c), dy: dOut, &gradients)
         return machine.rows(of: dy.T) { f in
             eachRecord(records(dy.dim(0))) { rows in
                 let d = convolution.features(f).backward(
-                    b: b[rows, f], c: c[rows, f], u: u[rows, f], mixed: mixed[rows, f], dy: dy[rows, f])
+                    b: b[rows, f], c: c[rows, f], u: u[rows, f], convOut: convOut[rows, f], dy: dy[rows, f])
                 return [d.db, d.dc, d.du]
             }
         }

@@ -114,7 +114,7 @@ public struct Evaluator {
                 let counted = range.clamped(to: first - 1..<tokens.count)
                 guard !counted.isEmpty else { return }
                 let targets = tokens[counted.lowerBound + 1...counted.upperBound]
-                try score.add(judged(y[(counted.lowerBound - range.lowerBound)...], targets, atBlock)[...])
+                try score.add(scores(y[(counted.lowerBound - range.lowerBound)...], targets, atBlock)[...])
             }
             return score
         }
@@ -139,17 +139,17 @@ public struct Evaluator {
             if !input.isEmpty { rows.append(y[next..<next + input.count]) }
             next += input.count
         }
-        var judged = try judged(concatenated(rows), continuations.flatMap { $0 }[...], atBlock)[...]
+        var all = try scores(concatenated(rows), continuations.flatMap { $0 }[...], atBlock)[...]
         return try continuations.map { continuation in
             var score = Score()
-            try score.add(judged.prefix(continuation.count))
-            judged = judged.dropFirst(continuation.count)
+            try score.add(all.prefix(continuation.count))
+            all = all.dropFirst(continuation.count)
             return score
         }
     }
 
     /// log p of n targets by the rows of y `[n, hidden]`, and whether no token is likelier.
-    private func judged(_ y: MLXArray, _ targets: ArraySlice<Int>, _ atBlock: () throws -> Void) throws
+    private func scores(_ y: MLXArray, _ targets: ArraySlice<Int>, _ atBlock: () throws -> Void) throws
         -> [(logProbability: Float, isGreedy: Bool)]
     {
         try model.bundle.withHead { weights in

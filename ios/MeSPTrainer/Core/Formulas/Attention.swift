@@ -148,16 +148,16 @@ struct Attention {
     ///   - start: the position of the first row
     ///   - seen: k̂ and v̂ up to a segment's end, `[kv_heads, N, d]`; nil where these are made of k and v
     ///   - sum: the gradients by k̂ and v̂ of other blocks that take them, which those of this one are added to
-    ///   - behind: see `Behind`; becomes that for the segment before
+    ///   - behind: see `CarriedGradients`; becomes that for the segment before
     /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32; in place of these the sums `[kv_heads, T, d]` of the gradients
     ///   by k̂ and v̂ where they are another block's.
     func backward(
         q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, start: Int = 0, seen: KeyValues? = nil,
-        addedTo sum: KeyValues? = nil, behind: inout KeyValues?, machine: Machine
+        addedTo sum: KeyValues? = nil, carried: inout KeyValues?, machine: Machine
     ) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
         let (kHat, vHat) = (seen?.keys ?? key(k, at: .from(start)), seen?.values ?? value(v))
         var parts = machine.attentionBackward(
-            self, q: query(q, at: .from(start)) * scale, k: kHat, v: vHat, dOut: dOut, behind: &behind)
+            self, q: query(q, at: .from(start)) * scale, k: kHat, v: vHat, dOut: dOut, carried: &carried)
         /// The rows of all tiles, with the gradients of other blocks.
         func whole(_ parts: inout [MLXArray], _ sum: MLXArray? = nil) -> MLXArray {
             let whole = concatenated(parts.reversed(), axis: 1)
@@ -186,7 +186,7 @@ struct Attention {
     /// dq̂ / scale, dk̂ and dv̂ by the derivative of the one operation.
     /// - Parameter q: q̂ · scale
     func wholeBackward(
-        _ q: MLXArray, _ k: MLXArray, _ v: MLXArray, _ dOut: MLXArray, behind: inout KeyValues?
+        _ q: MLXArray, _ k: MLXArray, _ v: MLXArray, _ dOut: MLXArray, carried: inout KeyValues?
     ) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
         let keys = seen(by: k.dim(1) - q.dim(1)..<k.dim(1))
         var (_, d) = vjp(
@@ -205,8 +205,8 @@ struct Attention {
             return (contiguous(d[0..., own...]), d[0..., ..<own].swappedAxes(1, 2))
         }
         // The sum takes the buffer of an array that nobody else refers to.
-        let (dv, dk) = (parted(d.removeLast(), behind?.values), parted(d.removeLast(), behind?.keys))
-        behind = own > 0 ? KeyValues(keys: dk.before, values: dv.before) : nil
+        let (dv, dk) = (parted(d.removeLast(), carried?.values), parted(d.removeLast(), carried?.keys))
+        carried = own > 0 ? KeyValues(keys: dk.before, values: dv.before) : nil
         return (d[0], dk.own, dv.own)
     }
 
@@ -229,16 +229,16 @@ struct Attention {
     /// The tiles of dq̂ / scale, dk̂ and dv̂, `[…heads, n, d]`, the last first.
     /// - Parameter q: q̂ · scale
     func tilesBackward(
-        q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, behind: inout KeyValues?, machine: Machine
+        q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, carried: inout KeyValues?, machine: Machine
     ) -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray]) {
         let (d, perGroup, before) = (q.dim(2), q.dim(0) / k.dim(0), k.dim(1) - q.dim(1))
         let allGroups = tiles(of: k.dim(0), size: machine.keyHeads)
         var inputs = machine.part([q, k.asType(.float32), v.asType(.float32)]) + [dOut]
         let start = Tiles(
             sums: allGroups.map { groups in
-                behind.map { KeyValues(keys: $0.keys[groups], values: $0.values[groups]) }
+                carried.map { KeyValues(keys: $0.keys[groups], values: $0.values[groups]) }
             })
-        behind = nil
+        carried = nil
         let rowTiles = Array(tiles(of: q.dim(1), size: machine.queryRows).reversed())
         let all = machine.reduce(rowTiles, start, reading: &inputs) { all, rows, inputs in
             let (q, k, v, dOut) = (inputs[0], inputs[1], inputs[2], inputs[3])
@@ -281,7 +281,7 @@ struct Attention {
             all.dv.append(contiguous(concatenated(dvs)))
         }
         let rest = all.sums.compactMap { $0 }
-        behind =
+        carried =
             rest.isEmpty
             ? nil : KeyValues(keys: concatenated(rest.map(\.keys)), values: concatenated(rest.map(\.values)))
         return (all.dq, all.dk, all.dv)

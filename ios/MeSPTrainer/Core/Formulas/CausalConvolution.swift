@@ -28,8 +28,8 @@ struct CausalConvolution {
 
     /// dx of `[n, D]`, from dy, in float32.
     /// - Parameter behind: dy of the tokens behind, `[K − 1, D]`, zeros behind the last; nil for these
-    func backward(dy: MLXArray, behind: MLXArray? = nil) -> MLXArray {
-        sum(of: concatenated([dy, behind ?? start(dtype: dy.dtype)]), weights.reversed())
+    func backward(dy: MLXArray, carried: MLXArray? = nil) -> MLXArray {
+        sum(of: concatenated([dy, carried ?? start(dtype: dy.dtype)]), weights.reversed())
     }
 
     /// w_0 … w_{K−1}, `[D]` each.

@@ -20,7 +20,7 @@ package struct GatedDeltaNet {
     let norm: RMSNorm
 
     /// The terms of the gradient that later tokens pass to those before.
-    struct Behind: Arrays {
+    struct CarriedGradients: Arrays {
         /// The gradient of S, `[value_heads, dk, dv]`.
         var memory: MLXArray
         /// The gradient of the convolution's output for the first K − 1 of them, `[K − 1, D]`.
@@ -30,8 +30,8 @@ package struct GatedDeltaNet {
     }
 
     /// Where no tokens are behind.
-    var nothingBehind: Behind {
-        Behind(
+    var noCarriedGradients: CarriedGradients {
+        CarriedGradients(
             memory: MLXArray.zeros([valueHeads, keyDim, valueDim]), convolved: convolution.start(dtype: .float32))
     }
 
@@ -141,16 +141,16 @@ package struct GatedDeltaNet {
         }
 
         /// The gradient of these features of qkv, in float32.
-        /// - Parameter behind: see `Behind.convolved`, of these features; becomes that for the tokens before
-        func backward(_ qkv: MLXArray, tail: MLXArray, dy: MLXArray, behind: inout MLXArray) -> MLXArray {
+        /// - Parameter behind: see `CarriedGradients.convolved`, of these features; becomes that for the tokens before
+        func backward(_ qkv: MLXArray, tail: MLXArray, dy: MLXArray, carried: inout MLXArray) -> MLXArray {
             let convolved = convolution(qkv[0..., features], tail: tail[0..., features])
             let d = norm.map { $0.backward(activated(convolved), dy: dy) } ?? dy
             let dConvolved = Self.siluBackward([d.reshaped(convolved.shape), convolved])
-            let dx = convolution.backward(dy: dConvolved, behind: behind)
-            let count = behind.dim(0)
-            behind =
+            let dx = convolution.backward(dy: dConvolved, carried: carried)
+            let count = carried.dim(0)
+            carried =
                 dConvolved.dim(0) < count
-                ? concatenated([dConvolved, behind])[0..<count] : contiguous(dConvolved[0..<count])
+                ? concatenated([dConvolved, carried])[0..<count] : contiguous(dConvolved[0..<count])
             return dx
         }
 
@@ -175,31 +175,31 @@ package struct GatedDeltaNet {
     /// - Returns: the gradients of qkv, b and a, in float32.
     func backward(
         qkv: consuming MLXArray, b: MLXArray, a: MLXArray, dO: consuming MLXArray, records: [Range<Int>]? = nil,
-        before: MixerState.Recurrent? = nil, behind: inout Behind?, machine: Machine
+        before: MixerState.Recurrent? = nil, carried: inout CarriedGradients?, machine: Machine
     )
         -> (dQKV: MLXArray, dB: MLXArray, dA: MLXArray)
     {
         let state = before ?? start(dtype: qkv.dtype)
-        let later = behind
+        let later = carried
         var inputs = [consume qkv, b, a, consume dO]
         let records = records ?? [0..<b.dim(0)]
         let heads = tiles(of: keyHeads, size: headsAtOnce(b.dim(0), machine))
         let all = machine.reduce(heads, HeadGradients(), reading: &inputs) { all, heads, inputs in
             all.gradients.append(
                 eachRecord(records) {
-                    var own = parts(heads, later ?? nothingBehind)
+                    var own = parts(heads, later ?? noCarriedGradients)
                     let d = backward(
                         heads, qkv: inputs[0][$0], b: inputs[1][$0], a: inputs[2][$0], dO: inputs[3][$0],
-                        before: state, behind: &own, machine)
-                    if later != nil { all.behind.append(own) }
+                        before: state, carried: &own, machine)
+                    if later != nil { all.carried.append(own) }
                     return d
                 })
         }
         inputs = []
-        if behind != nil {
-            let convolved = (0..<3).flatMap { index in all.behind.map { $0[1 + index] } }
-            behind = Behind(
-                memory: concatenated(all.behind.map { $0[0] }), convolved: concatenated(convolved, axis: -1))
+        if carried != nil {
+            let convolved = (0..<3).flatMap { index in all.carried.map { $0[1 + index] } }
+            carried = CarriedGradients(
+                memory: concatenated(all.carried.map { $0[0] }), convolved: concatenated(convolved, axis: -1))
         }
         func whole(_ indices: Range<Int>) -> MLXArray {
             concatenated(indices.flatMap { index in all.gradients.map { $0[index] } }, axis: -1)
@@ -210,28 +210,28 @@ package struct GatedDeltaNet {
     /// Of some heads after the other: the gradients of q, k, v, b and a, and where the sequence goes by segments the terms for the tokens
     /// before.
     private struct HeadGradients: Arrays {
-        var (gradients, behind) = ([[MLXArray]](), [[MLXArray]]())
-        var arrays: [MLXArray] { (gradients.last ?? []) + (behind.last ?? []) }
+        var (gradients, carried) = ([[MLXArray]](), [[MLXArray]]())
+        var arrays: [MLXArray] { (gradients.last ?? []) + (carried.last ?? []) }
     }
 
     /// The part of `behind` for some heads: of the memory, and of what was convolved the features of q, k and v.
-    private func parts(_ heads: Range<Int>, _ behind: Behind) -> [MLXArray] {
-        [behind.memory[values(heads)]] + inputs(heads).map { behind.convolved[0..., $0.features] }
+    private func parts(_ heads: Range<Int>, _ carried: CarriedGradients) -> [MLXArray] {
+        [carried.memory[values(heads)]] + inputs(heads).map { carried.convolved[0..., $0.features] }
     }
 
     /// The gradients of some heads' q, k and v in qkv, and of their b and a, `[T, features]`.
     private func backward(
         _ heads: Range<Int>, qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, before: MixerState.Recurrent,
-        behind: inout [MLXArray], _ machine: Machine
+        carried: inout [MLXArray], _ machine: Machine
     ) -> [MLXArray] {
         let values = values(heads)
         let d = rule(heads, qkv: qkv, tail: before.tail, b: b, a: a, machine)
             .backward(
                 dO: byHead(dO[0..., values.lowerBound * valueDim..<values.upperBound * valueDim]),
-                state: before.memory[values], dState: &behind[0])
+                state: before.memory[values], dState: &carried[0])
         let dQKV = zip(inputs(heads), [d.dq, d.dk, d.dv]).enumerated().map { i, input in
-            let dx = input.0.backward(qkv, tail: before.tail, dy: input.1, behind: &behind[1 + i])
-            return machine.part(dx, behind[1 + i]).0
+            let dx = input.0.backward(qkv, tail: before.tail, dy: input.1, carried: &carried[1 + i])
+            return machine.part(dx, carried[1 + i]).0
         }
         return dQKV + [(1 - beta(heads, b)) * d.betaDBeta, Self.logDecayBackward(decay(heads, a) + [d.dLogDecay])]
     }
@@ -239,12 +239,12 @@ package struct GatedDeltaNet {
     // MARK: - y = RMSNorm(o) ∘ silu(z)
 
     /// y `[n, value_heads · dv]`, in float32, of o and z, alike.
-    func output(o: MLXArray, z: MLXArray) -> MLXArray {
+    func gatedNorm(o: MLXArray, z: MLXArray) -> MLXArray {
         Activation.silu.gated(gate: z.asType(.float32), up: norm(byHead(o)).reshaped(z.shape))
     }
 
     /// do and dz `[T, value_heads · dv]`, in float32, from dy, alike.
-    func outputBackward(o: MLXArray, z: MLXArray, dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray) {
+    func gatedNormBackward(o: MLXArray, z: MLXArray, dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray) {
         let (byHead, z) = (byHead(o), z.reshaped([z.dim(0), -1, valueDim]))
         let d = Activation.silu.gatedBackward(gate: [z], up: [norm(byHead)], dAct: dy.reshaped(z.shape))
         return (norm.backward(byHead, dy: d.dUp).reshaped(o.shape), d.dGate.reshaped(o.shape))

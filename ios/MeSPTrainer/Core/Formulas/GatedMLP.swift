@@ -21,7 +21,7 @@ struct GatedMLP {
         var none = [MLXArray]()
         let y = machine.reduce(features, sum, reading: &none) { sum, f, _ in
             let (gate, up) = machine.part(gate.outputs(f)(x), up.outputs(f)(x))
-            sum = output(gate, up, f, addedTo: sum)
+            sum = applyDown(gate, up, f, addedTo: sum)
         }
         return biased(y)
     }
@@ -30,12 +30,12 @@ struct GatedMLP {
     func inner(_ x: MLXArray) -> (gate: MLXArray, up: MLXArray) { (gate(x), up(x)) }
 
     /// The same as the MLP of x, from these.
-    func output(_ gate: MLXArray, _ up: MLXArray, addedTo sum: MLXArray?) -> MLXArray {
-        biased(output(gate, up, 0..<self.gate.weight.rows, addedTo: sum))
+    func applyDown(_ gate: MLXArray, _ up: MLXArray, addedTo sum: MLXArray?) -> MLXArray {
+        biased(applyDown(gate, up, 0..<self.gate.weight.rows, addedTo: sum))
     }
 
     /// sum + H Wdᵀ + s H Ad Bd, of some features.
-    private func output(_ gate: MLXArray, _ up: MLXArray, _ f: Range<Int>, addedTo sum: MLXArray?) -> MLXArray {
+    private func applyDown(_ gate: MLXArray, _ up: MLXArray, _ f: Range<Int>, addedTo sum: MLXArray?) -> MLXArray {
         let y = down.inputs(f)(activation.gated(gate: gate, up: up))
         return sum.map { $0 + y } ?? y
     }
@@ -48,9 +48,9 @@ struct GatedMLP {
     /// The sums of the derivative over the features, of a tile of tokens.
     private struct TokenSums: Arrays {
         /// dx; H A of down; d_gate Bᵀ of gate and d_up Bᵀ of up; rowsum(Q ∘ H).
-        var dx, hDown, dGateB, dUpB, dw: MLXArray?
+        var dx, hDown, dGateBT, dUpBT, dw: MLXArray?
 
-        var arrays: [MLXArray] { [dx, hDown, dGateB, dUpB, dw].arrays }
+        var arrays: [MLXArray] { [dx, hDown, dGateBT, dUpBT, dw].arrays }
     }
 
     /// The sums over the tokens, of a tile of features.
@@ -93,7 +93,7 @@ struct GatedMLP {
         let (tokens, features) = (
             tiles(of: x.dim(0), size: tile.tokens), tiles(of: gate.weight.rows, size: tile.features)
         )
-        let (hGate, hUp, dyB) = {
+        let (hGate, hUp, dyBT) = {
             let x = x.asType(.float32)
             // s x A, and s dy Bᵀ of down
             return (
@@ -101,7 +101,7 @@ struct GatedMLP {
                 down.lora.map { matmul(dy, $0.b.T) * scale }
             )
         }()
-        var inputs = machine.inputs([x, dy], after: [x] + [hGate, hUp, dyB].arrays)
+        var inputs = machine.inputs([x, dy], after: [x] + [hGate, hUp, dyBT].arrays)
         let none = Sums(
             tokens: tokens.map { _ in TokenSums() }, features: features.map { _ in FeatureSums() })
         let places = tokens.indices.flatMap { t in features.indices.map { f in (t, f) } }
@@ -113,7 +113,7 @@ struct GatedMLP {
                 [linear.weight.apply(x[t]), product(h?[t], linear.lora?.b), linear.bias].arrays
             }
             let qW = downF.weight.applyTransposed(dy[t], addedTo: nil)
-            let q = product(dyB?[t], downF.lora?.a.T, addedTo: qW) ?? qW
+            let q = product(dyBT?[t], downF.lora?.a.T, addedTo: qW) ?? qW
             let (act, dGate, dUp) = activation.gatedBackward(
                 gate: kept.map { [$0.gate[t, f]] } ?? terms(gateF, hGate),
                 up: kept.map { [$0.up[t, f]] } ?? terms(upF, hUp), dAct: w.map { $0[t] * q } ?? q)
@@ -123,11 +123,11 @@ struct GatedMLP {
                 own.dw = own.dw.map { $0 + part } ?? part
             }
             own.hDown = product(act, downF.lora?.a, addedTo: own.hDown)
-            own.dGateB = product(dGate, gateF.lora?.b.T, addedTo: own.dGateB)
-            own.dUpB = product(dUp, upF.lora?.b.T, addedTo: own.dUpB)
+            own.dGateBT = product(dGate, gateF.lora?.b.T, addedTo: own.dGateBT)
+            own.dUpBT = product(dUp, upF.lora?.b.T, addedTo: own.dUpBT)
             if wantsA {
-                let dyB = dyB?[t]
-                ofF.dADown = product(act.T, w.flatMap { w in dyB.map { w[t] * $0 } } ?? dyB, addedTo: ofF.dADown)
+                let dyBT = dyBT?[t]
+                ofF.dADown = product(act.T, w.flatMap { w in dyBT.map { w[t] * $0 } } ?? dyBT, addedTo: ofF.dADown)
             }
             ofF.dBGate = product(hGate?[t].T, dGate, addedTo: ofF.dBGate)
             ofF.dBUp = product(hUp?[t].T, dUp, addedTo: ofF.dBUp)
@@ -148,12 +148,12 @@ struct GatedMLP {
             let parts = parts.arrays
             return parts.isEmpty ? nil : concatenated(parts, axis: axis)
         }
-        let (dGateB, dUpB) = (whole(sums.tokens.map(\.dGateB), axis: 0), whole(sums.tokens.map(\.dUpB), axis: 0))
+        let (dGateBT, dUpBT) = (whole(sums.tokens.map(\.dGateBT), axis: 0), whole(sums.tokens.map(\.dUpBT), axis: 0))
         var gradients = LoRAGradients()
         if wantsA {
             let x = x.asType(.float32)
-            gradients.a[names.gate] = product(x.T, dGateB).map { $0 * scale }
-            gradients.a[names.up] = product(x.T, dUpB).map { $0 * scale }
+            gradients.a[names.gate] = product(x.T, dGateBT).map { $0 * scale }
+            gradients.a[names.up] = product(x.T, dUpBT).map { $0 * scale }
             gradients.a[names.down] = whole(sums.features.map(\.dADown), axis: 0)
         }
         gradients.b[names.gate] = whole(sums.features.map(\.dBGate), axis: 1)
@@ -163,8 +163,8 @@ struct GatedMLP {
         }
         var dx = concatenated(sums.tokens.compactMap(\.dx))
         // s d_gate Bᵀ Aᵀ of gate, and the same of up.
-        if let dyB = whole([dGateB, dUpB], axis: 1), let a = whole([gate.lora?.a, up.lora?.a], axis: 1) {
-            dx = addMM(dx, dyB, a.T, alpha: scale)
+        if let dyBT = whole([dGateBT, dUpBT], axis: 1), let a = whole([gate.lora?.a, up.lora?.a], axis: 1) {
+            dx = addMM(dx, dyBT, a.T, alpha: scale)
         }
         var dw = whole(sums.tokens.map(\.dw), axis: 0)
         if let sum = dw, let bias = down.bias { dw = sum + matmul(dy, bias.asType(.float32)[0..., .newAxis]) }

@@ -46,16 +46,16 @@ extension LoRALinear {
     /// W is taken some rows at a time, so that no more of it is dequantized at once.
     /// - Parameters:
     ///   - wantsA: whether dA is wanted
-    ///   - wantsInput: whether dx is wanted
+    ///   - wantsDx: whether dx is wanted
     /// - Returns: dx `[T, in]`, added to the sum where there is one, and the gradients of A and B.
     func backward(
-        _ x: MLXArray, dy: MLXArray, machine: Machine, wantsA: Bool, wantsInput: Bool, addedTo sum: MLXArray?
+        _ x: MLXArray, dy: MLXArray, machine: Machine, wantsA: Bool, wantsDx: Bool, addedTo sum: MLXArray?
     ) -> (dx: MLXArray?, dA: MLXArray?, dB: MLXArray?) {
-        let dyB = lora.map { matmul(dy, $0.b.T) * scale }
-        let dA = wantsA ? product(x.T, dyB) : nil
+        let dyBT = lora.map { matmul(dy, $0.b.T) * scale }
+        let dA = wantsA ? product(x.T, dyBT) : nil
         let dB = lora.map { matmul((matmul(x, $0.a) * scale).T, dy) }
-        guard wantsInput else { return machine.part(nil, dA, dB) }
-        var dx = product(dyB, lora?.a.T, addedTo: sum)
+        guard wantsDx else { return machine.part(nil, dA, dB) }
+        var dx = product(dyBT, lora?.a.T, addedTo: sum)
         if let first = dx, lora != nil { dx = machine.inputs([first], after: [first, dA, dB].arrays)[0] }
         for rows in tiles(of: weight.rows, size: machine.projectionRows) {
             dx = machine.part(weight.rows(rows).applyTransposed(dy[0..., rows], addedTo: dx))

@@ -208,12 +208,12 @@ package struct Mamba2 {
     // MARK: - y = RMSNorm(o ∘ silu(z))
 
     /// y `[n, heads · P]`, in float32, of o and z, alike.
-    func output(o: MLXArray, z: MLXArray) -> MLXArray {
+    func gatedNorm(o: MLXArray, z: MLXArray) -> MLXArray {
         norm(Activation.silu.gated(gate: z.asType(.float32), up: o.asType(.float32)))
     }
 
     /// do and dz `[T, heads · P]`, in float32, from dy, alike.
-    func outputBackward(o: MLXArray, z: MLXArray, dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray) {
+    func gatedNormBackward(o: MLXArray, z: MLXArray, dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray) {
         let gated = Activation.silu.gated(gate: z.asType(.float32), up: o.asType(.float32))
         let d = Activation.silu.gatedBackward(gate: [z], up: [o], dAct: norm.backward(gated, dy: dy))
         return (d.dUp, d.dGate)

@@ -1,32 +1,32 @@
 import MLX
 
-/// LFM2's gated short convolution:  y = c ∘ mixed,  mixed = conv(b ∘ u)
+/// LFM2's gated short convolution:  y = c ∘ conv_out,  conv_out = conv(b ∘ u)
 ///
 /// b, c and u are the three thirds of its projection, in this order. All are `[n, hidden]`.
 extension CausalConvolution {
     /// - Parameter tail: b ∘ u of the tokens before, `[K − 1, hidden]` float32; becomes that of the last ones
-    /// - Returns: mixed, in float32.
+    /// - Returns: conv_out, in float32.
     func callAsFunction(b: MLXArray, u: MLXArray, tail: inout MLXArray) -> MLXArray {
         let x = product(b, u)
-        let mixed = self(x, tail: tail)
+        let convOut = self(x, tail: tail)
         tail = self.tail(after: x, tail: tail)
-        return mixed
+        return convOut
     }
 
     /// y, in float32.
-    func output(mixed: MLXArray, c: MLXArray) -> MLXArray { product(mixed, c) }
+    func gated(convOut: MLXArray, c: MLXArray) -> MLXArray { product(convOut, c) }
 
-    /// dc = dy ∘ mixed,  dx = convᵀ(dy ∘ c),  db = dx ∘ u,  du = dx ∘ b
+    /// dc = dy ∘ conv_out,  dx = convᵀ(dy ∘ c),  db = dx ∘ u,  du = dx ∘ b
     ///
     /// - Parameters:
-    ///   - b, c, u, mixed: of a whole sequence, `[T, hidden]`
+    ///   - b, c, u, convOut: of a whole sequence, `[T, hidden]`
     ///   - dy: `[T, hidden]`
     /// - Returns: the gradients, `[T, hidden]`, in float32.
-    func backward(b: MLXArray, c: MLXArray, u: MLXArray, mixed: MLXArray, dy: MLXArray)
+    func backward(b: MLXArray, c: MLXArray, u: MLXArray, convOut: MLXArray, dy: MLXArray)
         -> (db: MLXArray, dc: MLXArray, du: MLXArray)
     {
         let dx = backward(dy: product(dy, c))
-        return (product(dx, u), product(dy, mixed), product(dx, b))
+        return (product(dx, u), product(dy, convOut), product(dx, b))
     }
 
     private func product(_ a: MLXArray, _ b: MLXArray) -> MLXArray { Self.product([a, b]) }

@@ -24,7 +24,7 @@ package struct CachedModel {
         /// The numbers of tokens, by their length in bits, for which there are all kernels.
         var compiled: Set<Int>
         private var views = [Int: PackedWeights.Views]()
-        private var projections = [Int: [Projection: LoRALinear]]()
+        private var layers = [Int: [Projection: LoRALinear]]()
 
         func views(_ index: Int) -> PackedWeights.Views {
             let known = views[index] ?? PackedWeights.Views()
@@ -32,13 +32,13 @@ package struct CachedModel {
             return known
         }
 
-        func projections(_ index: Int, _ block: Block) -> [Projection: LoRALinear] {
-            if let known = projections[index] { return known }
+        func layers(_ index: Int, _ block: Block) -> [Projection: LoRALinear] {
+            if let known = layers[index] { return known }
             var made = [Projection: LoRALinear]()
             for projection in block.weights.shape.modules.flatMap(\.projections) {
-                made[projection] = block.projection(projection)
+                made[projection] = block.linear(projection)
             }
-            projections[index] = made
+            layers[index] = made
             return made
         }
 
@@ -52,7 +52,7 @@ package struct CachedModel {
             forget()
         }
 
-        func forget() { (pending, views, projections) = (nil, [:], [:]) }
+        func forget() { (pending, views, layers) = (nil, [:], [:]) }
     }
 
     /// - Parameter folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
@@ -247,9 +247,9 @@ package struct CachedModel {
                 scale: adapters?.scale ?? 0,
                 machine: machine(
                     rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), uncut: uncut, pause: pause),
-                beside: Beside(records: nil, perLayer: perLayer, shared: nil))
+                side: SideInputs(records: nil, perLayer: perLayer, shared: nil))
             block.sharedStates = shared
-            if bundle.maps.areKept { block.projections = bundle.processor.kept { kept.projections(index, block) } }
+            if bundle.maps.areKept { block.keptLayers = bundle.processor.kept { kept.layers(index, block) } }
             let y = block.output(x, sequences: sequences, &known)
             // y needs the keys and values of attention.
             let states = keepsStates ? known.filter(\.isRecurrent).flatMap(\.arrays) : []

@@ -21,14 +21,14 @@ extension Machine {
     /// - Parameter q: q̂ · scale `[heads, n, d]`
     func attentionBackward(
         _ attention: Attention, q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray,
-        behind: inout Attention.KeyValues?
+        carried: inout Attention.KeyValues?
     ) -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray]) {
         guard hasOperation(attention) else {
-            return attention.tilesBackward(q: q, k: k, v: v, dOut: dOut, behind: &behind, machine: self)
+            return attention.tilesBackward(q: q, k: k, v: v, dOut: dOut, carried: &carried, machine: self)
         }
         let (q, k, v) = part(q, k, v)
-        let (dq, dk, dv) = Device.withGlobal(.cpu) { attention.wholeBackward(q, k, v, dOut, behind: &behind) }
-        part(dq, dk, dv, behind)
+        let (dq, dk, dv) = Device.withGlobal(.cpu) { attention.wholeBackward(q, k, v, dOut, carried: &carried) }
+        part(dq, dk, dv, carried)
         return ([dq], [dk], [dv])
     }
 }

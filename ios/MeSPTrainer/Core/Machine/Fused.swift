@@ -38,3 +38,16 @@ struct FusedResults: Sendable {
         Fused.isAvailable ? results.map { $0(arrays) } : function(arrays)
     }
 }
+
+/// softmax of scores `[…, rows, keys]` over the keys that are `visible` `[rows, keys]`.
+func maskedSoftmax(_ scores: MLXArray, _ visible: MLXArray) -> MLXArray {
+    Device.isCPU && Fused.isAvailable
+        ? fusedSoftmax([scores, which(visible, Float(0), -Float.infinity)])
+        : softmax(which(visible, scores, -Float.infinity), axis: -1)
+}
+
+private let fusedSoftmax = Fused {
+    let masked = $0[0] + $0[1]
+    let e = exp(masked - masked.max(axis: -1, keepDims: true))
+    return e / e.sum(axis: -1, keepDims: true)
+}

@@ -22,7 +22,7 @@ struct MachineMemory: Sendable {
     let working: @Sendable (Planner, Plan) -> Int
 
     /// What of the memory may go to weights that stay mapped, in bytes.
-    func roomForMaps(beside peak: Int, limit: Int?, room: Int) -> Int {
+    func roomForMaps(after peak: Int, limit: Int?, room: Int) -> Int {
         mapsAreClean ? room : min(limit ?? .max, room) - peak
     }
 
@@ -40,10 +40,10 @@ struct MachineMemory: Sendable {
     /// Of the query rows that are in attention's derivative at a time P and dP, in whose place dS comes where it is fused, or P ∘ dP and
     /// its difference too, in bytes; of tiles also the sums of dk and dv before and after one. The operation has
     /// up to 32 rows of each head, 128 in all of 2,048 positions.
-    func scores(_ a: AttentionMixer, _ tile: Machine, length: Int) -> Int {
+    func scores(_ a: AttentionMixer, _ machine: Machine, length: Int) -> Int {
         if isOneOperation(a) { return 2 * min(32 * a.numAttentionHeads * length, 128 * max(length, 2048)) * 4 }
-        let heads = a.numAttentionHeads / a.numKeyValueHeads * min(tile.keyHeads, a.numKeyValueHeads)
-        return ((2 + 2 * unfused) * heads * min(tile.queryRows, length) + 4 * a.keyValueWidth) * length * 4
+        let heads = a.numAttentionHeads / a.numKeyValueHeads * min(machine.keyHeads, a.numKeyValueHeads)
+        return ((2 + 2 * unfused) * heads * min(machine.queryRows, length) + 4 * a.keyValueWidth) * length * 4
     }
 }
 
@@ -51,7 +51,7 @@ extension Processor {
     var memory: MachineMemory {
         MachineMemory(
             process: backend == .gpu ? 6_750_000 : 5_000_000 + 1_000_000 * threads, functions: backend == .gpu ? 1 : 0,
-            dequantized: unpacksInside ? 0 : 1, unfused: fuses ? 0 : 1, isOneOperation: hasOperation,
+            dequantized: dequantizesInProduct ? 0 : 1, unfused: fuses ? 0 : 1, isOneOperation: hasOperation,
             metal: startsMetal ? MetalMemory[backend] ?? MetalMemory.assumed : nil, mapsAreClean: backend == .cpu,
             working: { [backend, startsMetal] planner, plan in
                 guard backend == .cpu else { return planner.workingOnGPU(plan) }
@@ -67,9 +67,9 @@ extension Planner {
     /// leave as much as they save.
     fileprivate func gapsOfMalloc(_ plan: Plan) -> Int {
         func gaps(_ array: Int) -> Int { array < 8 << 20 ? 3 * max(0, array - 900_000) : 0 }
-        let mixer = largest(mixed)
+        let mixer = largest(lastInput)
         let ofMLP =
-            architecture.hasExperts ? gaps(hidden) : min(3_000_000, gaps(hidden / length * tile(plan).mlpTokens))
+            architecture.hasExperts ? gaps(hidden) : min(3_000_000, gaps(hidden / length * makeMachine(plan).mlpTokens))
         return min(2_000_000, (lasting(plan) + held(plan)) / 16)
             + max(ofMLP, mixer > hidden ? 7 * gaps(mixer) / 6 : 0)
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)

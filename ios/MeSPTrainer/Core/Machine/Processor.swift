@@ -7,7 +7,7 @@ package struct Processor: Sendable {
     let backend: Backend
     /// Whether `quantizedMM` unpacks tiles of W that stay in the caches. MLX's own on a CPU, some 50 times slower than a dense product, does
     /// not: there W is dequantized before the product.
-    package let unpacksInside: Bool
+    package let dequantizesInProduct: Bool
     /// The threads of a product on a CPU, each of which unpacks and arranges matrices in buffers of its own.
     let threads: Int
     /// Whether `compile` fuses operations. MLX's own on a CPU would call a compiler of C++.
@@ -21,12 +21,12 @@ package struct Processor: Sendable {
     let reusesMemory: Bool
 
     static let gpu = Processor(
-        backend: .gpu, unpacksInside: true, threads: 1, fuses: true, attendsByTiles: false, startsMetal: true,
+        backend: .gpu, dequantizesInProduct: true, threads: 1, fuses: true, attendsByTiles: false, startsMetal: true,
         reusesMemory: false)
 
     /// The CPU with MLX's own operations.
     static let plainCPU = Processor(
-        backend: .cpu, unpacksInside: false, threads: 1, fuses: false, attendsByTiles: false, startsMetal: false,
+        backend: .cpu, dequantizesInProduct: false, threads: 1, fuses: false, attendsByTiles: false, startsMetal: false,
         reusesMemory: false)
 
     static let appleCPU = {
@@ -43,7 +43,7 @@ package struct Processor: Sendable {
             let process = ProcessInfo.processInfo
             let asked = process.environment["OPENBLAS_NUM_THREADS"].flatMap { Int($0) } ?? 0
             return Processor(
-                backend: .cpu, unpacksInside: true,
+                backend: .cpu, dequantizesInProduct: true,
                 threads: asked > 0 ? asked : min(8, process.activeProcessorCount), fuses: true, attendsByTiles: true,
                 startsMetal: false, reusesMemory: true)
         #else
@@ -59,10 +59,10 @@ extension Processor {
     }
 
     /// The number of texts whose next tokens go through a model together without being cut.
-    var uncutRows: Int { unpacksInside ? CachedModel.mostTexts : QuantizedMatrix.fewRows }
+    var uncutRows: Int { dequantizesInProduct ? CachedModel.mostTexts : QuantizedMatrix.fewRows }
 
     /// Returns what is made of a block's weights, to be kept while they are mapped; nil where products would keep matrices in float32 with it.
-    func kept<T>(_ made: () -> T) -> T? { unpacksInside ? made() : nil }
+    func kept<T>(_ made: () -> T) -> T? { dequantizesInProduct ? made() : nil }
 
     /// The memory for weights that stay mapped, in bytes. On a CPU they do not count. A GPU's driver may count them, so there they may take
     /// half of what the process may.

@@ -12,13 +12,13 @@ extension Planner {
     /// Whether all mixers go by segments.
     var isCut: Bool { segment < length && architecture.mixers.allSatisfy(\.goesBySegments) }
 
-    /// The features that a mixer's last projection takes.
-    func mixed(of mixer: Mixer) -> Int { activation(mixer.mixedSize(hidden: architecture.hiddenSize)) }
+    /// The input of a mixer's last projection.
+    func lastInput(of mixer: Mixer) -> Int { activation(mixer.mixedSize(hidden: architecture.hiddenSize)) }
 
-    /// The arrays that the backward pass reads: m₁, m₂, m₃ and mixed; of segments, k̂, v and mixed of attention, and the states of a gated delta net.
+    /// The arrays that the backward pass reads: those of `MixerIntermediates`; of segments, k̂, v and attn_out of attention, and the states of a gated delta net.
     func intermediates(of mixer: Mixer) -> Int {
         switch mixer {
-        case .attention(let a) where isCut: activation(2 * a.keyValueWidth) + mixed(of: mixer)
+        case .attention(let a) where isCut: activation(2 * a.keyValueWidth) + lastInput(of: mixer)
         case .gatedDeltaNet(let net) where isCut: (length + segment - 1) / segment * state(net)
         default: whole(mixer)
         }
@@ -29,7 +29,7 @@ extension Planner {
         4 * net.valueWidth * net.keyHeadDim + itemSize * (net.kernelSize - 1) * net.convolutionWidth
     }
 
-    /// m₁, m₂, m₃ and mixed.
+    /// Those of `MixerIntermediates`.
     private func whole(_ mixer: Mixer) -> Int {
         switch mixer {
         case .attention(let a):
@@ -45,42 +45,42 @@ extension Planner {
     func forward(of mixer: Mixer) -> Int {
         let others = isCut ? intermediates(of: mixer) : 0
         guard case .attention(let a) = mixer else { return others + inSegment(whole(mixer)) }
-        // While attention runs, also q̂, k̂ and v̂, and the tiles that mixed is joined of, in the place of x, x_mid and y.
-        let running = machine.outputs(a) * mixed(of: mixer) + activation(2 * a.keyValueWidth)
+        // While attention runs, also q̂, k̂ and v̂, and the tiles that attn_out is joined of, in the place of x, x_mid and y.
+        let running = machineMemory.outputs(a) * lastInput(of: mixer) + activation(2 * a.keyValueWidth)
         return inOthers(activation(2 * a.keyValueWidth)) + others
             + inSegment(whole(mixer) + max(0, running - 3 * hidden))
     }
 
     /// In the derivative, with d_x_mid.
-    func backward(of mixer: Mixer, _ tile: Machine) -> Int {
-        let mixed = mixed(of: mixer)
+    func backward(of mixer: Mixer, _ machine: Machine) -> Int {
         let others = isCut ? intermediates(of: mixer) : 0
         switch mixer {
         case .attention(let a):
             // Of all tokens d_x_mid and, by segments, k̂, v and attn_out, and of the positions that a segment sees the sums of dk and dv before
             // and after a tile. Of a segment k, v, k̂, dk and dv; the gates, and their gradient; q, d_attn_out and dq, before RoPE and the norm,
             // behind them in parts, and by token, or q, q̂, d_attn_out and dq with the scores.
+            let attnOut = lastInput(of: mixer)
             let (keys, gates) = (activation(a.keyValueWidth), activation(2 * a.numAttentionHeads * a.gateDim))
             let seen = min(length, (a.slidingWindow ?? length) + segment)
             return hidden + inOthers(others + 4 * keys / length * seen)
-                + inSegment(5 * keys + 4 * mixed + gates)
-                + max(inSegment(mixed), machine.scores(a, tile, length: length))
+                + inSegment(5 * keys + 4 * attnOut + gates)
+                + max(inSegment(attnOut), machineMemory.scores(a, machine, length: length))
         // d_x_mid; do, dz, qkv and the parts of its gradient; a tile's arrays.
         case .gatedDeltaNet(let net):
             let ofHead = GatedDeltaNet.arrayBytes(
                 keyDim: net.keyHeadDim, valueDim: net.valueHeadDim,
                 valueHeadsOfKey: net.numValueHeads / net.numKeyHeads, length: isCut ? segment : length)
-            let array = min(net.numKeyHeads, max(1, tile.bytes / 3 / ofHead)) * ofHead
+            let array = min(net.numKeyHeads, max(1, machine.bytes / 3 / ofHead)) * ofHead
             return hidden + others + inSegment(activation(2 * (net.valueWidth + net.convolutionWidth))) + 25 * array
         case .mamba2(let mamba):
             let ofHead = Mamba2.arrayBytes(headDim: mamba.headDim, stateSize: mamba.stateSize, length: length)
-            let array = min(mamba.numHeads / mamba.numGroups, max(1, tile.bytes / 2 / ofHead)) * ofHead
+            let array = min(mamba.numHeads / mamba.numGroups, max(1, machine.bytes / 2 / ofHead)) * ofHead
             return max(
                 // x and d_x_mid; do, dz, xBC and the parts of its gradient; a tile's arrays.
                 2 * hidden + activation(2 * (mamba.width + mamba.convolutionWidth)) + 13 * array,
-                // x, d_x_mid and its part; z, o, mixed, dy or do, and dz; xBC.
+                // x, d_x_mid and its part; z, o, the norm, dy or do, and dz; xBC.
                 3 * hidden + activation(5 * mamba.width + mamba.convolutionWidth))
-        case .shortConvolution: return (11 + 2 * machine.unfused) * hidden
+        case .shortConvolution: return (11 + 2 * machineMemory.unfused) * hidden
         }
     }
 

@@ -35,7 +35,7 @@ public struct Plan: Codable, Sendable, Equatable {
 public struct Planner: Sendable {
     let manifest: Manifest
     let settings: RunSettings
-    let machine: MachineMemory
+    let machineMemory: MachineMemory
     /// The numbers of parameters of a block, of its trained ones, and of matrices of every module.
     typealias Parameters = (count: Int, trained: Int, whole: Int)
     let parameters: [Parameters]
@@ -49,7 +49,7 @@ public struct Planner: Sendable {
 
     public init(_ manifest: Manifest, _ settings: RunSettings, systemLimit: Int? = systemMemoryLimit()) {
         (self.manifest, self.settings, self.systemLimit) = (manifest, settings, systemLimit)
-        machine = manifest.device.processor.memory
+        machineMemory = manifest.device.processor.memory
         let layouts = settings.layouts(of: manifest.architecture)
         parameters = layouts.map { ($0.count, $0.trainedCount, $0.whole.count) }
         let adapted = Set(layouts.flatMap { $0.modules.flatMap(\.projections) })
@@ -79,8 +79,8 @@ public struct Planner: Sendable {
     public func plan() throws -> Plan {
         let asked = settings.memoryLimitMb.map { Int($0 * 1e6) }
         var plan = try plan(within: asked)
-        let beside = machine.roomForMaps(beside: withMargin(peak(plan)), limit: asked, room: room)
-        plan.keepsMaps = manifest.mappedBytes <= beside
+        let roomForMaps = machineMemory.roomForMaps(after: withMargin(peak(plan)), limit: asked, room: room)
+        plan.keepsMaps = manifest.mappedBytes <= roomForMaps
         return plan
     }
 
@@ -110,9 +110,9 @@ public struct Planner: Sendable {
 
     /// The next plan that takes less memory, nil where none does.
     public func cheaper(than plan: Plan) -> Plan? {
-        let peak = peak(plan)
-        guard var cheaper = plans.first(where: { self.peak($0) < peak }) else { return nil }
-        cheaper.keepsMaps = plan.keepsMaps && machine.mapsAreClean
+        let limit = peak(plan)
+        guard var cheaper = plans.first(where: { peak($0) < limit }) else { return nil }
+        cheaper.keepsMaps = plan.keepsMaps && machineMemory.mapsAreClean
         return cheaper
     }
 

@@ -1,7 +1,7 @@
 import MeSPBundle
 
 /// The prediction: what is alive at once in each phase of a step, in bytes. The counts of arrays have the names of docs/method.md; whatever
-/// depends on the machine is `machine`'s.
+/// depends on the machine is in `machineMemory`.
 extension Planner {
     /// The predicted peak footprint of a step, in bytes.
     public func peak(_ plan: Plan) -> Int { max(peakOfPasses(plan), sampling(plan) + answerCaches(plan)) }
@@ -10,17 +10,18 @@ extension Planner {
     private func peakOfPasses(_ plan: Plan) -> Int { process + arrays(plan) }
 
     /// What MLX's arrays and its cache take at a step's peak, in bytes, with what the allocator keeps.
-    public func arrays(_ plan: Plan) -> Int { lasting(plan) + machine.working(self, plan) }
+    public func arrays(_ plan: Plan) -> Int { lasting(plan) + machineMemory.working(self, plan) }
 
     /// The part of a predicted peak that is Metal's, in bytes; nil where MLX does not start it.
-    package var metalBytes: Int? { machine.metal }
+    package var metalBytes: Int? { machineMemory.metal }
 
     /// The process with MLX started and, where they are called, the block functions imported, whose graphs take several times the files.
     var processBytes: Int {
         let functions = Set(
             manifest.lengths(settings).flatMap { length in manifest.blocks.compactMap { $0.functions["\(length)"] } })
         let files = manifest.files.filter { functions.contains($0.path) }.reduce(0) { $0 + $1.size }
-        return machine.process + (machine.metal ?? 0) + max(machine.functions, method == .mebp ? 1 : 0) * 15 * files / 2
+        return machineMemory.process + (machineMemory.metal ?? 0) + max(
+            machineMemory.functions, method == .mebp ? 1 : 0) * 15 * files / 2
     }
 
     // MARK: - Answers that are sampled (`Core/Rewards`)
@@ -109,15 +110,15 @@ extension Planner {
 
     /// The phase that takes most, on a CPU. In the forward pass of a block that is kept gate, up and the product of them are whole.
     func phase(_ plan: Plan) -> Int {
-        let tile = tile(plan)
+        let machine = makeMachine(plan)
         let ofMLP = plan.keptBlocks > 0 ? 3 * intermediate : 0
         return max(
-            held(plan, but: 1) + forward + ofMLP, held(plan) + loss(tile), baseline ?? backward(plan, tile),
+            held(plan, but: 1) + forward + ofMLP, held(plan) + loss(machine), baseline ?? backward(plan, machine),
             update(plan))
     }
 
     /// Temporaries of the plan's size.
-    func tile(_ plan: Plan) -> Machine {
+    func makeMachine(_ plan: Plan) -> Machine {
         Machine(
             architecture, group: manifest.featureGroup, length: length, bytes: plan.tileBytes,
             processor: manifest.device.processor)
@@ -147,19 +148,19 @@ extension Planner {
 
     /// y and, in float32, d of all tokens; of the tokens at a time h, dh, and the running sum before and after a tile; of the tile W while it is
     /// dequantized, and z and p.
-    private func loss(_ tile: Machine) -> Int {
-        let (rows, tokens) = (min(tile.vocabularyRows, architecture.vocabSize), tile.mlpTokens)
+    private func loss(_ machine: Machine) -> Int {
+        let (rows, tokens) = (min(machine.vocabularyRows, architecture.vocabSize), machine.mlpTokens)
         return 4 * (2 * length + 3 * tokens) * architecture.hiddenSize + 3 * weight(rows) + 4 * 4 * tokens * rows
     }
 
     /// The backward pass of a block: while d waits and it runs again, by segments without y; the derivative of its MLP, and its mixer's.
-    private func backward(_ plan: Plan, _ tile: Machine) -> Int {
+    private func backward(_ plan: Plan, _ machine: Machine) -> Int {
         max(
-            forward + (isCut ? 0 : hidden) + 2 * normed, max(held(plan), largest(recomputed)) + mlpBackward(tile),
-            largest { backward(of: $0, tile) } + normed + gradientBytes)
+            forward + (isCut ? 0 : hidden) + 2 * normed, max(held(plan), largest(recomputed)) + mlpBackward(machine),
+            largest { backward(of: $0, machine) } + normed + gradientBytes)
     }
 
-    /// m₁, m₂, m₃, mixed and x_mid; of post-norms the outputs of mixer and MLP.
+    /// Those of `MixerIntermediates`, and x_mid; of post-norms the outputs of mixer and MLP.
     private func recomputed(_ mixer: Mixer) -> Int { intermediates(of: mixer) + hidden + 2 * normed }
 
     /// The intermediates of a block that is kept: those that it recomputes otherwise, gate and up.
@@ -167,13 +168,13 @@ extension Planner {
         recomputed(block.mixer) + activation(2 * block.mlp.intermediateSize)
     }
 
-    /// The derivative of the MLP, beside what was kept or made again: dy; in float32 of the tokens at a time x_mid, mlp_in and d_mlp_in; a tile's arrays and
+    /// The derivative of the MLP, beside what was kept or recomputed: dy; in float32 of the tokens at a time x_mid, mlp_in and d_mlp_in; a tile's arrays and
     /// weights, or the norm's derivative with p, u, m, dm and du of embeddings for each layer.
-    private func mlpBackward(_ tile: Machine) -> Int {
-        let features = min(tile.features, architecture.widestMLP)
-        let some = 4 * tile.mlpTokens * architecture.hiddenSize
-        let arrays = machine.tileArrays(architecture.hiddenAct, adapted: adaptedInMLP)
-        let ofTile = 4 * arrays * tile.mlpTokens * features + 5 * weight(features) + machine.dequantized * some
+    private func mlpBackward(_ machine: Machine) -> Int {
+        let features = min(machine.features, architecture.widestMLP)
+        let some = 4 * machine.mlpTokens * architecture.hiddenSize
+        let arrays = machineMemory.tileArrays(architecture.hiddenAct, adapted: adaptedInMLP)
+        let ofTile = 4 * arrays * machine.mlpTokens * features + 5 * weight(features) + machineMemory.dequantized * some
         return hidden + 3 * some + max(ofTile, 2 * some + 5 * perLayer) + gradientBytes
     }
 
@@ -204,7 +205,7 @@ extension Planner {
     /// p of a block with embeddings for each layer.
     private var perLayer: Int { activation(architecture.perLayer?.size ?? 0) }
     /// `rows` of a weight `[rows, hidden]`, where they are dequantized before they are multiplied.
-    private func weight(_ rows: Int) -> Int { machine.dequantized * rows * architecture.hiddenSize * 4 }
+    private func weight(_ rows: Int) -> Int { machineMemory.dequantized * rows * architecture.hiddenSize * 4 }
     /// The bytes of the mixer that takes most.
     func largest(_ bytes: (Mixer) -> Int) -> Int { architecture.mixers.map(bytes).max() ?? 0 }
 }

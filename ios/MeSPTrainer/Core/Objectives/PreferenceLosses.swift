@@ -1,15 +1,15 @@
 import Foundation
 
 /// The terms of an answer y in an objective.
-struct Answer {
-    let judged: JudgedAnswer
+struct AnswerProbability {
+    let answer: PreferenceAnswer
     /// log π(y), the sum over its targets, in nats.
     let logProbability: Double
     /// log π₀(y); nil for an objective that has no π₀.
     let reference: Double?
 
     /// The number of its targets.
-    var tokens: Int { judged.example.counted.count }
+    var tokens: Int { answer.example.counted.count }
     /// log π(y) / π₀(y)
     var ratio: Double { logProbability - (reference ?? 0) }
     /// log π(y) a token.
@@ -39,7 +39,7 @@ struct PreferenceLoss {
     /// - Parameter supervisedTargets: of ORPO, whose supervised loss is a mean over all targets of a batch's chosen answers and their
     ///   prompts, how many those are for each pair. The loss here is without the prompt's part.
     init(
-        _ objective: Objective, chosen w: Answer, rejected l: Answer, supervisedTargets: Double,
+        _ objective: Objective, chosen w: AnswerProbability, rejected l: AnswerProbability, supervisedTargets: Double,
         _ settings: RunSettings
     ) {
         let beta = settings.preferenceBeta
@@ -80,18 +80,18 @@ struct PreferenceLoss {
     ///
     /// with + and `desirableWeight` for a good one, − and `undesirableWeight` for a bad one. k is what π is away from π₀ anyway: no less
     /// than 0, the mean ratio of the batch's prompts, each with the answer before it. It is not a function of the parameters.
-    init(_ answer: Answer, kl: Double, _ settings: RunSettings) {
-        let (beta, sign) = (settings.preferenceBeta, answer.judged.isGood ? 1.0 : -1.0)
-        let factor = Double((answer.judged.isGood ? settings.desirableWeight : settings.undesirableWeight) ?? 1)
+    init(_ answer: AnswerProbability, kl: Double, _ settings: RunSettings) {
+        let (beta, sign) = (settings.preferenceBeta, answer.answer.isGood ? 1.0 : -1.0)
+        let factor = Double((answer.answer.isGood ? settings.desirableWeight : settings.undesirableWeight) ?? 1)
         let value = sigmoid(sign * beta * (answer.ratio - kl))
         loss = factor * (1 - value)
         weights = [sign * factor * beta * value * (1 - value)]
         rewards = [beta * answer.ratio]
-        isRight = (answer.ratio > kl) == answer.judged.isGood
+        isRight = (answer.ratio > kl) == answer.answer.isGood
     }
 
     /// k, of the mismatched answers of a batch.
-    static func kl(_ mismatched: [Answer]) -> Double {
+    static func kl(_ mismatched: [AnswerProbability]) -> Double {
         max(0, mismatched.reduce(0) { $0 + $1.ratio } / Double(mismatched.count))
     }
 }

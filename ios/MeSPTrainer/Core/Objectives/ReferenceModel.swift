@@ -4,19 +4,19 @@ import MLX
 final class ReferenceModel {
     private let start: BlockArrays?
     /// log π₀ of answers, in nats, as they are met.
-    private var known = [JudgedAnswer.Source: Float]()
+    private var known = [PreferenceAnswer.Source: Float]()
 
     /// - Parameter start: the parameters that the run began with; nil without adapters.
     init(start: BlockArrays?) { self.start = start }
 
     /// log π₀ of an answer, computed once.
-    func logProbability(_ judged: JudgedAnswer, _ model: BlockwiseModel) throws -> Double {
-        if let known = known[judged.source] { return Double(known) }
-        let loss = try model.loss(judged.example) { [start] block, lora in
+    func logProbability(_ answer: PreferenceAnswer, _ model: BlockwiseModel) throws -> Double {
+        if let known = known[answer.source] { return Double(known) }
+        let loss = try model.loss(answer.example) { [start] block, lora in
             try start?.read(block).asType(.float32) ?? MLXArray.zeros(like: lora)
         }
-        guard loss.isFinite else { throw try model.notFinite([judged.example]) }
-        known[judged.source] = -loss
+        guard loss.isFinite else { throw try model.notFinite([answer.example]) }
+        known[answer.source] = -loss
         return Double(-loss)
     }
 

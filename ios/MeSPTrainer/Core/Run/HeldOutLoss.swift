@@ -18,7 +18,7 @@ extension Splits {
     func judge(
         _ sequences: TokenStream.Sequences, _ objective: Objective, _ trainer: Trainer, _ record: inout LogRecord.Eval
     ) throws {
-        let batches = judgedBatches(of: sequences, split: record.split == "valid" ? 1 : 2, objective)
+        let batches = preferenceBatches(of: sequences, split: record.split == "valid" ? 1 : 2, objective)
         var (margin, accuracy) = ([Float](), [Float]())
         for batch in batches {
             let result = try PreferenceBatch(batch, objective).evaluated(trainer)

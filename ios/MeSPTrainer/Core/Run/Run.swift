@@ -2,8 +2,8 @@ import Foundation
 import MeSPBundle
 import MeSPFiles
 
-/// One training run from settings to adapters, and what it calls.
-public struct Run {
+/// One training run from settings to adapters.
+public enum Run {
     /// The version of the trainer, that of the Python package.
     public static let version = "0.1.0"
 
@@ -28,27 +28,17 @@ public struct Run {
         reward: (([AnswerGroup]) throws -> [[Float]])? = nil,
         battery: @escaping () -> Battery? = { nil }
     ) throws {
-        let run = Run(
+        let hooks = RunHooks(
             report: report, atBlock: atBlock, besideBytes: besideBytes, memoryIsShort: memoryIsShort, reward: reward,
             battery: battery)
         try settings.check()
         let bundle = try ModelBundle(
             url: URL(fileURLWithPath: settings.bundle), text: settings.data.map { URL(fileURLWithPath: $0) },
             checksums: !settings.dryRun)
-        try bundle.withDevice { try run(settings, bundle) }
+        try bundle.withDevice { try run(settings, bundle, hooks) }
     }
 
-    // The parameters of `run`.
-    var report: (LogRecord, Data) throws -> Void = { _, _ in }
-    var atBlock: (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in }
-    var besideBytes = 0
-    var memoryIsShort: () -> Bool = { false }
-    var reward: (([AnswerGroup]) throws -> [[Float]])?
-    var battery: () -> Battery? = { nil }
-    /// The clock that times saves; unlike the time of day it is never set.
-    var now: () -> ContinuousClock.Instant = { .now }
-
-    func callAsFunction(_ settings: RunSettings, _ bundle: ModelBundle) throws {
+    static func run(_ settings: RunSettings, _ bundle: ModelBundle, _ hooks: RunHooks) throws {
         try bundle.manifest.check(settings)
         let output = URL(fileURLWithPath: settings.output)
         guard !settings.resume || FileManager.default.fileExists(atPath: LogWriter.url(in: output).path) else {
@@ -65,19 +55,19 @@ public struct Run {
             try saved?.state.check(SavedState.Sources(bundle, settings), in: output)
             let data = settings.dpClip == nil ? nil : try Splits(bundle, settings)
             let record = LogRecord.plan(plan, .init(settings, bundle, planner, plan, data))
-            return try report(record, record.line())
+            return try hooks.report(record, record.line())
         }
         let sources = try SavedState.Sources(bundle, settings)
         try saved?.state.check(sources, in: output)
         let data = try Splits(bundle, settings)
         if lock == nil { lock = try FolderLock(output) }
         // The first work for the GPU, and so a block boundary too; a stop waits for the next.
-        try? atBlock { _ in }
+        try? hooks.atBlock { _ in }
         var (settings, isCutShort) = (settings, false)
         while true {
             do {
                 return try TrainingLoop(
-                    settings, bundle, data, sources, planner, plan, from: saved, isCutShort: isCutShort, hooks: self
+                    settings, bundle, data, sources, planner, plan, from: saved, isCutShort: isCutShort, hooks: hooks
                 ).run()
             } catch let cut as TrainingLoop.CutShort {
                 // From the last saved state, or from the beginning where there is none.
@@ -86,4 +76,16 @@ public struct Run {
             }
         }
     }
+}
+
+/// The functions that a run calls; see `Run.run`.
+struct RunHooks {
+    var report: (LogRecord, Data) throws -> Void = { _, _ in }
+    var atBlock: (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in }
+    var besideBytes = 0
+    var memoryIsShort: () -> Bool = { false }
+    var reward: (([AnswerGroup]) throws -> [[Float]])?
+    var battery: () -> Battery? = { nil }
+    /// The clock that times saves; unlike the time of day it is never set.
+    var now: () -> ContinuousClock.Instant = { .now }
 }

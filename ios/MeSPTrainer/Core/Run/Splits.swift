@@ -117,7 +117,7 @@ struct Splits {
     }
 
     /// The answers of step `step` on preference data (from 0), in batches.
-    func judgedBatches(step: Int, _ objective: Objective) -> [[JudgedAnswer]] {
+    func preferenceBatches(step: Int, _ objective: Objective) -> [[PreferenceAnswer]] {
         positions(step: step).map { batch in
             batch.flatMap { position in
                 let index = TokenStream.Sequences.scattered(
@@ -131,7 +131,9 @@ struct Splits {
     var exampleCount: Int { settings.objective.map(train.answerCount) ?? train.count }
 
     /// The first answers of a split of preference data, as many pairs or answers as `valBatches`, in batches.
-    func judgedBatches(of sequences: TokenStream.Sequences, split: Int32, _ objective: Objective) -> [[JudgedAnswer]] {
+    func preferenceBatches(of sequences: TokenStream.Sequences, split: Int32, _ objective: Objective)
+        -> [[PreferenceAnswer]]
+    {
         let size = objective.takesPairs ? 1 : settings.batchSize
         let count = min(settings.valBatches, sequences.answerCount(objective))
         let whole = stride(from: 0, to: count, by: size).map { start in

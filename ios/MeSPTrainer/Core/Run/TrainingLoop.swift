@@ -14,7 +14,7 @@ final class TrainingLoop {
     private let log: LogWriter
     /// The key of DP-SGD.
     private let secret: SecretKey?
-    private let hooks: Run
+    private let hooks: RunHooks
 
     private let sampler = FootprintSampler()
     private var begin = ContinuousClock.now
@@ -43,7 +43,7 @@ final class TrainingLoop {
     ///   - isCutShort: whether this continues after `CutShort`, with another plan.
     init(
         _ settings: RunSettings, _ bundle: ModelBundle, _ data: Splits, _ sources: SavedState.Sources,
-        _ planner: Planner, _ plan: Plan, from saved: SavedState.Loaded?, isCutShort: Bool = false, hooks: Run
+        _ planner: Planner, _ plan: Plan, from saved: SavedState.Loaded?, isCutShort: Bool = false, hooks: RunHooks
     ) throws {
         (self.settings, self.bundle, self.data, self.planner, self.hooks) = (settings, bundle, data, planner, hooks)
         state = saved?.state ?? SavedState(plan: plan, settings: settings, sources: sources)
@@ -216,7 +216,7 @@ final class TrainingLoop {
         guard let objective else {
             return try takeStep(trainer, [SequenceLoss(data.sequences(step: number))], number: number)
         }
-        let batches = data.judgedBatches(step: number, objective)
+        let batches = data.preferenceBatches(step: number, objective)
         return try takeStep(
             trainer, batches.map { PreferenceBatch($0, objective, share: 1 / Double(batches.count)) }, number: number)
     }

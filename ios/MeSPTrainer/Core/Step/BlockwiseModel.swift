@@ -93,11 +93,11 @@ package final class BlockwiseModel {
     }
 
     /// The inputs of the blocks besides the output of the block before, from the forward to the backward pass.
-    package final class Context {
+    package final class SequenceContext {
         fileprivate let records: [Range<Int>]?
         fileprivate let embeddings: LayerEmbeddings?
         /// The keys and values that several blocks take, by the block that has them.
-        fileprivate var lent = [Int: MixerState.KeyValues]()
+        fileprivate var sharedKeyValues = [Int: MixerState.KeyValues]()
         /// The sums of the gradients by these, of the blocks that took them.
         var gradients = [Int: MixerState.KeyValues]()
 
@@ -107,8 +107,8 @@ package final class BlockwiseModel {
     }
 
     /// - Parameter x0: the embeddings of the sequence's inputs `[1, T, hidden]`.
-    package func context(_ example: Example, x0: MLXArray) throws -> Context {
-        Context(
+    package func makeContext(_ example: Example, x0: MLXArray) throws -> SequenceContext {
+        SequenceContext(
             example.records,
             try clock.repeating { try bundle.layerEmbeddings(example.inputs, x0: x0.squeezed(axis: 0)) })
     }
@@ -118,22 +118,24 @@ package final class BlockwiseModel {
     /// - Parameters:
     ///   - weights: the block's, mapped.
     ///   - lora: `[P]`
-    func call(_ block: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: Context) throws -> BlockCall {
+    func makeCall(
+        _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: SequenceContext
+    ) throws -> BlockCall {
         let perLayer = try clock.repeating { try bundle.part(of: context.embeddings, layer: block) }
-        let shared = bundle.architecture.keysOf(block).flatMap { context.lent[$0] }
+        let shared = bundle.architecture.keysOf(block).flatMap { context.sharedKeyValues[$0] }
         return BlockCall(
             index: block, weights: weights, lora: lora,
-            beside: Beside(records: context.records, perLayer: perLayer, shared: shared))
+            side: SideInputs(records: context.records, perLayer: perLayer, shared: shared))
     }
 
-    /// The same as the block runs forward: where others take its keys and values too, these are made of x `[1, T, hidden]`, as a block
-    /// function does not give them.
-    package func call(
-        _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: Context, lending x: MLXArray
+    /// A block's call in the forward pass. Where other blocks take its keys and values too, these are computed from x `[1, T, hidden]`, as a
+    /// block function does not give them.
+    package func makeForwardCall(
+        _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: SequenceContext, _ x: MLXArray
     ) throws -> BlockCall {
-        let call = try call(block, weights, lora, context)
+        let call = try makeCall(block, weights, lora, context)
         if bundle.architecture.owners.contains(block) {
-            context.lent[block] = try clock.work(\.forward, in: nil) {
+            context.sharedKeyValues[block] = try clock.work(\.forward, in: nil) {
                 let shared = self.block(call, x).keysAndValues(x)
                 eval(shared.arrays)
                 return shared
@@ -146,8 +148,8 @@ package final class BlockwiseModel {
     ///
     /// - Parameters:
     ///   - x: `[1, T, hidden]`
-    ///   - keepsIntermediates: whether with its intermediates, evaluated too; they are nil otherwise.
-    package func output(
+    ///   - keepsIntermediates: whether to return its intermediates too, evaluated; they are nil otherwise.
+    package func forward(
         _ call: BlockCall, _ x: MLXArray, keepsIntermediates: Bool = false
     ) throws -> (y: MLXArray, intermediates: Intermediates?) {
         try clock.boundary()
@@ -165,9 +167,9 @@ package final class BlockwiseModel {
         }
     }
 
-    /// The block's intermediates again, from its input; evaluated.
+    /// Recomputes the block's intermediates from its input, evaluated.
     ///
-    /// - Parameter all: whether with gate and up, as `output` keeps them.
+    /// - Parameter all: whether with gate and up, as `forward` keeps them.
     func recompute(_ call: BlockCall, _ x: MLXArray, all: Bool) throws -> Intermediates {
         let pass = try forwardPass(call, x)
         let intermediates = all ? try pass.outputs(x).intermediates : try pass.intermediates(x)
@@ -177,8 +179,8 @@ package final class BlockwiseModel {
 
     private func forwardPass(_ call: BlockCall, _ x: MLXArray) throws -> any BlockForward {
         try bundle.processor.forwardPass(block(call, x)) {
-            let function = try function(call.index, x, call.beside.records == nil ? \.functions : \.packed)
-            return function?(
+            let imported = try function(call.index, x, call.side.records == nil ? \.functions : \.packed)
+            return imported?(
                 call, layouts[call.index], scale: scale, pause: isWarm ? nil : { [clock] in clock.pause() })
         }
     }
@@ -187,7 +189,7 @@ package final class BlockwiseModel {
     func block(_ call: BlockCall, _ x: MLXArray) -> Block {
         Block(
             weights: call.weights, lora: call.lora, layout: layouts[call.index], scale: scale, machine: machine(x),
-            beside: call.beside)
+            side: call.side)
     }
 
     /// After a block or the head: gives the buffers back that MLX keeps, unless the plan has room for them.
@@ -244,13 +246,12 @@ package final class BlockwiseModel {
         check: (_ block: Int, _ y: MLXArray) throws -> Void = { _, _ in }
     ) throws -> MLXArray {
         var x = try embed(example)
-        let context = try context(example, x0: x)
+        let context = try makeContext(example, x0: x)
         for block in blocks {
             x = try bundle.withBlock(block) { weights in
-                let parameters = try parameters(block)
-                let lora =
-                    layouts[block].count > 0 ? try clock.confirmed { try moved(block, parameters) } : parameters
-                return try output(call(block, weights, lora, context, lending: x), x).y
+                var lora = try parameters(block)
+                if layouts[block].count > 0 { lora = try clock.confirmed { [lora] in try moved(block, lora) } }
+                return try forward(makeForwardCall(block, weights, lora, context, x), x).y
             }
             try check(block, x)
         }

@@ -9,7 +9,7 @@ struct Optimizer {
     /// AdamW's second moment v.
     var second: BlockArrays?
     /// The quantization of `first` and `second`; nil if they are float32.
-    private let maps: (first: DynamicMap, second: DynamicMap)?
+    private let maps: (first: DynamicQuantization, second: DynamicQuantization)?
 
     /// - Parameter zeros: makes an array of zeros for each block, in the shape that its P trained parameters give.
     init(
@@ -20,15 +20,17 @@ struct Optimizer {
         let state = Self.state(settings)
         first = state.count > 0 ? try zeros(state.shape, state.dtype) : nil
         second = state.count > 1 ? try zeros(state.shape, state.dtype) : nil
-        maps = settings.optimizer == .adamw8bit ? (DynamicMap(signed: true), DynamicMap(signed: false)) : nil
+        maps =
+            settings.optimizer == .adamw8bit
+            ? (DynamicQuantization(signed: true), DynamicQuantization(signed: false)) : nil
     }
 
-    /// The number and the kind of the arrays that are kept for a block of P trained parameters: float32 `[P]`, or what `DynamicMap` makes of them.
+    /// The number and the kind of the arrays that are kept for a block of P trained parameters: float32 `[P]`, or what `DynamicQuantization` makes of them.
     static func state(_ settings: RunSettings) -> (count: Int, shape: (_ parameters: Int) -> [Int], dtype: DType) {
         switch settings.optimizer {
         case .sgd: (settings.momentum > 0 ? 1 : 0, { [$0] }, .float32)
         case .adamw: (2, { [$0] }, .float32)
-        case .adamw8bit: (2, DynamicMap.shape, .uint8)
+        case .adamw8bit: (2, DynamicQuantization.shape, .uint8)
         }
     }
 

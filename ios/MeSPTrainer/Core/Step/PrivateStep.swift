@@ -22,14 +22,14 @@ package struct PrivateStep {
         var (result, count, norms) = (StepResult(), 0, Float(0))
         updates.clippedSums?.beginSums()
         for loss in losses {
-            try loss.backpropagate(trainer, into: updates.newSums(), &result)
+            try loss.backpropagate(trainer, into: updates.summing(), &result)
             let (factor, norm) = try updates.clipping(to: clip, updates.sum)
             for block in trainer.model.trained {
                 try trainer.clock.repeating { try updates.clippedSums?.add(factor * updates.sum(block), block) }
             }
             (count, norms) = (count + 1, norms + norm)
         }
-        _ = try updates.updateAll(number, updates.keys(number)) { block in
+        _ = try updates.updateAll(number, updates.randomKeys(number)) { block in
             let key = MLXRandom.key(secret.noiseSeed(step: number, block: block))
             var sum = noise * clip * MLXRandom.normal([trainer.model.layouts[block].trainedCount], key: key)
             if count > 0, let clipped = try updates.clippedSums?.read(block) { sum = clipped + sum }

@@ -54,7 +54,7 @@ package struct SequenceLoss: StepLoss {
 ///
 /// - Throws: `NotFinite`. With `skipBadSteps` nothing has changed then.
 package func takeStep(_ trainer: Trainer, _ losses: [some StepLoss], number: Int) throws -> StepResult {
-    try trainer.updates.takingBack {
+    try trainer.updates.undoingFailure {
         try trainer.model.settings.method.hasBackwardPass
             ? trainer.step(losses, number: number) : MeZO(trainer: trainer).step(losses, number: number)
     }
@@ -113,11 +113,11 @@ package struct StepResult {
     /// - Parameters:
     ///   - kl: KTO's k
     ///   - part: its share of the step's loss
-    mutating func add(_ preference: PreferenceLoss, of answers: [Answer], kl: Double? = nil, part: Double) {
+    mutating func add(_ preference: PreferenceLoss, of answers: [AnswerProbability], kl: Double? = nil, part: Double) {
         sum += part * preference.loss
         for (answer, reward) in zip(answers, preference.rewards) {
-            count(answer.judged.example)
-            if answer.judged.isGood { chosen.add(reward) } else { rejected.add(reward) }
+            count(answer.answer.example)
+            if answer.answer.isGood { chosen.add(reward) } else { rejected.add(reward) }
         }
         if answers[0].reference != nil { ratios.add(answers.reduce(0) { $0 + $1.ratio } / Double(answers.count)) }
         right.add(preference.isRight ? 1 : 0)

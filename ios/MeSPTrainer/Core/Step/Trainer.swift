@@ -33,8 +33,8 @@ package final class Trainer {
     /// - Parameter number: of the step, from 0.
     /// - Throws: `NotFinite`. Some blocks may have been updated then; see `takeStep`.
     package func step(_ losses: [some StepLoss], number: Int) throws -> StepResult {
-        let keys = try updates.keys(number)
-        let sink = updates.areSummed ? updates.newSums() : updates.atOnce(number, keys)
+        let keys = try updates.randomKeys(number)
+        let sink = updates.areSummed ? updates.summing() : updates.updatingAtOnce(number, keys)
         var result = StepResult()
         for loss in losses { try loss.backpropagate(self, into: sink, &result) }
         if updates.areSummed { result.gradientNorm = try updates.updateAll(number, keys, gradient: updates.sum) }
@@ -51,9 +51,9 @@ package final class Trainer {
         var loss: Float = 0
         try model.bundle.withHead { _ in
             for (index, part) in parts.enumerated() {
-                let (sum, d) = try head(sequences[index].state, part.example, weight: part.weight)
+                let (sum, d) = try head(sequences[index].residual, part.example, weight: part.weight)
                 loss += part.weight * sum
-                sequences[index].state = d
+                sequences[index].residual = d
             }
         }
         try backward(&sequences, into: sink)
@@ -63,11 +63,11 @@ package final class Trainer {
     /// Forward: each block's inputs stay. All sequences go through a block while its weights are mapped.
     ///
     /// - Parameter waits: whether another sequence runs forward and backward first. Then no intermediates stay.
-    func forward(_ examples: [Example], waits: Bool = false) throws -> [InFlight] {
+    func forward(_ examples: [Example], waits: Bool = false) throws -> [SequenceInStep] {
         var sequences = try examples.enumerated().map { index, example in
             let (x0, place) = (try model.embed(example), waits ? index + 1 : index)
-            return InFlight(
-                context: try model.context(example, x0: x0), state: x0,
+            return SequenceInStep(
+                context: try model.makeContext(example, x0: x0), residual: x0,
                 inputs: BlockArrays(count: model.blocks.count, file: inputsFile, place: place))
         }
         let firstKept = model.blocks.upperBound - (waits ? 0 : plan.keptBlocks)
@@ -76,11 +76,11 @@ package final class Trainer {
             try model.bundle.withBlock(block) { weights in
                 let lora = try model.parameters(block)
                 for index in sequences.indices {
-                    let x = sequences[index].state
-                    let call = try model.call(block, weights, lora, sequences[index].context, lending: x)
+                    let x = sequences[index].residual
+                    let call = try model.makeForwardCall(block, weights, lora, sequences[index].context, x)
                     if block >= model.trained[0] { try sequences[index].inputs.write(x, block) }
-                    (sequences[index].state, sequences[index].kept[block]) =
-                        try model.output(call, x, keepsIntermediates: keeps)
+                    (sequences[index].residual, sequences[index].kept[block]) =
+                        try model.forward(call, x, keepsIntermediates: keeps)
                 }
             }
         }
@@ -99,7 +99,7 @@ package final class Trainer {
     /// Backward, from the last block: recompute, differentiate, update, free.
     ///
     /// - Parameter sequences: whose state is the gradient of the last block's output. They are given away.
-    func backward(_ sequences: inout [InFlight], into sink: GradientSink) throws {
+    func backward(_ sequences: inout [SequenceInStep], into sink: GradientSink) throws {
         for block in (model.trained[0]..<model.blocks.upperBound).reversed() {
             var sum: MLXArray?
             try model.bundle.withBlock(block) { weights in
@@ -126,7 +126,7 @@ package final class Trainer {
     /// Where a GPU fails, it is made again from the block's input, d and the parameters, which are held until it is confirmed.
     /// - Parameter sum: of the sequences before.
     private func gradient(
-        _ block: Int, _ weights: BlockWeights, _ sequence: inout InFlight, addedTo sum: MLXArray?
+        _ block: Int, _ weights: BlockWeights, _ sequence: inout SequenceInStep, addedTo sum: MLXArray?
     ) throws -> MLXArray {
         let (x, context) = (try sequence.inputs.take(block), sequence.context)
         var intermediates = sequence.kept.removeValue(forKey: block)
@@ -134,18 +134,18 @@ package final class Trainer {
         // Keys and values that several blocks take: by the block that has them.
         let owner = model.bundle.architecture.keysOf(block) ?? block
         var shared = context.gradients.removeValue(forKey: owner)
-        let held = MLXErrors.held((sequence.state, shared))
+        let held = MLXErrors.held((sequence.residual, shared))
         let gradient = try clock.repeating {
-            if let held { (sequence.state, shared) = held }
-            let call = try model.call(block, weights, model.parameters(block), context)
+            if let held { (sequence.residual, shared) = held }
+            let call = try model.makeCall(block, weights, model.parameters(block), context)
             var gradient: MLXArray
             if model.settings.method == .mebp {
-                gradient = try model.automaticGradient(call, x, d: &sequence.state, shared: &shared)
+                gradient = try model.automaticGradient(call, x, d: &sequence.residual, shared: &shared)
             } else {
                 gradient = try withWorkspace(model.workspace) {
-                    let forward = try intermediates.take() ?? model.recompute(call, x, all: areKept)
-                    return model.block(call, x).gradient(
-                        x: x, consume forward, d: &sequence.state, wantsInput: block > model.trained[0],
+                    let recomputed = try intermediates.take() ?? model.recompute(call, x, all: areKept)
+                    return model.block(call, x).structuredBackward(
+                        x: x, consume recomputed, d: &sequence.residual, wantsDx: block > model.trained[0],
                         shared: &shared)
                 }
             }

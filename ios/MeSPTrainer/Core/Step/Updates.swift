@@ -6,7 +6,7 @@ package typealias GradientSink = (_ block: Int, _ gradient: MLXArray) throws -> 
 
 /// The updates of the trained parameters from their gradients, with all that they need from step to step; see `TrainingArrays`.
 package final class Updates {
-    private let model: BlockwiseModel
+    let model: BlockwiseModel
     private var settings: RunSettings { model.settings }
     var optimizer: Optimizer
     private var sums: BlockArrays?
@@ -19,7 +19,7 @@ package final class Updates {
     }
 
     /// The result of a step. With `skipBadSteps`, where it throws `NotFinite`, parameters and state are as before.
-    func takingBack<R>(_ step: () throws -> R) throws -> R {
+    func undoingFailure<R>(_ step: () throws -> R) throws -> R {
         let before = settings.skipBadSteps ? (model.lora, optimizer) : nil
         do {
             return try step()
@@ -35,12 +35,12 @@ package final class Updates {
     var areSummed: Bool { sums != nil }
 
     /// Updates each block at once.
-    func atOnce(_ number: Int, _ keys: [MLXArray]) -> GradientSink {
+    func updatingAtOnce(_ number: Int, _ keys: [MLXArray]) -> GradientSink {
         { [self] block, gradient in try update(block, number, keys[block]) { gradient } }
     }
 
     /// Begins sums, and adds each gradient to its block's.
-    func newSums() -> GradientSink {
+    func summing() -> GradientSink {
         sums?.beginSums()
         return { [self] block, gradient in try model.clock.repeating { try sums?.add(gradient, block) } }
     }
@@ -91,20 +91,8 @@ package final class Updates {
         return norm
     }
 
-    /// The factor of the gradient, min(1, limit / (‖g‖₂ + 10⁻⁶)), and ‖g‖₂ over all blocks.
-    func clipping(to limit: Float, _ gradient: (_ block: Int) throws -> MLXArray) throws -> (factor: Float, norm: Float)
-    {
-        let norm = try model.clock.repeating {
-            let squares = try model.trained.reduce(Float(0)) { try $0 + gradient($1).square().sum().number(Float.self) }
-            // Clipping would make zeros of the finite gradients, and spread what is not.
-            if !squares.isFinite { for block in model.trained { try model.check(gradient(block), block) } }
-            return squares.squareRoot()
-        }
-        return (min(1, limit / (norm + 1e-6)), norm)
-    }
-
     /// A random key for each block in a step.
-    func keys(_ number: Int) throws -> [MLXArray] {
+    func randomKeys(_ number: Int) throws -> [MLXArray] {
         let seed = scattered(settings.seed) &+ UInt64(settings.firstStep + number)
         return try model.clock.repeating {
             let keys = MLXRandom.split(key: MLXRandom.key(seed), into: model.blocks.count)

@@ -83,12 +83,12 @@ import Testing
         var state = net.start(dtype: .float32)
         let o = net(
             qkv: inputs.qkv, b: inputs.b, a: inputs.a, state: &state, machine: machine(net, tile, inputs.qkv.dim(0)))
-        let (dO, dZ) = net.outputBackward(o: o, z: inputs.z, dy: inputs.dy)
-        var none: GatedDeltaNet.Behind?
+        let (dO, dZ) = net.gatedNormBackward(o: o, z: inputs.z, dy: inputs.dy)
+        var none: GatedDeltaNet.CarriedGradients?
         let d = net.backward(
-            qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: dO, behind: &none,
+            qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: dO, carried: &none,
             machine: machine(net, tile, inputs.qkv.dim(0)))
-        let found = [net.output(o: o, z: inputs.z), d.dQKV, dZ, d.dB, d.dA]
+        let found = [net.gatedNorm(o: o, z: inputs.z), d.dQKV, dZ, d.dB, d.dA]
         for (name, (found, expected)) in zip(["y", "dqkv", "dz", "db", "da"], zip(found, y + expected)) {
             let error = (found - expected).square().sum().sqrt().item(Float.self)
             let size = expected.square().sum().sqrt().item(Float.self)
@@ -160,8 +160,8 @@ import Testing
     ) {
         let net = net(keyHeads: 2, valueHeads: 4)
         let i = Inputs(net, length: 130)
-        var none: GatedDeltaNet.Behind?
-        let whole = net.backward(qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, behind: &none, machine: machine(net, tile, 130))
+        var none: GatedDeltaNet.CarriedGradients?
+        let whole = net.backward(qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, carried: &none, machine: machine(net, tile, 130))
         var (state, segments) = (net.start(dtype: .float32), [(rows: Range<Int>, state: MixerState.Recurrent)]())
         for count in counts {
             let start = segments.last?.rows.upperBound ?? 0
@@ -169,10 +169,10 @@ import Testing
             segments.append((rows, state))
             _ = net(qkv: i.qkv[rows], b: i.b[rows], a: i.a[rows], state: &state, machine: machine(net, tile, 130))
         }
-        var behind: GatedDeltaNet.Behind? = net.nothingBehind
+        var carried: GatedDeltaNet.CarriedGradients? = net.noCarriedGradients
         let parts = segments.reversed().map { rows, state in
             net.backward(
-                qkv: i.qkv[rows], b: i.b[rows], a: i.a[rows], dO: i.dy[rows], before: state, behind: &behind,
+                qkv: i.qkv[rows], b: i.b[rows], a: i.a[rows], dO: i.dy[rows], before: state, carried: &carried,
                 machine: machine(net, tile, 130))
         }
         #expect(relativeError(concatenated(parts.map(\.dQKV).reversed()), whole.dQKV) < 1e-5)
@@ -185,9 +185,9 @@ import Testing
         let net = net(keyHeads: 3, valueHeads: 6)
         let i = Inputs(net, length: 100)
         func run(_ tile: Int, _ processor: Processor) -> [MLXArray] {
-            var none: GatedDeltaNet.Behind?
+            var none: GatedDeltaNet.CarriedGradients?
             let d = net.backward(
-                qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, behind: &none, machine: machine(net, tile, 100, processor))
+                qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, carried: &none, machine: machine(net, tile, 100, processor))
             return [d.dQKV, d.dB, d.dA]
         }
         for (a, b) in zip(run(2, .gpu), run(3, .cpu)) { #expect(relativeError(a, b) < 1e-6) }
@@ -203,26 +203,26 @@ import Testing
             var state = net.start(dtype: dtype)
             let o = net(qkv: qkv, b: b, a: a, state: &state, machine: Machine(.cpu, bytes: 1))
             #expect(state.tail.dtype == dtype)
-            let (dO, dZ) = net.outputBackward(o: stored(o), z: z, dy: i.dy)
-            var none: GatedDeltaNet.Behind?
-            let d = net.backward(qkv: qkv, b: b, a: a, dO: dO, behind: &none, machine: Machine(.cpu, bytes: 1))
-            return [o, net.output(o: stored(o), z: z), dO, dZ, d.dQKV, d.dB, d.dA]
+            let (dO, dZ) = net.gatedNormBackward(o: stored(o), z: z, dy: i.dy)
+            var none: GatedDeltaNet.CarriedGradients?
+            let d = net.backward(qkv: qkv, b: b, a: a, dO: dO, carried: &none, machine: Machine(.cpu, bytes: 1))
+            return [o, net.gatedNorm(o: stored(o), z: z), dO, dZ, d.dQKV, d.dB, d.dA]
         }
         for (a, b) in zip(run(.bfloat16), run(.float32)) {
             #expect(a.dtype == .float32 && relativeError(a, b) < 1e-6)
         }
     }
 
-    /// Beside the gradient, the derivative takes memory in proportion to a tile's bytes: some 25 arrays of a third of them.
+    /// SideInputs the gradient, the derivative takes memory in proportion to a tile's bytes: some 25 arrays of a third of them.
     @Test(arguments: [1 << 18, 1 << 19, 1 << 20]) func tilesBoundMemory(_ bytes: Int) {
         let net = net(keyHeads: 16, valueHeads: 16, keyDim: 64, valueDim: 64)
         let inputs = Inputs(net, length: 128)
         eval(inputs.qkv, inputs.b, inputs.a, inputs.dy)
         let before = Memory.activeMemory
         Memory.peakMemory = 0
-        var none: GatedDeltaNet.Behind?
+        var none: GatedDeltaNet.CarriedGradients?
         let d = net.backward(
-            qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: inputs.dy, behind: &none,
+            qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: inputs.dy, carried: &none,
             machine: Machine(.cpu, bytes: bytes))
         #expect(Memory.peakMemory - before < d.dQKV.nbytes + 9 * bytes)
     }

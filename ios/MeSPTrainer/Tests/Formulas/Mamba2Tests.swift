@@ -81,9 +81,9 @@ import Testing
             { [sequential(mamba, $0)] }, primals: [inputs.z, inputs.xBC, inputs.dt], cotangents: [inputs.dy])
         var state = mamba.start(dtype: .float32)
         let o = mamba(xBC: inputs.xBC, dt: inputs.dt, state: &state, machine: machine(mamba, tile, inputs.dt.dim(0)))
-        let (dO, dZ) = mamba.outputBackward(o: o, z: inputs.z, dy: inputs.dy)
+        let (dO, dZ) = mamba.gatedNormBackward(o: o, z: inputs.z, dy: inputs.dy)
         let d = mamba.backward(xBC: inputs.xBC, dt: inputs.dt, dO: dO, machine: machine(mamba, tile, inputs.dt.dim(0)))
-        let found = [mamba.output(o: o, z: inputs.z), dZ, d.dXBC, d.dDt]
+        let found = [mamba.gatedNorm(o: o, z: inputs.z), dZ, d.dXBC, d.dDt]
         for (name, (found, expected)) in zip(["y", "dz", "dxBC", "ddt"], zip(found, y + expected)) {
             let error = (found - expected).square().sum().sqrt().item(Float.self)
             let size = expected.square().sum().sqrt().item(Float.self)
@@ -171,16 +171,16 @@ import Testing
             var state = mamba.start(dtype: dtype)
             let o = mamba(xBC: xBC, dt: dt, state: &state, machine: Machine(.cpu, bytes: 1))
             #expect(state.tail.dtype == dtype)
-            let (dO, dZ) = mamba.outputBackward(o: stored(o), z: z, dy: i.dy)
+            let (dO, dZ) = mamba.gatedNormBackward(o: stored(o), z: z, dy: i.dy)
             let d = mamba.backward(xBC: xBC, dt: dt, dO: dO, machine: Machine(.cpu, bytes: 1))
-            return [o, mamba.output(o: stored(o), z: z), dO, dZ, d.dXBC, d.dDt]
+            return [o, mamba.gatedNorm(o: stored(o), z: z), dO, dZ, d.dXBC, d.dDt]
         }
         for (a, b) in zip(run(.bfloat16), run(.float32)) {
             #expect(a.dtype == .float32 && relativeError(a, b) < 1e-6)
         }
     }
 
-    /// Beside the gradient and its parts, the derivative takes memory in proportion to a tile's bytes: some 13 arrays of half of them.
+    /// SideInputs the gradient and its parts, the derivative takes memory in proportion to a tile's bytes: some 13 arrays of half of them.
     @Test(arguments: [1 << 18, 1 << 19, 1 << 20]) func tilesBoundMemory(_ bytes: Int) {
         let mamba = mamba(heads: 32, groups: 1, headDim: 32, stateSize: 128)
         let inputs = Inputs(mamba, length: 128)

@@ -67,8 +67,8 @@ import Testing
             func both(_ weights: BlockWeights) throws -> [MLXArray] {
                 let block = try model.block(block, weights, x)
                 var (dx, gradients) = (MLXArray.zeros(x.shape), LoRAGradients())
-                block.mixtureBackward(experts, x, dy: x, addedTo: &dx, &gradients)
-                return [block.mixture(experts, x), dx]
+                block.mixtureOfExpertsBackward(experts, x, dy: x, addedTo: &dx, &gradients)
+                return [block.mixtureOfExperts(experts, x), dx]
             }
             for (found, expected) in zip(try both(damaged), try both(weights)) {
                 #expect(found.arrayEqual(expected).item(Bool.self))
@@ -91,8 +91,8 @@ import Testing
             func both(_ x: MLXArray) throws -> [MLXArray] {
                 let block = try model.block(block, weights, x)
                 var (dx, gradients) = (2 * x, LoRAGradients())
-                block.mixtureBackward(experts, x, dy: x, addedTo: &dx, &gradients)
-                return [block.mixture(experts, x), dx]
+                block.mixtureOfExpertsBackward(experts, x, dy: x, addedTo: &dx, &gradients)
+                return [block.mixtureOfExperts(experts, x), dx]
             }
             for (found, expected) in zip(try both(all), try both(one)) {
                 #expect(relativeError(found, expected + MLXArray.zeros(found.shape)) < 1e-5)

@@ -27,9 +27,9 @@ import Testing
         let x = inputs(length)
         let (y, expected) = vjp({ [sequential($0)] }, primals: x[0..<3], cotangents: [x[3]])
         var tail = short.start(dtype: .float32)
-        let mixed = short(b: x[0], u: x[2], tail: &tail)
-        let d = short.backward(b: x[0], c: x[1], u: x[2], mixed: mixed, dy: x[3])
-        for (found, expected) in zip([short.output(mixed: mixed, c: x[1]), d.db, d.dc, d.du], y + expected) {
+        let convOut = short(b: x[0], u: x[2], tail: &tail)
+        let d = short.backward(b: x[0], c: x[1], u: x[2], convOut: convOut, dy: x[3])
+        for (found, expected) in zip([short.gated(convOut: convOut, c: x[1]), d.db, d.dc, d.du], y + expected) {
             #expect(found.shape == expected.shape && relativeError(found, expected) < 1e-6)
         }
     }
@@ -37,7 +37,7 @@ import Testing
     /// However a text is cut, the tail carries what the pieces say to each other.
     @Test(arguments: [[1, 1, 1, 14], [16, 1], [2, 15]]) func piecesEqualTheWhole(_ pieces: [Int]) {
         let x = inputs(17)
-        func run(_ pieces: [Int]) -> (mixed: MLXArray, tail: MLXArray) {
+        func run(_ pieces: [Int]) -> (convOut: MLXArray, tail: MLXArray) {
             var (tail, start) = (short.start(dtype: .float32), 0)
             let outputs = pieces.map { count in
                 let rows = start..<start + count
@@ -47,7 +47,7 @@ import Testing
             return (concatenated(outputs), tail)
         }
         let (whole, cut) = (run([17]), run(pieces))
-        #expect(relativeError(cut.mixed, whole.mixed) < 1e-6)
+        #expect(relativeError(cut.convOut, whole.convOut) < 1e-6)
         #expect(cut.tail.shape == [2, 6] && all(cut.tail .== whole.tail).item())
     }
 }

@@ -8,17 +8,17 @@ import Testing
 /// Training on preference data: losses and gradients against the reference, and whole runs.
 @Suite(.serialized) struct PreferenceTests {
     /// The fixture's answers, as a pair or each by itself.
-    private func answers(_ fixture: Fixture) throws -> [JudgedAnswer] {
+    private func answers(_ fixture: Fixture) throws -> [PreferenceAnswer] {
         let length = fixture.length + 1
         let tokens = try fixture.array("answers").asArray(Int32.self)
         let (prompts, lengths) = (
             try fixture.array("prompts").asArray(Int32.self), try fixture.array("lengths").asArray(Int32.self)
         )
-        return (0..<2).map { index -> JudgedAnswer in
+        return (0..<2).map { index -> PreferenceAnswer in
             let sequence = tokens[index * length..<(index + 1) * length]
             let counted = Int(prompts[index]) - 1..<Int(lengths[index]) - 1
             let number = Int32(index)
-            return JudgedAnswer(
+            return PreferenceAnswer(
                 example: Example(tokens: Array(sequence), counted: Array(counted)), isGood: index == 0,
                 source: .init(split: 0, prompt: number, answer: number), lengths: [fixture.length])
         }
@@ -130,10 +130,10 @@ import Testing
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let answers = try answers(fixture)
         let turned = zip(answers.reversed(), answers).map { answer, other in
-            JudgedAnswer(
+            PreferenceAnswer(
                 example: answer.example, isGood: other.isGood, source: answer.source, lengths: answer.lengths)
         }
-        func step(_ batches: [[JudgedAnswer]]) throws -> (Float, MLXArray) {
+        func step(_ batches: [[PreferenceAnswer]]) throws -> (Float, MLXArray) {
             let trainer = try trainer(fixture, objective)
             try fixture.restore(trainer)
             let losses = batches.map { PreferenceBatch($0, objective, share: 1 / Double(batches.count)) }
@@ -152,13 +152,13 @@ import Testing
     /// A prompt with another's answer is as long as it must be: the next length, and at most the longest.
     @Test(arguments: [(2, 3, 8), (6, 3, 8), (7, 3, 16), (12, 9, 16)])
     func anotherAnswerTakesTheLengthThatHoldsIt(_ prompt: Int, _ answer: Int, _ expected: Int) {
-        func judged(_ prompt: Int, _ answer: Int, number: Int32) -> JudgedAnswer {
+        func preferenceAnswer(_ prompt: Int, _ answer: Int, number: Int32) -> PreferenceAnswer {
             let tokens = (0..<prompt + answer).map { Int32(100 * Int(number) + $0) }
-            return JudgedAnswer(
+            return PreferenceAnswer(
                 example: Example(tokens: tokens, counted: Array(prompt - 1..<prompt + answer - 1)), isGood: true,
                 source: .init(split: 0, prompt: number, answer: number), lengths: [8, 16])
         }
-        let mixed = judged(prompt, 1, number: 1).with(answerOf: judged(4, answer, number: 2))
+        let mixed = preferenceAnswer(prompt, 1, number: 1).with(answerOf: preferenceAnswer(4, answer, number: 2))
         let taken = min(answer, 17 - prompt)
         #expect(mixed.example.tokens.count == expected + 1)
         #expect(mixed.example.tokens.prefix(prompt).elementsEqual((0..<prompt).map { Int32(100 + $0) }))

@@ -201,14 +201,14 @@ import Testing
         let settings = try settings(output)
         let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))
         var (time, saved) = (ContinuousClock.now, [Int]())
-        var run = Run()
-        run.now = { time }
-        run.report = { record, _ in
+        var hooks = RunHooks()
+        hooks.now = { time }
+        hooks.report = { record, _ in
             guard case .step = record else { return }
             time += .seconds(65)
             saved.append((try SavedState.load(from: output, settings))?.state.step ?? 0)
         }
-        try bundle.withDevice { try run(settings, bundle) }
+        try bundle.withDevice { try Run.run(settings, bundle, hooks) }
         #expect(saved == [0, 1, 1, 1, 4, 4], "what is there after each step")
     }
 

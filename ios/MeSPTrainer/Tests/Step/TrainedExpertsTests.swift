@@ -101,7 +101,7 @@ import Testing
             let chosen = weights.chosen(experts, weights.router(experts).apply(x))
             let formulas = try model.block(block, weights, x)
             var (dx, gradients) = (MLXArray.zeros(x.shape), LoRAGradients())
-            formulas.mixtureBackward(experts, x, dy: x, addedTo: &dx, &gradients)
+            formulas.mixtureOfExpertsBackward(experts, x, dy: x, addedTo: &dx, &gradients)
             try body(
                 gradients, Set(chosen.asType(.int32).asArray(Int32.self).map(Int.init)), experts,
                 LoRALayout(block: weights.shape, rank: model.layouts[block].rank, modules: experts.modules))

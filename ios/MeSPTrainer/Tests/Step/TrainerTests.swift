@@ -95,11 +95,11 @@ import Testing
         // What is stored in bfloat16 is rounded by up to 2⁻⁹; sums in another order, or a norm of what was rounded, go the other way.
         let bar: Float = fixture.bundle.dtype == .float32 ? 1e-5 : 1e-2
         var x = try model.embed(fixture.example())
-        let context = try model.context(fixture.example(), x0: x)
+        let context = try model.makeContext(fixture.example(), x0: x)
         for block in model.blocks {
             let lora = try model.parameters(block)
             x = try fixture.bundle.withBlock(block) { weights in
-                let call = try model.call(block, weights, lora, context, lending: x)
+                let call = try model.makeForwardCall(block, weights, lora, context, x)
                 let formulas = model.block(call, x)
                 let function = try model.function(block, x)?(call, model.layouts[block], scale: model.scale)
                 #expect((function == nil) == (fixture.bundle.architecture.block(block).mlp.experts != nil))
@@ -274,11 +274,11 @@ import Testing
         let bar: Float = fixture.bundle.dtype == .float32 ? 1e-5 : 1e-2
         var x = try model.embed(fixture.example())
         let example = Example(tokens: try fixture.example().tokens, counted: [0], records: records)
-        let context = try model.context(example, x0: x)
+        let context = try model.makeContext(example, x0: x)
         for block in model.blocks {
             let lora = try model.parameters(block)
             x = try fixture.bundle.withBlock(block) { weights in
-                let call = try model.call(block, weights, lora, context, lending: x)
+                let call = try model.makeForwardCall(block, weights, lora, context, x)
                 let formulas = model.block(call, x)
                 let function = try model.function(block, x, \.packed)?(
                     call, model.layouts[block], scale: model.scale)
@@ -453,7 +453,7 @@ import Testing
     @Test func neighbouringSeedsShareNoKeys() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         func keys(_ seed: UInt64, _ step: Int) throws -> [[UInt32]] {
-            try fixture.trainer(.mesp) { $0.seed = seed }.updates.keys(step).map { $0.asArray(UInt32.self) }
+            try fixture.trainer(.mesp) { $0.seed = seed }.updates.randomKeys(step).map { $0.asArray(UInt32.self) }
         }
         let all = try [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)].flatMap { try keys($0.0, $0.1) }
         #expect(Set(all).count == all.count)

@@ -117,12 +117,12 @@ extension RunSettings {
 extension BlockwiseModel {
     /// A block's formulas with the model's parameters for x `[T, hidden]`, of a block that takes its input alone.
     func block(_ index: Int, _ weights: BlockWeights, _ x: MLXArray) throws -> Block {
-        let call = BlockCall(index: index, weights: weights, lora: try parameters(index), beside: .nothing)
+        let call = BlockCall(index: index, weights: weights, lora: try parameters(index), side: .nothing)
         return block(call, x.expandedDimensions(axis: 0))
     }
 }
 
-extension Beside {
+extension SideInputs {
     /// Of a block that takes its input alone.
-    static var nothing: Beside { Beside(records: nil, perLayer: nil, shared: nil) }
+    static var nothing: SideInputs { SideInputs(records: nil, perLayer: nil, shared: nil) }
 }

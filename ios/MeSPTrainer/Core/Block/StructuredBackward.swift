@@ -8,12 +8,12 @@ extension Block {
     ///   - x: `[1, T, hidden]`
     ///   - intermediates: given away, so that each array goes when it has been used
     ///   - d: dy `[1, T, hidden]`, replaced by dx
-    ///   - wantsInput: false for the first block, whose dx nobody reads; d then ends as d_x_mid
+    ///   - wantsDx: false for the first trained block, whose dx nobody reads; d then ends as d_x_mid
     ///   - shared: the sum of the gradients by keys and values that several blocks take, `[kv_heads, T, head_dim]` each; the block that has
     ///     them takes the sum, each of the others adds to it. nil at first, and elsewhere.
     /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. It and d are evaluated.
-    package func gradient(
-        x: MLXArray, _ intermediates: consuming Intermediates, d: inout MLXArray, wantsInput: Bool,
+    package func structuredBackward(
+        x: MLXArray, _ intermediates: consuming Intermediates, d: inout MLXArray, wantsDx: Bool,
         shared: inout MixerState.KeyValues?
     ) -> MLXArray {
         let shape = x.shape
@@ -21,7 +21,7 @@ extension Block {
         var gradients = LoRAGradients()
         d = d.reshaped([shape[1], shape[2]]).asType(.float32)
         mlpBackward(intermediates, d: &d, &gradients)
-        mixerBackward(x: x, consume intermediates, d: &d, wantsInput: wantsInput, &gradients, shared: &shared)
+        mixerBackward(x: x, consume intermediates, d: &d, wantsDx: wantsDx, &gradients, shared: &shared)
         d = d.reshaped(shape).asType(x.dtype)
         let gradient = layout.packed(gradients)
         eval(d, gradient)
@@ -52,7 +52,7 @@ extension Block {
     ) -> MLXArray {
         let (xMid, mlpOut) = (intermediates.xMid[rows], intermediates.mlpOut?[rows])
         var dResidual = dy
-        if let p = beside.perLayer, let norm = weights.mlpPostNorm, let mlpOut {
+        if let p = side.perLayer, let norm = weights.mlpPostNorm, let mlpOut {
             let h = xMid.asType(.float32) + norm(mlpOut.asType(.float32))
             dResidual = perLayerBackward(h, p: p[rows], dy: dResidual, &gradients)
         }
@@ -74,7 +74,7 @@ extension Block {
             }
         }
         if let experts = weights.shape.mlp.experts {
-            mixtureBackward(experts, mlpIn, dy: dMlpOut, addedTo: &dMlpIn, &gradients)
+            mixtureOfExpertsBackward(experts, mlpIn, dy: dMlpOut, addedTo: &dMlpIn, &gradients)
         }
         return weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
     }
@@ -91,13 +91,13 @@ extension Block {
     ///
     /// - Parameter d: d_x_mid `[T, hidden]`, replaced by dx, if that is wanted
     private func mixerBackward(
-        x: MLXArray, _ intermediates: consuming Intermediates, d: inout MLXArray, wantsInput: Bool,
+        x: MLXArray, _ intermediates: consuming Intermediates, d: inout MLXArray, wantsDx: Bool,
         _ gradients: inout LoRAGradients, shared: inout MixerState.KeyValues?
     ) {
-        var behind = Behind()
+        var carried = CarriedGradients()
         guard !intermediates.segments.isEmpty else {
             let dx = mixerBackward(
-                x: x, consume intermediates, dMid: d, wantsInput: wantsInput, &behind, &gradients, shared: &shared)
+                x: x, consume intermediates, dMid: d, wantsDx: wantsDx, &carried, &gradients, shared: &shared)
             if let dx { d = dx }
             return
         }
@@ -108,8 +108,8 @@ extension Block {
             var own = LoRAGradients()
             let x = x[segment.rows]
             let dx = mixerBackward(
-                x: x, again(segment, x, mixerOut: mixerOut?[segment.rows]), dMid: d[segment.rows],
-                wantsInput: wantsInput, &behind, &own, shared: &shared)
+                x: x, recompute(segment, x, mixerOut: mixerOut?[segment.rows]), dMid: d[segment.rows],
+                wantsDx: wantsDx, &carried, &own, shared: &shared)
             gradients.add(own)
             machine.part(gradients)
             if let dx { replace(segment.rows, of: &d, by: dx) }
@@ -118,15 +118,17 @@ extension Block {
     }
 
     private func mixerBackward(
-        x: MLXArray, _ intermediates: consuming Intermediates, dMid: MLXArray, wantsInput: Bool, _ behind: inout Behind,
+        x: MLXArray, _ intermediates: consuming Intermediates, dMid: MLXArray, wantsDx: Bool,
+        _ carried: inout CarriedGradients,
         _ gradients: inout LoRAGradients, shared: inout MixerState.KeyValues?
     ) -> MLXArray? {
-        let projected = projected(consume intermediates, dMid: dMid, &behind, &gradients, shared: &shared)
+        let dProjections = projectionGradients(
+            consume intermediates, dMid: dMid, &carried, &gradients, shared: &shared)
         let norm = weights.mixerNorm
         let mixerIn = norm(x).asType(.float32)
         var dMixerIn: MLXArray?
-        for (name, dy) in projected {
-            dMixerIn = projection(name, mixerIn, dy: dy, wantsInput: wantsInput, addedTo: dMixerIn, &gradients)
+        for (name, dy) in dProjections {
+            dMixerIn = linearBackward(name, mixerIn, dy: dy, wantsDx: wantsDx, addedTo: dMixerIn, &gradients)
         }
         guard let dMixerIn else { return nil }
         machine.stage(dMixerIn, gradients)
@@ -134,19 +136,19 @@ extension Block {
     }
 
     /// The gradients of the outputs `[T, features]` of a mixer's projections of mixer_in.
-    typealias Projected = KeyValuePairs<Projection, MLXArray>
+    typealias ProjectionGradients = KeyValuePairs<Projection, MLXArray>
 
-    private func projected(
-        _ intermediates: consuming Intermediates, dMid: MLXArray, _ behind: inout Behind,
+    private func projectionGradients(
+        _ intermediates: consuming Intermediates, dMid: MLXArray, _ carried: inout CarriedGradients,
         _ gradients: inout LoRAGradients,
         shared: inout MixerState.KeyValues?
-    ) -> Projected {
+    ) -> ProjectionGradients {
         let dOut = postNormBackward(weights.mixerPostNorm, intermediates.mixerOut, dy: dMid)
         switch weights.shape.mixer {
         case .attention(let mixer):
-            return attentionBackward(mixer, consume intermediates, dOut: dOut, &behind, &gradients, shared: &shared)
+            return attentionBackward(mixer, consume intermediates, dOut: dOut, &carried, &gradients, shared: &shared)
         case .gatedDeltaNet(let mixer):
-            return gatedDeltaNetBackward(mixer, consume intermediates, dOut: dOut, &behind, &gradients)
+            return gatedDeltaNetBackward(mixer, consume intermediates, dOut: dOut, &carried, &gradients)
         case .shortConvolution: return shortConvolutionBackward(consume intermediates, dOut: dOut, &gradients)
         case .mamba2(let mixer): return mamba2Backward(mixer, consume intermediates, dOut: dOut, &gradients)
         }
@@ -157,18 +159,18 @@ extension Block {
     func outputProjectionBackward(
         _ projection: Projection, _ input: MLXArray, dy: MLXArray, _ gradients: inout LoRAGradients
     ) -> MLXArray {
-        let dInput = self.projection(projection, input, dy: dy, wantsInput: true, addedTo: nil, &gradients)
+        let dInput = linearBackward(projection, input, dy: dy, wantsDx: true, addedTo: nil, &gradients)
         guard let dInput else { preconditionFailure("a gradient was asked for") }
         return dInput
     }
 
     /// The derivative of one projection of `input`: see `LoRALinear.backward`.
-    func projection(
-        _ name: Projection, _ input: MLXArray, dy: MLXArray, wantsInput: Bool, addedTo sum: MLXArray?,
+    func linearBackward(
+        _ name: Projection, _ input: MLXArray, dy: MLXArray, wantsDx: Bool, addedTo sum: MLXArray?,
         _ gradients: inout LoRAGradients
     ) -> MLXArray? {
-        let d = projection(name).backward(
-            input, dy: dy, machine: machine, wantsA: wantsA, wantsInput: wantsInput, addedTo: sum)
+        let d = linear(name).backward(
+            input, dy: dy, machine: machine, wantsA: wantsA, wantsDx: wantsDx, addedTo: sum)
         (gradients.a[name], gradients.b[name]) = (d.dA, d.dB)
         return d.dx
     }

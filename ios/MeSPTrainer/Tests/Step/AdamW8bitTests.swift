@@ -5,17 +5,17 @@ import Testing
 @testable import MeSPCore
 
 /// Numbers in 8 bits, against `mesp.reference`'s.
-@Suite(.serialized) struct DynamicMapTests {
+@Suite(.serialized) struct AdamW8bitTests {
     @Test(arguments: Fixture.cases, [true, false])
     func quantizesAsTheReference(_ folder: URL, _ signed: Bool) throws {
         let fixture = try Fixture(folder, "gradients")
         try fixture.bundle.withDevice {
-            let map = DynamicMap(signed: signed)
+            let map = DynamicQuantization(signed: signed)
             let name = signed ? "signed" : "unsigned"
             let (codes, scales) = (try fixture.array(name), try fixture.array("\(name)_scales"))
             let moments = try fixture.array("moments")
             let rows = map.quantized(signed ? moments : abs(moments))
-            #expect(rows.shape == DynamicMap.shape(codes.size) && rows.dtype == .uint8)
+            #expect(rows.shape == DynamicQuantization.shape(codes.size) && rows.dtype == .uint8)
             #expect(rows[0..., 4...].reshaped([-1])[..<codes.size].arrayEqual(codes).item(Bool.self))
             #expect(rows[0..., ..<4].view(dtype: .float32).reshaped([-1]).arrayEqual(scales).item(Bool.self))
 
@@ -25,8 +25,8 @@ import Testing
     }
 
     @Test func zeroBytesAreZeros() {
-        let zeros = DynamicMap(signed: true).dequantized(
-            MLXArray.zeros(DynamicMap.shape(300), dtype: .uint8), count: 300)
+        let zeros = DynamicQuantization(signed: true).dequantized(
+            MLXArray.zeros(DynamicQuantization.shape(300), dtype: .uint8), count: 300)
         #expect(zeros.shape == [300] && zeros.square().sum().item(Float.self) == 0)
     }
 }

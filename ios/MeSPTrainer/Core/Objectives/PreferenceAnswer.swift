@@ -1,7 +1,7 @@
 import MeSPBundle
 
 /// An answer to a prompt: the sequence of both, in which the answer's targets count.
-struct JudgedAnswer {
+struct PreferenceAnswer {
     let example: Example
     let isGood: Bool
     /// The split and the examples of the prompt and the answer.
@@ -27,8 +27,8 @@ struct JudgedAnswer {
     }
 
     /// This prompt with another's answer, cut to the longest length, or padded to the next.
-    func with(answerOf other: JudgedAnswer) -> JudgedAnswer {
-        JudgedAnswer(
+    func with(answerOf other: PreferenceAnswer) -> PreferenceAnswer {
+        PreferenceAnswer(
             example: Example(prompt: example.prompt, answer: other.example.targets, lengths: lengths),
             isGood: other.isGood,
             source: .init(split: source.split, prompt: source.prompt, answer: other.source.answer), lengths: lengths)
@@ -42,10 +42,10 @@ extension TokenStream.Sequences {
     /// The pair, chosen before rejected, or the answer with this number.
     ///
     /// - Parameter split: a number of the split.
-    func answers(_ index: Int, split: Int32, _ objective: Objective) -> [JudgedAnswer] {
+    func answers(_ index: Int, split: Int32, _ objective: Objective) -> [PreferenceAnswer] {
         (objective.takesPairs ? [2 * index, 2 * index + 1] : [index]).map { index in
             let (label, number) = label(index)
-            return JudgedAnswer(
+            return PreferenceAnswer(
                 example: self[index], isGood: label?.isGood ?? true,
                 source: .init(split: split, prompt: Int32(number), answer: Int32(number)), lengths: lengths)
         }

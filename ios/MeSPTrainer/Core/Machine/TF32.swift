@@ -42,16 +42,3 @@ func quantizedMM(
         w, scales: scales, biases: biases, groupSize: groupSize, bits: bits, mode: mode, dtype: .float32)
     return MLX.matmul(TF32.rounded(x), TF32.rounded(dense).T)
 }
-
-/// softmax of scores `[…, rows, keys]` over the keys that are `visible` `[rows, keys]`.
-func maskedSoftmax(_ scores: MLXArray, _ visible: MLXArray) -> MLXArray {
-    Device.isCPU && Fused.isAvailable
-        ? fusedSoftmax([scores, which(visible, Float(0), -Float.infinity)])
-        : softmax(which(visible, scores, -Float.infinity), axis: -1)
-}
-
-private let fusedSoftmax = Fused {
-    let masked = $0[0] + $0[1]
-    let e = exp(masked - masked.max(axis: -1, keepDims: true))
-    return e / e.sum(axis: -1, keepDims: true)
-}

@@ -5,7 +5,7 @@ import MLX
 /// a code, which stands for the nearest of 256 fractions of it; of two that are equally near, the lower.
 ///
 /// A vector `[P]` becomes uint8 `[⌈P / 256⌉, 260]`, a row for 256 numbers: the bytes of the scale, a float32, and the codes.
-struct DynamicMap {
+struct DynamicQuantization {
     private static let (rowCount, scaleBytes) = (256, 4)
 
     /// The value of each code, ascending, float32 `[256]`.

@@ -1,0 +1,127 @@
+import MLX
+import MeSPBundle
+
+/// The arrays between a block's input and its output that the backward pass reads, without the axis of the batch.
+package struct Intermediates: Arrays {
+    /// nil for a long sequence, whose mixer goes by segments: it is recomputed for each.
+    var mixer: MixerIntermediates?
+    let xMid: MLXArray
+    /// `[T, intermediate_size]`; nil where the backward pass recomputes them, tile by tile.
+    var gate, up: MLXArray?
+    /// The outputs of the mixer and of the MLP before their norms, in a block with post-norms.
+    var mixerOut, mlpOut: MLXArray?
+    /// The segments of a long sequence.
+    var segments = [Segment]()
+    /// The segment that these are of, where they are of one.
+    var segment: Segment?
+
+    /// Some tokens of a sequence.
+    struct Segment {
+        let rows: Range<Int>
+        /// The state before the segment. For attention, the keys and values of the whole sequence.
+        var state: MixerState
+        /// The output of attention, which would take longest to recompute; nil for other mixers.
+        let attnOut: MLXArray?
+    }
+
+    var arrays: [MLXArray] {
+        mixer.arrays + [xMid] + [gate, up, mixerOut, mlpOut].compactMap { $0 }
+            + segments.flatMap { $0.state.arrays + [$0.attnOut].compactMap { $0 } }
+    }
+}
+
+/// The outputs of a mixer's projections `[T, features]`, and the result of its formula before its output's gate or norm.
+package enum MixerIntermediates: Arrays {
+    /// q, with each head's gate after it where it has one, k and v, before their norms and RoPE, `[heads, T, …]`;  attn_out.
+    case attention(q: MLXArray, k: MLXArray, v: MLXArray, attnOut: MLXArray)
+    /// qkv, before its convolution;  z;  b and after it a;  o.
+    case gatedDeltaNet(qkv: MLXArray, z: MLXArray, ba: MLXArray, o: MLXArray)
+    case shortConvolution(b: MLXArray, c: MLXArray, u: MLXArray, convOut: MLXArray)
+    /// z;  xBC, before its convolution;  dt;  o.
+    case mamba2(z: MLXArray, xBC: MLXArray, dt: MLXArray, o: MLXArray)
+
+    /// - Parameter a: the four arrays, in the block function's order.
+    init(_ mixer: Mixer, _ a: ArraySlice<MLXArray>) {
+        let i = a.startIndex
+        self =
+            switch mixer {
+            case .attention: .attention(q: a[i], k: a[i + 1], v: a[i + 2], attnOut: a[i + 3])
+            case .gatedDeltaNet: .gatedDeltaNet(qkv: a[i], z: a[i + 1], ba: a[i + 2], o: a[i + 3])
+            case .shortConvolution: .shortConvolution(b: a[i], c: a[i + 1], u: a[i + 2], convOut: a[i + 3])
+            case .mamba2: .mamba2(z: a[i], xBC: a[i + 1], dt: a[i + 2], o: a[i + 3])
+            }
+    }
+
+    /// The names of docs/method.md, in the block function's order.
+    static func names(of mixer: Mixer) -> [String] {
+        switch mixer {
+        case .attention: ["q", "k", "v", "attn_out"]
+        case .gatedDeltaNet: ["qkv", "z", "ba", "o"]
+        case .shortConvolution: ["b", "c", "u", "conv_out"]
+        case .mamba2: ["z", "xBC", "dt", "o"]
+        }
+    }
+
+    /// In the block function's order.
+    var arrays: [MLXArray] {
+        switch self {
+        case .attention(let q, let k, let v, let attnOut): [q, k, v, attnOut]
+        case .gatedDeltaNet(let qkv, let z, let ba, let o): [qkv, z, ba, o]
+        case .shortConvolution(let b, let c, let u, let convOut): [b, c, u, convOut]
+        case .mamba2(let z, let xBC, let dt, let o): [z, xBC, dt, o]
+        }
+    }
+}
+
+/// The arrays of the mixer that the block has.
+extension Intermediates {
+    var attention: (q: MLXArray, k: MLXArray, v: MLXArray, attnOut: MLXArray) {
+        guard case .attention(let q, let k, let v, let attnOut)? = mixer else { preconditionFailure("another mixer") }
+        return (q, k, v, attnOut)
+    }
+
+    var gatedDeltaNet: (qkv: MLXArray, z: MLXArray, ba: MLXArray, o: MLXArray) {
+        guard case .gatedDeltaNet(let qkv, let z, let ba, let o)? = mixer else { preconditionFailure("another mixer") }
+        return (qkv, z, ba, o)
+    }
+
+    var shortConvolution: (b: MLXArray, c: MLXArray, u: MLXArray, convOut: MLXArray) {
+        guard case .shortConvolution(let b, let c, let u, let out)? = mixer else {
+            preconditionFailure("another mixer")
+        }
+        return (b, c, u, out)
+    }
+
+    var mamba2: (z: MLXArray, xBC: MLXArray, dt: MLXArray, o: MLXArray) {
+        guard case .mamba2(let z, let xBC, let dt, let o)? = mixer else { preconditionFailure("another mixer") }
+        return (z, xBC, dt, o)
+    }
+}
+
+/// Everything that the exported block function returns.
+package struct BlockOutputs {
+    /// `[1, T, hidden]`
+    package let y: MLXArray
+    /// RMSNorm(x) `[T, hidden]`; the backward pass recomputes it from x.
+    package let mixerIn: MLXArray
+    package let intermediates: Intermediates
+
+    /// The names of docs/method.md, in the function's order.
+    package static func names(of mixer: Mixer) -> [String] {
+        ["y", "mixer_in"] + MixerIntermediates.names(of: mixer) + ["x_mid", "gate", "up", "mixer_out", "mlp_out"]
+    }
+
+    /// In the function's order; the last two only of a block with post-norms.
+    package var list: [MLXArray] {
+        let i = intermediates
+        return [y, mixerIn] + i.mixer.arrays + [i.xMid] + [i.gate, i.up, i.mixerOut, i.mlpOut].compactMap { $0 }
+    }
+}
+
+/// The gradients that a sequence's later segments carry back to those before.
+struct CarriedGradients {
+    /// The gradients of attention's k̂ and v, `[kv_heads, d, n]` of the last n positions before; nil where there is none.
+    var keyValues: MixerState.KeyValues?
+    /// nil where a gated delta net does not go by segments.
+    var net: GatedDeltaNet.CarriedGradients?
+}
