@@ -135,7 +135,8 @@ def agree(
 
     Both sides compute in float32 and sum in different orders: 1e-6 to 1e-5 of a loss, and of the
     way that the parameters went, which grows from step to step. A moment of 8 bits that is halfway
-    between two codes takes either, so `ties` parameters may be apart by up to a step of 1e-3.
+    between two codes takes either, so `ties` parameters may be apart by up to a step. AdamW's
+    longest, without bias correction, is rate · (1 − β₁) / √(1 − β₂): 3.2e-3 with β₂ = 0.999.
     """
     assert run.losses == pytest.approx(expected.losses, rel=max(2e-5, tolerance / 10))
     way = distance(expected.start, expected.end)
@@ -146,7 +147,7 @@ def agree(
         np.concatenate([np.ravel(mx.abs(end[name] - expected.end[name])) for name in end])
     )
     assert np.linalg.norm(apart[: apart.size - ties]) < tolerance * way
-    assert ties == 0 or apart[-1] < 1e-3
+    assert ties == 0 or apart[-1] < 3.2e-3
 
 
 class AdamW8bit(optim.Optimizer):

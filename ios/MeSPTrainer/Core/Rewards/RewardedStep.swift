@@ -23,7 +23,7 @@ struct RewardedStep {
             throw MeSPError("The rewards must be a finite number for each of the \(size) answers to each prompt.")
         }
         let share = 1 / Float(groups.count)
-        var (parts, loss) = ([Trainer.Part](), Float(0))
+        var (parts, loss) = ([Trainer.WeightedExample](), Float(0))
         for (answers, rewards) in zip(answers, rewards) {
             let group = groupLoss(
                 rewards: rewards, tokens: answers.map(\.counted.count),
@@ -33,7 +33,7 @@ struct RewardedStep {
         }
         // An answer without a weight has no gradient. Where no answer has one, the update is the optimizer's for a gradient of 0.
         let weighted = parts.filter { $0.weight != 0 }
-        let supervised = SequenceLoss(parts: weighted.isEmpty ? Array(parts.prefix(1)) : weighted)
+        let supervised = SequenceLoss(weighted.isEmpty ? Array(parts.prefix(1)) : weighted)
         var result = try takeStep(trainer, [supervised], number: number)
         let all = rewards.joined()
         (result.sum, result.reward) = (Double(loss), all.reduce(0, +) / Float(all.count))

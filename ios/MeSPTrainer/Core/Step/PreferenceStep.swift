@@ -8,12 +8,12 @@ struct PreferenceBatch: StepLoss {
     /// Pairs of a chosen and a rejected answer, one after the other, or single answers.
     private let batch: [PreferenceAnswer]
     private let objective: Objective
-    private let share: Double
+    private let batchShare: Double
     /// ORPO's supervised loss is a mean over all targets of the batch's chosen answers and their prompts: how many those are for each pair.
     private var supervisedTargets = 0.0
 
     init(_ batch: [PreferenceAnswer], _ objective: Objective, share: Double = 1) {
-        (self.batch, self.objective, self.share) = (batch, objective, share)
+        (self.batch, self.objective, batchShare) = (batch, objective, share)
         guard objective == .orpo else { return }
         let targets = pairs.reduce(0) { $0 + $1.chosen.example.counted.count + ($1.chosen.context?.counted.count ?? 0) }
         supervisedTargets = Double(targets) / Double(pairs.count)
@@ -28,17 +28,18 @@ struct PreferenceBatch: StepLoss {
         func loss(_ answer: PreferenceAnswer) throws -> Float {
             try trainer.model.loss(answer.example, parameters: parameters)
         }
-        let part = Double(Float(share)) / Double(count)
+        let share = Double(Float(batchShare)) / Double(count)
         if objective.takesPairs {
             for (chosen, rejected) in pairs {
-                let terms = try pair(chosen, loss(chosen), rejected, loss(rejected), part, trainer, &result)
+                let terms = try pair(chosen, loss(chosen), rejected, loss(rejected), share, trainer, &result)
                 if let context = terms.context > 0 ? chosen.context : nil {
-                    result.sum += part * terms.context * Double(try trainer.model.loss(context, parameters: parameters))
+                    result.sum +=
+                        share * terms.context * Double(try trainer.model.loss(context, parameters: parameters))
                 }
             }
         } else {
             let k = try kl(trainer, loss)
-            for answer in batch { _ = try single(answer, loss(answer), kl: k, part, trainer, &result) }
+            for answer in batch { _ = try single(answer, loss(answer), kl: k, share, trainer, &result) }
         }
     }
 
@@ -50,10 +51,10 @@ struct PreferenceBatch: StepLoss {
     }
 
     func backpropagate(_ trainer: Trainer, into sink: GradientSink, _ result: inout StepResult) throws {
-        let part = share / Double(count)
+        let share = batchShare / Double(count)
         if objective.takesPairs {
             for (chosen, rejected) in pairs {
-                try backpropagate(chosen: chosen, rejected: rejected, part: part, trainer, into: sink, &result)
+                try backpropagate(chosen: chosen, rejected: rejected, share: share, trainer, into: sink, &result)
             }
         } else {
             let k = try kl(trainer) { try trainer.model.loss($0.example) }
@@ -62,8 +63,8 @@ struct PreferenceBatch: StepLoss {
                 var sequences = try trainer.forward([answer.example])
                 sequences[0].residual = try {
                     let (loss, dy) = try trainer.head(sequences[0].residual, answer.example, weight: 1)
-                    let weight = try single(answer, loss, kl: k, part, trainer, &result).weights[0]
-                    return try trainer.clock.confirmed { Float(part * weight) * dy }
+                    let weight = try single(answer, loss, kl: k, share, trainer, &result).weights[0]
+                    return try trainer.clock.confirmed { Float(share * weight) * dy }
                 }()
                 try trainer.backward(&sequences, into: sink)
             }
@@ -73,7 +74,8 @@ struct PreferenceBatch: StepLoss {
     /// The weights of a pair depend on both answers: the rejected one runs forward before all else, and again for its gradient where the
     /// plan has no room for its block inputs.
     private func backpropagate(
-        chosen: PreferenceAnswer, rejected: PreferenceAnswer, part: Double, _ trainer: Trainer, into sink: GradientSink,
+        chosen: PreferenceAnswer, rejected: PreferenceAnswer, share: Double, _ trainer: Trainer,
+        into sink: GradientSink,
         _ result: inout StepResult
     ) throws {
         // With its gradient before it is weighted, where the plan has room for its block inputs.
@@ -92,15 +94,15 @@ struct PreferenceBatch: StepLoss {
         sequences[0].residual = try {
             let y = sequences[0].residual
             let (loss, dy) = try trainer.head(y, chosen.example, weight: 1)
-            let terms = try pair(chosen, loss, rejected, rejectedLoss, part, trainer, &result)
-            weight = Float(part * terms.weights[1])
+            let terms = try pair(chosen, loss, rejected, rejectedLoss, share, trainer, &result)
+            weight = Float(share * terms.weights[1])
             guard let context = terms.context > 0 ? chosen.context : nil else {
-                return try trainer.clock.confirmed { Float(part * terms.weights[0]) * dy }
+                return try trainer.clock.confirmed { Float(share * terms.weights[0]) * dy }
             }
             let (contextLoss, contextDy) = try trainer.head(y, context, weight: 1)
-            result.sum += part * terms.context * Double(contextLoss)
+            result.sum += share * terms.context * Double(contextLoss)
             return try trainer.clock.confirmed {
-                Float(part * terms.weights[0]) * dy + Float(part * terms.context) * contextDy
+                Float(share * terms.weights[0]) * dy + Float(share * terms.context) * contextDy
             }
         }()
         try trainer.backward(&sequences, into: sink)
@@ -127,24 +129,24 @@ struct PreferenceBatch: StepLoss {
     /// The loss of a pair, from those of its answers' targets; added to a result.
     private func pair(
         _ chosen: PreferenceAnswer, _ chosenLoss: Float, _ rejected: PreferenceAnswer, _ rejectedLoss: Float,
-        _ part: Double,
+        _ share: Double,
         _ trainer: Trainer, _ result: inout StepResult
     ) throws -> PreferenceLoss {
         let (w, l) = (try probability(chosen, chosenLoss, trainer), try probability(rejected, rejectedLoss, trainer))
         let pair = PreferenceLoss(
             objective, chosen: w, rejected: l, supervisedTargets: supervisedTargets, trainer.model.settings)
-        result.add(pair, of: [w, l], part: part)
+        result.add(pair, of: [w, l], share: share)
         return pair
     }
 
     /// The loss of a single answer, likewise.
     private func single(
-        _ answer: PreferenceAnswer, _ loss: Float, kl: Double, _ part: Double, _ trainer: Trainer,
+        _ answer: PreferenceAnswer, _ loss: Float, kl: Double, _ share: Double, _ trainer: Trainer,
         _ result: inout StepResult
     ) throws -> PreferenceLoss {
         let scored = try probability(answer, loss, trainer)
         let single = PreferenceLoss(scored, kl: kl, trainer.model.settings)
-        result.add(single, of: [scored], kl: kl, part: part)
+        result.add(single, of: [scored], kl: kl, share: share)
         return single
     }
 

@@ -20,22 +20,22 @@ package protocol StepLoss {
 
 /// The supervised loss: the sum of the losses of the sequences' counted targets, each times its sequence's weight.
 package struct SequenceLoss: StepLoss {
-    let parts: [Trainer.Part]
+    let weighted: [Trainer.WeightedExample]
 
-    init(parts: [Trainer.Part]) { self.parts = parts }
+    init(_ weighted: [Trainer.WeightedExample]) { self.weighted = weighted }
 
     /// The mean over all the sequences' counted targets.
     package init(_ examples: [Example]) {
         let weight = 1 / Float(examples.reduce(0) { $0 + $1.counted.count })
-        parts = examples.map { (example: $0, weight: weight) }
+        weighted = examples.map { (example: $0, weight: weight) }
     }
 
-    package var examples: [Example] { parts.map(\.example) }
+    package var examples: [Example] { weighted.map(\.example) }
 
     /// One after the other, sequences take the memory of one and of a sum of gradients, however many they are; by blocks, of all their block
     /// inputs, and unless the update needs all gradients at once, of one block's sum.
     package func backpropagate(_ trainer: Trainer, into sink: GradientSink, _ result: inout StepResult) throws {
-        for group in trainer.plan.order == .blocks ? [parts] : parts.map({ [$0] }) {
+        for group in trainer.plan.order == .blocks ? [weighted] : weighted.map({ [$0] }) {
             result.add(try trainer.backpropagate(group, into: sink), of: group)
         }
     }
@@ -44,8 +44,8 @@ package struct SequenceLoss: StepLoss {
         _ trainer: Trainer, _ result: inout StepResult,
         parameters: (_ block: Int, _ lora: MLXArray) throws -> MLXArray
     ) throws {
-        for part in parts {
-            result.add(part.weight * (try trainer.model.loss(part.example, parameters: parameters)), of: [part])
+        for each in weighted {
+            result.add(each.weight * (try trainer.model.loss(each.example, parameters: parameters)), of: [each])
         }
     }
 }
@@ -103,25 +103,25 @@ package struct StepResult {
     private var k: Double?
 
     /// Adds some sequences and their loss, in float32.
-    mutating func add(_ loss: Float, of parts: [Trainer.Part]) {
+    mutating func add(_ loss: Float, of weighted: [Trainer.WeightedExample]) {
         sum = Double(self.loss + loss)
-        for part in parts { count(part.example) }
+        for each in weighted { count(each.example) }
     }
 
     /// Adds a pair or a single answer.
     ///
     /// - Parameters:
     ///   - kl: KTO's k
-    ///   - part: its share of the step's loss
-    mutating func add(_ preference: PreferenceLoss, of answers: [AnswerProbability], kl: Double? = nil, part: Double) {
-        sum += part * preference.loss
+    ///   - share: its part of the step's loss
+    mutating func add(_ preference: PreferenceLoss, of answers: [AnswerProbability], kl: Double? = nil, share: Double) {
+        sum += share * preference.loss
         for (answer, reward) in zip(answers, preference.rewards) {
             count(answer.answer.example)
             if answer.answer.isGood { chosen.add(reward) } else { rejected.add(reward) }
         }
         if answers[0].reference != nil { ratios.add(answers.reduce(0) { $0 + $1.ratio } / Double(answers.count)) }
         right.add(preference.isRight ? 1 : 0)
-        if let kl { k = (k ?? 0) + part * kl }
+        if let kl { k = (k ?? 0) + share * kl }
     }
 
     private mutating func count(_ example: Example) {

@@ -26,7 +26,7 @@ package final class Trainer {
     private let inputsFile: ArrayFile?
 
     /// A sequence of a step, and the weight of each of its targets in the step's loss.
-    package typealias Part = (example: Example, weight: Float)
+    package typealias WeightedExample = (example: Example, weight: Float)
 
     /// One update from the sum of some losses.
     ///
@@ -44,15 +44,15 @@ package final class Trainer {
     /// One forward and backward pass of some sequences, which go through each block together.
     ///
     /// - Parameter sink: gets the sums of the sequences' gradients as soon as each is there, and may change that block's parameters.
-    /// - Returns: the sum of the losses, each times its part's weight.
+    /// - Returns: the sum of the losses, each times its example's weight.
     /// - Throws: `NotFinite` where that is not finite; then nothing was updated.
-    package func backpropagate(_ parts: [Part], into sink: GradientSink) throws -> Float {
-        var sequences = try forward(parts.map(\.example))
+    package func backpropagate(_ weighted: [WeightedExample], into sink: GradientSink) throws -> Float {
+        var sequences = try forward(weighted.map(\.example))
         var loss: Float = 0
         try model.bundle.withHead { _ in
-            for (index, part) in parts.enumerated() {
-                let (sum, d) = try head(sequences[index].residual, part.example, weight: part.weight)
-                loss += part.weight * sum
+            for (index, each) in weighted.enumerated() {
+                let (sum, d) = try head(sequences[index].residual, each.example, weight: each.weight)
+                loss += each.weight * sum
                 sequences[index].residual = d
             }
         }
