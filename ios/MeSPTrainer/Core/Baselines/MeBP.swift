@@ -12,7 +12,7 @@ extension BlockwiseModel {
         _ call: BlockCall, _ x: MLXArray, d: inout MLXArray, shared: inout MixerState.KeyValues?
     ) throws -> MLXArray {
         let layout = layouts[call.index]
-        guard let function = try function(call.index, x, \.plainFunctions) else {
+        guard let plain = try function(call.index, x, \.plainFunctions) else {
             preconditionFailure("block \(call.index) has no function")
         }
         // Keys and values are inputs of a block that takes another's, and outputs of one whose others took.
@@ -30,7 +30,7 @@ extension BlockwiseModel {
                             var call = call
                             call.lora = layout.replacing(in: call.lora, trained: primals[1])
                             if taken != nil { call.side.shared = .init(keys: primals[2], values: primals[3]) }
-                            return try outputs(function(call, layout, scale: self.scale), primals[0])
+                            return try outputs(plain(call, layout, scale: self.scale), primals[0])
                         } catch {
                             failure = error
                             return cotangents  // of the outputs' shapes
@@ -42,8 +42,8 @@ extension BlockwiseModel {
             return gradients
         }
         // A GPU compiles the kernels of a first evaluation. That of each output by itself needs some of them.
-        if !isWarm, differentiated.insert(ObjectIdentifier(function)).inserted {
-            let pass = function(call, layout, scale: scale)
+        if !isWarm, differentiated.insert(ObjectIdentifier(plain)).inserted {
+            let pass = plain(call, layout, scale: scale)
             for index in try 1..<pass.outputs(x).list.count {
                 let output = try Device.withGlobal(bundle.device) { try pass.outputs(x).list[index] }
                 eval(output)
@@ -52,21 +52,21 @@ extension BlockwiseModel {
                 clock.pause()
             }
         }
-        let gradients = try gradients(cotangents: [d] + (sum.map { [$0.keys, $0.values] } ?? [])) { pass, x in
+        let all = try gradients(cotangents: [d] + (sum.map { [$0.keys, $0.values] } ?? [])) { pass, x in
             guard sum != nil else { return [try pass.output(x)] }
             let outputs = try pass.outputs(x)
             let own = call.weights.keysAndValues(outputs.intermediates)
             return [outputs.y, own.keys, own.values]
         }
-        if gradients.count > 2 {
-            let own = gradients[2...].map { $0.asType(.float32) }
+        if all.count > 2 {
+            let own = all[2...].map { $0.asType(.float32) }
             shared = .init(
                 keys: shared.map { $0.keys + own[0] } ?? own[0], values: shared.map { $0.values + own[1] } ?? own[1])
         } else {
             shared = nil
         }
-        eval(gradients + (shared.map { [$0.keys, $0.values] } ?? []))
-        d = gradients[0].asType(dtype)
-        return gradients[1]
+        eval(all + (shared.map { [$0.keys, $0.values] } ?? []))
+        d = all[0].asType(dtype)
+        return all[1]
     }
 }

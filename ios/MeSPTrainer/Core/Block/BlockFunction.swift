@@ -127,10 +127,10 @@ private struct Call: BlockForward {
     }
 
     func outputs(_ x: MLXArray) throws -> BlockOutputs {
-        let list = try list(.all, x)
-        let a = list.map(\.unbatched)
+        let all = try list(.all, x)
+        let a = all.map(\.unbatched)
         return BlockOutputs(
-            y: list[0], mixerIn: a[1],
+            y: all[0], mixerIn: a[1],
             intermediates: Intermediates(
                 mixer: MixerIntermediates(mixer, a[2..<6]), xMid: a[6], gate: a[7], up: a[8],
                 mixerOut: a.count > 9 ? a[9] : nil, mlpOut: a.count > 9 ? a[10] : nil))

@@ -159,20 +159,20 @@ struct Attention {
         var parts = machine.attentionBackward(
             self, q: query(q, at: .from(start)) * scale, k: kHat, v: vHat, dOut: dOut, carried: &carried)
         /// The rows of all tiles, with the gradients of other blocks.
-        func whole(_ parts: inout [MLXArray], _ sum: MLXArray? = nil) -> MLXArray {
+        func join(_ parts: inout [MLXArray], _ sum: MLXArray? = nil) -> MLXArray {
             let whole = concatenated(parts.reversed(), axis: 1)
             parts = []
             return sum.map { $0 + whole } ?? whole
         }
         /// Joins the tiles, applies `backward` to some heads at a time, and returns rows by token.
         func joined(_ parts: inout [MLXArray], _ backward: (MLXArray, _ heads: Range<Int>) -> MLXArray) -> MLXArray {
-            let whole = whole(&parts)
+            let whole = join(&parts)
             let byHead = machine.rows(of: whole) { backward(whole[$0], $0) }
             return machine.part(
                 concatenated(byHead.map { $0.swappedAxes(0, 1) }, axis: 1).reshaped([whole.dim(1), -1]))
         }
         let dq = joined(&parts.dq) { positionedBackward(q[$1], qNorm, dy: $0 * scale, start: start) }
-        guard hasOwnKeys else { return (dq, whole(&parts.dk, sum?.keys), whole(&parts.dv, sum?.values)) }
+        guard hasOwnKeys else { return (dq, join(&parts.dk, sum?.keys), join(&parts.dv, sum?.values)) }
         let dk = joined(&parts.dk) { d, heads in
             positionedBackward(k[heads], kNorm, dy: sum.map { d + $0.keys[heads] } ?? d, start: start)
         }

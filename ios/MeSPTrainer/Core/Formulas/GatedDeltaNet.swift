@@ -71,7 +71,7 @@ package struct GatedDeltaNet {
     ) -> MLXArray {
         let before = state
         let parts = machine.each(of: keyHeads, size: headsAtOnce(qkv.dim(0), machine)) { heads in
-            var memory = before.memory[values(heads)]
+            var memory = before.memory[valueHeads(of: heads)]
             let o = rule(heads, qkv: qkv, tail: before.tail, b: b, a: a, machine)(state: &memory)
             return [o.reshaped([o.dim(0), -1]), memory]
         }
@@ -90,14 +90,14 @@ package struct GatedDeltaNet {
     }
 
     /// The value heads of some key heads.
-    private func values(_ heads: Range<Int>) -> Range<Int> {
+    private func valueHeads(of heads: Range<Int>) -> Range<Int> {
         let each = valueHeads / keyHeads
         return heads.lowerBound * each..<heads.upperBound * each
     }
 
     /// The terms of l: a, dt_bias and A_log, `[…, values]`.
     private func decay(_ heads: Range<Int>, _ a: MLXArray) -> [MLXArray] {
-        let values = values(heads)
+        let values = valueHeads(of: heads)
         return [a[0..., values], dtBias[values], aLog[values]].map { $0.asType(.float32) }
     }
 
@@ -105,7 +105,7 @@ package struct GatedDeltaNet {
     private static let logDecayBackward = Fused { -exp($0[2]) * sigmoid($0[0] + $0[1]) * $0[3] }
 
     private func beta(_ heads: Range<Int>, _ b: MLXArray) -> MLXArray {
-        sigmoid(b[0..., values(heads)].asType(.float32))
+        sigmoid(b[0..., valueHeads(of: heads)].asType(.float32))
     }
 
     /// q, k and v.
@@ -122,7 +122,7 @@ package struct GatedDeltaNet {
         return [
             input(heads, keyDim, start: 0, scale: scale),
             input(heads, keyDim, start: keys, scale: scale.squareRoot()),
-            input(values(heads), valueDim, start: 2 * keys, scale: nil),
+            input(valueHeads(of: heads), valueDim, start: 2 * keys, scale: nil),
         ]
     }
 
@@ -216,7 +216,7 @@ package struct GatedDeltaNet {
 
     /// The part of `behind` for some heads: of the memory, and of what was convolved the features of q, k and v.
     private func parts(_ heads: Range<Int>, _ carried: CarriedGradients) -> [MLXArray] {
-        [carried.memory[values(heads)]] + inputs(heads).map { carried.convolved[0..., $0.features] }
+        [carried.memory[valueHeads(of: heads)]] + inputs(heads).map { carried.convolved[0..., $0.features] }
     }
 
     /// The gradients of some heads' q, k and v in qkv, and of their b and a, `[T, features]`.
@@ -224,7 +224,7 @@ package struct GatedDeltaNet {
         _ heads: Range<Int>, qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, before: MixerState.Recurrent,
         carried: inout [MLXArray], _ machine: Machine
     ) -> [MLXArray] {
-        let values = values(heads)
+        let values = valueHeads(of: heads)
         let d = rule(heads, qkv: qkv, tail: before.tail, b: b, a: a, machine)
             .backward(
                 dO: byHead(dO[0..., values.lowerBound * valueDim..<values.upperBound * valueDim]),

@@ -57,7 +57,7 @@ package struct Mamba2 {
                 input(.b(group.lowerBound), xBC, tail: before.tail), input(.c(group.lowerBound), xBC, tail: before.tail)
             )
             return machine.each(of: heads / groups, size: headsAtOnce(xBC.dim(0), machine)) {
-                let heads = heads(of: group.lowerBound, $0)
+                let heads = headRange(of: group.lowerBound, $0)
                 var memory = before.memory[heads]
                 let x = byHead(input(.x(heads), xBC, tail: before.tail))
                 let space = stateSpace(heads, x: x, dt: dt, b: b, c: c, machine)
@@ -91,8 +91,8 @@ package struct Mamba2 {
         for group in 0..<groups {
             let bc = machine.part(
                 eachRecord(records) { [input(.b(group), inputs[0][$0]), input(.c(group), inputs[0][$0])] })
-            let tiles = tiles(of: heads / groups, size: headsAtOnce(dt.dim(0), machine)).map { heads(of: group, $0) }
-            let ofHeads = machine.reduce(tiles, HeadGradients(), reading: &inputs) { all, heads, inputs in
+            let all = tiles(of: heads / groups, size: headsAtOnce(dt.dim(0), machine)).map { headRange(of: group, $0) }
+            let ofHeads = machine.reduce(all, HeadGradients(), reading: &inputs) { all, heads, inputs in
                 all.add(
                     eachRecord(records) {
                         backward(
@@ -136,7 +136,7 @@ package struct Mamba2 {
         let x = machine.part(byHead(input(.x(heads), xBC)))
         let dO = byHead(dO[0..., features(.x(heads))])
         let d = stateSpace(heads, x: x, dt: dt, b: b, c: c, machine).backward(dY: dO)
-        let dx = column(step(heads, dt)) * d.du + column(self.d[heads]) * dO
+        let dx = column(timeStep(heads, dt)) * d.du + column(self.d[heads]) * dO
         let dDt = Self.stepBackward(
             [(d.du * x).sum(axis: -1), d.dLogDecay, aLog[heads], shifted(heads, dt)])
         return machine.part([inputBackward(.x(heads), xBC, dy: dx.reshaped([x.dim(0), -1])), dDt]) + [d.dB, d.dC]
@@ -145,7 +145,7 @@ package struct Mamba2 {
     private func stateSpace(
         _ heads: Range<Int>, x: MLXArray, dt: MLXArray, b: MLXArray, c: MLXArray, _ machine: Machine
     ) -> StateSpace {
-        let step = step(heads, dt)
+        let step = timeStep(heads, dt)
         return StateSpace(u: column(step) * x, logDecay: -exp(aLog[heads]) * step, b: b, c: c, machine: machine)
     }
 
@@ -155,7 +155,7 @@ package struct Mamba2 {
     }
 
     /// Δ `[n, heads]`
-    private func step(_ heads: Range<Int>, _ dt: MLXArray) -> MLXArray {
+    private func timeStep(_ heads: Range<Int>, _ dt: MLXArray) -> MLXArray {
         logAddExp(shifted(heads, dt), MLXArray(0 as Float))
     }
 
@@ -222,7 +222,7 @@ package struct Mamba2 {
     // MARK: - Shapes
 
     /// Some of the heads of a group, by their numbers in it.
-    private func heads(of group: Int, _ own: Range<Int>) -> Range<Int> {
+    private func headRange(of group: Int, _ own: Range<Int>) -> Range<Int> {
         let first = group * (heads / groups)
         return first + own.lowerBound..<first + own.upperBound
     }

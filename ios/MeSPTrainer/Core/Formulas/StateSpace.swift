@@ -39,12 +39,12 @@ package struct StateSpace {
     /// - Parameter state: S before the tokens, `[heads, P, N]` in float32; becomes that behind them
     /// - Returns: y `[n, heads, P]`, in float32.
     func callAsFunction(state: inout MLXArray) -> MLXArray {
-        let read = matmul(c, transposed(flat(states(&state)))).reshaped(u.shape)
+        let read = matmul(c, transposed(flat(chunkStates(&state)))).reshaped(u.shape)
         return byToken(swapped(decays.start) * read + swapped(matmul(decays.gamma * cb, swapped(u))))
     }
 
     /// S before each chunk `[chunks, heads, P, N]`; s becomes that behind the last.
-    private func states(_ s: inout MLXArray) -> MLXArray {
+    private func chunkStates(_ s: inout MLXArray) -> MLXArray {
         let (written, whole) = (each(matmul(transposed(wide(swapped(decays.end) * u)), b)), each(decays.whole))
         var states = [MLXArray]()
         for n in written.indices {
@@ -75,7 +75,7 @@ package struct StateSpace {
         let dY = ChunkDecays.chunked(dY)
         let (start, end) = (swapped(decays.start), swapped(decays.end))
         var s = MLXArray.zeros([u.dim(2), u.dim(3), b.dim(-1)])
-        let states = states(&s)
+        let states = chunkStates(&s)
         let dStart = start * dY
         let dStates = statesBackward(matmul(transposed(wide(dStart)), c), like: s)
         let inWhole = decays.whole * dot(states, dStates)

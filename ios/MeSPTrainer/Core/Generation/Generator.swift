@@ -250,7 +250,7 @@ public struct Generator {
         // Keys and values that nobody else has are written in place.
         for i in texts.indices { texts[i].cache = PromptCache() }
         defer { for i in texts.indices { texts[i].cache = caches[i] } }
-        let logits = try logits(model.forward(next: texts.map(\.last), &caches, atBlock))
+        let logits = try project(model.forward(next: texts.map(\.last), &caches, atBlock))
         let likeliest = logits.argMax(axis: -1).asType(Int.dtype)
         let isGreedy = texts.allSatisfy { $0.request.temperature <= 0 }
         let tokens =
@@ -289,13 +289,13 @@ public struct Generator {
     ) throws -> MLXArray {
         var last = MLXArray.zeros([1, model.bundle.architecture.hiddenSize], dtype: model.bundle.dtype)
         try model.forward(tokens, &cache, atBlock) { _, y in last = y[(y.dim(0) - 1)...] }
-        let logits = try logits(last)[0]
+        let logits = try project(last)[0]
         try logits.compute()
         return logits
     }
 
     /// The logits `[n, vocabulary]` (float32) of what the last block made, `[n, hidden]`.
-    private func logits(_ y: MLXArray) throws -> MLXArray {
+    private func project(_ y: MLXArray) throws -> MLXArray {
         try model.bundle.withHead { weights in
             let logits = CrossEntropyHead(
                 weights: weights, architecture: model.bundle.architecture, machine: model.machine(rows: 1, length: 1)

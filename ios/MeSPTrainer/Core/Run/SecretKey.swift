@@ -37,11 +37,11 @@ package struct SecretKey {
     }
 
     static func remove(from folder: URL) throws {
-        let url = url(in: folder)
+        let file = url(in: folder)
         try explaining {
-            if FileManager.default.fileExists(atPath: url.path) { try FileManager.default.removeItem(at: url) }
+            if FileManager.default.fileExists(atPath: file.path) { try FileManager.default.removeItem(at: file) }
         } as: {
-            "Cannot remove \(url.path): \($0)."
+            "Cannot remove \(file.path): \($0)."
         }
     }
 

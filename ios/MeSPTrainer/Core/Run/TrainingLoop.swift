@@ -149,7 +149,7 @@ final class TrainingLoop {
         peak = max(peak, sampler.takePeak())
         var record: LogRecord.Step
         do {
-            record = try step()
+            record = try recordedStep()
         } catch let bad as NotFinite {
             guard settings.skipBadSteps else {
                 throw MeSPError(
@@ -174,10 +174,10 @@ final class TrainingLoop {
     }
 
     /// - Returns: the record, but for the peak footprint.
-    private func step() throws -> LogRecord.Step {
+    private func recordedStep() throws -> LogRecord.Step {
         let (start, before, written) = (ContinuousClock.now, trainer.clock.time, trainer.writtenBytes)
         Memory.peakMemory = 0
-        let result = try result(of: state.step)
+        let result = try stepResult(number: state.step)
         let (memory, time) = (Memory.snapshot(), trainer.clock.time)
         state.step += 1
         return .init(
@@ -195,7 +195,7 @@ final class TrainingLoop {
             reward: result.reward, sampledTokens: result.sampledTokens, samplingSeconds: result.samplingSeconds)
     }
 
-    private func result(of number: Int) throws -> StepResult {
+    private func stepResult(number: Int) throws -> StepResult {
         let (data, objective) = (data, settings.objective)
         if let size = settings.groupSize {
             guard let reward = hooks.reward else {

@@ -106,7 +106,7 @@ package final class Trainer {
                 for index in sequences.indices {
                     try clock.boundary()
                     try clock.timed(\.backward) {
-                        let gradient = try gradient(block, weights, &sequences[index], addedTo: sum)
+                        let gradient = try differentiate(block, weights, &sequences[index], addedTo: sum)
                         if index < sequences.count - 1 {
                             sum = gradient
                         } else if model.trained.contains(block) {
@@ -121,11 +121,11 @@ package final class Trainer {
         (model.isWarm, clock.hasChanged) = (true, false)
     }
 
-    /// The gradient of a block's trained parameters, from its input of a sequence, whose state goes from dy to dx. Both are evaluated.
+    /// Returns the gradient of a block's trained parameters for a sequence, and turns its residual from dy to dx. Both are evaluated.
     ///
     /// Where a GPU fails, it is made again from the block's input, d and the parameters, which are held until it is confirmed.
     /// - Parameter sum: of the sequences before.
-    private func gradient(
+    private func differentiate(
         _ block: Int, _ weights: BlockWeights, _ sequence: inout SequenceInStep, addedTo sum: MLXArray?
     ) throws -> MLXArray {
         let (x, context) = (try sequence.inputs.take(block), sequence.context)
