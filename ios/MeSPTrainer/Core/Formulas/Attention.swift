@@ -136,7 +136,7 @@ struct Attention {
     ///
     ///     dv = Pᵀ dO      dP = dO vᵀ      dS = P (dP − rowsum(P ∘ dP)) cap′      dq̂ = dS k̂ · scale      dk̂ = dSᵀ q̂ · scale
     ///
-    /// P is made again for each tile and never kept. dq̂ and dk̂ are turned back through RoPE and the norms. rowsum(P ∘ dP) is
+    /// P is recomputed for each tile and never kept. dq̂ and dk̂ are turned back through RoPE and the norms. rowsum(P ∘ dP) is
     /// rowsum(dO ∘ O) but for the rounding of O: with a stored O in bfloat16 a row of dS would not add up to 0, and what all keys have
     /// in common, as with large biases of k, would come into dq̂.
     ///

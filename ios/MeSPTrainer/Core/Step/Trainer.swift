@@ -123,7 +123,7 @@ package final class Trainer {
 
     /// Returns the gradient of a block's trained parameters for a sequence, and turns its residual from dy to dx. Both are evaluated.
     ///
-    /// Where a GPU fails, it is made again from the block's input, d and the parameters, which are held until it is confirmed.
+    /// Where a GPU fails, it is recomputed from the block's input, d and the parameters, which are held until it is confirmed.
     /// - Parameter sum: of the sequences before.
     private func differentiate(
         _ block: Int, _ weights: BlockWeights, _ sequence: inout SequenceInStep, addedTo sum: MLXArray?
