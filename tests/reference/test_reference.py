@@ -637,7 +637,7 @@ def test_mezo_is_reproducible_by_seed(training):
 
 @pytest.mark.slow
 def test_mezo_follows_the_gradient():
-    """Each step's coefficient is z · ∇L, so the mean update over many steps points along -∇L."""
+    """Each step's coefficient is z · ∇ℒ, so the mean update over many steps points along -∇ℒ."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 32}
     sizes |= {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
     arch = architecture(**sizes)

@@ -24,9 +24,9 @@ def by_chunk(x: mx.array) -> mx.array:
 
 
 def decays(log_decay: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Γ [..., C, C], γ and δ [..., C, 1] of the logarithms l [..., C, 1]:
+    """Γ [..., C, C], γ and δ [..., C, 1] of the logarithms κ [..., C, 1]:
 
-    Γ_ij = exp(l_{j+1} + … + l_i) for i ≥ j, else 0      γ_i = exp(l_1 + … + l_i)      δ_j = Γ_Cj
+    Γ_ij = exp(κ_{j+1} + … + κ_i) for i ≥ j, else 0      γ_i = exp(κ_1 + … + κ_i)      δ_j = Γ_Cj
     """
     row, column = mx.arange(log_decay.shape[-2])[:, None], mx.arange(log_decay.shape[-2])
     # Each sum of logarithms by itself: differences of one running sum would lose digits.

@@ -47,9 +47,9 @@ def _tiles(mixer: GatedDeltaNet, length: int, plain: bool) -> list[slice]:
 def _recurrence(
     mixer: GatedDeltaNet, parts: Parts, qkv: mx.array, ba: mx.array, heads: slice
 ) -> mx.array:
-    """o of some key heads' value heads, side by side: float32 [1, T, values·dv]"""
+    """o of some key heads' value heads, side by side: float32 [1, T, values·value_dim]"""
     Hk, Hv = mixer.num_key_heads, mixer.num_value_heads
-    dk, dv = mixer.key_head_dim, mixer.value_head_dim
+    key_dim, value_dim = mixer.key_head_dim, mixer.value_head_dim
     values = slice(heads.start * Hv // Hk, heads.stop * Hv // Hk)
     w = parts.vector("linear_attn.conv1d.weight")
 
@@ -59,9 +59,9 @@ def _recurrence(
         y = silu(convolution(qkv[..., channels], w[channels], parts.starts))
         return y.reshape(y.shape[1], -1, size).swapaxes(0, 1)
 
-    q = _unit(convolved(heads, 0, dk)) / dk
-    k = _unit(convolved(heads, Hk * dk, dk)) * dk**-0.5
-    v = convolved(values, 2 * Hk * dk, dv)
+    q = _unit(convolved(heads, 0, key_dim)) / key_dim
+    k = _unit(convolved(heads, Hk * key_dim, key_dim)) * key_dim**-0.5
+    v = convolved(values, 2 * Hk * key_dim, value_dim)
     b, a = (
         ba[0, :, first + values.start : first + values.stop].T.astype(mx.float32)
         for first in (0, Hv)
@@ -81,13 +81,13 @@ def _unit(x: mx.array) -> mx.array:
 
 
 def _gated_norm(mixer: GatedDeltaNet, parts: Parts, o: mx.array, z: mx.array) -> mx.array:
-    """RMSNorm(o) ∘ silu(z), the norm a head's: float32 [1, T, Hv·dv]"""
+    """RMSNorm(o) ∘ silu(z), the norm a head's: float32 [1, T, Hv·value_dim]"""
     by_head = o.astype(mx.float32).reshape(1, o.shape[1], -1, mixer.value_head_dim)
     return parts.norm("linear_attn.norm", by_head).reshape(o.shape) * silu(z.astype(mx.float32))
 
 
 def delta_rule(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array) -> mx.array:
-    """O [Hv, T, dv] of q, k [Hk, T, dk], v [Hv, T, dv], log g and β [Hv, T], all float32.
+    """O of q, k [Hk, T, key_dim], v [Hv, T, value_dim], log g and β [Hv, T]; O as v, all float32.
 
     What needs no state is computed for all chunks at once:
 
@@ -122,16 +122,16 @@ def delta_rule(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.
     return o.flatten(0, 1)[:, :length]
 
 
-def unit_inverse(L: mx.array) -> mx.array:
-    """(I + L)⁻¹ of strictly lower L [..., n, n], n a power of two, by halves.
+def unit_inverse(E: mx.array) -> mx.array:
+    """(I + E)⁻¹ of strictly lower E [..., n, n], n a power of two, by halves.
 
-    [[I + L₁, 0], [L₂₁, I + L₂]]⁻¹ = [[M₁, 0], [-M₂ L₂₁ M₁, M₂]]. (By squaring, the usual series,
+    [[I + E₁, 0], [E₂₁, I + E₂]]⁻¹ = [[M₁, 0], [-M₂ E₂₁ M₁, M₂]]. (By squaring, the usual series,
     near-equal keys overflow.)
     """
-    half = L.shape[-1] // 2
+    half = E.shape[-1] // 2
     if half == 0:
-        return mx.ones_like(L)
-    first, second = unit_inverse(mx.stack([L[..., :half, :half], L[..., half:, half:]]))
-    below = mx.concatenate([-(second @ L[..., half:, :half] @ first), second], axis=-1)
+        return mx.ones_like(E)
+    first, second = unit_inverse(mx.stack([E[..., :half, :half], E[..., half:, half:]]))
+    below = mx.concatenate([-(second @ E[..., half:, :half] @ first), second], axis=-1)
     above = mx.concatenate([first, mx.zeros_like(first)], axis=-1)
     return mx.concatenate([above, below], axis=-2)

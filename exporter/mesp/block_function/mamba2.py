@@ -76,7 +76,7 @@ def _heads_output(
 
 
 def state_space(u: mx.array, log_decay: mx.array, B: mx.array, C: mx.array) -> mx.array:
-    """Y [heads, T, P] of u = Δ ∘ x, alike, l [heads, T], and B and C [groups, T, N], all float32.
+    """Y [heads, T, P] of u = Δ ∘ x, alike, κ [heads, T], and B and C [groups, T, N], all float32.
 
     By chunks, with the state S before a chunk and S₊ behind it:
 

@@ -105,8 +105,8 @@ def _check_scaling(scaling: dict[str, Any], key: str) -> None:
 def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
     """Raises MespError where the blocks do not describe sequences of all `lengths`, in tokens.
 
-    Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / L⌋), which is 1 below L.
-    LongRoPE has other factors in sequences longer than L.
+    Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / limit⌋), 1 below the limit.
+    LongRoPE has other factors in sequences longer than it.
     """
     rope = complete(config)["rope_scaling"] or {}
     limit = rope.get("original_max_position_embeddings", max(lengths))

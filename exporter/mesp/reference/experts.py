@@ -18,28 +18,28 @@ def choose(z: mx.array, bias: mx.array | None, experts: Experts) -> mx.array:
 
     z [T, E] is what the router gives. The choice has no gradient.
     """
-    s = mx.sigmoid(z) if experts.scores == "sigmoid" else z
-    s = s if bias is None else s + bias
-    return mx.stop_gradient(mx.argsort(-s, axis=-1)[:, : experts.num_experts_per_tok])
+    p = mx.sigmoid(z) if experts.scores == "sigmoid" else z
+    p = p if bias is None else p + bias
+    return mx.stop_gradient(mx.argsort(-p, axis=-1)[:, : experts.num_experts_per_tok])
 
 
 def weigh(z: mx.array, experts: Experts) -> tuple[mx.array, mx.array, mx.array]:
-    """w = c s / (Σ s + ε) [T, k],   s = sigmoid(z), or exp(z) where scores are a softmax.
+    """w = c p / (Σ p + ε) [T, k],   p = sigmoid(z), or exp(z) where scores are a softmax.
 
-    z [T, k] is what the router gives for the chosen experts, and c the scaling. Also s, and the
+    z [T, k] is what the router gives for the chosen experts, and c the scaling. Also p, and the
     sum that it is divided by.
     """
     highest = mx.stop_gradient(mx.max(z, axis=-1, keepdims=True))
-    s = mx.sigmoid(z) if experts.scores == "sigmoid" else mx.exp(z - highest)
-    total = mx.sum(s, axis=-1, keepdims=True) + EPSILON[experts.scores]
-    return experts.scaling * s / total, s, total
+    p = mx.sigmoid(z) if experts.scores == "sigmoid" else mx.exp(z - highest)
+    total = mx.sum(p, axis=-1, keepdims=True) + EPSILON[experts.scores]
+    return experts.scaling * p / total, p, total
 
 
 def weigh_backward(z: mx.array, dw: mx.array, experts: Experts) -> mx.array:
-    """dz = ds ∘ s',   ds = (c dw - Σ w dw) / (Σ s + ε).   s' = s (1 - s) of a sigmoid, s of exp"""
-    w, s, total = weigh(z, experts)
-    ds = (experts.scaling * dw - mx.sum(w * dw, axis=-1, keepdims=True)) / total
-    return ds * s * (1 - s) if experts.scores == "sigmoid" else ds * s
+    """dz = dp ∘ p',   dp = (c dw - Σ w dw) / (Σ p + ε).   p' = p (1 - p) of a sigmoid, p of exp"""
+    w, p, total = weigh(z, experts)
+    dp = (experts.scaling * dw - mx.sum(w * dw, axis=-1, keepdims=True)) / total
+    return dp * p * (1 - p) if experts.scores == "sigmoid" else dp * p
 
 
 def mix_by_experts(
@@ -70,8 +70,8 @@ def mix_by_experts_backward(
     experts: Experts,
     hidden_act: str,
 ) -> tuple[mx.array, Matrices]:
-    """dx, and the gradients of `lora`. Of the rows X of an expert's tokens, with gate g and up u of
-    X, and H = act(g) ∘ u:
+    """dx, and the gradients of `lora`. Of the rows X of an expert's tokens, with gate and up of X,
+    and H = act(gate) ∘ up:
 
     Q = the gradient of H by down where that of its output is dY
     dw = rowsum(Q ∘ H)        dH = w ∘ Q        dX = that by gate + that by up

@@ -1,7 +1,7 @@
 """The gated delta net (Yang et al., arXiv:2412.06464), a mixer with a state instead of scores.
 
-A value head h has a state S [dk, dv], and q, k of key head h // (value heads / key heads). A token
-decays it by g = exp(l), l ≤ 0, and moves what it says of k towards v by β:
+A value head h has a state S [key_dim, value_dim], and q, k of key head h // (value heads / key
+heads). A token decays it by g = exp(κ), κ ≤ 0, and moves what it says of k towards v by β:
 
     S ← g S        S ← S + k (β (v - Sᵀ k))ᵀ        o = Sᵀ q
 
@@ -10,8 +10,8 @@ C tokens are computed at once. In a chunk that begins with the state S, row i ha
     d_i = β_i (v_i - γ_i Sᵀ k_i - Σ_{j<i} Γ_ij (k_j · k_i) d_j)
     o_i = γ_i Sᵀ q_i + Σ_{j≤i} Γ_ij (k_j · q_i) d_j
 
-where Γ_ij = exp(l_{j+1} + … + l_i) is the decay between two of its tokens, and γ_i = exp(l_1 + … +
-l_i) that since the chunk began: a linear system in the rows of D. docs/method.md derives the rest.
+where Γ_ij = exp(κ_{j+1} + … + κ_i) is the decay between two of its tokens, and γ_i = exp(κ_1 + … +
+κ_i) that since the chunk began: a linear system in the rows of D. docs/method.md derives the rest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UNIT_EPS = 1e-6  # added to the sum of squares by the norms of q and k
 
 
 class Chunk(NamedTuple):
-    """Tokens of all value heads: q, k [Hv, C, dk], v [Hv, C, dv], l = log g and β [Hv, C, 1]."""
+    """Tokens of value heads: q, k [Hv, C, key_dim], v [Hv, C, value_dim], κ, β [Hv, C, 1]."""
 
     q: mx.array
     k: mx.array
@@ -46,17 +46,17 @@ class Chunk(NamedTuple):
     beta: mx.array
 
 
-def unit_inverse(L: mx.array) -> mx.array:
-    """M = (I + L)⁻¹ of strictly lower L [..., n, n], n a power of two, by halves:
+def unit_inverse(E: mx.array) -> mx.array:
+    """M = (I + E)⁻¹ of strictly lower E [..., n, n], n a power of two, by halves:
 
-    [[I + L₁, 0], [L₂₁, I + L₂]]⁻¹ = [[M₁, 0], [-M₂ L₂₁ M₁, M₂]]
+    [[I + E₁, 0], [E₂₁, I + E₂]]⁻¹ = [[M₁, 0], [-M₂ E₂₁ M₁, M₂]]
     """
-    half = L.shape[-1] // 2
+    half = E.shape[-1] // 2
     if half == 0:
-        return mx.ones_like(L)
-    halves = mx.stack([L[..., :half, :half], L[..., half:, half:]])
+        return mx.ones_like(E)
+    halves = mx.stack([E[..., :half, :half], E[..., half:, half:]])
     first, second = unit_inverse(halves)
-    below = -second @ L[..., half:, :half] @ first
+    below = -second @ E[..., half:, :half] @ first
     above = mx.concatenate([first, mx.zeros_like(first)], axis=-1)
     return mx.concatenate([above, mx.concatenate([below, second], axis=-1)], axis=-2)
 
@@ -68,7 +68,7 @@ def decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """
     C = log_g.shape[-2]
     row, column = mx.arange(C)[:, None], mx.arange(C)
-    since = mx.cumsum(mx.where(row > column, log_g, 0), axis=-2)  # l_{j+1} + … + l_i
+    since = mx.cumsum(mx.where(row > column, log_g, 0), axis=-2)  # κ_{j+1} + … + κ_i
     Gamma = mx.where(row >= column, mx.exp(since), 0)
     return Gamma, mx.exp(mx.cumsum(log_g, axis=-2)), Gamma[:, -1, :, None]
 
@@ -82,7 +82,7 @@ def _products(c: Chunk, Gamma: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def chunk_forward(c: Chunk, S: mx.array) -> tuple[mx.array, mx.array]:
-    """O [Hv, C, dv] and the state after the chunk, from that before it, S [Hv, dk, dv].
+    """O [Hv, C, value_dim] and the state after a chunk, from S [Hv, key_dim, value_dim] before it.
 
     D = M β (V - γ K S)        O = γ Q S + P D        S₊ = γ_C S + (δ K)ᵀ D
     """
@@ -106,10 +106,10 @@ def chunk_backward(
 
     dS = γ_C dS₊ + (γ Q)ᵀ dO - (γ K)ᵀ dV
 
-    l_m is in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m, and in γ_C. With
+    κ_m is in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m, and in γ_C. With
     X = P ∘ dP + A ∘ dA, u = rowsum(dO ∘ γ Q S - dV ∘ γ K S) and w = rowsum(δ K dS₊ ∘ D)
 
-    dl_m = Σ_{j<m≤i} X_ij + Σ_{i≥m} u_i + Σ_{j<m} w_j + γ_C ⟨S, dS₊⟩
+    dκ_m = Σ_{j<m≤i} X_ij + Σ_{i≥m} u_i + Σ_{j<m} w_j + γ_C ⟨S, dS₊⟩
     """
     Gamma, gamma, delta = decays(c.log_g)
     A, P, M = _products(c, Gamma)
@@ -137,13 +137,14 @@ def chunk_backward(
     u = (dO * QS - dV * KS).sum(axis=-1, keepdims=True)
     w = (from_state * D).sum(axis=-1, keepdims=True)
     within = (below * mx.cumsum(X, axis=-2, reverse=True)).sum(axis=-1, keepdims=True)
-    dl = within + mx.cumsum(u, axis=-2, reverse=True) + mx.cumsum(w, axis=-2, inclusive=False)
-    dl = dl + gamma[:, -1:] * (S * dS_after).sum(axis=(-2, -1), keepdims=True)
-    return Chunk(dQ, dK, dV, dl, d_beta), dS
+    d_log_g = within + mx.cumsum(u, axis=-2, reverse=True)
+    d_log_g = d_log_g + mx.cumsum(w, axis=-2, inclusive=False)
+    d_log_g = d_log_g + gamma[:, -1:] * (S * dS_after).sum(axis=(-2, -1), keepdims=True)
+    return Chunk(dQ, dK, dV, d_log_g, d_beta), dS
 
 
 def _chunks(c: Chunk) -> list[Chunk]:
-    """Cuts T tokens, padded with ones that neither decay, write nor are read: k = β = l = 0."""
+    """Cuts T tokens, padded with ones that neither decay, write nor are read: k = β = κ = 0."""
     T = c.q.shape[1]
     padded = [mx.pad(each, ((0, 0), (0, -T % CHUNK), (0, 0))) for each in c]
     return [
@@ -153,8 +154,8 @@ def _chunks(c: Chunk) -> list[Chunk]:
 
 def _states(chunks: list[Chunk]) -> tuple[list[mx.array], list[mx.array]]:
     """The state before each chunk, and what each gives."""
-    heads, _, dk = chunks[0].k.shape
-    S, states, outputs = mx.zeros((heads, dk, chunks[0].v.shape[-1])), [], []
+    heads, _, key_dim = chunks[0].k.shape
+    S, states, outputs = mx.zeros((heads, key_dim, chunks[0].v.shape[-1])), [], []
     for chunk in chunks:
         states.append(S)
         out, S = chunk_forward(chunk, S)
@@ -169,9 +170,9 @@ def _by_value_head(x: mx.array, value_heads: int) -> mx.array:
 def gated_delta_rule(
     q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array
 ) -> mx.array:
-    """O [Hv, T, dv] from a state of zeros.
+    """O [Hv, T, value_dim] from a state of zeros.
 
-    q, k [Hk, T, dk], v [Hv, T, dv], l = log g and β [Hv, T]
+    q, k [Hk, T, key_dim], v [Hv, T, value_dim], κ = log g and β [Hv, T]
     """
     Hv, T, _ = v.shape
     whole = Chunk(
@@ -184,7 +185,7 @@ def gated_delta_rule(
 def gated_delta_rule_backward(
     q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, dO: mx.array
 ) -> tuple[mx.array, ...]:
-    """dq, dk, dv, dl, dβ, over the chunks in reverse. dq and dk sum over a key head's value heads.
+    """dq, dk, dv, dκ, dβ, over the chunks in reverse. dq and dk sum over a key head's value heads.
 
     Shapes as in `gated_delta_rule`.
     """
@@ -199,25 +200,27 @@ def gated_delta_rule_backward(
     for i in reversed(range(len(chunks))):
         gradients, dS = chunk_backward(chunks[i], states[i], dO[:, i * CHUNK : (i + 1) * CHUNK], dS)
         found.insert(0, gradients)
-    dq, dk, dv, dl, d_beta = (
+    dq, dk, dv, d_log_g, d_beta = (
         mx.concatenate(each, axis=1)[:, :T] for each in zip(*found, strict=True)
     )
     dq, dk = (each.reshape(Hk, -1, *each.shape[1:]).sum(axis=1) for each in (dq, dk))
-    return dq, dk, dv, dl[..., 0], d_beta[..., 0]
+    return dq, dk, dv, d_log_g[..., 0], d_beta[..., 0]
 
 
 def log_decay(a: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
-    """l = -exp(A_log) ∘ softplus(a + dt_bias), as g = exp(l) underflows.   a, l [..., Hv]"""
+    """κ = -exp(A_log) ∘ softplus(a + dt_bias), as g = exp(κ) underflows.   a, κ [..., Hv]"""
     return -mx.exp(A_log) * mx.logaddexp(a + dt_bias, 0)
 
 
-def log_decay_backward(a: mx.array, dl: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
-    """da = -exp(A_log) ∘ sigmoid(a + dt_bias) ∘ dl. A_log and dt_bias are frozen."""
-    return -mx.exp(A_log) * mx.sigmoid(a + dt_bias) * dl
+def log_decay_backward(
+    a: mx.array, d_log_g: mx.array, A_log: mx.array, dt_bias: mx.array
+) -> mx.array:
+    """da = -exp(A_log) ∘ sigmoid(a + dt_bias) ∘ dκ. A_log and dt_bias are frozen."""
+    return -mx.exp(A_log) * mx.sigmoid(a + dt_bias) * d_log_g
 
 
 def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """y = RMSNorm(x) ∘ silu(z), the norm a head's.   x, z, y [..., dv]"""
+    """y = RMSNorm(x) ∘ silu(z), the norm a head's.   x, z, y [..., value_dim]"""
     return rms_norm(x, weight, eps) * silu(z)
 
 
@@ -242,18 +245,18 @@ def _merged(x: mx.array) -> mx.array:
 def _rule_inputs(qkv: mx.array, ba: mx.array, parts: Parts, mixer: GatedDeltaNet) -> tuple:
     """The convolution's output, q and k before their norms, and the inputs of `gated_delta_rule`.
 
-    q = RMSNorm(q') / dk and k = RMSNorm(k') / √dk for q', k', v = silu(conv(qkv)) by heads, with
-    ε = 10⁻⁶ / dk.
+    q = RMSNorm(q') / key_dim and k = RMSNorm(k') / √key_dim for q', k', v = silu(conv(qkv)) by
+    heads, with ε = 10⁻⁶ / key_dim.
     """
-    keys, dk = mixer.num_key_heads * mixer.key_head_dim, mixer.key_head_dim
+    keys, key_dim = mixer.num_key_heads * mixer.key_head_dim, mixer.key_head_dim
     conv = convolution(qkv, parts.vector["linear_attn.conv1d.weight"])
     q, k, v = mx.split(silu(conv), [keys, 2 * keys], axis=-1)
-    q, k, v = _heads(q, dk), _heads(k, dk), _heads(v, mixer.value_head_dim)
+    q, k, v = _heads(q, key_dim), _heads(k, key_dim), _heads(v, mixer.value_head_dim)
     b, a = mx.split(ba[0].T, 2)
     vectors = (parts.vector[f"linear_attn.{name}"][:, None] for name in ("A_log", "dt_bias"))
     taken = (
-        rms_norm(q, 1 / dk, UNIT_EPS / dk),
-        rms_norm(k, dk**-0.5, UNIT_EPS / dk),
+        rms_norm(q, 1 / key_dim, UNIT_EPS / key_dim),
+        rms_norm(k, key_dim**-0.5, UNIT_EPS / key_dim),
         v,
         log_decay(a, *vectors),
         mx.sigmoid(b),
@@ -278,7 +281,7 @@ def mix_by_gated_delta_net(
 def output_of_gated_delta_net(
     intermediates: list[mx.array], parts: Parts, mixer: GatedDeltaNet
 ) -> mx.array:
-    """RMSNorm(o) ∘ silu(z) by heads, what the output projection takes.   [1, T, Hv·dv]"""
+    """RMSNorm(o) ∘ silu(z) by heads, what the output projection takes.   [1, T, Hv·value_dim]"""
     _, z, _, o = intermediates
     o, z = (_heads(each, mixer.value_head_dim) for each in (o, z))
     return _merged(gated_norm(o, z, parts.vector["linear_attn.norm.weight"], parts.eps))
@@ -292,17 +295,17 @@ def mix_by_gated_delta_net_backward(
     parts: Parts,
     mixer: GatedDeltaNet,
 ) -> tuple[mx.array, Matrices]:
-    """dx, and dA and dB of qkv, z, b and a.   dy [1, T, Hv·dv] is by what the output takes"""
+    """dx, and dA and dB of qkv, z, b and a.   dy [1, T, Hv·value_dim] is by what out takes"""
     p, vector, eps = parts
     qkv, z, ba, o = intermediates
     heads = (_heads(each, mixer.value_head_dim) for each in (o, z, dy))
     do, dz = gated_norm_backward(*heads, vector["linear_attn.norm.weight"], eps)
 
     conv, q, k, taken = _rule_inputs(qkv, ba, parts, mixer)
-    dq, dk, dv, dl, d_beta = gated_delta_rule_backward(*taken, do)
-    width = mixer.key_head_dim
-    dq = rms_norm_backward(q, dq, 1 / width, UNIT_EPS / width)
-    dk = rms_norm_backward(k, dk, width**-0.5, UNIT_EPS / width)
+    dq, dk, dv, d_log_g, d_beta = gated_delta_rule_backward(*taken, do)
+    key_dim = mixer.key_head_dim
+    dq = rms_norm_backward(q, dq, 1 / key_dim, UNIT_EPS / key_dim)
+    dk = rms_norm_backward(k, dk, key_dim**-0.5, UNIT_EPS / key_dim)
     d_conv = mx.concatenate([_merged(dq), _merged(dk), _merged(dv)], axis=-1)
     d_conv = d_conv * silu_derivative(conv)
 
@@ -313,7 +316,7 @@ def mix_by_gated_delta_net_backward(
         "qkv": convolution_backward(d_conv, vector["linear_attn.conv1d.weight"]),
         "z": _merged(dz),
         "b": (beta * (1 - beta) * d_beta).T[None],
-        "a": log_decay_backward(a, dl, *vectors).T[None],
+        "a": log_decay_backward(a, d_log_g, *vectors).T[None],
     }
     dx, grad = mx.zeros_like(x), {}
     for name, d_out in outputs.items():

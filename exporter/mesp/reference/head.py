@@ -16,10 +16,10 @@ def cross_entropy(
     arch: Architecture,
     weights: mx.array | None = None,
 ) -> mx.array:
-    """L = Σ_t w_t (logsumexp(z_t) - z_t[target_t]),   z = cap(RMSNorm(x) Wᵀ).
+    """ℒ = Σ_t w_t (logsumexp(z_t) - z_t[target_t]),   z = cap(RMSNorm(x) Wᵀ).
 
     x [1, T, hidden], the last block's output; targets [T] int; the weights w [T] are 1 / T each
-    where there are none -> L [], in nats, or then nats per token
+    where there are none -> ℒ [], in nats, or then nats per token
     """
     z = _logits(x, head, arch)
     z_target = mx.take_along_axis(z, targets[None, :, None], axis=-1)[..., 0]

@@ -1,14 +1,14 @@
 """Mamba-2 (Dao & Gu, arXiv:2405.21060): a mixer with a state for each head, in Granite 4.0-H.
 
 A head has a state S [P, N], and B, C of its group (heads / groups heads share them). A token decays
-it by exp(l), l = -exp(A_log) Δ with the time step Δ, and writes Δ x into it along B:
+it by exp(κ), κ = a Δ with a = -exp(A_log) and the time step Δ, and writes Δ x into it along B:
 
-    S ← exp(l) S + (Δ x) Bᵀ        y = S C + D x
+    S ← exp(κ) S + (Δ x) Bᵀ        y = S C + D x
 
 Tokens are computed a chunk at once, as those of the gated delta rule are: with Γ, γ and δ of
 `decays`, the state S before the chunk and U = Δ ∘ X, of one head,
 
-    Y = γ ∘ (C Sᵀ) + (Γ ∘ C Bᵀ) U + D X        S₊ = γ_last S + (δ ∘ U)ᵀ B
+    Π = Γ ∘ C Bᵀ        Y = γ ∘ (C Sᵀ) + Π U + D X        S₊ = γ_last S + (δ ∘ U)ᵀ B
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mesp.reference.short_convolution import convolution, convolution_backward
 
 
 class StateSpaceChunk(NamedTuple):
-    """Tokens of all heads: u = Δ ∘ x [H, n, P], l [H, n, 1], and B and C [H, n, N] of the group."""
+    """Tokens of all heads: u = Δ ∘ x [H, n, P], κ [H, n, 1], and B and C [H, n, N] of the group."""
 
     u: mx.array
     log_decay: mx.array
@@ -43,53 +43,54 @@ class StateSpaceChunk(NamedTuple):
 def state_space_chunk(c: StateSpaceChunk, S: mx.array) -> tuple[mx.array, mx.array]:
     """Y - D X [H, n, P] and the state after the chunk, from that before it, S [H, P, N]."""
     Gamma, gamma, delta = decays(c.log_decay)
-    written = (Gamma * (c.C @ c.B.swapaxes(-1, -2))) @ c.u
-    out = gamma * (c.C @ S.swapaxes(-1, -2)) + written
+    Pi = Gamma * (c.C @ c.B.swapaxes(-1, -2))
+    out = gamma * (c.C @ S.swapaxes(-1, -2)) + Pi @ c.u
     return out, gamma[:, -1:] * S + (delta * c.u).swapaxes(-1, -2) @ c.B
 
 
 def state_space_chunk_backward(
     c: StateSpaceChunk, S: mx.array, dY: mx.array, dS_after: mx.array
 ) -> tuple[StateSpaceChunk, mx.array]:
-    """The gradients by the chunk's arrays, of B and C a head's, and by S. With P = Γ ∘ C Bᵀ,
+    """The gradients by the chunk's arrays, of B and C a head's, and by S.
 
-    dP = dY Uᵀ        dU = Pᵀ dY + δ ∘ (B dS₊ᵀ)        dS = γ_last dS₊ + (γ ∘ dY)ᵀ C
+    dΠ = dY Uᵀ        dU = Πᵀ dY + δ ∘ (B dS₊ᵀ)        dS = γ_last dS₊ + (γ ∘ dY)ᵀ C
 
-    dC = γ ∘ (dY S) + (Γ ∘ dP) B        dB = (Γ ∘ dP)ᵀ C + δ ∘ (U dS₊)
+    dC = γ ∘ (dY S) + (Γ ∘ dΠ) B        dB = (Γ ∘ dΠ)ᵀ C + δ ∘ (U dS₊)
 
-    l_m is in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m, and in γ_last:
+    κ_m is in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m, and in γ_last:
 
-    dl_m = Σ_{j<m≤i} (P ∘ dP)_ij + Σ_{i≥m} u_i + Σ_{j<m} w_j + γ_last ⟨S, dS₊⟩
+    dκ_m = Σ_{j<m≤i} (Π ∘ dΠ)_ij + Σ_{i≥m} u_i + Σ_{j<m} w_j + γ_last ⟨S, dS₊⟩
 
     where u = rowsum(dY ∘ γ C Sᵀ) and w = rowsum(U ∘ δ B dS₊ᵀ).
     """
     Gamma, gamma, delta = decays(c.log_decay)
-    P = Gamma * (c.C @ c.B.swapaxes(-1, -2))
+    Pi = Gamma * (c.C @ c.B.swapaxes(-1, -2))
     from_state = delta * (c.B @ dS_after.swapaxes(-1, -2))
 
-    dP = dY @ c.u.swapaxes(-1, -2)
-    dU = P.swapaxes(-1, -2) @ dY + from_state
-    dC = gamma * (dY @ S) + (Gamma * dP) @ c.B
-    dB = (Gamma * dP).swapaxes(-1, -2) @ c.C + delta * (c.u @ dS_after)
+    dPi = dY @ c.u.swapaxes(-1, -2)
+    dU = Pi.swapaxes(-1, -2) @ dY + from_state
+    dC = gamma * (dY @ S) + (Gamma * dPi) @ c.B
+    dB = (Gamma * dPi).swapaxes(-1, -2) @ c.C + delta * (c.u @ dS_after)
     dS = gamma[:, -1:] * dS_after + (gamma * dY).swapaxes(-1, -2) @ c.C
 
     u = (dY * gamma * (c.C @ S.swapaxes(-1, -2))).sum(axis=-1, keepdims=True)
     w = (c.u * from_state).sum(axis=-1, keepdims=True)
     below = mx.tri(Gamma.shape[-1], k=-1)
-    within = (below * mx.cumsum(P * dP, axis=-2, reverse=True)).sum(axis=-1, keepdims=True)
-    dl = within + mx.cumsum(u, axis=-2, reverse=True) + mx.cumsum(w, axis=-2, inclusive=False)
-    dl = dl + gamma[:, -1:] * (S * dS_after).sum(axis=(-2, -1), keepdims=True)
-    return StateSpaceChunk(dU, dl, dB, dC), dS
+    within = (below * mx.cumsum(Pi * dPi, axis=-2, reverse=True)).sum(axis=-1, keepdims=True)
+    d_log_decay = within + mx.cumsum(u, axis=-2, reverse=True)
+    d_log_decay = d_log_decay + mx.cumsum(w, axis=-2, inclusive=False)
+    d_log_decay = d_log_decay + gamma[:, -1:] * (S * dS_after).sum(axis=(-2, -1), keepdims=True)
+    return StateSpaceChunk(dU, d_log_decay, dB, dC), dS
 
 
 def _chunks(
-    x: mx.array, dt: mx.array, B: mx.array, C: mx.array, A: mx.array
+    x: mx.array, dt: mx.array, B: mx.array, C: mx.array, a: mx.array
 ) -> list[StateSpaceChunk]:
     """Cuts T tokens, padded with ones that neither decay nor write: Δ = 0."""
     heads, T = dt.shape
     step = dt[..., None]
     B, C = (mx.repeat(each, heads // each.shape[0], axis=0) for each in (B, C))
-    whole = StateSpaceChunk(step * x, A[:, None, None] * step, B, C)
+    whole = StateSpaceChunk(step * x, a[:, None, None] * step, B, C)
     padded = [mx.pad(each, ((0, 0), (0, -T % CHUNK), (0, 0))) for each in whole]
     return [
         StateSpaceChunk(*(each[:, start : start + CHUNK] for each in padded))
@@ -109,27 +110,27 @@ def _states(chunks: list[StateSpaceChunk]) -> tuple[list[mx.array], list[mx.arra
 
 
 def state_space(
-    x: mx.array, dt: mx.array, B: mx.array, C: mx.array, A: mx.array, D: mx.array
+    x: mx.array, dt: mx.array, B: mx.array, C: mx.array, a: mx.array, D: mx.array
 ) -> mx.array:
     """y [H, T, P] from a state of zeros.
 
-    x [H, T, P], Δ [H, T], B and C [groups, T, N], A = -exp(A_log) and D [H]
+    x [H, T, P], Δ [H, T], B and C [groups, T, N], a = -exp(A_log) and D [H]
     """
-    _, outputs = _states(_chunks(x, dt, B, C, A))
+    _, outputs = _states(_chunks(x, dt, B, C, a))
     return mx.concatenate(outputs, axis=1)[:, : x.shape[1]] + D[:, None, None] * x
 
 
 def state_space_backward(
-    x: mx.array, dt: mx.array, B: mx.array, C: mx.array, A: mx.array, D: mx.array, dy: mx.array
+    x: mx.array, dt: mx.array, B: mx.array, C: mx.array, a: mx.array, D: mx.array, dy: mx.array
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """dx, dΔ, dB, dC, over the chunks in reverse; A and D are frozen. Shapes as in `state_space`.
+    """dx, dΔ, dB, dC, over the chunks in reverse; a and D are frozen. Shapes as in `state_space`.
 
-    dx = Δ ∘ dU + D dy        dΔ = rowsum(dU ∘ x) + A dl
+    dx = Δ ∘ dU + D dy        dΔ = rowsum(dU ∘ x) + a dκ
 
     dB and dC sum over a group's heads.
     """
     T = x.shape[1]
-    chunks = _chunks(x, dt, B, C, A)
+    chunks = _chunks(x, dt, B, C, a)
     states, _ = _states(chunks)
     dY = mx.pad(dy, ((0, 0), (0, -T % CHUNK), (0, 0)))
     dS, found = mx.zeros_like(states[0]), []
@@ -137,9 +138,11 @@ def state_space_backward(
         rows = slice(i * CHUNK, (i + 1) * CHUNK)
         gradients, dS = state_space_chunk_backward(chunks[i], states[i], dY[:, rows], dS)
         found.insert(0, gradients)
-    dU, dl, dB, dC = (mx.concatenate(each, axis=1)[:, :T] for each in zip(*found, strict=True))
+    dU, d_log_decay, dB, dC = (
+        mx.concatenate(each, axis=1)[:, :T] for each in zip(*found, strict=True)
+    )
     dx = dt[..., None] * dU + D[:, None, None] * dy
-    d_dt = (dU * x).sum(axis=-1) + A[:, None] * dl[..., 0]
+    d_dt = (dU * x).sum(axis=-1) + a[:, None] * d_log_decay[..., 0]
     dB, dC = (each.reshape(B.shape[0], -1, *each.shape[1:]).sum(axis=1) for each in (dB, dC))
     return dx, d_dt, dB, dC
 

@@ -255,9 +255,9 @@ def mezo_step(
     step: int,
     epsilon: float = 1e-3,
 ) -> float:
-    """One MeZO step with SGD. Updates `lora` in place; returns (L₊ + L₋) / 2, the loss up to O(ε²).
+    """One MeZO step with SGD. Updates `lora` in place; returns (ℒ₊ + ℒ₋) / 2, the loss up to O(ε²).
 
-    L± = L(lora ± ε z)        g = (L₊ - L₋) / 2ε ≈ z · ∇L        lora -= lr g z
+    ℒ± = ℒ(lora ± ε z)        g = (ℒ₊ - ℒ₋) / 2ε ≈ z · ∇ℒ        lora -= lr g z
     """
     z = mezo_noise(lora, seed, step)
 

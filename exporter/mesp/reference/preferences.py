@@ -1,4 +1,8 @@
-"""Objectives on preference data, as TRL 1.9.0 has them."""
+"""Objectives on preference data, as TRL 1.9.0 has them.
+
+In formulas c is the chosen and r the rejected answer of a pair, ρ = log π - log π₀, and
+μ = log π / n of an answer with n targets.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ class Answer(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """log(π(y) / π₀(y))"""
+        """ρ = log(π(y) / π₀(y))"""
         return self.logp - self.reference
 
 
@@ -44,36 +48,35 @@ def _softplus(x: float) -> float:
 
 
 def dpo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
-    """L = -log sigmoid(m),   m = β (ratio of the chosen - ratio of the rejected)"""
+    """ℒ = -log sigmoid(m),   m = β (ρ_c - ρ_r)"""
     margin = beta * (chosen.ratio - rejected.ratio)
     weight = beta * _sigmoid(-margin)
     return Preference(_softplus(-margin), weight, -weight)
 
 
 def ipo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
-    """L = (h - 1 / 2β)²,   h = the difference of the ratios a token"""
+    """ℒ = h²,   h = ρ_c / n_c - ρ_r / n_r - 1 / 2β"""
     difference = chosen.ratio / chosen.tokens - rejected.ratio / rejected.tokens - 1 / (2 * beta)
     slope = 2 * difference
     return Preference(difference**2, -slope / chosen.tokens, slope / rejected.tokens)
 
 
 def simpo(chosen: Answer, rejected: Answer, beta: float, gamma: float) -> Preference:
-    """L = -log sigmoid(m),   m = β (difference of log π a token) - gamma"""
+    """ℒ = -log sigmoid(m),   m = β (μ_c - μ_r) - γ"""
     margin = beta * (chosen.logp / chosen.tokens - rejected.logp / rejected.tokens) - gamma
     weight = beta * _sigmoid(-margin)
     return Preference(_softplus(-margin), weight / chosen.tokens, -weight / rejected.tokens)
 
 
 def orpo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
-    """L = -β log sigmoid(log odds of the chosen - log odds of the rejected),   odds = p / (1 - p),
+    """ℒ = -β log sigmoid(o),   o = f(μ_c) - f(μ_r),   f(x) = x - log(1 - eˣ), the log odds of eˣ.
 
-    p = exp(log π a token). To it comes the chosen's mean loss over all of its targets, those of the
-    prompt too.
+    To it comes the chosen's mean loss over all of its targets, those of the prompt too.
     """
     means = [answer.logp / answer.tokens for answer in (chosen, rejected)]
     odds = [mean - math.log(-math.expm1(mean)) for mean in means]
     slope = beta * _sigmoid(odds[1] - odds[0])
-    # d odds / d mean = 1 / (1 - p)
+    # f'(μ) = 1 / (1 - e^μ)
     weights = [slope / -math.expm1(mean) for mean in means]
     return Preference(
         beta * _softplus(odds[1] - odds[0]),
@@ -92,8 +95,8 @@ def kto(
 ) -> tuple[float, list[float]]:
     """The mean loss of a batch, and the weight of each answer's targets.
 
-    L = w (1 - sigmoid(± β (ratio - k))), + and the weight `desirable` for good answers, - and
-    `undesirable` for bad ones; k = max(0, the mean ratio of `mismatched`), each prompt's with the
+    ℒ = w (1 - sigmoid(± β (ρ - k))), + and the weight `desirable` for good answers, - and
+    `undesirable` for bad ones; k = max(0, the mean ρ of `mismatched`), each prompt's with the
     answer before it in the batch, and no function of the parameters.
     """
     kl = max(0.0, sum(each.ratio for each in mismatched) / len(mismatched))

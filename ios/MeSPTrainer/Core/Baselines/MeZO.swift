@@ -3,13 +3,13 @@ import MeSPBundle
 
 /// MeZO's step, with an estimate of the gradient from two forward passes: with z ~ N(0, 1) from a seed,
 ///
-///     g = (L(lora + ε z) − L(lora − ε z)) / 2ε,      ∂L/∂lora ≈ g z
+///     ℒ± = ℒ(lora ± ε z)        g = (ℒ₊ − ℒ₋) / 2ε        ∂ℒ/∂lora ≈ g z
 ///
 /// z is drawn again, block by block, each time it is needed.
 struct MeZO {
     let trainer: Trainer
 
-    /// One update from losses whose sum is L. The step's loss is the mean of MeZO's two.
+    /// One update from losses whose sum is ℒ. The step's loss is the mean of MeZO's two.
     ///
     /// - Throws: `NotFinite`
     func step(_ losses: [some StepLoss], number: Int) throws -> StepResult {

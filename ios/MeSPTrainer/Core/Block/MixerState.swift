@@ -13,9 +13,9 @@ package enum MixerState {
 
     /// A recurrence's state, and what the convolution before it takes of the last tokens.
     package struct Recurrent: Arrays {
-        /// The input of the convolution for the last K − 1, `[K − 1, D]`.
+        /// The input of the convolution for the last K − 1, `[K − 1, F]`.
         var tail: MLXArray
-        /// S of the gated delta rule `[value_heads, dk, dv]`, or of the state space `[heads, P, N]`, in float32.
+        /// S of the gated delta rule `[value_heads, key_dim, value_dim]`, or of the state space `[heads, P, N]`, in float32.
         var memory: MLXArray
 
         var arrays: [MLXArray] { [tail, memory] }

@@ -14,9 +14,9 @@ struct CausalConvolution {
     func start(dtype: DType) -> MLXArray { MLXArray.zeros([weight.dim(1) - 1, weight.dim(0)], dtype: dtype) }
 
     /// - Parameters:
-    ///   - x: `[n, D]`
-    ///   - tail: x of the tokens before, `[K − 1, D]`
-    /// - Returns: y `[n, D]`, in float32.
+    ///   - x: `[n, F]`
+    ///   - tail: x of the tokens before, `[K − 1, F]`
+    /// - Returns: y `[n, F]`, in float32.
     func callAsFunction(_ x: MLXArray, tail: MLXArray) -> MLXArray {
         sum(of: concatenated([tail, x]), weights)
     }
@@ -26,13 +26,13 @@ struct CausalConvolution {
         concatenated([tail, x[max(0, x.dim(0) - tail.dim(0))...]])[(-tail.dim(0))...]
     }
 
-    /// dx of `[n, D]`, from dy, in float32.
-    /// - Parameter behind: dy of the tokens behind, `[K − 1, D]`, zeros behind the last; nil for these
+    /// dx of `[n, F]`, from dy, in float32.
+    /// - Parameter behind: dy of the tokens behind, `[K − 1, F]`, zeros behind the last; nil for these
     func backward(dy: MLXArray, carried: MLXArray? = nil) -> MLXArray {
         sum(of: concatenated([dy, carried ?? start(dtype: dy.dtype)]), weights.reversed())
     }
 
-    /// w_0 … w_{K−1}, `[D]` each.
+    /// w_0 … w_{K−1}, `[F]` each.
     private var weights: [MLXArray] { (0..<weight.dim(1)).map { weight[0..., $0] } }
 
     /// Σ_j w_j x_{t+j} for all t that have as many.

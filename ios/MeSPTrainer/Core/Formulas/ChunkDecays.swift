@@ -1,8 +1,8 @@
 import MLX
 
-/// How a recurrent mixer's state decays among the C tokens of a chunk, by the logarithms l ≤ 0 of each token's decay:
+/// How a recurrent mixer's state decays among the C tokens of a chunk, by the logarithms κ ≤ 0 of each token's decay:
 ///
-///     Γ_ij = exp(l_{j+1} + … + l_i) for i ≥ j, else 0        γ_i = exp(l_1 + … + l_i)        δ_j = Γ_Cj
+///     Γ_ij = exp(κ_{j+1} + … + κ_i) for i ≥ j, else 0        γ_i = exp(κ_1 + … + κ_i)        δ_j = Γ_Cj
 package struct ChunkDecays: Arrays {
     /// Γ `[…, C, C]`
     let gamma: MLXArray
@@ -16,22 +16,22 @@ package struct ChunkDecays: Arrays {
     /// C, but for fewer tokens: the next power of two.
     package static let chunk = 64
 
-    /// - Parameter l: `[…, C, 1]`, in float32
-    init(_ l: MLXArray) {
-        let last = l.dim(-2) - 1
+    /// - Parameter logDecay: κ `[…, C, 1]`, in float32
+    init(_ logDecay: MLXArray) {
+        let last = logDecay.dim(-2) - 1
         below = mask(last + 1) { i, j in i > j }
         // Added up term by term: differences of one running sum would lose what strong decays leave of weak ones.
-        gamma = Self.expMasked([cumsum(l * below, axis: -2), mask(last + 1) { i, j in i >= j }])
-        start = exp(cumsum(l, axis: -2))
+        gamma = Self.expMasked([cumsum(logDecay * below, axis: -2), mask(last + 1) { i, j in i >= j }])
+        start = exp(cumsum(logDecay, axis: -2))
         end = gamma[.ellipsis, last..., 0...].swappedAxes(-1, -2)
         whole = start[.ellipsis, last..., 0...]
     }
 
     private static let expMasked = Fused { exp($0[0]) * $0[1] }
 
-    /// dl `[…, C, 1]`. l_m is in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m, and in γ_C:
+    /// dκ `[…, C, 1]`. κ_m is in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m, and in γ_C:
     ///
-    ///     dl_m = Σ_{j < m ≤ i} (Γ ∘ dΓ)_ij + Σ_{i ≥ m} (γ dγ)_i + Σ_{j < m} (δ dδ)_j + γ_C dγ_C
+    ///     dκ_m = Σ_{j < m ≤ i} (Γ ∘ dΓ)_ij + Σ_{i ≥ m} (γ dγ)_i + Σ_{j < m} (δ dδ)_j + γ_C dγ_C
     ///
     /// - Parameters:
     ///   - inGamma: Γ ∘ dΓ `[…, C, C]`

@@ -3,7 +3,7 @@ import MeSPBundle
 
 /// Cross-entropy of the output projection, and its gradient, in one pass over the vocabulary.
 ///
-///     h = RMSNorm(y),   z = cap(h Wᵀ),   loss = Σ (logsumexp(z) − z[target])
+///     h = RMSNorm(y),   z = cap(h Wᵀ),   ℒ = Σ (logsumexp(z) − z[target])
 ///     dh = (softmax(z) ∘ cap′) W − cap′[target] W[target]
 ///
 /// in float32. z[target] is the one that went into the sum of exponentials, so that no loss is negative.
@@ -11,7 +11,7 @@ import MeSPBundle
 /// cap(z) = c tanh(z / c) and cap′ = 1 − (z / c)² where the model caps its logits, z and 1 otherwise.
 ///
 /// The sum `softmax(z) W` has the form of attention with K = V = W, so it goes like flash attention: a tile of W at a time, with a
-/// running maximum `m`, a running sum `l` of exponentials and a running `Σ exp(z − m) W`, rescaled as the maximum moves. The logits
+/// running maximum m, a running sum s = Σ exp(z − m) and a running a = Σ exp(z − m) cap′ W, rescaled as the maximum moves. The logits
 /// `[T, vocabulary]` never exist, and each row of W is read once.
 package struct CrossEntropyHead {
     let weights: PackedWeights
@@ -117,12 +117,12 @@ package struct CrossEntropyHead {
 
     /// The running sums of some tokens over the vocabulary.
     private struct Sums: Arrays {
-        /// The largest logit, Σ exp(z − m) and the target's logit, `[t, 1]`.
-        var m, l, zTarget: MLXArray
-        /// Σ exp(z − m) cap′ W, `[t, hidden]`.
-        var w: MLXArray?
+        /// m, the largest logit; s; and the target's logit: `[t, 1]`.
+        var m, expSum, zTarget: MLXArray
+        /// a, `[t, hidden]`.
+        var weighted: MLXArray?
 
-        var arrays: [MLXArray] { [m, l, zTarget] + w.arrays }
+        var arrays: [MLXArray] { [m, expSum, zTarget] + weighted.arrays }
     }
 
     /// The losses of some tokens, whether no logit is larger than the target's, `[t, 1]`, and their part of dh `[t, hidden]`.
@@ -144,8 +144,8 @@ package struct CrossEntropyHead {
     ) rethrows -> Scores {
         let w = matrix
         let none = Sums(
-            m: MLXArray.full([t.count, 1], values: MLXArray(-Float.infinity)), l: MLXArray.zeros([t.count, 1]),
-            zTarget: MLXArray.zeros([t.count, 1]))
+            m: MLXArray.full([t.count, 1], values: MLXArray(-Float.infinity)),
+            expSum: MLXArray.zeros([t.count, 1]), zTarget: MLXArray.zeros([t.count, 1]))
         let vocabulary = tiles(of: w.rows, size: machine.vocabularyRows)
         let sums = try machine.reduce(vocabulary, none, reading: &h) { sums, rows, inputs in
             let h = inputs[0]
@@ -159,15 +159,17 @@ package struct CrossEntropyHead {
             let m = Self.largest([sums.m, z])
             let p = Self.exponential([z, m])
             let rescale = exp(sums.m - m)
-            sums.l = Self.rescaledSum([sums.l, rescale, p])
-            if wantsGradient { sums.w = wTile.applyTransposed(sloped(p, z), addedTo: sums.w.map { $0 * rescale }) }
+            sums.expSum = Self.rescaledSum([sums.expSum, rescale, p])
+            if wantsGradient {
+                sums.weighted = wTile.applyTransposed(sloped(p, z), addedTo: sums.weighted.map { $0 * rescale })
+            }
             sums.m = m
         }
-        // l ≥ 1, as the largest z has the term 1 in it.
-        var scores = Scores(losses: sums.m + log(sums.l) - sums.zTarget, isLargest: sums.zTarget .>= sums.m)
-        guard let sum = sums.w else { return scores }
+        // s ≥ 1, as the largest z has the term 1 in it.
+        var scores = Scores(losses: sums.m + log(sums.expSum) - sums.zTarget, isLargest: sums.zTarget .>= sums.m)
+        guard let weighted = sums.weighted else { return scores }
         let wTarget = machine.part(w.take(targets), scores.losses).0
-        let dh = sum / sums.l - sloped(wTarget, sums.zTarget)
+        let dh = weighted / sums.expSum - sloped(wTarget, sums.zTarget)
         h = machine.inputs(h, after: [dh])
         scores.dh = dh
         return scores

@@ -3,27 +3,27 @@ import MeSPBundle
 
 /// Qwen3.5's gated delta net, from the projections qkv, z, b and a, by head:
 ///
-///     q, k, v = silu(conv(qkv))        q̂ = q r_q / dk        k̂ = k r_k / √dk        r = 1 / √(mean(x²) + 10⁻⁶)
-///     l = −exp(A_log) softplus(a + dt_bias)        β = σ(b)        o = the gated delta rule of q̂, k̂, v, l, β
+///     q, k, v = silu(conv(qkv))        q̂ = q r_q / key_dim        k̂ = k r_k / √key_dim        r = 1 / √(mean(x²) + 10⁻⁶)
+///     κ = −exp(A_log) softplus(a + dt_bias)        β = σ(b)        o = the gated delta rule of q̂, k̂, v, κ, β
 ///     y = RMSNorm(o) ∘ silu(z)
 ///
 /// A key head serves value_heads / key_heads value heads, which lie behind each other.
 package struct GatedDeltaNet {
     let keyHeads, valueHeads: Int
-    /// dk and dv
+    /// Of a head: key_dim and value_dim in shapes.
     let keyDim, valueDim: Int
-    /// Over all q, k and v: D = 2 · key_heads · dk + value_heads · dv features.
+    /// Over all q, k and v: F = 2 · key_heads · key_dim + value_heads · value_dim features.
     let convolution: CausalConvolution
     /// `[value_heads]`
     let aLog, dtBias: MLXArray
-    /// The norm of o, by head: its weight is `[dv]`.
+    /// The norm of o, by head: its weight is `[value_dim]`.
     let norm: RMSNorm
 
     /// The terms of the gradient that later tokens pass to those before.
     struct CarriedGradients: Arrays {
-        /// The gradient of S, `[value_heads, dk, dv]`.
+        /// The gradient of S, `[value_heads, key_dim, value_dim]`.
         var memory: MLXArray
-        /// The gradient of the convolution's output for the first K − 1 of them, `[K − 1, D]`.
+        /// The gradient of the convolution's output for the first K − 1 of them, `[K − 1, F]`.
         var convolved: MLXArray
 
         var arrays: [MLXArray] { [memory, convolved] }
@@ -62,10 +62,10 @@ package struct GatedDeltaNet {
     // MARK: - o
 
     /// - Parameters:
-    ///   - qkv: `[n, D]`
+    ///   - qkv: `[n, F]`
     ///   - b, a: `[n, value_heads]`
     ///   - state: of the tokens before; becomes that of the last of these
-    /// - Returns: o `[n, value_heads · dv]`, in float32.
+    /// - Returns: o `[n, value_heads · value_dim]`, in float32.
     func callAsFunction(
         qkv: MLXArray, b: MLXArray, a: MLXArray, state: inout MixerState.Recurrent, machine: Machine
     ) -> MLXArray {
@@ -95,7 +95,7 @@ package struct GatedDeltaNet {
         return heads.lowerBound * each..<heads.upperBound * each
     }
 
-    /// The terms of l: a, dt_bias and A_log, `[…, values]`.
+    /// The terms of κ: a, dt_bias and A_log, `[…, values]`.
     private func decay(_ heads: Range<Int>, _ a: MLXArray) -> [MLXArray] {
         let values = valueHeads(of: heads)
         return [a[0..., values], dtBias[values], aLog[values]].map { $0.asType(.float32) }
@@ -134,7 +134,7 @@ package struct GatedDeltaNet {
         let convolution: CausalConvolution
         let norm: RMSNorm?
 
-        /// qkv `[n, D]` to `[n, heads, dim]`, in float32.
+        /// qkv `[n, F]` to `[n, heads, dim]`, in float32.
         func callAsFunction(_ qkv: MLXArray, tail: MLXArray) -> MLXArray {
             let x = activated(convolution(qkv[0..., features], tail: tail[0..., features]))
             return norm.map { $0(x) } ?? x
@@ -163,12 +163,12 @@ package struct GatedDeltaNet {
     /// The derivative of o, of a whole sequence or a segment. The intermediates of o are computed again, some key heads at a time. qkv and
     /// dO are consumed, as their gradient is assembled after their last use.
     ///
-    ///     db = β (1 − β) dβ        da = −exp(A_log) σ(a + dt_bias) dl
+    ///     db = β (1 − β) dβ        da = −exp(A_log) σ(a + dt_bias) dκ
     ///
     /// - Parameters:
-    ///   - qkv: `[T, D]`
+    ///   - qkv: `[T, F]`
     ///   - b, a: `[T, value_heads]`
-    ///   - dO: `[T, value_heads · dv]`, in float32
+    ///   - dO: `[T, value_heads · value_dim]`, in float32
     ///   - records: the rows of each record of the sequence, which has a state of its own; nil for one
     ///   - before: the state before a segment of one record; nil for the start of a sequence
     ///   - behind: what the segment behind gives, replaced by what this gives to the one before; nil where there are no segments
@@ -238,18 +238,18 @@ package struct GatedDeltaNet {
 
     // MARK: - y = RMSNorm(o) ∘ silu(z)
 
-    /// y `[n, value_heads · dv]`, in float32, of o and z, alike.
+    /// y `[n, value_heads · value_dim]`, in float32, of o and z, alike.
     func gatedNorm(o: MLXArray, z: MLXArray) -> MLXArray {
         Activation.silu.gated(gate: z.asType(.float32), up: norm(byHead(o)).reshaped(z.shape))
     }
 
-    /// do and dz `[T, value_heads · dv]`, in float32, from dy, alike.
+    /// do and dz `[T, value_heads · value_dim]`, in float32, from dy, alike.
     func gatedNormBackward(o: MLXArray, z: MLXArray, dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray) {
         let (byHead, z) = (byHead(o), z.reshaped([z.dim(0), -1, valueDim]))
         let d = Activation.silu.gatedBackward(gate: [z], up: [norm(byHead)], dAct: dy.reshaped(z.shape))
         return (norm.backward(byHead, dy: d.dUp).reshaped(o.shape), d.dGate.reshaped(o.shape))
     }
 
-    /// `[n, heads · dv]` to `[n, heads, dv]`, in float32.
+    /// `[n, heads · value_dim]` to `[n, heads, value_dim]`, in float32.
     private func byHead(_ x: MLXArray) -> MLXArray { x.asType(.float32).reshaped([x.dim(0), -1, valueDim]) }
 }

@@ -1,33 +1,33 @@
 import MLX
 
-/// The gated delta rule of some heads ([Yang et al.](https://arxiv.org/abs/2412.06464)). Each token corrects what a state S `[dk, dv]`
-/// answers to its key, and asks it:
+/// The gated delta rule of some heads ([Yang et al.](https://arxiv.org/abs/2412.06464)). Each token corrects what a state S
+/// `[key_dim, value_dim]` answers to its key, and asks it:
 ///
-///     S ← exp(l) S        d = β (v − Sᵀ k)        S ← S + k dᵀ        o = Sᵀ q
+///     S ← exp(κ) S        d = β (v − Sᵀ k)        S ← S + k dᵀ        o = Sᵀ q
 ///
 /// By chunks of C tokens, the rows of Q, K, V, D and O, with S before a chunk and S₊ behind it:
 ///
-///     Γ_ij = exp(l_{j+1} + … + l_i) for i ≥ j, else 0        γ_i = exp(l_1 + … + l_i)        δ_j = Γ_Cj
+///     Γ_ij = exp(κ_{j+1} + … + κ_i) for i ≥ j, else 0        γ_i = exp(κ_1 + … + κ_i)        δ_j = Γ_Cj
 ///     A = Γ ∘ K Kᵀ below the diagonal        P = Γ ∘ Q Kᵀ        M = (I + β A)⁻¹
 ///     U = M β V        W = M β γ K        D = U − W S        O = γ Q S + P D        S₊ = γ_C S + (δ K)ᵀ D
 ///
 /// β, γ and δ are columns. Only D and S₊ wait for the chunk before. A key head has one or several value heads: arrays are
 /// `[chunks, key_heads, value heads of each, …]`, with 1 in the third place where all value heads share them.
 package struct GatedDeltaRule {
-    /// `[…, C, dk]`
+    /// `[…, C, key_dim]`
     private let q, k: MLXArray
-    /// `[…, C, dv]`
+    /// `[…, C, value_dim]`
     private let v: MLXArray
-    /// l and β, `[…, C, 1]`
+    /// κ and β, `[…, C, 1]`
     private let logDecay, beta: MLXArray
     private let length: Int
     private let machine: Machine
 
     /// All in float32.
     /// - Parameters:
-    ///   - q, k: `[n, key_heads, dk]`
-    ///   - v: `[n, value_heads, dv]`; a key head's value heads lie behind each other
-    ///   - logDecay: l ≤ 0, `[n, value_heads]`
+    ///   - q, k: `[n, key_heads, key_dim]`
+    ///   - v: `[n, value_heads, value_dim]`; a key head's value heads lie behind each other
+    ///   - logDecay: κ ≤ 0, `[n, value_heads]`
     ///   - beta: `[n, value_heads]`
     init(q: MLXArray, k: MLXArray, v: MLXArray, logDecay: MLXArray, beta: MLXArray, machine: Machine) {
         let heads = k.dim(1)
@@ -41,8 +41,8 @@ package struct GatedDeltaRule {
 
     // MARK: - Forward
 
-    /// - Parameter state: S before the tokens, `[value_heads, dk, dv]` in float32; becomes that behind them
-    /// - Returns: o `[n, value_heads, dv]`, in float32.
+    /// - Parameter state: S before the tokens, `[value_heads, key_dim, value_dim]` in float32; becomes that behind them
+    /// - Returns: o `[n, value_heads, value_dim]`, in float32.
     func callAsFunction(state: inout MLXArray) -> MLXArray {
         var s = byKeyHead(state)
         let o = length == 1 ? step(&s) : byChunks(&s)
@@ -89,16 +89,16 @@ package struct GatedDeltaRule {
     ///     dQ = γ dO Sᵀ + (Γ ∘ dP) K
     ///     dK = δ D dS₊ᵀ − γ dV Sᵀ + (Γ ∘ dA + (Γ ∘ dA)ᵀ) K + (Γ ∘ dP)ᵀ Q
     ///
-    /// with dQ and dK summed over a key head's value heads, and dl by `ChunkDecays` from
+    /// with dQ and dK summed over a key head's value heads, and dκ by `ChunkDecays` from
     ///
     ///     Γ ∘ dΓ = Γ ∘ (dP ∘ Q Kᵀ + dA ∘ K Kᵀ)        γ dγ = rowsum(Q ∘ γ dO Sᵀ − K ∘ γ dV Sᵀ)
     ///     δ dδ = rowsum(K ∘ δ D dS₊ᵀ)        dγ_C = ⟨S, dS₊⟩
     ///
     /// - Parameters:
-    ///   - dO: `[T, value_heads, dv]`
-    ///   - state: S before the tokens, `[value_heads, dk, dv]`
+    ///   - dO: `[T, value_heads, value_dim]`
+    ///   - state: S before the tokens, `[value_heads, key_dim, value_dim]`
     ///   - dState: the gradient of S behind them, alike; becomes that of S before them
-    /// - Returns: dq and dk `[T, key_heads, dk]`, dv `[T, value_heads, dv]`, dl and β dβ `[T, value_heads]`, in float32.
+    /// - Returns: dq and dk `[T, key_heads, key_dim]`, dv `[T, value_heads, value_dim]`, dκ and β dβ `[T, value_heads]`, in float32.
     func backward(dO: MLXArray, state: MLXArray, dState: inout MLXArray)
         -> (dq: MLXArray, dk: MLXArray, dv: MLXArray, dLogDecay: MLXArray, betaDBeta: MLXArray)
     {
@@ -193,7 +193,7 @@ package struct GatedDeltaRule {
                 inverse(GatedDeltaRule.product([ofKeys, decays.gamma, rule.beta, decays.below])))
         }
 
-        /// W `[…, C, dk]`
+        /// W `[…, C, key_dim]`
         func w(_ rule: GatedDeltaRule) -> MLXArray { matmul(m, rule.beta * start * rule.k) }
     }
 
@@ -204,7 +204,7 @@ package struct GatedDeltaRule {
         return whole.reshaped([chunks, rows, keyHeads, heads / keyHeads, d]).transposed(axes: [0, 2, 3, 1, 4])
     }
 
-    /// `[value_heads, dk, dv]` to `[1, key_heads, value heads of each, dk, dv]`.
+    /// `[value_heads, key_dim, value_dim]` to `[1, key_heads, value heads of each, key_dim, value_dim]`.
     private func byKeyHead(_ state: MLXArray) -> MLXArray {
         state.reshaped([1, k.dim(1), -1, state.dim(1), state.dim(2)])
     }
@@ -221,13 +221,14 @@ package struct GatedDeltaRule {
 /// The transpose of the last two axes.
 private func transposed(_ x: MLXArray) -> MLXArray { x.swappedAxes(-1, -2) }
 
-/// (I + L)⁻¹ of L `[…, C, C]`, zero but below the diagonal, C a power of two.
+/// (I + E)⁻¹ of E `[…, C, C]`, zero but below the diagonal, C a power of two.
 ///
-/// With the inverses A and B of its halves it is [[A, 0], [−B L₂₁ A, B]]: M − M L₂₁ M, with M = [[A, 0], [0, B]]; here for all blocks of
-/// a size at once. The product (I − L)(I + L²)(I + L⁴) … has as many steps, but where keys are near each other its factors are huge.
-private func inverse(_ l: MLXArray) -> MLXArray {
-    let c = l.dim(-1)
-    func lowerLeft(_ half: Int) -> MLXArray { l * mask(c) { i, j in i / half % 2 == 1 && i / half == j / half + 1 } }
+/// With the inverses M₁ and M₂ of its halves it is [[M₁, 0], [−M₂ E₂₁ M₁, M₂]]: M − M E₂₁ M, with M = [[M₁, 0], [0, M₂]]; here for all
+/// blocks of a size at once. The product (I − E)(I + E²)(I + E⁴) … has as many steps, but where keys are near each other its factors are
+/// huge.
+private func inverse(_ e: MLXArray) -> MLXArray {
+    let c = e.dim(-1)
+    func lowerLeft(_ half: Int) -> MLXArray { e * mask(c) { i, j in i / half % 2 == 1 && i / half == j / half + 1 } }
     var m = mask(c) { i, j in i == j } - lowerLeft(1)
     var half = 2
     while half < c {

@@ -3,8 +3,8 @@ import MeSPBundle
 
 /// Mamba-2 as Granite 4.0-H has it, from the parts z, xBC and dt of its projection, by head:
 ///
-///     x, B, C = silu(conv(xBC) + bias)        Δ = softplus(dt + dt_bias)        l = −exp(A_log) Δ
-///     o = the state space of u = Δ x, l, B and C, + D x
+///     x, B, C = silu(conv(xBC) + bias)        Δ = softplus(dt + dt_bias)        κ = a Δ,  a = −exp(A_log)
+///     o = the state space of u = Δ x, κ, B and C, + D x
 ///     y = RMSNorm(o ∘ silu(z))
 ///
 /// The norm is over all heads. B and C are a group's, of heads / groups heads, which lie behind each other.
@@ -72,7 +72,7 @@ package struct Mamba2 {
     /// The derivative of o, of a whole sequence. The intermediates of o are computed again, some heads at a time. xBC and dO are consumed,
     /// as their gradient is assembled after their last use.
     ///
-    ///     dx = Δ du + D do        dΔ = rowsum(du ∘ x) − exp(A_log) dl        d_dt = dΔ σ(dt + dt_bias)
+    ///     dx = Δ du + D do        dΔ = rowsum(du ∘ x) + a dκ        d_dt = dΔ σ(dt + dt_bias)
     ///
     /// with dB and dC summed over the heads of a group.
     ///

@@ -3,7 +3,7 @@ import MeSPBundle
 
 /// The choice of a token's experts, and their weights, from what the router gives for all of them, z `[T, E]`:
 ///
-///     K = the k experts with the highest s + b        w = c s / (Σ_K s + ε)        s = σ(z) or exp(z)
+///     K = the k experts with the highest p + b        w = c p / (Σ_K p + ε)        p = σ(z) or exp(z)
 ///
 /// k is `numExpertsPerTok`, and c `scaling`. ε is 10⁻⁶ with the sigmoid, and 0 otherwise. The choice has no gradient.
 extension Experts {
@@ -11,8 +11,8 @@ extension Experts {
     ///
     /// - Parameter bias: b `[E]`; nil for 0.
     func chosen(_ z: MLXArray, bias: MLXArray?) -> MLXArray {
-        let s = scores == .sigmoid ? sigmoid(z) : z
-        return argSort(-(bias.map { s + $0 } ?? s), axis: -1)[0..., 0..<numExpertsPerTok]
+        let p = scores == .sigmoid ? sigmoid(z) : z
+        return argSort(-(bias.map { p + $0 } ?? p), axis: -1)[0..., 0..<numExpertsPerTok]
     }
 
     /// w `[T, k]`, of z of the chosen experts alone.
@@ -20,17 +20,17 @@ extension Experts {
 
     /// dz of the chosen experts `[T, k]` from dw:
     ///
-    ///     ds = (c dw − Σ_K w dw) / (Σ_K s + ε)        dz = ds ∘ s (1 − s), or ds ∘ s
+    ///     dp = (c dw − Σ_K w dw) / (Σ_K p + ε)        dz = dp ∘ p (1 − p), or dp ∘ p
     func weightsBackward(_ z: MLXArray, dw: MLXArray) -> MLXArray {
-        let (w, s, total) = parts(z)
-        let ds = (scaling * dw - (w * dw).sum(axis: -1, keepDims: true)) / total
-        return scores == .sigmoid ? ds * s * (1 - s) : ds * s
+        let (w, p, total) = parts(z)
+        let dp = (scaling * dw - (w * dw).sum(axis: -1, keepDims: true)) / total
+        return scores == .sigmoid ? dp * p * (1 - p) : dp * p
     }
 
-    private func parts(_ z: MLXArray) -> (w: MLXArray, s: MLXArray, total: MLXArray) {
+    private func parts(_ z: MLXArray) -> (w: MLXArray, p: MLXArray, total: MLXArray) {
         // exp(z) over that of the highest, which w does not change.
-        let s = scores == .sigmoid ? sigmoid(z) : exp(z - z.max(axis: -1, keepDims: true))
-        let total = s.sum(axis: -1, keepDims: true) + Float(scores == .sigmoid ? 1e-6 : 0)
-        return (scaling * s / total, s, total)
+        let p = scores == .sigmoid ? sigmoid(z) : exp(z - z.max(axis: -1, keepDims: true))
+        let total = p.sum(axis: -1, keepDims: true) + Float(scores == .sigmoid ? 1e-6 : 0)
+        return (scaling * p / total, p, total)
     }
 }

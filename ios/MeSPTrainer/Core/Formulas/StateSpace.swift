@@ -3,7 +3,7 @@ import MLX
 /// The state space of some heads of a group ([Dao & Gu](https://arxiv.org/abs/2405.21060)). Each token decays a head's state S `[P, N]`,
 /// writes u into it along B, which the heads share, and reads it along C:
 ///
-///     S ← exp(l) S + u Bᵀ        y = S C
+///     S ← exp(κ) S + u Bᵀ        y = S C
 ///
 /// By chunks of tokens, the rows of U, B, C and Y, with S before a chunk, S₊ behind it, and Γ, γ and δ of `ChunkDecays`:
 ///
@@ -24,7 +24,7 @@ package struct StateSpace {
     /// All in float32.
     /// - Parameters:
     ///   - u: `[n, heads, P]`
-    ///   - logDecay: l ≤ 0, `[n, heads]`
+    ///   - logDecay: κ ≤ 0, `[n, heads]`
     ///   - b, c: `[n, N]`
     init(u: MLXArray, logDecay: MLXArray, b: MLXArray, c: MLXArray, machine: Machine) {
         (length, self.machine) = (u.dim(0), machine)
@@ -65,12 +65,12 @@ package struct StateSpace {
     ///     dΠ = dY Uᵀ        dU = Πᵀ dY + δ (B dS₊ᵀ)
     ///     dC = (γ dY) S + (Γ ∘ dΠ) B        dB = (Γ ∘ dΠ)ᵀ C + (δ U) dS₊
     ///
-    /// with dB and dC summed over the heads, and dl by `ChunkDecays` from
+    /// with dB and dC summed over the heads, and dκ by `ChunkDecays` from
     ///
     ///     Γ ∘ dΓ = Γ ∘ dΠ ∘ C Bᵀ        γ dγ = rowsum(γ dY ∘ C Sᵀ)        δ dδ = rowsum(U ∘ δ B dS₊ᵀ)        dγ_last = ⟨S, dS₊⟩
     ///
     /// - Parameter dY: `[T, heads, P]`
-    /// - Returns: du `[T, heads, P]`, dl `[T, heads]`, dB and dC `[T, N]`, in float32.
+    /// - Returns: du `[T, heads, P]`, dκ `[T, heads]`, dB and dC `[T, N]`, in float32.
     func backward(dY: MLXArray) -> (du: MLXArray, dLogDecay: MLXArray, dB: MLXArray, dC: MLXArray) {
         let dY = ChunkDecays.chunked(dY)
         let (start, end) = (swapped(decays.start), swapped(decays.end))

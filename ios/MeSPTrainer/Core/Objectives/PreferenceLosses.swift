@@ -8,11 +8,11 @@ struct AnswerProbability {
     /// log π₀(y); nil for an objective that has no π₀.
     let reference: Double?
 
-    /// The number of its targets.
+    /// n, the number of its targets.
     var tokens: Int { answer.example.counted.count }
-    /// log π(y) / π₀(y)
+    /// ρ = log π(y) − log π₀(y)
     var ratio: Double { logProbability - (reference ?? 0) }
-    /// log π(y) a token.
+    /// μ = log π(y) / n
     var mean: Double { logProbability / Double(tokens) }
 }
 
@@ -30,56 +30,59 @@ struct PreferenceLoss {
 
     /// The loss of a pair:
     ///
-    ///     DPO     m = β (ratio_w − ratio_l)                     L = −log σ(m)
-    ///     IPO     h = ratio_w / n_w − ratio_l / n_l             L = (h − 1 / 2β)²
-    ///     SimPO   m = β (mean_w − mean_l) − γ                   L = −log σ(m)
-    ///     ORPO    o = logit(e^mean_w) − logit(e^mean_l)         L = −β log σ(o) + the chosen's supervised loss
+    ///     DPO     m = β (ρ_c − ρ_r)                     ℒ = −log σ(m)
+    ///     IPO     h = ρ_c / n_c − ρ_r / n_r − 1 / 2β    ℒ = h²
+    ///     SimPO   m = β (μ_c − μ_r) − γ                 ℒ = −log σ(m)
+    ///     ORPO    o = f(μ_c) − f(μ_r)                   ℒ = −β log σ(o) + the chosen's supervised loss
     ///
-    /// for the ratios log π / π₀ of a chosen answer w and a rejected one l of n targets, and their means of log π.
+    /// with c for the chosen answer, r for the rejected one, and f(x) = x − log(1 − eˣ), the logit of eˣ.
     /// - Parameter supervisedTargets: of ORPO, whose supervised loss is a mean over all targets of a batch's chosen answers and their
     ///   prompts, how many those are for each pair. The loss here is without the prompt's part.
     init(
-        _ objective: Objective, chosen w: AnswerProbability, rejected l: AnswerProbability, supervisedTargets: Double,
+        _ objective: Objective, chosen: AnswerProbability, rejected: AnswerProbability, supervisedTargets: Double,
         _ settings: RunSettings
     ) {
         let beta = settings.preferenceBeta
         switch objective {
         case .ipo:
-            let difference = w.ratio / Double(w.tokens) - l.ratio / Double(l.tokens) - 1 / (2 * beta)
+            let difference =
+                chosen.ratio / Double(chosen.tokens) - rejected.ratio / Double(rejected.tokens) - 1 / (2 * beta)
             loss = difference * difference
-            weights = [-2 * difference / Double(w.tokens), 2 * difference / Double(l.tokens)]
-            rewards = [beta * w.ratio, beta * l.ratio]
+            weights = [-2 * difference / Double(chosen.tokens), 2 * difference / Double(rejected.tokens)]
+            rewards = [beta * chosen.ratio, beta * rejected.ratio]
         case .simpo:
-            let margin = beta * (w.mean - l.mean) - Double(settings.gamma ?? 0.5)
+            let margin = beta * (chosen.mean - rejected.mean) - Double(settings.gamma ?? 0.5)
             loss = softplus(-margin)
-            weights = [beta * sigmoid(-margin) / Double(w.tokens), -beta * sigmoid(-margin) / Double(l.tokens)]
-            rewards = [beta * w.mean, beta * l.mean]
+            weights = [
+                beta * sigmoid(-margin) / Double(chosen.tokens), -beta * sigmoid(-margin) / Double(rejected.tokens),
+            ]
+            rewards = [beta * chosen.mean, beta * rejected.mean]
         case .orpo:
             func logit(_ mean: Double) -> Double { mean - log(-expm1(mean)) }
-            let odds = logit(w.mean) - logit(l.mean)
+            let odds = logit(chosen.mean) - logit(rejected.mean)
             let slope = beta * sigmoid(-odds)
-            loss = beta * softplus(-odds) - w.logProbability / supervisedTargets
+            loss = beta * softplus(-odds) - chosen.logProbability / supervisedTargets
             weights = [
-                slope / -expm1(w.mean) / Double(w.tokens) + 1 / supervisedTargets,
-                -slope / -expm1(l.mean) / Double(l.tokens),
+                slope / -expm1(chosen.mean) / Double(chosen.tokens) + 1 / supervisedTargets,
+                -slope / -expm1(rejected.mean) / Double(rejected.tokens),
             ]
             context = 1 / supervisedTargets
-            rewards = [beta * w.mean, beta * l.mean]
+            rewards = [beta * chosen.mean, beta * rejected.mean]
         case .dpo, .kto:
-            let margin = beta * (w.ratio - l.ratio)
+            let margin = beta * (chosen.ratio - rejected.ratio)
             loss = softplus(-margin)
             weights = [beta * sigmoid(-margin), -beta * sigmoid(-margin)]
-            rewards = [beta * w.ratio, beta * l.ratio]
+            rewards = [beta * chosen.ratio, beta * rejected.ratio]
         }
         isRight = rewards[0] > rewards[1]
     }
 
     /// The loss of a single answer (KTO):
     ///
-    ///     L = w (1 − σ(± β (ratio − k)))
+    ///     ℒ = w (1 − σ(± β (ρ − k)))
     ///
-    /// with + and `desirableWeight` for a good one, − and `undesirableWeight` for a bad one. k is what π is away from π₀ anyway: no less
-    /// than 0, the mean ratio of the batch's prompts, each with the answer before it. It is not a function of the parameters.
+    /// with + and w = `desirableWeight` for a good one, − and `undesirableWeight` for a bad one. k is what π is away from π₀ anyway: no
+    /// less than 0, the mean ρ of the batch's prompts, each with the answer before it. It is not a function of the parameters.
     init(_ answer: AnswerProbability, kl: Double, _ settings: RunSettings) {
         let (beta, sign) = (settings.preferenceBeta, answer.answer.isGood ? 1.0 : -1.0)
         let factor = Double((answer.answer.isGood ? settings.desirableWeight : settings.undesirableWeight) ?? 1)

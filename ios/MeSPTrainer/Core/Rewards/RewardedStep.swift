@@ -46,17 +46,17 @@ struct RewardedStep {
 /// The weights of a group's answers in the gradient: group relative policy optimization (GRPO, arXiv:2402.03300) and its form without
 /// the two divisions that favour short and easy answers (Dr. GRPO, arXiv:2503.20783).
 ///
-///     GRPO        Aᵢ = (rᵢ − mean r) / (std r + 10⁻⁴)     L = −1/G Σᵢ Aᵢ / |yᵢ| Σₜ πₜ / sg(πₜ)
-///     Dr. GRPO    Aᵢ = rᵢ − mean r                        L = −1/G Σᵢ Aᵢ / |y|max Σₜ πₜ / sg(πₜ)
+///     GRPO        Aᵢ = (rᵢ − mean r) / (std r + 10⁻⁴)     ℒ = −1/G Σᵢ Aᵢ / nᵢ Σₜ πₜ / sg(πₜ)
+///     Dr. GRPO    Aᵢ = rᵢ − mean r                        ℒ = −1/G Σᵢ Aᵢ / n_max Σₜ πₜ / sg(πₜ)
 ///
-/// for the rewards r of G answers y to one prompt, the probability π of each token, and sg, which stops the gradient. The answers are
-/// sampled from the model that is updated, so that π / sg(π) is 1 and its derivative that of log π.
+/// for the rewards r of G answers of n tokens to one prompt, the probability π of each token, and sg, which stops the gradient. The
+/// answers are sampled from the model that is updated, so that π / sg(π) is 1 and its derivative that of log π.
 ///
 /// - Parameters:
 ///   - rewards: of a group's answers, at least two.
 ///   - tokens: how many tokens each has.
-///   - longest: |y|max of Dr. GRPO; nil for GRPO.
-/// - Returns: L, and of each answer ∂L / ∂(−log π) of its tokens.
+///   - longest: n_max of Dr. GRPO; nil for GRPO.
+/// - Returns: ℒ, and of each answer ∂ℒ / ∂(−log π) of its tokens.
 private func groupLoss(rewards: [Float], tokens: [Int], longest: Int?) -> (loss: Float, weights: [Float]) {
     // In float64 the mean of equal rewards is exact, and their advantages are 0.
     let count = Double(rewards.count)

@@ -132,10 +132,14 @@ struct PreferenceBatch: StepLoss {
         _ share: Double,
         _ trainer: Trainer, _ result: inout StepResult
     ) throws -> PreferenceLoss {
-        let (w, l) = (try probability(chosen, chosenLoss, trainer), try probability(rejected, rejectedLoss, trainer))
+        let scored = (
+            chosen: try probability(chosen, chosenLoss, trainer),
+            rejected: try probability(rejected, rejectedLoss, trainer)
+        )
         let pair = PreferenceLoss(
-            objective, chosen: w, rejected: l, supervisedTargets: supervisedTargets, trainer.model.settings)
-        result.add(pair, of: [w, l], share: share)
+            objective, chosen: scored.chosen, rejected: scored.rejected, supervisedTargets: supervisedTargets,
+            trainer.model.settings)
+        result.add(pair, of: [scored.chosen, scored.rejected], share: share)
         return pair
     }
 

@@ -70,7 +70,7 @@ package struct StepResult {
     private(set) var tokens = 0
     /// The inputs up to each sequence's last target that counted.
     private(set) var inputTokens = 0
-    /// ‖∂loss/∂lora‖₂ over all blocks, before clipping; of DP-SGD the mean of the examples'. nil where it isn't clipped.
+    /// ‖∂ℒ/∂lora‖₂ over all blocks, before clipping; of DP-SGD the mean of the examples'. nil where it isn't clipped.
     var gradientNorm: Float?
 
     // Of preference data, the means over its pairs or answers.

@@ -4,13 +4,13 @@ import MeSPBundle
 
 /// LoRA training on a bundle, one block at a time. Not for use from several threads at once.
 ///
-/// A step is the paper's algorithm. With block inputs x₀, x₁, … of a model of L blocks:
+/// A step is the paper's algorithm. With block inputs x₀, x₁, … of a model of L blocks, and its loss ℒ:
 ///
 ///     forward     x₀ = embed(tokens),  xₗ₊₁ = blockₗ(xₗ),  of which only the inputs stay
-///     head        loss, d = ∂loss/∂x_L
+///     head        ℒ, d = ∂ℒ/∂x_L
 ///     for l = L − 1 … 0:
 ///         recompute         the intermediates of block l, from xₗ
-///         differentiate     g = the gradient of block l's LoRA matrices,  d ← ∂loss/∂xₗ
+///         differentiate     g = the gradient of block l's LoRA matrices,  d ← ∂ℒ/∂xₗ
 ///         update            block l's LoRA matrices with g
 ///         free              everything but d
 ///

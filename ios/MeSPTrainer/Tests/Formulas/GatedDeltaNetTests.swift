@@ -33,7 +33,7 @@ import Testing
             norm: RMSNorm(weight: MLXRandom.uniform(low: 0.5, high: 1.5, [valueDim], key: keys[3]), eps: 1e-2))
     }
 
-    /// y of a whole sequence: `[T, value_heads · dv]`.
+    /// y of a whole sequence: `[T, value_heads · value_dim]`.
     private func sequential(_ net: GatedDeltaNet, _ inputs: [MLXArray]) -> MLXArray {
         let (qkv, z, b, a) = (inputs[0], inputs[1], inputs[2], inputs[3])
         let (n, w, reach) = (qkv.dim(0), net.convolution.weight, net.convolution.weight.dim(1) - 1)
@@ -110,7 +110,7 @@ import Testing
         expectEqual(net, Inputs(net, length: 1024), tile: 1)
     }
 
-    /// From what forgets at once, exp(l) < 1e-37, to what forgets nothing, exp(l) = 1 in float32; and the same of β.
+    /// From what forgets at once, exp(κ) < 1e-37, to what forgets nothing, exp(κ) = 1 in float32; and the same of β.
     @Test(arguments: [-20, -5, 5, 20] as [Float], [-20, 5, 100] as [Float])
     func extremeDecaysAndCorrections(_ b: Float, _ a: Float) {
         let net = net(keyHeads: 2, valueHeads: 4)

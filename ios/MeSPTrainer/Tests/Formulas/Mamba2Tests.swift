@@ -104,7 +104,7 @@ import Testing
         expectEqual(mamba, Inputs(mamba, length: 1024), tile: 1)
     }
 
-    /// From a state that forgets at once, exp(l) < 1e-37, to one that forgets nothing, exp(l) = 1 in float32.
+    /// From a state that forgets at once, exp(κ) < 1e-37, to one that forgets nothing, exp(κ) = 1 in float32.
     @Test(arguments: [-20, 5, 100] as [Float]) func extremeDecays(_ dt: Float) {
         let mamba = mamba(heads: 4, groups: 2)
         var inputs = Inputs(mamba, length: 130)
