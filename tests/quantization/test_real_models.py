@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-
 import quantizers
+from quantizers import Study, mesp
+
 from helpers.paths import ROOT
 from mesp.source_model.measure import Loss, finals, measure
-from quantizers import Study, mesp
-from real_models import GEMMA, SMOLLM2, hugging_face_folder
+from studies.real_models import GEMMA, SMOLLM2, hugging_face_folder
 
 pytestmark = pytest.mark.quantizer
 
