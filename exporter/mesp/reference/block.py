@@ -80,7 +80,7 @@ def block_forward(
     per_layer: mx.array | None = None,
     shared: Shared | None = None,
 ) -> list[mx.array]:
-    """[y, mixer_in, m1, m2, m3, mixed, x_mid, gate, up], shapes as in docs/architecture.md.
+    """[y, mixer_in, m1, m2, m3, mixed, x_mid, gate, up], shapes as in docs/formats.md.
 
     x_mid = x + out(mix(RMSNorm(x)))        y = x_mid + w down(act(gate) ∘ up) + experts
 
