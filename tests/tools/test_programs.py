@@ -17,8 +17,9 @@ TOOL_NAMES = ("bench", "collect", "first_hour", "push", "studies/footprint_growt
 
 @pytest.mark.parametrize("name", [*COMMANDS, *TOOL_NAMES])
 def test_a_program_says_what_it_is_for(name: str):
-    command = [Path(sys.executable).with_name(name)]
-    if name in TOOL_NAMES:
+    if name in COMMANDS:
+        command = [Path(sys.executable).with_name(name)]
+    else:
         command = [sys.executable, TOOLS / f"{name}.py"]
     done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
