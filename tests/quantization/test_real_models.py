@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-import quantizers
-from quantizers import Study, mesp
 
 from helpers.paths import ROOT
 from mesp.source_model.measure import Loss, finals, measure
+from studies import quantizers
+from studies.quantizers import Study, mesp
 from studies.real_models import GEMMA, SMOLLM2, hugging_face_folder
 
 pytestmark = pytest.mark.quantizer
