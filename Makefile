@@ -140,7 +140,7 @@ test-swift: engine-and-tests $(FIXTURES).ready
 # PyTorch is large: it has an environment of its own, and no part in `make test`.
 test-slow: engine-and-tests $(FIXTURES).ready
 	@echo "== A long run"
-	$(BIN)/python tools/long_run.py
+	$(BIN)/python tools/studies/footprint_growth.py
 	@echo "== 10,000 damaged files of each kind"
 	MESP_FUZZ_CASES=10000 $(PYTEST) tests/test_fuzz.py
 	@echo "== Tests of the commands as a wheel installs them"
@@ -179,7 +179,7 @@ test-slow: engine-and-tests $(FIXTURES).ready
 	@echo "== 10,000 damaged files and messages of each kind, for the trainer"
 	MESP_FUZZ_CASES=10000 $(SWIFT_TEST) --filter FuzzTests
 	@echo "== MeSP, mlx-lm and PEFT, from the same adapters on the same batches"
-	$(BIN)/python tools/parity.py --quick --peft $(VENV)/peft/bin/python
+	$(BIN)/python tools/studies/parity.py --quick --peft $(VENV)/peft/bin/python
 
 # The Python reference computes the Swift tests' fixtures, again when it changes.
 $(FIXTURES).ready: $(READY) $(REFERENCE)

@@ -79,7 +79,7 @@ def gemma_gguf() -> Path:
 
 
 def _real_model(name: str) -> Path:
-    import real_models  # of tools/, which make_cases.py does not have in its path
+    from studies import real_models  # of tools/, which make_cases.py does not have in its path
 
     try:
         return real_models.gguf_file(getattr(real_models, name))

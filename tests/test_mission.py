@@ -22,8 +22,8 @@ from helpers.paths import ROOT
 from helpers.phones import Phones
 from mesp.engine.build import mlx_folder
 from mesp.runs.log import Run
-from studies.trainers import multiply_dequantized
-from tasks import notes
+from studies.comparison.trainers import multiply_dequantized
+from studies.tasks import spoken_notes
 
 pytestmark = pytest.mark.mission
 
@@ -41,7 +41,7 @@ def test_a_model_goes_to_the_phone_and_what_it_learned_comes_back(
     data, bundle = tmp_path / "notes", tmp_path / "notes.mesp"
     data.mkdir()
     for split, count in (("train", STEPS), ("valid", HELD_OUT)):
-        cases = notes.cases(count, seed=0, held_out=split == "valid")
+        cases = spoken_notes.cases(count, seed=0, held_out=split == "valid")
         lines = "".join(json.dumps(case._asdict()) + "\n" for case in cases)
         (data / f"{split}.jsonl").write_text(lines)
     size = ("--seq-len", 112, "--seq-len", 128)
@@ -71,7 +71,7 @@ def test_a_model_goes_to_the_phone_and_what_it_learned_comes_back(
     assert sum(tuned) > sum(base) + 0.2 * HELD_OUT
 
     done(run("fuse", bundle, "--adapters", adapters, "--out", fused, "--val-batches", 0))
-    prompt = notes.cases(1, seed=1, held_out=True)[0].prompt
+    prompt = spoken_notes.cases(1, seed=1, held_out=True)[0].prompt
     ours = done(run("generate", bundle, "--adapters", adapters, "--prompt", prompt))
     assert json.loads(in_mlx_lm(fused, prompt)).keys() == json.loads(ours).keys()
 

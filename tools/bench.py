@@ -51,7 +51,6 @@ Memory limits, for MeSP:
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -59,15 +58,11 @@ from typing import Any
 
 import click
 
-from benchmarks.cells import Row
-from benchmarks.machine import host
-from benchmarks.plot import check_plot, draw
-from benchmarks.processes import engine_program
-from benchmarks.show import present
-from benchmarks.tables import KINDS, RUNS, TABLES, Bench, check_agreement
-from benchmarks.variants import EVERYTHING_MB, LIMITS, METHODS
 from mesp.commands.command import Command, several
-from mesp.errors import MespError, plain_os_errors
+from mesp.errors import MespError
+from studies.benchmarks.measure_table import measure_table
+from studies.benchmarks.tables import TABLES
+from studies.benchmarks.variants import EVERYTHING_MB, LIMITS, METHODS
 
 WORK = Path(__file__).resolve().parents[1] / "build" / "bench"
 
@@ -149,35 +144,9 @@ def memory_limit(value: str) -> str:
     help="Folder of the exported bundles and the offload files, on a disk (not tmpfs).",
 )  # fmt: skip
 def main(table: str, json_file: Path | None, plot: Path | None, work: Path, **given: Any) -> None:
+    command = shlex.join(["tools/bench.py", *sys.argv[1:]])
     options = find_options(table, given)
-    if plot:
-        check_plot(plot)
-    engine_program()
-    for folder in (work, *(file.parent for file in (json_file, plot) if file)):
-        with plain_os_errors(f"Cannot make {folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
-
-    def save(rows: list[Row]) -> None:
-        if json_file:
-            command = shlex.join(["tools/bench.py", *sys.argv[1:]])
-            content = {"table": table, "command": command, "rows": rows, "host": host()}
-            with plain_os_errors(f"Cannot write {json_file}"):
-                json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-    kind = KINDS.get(table, RUNS)
-    rows: list[Row] = []
-    save(rows)
-    bench = Bench(table, options, work)
-    with bench.status:
-        for row in kind.rows(bench):
-            rows.append(row)
-            save(rows)
-    if plot:
-        draw(plot, rows, kind)
-    present(rows, kind)
-    if table == "convergence":
-        check_agreement(rows)
-    failed = [row for row in rows if row.get("error")]
+    failed = measure_table(table, options, work, command, json_file=json_file, plot=plot)
     for row in failed:
         what = f"{row['model']} {row['seq_len']} {row['variant']}"
         click.echo(f"{what} failed: {row['error']}", err=True)

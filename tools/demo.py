@@ -21,8 +21,8 @@ from rich.text import Text
 from mesp.commands.command import Command
 from mesp.formatting import decimal, megabytes
 from mesp.runs.log import Run
-from tasks.exact_match import Answer, answers
-from tasks.house import SOON, Case, cases
+from studies.tasks.house_requests import SOON, Case, cases
+from studies.tasks.model_answers import Answer, answers
 
 STEPS = 600
 BATCH_SIZE = 2

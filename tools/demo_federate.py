@@ -19,7 +19,7 @@ from demo import RANK, SEQ_LEN, call, program
 from mesp.commands.command import Command
 from mesp.federate.federation import Federation
 from mesp.formatting import decimal, megabytes
-from tasks.house import DO, cases
+from studies.tasks.house_requests import DO, cases
 
 ROUNDS, STEPS, BATCH_SIZE = 8, 10, 2
 RATE = 2e-3

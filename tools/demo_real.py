@@ -15,15 +15,15 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-import real_models
 from demo import TOOLS, WIDTH, call, program, shown
 from mesp.commands.command import Command
 from mesp.errors import MespError
 from mesp.formatting import decimal, duration, megabytes
 from mesp.runs.log import Run
 from mesp.source_model.find import find_source
-from tasks import notes
-from tasks.exact_match import Answer
+from studies import real_models
+from studies.tasks import spoken_notes
+from studies.tasks.model_answers import Answer
 
 STEPS = 240
 SEQ_LENS = (112, 128)  # hold most notes with their entries, and the longest
@@ -96,7 +96,7 @@ def main(model: str | None, steps: int, seed: int) -> None:
     console = Console(width=WIDTH, highlight=False)
     console.print(
         "\nHeld-out notes, in words, with titles, names and places that training had not. Each was "
-        f"asked for with “{notes.INSTRUCTION.strip()}”:\n"
+        f"asked for with “{spoken_notes.INSTRUCTION.strip()}”:\n"
     )
     for case, old, new in zip(held_out[:SHOWN], before, after, strict=False):
         console.print(shown(case._replace(prompt=case.note), old, new))
@@ -128,10 +128,13 @@ def find_model() -> str:
     return HUB
 
 
-def write_data(folder: Path) -> list[notes.Case]:
+def write_data(folder: Path) -> list[spoken_notes.Case]:
     """Writes the task as `--data` takes it, and returns the held-out cases."""
-    held_out = notes.cases(HELD_OUT_CASES, seed=1, held_out=True)
-    splits = {"train": notes.cases(TRAINING_CASES, seed=0, held_out=False), "valid": held_out}
+    held_out = spoken_notes.cases(HELD_OUT_CASES, seed=1, held_out=True)
+    splits = {
+        "train": spoken_notes.cases(TRAINING_CASES, seed=0, held_out=False),
+        "valid": held_out,
+    }
     folder.mkdir(parents=True, exist_ok=True)
     for split, each in splits.items():
         lines = "".join(json.dumps(case._asdict()) + "\n" for case in each)

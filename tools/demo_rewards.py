@@ -20,7 +20,7 @@ from demo_real import find_model
 from mesp.commands.command import Command
 from mesp.formatting import duration, megabytes
 from mesp.runs.log import Run
-from tasks import notes
+from studies.tasks import spoken_notes
 
 STEPS = 48
 PROMPTS = 2  # a step
@@ -51,7 +51,7 @@ def cases(held_out: bool) -> list[dict[str, str]]:
     """All requests in a fixed random order; held-out ones have every third name and city."""
     names, cities = (
         [word for i, word in enumerate(words) if (i % 3 == 0) == held_out]
-        for words in (notes.PEOPLE.title().split(), CITIES.split())
+        for words in (spoken_notes.PEOPLE.title().split(), CITIES.split())
     )
     found = [
         {

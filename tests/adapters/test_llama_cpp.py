@@ -52,7 +52,7 @@ from mesp.source_model.gguf.names import ARCHITECTURES
 from mesp.source_model.gguf.tokenizer import PRE_TOKENIZERS, write_tokenizer
 from mesp.source_model.gguf.weights import GGUFWeights
 from mesp.text import bundle_tokenizer, encode
-from real_models import GEMMA, SMOLLM2, gguf_file
+from studies.real_models import GEMMA, SMOLLM2, gguf_file
 
 COUNT = 48
 END = 0  # the token that ends a text, of all models here

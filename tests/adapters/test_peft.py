@@ -35,16 +35,16 @@ from transformers import (
 from bench import main as bench
 from helpers.commands import call, invoke
 from helpers.models import FAMILIES, TEXT, published, write_model
-from in_peft.inputs import first_adapters
-from in_peft.inputs import write_model as write_dequantized
-from in_peft.train import in_nf4, write_base
 from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.models.names import CONVOLUTIONS
 from mesp.runs.log import Run
 from mesp.source_model.find import DEMO
-from studies.scores import model_with
+from studies.comparison.scores import model_with
+from studies.in_peft.inputs import first_adapters
+from studies.in_peft.inputs import write_model as write_dequantized
+from studies.in_peft.train import in_nf4, write_base
 
 SEQ_LEN = 64
 VAL_BATCHES = 8

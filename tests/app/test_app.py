@@ -20,6 +20,7 @@ from xml.etree import ElementTree
 import pytest
 from tokenizers import Tokenizer
 
+import phone
 from helpers.paths import ROOT
 from mesp.engine.build import find_engine
 from mesp.runs.log import Run
@@ -117,7 +118,8 @@ def test_every_identifier_in_the_project_is_of_an_object(project: dict, objects:
     walk(objects)
     assert used == set(objects), "an object that nothing refers to"
     assert objects[project["rootObject"]]["isa"] == "PBXProject"
-    assert project["objectVersion"] == "77", "synchronized groups came with Xcode 16"
+    if of(objects, "PBXFileSystemSynchronizedRootGroup"):
+        assert int(project["objectVersion"]) >= 77, "before Xcode 16 there were no such groups"
 
 
 def test_every_path_in_the_project_exists(objects: dict[str, dict]):
@@ -127,7 +129,6 @@ def test_every_path_in_the_project_exists(objects: dict[str, dict]):
             for path in objects[exceptions]["membershipExceptions"]:
                 assert (HOME / group["path"] / path).is_file(), path
     files = [f for f in of(objects, "PBXFileReference") if f["sourceTree"] == "<group>"]
-    assert [f["path"] for f in files] == ["Demo.mesp", "Demo-GPU.mesp", "Recorded"]
     assert all((HOME / f["path"]).exists() for f in files)
     for configuration in of(objects, "XCBuildConfiguration"):
         for key, path in configuration["buildSettings"].items():
@@ -143,57 +144,80 @@ def settings_of(objects: dict[str, dict], target: dict) -> dict[str, dict]:
         for identifier in objects[holder["buildConfigurationList"]]["buildConfigurations"]:
             each = objects[identifier]
             found.setdefault(each["name"], {}).update(each["buildSettings"])
-    assert set(found) == {"Debug", "Release"}
     return found
+
+
+def target_of(objects: dict[str, dict], kind: str) -> dict:
+    """The project's one target of a kind: `application`, `app-extension` or `ui-testing`."""
+    kinds = {t["productType"].replace(".", " ").split()[-1]: t for t in targets(objects)}
+    return kinds[kind]
 
 
 def targets(objects: dict[str, dict]) -> list[dict]:
-    """The app's target, the widget's, and the UI test's."""
-    found = of(objects, "PBXNativeTarget")
-    assert [each["name"] for each in found] == ["MeSPTrainer", "MeSPWidget", "MeSPTrainerUITests"]
-    return found
+    (project,) = of(objects, "PBXProject")
+    assert len(project["targets"]) == len(of(objects, "PBXNativeTarget"))
+    return [objects[each] for each in project["targets"]]
 
 
-def test_the_app_is_for_iphones_and_macs_with_swift_6(objects: dict[str, dict]):
-    target, *_ = targets(objects)
-    assert target["productType"] == "com.apple.product-type.application"
+def platforms(settings: dict[str, str]) -> set[str]:
+    return set(settings["SUPPORTED_PLATFORMS"].split())
+
+
+def test_what_comes_with_the_app_is_all_copied_into_it(objects: dict[str, dict]):
+    """Every bundle beside the project, and the folder that the app looks for by its name."""
+    (run,) = re.findall(r'resourceURL\?\.appending\(path: "(\w+)"\)', app_text())
+    app = target_of(objects, "application")
+    (phase,) = (
+        objects[each]
+        for each in app["buildPhases"]
+        if objects[each]["isa"] == "PBXResourcesBuildPhase"
+    )
+    copied = {objects[objects[each]["fileRef"]]["path"] for each in phase["files"]}
+    assert copied == {run, *(path.name for path in HOME.glob("*.mesp"))}
+
+
+def app_text() -> str:
+    return "\n".join(source.read_text(encoding="utf-8") for source in APP_SOURCES)
+
+
+def test_the_app_is_for_the_systems_and_the_swift_of_its_package(objects: dict[str, dict]):
     manifest = (ROOT / "Package.swift").read_text(encoding="utf-8")
     oldest = {name: f"{number}.0" for name, number in re.findall(r"\.(\w+)\(\.v(\d+)\)", manifest)}
-    for settings in settings_of(objects, target).values():
+    (tools,) = re.findall(r"swift-tools-version: (\d+)", manifest)
+    for settings in settings_of(objects, target_of(objects, "application")).values():
         assert settings["IPHONEOS_DEPLOYMENT_TARGET"] == oldest["iOS"]
         assert settings["MACOSX_DEPLOYMENT_TARGET"] == oldest["macOS"]
-        assert settings["SDKROOT"] == "auto"
-        assert settings["SUPPORTED_PLATFORMS"] == "iphoneos iphonesimulator macosx"
-        # The Mac runs its own build of it.
-        assert settings["SUPPORTS_MACCATALYST"] == "NO"
-        assert settings["SUPPORTS_MAC_DESIGNED_FOR_IPHONE_IPAD"] == "NO"
-        assert settings["SWIFT_VERSION"] == "6.0"
-        # One setting of the project, for both targets.
-        assert settings["APP_IDENTIFIER"] == "org.mesp.MeSPTrainer"
+        assert settings["SWIFT_VERSION"].split(".")[0] == tools
+
+
+def test_the_tools_know_the_app_by_its_identifier(objects: dict[str, dict]):
+    app = target_of(objects, "application")
+    for settings in settings_of(objects, app).values():
+        assert settings["APP_IDENTIFIER"] == phone.APP
+        # One place, for a person who changes it.
         assert settings["PRODUCT_BUNDLE_IDENTIFIER"] == "$(APP_IDENTIFIER)"
-        assert "DEVELOPMENT_TEAM" not in settings, "a team is each person's own"
+
+
+def test_any_person_can_sign_the_app(objects: dict[str, dict]):
+    """Nobody's team is in the project, and no target has an entitlement that a free team lacks."""
+    for target in targets(objects):
+        for settings in settings_of(objects, target).values():
+            assert "DEVELOPMENT_TEAM" not in settings, "a team is each person's own"
+            assert "CODE_SIGN_ENTITLEMENTS" not in settings
 
 
 def test_the_widget_comes_in_the_app_on_phones_alone(objects: dict[str, dict]):
-    app, widget, _ = targets(objects)
-    assert widget["productType"] == "com.apple.product-type.app-extension"
+    app, widget = target_of(objects, "application"), target_of(objects, "app-extension")
     assert widget["packageProductDependencies"] == [], "a widget has some 30 MB"
-    for settings in settings_of(objects, widget).values():
-        assert settings["SUPPORTED_PLATFORMS"] == "iphoneos iphonesimulator"
-        # An embedded target has the app's identifier as the beginning of its own, and its version.
-        assert settings["PRODUCT_BUNDLE_IDENTIFIER"] == "$(APP_IDENTIFIER).Widget"
-        assert settings["SKIP_INSTALL"] == "YES" and settings["CODE_SIGN_STYLE"] == "Automatic"
-        assert "CODE_SIGN_ENTITLEMENTS" not in settings, "a free team can sign it"
-        assert "DEVELOPMENT_TEAM" not in settings
-    versions = {
-        (settings["MARKETING_VERSION"], settings["CURRENT_PROJECT_VERSION"])
-        for target in (app, widget)
-        for settings in settings_of(objects, target).values()
-    }
-    assert len(versions) == 1
-
+    apps, widgets = settings_of(objects, app), settings_of(objects, widget)
+    for name, settings in widgets.items():
+        assert platforms(settings) == platforms(apps[name]) - {"macosx"}
+        # iOS takes an extension whose identifier begins with its app's, and of its version alone.
+        whole = f"{apps[name]['PRODUCT_BUNDLE_IDENTIFIER']}."
+        assert settings["PRODUCT_BUNDLE_IDENTIFIER"].startswith(whole)
+        for version in ("MARKETING_VERSION", "CURRENT_PROJECT_VERSION"):
+            assert settings[version] == apps[name][version]
     (embed,) = of(objects, "PBXCopyFilesBuildPhase")
-    assert embed["dstSubfolderSpec"] == "13", "PlugIns"
     (file,) = (objects[each] for each in embed["files"])
     assert objects[file["fileRef"]] == objects[widget["productReference"]]
     (dependency,) = (objects[each] for each in app["dependencies"])
@@ -203,37 +227,30 @@ def test_the_widget_comes_in_the_app_on_phones_alone(objects: dict[str, dict]):
     assert file["platformFilter"] == dependency["platformFilter"] == "ios"
     assert embed in [objects[each] for each in app["buildPhases"]]
 
-    info = plistlib.loads((WIDGET / "Info.plist").read_bytes())
-    assert info == {"NSExtension": {"NSExtensionPointIdentifier": "com.apple.widgetkit-extension"}}
-    assert plistlib.loads((APP / "Info.plist").read_bytes())["NSSupportsLiveActivities"] is True
-
 
 def test_the_app_and_the_widget_compile_the_same_attributes(objects: dict[str, dict]):
     """iOS takes what the app gives to the widget by the name of the type."""
-    _, widget, _ = targets(objects)
+    widget = target_of(objects, "app-extension")
     (folder,) = (objects[each] for each in widget["fileSystemSynchronizedGroups"])
     assert HOME / folder["path"] == WIDGET
     exceptions = {
-        objects[objects[each]["target"]]["name"]: objects[each]["membershipExceptions"]
+        objects[objects[each]["target"]]["productType"]: objects[each]["membershipExceptions"]
         for each in folder["exceptions"]
     }
     # Of a folder that is not the target's, the exceptions are what it takes.
-    assert exceptions == {"MeSPWidget": ["Info.plist"], "MeSPTrainer": [SHARED.name]}
+    assert exceptions[target_of(objects, "application")["productType"]] == [SHARED.name]
+    assert SHARED.name not in exceptions[widget["productType"]]
 
 
 def test_the_ui_test_starts_the_app_and_nothing_else_builds_it(objects: dict[str, dict]):
     """A first build asks for no team for it, and is not held up by it."""
-    app, _, test = targets(objects)
-    assert test["productType"] == "com.apple.product-type.bundle.ui-testing"
-    assert objects[test["productReference"]]["path"] == "MeSPTrainerUITests.xctest"
-    assert test["packageProductDependencies"] == []
+    app, test = target_of(objects, "application"), target_of(objects, "ui-testing")
     (folder,) = (objects[each] for each in test["fileSystemSynchronizedGroups"])
     assert HOME / folder["path"] == UI_TESTS and "exceptions" not in folder
     (dependency,) = (objects[each] for each in test["dependencies"])
     assert objects[dependency["target"]] == app
     assert objects[objects[dependency["targetProxy"]]["remoteGlobalIDString"]] == app
     (project,) = of(objects, "PBXProject")
-    assert list(map(objects.get, project["targets"])) == targets(objects)
     attributes = {
         objects[key]["name"]: value
         for key, value in project["attributes"]["TargetAttributes"].items()
@@ -242,11 +259,8 @@ def test_the_ui_test_starts_the_app_and_nothing_else_builds_it(objects: dict[str
     apps = settings_of(objects, app)
     for name, settings in settings_of(objects, test).items():
         assert settings["TEST_TARGET_NAME"] == app["name"]
-        assert settings["PRODUCT_BUNDLE_IDENTIFIER"] == "$(APP_IDENTIFIER).UITests"
-        assert settings["GENERATE_INFOPLIST_FILE"] == "YES" and "INFOPLIST_FILE" not in settings
-        assert "DEVELOPMENT_TEAM" not in settings and "CODE_SIGN_ENTITLEMENTS" not in settings
         # The scheme has the app's destinations, whatever Xcode makes of a test that has others.
-        assert settings["SUPPORTED_PLATFORMS"] == apps[name]["SUPPORTED_PLATFORMS"]
+        assert platforms(settings) == platforms(apps[name])
     others = {each for other in targets(objects) if other != test for each in other["dependencies"]}
     assert test not in [objects[objects[each]["target"]] for each in others]
 
@@ -255,24 +269,11 @@ def test_the_packages_and_their_products_exist(objects: dict[str, dict]):
     (local,) = of(objects, "XCLocalSwiftPackageReference")
     manifest = (HOME / local["relativePath"] / "Package.swift").resolve()
     assert manifest == ROOT / "Package.swift"
-    (remote,) = of(objects, "XCRemoteSwiftPackageReference")
-    assert remote["repositoryURL"] == "https://github.com/huggingface/swift-transformers"
-    products = {
-        each["productName"]: objects[each["package"]]["isa"]
-        for each in of(objects, "XCSwiftPackageProductDependency")
-    }
-    assert products == {
-        "MeSPAppModel": "XCLocalSwiftPackageReference",
-        "MeSPBundle": "XCLocalSwiftPackageReference",
-        "MeSPControl": "XCLocalSwiftPackageReference",
-        "MeSPCore": "XCLocalSwiftPackageReference",
-        "MeSPDownload": "XCLocalSwiftPackageReference",
-        "MeSPSelfCheck": "XCLocalSwiftPackageReference",
-        "Tokenizers": "XCRemoteSwiftPackageReference",
-    }
     text = manifest.read_text(encoding="utf-8")
-    for name in products.keys() - {"Tokenizers"}:
-        assert f'.library(name: "{name}", targets: ["{name}"])' in text
+    for each in of(objects, "XCSwiftPackageProductDependency"):
+        if objects[each["package"]] == local:
+            name = each["productName"]
+            assert f'.library(name: "{name}", targets: ["{name}"])' in text
 
 
 def test_what_the_views_import_is_linked(objects: dict[str, dict]):
@@ -286,7 +287,7 @@ def test_what_the_views_import_is_linked(objects: dict[str, dict]):
         return set(re.findall(r"^ *(?:@\w+ )?import (\w+)", text, flags=re.M))
 
     assert imports(APP_SOURCES) == linked | system
-    assert imports(sorted(WIDGET.glob("*.swift"))) == {"ActivityKit", "SwiftUI", "WidgetKit"}
+    assert not imports(sorted(WIDGET.glob("*.swift"))) & linked
 
 
 def test_the_scheme_runs_the_app_and_tests_its_screens(objects: dict[str, dict]):
@@ -296,78 +297,54 @@ def test_the_scheme_runs_the_app_and_tests_its_screens(objects: dict[str, dict])
     assert len(tests) == 1 and len(references) > 1
     for reference in references:
         target = objects[reference.get("BlueprintIdentifier")]
-        name = "MeSPTrainerUITests" if reference in tests else "MeSPTrainer"
-        assert target["name"] == reference.get("BlueprintName") == name
+        assert target == target_of(objects, "ui-testing" if reference in tests else "application")
+        assert target["name"] == reference.get("BlueprintName")
         product = objects[target["productReference"]]
         assert product["path"] == reference.get("BuildableName")
         assert reference.get("ReferencedContainer") == f"container:{PROJECT.name}"
+    assert [each.get("skipped") for each in scheme.iter("TestableReference")] == ["NO"]
     for action in ("LaunchAction", "TestAction"):
         assert scheme.find(action).get("buildConfiguration") == "Release", "training is slow"
 
 
-def test_info_plist_shares_documents_and_declares_bundles_and_texts():
+def test_the_app_takes_the_files_that_it_says_it_takes():
+    """And a computer can reach its folder, as tools/push.py and tools/collect.py do."""
     info = plistlib.loads((APP / "Info.plist").read_bytes())
     assert info["UIFileSharingEnabled"] is True
-    assert info["LSSupportsOpeningDocumentsInPlace"] is True
-    document, text = info["CFBundleDocumentTypes"]
+    kinds = {
+        kind: document["LSItemContentTypes"]
+        for document in info["CFBundleDocumentTypes"]
+        for kind in document["LSItemContentTypes"]
+    }
+    declared = [*info["UTExportedTypeDeclarations"], *info["UTImportedTypeDeclarations"]]
+    own = {each["UTTypeIdentifier"] for each in declared}
+    assert {kind for kind in kinds if not kind.startswith("public.")} == own
     (exported,) = info["UTExportedTypeDeclarations"]
-    assert document["LSItemContentTypes"] == [exported["UTTypeIdentifier"]]
-    assert document["LSHandlerRank"] == "Owner"
-    assert exported["UTTypeTagSpecification"] == {"public.filename-extension": ["mesp"]}
-    assert exported["UTTypeConformsTo"] == ["com.apple.package"], "Files shows it as one thing"
-    # Another app stays the one that opens texts.
-    assert text["LSHandlerRank"] == "Alternate"
-    (imported,) = info["UTImportedTypeDeclarations"]
-    assert text["LSItemContentTypes"] == ["public.plain-text", imported["UTTypeIdentifier"]]
-    assert imported["UTTypeTagSpecification"] == {"public.filename-extension": ["jsonl"]}
-    assert imported["UTTypeConformsTo"] == ["public.text"]
-    support = (APP / "Views" / "Support.swift").read_text(encoding="utf-8")
-    assert f'UTType(exportedAs: "{exported["UTTypeIdentifier"]}")' in support
+    used = re.findall(r'UTType\(exportedAs: "(.+?)"\)', app_text())
+    assert used == [exported["UTTypeIdentifier"]]
+    extensions = exported["UTTypeTagSpecification"]["public.filename-extension"]
+    assert [f".{each}" for each in extensions] == sorted({p.suffix for p in HOME.glob("Demo*.*")})
 
 
-def test_info_plist_permits_the_work_in_the_background_that_the_app_asks_for():
+def test_info_plist_permits_what_the_app_asks_the_system_for():
     info = plistlib.loads((APP / "Info.plist").read_bytes())
-    assert info["UIBackgroundModes"] == ["processing"]
-    name = "$(PRODUCT_BUNDLE_IDENTIFIER)"
-    assert info["BGTaskSchedulerPermittedIdentifiers"] == [f"{name}.overnight", f"{name}.run.*"]
-    source = (APP / "SystemBackground.swift").read_text(encoding="utf-8")
-    assert 'prefix + ".overnight"' in source and r'"\(prefix).run.' in source
-
-
-def test_on_a_phone_the_app_has_no_entitlement_that_a_free_team_may_lack(objects: dict[str, dict]):
-    for target in targets(objects):
-        for settings in settings_of(objects, target).values():
-            assert "CODE_SIGN_ENTITLEMENTS" not in settings
-
-
-def test_a_mac_needs_no_team_to_run_the_app(objects: dict[str, dict]):
-    app, *_ = targets(objects)
-    for settings in settings_of(objects, app).values():
-        assert settings["CODE_SIGN_IDENTITY[sdk=macosx*]"] == "-", "Sign to Run Locally"
-        assert "CODE_SIGN_IDENTITY" not in settings
-
-
-def test_the_app_finds_frameworks_that_are_embedded(objects: dict[str, dict]):
-    app, *_ = targets(objects)
-    for settings in settings_of(objects, app).values():
-        paths = ["$(inherited)", "@executable_path/Frameworks"]
-        assert settings["LD_RUNPATH_SEARCH_PATHS"] == paths
-        paths = ["$(inherited)", "@executable_path/../Frameworks"]
-        assert settings["LD_RUNPATH_SEARCH_PATHS[sdk=macosx*]"] == paths
-
-
-def test_the_app_is_built_for_the_chips_that_mlx_runs_on(objects: dict[str, dict]):
-    """A build for release is otherwise for Intel Macs and the simulator on them too."""
-    app, *_ = targets(objects)
-    for settings in settings_of(objects, app).values():
-        assert settings["ARCHS"] == "arm64"
+    source = app_text()
+    assert ("BGProcessingTaskRequest(" in source) == ("processing" in info["UIBackgroundModes"])
+    named = re.findall(r'prefix \+ "(\.\w+)"', source)
+    named += [f"{each}.*" for each in re.findall(r'"\\\(prefix\)(\.\w+)\.', source)]
+    assert info["BGTaskSchedulerPermittedIdentifiers"] == [
+        f"$(PRODUCT_BUNDLE_IDENTIFIER){each}" for each in named
+    ]
+    assert ("import ActivityKit\n" in source) == info["NSSupportsLiveActivities"]
 
 
 def test_info_plist_lets_the_app_reach_a_server_in_the_local_network():
     info = plistlib.loads((APP / "Info.plist").read_bytes())
-    # A SuperLink at http://localhost; of http to other hosts `SuperNode` says that it needs TLS.
-    assert info["NSAppTransportSecurity"] == {"NSAllowsLocalNetworking": True}
-    assert "local network" in info["NSLocalNetworkUsageDescription"]
+    # A SuperLink at http://localhost; http to other hosts is not allowed.
+    assert {key for key, value in info["NSAppTransportSecurity"].items() if value} == {
+        "NSAllowsLocalNetworking"
+    }
+    assert info["NSLocalNetworkUsageDescription"], "iOS asks the person with it"
     # It asks the network, and so the person, and the app needs no name of the device.
     for source in HOME.rglob("*.swift"):
         assert "processInfo.hostName" not in source.read_text(encoding="utf-8"), source.name
@@ -700,14 +677,14 @@ def test_the_ui_test_looks_for_what_the_app_shows():
 
     identifiers = set(re.findall(r'\.identified\("([^"]+)"\)', text))
     labels = set(re.findall(r'(?:s|launched|show)(?:\[|\((?:at: )?)"([^"]+)"', text))
-    assert {"loss-chart", "prompt"} <= identifiers and {"Start", "Runs", "Models"} <= labels
+    assert identifiers and labels
     assert identifiers == given, "identifiers that nothing looks for, or that no view has"
     assert labels - shown == set(), "no view says them"
     for words in re.findall(r'\.saying\("([^"]+)"\)', text):
         assert any(each.startswith(words) for each in shown), words
     # A screenshot of each tab.
     tabs = set(re.findall(r'\.tabItem \{ Label\("(\w+)"', views))
-    assert len(tabs) == 5 and tabs <= set(re.findall(r'as: "(\w+)"\)', text))
+    assert tabs and tabs <= set(re.findall(r'as: "(\w+)"\)', text))
 
 
 def library_examples(source: Path) -> Path:
@@ -795,7 +772,7 @@ def test_the_string_catalog_has_every_sentence_of_the_views():
 def test_numbers_of_things_have_plural_forms():
     catalogue = catalog("Localizable")
     counted = [key for key in catalogue if re.match(r"%lld \w+s\b", key)]
-    assert {"%lld steps", "%lld tokens"} <= set(counted)
+    assert counted
     for key in counted:
         forms = catalogue[key]["localizations"]["en"]["variations"]["plural"]
         values = {form: each["stringUnit"]["value"] for form, each in forms.items()}
@@ -813,9 +790,11 @@ def test_every_row_can_be_reached_and_read():
         for line in text.splitlines():
             if re.search(r"foregroundStyle\(\.(orange|green|red)\)", line):
                 assert "Image(systemName:" in line, f"{name}: {line.strip()}"
-    assert ".keyboard" in views["Support.swift"], "a number pad has no Return"
-    for name in ("TrainView.swift", "TryView.swift"):
-        assert ".doneKey" in views[name]
+    # A number pad has no Return, and in a field of several lines Return is a new line.
+    endless = re.compile(r"^ +\.numberPad\(|axis: \.vertical", re.M)
+    typed = {name for name, text in views.items() if endless.search(text)}
+    assert typed
+    assert [name for name in typed if ".doneKey" not in views[name]] == [], "it cannot be ended"
 
 
 def test_the_documentation_names_what_the_screens_have():
@@ -824,15 +803,6 @@ def test_the_documentation_names_what_the_screens_have():
     views = "\n".join(view.read_text(encoding="utf-8") for view in VIEWS)
     named = set(re.findall(r"(?<!\*)\*([^*]+)\*(?!\*)", screens))
     assert len(named) > 8 and named <= set(literals(views)), named - set(literals(views))
-
-
-def test_start_is_in_view_wherever_a_run_is_set_up():
-    text = (APP / "Views" / "TrainView.swift").read_text(encoding="utf-8")
-    assert "safeAreaInset(edge: .bottom) { StartBar() }" in text
-    setup, more = re.split(r"(?=private struct MoreView)", text.split("struct SetupView")[1])
-    assert ".startBar()" in setup and ".startBar()" in more
-    controls = r"\b(Picker|TextField|Toggle|Stepper|number)\("
-    assert not re.search(controls, setup) and re.search(controls, more)
 
 
 def sentence_keys(sil: str) -> set[str]:

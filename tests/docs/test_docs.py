@@ -15,7 +15,8 @@ from helpers.paths import ROOT
 
 HOME = ROOT / "ios" / "MeSPTrainer"
 PAGES = [
-    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tools" / "README.md"),
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *(ROOT / "tools" / "README.md", ROOT / "tools" / "studies" / "README.md"),
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(HOME.rglob("*.docc/*.md")),
 ]
@@ -23,7 +24,7 @@ PAGES = [
 PLACES = {
     **dict.fromkeys(("docs", "exporter", "ios", "tests", "tools"), ROOT),
     **dict.fromkeys(("Adapters", "App", "AppModel", "Bundle", "Control", "Core"), HOME),
-    **dict.fromkeys(("Download", "Engine", "SelfCheck"), HOME),
+    **dict.fromkeys(("Download", "Engine", "Federation", "SelfCheck", "UITests"), HOME),
     "mesp": ROOT / "exporter",
 }
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

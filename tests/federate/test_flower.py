@@ -946,12 +946,12 @@ def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, t
     assert equal(server.rounds.arrays(3), served(simulated))
 
 
-# The tools.
+# The study.
 
 
-def tool(name: str, *arguments: object) -> str:
-    """The output of one of the tools."""
-    path = ROOT / "tools" / f"{name}.py"
+def study(name: str, *arguments: object) -> str:
+    """The output of one of the studies."""
+    path = ROOT / "tools" / "studies" / f"{name}.py"
     done = subprocess.run(
         [sys.executable, path, *map(str, arguments)],
         capture_output=True,
@@ -964,7 +964,7 @@ def tool(name: str, *arguments: object) -> str:
 
 def test_the_study_begins_alike_and_trains_each_way(tmp_path: Path):
     options = ("--rounds", 1, "--steps", 2, "--out", tmp_path / "out")
-    said = tool("federate_study", *options, "--plot", tmp_path / "plot.png")
+    said = study("federations", *options, "--plot", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     tables = re.findall(r"by round\n\n(.*?)\n\n", said, flags=re.DOTALL)
     losses, _ = ([re.findall(r"[^|]+", line) for line in each.splitlines()] for each in tables)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Stands in for mesp-engine: keeps the contract of docs/architecture.md, trains nothing.
+"""Stands in for mesp-engine: keeps the contract of docs/formats.md, trains nothing.
 
 FAKE_ENGINE chooses how it goes: `slow` (a step takes 20 ms, until a signal), `deaf` (the same,
 and signals are ignored), `refuse` (fails before it has a log), `fail` (fails after three steps),

@@ -6,7 +6,6 @@ import sys
 from importlib.metadata import requires
 from itertools import product
 from pathlib import Path
-from xml.etree import ElementTree
 
 import click
 import pytest
@@ -21,8 +20,8 @@ from helpers.paths import ROOT
 from mesp.engine.build import find_engine
 from mesp.models.families import FAMILIES
 
-PROJECT = ROOT / "ios" / "MeSPTrainer" / "MeSPTrainer.xcodeproj"
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+CI = ROOT / ".github" / "workflows" / "ci.yml"
 LOCK = ROOT / ".ci" / "requirements.txt"
 IMAGE = ROOT / ".ci" / "image.txt"
 each_workflow = pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
@@ -38,10 +37,6 @@ def commands(workflow: Path) -> str:
     jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
     variables = [value for job in jobs.values() for value in job.get("env", {}).values()]
     return "\n".join([*variables, *(step.get("run", "") for step in steps(workflow))])
-
-
-def test_there_are_workflows():
-    assert [path.name for path in WORKFLOWS] == ["ci.yml", "nightly.yml"]
 
 
 def test_the_schema_takes_them():
@@ -69,12 +64,17 @@ def test_only_locked_packages_are_installed(workflow: Path):
 
 
 def test_the_image_has_only_locked_packages():
+    """A `pip install` takes nothing but the package itself, or packages by their hashes."""
     text = (ROOT / "Dockerfile").read_text("utf-8")
+    let_in = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     installs = re.findall(r"pip install ([^\\\n]*)", text)
-    lock = f"--require-hashes --requirement /mesp/{IMAGE.relative_to(ROOT)}"
-    assert len(installs) == 2 and lock in installs[0]
-    assert "--no-deps --no-build-isolation /mesp" in installs[1]
-    assert f"!{IMAGE.relative_to(ROOT)}\n" in (ROOT / ".dockerignore").read_text("utf-8")
+    assert installs
+    for install in installs:
+        lock = re.search(r"--require-hashes --requirement /mesp/(\S+)", install)
+        if lock:
+            assert (ROOT / lock[1]).exists() and f"!{lock[1]}" in let_in
+        else:
+            assert "--no-deps --no-build-isolation" in install
 
 
 @pytest.mark.parametrize(("lock", "extras"), [(LOCK, ("", "report", "dev")), (IMAGE, ("",))])
@@ -114,79 +114,60 @@ def test_the_paths_exist(workflow: Path):
         assert (ROOT / path).exists(), path
 
 
-def test_the_scheme_is_the_projects_and_tests_the_screens():
-    workflow = ROOT / ".github" / "workflows" / "ci.yml"
-    text = commands(workflow)
-    assert PROJECT.relative_to(ROOT).as_posix() in text
+def test_the_simulator_gets_the_app_that_was_built():
+    """By the folder, the scheme and the identifier that the project and the build have."""
+    text = commands(CI)
+    (project,) = set(re.findall(r"-project (\S+)", text))
     (scheme,) = set(re.findall(r"-scheme (\w+)", text))
-    file = PROJECT / "xcshareddata" / "xcschemes" / f"{scheme}.xcscheme"
-    (tested,) = ElementTree.parse(file).iterfind("TestAction/Testables/TestableReference")
-    assert tested.get("skipped") == "NO"
-    (test,) = re.findall(r"\$XCODE test .*", text)
-    assert '-destination "platform=iOS Simulator,id=$device"' in test
-    # The oldest Xcode compiles it too.
-    assert '$XCODE build-for-testing -destination "platform=iOS Simulator,id=$device"' in text
-    # The app is installed from where it was built, and launched by its identifier.
-    (derived,) = re.findall(r"-derivedDataPath (\S+)", text)
+    (derived,) = set(re.findall(r"-derivedDataPath (\S+)", text))
+    assert (ROOT / project / "xcshareddata" / "xcschemes" / f"{scheme}.xcscheme").exists()
+    installed = re.findall(r'simctl install "\$device" (\S+)', text)
     built = f"{derived}/Build/Products/Release-iphonesimulator/{scheme}.app"
-    assert f'simctl install "$device" {built}' in text
-    project = (PROJECT / "project.pbxproj").read_text(encoding="utf-8")
-    (identifier,) = set(re.findall(r"APP_IDENTIFIER = (\S+);", project))
-    assert f'simctl launch "$device" {identifier}' in text
-    # The result that the test writes is what is exported and kept.
-    (result,) = re.findall(r"-resultBundlePath (\S+)", test)
-    (exported,) = re.findall(rf"export attachments --path {result} --output-path (\S+)", text)
-    kept = [step["with"]["path"] for step in steps(workflow) if "upload" in step.get("uses", "")]
-    assert [exported, result] in [path.split() for path in kept]
-    assert "build/check-gpu/self-check.*" in kept
+    assert installed == [built]
+    pbxproj = (ROOT / project / "project.pbxproj").read_text(encoding="utf-8")
+    (identifier,) = set(re.findall(r"APP_IDENTIFIER = (\S+);", pbxproj))
+    assert re.findall(r'simctl launch "\$device" (\S+)', text) == [identifier]
 
 
-def test_the_app_is_built_as_run_in_xcode_builds_it():
-    """A setting of the command line holds for packages too, and Run has none."""
-    workflow = ROOT / ".github" / "workflows" / "ci.yml"
-    job = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]["app"]
-    assert re.findall(r"\b[A-Z_]+=\S+", job["env"]["XCODE"]) == []
+def test_what_the_screens_test_writes_is_kept():
+    (result,) = re.findall(r"-resultBundlePath (\S+)", commands(CI))
+    ((read, exported),) = re.findall(
+        r"export attachments --path (\S+) --output-path (\S+)", commands(CI)
+    )
+    assert read == result
+    kept = [step["with"]["path"] for step in steps(CI) if "upload" in step.get("uses", "")]
+    assert {result, exported} <= {path for each in kept for path in each.split()}
+
+
+def test_the_app_is_built_for_each_system_as_run_in_xcode_builds_it():
+    """Without settings on the command line, which hold for packages too, but a missing team's."""
+    job = yaml.safe_load(CI.read_text(encoding="utf-8"))["jobs"]["app"]
+    given = re.findall(r"\b([A-Z_]+)=\S+", " ".join(job["env"].values()))
+    assert set(given) <= {"CODE_SIGNING_ALLOWED"}
     builds = [
         line.strip()
         for step in job["steps"]
         for line in step.get("run", "").splitlines()
         if re.match(r" *\$XCODE (build|test)", line)
     ]
-    # Of a generic destination all architectures would be built; iPhones have one.
-    places = {re.search(r"-destination (['\"])(.*?)\1", build)[2]: build for build in builds}
-    assert set(places) == {
-        "generic/platform=iOS", "platform=macOS,arch=arm64", "platform=iOS Simulator,id=$device",
-    }  # fmt: skip
-    # Nothing but a missing team is other than in Xcode, and a Mac needs none.
-    for place, build in places.items():
-        assert ("$UNSIGNED" in build) == ("macOS" not in place)
-    assert job["env"]["UNSIGNED"] == "CODE_SIGNING_ALLOWED=NO"
-    scheme = ElementTree.parse(PROJECT / "xcshareddata" / "xcschemes" / "MeSPTrainer.xcscheme")
-    assert scheme.find("BuildAction").get("buildArchitectures") == "Automatic"
+    assert [build for build in builds if re.search(r" [A-Z_]+=", build)] == []
+    names = {"iOS": "iphoneos", "iOS Simulator": "iphonesimulator", "macOS": "macosx"}
+    built = {names[each] for each in re.findall(r"platform=([\w ]+)", "\n".join(builds))}
+    (project,) = set(re.findall(r"-project (\S+)", commands(CI)))
+    pbxproj = (ROOT / project / "project.pbxproj").read_text(encoding="utf-8")
+    supported = re.findall(r'SUPPORTED_PLATFORMS = "(.+?)";', pbxproj)
+    assert supported and built == {each for one in supported for each in one.split()}
 
 
 def test_one_swift_format_decides():
-    workflow = ROOT / ".github" / "workflows" / "ci.yml"
-    jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
-    styled = [
+    jobs = yaml.safe_load(CI.read_text(encoding="utf-8"))["jobs"]
+    styled = {
         name
         for name, job in jobs.items()
         for step in job["steps"]
         if re.search(r"\bmake (check|test|test-format)$", step.get("run", ""))
-    ]
-    assert set(styled) == {"linux"}
-
-
-def test_a_job_without_a_self_check_says_so():
-    workflow = ROOT / ".github" / "workflows" / "ci.yml"
-    steps = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]["macos"]["steps"]
-    (probe,) = [step["run"] for step in steps if step.get("id") == "gpu"]
-    # A wheel that cannot be imported fails the step, and is no GPU that is missing.
-    assert probe.splitlines()[0].endswith('-c "import mlx.core"')
-    _, otherwise = probe.split("\nelse\n")
-    assert "::warning" in otherwise and "GITHUB_STEP_SUMMARY" in otherwise
-    used = [step for step in steps if "steps.gpu.outputs.works" in step.get("if", "")]
-    assert [step.get("run") for step in used] == ["make check-gpu", None]
+    }
+    assert len(styled) == 1
 
 
 def test_a_model_of_each_family_is_checked_each_night():
@@ -198,7 +179,6 @@ def test_a_model_of_each_family_is_checked_each_night():
     left_out += ("lfm2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text")
     published = [name for name in FAMILIES if name not in left_out]
     assert [each["family"] for each in models] == published
-    assert models[0]["model"] == "Qwen/Qwen2.5-0.5B"
 
 
 @pytest.mark.slow

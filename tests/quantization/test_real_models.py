@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import pytest
 
-import quantizers
 from helpers.paths import ROOT
 from mesp.source_model.measure import Loss, finals, measure
-from quantizers import Study, mesp
-from real_models import GEMMA, SMOLLM2, hugging_face_folder
+from studies import quantizers
+from studies.quantizers import Study, mesp
+from studies.real_models import GEMMA, SMOLLM2, hugging_face_folder
 
 pytestmark = pytest.mark.quantizer
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from bench import main
-from benchmarks import tables
 from helpers.commands import invoke, run
 from helpers.models import TEXT, TINY, write_model
 from helpers.paths import FAKE_ENGINE
 from mesp.commands.export import main as export
 from mesp.engine.build import CHECKOUT, built_engine
+from studies.benchmarks import tables
 
 ENGINE = Path(os.environ.get("MESP_ENGINE") or built_engine(CHECKOUT))
 # One thread: several, on a machine that is busy, mostly wait for each other.

@@ -1,5 +1,6 @@
 """The commands and tools as programs; what they do is tested in the tests' own process."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +10,31 @@ import pytest
 from helpers.paths import ROOT
 
 TOOLS = ROOT / "tools"
+STUDIES = TOOLS / "studies"
 COMMANDS = ("mesp", "mesp-export", "mesp-train")
-TOOL_NAMES = ("bench", "collect", "first_hour", "long_run", "push")
+TOOL_NAMES = ("bench", "collect", "first_hour", "push", "studies/footprint_growth")
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *TOOL_NAMES])
 def test_a_program_says_what_it_is_for(name: str):
-    command = [Path(sys.executable).with_name(name)]
-    if name in TOOL_NAMES:
+    if name in COMMANDS:
+        command = [Path(sys.executable).with_name(name)]
+    else:
         command = [sys.executable, TOOLS / f"{name}.py"]
     done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Usage: ")
+
+
+@pytest.mark.parametrize("folder", [TOOLS, STUDIES], ids=lambda folder: folder.name)
+def test_the_page_of_a_folder_lists_its_programs_and_folders(folder: Path):
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    rows = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
+    programs = {
+        path.name
+        for path in folder.glob("*.py")
+        if "\nif __name__ ==" in path.read_text(encoding="utf-8")
+    }
+    assert programs and programs == set(re.findall(r"`(\w+\.py)`", rows))
+    folders = {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
+    assert folders - set(re.findall(r"`(\w+/)`", rows)) - {"studies/"} == set()

@@ -1,1 +1,1 @@
-"""Code that the studies of a fine-tuning's quality share."""
+"""Comparisons and measurements, and the parts that they share: see README.md."""

@@ -63,7 +63,7 @@ def block_function(
 
     It takes x [1, T, hidden], lora [P] float32, scale [] float32, weights [layout.words] uint32,
     what `Block.given_shapes` names and, of packed records, starts [T] int32;
-    T, the LoRA rank and the dtype (x's) are read off the arguments. docs/architecture.md has the
+    T, the LoRA rank and the dtype (x's) are read off the arguments. docs/formats.md has the
     outputs' shapes. The fused primitives are those of `fast`: `mx.fast`, which has plain operations
     in their place on a CPU, or `mesp.block_function.fused`, which can only be traced there.
     """

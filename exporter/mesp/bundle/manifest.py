@@ -204,7 +204,7 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A bundle's manifest: docs/architecture.md describes each field."""
+    """A bundle's manifest: docs/formats.md describes each field."""
 
     name: str
     model: ModelName

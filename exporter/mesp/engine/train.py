@@ -1,6 +1,6 @@
 """Fine-tunes a bundle with mesp-engine.
 
-The engine reads one settings file and prints a record a line (docs/architecture.md).
+The engine reads one settings file and prints a record a line (docs/formats.md).
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def train(
             ``module:function``, name it again: a run's folder imports no code.
         paper: Update as the paper does, by SGD at 1e-4.
         progress: Is called with each record of the run's log as it comes, described in
-            docs/architecture.md.
+            docs/formats.md.
         settings: Fields of `TrainSettings`, of which `steps` is needed: ``rank=8``,
             ``memory_limit=60`` (10⁶ bytes).
 

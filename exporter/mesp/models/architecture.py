@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 class Architecture:
     """A model's blocks; the fields are the manifest's ``architecture``.
 
-    docs/architecture.md explains each.
+    docs/formats.md explains each.
     """
 
     model_type: str

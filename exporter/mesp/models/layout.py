@@ -1,4 +1,4 @@
-"""The layout of the arrays of a weight file (docs/architecture.md has the format)."""
+"""The layout of the arrays of a weight file (docs/formats.md has the format)."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Layout:
 
 
 def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype: str) -> Layout:
-    """The layout of a block whose matrices are quantized so; docs/architecture.md has the names."""
+    """The layout of a block whose matrices are quantized so; docs/formats.md has the names."""
     arrays: list = [(name, (size,), dtype) for name, size in block.norms().items()]
     arrays += [
         (name, shape, "float32" if name in KEPT_WIDE else dtype)

@@ -19,7 +19,7 @@ Weights = dict[str, mx.array]
 
 @dataclass
 class Model:
-    """Frozen weights, by mlx-lm's names (docs/architecture.md lists them).
+    """Frozen weights, by mlx-lm's names (docs/formats.md lists them).
 
     `blocks` has one dictionary a block. `embedding` and `head` hold `weight` [V, hidden] packed,
     `scales` and, unless the quantization has none, `biases`; `head` also `norm` [hidden], the final

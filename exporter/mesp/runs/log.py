@@ -1,4 +1,4 @@
-"""Reads a run's log, `metrics.jsonl`: one JSON object a line, described in docs/architecture.md.
+"""Reads a run's log, `metrics.jsonl`: one JSON object a line, described in docs/formats.md.
 
 Sizes are bytes, times seconds, losses nats a token.
 """
@@ -117,7 +117,7 @@ class Speed(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as its log says so far: its records by kind, described in docs/architecture.md.
+    """A run, as its log says so far: its records by kind, described in docs/formats.md.
 
     `folder` is None for a log that has none, and `stopped_by` the number of the signal by which
     `mesp.train` was asked to end the run; None where none was.
@@ -196,7 +196,7 @@ class Run:
 
     def to_pandas(self) -> pandas.DataFrame:
         """The records of the steps, a row each: `loss` in nats a token, `seconds`, `tokens`,
-        `footprint_bytes` and what else docs/architecture.md lists. Needs pandas."""
+        `footprint_bytes` and what else docs/formats.md lists. Needs pandas."""
         import pandas
 
         return pandas.DataFrame(list(self.steps)).drop(columns="type").set_index("step")

@@ -2,7 +2,7 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// `manifest.json`: what a bundle holds. See `docs/architecture.md`.
+/// `manifest.json`: what a bundle holds. See `docs/formats.md`.
 public struct Manifest: Decodable, Sendable {
     /// The bundle format this build reads.
     public static let format = 6

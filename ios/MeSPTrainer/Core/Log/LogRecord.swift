@@ -2,7 +2,7 @@ import Foundation
 import MeSPBundle
 import MeSPFiles
 
-/// One line of `metrics.jsonl`. See `docs/architecture.md` for the fields.
+/// One line of `metrics.jsonl`. See `docs/formats.md` for the fields.
 public enum LogRecord: Sendable {
     case start(Start)
     case plan(Plan, Prediction)

@@ -2,7 +2,7 @@ import MeSPBundle
 
 /// The memory that a machine adds to the arrays that `Planner` counts.
 ///
-/// The constants of a CPU were fitted on Linux (`tools/fit_planner.py`), those of a GPU to what docs/ledger.md counts.
+/// The constants of a CPU were fitted on Linux (`tools/studies/predicted_peaks.py`), those of a GPU to what docs/ledger.md counts.
 struct MachineMemory: Sendable {
     /// The process with MLX started, in bytes.
     let process: Int

@@ -1,0 +1,205 @@
+"""tools/studies/parity.py: MeSP against mlx-lm's trainer, and how differences are judged."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx import nn
+
+from helpers.commands import call, invoke
+from helpers.paths import ROOT
+from mesp.bundle.reader import Bundle
+from mesp.engine.build import find_engine
+from mesp.errors import MespError
+from mesp.text import bundle_tokenizer
+from studies import parity
+from studies.comparison import scores as judging
+from studies.comparison import trainers
+from studies.comparison.plans import plans
+from studies.comparison.scores import Scores, paired
+from studies.comparison.trainers import with_mesp
+from studies.tasks import bundles
+from studies.tasks.bundles import CLASSIFICATION, GSM8K, export
+
+
+def scores(losses: np.ndarray, exact: np.ndarray) -> Scores:
+    return Scores(losses, np.full(len(losses), 2.0), exact.astype(np.float64))
+
+
+def test_an_interval_is_that_of_paired_means():
+    draw = np.random.default_rng(0)
+    base, exact = draw.normal(5, 3, 400), draw.random(400) < 0.5
+    noise = draw.normal(0, 0.2, 400)
+    baseline = scores(base, exact)
+    assert paired([baseline], [baseline], what="loss") == (0, 0, 0)
+    # Nats a token: of two targets each. The sequences' own spread, much larger, is not in it.
+    other = scores(base + 0.1 + noise, exact)
+    difference = paired([other], [baseline], what="loss")
+    half = 1.96 * noise.std() / 2 / np.sqrt(400)
+    assert difference.mean == pytest.approx(0.05 + noise.mean() / 2)
+    # The ends are themselves drawn: 10,000 resamples find them to a few hundredths of the half.
+    assert difference.high - difference.mean == pytest.approx(half, rel=0.1)
+    assert difference.mean - difference.low == pytest.approx(half, rel=0.1)
+    assert not difference.is_within(0.01) and difference.is_within(0.1)
+
+
+def test_what_is_right_counts_by_the_sequence():
+    exact = np.arange(100) < 50
+    better = scores(np.ones(100), np.arange(100) < 60)
+    difference = paired([better] * 3, [scores(np.ones(100), exact)] * 3, what="exact")
+    assert difference.mean == pytest.approx(0.1)
+    # Three seeds that agree say no more than one: the sequences are what is drawn.
+    assert difference.low == pytest.approx(0.1 - 1.96 * 0.03, abs=0.01)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_this_process() -> Iterator[None]:
+    """The project's commands: starting Python takes longer than most do."""
+
+    def command(module: str, *arguments: object) -> None:
+        call(module.rpartition(".")[2], *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (parity, bundles, trainers):
+            patch.setattr(module, "command", command)
+        yield
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle of the demo model with problems of GSM8K's form, of which three are held out."""
+    pytest.importorskip("datasets", reason="what reads GSM8K is an extra")
+    folder = tmp_path_factory.mktemp("gsm8k")
+    splits = {"train": range(12), "test": range(100, 103)}
+    for split, numbers in splits.items():
+        records = [
+            {"question": f"What is {n} plus 1?", "answer": f"It is {n} + 1.\n#### {n + 1}"}
+            for n in numbers
+        ]
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / f"{split}.jsonl").write_text(lines)
+    files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in splits)
+    front = f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n"
+    (folder / "README.md").write_text(front)
+    return Bundle(export(GSM8K, "demo", tmp_path_factory.mktemp("out"), gsm8k=str(folder)))
+
+
+def test_a_problem_is_right_where_the_number_written_is(
+    monkeypatch: pytest.MonkeyPatch, problems: Bundle
+):
+    """However the solution goes; one that ends without a number is wrong."""
+    tokenizer = bundle_tokenizer(problems.path)
+    asked, says = [], iter(["As I see it:\n#### 101", "It is 101 + 1.\n#### 101", "It is 103."])
+
+    def write(model: object, prompt: np.ndarray, most: int, end: int) -> list[int]:
+        asked.append(tokenizer.decode(prompt.tolist()))
+        assert len(prompt) + most == GSM8K.seq_len and end == tokenizer.eos_token_id
+        return tokenizer.encode(next(says))
+
+    monkeypatch.setattr(judging, "write", write)
+    found = judging.score(problems.to_mlx_lm(), problems, GSM8K)
+    assert found.exact.tolist() == [1, 0, 0]
+    for number, prompt in zip(range(100, 103), asked, strict=True):
+        assert f"What is {number} plus 1?" in prompt and "It is" not in prompt
+
+
+def test_what_is_written_is_the_likeliest_until_the_end(problems: Bundle):
+    model, prompt = problems.to_mlx_lm(), np.arange(100, 112)
+    ids = prompt.tolist()
+    for _ in range(6):
+        ids.append(mx.argmax(model(mx.array([ids]))[0, -1]).item())
+    right = ids[12:]
+    assert judging.write(model, prompt, most=6, end=-1) == right
+    end = right[-1]
+    assert judging.write(model, prompt, most=6, end=end) == right[: right.index(end)]
+
+
+def test_a_trainer_that_is_not_there_is_refused():
+    with pytest.raises(MespError, match="There is no trainer SVM here; name one of MeSP; "):
+        parity.choose(parity.TRAINERS, "sgd", ("SVM",))
+
+
+def test_qlora_is_left_out_where_there_is_no_bitsandbytes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setattr(parity, "has_bitsandbytes", lambda python: False)
+    found = parity.with_pytorch(Path("python"), "demo")
+    assert [*found] == ["PEFT, float32", "PEFT, bfloat16"]
+    assert "QLoRA is left out: python has no bitsandbytes." in capsys.readouterr().err
+    monkeypatch.setattr(parity, "has_bitsandbytes", lambda python: True)
+    assert "QLoRA, NF4" in parity.with_pytorch(Path("python"), "demo")
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """A function that runs the tool with few held-out windows and returns its output.
+
+    MLX is restored after the test.
+    """
+    for owner, name in ((nn.QuantizedLinear, "__call__"), (nn.QuantizedEmbedding, "as_linear")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(mx, "set_default_device", lambda device: None)
+    other = tmp_path / "other.txt"
+    other.write_text((ROOT / "README.md").read_text(encoding="utf-8")[:3000])
+    few = ("--held-out", 6, "--text", other, "--out", tmp_path / "parity")
+
+    def run(*options: object) -> str:
+        done = invoke(parity.main, "parity.py", *options, *few)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.slow
+def test_packed_records_train_as_many_a_step(study: Callable[..., str]):
+    """As a batch of as many records does, and with fewer updates than one a step."""
+    small = ("--task", "classification", "--steps", 3, "--seeds", 1, "--optimizer", "sgd")
+    printed = study("--packed", *small)
+    rows = [line.split(" | ") for line in printed.splitlines() if "MeSP" in line]
+    assert [row[0] for row in rows[:2]] == ["| MeSP, one record a step", "| MeSP, packed"]
+
+
+@pytest.mark.slow
+def test_every_plan_trains_the_same(tmp_path: Path):
+    find_engine()
+    task = dataclasses.replace(CLASSIFICATION, steps=2, batch_size=2)
+    bundle = export(task, "demo", tmp_path)
+    options = plans(bundle, task, "adamw")
+    places = [name.rpartition(", ")[0] for name in options]
+    assert places == [
+        p for p in ("nothing on disk", "inputs on disk", "all on disk") for _ in "abc"
+    ]
+    kept = [int(name.split()[-2]) for name in options]
+    assert kept[::3] == [0] * 3 and kept[2::3] == [6] * 3 and all(0 < k < 6 for k in kept[1::3])
+    first, *others = (
+        with_mesp(bundle, task, "adamw", 0, tmp_path / str(number), each)
+        for number, each in enumerate(options.values())
+    )
+    for each in others:
+        # The study's declaration; to the last digit of the log when this was written.
+        assert np.abs(np.subtract(each.losses, first.losses)).max() <= parity.PLAN_MARGIN
+
+
+@pytest.mark.slow
+def test_mesp_is_equivalent_to_mlx_lms_trainer(study: Callable[..., str]):
+    find_engine()
+    printed = study("--quick")
+    apart = re.findall(r"^\| MeSP \|.*\| (\S+) \| [^|]+ \| [^|]+ \| yes \|$", printed, re.M)
+    # float32 on both sides, 8 steps: 2e-6 of a loss near 5 when this was written. AdamW divides by
+    # the gradient's own size, and so makes differences of small ones large.
+    assert len(apart) == 2 and all(float(each) < 1e-3 for each in apart)
+    untrained, trained = (
+        float(re.search(rf"^\| {row} \|[^|]*\| ([\d.]+) \|", printed, re.M)[1])
+        for row in ("none", "MeSP")
+    )
+    assert trained < untrained - 1
+    header, _, none, *_ = printed.split("\n\n")[1].splitlines()
+    other = header.split("|").index(" other text ")
+    # Of the demo model on another kind of text than its own.
+    assert 20 < float(none.split("|")[other]) < 2000

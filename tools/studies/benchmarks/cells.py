@@ -1,0 +1,99 @@
+"""The models of a table, exported as bundles, by length and rank."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mesp
+from mesp.bundle.manifest import read_manifest
+from mesp.errors import MespError
+from mesp.models.short_names import KNOWN
+from studies.benchmarks.machine import cpu
+
+DEVICE = "cpu"  # that bundles are exported for and run on; a table with another only counts
+Row = dict[str, Any]
+
+
+class Cell(NamedTuple):
+    """A model at a length and a rank."""
+
+    model: str
+    bundle: Path
+    blocks: int
+    seq_len: int
+    rank: int
+    device: str
+    dtype: str
+
+    def row(self) -> Row:
+        """The beginning of every row: its cell and the machine."""
+        row = self._asdict() | {"cpu": cpu(), "os": platform.platform()}
+        del row["bundle"]
+        return row
+
+
+def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[Cell]:
+    """Every model with every length and rank of a table's options, its bundle ready."""
+    cells = []
+    for model in options["models"]:
+        bundle = Path(model)
+        if not (bundle / "manifest.json").is_file():
+            bundle = export(model, options, layers, work)
+        elif layers or options.get("data"):
+            raise MespError(f"{model} is a bundle: --layers and --data are of its export.")
+        manifest = read_manifest(bundle, to_run="device" not in options)
+        name = manifest.name.removesuffix("-random")
+        blocks = manifest.architecture.num_hidden_layers
+        kind = (manifest.device, manifest.dtype)
+        sizes = itertools.product(options["seq_lens"], options["ranks"])
+        cells += [Cell(name, bundle, blocks, *size, *kind) for size in sizes]
+    return cells
+
+
+def export(model: str, options: dict[str, Any], layers: int | None, work: Path) -> Path:
+    """The model's bundle in `work`: with its weights where the table is about what is learned,
+    from data, or it is the demo model or a GGUF file; otherwise with random ones.
+
+    Of a known geometry, one that is there serves again, and keeps the lengths and ranks it has.
+    """
+    seq_lens, ranks = {*options["seq_lens"]}, {*options["ranks"]}
+    learns = "data" in options
+    data = options["data"] or "python-docs" if learns else None
+    device = options.get("device", DEVICE)
+    parts = [model.strip("/").replace("/", "-"), layers and f"{layers}-blocks", data and "data"]
+    parts += [device] if device != DEVICE else []
+    path = work / ("-".join(part for part in parts if part) + ".mesp")
+    if model in KNOWN:
+        with suppress(MespError):
+            manifest = read_manifest(path, to_run=device == DEVICE)
+            seq_lens, ranks = seq_lens | {*manifest.seq_lens}, ranks | {*manifest.ranks}
+            written = (path / "manifest.json").stat().st_mtime
+            code = Path(mesp.__file__).parent.rglob("*.py")
+            current = all(file.stat().st_mtime < written for file in code)
+            covered = (sorted(seq_lens), sorted(ranks)) == (
+                [*manifest.seq_lens],
+                [*manifest.ranks],
+            )
+            if current and covered:
+                return path
+    command = ["--model", model, "--out", path, "--overwrite", "--device", device]
+    sizes = {"--seq-len": seq_lens, "--rank": ranks}
+    for option, numbers in sizes.items():
+        command += [option, ",".join(map(str, sorted(numbers)))]
+    command += ["--layers", layers] if layers else []
+    command += ["--data", data] if data else []
+    command += [] if model == "demo" or learns or model.endswith(".gguf") else ["--random-weights"]
+    program = [sys.executable, "-c", "from mesp.commands.export import main; main()"]
+    done = subprocess.run(
+        [*program, *map(str, command)], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["mesp-export failed."]
+        raise MespError(said[-1].removeprefix("Error: "))
+    return path

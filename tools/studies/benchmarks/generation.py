@@ -1,0 +1,173 @@
+"""Tokens a second of generation: the engine's beside mlx-lm's and llama.cpp's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mesp.bundle.manifest import read_manifest
+from mesp.errors import MespError
+from studies.benchmarks.cells import Cell, Row
+from studies.benchmarks.processes import (
+    TOOLS,
+    blas_threads,
+    engine_program,
+    find_openblas,
+    with_threads,
+)
+
+ROUNDS = 5  # which alternate
+TOGETHER = 8
+
+
+class Use(NamedTuple):
+    """The cost of a request."""
+
+    seconds: float
+    cpu_seconds: float | None
+    peak_bytes: int
+
+
+class Writer:
+    """A process that writes texts."""
+
+    def __init__(self, process: subprocess.Popen[str], is_engine: bool) -> None:
+        self.process, self.is_engine = process, is_engine
+
+    def write(self, prompts: list[list[int]], tokens: int) -> Use:
+        """Writes so many of the likeliest tokens after each of the prompts, together."""
+        began, cpu = time.perf_counter(), self._cpu_seconds()
+        peak = self._ask_engine(prompts, tokens) if self.is_engine else self._ask(prompts, tokens)
+        after = self._cpu_seconds()
+        used = None if cpu is None or after is None else after - cpu
+        return Use(time.perf_counter() - began, used, peak)
+
+    def _ask(self, prompts: list[list[int]], tokens: int) -> int:
+        self._send({"prompts": prompts, "tokens": tokens})
+        answer = self._receive()
+        if answer["written"] != [tokens] * len(prompts):
+            raise MespError(f"{answer['written']} tokens were written in place of {tokens} each.")
+        return answer["peak_bytes"]
+
+    def _ask_engine(self, prompts: list[list[int]], tokens: int) -> int:
+        how = {"max_tokens": tokens, "temperature": 0, "top_p": 1, "seed": 0, "stop": []}
+        requests = [{"prompt": prompt, **how} for prompt in prompts]
+        self._send({"type": "generate", "at_once": len(prompts), "requests": requests})
+        ended, peak = 0, 0
+        while ended < len(prompts):
+            record = self._receive()
+            if record["type"] == "token":
+                self._send(True)
+            else:
+                ended, peak = ended + 1, max(peak, record["footprint_peak_bytes"])
+        return peak
+
+    def _send(self, request: Any) -> None:
+        assert self.process.stdin is not None
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+
+    def _receive(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline():
+            if line.startswith("{"):  # a library may have something to say, too
+                return json.loads(line)
+        raise MespError("A process that generates ended early.")
+
+    def _cpu_seconds(self) -> float | None:
+        """User and system time of all threads so far; None but on Linux."""
+        path = Path(f"/proc/{self.process.pid}/stat")
+        if not path.exists():
+            return None
+        user, system = path.read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def running(
+    command: list[str | Path], settings: dict[str, Any], work: Path, threads: int, preload: str = ""
+) -> Iterator[Writer]:
+    """A process with a file of settings."""
+    paths = (str(TOOLS), os.environ.get("PYTHONPATH"))
+    environment = with_threads(threads) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= {"LD_PRELOAD": preload} if preload else {}
+    with TemporaryDirectory(prefix="run-", dir=work.resolve()) as folder:
+        path = Path(folder, "settings.json")
+        path.write_text(json.dumps(settings), encoding="utf-8")
+        with subprocess.Popen(
+            [*command, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, encoding="utf-8", env=environment,
+        ) as process:  # fmt: skip
+            try:
+                yield Writer(process, is_engine=command[1] == "evaluate")
+            finally:
+                process.kill()
+
+
+def measure_generation(
+    cell: Cell, gguf: Path | None, llama: Path | None, tokens: int, threads: int | None, work: Path,
+    tell: Callable[[int], None],
+) -> Iterator[Row]:  # fmt: skip
+    """Rows for prompts of the cell's length and `tokens` after them: of one text and of eight
+    together. Each round measures each once, so that a slow minute is no one's."""
+    threads = threads or blas_threads()
+    bundle = str(cell.bundle.resolve())
+    texts = {"one": 1, "together": TOGETHER}
+    engine: list[str | Path] = [engine_program(), "evaluate"]
+    python: list[str | Path] = [sys.executable, "-m", "studies.benchmarks.in_python.generation"]
+    with ExitStack() as stack:
+
+        def start(command: list[str | Path], settings: dict[str, Any], preload: str = "") -> Writer:
+            return stack.enter_context(running(command, settings, work, threads, preload))
+
+        mesp = start(engine, {"bundle": bundle, "adapters": None})
+        writers = {("mesp", 1): mesp, ("mesp", TOGETHER): mesp}
+        writers[("mlx-lm", 1)] = start(python, {"bundle": bundle}, find_openblas() or "")
+        if gguf and llama:
+            for at_once in texts.values():
+                settings = {"gguf": str(gguf.resolve()), "at_once": at_once, "threads": threads}
+                settings |= {"context": cell.seq_len + tokens + 8}
+                command = [llama.absolute(), "-m", "studies.in_llama.generate"]
+                writers[("llama.cpp", at_once)] = start(command, settings)
+        vocabulary = read_manifest(cell.bundle).architecture.vocab_size
+        random = np.random.default_rng(0)
+        uses: dict[tuple[str, int], list[tuple[Use, Use]]] = {key: [] for key in writers}
+        for index in range(ROUNDS + 1):  # the first warms up
+            for (name, at_once), writer in writers.items():
+                prompts = random.integers(vocabulary, size=(at_once, cell.seq_len)).tolist()
+                use = (writer.write(prompts, 1), writer.write(prompts, 1 + tokens))
+                if index:
+                    uses[name, at_once].append(use)
+            tell(index)
+    alone: dict[str, float] = {}
+    for (name, at_once), pairs in uses.items():
+        prompt = median(first.seconds for first, _ in pairs)
+        decoding = median(whole.seconds - first.seconds for first, whole in pairs)
+        row = cell.row() | {
+            "variant": name,
+            "texts": at_once,
+            "threads": threads,
+            "rounds": len(pairs),
+            "prompt_per_second": at_once * cell.seq_len / prompt,
+            "decoded_per_second": at_once * tokens / decoding,
+            "prompt_cpu_seconds": None,
+            "decoded_cpu_seconds": None,
+            "footprint_peak_bytes": max(use.peak_bytes for pair in pairs for use in pair),
+        }
+        if pairs[0][0].cpu_seconds is not None:
+            prompt_cpu = median(first.cpu_seconds for first, _ in pairs)
+            whole_cpu = median(whole.cpu_seconds - first.cpu_seconds for first, whole in pairs)
+            row["prompt_cpu_seconds"] = prompt_cpu / (at_once * cell.seq_len)
+            row["decoded_cpu_seconds"] = whole_cpu / (at_once * tokens)
+        alone.setdefault(name, row["decoded_per_second"])
+        yield row | {"to_one": row["decoded_per_second"] / alone[name]}

@@ -1,0 +1,56 @@
+"""The products with frozen matrices alone, of random numbers: what no trainer can do without."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from mesp.bundle.reader import Bundle
+from studies.benchmarks.in_python.steps import report
+
+
+def products(bundle: Bundle, settings: dict[str, Any]) -> None:
+    """Times y = x Wᵀ and dx = dy W of every linear layer and of the head, one after the other.
+
+    `recompute`: the forward products of the blocks twice, but the down projections', as MeSP does.
+    x [T, in] and dy [T, out] are float32, and so is W [out, in], which a kind of layer shares.
+    LoRA's own products, of rank columns, and attention's are left out.
+    """
+    arch, rows = bundle.architecture, settings["seq_len"]
+    random = np.random.default_rng(settings["seed"])
+
+    def normal(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape, np.float32)
+
+    sizes = {"head": (arch.vocab_size, arch.hidden_size)}
+    for block in arch.kinds:
+        sizes |= block.sizes()
+    matrices = {name: normal(out, inp) for name, (out, inp) in sizes.items()}
+    inputs = {name: normal(rows, inp) for name, (_, inp) in sizes.items()}
+    outputs = {name: np.empty((rows, out), np.float32) for name, (out, _) in sizes.items()}
+    gradients = {name: np.empty((rows, inp), np.float32) for name, (_, inp) in sizes.items()}
+
+    forward = [name for block in arch.blocks for name in block.modules] + ["head"]
+    downs = {block.mlp.modules[-1][0] for block in arch.kinds}
+    again = [name for name in forward[:-1] if name not in downs]
+    # Nothing before the first block is trained: its mixer needs no gradient by x.
+    unused = [name for name, _ in arch.blocks[0].mixer.modules[:-1]]
+    backward = forward[:]
+    for name in unused:
+        backward.remove(name)
+    if settings["recompute"]:
+        forward += again
+
+    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"]
+    report("start", blas=blas, tflop=2e-12 * rows * sum(
+        np.prod(sizes[name], dtype=float) for name in (*forward, *backward)
+    ))  # fmt: skip
+    for step in range(1, settings["steps"] + 1):
+        began = time.perf_counter()
+        for name in forward:
+            np.matmul(inputs[name], matrices[name].T, out=outputs[name])
+        for name in backward:
+            np.matmul(outputs[name], matrices[name], out=gradients[name])
+        report("step", step=step, seconds=time.perf_counter() - began)

@@ -1,0 +1,56 @@
+"""Steps of training: the windows that they take, and what they report."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mesp import reference
+from mesp.bundle.reader import Bundle
+from studies.benchmarks.footprint import Peak, footprint
+
+# A run ends early, with the steps it has, once it has taken this long: mlx-lm as shipped needs
+# minutes a step on a CPU.
+PATIENCE = 120.0
+
+
+def report(kind: str, **fields: Any) -> None:
+    """Prints a record."""
+    print(json.dumps({"type": kind, **fields}), file=sys.__stdout__, flush=True)
+
+
+class Steps:
+    """Reports steps, with the highest footprint since the first began."""
+
+    def __init__(self) -> None:
+        self.count, self.peak = 0, Peak()
+
+    def report(self, loss: float, seconds: float) -> None:
+        self.count += 1
+        memory = {"footprint_peak_bytes": self.peak.bytes, "mlx_peak_bytes": mx.get_peak_memory()}
+        report("step", step=self.count, loss=loss, seconds=seconds, **memory)
+
+
+def report_baseline() -> None:
+    """The memory of Python, MLX and its BLAS before anything is loaded."""
+    mx.eval(mx.ones((256, 256)) @ mx.ones((256, 256)))
+    report("start", baseline_bytes=footprint())
+
+
+def windows(bundle: Bundle, seq_len: int, seed: int, steps: int) -> Iterator[mx.array]:
+    """The windows [T + 1] that the engine trains on, until the patience ends."""
+    tokens = bundle.tokens("train")
+    count = (len(tokens) - 1) // seq_len
+    began = time.monotonic()
+    for step in range(steps):
+        if time.monotonic() - began > PATIENCE:
+            return
+        start = reference.step_window(step, seed, count) * seq_len
+        mx.reset_peak_memory()
+        yield mx.array(tokens[start : start + seq_len + 1].astype(np.int32))

@@ -1,0 +1,81 @@
+"""A step on preference data beside a supervised one on the same sequences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from mesp.bundle.manifest import read_manifest
+from mesp.data.preferences import CHOSEN, REJECTED
+from mesp.engine.settings import OBJECTIVES
+from studies.benchmarks.cells import Cell, Row
+from studies.benchmarks.processes import Tell, engine_program, run_program
+from studies.benchmarks.rows import engine_settings
+from studies.benchmarks.variants import Variant
+
+
+def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterator[Row]:
+    """A row for supervised steps, whose gradients are summed and clipped, and one an objective; of
+    DPO also with block inputs on disk, where one answer's wait for its gradient.
+
+    Twice the same pairs, so that the second time what the first model says of them is known.
+    """
+    supervised: Row = {}
+    variants = [(objective, "", {}) for objective in (None, *OBJECTIVES)]
+    variants.insert(2, ("dpo", ", inputs on disk", {"offload": "inputs"}))
+    for objective, kept, plan in variants:
+        data = write_pairs(cell, steps, work / f"{cell.bundle.stem}-pairs", objective is not None)
+        settings: dict[str, Any] = engine_settings(cell, Variant("mesp")) | {"data": str(data)}
+        settings |= {"steps": 2 * steps, "optimizer": "adamw8bit"}
+        settings |= {"objective": objective} if objective else {"max_grad_norm": 1.0}
+        settings |= {"batch_size": 2} if objective == "kto" else {}
+        settings |= plan
+        run = run_program([engine_program()], settings, work, tell)
+        # The first step of a run maps what the others find mapped.
+        first, second = run.steps[1:steps], run.steps[steps:]
+        seconds = median(step["seconds"] for step in second)
+        row = cell.row() | {
+            "objective": objective or "supervised",
+            "variant": (objective or "supervised") + kept,
+            "seconds": seconds,
+            "footprint_peak_bytes": run.peak_bytes,
+            "predicted_peak_bytes": run.plan["predicted_peak_bytes"],
+            "time_of_supervised": None,
+            "reference_time": None,
+            "peak_of_supervised": None,
+        }
+        if not objective:
+            supervised = row
+        else:
+            before = median(step["seconds"] for step in first)
+            row["time_of_supervised"] = seconds / supervised["seconds"]
+            row["reference_time"] = (before - seconds) / supervised["seconds"]
+            row["peak_of_supervised"] = (
+                row["footprint_peak_bytes"] / supervised["footprint_peak_bytes"]
+            )
+        yield row
+
+
+def write_pairs(cell: Cell, count: int, folder: Path, judged: bool) -> Path:
+    """A folder of data with `count` pairs of random answers as long as a sequence, half of it
+    prompt: what `data` in the engine's settings names. Not judged, they are examples."""
+    length, vocabulary = cell.seq_len + 1, read_manifest(cell.bundle).architecture.vocab_size
+    examples = np.arange(2 * count, dtype="<u4")[:, None] * length
+    examples = np.concatenate([examples, np.full_like(examples, length)], axis=1)
+    tokens = np.random.default_rng(0).integers(vocabulary, size=2 * count * length, dtype="<u4")
+    mask = np.tile(np.arange(length) > length // 2, 2 * count).astype(np.uint8)
+    labels = np.tile(np.array([CHOSEN, REJECTED], np.uint8), count)
+    files = {"tokens": tokens, "examples": examples.astype("<u4"), "mask": mask, "labels": labels}
+    folder.mkdir(exist_ok=True)
+    for name, array in files.items():
+        (folder / f"{name}.bin").write_bytes(array.tobytes())
+    entry = {"file": "tokens.bin", "tokens": len(tokens), "mask": "mask.bin"}
+    entry["examples"] = {"file": "examples.bin", "count": 2 * count}
+    entry |= {"labels": "labels.bin"} if judged else {}
+    (folder / "data.json").write_text(json.dumps({"train": entry}), encoding="utf-8")
+    return folder

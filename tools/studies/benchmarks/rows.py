@@ -1,0 +1,220 @@
+"""A row of a table of runs: one training, and what it took. Sizes are bytes, times seconds."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from mesp.bundle.reader import Bundle
+from mesp.engine.process import find_plan
+from mesp.errors import MespError
+from mesp.runs.log import Run
+from studies.benchmarks import paper
+from studies.benchmarks.cells import Cell, Row
+from studies.benchmarks.in_python.steps import windows
+from studies.benchmarks.processes import (
+    SETTING,
+    Tell,
+    blas_threads,
+    engine_program,
+    find_openblas,
+    run_peft,
+    run_program,
+    run_python,
+    with_threads,
+)
+from studies.benchmarks.variants import (
+    ENGINE_METHODS,
+    EVERYTHING_MB,
+    PEFT_METHODS,
+    PYTHON_METHODS,
+    Variant,
+)
+from studies.in_peft.inputs import first_adapters, write_inputs
+
+SETTLED_AFTER = 10  # steps before memory is compared with the last step's, to see whether it grows
+
+# Entries of the engine's plan of a run.
+PLANNED = ("offload", "kept_blocks", "tile_bytes", "mapped_bytes", "predicted_peak_bytes",
+           "least_peak_bytes")  # fmt: skip
+
+# Ratios: the value, and of what, the paper's or that of the cell's first row of a method.
+RATIOS = {
+    "peak_to_paper": ("footprint_peak_bytes", "paper"),
+    "peak_to_mesp": ("footprint_peak_bytes", "mesp"),
+    "peak_to_mebp": ("footprint_peak_bytes", "mebp"),
+    "time_to_mebp": ("seconds", "mebp"),
+}
+
+
+def new_row(cell: Cell, variant: Variant) -> Row:
+    """A row without a measurement; None if there is no such figure."""
+    peak, goal = paper.peak_and_goal(cell)
+    return {
+        **cell.row(),
+        "method": variant.method,
+        "variant": str(variant),
+        "threads": variant.threads or blas_threads(),  # of BLAS
+        "blas": None,  # of a row that ran in Python
+        "memory_limit_mb": None,
+        **dict.fromkeys(PLANNED),
+        "steps": 0,
+        "seconds": None,  # a step: the median, without the first where there are several
+        "tflop": None,  # of the products alone
+        "losses": [],
+        "footprint_peak_bytes": None,
+        "growth_bytes": None,  # of a step's peak, once settled, in a long run
+        "baseline_bytes": None,  # Python and MLX before anything is loaded; in the peak
+        "mlx_peak_bytes": None,
+        "written_bytes": None,  # a step
+        "paper_bytes": peak if variant.method in ("mesp", "mesp-paper") else None,
+        "bar_bytes": goal if variant.method == "mesp" else None,
+        "net_bytes": None,  # the peak without the baseline
+        "prediction_error": None,  # relative
+        **dict.fromkeys(RATIOS),
+        "peak_to_first_rank": None,
+        "extrapolated_from": None,  # block counts that were measured
+        "error": None,
+    }
+
+
+def measure(
+    cell: Cell, variant: Variant, before: list[Row], steps: int, work: Path, peft: Path | None,
+    tell: Tell,
+) -> Row:  # fmt: skip
+    """Trains some steps in a process of its own. A run that fails gives a row with its error.
+
+    `before` has the rows so far, MeBP's of the same cell among them where it is the limit; `peft`
+    is a Python that has PyTorch and PEFT.
+    """
+    row = new_row(cell, variant)
+    try:
+        if variant.method in ENGINE_METHODS:
+            settings = planned(row, cell, variant, before) | {"steps": steps}
+            environment = with_threads(row["threads"])
+            run = run_program([engine_program()], settings, work, tell, environment)
+            row |= {name: run.plan[name] for name in PLANNED}
+            row["written_bytes"] = median(step["written_bytes"] for step in run.steps)
+        elif variant.method in PEFT_METHODS:
+            run = train_with_peft(cell, variant, steps, work, peft, tell)
+            row |= {"blas": "PyTorch's", "baseline_bytes": run.start["baseline_bytes"]}
+        else:
+            settings = PYTHON_METHODS[variant.method] | {"steps": steps}
+            preload = settings.get("fast", True)
+            run = run_python(cell, settings, work, tell, preload, row["threads"])
+            row["blas"] = "OpenBLAS" if preload and find_openblas() else "MLX's"
+            row |= {name: value for name, value in run.start.items() if name in row}
+    except MespError as error:
+        return row | {"error": error.message}
+    seconds, peaks, mlx_peaks, losses = (
+        [step[name] for step in run.steps if name in step]
+        for name in ("seconds", "footprint_peak_bytes", "mlx_peak_bytes", "loss")
+    )
+    if len(peaks) > SETTLED_AFTER:
+        row["growth_bytes"] = peaks[-1] - peaks[SETTLED_AFTER - 1]
+    return row | {
+        "steps": len(seconds),
+        "seconds": median(seconds[1:] or seconds),
+        "losses": losses,
+        "footprint_peak_bytes": max(peaks, default=None),
+        "mlx_peak_bytes": max(mlx_peaks, default=None),
+    }
+
+
+def train_with_peft(
+    cell: Cell, variant: Variant, steps: int, work: Path, python: Path, tell: Tell
+) -> Run:
+    """Trains the bundle's dequantized weights with PEFT, on the windows that the engine takes."""
+    bundle, (seed, rank) = Bundle(cell.bundle), (SETTING["seed"], cell.rank)
+    ids = np.stack([np.array(w)[None] for w in windows(bundle, cell.seq_len, seed, steps)])
+    settings = {"optimizer": "sgd", "rates": [SETTING["learning_rate"]] * steps, "rank": rank}
+    settings |= {"alpha": SETTING["alpha"], "dtype": cell.dtype}
+    with tempfile.TemporaryDirectory(prefix="peft-", dir=work.resolve()) as folder:
+        counted = np.ones((*ids.shape[:-1], cell.seq_len), bool)
+        write_inputs(Path(folder), bundle, first_adapters(bundle, rank, seed), ids, counted)
+        settings |= PEFT_METHODS[variant.method]
+        threads = variant.threads or blas_threads()
+        return run_peft(python, settings, Path(folder), threads, tell)
+
+
+def extrapolate(full: Cell, variant: Variant, rows: list[Row]) -> Row | None:
+    """The whole model's row: straight through the fewest and the most blocks that were run.
+
+    The plan and the predicted peak beside it are the engine's for the whole model.
+    """
+    row = new_row(full, variant)
+    names = ("model", "seq_len", "rank", "variant")
+    same = [r for r in rows if all(r[n] == row[n] for n in names) and r["error"] is None]
+    if len(same) < 2:
+        return None
+    same.sort(key=lambda r: r["blocks"])
+    small, large = same[0], same[-1]
+    share = (row["blocks"] - small["blocks"]) / (large["blocks"] - small["blocks"])
+    for name in ("seconds", "footprint_peak_bytes", "written_bytes"):
+        if small[name] is not None:
+            row[name] = small[name] + share * (large[name] - small[name])
+    row["extrapolated_from"] = [r["blocks"] for r in same]
+    if variant.method in ENGINE_METHODS:
+        try:
+            plan = find_plan(engine_program(), planned(row, full, variant, rows))
+            row |= {name: plan[name] for name in PLANNED}
+        except MespError as error:
+            row["error"] = error.message
+    return row
+
+
+def planned(row: Row, cell: Cell, variant: Variant, before: list[Row]) -> dict[str, Any]:
+    """The engine's settings for the variant; its memory limit is noted in the row."""
+    settings = engine_settings(cell, variant)
+    if variant.limit == "auto":
+        return settings
+    if variant.limit in ("least", "mebp", "bar"):
+        if variant.limit == "least":
+            size = find_plan(engine_program(), settings)["least_peak_bytes"]
+        elif variant.limit == "mebp":
+            size = first(row, before, "mebp").get("footprint_peak_bytes")
+        else:
+            size = row["bar_bytes"]
+        if size is None:
+            raise MespError(f"There is no figure here for the memory limit {variant.limit}.")
+        limit = (math.ceil(size) + 1) / 1e6  # the engine cuts fractions of a byte off
+    else:
+        limit = EVERYTHING_MB if variant.limit == "all" else float(variant.limit)
+    row["memory_limit_mb"] = limit
+    return settings | {"memory_limit_mb": limit}
+
+
+def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
+    """The settings that differ from the engine's defaults."""
+    what = {"bundle": str(cell.bundle.resolve()), "seq_len": cell.seq_len, "rank": cell.rank}
+    how = {"method": variant.method, "offload": variant.offload}
+    return {**what, **how, "val_batches": 0, "save_every": 0}
+
+
+def first(row: Row, rows: list[Row], method: str) -> Row:
+    """The first row of this method in the row's cell, with its threads; empty where none is."""
+    same = {name: row[name] for name in ("model", "blocks", "seq_len", "rank", "threads")}
+    same["method"] = method
+    return next((r for r in rows if all(r[n] == value for n, value in same.items())), {})
+
+
+def compare(rows: list[Row]) -> None:
+    """Fills in what follows from figures of a row and of others in its cell."""
+    for row in rows:
+        peak = row["footprint_peak_bytes"]
+        if peak and row["baseline_bytes"]:
+            row["net_bytes"] = peak - row["baseline_bytes"]
+        if peak and row["predicted_peak_bytes"]:
+            row["prediction_error"] = row["predicted_peak_bytes"] / peak - 1
+        for name, (figure, whose) in RATIOS.items():
+            other = row["paper_bytes"] if whose == "paper" else first(row, rows, whose).get(figure)
+            row[name] = row[figure] / other if row[figure] is not None and other else None
+        same = ("model", "blocks", "seq_len", "variant", "threads")
+        ranks = [r for r in rows if all(r[name] == row[name] for name in same)]
+        if ranks[0] is not row and peak and ranks[0]["footprint_peak_bytes"]:
+            row["peak_to_first_rank"] = peak / ranks[0]["footprint_peak_bytes"]

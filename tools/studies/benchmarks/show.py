@@ -1,0 +1,64 @@
+"""Prints a table, with averages and what there is to note."""
+
+from __future__ import annotations
+
+import sys
+from statistics import mean
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from studies.benchmarks.cells import Row
+from studies.benchmarks.columns import AVERAGED, COLUMNS, SIZE, averages, grouped, texts
+from studies.benchmarks.tables import Kind
+
+TABLE_WIDTH = 250  # columns, if there is no terminal
+
+
+def present(rows: list[Row], kind: Kind) -> None:
+    """The rows, averages over those that were measured, and what there is to note."""
+    show([texts(point) for point in drawn(rows)])
+    averaged = [heading for heading in AVERAGED if COLUMNS[heading][0] in rows[0]]
+    if averaged:
+        click.echo("\nAverages")
+        by = ("method",) if "variant" in rows[0] else SIZE
+        groups = grouped([row for row in rows if row.get("steps", 1)], by)
+        show([averages(each, by, averaged) for each in groups])
+    click.echo()
+    measured = [row for row in rows if "os" in row]
+    on = dict.fromkeys(f"{r['device']} in {r['dtype']}, {r['cpu']}, {r['os']}" for r in measured)
+    if on:
+        click.echo(f"Measured on the {' and the '.join(on)}.")
+    click.echo(kind.note)
+
+
+def drawn(rows: list[Row]) -> list[Row]:
+    """The rows; in the place of one with several held-out losses, one for each, by step."""
+    points = [row for row in rows if "held_out" not in row]
+    for row in rows:
+        since = 0
+        for step, loss in row.get("held_out", ()):
+            training = mean(row["losses"][since:step]) if step else None
+            now = {"step": step, "training_loss": training, "held_out_loss": loss}
+            points.append(row | now)
+            since = step
+    return sorted(points, key=lambda point: point.get("step", 0))
+
+
+def show(lines: list[dict[str, str]]) -> None:
+    """A table that can be pasted into Markdown, without the columns that hold nothing."""
+    if not lines:
+        return
+    table = Table(box=box.MARKDOWN)
+    columns = [name for name in lines[0] if any(line[name] != "-" for line in lines)]
+    for name in columns:
+        table.add_column(name, justify="left" if lines[0][name][:1].isalpha() else "right")
+    for line in lines:
+        table.add_row(*(line[name] for name in columns))
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    click.echo()
+    click.echo("\n".join(line.rstrip() for line in capture.get().strip().splitlines()))

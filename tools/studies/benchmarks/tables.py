@@ -1,0 +1,525 @@
+"""The tables that can be measured: their options with defaults, and how their rows are made."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+from rich.console import Console
+
+from mesp import reference
+from mesp.bundle.data_files import replace_data
+from mesp.bundle.export_options import BundleOptions
+from mesp.bundle.manifest import read_manifest
+from mesp.bundle.rewriter import rewrite_bundle
+from mesp.data.examples import Split
+from mesp.engine.process import find_count
+from mesp.engine.settings import default_learning_rate, default_optimizer
+from mesp.errors import MespError
+from studies.benchmarks import paper
+from studies.benchmarks.cells import Cell, Row, find_cells
+from studies.benchmarks.columns import SIZE, grouped
+from studies.benchmarks.generation import measure_generation
+from studies.benchmarks.preferences import measure_objectives
+from studies.benchmarks.processes import Tell, engine_program, run_program, run_python
+from studies.benchmarks.rows import compare, engine_settings, extrapolate, measure
+from studies.benchmarks.variants import ENGINE_METHODS, PEFT_METHODS, Variant, find_variants
+
+SIZES = tuple(paper.PEAK_MB)
+MODELS = (*SIZES, "Llama-3.2-1B", "Llama-3.2-3B", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B",
+          "SmolLM2-135M", "SmolLM2-360M", "SmolLM2-1.7B", "Gemma-3-1B")  # fmt: skip
+HYBRIDS = ("Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "LFM2-350M", "LFM2-700M", "LFM2-1.2B",
+           "LFM2.5-8B-A1B", "LFM3-1.7B", "Granite-4.0-H-350M", "Granite-4.0-H-1B", "Gemma-4-E2B",
+           "Gemma-4-E4B")  # fmt: skip
+
+# MeZO's estimate is so noisy that it diverges at the exact methods' learning rate.
+CONVERGENCE_RATES = {"mesp": 0.1, "mebp": 0.1, "mezo": 1e-4}
+CONVERGENCE_REPORTS = 10
+ROUNDS = 3  # of parts, which alternate
+PARTS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "q,v": {"projections": ["q", "v"]},
+    "B alone": {"freeze_a": True},
+    "B of q,v": {"projections": ["q", "v"], "freeze_a": True},
+}
+VAL_BATCHES = 25
+SGD_RATES = (1e-4, 0.1, 0.5)  # the paper's, mesp-train's, and a higher one
+AGREEMENT = 1e-4  # relative: losses of MeSP and MeBP
+
+_SIZE = {"models": SIZES[:1], "seq_lens": (256,), "ranks": (paper.RANK,), "steps": 3}
+_RUNS = {**_SIZE, "methods": ("mesp",), "layers": (), "offload": "auto", "limits": ("auto",),
+         "threads": (), "peft": None}  # fmt: skip
+_DEMO = {**_SIZE, "models": ("demo",)}
+
+RECORDS = 512  # of which short ones are measured
+
+# Entries of the engine's count in a row.
+COUNTED = ("evals", "kernels", "tflop", "ledger_peak_bytes", "predicted_peak_bytes",
+           "modelled_seconds", "new_buffer_bytes", "command_buffers", "spinning_seconds",
+           "first_kernels", "most_first_kernels")  # fmt: skip
+
+# The options that apply to a table, with their defaults.
+TABLES: dict[str, dict[str, Any]] = {
+    "memory": {**_RUNS, "methods": ENGINE_METHODS},
+    "length": {
+        **_RUNS,
+        "methods": ENGINE_METHODS,
+        "models": MODELS,
+        "seq_lens": tuple(paper.PEAK_MB[SIZES[0]]),
+    },
+    "families": {**_RUNS, "models": HYBRIDS, "seq_lens": (256, 1024), "offload": "each"},
+    "rank": {**_RUNS, "models": SIZES, "ranks": (4, 8, 16, 32)},
+    "time": {
+        **_RUNS,
+        "methods": ("mebp", "mesp", "mezo"),
+        "limits": ("auto", "bar", "mebp", "all"),
+    },
+    "gpu": {"models": SIZES[:1], "seq_lens": (256, 1024), "ranks": (paper.RANK,), "device": "gpu"},
+    "h": {**_SIZE, "models": SIZES, "steps": 10},
+    "mezo-quality": {**_DEMO, "layers": (), "steps": 10},
+    "preferences": {**_SIZE, "layers": (), "steps": 4},
+    "parts": {**_SIZE, "layers": (), "steps": 2},
+    "defaults": {**_DEMO, "seq_lens": (128,), "steps": 200, "data": None},
+    "records": {**_DEMO, "seq_lens": (128, 256, 512), "layers": (), "steps": 60},
+    "packing": {**_SIZE, "seq_lens": (64, 128, 256, 512), "steps": 24},
+    "generation": {**_SIZE, "seq_lens": (128,), "steps": 128, "threads": (), "llama": None},
+    "packing-gpu": {
+        "models": SIZES[:1],
+        "seq_lens": (64, 128, 256, 512),
+        "ranks": (paper.RANK,),
+        "device": "gpu",
+    },
+    "convergence": {**_DEMO, "steps": 1000, "data": None, "learning_rate": None},
+}
+
+
+class Bench:
+    """The table's options, where its runs work, and how far they are, shown on a terminal."""
+
+    def __init__(self, table: str, options: dict[str, Any], work: Path) -> None:
+        self.table, self.options, self.work = table, options, work
+        self.steps = options.get("steps")
+        self.layers = sorted(set(options.get("layers", ())))
+        self.status = Console(stderr=True).status("Exporting")
+
+    def cells(self, whole: bool = False) -> list[Cell]:
+        counts = self.layers if self.layers and not whole else [None]
+        return [cell for count in counts for cell in find_cells(self.options, count, self.work)]
+
+    def doing(self, cell: Cell, what: object) -> Tell:
+        """Shows the run that begins; the returned function shows its step."""
+        text = f"{cell.model}, {cell.seq_len} tokens, {what}"
+        self.status.update(text)
+        return lambda step: self.status.update(f"{text}: step {step} of {self.steps}")
+
+
+def run_rows(bench: Bench) -> Iterator[Row]:
+    """A row for each cell and each way to train."""
+    options, rows = bench.options, []
+    names = ("methods", "limits", "offload", "threads")
+    variants = find_variants(*(options[name] for name in names))
+    if options["peft"] is None and PEFT_METHODS.keys() & {*options["methods"]}:
+        raise MespError("torch-peft needs --peft, a Python with torch, peft and transformers.")
+    for cell, variant in itertools.product(bench.cells(), variants):
+        tell = bench.doing(cell, variant)
+        rows.append(measure(cell, variant, rows, bench.steps, bench.work, options["peft"], tell))
+        compare(rows)
+        yield rows[-1]
+    whole = bench.cells(whole=True) if len(bench.layers) > 1 else []
+    for cell, variant in itertools.product(whole, variants):
+        if row := extrapolate(cell, variant, rows):
+            rows.append(row)
+            compare(rows)
+            yield row
+
+
+def gpu_rows(bench: Bench) -> Iterator[Row]:
+    """A row for each step that is counted; MespError where a bundle is not for the GPU."""
+    for cell in bench.cells():
+        bench.doing(cell, "counting")
+        count = find_count(engine_program(), engine_settings(cell, Variant("mesp")))
+        row = cell.row() | {name: count[name] for name in COUNTED}
+        for rules in ("fast", "strict", "slow"):
+            row |= {f"{rules}_{name}": value for name, value in count[rules].items()}
+        del row["cpu"], row["os"]  # no matter where it is counted
+        yield row
+
+
+def python_rows(bench: Bench) -> Iterator[Row]:
+    """A row for each result in Python, where a kind of run is named like the table."""
+    for cell in bench.cells():
+        settings = {"kind": bench.table, "steps": bench.steps}
+        run = run_python(cell, settings, bench.work, bench.doing(cell, bench.table))
+        for event in run.events:
+            del event["type"]
+            yield {**cell.row(), **event}
+
+
+def convergence_rows(bench: Bench) -> Iterator[Row]:
+    """A row with the losses of each of the engine's methods."""
+    for cell, method in itertools.product(bench.cells(), ENGINE_METHODS):
+        rate = bench.options["learning_rate"] or CONVERGENCE_RATES[method]
+        settings = engine_settings(cell, Variant(method)) | {
+            "steps": bench.steps,
+            "learning_rate": rate,
+            "val_batches": VAL_BATCHES,
+            "eval_every": max(1, bench.steps // CONVERGENCE_REPORTS),
+        }
+        run = run_program([engine_program()], settings, bench.work, bench.doing(cell, method))
+        yield cell.row() | {
+            "method": method,
+            "variant": method,
+            "data": bench.options["data"],
+            "learning_rate": rate,
+            "steps": len(run.steps),
+            "losses": run.losses,
+            "held_out": [[record["step"], record["loss"]] for record in run.evals],
+        }
+
+
+def defaults_rows(bench: Bench) -> Iterator[Row]:
+    """A row for mesp-train's default update and for each other of a sweep around it, with the first
+    rank, and for the default with each other rank; all of a model and a length are compared."""
+    cells = itertools.groupby(bench.cells(), key=lambda cell: (cell.bundle, cell.seq_len))
+    for (bundle, _), ranks in cells:
+        width = read_manifest(bundle).architecture.hidden_size
+        rate = default_learning_rate("mesp", default_optimizer("mesp"), width)
+        updates, rows = sweep(rate, warmup=bench.steps // 10), []
+        first, *others = ranks
+        runs = [(first, name) for name in updates] + [(cell, "default") for cell in others]
+        for cell, name in runs:
+            update = updates[name]
+            settings = engine_settings(cell, Variant("mesp")) | update
+            settings |= {"steps": bench.steps, "val_batches": VAL_BATCHES}
+            row = cell.row() | {"update": name, **update, "before": None, "after": None}
+            try:
+                run = run_program([engine_program()], settings, bench.work, bench.doing(cell, name))
+                row["before"], row["after"] = run.held_out
+            except MespError as error:
+                if "not finite" not in error.message:
+                    raise
+            rows.append(row)
+        best = max((row["before"] - row["after"] for row in rows if row["after"]), default=None)
+        for row in rows:
+            drop = row["after"] and row["before"] - row["after"]
+            yield row | {"of_best": drop and drop / best}
+
+
+def sweep(rate: float, warmup: int) -> dict[str, dict[str, Any]]:
+    """Updates by name, around AdamW at its default rate."""
+
+    def adamw(factor: float, **more: Any) -> dict[str, Any]:
+        return {"optimizer": "adamw8bit", "learning_rate": factor * rate} | more
+
+    sgd = {f"SGD at {each:g}": {"optimizer": "sgd", "learning_rate": each} for each in SGD_RATES}
+    return {
+        "default": adamw(1),
+        "moments in 32 bits": adamw(1, optimizer="adamw"),
+        "half the rate": adamw(0.5),
+        "twice the rate": adamw(2),
+        "twice, warm-up and decay": adamw(2, warmup=warmup, schedule="linear"),
+        **sgd,
+    }
+
+
+def records_rows(bench: Bench) -> Iterator[Row]:
+    """A row for records that are all padded to the longest length, and one where each runs at the
+    shortest length that holds it."""
+    lengths = sorted(set(bench.options["seq_lens"]))
+    for cell in bench.cells():
+        if cell.seq_len != lengths[-1]:
+            continue
+        padded = None
+        for these in (lengths[-1:], lengths):
+            bundle = with_records(cell, these, like_gsm8k(cell.seq_len), bench.work)
+            settings = engine_settings(cell._replace(bundle=bundle), Variant("mesp"))
+            settings |= {"steps": bench.steps}
+            what = f"records at {' or '.join(map(str, these))}"
+            run = run_program([engine_program()], settings, bench.work, bench.doing(cell, what))
+            speed = len(run.steps) / sum(step["seconds"] for step in run.steps)
+            padded = padded or speed
+            peak = max(step["footprint_peak_bytes"] for step in run.steps)
+            predicted = run.plan["predicted_peak_bytes"]
+            yield cell.row() | {
+                "lengths": ", ".join(map(str, these)),
+                "steps": len(run.steps),
+                "records_per_second": speed,
+                "to_padded": speed / padded,
+                "footprint_peak_bytes": peak,
+                "predicted_peak_bytes": predicted,
+                "prediction_error": predicted / peak - 1,
+                "losses": run.losses,
+            }
+
+
+def packing_rows(bench: Bench) -> Iterator[Row]:
+    """A row for records of 40 to 120 tokens, one a step at the shortest of the shorter lengths that
+    holds it, and one for as many packed into the longest."""
+    lengths, sizes = sorted(set(bench.options["seq_lens"])), like_chat()
+    for cell in bench.cells():
+        if cell.seq_len != lengths[-1]:
+            continue
+        alone = None
+        for these, pack in ((lengths[:-1], False), (lengths[-1:], True)):
+            bundle = with_records(cell, these, sizes, bench.work, pack)
+            settings = engine_settings(cell._replace(bundle=bundle), Variant("mesp"))
+            steps = max(1, bench.steps * sizes.mean() // lengths[-1]) if pack else bench.steps
+            settings |= {"steps": int(steps), "seq_len": these[-1]}
+            what = "packed records" if pack else "records one a step"
+            run = run_program([engine_program()], settings, bench.work, bench.doing(cell, what))
+            counted = sum(step["tokens"] for step in run.steps)
+            seconds = sum(step["seconds"] for step in run.steps)
+            records = counted / (sizes - 2 * sizes // 5).mean()
+            alone = alone or records / seconds
+            yield cell.row() | {
+                "lengths": "packed into " * pack + ", ".join(map(str, these)),
+                "steps": len(run.steps),
+                "records_per_second": records / seconds,
+                "to_alone": records / seconds / alone,
+                "footprint_peak_bytes": max(step["footprint_peak_bytes"] for step in run.steps),
+                "predicted_peak_bytes": run.plan["predicted_peak_bytes"],
+            }
+
+
+def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
+    """The rows of `packing_rows`, by a phone's GPU in the ledger's model of the time."""
+    *shorter, longest = sorted(set(bench.options["seq_lens"]))
+    sizes = like_chat()
+    # Those alone, by the length that they run at; a record's last token is a target alone.
+    alone = {n: sizes[(sizes <= n + 1) & (sizes > before + 1)]
+             for before, n in zip([0, *shorter], shorter, strict=False)}  # fmt: skip
+    alone = {n: these for n, these in alone.items() if len(these)}
+    together = len(sizes) / len(reference.pack(sizes.tolist(), longest))
+
+    def counts(cell: Cell, sizes: np.ndarray, seq_len: int, pack: bool = False) -> Row:
+        bench.doing(cell, "counting")
+        bundle = with_records(cell, [seq_len], sizes, bench.work, pack)
+        settings = engine_settings(cell._replace(bundle=bundle), Variant("mesp"))
+        count = find_count(engine_program(), settings | {"seq_len": seq_len})
+        return {name: count[name] for name in COUNTED}
+
+    for cell in bench.cells():
+        if cell.seq_len != longest:
+            continue
+        # The first of the records stands for those of its length.
+        each = {n: counts(cell, np.full(RECORDS, these.mean().round(), int), n)
+                for n, these in alone.items()}  # fmt: skip
+        share = {n: len(these) / len(sizes) for n, these in alone.items()}
+        mean = {name: sum(share[n] * row[name] for n, row in each.items()) for name in COUNTED}
+        for name in ("ledger_peak_bytes", "predicted_peak_bytes"):
+            mean[name] = max(row[name] for row in each.values())
+        packed = counts(cell, sizes, longest, pack=True)
+        for text, row, records in (("", mean, 1.0), ("packed into ", packed, together)):
+            these = [longest] if text else shorter
+            per_second = records / row["modelled_seconds"]
+            alone_per_second = 1 / mean["modelled_seconds"]
+            row = cell.row() | row | {
+                "lengths": text + ", ".join(map(str, these)),
+                "records_per_second": per_second,
+                "to_alone": per_second / alone_per_second,
+            }  # fmt: skip
+            del row["cpu"], row["os"]  # no matter where it is counted
+            yield row
+
+
+def like_chat() -> np.ndarray:
+    """Lengths of short chats, 40 to 120 tokens."""
+    return np.random.default_rng(0).integers(40, 121, RECORDS)
+
+
+def like_gsm8k(seq_len: int) -> np.ndarray:
+    """Lengths in tokens of GSM8K's questions and answers in a chat template of Qwen's: log-normal
+    around 185."""
+    lengths = np.random.default_rng(0).lognormal(np.log(185), 0.4, RECORDS)
+    return np.clip(lengths.astype(int), 16, seq_len + 1)
+
+
+def with_records(
+    cell: Cell, lengths: list[int], sizes: np.ndarray, work: Path, pack: bool = False
+) -> Path:
+    """The cell's bundle with these lengths alone, and with questions and answers of random tokens,
+    of which two in five are the question's."""
+    these = "-".join(map(str, lengths))
+    out = work / f"{cell.bundle.stem}-records-{these}{'-packed' * pack}.mesp"
+    size = (lengths, [cell.rank], cell.dtype, cell.device)
+    manifest = rewrite_bundle(cell.bundle, BundleOptions(out, *size, overwrite=True, pack=pack))
+    random = np.random.default_rng(0)
+    starts = np.cumsum(sizes) - sizes
+    mask = np.ones(sizes.sum(), np.uint8)
+    for start, size in zip(starts, sizes, strict=True):
+        mask[start : start + 2 * size // 5] = 0
+    vocab_size = manifest.architecture.vocab_size
+    tokens = random.integers(vocab_size, size=len(mask), dtype=np.uint32)
+    examples = np.stack([starts, sizes], axis=1).astype(np.uint32)
+    replace_data(out, {"train": Split(tokens, examples, mask, pack=pack)})
+    return out
+
+
+def generation_rows(bench: Bench) -> Iterator[Row]:
+    """A row for each program and number of texts that are written together."""
+    cells, models = bench.cells(), bench.options["models"]
+    for index, cell in enumerate(cells):
+        model = models[index * len(models) // len(cells)]
+        gguf = Path(model) if model.endswith(".gguf") else None
+        for threads in bench.options["threads"] or (None,):
+            tell = bench.doing(cell, "writing")
+            yield from measure_generation(
+                cell, gguf, bench.options["llama"], bench.steps, threads, bench.work, tell
+            )
+
+
+def preferences_rows(bench: Bench) -> Iterator[Row]:
+    """A row for supervised steps and one for each objective."""
+    for cell in bench.cells():
+        tell = bench.doing(cell, "preferences")
+        yield from measure_objectives(cell, bench.steps, bench.work, tell)
+
+
+def parts_rows(bench: Bench) -> Iterator[Row]:
+    """A row for each choice of what is trained, by the default optimizer. Their runs alternate, so
+    that a slow minute is no one's."""
+    for cell in bench.cells():
+        runs: dict[str, list] = {name: [] for name in PARTS}
+        for _, (name, part) in itertools.product(range(ROUNDS), PARTS.items()):
+            settings = engine_settings(cell, Variant("mesp")) | part
+            settings |= {"steps": bench.steps, "optimizer": default_optimizer("mesp")}
+            tell = bench.doing(cell, f"training {name}")
+            runs[name].append(run_program([engine_program()], settings, bench.work, tell))
+        for name, each in runs.items():
+            peak = median(run.peak_bytes for run in each)
+            predicted = each[0].plan["predicted_peak_bytes"]
+            steps = [step for run in each for step in run.steps[1:] or run.steps]
+            yield cell.row() | {
+                "trained": name,
+                "footprint_peak_bytes": peak,
+                "predicted_peak_bytes": predicted,
+                "prediction_error": predicted / peak - 1,
+                "seconds": median(step["seconds"] for step in steps),
+                "backward_seconds": median(step["backward_seconds"] for step in steps),
+                "losses": each[0].losses,
+            }
+
+
+def check_agreement(rows: list[Row]) -> None:
+    """Says how far MeSP's and MeBP's losses are from each other; MespError where too far."""
+    differences = []
+    for cell in grouped(rows, SIZE):
+        mesp, mebp = (r["losses"] + [loss for _, loss in r["held_out"]] for r in cell[:2])
+        differences += [abs(a - b) / abs(b) for a, b in zip(mesp, mebp, strict=True)]
+    click.echo(f"MeSP and MeBP: largest relative difference of a loss {max(differences):.1e}.")
+    if not all(difference <= AGREEMENT for difference in differences):
+        raise MespError(f"MeSP and MeBP differ by more than {AGREEMENT:g}: one of them is wrong.")
+
+
+class Kind(NamedTuple):
+    """The variants, columns and explanation of a table."""
+
+    rows: Callable[[Bench], Iterator[Row]]
+    x: str | None  # None: the length, or the rank where only that varies
+    ys: tuple[str, ...]
+    note: str
+
+
+RUNS = Kind(
+    run_rows,
+    None,
+    ("peak MB", "s/step"),
+    f"""The paper's figures are of an iPhone 17 Pro, where its MeSP takes \
+{paper.TIME_OF_MEBP} times as long as MeBP, and at rank 32 {paper.RANK_32_OF_RANK_4} times the \
+memory of rank 4.
+Net is the peak without Python and MLX as they are before anything is loaded. The trainer uses
+OpenBLAS; MLX's own BLAS is some 50 times slower. A row with "from blocks" has not been run, but is
+extrapolated from those numbers of blocks, beside the plan for all. Products are those with frozen
+matrices alone, on NumPy's BLAS: what a step takes above them is all that a trainer can save.""",
+)
+KINDS = {
+    "gpu": Kind(
+        gpu_rows,
+        None,
+        ("ledger peak MB", "modelled s"),
+        """Nothing was run: a step of MeSP with SGD, the second, as it would run on a phone's GPU.
+Counted: evals (round trips), kernels, TFLOP (of matrix products and attention), the ledger's peak,
+of MLX's arrays and its cache, without the process and the mapped weights, and the new buffers,
+which the system makes and fills with zeros. The predicted peak is the planner's of the same.
+Polling is how long `eval` keeps a core busy at most. Fast, strict and slow are with the trainer's
+command buffers in place of MLX's own. Fast: each is complete at once. Strict: none is complete
+before it must be, and the last one's completion handlers are late. Slow: those of many are late.
+Modelled: the seconds, from the counts and a phone's supposed speeds.
+See docs/ledger.md.""",
+    ),
+    "h": Kind(
+        python_rows,
+        None,
+        ("h of all MB", "share"),
+        """MB are what storing h = xA of a block's modules would add, in float32. Times are of
+one block, medians with mesp.reference; the gradient's includes recomputing its forward pass.""",
+    ),
+    "mezo-quality": Kind(
+        python_rows,
+        "layer",
+        ("cosine", "equal signs", "relative error"),
+        """Means over draws of z, with mesp.reference in float32, after some exact steps (as B is
+zero at first, so is A's gradient).""",
+    ),
+    "generation": Kind(
+        generation_rows,
+        None,
+        ("decoded tokens/s",),
+        """Prompts of random tokens and so many of the likeliest after them, medians of rounds that
+alternate. CPU: user and system time of all threads. llama.cpp multiplies with activations in 8
+bits, the others in float32. mlx-lm's linear layers are MLX's own.""",
+    ),
+    "preferences": Kind(
+        preferences_rows,
+        None,
+        ("s/step",),
+        """A step of an objective has a pair of answers, of kto two: each of a sequence's length,
+half of it prompt. Time of supervised: of a step with one of these sequences, whose gradients are
+summed to be clipped. First: what a pair takes more when it is met, for the first model's part.""",
+    ),
+    "parts": Kind(
+        parts_rows,
+        None,
+        ("peak MB",),
+        f"""Steps by MeSP with the default optimizer: medians of {ROUNDS} runs, which alternate.""",
+    ),
+    "defaults": Kind(
+        defaults_rows,
+        "learning rate",
+        ("after",),
+        """Held-out nats a token before and after, and the drop as a share of the model's largest.
+Where there is no loss, one was not finite.""",
+    ),
+    "records": Kind(
+        records_rows,
+        None,
+        ("records/s",),
+        """Records of chat as long as GSM8K's, one a step, by MeSP with SGD: padded to the longest
+length, and each at the shortest that holds it. The losses are the same.""",
+    ),
+    "packing": Kind(
+        packing_rows,
+        None,
+        ("records/s",),
+        """Records of chat of 40 to 120 tokens, by MeSP with SGD: one a step, each at the shortest
+length that holds it, and packed into one sequence a step.""",
+    ),
+    "packing-gpu": Kind(
+        packing_gpu_rows,
+        None,
+        ("kernels", "evals", "modelled s", "records/s"),
+        """The same on a phone's GPU, by the ledger's model of the time (docs/ledger.md). Counts of
+records alone are means of a step's, and the peak is the largest.""",
+    ),
+    "convergence": Kind(
+        convergence_rows,
+        "step",
+        ("held-out loss",),
+        "Nats a token, with SGD. Training: the mean since the line before of the same method.",
+    ),
+}

@@ -1,0 +1,132 @@
+"""Scores of adapters, and whether two of them are equivalent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import dequantize_model, load_model
+
+from mesp.adapters.load import apply_adapters, read_adapters
+from mesp.adapters.measure import sequences
+from mesp.bundle.reader import Bundle
+from mesp.data.python_docs import python_docs
+from mesp.data.source_files import read_text
+from mesp.evaluation.metrics import bootstrap, interval
+from mesp.text import bundle_tokenizer
+from studies.tasks.bundles import TEXT, Task
+from studies.tasks.gsm8k_number import final_number
+
+RESAMPLES = 10_000
+TEXT_WINDOWS = 40  # of the text whose perplexity says what is forgotten
+DATA = {"model_file": None}  # mlx-lm would run it
+
+
+class Scores(NamedTuple):
+    """Of each held-out sequence: the sum of its losses in nats, its number of targets that count,
+    and whether the model, writing the likeliest token each time, answers right, float64 [n] each.
+    """
+
+    losses: np.ndarray
+    targets: np.ndarray
+    exact: np.ndarray
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return self.losses.sum() / self.targets.sum()
+
+
+def model_with(bundle: Bundle, adapters: Path | None, base: Path | None = None) -> nn.Module:
+    """The bundle's weights as mlx-lm's model, or those of the Hugging Face model `base`, with
+    adapters in mlx-lm's form; it computes in float32, with the weights dequantized once."""
+    model = bundle.to_mlx_lm() if base is None else load_model(base, model_config=DATA)[0]
+    model.set_dtype(mx.float32)
+    model = dequantize_model(model)
+    if adapters is not None:
+        apply_adapters(model, read_adapters(adapters, bundle.architecture), adapters)
+    return model
+
+
+def score(model: nn.Module, bundle: Bundle, task: Task) -> Scores:
+    """All trainers' adapters are judged by one program, which is none of theirs: mlx-lm's model."""
+    tokenizer = bundle_tokenizer(bundle.path)
+    rows = []
+    for ids, counts in islice(sequences(bundle, "valid", task.seq_len), task.held_out):
+        logits, targets = model(mx.array(ids[None, :-1]))[0], mx.array(ids[1:])
+        losses = nn.losses.cross_entropy(logits, targets) * mx.array(counts)
+        if task.answers == "number":
+            start = int(counts.argmax()) + 1
+            written = write(model, ids[:start], task.seq_len - start, tokenizer.eos_token_id)
+            number = final_number(tokenizer.decode(ids[start:].tolist()))
+            right = number is not None and final_number(tokenizer.decode(written)) == number
+        else:  # each token the likeliest after those before it: what would be written, to the end
+            missed = (mx.argmax(logits, axis=-1) != targets) * mx.array(counts)
+            right = missed.sum().item() == 0
+        rows.append((losses.sum().item(), counts.sum(), right))
+    return Scores(*np.array(rows, np.float64).T)
+
+
+def write(model: nn.Module, prompt: np.ndarray, most: int, end: int) -> list[int]:
+    """The likeliest tokens after a prompt, int [n], until `end`."""
+    tokens = (token for token, _ in generate_step(mx.array(prompt), model, max_tokens=most))
+    return [*takewhile(lambda token: token != end, tokens)]
+
+
+def other_text(bundle: Bundle, task: Task, file: Path | None) -> np.ndarray | None:
+    """The ids of a text that the task is not about, int32 [n]: its loss says what a model forgets.
+    It is the end of `file`, or of the prose of Python's language reference; None where that
+    prose is the task."""
+    if file is not None:
+        text = read_text(file)
+    elif task.name == TEXT.name:
+        return None
+    else:
+        text = "\n".join(each.content["text"] for each in python_docs()["valid"])
+    count = TEXT_WINDOWS * task.seq_len + 1
+    characters = text[-10 * count :]  # a token has some 3
+    return np.array(bundle_tokenizer(bundle.path).encode(characters)[-count:], np.int32)
+
+
+def loss_of_text(model: nn.Module, ids: np.ndarray, seq_len: int) -> float:
+    """Nats a token of windows of a text, int [n]."""
+    rows = (len(ids) - 1) // seq_len
+    total = 0.0
+    for start in range(0, rows * seq_len, seq_len):
+        window = mx.array(ids[start : start + seq_len + 1])
+        total += nn.losses.cross_entropy(model(window[None, :-1])[0], window[1:]).mean().item()
+    return total / rows
+
+
+class Difference(NamedTuple):
+    """A difference of means, and its 95% interval by bootstrap."""
+
+    mean: float
+    low: float
+    high: float
+
+    def is_within(self, margin: float) -> bool:
+        return -margin <= self.low and self.high <= margin
+
+
+def paired(
+    ours: Sequence[Scores], theirs: Sequence[Scores], *, what: str, seed: int = 0
+) -> Difference:
+    """The difference, ours less theirs, of the `loss` a token or the share that is `exact`.
+
+    Each pair is of one seed; a resample draws held-out sequences, the same for both and all seeds.
+    """
+    if what == "loss":
+        above = sum(a.losses - b.losses for a, b in zip(ours, theirs, strict=True))
+        below = sum(a.targets for a in ours)
+    else:
+        above = sum(a.exact - b.exact for a, b in zip(ours, theirs, strict=True))
+        below = np.full(len(ours[0].exact), float(len(ours)))
+    drawn = bootstrap(above, below, RESAMPLES, seed)
+    return Difference(above.sum() / below.sum(), *interval(drawn))

@@ -1,0 +1,65 @@
+"""Draws the README's picture of peak memory from docs/measurements.json and the paper's figure.
+
+\b
+  python tools/studies/draw_memory.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from mesp.commands.command import Command
+from studies.benchmarks.paper import PEAK_MB
+from studies.benchmarks.plot import check_plot, write
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+# Figures of measurements.json by the label of their bar, from the least to the largest.
+BARS = {
+    "MeSP": "peak of a step, Qwen2.5-0.5B, 256 tokens, SGD",
+    "the paper's method": "peak of the paper's way",
+    "mlx-lm, checkpointing": "peak of mlx-lm as shipped with gradient checkpointing",
+    "mlx-lm": "peak of mlx-lm as shipped",
+    "PEFT on PyTorch, checkpointing": "peak of PEFT on PyTorch with gradient checkpointing",
+    "PEFT on PyTorch": "peak of PEFT on PyTorch",
+}
+PAPER = "the paper's method,\nas it reports (iPhone 17 Pro)"
+
+
+def peaks() -> dict[str, float]:
+    """The peaks in MB by label."""
+    file = DOCS / "measurements.json"
+    figures = {m["name"]: m["value"] for m in json.loads(file.read_text(encoding="utf-8"))}
+    measured = {label: figures[name] for label, name in BARS.items()}
+    return measured | {PAPER: PEAK_MB["Qwen2.5-0.5B"][256]}
+
+
+@click.command(cls=Command, help=__doc__)
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=DOCS / "images" / "memory.png",
+    show_default="docs/images/memory.png", help="The picture: *.png, *.svg or *.pdf.",
+)  # fmt: skip
+def main(out: Path) -> None:
+    check_plot(out)
+    from matplotlib.figure import Figure
+
+    bars = dict(reversed(peaks().items()))  # the first label at the top
+    colors = ["#c8c8c8" if label == PAPER else "#9db4d0" for label in bars]
+    colors[-1] = "#2a6fbb"
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    axes = figure.subplots()
+    drawn = axes.barh(list(bars), list(bars.values()), color=colors)
+    axes.bar_label(drawn, [f"{mb:,} MB" for mb in bars.values()], padding=4)
+    axes.set_xlim(0, 1.15 * max(bars.values()))
+    axes.set_xlabel("peak memory of a training step, MB (mapped weights not counted)")
+    axes.set_title("Qwen2.5-0.5B, 256 tokens, LoRA rank 8, SGD, x86-64 CPU in float32", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    write(figure, out, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Measures forgetting of other texts while a model learns a task, and the ways to limit it.
+
+    python tools/studies/forgetting.py            two tasks, three seeds
+    python tools/studies/forgetting.py --after    five tasks one after the other, each from the
+                                                  adapters of the one before
+
+Each run is made as it is by default, with --max-forgetting, and with --replay too, in so many more
+steps that as many sequences are of the task. A task's gain is how far its held-out loss falls. What
+is forgotten is how far perplexity rises on texts that neither the task nor the choice of the
+adapters' strength has seen: the prose of Python's language reference, code of Python's library,
+answers of the untuned model to questions, and what --text names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import math
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import mesp
+from demo_real import find_model
+from demo_rewards import cases as sentences
+from mesp.bundle.reader import Bundle
+from mesp.commands.command import Command
+from mesp.data.python_docs import python_docs
+from mesp.evaluation.model import running_model
+from mesp.runs.log import Run
+from mesp.text import bundle_tokenizer, encode
+from studies.tasks import house_requests, spoken_notes
+
+LIMIT = 3.0  # percent
+STEPS = 120
+SHARE = 0.1  # that is replayed
+SEQ_LENS = (64, 112, 128)
+HELD_OUT = 24
+TEXT_CHARACTERS = 6000  # of each text
+ANSWER_TOKENS = 80
+OUT = Path("build/forgetting")
+Answers = list[tuple[list[int], list[int]]]
+OPTIONS: dict[str, Any] = {"schedule": "linear", "val_batches": HELD_OUT}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    f"--max-forgetting {LIMIT:g}": {"max_forgetting": LIMIT},
+    f"--replay {SHARE:g} --max-forgetting {LIMIT:g}": {"replay": SHARE, "max_forgetting": LIMIT},
+}
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Explain photosynthesis to a child.",
+    "Write a short poem about the sea.",
+    "How do I boil an egg?",
+    "Give me three tips for better sleep.",
+    "What is the difference between a virus and a bacterium?",
+    "Write an email to my boss and ask for a day off.",
+    "Why is the sky blue?",
+    "Summarize the story of Romeo and Juliet.",
+    "List five countries in Africa.",
+    "How does a bicycle stay upright?",
+    "What can I cook with rice and tomatoes?",
+    "Who wrote On the Origin of Species?",
+    "Explain what a loan is.",
+    "Suggest a name for a cat.",
+    "How many days does a year have?",
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of a run: its task's held-out loss before and after, nats a token, the adapters'
+    strength, the perplexity of each text, and what the run took."""
+
+    before: float
+    after: float
+    strength: float
+    perplexity: dict[str, float]
+    peak_bytes: int
+    seconds: float
+
+
+@click.command(cls=Command)
+@click.option("--model", help="As mesp-export takes it.  [default: as make demo-real]")
+@click.option(
+    "--task", "names", multiple=True, default=("notes", "extraction"), show_default=True,
+    type=click.Choice(("notes", "extraction", "classification", "cities", "initials")),
+    help="Repeatable.",
+)  # fmt: skip
+@click.option("--after", is_flag=True, help="All five tasks, each after the one before.")
+@click.option(
+    "--run", "labels", multiple=True, type=click.Choice(tuple(VARIANTS)), default=tuple(VARIANTS),
+    help="Only these, and the first. Repeatable.",
+)  # fmt: skip
+@click.option("--steps", default=STEPS, show_default=True)
+@click.option("--seeds", default=3, show_default=True)
+@click.option(
+    "--text", "files", multiple=True, type=click.Path(exists=True, path_type=Path),
+    help="Another text to measure, UTF-8. Repeatable.",
+)  # fmt: skip
+def main(
+    model: str | None, names: tuple[str, ...], after: bool, labels: tuple[str, ...], steps: int,
+    seeds: int, files: tuple[Path, ...],
+) -> None:  # fmt: skip
+    """Measure what fine-tuning forgets, and what it costs to keep it."""
+    names = tuple(TASKS) if after else names
+    source = model or find_model()
+    bundles = {name: export(source, name, steps) for name in names}
+    texts = write_texts(files)
+    answers = ask(bundles[names[0]])
+    base = perplexities(bundles[names[0]], texts, answers, None)
+    table = Table("task", "run", "held-out loss", "strength", "gain", *base, "peak MB", "s")
+    console = Console(width=200, highlight=False)
+    for seed in range(1 if after else seeds):
+        adapters: dict[str, Path | None] = dict.fromkeys(VARIANTS)
+        for name, bundle in bundles.items():
+            gain = None
+            for label, options in VARIANTS.items():
+                if gain and label not in labels:
+                    continue
+                study = "after" if after else "alone"
+                out = OUT / "runs" / "-".join((study, name, str(seed), *label.split()))
+                start = adapters[label] if after else None
+                run = learn(bundle, out, steps, {**options, "seed": seed, "adapters": start})
+                adapters[label] = run.adapters
+                each = result(run, perplexities(bundle, texts, answers, run.adapters))
+                gain = gain or each.before - each.after
+                table.add_row(
+                    f"{name}, seed {seed}", label, f"{each.before:.3f} → {each.after:.4f}",
+                    f"{each.strength:.2f}", f"{(each.before - each.after) / gain:.1%}",
+                    *(f"{value / base[text] - 1:+.1%}" for text, value in each.perplexity.items()),
+                    f"{each.peak_bytes / 1e6:.1f}", f"{each.seconds:.0f}",
+                )  # fmt: skip
+            console.print(table)
+
+
+def export(model: str, name: str, steps: int) -> Bundle:
+    """The model with a task's data."""
+    data = OUT / name
+    write_data(data, TASKS[name](steps, False), TASKS[name](HELD_OUT, True))
+    return mesp.export(
+        model, OUT / f"{name}.mesp", data=str(data), seq_len=SEQ_LENS, device="cpu", overwrite=True
+    )
+
+
+def write_data(folder: Path, train: list[dict], valid: list[dict]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, records in (("train", train), ("valid", valid)):
+        lines = "".join(json.dumps(each) + "\n" for each in records)
+        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+
+
+def of_house(name: str, count: int, held_out: bool) -> list[dict]:
+    found = house_requests.cases(count, seed=int(held_out), held_out=held_out)
+    if name == "classification":
+        found = [each._replace(completion=json.loads(each.completion)["do"]) for each in found]
+    return [each._asdict() for each in found]
+
+
+def of_initials(count: int, held_out: bool) -> list[dict]:
+    """The initials of the words of a note."""
+    prompts = [
+        each.note for each in spoken_notes.cases(count, seed=int(held_out), held_out=held_out)
+    ]
+    return [
+        {
+            "prompt": f"Initials of each word: {' '.join(prompt.split()[:6])}",
+            "completion": "".join(word[0] for word in prompt.split()[:6]),
+        }
+        for prompt in prompts
+    ]
+
+
+TASKS = {
+    "notes": lambda count, held_out: [
+        each._asdict() for each in spoken_notes.cases(count, seed=int(held_out), held_out=held_out)
+    ],
+    "extraction": lambda count, held_out: of_house("extraction", count, held_out),
+    "classification": lambda count, held_out: of_house("classification", count, held_out),
+    "cities": lambda count, held_out: sentences(held_out)[:count],
+    "initials": of_initials,
+}
+
+
+def write_texts(files: tuple[Path, ...]) -> dict[str, Path]:
+    """Writes the texts to be remembered, by name, as `mesp evaluate` takes them."""
+    texts = {
+        "docs": "\n".join(each.content["text"] for each in python_docs()["valid"]),
+        "code": inspect.getsource(argparse)[20_000:],
+        **{file.stem: file.read_text("utf-8")[20_000:] for file in files},
+    }
+    written = {}
+    for name, each in texts.items():
+        written[name] = OUT / f"{name}.jsonl"
+        line = json.dumps({"text": each[:TEXT_CHARACTERS]}) + "\n"
+        written[name].write_text(line, encoding="utf-8")
+    return written
+
+
+def ask(bundle: Bundle) -> Answers:
+    """The untuned model's answers to questions: the tokens of each prompt, and of its answer."""
+    tokenizer = bundle_tokenizer(bundle.path)
+    found = []
+    for question in QUESTIONS:
+        asked = encode(tokenizer, question, True, None)
+        answer = mesp.generate(bundle, question, max_tokens=ANSWER_TOKENS)
+        found.append((asked, tokenizer.encode(answer, add_special_tokens=False)))
+    return found
+
+
+def perplexities(
+    bundle: Bundle, texts: dict[str, Path], answers: Answers, adapters: Path | None
+) -> dict[str, float]:
+    """Of each text, and of the answers after their prompts."""
+    found = {}
+    for name, file in texts.items():
+        folders = () if adapters is None else (adapters,)
+        rows = mesp.evaluate(bundle, file, adapters=folders, base=not folders, max_length=256).rows
+        (found[name],) = [row.estimate.value for row in rows if row.metric == "perplexity"]
+    with running_model(bundle.path, adapters, bundle_tokenizer(bundle.path), 1024) as model:
+        scores = [model.scores(asked, [answer])[0].log_likelihood for asked, answer in answers]
+    tokens = sum(len(answer) for _, answer in answers)
+    return {**found, "answers": math.exp(-sum(scores) / tokens)}
+
+
+def learn(bundle: Bundle, out: Path, steps: int, options: dict[str, Any]) -> Run:
+    """A run, with `steps` sequences of the task; one that has finished is not made again."""
+    if not (out / "metrics.jsonl").exists() or Run.load(out).state() != "finished":
+        shutil.rmtree(out, ignore_errors=True)
+        steps = round(steps / (1 - options.get("replay", 0)))
+        warmup = steps // 20
+        mesp.train(bundle, out=out, steps=steps, warmup=warmup, **OPTIONS, **options)
+    return Run.load(out)
+
+
+def result(run: Run, perplexity: dict[str, float]) -> Result:
+    before, after = run.held_out
+    assert before is not None and after is not None
+    kept = {"strength": 1.0, "loss_after": after} | run.strength
+    # Before texts are sampled, and after the strength is chosen.
+    began, ended = (
+        (run.adapters.parent / name).stat().st_mtime for name in ("settings.json", "metrics.jsonl")
+    )
+    return Result(
+        before, kept["loss_after"], kept["strength"], perplexity,
+        run.peak_bytes or 0, ended - began,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Counts the exact answers of a bundle's model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from mesp.data.answers import encode_conversation
+from mesp.data.records import Conversation
+from mesp.engine.process import evaluator
+from mesp.text import bundle_tokenizer
+from studies.tasks.house_requests import Case
+
+AT_ONCE = 8  # answers written together
+
+
+class Answer(NamedTuple):
+    """An answer of the model, as far as it was read, and whether it is right."""
+
+    text: str
+    is_right: bool
+
+
+def answers(
+    bundle: Path, cases: list[Case], adapters: Path | None = None, *, whole: int
+) -> list[Answer]:
+    """The model's answers, always its likeliest token, until they are as long as the right ones.
+
+    Those after the first `whole` are read until they are wrong.
+    """
+    tokenizer = bundle_tokenizer(bundle)
+    prompts, right = [], []
+    for case in cases:
+        said = {"user": case.prompt, "assistant": case.completion}
+        messages = [{"role": role, "content": content} for role, content in said.items()]
+        encoded = encode_conversation(tokenizer, Conversation(messages), "answers")
+        ids, start = encoded.ids, int(encoded.mask.argmax())
+        prompts.append(ids[:start])
+        right.append(ids[start : ids.index(tokenizer.eos_token_id, start) + 1])
+    written: list[list[int]] = [[] for _ in cases]
+
+    def go_on(number: int, token: int) -> bool:
+        written[number].append(token)
+        so_far = right[number][: len(written[number])]
+        return len(so_far) < len(right[number]) and (number < whole or written[number] == so_far)
+
+    with evaluator(bundle, adapters) as engine:
+        for _ in engine.generate(prompts, max(map(len, right), default=1), [], AT_ONCE, go_on):
+            pass
+    texts = [tokenizer.decode(tokens).partition(tokenizer.eos_token)[0] for tokens in written]
+    return [
+        Answer(text.strip(), tokens == wanted)
+        for text, tokens, wanted in zip(texts, written, right, strict=True)
+    ]
