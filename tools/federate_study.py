@@ -139,7 +139,7 @@ def in_one_place(data: Path, folder: Path) -> Path:
 
 def by_oneself(federation: Federation, client: Client, people: int = 1) -> Rounds:
     """A federation's rounds of one client that hears of no other, for as many steps as `people`."""
-    folder = federation.output / "by-oneself" / client.name
+    folder = federation.folder / "by-oneself" / client.name
     rounds = Rounds(folder, federation.training, federation.rounds.evaluation)
     rounds.save(0, None, {})
     arrays = rounds.arrays(0)

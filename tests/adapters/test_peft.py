@@ -41,8 +41,8 @@ from in_peft.train import in_nf4, write_base
 from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
-from mesp.models.names import CONVOLUTIONS
-from mesp.runs.log import Run
+from mesp.models.tensor_names import CONVOLUTIONS
+from mesp.runs.log import RunLog
 from mesp.source_model.find import DEMO
 from studies.scores import model_with
 
@@ -52,11 +52,11 @@ VAL_BATCHES = 8
 TOLERANCE = 1e-4
 
 
-def train(bundle: Path, output: Path, *options: object) -> Run:
+def train(bundle: Path, output: Path, *options: object) -> RunLog:
     fixed = ("--steps", 20, "--optimizer", "adamw", "--learning-rate", 5e-3)
     fixed += ("--val-batches", VAL_BATCHES)
     call("train", bundle, *fixed, "--out", output, *options)
-    return Run.load(output)
+    return RunLog.load(output)
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +320,7 @@ def test_lfm3_is_that_of_transformers(tmp_path: Path):
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    found = [record["loss"] for record in Run.load(tmp_path / "sgd").steps]
+    found = [record["loss"] for record in RunLog.load(tmp_path / "sgd").steps]
     assert abs(expected[-1] - expected[0]) > 0.05
     assert found == pytest.approx(expected, rel=1e-5)
 
@@ -414,7 +414,7 @@ def test_a_private_step_is_that_of_opacus(tmp_path: Path):
         subprocess.run([find_engine(), output / "settings.json"], check=True, capture_output=True)
         before, after, norms, clipped = step_of_opacus(path, start)
         assert clipped > 0, "clipping counts"
-        step = Run.load(output).steps[0]
+        step = RunLog.load(output).steps[0]
         assert step["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-5)
         ours = mx.load(str(output / "adapters" / "adapters.safetensors"))
         assert ours.keys() == after.keys()

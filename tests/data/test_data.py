@@ -19,17 +19,17 @@ from mlx_lm.utils import load_model
 from helpers.models import TEXT, TINY, byte_tokenizer
 from helpers.paths import DEMO_MODEL
 from mesp import reference
-from mesp.adapters.measure import sequences
+from mesp.adapters.held_out_loss import sequences
 from mesp.bundle.data_files import replace_data
 from mesp.bundle.reader import Bundle
 from mesp.commands import data, export
+from mesp.data.encoder import cut_text
 from mesp.data.examples import Split
 from mesp.data.load import DataOptions, random_data
 from mesp.data.load import load as load_data
 from mesp.data.python_docs import python_docs
-from mesp.data.tokens import cut_text
+from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
-from mesp.text import load_tokenizer
 
 VOCABULARY = TINY["vocab_size"]
 

@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mesp.data.general import general_text
+from mesp.data.general_text import general_text
 from mesp.data.hub_datasets import read_dataset
 from mesp.data.source_files import SPLITS, UNPACKED, read_file, read_text
 from mesp.data.sources import Selection, read_documents

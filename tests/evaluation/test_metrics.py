@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from mesp.answers import canonical_json, extract, f1
+from mesp.evaluation.exact_match import canonical_json, extract, f1
 from mesp.evaluation.metrics import Metric, compare, exponential
 
 

@@ -16,7 +16,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from helpers.commands import call, run
 from helpers.models import FAMILIES, TEXT, write_mixed_model, write_model
 from mesp import reference
-from mesp.adapters.measure import held_out_loss
+from mesp.adapters.held_out_loss import held_out_loss
 from mesp.bundle.reader import Bundle
 from mesp.engine.process import generate
 from mesp.models.architecture import Architecture

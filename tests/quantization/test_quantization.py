@@ -16,18 +16,18 @@ from mlx_lm.utils import load_model
 
 from helpers.models import FAMILIES, TEXT, TINY, mlx_lm_model, random_tensors, write_model
 from mesp.block_function.dequantize import pack, unpack
-from mesp.bundle.as_source import as_source
 from mesp.bundle.reader import Bundle
+from mesp.bundle.to_source_model import to_source_model
 from mesp.commands.export import main
 from mesp.models.architecture import Architecture
-from mesp.models.quantization import AFFINE, Quantization
+from mesp.models.quantization_formats import AFFINE, Quantization
 from mesp.quantization import least_squares, quantize_rows
+from mesp.quantization.calibration import Moments
 from mesp.quantization.choose import Quantizations
-from mesp.quantization.descent import shrunk
+from mesp.quantization.coordinate_descent import shrunk
+from mesp.quantization.measure_loss import measure_loss
 from mesp.source_model import moments as moments_of
 from mesp.source_model.forward_pass import SourceModel
-from mesp.source_model.measure import measure
-from mesp.source_model.moments import Moments
 from mesp.source_model.safetensors import SafetensorsWeights
 
 DTYPES = [mx.float32, mx.bfloat16]
@@ -358,7 +358,7 @@ def test_measuring_equals_mlx_lm(tiny):
     source = source_model(TINY)
     bundle = Bundle("out.mesp")
     sequences = mx.random.randint(0, 512, (2, 20), key=mx.random.key(3))
-    loss = measure(source, as_source(bundle), sequences.tolist())
+    loss = measure_loss(source, to_source_model(bundle), sequences.tolist())
     models = mlx_lm_model(TINY), bundle.to_mlx_lm()
     kl, losses = [], ([], [])
     for tokens in sequences:
@@ -378,7 +378,7 @@ def test_measuring_equals_mlx_lm(tiny):
 
 def test_a_model_is_as_far_from_itself_as_nothing(tiny):
     source = source_model(TINY)
-    loss = measure(source, source, [[1, 2, 3, 4]])
+    loss = measure_loss(source, source, [[1, 2, 3, 4]])
     assert np.abs(loss.kl).max() <= 1e-6
     assert loss.perplexities[0] == loss.perplexities[1]
 

@@ -9,8 +9,8 @@ import pytest
 
 import demo
 from helpers.paths import DEMO_BUNDLE
+from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine.build import find_engine
-from mesp.text import bundle_tokenizer
 from tasks import exact_match, house
 
 
@@ -44,7 +44,7 @@ def test_a_request_names_what_its_answer_has(whens: dict[str, list[str]]):
 def test_an_answer_is_right_to_the_letter(monkeypatch: pytest.MonkeyPatch, wrong: int | None):
     """A wrong one is read to its end only where it is shown."""
     case = house.Case("Open the door.", '{"do": "open"}')
-    tokenizer = bundle_tokenizer(DEMO_BUNDLE)
+    tokenizer = load_bundle_tokenizer(DEMO_BUNDLE)
     right = [*tokenizer.encode(f" {case.completion}"), tokenizer.eos_token_id]
     read = []
 

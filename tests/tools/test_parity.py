@@ -15,9 +15,9 @@ import parity
 from helpers.commands import call, invoke
 from helpers.paths import ROOT
 from mesp.bundle.reader import Bundle
+from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
-from mesp.text import bundle_tokenizer
 from studies import scores as judging
 from studies import tasks, trainers
 from studies.plans import plans
@@ -108,7 +108,7 @@ def test_a_problem_is_right_where_the_number_written_is(
     monkeypatch: pytest.MonkeyPatch, problems: Bundle
 ):
     """However the solution goes; one that ends without a number is wrong."""
-    tokenizer = bundle_tokenizer(problems.path)
+    tokenizer = load_bundle_tokenizer(problems.path)
     asked, says = [], iter(["As I see it:\n#### 101", "It is 101 + 1.\n#### 101", "It is 103."])
 
     def write(model: object, prompt: np.ndarray, most: int, end: int) -> list[int]:

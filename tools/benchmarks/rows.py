@@ -35,7 +35,7 @@ from in_peft.inputs import first_adapters, write_inputs
 from mesp.bundle.reader import Bundle
 from mesp.engine.process import find_plan
 from mesp.errors import MespError
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 
 SETTLED_AFTER = 10  # steps before memory is compared with the last step's, to see whether it grows
 
@@ -128,7 +128,7 @@ def measure(
 
 def train_with_peft(
     cell: Cell, variant: Variant, steps: int, work: Path, python: Path, tell: Tell
-) -> Run:
+) -> RunLog:
     """Trains the bundle's dequantized weights with PEFT, on the windows that the engine takes."""
     bundle, (seed, rank) = Bundle(cell.bundle), (SETTING["seed"], cell.rank)
     ids = np.stack([np.array(w)[None] for w in windows(bundle, cell.seq_len, seed, steps)])

@@ -22,7 +22,7 @@ from benchmarks.in_python.mlx_lm_trainer import dequantized_linear, whole_matrix
 from benchmarks.processes import blas_threads, run_peft
 from in_peft.inputs import first_adapters, write_inputs
 from mesp.bundle.reader import Bundle
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 from studies.tasks import ALPHA, RANK, SCALE, Task, batches, command
 
 BETA2 = 0.98
@@ -70,7 +70,7 @@ def with_mesp(
         *("--optimizer", optimizer, "--learning-rate", rate, "--schedule", "linear"),
         *(*beta2, *options),
     )
-    return Trained([step["loss"] for step in Run.load(folder).steps], folder / "adapters")
+    return Trained([step["loss"] for step in RunLog.load(folder).steps], folder / "adapters")
 
 
 def with_mlx_lm(bundle: Path, task: Task, optimizer: str, seed: int, folder: Path) -> Trained:

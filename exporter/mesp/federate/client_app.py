@@ -16,8 +16,8 @@ from flwr.common.logger import log
 
 from mesp.errors import MespError
 from mesp.federate.exchange import clipped
+from mesp.federate.flower_messages import in_float32, to_numpy, to_record
 from mesp.federate.local_training import Client, Trained, train
-from mesp.federate.messages import in_float32, to_numpy, to_record
 from mesp.runs.privacy import Steps, epsilon, gaussian_epsilon, noise_for
 
 # Of a --node-config: the noise that is a client's own, and what else there is.

@@ -201,17 +201,17 @@ class Federation:
             "data": str(self.held_out),
             "val_batches": self.options["val_batches"],
         }
-        return Rounds(self.output / "rounds", self.training, evaluation)
+        return Rounds(self.folder / "rounds", self.training, evaluation)
 
     @property
     def held_out(self) -> Path:
         """The folder of tokens that the server evaluates on."""
-        return self.output / "held-out"
+        return self.folder / "held-out"
 
     def client(self, number: int) -> Client:
         """A simulated client, from 0, with the folder of its tokens."""
         name = f"client {number:0{len(str(self.options['clients'] - 1))}}"
-        return Client(name, Path(self.options["bundle"]), self.output / "clients" / name[7:])
+        return Client(name, Path(self.options["bundle"]), self.folder / "clients" / name[7:])
 
     @property
     def config(self) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class Federation:
 
     def write(self) -> None:
         """Writes the settings into the folder."""
-        path = self.output / SETTINGS_NAME
+        path = self.folder / SETTINGS_NAME
         settings = {**self.options, "resume": False}
         with plain_os_errors(f"Cannot write {path}"):
             write_whole(path, (json.dumps(settings, indent=2) + "\n").encode())
@@ -258,9 +258,9 @@ output = {output}
 
 def write_app(federation: Federation) -> str:
     """Writes OUTPUT/app, and returns what to do with it."""
-    folder = federation.output / "app"
+    folder = federation.folder / "app"
     with plain_os_errors(f"Cannot write {folder}"):
         folder.mkdir(exist_ok=True)
-        text = PROJECT.format(output=json.dumps(str(federation.output), ensure_ascii=False))
+        text = PROJECT.format(output=json.dumps(str(federation.folder), ensure_ascii=False))
         write_whole(folder / "pyproject.toml", text.encode())
     return f"Start it where the SuperLink runs: flwr run {folder} --stream"

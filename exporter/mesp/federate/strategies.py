@@ -25,7 +25,7 @@ from mesp.federate.exchange import (
     unpacked,
 )
 from mesp.federate.federation import STRATEGIES
-from mesp.federate.messages import to_numpy, to_record
+from mesp.federate.flower_messages import to_numpy, to_record
 
 # FedAdam's state: its moments, by the matrices' names.
 KEPT = ("m_t", "v_t")

@@ -8,7 +8,7 @@ from functools import reduce
 import mlx.core as mx
 
 from mesp.block_function.dequantize import pack
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
 
 # Steps from the smallest to the largest weight of a group, less those that the codes have: below 0
 # the last codes stay unused, above 0 the largest weights are clipped. Twice as many grids lower the

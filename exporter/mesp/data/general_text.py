@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from mesp.data.encoder import begin_of_text, cut_text
 from mesp.data.examples import Split
 from mesp.data.source_files import read_text
-from mesp.data.tokens import begin_of_text, cut_text
 from mesp.errors import MespError
 
 SIZE = 1 << 22  # bytes of a text; an evaluation reads the first 16 sequences

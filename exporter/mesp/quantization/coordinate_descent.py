@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from mesp.block_function.dequantize import pack, unpack
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
 from mesp.quantization.least_squares import damped
 
 SWEEPS = 2  # over all codes; more change little

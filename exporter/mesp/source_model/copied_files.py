@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from mesp.errors import MespError
 from mesp.files import create, open_regular, read_object, root_of
-from mesp.source_model.terms import is_terms
+from mesp.source_model.license import is_terms
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -27,12 +27,12 @@ _CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json")
 _CODE = ("auto_map", "custom_pipelines", "model_file")
 
 
-def texts_of(names: Iterable[str]) -> list[str]:
+def files_to_copy(names: Iterable[str]) -> list[str]:
     """Of the files in a model's folder, those that are copied beside its weights: no code."""
     return sorted(name for name in names if name in TOKENIZER_FILES or is_terms(name))
 
 
-def copy_texts(source: Path, names: Iterable[str], folder: Path) -> None:
+def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
     """Copies files of `source`, configurations without the code that they name.
 
     Raises MespError where one is a link to a file outside of `source`; a file in a cache of the
@@ -50,7 +50,7 @@ def copy_texts(source: Path, names: Iterable[str], folder: Path) -> None:
         write_config(folder / name, _read(file))
 
 
-def naming_code(source: Path, names: Iterable[str]) -> list[str]:
+def configs_naming_code(source: Path, names: Iterable[str]) -> list[str]:
     """Of the files in a folder, the configurations that name code.
 
     Raises MespError where one is not a JSON object, and OSError where it cannot be read.

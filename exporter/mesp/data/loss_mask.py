@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mesp.data.chat_template import MARK, MARKS, PROBE, Place, Rendering, shown
 from mesp.data.messages import CALLS
 from mesp.data.records import Conversation
-from mesp.data.rendering import MARK, MARKS, PROBE, Place, Rendering, shown
 from mesp.data.special_tokens import Bounds, check_special, special_tokens, tokens
 from mesp.errors import MespError
 
