@@ -230,7 +230,7 @@ def perplexities(
 
 
 def learn(bundle: Bundle, out: Path, steps: int, options: dict[str, Any]) -> RunLog:
-    """A run, with `steps` sequences of the task; one that has finished is not made again."""
+    """A run, with `steps` sequences of the task; one that has finished is not repeated."""
     if not (out / "metrics.jsonl").exists() or RunLog.load(out).state() != "finished":
         shutil.rmtree(out, ignore_errors=True)
         steps = round(steps / (1 - options.get("replay", 0)))

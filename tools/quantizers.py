@@ -3,7 +3,7 @@
     python tools/quantizers.py --model DIR --text TEXT --calibrate OTHER_TEXT
     .venv/llama/bin/python tools/quantizers.py …    with llama.cpp's Q4_K_M too
 
-Each way gets the same source, and is judged on the same tokens: KL, the mean Kullback-Leibler
+Each way gets the same source, and is measured on the same tokens: KL, the mean Kullback-Leibler
 divergence to the source over the whole vocabulary at every position, and the ratio of the
 perplexities, both with 95% intervals by bootstrap over the sequences, and paired. A way that needs
 a text gets `--calibrate`'s. Scales of mlx-lm take 16 bits, those of mesp-export as many as

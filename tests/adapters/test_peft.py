@@ -365,7 +365,7 @@ def test_the_benchmark_trains_with_peft_as_the_engine_does(
     assert peft["seconds"] > 0 and peft["threads"] == engine["threads"]
 
 
-def test_qlora_is_judged_by_the_weights_that_it_trains_on(bundle: Path, tmp_path: Path):
+def test_qlora_is_measured_by_the_weights_that_it_trains_on(bundle: Path, tmp_path: Path):
     """The weights that bitsandbytes multiplies with, from another library."""
     pytest.importorskip("bitsandbytes", reason="PEFT has NF4 of it alone")
     model = in_nf4(DEMO, torch.float32).train()

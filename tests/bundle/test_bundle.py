@@ -283,8 +283,8 @@ def test_an_mlx_of_another_layout_is_refused(exported, monkeypatch, version):
         Bundle(exported)
     assert Bundle(exported, to_run=False).manifest.seq_lens == (16, 32)
     with pytest.raises(MespError, match=said):
-        rewrite(exported, exported.with_name("anew.mesp"))
-    assert not exported.with_name("anew.mesp").exists()
+        rewrite(exported, exported.with_name("again.mesp"))
+    assert not exported.with_name("again.mesp").exists()
 
 
 def test_tokens(exported):

@@ -77,7 +77,7 @@ def test_labels(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("chat", [None, True, False])
 def test_one_model_is_taught_one_form(tokenizer, tmp_path, chat):
-    """Supervised, paired and judged records give a model the same tokens."""
+    """Supervised, paired and labelled records give a model the same tokens."""
     asked, answer = "Who jumps?", "The fox."
     pair = {"prompt": asked, "chosen": answer, "rejected": "The dog."}
     label = {"prompt": asked, "completion": answer, "label": True}

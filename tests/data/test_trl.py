@@ -163,7 +163,7 @@ class Trainer:
         return found
 
 
-# What a record says, read anew
+# What a record says, read again
 
 
 def as_messages(record: dict) -> list[dict]:
@@ -531,12 +531,12 @@ def test_preferences_train_their_answers(name, marked, trainer, figures):
             if len(answer) == 1:
                 check_asked(model, messages[:-1], record.get("tools"), example)
         if "prompt" in record:
-            judged = [
+            labelled = [
                 {"prompt": record["prompt"], "completion": record[key], "label": key == "chosen"}
                 | {key: record[key] for key in ("tools",) if key in record}
                 for key in ("chosen", "rejected")
             ]
-            assert [e[:2] for e in trainer(model, *judged)] == [e[:2] for e in found]
+            assert [e[:2] for e in trainer(model, *labelled)] == [e[:2] for e in found]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gptoss", "gemma3", "glm4moe"])

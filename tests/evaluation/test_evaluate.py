@@ -441,7 +441,7 @@ BAD_RECORDS = {
     "no object": ("[1]", "Record 1 of {} is not an object"),
     "nothing": ("", "has no records"),
     "unknown": ('{"question": "x"}', "has question; records have"),
-    "judged": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "has prompt, chosen, rejected"),
+    "pair": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "has prompt, chosen, rejected"),
     "one choice": ('{"prompt": "a", "choices": ["b"], "answer": 0}', "two or more strings"),
     "no prompt": ('{"choices": ["b", "c"], "answer": 0}', 'no "prompt"'),
     "no answer": ('{"prompt": "a", "choices": ["b", "c"]}', '"answer" that is neither'),

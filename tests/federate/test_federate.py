@@ -113,7 +113,7 @@ def test_rounds_of_sgd_are_one_run(bundle: Path, data: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_moments_of_adamw_begin_anew_each_round(bundle: Path, data: Path, tmp_path: Path):
+def test_the_moments_of_adamw_begin_again_each_round(bundle: Path, data: Path, tmp_path: Path):
     options = ("--optimizer", "adamw", "--clients", 1, "--rounds", 2, "--no-freeze-a")
     whole = federation(bundle, data, tmp_path / "f", *options, "--steps", 1)
     whole.rounds.save(0, None, {})

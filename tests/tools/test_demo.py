@@ -1,4 +1,4 @@
-"""`make demo`: its task, how its answers are judged, and all of it in a few steps."""
+"""`make demo`: its task, how its answers are compared, and all of it in a few steps."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""tools/parity.py: MeSP against mlx-lm's trainer, and how differences are judged."""
+"""tools/parity.py: MeSP against mlx-lm's trainer, and how differences are assessed."""
 
 import dataclasses
 import json

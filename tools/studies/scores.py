@@ -55,7 +55,7 @@ def model_with(bundle: Bundle, adapters: Path | None, base: Path | None = None) 
 
 
 def score(model: nn.Module, bundle: Bundle, task: Task) -> Scores:
-    """All trainers' adapters are judged by one program, which is none of theirs: mlx-lm's model."""
+    """All trainers' adapters are measured by one program, none of theirs: mlx-lm's model."""
     tokenizer = load_bundle_tokenizer(bundle.path)
     rows = []
     for ids, counts in islice(sequences(bundle, "valid", task.seq_len), task.held_out):

@@ -31,7 +31,7 @@ from mesp.commands.training_options import (
 from mesp.data.load import DataOptions, tokenize
 from mesp.data.tokenizer import load_tokenizer
 from mesp.engine.settings import TrainSettings, kept, settings_of
-from mesp.engine.train import SETTINGS_NAME, default_output, not_settings, recorded
+from mesp.engine.train import SETTINGS_NAME, default_folder, not_settings, recorded
 from mesp.errors import Ended, MespError, plain_os_errors
 from mesp.federate.federation import TRAINING, Federation, FederationSettings, write_app
 from mesp.federate.local_training import SETTINGS
@@ -128,7 +128,7 @@ def prepare_federation(context: click.Context, simulated: bool = True) -> Federa
 
         make_strategy(options)
     if output is None:
-        output = default_output(manifest, "federated")
+        output = default_folder(manifest, "federated")
     if (output / SETTINGS_NAME).exists() and not resume:
         raise MespError(
             f"{output} already holds a federation: name another folder with --out, or "

@@ -106,8 +106,8 @@ def summary(run: RunLog, output: Path) -> str:
     ]
     before, after = run.held_out
     if before is not None and after is not None:
-        judged = run.settings.get("objective")
-        unit = quality(run.evals_of("valid")[-1]) if judged else "nats a token"
+        objective = run.settings.get("objective")
+        unit = quality(run.evals_of("valid")[-1]) if objective else "nats a token"
         lines.append(
             f"Held-out loss {decimal(before, 3)} before, {decimal(after, 3)} after ({unit})."
         )

@@ -52,7 +52,7 @@ def as_preference_data(
     """An example for each answer, with its prompt, cut to `seq_len` tokens and the token after.
 
     The answer alone counts. Raises MespError where a prompt leaves no room for an answer, or where
-    all answers that are encode_answers by themselves are alike.
+    all labels of answers without a pair are alike.
     """
     longest = seq_len + 1
     parts, examples, masks, labels = [], [], [], []

@@ -80,9 +80,9 @@ class Document(NamedTuple):
         """Which of mlx-lm's kinds of record it is, found as mlx-lm finds it, or of TRL's."""
         if isinstance(self.content, str):
             return "text"
-        for judged in (PAIRS, LABELS):
-            if all(key in self.content for key in judged.split(" and ")):
-                return judged
+        for kind in (PAIRS, LABELS):
+            if all(key in self.content for key in kind.split(" and ")):
+                return kind
         if "prompt" in self.content and "completion" in self.content:
             return "prompt and completion"
         return "messages" if "messages" in self.content else "text"

@@ -137,7 +137,7 @@ def _require_own(path: Path) -> None:
 
 
 def user_cache() -> Path:
-    """The user's folder of what can be made again: the XDG Base Directory's, on a Mac Apple's."""
+    """The user's folder of what can be rebuilt: the XDG Base Directory's, on a Mac Apple's."""
     own = "Library/Caches" if sys.platform == "darwin" else ".cache"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / own) / "mesp"
 

@@ -19,7 +19,7 @@ from mesp.errors import MespError
 
 MOST_TEXTS = 64
 TIMES = 2  # that a text is replayed, unless they are too few: to write one takes longer than a step
-LENGTH = 128  # tokens of a text after its find_opening, where sequences have as many
+LENGTH = 128  # tokens of a text after its opening, where sequences have as many
 AT_ONCE = 8
 
 

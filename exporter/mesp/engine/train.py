@@ -268,9 +268,9 @@ def prepare_training(
     path = None
     if bundle is not None:
         path = bundle.path if isinstance(bundle, Bundle) else Path(bundle)
-    output = None if out is None else Path(out)
+    folder = None if out is None else Path(out)
     if resume:
-        path, settings = _resumed(output, path, given)
+        path, settings = _resumed(folder, path, given)
     elif path is None:
         raise MespError("Name the bundle to train.")
     else:
@@ -284,14 +284,14 @@ def prepare_training(
     settings.check(manifest)
     if settings.reward is not None:
         check_prompts(Bundle(path, to_run=False))
-    output = output or default_output(manifest, settings.method)
-    if (output / LOG_NAME).exists() and not resume:
+    folder = folder or default_folder(manifest, settings.method)
+    if (folder / LOG_NAME).exists() and not resume:
         raise MespError(
-            f"{output} already holds a run: name another folder with --out, "
+            f"{folder} already holds a run: name another folder with --out, "
             "or resume it with --resume."
         )
-    refuse_linked_folders(output)
-    return TrainingJob(path, manifest, settings, output, resume, reward)
+    refuse_linked_folders(folder)
+    return TrainingJob(path, manifest, settings, folder, resume, reward)
 
 
 def check_prompts(bundle: Bundle) -> None:
@@ -312,52 +312,52 @@ def check_prompts(bundle: Bundle) -> None:
             )
 
 
-def default_output(manifest: Manifest, kind: str) -> Path:
+def default_folder(manifest: Manifest, kind: str) -> Path:
     """A run's folder where none is named: `runs/BUNDLE-KIND-TIME`."""
     return Path("runs") / f"{manifest.name}-{kind}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
 
 
 def _resumed(
-    output: Path | None, bundle: Path | None, given: Mapping[str, Any]
+    folder: Path | None, bundle: Path | None, given: Mapping[str, Any]
 ) -> tuple[Path, TrainSettings]:
-    """The bundle and the settings of the run in `output`, with those that are `given`.
+    """The bundle and the settings of the run in `folder`, with those that are `given`.
 
     Raises MespError if there is no run, or where another setting would change it.
     """
-    if output is None:
+    if folder is None:
         raise MespError("Name the run to resume: --resume --out FOLDER.")
-    entries = recorded(output, LOG_NAME)
+    entries = recorded(folder, LOG_NAME)
     try:
         path, settings = Path(entries["bundle"]), TrainSettings.from_json(entries)
     except (MespError, KeyError, TypeError) as error:
-        raise not_settings(output) from error
+        raise not_settings(folder) from error
     kept(settings, given, settings_of(TrainSettings))
     return bundle or path, replace(settings, **given)
 
 
-def recorded(output: Path, begun: str) -> dict[str, Any]:
-    """The settings of the run in `output`, which has `begun` where there is a file of that name.
+def recorded(folder: Path, begun: str) -> dict[str, Any]:
+    """The settings of the run in `folder`, which has `begun` where there is a file of that name.
     Raises MespError if there are none."""
-    path = output / SETTINGS_NAME
-    if not (output / begun).exists():
-        raise MespError(f"{output} holds no run to resume; start one without --resume.")
+    path = folder / SETTINGS_NAME
+    if not (folder / begun).exists():
+        raise MespError(f"{folder} holds no run to resume; start one without --resume.")
     try:
         with plain_os_errors(f"Cannot read {path}"):
             return read_settings(path)
     except ValueError as error:
-        raise not_settings(output) from error
+        raise not_settings(folder) from error
 
 
-def not_settings(output: Path) -> MespError:
-    return MespError(f"{output / SETTINGS_NAME} is not the settings of a run; start a new one.")
+def not_settings(folder: Path) -> MespError:
+    return MespError(f"{folder / SETTINGS_NAME} is not the settings of a run; start a new one.")
 
 
 @contextmanager
 def _settings_file(path: Path, settings: bytes, resume: bool) -> Iterator[tuple[Path, list[Path]]]:
-    """Writes OUTPUT/settings.json, and takes a list of folders that are made beside it. A run that
-    fails before it has a log leaves none of them behind. Of a run to resume it leaves the file as
-    it is, and the settings are in another."""
-    output, made = path.parent, list[Path]()
+    """Writes settings.json in a run's folder, and takes a list of folders that are made there. A
+    run that fails before it has a log leaves none of them behind. Of a run to resume it leaves the
+    file as it is, and the settings are in another."""
+    home, made = path.parent, list[Path]()
     if resume:
         with tempfile.TemporaryDirectory(prefix="mesp-") as temporary:
             other = Path(temporary, SETTINGS_NAME)
@@ -365,15 +365,15 @@ def _settings_file(path: Path, settings: bytes, resume: bool) -> Iterator[tuple[
                 other.write_bytes(settings)
             yield other, made
         return
-    missing = [folder for folder in (output, *output.parents) if not folder.exists()]
+    missing = [folder for folder in (home, *home.parents) if not folder.exists()]
     try:
-        with plain_os_errors(f"Cannot write the run to {output}"):
-            output.mkdir(parents=True, exist_ok=True)
+        with plain_os_errors(f"Cannot write the run to {home}"):
+            home.mkdir(parents=True, exist_ok=True)
             write_whole(path, settings)
         yield path, made
     except BaseException:
-        if not (output / LOG_NAME).exists():
-            for file in (path, output / ".lock"):  # the engine's, which has ended
+        if not (home / LOG_NAME).exists():
+            for file in (path, home / ".lock"):  # the engine's, which has ended
                 with suppress(OSError):
                     file.unlink()
             for folder in made:

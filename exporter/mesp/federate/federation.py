@@ -172,22 +172,22 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Federation:
-    """A federation in the folder `output`, with the options of mesp federate by name."""
+    """A federation in a folder, with the options of mesp federate by name."""
 
-    output: Path
+    folder: Path
     options: dict[str, Any]
 
     @classmethod
-    def read(cls, output: Path) -> Federation:
-        """The one whose settings are in `output`. Raises MespError if there are none."""
-        path = output / SETTINGS_NAME
+    def read(cls, folder: Path) -> Federation:
+        """The one whose settings are in `folder`. Raises MespError if there are none."""
+        path = folder / SETTINGS_NAME
         try:
             options = read_settings(path)
         except (OSError, ValueError) as error:
             raise MespError(
                 f"{path} is missing or damaged; write it with mesp federate."
             ) from error
-        return cls(output, options)
+        return cls(folder, options)
 
     @property
     def training(self) -> dict[str, Any]:

@@ -55,7 +55,8 @@ def measure_loss(
     of_source: list[mx.array] | None = None,
     of_model: list[mx.array] | None = None,
 ) -> QuantizationLoss:
-    """The distance of `model` from `source`; the `compute_head_inputs` of both may be given."""
+    """The distance of `model` from `source`; the results of `compute_head_inputs`
+    for both may be given."""
     found = (
         of_source or compute_head_inputs(source, sequences),
         of_model or compute_head_inputs(model, sequences),
@@ -95,7 +96,7 @@ class _Distribution:
 def _compare(
     source: SourceModel, model: SourceModel, x: mx.array, y: mx.array, tokens: Sequence[int]
 ) -> QuantizationLoss:
-    """Of one sequence, from its `compute_head_inputs`."""
+    """Of one sequence, from what `compute_head_inputs` gives for both models."""
     p, q = _Distribution(len(tokens)), _Distribution(len(tokens))
     for rows in cut(source.arch.vocab_size, max(TILE // len(tokens), 1)):
         zp, zq = source.logits(x, rows), model.logits(y, rows)

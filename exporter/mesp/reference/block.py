@@ -87,7 +87,7 @@ def block_forward(
     w is 1 but beside some mixtures of experts: see `weigh_mlp`.
 
     With post norms (out and down are normed before they are added) also mixer_out and mlp_out,
-    which those take. Gate and up, which are made again where they are needed, are not `stored`.
+    which those take. Gate and up, which are recomputed where they are needed, are not `stored`.
 
     The records of a packed sequence begin at the positions `starts`. The mixer, alone in a block,
     relates tokens to each other, so it takes each record by itself.

@@ -50,7 +50,7 @@ class SourceProjection:
 
 @dataclass
 class SideInputs:
-    """The inputs of the blocks of a sequence side_inputs the output of the block before."""
+    """The inputs of the blocks of a sequence besides the output of the block before."""
 
     tokens: Sequence[int]
     x0: mx.array  # the first block's input
