@@ -40,7 +40,7 @@ from mesp.data.sources import Selection, read_documents
 from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine.train import prepare_training
 from mesp.errors import MespError
-from mesp.federate.exchange import Arrays, averaging_error, check_arrays, clipped, drift
+from mesp.federate.exchange import Arrays, averaging_error, check_arrays, clip_update, drift
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import check_lengths
 from mesp.quantization.choose import check_quantizations, find_quantizations
@@ -201,8 +201,8 @@ def test_logs(tmp_path: Path, data: st.DataObject):
         found = RunLog.load(tmp_path)
         assert all(isinstance(cell, str) for cell in table_row(found))
         runs = {"a": found}
-        report.document(found.model, report.table(runs, report.summary(runs)))
-        report.table(runs, report.settings(runs))
+        report.render_document(found.model, report.render_table(runs, report.summary_rows(runs)))
+        report.render_table(runs, report.settings_rows(runs))
         report.events(runs)
 
 
@@ -235,7 +235,7 @@ def test_matrices_of_a_federation(data: st.DataObject):
     clients, weights = [given, start], [2, 1]
     assert math.isfinite(drift(clients, weights, start))
     assert math.isfinite(averaging_error(clients, weights, start))
-    after = clipped(given, start, 0.5)
+    after = clip_update(given, start, 0.5)
     moved = sum(float(np.square(after[n].astype(float) - start[n]).sum()) for n in start)
     # A number of 1e6 has no 0.01 beside it in float32.
     assert math.sqrt(moved) <= 0.5 * (1 + 1e-5) + 24 * np.spacing(np.float32(8))

@@ -648,7 +648,7 @@ def test_a_manifest_has_the_digest_of_each_file(bundle: Path, adapters: Path, di
 
 def test_a_log_that_is_a_pipe_is_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "metrics.jsonl")
-    code = "import pathlib, sys, mesp.runs.log as log; log.Run.load(pathlib.Path(sys.argv[1]))"
+    code = "import pathlib, sys, mesp.runs.log as log; log.RunLog.load(pathlib.Path(sys.argv[1]))"
     line = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert "MespError" in done.stderr and "is not a regular file" in done.stderr

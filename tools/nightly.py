@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.tuner.utils import load_adapters
 
-from mesp.adapters.held_out_loss import held_out_loss
+from mesp.adapters.held_out_loss import measure_held_out_loss
 from mesp.bundle.reader import Bundle
 from mesp.commands.command import Command
 from mesp.runs.log import RunLog
@@ -86,7 +86,7 @@ def loss(model: Path, bundle: Path, adapters: Path | None = None) -> float:
     if adapters:
         load_adapters(network, str(adapters))
     network.eval()
-    return held_out_loss(network, Bundle(bundle), SEQ_LEN, VAL_BATCHES)
+    return measure_held_out_loss(network, Bundle(bundle), SEQ_LEN, VAL_BATCHES)
 
 
 def check(what: str, trainer: float, mlx_lm_loss: float) -> None:

@@ -15,10 +15,10 @@ from mlx_lm.utils import dequantize_model
 import mesp
 from helpers.commands import call, run
 from mesp import reference
-from mesp.adapters.held_out_loss import held_out_loss
+from mesp.adapters.held_out_loss import measure_held_out_loss
 from mesp.adapters.load import apply_adapters, read_adapters
 from mesp.bundle.reader import Bundle
-from mesp.data.general_text import general_text
+from mesp.data.general_text import read_general_text
 from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine.replay_texts import find_opening, sample_replay_texts
 from mesp.errors import MespError
@@ -56,7 +56,9 @@ def model_with(bundle: Path, adapters: Path | None) -> nn.Module:
 def general_loss(model: nn.Module, bundle: Path, file: Path | None = None) -> float:
     """Nats a token of the text, in sequences of SEQ_LEN tokens, the last with those left."""
     vocab_size = mesp.load(bundle).manifest.architecture.vocab_size
-    tokens = general_text(file, load_bundle_tokenizer(bundle), vocab_size).tokens.astype(np.int32)
+    tokens = read_general_text(file, load_bundle_tokenizer(bundle), vocab_size).tokens.astype(
+        np.int32
+    )
     total = count = 0
     for start in range(0, min(len(tokens) - 1, GENERAL_SEQUENCES * SEQ_LEN), SEQ_LEN):
         ids = mx.array(tokens[start : start + SEQ_LEN + 1])
@@ -79,8 +81,8 @@ def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path)
     for found, expected in (
         (record["general_before"], before),
         (record["general_after"], general_loss(tuned, bundle)),
-        (record["loss_before"], held_out_loss(untuned, opened, SEQ_LEN, VAL_BATCHES)),
-        (record["loss_after"], held_out_loss(tuned, opened, SEQ_LEN, VAL_BATCHES)),
+        (record["loss_before"], measure_held_out_loss(untuned, opened, SEQ_LEN, VAL_BATCHES)),
+        (record["loss_after"], measure_held_out_loss(tuned, opened, SEQ_LEN, VAL_BATCHES)),
     ):
         assert found == pytest.approx(expected, rel=1e-5)
     assert math.exp(record["general_after"] - record["general_before"]) - 1 <= 0.005

@@ -50,8 +50,8 @@ from mesp.federate.exchange import (
     drift,
     from_bfloat16,
     read_arrays,
+    select_exchanged,
     to_bfloat16,
-    travelling,
     write_arrays,
 )
 from mesp.federate.federation import STATE_NAME, Federation, Rounds, write_app
@@ -80,7 +80,9 @@ def test_a_client_with_all_data_does_what_mesp_train_does(
     for folder in ("adapters", "adapters/peft"):  # the demo model's licence goes with them
         assert "license: mit\n" in (whole.rounds.path(0) / folder / "README.md").read_text()
     trained = a_round(whole, 1, whole.rounds.arrays(0))
-    expected = travelling(trained_here(bundle, tmp_path / "run", *options), frozen == "--freeze-a")
+    expected = select_exchanged(
+        trained_here(bundle, tmp_path / "run", *options), frozen == "--freeze-a"
+    )
     assert equal(trained.arrays, expected)
     log = RunLog.load(tmp_path / "run")
     assert trained.targets == sum(step["tokens"] for step in log.steps)
@@ -157,7 +159,7 @@ def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
             for name in arrays
         }
     union = ("--steps", 2, "--batch-size", clients * batches, "--freeze-a", *SGD)
-    expected = travelling(trained_here(own, tmp_path / "run", *union), True)
+    expected = select_exchanged(trained_here(own, tmp_path / "run", *union), True)
     # Sums of float32 in another order.
     for name, array in arrays.items():
         assert np.linalg.norm(array - expected[name]) <= 1e-6 * np.linalg.norm(expected[name])
@@ -254,8 +256,8 @@ def test_drift_and_the_error_of_averaging_are_as_their_formulas():
     exact = sum(q * products(c) for q, c in zip(p, clients, strict=True))
     wrong = np.linalg.norm(exact - products(mean)) / np.linalg.norm(exact - products(start))
     assert averaging_error(clients, weights, start) == pytest.approx(wrong, rel=1e-5)
-    only_b = [travelling(each, True) for each in clients]
-    assert averaging_error(only_b, weights, travelling(start, True)) == 0
+    only_b = [select_exchanged(each, True) for each in clients]
+    assert averaging_error(only_b, weights, select_exchanged(start, True)) == 0
 
     def of_experts(arrays: Arrays) -> Arrays:
         """The blocks as experts of one block, as mlx-lm has these."""

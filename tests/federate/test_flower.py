@@ -46,7 +46,7 @@ from mesp.engine.build import find_engine
 from mesp.errors import MespError
 from mesp.federate import federation as federations
 from mesp.federate.client_app import app, client_app
-from mesp.federate.exchange import Arrays, packed, read_arrays, to_bfloat16
+from mesp.federate.exchange import Arrays, pack, read_arrays, to_bfloat16
 from mesp.federate.federation import STATE_NAME, Federation
 from mesp.federate.flower_messages import to_numpy, to_record
 from mesp.federate.rounds_progress import line, summary
@@ -376,7 +376,7 @@ def test_no_answer_ends_a_federation(bundle: Path, data: Path, tmp_path: Path):
             for node in (1, 2):
                 question = flwr.Message(flwr.RecordDict(), dst_node_id=node, message_type="train")
                 content = {
-                    "arrays": to_record(start if exchange == "float32" else packed(start)),
+                    "arrays": to_record(start if exchange == "float32" else pack(start)),
                     "metrics": flwr.MetricRecord(dict(metrics)),
                     "about": flwr.ConfigRecord({"name": "Ann"}),
                 }

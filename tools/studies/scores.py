@@ -13,7 +13,7 @@ from mlx import nn
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import dequantize_model, load_model
 
-from mesp.adapters.held_out_loss import sequences
+from mesp.adapters.held_out_loss import read_sequences
 from mesp.adapters.load import apply_adapters, read_adapters
 from mesp.bundle.reader import Bundle
 from mesp.data.python_docs import python_docs
@@ -58,7 +58,7 @@ def score(model: nn.Module, bundle: Bundle, task: Task) -> Scores:
     """All trainers' adapters are measured by one program, none of theirs: mlx-lm's model."""
     tokenizer = load_bundle_tokenizer(bundle.path)
     rows = []
-    for ids, counts in islice(sequences(bundle, "valid", task.seq_len), task.held_out):
+    for ids, counts in islice(read_sequences(bundle, "valid", task.seq_len), task.held_out):
         logits, targets = model(mx.array(ids[None, :-1]))[0], mx.array(ids[1:])
         losses = nn.losses.cross_entropy(logits, targets) * mx.array(counts)
         if task.answers == "number":

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_map_with_path, tree_unflatten
 
-from mesp.adapters.checkpoint import checkpoint, config_of_text, save_checkpoint
+from mesp.adapters.checkpoint import config_of_text, make_checkpoint, save_checkpoint
 from mesp.bundle.model_card import write_card
 from mesp.bundle.reader import Bundle
 from mesp.files import read_object
@@ -80,7 +80,7 @@ def save(
     else:
         config.pop("quantization", None)
         config = config_of_text(config)
-        save_checkpoint(folder, checkpoint(model, bundle))
+        save_checkpoint(folder, make_checkpoint(model, bundle))
     write_config(folder / "config.json", config)
     listed = (entry.path for entry in bundle.manifest.files)
     copy_files(bundle.path, files_to_copy(listed), folder)

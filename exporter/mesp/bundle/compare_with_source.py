@@ -11,7 +11,7 @@ import numpy as np
 
 from mesp.bundle.reader import Bundle
 from mesp.bundle.to_source_model import to_source_model
-from mesp.data.general_text import general_text
+from mesp.data.general_text import read_general_text
 from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
@@ -34,7 +34,7 @@ _ROPE = (
 
 
 @dataclass(frozen=True)
-class Proof:
+class SourceComparison:
     """The relative errors of logits in float32, and what quantization loses."""
 
     read: float  # of the source's weights in the bundle's architecture, against the source's own
@@ -55,8 +55,8 @@ class Proof:
                 )
 
 
-def prove(bundle: Bundle, source: Source) -> Proof:
-    """Compares logits of a short text; see `Proof`.
+def compare_with_source(bundle: Bundle, source: Source) -> SourceComparison:
+    """Compares logits of a short text; see `SourceComparison`.
 
     The source's own model is in memory, in float32, and of others about a block. Raises MespError
     where the bundle is of another model, or mlx-lm does not run it.
@@ -77,7 +77,7 @@ def prove(bundle: Bundle, source: Source) -> Proof:
     tokens = draw_tokens(arch.vocab_size)[:LENGTH]
     if (bundle.path / "tokenizer_config.json").exists():
         tokenizer = load_tokenizer(bundle.path)
-        tokens = general_text(None, tokenizer, arch.vocab_size).tokens[:LENGTH]
+        tokens = read_general_text(None, tokenizer, arch.vocab_size).tokens[:LENGTH]
     windows = (getattr(mixer, "sliding_window", None) or LENGTH + 1 for mixer in arch.mixers)
     sequences = [choose_excerpts(tokens, source, arch, 1, LENGTH)[0][: min(windows)]]
     given = [compute_head_inputs(model, sequences) for model in models]
@@ -86,7 +86,7 @@ def prove(bundle: Bundle, source: Source) -> Proof:
     for model, (x,), load in zip(models, given, (_own_model, _bundled), strict=True):
         found = model.logits(x, slice(0, arch.vocab_size))
         errors.append(_error(found, load(bundle, source), sequences[0]))
-    return Proof(errors[0], errors[1], loss)
+    return SourceComparison(errors[0], errors[1], loss)
 
 
 def _shapes(arch: Architecture) -> list[object]:

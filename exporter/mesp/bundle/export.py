@@ -123,7 +123,7 @@ def prepare_export(
         head_bits=(head_bits, BITS),
     )
     source = find_source(str(model), random_weights)
-    arch = Architecture.from_config(source.config, max(listed(seq_len)))
+    arch = Architecture.from_config(source.config, max(sort_numbers(seq_len)))
     if layers and layers > arch.num_hidden_layers:
         raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
     if layers and arch.per_layer and not random_weights:
@@ -163,8 +163,8 @@ def prepare_export(
         out=Path(f"{source.name}.mesp" if out is None else out),
         data=None if data is None else str(data),
         data_options=data_options or DataOptions(),
-        seq_lens=listed(seq_len),
-        ranks=listed(rank),
+        seq_lens=sort_numbers(seq_len),
+        ranks=sort_numbers(rank),
         quantizations=quantizations,
         dtype=dtype or DTYPE_OF[device],
         device=device,
@@ -259,8 +259,8 @@ def rewrite(
     has = read_manifest(old, to_run=False, formats=OF_SAME_WEIGHTS)
     options = BundleOptions(
         out=old if out is None else Path(out),
-        seq_lens=listed(seq_len) or list(has.seq_lens),
-        ranks=listed(rank) or list(has.ranks),
+        seq_lens=sort_numbers(seq_len) or list(has.seq_lens),
+        ranks=sort_numbers(rank) or list(has.ranks),
         dtype=dtype or has.dtype,
         device=DEVICE if device == "auto" else device or has.device,
         overwrite=overwrite,
@@ -269,7 +269,7 @@ def rewrite(
     return Bundle(options.out, to_run=False)
 
 
-def listed(numbers: int | Sequence[int]) -> list[int]:
+def sort_numbers(numbers: int | Sequence[int]) -> list[int]:
     """Each of the numbers once, in order. Raises MespError where one is below 1."""
     found = [numbers] if isinstance(numbers, int) else sorted(set(numbers))
     if any(number < 1 for number in found):

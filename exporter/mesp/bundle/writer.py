@@ -21,7 +21,7 @@ from mesp.bundle.weight_files import (
     write_weights,
 )
 from mesp.data.examples import Split
-from mesp.data.load import load, load_additional, random_data
+from mesp.data.load import load, load_additional, make_random_data
 from mesp.data.tokenizer import load_checked_tokenizer, load_tokenizer, write_tokenizer
 from mesp.errors import MespError, plain_os_errors
 from mesp.folders import new_folder
@@ -135,7 +135,7 @@ def tokenize(
     longest = max(options.seq_lens)
     if options.data is None:
         if isinstance(weights, RandomWeights):
-            return random_data(arch.vocab_size, longest, options.seed)
+            return make_random_data(arch.vocab_size, longest, options.seed)
         return {}
     if source.folder is None:
         raise MespError(

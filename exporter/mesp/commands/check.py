@@ -11,7 +11,7 @@ from mesp.bundle.compare_with_source import compare_with_source
 from mesp.bundle.reader import load
 from mesp.commands.command import Command
 from mesp.commands.export import describe_loss
-from mesp.engine.process import records
+from mesp.engine.process import stream_records
 from mesp.errors import EngineError
 from mesp.formatting import printable
 from mesp.source_model.find import find_source
@@ -54,7 +54,7 @@ def main(bundle: Path, files: bool, source: str | None) -> None:
 def _check_training(bundle: Path) -> None:
     verdicts: Counter[str] = Counter()
     settings = {"bundle": str(bundle.resolve()), "checks": CHECKS, "repeats": 2, "seconds": 0.1}
-    for record in records("self-check", settings):
+    for record in stream_records("self-check", settings):
         if record["type"] == "check":
             verdicts[record["verdict"]] += 1
             if record["verdict"] == "fail":

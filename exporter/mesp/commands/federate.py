@@ -31,7 +31,7 @@ from mesp.commands.training_options import (
 from mesp.data.load import DataOptions, tokenize
 from mesp.data.tokenizer import load_tokenizer
 from mesp.engine.settings import TrainSettings, kept, settings_of
-from mesp.engine.train import SETTINGS_NAME, default_folder, not_settings, recorded
+from mesp.engine.train import SETTINGS_NAME, default_folder, not_settings, read_recorded_settings
 from mesp.errors import Ended, MespError, plain_os_errors
 from mesp.federate.federation import TRAINING, Federation, FederationSettings, write_app
 from mesp.federate.local_training import SETTINGS
@@ -102,7 +102,7 @@ def prepare_federation(context: click.Context, simulated: bool = True) -> Federa
     if resume:
         if changed := given_data_options(context):
             raise MespError(f"A resumed federation keeps its data: leave out {changed[0]}.")
-        bundle, settings, trained = resumed(output, bundle, own, training)
+        bundle, settings, trained = read_resumed(output, bundle, own, training)
     else:
         require(context, "bundle", "data", "clients", "rounds")
         settings = FederationSettings(**own)
@@ -143,7 +143,7 @@ def prepare_federation(context: click.Context, simulated: bool = True) -> Federa
     return federation
 
 
-def resumed(
+def read_resumed(
     output: Path | None,
     bundle: Path | None,
     own: Mapping[str, Any],
@@ -153,7 +153,7 @@ def resumed(
     federation and of its training. Raises MespError where another one would change it."""
     if output is None:
         raise MespError("Name the run to resume: --resume --out FOLDER.")
-    entries = recorded(output, SETTINGS_NAME)
+    entries = read_recorded_settings(output, SETTINGS_NAME)
     try:
         path = Path(entries["bundle"])
         settings = FederationSettings.from_json(entries)

@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from mesp.adapters.fuse import BFLOAT16, fuse, save
 from mesp.adapters.gguf import read_base, write_fused_gguf, write_gguf
-from mesp.adapters.held_out_loss import held_out_loss
+from mesp.adapters.held_out_loss import measure_held_out_loss
 from mesp.adapters.load import apply_adapters, read_adapters
 from mesp.bundle.reader import Bundle
 from mesp.commands.command import Command
@@ -77,27 +77,27 @@ def main(
             write_fused_gguf(target, base, matrices, opened.architecture, WIDTHS[bits])
         model = opened.to_mlx_lm()
         model.set_dtype(mx.float32)
-        losses = [measure_held_out_loss(progress, "base", model, opened, measured)]
+        losses = [measure_with_progress(progress, "base", model, opened, measured)]
         apply_adapters(model, matrices, adapters)
-        losses.append(measure_held_out_loss(progress, "with adapters", model, opened, measured))
+        losses.append(measure_with_progress(progress, "with adapters", model, opened, measured))
         Task(progress, "Fusing")
         quantized = fuse(model, WIDTHS[bits])
         save(folder, model, opened, quantized)
         model.set_dtype(mx.float32)  # weights as written, in the arithmetic of the others
-        losses.append(measure_held_out_loss(progress, "fused", model, opened, measured))
+        losses.append(measure_with_progress(progress, "fused", model, opened, measured))
     if measured:
         click.echo(describe_losses(losses[0], losses[1], losses[2], bits))
     click.echo(f"Model: {out}")
 
 
-def measure_held_out_loss(
+def measure_with_progress(
     progress: ProgressCallback, what: str, model: nn.Module, bundle: Bundle, count: int
 ) -> float:
     """The held-out loss; nan where none is asked for."""
     if not count:
         return float("nan")
     task = Task(progress, f"Held-out loss, {what}", count)
-    return held_out_loss(model, bundle, max(bundle.manifest.seq_lens), count, task.advance)
+    return measure_held_out_loss(model, bundle, max(bundle.manifest.seq_lens), count, task.advance)
 
 
 def describe_losses(base: float, tuned: float, fused: float, bits: str) -> str:

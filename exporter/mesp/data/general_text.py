@@ -16,7 +16,7 @@ from mesp.errors import MespError
 SIZE = 1 << 22  # bytes of a text; an evaluation reads the first 16 sequences
 
 
-def general_text(file: Path | None, tokenizer: Any, vocab_size: int) -> Split:
+def read_general_text(file: Path | None, tokenizer: Any, vocab_size: int) -> Split:
     """The tokens of a text as a stream: of `file`, or of the page that comes with MeSP.
 
     Raises MespError where the file cannot be read, is none of text or has less than two tokens.

@@ -25,7 +25,7 @@ from mesp.data.preferences import (
     as_preference_data,
     encode_answers,
 )
-from mesp.data.records import OPTIONS, Document, kind_of, unread
+from mesp.data.records import OPTIONS, Document, kind_of, unread_columns
 from mesp.data.sources import Selection, read_documents
 from mesp.data.special_tokens import special_tokens
 from mesp.errors import MespError
@@ -199,7 +199,7 @@ def encode_all(
     return encoded
 
 
-def random_data(vocab_size: int, seq_len: int, seed: int) -> dict[str, Split]:
+def make_random_data(vocab_size: int, seq_len: int, seed: int) -> dict[str, Split]:
     """Streams of random ids for 64 windows each, to time training without a text."""
     generator = np.random.default_rng(seed)
     tokens = 64 * seq_len + 1
@@ -307,7 +307,7 @@ def _notes(
         sentences.append(
             f"Records that are marked not to be trained were left out: {weightless:,}."
         )
-    if columns := unread(documents):
+    if columns := unread_columns(documents):
         sentences.append(f"Columns that were not read: {', '.join(columns)}.")
     notes: Counter[str] = Counter()
     for each in itertools.chain(*encoded.values()):

@@ -240,7 +240,7 @@ def _said(where: str, key: str, value: Any, ignored: tuple[str, ...]) -> Said:
     return read_messages(where, value, ignored)
 
 
-def unread(documents: dict[str, list[Document]]) -> list[str]:
+def unread_columns(documents: dict[str, list[Document]]) -> list[str]:
     """The columns of the records that nothing reads."""
     found: dict[str, None] = {}
     for document in (each for split in documents.values() for each in split):

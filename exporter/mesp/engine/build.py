@@ -113,7 +113,7 @@ def ready_in_cache(sources: Path) -> Path:
 
     if is_ready():
         return engine
-    with alone(engine.parent):
+    with lock_folder(engine.parent):
         if not is_ready():
             scratch = engine.with_name("build")  # what a build that was killed left, serves
             built = build_engine(sources, scratch)
@@ -165,7 +165,7 @@ def prune(newest: Path) -> None:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Makes the folder, and lets one process in at a time.
 
     A process that ends, however it does, lets the next one in.

@@ -25,7 +25,7 @@ from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.bundle.model_card import write_terms_of_run
 from mesp.bundle.reader import Bundle
 from mesp.data.examples import Split
-from mesp.data.general_text import general_text
+from mesp.data.general_text import read_general_text
 from mesp.data.load import load_additional
 from mesp.data.tokenizer import load_bundle_tokenizer, load_tokenizer
 from mesp.engine.process import Engine, Record, failure, log, running
@@ -142,7 +142,7 @@ class TrainingJob:
 
     def _general(self, tokenizer: Any) -> Split:
         file = None if self.settings.general is None else Path(self.settings.general)
-        return general_text(file, tokenizer, self.manifest.architecture.vocab_size)
+        return read_general_text(file, tokenizer, self.manifest.architecture.vocab_size)
 
     def _replayed(self, tokenizer: Any) -> Split:
         settings = self.settings
@@ -326,7 +326,7 @@ def _resumed(
     """
     if folder is None:
         raise MespError("Name the run to resume: --resume --out FOLDER.")
-    entries = recorded(folder, LOG_NAME)
+    entries = read_recorded_settings(folder, LOG_NAME)
     try:
         path, settings = Path(entries["bundle"]), TrainSettings.from_json(entries)
     except (MespError, KeyError, TypeError) as error:
@@ -335,7 +335,7 @@ def _resumed(
     return bundle or path, replace(settings, **given)
 
 
-def recorded(folder: Path, begun: str) -> dict[str, Any]:
+def read_recorded_settings(folder: Path, begun: str) -> dict[str, Any]:
     """The settings of the run in `folder`, which has `begun` where there is a file of that name.
     Raises MespError if there are none."""
     path = folder / SETTINGS_NAME

@@ -13,7 +13,7 @@ from mesp.bundle.manifest import read_manifest
 from mesp.engine.settings import Setting, Settings, setting
 from mesp.engine.train import SETTINGS_NAME
 from mesp.errors import MespError, plain_os_errors
-from mesp.federate.exchange import EXCHANGES, Arrays, read_arrays, travelling, write_arrays
+from mesp.federate.exchange import EXCHANGES, Arrays, read_arrays, select_exchanged, write_arrays
 from mesp.federate.local_training import SETTINGS, Client, run_engine, scale
 from mesp.files import create, read_object, read_settings, remove_link, sync, write_whole
 
@@ -131,7 +131,7 @@ class Rounds:
     def arrays(self, number: int) -> Arrays:
         """The matrices of a round that travel."""
         arrays = read_arrays(self.path(number) / "adapters")
-        return travelling(arrays, self.training["freeze_a"])
+        return select_exchanged(arrays, self.training["freeze_a"])
 
     def save(
         self, number: int, arrays: Arrays | None, report: dict[str, Any], state: bytes | None = None

@@ -10,7 +10,7 @@ from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from mesp.errors import MespError
-from mesp.federate.exchange import Arrays, travelling
+from mesp.federate.exchange import Arrays, select_exchanged
 from mesp.federate.federation import STATE_NAME, Federation
 from mesp.federate.flower_messages import to_record
 from mesp.federate.rounds_progress import RoundsProgress
@@ -67,7 +67,7 @@ def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None)
         )
         screened.start(
             grid,
-            to_record(travelling(rounds.arrays(done), options["freeze_a"])),
+            to_record(select_exchanged(rounds.arrays(done), options["freeze_a"])),
             num_rounds=options["rounds"] - done,
             timeout=timeout,
             train_config=ConfigRecord(federation.config),

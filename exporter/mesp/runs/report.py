@@ -49,15 +49,15 @@ def write_report(folders: Iterable[Path], out: Path) -> None:
             raise MespError(f"There is no run in {folder}.")
         for path in found:
             # It may have bytes that are no text.
-            name = unique(os.fsencode(path.name).decode("utf-8", "replace"), runs)
+            name = unique_name(os.fsencode(path.name).decode("utf-8", "replace"), runs)
             runs[name], samples[name] = RunLog.load(path), read_samples(path / "samples.json")
-    text = page(runs, samples)
+    text = render_page(runs, samples)
     with plain_os_errors(f"Cannot write {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, text.encode())
 
 
-def unique(name: str, taken: dict[str, RunLog]) -> str:
+def unique_name(name: str, taken: dict[str, RunLog]) -> str:
     number, free = 2, name
     while free in taken:
         free, number = f"{name} ({number})", number + 1
@@ -93,7 +93,7 @@ def smooth(
     )
 
 
-def picture(title: str, runs: dict[str, RunLog], paint: Paint, **axes_properties: Any) -> str:
+def draw_picture(title: str, runs: dict[str, RunLog], paint: Paint, **axes_properties: Any) -> str:
     """An SVG that `paint(axes, name, run, color)` draws each run into, in the page's colours."""
     try:
         import matplotlib
@@ -132,7 +132,7 @@ def picture(title: str, runs: dict[str, RunLog], paint: Paint, **axes_properties
     return f"<figure><figcaption>{title}</figcaption>{svg}</figure>"
 
 
-def loss_picture(runs: dict[str, RunLog]) -> str:
+def draw_loss(runs: dict[str, RunLog]) -> str:
     def paint(axes: Axes, name: str, run: RunLog, color: str) -> None:
         # The loss on replayed texts does not fall.
         own = [step for step in run.steps if not step.get("replayed")]
@@ -149,10 +149,10 @@ def loss_picture(runs: dict[str, RunLog]) -> str:
                 label = f"{name}, {'held out' if split == 'valid' else 'test'}"
                 axes.plot(*zip(*evals, strict=True), style, color=color, markersize=4, label=label)
 
-    return picture("Loss", runs, paint, xlabel="step", ylabel="nats a token")
+    return draw_picture("Loss", runs, paint, xlabel="step", ylabel="nats a token")
 
 
-def reward_picture(runs: dict[str, RunLog]) -> str:
+def draw_reward(runs: dict[str, RunLog]) -> str:
     """The mean reward of each step's answers; nothing where no run has one."""
     rewarded = {name: run for name, run in runs.items() if rewarded_steps(run)}
     if not rewarded:
@@ -162,14 +162,14 @@ def reward_picture(runs: dict[str, RunLog]) -> str:
         run = replace(run, steps=rewarded_steps(run))
         axes.plot(*smooth(run, itemgetter("reward")), color=color, label=name)
 
-    return picture("Reward", rewarded, paint, xlabel="step", ylabel="mean of the answers")
+    return draw_picture("Reward", rewarded, paint, xlabel="step", ylabel="mean of the answers")
 
 
 def rewarded_steps(run: RunLog) -> tuple[dict[str, Any], ...]:
     return tuple(step for step in run.steps if "reward" in step)
 
 
-def memory_picture(runs: dict[str, RunLog]) -> str:
+def draw_memory(runs: dict[str, RunLog]) -> str:
     def paint(axes: Axes, name: str, run: RunLog, color: str) -> None:
         steps = [step["step"] for step in run.steps]
         peaks = [step["footprint_peak_bytes"] / 1e6 for step in run.steps]
@@ -178,15 +178,15 @@ def memory_picture(runs: dict[str, RunLog]) -> str:
             predicted = run.plan["predicted_peak_bytes"] / 1e6
             axes.axhline(predicted, color=color, linestyle=":", label=f"{name}, predicted")
 
-    return picture(
+    return draw_picture(
         "Peak footprint of each step", runs, paint, xlabel="step", ylabel="MB", ylim=(0, None)
     )
 
 
-def time_picture(runs: dict[str, RunLog]) -> str:
+def draw_time(runs: dict[str, RunLog]) -> str:
     """Seconds a step: over the steps of one run, the mean of each of several; by phase."""
     if len(runs) > 1:
-        return phases_picture(runs)
+        return draw_phases(runs)
 
     def paint(axes: Axes, _: str, run: RunLog, color: str) -> None:
         if not run.steps:
@@ -197,10 +197,12 @@ def time_picture(runs: dict[str, RunLog]) -> str:
             axes.stackplot(steps, parts, labels=PHASES, alpha=0.8)
         axes.plot(steps, seconds, color=INK, linewidth=1, label="all")
 
-    return picture("Time of a step", runs, paint, xlabel="step", ylabel="seconds", ylim=(0, None))
+    return draw_picture(
+        "Time of a step", runs, paint, xlabel="step", ylabel="seconds", ylim=(0, None)
+    )
 
 
-def phases_picture(runs: dict[str, RunLog]) -> str:
+def draw_phases(runs: dict[str, RunLog]) -> str:
     def paint(axes: Axes, name: str, run: RunLog, _: str) -> None:
         if not run.steps:
             return
@@ -215,7 +217,7 @@ def phases_picture(runs: dict[str, RunLog]) -> str:
         axes.barh(name, max(0, all_seconds - left), left=left, color=INK, alpha=0.3, label=label)
         axes.yaxis.set_inverted(True)
 
-    return picture("Time of a step, mean", runs, paint, xlabel="seconds")
+    return draw_picture("Time of a step, mean", runs, paint, xlabel="seconds")
 
 
 def has_phases(run: RunLog) -> bool:
@@ -225,24 +227,24 @@ def has_phases(run: RunLog) -> bool:
 # The page
 
 
-def page(runs: dict[str, RunLog], samples: dict[str, list[dict[str, str]]]) -> str:
+def render_page(runs: dict[str, RunLog], samples: dict[str, list[dict[str, str]]]) -> str:
     """The page, which loads nothing: style and pictures are in it."""
     pictures = [
-        loss_picture(runs), reward_picture(runs), memory_picture(runs), time_picture(runs),
+        draw_loss(runs), draw_reward(runs), draw_memory(runs), draw_time(runs),
     ]  # fmt: skip
     title = " · ".join(dict.fromkeys(run.model for run in runs.values()))
-    return document(
+    return render_document(
         title,
-        table(runs, summary(runs)),
+        render_table(runs, summary_rows(runs)),
         f'<div class="pictures">{"".join(pictures)}</div>',
-        "".join(shown(name, each) for name, each in samples.items() if each),
+        "".join(render_samples(name, each) for name, each in samples.items() if each),
         "<h2>Settings</h2>",
-        table(runs, settings(runs), "settings"),
-        events(runs),
+        render_table(runs, settings_rows(runs), "settings"),
+        render_events(runs),
     )
 
 
-def document(title: str, *parts: str) -> str:
+def render_document(title: str, *parts: str) -> str:
     """A whole page of these parts, with the style of all pages."""
     body = "\n".join(parts)
     return f"""<!doctype html>
@@ -281,7 +283,7 @@ small { opacity: .7 }
 """
 
 
-def table(runs: dict[str, RunLog], rows: list[Row], kind: str = "") -> str:
+def render_table(runs: dict[str, RunLog], rows: list[Row], kind: str = "") -> str:
     """A column for each run: on a phone one or two runs need no scrolling."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in runs)
     lines = [f"<tr><th></th>{head}</tr>"]
@@ -292,7 +294,7 @@ def table(runs: dict[str, RunLog], rows: list[Row], kind: str = "") -> str:
     return f'<div class="wide"><table class="{kind}">{"".join(lines)}</table></div>'
 
 
-def summary(runs: dict[str, RunLog]) -> list[Row]:
+def summary_rows(runs: dict[str, RunLog]) -> list[Row]:
     rows = list(
         zip(COLUMNS, map(list, zip(*map(table_row, runs.values()), strict=True)), strict=True)
     )
@@ -307,8 +309,8 @@ def summary(runs: dict[str, RunLog]) -> list[Row]:
         "best held-out",
         lambda run: f"{decimal(run.best['loss'])} at step {run.best['step']}" if run.best else "-",
     )
-    row("reward", reward)
-    row("sampled", sampled)
+    row("reward", describe_reward)
+    row("sampled", describe_sampled)
     row("kept at the end", lambda run: run.describe_strength() or "-")
     row("predicted MB", lambda run: megabytes(run.plan.get("predicted_peak_bytes")))
     row("began", lambda run: run.start.get("time", "-").replace("T", " ").rstrip("Z"))
@@ -316,7 +318,7 @@ def summary(runs: dict[str, RunLog]) -> list[Row]:
     return rows
 
 
-def reward(run: RunLog) -> str:
+def describe_reward(run: RunLog) -> str:
     """The mean reward of the first tenth of the steps and of the last."""
     steps = rewarded_steps(run)
     some = max(1, len(steps) // 10)
@@ -324,14 +326,14 @@ def reward(run: RunLog) -> str:
     return " → ".join(decimal(mean) for mean in means) if steps else "-"
 
 
-def sampled(run: RunLog) -> str:
+def describe_sampled(run: RunLog) -> str:
     steps = [step for step in rewarded_steps(run) if "sampled_tokens" in step]
     tokens = sum(step["sampled_tokens"] for step in steps)
     seconds = sum(step.get("sampling_seconds", 0) for step in steps)
     return f"{tokens:,} tokens in {decimal(seconds, 0)} s" if steps else "-"
 
 
-def settings(runs: dict[str, RunLog]) -> list[Row]:
+def settings_rows(runs: dict[str, RunLog]) -> list[Row]:
     names = dict.fromkeys(name for run in runs.values() for name in run.settings)
 
     def said(value: object) -> str:
@@ -345,7 +347,7 @@ def settings(runs: dict[str, RunLog]) -> list[Row]:
     ]
 
 
-def events(runs: dict[str, RunLog]) -> str:
+def render_events(runs: dict[str, RunLog]) -> str:
     """The events of a run, such as a pause or a failure."""
     items = []
     for name, run in runs.items():
@@ -356,7 +358,7 @@ def events(runs: dict[str, RunLog]) -> str:
     return f"<h2>Events</h2><ul>{''.join(items)}</ul>" if items else ""
 
 
-def shown(name: str, samples: list[dict[str, str]]) -> str:
+def render_samples(name: str, samples: list[dict[str, str]]) -> str:
     """The answers of one run's model before and after."""
     parts = [f"<h2>Samples of {html.escape(name)}</h2>"]
     for sample in samples:

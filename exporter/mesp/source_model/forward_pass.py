@@ -18,7 +18,7 @@ from mesp.block_function.rope import rope
 from mesp.block_function.tiles import cut
 from mesp.models.architecture import Architecture
 from mesp.models.tensor_names import name_of_expert
-from mesp.models.weights import Weights, norm
+from mesp.models.weights import Weights, read_norm
 from mesp.quantization.choose import Quantizations
 
 TILE = 1 << 22  # elements of a matrix that are multiplied at a time
@@ -100,7 +100,9 @@ class SourceModel:
         rows = [self.matrix(table, shapes[table], slice(t, t + 1)) for t in side.tokens]
         e = mx.concatenate(rows)[:, of_layer] * math.sqrt(size)
         r = product(side.x0, self.matrix(projection, shapes[projection], of_layer))
-        weight = norm(self.weights, "model.per_layer_projection_norm.weight", (size,), self.arch)
+        weight = read_norm(
+            self.weights, "model.per_layer_projection_norm.weight", (size,), self.arch
+        )
         r = rms_norm(r / math.sqrt(self.arch.hidden_size), weight, self.arch.rms_norm_eps)
         return (r + e) / math.sqrt(2)
 
@@ -114,7 +116,7 @@ class SourceModel:
             return weights.rows(prefix + name, shape, slice(0, shape[0])).astype(mx.float32)
 
         arrays = {
-            name: norm(weights, prefix + name, (size,), self.arch)
+            name: read_norm(weights, prefix + name, (size,), self.arch)
             for name, size in block.norms().items()
         }
         arrays |= {name: vector(name, shape) for name, shape in block.vectors().items()}
@@ -162,7 +164,7 @@ class SourceModel:
     def final(self, x: mx.array) -> mx.array:
         """The input of the head, from the output of the last block."""
         size, arch = (self.arch.hidden_size,), self.arch
-        weight = norm(self.weights, "model.norm.weight", size, arch) / arch.logits_scaling
+        weight = read_norm(self.weights, "model.norm.weight", size, arch) / arch.logits_scaling
         return rms_norm(x, weight, arch.rms_norm_eps)
 
     def logits(self, final: mx.array, rows: slice) -> mx.array:
