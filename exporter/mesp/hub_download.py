@@ -15,14 +15,14 @@ from mesp.source_model.license import LICENSE_PATTERNS
 
 # Patterns of the files of a model: its card and terms, configuration and tokenizer, and weights.
 TERMS = ("README.md", *LICENSE_PATTERNS)
-TEXTS = ("config.json", *TOKENIZER_FILES, *VOCABULARIES, *TERMS)
+MODEL_FILES = ("config.json", *TOKENIZER_FILES, *VOCABULARIES, *TERMS)
 WEIGHTS = ("model*.safetensors", "*.safetensors.index.json")
 
 
 def download_model(repo: str, with_weights: bool) -> Path:
     """The folder with a model of the Hub: without weights its geometry, tokenizer and terms.
     Raises MespError as `download` does."""
-    return download("model", repo, [*TEXTS, *(WEIGHTS if with_weights else ())])
+    return download("model", repo, [*MODEL_FILES, *(WEIGHTS if with_weights else ())])
 
 
 def list_gguf_files(repo: str) -> list[str]:

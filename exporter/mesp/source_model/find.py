@@ -68,7 +68,8 @@ def find_source(model: str, random_weights: bool) -> Source:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return _hub_source(model, random_weights)
     if match := re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/([\w./-]+\.gguf)|:([\w.-]+))", model, re.I):
-        return _hub_gguf(*match.groups())
+        repo, file, quantization = match.groups()
+        return _hub_gguf(repo, file or choose_gguf_file(repo, quantization))
     raise MespError(
         f"There is no model {model}; name a folder, a GGUF file, a model on the Hugging Face Hub "
         "such as Qwen/Qwen2.5-0.5B, demo, or a short name that --list-models prints."
@@ -138,9 +139,8 @@ def _gguf_source(file: Path, repository: Path) -> Source:
     return Source(name, name, config, folder, None, license, gguf, temporary)
 
 
-def _hub_gguf(repo: str, file: str | None, quantization: str | None) -> Source:
-    """A GGUF file of a repository, by its name or by its quantization."""
-    file = file or choose_gguf_file(repo, str(quantization))
+def _hub_gguf(repo: str, file: str) -> Source:
+    """A GGUF file of a repository."""
     folder = download_gguf_file(repo, file)
     source = _gguf_source(folder / file, folder)
     return replace(source, id=f"{repo}/{file}", revision=folder.name)
