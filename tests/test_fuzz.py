@@ -203,7 +203,7 @@ def test_logs(tmp_path: Path, data: st.DataObject):
         runs = {"a": found}
         report.render_document(found.model, report.render_table(runs, report.summary_rows(runs)))
         report.render_table(runs, report.settings_rows(runs))
-        report.events(runs)
+        report.render_events(runs)
 
 
 def matrices(scale: float, dtype: type = np.float32) -> Arrays:

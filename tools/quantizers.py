@@ -43,11 +43,11 @@ from mesp.evaluation.metrics import bootstrap, interval
 from mesp.models.architecture import Architecture
 from mesp.models.quantization_formats import Quantization
 from mesp.models.weights import Weights
-from mesp.quantization.calibration import choose_excerpts
 from mesp.quantization.choose import Quantizations, find_quantizations
-from mesp.quantization.measure_loss import compute_head_inputs, measure_loss
+from mesp.source_model.calibration import choose_excerpts
 from mesp.source_model.find import Source, find_source
 from mesp.source_model.forward_pass import SourceModel
+from mesp.source_model.quantization_loss import compute_head_inputs, measure_loss
 from mesp.source_model.safetensors import SafetensorsWeights
 
 RESAMPLES = 10_000

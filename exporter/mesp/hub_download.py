@@ -8,11 +8,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mesp.data.tokenizer import VOCABULARIES
 from mesp.errors import FULL_DISK, MespError
-from mesp.source_model.copied_files import TOKENIZER_FILES
-from mesp.source_model.license import LICENSE_PATTERNS
+from mesp.license import LICENSE_PATTERNS
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+# The files that a tokenizer's vocabulary may be in; a bundle has the first.
+VOCABULARIES = (
+    "tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model", "spiece.model",
+    "vocab.json",
+)  # fmt: skip
 # Patterns of the files of a model: its card and terms, configuration and tokenizer, and weights.
 TERMS = ("README.md", *LICENSE_PATTERNS)
 MODEL_FILES = ("config.json", *TOKENIZER_FILES, *VOCABULARIES, *TERMS)

@@ -9,7 +9,7 @@ from pathlib import Path
 from mesp.bundle.manifest import Manifest, ModelName
 from mesp.bundle.model_card import front_matter
 from mesp.errors import MespError
-from mesp.source_model.license import LICENSE_PATTERNS, License, has_license
+from mesp.license import LICENSE_PATTERNS, License, has_license
 
 # Files of an earlier bundle in the repository that the new one lacks are deleted.
 OF_A_BUNDLE = ["blocks/*", "data/*", "*.mlxfn", "*.bin", "*.json"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mesp.errors import MespError
-from mesp.evaluation.exact_match import canonical_json, exact_match
+from mesp.exact_match import canonical_json, exact_match
 
 # Takes, by name, lists of as many `prompts`, `completions` and `references`, which are the answers
 # in the data; TRL's reward functions take the first two so. Returns a number for each.

@@ -14,8 +14,8 @@ from mesp import hub_download
 from mesp.bundle.manifest import ModelName
 from mesp.bundle.model_card import write_terms_of_run
 from mesp.bundle.reader import Bundle
+from mesp.license import LICENSE_PATTERNS, License, is_terms
 from mesp.source_model import find
-from mesp.source_model.license import LICENSE_PATTERNS, License, is_terms
 
 pytestmark = pytest.mark.usefixtures("working_folder")
 

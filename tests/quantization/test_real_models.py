@@ -12,7 +12,7 @@ import pytest
 
 import quantizers
 from helpers.paths import ROOT
-from mesp.quantization.measure_loss import QuantizationLoss, compute_head_inputs, measure_loss
+from mesp.source_model.quantization_loss import QuantizationLoss, compute_head_inputs, measure_loss
 from quantizers import Study, mesp
 from real_models import GEMMA, SMOLLM2, hugging_face_folder
 

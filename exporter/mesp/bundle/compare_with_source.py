@@ -16,11 +16,11 @@ from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete, for_mlx_lm
-from mesp.quantization.calibration import choose_excerpts, draw_tokens
 from mesp.quantization.choose import find_quantizations
-from mesp.quantization.measure_loss import QuantizationLoss, compute_head_inputs, measure_loss
+from mesp.source_model.calibration import choose_excerpts, draw_tokens
 from mesp.source_model.find import Source
 from mesp.source_model.forward_pass import SourceModel
+from mesp.source_model.quantization_loss import QuantizationLoss, compute_head_inputs, measure_loss
 from mesp.source_model.safetensors import SafetensorsWeights
 
 LENGTH = 64  # tokens that are read, or as many as a window has: mlx-lm ignores some families'

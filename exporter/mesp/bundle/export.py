@@ -23,11 +23,11 @@ from mesp.models.layout import DTYPE_OF
 from mesp.models.quantization_formats import AFFINE, MODES
 from mesp.models.weights import Weights
 from mesp.progress import ProgressCallback
-from mesp.quantization.calibration import choose_excerpts
 from mesp.quantization.choose import BITS, Quantizations, find_quantizations
-from mesp.quantization.measure_loss import QuantizationLoss, measure_loss
+from mesp.source_model.calibration import choose_excerpts
 from mesp.source_model.find import Source, find_source
 from mesp.source_model.forward_pass import SourceModel
+from mesp.source_model.quantization_loss import QuantizationLoss, measure_loss
 from mesp.source_model.random_weights import RandomWeights
 from mesp.source_model.safetensors import SafetensorsWeights
 

@@ -11,8 +11,8 @@ import yaml
 
 from mesp.bundle.manifest import Manifest
 from mesp.files import create
+from mesp.license import is_terms
 from mesp.source_model.copied_files import copy_files
-from mesp.source_model.license import is_terms
 
 
 def front_matter(manifest: Manifest, **others: str) -> str:

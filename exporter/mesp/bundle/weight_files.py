@@ -25,9 +25,9 @@ from mesp.models.layout import (
     table_layout,
 )
 from mesp.models.weights import Weights, read_norm
-from mesp.quantization.calibration import Moments
 from mesp.quantization.choose import Quantizations
 from mesp.quantization.quantize_rows import Quantizer, least_squares_of, matrix_pieces, nearest
+from mesp.source_model.calibration import Moments
 
 # The files of the matrices that embeddings for each layer are made with. A GPU would hold all of a
 # file of which it reads a part, so the table, of which it reads some rows, has one of its own.

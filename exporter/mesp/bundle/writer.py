@@ -30,14 +30,14 @@ from mesp.models.config_json import check_lengths, complete
 from mesp.models.families import FAMILIES
 from mesp.models.weights import Weights
 from mesp.progress import ProgressCallback, Task
-from mesp.quantization.calibration import (
+from mesp.quantization.choose import Quantizations, check_quantizations
+from mesp.source_model.calibration import (
     CALIBRATION_SEQUENCES,
     LENGTH,
     Moments,
     choose_excerpts,
     draw_tokens,
 )
-from mesp.quantization.choose import Quantizations, check_quantizations
 from mesp.source_model.copied_files import copy_files, files_to_copy, write_config
 from mesp.source_model.find import Source
 from mesp.source_model.forward_pass import SourceModel

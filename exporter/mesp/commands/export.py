@@ -22,7 +22,7 @@ from mesp.engine.plan import predicted_memory
 from mesp.errors import MespError
 from mesp.models.quantization_formats import MODES, Quantization, describe_quantization
 from mesp.quantization.choose import BITS, HEAD_BITS
-from mesp.quantization.measure_loss import QuantizationLoss
+from mesp.source_model.quantization_loss import QuantizationLoss
 
 
 def list_and_exit(context: click.Context, _: click.Parameter, wanted: bool) -> None:

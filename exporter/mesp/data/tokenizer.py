@@ -9,12 +9,8 @@ from typing import Any
 from mesp.data.loss_mask import end_tokens
 from mesp.errors import MespError, plain_errors
 from mesp.files import read_object, root_of
+from mesp.hub_download import VOCABULARIES
 
-# The files that a tokenizer's vocabulary may be in; a bundle has the first.
-VOCABULARIES = (
-    "tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model", "spiece.model",
-    "vocab.json",
-)  # fmt: skip
 ROUND_TRIP_TEXT = "A text of 2 lines,\nwhich comes back."
 
 

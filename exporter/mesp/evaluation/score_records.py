@@ -16,9 +16,9 @@ from mesp.data.records import Conversation
 from mesp.data.special_tokens import encode_split, special_pattern, tokens
 from mesp.errors import MespError
 from mesp.evaluation.evaluated_model import EvaluatedModel
-from mesp.evaluation.exact_match import canonical_json, exact_match, extract, f1
 from mesp.evaluation.metrics import Metric, exponential
 from mesp.evaluation.records import AnswerRecord, ChoiceRecord, Record, TextRecord
+from mesp.exact_match import canonical_json, exact_match, extract, f1
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,9 @@ from typing import Any, BinaryIO
 
 from mesp.errors import MespError
 from mesp.files import create, open_regular, read_object, root_of
-from mesp.source_model.license import is_terms
+from mesp.hub_download import TOKENIZER_FILES
+from mesp.license import is_terms
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 _CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json")
 # Keys that name Python code for transformers or mlx-lm to run.
 _CODE = ("auto_map", "custom_pipelines", "model_file")

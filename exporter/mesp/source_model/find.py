@@ -17,10 +17,10 @@ from mesp.hub_download import (
     download_model,
     list_gguf_files,
 )
+from mesp.license import UNKNOWN, License, is_terms
 from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN
 from mesp.source_model.copied_files import copy_files
-from mesp.source_model.license import UNKNOWN, License, is_terms
 
 if TYPE_CHECKING:
     from mesp.source_model.gguf.header import GGUF
