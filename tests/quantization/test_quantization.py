@@ -21,9 +21,10 @@ from mesp.bundle.to_source_model import to_source_model
 from mesp.commands.export import main
 from mesp.models.architecture import Architecture
 from mesp.models.quantization_formats import AFFINE, Quantization
+from mesp.quantization import least_squares, quantize_rows
 from mesp.quantization.choose import Quantizations
 from mesp.quantization.coordinate_descent import shrink
-from mesp.source_model import calibration, least_squares, quantize_rows
+from mesp.source_model import calibration
 from mesp.source_model.calibration import Moments
 from mesp.source_model.forward_pass import SourceModel
 from mesp.source_model.quantization_loss import measure_loss
