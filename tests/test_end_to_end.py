@@ -130,7 +130,7 @@ def test_mlx_lm_fuses_the_adapters(bundle: Path, trained: Path, tmp_path: Path):
     assert held_out_loss(model, bundle) == pytest.approx(after, abs=1e-3)
 
 
-def test_a_bundle_written_anew_trains_alike(bundle: Path, trained: Path, tmp_path: Path):
+def test_a_bundle_written_again_trains_alike(bundle: Path, trained: Path, tmp_path: Path):
     other = tmp_path / "other.mesp"
     for options in (("--seq-len", 32, "--rank", 4), ("--seq-len", f"{SEQ_LEN},32", "--rank", 8)):
         source = other if other.exists() else bundle

@@ -32,25 +32,25 @@ from mesp.block_function.mlxfn import DTYPES
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.bundle.weight_files import weight_files
-from mesp.bundle.writer import write_texts
+from mesp.bundle.writer import write_config_and_tokenizer
 from mesp.commands.config import read_config
 from mesp.commands.train import main as train
 from mesp.data.records import LABELS, PAIRS
 from mesp.data.sources import Selection, read_documents
-from mesp.engine.train import prepare
+from mesp.data.tokenizer import load_bundle_tokenizer
+from mesp.engine.train import prepare_training
 from mesp.errors import MespError
-from mesp.federate.exchange import Arrays, averaging_error, check_arrays, clipped, drift
+from mesp.federate.exchange import Arrays, averaging_error, check_arrays, clip_update, drift
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import check_lengths
 from mesp.quantization.choose import check_quantizations, find_quantizations
 from mesp.runs import report
-from mesp.runs.log import Run
-from mesp.runs.table import table_row
+from mesp.runs.log import RunLog
+from mesp.runs.report_columns import table_row
 from mesp.source_model.find import find_source
 from mesp.source_model.gguf.header import GGUF
 from mesp.source_model.gguf.weights import GGUFWeights
 from mesp.source_model.safetensors import SafetensorsWeights
-from mesp.text import bundle_tokenizer
 
 pytestmark = pytest.mark.slow
 CASES = settings(
@@ -198,12 +198,12 @@ def test_logs(tmp_path: Path, data: st.DataObject):
         data.draw(st.just(text.encode()) | damaged(text.encode()))
     )
     with contextlib.suppress(MespError):
-        found = Run.load(tmp_path)
+        found = RunLog.load(tmp_path)
         assert all(isinstance(cell, str) for cell in table_row(found))
         runs = {"a": found}
-        report.document(found.model, report.table(runs, report.summary(runs)))
-        report.table(runs, report.settings(runs))
-        report.events(runs)
+        report.render_document(found.model, report.render_table(runs, report.summary_rows(runs)))
+        report.render_table(runs, report.settings_rows(runs))
+        report.render_events(runs)
 
 
 def matrices(scale: float, dtype: type = np.float32) -> Arrays:
@@ -235,7 +235,7 @@ def test_matrices_of_a_federation(data: st.DataObject):
     clients, weights = [given, start], [2, 1]
     assert math.isfinite(drift(clients, weights, start))
     assert math.isfinite(averaging_error(clients, weights, start))
-    after = clipped(given, start, 0.5)
+    after = clip_update(given, start, 0.5)
     moved = sum(float(np.square(after[n].astype(float) - start[n]).sum()) for n in start)
     # A number of 1e6 has no 0.01 beside it in float32.
     assert math.sqrt(moved) <= 0.5 * (1 + 1e-5) + 24 * np.spacing(np.float32(8))
@@ -446,7 +446,7 @@ def test_models(tmp_path: Path, data: st.DataObject):
         check_quantizations(arch, quantizations)
         check_lengths(source.config, [8])
         (tmp_path / "out").mkdir(exist_ok=True)
-        write_texts(source, tmp_path / "out", arch, quantizations)
+        write_config_and_tokenizer(source, tmp_path / "out", arch, quantizations)
 
 
 @CASES
@@ -456,7 +456,7 @@ def test_tokenizers(bundle: Path, copy: Path, data: st.DataObject):
     for name in ("tokenizer_config.json", "config.json"):
         (copy / name).write_bytes(data.draw(texts((bundle / name).read_bytes())))
     with contextlib.suppress(MespError):
-        tokenizer = bundle_tokenizer(copy)
+        tokenizer = load_bundle_tokenizer(copy)
         assert sorted(tokenizer.eos_token_ids) is not None and tokenizer.encode("a dog")
     with contextlib.suppress(MespError):
         Bundle(copy).config()
@@ -482,7 +482,7 @@ def test_settings_of_runs(tmp_path: Path, data: st.DataObject):
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "settings.json").write_bytes(data.draw(texts(json.dumps(recorded).encode())))
     with contextlib.suppress(MespError):
-        settings = prepare(None, tmp_path, True, False, {}).settings
+        settings = prepare_training(None, tmp_path, True, False, {}).settings
         assert settings.warmup >= 0 and settings.steps >= 1
 
 

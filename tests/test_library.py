@@ -212,7 +212,7 @@ def test_five_lines_export_train_write_and_measure(
     assert len(trained.losses) == 3 and trained.state() == "finished"
     assert 0 < trained.peak_bytes < 60e6
     assert [each["loss"] for each in records if each["type"] == "step"] == trained.losses
-    assert mesp.Run.load(trained.folder) == trained
+    assert mesp.RunLog.load(trained.folder) == trained
     on = mesp.train(out=trained.folder, resume=True, steps=4)
     assert len(on.losses) == 4 and on.losses[:3] == trained.losses
     text = mesp.generate(bundle, "My fellow", adapters=on.adapters, max_tokens=4)

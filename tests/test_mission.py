@@ -21,7 +21,7 @@ from helpers.commands import invoke, run
 from helpers.paths import ROOT
 from helpers.phones import Phones
 from mesp.engine.build import mlx_folder
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 from studies.comparison.trainers import multiply_dequantized
 from studies.tasks import spoken_notes
 
@@ -57,7 +57,7 @@ def test_a_model_goes_to_the_phone_and_what_it_learned_comes_back(
     assert "finished" in table
     (folder,) = collected.iterdir()
 
-    log = Run.load(folder)
+    log = RunLog.load(folder)
     before, after = log.held_out
     assert log.last_step == STEPS and after < 0.5 * before
 

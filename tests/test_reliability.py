@@ -27,7 +27,7 @@ from helpers.models import TEXT, TINY, write_model
 from helpers.paths import ROOT
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 
 pytestmark = pytest.mark.slow
 COLLECT = ROOT / "tools" / "collect.py"
@@ -506,7 +506,7 @@ def test_a_run_goes_on_from_whichever_call_failed(
         assert again.returncode == 0, (number, again.stderr)
         assert engine.losses() == whole.losses(), number
         assert adapters(engine) == adapters(whole), number
-        assert Run.load(engine.output).state() == "finished"
+        assert RunLog.load(engine.output).state() == "finished"
         assert not [r for r in engine.records() if r.get("event") == "log_cut_off"], number
         shutil.rmtree(tmp_path / f"{kind}-{number}")
 

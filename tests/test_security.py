@@ -260,7 +260,7 @@ def test_adapters_that_lie_are_refused(bundle: Path, adapters: Path, what: str):
         said = "that are not finite"
     elif what == "more":  # of any size, or without which the others are no LoRA
         matrices = mx.load(str(file))
-        mx.eval(matrices)  # before its file is written anew
+        mx.eval(matrices)  # before its file is written again
         path = min(matrices).rpartition(".")[0]
         mx.save_safetensors(str(file), {**matrices, f"{path}.m": mx.ones(64)})
         said = f"it holds {path}.m, which is not a LoRA matrix"
@@ -320,10 +320,10 @@ def test_a_bundle_of_a_model_with_code_has_none(exported: Path, tmp_path: Path):
     assert "merges.txt is not a regular file" in refused("export", "--model", model, *arguments)
 
 
-def test_a_bundle_written_anew_names_no_code(bundle: Path, tmp_path: Path):
+def test_a_bundle_written_again_names_no_code(bundle: Path, tmp_path: Path):
     name_code(bundle, tmp_path / "harm")
     list_again(bundle)
-    out = tmp_path / "anew.mesp"
+    out = tmp_path / "again.mesp"
     call("export", "--from", bundle, "--out", out)
     Bundle(out).verify()
     assert not list(out.rglob("*.py"))
@@ -648,7 +648,7 @@ def test_a_manifest_has_the_digest_of_each_file(bundle: Path, adapters: Path, di
 
 def test_a_log_that_is_a_pipe_is_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "metrics.jsonl")
-    code = "import pathlib, sys, mesp.runs.log as log; log.Run.load(pathlib.Path(sys.argv[1]))"
+    code = "import pathlib, sys, mesp.runs.log as log; log.RunLog.load(pathlib.Path(sys.argv[1]))"
     line = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert "MespError" in done.stderr and "is not a regular file" in done.stderr

@@ -27,10 +27,10 @@ from rich.markup import escape
 
 from collect import pull_self_checks
 from mesp.commands.command import Command
-from mesp.engine.process import records
+from mesp.engine.process import stream_records
 from mesp.errors import MespError, plain_os_errors
 from mesp.formatting import duration, printable
-from mesp.runs.report import document
+from mesp.runs.report import render_document
 from phone import APP, Phone, connect
 
 COLORS = {"pass": "green", "fail": "red", "note": "cyan", "skipped": "dim"}
@@ -109,7 +109,7 @@ def check_here(settings: dict[str, Any], console: Console, environment: dict[str
     report: Report = {}
     try:
         with console.status("Checking the bundle") as status:
-            for record in records("self-check", settings, environment):
+            for record in stream_records("self-check", settings, environment):
                 kind = record.pop("type")
                 if kind == "check":
                     report["checks"].append(record)
@@ -135,7 +135,7 @@ def tf32_line(report: Report, settings: dict[str, Any], console: Console) -> Che
         with console.status("Checking with TF32"):
             again = {
                 record["name"]: record
-                for record in records("self-check", settings, {TF32: "1"})
+                for record in stream_records("self-check", settings, {TF32: "1"})
                 if record["type"] == "check"
             }
     except MespError as error:
@@ -299,7 +299,7 @@ def page(report: Report) -> str:
         if check.get("measured")
     ]  # fmt: skip
     measured = constants(report)
-    return document(
+    return render_document(
         f"Self-check: {'something failed' if verdict == 'fail' else 'nothing failed'}",
         table(about),
         "<h2>Checks</h2>",

@@ -27,8 +27,8 @@ from mesp.commands.command import Command
 from mesp.errors import MespError, plain_os_errors
 from mesp.folders import replacing
 from mesp.formatting import printable
-from mesp.runs.log import LOG_NAME, Run, find_runs
-from mesp.runs.table import COLUMNS, table_row
+from mesp.runs.log import LOG_NAME, RunLog, find_runs
+from mesp.runs.report_columns import COLUMNS, table_row
 from phone import APP, Phone, connect, copying
 
 RUNS_ON_PHONE = "Documents/runs"
@@ -72,7 +72,7 @@ def print_table(folders: list[Path]) -> None:
     table = Table("run", *COLUMNS, box=None, header_style="bold", pad_edge=False)
     for folder in folders:
         # Names and values may be a stranger's: no markup of rich's, and nothing for a terminal.
-        cells = (folder.name, *table_row(Run.load(folder)))
+        cells = (folder.name, *table_row(RunLog.load(folder)))
         table.add_row(*(Text(" ".join(printable(cell).split())) for cell in cells))
     console = Console(highlight=False)
     # Without a terminal there is no width to keep to, and cut-off figures help nobody.

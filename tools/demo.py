@@ -20,7 +20,7 @@ from rich.text import Text
 
 from mesp.commands.command import Command
 from mesp.formatting import decimal, megabytes
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 from studies.tasks.house_requests import SOON, Case, cases
 from studies.tasks.model_answers import Answer, answers
 
@@ -81,7 +81,7 @@ def main(seed: int) -> None:
     console.print("\nHeld-out requests, in words and about commands that training had not:\n")
     for case, old, new in zip(held_out[:SHOWN], before, after, strict=False):
         console.print(shown(case, old, new))
-    result = Run.load(run)
+    result = RunLog.load(run)
     loss_before, loss_after = result.held_out
     console.print(
         f"\nRight to the letter: {right(before)} of {len(before)} before fine-tuning, "

@@ -19,7 +19,7 @@ from demo import TOOLS, WIDTH, call, program, shown
 from mesp.commands.command import Command
 from mesp.errors import MespError
 from mesp.formatting import decimal, duration, megabytes
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 from mesp.source_model.find import find_source
 from studies import real_models
 from studies.tasks import spoken_notes
@@ -100,7 +100,7 @@ def main(model: str | None, steps: int, seed: int) -> None:
     )
     for case, old, new in zip(held_out[:SHOWN], before, after, strict=False):
         console.print(shown(case._replace(prompt=case.note), old, new))
-    result = Run.load(run)
+    result = RunLog.load(run)
     loss_before, loss_after = result.held_out
     console.print(
         f"\nRight entries, every field: {count(before)} of {len(before)} before fine-tuning, "

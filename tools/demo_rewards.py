@@ -19,7 +19,7 @@ from demo import TOOLS, WIDTH, call, program
 from demo_real import find_model
 from mesp.commands.command import Command
 from mesp.formatting import duration, megabytes
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 from studies.tasks import spoken_notes
 
 STEPS = 48
@@ -141,9 +141,9 @@ def main(model: str | None, steps: int, seeds: tuple[int, ...]) -> None:
     )
 
 
-def train(bundle: Path, out: Path, *options: object) -> Run:
+def train(bundle: Path, out: Path, *options: object) -> RunLog:
     call(program("mesp-train"), bundle, *options, "--out", out)
-    return Run.load(out)
+    return RunLog.load(out)
 
 
 def count(samples: list[dict]) -> str:

@@ -25,7 +25,7 @@ import click
 
 from mesp.commands.command import Command
 from mesp.errors import MespError, plain_os_errors
-from mesp.runs.log import LOG_NAME, Run, find_runs
+from mesp.runs.log import LOG_NAME, RunLog, find_runs
 from phone import APP
 
 TOOLS = Path(__file__).resolve().parent
@@ -80,7 +80,7 @@ def measure_here(steps: Steps, out: Path, seconds: float) -> None:
         run = out / "runs" / name
         options = ("--steps", STEPS, "--seq-len", 128, "--val-batches", 0, "--out", run)
         if steps.program("mesp-train", trained, *options):
-            runs.append(Run.load(run))
+            runs.append(RunLog.load(run))
     if len(runs) == 2:
         first = [run.steps[0]["loss"] for run in runs]
         last = [run.steps[-1]["loss"] for run in runs]

@@ -17,10 +17,10 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.tuner.utils import load_adapters
 
-from mesp.adapters.measure import held_out_loss
+from mesp.adapters.held_out_loss import measure_held_out_loss
 from mesp.bundle.reader import Bundle
 from mesp.commands.command import Command
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 from mesp.source_model.find import find_source
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,7 +58,7 @@ def main(model: str, learning_rate: float, out: Path) -> None:
     train = [bundle, "--steps", STEPS, "--seq-len", SEQ_LEN, "--val-batches", VAL_BATCHES]
     train += ["--optimizer", "adamw", "--learning-rate", learning_rate, "--out", run]
     command("mesp.commands.train", *train)
-    before, after = Run.load(run).held_out
+    before, after = RunLog.load(run).held_out
     if not after < before:
         raise click.ClickException(f"training raised the loss from {before} to {after}")
 
@@ -86,7 +86,7 @@ def loss(model: Path, bundle: Path, adapters: Path | None = None) -> float:
     if adapters:
         load_adapters(network, str(adapters))
     network.eval()
-    return held_out_loss(network, Bundle(bundle), SEQ_LEN, VAL_BATCHES)
+    return measure_held_out_loss(network, Bundle(bundle), SEQ_LEN, VAL_BATCHES)
 
 
 def check(what: str, trainer: float, mlx_lm_loss: float) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mesp.errors import EngineError, Interrupted, MespError
     from mesp.evaluation.evaluate import Evaluation, evaluate
     from mesp.progress import Progress
-    from mesp.runs.log import Run
+    from mesp.runs.log import RunLog
 
 __all__ = [
     "Bundle",
@@ -38,7 +38,7 @@ __all__ = [
     "Interrupted",
     "MespError",
     "Progress",
-    "Run",
+    "RunLog",
     "Selection",
     "TextStream",
     "TrainSettings",
@@ -63,7 +63,7 @@ _MODULES = {
     "mesp.errors": ("EngineError", "Interrupted", "MespError"),
     "mesp.evaluation.evaluate": ("Evaluation", "evaluate"),
     "mesp.progress": ("Progress",),
-    "mesp.runs.log": ("Run",),
+    "mesp.runs.log": ("RunLog",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -1,13 +1,71 @@
-"""Downloads from the Hugging Face Hub."""
+"""Downloads from the Hugging Face Hub, and chooses the files of a model's repository."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from mesp.errors import FULL_DISK, MespError
+from mesp.license import LICENSE_PATTERNS
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+# The files that a tokenizer's vocabulary may be in; a bundle has the first.
+VOCABULARIES = (
+    "tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model", "spiece.model",
+    "vocab.json",
+)  # fmt: skip
+# Patterns of the files of a model: its card and terms, configuration and tokenizer, and weights.
+TERMS = ("README.md", *LICENSE_PATTERNS)
+MODEL_FILES = ("config.json", *TOKENIZER_FILES, *VOCABULARIES, *TERMS)
+WEIGHTS = ("model*.safetensors", "*.safetensors.index.json")
+
+
+def download_model(repo: str, with_weights: bool) -> Path:
+    """The folder with a model of the Hub: without weights its geometry, tokenizer and terms.
+    Raises MespError as `download` does."""
+    return download("model", repo, [*MODEL_FILES, *(WEIGHTS if with_weights else ())])
+
+
+def list_gguf_files(repo: str) -> list[str]:
+    """The GGUF files of a repository, without those of other parts, such as vision."""
+    names = (name for name in list_files(repo) if name.lower().endswith(".gguf"))
+    return [name for name in names if "mmproj" not in name.lower()]
+
+
+def choose_gguf_file(repo: str, quantization: str) -> str:
+    """The GGUF file of a repository that has a quantization, such as Q4_K_M, in its name. Raises
+    MespError where there is none."""
+    names = list_gguf_files(repo)
+    wanted = re.compile(rf"(^|[-._/]){re.escape(quantization)}[-._]", re.I)
+    found = filter(wanted.search, names)
+    chosen = min(found, key=lambda name: (name.count("/"), len(name), name), default=None)
+    if chosen is None:
+        raise MespError(
+            f"{repo} on the Hugging Face Hub has no GGUF file of {quantization}; it has "
+            f"{', '.join(names) or 'none'}."
+        )
+    return chosen
+
+
+def download_gguf_file(repo: str, file: str) -> Path:
+    """The folder with a GGUF file of a repository and its terms. Raises MespError as `download`
+    does, and where there is no such file."""
+    folder = download("model", repo, [file, *TERMS])
+    if not (folder / file).is_file():
+        raise MespError(f"{repo} on the Hugging Face Hub has no file {file}.")
+    return folder
 
 
 def download(kind: str, repo: str, patterns: list[str], revision: str | None = None) -> Path:

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mesp.bundle.manifest import Manifest, ModelName
-from mesp.bundle.terms import front_matter
+from mesp.bundle.model_card import front_matter
 from mesp.errors import MespError
-from mesp.source_model.terms import PATTERNS, License, has_license
+from mesp.license import LICENSE_PATTERNS, License, has_license
 
 # Files of an earlier bundle in the repository that the new one lacks are deleted.
 OF_A_BUNDLE = ["blocks/*", "data/*", "*.mlxfn", "*.bin", "*.json"]
-OF_A_BUNDLE += [pattern for pattern in PATTERNS if not pattern.startswith("*")]
+OF_A_BUNDLE += [pattern for pattern in LICENSE_PATTERNS if not pattern.startswith("*")]
 
 
 def upload(bundle: Path, manifest: Manifest, repo: str) -> str:

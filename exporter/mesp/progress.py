@@ -15,13 +15,15 @@ class Progress:
     total: int | None = None
 
 
-Report = Callable[[Progress], None]
+ProgressCallback = Callable[[Progress], None]
 
 
 class Task:
     """A part of the work, whose progress is reported."""
 
-    def __init__(self, report: Report | None, name: str, total: int | None = None) -> None:
+    def __init__(
+        self, report: ProgressCallback | None, name: str, total: int | None = None
+    ) -> None:
         self._report, self._name, self._total, self._done = report, name, total, 0
         self.advance(0)
 

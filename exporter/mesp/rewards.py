@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mesp.answers import canonical_json, exact_match
 from mesp.errors import MespError
+from mesp.exact_match import canonical_json, exact_match
 
 # Takes, by name, lists of as many `prompts`, `completions` and `references`, which are the answers
 # in the data; TRL's reward functions take the first two so. Returns a number for each.
@@ -76,7 +76,7 @@ def _imported(name: str, module: str, function: str) -> Reward:
     return found  # type: ignore[no-any-return]
 
 
-def rewards_of(
+def compute_rewards(
     reward: Reward, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]
 ) -> list[float]:
     """The numbers that `reward` gives. Raises MespError where it fails, or gives others."""

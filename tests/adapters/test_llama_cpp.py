@@ -39,19 +39,20 @@ from helpers.commands import call
 from helpers.gguf_files import INTERLEAVED, MODELS, q8_0, write_gguf
 from helpers.models import FAMILIES, random_tensors, write_model
 from mesp.bundle.reader import Bundle
+from mesp.data.prompts import encode_prompt
+from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine.process import generate
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
 from mesp.quantization.choose import Quantizations
-from mesp.source_model.forward_pass import Beside, SourceModel
+from mesp.source_model.forward_pass import SideInputs, SourceModel
 from mesp.source_model.gguf.blocks import UNQUANTIZED
 from mesp.source_model.gguf.config import config_of
 from mesp.source_model.gguf.header import GGUF, copy
-from mesp.source_model.gguf.names import ARCHITECTURES
+from mesp.source_model.gguf.tensor_names import ARCHITECTURES
 from mesp.source_model.gguf.tokenizer import PRE_TOKENIZERS, write_tokenizer
 from mesp.source_model.gguf.weights import GGUFWeights
-from mesp.text import bundle_tokenizer, encode
 from studies.real_models import GEMMA, SMOLLM2, gguf_file
 
 COUNT = 48
@@ -307,9 +308,9 @@ def test_metadata_of_rope_are_read_as_llama_cpp_reads_them(tmp_path: Path):
         tokens = prompt + [step["id"] for step in steps]
         model = SourceModel(GGUFWeights(read, arch), arch, Quantizations(Quantization()))
         x = model.embed(tokens)
-        beside = Beside(tokens, x)
+        side = SideInputs(tokens, x)
         for index in range(arch.num_hidden_layers):
-            x = model.block(index, x, beside)
+            x = model.block(index, x, side)
         found = nn.log_softmax(model.logits(model.final(x), slice(0, arch.vocab_size))[0], -1)
         rows = range(len(prompt) - 1, len(tokens) - 1)
         ours = np.array(found)[rows, tokens[len(prompt) :]].tolist()
@@ -353,7 +354,7 @@ def test_a_real_models_distributions_are_llama_cpps(real: RealModel):
     """
     model = Bundle(real.bundle).to_mlx_lm()
     model.set_dtype(mx.float32)
-    ids = bundle_tokenizer(real.bundle).encode(inspect.getdoc(json) or "")[:96]
+    ids = load_bundle_tokenizer(real.bundle).encode(inspect.getdoc(json) or "")[:96]
     ours = np.array(nn.log_softmax(model(mx.array([ids]))[0].astype(mx.float32), -1), np.float64)
     server, divergences = real.served(), []
     for end in range(8, len(ids), 6):
@@ -388,9 +389,9 @@ def test_a_real_model_writes_what_llama_cpp_writes(real: RealModel, tmp_path: Pa
     file = GGUF.read(real.file)
     quantized = [n for n, tensor in file.tensors.items() if tensor.type not in UNQUANTIZED]
     copy(file, tmp_path / "plain.gguf", dict.fromkeys(quantized, np.ascontiguousarray), Type.F32)
-    tokenizer, server, same = bundle_tokenizer(real.bundle), serve(tmp_path / "plain.gguf"), 0
+    tokenizer, server, same = load_bundle_tokenizer(real.bundle), serve(tmp_path / "plain.gguf"), 0
     for prompt in PROMPTS:
-        ids = encode(tokenizer, prompt, None)
+        ids = encode_prompt(tokenizer, prompt, None)
         request = {"prompt": ids, "n_predict": 32, "temperature": 0, "n_probs": 1}
         written = server.handle_completions(request)["choices"][0]["logprobs"]["content"]
         theirs = [step["id"] for step in written]

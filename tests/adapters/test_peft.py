@@ -38,8 +38,8 @@ from helpers.models import FAMILIES, TEXT, published, write_model
 from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
-from mesp.models.names import CONVOLUTIONS
-from mesp.runs.log import Run
+from mesp.models.tensor_names import CONVOLUTIONS
+from mesp.runs.log import RunLog
 from mesp.source_model.find import DEMO
 from studies.comparison.scores import model_with
 from studies.in_peft.inputs import first_adapters
@@ -52,11 +52,11 @@ VAL_BATCHES = 8
 TOLERANCE = 1e-4
 
 
-def train(bundle: Path, output: Path, *options: object) -> Run:
+def train(bundle: Path, output: Path, *options: object) -> RunLog:
     fixed = ("--steps", 20, "--optimizer", "adamw", "--learning-rate", 5e-3)
     fixed += ("--val-batches", VAL_BATCHES)
     call("train", bundle, *fixed, "--out", output, *options)
-    return Run.load(output)
+    return RunLog.load(output)
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +320,7 @@ def test_lfm3_is_that_of_transformers(tmp_path: Path):
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    found = [record["loss"] for record in Run.load(tmp_path / "sgd").steps]
+    found = [record["loss"] for record in RunLog.load(tmp_path / "sgd").steps]
     assert abs(expected[-1] - expected[0]) > 0.05
     assert found == pytest.approx(expected, rel=1e-5)
 
@@ -365,7 +365,7 @@ def test_the_benchmark_trains_with_peft_as_the_engine_does(
     assert peft["seconds"] > 0 and peft["threads"] == engine["threads"]
 
 
-def test_qlora_is_judged_by_the_weights_that_it_trains_on(bundle: Path, tmp_path: Path):
+def test_qlora_is_measured_by_the_weights_that_it_trains_on(bundle: Path, tmp_path: Path):
     """The weights that bitsandbytes multiplies with, from another library."""
     pytest.importorskip("bitsandbytes", reason="PEFT has NF4 of it alone")
     model = in_nf4(DEMO, torch.float32).train()
@@ -414,7 +414,7 @@ def test_a_private_step_is_that_of_opacus(tmp_path: Path):
         subprocess.run([find_engine(), output / "settings.json"], check=True, capture_output=True)
         before, after, norms, clipped = step_of_opacus(path, start)
         assert clipped > 0, "clipping counts"
-        step = Run.load(output).steps[0]
+        step = RunLog.load(output).steps[0]
         assert step["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-5)
         ours = mx.load(str(output / "adapters" / "adapters.safetensors"))
         assert ours.keys() == after.keys()

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 import phone
 from helpers.paths import ROOT
 from mesp.engine.build import find_engine
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 
 HOME = ROOT / "ios" / "MeSPTrainer"
 APP = HOME / "App"
@@ -408,7 +408,7 @@ def test_on_a_mac_the_sandbox_permits_what_the_app_does_and_no_more():
 
 
 def test_the_recorded_run_is_of_the_demo_and_names_no_machine():
-    run = Run.load(HOME / "Recorded")
+    run = RunLog.load(HOME / "Recorded")
     assert run.model == "demo" or run.model == "Demo", run.model
     assert run.end["reason"] == "finished" and run.last_step >= 50
     assert run.settings["bundle"] == "Demo.mesp" and run.start["host"] == "recorded"

@@ -34,8 +34,8 @@ from mesp.block_function.trace import export_block
 from mesp.models.architecture import Architecture, Block
 from mesp.models.layout import Layout, block_layout
 from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer, ShortConvolution
-from mesp.models.names import name_there
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
+from mesp.models.tensor_names import name_there
 
 
 def output_names(block) -> tuple[str, ...]:

@@ -12,15 +12,15 @@ from mlx_lm.tuner.utils import load_adapters
 
 from helpers.models import FAMILIES, TINY, mlx_lm_model, random_tensors, write_model
 from mesp import reference
-from mesp.bundle.as_source import as_source
 from mesp.bundle.export import export, rewrite
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
+from mesp.bundle.to_source_model import to_source_model
 from mesp.commands.export import main
 from mesp.errors import MespError
 from mesp.models.layout import PAGE
-from mesp.models.quantization import Quantization
-from mesp.source_model.forward_pass import Beside
+from mesp.models.quantization_formats import Quantization
+from mesp.source_model.forward_pass import SideInputs
 
 PARTS = ("weight", "scales", "biases")
 
@@ -164,7 +164,7 @@ def test_functions_give_the_logits_of_mlx_lm(family):
             if block.mlp.experts:  # which has none
                 with pytest.raises(MespError, match="mixes experts and has no function"):
                     bundle.function(length, i)
-                x = as_source(bundle).block(i, x, Beside(tokens.tolist(), x0))
+                x = to_source_model(bundle).block(i, x, SideInputs(tokens.tolist(), x0))
                 continue
             function = bundle.function(length, i)
             x, *more = function(x, lora, mx.array(1.0), bundle.block_words(i), *given)
@@ -283,8 +283,8 @@ def test_an_mlx_of_another_layout_is_refused(exported, monkeypatch, version):
         Bundle(exported)
     assert Bundle(exported, to_run=False).manifest.seq_lens == (16, 32)
     with pytest.raises(MespError, match=said):
-        rewrite(exported, exported.with_name("anew.mesp"))
-    assert not exported.with_name("anew.mesp").exists()
+        rewrite(exported, exported.with_name("again.mesp"))
+    assert not exported.with_name("again.mesp").exists()
 
 
 def test_tokens(exported):

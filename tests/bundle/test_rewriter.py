@@ -1,4 +1,4 @@
-"""A bundle written anew: mesp-export --from."""
+"""A bundle written again: mesp-export --from."""
 
 import errno
 import hashlib
@@ -57,33 +57,33 @@ GEMMA = {"num_hidden_layers": 4, "layer_types": None}
         ("phi3", ("--device", "gpu", "--dtype", "bfloat16")),
     ],
 )
-def test_a_bundle_written_anew_is_that_of_an_export(name, changes, text, monkeypatch):
+def test_a_bundle_written_again_is_that_of_an_export(name, changes, text, monkeypatch):
     """Manifest, weights and data to the byte, and functions but for the ids of their arrays."""
     config = {**FAMILIES[name], **(GEMMA if name == "gemma3_text" else {})}
     options = ("--model", write_model(Path("model"), config), "--data", text, "--group-size", 32)
-    options += NEAREST  # which rounds scales to bfloat16 last, as writing a bundle anew does
+    options += NEAREST  # which rounds scales to bfloat16 last, as writing a bundle again does
     lengths = ("--seq-len", "9,4", "--rank", 2)
     for arguments in (
         (*options, *OLD, "--out", "old.mesp"),
         (*options, *lengths, *changes, "--out", "model.mesp"),
-        ("--from", "old.mesp", *lengths, *changes, "--out", "anew.mesp"),
+        ("--from", "old.mesp", *lengths, *changes, "--out", "again.mesp"),
     ):
         done = export(*arguments)
         assert done.exit_code == 0, done.output
-    assert "Wrote anew.mesp" in done.stdout
-    fresh, anew = (read_manifest(Path(p), to_run=False) for p in ("model.mesp", "anew.mesp"))
-    Bundle("anew.mesp", to_run=False).verify()
+    assert "Wrote again.mesp" in done.stdout
+    fresh, again = (read_manifest(Path(p), to_run=False) for p in ("model.mesp", "again.mesp"))
+    Bundle("again.mesp", to_run=False).verify()
     functions = 0
     listed = []
-    for of_fresh, of_anew in zip(fresh.files, anew.files, strict=True):
+    for of_fresh, of_again in zip(fresh.files, again.files, strict=True):
         if of_fresh.path.endswith(".mlxfn"):
-            files = [Path(p, of_fresh.path).read_bytes() for p in ("model.mesp", "anew.mesp")]
+            files = [Path(p, of_fresh.path).read_bytes() for p in ("model.mesp", "again.mesp")]
             assert renumbered(files[0], monkeypatch) == renumbered(files[1], monkeypatch)
-            of_anew = replace(of_anew, sha256=of_fresh.sha256)
+            of_again = replace(of_again, sha256=of_fresh.sha256)
             functions += 1
-        listed.append(of_anew)
+        listed.append(of_again)
     assert functions >= (4 if "gpu" in changes else 2)
-    assert replace(anew, files=tuple(listed)) == replace(fresh, name="model")
+    assert replace(again, files=tuple(listed)) == replace(fresh, name="model")
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def old(exported_once) -> Path:
     return Path(shutil.copytree(exported_once, "old.mesp"))
 
 
-def test_a_bundle_written_anew_in_place_keeps_its_weights_and_data(old):
+def test_a_bundle_written_again_in_place_keeps_its_weights_and_data(old):
     """They are the same files; only functions are others."""
     before = {path: (old / path).stat().st_ino for path in content(old)}
     options = ("--seq-len", 24, "--rank", "2,4", "--overwrite")
@@ -123,18 +123,18 @@ def test_a_bundle_written_anew_in_place_keeps_its_weights_and_data(old):
     assert [p.name for p in Path().iterdir() if "mesp" in p.name] == [old.name]
 
 
-def test_a_bundle_written_anew_where_links_cannot_be_has_copies(old, monkeypatch):
+def test_a_bundle_written_again_where_links_cannot_be_has_copies(old, monkeypatch):
     def no_links(*_: object) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", no_links)
-    assert export("--from", old, "--out", "anew.mesp").exit_code == 0
-    Bundle("anew.mesp").verify()
+    assert export("--from", old, "--out", "again.mesp").exit_code == 0
+    Bundle("again.mesp").verify()
     weights = Path("blocks", "00.bin")
-    assert (old / weights).stat().st_ino != Path("anew.mesp", weights).stat().st_ino
+    assert (old / weights).stat().st_ino != Path("again.mesp", weights).stat().st_ino
 
 
-def test_a_bundle_in_bfloat16_written_anew_in_float32_keeps_its_numbers(tiny):
+def test_a_bundle_in_bfloat16_written_again_in_float32_keeps_its_numbers(tiny):
     """They are those of bfloat16, not of the model."""
     options = ("--model", tiny, "--seq-len", 8, "--out", "old.mesp", "--dtype", "bfloat16")
     assert export(*options, "--device", "gpu").exit_code == 0
@@ -154,7 +154,7 @@ def edit(bundle: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_a_bundle_of_format_5_is_written_anew_with_its_weights_and_data(old):
+def test_a_bundle_of_format_5_is_written_again_with_its_weights_and_data(old):
     """It had its functions in two layouts, the later one in a folder."""
     sound = content(old)
     name, later = "block.8.mlxfn", "mlx-0.32.2/block.8.mlxfn"
@@ -170,10 +170,10 @@ def test_a_bundle_of_format_5_is_written_anew_with_its_weights_and_data(old):
     command = f"mesp-export --from {old.resolve()} --overwrite"
     assert trained.returncode == 2 and f"write it again with {command}." in trained.stderr
     assert export(*command.split()[1:]).exit_code == 0
-    anew = content(old)
-    assert anew.keys() == sound.keys()
+    again = content(old)
+    assert again.keys() == sound.keys()
     others = {path for path in sound if path.endswith((".mlxfn", "manifest.json"))}
-    assert {p: anew[p] for p in anew.keys() - others} == {
+    assert {p: again[p] for p in again.keys() - others} == {
         p: sound[p] for p in sound.keys() - others
     }
     Bundle(old).verify()
@@ -191,13 +191,13 @@ def test_a_bundle_of_format_5_is_written_anew_with_its_weights_and_data(old):
         (["--overwrite", "--seq-len", "8,100000"], "100000"),
     ],
 )
-def test_what_cannot_be_written_anew_is_refused(old, arguments, named):
+def test_what_cannot_be_written_again_is_refused(old, arguments, named):
     before = content(old)
     assert named in refused("--from", old, *arguments)
     assert content(old) == before
 
 
-def test_only_a_sound_bundle_of_this_format_is_written_anew(old, tiny):
+def test_only_a_sound_bundle_of_this_format_is_written_again(old, tiny):
     assert "is not a bundle" in refused("--from", tiny, "--overwrite")
     weights = old / "blocks" / "01.bin"
     sound = weights.read_bytes()
@@ -218,7 +218,7 @@ def test_a_bundle_whose_rewriting_fails_stays(old, monkeypatch):
 
     monkeypatch.setattr(rewriter, "write_functions", full_disk)
     assert "disk is full" in refused("--from", old, "--overwrite")
-    assert "disk is full" in refused("--from", old, "--out", "anew.mesp")
+    assert "disk is full" in refused("--from", old, "--out", "again.mesp")
     assert content(old) == before
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from helpers.exports import NEAREST, export, exported, refused
 from helpers.models import FAMILIES, TEXT, write_model
 from mesp.bundle.reader import Bundle
-from mesp.text import PROOF, bundle_tokenizer
+from mesp.data.tokenizer import ROUND_TRIP_TEXT, load_bundle_tokenizer
 
 pytestmark = pytest.mark.usefixtures("working_folder")
 SIZE = ("--seq-len", 8, "--group-size", 32, *NEAREST)
@@ -35,7 +35,7 @@ def model(tokenizer: dict | None = None, config: dict = CONFIG) -> Path:
 
 
 def text_survives(bundle: Bundle) -> None:
-    tokenizer = bundle_tokenizer(bundle.path)
+    tokenizer = load_bundle_tokenizer(bundle.path)
     text = "The quick brown fox,  12 ☃"
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert len(ids) > 5 and tokenizer.decode(ids, skip_special_tokens=True) == text
@@ -54,10 +54,10 @@ def test_a_sentencepiece_model_becomes_a_tokenizer_json():
     assert (bundle.path / "tokenizer.json").is_file()
     assert not (bundle.path / "tokenizer.model").exists()
     text_survives(bundle)
-    tokenizer = bundle_tokenizer(bundle.path)
+    tokenizer = load_bundle_tokenizer(bundle.path)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    expected = processor.encode(PROOF)
-    assert list(tokenizer.encode(PROOF)) == [tokenizer.bos_token_id, *expected]
+    expected = processor.encode(ROUND_TRIP_TEXT)
+    assert list(tokenizer.encode(ROUND_TRIP_TEXT)) == [tokenizer.bos_token_id, *expected]
     assert tokenizer.has_chat_template and tokenizer.eos_token_ids == {2}
     assert len(bundle.tokens("train")) > 200
 

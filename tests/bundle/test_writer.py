@@ -85,7 +85,7 @@ def test_full_disk_in_the_middle(tiny, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("mesp.bundle.writer.copy_texts", full)
+    monkeypatch.setattr("mesp.bundle.writer.copy_files", full)
     assert "the disk is full" in refused("--model", tiny)
 
 

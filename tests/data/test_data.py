@@ -19,17 +19,17 @@ from mlx_lm.utils import load_model
 from helpers.models import TEXT, TINY, byte_tokenizer
 from helpers.paths import DEMO_MODEL
 from mesp import reference
-from mesp.adapters.measure import sequences
+from mesp.adapters.held_out_loss import read_sequences
 from mesp.bundle.data_files import replace_data
 from mesp.bundle.reader import Bundle
 from mesp.commands import data, export
+from mesp.data.encoder import cut_text
 from mesp.data.examples import Split
-from mesp.data.load import DataOptions, random_data
+from mesp.data.load import DataOptions, make_random_data
 from mesp.data.load import load as load_data
 from mesp.data.python_docs import python_docs
-from mesp.data.tokens import cut_text
+from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
-from mesp.text import load_tokenizer
 
 VOCABULARY = TINY["vocab_size"]
 
@@ -129,10 +129,10 @@ def test_python_docs_are_split_without_overlap(tokenizer):
 
 
 def test_random_data():
-    splits = random_data(vocab_size=512, seq_len=16, seed=1)
+    splits = make_random_data(vocab_size=512, seq_len=16, seed=1)
     for split in splits.values():
         assert (len(split.tokens) - 1) // 16 == 64 and split.tokens.max() < 512
-    assert (splits["train"].tokens == random_data(512, 16, 1)["train"].tokens).all()
+    assert (splits["train"].tokens == make_random_data(512, 16, 1)["train"].tokens).all()
     assert (splits["train"].tokens != splits["valid"].tokens).any()
 
 
@@ -593,9 +593,9 @@ def test_a_bundle_says_what_windows_begin_with(bundle):
     stream = np.arange(40, dtype=np.uint32)
     plain = {"train": Split(stream), "valid": Split(stream)}
     replace_data(bundle, plain)
-    windows = [ids for ids, _ in sequences(Bundle(bundle), "valid", 16)]
+    windows = [ids for ids, _ in read_sequences(Bundle(bundle), "valid", 16)]
     replace_data(bundle, plain | {"valid": Split(stream, begin=63)})
-    begun = [ids for ids, _ in sequences(Bundle(bundle), "valid", 16)]
+    begun = [ids for ids, _ in read_sequences(Bundle(bundle), "valid", 16)]
     assert len(begun) == len(windows) == 2
     for before, after in zip(windows, begun, strict=True):
         assert after.tolist() == [63, *before[1:]]
@@ -721,7 +721,7 @@ def test_a_full_disk_keeps_the_old_data(bundle, monkeypatch):
 
     monkeypatch.setattr("mesp.bundle.data_files.create", full)
     with pytest.raises(MespError, match="the disk is full"):
-        replace_data(bundle, random_data(VOCABULARY, 24, 0))
+        replace_data(bundle, make_random_data(VOCABULARY, 24, 0))
     assert files(bundle) == before
 
 
@@ -731,7 +731,7 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
     after each change of a file or folder.
     """
     old = assert_whole(bundle)
-    new = random_data(VOCABULARY, 24, 0)
+    new = make_random_data(VOCABULARY, 24, 0)
     original = files(bundle)
     modules = ("bundle.data_files", "folders", "bundle.manifest")
     sources = [sys.modules[f"mesp.{name}"].__file__ for name in modules]

@@ -20,10 +20,11 @@ from mesp.bundle.reader import Bundle
 from mesp.data.load import DataOptions
 from mesp.data.load import load as load_data
 from mesp.data.preferences import BAD, CHOSEN, GOOD, REJECTED
+from mesp.data.prompts import encode_prompt
+from mesp.data.tokenizer import load_tokenizer
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
-from mesp.runs.log import Run
-from mesp.text import encode, load_tokenizer
+from mesp.runs.log import RunLog
 
 PAIR = {"prompt": "The dog", "chosen": " is lazy.", "rejected": " jumps over the fox."}
 LABELLED = [
@@ -76,7 +77,7 @@ def test_labels(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("chat", [None, True, False])
 def test_one_model_is_taught_one_form(tokenizer, tmp_path, chat):
-    """Supervised, paired and judged records give a model the same tokens."""
+    """Supervised, paired and labelled records give a model the same tokens."""
     asked, answer = "Who jumps?", "The fox."
     pair = {"prompt": asked, "chosen": answer, "rejected": "The dog."}
     label = {"prompt": asked, "completion": answer, "label": True}
@@ -88,7 +89,7 @@ def test_one_model_is_taught_one_form(tokenizer, tmp_path, chat):
         assert first[0][: len(ids)] == ids
         assert first[1][: len(counted)] == counted
     # The prompt of generation and evaluation.
-    prompt = encode(tokenizer, asked, chat)
+    prompt = encode_prompt(tokenizer, asked, chat)
     assert ids[: len(prompt)] == prompt and not mask[: len(prompt)].any()
     assert ("assistant:" in tokenizer.decode(ids)) == (chat is not False)
 
@@ -325,7 +326,7 @@ def test_steps_are_those_of_an_independent_trainer(bundle, tmp_path, objective):
     options += ("--optimizer", "sgd", "--learning-rate", RATES[objective], "--val-batches", 2)
     done = call("train", bundle, *options, "--out", tmp_path / "run")
     assert "accuracy" in done.stdout and "perplexity" not in done.stdout
-    trained = Run.load(tmp_path / "run")
+    trained = RunLog.load(tmp_path / "run")
     # In float32 two orders of sums, whose difference the steps add to.
     expected = independent(bundle, objective, steps)
     assert trained.losses == pytest.approx(expected, rel=1e-3 if steps == 40 else 1e-4)
@@ -346,7 +347,7 @@ def test_a_run_takes_up_its_references_again(bundle, tmp_path):
         call("train", bundle, *options, "--steps", steps, "--out", output)
     assert len(mx.load(str(parts / "state.safetensors"))["reference.answers"]) == 2 * (3 + 2)
     call("train", "--resume", "--out", parts, "--steps", 6)
-    assert Run.load(parts).losses == Run.load(whole).losses
+    assert RunLog.load(parts).losses == RunLog.load(whole).losses
     # From adapters, π₀ is the model with them: again the loss begins at log 2.
     call(
         "train",
@@ -359,4 +360,4 @@ def test_a_run_takes_up_its_references_again(bundle, tmp_path):
         "--out",
         tmp_path / "again",
     )
-    assert Run.load(tmp_path / "again").losses == pytest.approx([np.log(2)], rel=1e-5)
+    assert RunLog.load(tmp_path / "again").losses == pytest.approx([np.log(2)], rel=1e-5)

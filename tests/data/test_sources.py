@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mesp.data.general import general_text
+from mesp.data.general_text import read_general_text
 from mesp.data.hub_datasets import read_dataset
 from mesp.data.source_files import SPLITS, UNPACKED, read_file, read_text
 from mesp.data.sources import Selection, read_documents
@@ -174,7 +174,7 @@ def test_records_of_a_part_are_as_they_are_in_the_file(tmp_path: Path):
 
 def test_a_general_text_is_a_text(tmp_path: Path):
     with pytest.raises(MespError, match="is a file of records; give a text"):
-        general_text(put(tmp_path / "a.jsonl", content("jsonl")), None, 0)
+        read_general_text(put(tmp_path / "a.jsonl", content("jsonl")), None, 0)
 
 
 # Folders

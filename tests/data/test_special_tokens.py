@@ -10,14 +10,15 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from helpers.models import byte_tokenizer
 from helpers.paths import DEMO_MODEL
-from mesp.data.answers import encode_conversation
+from mesp.data.encoder import encode_joined, encode_plain_prompt
 from mesp.data.load import DataOptions, load
+from mesp.data.loss_mask import encode_conversation
 from mesp.data.messages import read_messages
+from mesp.data.prompts import encode_prompt
 from mesp.data.records import Conversation
 from mesp.data.special_tokens import encode_split
-from mesp.data.tokens import encode_joined, encode_prompt
+from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
-from mesp.text import encode, load_tokenizer
 
 CHATML = """\
 {%- if tools %}{{- '<|im_start|>system\\n' }}
@@ -158,11 +159,11 @@ def test_conversations_are_as_transformers_splits_them(tokenizer, template, loss
 @pytest.mark.parametrize("text", TEXTS)
 def test_prompts_are_as_transformers_splits_them(tokenizer, template, text):
     tokenizer._tokenizer.chat_template = template
-    ids = encode(tokenizer, text, True, "Be <|im_end|> good.", split_special=True)
+    ids = encode_prompt(tokenizer, text, True, "Be <|im_end|> good.", split_special=True)
     said = conversation("Be <|im_end|> good.", text)
     check_ids(tokenizer, ids, transformers_ids(tokenizer, said, asks=True), [text])
-    ids = encode(tokenizer, "a", True)
-    assert encode(tokenizer, "a", True, split_special=True) == ids
+    ids = encode_prompt(tokenizer, "a", True)
+    assert encode_prompt(tokenizer, "a", True, split_special=True) == ids
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "No special token."])
@@ -170,7 +171,7 @@ def test_texts_are_as_transformers_splits_them(tokenizer, text):
     ids = tokenizer._tokenizer(text, split_special_tokens=True, add_special_tokens=False).input_ids
     assert encode_split(tokenizer, text) == ids
     assert not special(tokenizer, ids)
-    assert encode_prompt(tokenizer, text, split_special=True) == ids
+    assert encode_plain_prompt(tokenizer, text, split_special=True) == ids
     asked, count = encode_joined(tokenizer, text, text, split_special=True)
     assert asked[:count] == ids
     assert special(tokenizer, asked) == [tokenizer.eos_token_id] == asked[-1:]
@@ -264,9 +265,9 @@ def test_what_cannot_be_told_from_the_template_is_refused(tokenizer, template, s
 def test_a_tokenizer_that_makes_special_tokens_of_text_is_refused(tmp_path):
     """Its token that ends a text is that of a byte."""
     tokenizer = byte_tokenizer(tmp_path, has_begin=True, adds_begin=True)
-    assert encode(tokenizer, "a", False, split_special=True) == [1, ord("a")]
+    assert encode_prompt(tokenizer, "a", False, split_special=True) == [1, ord("a")]
     with pytest.raises(MespError, match="takes text for its special token '<0x00>'"):
-        encode(tokenizer, "a\0", False, split_special=True)
+        encode_prompt(tokenizer, "a\0", False, split_special=True)
 
 
 PARTS = st.lists(

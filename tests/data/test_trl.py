@@ -35,9 +35,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from helpers.conversations import QUESTIONS_AND_ANSWERS, conversations, pairs
 from helpers.paths import DEMO_MODEL
 from mesp.data.load import DataOptions, load
+from mesp.data.prompts import encode_in_template
 from mesp.data.records import Conversation
+from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
-from mesp.text import in_template, load_tokenizer
 
 pytestmark = pytest.mark.trl
 
@@ -162,7 +163,7 @@ class Trainer:
         return found
 
 
-# What a record says, read anew
+# What a record says, read again
 
 
 def as_messages(record: dict) -> list[dict]:
@@ -346,7 +347,7 @@ def check_asked(model: Model, messages: list[dict], tools: list | None, example:
     """Fails unless all that comes before the answer is how the model is asked for it."""
     start = example.mask.index(True)
     said = [each | {"weight": 0} for each in messages]  # nothing of a prompt is trained
-    asked = in_template(model.tokenizer, Conversation(said, tools=tools))
+    asked = encode_in_template(model.tokenizer, Conversation(said, tools=tools))
     shown = [model.tokenizer.decode(each) for each in (example.ids[:start], asked)]
     assert example.ids[:start] == asked[:start], f"{shown[0]!r} is not how it asks: {shown[1]!r}"
 
@@ -530,12 +531,12 @@ def test_preferences_train_their_answers(name, marked, trainer, figures):
             if len(answer) == 1:
                 check_asked(model, messages[:-1], record.get("tools"), example)
         if "prompt" in record:
-            judged = [
+            labelled = [
                 {"prompt": record["prompt"], "completion": record[key], "label": key == "chosen"}
                 | {key: record[key] for key in ("tools",) if key in record}
                 for key in ("chosen", "rejected")
             ]
-            assert [e[:2] for e in trainer(model, *judged)] == [e[:2] for e in found]
+            assert [e[:2] for e in trainer(model, *labelled)] == [e[:2] for e in found]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gptoss", "gemma3", "glm4moe"])

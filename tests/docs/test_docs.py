@@ -81,28 +81,47 @@ def test_targets_of_make_exist(page: Path):
     assert named - set(re.findall(r"^([\w-]+):", makefile, flags=re.M)) == set()
 
 
-NOT_TERMS = {
-    "people have judged": "preference data",
-    "judged answers": "preference data",
-    "learning pace": "learning rate",
-    "it anew": "again",
-    "begins anew": "starts again",
-    "that which": "a noun",
-    "of one's own": "your own",
-}
+def not_terms() -> tuple[dict[str, str], dict[str, str]]:
+    """The words and, in backticks, the names of CONTRIBUTING.md's table that are not used, each
+    with the term in its place."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.split("\n## Terms\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| .+? \|(.*)\|$", section, re.M)
+    words, names = {}, {}
+    for term, others in rows[2:]:
+        for other in filter(None, map(str.strip, others.split(","))):
+            (names if other.startswith("`") else words)[other.strip("`")] = term
+    return words, names
 
 
-def test_the_fields_terms_are_used(sources: dict[str, str]):
-    """CONTRIBUTING.md has the terms; its own table names the other words, and so does this file."""
-    texts = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
-    texts |= {name: text for name, text in sources.items() if name.endswith(".py")}
-    found = [
-        f"{name}: {word} (write: {term})"
-        for name, text in texts.items()
-        if name not in ("CONTRIBUTING.md", Path(__file__).name)
-        for word, term in NOT_TERMS.items()
-        if word in " ".join(text.split()).lower()
-    ]
+def spelled_out(text: str) -> str:
+    """The words of a text, of which names have several, in lower case and a space around each."""
+    return f" {' '.join(re.findall('[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[,;:.]', text)).lower()} "
+
+
+def names_in(code: str) -> set[str]:
+    """The names in Swift's or C++'s code, without its comments and strings."""
+    skipped = r'"""[\s\S]*?"""|"(?:\\.|[^"\\\n])*"|//.*|/\*[\s\S]*?\*/'
+    return set(re.findall(r"\w+", re.sub(skipped, " ", code)))
+
+
+def test_the_fields_terms_are_used():
+    not_words, not_names = not_terms()
+    folders = [ROOT / place for place in ("docs", "exporter", "ios", "tests", "tools")]
+    found = []
+    for path in (*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*.*"))):
+        name = str(path.relative_to(ROOT))
+        is_code = path.suffix in (".swift", ".cpp", ".h")
+        if not (is_code or path.suffix in (".py", ".md")) or "/." in f"/{name}":
+            continue
+        text = path.read_text(encoding="utf-8")
+        if path.name == "CONTRIBUTING.md":
+            text = re.sub(r"^\|.*", "", text, flags=re.M)
+        words = spelled_out(text)
+        wrong = {word: term for word, term in not_words.items() if spelled_out(word) in words}
+        for other in names_in(text) & not_names.keys() if is_code else ():
+            wrong[other] = not_names[other]
+        found += [f"{name}: {word} (write: {term})" for word, term in wrong.items()]
     assert found == []
 
 

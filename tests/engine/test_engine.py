@@ -214,7 +214,7 @@ def test_other_sources_have_an_engine_of_their_own(installed: Path, fakes: Path)
 
 
 @pytest.mark.parametrize("body", ["exit 127", "echo mesp-engine 0.0.1 with MLX 0.1"])
-def test_an_engine_that_does_not_start_any_more_is_built_anew(
+def test_an_engine_that_does_not_start_any_more_is_built_again(
     body: str, installed: Path, fakes: Path
 ):
     engine = Path(find(installed).stdout.strip())

@@ -15,14 +15,14 @@ from mlx_lm.utils import dequantize_model
 import mesp
 from helpers.commands import call, run
 from mesp import reference
+from mesp.adapters.held_out_loss import measure_held_out_loss
 from mesp.adapters.load import apply_adapters, read_adapters
-from mesp.adapters.measure import held_out_loss
 from mesp.bundle.reader import Bundle
-from mesp.data.general import general_text
-from mesp.engine.own_texts import opening, own_texts
+from mesp.data.general_text import read_general_text
+from mesp.data.tokenizer import load_bundle_tokenizer
+from mesp.engine.replay_texts import find_opening, sample_replay_texts
 from mesp.errors import MespError
-from mesp.runs.log import Run
-from mesp.text import bundle_tokenizer
+from mesp.runs.log import RunLog
 
 pytestmark = pytest.mark.slow
 SEQ_LEN = 32
@@ -37,10 +37,10 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def train(bundle: Path, out: Path, *options: object, steps: int = 12) -> Run:
+def train(bundle: Path, out: Path, *options: object, steps: int = 12) -> RunLog:
     typed = ("--steps", steps, "--val-batches", VAL_BATCHES, "--learning-rate", 2e-3)
     call("train", bundle, *typed, "--out", out, *options)
-    return Run.load(out)
+    return RunLog.load(out)
 
 
 def model_with(bundle: Path, adapters: Path | None) -> nn.Module:
@@ -56,7 +56,9 @@ def model_with(bundle: Path, adapters: Path | None) -> nn.Module:
 def general_loss(model: nn.Module, bundle: Path, file: Path | None = None) -> float:
     """Nats a token of the text, in sequences of SEQ_LEN tokens, the last with those left."""
     vocab_size = mesp.load(bundle).manifest.architecture.vocab_size
-    tokens = general_text(file, bundle_tokenizer(bundle), vocab_size).tokens.astype(np.int32)
+    tokens = read_general_text(file, load_bundle_tokenizer(bundle), vocab_size).tokens.astype(
+        np.int32
+    )
     total = count = 0
     for start in range(0, min(len(tokens) - 1, GENERAL_SEQUENCES * SEQ_LEN), SEQ_LEN):
         ids = mx.array(tokens[start : start + SEQ_LEN + 1])
@@ -79,8 +81,8 @@ def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path)
     for found, expected in (
         (record["general_before"], before),
         (record["general_after"], general_loss(tuned, bundle)),
-        (record["loss_before"], held_out_loss(untuned, opened, SEQ_LEN, VAL_BATCHES)),
-        (record["loss_after"], held_out_loss(tuned, opened, SEQ_LEN, VAL_BATCHES)),
+        (record["loss_before"], measure_held_out_loss(untuned, opened, SEQ_LEN, VAL_BATCHES)),
+        (record["loss_after"], measure_held_out_loss(tuned, opened, SEQ_LEN, VAL_BATCHES)),
     ):
         assert found == pytest.approx(expected, rel=1e-5)
     assert math.exp(record["general_after"] - record["general_before"]) - 1 <= 0.005
@@ -92,10 +94,10 @@ def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path)
 def test_a_text_of_ones_own_decides(bundle: Path, tmp_path: Path):
     """The text of the task itself is not forgotten: the adapters stay as they are."""
     text = tmp_path / "own.txt"
-    text.write_text(bundle_tokenizer(bundle).decode(mesp.load(bundle).tokens("train")[:600]))
+    text.write_text(load_bundle_tokenizer(bundle).decode(mesp.load(bundle).tokens("train")[:600]))
     given = ("--max-forgetting", 0, "--general", text, "--val-batches", VAL_BATCHES)
     done = call("train", bundle, "--steps", 12, "--out", tmp_path / "run", *given)
-    record = Run.load(tmp_path / "run").strength
+    record = RunLog.load(tmp_path / "run").strength
     assert record["strength"] == 1
     expected = general_loss(model_with(bundle, None), bundle, text)
     assert record["general_before"] == pytest.approx(expected, rel=1e-5)
@@ -111,7 +113,7 @@ def test_none_are_kept_where_held_out_loss_rises(bundle: Path, tmp_path: Path):
         "train", bundle, "--steps", 4, "--learning-rate", 30, *wild, "--out", tmp_path / "wild"
     )
     assert "Kept none of the adapters" in done.stdout
-    kept = Run.load(tmp_path / "wild")
+    kept = RunLog.load(tmp_path / "wild")
     assert kept.strength["strength"] == 0
     assert kept.strength["loss_after"] == kept.strength["loss_before"]
     expected = general_loss(model_with(bundle, kept.adapters), bundle)
@@ -125,7 +127,7 @@ def test_none_are_kept_where_held_out_loss_rises(bundle: Path, tmp_path: Path):
 def test_a_finished_run_goes_on_from_adapters_at_full_strength(bundle: Path, tmp_path: Path):
     train(bundle, tmp_path / "run", "--max-forgetting", 0.5, steps=4)
     call("train", "--resume", "--out", tmp_path / "run", "--steps", 6)
-    resumed = Run.load(tmp_path / "run")
+    resumed = RunLog.load(tmp_path / "run")
     whole = train(bundle, tmp_path / "whole", "--max-forgetting", 0.5, steps=6)
     assert resumed.losses == whole.losses
     assert resumed.strength["strength"] == whole.strength["strength"]
@@ -197,7 +199,7 @@ def test_a_share_of_the_sequences_is_replayed(bundle: Path, tmp_path: Path):
     # The rate is not 0.
     assert trained == pytest.approx(plain.losses[: len(trained)], rel=1e-5)
     tokens, examples = tokens_of(tmp_path / "mixed")
-    untuned, first = model_with(bundle, None), len(opening(bundle_tokenizer(bundle)))
+    untuned, first = model_with(bundle, None), len(find_opening(load_bundle_tokenizer(bundle)))
     known = losses_of(untuned, tokens, examples, first)
     order = [reference.step_window(i, 0, len(examples)) for i in range(sum(replayed))]
     found = [loss for loss, own in zip(mixed.losses, replayed, strict=True) if own]
@@ -206,10 +208,10 @@ def test_a_share_of_the_sequences_is_replayed(bundle: Path, tmp_path: Path):
 
 def test_own_texts_are_drawn_from_the_model(bundle: Path):
     """The mean of -log p is the entropy: both by mlx-lm's model, within four deviations."""
-    tokenizer = bundle_tokenizer(bundle)
-    texts = own_texts(bundle, None, tokenizer, 48, SEQ_LEN, seed=3)
+    tokenizer = load_bundle_tokenizer(bundle)
+    texts = sample_replay_texts(bundle, None, tokenizer, 48, SEQ_LEN, seed=3)
     assert texts.tokens.shape == (24 * (SEQ_LEN + 1),)
-    start = opening(tokenizer)
+    start = find_opening(tokenizer)
     model, differences, variance = model_with(bundle, None), 0.0, 0.0
     for row in texts.tokens.reshape(24, -1).astype(np.int32):
         assert row[: len(start)].tolist() == start
@@ -220,8 +222,8 @@ def test_own_texts_are_drawn_from_the_model(bundle: Path):
         differences += (-logs[np.arange(len(logs)), row[len(start) :]] - entropies).sum()
         variance += ((shares * logs**2).sum(1) - entropies**2).sum()
     assert abs(differences) < 4 * variance**0.5
-    again = own_texts(bundle, None, tokenizer, 48, SEQ_LEN, seed=3)
-    other = own_texts(bundle, None, tokenizer, 48, SEQ_LEN, seed=4)
+    again = sample_replay_texts(bundle, None, tokenizer, 48, SEQ_LEN, seed=3)
+    other = sample_replay_texts(bundle, None, tokenizer, 48, SEQ_LEN, seed=4)
     assert np.array_equal(texts.tokens, again.tokens)
     assert not np.array_equal(texts.tokens, other.tokens)
 
@@ -236,14 +238,14 @@ def test_a_resumed_run_replays_as_a_whole_one(bundle: Path, tmp_path: Path):
     whole = train(bundle, tmp_path / "whole", *options, steps=8)
     train(bundle, tmp_path / "parts", *options, steps=5)
     call("train", "--resume", "--out", tmp_path / "parts", "--steps", 8)
-    parts = Run.load(tmp_path / "parts")
+    parts = RunLog.load(tmp_path / "parts")
     assert parts.losses == whole.losses
     assert sum(step["replayed"] for step in parts.steps) == 6  # of 16 sequences
 
 
 def test_older_records_become_tokens_as_the_bundles_did(bundle: Path, tmp_path: Path):
     """Joined without the template, and with special tokens that people wrote as text."""
-    copy, tokenizer = shutil.copytree(bundle, tmp_path / "copy.mesp"), bundle_tokenizer(bundle)
+    copy, tokenizer = shutil.copytree(bundle, tmp_path / "copy.mesp"), load_bundle_tokenizer(bundle)
     record = {"prompt": f"It rained.{tokenizer.eos_token}", "completion": " Nobody went out."}
     records = tmp_path / "records.jsonl"
     records.write_text(f"{json.dumps(record)}\n" * 9)
@@ -297,7 +299,7 @@ def test_an_opening_that_fills_a_sequence_is_refused(bundle: Path):
             return [1] * SEQ_LEN + [2, ord(messages[0]["content"])]
 
     with pytest.raises(MespError, match="--replay-data"):
-        own_texts(bundle, None, Tokenizer(), 4, SEQ_LEN, seed=0)
+        sample_replay_texts(bundle, None, Tokenizer(), 4, SEQ_LEN, seed=0)
 
 
 @pytest.mark.parametrize(

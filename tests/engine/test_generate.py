@@ -18,10 +18,11 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from helpers.commands import call, command, run
 from helpers.models import FAMILIES, TINY, write_model
 from mesp.bundle.reader import Bundle
+from mesp.data.prompts import encode_prompt
+from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine.build import find_engine
 from mesp.engine.process import generate
 from mesp.errors import MespError
-from mesp.text import bundle_tokenizer, encode
 
 pytestmark = pytest.mark.slow
 SEQ_LEN = 64
@@ -78,7 +79,7 @@ def theirs(bundle: Path, prompt: list[int], count: int, adapters: Path | None = 
 
 @pytest.mark.parametrize(("text", "count"), [(PROMPT, 100), ("The people of", 40), ("\n\n", 40)])
 def test_greedy_text_is_mlx_lms(bundle: Path, adapters: Path, text: str, count: int):
-    prompt = bundle_tokenizer(bundle).encode(text)
+    prompt = load_bundle_tokenizer(bundle).encode(text)
     untrained = ours(bundle, prompt, count)
     assert untrained == theirs(bundle, prompt, count)
     trained = ours(bundle, prompt, count, adapters=adapters)
@@ -130,7 +131,7 @@ def test_bfloat16_follows_float32(bundle: Path, tmp_path: Path):
     options = ("--quantize", "nearest", "--head-bits", 4)
     whole = export("demo", tmp_path / "whole.mesp", *options)
     half = export("demo", tmp_path / "half.mesp", "--dtype", "bfloat16", *options)
-    prompt = bundle_tokenizer(bundle).encode(PROMPT)
+    prompt = load_bundle_tokenizer(bundle).encode(PROMPT)
     assert ours(half, prompt, 8) == ours(whole, prompt, 8)
 
 
@@ -179,7 +180,7 @@ def test_a_stop_token_ends_the_text(bundle: Path):
 
 
 def test_the_command_prints_mlx_lms_text(bundle: Path, adapters: Path):
-    tokenizer = bundle_tokenizer(bundle)
+    tokenizer = load_bundle_tokenizer(bundle)
     model = Bundle(bundle).to_mlx_lm()
     load_adapters(model, str(adapters))
     expected = mlx_lm.generate(model.eval() or model, tokenizer, PROMPT, max_tokens=40)
@@ -192,7 +193,7 @@ def test_the_command_prints_mlx_lms_text(bundle: Path, adapters: Path):
 
 
 def test_special_tokens_in_a_prompt_become_text_where_asked(bundle: Path):
-    tokenizer = bundle_tokenizer(bundle)
+    tokenizer = load_bundle_tokenizer(bundle)
     prompt = f"The people{tokenizer.eos_token} of"
     for option, split in ((), False), (("--split-special-tokens",), True):
         ids = tokenizer.encode(prompt, split_special_tokens=split)
@@ -234,10 +235,10 @@ def test_sigint_ends_the_engine_with_its_record(bundle: Path):
 
 
 def test_the_chat_template_is_used_where_there_is_one(bundle: Path, tmp_path: Path):
-    chat = bundle_tokenizer(bundle)
-    assert chat.decode(encode(chat, "Hello", None)) == "user: Hello\nassistant:"
-    assert encode(chat, "Hello", False) == chat.encode("Hello")
-    with_system = encode(chat, "Hello", None, "Be brief.")
+    chat = load_bundle_tokenizer(bundle)
+    assert chat.decode(encode_prompt(chat, "Hello", None)) == "user: Hello\nassistant:"
+    assert encode_prompt(chat, "Hello", False) == chat.encode("Hello")
+    with_system = encode_prompt(chat, "Hello", None, "Be brief.")
     assert chat.decode(with_system).endswith("Be brief.\nuser: Hello\nassistant:")
 
     for name in ("config.json", "manifest.json", "tokenizer.json", "tokenizer_config.json"):
@@ -245,12 +246,12 @@ def test_the_chat_template_is_used_where_there_is_one(bundle: Path, tmp_path: Pa
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     del config["chat_template"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    plain = bundle_tokenizer(tmp_path)
-    assert encode(plain, "Hello", None) == plain.encode("Hello")
+    plain = load_bundle_tokenizer(tmp_path)
+    assert encode_prompt(plain, "Hello", None) == plain.encode("Hello")
     with pytest.raises(MespError, match="no chat template"):
-        encode(plain, "Hello", True)
+        encode_prompt(plain, "Hello", True)
     with pytest.raises(MespError, match="part of a chat template"):
-        encode(plain, "Hello", None, "Be brief.")
+        encode_prompt(plain, "Hello", None, "Be brief.")
 
 
 # Training from adapters

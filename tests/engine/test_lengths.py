@@ -9,7 +9,7 @@ import pytest
 from helpers.commands import call
 from helpers.models import FAMILIES, TEXT, write_model
 from helpers.oracle import Oracle, Recipe, distance, saved
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 
 LONG = 2304  # three segments of a mixer
 RATE = 0.1
@@ -45,5 +45,5 @@ def steps_are_those_of_automatic_differentiation(family: str, length: int, folde
         output = folder / offload
         options = ("--steps", STEPS, "--optimizer", "sgd", "--learning-rate", RATE)
         call("train", bundle, "--out", output, "--val-batches", 0, "--offload", offload, *options)
-        assert Run.load(output).losses == pytest.approx(expected.losses, rel=1e-5)
+        assert RunLog.load(output).losses == pytest.approx(expected.losses, rel=1e-5)
         assert distance(saved(output), expected.end) < 1e-4 * moved

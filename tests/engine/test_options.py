@@ -39,20 +39,20 @@ from helpers.oracle import (
 from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 
 pytestmark = pytest.mark.slow
 LEARNING_RATE = 0.1
 VAL_BATCHES = 1
 
 
-def train(bundle: Path, output: Path, *options: object, steps: int = STEPS) -> Run:
+def train(bundle: Path, output: Path, *options: object, steps: int = STEPS) -> RunLog:
     """The engine's report of a run with these options."""
     settings = {"steps": steps, "optimizer": "sgd", "learning-rate": LEARNING_RATE}
     settings |= {"val-batches": VAL_BATCHES}
     typed = [text for name, value in settings.items() for text in (f"--{name}", value)]
     call("train", bundle, *typed, "--out", output, *options)
-    return Run.load(output)
+    return RunLog.load(output)
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +129,14 @@ def oracle(bundle: Path) -> Oracle:
 
 
 def agree(
-    run: Run, output: Path, expected: Trained, tolerance: float = 1e-4, ties: int = 0
+    run: RunLog, output: Path, expected: Trained, tolerance: float = 1e-4, ties: int = 0
 ) -> None:
     """Every loss, and how far the adapters went.
 
     Both sides compute in float32 and sum in different orders: 1e-6 to 1e-5 of a loss, and of the
     way that the parameters went, which grows from step to step. A moment of 8 bits that is halfway
     between two codes takes either, so `ties` parameters may be apart by up to a step. AdamW's
-    longest, without bias correction, is rate · (1 − β₁) / √(1 − β₂): 3.2e-3 with β₂ = 0.999.
+    longest, without bias correction, is rate · (1 - β₁) / √(1 - β₂): 3.2e-3 with β₂ = 0.999.
     """
     assert run.losses == pytest.approx(expected.losses, rel=max(2e-5, tolerance / 10))
     way = distance(expected.start, expected.end)
@@ -355,7 +355,7 @@ def test_batches_of_a_step_are_as_one(bundle_of_examples: Path, tmp_path: Path):
     train(bundle_of_examples, tmp_path / "first", steps=2)  # or no A had a gradient
     start = saved(tmp_path / "first")
 
-    def gradients(*options: object) -> tuple[Run, dict[str, mx.array]]:
+    def gradients(*options: object) -> tuple[RunLog, dict[str, mx.array]]:
         # At a rate at which the way of a step loses nothing beside the parameters.
         rate, run = 1e4, tmp_path / "-".join(map(str, options))
         done = train(
@@ -500,7 +500,7 @@ def test_a_run_that_goes_on_is_as_if_it_had_not_stopped(
     whole = train(bundle, tmp_path / "whole", *options, steps=6)
     train(bundle, tmp_path / "run", *options, steps=4)
     call("train", "--resume", "--out", tmp_path / "run", "--steps", 6)
-    assert Run.load(tmp_path / "run").losses == whole.losses
+    assert RunLog.load(tmp_path / "run").losses == whole.losses
     assert distance(saved(tmp_path / "run"), saved(tmp_path / "whole")) == 0
 
 
@@ -535,7 +535,7 @@ def test_a_run_does_not_go_on_with_other_data_or_weights(bundle: Path, tmp_path:
     call("export", "--from", bundle, "--seq-len", f"16,{SEQ_LEN}", "--out", longer)
     call("train", longer, "--resume", "--out", output, "--steps", 4)
     call("train", bundle, "--resume", "--out", straight, "--steps", 4)
-    assert Run.load(output).losses == Run.load(straight).losses
+    assert RunLog.load(output).losses == RunLog.load(straight).losses
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])

@@ -23,7 +23,7 @@ from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.engine.process import find_plan
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 from mesp.runs.privacy import Steps, epsilon
 
 pytestmark = pytest.mark.slow
@@ -89,11 +89,11 @@ def begin_with_key(bundle: Path, output: Path, **settings: object) -> Path:
     return path
 
 
-def train_with_key(bundle: Path, output: Path, **settings: object) -> Run:
+def train_with_key(bundle: Path, output: Path, **settings: object) -> RunLog:
     path = begin_with_key(bundle, output, **settings)
     done = subprocess.run([find_engine(), path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return Run.load(output)
+    return RunLog.load(output)
 
 
 class Private:
@@ -243,12 +243,12 @@ def test_a_run_that_was_ended_goes_on_with_its_key(bundle: Path, tmp_path: Path,
             if json.loads(line).get("step", 0) >= last:
                 engine.send_signal(ended)
         engine.wait()
-        assert Run.load(output).end.get("reason") == (
+        assert RunLog.load(output).end.get("reason") == (
             "stopped" if ended == signal.SIGTERM else None
         )
         assert (output / "secret.key").read_bytes() == KEY
     assert subprocess.run([find_engine(), path], capture_output=True).returncode == 0
-    losses = {step["step"]: step["loss"] for step in Run.load(output).steps}
+    losses = {step["step"]: step["loss"] for step in RunLog.load(output).steps}
     assert list(losses.values()) == whole.losses
     assert distance(saved(output), saved(tmp_path / "whole")) == 0
 
@@ -340,7 +340,7 @@ def test_a_run_goes_on_to_more_steps(bundle: Path, tmp_path: Path):
     done = call("train", "--resume", "--out", tmp_path / "run", "--steps", 5)
     assert f"ε {epsilon([Steps(5, 1, 3 / 27)], 1e-5):.3g} at δ 1e-05 over 5" in done.stdout
     assert "failed to converge" not in done.stderr
-    assert Run.load(tmp_path / "run").end["step"] == 5
+    assert RunLog.load(tmp_path / "run").end["step"] == 5
 
 
 def test_other_data_is_refused_on_resuming(bundle: Path, tmp_path: Path):

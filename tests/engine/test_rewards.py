@@ -17,7 +17,7 @@ from helpers.oracle import RANK, Oracle, Recipe, distance, saved
 from mesp import rewards
 from mesp.engine.process import running
 from mesp.engine.settings import TrainSettings
-from mesp.engine.train import Job
+from mesp.engine.train import TrainingJob
 from mesp.errors import MespError
 
 SEQ_LEN = 32
@@ -72,7 +72,7 @@ def test_a_step_is_that_of_automatic_differentiation(
     options |= {"group_size": GROUP, "max_tokens": 6, "batch_size": 2, "dr_grpo": dr}
     options |= {"val_batches": 0, "seq_len": SEQ_LEN, "rank": RANK, "offload": offload}
     manifest, out = mesp.load(bundle).manifest, tmp_path / "run"
-    job = Job(bundle, manifest, TrainSettings(**options).completed(manifest), out)
+    job = TrainingJob(bundle, manifest, TrainSettings(**options).completed(manifest), out)
     oracle = Oracle.of(bundle, SEQ_LEN)
     start = parameters = oracle.initial(Recipe(optimizer=None))
     drawn, losses, steps = np.random.default_rng(0), [], []
@@ -117,7 +117,7 @@ def test_a_run_that_goes_on_samples_the_same_answers(bundle: Path, tmp_path: Pat
     call("train", bundle, "--steps", 4, "--out", tmp_path / "whole", *options)
     call("train", bundle, "--steps", 2, "--out", tmp_path / "parts", *options)
     call("train", "--resume", "--steps", 4, "--out", tmp_path / "parts")
-    whole, parts = (mesp.Run.load(tmp_path / name) for name in ("whole", "parts"))
+    whole, parts = (mesp.RunLog.load(tmp_path / name) for name in ("whole", "parts"))
     assert [step["reward"] for step in parts.steps] == [step["reward"] for step in whole.steps]
     assert distance(saved(parts.folder), saved(whole.folder)) == 0
 
@@ -138,14 +138,14 @@ def test_a_reward_that_fails_ends_the_run_in_order(
     done = run("train", bundle, "--steps", 5, "--out", out, *options, cwd=tmp_path)
     assert done.returncode == 2
     assert "ZeroDivisionError" in done.stderr and "Traceback" not in done.stderr
-    assert mesp.Run.load(out).last_step == 2 and saved(out)
+    assert mesp.RunLog.load(out).last_step == 2 and saved(out)
     divisor.write_text("5")
     again = ("--resume", "--reward", "own_reward:reward", "--steps", 3, "--out", out)
     other = run("train", *again, "--reward", "own_reward:other", cwd=tmp_path)
     assert other.returncode == 2 and "cannot become own_reward:other" in other.stderr
     done = run("train", *again, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert mesp.Run.load(out).last_step == 3
+    assert mesp.RunLog.load(out).last_step == 3
 
 
 @pytest.mark.parametrize("dr", [False, True], ids=["GRPO", "Dr. GRPO"])
@@ -255,7 +255,7 @@ def test_refuses(bundle: Path, tmp_path: Path, options: tuple, said: str):
     ],
 )  # fmt: skip
 def test_built_in_rewards(name: str, answer: str, right: str, expected: float):
-    assert rewards.rewards_of(rewards.find_reward(name, False), ["p"], [answer], [right]) == [
+    assert rewards.compute_rewards(rewards.find_reward(name, False), ["p"], [answer], [right]) == [
         expected
     ]
 
@@ -263,4 +263,6 @@ def test_built_in_rewards(name: str, answer: str, right: str, expected: float):
 def test_a_reward_function_returns_a_number_for_each():
     for given in ([1.0], [1.0, float("nan")], [1.0, 1e39], ["a", "b"]):
         with pytest.raises(MespError, match="reward function"):
-            rewards.rewards_of(lambda given=given, **_: given, ["p", "p"], ["a", "b"], ["r", "r"])
+            rewards.compute_rewards(
+                lambda given=given, **_: given, ["p", "p"], ["a", "b"], ["r", "r"]
+            )

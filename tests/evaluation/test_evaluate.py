@@ -22,10 +22,11 @@ from mlx_lm.utils import dequantize_model
 
 from helpers.commands import call, command, run
 from mesp.bundle.reader import Bundle
+from mesp.data.prompts import encode_prompt
+from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine.build import find_engine
 from mesp.engine.process import evaluator
 from mesp.evaluation.records import read_records
-from mesp.text import bundle_tokenizer, encode
 
 pytestmark = pytest.mark.slow
 
@@ -122,7 +123,7 @@ def evaluate(
 def test_log_likelihoods_are_mlx_lms(bundle: Path, adapters: Path, tuned: bool):
     folder = adapters if tuned else None
     model = mlx_lms(bundle, folder)
-    text = bundle_tokenizer(bundle).encode(TEXTS[2] * 6)
+    text = load_bundle_tokenizer(bundle).encode(TEXTS[2] * 6)
     assert len(text) > 300  # more than go through the blocks at once
     greedy = int(model(mx.array([text[:40]]))[0, -1].argmax())
     choices = [[5], [6, 7, 8], [greedy], text[40:43], text[40:], [9] * 30]
@@ -171,7 +172,7 @@ def test_perplexity_is_mlx_lms(bundle: Path, adapters: Path, tmp_path: Path):
         bundle, [{"text": text} for text in TEXTS], tmp_path, "--adapters", adapters,
         "--max-length", 32,
     )  # fmt: skip
-    tokenizer = bundle_tokenizer(bundle)
+    tokenizer = load_bundle_tokenizer(bundle)
     for folder in (None, str(adapters)):
         model, total, count = mlx_lms(bundle, folder), 0.0, 0
         for text in TEXTS:
@@ -195,7 +196,7 @@ def test_perplexity_is_mlx_lms(bundle: Path, adapters: Path, tmp_path: Path):
 def test_choices_are_mlx_lms(bundle: Path, tmp_path: Path, chat: bool):
     options = ["--chat"] if chat else []
     found, results = evaluate(bundle, QUESTIONS, tmp_path, *options)
-    tokenizer, model = bundle_tokenizer(bundle), mlx_lms(bundle, None)
+    tokenizer, model = load_bundle_tokenizer(bundle), mlx_lms(bundle, None)
     right = {"acc": [], "acc_norm": []}
     for record, sample in zip(QUESTIONS, found["samples"][0], strict=True):
         prompt, choices = record["prompt"], record["choices"]
@@ -228,7 +229,7 @@ def split(tokenizer: TokenizerWrapper, text: str) -> list[int]:
 
 
 def test_special_tokens_in_records_become_text_where_asked(bundle: Path, tmp_path: Path):
-    tokenizer, model = bundle_tokenizer(bundle), mlx_lms(bundle, None)
+    tokenizer, model = load_bundle_tokenizer(bundle), mlx_lms(bundle, None)
     option, end = "--split-special-tokens", tokenizer.eos_token
     text = f"It ends with {end}, they said."
     _, results = evaluate(bundle, [{"text": text}], tmp_path, option)
@@ -243,7 +244,7 @@ def test_special_tokens_in_records_become_text_where_asked(bundle: Path, tmp_pat
     for chat in (False, True):
         options = ["--chat", option] if chat else [option]
         found, _ = evaluate(bundle, [record], tmp_path, *options)
-        before = encode(tokenizer, record["prompt"], chat, split_special=True)
+        before = encode_prompt(tokenizer, record["prompt"], chat, split_special=True)
         scores = []
         for choice in choices:
             both = split(tokenizer, record["prompt"] + choice)
@@ -259,7 +260,7 @@ def test_special_tokens_in_records_become_text_where_asked(bundle: Path, tmp_pat
     messages = [{"role": "user", "content": f"Say {end}"}, {"role": "assistant", "content": "It."}]
     for task in ({"messages": messages}, {"prompt": f"Say {end}", "completion": "It."}):
         found, _ = evaluate(bundle, [task], tmp_path, option, "--max-tokens", 8)
-        prompt = encode(tokenizer, f"Say {end}", True, split_special=True)
+        prompt = encode_prompt(tokenizer, f"Say {end}", True, split_special=True)
         assert tokenizer.eos_token_id not in prompt
         expected = mlx_lm.generate(model, tokenizer, prompt, max_tokens=8)
         assert found["samples"][0][0]["answer"] == expected.strip()
@@ -277,7 +278,7 @@ def test_fields_that_are_ignored_are_not_read(bundle: Path, tmp_path: Path):
 def test_answers_are_mlx_lms_and_stop_where_asked(bundle: Path, tmp_path: Path):
     options = ("--no-chat", "--max-tokens", 12, "--stop", ",", "--stop", ".", "--stop", " of")
     found, results = evaluate(bundle, TASKS, tmp_path, *options)
-    tokenizer, model = bundle_tokenizer(bundle), mlx_lms(bundle, None)
+    tokenizer, model = load_bundle_tokenizer(bundle), mlx_lms(bundle, None)
     expected = []
     for record in TASKS:
         text = mlx_lm.generate(model, tokenizer, record["prompt"], max_tokens=12)
@@ -304,7 +305,7 @@ def test_conversations_go_through_the_template(bundle: Path, tmp_path: Path):
         {"role": "assistant", "content": "Hi"},
     ]
     found, _ = evaluate(bundle, [{"messages": messages}], tmp_path, "--max-tokens", 8)
-    tokenizer, model = bundle_tokenizer(bundle), mlx_lms(bundle, None)
+    tokenizer, model = load_bundle_tokenizer(bundle), mlx_lms(bundle, None)
     prompt = "system: Be brief.\nuser: Hello\nassistant:"
     expected = mlx_lm.generate(model, tokenizer, prompt, max_tokens=8)
     assert found["samples"][0][0]["answer"] == expected.strip()
@@ -428,7 +429,7 @@ def test_ctrl_c_while_it_loads_is_silent(
     def stop(_: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mesp.evaluation.evaluate.bundle_tokenizer", stop)
+    monkeypatch.setattr("mesp.evaluation.evaluate.load_bundle_tokenizer", stop)
     done = run("evaluate", bundle, write(tmp_path / "data.jsonl", TASKS))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
@@ -440,7 +441,7 @@ BAD_RECORDS = {
     "no object": ("[1]", "Record 1 of {} is not an object"),
     "nothing": ("", "has no records"),
     "unknown": ('{"question": "x"}', "has question; records have"),
-    "judged": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "has prompt, chosen, rejected"),
+    "pair": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "has prompt, chosen, rejected"),
     "one choice": ('{"prompt": "a", "choices": ["b"], "answer": 0}', "two or more strings"),
     "no prompt": ('{"choices": ["b", "c"], "answer": 0}', 'no "prompt"'),
     "no answer": ('{"prompt": "a", "choices": ["b", "c"]}', '"answer" that is neither'),

@@ -21,7 +21,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
 from helpers.commands import call, command, run
 from mesp.bundle.reader import Bundle
-from mesp.text import bundle_tokenizer
+from mesp.data.tokenizer import load_bundle_tokenizer
 
 QUESTIONS = [
     {"prompt": "The President of the United", "choices": ["States", "Kings of old"], "answer": 0},
@@ -101,7 +101,7 @@ class MlxModel(MLXLM):
 
     def __init__(self, bundle: Path, adapters: Path | None) -> None:
         super(MLXLM, self).__init__()
-        self._model, self.tokenizer = Bundle(bundle).to_mlx_lm(), bundle_tokenizer(bundle)
+        self._model, self.tokenizer = Bundle(bundle).to_mlx_lm(), load_bundle_tokenizer(bundle)
         if adapters is not None:
             load_adapters(self._model, str(adapters))
         self._model.eval()

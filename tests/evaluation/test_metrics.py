@@ -6,8 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from mesp.answers import canonical_json, extract, f1
 from mesp.evaluation.metrics import Metric, compare, exponential
+from mesp.exact_match import canonical_json, extract, f1
 
 
 def test_a_metric_is_weighted():

@@ -50,15 +50,15 @@ from mesp.federate.exchange import (
     drift,
     from_bfloat16,
     read_arrays,
+    select_exchanged,
     to_bfloat16,
-    travelling,
     write_arrays,
 )
 from mesp.federate.federation import STATE_NAME, Federation, Rounds, write_app
 from mesp.federate.local_training import train
-from mesp.federate.people import Split, read_topics, share_out
+from mesp.federate.partition import Partition, read_topics, share_out
 from mesp.models.architecture import Architecture
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 
 
 def a_round(federation: Federation, number: int, start: Arrays, client: int = 0):
@@ -80,9 +80,11 @@ def test_a_client_with_all_data_does_what_mesp_train_does(
     for folder in ("adapters", "adapters/peft"):  # the demo model's licence goes with them
         assert "license: mit\n" in (whole.rounds.path(0) / folder / "README.md").read_text()
     trained = a_round(whole, 1, whole.rounds.arrays(0))
-    expected = travelling(trained_here(bundle, tmp_path / "run", *options), frozen == "--freeze-a")
+    expected = select_exchanged(
+        trained_here(bundle, tmp_path / "run", *options), frozen == "--freeze-a"
+    )
     assert equal(trained.arrays, expected)
-    log = Run.load(tmp_path / "run")
+    log = RunLog.load(tmp_path / "run")
     assert trained.targets == sum(step["tokens"] for step in log.steps)
     assert trained.loss == pytest.approx(sum(log.losses) / 5)
 
@@ -113,7 +115,7 @@ def test_rounds_of_sgd_are_one_run(bundle: Path, data: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_moments_of_adamw_begin_anew_each_round(bundle: Path, data: Path, tmp_path: Path):
+def test_the_moments_of_adamw_begin_again_each_round(bundle: Path, data: Path, tmp_path: Path):
     options = ("--optimizer", "adamw", "--clients", 1, "--rounds", 2, "--no-freeze-a")
     whole = federation(bundle, data, tmp_path / "f", *options, "--steps", 1)
     whole.rounds.save(0, None, {})
@@ -157,7 +159,7 @@ def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
             for name in arrays
         }
     union = ("--steps", 2, "--batch-size", clients * batches, "--freeze-a", *SGD)
-    expected = travelling(trained_here(own, tmp_path / "run", *union), True)
+    expected = select_exchanged(trained_here(own, tmp_path / "run", *union), True)
     # Sums of float32 in another order.
     for name, array in arrays.items():
         assert np.linalg.norm(array - expected[name]) <= 1e-6 * np.linalg.norm(expected[name])
@@ -254,8 +256,8 @@ def test_drift_and_the_error_of_averaging_are_as_their_formulas():
     exact = sum(q * products(c) for q, c in zip(p, clients, strict=True))
     wrong = np.linalg.norm(exact - products(mean)) / np.linalg.norm(exact - products(start))
     assert averaging_error(clients, weights, start) == pytest.approx(wrong, rel=1e-5)
-    only_b = [travelling(each, True) for each in clients]
-    assert averaging_error(only_b, weights, travelling(start, True)) == 0
+    only_b = [select_exchanged(each, True) for each in clients]
+    assert averaging_error(only_b, weights, select_exchanged(start, True)) == 0
 
     def of_experts(arrays: Arrays) -> Arrays:
         """The blocks as experts of one block, as mlx-lm has these."""
@@ -294,11 +296,11 @@ def test_shares_are_a_partition_in_the_datas_order(data: Path):
     assert everything == [json.dumps(record) for record in RECORDS[:32]]
     assert len(held_out) == 8
     for split in ("iid", "dirichlet:0.5"):
-        shares = share_out(str(data), topics, 3, Split.parse(split), seed=1)
+        shares = share_out(str(data), topics, 3, Partition.parse(split), seed=1)
         orders = [[everything.index(each) for each in contents(share)] for share in shares]
         assert sorted(index for order in orders for index in order) == list(range(32))
         assert all(a < b for order in orders for a, b in pairwise(order))
-    sizes = [len(share) for share in share_out(str(data), topics, 3, Split("iid"), seed=1)]
+    sizes = [len(share) for share in share_out(str(data), topics, 3, Partition("iid"), seed=1)]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -308,14 +310,14 @@ def test_a_file_is_a_topic(tmp_path: Path):
     topics, held_out = read_topics(str(tmp_path))
     assert [*topics] == ["a.jsonl", "b.jsonl", "c.jsonl"]
     assert len(held_out) == 10
-    shares = share_out("", topics, 2, Split("by-file"), seed=0)
+    shares = share_out("", topics, 2, Partition("by-file"), seed=0)
     assert [len(share) for share in shares] == [20, 10]
     with pytest.raises(MespError, match="client 3 of 4 would get nothing"):
-        share_out("", topics, 4, Split("by-file"), seed=0)
+        share_out("", topics, 4, Partition("by-file"), seed=0)
     # The smaller alpha, the more of a topic one client has.
     most = []
     for alpha in (0.05, 100):
-        shares = share_out("", topics, 2, Split("dirichlet", alpha), seed=3)
+        shares = share_out("", topics, 2, Partition("dirichlet", alpha), seed=3)
         most.append(max(len(share) for share in shares))
     assert most[0] > most[1]
 
@@ -345,7 +347,7 @@ def test_held_out_data_alone_trains_nobody(tmp_path: Path):
     assert not topics
     assert [each.content for each in held_out] == ["What is held out.\n"]
     with pytest.raises(MespError, match="has nothing to train on"):
-        share_out(str(tmp_path), topics, 2, Split("iid"), 0)
+        share_out(str(tmp_path), topics, 2, Partition("iid"), 0)
 
 
 def test_texts_are_shared_out_by_paragraphs(tmp_path: Path):
@@ -353,9 +355,9 @@ def test_texts_are_shared_out_by_paragraphs(tmp_path: Path):
     (tmp_path / "train.txt").write_text(text)
     (tmp_path / "valid.txt").write_text("Held out.")
     topics, _ = read_topics(str(tmp_path))
-    (whole,) = share_out("", topics, 1, Split("iid"), seed=0)
+    (whole,) = share_out("", topics, 1, Partition("iid"), seed=0)
     assert [each.content for each in whole] == [text]
-    shares = share_out("", topics, 2, Split("iid"), seed=0)
+    shares = share_out("", topics, 2, Partition("iid"), seed=0)
     parts = [each.content.split("\n\n") for share in shares for each in share]
     assert sorted(each for part in parts for each in part) == sorted(text.split("\n\n"))
 
@@ -433,7 +435,7 @@ def test_round_0_is_the_adapters_that_mesp_train_starts_from(
         *("train", bundle, "--out", tmp_path / "run", "--steps", 1, "--val-batches", 25),
         *("--learning-rate", 1e-30),
     )
-    assert record["held_out_loss"] == Run.load(tmp_path / "run").held_out[0]
+    assert record["held_out_loss"] == RunLog.load(tmp_path / "run").held_out[0]
     arrays = read_arrays(whole.rounds.path(0) / "adapters")
     assert not any(arrays[name].any() for name in arrays if name.endswith("lora_b"))
     assert (whole.rounds.path(0) / "adapters" / "peft" / "adapter_model.safetensors").exists()
@@ -491,7 +493,7 @@ def test_a_round_is_whole_or_not_there_whichever_call_failed(
         for number in random.Random(kind).sample(range(1, 40), 6)
     }
     for folder in folders:
-        shutil.copytree(whole.output, folder)
+        shutil.copytree(whole.folder, folder)
     cases = json.dumps([(str(folder), kind, number) for folder, number in folders.items()])
     done = subprocess.run(
         [sys.executable, "-c", SAVE_IN_FORKS, cases],
@@ -527,12 +529,12 @@ def test_a_loss_of_power_at_any_call_leaves_whole_rounds(
 ):
     """A round has its name when all of it is on the disk, and the name is then too."""
 
-    def engine(settings: dict) -> Run:
+    def engine(settings: dict) -> RunLog:
         output = Path(settings["output"])
         (output / "adapters" / "peft").mkdir(parents=True)
         for name in ("state.safetensors", "adapters/a", "adapters/peft/b"):
             (output / name).write_text(name)
-        return Run(evals=({"type": "eval", "step": 0, "loss": 1.5, "split": "valid"},))
+        return RunLog(evals=({"type": "eval", "step": 0, "loss": 1.5, "split": "valid"},))
 
     monkeypatch.setattr(federations, "run_engine", engine)
     done: list[tuple[str, object]] = []
@@ -681,13 +683,13 @@ def test_a_federation_keeps_to_its_folder(bundle: Path, data: Path, tmp_path: Pa
 
 
 def test_a_round_is_written_through_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def engine(settings: dict) -> Run:
+    def engine(settings: dict) -> RunLog:
         output = Path(settings["output"])
         output.mkdir(parents=True)
         (output / "state.safetensors").write_text("state")
         for name in ("round.json", "strategy.npz"):
             (output / name).symlink_to(kept / "file")
-        return Run(evals=({"type": "eval", "step": 0, "loss": 1.5, "split": "valid"},))
+        return RunLog(evals=({"type": "eval", "step": 0, "loss": 1.5, "split": "valid"},))
 
     monkeypatch.setattr(federations, "run_engine", engine)
     kept, folder = tmp_path / "kept", tmp_path / "rounds"

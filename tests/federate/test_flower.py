@@ -46,10 +46,10 @@ from mesp.engine.build import find_engine
 from mesp.errors import MespError
 from mesp.federate import federation as federations
 from mesp.federate.client_app import app, client_app
-from mesp.federate.exchange import Arrays, packed, read_arrays, to_bfloat16
+from mesp.federate.exchange import Arrays, pack, read_arrays, to_bfloat16
 from mesp.federate.federation import STATE_NAME, Federation
-from mesp.federate.messages import to_numpy, to_record
-from mesp.federate.report import line, summary
+from mesp.federate.flower_messages import to_numpy, to_record
+from mesp.federate.rounds_progress import line, summary
 from mesp.federate.server_app import serve
 from mesp.federate.strategies import Screened, make_strategy
 from mesp.runs.privacy import Steps, gaussian_epsilon, noise_for
@@ -376,7 +376,7 @@ def test_no_answer_ends_a_federation(bundle: Path, data: Path, tmp_path: Path):
             for node in (1, 2):
                 question = flwr.Message(flwr.RecordDict(), dst_node_id=node, message_type="train")
                 content = {
-                    "arrays": to_record(start if exchange == "float32" else packed(start)),
+                    "arrays": to_record(start if exchange == "float32" else pack(start)),
                     "metrics": flwr.MetricRecord(dict(metrics)),
                     "about": flwr.ConfigRecord({"name": "Ann"}),
                 }
@@ -450,7 +450,7 @@ def test_one_server_at_a_time(bundle: Path, data: Path, tmp_path: Path):
     refused = []
 
     def another(record: dict) -> None:
-        with pytest.raises(MespError, match=f"Another server is at work in {whole.output}"):
+        with pytest.raises(MespError, match=f"Another server is at work in {whole.folder}"):
             served(whole)
         refused.append(record["round"])
 
@@ -916,10 +916,10 @@ class Deployment:
 
     def run(self, server: Federation) -> None:
         """Starts the app of a federation."""
-        options = ("--out", server.output, "--resume", "--app")
+        options = ("--out", server.folder, "--resume", "--app")
         done = subprocess.run(command("federate", *options), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        done = self.flwr("run", server.output / "app", "here")
+        done = self.flwr("run", server.folder / "app", "here")
         assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from helpers.commands import call
-from mesp.commands.federate import main, prepare
+from mesp.commands.federate import main, prepare_federation
 from mesp.federate.exchange import Arrays, read_arrays
 from mesp.federate.federation import Federation
 
@@ -30,7 +30,7 @@ def federation(bundle: Path, data: Path, output: Path, *options: object) -> Fede
     """The settings that mesp federate makes of its options for Flower."""
     arguments = (bundle, "--data", data, "--out", output, *options)
     with main.make_context("mesp federate", [*map(str, arguments)]) as context:
-        return prepare(context)
+        return prepare_federation(context)
 
 
 def trained_here(bundle: Path, output: Path, *options: object) -> Arrays:

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from helpers.models import EXPERT_MATRICES, FAMILIES, TEXT, TINY, write_tokenizer
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete
-from mesp.models.names import CONVOLUTIONS
+from mesp.models.tensor_names import CONVOLUTIONS
 
 _LLAMA = {"attention_bias": False, "mlp_bias": False}
 _GEMMA = {"query_pre_attn_scalar": 32}

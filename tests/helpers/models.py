@@ -20,12 +20,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from helpers import lfm3
 from mesp import reference
+from mesp.data.tokenizer import load_tokenizer
 from mesp.models import families
 from mesp.models.architecture import Architecture, Block
 from mesp.models.mixers import AttentionMixer
-from mesp.models.names import CONVOLUTIONS, name_here, name_there
-from mesp.models.quantization import Quantization
-from mesp.text import load_tokenizer
+from mesp.models.quantization_formats import Quantization
+from mesp.models.tensor_names import CONVOLUTIONS, name_here, name_there
 
 sys.modules.setdefault("mlx_lm.models.lfm3", lfm3)  # which mlx-lm has not
 

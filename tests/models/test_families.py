@@ -16,7 +16,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from helpers.commands import call, run
 from helpers.models import FAMILIES, TEXT, write_mixed_model, write_model
 from mesp import reference
-from mesp.adapters.measure import held_out_loss
+from mesp.adapters.held_out_loss import measure_held_out_loss
 from mesp.bundle.reader import Bundle
 from mesp.engine.process import generate
 from mesp.models.architecture import Architecture
@@ -76,10 +76,10 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(
     model, _ = mlx_lm.load(str(quantized))
     held_out = (Bundle(bundle), SEQ_LEN, VAL_BATCHES)
     # In float32 the two differ in the order of sums alone.
-    assert held_out_loss(model, *held_out) == pytest.approx(before, rel=1e-5)
+    assert measure_held_out_loss(model, *held_out) == pytest.approx(before, rel=1e-5)
     load_adapters(model, str(output / "adapters"))
     model.eval()
-    assert held_out_loss(model, *held_out) == pytest.approx(after, rel=1e-5)
+    assert measure_held_out_loss(model, *held_out) == pytest.approx(after, rel=1e-5)
 
     if trained:
         layers = model.layers
@@ -177,7 +177,7 @@ def test_a_fused_module_is_trained_alone(tmp_path: Path):
     call("train", bundle, "--out", tmp_path / "second", *options)
     lines = (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()
     start = next(r["loss"] for r in map(json.loads, lines) if r["type"] == "eval")
-    assert held_out_loss(*held_out) == pytest.approx(start, rel=1e-5)
+    assert measure_held_out_loss(*held_out) == pytest.approx(start, rel=1e-5)
 
     done = run("train", bundle, "--out", tmp_path / "third", "--steps", 1, "--projections", "q")
     assert done.returncode == 2

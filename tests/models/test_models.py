@@ -14,8 +14,8 @@ from mesp.models import families
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete
 from mesp.models.families import FUSED_ATTENTION, FUSED_MLP
-from mesp.models.names import name_here
 from mesp.models.short_names import KNOWN
+from mesp.models.tensor_names import name_here
 
 
 def test_geometry_of_a_config():

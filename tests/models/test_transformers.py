@@ -24,9 +24,9 @@ import pytest
 
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
 from mesp.quantization.choose import Quantizations
-from mesp.source_model.forward_pass import Beside, SourceModel
+from mesp.source_model.forward_pass import SideInputs, SourceModel
 from mesp.source_model.safetensors import SafetensorsWeights
 
 torch = pytest.importorskip("torch")
@@ -422,9 +422,9 @@ def ours(folder: Path, tokens: list[int]) -> np.ndarray:
     weights = SafetensorsWeights(folder, arch)
     model = SourceModel(weights, weights.arch, Quantizations(Quantization()))
     x = model.embed(tokens)
-    beside = Beside(tokens, x)
+    side = SideInputs(tokens, x)
     for index in range(arch.num_hidden_layers):
-        x = model.block(index, x, beside)
+        x = model.block(index, x, side)
     return np.array(model.logits(model.final(x), slice(0, arch.vocab_size))[0])
 
 

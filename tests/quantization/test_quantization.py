@@ -16,18 +16,18 @@ from mlx_lm.utils import load_model
 
 from helpers.models import FAMILIES, TEXT, TINY, mlx_lm_model, random_tensors, write_model
 from mesp.block_function.dequantize import pack, unpack
-from mesp.bundle.as_source import as_source
 from mesp.bundle.reader import Bundle
+from mesp.bundle.to_source_model import to_source_model
 from mesp.commands.export import main
 from mesp.models.architecture import Architecture
-from mesp.models.quantization import AFFINE, Quantization
+from mesp.models.quantization_formats import AFFINE, Quantization
 from mesp.quantization import least_squares, quantize_rows
 from mesp.quantization.choose import Quantizations
-from mesp.quantization.descent import shrunk
-from mesp.source_model import moments as moments_of
+from mesp.quantization.coordinate_descent import shrink
+from mesp.source_model import calibration
+from mesp.source_model.calibration import Moments
 from mesp.source_model.forward_pass import SourceModel
-from mesp.source_model.measure import measure
-from mesp.source_model.moments import Moments
+from mesp.source_model.quantization_loss import measure_loss
 from mesp.source_model.safetensors import SafetensorsWeights
 
 DTYPES = [mx.float32, mx.bfloat16]
@@ -95,7 +95,7 @@ def test_error_is_at_most_that_of_the_nearest(kind, dtype):
             found = least_squares.quantize(matrix, quantization, moments, dtype)
             nearest = [mx.quantize(matrix, size, bits)]
             nearest = [(nearest[0][0], *(each.astype(dtype) for each in nearest[0][1:]))]
-            m = least_squares.damped(moments, shape[1])
+            m = least_squares.damp(moments, shape[1])
             errors = [
                 (m * mx.square(matrix - values(each, quantization))).reshape(-1, size).sum(axis=1)
                 for each in (found, *nearest)
@@ -161,7 +161,7 @@ def test_descent_never_adds_error(kind):
         )
         for part in (1, 2):
             assert mx.array_equal(found[part], plain[part])
-        P = mx.array(shrunk(products))
+        P = mx.array(shrink(products))
         e, before = (matrix - values(each, quantization) for each in (found, plain))
         errors, bar = ((each @ P * each).sum(axis=1) for each in (e, before))
         slack = 1e-6 * (matrix @ P * matrix).sum(axis=1)
@@ -266,7 +266,7 @@ def test_moments_are_of_what_mlx_lm_multiplies(name):
 
 
 def test_modules_with_many_inputs_have_no_products(monkeypatch):
-    monkeypatch.setattr(moments_of, "WIDEST", TINY["hidden_size"])
+    monkeypatch.setattr(calibration, "WIDEST", TINY["hidden_size"])
     found = Moments(source_model(TINY), [[1, 2, 3]], with_products=True).of_block(0)
     hidden, wide = TINY["hidden_size"], TINY["intermediate_size"]
     assert found["mlp.up_proj"].shape == (hidden, hidden)
@@ -358,7 +358,7 @@ def test_measuring_equals_mlx_lm(tiny):
     source = source_model(TINY)
     bundle = Bundle("out.mesp")
     sequences = mx.random.randint(0, 512, (2, 20), key=mx.random.key(3))
-    loss = measure(source, as_source(bundle), sequences.tolist())
+    loss = measure_loss(source, to_source_model(bundle), sequences.tolist())
     models = mlx_lm_model(TINY), bundle.to_mlx_lm()
     kl, losses = [], ([], [])
     for tokens in sequences:
@@ -378,7 +378,7 @@ def test_measuring_equals_mlx_lm(tiny):
 
 def test_a_model_is_as_far_from_itself_as_nothing(tiny):
     source = source_model(TINY)
-    loss = measure(source, source, [[1, 2, 3, 4]])
+    loss = measure_loss(source, source, [[1, 2, 3, 4]])
     assert np.abs(loss.kl).max() <= 1e-6
     assert loss.perplexities[0] == loss.perplexities[1]
 

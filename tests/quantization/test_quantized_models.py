@@ -18,7 +18,7 @@ from helpers.models import (
     write_mixed_model,
     write_model,
 )
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
 
 pytestmark = pytest.mark.usefixtures("working_folder")
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from helpers.paths import ROOT
-from mesp.source_model.measure import Loss, finals, measure
+from mesp.source_model.quantization_loss import QuantizationLoss, compute_head_inputs, measure_loss
 from studies import quantizers
 from studies.quantizers import Study, mesp
 from studies.real_models import GEMMA, SMOLLM2, hugging_face_folder
@@ -46,11 +46,11 @@ def test_an_export_keeps_the_model(name, request, tmp_path):
     text.write_text(quantizers.python_docs_text())
     source, _ = study.open(model)
     sequences = study.sequences(text, SEQUENCES, LENGTH)
-    of_source = finals(source, sequences)
+    of_source = compute_head_inputs(source, sequences)
 
-    def export(*options: object) -> tuple[Loss, int]:
+    def export(*options: object) -> tuple[QuantizationLoss, int]:
         quantized, size = mesp(*options)(study)
-        return measure(source, quantized, sequences, of_source), size
+        return measure_loss(source, quantized, sequences, of_source), size
 
     default, size = export()
     calibrated, _ = export("--calibrate")

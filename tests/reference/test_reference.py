@@ -27,8 +27,8 @@ from helpers.preferences import TRL
 from mesp import reference
 from mesp.models.architecture import Architecture, Block
 from mesp.models.mixers import AttentionMixer
-from mesp.models.names import name_there
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
+from mesp.models.tensor_names import name_there
 
 SCALE = 2.0
 EPS = 1e-6

@@ -17,14 +17,15 @@ from helpers.adapters import write_adapters
 from helpers.commands import call, run
 from helpers.gguf_files import MODELS, q8_0, write_gguf
 from helpers.models import TEXT, random_tensors, write_model
+from mesp import hub_download
 from mesp.bundle.reader import Bundle
+from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 from mesp.source_model import find
 from mesp.source_model.gguf.config import config_of
 from mesp.source_model.gguf.header import GGUF, copy
 from mesp.source_model.gguf.tokenizer import write_tokenizer
-from mesp.text import bundle_tokenizer
 
 SIZE = ("--seq-len", 8, "--rank", 2, "--device", "cpu")
 
@@ -68,7 +69,9 @@ def test_a_bundle_is_that_of_the_same_model_in_mlx_lms_form(name: str, tmp_path:
             # The file has the exponential of these.
             equal = mx.allclose if key.endswith("A_log") else mx.array_equal
             assert equal(found[key], array), f"{path} {key}"
-    assert bundle_tokenizer(ours.path).encode(TEXT) == bundle_tokenizer(theirs.path).encode(TEXT)
+    assert load_bundle_tokenizer(ours.path).encode(TEXT) == load_bundle_tokenizer(
+        theirs.path
+    ).encode(TEXT)
     assert ours.to_mlx_lm() is not None
 
 
@@ -278,7 +281,7 @@ def test_pieces_are_read_as_sentencepiece_has_them(tmp_path: Path):
     file = write_gguf(tmp_path / "tiny.gguf", "llama-yarn", tensors, vocabulary="pieces")
     bundle = export(file, tmp_path / "out.mesp")
     assert bundle.config()["bos_token_id"] == 1
-    tokenizer = bundle_tokenizer(bundle.path)
+    tokenizer = load_bundle_tokenizer(bundle.path)
     text = "The quick\n  brown ☃"
     ids = tokenizer.encode(text)
     assert ids[0] == tokenizer.bos_token_id == 1 and tokenizer.eos_token_ids == {2}
@@ -335,8 +338,8 @@ def test_files_of_the_hub_are_named_as_llama_cpp_names_them(name, chosen, tmp_pa
     (folder / "sub").mkdir(parents=True)
     file = write_gguf(tmp_path / "tiny.gguf", "qwen2", random_tensors(MODELS["qwen2"][1]))
     file.rename(folder / chosen)
-    monkeypatch.setattr(find, "list_files", lambda repo: files)
-    monkeypatch.setattr(find, "download", lambda kind, repo, patterns: folder)
+    monkeypatch.setattr(hub_download, "list_files", lambda repo: files)
+    monkeypatch.setattr(hub_download, "download", lambda kind, repo, patterns: folder)
     source = find.find_source(name, False)
     assert source.id == f"o/m/{chosen}" and source.revision == "0123"
     done = run("export", "--model", "o/m:Q6_K", "--out", tmp_path / "out.mesp")
@@ -356,8 +359,8 @@ def test_a_folder_of_gguf_files_says_which_to_name(tmp_path: Path):
 
 def test_a_repository_of_gguf_files_says_which_to_name(tmp_path: Path, monkeypatch):
     files = ["README.md", "mmproj-Q8_0.gguf", "m.Q8_0.gguf"]
-    monkeypatch.setattr(find, "list_files", lambda repo: files)
-    monkeypatch.setattr(find, "download", lambda kind, repo, patterns: tmp_path)
+    monkeypatch.setattr(hub_download, "list_files", lambda repo: files)
+    monkeypatch.setattr(hub_download, "download", lambda kind, repo, patterns: tmp_path)
     with pytest.raises(MespError, match=r"name the one to read: --model o/m/m\.Q8_0\.gguf"):
         find.find_source("o/m", False)
 

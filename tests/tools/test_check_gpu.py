@@ -12,7 +12,7 @@ from helpers.pages import Page
 from helpers.paths import DEMO_BUNDLE, ROOT
 from helpers.phones import APP, Phones
 from mesp.engine.build import expected_version, find_engine
-from mesp.engine.process import records
+from mesp.engine.process import stream_records
 
 NAMES = ["machine", "repeats", "resume"]
 START = {
@@ -85,7 +85,7 @@ def test_the_engine_runs_the_named_checks_of_a_fresh_process():
     settings = {"bundle": str(DEMO_BUNDLE), "checks": ["leaving", "metal.footprint", "errors"]}
     checks = {
         each["name"]: each["verdict"]
-        for each in records("self-check", settings)
+        for each in stream_records("self-check", settings)
         if each["type"] == "check"
     }
     assert checks == {"metal.footprint": "note", "leaving": "note", "errors": "pass"}

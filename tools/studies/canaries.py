@@ -31,10 +31,10 @@ from mlx import nn
 from demo import OUT, call, program
 from mesp.bundle.reader import Bundle
 from mesp.commands.command import Command
+from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.formatting import decimal
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 from mesp.runs.privacy import Steps, epsilon
-from mesp.text import bundle_tokenizer
 from studies.benchmarks.show import show
 from studies.comparison.scores import model_with
 from studies.comparison.trainers import multiply_dequantized
@@ -88,7 +88,7 @@ def main(seed: int, steps: int, out: Path) -> None:
             *(program("mesp-train"), bundle, "--steps", steps, "--batch-size", BATCH_SIZE),
             *("--seed", seed, "--val-batches", HELD_OUT, "--out", output, *options),
         )
-        run = Run.load(output)
+        run = RunLog.load(output)
         total = "∞"
         if noise := run.settings.get("dp_noise"):
             sampled = BATCH_SIZE / run.plan["examples"]
@@ -124,7 +124,7 @@ def row(
     total: str,
 ) -> dict[str, str]:
     """A line of the table: the mean exposure of the canaries of each kind."""
-    model, tokenizer = model_with(bundle, adapters), bundle_tokenizer(bundle.path)
+    model, tokenizer = model_with(bundle, adapters), load_bundle_tokenizer(bundle.path)
     found = {who: exposure(model, tokenizer, who, secret) for who, secret in secrets.items()}
     return {
         "run": name,

@@ -4,7 +4,7 @@
 
 The demo's six people, each with requests of one kind; what is held out is of all kinds. All train
 from the same matrices with the same update, which starts again in each round, and the one with all
-of the data takes as many steps as the six together. All adapters are judged by mlx-lm's model.
+of the data takes as many steps as the six together. All adapters are measured by mlx-lm's model.
 Needs Flower.
 """
 
@@ -110,7 +110,7 @@ def main(
     task = Task("requests", SEQ_LEN, BATCH_SIZE, steps, HELD_OUT_CASES)
     opened = Bundle(bundle)
     found = {
-        name: [judged(opened, task, each, number) for number in range(rounds + 1)]
+        name: [measure_round(opened, task, each, number) for number in range(rounds + 1)]
         for name, each in runs.items()
     }
     if plot:
@@ -139,7 +139,7 @@ def in_one_place(data: Path, folder: Path) -> Path:
 
 def by_oneself(federation: Federation, client: Client, people: int = 1) -> Rounds:
     """A federation's rounds of one client that hears of no other, for as many steps as `people`."""
-    folder = federation.output / "by-oneself" / client.name
+    folder = federation.folder / "by-oneself" / client.name
     rounds = Rounds(folder, federation.training, federation.rounds.evaluation)
     rounds.save(0, None, {})
     arrays = rounds.arrays(0)
@@ -150,7 +150,7 @@ def by_oneself(federation: Federation, client: Client, people: int = 1) -> Round
     return rounds
 
 
-def judged(bundle: Bundle, task: Task, runs: list[Rounds], number: int) -> Round:
+def measure_round(bundle: Bundle, task: Task, runs: list[Rounds], number: int) -> Round:
     """The result of a round, the mean of several runs."""
     adapters = [run.path(number) / "adapters" for run in runs]
     scores = [score(model_with(bundle, each), bundle, task) for each in adapters]

@@ -18,7 +18,7 @@ import numpy as np
 
 from mesp.commands.command import Command
 from mesp.errors import MespError
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 
 MOST = 1.0  # MB over the whole run
 START = 0.05  # of the run, in which memory is taken that stays
@@ -33,7 +33,7 @@ def main(steps: int, out: Path | None) -> None:
         bundle, run = Path(folder, "demo.mesp"), Path(folder, "run")
         call("export", "--model", "demo", "--seq-len", 64, "--out", bundle, "--overwrite")
         call("train", bundle, "--steps", steps, "--eval-every", 200, "--out", run)
-        records = Run.load(run).steps
+        records = RunLog.load(run).steps
     records = records[int(START * len(records)) :]
     step = np.array([record["step"] for record in records])
     footprint = np.array([record["footprint_bytes"] for record in records]) / 1e6

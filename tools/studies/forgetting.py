@@ -33,10 +33,11 @@ from demo_real import find_model
 from demo_rewards import cases as sentences
 from mesp.bundle.reader import Bundle
 from mesp.commands.command import Command
+from mesp.data.prompts import encode_prompt
 from mesp.data.python_docs import python_docs
-from mesp.evaluation.model import running_model
-from mesp.runs.log import Run
-from mesp.text import bundle_tokenizer, encode
+from mesp.data.tokenizer import load_bundle_tokenizer
+from mesp.evaluation.evaluated_model import running_model
+from mesp.runs.log import RunLog
 from studies.tasks import house_requests, spoken_notes
 
 LIMIT = 3.0  # percent
@@ -114,7 +115,7 @@ def main(
     names = tuple(TASKS) if after else names
     source = model or find_model()
     bundles = {name: export(source, name, steps) for name in names}
-    texts = write_texts(files)
+    texts = write_config_and_tokenizer(files)
     answers = ask(bundles[names[0]])
     base = perplexities(bundles[names[0]], texts, answers, None)
     table = Table("task", "run", "held-out loss", "strength", "gain", *base, "peak MB", "s")
@@ -190,7 +191,7 @@ TASKS = {
 }
 
 
-def write_texts(files: tuple[Path, ...]) -> dict[str, Path]:
+def write_config_and_tokenizer(files: tuple[Path, ...]) -> dict[str, Path]:
     """Writes the texts to be remembered, by name, as `mesp evaluate` takes them."""
     texts = {
         "docs": "\n".join(each.content["text"] for each in python_docs()["valid"]),
@@ -207,10 +208,10 @@ def write_texts(files: tuple[Path, ...]) -> dict[str, Path]:
 
 def ask(bundle: Bundle) -> Answers:
     """The untuned model's answers to questions: the tokens of each prompt, and of its answer."""
-    tokenizer = bundle_tokenizer(bundle.path)
+    tokenizer = load_bundle_tokenizer(bundle.path)
     found = []
     for question in QUESTIONS:
-        asked = encode(tokenizer, question, True, None)
+        asked = encode_prompt(tokenizer, question, True, None)
         answer = mesp.generate(bundle, question, max_tokens=ANSWER_TOKENS)
         found.append((asked, tokenizer.encode(answer, add_special_tokens=False)))
     return found
@@ -225,23 +226,23 @@ def perplexities(
         folders = () if adapters is None else (adapters,)
         rows = mesp.evaluate(bundle, file, adapters=folders, base=not folders, max_length=256).rows
         (found[name],) = [row.estimate.value for row in rows if row.metric == "perplexity"]
-    with running_model(bundle.path, adapters, bundle_tokenizer(bundle.path), 1024) as model:
+    with running_model(bundle.path, adapters, load_bundle_tokenizer(bundle.path), 1024) as model:
         scores = [model.scores(asked, [answer])[0].log_likelihood for asked, answer in answers]
     tokens = sum(len(answer) for _, answer in answers)
     return {**found, "answers": math.exp(-sum(scores) / tokens)}
 
 
-def learn(bundle: Bundle, out: Path, steps: int, options: dict[str, Any]) -> Run:
-    """A run, with `steps` sequences of the task; one that has finished is not made again."""
-    if not (out / "metrics.jsonl").exists() or Run.load(out).state() != "finished":
+def learn(bundle: Bundle, out: Path, steps: int, options: dict[str, Any]) -> RunLog:
+    """A run, with `steps` sequences of the task; one that has finished is not repeated."""
+    if not (out / "metrics.jsonl").exists() or RunLog.load(out).state() != "finished":
         shutil.rmtree(out, ignore_errors=True)
         steps = round(steps / (1 - options.get("replay", 0)))
         warmup = steps // 20
         mesp.train(bundle, out=out, steps=steps, warmup=warmup, **OPTIONS, **options)
-    return Run.load(out)
+    return RunLog.load(out)
 
 
-def result(run: Run, perplexity: dict[str, float]) -> Result:
+def result(run: RunLog, perplexity: dict[str, float]) -> Result:
     before, after = run.held_out
     assert before is not None and after is not None
     kept = {"strength": 1.0, "loss_after": after} | run.strength

@@ -313,7 +313,7 @@ def by_packing(bundle: Path, task: Task) -> dict[str, Trainer]:
     }
 
 
-class Judged(NamedTuple):
+class Measured(NamedTuple):
     """The scores of one run, and its loss on the other text, nats a token."""
 
     scores: Scores
@@ -332,19 +332,19 @@ def report(
     ids = other_text(bundle, task, text)
     asks = task.answers is not None
 
-    seen: dict[tuple[bytes, bool], Judged] = {}
+    seen: dict[tuple[bytes, bool], Measured] = {}
 
-    def judge(adapters: Path | None, base: Path | None = None) -> Judged:
-        """Adapters that are the same to the last bit are judged once."""
+    def measure(adapters: Path | None, base: Path | None = None) -> Measured:
+        """Adapters that are the same to the last bit are measured once."""
         file = adapters and adapters / WEIGHTS
         key = (hashlib.sha256(file.read_bytes() if file else b"").digest(), base is None)
         if key not in seen:
             model = model_with(bundle, adapters, base)
             other = None if ids is None else loss_of_text(model, ids, task.seq_len)
-            seen[key] = Judged(score(model, bundle, task), other)
+            seen[key] = Measured(score(model, bundle, task), other)
         return seen[key]
 
-    def cells(runs: list[Judged]) -> list[str]:
+    def cells(runs: list[Measured]) -> list[str]:
         """Held-out loss, right answers, perplexity of the other text."""
         row = [decimal(mean(each.scores.loss for each in runs), 4)]
         row += [f"{mean(each.scores.exact.mean() for each in runs):.1%}"] * asks
@@ -356,18 +356,18 @@ def report(
     columns = ["trainer", "seeds", "held-out loss", *[right] * asks]
     columns += ["other text"] * (ids is not None)
     columns += ["losses apart", "loss, 95%", *[f"{task.answers}, 95%"] * asks, "equivalent"]
-    rows = [["none", "", *cells([judge(None)])]]
+    rows = [["none", "", *cells([measure(None)])]]
     for name, runs in found.items():
         if runs[0].base is not None:
-            rows.append([f"none, of {name}", "", *cells([judge(None, runs[0].base)])])
-    judged = {
-        name: [judge(each.adapters, each.base) for each in runs] for name, runs in found.items()
+            rows.append([f"none, of {name}", "", *cells([measure(None, runs[0].base)])])
+    measured = {
+        name: [measure(each.adapters, each.base) for each in runs] for name, runs in found.items()
     }
-    scores = {name: [each.scores for each in runs] for name, runs in judged.items()}
+    scores = {name: [each.scores for each in runs] for name, runs in measured.items()}
     first, *_ = found
     verdicts = {}
     for name, runs in found.items():
-        row = [name, str(len(runs)), *cells(judged[name])]
+        row = [name, str(len(runs)), *cells(measured[name])]
         if name != first:
             baseline = scores[first][: len(runs)]
             loss = paired(scores[name], baseline, what="loss")

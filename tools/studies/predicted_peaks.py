@@ -82,7 +82,7 @@ def main(models: tuple[str, ...], seq_lens: tuple[int, ...], layers: int) -> Non
     click.echo(f"least {rows[0]}\nmost  {rows[-1]}\n{margin(rows)}")
 
 
-def show(model: str, seq_len: int, name: str, bundle: mesp.Bundle, run: mesp.Run) -> Row:
+def show(model: str, seq_len: int, name: str, bundle: mesp.Bundle, run: mesp.RunLog) -> Row:
     predicted, measured = run.plan["predicted_peak_bytes"], run.peak_bytes or 0
     arrays = max(step["mlx_peak_bytes"] for step in run.steps)
     architecture = bundle.manifest.architecture

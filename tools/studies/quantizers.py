@@ -3,7 +3,7 @@
     python tools/studies/quantizers.py --model DIR --text TEXT --calibrate OTHER_TEXT
     .venv/llama/bin/python tools/studies/quantizers.py …    with llama.cpp's Q4_K_M too
 
-Each way gets the same source, and is judged on the same tokens: KL, the mean Kullback-Leibler
+Each way gets the same source, and is measured on the same tokens: KL, the mean Kullback-Leibler
 divergence to the source over the whole vocabulary at every position, and the ratio of the
 perplexities, both with 95% intervals by bootstrap over the sequences, and paired. A way that needs
 a text gets `--calibrate`'s. Scales of mlx-lm take 16 bits, those of mesp-export as many as
@@ -31,24 +31,24 @@ import mlx.core as mx
 import numpy as np
 from click.testing import CliRunner
 
-from mesp.bundle.as_source import as_source
 from mesp.bundle.reader import Bundle
+from mesp.bundle.to_source_model import to_source_model
 from mesp.commands.command import Command
 from mesp.commands.export import main as export
+from mesp.data.encoder import cut_text
 from mesp.data.python_docs import python_docs
 from mesp.data.source_files import read_text
-from mesp.data.tokens import cut_text
+from mesp.data.tokenizer import load_tokenizer
 from mesp.evaluation.metrics import bootstrap, interval
 from mesp.models.architecture import Architecture
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
 from mesp.models.weights import Weights
 from mesp.quantization.choose import Quantizations, find_quantizations
+from mesp.source_model.calibration import choose_excerpts
 from mesp.source_model.find import Source, find_source
 from mesp.source_model.forward_pass import SourceModel
-from mesp.source_model.measure import finals, measure
-from mesp.source_model.moments import excerpts
+from mesp.source_model.quantization_loss import compute_head_inputs, measure_loss
 from mesp.source_model.safetensors import SafetensorsWeights
-from mesp.text import load_tokenizer
 
 RESAMPLES = 10_000
 
@@ -84,7 +84,7 @@ class Study:
 
     def sequences(self, text: Path, count: int, length: int) -> list[list[int]]:
         arch = Architecture.from_config(self.source.config)
-        return excerpts(self.tokens(text), self.source, arch, count, length)
+        return choose_excerpts(self.tokens(text), self.source, arch, count, length)
 
 
 Way = Callable[[Study], tuple[SourceModel, int]]  # the quantized model, and its bytes
@@ -107,7 +107,7 @@ def mesp(*options: object) -> Way:
             for array in layout.arrays
             if "norm" not in array.name
         )
-        return as_source(bundle), size
+        return to_source_model(bundle), size
 
     return way
 
@@ -282,10 +282,10 @@ def main(
         source, _ = study.open(model)
         count = source.arch.num_parameters
         scored = study.sequences(text, sequences, length)
-        of_source = finals(source, scored)
+        of_source = compute_head_inputs(source, scored)
         for name, way in chosen.items():
             quantized, size = way(study)
-            loss = measure(source, quantized, scored, of_source)
+            loss = measure_loss(source, quantized, scored, of_source)
             kl, error = mean_and_error(np.split(loss.kl, len(scored)))
             ratio, spread = mean_and_error(np.split(loss.model - loss.source, len(scored)))
             print(

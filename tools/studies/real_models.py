@@ -28,10 +28,10 @@ from safetensors.numpy import save_file
 from mesp.commands.command import Command
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
-from mesp.models.names import name_there
+from mesp.models.tensor_names import name_there
 from mesp.source_model.gguf.config import config_of
 from mesp.source_model.gguf.header import GGUF
-from mesp.source_model.gguf.names import Names
+from mesp.source_model.gguf.tensor_names import Names
 from mesp.source_model.gguf.tokenizer import write_tokenizer
 
 

@@ -17,7 +17,7 @@ from mesp.models.families import FAMILIES
 _ALONE = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 
 
-def checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
+def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
     """The tensors of `model`, mlx-lm's of the bundle with nothing quantized, by the names and in
     the shapes that Hugging Face's checkpoints have."""
     arch = bundle.architecture

@@ -8,12 +8,12 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_map_with_path, tree_unflatten
 
-from mesp.adapters.checkpoint import checkpoint, config_of_text, save_checkpoint
+from mesp.adapters.checkpoint import config_of_text, make_checkpoint, save_checkpoint
+from mesp.bundle.model_card import write_card
 from mesp.bundle.reader import Bundle
-from mesp.bundle.terms import write_card
 from mesp.files import read_object
 from mesp.models.config_json import for_mlx_lm
-from mesp.source_model.texts import copy_texts, texts_of, write_config
+from mesp.source_model.copied_files import copy_files, files_to_copy, write_config
 
 BFLOAT16 = 16  # bits: not quantized
 GROUPS = (64, 32)  # weights that share a scale: the first that divides a row
@@ -80,10 +80,10 @@ def save(
     else:
         config.pop("quantization", None)
         config = config_of_text(config)
-        save_checkpoint(folder, checkpoint(model, bundle))
+        save_checkpoint(folder, make_checkpoint(model, bundle))
     write_config(folder / "config.json", config)
     listed = (entry.path for entry in bundle.manifest.files)
-    copy_texts(bundle.path, texts_of(listed), folder)
+    copy_files(bundle.path, files_to_copy(listed), folder)
     write_card(bundle.manifest, folder)
     if ends := bundle.manifest.end_tokens:
         file = folder / "generation_config.json"

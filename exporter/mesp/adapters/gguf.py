@@ -126,7 +126,7 @@ def _tensors(
 
 
 def _names(arch: Architecture):
-    from mesp.source_model.gguf.names import ARCHITECTURES, Names
+    from mesp.source_model.gguf.tensor_names import ARCHITECTURES, Names
 
     granite = arch.model_type == "granitemoehybrid" and arch.has_experts
     if arch.model_type not in ARCHITECTURES or granite:

@@ -7,7 +7,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
 
 
 def dequantize(

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mesp.block_function.dequantize import dequantize
 from mesp.models.architecture import Block
 from mesp.models.layout import Layout
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
 
 
 @dataclass(frozen=True)

@@ -9,38 +9,38 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mesp.bundle.as_source import as_source
 from mesp.bundle.export_options import DEVICE, BundleOptions, ExportOptions
 from mesp.bundle.manifest import OF_SAME_WEIGHTS, Manifest, read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.bundle.rewriter import rewrite_bundle
+from mesp.bundle.to_source_model import to_source_model
 from mesp.bundle.writer import write_bundle
-from mesp.data.load import DataOptions, load_beside
+from mesp.data.load import DataOptions, load_additional
+from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 from mesp.models.layout import DTYPE_OF
-from mesp.models.quantization import AFFINE, MODES
+from mesp.models.quantization_formats import AFFINE, MODES
 from mesp.models.weights import Weights
-from mesp.progress import Report
+from mesp.progress import ProgressCallback
 from mesp.quantization.choose import BITS, Quantizations, find_quantizations
+from mesp.source_model.calibration import choose_excerpts
 from mesp.source_model.find import Source, find_source
 from mesp.source_model.forward_pass import SourceModel
-from mesp.source_model.measure import Loss
-from mesp.source_model.measure import measure as measure_loss
-from mesp.source_model.moments import excerpts
+from mesp.source_model.quantization_loss import QuantizationLoss, measure_loss
 from mesp.source_model.random_weights import RandomWeights
 from mesp.source_model.safetensors import SafetensorsWeights
-from mesp.text import load_tokenizer
 
 log = logging.getLogger(__name__)
 StrPath = str | os.PathLike[str]
 
 QUANTIZERS = ("least-squares", "nearest")
-MEASURED = 8, 256  # sequences that `Job.measure` reads, and tokens of each
+MEASURE_SEQUENCES = 8  # that `ExportJob.measure` reads, of `MEASURE_LENGTH` tokens each
+MEASURE_LENGTH = 256
 
 
 @dataclass(frozen=True)
-class Job:
+class ExportJob:
     """An export to do: the model, found, and how it becomes a bundle."""
 
     source: Source
@@ -48,7 +48,7 @@ class Job:
     architecture: Architecture
     options: ExportOptions
 
-    def run(self, progress: Report | None = None) -> Manifest:
+    def run(self, progress: ProgressCallback | None = None) -> Manifest:
         """Writes the bundle `options.out` and returns its manifest; see `export`."""
         manifest = write_bundle(
             self.source, self.weights, self.architecture, self.options, progress
@@ -76,19 +76,19 @@ class Job:
             raise MespError("Random weights predict nothing; leave out --measure.")
         assert self.source.folder is not None
         tokenizer = load_tokenizer(self.source.folder, "which --measure needs; leave it out")
-        count, length = MEASURED
+        count, length = MEASURE_SEQUENCES, MEASURE_LENGTH
         vocab_size, encoding = self.architecture.vocab_size, self.options.data_options.encoding
-        split = load_beside(data, tokenizer, length, vocab_size, encoding)
-        return excerpts(split.tokens, self.source, self.architecture, count, length)
+        split = load_additional(data, tokenizer, length, vocab_size, encoding)
+        return choose_excerpts(split.tokens, self.source, self.architecture, count, length)
 
-    def measure(self, sequences: list[list[int]]) -> Loss:
+    def measure(self, sequences: list[list[int]]) -> QuantizationLoss:
         """The distance of the written bundle's predictions from the model's."""
         model = SourceModel(self.weights, self.architecture, self.options.quantizations)
         bundle = Bundle(self.options.out, to_run=False)
-        return measure_loss(model, as_source(bundle), sequences)
+        return measure_loss(model, to_source_model(bundle), sequences)
 
 
-def prepare(
+def prepare_export(
     model: str,
     out: StrPath | None,
     *,
@@ -108,7 +108,7 @@ def prepare(
     layers: int | None,
     seed: int,
     overwrite: bool,
-) -> Job:
+) -> ExportJob:
     """Finds the model, which may be downloaded, and checks how it is to be exported; the arguments
     are `export`'s, which has their defaults. Raises MespError where something cannot be used.
     Nothing is written."""
@@ -123,7 +123,7 @@ def prepare(
         head_bits=(head_bits, BITS),
     )
     source = find_source(str(model), random_weights)
-    arch = Architecture.from_config(source.config, max(listed(seq_len)))
+    arch = Architecture.from_config(source.config, max(sort_numbers(seq_len)))
     if layers and layers > arch.num_hidden_layers:
         raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
     if layers and arch.per_layer and not random_weights:
@@ -163,8 +163,8 @@ def prepare(
         out=Path(f"{source.name}.mesp" if out is None else out),
         data=None if data is None else str(data),
         data_options=data_options or DataOptions(),
-        seq_lens=listed(seq_len),
-        ranks=listed(rank),
+        seq_lens=sort_numbers(seq_len),
+        ranks=sort_numbers(rank),
         quantizations=quantizations,
         dtype=dtype or DTYPE_OF[device],
         device=device,
@@ -173,7 +173,7 @@ def prepare(
         quantize=quantize,
         calibrate=calibrate,
     )
-    return Job(source, weights, arch, options)
+    return ExportJob(source, weights, arch, options)
 
 
 def export(
@@ -196,7 +196,7 @@ def export(
     layers: int | None = None,
     seed: int = 0,
     overwrite: bool = False,
-    progress: Report | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Bundle:
     """Quantizes a model, writes it as a bundle to fine-tune, and returns that.
 
@@ -229,7 +229,7 @@ def export(
         MespError: The model, the data, an argument or the disk does not allow it. Nothing is left
             then.
     """
-    job = prepare(
+    job = prepare_export(
         model, out, data=data, data_options=data_options, seq_len=seq_len, rank=rank, mode=mode,
         bits=bits, group_size=group_size, head_bits=head_bits, quantize=quantize,
         calibrate=calibrate, dtype=dtype, device=device, random_weights=random_weights,
@@ -248,7 +248,7 @@ def rewrite(
     dtype: str | None = None,
     device: str | None = None,
     overwrite: bool = False,
-    progress: Report | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Bundle:
     """Writes a bundle again with other functions and the same weights and data, and returns it.
 
@@ -259,8 +259,8 @@ def rewrite(
     has = read_manifest(old, to_run=False, formats=OF_SAME_WEIGHTS)
     options = BundleOptions(
         out=old if out is None else Path(out),
-        seq_lens=listed(seq_len) or list(has.seq_lens),
-        ranks=listed(rank) or list(has.ranks),
+        seq_lens=sort_numbers(seq_len) or list(has.seq_lens),
+        ranks=sort_numbers(rank) or list(has.ranks),
         dtype=dtype or has.dtype,
         device=DEVICE if device == "auto" else device or has.device,
         overwrite=overwrite,
@@ -269,7 +269,7 @@ def rewrite(
     return Bundle(options.out, to_run=False)
 
 
-def listed(numbers: int | Sequence[int]) -> list[int]:
+def sort_numbers(numbers: int | Sequence[int]) -> list[int]:
     """Each of the numbers once, in order. Raises MespError where one is below 1."""
     found = [numbers] if isinstance(numbers, int) else sorted(set(numbers))
     if any(number < 1 for number in found):

@@ -20,7 +20,7 @@ from mesp.models.architecture import (
     Architecture,
 )
 from mesp.models.layout import Layout
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
 
 FORMAT = 6
 # The formats that differ only in their functions: `mesp-export --from` reads a bundle of any.

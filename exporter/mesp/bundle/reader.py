@@ -34,8 +34,8 @@ from mesp.models.layout import (
     per_layer_layout,
     table_layout,
 )
-from mesp.models.names import CONVOLUTIONS, name_there
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
+from mesp.models.tensor_names import CONVOLUTIONS, name_there
 
 FUNCTIONS = 64 << 20  # the most bytes of a file of functions, a hundred times what any has
 

@@ -17,12 +17,12 @@ from mesp.bundle.writer import check_disk
 from mesp.errors import MespError, plain_os_errors
 from mesp.folders import locked, new_folder
 from mesp.models.config_json import check_lengths
-from mesp.progress import Report, Task
-from mesp.source_model.texts import copy_texts, naming_code, texts_of
+from mesp.progress import ProgressCallback, Task
+from mesp.source_model.copied_files import configs_naming_code, copy_files, files_to_copy
 
 
 def rewrite_bundle(
-    source: Path, options: BundleOptions, progress: Report | None = None
+    source: Path, options: BundleOptions, progress: ProgressCallback | None = None
 ) -> Manifest:
     """Writes the bundle `options.out`, which may be `source`, and returns its manifest.
 
@@ -61,10 +61,10 @@ def rewrite_bundle(
             pieces = (piece for spec in old[file].arrays for piece in spec.pieces(words))
             write_weights(folder / file, layouts[file], pieces, writing.advance)
         listed = {entry.path for entry in manifest.files}
-        changed_texts = naming_code(source, listed)
-        copy_texts(source, changed_texts, folder)
+        changed_texts = configs_naming_code(source, listed)
+        copy_files(source, changed_texts, folder)
         written = describe_files(folder)
-        used = {*old, "config.json", *texts_of(listed)}
+        used = {*old, "config.json", *files_to_copy(listed)}
         used |= {file for split in manifest.data.values() for file in split.sizes}
         used -= {*changed, *changed_texts}
         kept = [entry for entry in manifest.files if entry.path in used]

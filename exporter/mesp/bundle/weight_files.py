@@ -24,10 +24,10 @@ from mesp.models.layout import (
     per_layer_layout,
     table_layout,
 )
-from mesp.models.weights import Weights, norm
+from mesp.models.weights import Weights, read_norm
 from mesp.quantization.choose import Quantizations
 from mesp.quantization.quantize_rows import Quantizer, least_squares_of, matrix_pieces, nearest
-from mesp.source_model.moments import Moments
+from mesp.source_model.calibration import Moments
 
 # The files of the matrices that embeddings for each layer are made with. A GPU would hold all of a
 # file of which it reads a part, so the table, of which it reads some rows, has one of its own.
@@ -85,7 +85,7 @@ def block_pieces(
     """The arrays of a block's file."""
     prefix = f"model.layers.{index}."
     for name in block.norms():
-        yield name, 0, norm(weights, prefix + name, layout[name].shape, block.arch)
+        yield name, 0, read_norm(weights, prefix + name, layout[name].shape, block.arch)
     for name, shape in block.vectors().items():
         yield name, 0, weights.rows(prefix + name, shape, slice(0, shape[0]))
     for name in block.biases():
@@ -117,7 +117,7 @@ def table_pieces(
         quantize = least_squares_of(moments.of_head() if is_head else None)
     yield from matrix_pieces(weights, source, layout, "", quantizations, quantize)
     if is_head:
-        final = norm(weights, "model.norm.weight", layout["norm"].shape, arch)
+        final = read_norm(weights, "model.norm.weight", layout["norm"].shape, arch)
         yield "norm", 0, final / arch.logits_scaling
 
 
@@ -128,7 +128,7 @@ def per_layer_pieces(
     yield from matrix_pieces(weights, name, layout, "", quantizations, nearest)
     if "norm" in layout:
         its = "model.per_layer_projection_norm.weight"
-        yield "norm", 0, norm(weights, its, layout["norm"].shape, arch)
+        yield "norm", 0, read_norm(weights, its, layout["norm"].shape, arch)
 
 
 def write_weights(

@@ -21,27 +21,27 @@ from mesp.bundle.weight_files import (
     write_weights,
 )
 from mesp.data.examples import Split
-from mesp.data.load import load, load_beside, random_data
+from mesp.data.load import load, load_additional, make_random_data
+from mesp.data.tokenizer import load_checked_tokenizer, load_tokenizer, write_tokenizer
 from mesp.errors import MespError, plain_os_errors
 from mesp.folders import new_folder
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import check_lengths, complete
 from mesp.models.families import FAMILIES
 from mesp.models.weights import Weights
-from mesp.progress import Report, Task
+from mesp.progress import ProgressCallback, Task
 from mesp.quantization.choose import Quantizations, check_quantizations
-from mesp.source_model.find import Source
-from mesp.source_model.forward_pass import SourceModel
-from mesp.source_model.moments import (
+from mesp.source_model.calibration import (
     CALIBRATION_SEQUENCES,
     LENGTH,
     Moments,
-    excerpts,
-    random_tokens,
+    choose_excerpts,
+    draw_tokens,
 )
+from mesp.source_model.copied_files import copy_files, files_to_copy, write_config
+from mesp.source_model.find import Source
+from mesp.source_model.forward_pass import SourceModel
 from mesp.source_model.random_weights import RandomWeights
-from mesp.source_model.texts import copy_texts, texts_of, write_config
-from mesp.text import load_tokenizer, proven_tokenizer, write_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def write_bundle(
     weights: Weights,
     arch: Architecture,
     options: ExportOptions,
-    progress: Report | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Manifest:
     """Writes the bundle `options.out` and returns its manifest.
 
@@ -69,7 +69,7 @@ def write_bundle(
     ):
         check_disk(options.out, folder, total)
         Task(progress, "Tokenizing")
-        tokenizer = proven_tokenizer(source.folder, source.name) if source.folder else None
+        tokenizer = load_checked_tokenizer(source.folder, source.name) if source.folder else None
         splits = tokenize(source, weights, arch, options, tokenizer)
         moments = find_moments(source, weights, arch, options)
         files = weight_files(weights, arch, options, moments)
@@ -77,7 +77,7 @@ def write_bundle(
         options = replace(options, pack=any(split.pack for split in splits.values()))
         manifest = write_model(folder, source, arch, files, options, writing.advance)
         data = write_data(folder, "data", splits)
-        write_texts(source, folder, arch, options.quantizations)
+        write_config_and_tokenizer(source, folder, arch, options.quantizations)
         if tokenizer and not (folder / "tokenizer.json").exists():
             write_tokenizer(tokenizer, folder)
         manifest = replace(
@@ -135,7 +135,7 @@ def tokenize(
     longest = max(options.seq_lens)
     if options.data is None:
         if isinstance(weights, RandomWeights):
-            return random_data(arch.vocab_size, longest, options.seed)
+            return make_random_data(arch.vocab_size, longest, options.seed)
         return {}
     if source.folder is None:
         raise MespError(
@@ -156,17 +156,17 @@ def find_moments(
         return None
     model = SourceModel(weights, arch, quantizations)
     if options.calibrate is None:
-        return Moments(model, excerpts(random_tokens(arch.vocab_size), source, arch))
+        return Moments(model, choose_excerpts(draw_tokens(arch.vocab_size), source, arch))
     if source.folder is None:
         raise MespError(f"{source.name} has no tokenizer here, so --calibrate cannot be used.")
     tokenizer = load_tokenizer(source.folder, "which --calibrate needs; leave it out")
     encoding = options.data_options.encoding
-    split = load_beside(options.calibrate, tokenizer, LENGTH, arch.vocab_size, encoding)
-    sequences = excerpts(split.tokens, source, arch, CALIBRATION_SEQUENCES)
+    split = load_additional(options.calibrate, tokenizer, LENGTH, arch.vocab_size, encoding)
+    sequences = choose_excerpts(split.tokens, source, arch, CALIBRATION_SEQUENCES)
     return Moments(model, sequences, with_products=True)
 
 
-def write_texts(
+def write_config_and_tokenizer(
     source: Source, folder: Path, arch: Architecture, quantizations: Quantizations
 ) -> None:
     """Writes config.json as of the bundle's weights; copies the tokenizer and the terms."""
@@ -188,7 +188,7 @@ def write_texts(
     write_config(folder / "config.json", config)
     if source.folder:
         files = [file.name for file in source.folder.iterdir() if file.is_file()]
-        copy_texts(source.folder, texts_of(files), folder)
+        copy_files(source.folder, files_to_copy(files), folder)
         for name in OTHER_TEMPLATES:
             if (source.folder / name).exists():
                 log.warning(

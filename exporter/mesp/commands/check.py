@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from mesp.bundle.prove import prove
+from mesp.bundle.compare_with_source import compare_with_source
 from mesp.bundle.reader import load
 from mesp.commands.command import Command
 from mesp.commands.export import describe_loss
-from mesp.engine.process import records
+from mesp.engine.process import stream_records
 from mesp.errors import EngineError
 from mesp.formatting import printable
 from mesp.source_model.find import find_source
@@ -37,11 +37,13 @@ def main(bundle: Path, files: bool, source: str | None) -> None:
     opened = load(bundle, to_run=not files and source is None)
     opened.verify()
     if source is not None:
-        proof = prove(opened, find_source(source, random_weights=False))
-        click.echo(f"quantization  {describe_loss(proof.loss)}")
-        click.echo(f"source        logits differ by {proof.read:.1e} from its own in mlx-lm")
-        click.echo(f"bundle        logits differ by {proof.written:.1e} from its own in mlx-lm")
-        proof.check()
+        comparison = compare_with_source(opened, find_source(source, random_weights=False))
+        click.echo(f"quantization  {describe_loss(comparison.loss)}")
+        click.echo(f"source        logits differ by {comparison.read:.1e} from its own in mlx-lm")
+        click.echo(
+            f"bundle        logits differ by {comparison.written:.1e} from its own in mlx-lm"
+        )
+        comparison.check()
         click.echo(f"{bundle} computes what {source} does, but for quantization.")
     elif files:
         click.echo(f"The files of {bundle} are whole.")
@@ -52,7 +54,7 @@ def main(bundle: Path, files: bool, source: str | None) -> None:
 def _check_training(bundle: Path) -> None:
     verdicts: Counter[str] = Counter()
     settings = {"bundle": str(bundle.resolve()), "checks": CHECKS, "repeats": 2, "seconds": 0.1}
-    for record in records("self-check", settings):
+    for record in stream_records("self-check", settings):
         if record["type"] == "check":
             verdicts[record["verdict"]] += 1
             if record["verdict"] == "fail":

@@ -14,8 +14,8 @@ from mesp.commands.data_options import data_options, given_data_options
 from mesp.commands.show import show_records
 from mesp.data.load import DataOptions, load
 from mesp.data.sources import SOURCES
+from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
-from mesp.text import load_tokenizer
 
 
 @click.command(cls=Command)

@@ -10,12 +10,12 @@ import click
 from click.core import ParameterSource
 
 from mesp.commands.command import pairs, several
+from mesp.data.encoder import LOSS_ON
 from mesp.data.held_out import HELD_OUT
 from mesp.data.load import DataOptions
 from mesp.data.records import KEYS
 from mesp.data.source_files import SPLITS
 from mesp.data.sources import Selection
-from mesp.data.tokens import LOSS_ON
 from mesp.errors import MespError
 
 OPTIONS = (

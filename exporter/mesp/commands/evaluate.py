@@ -12,8 +12,8 @@ from mesp.commands.command import Command, several
 from mesp.commands.progress_bars import evaluation_progress
 from mesp.errors import MespError
 from mesp.evaluation.evaluate import MAX_LENGTH, MAX_TOKENS, check_unused, evaluate
-from mesp.evaluation.model import AT_ONCE
-from mesp.evaluation.report import check_writable, table, write
+from mesp.evaluation.evaluated_model import AT_ONCE
+from mesp.evaluation.results import check_writable, format_table, write_results
 
 
 @click.command(cls=Command)
@@ -116,10 +116,10 @@ def main(
         click.echo(cut, err=True)
     console = Console()
     # Without a terminal there is no width to keep to, and cut-off figures help nobody.
-    click.echo(table(found.rows, console.width if console.is_terminal else 200))
+    click.echo(format_table(found.rows, console.width if console.is_terminal else 200))
     if out is not None:
         folders = dict.fromkeys(row.adapters for row in found.rows)
         what: dict[str, Any] = {"bundle": str(bundle), "adapters": list(folders), "data": data}
         what |= {"tasks": list(tasks), "max_length": found.max_length}
-        write(out, what, found.rows, found.samples)
+        write_results(out, what, found.rows, found.samples)
         click.echo(f"Figures: {out}")

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from mesp import hub_upload
 from mesp.bundle.data_files import describe_data
-from mesp.bundle.export import QUANTIZERS, prepare, rewrite
+from mesp.bundle.export import QUANTIZERS, prepare_export, rewrite
 from mesp.bundle.manifest import OF_SAME_WEIGHTS, Manifest, read_manifest
 from mesp.commands.command import Command, several
 from mesp.commands.data_options import data_options
@@ -20,9 +20,9 @@ from mesp.data.load import DataOptions
 from mesp.data.sources import SOURCES
 from mesp.engine.plan import predicted_memory
 from mesp.errors import MespError
-from mesp.models.quantization import MODES, Quantization, describe_quantization
+from mesp.models.quantization_formats import MODES, Quantization, describe_quantization
 from mesp.quantization.choose import BITS, HEAD_BITS
-from mesp.source_model.measure import Loss
+from mesp.source_model.quantization_loss import QuantizationLoss
 
 
 def list_and_exit(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -146,7 +146,7 @@ def main(
         return
     if model is None:
         raise MespError("Name a model with --model, or a bundle to export again with --from.")
-    job = prepare(
+    job = prepare_export(
         model, out, data=data, data_options=data_options, overwrite=overwrite,
         seq_len=seq_lens or 256, rank=ranks or 8, bits=int(bits) if bits else None,
         group_size=int(group_size) if group_size else None,
@@ -165,7 +165,7 @@ def main(
         click.echo(f"  {'lost':10} {describe_loss(job.measure(measured))} of {measure}")
 
 
-def describe_loss(loss: Loss) -> str:
+def describe_loss(loss: QuantizationLoss) -> str:
     """The distance of a bundle's predictions from those of its source."""
     before, after = loss.perplexities
     return (

@@ -29,15 +29,15 @@ from mesp.commands.training_options import (
     require,
 )
 from mesp.data.load import DataOptions, tokenize
+from mesp.data.tokenizer import load_tokenizer
 from mesp.engine.settings import TrainSettings, kept, settings_of
-from mesp.engine.train import SETTINGS_NAME, default_output, not_settings, recorded
+from mesp.engine.train import SETTINGS_NAME, default_folder, not_settings, read_recorded_settings
 from mesp.errors import Ended, MespError, plain_os_errors
 from mesp.federate.federation import TRAINING, Federation, FederationSettings, write_app
 from mesp.federate.local_training import SETTINGS
-from mesp.federate.people import Split, read_topics, share_out
-from mesp.federate.report import Report, summary
+from mesp.federate.partition import Partition, read_topics, share_out
+from mesp.federate.rounds_progress import RoundsProgress, summary
 from mesp.folders import refuse_linked_folders
-from mesp.text import load_tokenizer
 
 # The settings of training that a federation has.
 TRAINED = {
@@ -75,7 +75,7 @@ def main(
     """
     if importlib.util.find_spec("flwr") is None:
         raise MespError("mesp federate needs Flower: `pip install 'mesp[federate]'`.")
-    federation = prepare(context, simulated=not app)
+    federation = prepare_federation(context, simulated=not app)
     if app:
         click.echo(write_app(federation))
         return
@@ -83,18 +83,18 @@ def main(
     from mesp.federate.simulation import simulate
 
     try:
-        with Report(federation.options["rounds"]) as report:
+        with RoundsProgress(federation.options["rounds"]) as report:
             simulate(federation, report.show)
     except KeyboardInterrupt as interrupt:
         click.echo(
-            f"Stopped; to resume: mesp federate --resume --out {federation.output}", err=True
+            f"Stopped; to resume: mesp federate --resume --out {federation.folder}", err=True
         )
         # Flower's server thread would wait for its clients first.
         os._exit(128 + (interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT))
     click.echo(summary(federation))
 
 
-def prepare(context: click.Context, simulated: bool = True) -> Federation:
+def prepare_federation(context: click.Context, simulated: bool = True) -> Federation:
     """A federation of the command's options, in a folder with its settings and tokens, of all
     clients where they are simulated; or the one to resume. Raises MespError."""
     bundle, output, resume = (context.params[name] for name in ("bundle", "output", "resume"))
@@ -102,7 +102,7 @@ def prepare(context: click.Context, simulated: bool = True) -> Federation:
     if resume:
         if changed := given_data_options(context):
             raise MespError(f"A resumed federation keeps its data: leave out {changed[0]}.")
-        bundle, settings, trained = resumed(output, bundle, own, training)
+        bundle, settings, trained = read_resumed(output, bundle, own, training)
     else:
         require(context, "bundle", "data", "clients", "rounds")
         settings = FederationSettings(**own)
@@ -122,20 +122,20 @@ def prepare(context: click.Context, simulated: bool = True) -> Federation:
         },
         "resume": resume,
     }
-    Split.parse(settings.split)
+    Partition.parse(settings.split)
     if importlib.util.find_spec("flwr") is not None:
         from mesp.federate.strategies import make_strategy
 
         make_strategy(options)
     if output is None:
-        output = default_output(manifest, "federated")
+        output = default_folder(manifest, "federated")
     if (output / SETTINGS_NAME).exists() and not resume:
         raise MespError(
             f"{output} already holds a federation: name another folder with --out, or "
             "resume it with --resume."
         )
     federation = Federation(output.resolve(), options)
-    refuse_linked_folders(federation.output)
+    refuse_linked_folders(federation.folder)
     if not resume:
         with Console(stderr=True).status("Tokenizing"):
             write_tokens(federation, manifest, data_options_of(context.params), simulated)
@@ -143,7 +143,7 @@ def prepare(context: click.Context, simulated: bool = True) -> Federation:
     return federation
 
 
-def resumed(
+def read_resumed(
     output: Path | None,
     bundle: Path | None,
     own: Mapping[str, Any],
@@ -153,7 +153,7 @@ def resumed(
     federation and of its training. Raises MespError where another one would change it."""
     if output is None:
         raise MespError("Name the run to resume: --resume --out FOLDER.")
-    entries = recorded(output, SETTINGS_NAME)
+    entries = read_recorded_settings(output, SETTINGS_NAME)
     try:
         path = Path(entries["bundle"])
         settings = FederationSettings.from_json(entries)
@@ -178,7 +178,7 @@ def write_tokens(
     topics, held_out = read_topics(options["data"], data_options.selection, data_options.hold_out)
     documents = {"valid": held_out}
     if simulated:
-        split = Split.parse(options["split"])
+        split = Partition.parse(options["split"])
         shares = share_out(options["data"], topics, options["clients"], split, options["seed"])
         documents |= {federation.client(number).name: each for number, each in enumerate(shares)}
     tokens = tokenize(
@@ -189,7 +189,7 @@ def write_tokens(
         manifest.architecture.vocab_size,
         data_options,
     )
-    with plain_os_errors(f"Cannot write the data to {federation.output}"):
+    with plain_os_errors(f"Cannot write the data to {federation.folder}"):
         if simulated:
             for client in map(federation.client, range(options["clients"])):
                 assert client.data is not None

@@ -10,17 +10,17 @@ import mlx.nn as nn
 
 from mesp.adapters.fuse import BFLOAT16, fuse, save
 from mesp.adapters.gguf import read_base, write_fused_gguf, write_gguf
+from mesp.adapters.held_out_loss import measure_held_out_loss
 from mesp.adapters.load import apply_adapters, read_adapters
-from mesp.adapters.measure import held_out_loss
 from mesp.bundle.reader import Bundle
 from mesp.commands.command import Command
 from mesp.commands.progress_bars import export_progress
 from mesp.errors import MespError, plain_os_errors
 from mesp.folders import replacing
 from mesp.formatting import decimal
-from mesp.progress import Report, Task
+from mesp.progress import ProgressCallback, Task
 
-EATEN = 0.1  # the part of what the adapters gained that quantizing may take without a word
+MOST_LOST = 0.1  # the part of what the adapters gained that quantizing may take without a word
 WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 
 
@@ -77,37 +77,39 @@ def main(
             write_fused_gguf(target, base, matrices, opened.architecture, WIDTHS[bits])
         model = opened.to_mlx_lm()
         model.set_dtype(mx.float32)
-        losses = [measure(progress, "base", model, opened, measured)]
+        losses = [measure_with_progress(progress, "base", model, opened, measured)]
         apply_adapters(model, matrices, adapters)
-        losses.append(measure(progress, "with adapters", model, opened, measured))
+        losses.append(measure_with_progress(progress, "with adapters", model, opened, measured))
         Task(progress, "Fusing")
         quantized = fuse(model, WIDTHS[bits])
         save(folder, model, opened, quantized)
         model.set_dtype(mx.float32)  # weights as written, in the arithmetic of the others
-        losses.append(measure(progress, "fused", model, opened, measured))
+        losses.append(measure_with_progress(progress, "fused", model, opened, measured))
     if measured:
-        click.echo(verdict(losses[0], losses[1], losses[2], bits))
+        click.echo(describe_losses(losses[0], losses[1], losses[2], bits))
     click.echo(f"Model: {out}")
 
 
-def measure(progress: Report, what: str, model: nn.Module, bundle: Bundle, count: int) -> float:
+def measure_with_progress(
+    progress: ProgressCallback, what: str, model: nn.Module, bundle: Bundle, count: int
+) -> float:
     """The held-out loss; nan where none is asked for."""
     if not count:
         return float("nan")
     task = Task(progress, f"Held-out loss, {what}", count)
-    return held_out_loss(model, bundle, max(bundle.manifest.seq_lens), count, task.advance)
+    return measure_held_out_loss(model, bundle, max(bundle.manifest.seq_lens), count, task.advance)
 
 
-def verdict(base: float, tuned: float, fused: float, bits: str) -> str:
+def describe_losses(base: float, tuned: float, fused: float, bits: str) -> str:
     """The three losses in words, and what quantizing took."""
     lines = [
         f"Held-out loss {decimal(base, 3)}, {decimal(tuned, 3)} with adapters, "
         f"{decimal(fused, 3)} fused (nats a token)."
     ]
     gained, lost = base - tuned, fused - tuned
-    if gained > 0 and lost > EATEN * gained and bits != "bfloat16":
+    if gained > 0 and lost > MOST_LOST * gained and bits != "bfloat16":
         lines.append(
-            f"Quantizing to {bits} bits has eaten {lost / gained:.0%} of what the adapters gained; "
+            f"Quantizing to {bits} bits has lost {lost / gained:.0%} of what the adapters gained; "
             "take more --bits, or keep the adapters apart."
         )
     return "\n".join(lines)

@@ -23,7 +23,7 @@ from mesp.errors import MespError, plain_os_errors
 from mesp.formatting import megabytes
 from mesp.models.architecture import Architecture
 from mesp.models.layout import DTYPE_OF
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
 from mesp.models.short_names import KNOWN, geometries
 from mesp.quantization.choose import choose_quantizations
 from mesp.source_model.find import Source

@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 
 from mesp.formatting import decimal, duration, megabytes, printable, quality
-from mesp.progress import Progress, Report
+from mesp.progress import Progress, ProgressCallback
 from mesp.runs.log import Speed
 
 # Steps over which the displayed loss and speed are averaged.
@@ -102,7 +102,7 @@ class TrainingProgress:
 
 
 @contextmanager
-def _bars(*columns: ProgressColumn) -> Iterator[Report]:
+def _bars(*columns: ProgressColumn) -> Iterator[ProgressCallback]:
     """Bars on standard error, where that is a terminal: one for each task that is reported."""
     console = Console(stderr=True)
     tasks: dict[str, TaskID] = {}
@@ -122,11 +122,11 @@ def _bars(*columns: ProgressColumn) -> Iterator[Report]:
         yield report
 
 
-def export_progress() -> AbstractContextManager[Report]:
+def export_progress() -> AbstractContextManager[ProgressCallback]:
     """The bars of an export, in bytes."""
     return _bars(DownloadColumn())
 
 
-def evaluation_progress() -> AbstractContextManager[Report]:
+def evaluation_progress() -> AbstractContextManager[ProgressCallback]:
     """The bars of an evaluation, one a model."""
     return _bars(MofNCompleteColumn())

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from mesp.bundle.reader import Bundle
 from mesp.data.preferences import BAD, CHOSEN, GOOD, REJECTED
+from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.formatting import printable
-from mesp.text import bundle_tokenizer
 
 LONGEST = 2000  # characters of a record that are shown
 OPEN, CLOSE = "⟦", "⟧"  # around what is in the loss
@@ -26,7 +26,7 @@ def show_records(path: Path, count: int) -> None:
     the loss between ⟦ and ⟧, and in colour on a terminal, and the tokens at which generation stops.
     A packed text is one record; its first sequence is shown."""
     bundle, console = Bundle(path, to_run=False), Console(soft_wrap=True, highlight=False)
-    tokenizer = bundle_tokenizer(path)
+    tokenizer = load_bundle_tokenizer(path)
     for record in trained_records(bundle, tokenizer, count):
         console.print(record)
     ends = ", ".join(tokenizer.decode([token]) for token in sorted(tokenizer.eos_token_ids))

@@ -28,9 +28,9 @@ from mesp.engine.plan import (
 )
 from mesp.engine.process import find_count, find_plan
 from mesp.engine.settings import TrainSettings
-from mesp.engine.train import Job, prepare
+from mesp.engine.train import TrainingJob, prepare_training
 from mesp.formatting import decimal, duration, megabytes, quality
-from mesp.runs.log import LOG_NAME, Run
+from mesp.runs.log import LOG_NAME, RunLog
 
 
 @click.command(cls=Command)
@@ -65,7 +65,9 @@ def main(
         require(context, "bundle", "steps")
     settings = given(context, TrainSettings)
     is_typed = context.get_parameter_source("reward") is ParameterSource.COMMANDLINE
-    job = prepare(bundle, output, resume, paper, settings, not dry_run, may_import=is_typed)
+    job = prepare_training(
+        bundle, output, resume, paper, settings, not dry_run, may_import=is_typed
+    )
     find_engine()  # which is built first, where it has not been
     is_private = job.settings.dp_clip is not None
     if is_private or dry_run:
@@ -77,13 +79,13 @@ def main(
         return
     with TrainingProgress(job.settings.method, job.settings.steps) as display:
         run = job.run(display.show)
-    click.echo(summary(run, job.output))
+    click.echo(summary(run, job.folder))
     if is_private:
         click.echo(describe_privacy(job.settings, run.plan["examples"], run.end["step"]))
     raise SystemExit(128 + run.stopped_by if run.stopped_by else 0)
 
 
-def show_plan(job: Job, plan: dict[str, Any]) -> None:
+def show_plan(job: TrainingJob, plan: dict[str, Any]) -> None:
     """Prints what a run would take."""
     engine, settings = find_engine(), job.to_json()
     click.echo(describe_plan(plan))
@@ -94,7 +96,7 @@ def show_plan(job: Job, plan: dict[str, Any]) -> None:
         click.echo(describe_count(find_count(engine, settings)))
 
 
-def summary(run: Run, output: Path) -> str:
+def summary(run: RunLog, output: Path) -> str:
     """The results of a run, in a few lines."""
     done = "Finished" if run.end["reason"] == "finished" else "Stopped"
     lines = [
@@ -104,8 +106,8 @@ def summary(run: Run, output: Path) -> str:
     ]
     before, after = run.held_out
     if before is not None and after is not None:
-        judged = run.settings.get("objective")
-        unit = quality(run.evals_of("valid")[-1]) if judged else "nats a token"
+        objective = run.settings.get("objective")
+        unit = quality(run.evals_of("valid")[-1]) if objective else "nats a token"
         lines.append(
             f"Held-out loss {decimal(before, 3)} before, {decimal(after, 3)} after ({unit})."
         )

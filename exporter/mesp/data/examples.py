@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mesp.data.answers import Encoded
+from mesp.data.loss_mask import Encoded
 from mesp.errors import MespError
 
 

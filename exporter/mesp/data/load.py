@@ -15,14 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from mesp.data.answers import end_tokens
+from mesp.data.encoder import Encoder, begin_of_text
 from mesp.data.examples import Split, as_examples, as_stream
 from mesp.data.held_out import HELD_OUT, hold_out_records, hold_out_tokens
-from mesp.data.preferences import JUDGED, Judged, as_judged, judged
-from mesp.data.records import OPTIONS, Document, kind_of, unread
+from mesp.data.loss_mask import end_tokens
+from mesp.data.preferences import (
+    PREFERENCE_KINDS,
+    LabelledAnswer,
+    as_preference_data,
+    encode_answers,
+)
+from mesp.data.records import OPTIONS, Document, kind_of, unread_columns
 from mesp.data.sources import Selection, read_documents
 from mesp.data.special_tokens import special_tokens
-from mesp.data.tokens import Encoder, begin_of_text
 from mesp.errors import MespError
 
 log = logging.getLogger(__name__)
@@ -70,7 +75,7 @@ def load(
     return tokenize(data, documents, tokenizer, seq_len, vocab_size, options)
 
 
-def load_beside(
+def load_additional(
     data: str, tokenizer: Any, seq_len: int, vocab_size: int, encoding: Mapping[str, bool]
 ) -> Split:
     """The train split of data that is used beside a bundle's own, with nothing held out, encoded by
@@ -107,8 +112,10 @@ def tokenize(
     if kind != "text" or not pack:
         hold_out_records(data, documents, options.hold_out)
     encoded: dict[str, Any] = encode_all(data, documents, encoder)
-    if kind in JUDGED:
-        splits = {split: as_judged(data, split, each, seq_len) for split, each in encoded.items()}
+    if kind in PREFERENCE_KINDS:
+        splits = {
+            split: as_preference_data(data, split, each, seq_len) for split, each in encoded.items()
+        }
     elif pack and kind == "text":
         begin = begin_of_text(tokenizer)
         splits = {split: as_stream(each, begin) for split, each in encoded.items()}
@@ -178,8 +185,8 @@ def encode_all(
     for split, each in documents.items():
         for document in each:
             try:
-                if encoder.kind in JUDGED:
-                    encoded[split] += judged(document, encoder)
+                if encoder.kind in PREFERENCE_KINDS:
+                    encoded[split] += encode_answers(document, encoder)
                 else:
                     encoded[split].append(encoder(document))
             except MespError as error:
@@ -192,7 +199,7 @@ def encode_all(
     return encoded
 
 
-def random_data(vocab_size: int, seq_len: int, seed: int) -> dict[str, Split]:
+def make_random_data(vocab_size: int, seq_len: int, seed: int) -> dict[str, Split]:
     """Streams of random ids for 64 windows each, to time training without a text."""
     generator = np.random.default_rng(seed)
     tokens = 64 * seq_len + 1
@@ -215,7 +222,7 @@ def _check_options(
         raise MespError(f"{data} has text, which has no answers: leave out --loss-on {loss_on}.")
     if options.chat and kind == "text":
         raise MespError(f"{data} has text, which has no prompts: leave out --chat.")
-    if kind in JUDGED and (pack or loss_on != "answers" or options.long != "cut"):
+    if kind in PREFERENCE_KINDS and (pack or loss_on != "answers" or options.long != "cut"):
         option = "--pack" if pack else f"--loss-on {loss_on}"
         option = option if options.long == "cut" else f"--long {options.long}"
         raise MespError(
@@ -300,9 +307,9 @@ def _notes(
         sentences.append(
             f"Records that are marked not to be trained were left out: {weightless:,}."
         )
-    if columns := unread(documents):
+    if columns := unread_columns(documents):
         sentences.append(f"Columns that were not read: {', '.join(columns)}.")
     notes: Counter[str] = Counter()
     for each in itertools.chain(*encoded.values()):
-        notes.update({*(each.encoded if isinstance(each, Judged) else each).notes})
+        notes.update({*(each.encoded if isinstance(each, LabelledAnswer) else each).notes})
     return [*sentences, *(f"{note}: {count:,}." for note, count in notes.items())]

@@ -14,19 +14,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mesp.data.answers import Encoded
+from mesp.data.encoder import Encoder, named
 from mesp.data.examples import Split
+from mesp.data.loss_mask import Encoded
 from mesp.data.records import LABELS, PAIRS, Document, Said, as_messages
-from mesp.data.tokens import Encoder, named
 from mesp.errors import MespError
 
-JUDGED = (PAIRS, LABELS)
+PREFERENCE_KINDS = (PAIRS, LABELS)
 
 # A byte an example: of an answer by itself, and of a pair, its chosen right before its rejected.
 BAD, GOOD, REJECTED, CHOSEN = range(4)
 
 
-class Judged(NamedTuple):
+class LabelledAnswer(NamedTuple):
     """An answer with its prompt, and its label."""
 
     where: str
@@ -34,21 +34,25 @@ class Judged(NamedTuple):
     label: int
 
 
-def judged(document: Document, encoder: Encoder) -> list[Judged]:
+def encode_answers(document: Document, encoder: Encoder) -> list[LabelledAnswer]:
     """The answers of a record. Raises MespError where it cannot be used."""
     prompt, answers = _answers(document)
     found = []
     for answer, label in answers:
         with named(document):
-            found.append(Judged(document.where, _encode(document, encoder, prompt, answer), label))
+            found.append(
+                LabelledAnswer(document.where, _encode(document, encoder, prompt, answer), label)
+            )
     return found
 
 
-def as_judged(data: str, split: str, answers: Iterable[Judged], seq_len: int) -> Split:
+def as_preference_data(
+    data: str, split: str, answers: Iterable[LabelledAnswer], seq_len: int
+) -> Split:
     """An example for each answer, with its prompt, cut to `seq_len` tokens and the token after.
 
     The answer alone counts. Raises MespError where a prompt leaves no room for an answer, or where
-    all answers that are judged by themselves are alike.
+    all labels of answers without a pair are alike.
     """
     longest = seq_len + 1
     parts, examples, masks, labels = [], [], [], []

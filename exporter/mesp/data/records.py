@@ -80,9 +80,9 @@ class Document(NamedTuple):
         """Which of mlx-lm's kinds of record it is, found as mlx-lm finds it, or of TRL's."""
         if isinstance(self.content, str):
             return "text"
-        for judged in (PAIRS, LABELS):
-            if all(key in self.content for key in judged.split(" and ")):
-                return judged
+        for kind in (PAIRS, LABELS):
+            if all(key in self.content for key in kind.split(" and ")):
+                return kind
         if "prompt" in self.content and "completion" in self.content:
             return "prompt and completion"
         return "messages" if "messages" in self.content else "text"
@@ -240,7 +240,7 @@ def _said(where: str, key: str, value: Any, ignored: tuple[str, ...]) -> Said:
     return read_messages(where, value, ignored)
 
 
-def unread(documents: dict[str, list[Document]]) -> list[str]:
+def unread_columns(documents: dict[str, list[Document]]) -> list[str]:
     """The columns of the records that nothing reads."""
     found: dict[str, None] = {}
     for document in (each for split in documents.values() for each in split):

@@ -113,7 +113,7 @@ def ready_in_cache(sources: Path) -> Path:
 
     if is_ready():
         return engine
-    with alone(engine.parent):
+    with lock_folder(engine.parent):
         if not is_ready():
             scratch = engine.with_name("build")  # what a build that was killed left, serves
             built = build_engine(sources, scratch)
@@ -137,7 +137,7 @@ def _require_own(path: Path) -> None:
 
 
 def user_cache() -> Path:
-    """The user's folder of what can be made again: the XDG Base Directory's, on a Mac Apple's."""
+    """The user's folder of what can be rebuilt: the XDG Base Directory's, on a Mac Apple's."""
     own = "Library/Caches" if sys.platform == "darwin" else ".cache"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / own) / "mesp"
 
@@ -165,7 +165,7 @@ def prune(newest: Path) -> None:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Makes the folder, and lets one process in at a time.
 
     A process that ends, however it does, lets the next one in.

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
+from mesp.data.prompts import encode_prompt
+from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine import process
 from mesp.engine.process import Record
 from mesp.errors import plain_errors
-from mesp.text import bundle_tokenizer, encode
 
 StrPath = str | os.PathLike[str]
 
@@ -40,8 +41,8 @@ class TextStream:
     ) -> None:
         path = bundle.path if isinstance(bundle, Bundle) else Path(bundle)
         read_manifest(path)
-        self._tokenizer = bundle_tokenizer(path)
-        tokens = encode(self._tokenizer, prompt, chat, system_prompt, split_special_tokens)
+        self._tokenizer = load_bundle_tokenizer(path)
+        tokens = encode_prompt(self._tokenizer, prompt, chat, system_prompt, split_special_tokens)
         self.prompt_tokens = len(tokens)
         self.end: Record = {}
         self._records = process.generate(

@@ -264,7 +264,7 @@ def _answer(engine: Path, command: Sequence[str], settings: Settings) -> Record:
     return started.last
 
 
-def records(
+def stream_records(
     command: str, settings: Settings, environment: Mapping[str, str] | None = None
 ) -> Iterator[Record]:
     """The records that `mesp-engine COMMAND` prints with these settings. An ``end`` record has the
@@ -305,7 +305,7 @@ def generate(
         "seed": seed,
         "stop": list(stop),
     }
-    return records("generate", settings)
+    return stream_records("generate", settings)
 
 
 class Score(NamedTuple):

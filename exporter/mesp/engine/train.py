@@ -22,20 +22,20 @@ import numpy as np
 
 from mesp.bundle.data_files import write_data, write_index
 from mesp.bundle.manifest import Manifest, read_manifest
+from mesp.bundle.model_card import write_terms_of_run
 from mesp.bundle.reader import Bundle
-from mesp.bundle.terms import write_terms_of_run
 from mesp.data.examples import Split
-from mesp.data.general import general_text
-from mesp.data.load import load_beside
-from mesp.engine.own_texts import own_texts
+from mesp.data.general_text import read_general_text
+from mesp.data.load import load_additional
+from mesp.data.tokenizer import load_bundle_tokenizer, load_tokenizer
 from mesp.engine.process import Engine, Record, failure, log, running
+from mesp.engine.replay_texts import sample_replay_texts
 from mesp.engine.settings import TrainSettings, kept, settings_of
 from mesp.errors import Interrupted, MespError, plain_os_errors
 from mesp.files import read_settings, write_whole
 from mesp.folders import refuse_linked_folders
-from mesp.rewards import Reward, find_reward, rewards_of
-from mesp.runs.log import LOG_NAME, Run
-from mesp.text import bundle_tokenizer, load_tokenizer
+from mesp.rewards import Reward, compute_rewards, find_reward
+from mesp.runs.log import LOG_NAME, RunLog
 
 SETTINGS_NAME = "settings.json"
 # Folders of a run with tokens: of its general text, and of what is replayed.
@@ -45,44 +45,44 @@ StrPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A run to begin, or to continue: settings that are complete, checked and for this bundle."""
 
     bundle: Path
     manifest: Manifest
     settings: TrainSettings
-    output: Path
+    folder: Path
     resume: bool = False
     reward: Reward | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The settings that mesp-engine reads."""
-        paths = {"bundle": str(self.bundle), "output": str(self.output.resolve())}
+        paths = {"bundle": str(self.bundle), "output": str(self.folder.resolve())}
         settings = {**paths, **self.settings.to_json(), "resume": self.resume, "dry_run": False}
         if self.settings.reward is not None:
-            settings["stop"] = sorted(bundle_tokenizer(self.bundle).eos_token_ids)
+            settings["stop"] = sorted(load_bundle_tokenizer(self.bundle).eos_token_ids)
         if self.settings.max_forgetting is not None:
-            settings["general"] = str(self.output.resolve() / GENERAL)
+            settings["general"] = str(self.folder.resolve() / GENERAL)
         if self.settings.replay is not None:
-            settings["replay"] = str(self.output.resolve() / REPLAY)
+            settings["replay"] = str(self.folder.resolve() / REPLAY)
         return settings
 
-    def run(self, progress: Callable[[Record], None] | None = None) -> Run:
+    def run(self, progress: Callable[[Record], None] | None = None) -> RunLog:
         """Trains; see `train`."""
         try:
             return self._train(progress)
         finally:
             try:
-                write_terms_of_run(self.bundle, self.manifest, self.output)
+                write_terms_of_run(self.bundle, self.manifest, self.folder)
             except (MespError, OSError) as error:  # the adapters are there
                 log.warning("The licence could not be put beside the adapters: %s", error)
 
-    def _train(self, progress: Callable[[Record], None] | None) -> Run:
+    def _train(self, progress: Callable[[Record], None] | None) -> RunLog:
         reward = None
         if self.reward is not None:
-            reward = _Rewards(self.reward, bundle_tokenizer(self.bundle))
+            reward = _Rewards(self.reward, load_bundle_tokenizer(self.bundle))
         settings = (json.dumps(self.to_json(), indent=2) + "\n").encode()
-        written = self.output / SETTINGS_NAME
+        written = self.folder / SETTINGS_NAME
         with _settings_file(written, settings, self.resume) as (path, made):
             if self.settings.max_forgetting is not None:
                 self._write_tokens(GENERAL, self._general, made)
@@ -94,7 +94,7 @@ class Job:
                     if path != written:
                         # The engine goes on with them. Of a run that it refuses, nothing changes.
                         path = written
-                        with plain_os_errors(f"Cannot write the run to {self.output}"):
+                        with plain_os_errors(f"Cannot write the run to {self.folder}"):
                             write_whole(written, settings)
                     if reward is not None and record["type"] == "samples":
                         try:
@@ -108,8 +108,8 @@ class Job:
                             progress({"type": "stopping"})
             # The log, not what was printed: that of a resumed run begins with what it had
             # done before.
-            has_log = (self.output / LOG_NAME).exists()
-            run = Run.load(self.output) if has_log else Run()
+            has_log = (self.folder / LOG_NAME).exists()
+            run = RunLog.load(self.folder) if has_log else RunLog()
             if engine.process.returncode == 0 and run.end:
                 if engine.said:
                     log.warning("%s", engine.said)
@@ -127,14 +127,14 @@ class Job:
     def _write_tokens(self, name: str, tokens: Callable[[Any], Split], made: list[Path]) -> None:
         """Writes a folder of tokens that the engine reads. A resumed run keeps its own, as other
         texts would change it. Adds the folder to those `made`, where it was not there."""
-        folder = self.output / name
+        folder = self.folder / name
         if self.resume:
             if not (folder / "data.json").exists():
                 raise MespError(f"{folder} with texts of the run is missing; start a new run.")
             return
         option = {GENERAL: "--max-forgetting", REPLAY: "--replay"}[name]
         split = tokens(load_tokenizer(self.bundle, f"which {option} needs; leave it out"))
-        with plain_os_errors(f"Cannot write the run to {self.output}"):
+        with plain_os_errors(f"Cannot write the run to {self.folder}"):
             if not folder.exists():
                 folder.mkdir()
                 made.append(folder)
@@ -142,14 +142,14 @@ class Job:
 
     def _general(self, tokenizer: Any) -> Split:
         file = None if self.settings.general is None else Path(self.settings.general)
-        return general_text(file, tokenizer, self.manifest.architecture.vocab_size)
+        return read_general_text(file, tokenizer, self.manifest.architecture.vocab_size)
 
     def _replayed(self, tokenizer: Any) -> Split:
         settings = self.settings
         assert settings.seq_len is not None and settings.replay is not None
         if settings.replay_data is not None:
             vocab_size = self.manifest.architecture.vocab_size
-            split = load_beside(
+            split = load_additional(
                 settings.replay_data, tokenizer, settings.seq_len, vocab_size,
                 self.manifest.encoding,
             )  # fmt: skip
@@ -161,7 +161,7 @@ class Job:
             return split
         sequences = settings.steps * settings.batch_size * settings.grad_accumulation_steps
         log.info("Sampling texts of the model to replay")
-        return own_texts(
+        return sample_replay_texts(
             self.bundle,
             None if settings.adapters is None else Path(settings.adapters),
             tokenizer,
@@ -172,14 +172,14 @@ class Job:
 
     def _left(self) -> str:
         """The files that a failed run has left, as sentences."""
-        if not (self.output / LOG_NAME).exists():
+        if not (self.folder / LOG_NAME).exists():
             return ""
-        adapters = self.output / "adapters"
+        adapters = self.folder / "adapters"
         saved = (adapters / "adapters.safetensors").exists()
         left = (
             f"the adapters last saved are in {adapters}" if saved else "no adapters had been saved"
         )
-        return f" The log is in {self.output / LOG_NAME}; {left}."
+        return f" The log is in {self.folder / LOG_NAME}; {left}."
 
 
 class _Rewards:
@@ -201,7 +201,7 @@ class _Rewards:
                 references.append(reference)
         try:
             with engine.interrupting():
-                given = rewards_of(self._reward, prompts, completions, references)
+                given = compute_rewards(self._reward, prompts, completions, references)
         except MespError as error:
             self.error = error
             assert engine.process.stdin is not None
@@ -219,7 +219,7 @@ def train(
     paper: bool = False,
     progress: Callable[[Record], None] | None = None,
     **settings: Any,
-) -> Run:
+) -> RunLog:
     """Fine-tunes a bundle's model with LoRA, and returns the run.
 
     Ctrl-C ends it after the step at hand, with its adapters saved: the run that is returned says so
@@ -242,10 +242,10 @@ def train(
         EngineError: The engine crashed, or the system ended it; the adapters last saved are left.
         Interrupted: A second signal ended the run at once.
     """
-    return prepare(bundle, out, resume, paper, settings).run(progress)
+    return prepare_training(bundle, out, resume, paper, settings).run(progress)
 
 
-def prepare(
+def prepare_training(
     bundle: Bundle | StrPath | None,
     out: StrPath | None,
     resume: bool,
@@ -253,7 +253,7 @@ def prepare(
     given: Mapping[str, Any],
     to_run: bool = True,
     may_import: bool = True,
-) -> Job:
+) -> TrainingJob:
     """The run that `train` begins, or continues with; it must be the bundle's machine where it is
     `to_run`. A reward that is `given` is imported only where the user named it, `may_import`.
     Raises MespError where something cannot be used. Nothing is written."""
@@ -268,9 +268,9 @@ def prepare(
     path = None
     if bundle is not None:
         path = bundle.path if isinstance(bundle, Bundle) else Path(bundle)
-    output = None if out is None else Path(out)
+    folder = None if out is None else Path(out)
     if resume:
-        path, settings = _resumed(output, path, given)
+        path, settings = _resumed(folder, path, given)
     elif path is None:
         raise MespError("Name the bundle to train.")
     else:
@@ -284,14 +284,14 @@ def prepare(
     settings.check(manifest)
     if settings.reward is not None:
         check_prompts(Bundle(path, to_run=False))
-    output = output or default_output(manifest, settings.method)
-    if (output / LOG_NAME).exists() and not resume:
+    folder = folder or default_folder(manifest, settings.method)
+    if (folder / LOG_NAME).exists() and not resume:
         raise MespError(
-            f"{output} already holds a run: name another folder with --out, "
+            f"{folder} already holds a run: name another folder with --out, "
             "or resume it with --resume."
         )
-    refuse_linked_folders(output)
-    return Job(path, manifest, settings, output, resume, reward)
+    refuse_linked_folders(folder)
+    return TrainingJob(path, manifest, settings, folder, resume, reward)
 
 
 def check_prompts(bundle: Bundle) -> None:
@@ -312,52 +312,52 @@ def check_prompts(bundle: Bundle) -> None:
             )
 
 
-def default_output(manifest: Manifest, kind: str) -> Path:
+def default_folder(manifest: Manifest, kind: str) -> Path:
     """A run's folder where none is named: `runs/BUNDLE-KIND-TIME`."""
     return Path("runs") / f"{manifest.name}-{kind}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
 
 
 def _resumed(
-    output: Path | None, bundle: Path | None, given: Mapping[str, Any]
+    folder: Path | None, bundle: Path | None, given: Mapping[str, Any]
 ) -> tuple[Path, TrainSettings]:
-    """The bundle and the settings of the run in `output`, with those that are `given`.
+    """The bundle and the settings of the run in `folder`, with those that are `given`.
 
     Raises MespError if there is no run, or where another setting would change it.
     """
-    if output is None:
+    if folder is None:
         raise MespError("Name the run to resume: --resume --out FOLDER.")
-    entries = recorded(output, LOG_NAME)
+    entries = read_recorded_settings(folder, LOG_NAME)
     try:
         path, settings = Path(entries["bundle"]), TrainSettings.from_json(entries)
     except (MespError, KeyError, TypeError) as error:
-        raise not_settings(output) from error
+        raise not_settings(folder) from error
     kept(settings, given, settings_of(TrainSettings))
     return bundle or path, replace(settings, **given)
 
 
-def recorded(output: Path, begun: str) -> dict[str, Any]:
-    """The settings of the run in `output`, which has `begun` where there is a file of that name.
+def read_recorded_settings(folder: Path, begun: str) -> dict[str, Any]:
+    """The settings of the run in `folder`, which has `begun` where there is a file of that name.
     Raises MespError if there are none."""
-    path = output / SETTINGS_NAME
-    if not (output / begun).exists():
-        raise MespError(f"{output} holds no run to resume; start one without --resume.")
+    path = folder / SETTINGS_NAME
+    if not (folder / begun).exists():
+        raise MespError(f"{folder} holds no run to resume; start one without --resume.")
     try:
         with plain_os_errors(f"Cannot read {path}"):
             return read_settings(path)
     except ValueError as error:
-        raise not_settings(output) from error
+        raise not_settings(folder) from error
 
 
-def not_settings(output: Path) -> MespError:
-    return MespError(f"{output / SETTINGS_NAME} is not the settings of a run; start a new one.")
+def not_settings(folder: Path) -> MespError:
+    return MespError(f"{folder / SETTINGS_NAME} is not the settings of a run; start a new one.")
 
 
 @contextmanager
 def _settings_file(path: Path, settings: bytes, resume: bool) -> Iterator[tuple[Path, list[Path]]]:
-    """Writes OUTPUT/settings.json, and takes a list of folders that are made beside it. A run that
-    fails before it has a log leaves none of them behind. Of a run to resume it leaves the file as
-    it is, and the settings are in another."""
-    output, made = path.parent, list[Path]()
+    """Writes settings.json in a run's folder, and takes a list of folders that are made there. A
+    run that fails before it has a log leaves none of them behind. Of a run to resume it leaves the
+    file as it is, and the settings are in another."""
+    home, made = path.parent, list[Path]()
     if resume:
         with tempfile.TemporaryDirectory(prefix="mesp-") as temporary:
             other = Path(temporary, SETTINGS_NAME)
@@ -365,15 +365,15 @@ def _settings_file(path: Path, settings: bytes, resume: bool) -> Iterator[tuple[
                 other.write_bytes(settings)
             yield other, made
         return
-    missing = [folder for folder in (output, *output.parents) if not folder.exists()]
+    missing = [folder for folder in (home, *home.parents) if not folder.exists()]
     try:
-        with plain_os_errors(f"Cannot write the run to {output}"):
-            output.mkdir(parents=True, exist_ok=True)
+        with plain_os_errors(f"Cannot write the run to {home}"):
+            home.mkdir(parents=True, exist_ok=True)
             write_whole(path, settings)
         yield path, made
     except BaseException:
-        if not (output / LOG_NAME).exists():
-            for file in (path, output / ".lock"):  # the engine's, which has ended
+        if not (home / LOG_NAME).exists():
+            for file in (path, home / ".lock"):  # the engine's, which has ended
                 with suppress(OSError):
                     file.unlink()
             for folder in made:

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
+from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.errors import MespError
-from mesp.evaluation.measure import Options, measure
+from mesp.evaluation.evaluated_model import AT_ONCE, EvaluatedModel, running_model
 from mesp.evaluation.metrics import Metric
-from mesp.evaluation.model import AT_ONCE, Model, running_model
-from mesp.evaluation.records import Task, Text, read_records
-from mesp.evaluation.report import Row, rows, table
+from mesp.evaluation.records import AnswerRecord, TextRecord, read_records
+from mesp.evaluation.results import Row, format_table, make_rows
+from mesp.evaluation.score_records import ScoringOptions, score_records
 from mesp.files import read_object
-from mesp.progress import Report
-from mesp.progress import Task as ReportedTask
-from mesp.text import bundle_tokenizer
+from mesp.progress import ProgressCallback, Task
 
 if TYPE_CHECKING:
     from mesp.evaluation.harness import Tasks
@@ -48,7 +47,7 @@ class Evaluation:
     cut: int
 
     def __str__(self) -> str:
-        return table(self.rows)
+        return format_table(self.rows)
 
 
 def evaluate(
@@ -68,7 +67,7 @@ def evaluate(
     at_once: int = AT_ONCE,
     ignore: Sequence[str] = (),
     split_special_tokens: bool = False,
-    progress: Report | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Evaluation:
     """Measures how good a bundle's model is, with adapters and without.
 
@@ -110,7 +109,7 @@ def evaluate(
     written = {"--max-tokens": max_tokens, "--stop": stop, "--extract": extract, "--json": is_json}
     of_data = {"--ignore": ignore, "--split-special-tokens": split_special_tokens}
     total: int | None
-    one: Callable[[Model, Callable[[], None]], tuple[list[Metric], Any]]
+    one: Callable[[EvaluatedModel, Callable[[], None]], tuple[list[Metric], Any]]
     if tasks is not None:
         from mesp.evaluation import harness
 
@@ -118,29 +117,29 @@ def evaluate(
         one, total = partial(harness.run, tasks=tasks, manager=tasks.manager()), None
     else:
         records = read_records(os.fspath(data or ""), limit, tuple(ignore))
-        if not isinstance(records[0], Task):
+        if not isinstance(records[0], AnswerRecord):
             check_unused(written, 'is for records with "prompt" and "completion", or "messages"')
-        if isinstance(records[0], Text):
+        if isinstance(records[0], TextRecord):
             check_unused({"--chat": chat}, "is for records with a prompt")
-        options = Options(
+        options = ScoringOptions(
             chat, max_tokens or MAX_TOKENS, tuple(stop), _pattern(extract), is_json,
             split_special_tokens,
         )  # fmt: skip
-        one, total = partial(measure, records=records, options=options), len(records)
+        one, total = partial(score_records, records=records, options=options), len(records)
 
-    tokenizer = bundle_tokenizer(path)
-    max_length = max_length or min(context_of(path), MAX_LENGTH)
+    tokenizer = load_bundle_tokenizer(path)
+    max_length = max_length or min(read_context_length(path), MAX_LENGTH)
     for folder in folders[1:]:  # what cannot be loaded is said before the others take hours
         with running_model(path, folder, tokenizer, max_length):
             pass
     measured, cut = [], 0
     for folder in folders:
-        shown = ReportedTask(progress, "base" if folder is None else str(folder), total)
+        shown = Task(progress, "base" if folder is None else str(folder), total)
         with running_model(path, folder, tokenizer, max_length, at_once) as model:
             measured.append(one(model, shown.advance))
         cut = max(cut, model.cut)
     return Evaluation(
-        rows(folders, [metrics for metrics, _ in measured]),
+        make_rows(folders, [metrics for metrics, _ in measured]),
         tuple(samples for _, samples in measured),
         max_length,
         cut,
@@ -161,7 +160,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         raise MespError(f"--extract {text} is not a regular expression: {error}.") from error
 
 
-def context_of(bundle: Path) -> int:
+def read_context_length(bundle: Path) -> int:
     """The number of tokens that the model was made for."""
     try:
         length = read_object(bundle / "config.json").get("max_position_embeddings")

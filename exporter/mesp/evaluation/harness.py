@@ -15,8 +15,8 @@ import numpy as np
 
 from mesp.data.hub_datasets import refuse_scripts
 from mesp.errors import MespError
+from mesp.evaluation.evaluated_model import EvaluatedModel
 from mesp.evaluation.metrics import Metric, exponential, mean
-from mesp.evaluation.model import Model
 
 os.environ.setdefault("TQDM_DISABLE", "1")  # read on import; `advance` shows how far it is
 try:
@@ -64,7 +64,7 @@ class Tasks:
 class HarnessModel(TemplateLM):
     """A bundle's model as the harness takes one."""
 
-    def __init__(self, model: Model, advance: Callable[[], None]) -> None:
+    def __init__(self, model: EvaluatedModel, advance: Callable[[], None]) -> None:
         super().__init__()
         self.model, self.tokenizer, self.advance = model, model.tokenizer, advance
         self.special = True  # whether a prompt gets the tokens that begin one
@@ -140,7 +140,7 @@ class HarnessModel(TemplateLM):
 
 
 def run(
-    model: Model, advance: Callable[[], None], tasks: Tasks, manager: TaskManager
+    model: EvaluatedModel, advance: Callable[[], None], tasks: Tasks, manager: TaskManager
 ) -> tuple[list[Metric], dict[str, Any]]:
     """The figures of the tasks, and what the harness logs of each document.
 

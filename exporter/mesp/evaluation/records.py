@@ -20,7 +20,7 @@ RECORDS = (
 
 
 @dataclass(frozen=True)
-class Text:
+class TextRecord:
     """A text, which is as likely as it is."""
 
     where: str
@@ -28,7 +28,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Question:
+class ChoiceRecord:
     """A prompt and what may follow it; `answer` is the index of what is right."""
 
     where: str
@@ -38,7 +38,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Task:
+class AnswerRecord:
     """A prompt, or the conversation before an answer, and the answer that is right."""
 
     where: str
@@ -46,7 +46,7 @@ class Task:
     answer: str
 
 
-Record = Text | Question | Task
+Record = TextRecord | ChoiceRecord | AnswerRecord
 
 
 def read_records(data: str, limit: int | None, ignored: tuple[str, ...] = ()) -> list[Record]:
@@ -82,7 +82,7 @@ def _record(where: str, record: dict[str, Any], ignored: tuple[str, ...]) -> Rec
     if document.kind == "text":
         if not record["text"]:
             raise MespError(f"{where} has an empty text; leave it out.")
-        return Text(where, record["text"])
+        return TextRecord(where, record["text"])
     content = document.content
     assert isinstance(content, dict)
     if document.is_left_out:
@@ -91,7 +91,7 @@ def _record(where: str, record: dict[str, Any], ignored: tuple[str, ...]) -> Rec
     if document.kind == "prompt and completion" and not reads_template:
         if not content["completion"].strip():
             raise MespError(f"{where} has an empty completion: write the right answer.")
-        return Task(where, content["prompt"], content["completion"])
+        return AnswerRecord(where, content["prompt"], content["completion"])
     if document.kind not in ("messages", "prompt and completion"):
         raise MespError(f"{where} has {', '.join(record)}; {RECORDS}.")
     conversation = document.conversation
@@ -100,10 +100,10 @@ def _record(where: str, record: dict[str, Any], ignored: tuple[str, ...]) -> Rec
         raise MespError(f"{where} has messages that do not end with an assistant's answer.")
     if CALLS in last:
         raise MespError(f"{where} ends with a tool call, which is not compared: leave it out.")
-    return Task(where, replace(conversation, messages=before), last["content"])
+    return AnswerRecord(where, replace(conversation, messages=before), last["content"])
 
 
-def _question(where: str, record: dict[str, Any]) -> Question:
+def _question(where: str, record: dict[str, Any]) -> ChoiceRecord:
     refuse_unusable(where, record)
     for key in ("messages", "tools", OPTIONS):
         if record.get(key):
@@ -128,4 +128,4 @@ def _question(where: str, record: dict[str, Any]) -> Question:
             f'{where} has an "answer" that is neither one of its choices nor its index, from 0 to '
             f"{len(choices) - 1}."
         )
-    return Question(where, prompt, choices, answer)
+    return ChoiceRecord(where, prompt, choices, answer)

@@ -15,9 +15,9 @@ from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 
 from mesp.errors import MespError
-from mesp.federate.exchange import clipped
+from mesp.federate.exchange import clip_update
+from mesp.federate.flower_messages import in_float32, to_numpy, to_record
 from mesp.federate.local_training import Client, Trained, train
-from mesp.federate.messages import in_float32, to_numpy, to_record
 from mesp.runs.privacy import Steps, epsilon, gaussian_epsilon, noise_for
 
 # Of a --node-config: the noise that is a client's own, and what else there is.
@@ -113,7 +113,7 @@ def with_own_noise(
     if reply.has_error():
         return reply
     noise, generator = noise_for(own_epsilon, delta), np.random.default_rng()
-    arrays = clipped(to_numpy(reply.content["arrays"]), received, clip)
+    arrays = clip_update(to_numpy(reply.content["arrays"]), received, clip)
     reply.content["arrays"] = to_record(
         {
             name: (array + generator.normal(0, noise * 2 * clip, array.shape)).astype(np.float32)

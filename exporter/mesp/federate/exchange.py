@@ -69,7 +69,7 @@ def write_arrays(folder: Path, arrays: Arrays, rank: int, scale: float, arch: Ar
         (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
 
 
-def travelling(arrays: Arrays, freeze_a: bool) -> Arrays:
+def select_exchanged(arrays: Arrays, freeze_a: bool) -> Arrays:
     """Those that are trained, and so travel."""
     return {name: each for name, each in arrays.items() if not freeze_a or name.endswith("lora_b")}
 
@@ -88,12 +88,12 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def packed(arrays: Arrays) -> Arrays:
+def pack(arrays: Arrays) -> Arrays:
     """float32 as bfloat16's bits."""
     return {name: to_bfloat16(array) for name, array in arrays.items()}
 
 
-def unpacked(arrays: Arrays) -> Arrays:
+def unpack(arrays: Arrays) -> Arrays:
     """bfloat16's bits as float32."""
     return {name: from_bfloat16(array) for name, array in arrays.items()}
 
@@ -118,7 +118,7 @@ def check_arrays(arrays: Arrays, expected: Arrays) -> None:
             raise MespError(f"its {name} has a number larger than {MOST:g}")
 
 
-def clipped(arrays: Arrays, start: Arrays, norm: float) -> Arrays:
+def clip_update(arrays: Arrays, start: Arrays, norm: float) -> Arrays:
     """The change from `start`, scaled down to this norm where its own is larger."""
     added = {name: array.astype(np.float64) - start[name] for name, array in arrays.items()}
     # In float32 the squares of small numbers are 0.

@@ -13,7 +13,7 @@ from mesp.bundle.manifest import read_manifest
 from mesp.engine.settings import Setting, Settings, setting
 from mesp.engine.train import SETTINGS_NAME
 from mesp.errors import MespError, plain_os_errors
-from mesp.federate.exchange import EXCHANGES, Arrays, read_arrays, travelling, write_arrays
+from mesp.federate.exchange import EXCHANGES, Arrays, read_arrays, select_exchanged, write_arrays
 from mesp.federate.local_training import SETTINGS, Client, run_engine, scale
 from mesp.files import create, read_object, read_settings, remove_link, sync, write_whole
 
@@ -131,7 +131,7 @@ class Rounds:
     def arrays(self, number: int) -> Arrays:
         """The matrices of a round that travel."""
         arrays = read_arrays(self.path(number) / "adapters")
-        return travelling(arrays, self.training["freeze_a"])
+        return select_exchanged(arrays, self.training["freeze_a"])
 
     def save(
         self, number: int, arrays: Arrays | None, report: dict[str, Any], state: bytes | None = None
@@ -172,22 +172,22 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Federation:
-    """A federation in the folder `output`, with the options of mesp federate by name."""
+    """A federation in a folder, with the options of mesp federate by name."""
 
-    output: Path
+    folder: Path
     options: dict[str, Any]
 
     @classmethod
-    def read(cls, output: Path) -> Federation:
-        """The one whose settings are in `output`. Raises MespError if there are none."""
-        path = output / SETTINGS_NAME
+    def read(cls, folder: Path) -> Federation:
+        """The one whose settings are in `folder`. Raises MespError if there are none."""
+        path = folder / SETTINGS_NAME
         try:
             options = read_settings(path)
         except (OSError, ValueError) as error:
             raise MespError(
                 f"{path} is missing or damaged; write it with mesp federate."
             ) from error
-        return cls(output, options)
+        return cls(folder, options)
 
     @property
     def training(self) -> dict[str, Any]:
@@ -201,17 +201,17 @@ class Federation:
             "data": str(self.held_out),
             "val_batches": self.options["val_batches"],
         }
-        return Rounds(self.output / "rounds", self.training, evaluation)
+        return Rounds(self.folder / "rounds", self.training, evaluation)
 
     @property
     def held_out(self) -> Path:
         """The folder of tokens that the server evaluates on."""
-        return self.output / "held-out"
+        return self.folder / "held-out"
 
     def client(self, number: int) -> Client:
         """A simulated client, from 0, with the folder of its tokens."""
         name = f"client {number:0{len(str(self.options['clients'] - 1))}}"
-        return Client(name, Path(self.options["bundle"]), self.output / "clients" / name[7:])
+        return Client(name, Path(self.options["bundle"]), self.folder / "clients" / name[7:])
 
     @property
     def config(self) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class Federation:
 
     def write(self) -> None:
         """Writes the settings into the folder."""
-        path = self.output / SETTINGS_NAME
+        path = self.folder / SETTINGS_NAME
         settings = {**self.options, "resume": False}
         with plain_os_errors(f"Cannot write {path}"):
             write_whole(path, (json.dumps(settings, indent=2) + "\n").encode())
@@ -258,9 +258,9 @@ output = {output}
 
 def write_app(federation: Federation) -> str:
     """Writes OUTPUT/app, and returns what to do with it."""
-    folder = federation.output / "app"
+    folder = federation.folder / "app"
     with plain_os_errors(f"Cannot write {folder}"):
         folder.mkdir(exist_ok=True)
-        text = PROJECT.format(output=json.dumps(str(federation.output), ensure_ascii=False))
+        text = PROJECT.format(output=json.dumps(str(federation.folder), ensure_ascii=False))
         write_whole(folder / "pyproject.toml", text.encode())
     return f"Start it where the SuperLink runs: flwr run {folder} --stream"

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from mesp.bundle.manifest import read_manifest
-from mesp.bundle.terms import write_terms_of_run
+from mesp.bundle.model_card import write_terms_of_run
 from mesp.engine.process import failure, running
 from mesp.engine.settings import TrainSettings, settings_of
 from mesp.errors import MespError, plain_os_errors
 from mesp.federate.exchange import Arrays, read_arrays, write_arrays
-from mesp.runs.log import LOG_NAME, Run
+from mesp.runs.log import LOG_NAME, RunLog
 
 # The settings of a client's run that a server may change; none is a path.
 SETTINGS = tuple(
@@ -91,7 +91,7 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
     )
 
 
-def run_engine(settings: dict[str, Any], timeout: float | None = None) -> Run:
+def run_engine(settings: dict[str, Any], timeout: float | None = None) -> RunLog:
     """Runs mesp-engine to its end, and returns its log. Raises MespError where it fails."""
     output = Path(settings["output"])
     path = output / "settings.json"
@@ -101,7 +101,7 @@ def run_engine(settings: dict[str, Any], timeout: float | None = None) -> Run:
     with running([], path, timeout=timeout) as engine:
         for _ in engine:
             pass
-    run = Run.load(output) if (output / LOG_NAME).exists() else Run()
+    run = RunLog.load(output) if (output / LOG_NAME).exists() else RunLog()
     if engine.process.returncode != 0 or run.end.get("reason") != "finished":
         raise failure(engine.process.returncode, engine.said)
     bundle = Path(settings["bundle"])

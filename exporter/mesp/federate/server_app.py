@@ -10,10 +10,10 @@ from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from mesp.errors import MespError
-from mesp.federate.exchange import Arrays, travelling
+from mesp.federate.exchange import Arrays, select_exchanged
 from mesp.federate.federation import STATE_NAME, Federation
-from mesp.federate.messages import to_record
-from mesp.federate.report import Report
+from mesp.federate.flower_messages import to_record
+from mesp.federate.rounds_progress import RoundsProgress
 from mesp.federate.strategies import Screened, make_strategy, restore, state_of
 from mesp.folders import locked
 from mesp.runs.privacy import gaussian_epsilon
@@ -27,7 +27,7 @@ Show = Callable[[dict[str, Any]], None]
 def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None) -> None:
     """All rounds that are not there yet, each kept as it ends and given to `show`. After `timeout`
     seconds a round continues without those that have not answered."""
-    with locked(federation.output, f"server is at work in {federation.output}"):
+    with locked(federation.folder, f"server is at work in {federation.folder}"):
         options, rounds = federation.options, federation.rounds
         if rounds.last is None:
             rounds.save(0, None, {})
@@ -67,7 +67,7 @@ def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None)
         )
         screened.start(
             grid,
-            to_record(travelling(rounds.arrays(done), options["freeze_a"])),
+            to_record(select_exchanged(rounds.arrays(done), options["freeze_a"])),
             num_rounds=options["rounds"] - done,
             timeout=timeout,
             train_config=ConfigRecord(federation.config),
@@ -81,6 +81,6 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """The app that a SuperLink runs: the federation in the folder of its configuration."""
     federation = Federation.read(Path(str(context.run_config["output"])))
-    with Report(federation.options["rounds"]) as report:
+    with RoundsProgress(federation.options["rounds"]) as report:
         timeout = federation.options["timeout"] + TO_ANSWER
         serve(federation, grid, report.show, timeout)

@@ -19,13 +19,13 @@ from mesp.federate.exchange import (
     Arrays,
     averaging_error,
     check_arrays,
-    clipped,
+    clip_update,
     drift,
-    packed,
-    unpacked,
+    pack,
+    unpack,
 )
 from mesp.federate.federation import STRATEGIES
-from mesp.federate.messages import to_numpy, to_record
+from mesp.federate.flower_messages import to_numpy, to_record
 
 # FedAdam's state: its moments, by the matrices' names.
 KEPT = ("m_t", "v_t")
@@ -151,7 +151,7 @@ class Screened(Strategy):
         number = self.first + server_round
         messages = list(self.inner.configure_train(number, arrays, config, grid))
         self.asked = {message.metadata.dst_node_id for message in messages}
-        down = arrays if self.exchange == "float32" else to_record(packed(self.sent))
+        down = arrays if self.exchange == "float32" else to_record(pack(self.sent))
         for message in messages:
             message.content["arrays"] = down
         self.report = {"bytes_down": _size(down) * len(messages)}
@@ -215,7 +215,7 @@ class Screened(Strategy):
             and footprint >= 0
         ):
             raise MespError("its metrics are not as docs/federation.md has them")
-        expected = self.sent if self.exchange == "float32" else packed(self.sent)
+        expected = self.sent if self.exchange == "float32" else pack(self.sent)
         wanted = sum(array.nbytes + HEADER for array in expected.values())
         # Up to the size of another dtype, arrays are read, and the error is named.
         if (size := _size(reply.content["arrays"])) > 4 * wanted:
@@ -223,9 +223,9 @@ class Screened(Strategy):
         arrays = to_numpy(reply.content["arrays"])
         check_arrays(arrays, expected)
         if self.exchange == "bfloat16":
-            arrays = {n: self.sent[n] + added for n, added in unpacked(arrays).items()}
+            arrays = {n: self.sent[n] + added for n, added in unpack(arrays).items()}
         if self.clip is not None:
-            arrays = clipped(arrays, self.sent, self.clip)
+            arrays = clip_update(arrays, self.sent, self.clip)
         kept = {"num-examples": targets, "loss": loss, "footprint-bytes": footprint, ONE: 1}
         # In one order and nothing more: Flower gives a round up in which clients differ in that.
         arrays = {name: arrays[name] for name in self.sent}

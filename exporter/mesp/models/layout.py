@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mesp.models.architecture import PER_LAYER_PROJECTION, Architecture, Block
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
 
 PAGE = 16384  # bytes: the page of Apple's processors; weight files are whole pages, to be mapped
 ALIGNMENT = 16  # words: every array starts on a 64-byte boundary

@@ -37,7 +37,7 @@ class Weights(Protocol):
         """
 
 
-def norm(weights: Weights, name: str, shape: tuple[int, ...], arch: Architecture) -> mx.array:
+def read_norm(weights: Weights, name: str, shape: tuple[int, ...], arch: Architecture) -> mx.array:
     """The weight of an RMSNorm, with its offset, float32."""
     offset = 0 if weights.is_converted else arch.norm_offset
     return weights.rows(name, shape, slice(0, *shape)).astype(mx.float32) + offset

@@ -7,8 +7,8 @@ from typing import Any
 
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
-from mesp.models.names import name_here
-from mesp.models.quantization import MODES, Quantization, describe_quantization
+from mesp.models.quantization_formats import MODES, Quantization, describe_quantization
+from mesp.models.tensor_names import name_here
 
 BITS = (4, 5, 6, 8)  # that a model is quantized to here
 HEAD_BITS = 6  # of the head, where the rest has fewer

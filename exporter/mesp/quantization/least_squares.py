@@ -8,7 +8,7 @@ from functools import reduce
 import mlx.core as mx
 
 from mesp.block_function.dequantize import pack
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
 
 # Steps from the smallest to the largest weight of a group, less those that the codes have: below 0
 # the last codes stay unused, above 0 the largest weights are clipped. Twice as many grids lower the
@@ -32,7 +32,7 @@ def quantize(
     x = matrix.astype(mx.float32).reshape(len(matrix), -1, size)
     # Sums over the first axis are twice as fast on a CPU as those over the last.
     x = mx.contiguous(mx.moveaxis(x, -1, 0))  # [size, out, groups]
-    m = damped(moments, matrix.shape[1]).reshape(-1, size).T[:, None]
+    m = damp(moments, matrix.shape[1]).reshape(-1, size).T[:, None]
     m = m / m.sum(axis=0)
 
     mean = (m * x).sum(axis=0)
@@ -73,7 +73,7 @@ def quantize(
     return pack(codes, quantization.bits), scale, bias
 
 
-def damped(moments: mx.array | None, columns: int) -> mx.array:
+def damp(moments: mx.array | None, columns: int) -> mx.array:
     """The weights [columns] of a row's errors: 1 on the average, and more than 0."""
     if moments is None:
         return mx.ones(columns)

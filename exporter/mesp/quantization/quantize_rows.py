@@ -13,12 +13,12 @@ import mlx.core as mx
 
 from mesp.block_function.tiles import cut
 from mesp.models.layout import DTYPES, Layout, Piece
-from mesp.models.names import name_of_expert
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
+from mesp.models.tensor_names import name_of_expert
 from mesp.models.weights import Weights
 from mesp.quantization import least_squares
 from mesp.quantization.choose import Quantizations, not_quantized
-from mesp.quantization.descent import descend, shrunk
+from mesp.quantization.coordinate_descent import descend, shrink
 
 TILE = 1 << 18  # elements of a matrix that are quantized at a time: they fit a core's cache
 MOST_STREAMS = 8  # that quantize at once: each takes some 20 MB
@@ -38,7 +38,7 @@ def least_squares_of(moments: mx.array | None) -> Quantizer:
     fit, and with moments [in, in] `descend` after it."""
     products = None
     if moments is not None and moments.ndim == 2:
-        products, moments = shrunk(moments), mx.diag(moments)
+        products, moments = shrink(moments), mx.diag(moments)
 
     def quantize(
         matrix: mx.array, quantization: Quantization, dtype: mx.Dtype

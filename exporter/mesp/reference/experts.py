@@ -76,7 +76,7 @@ def mix_by_experts_backward(
     Q = the gradient of H by down where that of its output is dY
     dw = rowsum(Q ∘ H)        dH = w ∘ Q        dX = that by gate + that by up
 
-    so that the output of down is not made again. Through the router dx += dz R. An expert without
+    so that the output of down is not recomputed. Through the router dx += dz R. An expert without
     tokens has the gradient 0.
     """
     x, dy = x[0], dy[0]

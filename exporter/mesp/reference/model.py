@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mesp.bundle.reader import Bundle
 from mesp.models.architecture import Architecture, Block
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
 from mesp.reference.pieces import Projection
 
 Weights = dict[str, mx.array]

@@ -56,7 +56,7 @@ def add_per_layer(
 def add_per_layer_backward(
     h: mx.array, per_layer: mx.array, dy: mx.array, scale: float, parts: Parts, hidden_act: str
 ) -> tuple[mx.array, Matrices]:
-    """dh, and dA and dB of gate and out. u, m = act(u) ∘ p and z are made again from h.
+    """dh, and dA and dB of gate and out. u, m = act(u) ∘ p and z are recomputed from h.
 
     dh₁ = c dy        dm = out's derivative of RMSNorm's of dh₁, at z        du = dm ∘ p ∘ act'(u)
 

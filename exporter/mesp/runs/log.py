@@ -116,7 +116,7 @@ class Speed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunLog:
     """A run, as its log says so far: its records by kind, described in docs/formats.md.
 
     `folder` is None for a log that has none, and `stopped_by` the number of the signal by which
@@ -135,7 +135,7 @@ class Run:
     stopped_by: int | None = None
 
     @classmethod
-    def of(cls, records: Iterable[Record], folder: Path | None = None) -> Run:
+    def of(cls, records: Iterable[Record], folder: Path | None = None) -> RunLog:
         """The run of these records; kinds that this version does not know are passed over."""
         found: dict[str, Any] = {}
         several: dict[str, list[Record]] = {"step": [], "eval": [], "event": []}
@@ -151,7 +151,7 @@ class Run:
         return cls(**found, last_time=last_time, folder=folder)
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> Run:
+    def load(cls, folder: str | os.PathLike[str]) -> RunLog:
         """Reads the log in a run's folder, also during the run.
 
         A last line that is cut off is left out: its writer was killed, or is writing it. Raises

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from mesp.errors import MespError, plain_os_errors
 from mesp.files import read_json, write_whole
 from mesp.formatting import decimal, megabytes
-from mesp.runs.log import Run, find_runs
-from mesp.runs.table import COLUMNS, table_row
+from mesp.runs.log import RunLog, find_runs
+from mesp.runs.report_columns import COLUMNS, table_row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +31,7 @@ PHASES = ("forward", "loss", "backward")
 WIDTH, HEIGHT = 5, 3.5  # of a picture, in inches of 72 points
 INK = "#010203"  # stands for the page's text colour in what matplotlib draws
 Row = tuple[str, list[str]]
-Paint = Callable[["Axes", str, Run, str], None]
+Paint = Callable[["Axes", str, RunLog, str], None]
 
 
 def write_report(folders: Iterable[Path], out: Path) -> None:
@@ -41,7 +41,7 @@ def write_report(folders: Iterable[Path], out: Path) -> None:
     """
     if out.suffix != ".html":
         raise MespError(f"--out {out} must end in .html.")
-    runs: dict[str, Run] = {}
+    runs: dict[str, RunLog] = {}
     samples: dict[str, list[dict[str, str]]] = {}
     for folder in folders:
         found = find_runs(folder)
@@ -49,15 +49,15 @@ def write_report(folders: Iterable[Path], out: Path) -> None:
             raise MespError(f"There is no run in {folder}.")
         for path in found:
             # It may have bytes that are no text.
-            name = unique(os.fsencode(path.name).decode("utf-8", "replace"), runs)
-            runs[name], samples[name] = Run.load(path), read_samples(path / "samples.json")
-    text = page(runs, samples)
+            name = unique_name(os.fsencode(path.name).decode("utf-8", "replace"), runs)
+            runs[name], samples[name] = RunLog.load(path), read_samples(path / "samples.json")
+    text = render_page(runs, samples)
     with plain_os_errors(f"Cannot write {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, text.encode())
 
 
-def unique(name: str, taken: dict[str, Run]) -> str:
+def unique_name(name: str, taken: dict[str, RunLog]) -> str:
     number, free = 2, name
     while free in taken:
         free, number = f"{name} ({number})", number + 1
@@ -81,7 +81,9 @@ def read_samples(path: Path) -> list[dict[str, str]]:
 # Pictures
 
 
-def smooth(run: Run, value: Callable[[dict[str, Any]], float]) -> tuple[list[float], list[float]]:
+def smooth(
+    run: RunLog, value: Callable[[dict[str, Any]], float]
+) -> tuple[list[float], list[float]]:
     """Steps and values, as means over as many neighbours as leave some `POINTS` points."""
     size = max(1, len(run.steps) // POINTS)
     groups = [run.steps[i : i + size] for i in range(0, len(run.steps), size)]
@@ -91,7 +93,7 @@ def smooth(run: Run, value: Callable[[dict[str, Any]], float]) -> tuple[list[flo
     )
 
 
-def picture(title: str, runs: dict[str, Run], paint: Paint, **axes_properties: Any) -> str:
+def draw_picture(title: str, runs: dict[str, RunLog], paint: Paint, **axes_properties: Any) -> str:
     """An SVG that `paint(axes, name, run, color)` draws each run into, in the page's colours."""
     try:
         import matplotlib
@@ -130,8 +132,8 @@ def picture(title: str, runs: dict[str, Run], paint: Paint, **axes_properties: A
     return f"<figure><figcaption>{title}</figcaption>{svg}</figure>"
 
 
-def loss_picture(runs: dict[str, Run]) -> str:
-    def paint(axes: Axes, name: str, run: Run, color: str) -> None:
+def draw_loss(runs: dict[str, RunLog]) -> str:
+    def paint(axes: Axes, name: str, run: RunLog, color: str) -> None:
         # The loss on replayed texts does not fall.
         own = [step for step in run.steps if not step.get("replayed")]
         run = replace(run, steps=tuple(own or run.steps))
@@ -147,28 +149,28 @@ def loss_picture(runs: dict[str, Run]) -> str:
                 label = f"{name}, {'held out' if split == 'valid' else 'test'}"
                 axes.plot(*zip(*evals, strict=True), style, color=color, markersize=4, label=label)
 
-    return picture("Loss", runs, paint, xlabel="step", ylabel="nats a token")
+    return draw_picture("Loss", runs, paint, xlabel="step", ylabel="nats a token")
 
 
-def reward_picture(runs: dict[str, Run]) -> str:
+def draw_reward(runs: dict[str, RunLog]) -> str:
     """The mean reward of each step's answers; nothing where no run has one."""
     rewarded = {name: run for name, run in runs.items() if rewarded_steps(run)}
     if not rewarded:
         return ""
 
-    def paint(axes: Axes, name: str, run: Run, color: str) -> None:
+    def paint(axes: Axes, name: str, run: RunLog, color: str) -> None:
         run = replace(run, steps=rewarded_steps(run))
         axes.plot(*smooth(run, itemgetter("reward")), color=color, label=name)
 
-    return picture("Reward", rewarded, paint, xlabel="step", ylabel="mean of the answers")
+    return draw_picture("Reward", rewarded, paint, xlabel="step", ylabel="mean of the answers")
 
 
-def rewarded_steps(run: Run) -> tuple[dict[str, Any], ...]:
+def rewarded_steps(run: RunLog) -> tuple[dict[str, Any], ...]:
     return tuple(step for step in run.steps if "reward" in step)
 
 
-def memory_picture(runs: dict[str, Run]) -> str:
-    def paint(axes: Axes, name: str, run: Run, color: str) -> None:
+def draw_memory(runs: dict[str, RunLog]) -> str:
+    def paint(axes: Axes, name: str, run: RunLog, color: str) -> None:
         steps = [step["step"] for step in run.steps]
         peaks = [step["footprint_peak_bytes"] / 1e6 for step in run.steps]
         axes.plot(steps, peaks, color=color, label=name)
@@ -176,17 +178,17 @@ def memory_picture(runs: dict[str, Run]) -> str:
             predicted = run.plan["predicted_peak_bytes"] / 1e6
             axes.axhline(predicted, color=color, linestyle=":", label=f"{name}, predicted")
 
-    return picture(
+    return draw_picture(
         "Peak footprint of each step", runs, paint, xlabel="step", ylabel="MB", ylim=(0, None)
     )
 
 
-def time_picture(runs: dict[str, Run]) -> str:
+def draw_time(runs: dict[str, RunLog]) -> str:
     """Seconds a step: over the steps of one run, the mean of each of several; by phase."""
     if len(runs) > 1:
-        return phases_picture(runs)
+        return draw_phases(runs)
 
-    def paint(axes: Axes, _: str, run: Run, color: str) -> None:
+    def paint(axes: Axes, _: str, run: RunLog, color: str) -> None:
         if not run.steps:
             return
         steps, seconds = smooth(run, lambda step: step["seconds"])
@@ -195,11 +197,13 @@ def time_picture(runs: dict[str, Run]) -> str:
             axes.stackplot(steps, parts, labels=PHASES, alpha=0.8)
         axes.plot(steps, seconds, color=INK, linewidth=1, label="all")
 
-    return picture("Time of a step", runs, paint, xlabel="step", ylabel="seconds", ylim=(0, None))
+    return draw_picture(
+        "Time of a step", runs, paint, xlabel="step", ylabel="seconds", ylim=(0, None)
+    )
 
 
-def phases_picture(runs: dict[str, Run]) -> str:
-    def paint(axes: Axes, name: str, run: Run, _: str) -> None:
+def draw_phases(runs: dict[str, RunLog]) -> str:
+    def paint(axes: Axes, name: str, run: RunLog, _: str) -> None:
         if not run.steps:
             return
         all_seconds = sum(step["seconds"] for step in run.steps) / len(run.steps)
@@ -213,34 +217,34 @@ def phases_picture(runs: dict[str, Run]) -> str:
         axes.barh(name, max(0, all_seconds - left), left=left, color=INK, alpha=0.3, label=label)
         axes.yaxis.set_inverted(True)
 
-    return picture("Time of a step, mean", runs, paint, xlabel="seconds")
+    return draw_picture("Time of a step, mean", runs, paint, xlabel="seconds")
 
 
-def has_phases(run: Run) -> bool:
+def has_phases(run: RunLog) -> bool:
     return all(f"{phase}_seconds" in step for step in run.steps for phase in PHASES)
 
 
 # The page
 
 
-def page(runs: dict[str, Run], samples: dict[str, list[dict[str, str]]]) -> str:
+def render_page(runs: dict[str, RunLog], samples: dict[str, list[dict[str, str]]]) -> str:
     """The page, which loads nothing: style and pictures are in it."""
     pictures = [
-        loss_picture(runs), reward_picture(runs), memory_picture(runs), time_picture(runs),
+        draw_loss(runs), draw_reward(runs), draw_memory(runs), draw_time(runs),
     ]  # fmt: skip
     title = " · ".join(dict.fromkeys(run.model for run in runs.values()))
-    return document(
+    return render_document(
         title,
-        table(runs, summary(runs)),
+        render_table(runs, summary_rows(runs)),
         f'<div class="pictures">{"".join(pictures)}</div>',
-        "".join(shown(name, each) for name, each in samples.items() if each),
+        "".join(render_samples(name, each) for name, each in samples.items() if each),
         "<h2>Settings</h2>",
-        table(runs, settings(runs), "settings"),
-        events(runs),
+        render_table(runs, settings_rows(runs), "settings"),
+        render_events(runs),
     )
 
 
-def document(title: str, *parts: str) -> str:
+def render_document(title: str, *parts: str) -> str:
     """A whole page of these parts, with the style of all pages."""
     body = "\n".join(parts)
     return f"""<!doctype html>
@@ -279,7 +283,7 @@ small { opacity: .7 }
 """
 
 
-def table(runs: dict[str, Run], rows: list[Row], kind: str = "") -> str:
+def render_table(runs: dict[str, RunLog], rows: list[Row], kind: str = "") -> str:
     """A column for each run: on a phone one or two runs need no scrolling."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in runs)
     lines = [f"<tr><th></th>{head}</tr>"]
@@ -290,12 +294,12 @@ def table(runs: dict[str, Run], rows: list[Row], kind: str = "") -> str:
     return f'<div class="wide"><table class="{kind}">{"".join(lines)}</table></div>'
 
 
-def summary(runs: dict[str, Run]) -> list[Row]:
+def summary_rows(runs: dict[str, RunLog]) -> list[Row]:
     rows = list(
         zip(COLUMNS, map(list, zip(*map(table_row, runs.values()), strict=True)), strict=True)
     )
 
-    def row(name: str, value: Callable[[Run], str]) -> None:
+    def row(name: str, value: Callable[[RunLog], str]) -> None:
         values = [value(run) for run in runs.values()]
         if any(each != "-" for each in values):
             rows.append((name, values))
@@ -305,8 +309,8 @@ def summary(runs: dict[str, Run]) -> list[Row]:
         "best held-out",
         lambda run: f"{decimal(run.best['loss'])} at step {run.best['step']}" if run.best else "-",
     )
-    row("reward", reward)
-    row("sampled", sampled)
+    row("reward", describe_reward)
+    row("sampled", describe_sampled)
     row("kept at the end", lambda run: run.describe_strength() or "-")
     row("predicted MB", lambda run: megabytes(run.plan.get("predicted_peak_bytes")))
     row("began", lambda run: run.start.get("time", "-").replace("T", " ").rstrip("Z"))
@@ -314,7 +318,7 @@ def summary(runs: dict[str, Run]) -> list[Row]:
     return rows
 
 
-def reward(run: Run) -> str:
+def describe_reward(run: RunLog) -> str:
     """The mean reward of the first tenth of the steps and of the last."""
     steps = rewarded_steps(run)
     some = max(1, len(steps) // 10)
@@ -322,14 +326,14 @@ def reward(run: Run) -> str:
     return " → ".join(decimal(mean) for mean in means) if steps else "-"
 
 
-def sampled(run: Run) -> str:
+def describe_sampled(run: RunLog) -> str:
     steps = [step for step in rewarded_steps(run) if "sampled_tokens" in step]
     tokens = sum(step["sampled_tokens"] for step in steps)
     seconds = sum(step.get("sampling_seconds", 0) for step in steps)
     return f"{tokens:,} tokens in {decimal(seconds, 0)} s" if steps else "-"
 
 
-def settings(runs: dict[str, Run]) -> list[Row]:
+def settings_rows(runs: dict[str, RunLog]) -> list[Row]:
     names = dict.fromkeys(name for run in runs.values() for name in run.settings)
 
     def said(value: object) -> str:
@@ -343,7 +347,7 @@ def settings(runs: dict[str, Run]) -> list[Row]:
     ]
 
 
-def events(runs: dict[str, Run]) -> str:
+def render_events(runs: dict[str, RunLog]) -> str:
     """The events of a run, such as a pause or a failure."""
     items = []
     for name, run in runs.items():
@@ -354,7 +358,7 @@ def events(runs: dict[str, Run]) -> str:
     return f"<h2>Events</h2><ul>{''.join(items)}</ul>" if items else ""
 
 
-def shown(name: str, samples: list[dict[str, str]]) -> str:
+def render_samples(name: str, samples: list[dict[str, str]]) -> str:
     """The answers of one run's model before and after."""
     parts = [f"<h2>Samples of {html.escape(name)}</h2>"]
     for sample in samples:

@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from mesp.errors import MespError, plain_os_errors
 from mesp.files import read_object
-from mesp.hub_download import download, list_files
+from mesp.hub_download import (
+    choose_gguf_file,
+    download_gguf_file,
+    download_model,
+    list_gguf_files,
+)
+from mesp.license import UNKNOWN, License, is_terms
 from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN
-from mesp.source_model.terms import PATTERNS, UNKNOWN, License, is_terms
-from mesp.source_model.texts import TOKENIZER_FILES, copy_texts
-from mesp.text import VOCABULARIES
+from mesp.source_model.copied_files import copy_files
 
 if TYPE_CHECKING:
     from mesp.source_model.gguf.header import GGUF
@@ -64,7 +68,8 @@ def find_source(model: str, random_weights: bool) -> Source:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return _hub_source(model, random_weights)
     if match := re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/([\w./-]+\.gguf)|:([\w.-]+))", model, re.I):
-        return _hub_gguf(*match.groups())
+        repo, file, quantization = match.groups()
+        return _hub_gguf(repo, file or choose_gguf_file(repo, quantization))
     raise MespError(
         f"There is no model {model}; name a folder, a GGUF file, a model on the Hugging Face Hub "
         "such as Qwen/Qwen2.5-0.5B, demo, or a short name that --list-models prints."
@@ -98,12 +103,9 @@ def _local_source(folder: Path) -> Source:
 
 
 def _hub_source(repo: str, random_weights: bool = False) -> Source:
-    patterns = ["config.json", *TOKENIZER_FILES, *VOCABULARIES, "README.md", *PATTERNS]
-    if not random_weights:
-        patterns += ["model*.safetensors", "*.safetensors.index.json"]
-    folder = download("model", repo, patterns)
+    folder = download_model(repo, with_weights=not random_weights)
     if not _has_model(folder, random_weights):
-        _refuse_gguf(repo, [f"{repo}/{name}" for name in _gguf_files(repo)])
+        _refuse_gguf(repo, [f"{repo}/{name}" for name in list_gguf_files(repo)])
     return replace(_local_source(folder), name=repo.split("/")[1], id=repo, revision=folder.name)
 
 
@@ -129,7 +131,7 @@ def _gguf_source(file: Path, repository: Path) -> Source:
     write_tokenizer(gguf, folder)
     with plain_os_errors(f"Cannot read {repository}"):
         files = [each.name for each in repository.iterdir() if each.is_file()]
-        copy_texts(repository, filter(is_terms, files), folder)
+        copy_files(repository, filter(is_terms, files), folder)
     license = License.of(lambda key: gguf.text(f"general.{key.replace('_', '.')}"))
     if license == UNKNOWN:
         license = License.of_card(repository / "README.md")
@@ -137,29 +139,8 @@ def _gguf_source(file: Path, repository: Path) -> Source:
     return Source(name, name, config, folder, None, license, gguf, temporary)
 
 
-def _gguf_files(repo: str) -> list[str]:
-    """The GGUF files of a repository, without those of other parts, such as vision."""
-    names = (name for name in list_files(repo) if name.lower().endswith(".gguf"))
-    return [name for name in names if "mmproj" not in name.lower()]
-
-
-def _hub_gguf(repo: str, file: str | None, quantization: str | None) -> Source:
-    """A GGUF file of a repository, by its name or by its quantization."""
-    if file is None:
-        names = _gguf_files(repo)
-        wanted = re.compile(rf"(^|[-._/]){re.escape(quantization)}[-._]", re.I)
-        found = sorted(
-            filter(wanted.search, names),
-            key=lambda name: (name.count("/"), len(name), name),
-        )
-        if not found:
-            raise MespError(
-                f"{repo} on the Hugging Face Hub has no GGUF file of {quantization}; it has "
-                f"{', '.join(names) or 'none'}."
-            )
-        file = found[0]
-    folder = download("model", repo, [file, "README.md", *PATTERNS])
-    if not (folder / file).is_file():
-        raise MespError(f"{repo} on the Hugging Face Hub has no file {file}.")
+def _hub_gguf(repo: str, file: str) -> Source:
+    """A GGUF file of a repository."""
+    folder = download_gguf_file(repo, file)
     source = _gguf_source(folder / file, folder)
     return replace(source, id=f"{repo}/{file}", revision=folder.name)

@@ -17,8 +17,8 @@ from mesp.block_function.parts import Parts, rms_norm
 from mesp.block_function.rope import rope
 from mesp.block_function.tiles import cut
 from mesp.models.architecture import Architecture
-from mesp.models.names import name_of_expert
-from mesp.models.weights import Weights, norm
+from mesp.models.tensor_names import name_of_expert
+from mesp.models.weights import Weights, read_norm
 from mesp.quantization.choose import Quantizations
 
 TILE = 1 << 22  # elements of a matrix that are multiplied at a time
@@ -49,7 +49,7 @@ class SourceProjection:
 
 
 @dataclass
-class Beside:
+class SideInputs:
     """The inputs of the blocks of a sequence besides the output of the block before."""
 
     tokens: Sequence[int]
@@ -90,22 +90,24 @@ class SourceModel:
         """Some rows of the embedding or the head, float32."""
         return self.matrix(name, (self.arch.vocab_size, self.arch.hidden_size), rows)
 
-    def per_layer(self, index: int, beside: Beside) -> mx.array | None:
+    def per_layer(self, index: int, side: SideInputs) -> mx.array | None:
         """A layer's part of the tokens' embeddings for each layer, [1, T, size]."""
         if self.arch.per_layer is None:
             return None
         size, shapes = self.arch.per_layer.size, self.arch.per_layer_shapes
         of_layer = slice(index * size, (index + 1) * size)
         table, projection = shapes
-        rows = [self.matrix(table, shapes[table], slice(t, t + 1)) for t in beside.tokens]
+        rows = [self.matrix(table, shapes[table], slice(t, t + 1)) for t in side.tokens]
         e = mx.concatenate(rows)[:, of_layer] * math.sqrt(size)
-        r = product(beside.x0, self.matrix(projection, shapes[projection], of_layer))
-        weight = norm(self.weights, "model.per_layer_projection_norm.weight", (size,), self.arch)
+        r = product(side.x0, self.matrix(projection, shapes[projection], of_layer))
+        weight = read_norm(
+            self.weights, "model.per_layer_projection_norm.weight", (size,), self.arch
+        )
         r = rms_norm(r / math.sqrt(self.arch.hidden_size), weight, self.arch.rms_norm_eps)
         return (r + e) / math.sqrt(2)
 
     def block(
-        self, index: int, x: mx.array, beside: Beside, seen: Seen = lambda module, x: None
+        self, index: int, x: mx.array, side: SideInputs, seen: Seen = lambda module, x: None
     ) -> mx.array:
         """The output of a block for the input x [1, T, hidden]."""
         block, prefix, weights = self.arch.blocks[index], f"model.layers.{index}.", self.weights
@@ -114,7 +116,7 @@ class SourceModel:
             return weights.rows(prefix + name, shape, slice(0, shape[0])).astype(mx.float32)
 
         arrays = {
-            name: norm(weights, prefix + name, (size,), self.arch)
+            name: read_norm(weights, prefix + name, (size,), self.arch)
             for name, size in block.norms().items()
         }
         arrays |= {name: vector(name, shape) for name, shape in block.vectors().items()}
@@ -147,22 +149,22 @@ class SourceModel:
         eps = self.arch.rms_norm_eps
         parts = Parts(
             p, arrays, eps, mx.float32, plain=True, fast=mx.fast,
-            per_layer=self.per_layer(index, beside),
-            shared=None if block.keys_of is None else beside.shared[block.keys_of],
+            per_layer=self.per_layer(index, side),
+            shared=None if block.keys_of is None else side.shared[block.keys_of],
             expert=expert,
         )  # fmt: skip
         y, _, _, k, v, *_ = forward(block, parts, x)
         if index in self.arch.owners:
             turn = rope(block.mixer, slice(0, x.shape[1]))
-            beside.shared[index] = keys_and_values(block.mixer, parts, turn, k, v)
-            mx.eval(*beside.shared[index])
+            side.shared[index] = keys_and_values(block.mixer, parts, turn, k, v)
+            mx.eval(*side.shared[index])
         mx.eval(y)
         return y
 
     def final(self, x: mx.array) -> mx.array:
         """The input of the head, from the output of the last block."""
         size, arch = (self.arch.hidden_size,), self.arch
-        weight = norm(self.weights, "model.norm.weight", size, arch) / arch.logits_scaling
+        weight = read_norm(self.weights, "model.norm.weight", size, arch) / arch.logits_scaling
         return rms_norm(x, weight, arch.rms_norm_eps)
 
     def logits(self, final: mx.array, rows: slice) -> mx.array:

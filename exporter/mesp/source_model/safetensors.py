@@ -14,7 +14,7 @@ from mesp.errors import MespError
 from mesp.files import parse_json, read_object
 from mesp.models.architecture import Architecture
 from mesp.models.mlps import MOST_EXPERTS
-from mesp.models.names import CONVOLUTIONS, changes_nothing, name_of_expert, names_here
+from mesp.models.tensor_names import CONVOLUTIONS, changes_nothing, name_of_expert, names_here
 
 # Types in a safetensors file: as NumPy reads them (it has no bfloat16), and what they are.
 TENSOR_DTYPES = {

@@ -1,4 +1,4 @@
-"""tools/studies/parity.py: MeSP against mlx-lm's trainer, and how differences are judged."""
+"""tools/studies/parity.py: MeSP against mlx-lm's trainer, and how differences are assessed."""
 
 import dataclasses
 import json
@@ -14,9 +14,9 @@ from mlx import nn
 from helpers.commands import call, invoke
 from helpers.paths import ROOT
 from mesp.bundle.reader import Bundle
+from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
-from mesp.text import bundle_tokenizer
 from studies import parity
 from studies.comparison import scores as judging
 from studies.comparison import trainers
@@ -93,7 +93,7 @@ def test_a_problem_is_right_where_the_number_written_is(
     monkeypatch: pytest.MonkeyPatch, problems: Bundle
 ):
     """However the solution goes; one that ends without a number is wrong."""
-    tokenizer = bundle_tokenizer(problems.path)
+    tokenizer = load_bundle_tokenizer(problems.path)
     asked, says = [], iter(["As I see it:\n#### 101", "It is 101 + 1.\n#### 101", "It is 103."])
 
     def write(model: object, prompt: np.ndarray, most: int, end: int) -> list[int]:

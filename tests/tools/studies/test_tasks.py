@@ -7,9 +7,9 @@ import json
 import re
 
 import pytest
+from mesp.data.tokenizer import load_bundle_tokenizer
 
 from helpers.paths import DEMO_BUNDLE
-from mesp.text import bundle_tokenizer
 from studies.tasks import house_requests, model_answers, spoken_notes
 from studies.tasks.gsm8k_number import final_number
 from studies.tasks.house_requests import ALSO_CALLED, SOON, WHEN
@@ -48,7 +48,7 @@ def test_a_request_names_what_its_answer_has(whens: dict[str, list[str]]):
 def test_an_answer_is_right_to_the_letter(monkeypatch: pytest.MonkeyPatch, wrong: int | None):
     """A wrong one is read to its end only where it is shown."""
     case = house_requests.Case("Open the door.", '{"do": "open"}')
-    tokenizer = bundle_tokenizer(DEMO_BUNDLE)
+    tokenizer = load_bundle_tokenizer(DEMO_BUNDLE)
     right = [*tokenizer.encode(f" {case.completion}"), tokenizer.eos_token_id]
     read = []
 

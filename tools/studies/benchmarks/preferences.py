@@ -61,9 +61,9 @@ def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterat
         yield row
 
 
-def write_pairs(cell: Cell, count: int, folder: Path, judged: bool) -> Path:
+def write_pairs(cell: Cell, count: int, folder: Path, labelled: bool) -> Path:
     """A folder of data with `count` pairs of random answers as long as a sequence, half of it
-    prompt: what `data` in the engine's settings names. Not judged, they are examples."""
+    prompt: what `data` in the engine's settings names. Without labels they are examples."""
     length, vocabulary = cell.seq_len + 1, read_manifest(cell.bundle).architecture.vocab_size
     examples = np.arange(2 * count, dtype="<u4")[:, None] * length
     examples = np.concatenate([examples, np.full_like(examples, length)], axis=1)
@@ -76,6 +76,6 @@ def write_pairs(cell: Cell, count: int, folder: Path, judged: bool) -> Path:
         (folder / f"{name}.bin").write_bytes(array.tobytes())
     entry = {"file": "tokens.bin", "tokens": len(tokens), "mask": "mask.bin"}
     entry["examples"] = {"file": "examples.bin", "count": 2 * count}
-    entry |= {"labels": "labels.bin"} if judged else {}
+    entry |= {"labels": "labels.bin"} if labelled else {}
     (folder / "data.json").write_text(json.dumps({"train": entry}), encoding="utf-8")
     return folder

@@ -19,7 +19,7 @@ from typing import Any
 from mesp.engine.build import find_engine
 from mesp.engine.settings import PAPER, TrainSettings
 from mesp.errors import MespError
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 from studies.benchmarks.cells import Cell
 
 # Settings that are missing are the paper's, the engine's default: SGD at 1e-4 on seven
@@ -58,7 +58,7 @@ def with_threads(threads: int) -> dict[str, str]:
 def run_python(
     cell: Cell, settings: dict[str, Any], work: Path, tell: Tell, preload: bool = True,
     threads: int | None = None,
-) -> Run:  # fmt: skip
+) -> RunLog:  # fmt: skip
     """The report of `benchmarks.in_python`; `preload`: with OpenBLAS, where there is one."""
     size = {"bundle": str(cell.bundle), "seq_len": cell.seq_len, "rank": cell.rank}
     environment = ENVIRONMENT | with_threads(threads or blas_threads())
@@ -69,7 +69,9 @@ def run_python(
     return run_program(command, SETTING | size | settings, work, tell, environment)
 
 
-def run_peft(python: Path, settings: dict[str, Any], folder: Path, threads: int, tell: Tell) -> Run:
+def run_peft(
+    python: Path, settings: dict[str, Any], folder: Path, threads: int, tell: Tell
+) -> RunLog:
     """The report of `in_peft.train` on the inputs in `folder`, by a Python with torch and peft.
 
     The allocator is left as PyTorch's users have it.
@@ -84,7 +86,7 @@ def run_peft(python: Path, settings: dict[str, Any], folder: Path, threads: int,
 def run_program(
     command: list[str | Path], settings: dict[str, Any], work: Path, tell: Tell,
     environment: dict[str, str] | None = None,
-) -> Run:  # fmt: skip
+) -> RunLog:  # fmt: skip
     """Runs a program with a file of settings, and sorts the records that it prints.
 
     Raises MespError with the last line it said where it fails.
@@ -110,7 +112,7 @@ def run_program(
         raise MespError(f"The run was ended by signal {-process.returncode}.")
     if process.returncode > 0:
         raise MespError(said[-1] if said else f"The run failed ({process.returncode}).")
-    return Run.of(records)
+    return RunLog.of(records)
 
 
 @cache

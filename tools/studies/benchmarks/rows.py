@@ -13,7 +13,7 @@ import numpy as np
 from mesp.bundle.reader import Bundle
 from mesp.engine.process import find_plan
 from mesp.errors import MespError
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 from studies.benchmarks import paper
 from studies.benchmarks.cells import Cell, Row
 from studies.benchmarks.in_python.steps import windows
@@ -128,7 +128,7 @@ def measure(
 
 def train_with_peft(
     cell: Cell, variant: Variant, steps: int, work: Path, python: Path, tell: Tell
-) -> Run:
+) -> RunLog:
     """Trains the bundle's dequantized weights with PEFT, on the windows that the engine takes."""
     bundle, (seed, rank) = Bundle(cell.bundle), (SETTING["seed"], cell.rank)
     ids = np.stack([np.array(w)[None] for w in windows(bundle, cell.seq_len, seed, steps)])

@@ -13,13 +13,13 @@ from mlx import nn
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import dequantize_model, load_model
 
+from mesp.adapters.held_out_loss import read_sequences
 from mesp.adapters.load import apply_adapters, read_adapters
-from mesp.adapters.measure import sequences
 from mesp.bundle.reader import Bundle
 from mesp.data.python_docs import python_docs
 from mesp.data.source_files import read_text
+from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.evaluation.metrics import bootstrap, interval
-from mesp.text import bundle_tokenizer
 from studies.tasks.bundles import TEXT, Task
 from studies.tasks.gsm8k_number import final_number
 
@@ -55,10 +55,10 @@ def model_with(bundle: Bundle, adapters: Path | None, base: Path | None = None) 
 
 
 def score(model: nn.Module, bundle: Bundle, task: Task) -> Scores:
-    """All trainers' adapters are judged by one program, which is none of theirs: mlx-lm's model."""
-    tokenizer = bundle_tokenizer(bundle.path)
+    """All trainers' adapters are measured by one program, none of theirs: mlx-lm's model."""
+    tokenizer = load_bundle_tokenizer(bundle.path)
     rows = []
-    for ids, counts in islice(sequences(bundle, "valid", task.seq_len), task.held_out):
+    for ids, counts in islice(read_sequences(bundle, "valid", task.seq_len), task.held_out):
         logits, targets = model(mx.array(ids[None, :-1]))[0], mx.array(ids[1:])
         losses = nn.losses.cross_entropy(logits, targets) * mx.array(counts)
         if task.answers == "number":
@@ -91,7 +91,7 @@ def other_text(bundle: Bundle, task: Task, file: Path | None) -> np.ndarray | No
         text = "\n".join(each.content["text"] for each in python_docs()["valid"])
     count = TEXT_WINDOWS * task.seq_len + 1
     characters = text[-10 * count :]  # a token has some 3
-    return np.array(bundle_tokenizer(bundle.path).encode(characters)[-count:], np.int32)
+    return np.array(load_bundle_tokenizer(bundle.path).encode(characters)[-count:], np.int32)
 
 
 def loss_of_text(model: nn.Module, ids: np.ndarray, seq_len: int) -> float:

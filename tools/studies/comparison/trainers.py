@@ -19,7 +19,7 @@ from mlx_lm.tuner.callbacks import TrainingCallback
 from mlx_lm.tuner.utils import build_schedule, linear_to_lora_layers
 
 from mesp.bundle.reader import Bundle
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 from studies.benchmarks.in_python.mlx_lm_trainer import dequantized_linear, whole_matrix
 from studies.benchmarks.processes import blas_threads, run_peft
 from studies.in_peft.inputs import first_adapters, write_inputs
@@ -70,7 +70,7 @@ def with_mesp(
         *("--optimizer", optimizer, "--learning-rate", rate, "--schedule", "linear"),
         *(*beta2, *options),
     )
-    return Trained([step["loss"] for step in Run.load(folder).steps], folder / "adapters")
+    return Trained([step["loss"] for step in RunLog.load(folder).steps], folder / "adapters")
 
 
 def with_mlx_lm(bundle: Path, task: Task, optimizer: str, seed: int, folder: Path) -> Trained:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from mesp.data.answers import encode_conversation
+from mesp.data.loss_mask import encode_conversation
 from mesp.data.records import Conversation
+from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine.process import evaluator
-from mesp.text import bundle_tokenizer
 from studies.tasks.house_requests import Case
 
 AT_ONCE = 8  # answers written together
@@ -28,7 +28,7 @@ def answers(
 
     Those after the first `whole` are read until they are wrong.
     """
-    tokenizer = bundle_tokenizer(bundle)
+    tokenizer = load_bundle_tokenizer(bundle)
     prompts, right = [], []
     for case in cases:
         said = {"user": case.prompt, "assistant": case.completion}

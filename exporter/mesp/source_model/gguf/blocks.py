@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
 
 Arrays = tuple[np.ndarray, ...]  # codes [rows, columns], scales and biases [rows, groups]
 

@@ -12,7 +12,7 @@ from mesp.errors import MespError
 from mesp.models.families import FAMILIES
 from mesp.models.rope_scaling import SCALINGS
 from mesp.source_model.gguf.header import GGUF
-from mesp.source_model.gguf.names import ARCHITECTURES
+from mesp.source_model.gguf.tensor_names import ARCHITECTURES
 
 _MODEL_TYPES = {
     MODEL_ARCH_NAMES[MODEL_ARCH[name]]: model_type

@@ -15,12 +15,12 @@ from mesp.block_function.dequantize import pack
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture, Block
 from mesp.models.families import FAMILIES
-from mesp.models.names import name_of_stacked
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
+from mesp.models.tensor_names import name_of_stacked
 from mesp.quantization import least_squares
 from mesp.source_model.gguf.blocks import CARRIED, REQUANTIZED, UNQUANTIZED, WIDE, arrays
 from mesp.source_model.gguf.header import GGUF, Tensor
-from mesp.source_model.gguf.names import Names
+from mesp.source_model.gguf.tensor_names import Names
 
 _PARTS = ("weight", "scales", "biases")
 

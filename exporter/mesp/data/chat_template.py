@@ -94,7 +94,7 @@ class Rendering:
 
     def render(self, messages: list[Message], asks: bool = False) -> str:
         """What the template makes of other messages; with `asks` up to where an answer begins."""
-        return self._render(shown(messages, self.with_text), asks)
+        return self._render(template_messages(messages, self.with_text), asks)
 
     @cached_property
     def with_text(self) -> bool:
@@ -104,7 +104,7 @@ class Rendering:
         if not any(CALLS in message for message in messages):
             return False
         try:
-            self._render(shown(messages), asks=False)
+            self._render(template_messages(messages), asks=False)
         except TypeError:
             return True
         return False
@@ -189,7 +189,7 @@ class Rendering:
         tools = self.conversation.tools or []
         # Numbers of marks that texts have too, so these are counted.
         renamed = [_renamed(tool, MARK.format(number)) for number, tool in enumerate(tools)]
-        rendered = self._render(shown(self._marks[0], self.with_text), False, renamed)
+        rendered = self._render(template_messages(self._marks[0], self.with_text), False, renamed)
         for number, tool in enumerate(tools):
             if rendered.count(MARK.format(number)) == self.marked.count(MARK.format(number)):
                 name = tool.get("function", tool)["name"]
@@ -290,7 +290,9 @@ class Rendering:
     @property
     def _beside_texts(self) -> str:
         """What a record has beside its texts and roles, without the tags around thoughts."""
-        messages = [{k: v for k, v in m.items() if k != "role"} for m in shown(self._marks[0])]
+        messages = [
+            {k: v for k, v in m.items() if k != "role"} for m in template_messages(self._marks[0])
+        ]
         beside = [messages, self.conversation.tools, self.conversation.options]
         return TAGS.sub("", json.dumps(beside, ensure_ascii=False, default=str))
 
@@ -318,7 +320,7 @@ def _renamed(tool: dict[str, Any], name: str) -> dict[str, Any]:
     return tool | {"name": name}
 
 
-def shown(messages: list[Message], with_text: bool = False) -> list[Message]:
+def template_messages(messages: list[Message], with_text: bool = False) -> list[Message]:
     """Messages as templates take them, without weights; `with_text` the arguments of tool calls are
     JSON in a string."""
     found = [{key: value for key, value in each.items() if key != "weight"} for each in messages]

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mesp.data.chat_template import MARK, MARKS, PROBE, Place, Rendering, template_messages
 from mesp.data.messages import CALLS
 from mesp.data.records import Conversation
-from mesp.data.rendering import MARK, MARKS, PROBE, Place, Rendering, shown
 from mesp.data.special_tokens import Bounds, check_special, special_tokens, tokens
 from mesp.errors import MespError
 
@@ -193,7 +193,7 @@ def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
         for key, value in conversation.options.items()
     }
     _, (marked,) = render_jinja_template(
-        [shown(conversation.messages, rendering.with_text)],
+        [template_messages(conversation.messages, rendering.with_text)],
         tools=conversation.tools,
         chat_template=template,
         return_assistant_tokens_mask=True,

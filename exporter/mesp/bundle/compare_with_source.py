@@ -9,19 +9,19 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mesp.bundle.as_source import as_source
 from mesp.bundle.reader import Bundle
-from mesp.data.general import general_text
+from mesp.bundle.to_source_model import to_source_model
+from mesp.data.general_text import read_general_text
+from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete, for_mlx_lm
 from mesp.quantization.choose import find_quantizations
+from mesp.source_model.calibration import choose_excerpts, draw_tokens
 from mesp.source_model.find import Source
 from mesp.source_model.forward_pass import SourceModel
-from mesp.source_model.measure import Loss, finals, measure
-from mesp.source_model.moments import excerpts, random_tokens
+from mesp.source_model.quantization_loss import QuantizationLoss, compute_head_inputs, measure_loss
 from mesp.source_model.safetensors import SafetensorsWeights
-from mesp.text import load_tokenizer
 
 LENGTH = 64  # tokens that are read, or as many as a window has: mlx-lm ignores some families'
 # Of float32, whose roundings differ by the order of sums: 1e-6 in tiny models, and some 1e-5 after
@@ -34,12 +34,12 @@ _ROPE = (
 
 
 @dataclass(frozen=True)
-class Proof:
+class SourceComparison:
     """The relative errors of logits in float32, and what quantization loses."""
 
     read: float  # of the source's weights in the bundle's architecture, against the source's own
     written: float  # of the bundle's weights in its architecture, against those in mlx-lm
-    loss: Loss
+    loss: QuantizationLoss
 
     def check(self) -> None:
         """Raises MespError where more than quantization tells the bundle from its source."""
@@ -55,8 +55,8 @@ class Proof:
                 )
 
 
-def prove(bundle: Bundle, source: Source) -> Proof:
-    """Compares logits of a short text; see `Proof`.
+def compare_with_source(bundle: Bundle, source: Source) -> SourceComparison:
+    """Compares logits of a short text; see `SourceComparison`.
 
     The source's own model is in memory, in float32, and of others about a block. Raises MespError
     where the bundle is of another model, or mlx-lm does not run it.
@@ -73,20 +73,20 @@ def prove(bundle: Bundle, source: Source) -> Proof:
             "name the model that it was exported from."
         )
     quantizations = find_quantizations(source.name, source.config, arch, None, None, None, None)
-    models = SourceModel(weights, arch, quantizations), as_source(bundle)
-    tokens = random_tokens(arch.vocab_size)[:LENGTH]
+    models = SourceModel(weights, arch, quantizations), to_source_model(bundle)
+    tokens = draw_tokens(arch.vocab_size)[:LENGTH]
     if (bundle.path / "tokenizer_config.json").exists():
         tokenizer = load_tokenizer(bundle.path)
-        tokens = general_text(None, tokenizer, arch.vocab_size).tokens[:LENGTH]
+        tokens = read_general_text(None, tokenizer, arch.vocab_size).tokens[:LENGTH]
     windows = (getattr(mixer, "sliding_window", None) or LENGTH + 1 for mixer in arch.mixers)
-    sequences = [excerpts(tokens, source, arch, 1, LENGTH)[0][: min(windows)]]
-    given = [finals(model, sequences) for model in models]
-    loss = measure(*models, sequences, *given)
+    sequences = [choose_excerpts(tokens, source, arch, 1, LENGTH)[0][: min(windows)]]
+    given = [compute_head_inputs(model, sequences) for model in models]
+    loss = measure_loss(*models, sequences, *given)
     errors = []
     for model, (x,), load in zip(models, given, (_own_model, _bundled), strict=True):
         found = model.logits(x, slice(0, arch.vocab_size))
         errors.append(_error(found, load(bundle, source), sequences[0]))
-    return Proof(errors[0], errors[1], loss)
+    return SourceComparison(errors[0], errors[1], loss)
 
 
 def _shapes(arch: Architecture) -> list[object]:

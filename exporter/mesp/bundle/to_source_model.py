@@ -10,8 +10,8 @@ import numpy as np
 from mesp.bundle.reader import Bundle, block_file
 from mesp.models.architecture import PER_LAYER_PROJECTION
 from mesp.models.layout import DTYPES
-from mesp.models.names import name_of_stacked
-from mesp.models.quantization import Quantization
+from mesp.models.quantization_formats import Quantization
+from mesp.models.tensor_names import name_of_stacked
 from mesp.quantization.choose import Quantizations
 from mesp.source_model.forward_pass import SourceModel
 
@@ -75,7 +75,7 @@ class BundleWeights:
         return getattr(self.bundle.manifest, table).file, array
 
 
-def as_source(bundle: Bundle) -> SourceModel:
+def to_source_model(bundle: Bundle) -> SourceModel:
     """The model of a bundle, to run its blocks one after another."""
     weights = BundleWeights(bundle)
     return SourceModel(weights, bundle.architecture, weights.quantizations())

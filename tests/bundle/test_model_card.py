@@ -10,11 +10,12 @@ from helpers.commands import call
 from helpers.exports import NEAREST, exported, refused
 from helpers.gguf_files import MODELS, write_gguf
 from helpers.models import random_tensors
+from mesp import hub_download
 from mesp.bundle.manifest import ModelName
+from mesp.bundle.model_card import write_terms_of_run
 from mesp.bundle.reader import Bundle
-from mesp.bundle.terms import write_terms_of_run
+from mesp.license import LICENSE_PATTERNS, License, is_terms
 from mesp.source_model import find
-from mesp.source_model.terms import PATTERNS, License, is_terms
 
 pytestmark = pytest.mark.usefixtures("working_folder")
 
@@ -102,10 +103,10 @@ def test_terms_are_downloaded_with_a_gguf_file(monkeypatch: pytest.MonkeyPatch):
         asked.extend(patterns)
         return folder
 
-    monkeypatch.setattr(find, "download", download)
+    monkeypatch.setattr(hub_download, "download", download)
     source = find.find_source("o/m/sub/m.gguf", False)
     assert source.folder is not None and (source.folder / "USE_POLICY.md").exists()
-    assert asked == ["sub/m.gguf", "README.md", *PATTERNS]
+    assert asked == ["sub/m.gguf", "README.md", *LICENSE_PATTERNS]
 
 
 def test_terms_are_beside_trained_adapters(model: Path, text: Path):

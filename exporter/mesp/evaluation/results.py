@@ -30,7 +30,9 @@ class Row:
     difference: Estimate | None
 
 
-def rows(adapters: Sequence[Path | None], metrics: Sequence[Sequence[Metric]]) -> tuple[Row, ...]:
+def make_rows(
+    adapters: Sequence[Path | None], metrics: Sequence[Sequence[Metric]]
+) -> tuple[Row, ...]:
     """A row for each metric of each model, which are named by their adapters. Where the first has
     none, it is what the others are compared with."""
     return tuple(
@@ -49,7 +51,7 @@ def rows(adapters: Sequence[Path | None], metrics: Sequence[Sequence[Metric]]) -
     )
 
 
-def table(found: Sequence[Row], width: int = 200) -> str:
+def format_table(found: Sequence[Row], width: int = 200) -> str:
     """The rows as a table of at most `width` columns of text."""
     from rich.console import Console
     from rich.table import Table
@@ -95,7 +97,7 @@ def check_writable(path: Path) -> None:
         partial_of(path).exists()  # raises where that name is too long
 
 
-def write(path: Path, what: dict[str, Any], found: Sequence[Row], samples: Any) -> None:
+def write_results(path: Path, what: dict[str, Any], found: Sequence[Row], samples: Any) -> None:
     """Writes `path`: `what` was evaluated, ``results``, and what became of each record."""
     results = [
         {

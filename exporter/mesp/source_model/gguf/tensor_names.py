@@ -10,7 +10,7 @@ import numpy as np
 
 from mesp.models.architecture import Architecture, Block
 from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer
-from mesp.models.names import name_there
+from mesp.models.tensor_names import name_there
 
 # llama.cpp's name of an architecture, by model_type.
 ARCHITECTURES = {

@@ -23,16 +23,16 @@ LENGTH = 128  # tokens of a text after its opening, where sequences have as many
 AT_ONCE = 8
 
 
-def own_texts(
+def sample_replay_texts(
     bundle: Path, adapters: Path | None, tokenizer: Any, count: int, seq_len: int, seed: int
 ) -> Split:
     """Texts drawn from the bundle's model with `adapters` at temperature 1, an example each, for
-    `count` sequences: of `LENGTH` tokens after their opening, or as many as a sequence holds.
+    `count` sequences: of `LENGTH` tokens after their find_opening, or as many as a sequence holds.
 
     They begin as the chat template begins a conversation, or where there is none as a text does;
     that is not in the loss. Raises MespError where that alone fills a sequence.
     """
-    start = opening(tokenizer)
+    start = find_opening(tokenizer)
     length = min(seq_len + 1, len(start) + LENGTH)
     if length <= len(start):
         raise MespError(
@@ -56,7 +56,7 @@ def own_texts(
     return Split(np.array(texts, np.uint32).ravel(), examples.astype(np.uint32), mask)
 
 
-def opening(tokenizer: Any) -> list[int]:
+def find_opening(tokenizer: Any) -> list[int]:
     """The tokens before a person's first words in a conversation, or before a text."""
     if tokenizer.has_chat_template:
         first, second = (

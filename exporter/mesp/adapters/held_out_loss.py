@@ -13,7 +13,7 @@ from mesp.bundle.reader import Bundle
 from mesp.errors import MespError
 
 
-def held_out_loss(
+def measure_held_out_loss(
     model: nn.Module,
     bundle: Bundle,
     seq_len: int,
@@ -23,7 +23,7 @@ def held_out_loss(
     """The mean loss, in nats a token, over all counted targets of the first `count` sequences of
     `valid`, as the trainer evaluates."""
     total, tokens = 0.0, 0
-    for ids, counted in islice(sequences(bundle, "valid", seq_len), count):
+    for ids, counted in islice(read_sequences(bundle, "valid", seq_len), count):
         logits = model(mx.array(ids[None, :-1]))[0].astype(mx.float32)
         losses = nn.losses.cross_entropy(logits, mx.array(ids[1:]))
         total += (losses * mx.array(counted)).sum().item()
@@ -36,7 +36,9 @@ def held_out_loss(
     return total / tokens
 
 
-def sequences(bundle: Bundle, split: str, seq_len: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def read_sequences(
+    bundle: Bundle, split: str, seq_len: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The sequences of a split: int32 ids [n + 1], n ≤ `seq_len`, and which of the n targets count,
     float32 [n]; none in which nothing does."""
     tokens, examples, mask = bundle.tokens(split), bundle.examples(split), bundle.mask(split)

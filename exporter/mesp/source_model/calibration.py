@@ -10,7 +10,7 @@ import numpy as np
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete
 from mesp.source_model.find import Source
-from mesp.source_model.forward_pass import Beside, SourceModel, product
+from mesp.source_model.forward_pass import SideInputs, SourceModel, product
 
 SEQUENCES, LENGTH = 4, 128  # that the model reads; more of both change little
 # Sequences of a text, of which products of two inputs are taken too. There are many of them, so
@@ -19,12 +19,12 @@ CALIBRATION_SEQUENCES = 16
 WIDEST = 4096  # inputs whose products are taken: these are 67.1 MB a matrix
 
 
-def random_tokens(vocab_size: int) -> np.ndarray:
+def draw_tokens(vocab_size: int) -> np.ndarray:
     """Ids that are all as likely: without any text, moments are taken of these."""
     return np.random.default_rng(0).integers(vocab_size, size=SEQUENCES * LENGTH)
 
 
-def excerpts(
+def choose_excerpts(
     tokens: np.ndarray, source: Source, arch: Architecture, count: int = SEQUENCES,
     length: int = LENGTH,
 ) -> list[list[int]]:  # fmt: skip
@@ -51,7 +51,7 @@ class Moments:
         self.with_products = with_products
         self.done = 0
         self.xs: list[mx.array] = []  # what goes into the next block
-        self.besides: list[Beside] = []
+        self.side_inputs: list[SideInputs] = []
 
     def of_block(self, index: int) -> dict[str, mx.array]:
         """By the block's modules [in], and with products [in, in] of modules with at most WIDEST
@@ -71,9 +71,9 @@ class Moments:
 
         if index == 0:
             self.xs = [self.model.embed(tokens) for tokens in self.sequences]
-            self.besides = list(map(Beside, self.sequences, self.xs))
+            self.side_inputs = list(map(SideInputs, self.sequences, self.xs))
         for i, x in enumerate(self.xs):
-            self.xs[i] = self.model.block(index, x, self.besides[i], seen)
+            self.xs[i] = self.model.block(index, x, self.side_inputs[i], seen)
         self.done += 1
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mesp.formatting import decimal, megabytes
-from mesp.runs.log import Run
+from mesp.runs.log import RunLog
 
 COLUMNS = (
     "model",
@@ -20,7 +20,7 @@ COLUMNS = (
 )
 
 
-def table_row(run: Run) -> list[str]:
+def table_row(run: RunLog) -> list[str]:
     """One run under `COLUMNS`: losses as first → last, tokens a second, footprint in MB."""
     losses = run.losses
     before, after = run.held_out

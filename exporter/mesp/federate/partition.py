@@ -40,14 +40,14 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Split:
+class Partition:
     """The way in which topics are shared out: `iid`, `by-file`, or `dirichlet` with its alpha."""
 
     kind: str
     alpha: float = 0.0
 
     @classmethod
-    def parse(cls, text: str) -> Split:
+    def parse(cls, text: str) -> Partition:
         """Raises MespError where it is not one of them."""
         if text in ("iid", "by-file"):
             return cls(text)
@@ -126,7 +126,7 @@ def _read_files(data: str, selection: Selection) -> Topics | None:
 
 
 def share_out(
-    data: str, topics: dict[str, list[Unit]], clients: int, split: Split, seed: int
+    data: str, topics: dict[str, list[Unit]], clients: int, split: Partition, seed: int
 ) -> list[list[Document]]:
     """The documents of each client. Raises MespError where one would get none.
 

@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mesp.answers import canonical_json, exact_match, extract, f1
+from mesp.data.chat_template import Rendering
+from mesp.data.prompts import encode_in_template, encode_prompt, render_checked
 from mesp.data.records import Conversation
-from mesp.data.rendering import Rendering
 from mesp.data.special_tokens import encode_split, special_pattern, tokens
 from mesp.errors import MespError
+from mesp.evaluation.evaluated_model import EvaluatedModel
 from mesp.evaluation.metrics import Metric, exponential
-from mesp.evaluation.model import Model
-from mesp.evaluation.records import Question, Record, Task, Text
-from mesp.text import asked, encode, in_template
+from mesp.evaluation.records import AnswerRecord, ChoiceRecord, Record, TextRecord
+from mesp.exact_match import canonical_json, exact_match, extract, f1
 
 
 @dataclass(frozen=True)
-class Options:
+class ScoringOptions:
     """The form of prompts, and the ways of writing and comparing answers."""
 
-    chat: bool | None = None  # None: prompts of tasks, where the tokenizer has a template
+    chat: bool | None = None  # None: prompts of answers, where the tokenizer has a template
     max_tokens: int = 256
     stops: tuple[str, ...] = ()
     pattern: re.Pattern[str] | None = None
@@ -36,16 +36,19 @@ class Options:
 Sample = dict[str, Any]
 
 
-def measure(
-    model: Model, advance: Callable[[], None], records: Sequence[Record], options: Options
+def score_records(
+    model: EvaluatedModel,
+    advance: Callable[[], None],
+    records: Sequence[Record],
+    options: ScoringOptions,
 ) -> tuple[list[Metric], list[Sample]]:
     """The figures of all records, which are of one kind, and what the model made of each."""
-    if isinstance(records[0], Task):
-        samples = _measure_tasks(model, advance, records, options)
-        return _task_metrics(samples), samples
+    if isinstance(records[0], AnswerRecord):
+        samples = _score_answers(model, advance, records, options)
+        return _answer_metrics(samples), samples
     kinds: dict[type, Any] = {
-        Text: (_measure_text, _text_metrics),
-        Question: (_measure_question, _question_metrics),
+        TextRecord: (_score_text, _text_metrics),
+        ChoiceRecord: (_score_choices, _choice_metrics),
     }
     one, figures = kinds[type(records[0])]
     samples = []
@@ -72,7 +75,7 @@ def _column(samples: list[Sample], key: str) -> list[float]:
 # Texts
 
 
-def _measure_text(model: Model, record: Text, options: Options) -> Sample:
+def _score_text(model: EvaluatedModel, record: TextRecord, options: ScoringOptions) -> Sample:
     encode = partial(encode_split, model.tokenizer) if options.split_special else None
     log_likelihood, tokens = model.log_likelihood(record.text, encode)
     size = len(record.text.encode())
@@ -92,12 +95,12 @@ def _text_metrics(samples: list[Sample]) -> list[Metric]:
 # Choices
 
 
-def _measure_question(model: Model, record: Question, options: Options) -> Sample:
+def _score_choices(model: EvaluatedModel, record: ChoiceRecord, options: ScoringOptions) -> Sample:
     prompt = record.prompt
     encode = partial(encode_split, model.tokenizer) if options.split_special else None
     if options.chat:
         conversation = Conversation([{"role": "user", "content": prompt}])
-        rendering = asked(model.tokenizer, conversation, options.split_special)
+        rendering = render_checked(model.tokenizer, conversation, options.split_special)
         prompt = rendering.render(conversation.messages, asks=True)
         encode = partial(_in_chat, rendering, prompt) if options.split_special else None
     pairs = [model.encode_pair(prompt, c, not options.chat, encode) for c in record.choices]
@@ -123,25 +126,28 @@ def _in_chat(rendering: Rendering, prompt: str, text: str, add_special_tokens: b
     return list(tokens(rendering.tokenizer, text, bounds)["input_ids"])
 
 
-def _question_metrics(samples: list[Sample]) -> list[Metric]:
+def _choice_metrics(samples: list[Sample]) -> list[Metric]:
     return [Metric.of(name, _column(samples, name)) for name in ("acc", "acc_norm")]
 
 
 # Answers
 
 
-def _measure_tasks(
-    model: Model, advance: Callable[[], None], records: Sequence[Any], options: Options
+def _score_answers(
+    model: EvaluatedModel,
+    advance: Callable[[], None],
+    records: Sequence[Any],
+    options: ScoringOptions,
 ) -> list[Sample]:
     prompts = []
     for record in records:
         with _named(record):
             prompts.append(_prompt(model.tokenizer, record, options))
     written = model.write(prompts, options.max_tokens, options.stops, advance)
-    return [_compared(*each, options) for each in zip(records, written, strict=True)]
+    return [_compare(*each, options) for each in zip(records, written, strict=True)]
 
 
-def _compared(record: Task, written: str, options: Options) -> Sample:
+def _compare(record: AnswerRecord, written: str, options: ScoringOptions) -> Sample:
     answer = extract(options.pattern, written)
     wanted = extract(options.pattern, record.answer)
     wanted = record.answer.strip() if wanted is None else wanted
@@ -153,15 +159,15 @@ def _compared(record: Task, written: str, options: Options) -> Sample:
     return sample
 
 
-def _task_metrics(samples: list[Sample]) -> list[Metric]:
+def _answer_metrics(samples: list[Sample]) -> list[Metric]:
     names = [name for name in ("exact_match", "f1", "valid_json") if name in samples[0]]
     return [Metric.of(name, _column(samples, name)) for name in names]
 
 
-def _prompt(tokenizer: Any, record: Task, options: Options) -> list[int]:
+def _prompt(tokenizer: Any, record: AnswerRecord, options: ScoringOptions) -> list[int]:
     split = options.split_special
     if isinstance(record.prompt, str):
-        return encode(tokenizer, record.prompt, options.chat, split_special=split)
+        return encode_prompt(tokenizer, record.prompt, options.chat, split_special=split)
     if options.chat is False:
         raise MespError("messages go through the chat template; leave out --no-chat")
-    return in_template(tokenizer, record.prompt, split)
+    return encode_in_template(tokenizer, record.prompt, split)

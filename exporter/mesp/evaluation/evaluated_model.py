@@ -15,7 +15,7 @@ AT_ONCE = 8  # texts that are written together
 Encode = Callable[..., list[int]]  # takes a text, and the keyword `add_special_tokens`
 
 
-class Model:
+class EvaluatedModel:
     """The engine with a tokenizer beside it. What is longer than `max_length` tokens is cut, and
     `at_once` texts are written together."""
 
@@ -123,7 +123,7 @@ class Model:
 @contextmanager
 def running_model(
     bundle: Path, adapters: Path | None, tokenizer: Any, max_length: int, at_once: int = AT_ONCE
-) -> Iterator[Model]:
+) -> Iterator[EvaluatedModel]:
     """The model of `bundle`, with adapters or without. Raises MespError where the engine fails."""
     with evaluator(bundle, adapters) as engine:
-        yield Model(engine, tokenizer, max_length, at_once)
+        yield EvaluatedModel(engine, tokenizer, max_length, at_once)

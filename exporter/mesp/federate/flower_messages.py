@@ -8,7 +8,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message
 
 from mesp.errors import MespError
-from mesp.federate.exchange import Arrays, packed, unpacked
+from mesp.federate.exchange import Arrays, pack, unpack
 
 
 def to_numpy(record: ArrayRecord) -> Arrays:
@@ -31,10 +31,10 @@ def in_float32(
     """The mod that lets the app, and mods within, see float32, whatever travels."""
     if message.content["config"]["exchange"] == "float32":
         return call_next(message, context)
-    received = unpacked(to_numpy(message.content["arrays"]))
+    received = unpack(to_numpy(message.content["arrays"]))
     message.content["arrays"] = to_record(received)
     reply = call_next(message, context)
     if not reply.has_error():
         added = {n: a - received[n] for n, a in to_numpy(reply.content["arrays"]).items()}
-        reply.content["arrays"] = to_record(packed(added))
+        reply.content["arrays"] = to_record(pack(added))
     return reply

@@ -11,8 +11,8 @@ import yaml
 
 from mesp.bundle.manifest import Manifest
 from mesp.files import create
-from mesp.source_model.terms import is_terms
-from mesp.source_model.texts import copy_texts
+from mesp.license import is_terms
+from mesp.source_model.copied_files import copy_files
 
 
 def front_matter(manifest: Manifest, **others: str) -> str:
@@ -51,7 +51,7 @@ def write_terms(bundle: Path, manifest: Manifest, folder: Path) -> None:
 
     Raises MespError where one is a link that leads out of the bundle, and OSError.
     """
-    copy_texts(bundle, filter(is_terms, (file.path for file in manifest.files)), folder)
+    copy_files(bundle, filter(is_terms, (file.path for file in manifest.files)), folder)
     write_card(manifest, folder)
 
 

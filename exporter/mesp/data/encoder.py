@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mesp.data.answers import Encoded, check_answers, encode_conversation, end_tokens
+from mesp.data.loss_mask import Encoded, check_answers, encode_conversation, end_tokens
 from mesp.data.records import Conversation, Document
 from mesp.data.special_tokens import encode_split, special_pattern
 from mesp.errors import MespError, plain_errors
@@ -123,7 +123,7 @@ def encode_joined(
         encode, ends = partial(encode_split, tokenizer), [tokenizer.eos_token_id] if end else []
     elif not answer.rstrip().endswith(end):
         answer += end
-    asked = encode_prompt(tokenizer, prompt, split_special)
+    asked = encode_plain_prompt(tokenizer, prompt, split_special)
     # After a line feed: SentencePiece puts a space before what begins a text. After another
     # character where the answer begins with one, and would share a token with it.
     for feed in ("\n", ":", ""):
@@ -132,7 +132,7 @@ def encode_joined(
             ids = [*asked, *after[len(before) :]]
             if _normal(tokenizer.decode(ids)).endswith(_normal(prompt + answer)):
                 return [*ids, *ends], len(asked)
-    whole = encode_prompt(tokenizer, prompt + answer, split_special) + ends
+    whole = encode_plain_prompt(tokenizer, prompt + answer, split_special) + ends
     return whole, sum(1 for _ in takewhile(bool, map(eq, asked, whole)))
 
 
@@ -141,7 +141,7 @@ def _normal(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
-def encode_prompt(tokenizer: Any, prompt: str, split_special: bool = False) -> list[int]:
+def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False) -> list[int]:
     """The ids of a text to go on from: with the token that begins a text, without one that ends it,
     and without a second one of those that the text has itself. With `split_special` the text's own
     special tokens become text."""
@@ -169,7 +169,7 @@ def _encode_text(tokenizer: Any, content: str | dict[str, str], split_special: b
             else:
                 ids += tokenizer.encode(piece, add_special_tokens=False)
     else:
-        ids = encode_prompt(tokenizer, text, split_special)
+        ids = encode_plain_prompt(tokenizer, text, split_special)
     end = tokenizer.eos_token_id
     if ids and end is not None and (split_special or not _has_end(tokenizer, text)):
         ids.append(end)

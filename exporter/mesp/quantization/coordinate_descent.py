@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 
 from mesp.block_function.dequantize import pack, unpack
-from mesp.models.quantization import Quantization
-from mesp.quantization.least_squares import damped
+from mesp.models.quantization_formats import Quantization
+from mesp.quantization.least_squares import damp
 
 SWEEPS = 2  # over all codes; more change little
 # By how much the mean products of two different inputs are made smaller: few tokens say less of
@@ -15,11 +15,11 @@ SWEEPS = 2  # over all codes; more change little
 SHRINKAGE = 0.2
 
 
-def shrunk(moments: mx.array) -> np.ndarray:
+def shrink(moments: mx.array) -> np.ndarray:
     """The products [in, in] that `descend` takes, of sums of x xᵀ over what a matrix multiplies."""
     squares = mx.diag(moments)
     products = np.array((1 - SHRINKAGE) / mx.maximum(squares.mean(), 1e-30) * moments)
-    np.fill_diagonal(products, damped(squares, len(squares)))
+    np.fill_diagonal(products, damp(squares, len(squares)))
     return products
 
 

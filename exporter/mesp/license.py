@@ -31,7 +31,7 @@ def _in_any_case(pattern: str) -> str:
 
 
 # The same names as patterns of the Hub's client.
-PATTERNS = [_in_any_case(pattern) for pattern in (*_LICENSES, *_OTHERS)]
+LICENSE_PATTERNS = [_in_any_case(pattern) for pattern in (*_LICENSES, *_OTHERS)]
 
 
 def is_terms(name: str) -> bool:

@@ -10,29 +10,20 @@ from typing import Any, BinaryIO
 
 from mesp.errors import MespError
 from mesp.files import create, open_regular, read_object, root_of
-from mesp.source_model.terms import is_terms
+from mesp.hub_download import TOKENIZER_FILES
+from mesp.license import is_terms
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 _CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json")
 # Keys that name Python code for transformers or mlx-lm to run.
 _CODE = ("auto_map", "custom_pipelines", "model_file")
 
 
-def texts_of(names: Iterable[str]) -> list[str]:
+def files_to_copy(names: Iterable[str]) -> list[str]:
     """Of the files in a model's folder, those that are copied beside its weights: no code."""
     return sorted(name for name in names if name in TOKENIZER_FILES or is_terms(name))
 
 
-def copy_texts(source: Path, names: Iterable[str], folder: Path) -> None:
+def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
     """Copies files of `source`, configurations without the code that they name.
 
     Raises MespError where one is a link to a file outside of `source`; a file in a cache of the
@@ -50,7 +41,7 @@ def copy_texts(source: Path, names: Iterable[str], folder: Path) -> None:
         write_config(folder / name, _read(file))
 
 
-def naming_code(source: Path, names: Iterable[str]) -> list[str]:
+def configs_naming_code(source: Path, names: Iterable[str]) -> list[str]:
     """Of the files in a folder, the configurations that name code.
 
     Raises MespError where one is not a JSON object, and OSError where it cannot be read.

@@ -10,13 +10,13 @@ import mlx.core as mx
 import numpy as np
 
 from mesp.block_function.tiles import cut
-from mesp.source_model.forward_pass import Beside, SourceModel
+from mesp.source_model.forward_pass import SideInputs, SourceModel
 
 TILE = 1 << 20  # logits that are computed at a time
 
 
 @dataclass(frozen=True)
-class Loss:
+class QuantizationLoss:
     """Over the positions of some sequences, of a model and of its source.
 
     `kl` [n] is of each position the sum of p ln(p / q) over the vocabulary, p the source's and q
@@ -28,7 +28,7 @@ class Loss:
     model: np.ndarray
 
     @classmethod
-    def of(cls, parts: Iterable[Loss]) -> Loss:
+    def of(cls, parts: Iterable[QuantizationLoss]) -> QuantizationLoss:
         """Of several together."""
         return cls(*map(np.concatenate, zip(*(vars(p).values() for p in parts), strict=True)))
 
@@ -38,27 +38,31 @@ class Loss:
         return math.exp(self.source.mean()), math.exp(self.model.mean())
 
 
-def finals(model: SourceModel, sequences: Sequence[Sequence[int]]) -> list[mx.array]:
+def compute_head_inputs(model: SourceModel, sequences: Sequence[Sequence[int]]) -> list[mx.array]:
     """The inputs of the head, float32 [T, hidden] a sequence; blocks run one by one."""
     xs = [model.embed(tokens) for tokens in sequences]
-    besides = list(map(Beside, sequences, xs))
+    side_inputs = list(map(SideInputs, sequences, xs))
     for index in range(model.arch.num_hidden_layers):
-        pairs = zip(xs, besides, strict=True)
-        xs = [model.block(index, x, beside) for x, beside in pairs]
+        pairs = zip(xs, side_inputs, strict=True)
+        xs = [model.block(index, x, side) for x, side in pairs]
     return [model.final(x)[0] for x in xs]
 
 
-def measure(
+def measure_loss(
     source: SourceModel,
     model: SourceModel,
     sequences: Sequence[Sequence[int]],
     of_source: list[mx.array] | None = None,
     of_model: list[mx.array] | None = None,
-) -> Loss:
-    """The distance of `model` from `source`; the `finals` of both may be given."""
-    found = of_source or finals(source, sequences), of_model or finals(model, sequences)
+) -> QuantizationLoss:
+    """The distance of `model` from `source`; the results of `compute_head_inputs`
+    for both may be given."""
+    found = (
+        of_source or compute_head_inputs(source, sequences),
+        of_model or compute_head_inputs(model, sequences),
+    )
     pairs = zip(*found, strict=True)
-    return Loss.of(
+    return QuantizationLoss.of(
         _compare(source, model, *pair, tokens)
         for pair, tokens in zip(pairs, sequences, strict=True)
     )
@@ -91,8 +95,8 @@ class _Distribution:
 
 def _compare(
     source: SourceModel, model: SourceModel, x: mx.array, y: mx.array, tokens: Sequence[int]
-) -> Loss:
-    """Of one sequence, from its `finals`."""
+) -> QuantizationLoss:
+    """Of one sequence, from what `compute_head_inputs` gives for both models."""
     p, q = _Distribution(len(tokens)), _Distribution(len(tokens))
     for rows in cut(source.arch.vocab_size, max(TILE // len(tokens), 1)):
         zp, zq = source.logits(x, rows), model.logits(y, rows)
@@ -101,4 +105,4 @@ def _compare(
         q.add(zq, mx.array(0.0), targets)
     kl = p.weighted / p.sum - p.log_sum + q.log_sum
     losses = (each.log_sum[:-1] - each.target for each in (p, q))
-    return Loss(*map(np.array, (kl, *losses)))
+    return QuantizationLoss(*map(np.array, (kl, *losses)))

@@ -11,12 +11,12 @@ import pytest
 from transformers import AddedToken
 
 from helpers.paths import DEMO_MODEL
-from mesp.data.answers import encode_conversation
+from mesp.data.encoder import encode_joined
+from mesp.data.loss_mask import encode_conversation
 from mesp.data.messages import read_messages
 from mesp.data.records import Conversation, read_record
-from mesp.data.tokens import encode_joined
+from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
-from mesp.text import load_tokenizer
 
 # In the manner of the families' templates; ⟦ and ⟧ are where TRL's copies have the marks.
 CHATML = """\

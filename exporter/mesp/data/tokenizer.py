@@ -1,4 +1,4 @@
-"""Text to token ids: tokenizers, chat templates and prompts, as mlx-lm has them."""
+"""Loads the tokenizer of a model or a bundle, as mlx-lm wraps it, and checks it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mesp.data.answers import end_tokens, rendered_tokens
-from mesp.data.records import Conversation
-from mesp.data.rendering import Rendering
-from mesp.data.tokens import encode_prompt
+from mesp.data.loss_mask import end_tokens
 from mesp.errors import MespError, plain_errors
 from mesp.files import read_object, root_of
+from mesp.hub_download import VOCABULARIES
 
-# The files that a tokenizer's vocabulary may be in; a bundle has the first.
-VOCABULARIES = (
-    "tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model", "spiece.model",
-    "vocab.json",
-)  # fmt: skip
-PROOF = "A text of 2 lines,\nwhich comes back."
+ROUND_TRIP_TEXT = "A text of 2 lines,\nwhich comes back."
 
 
-def proven_tokenizer(folder: Path, model: str) -> Any:
+def load_checked_tokenizer(folder: Path, model: str) -> Any:
     """The tokenizer in a model's folder, with which a text survives; None where there is none.
 
     `model` is its name, for messages. Raises MespError where it cannot be loaded, or a text does
@@ -31,13 +24,13 @@ def proven_tokenizer(folder: Path, model: str) -> Any:
         return None
     tokenizer = load_tokenizer(folder)
     with plain_errors(f"The tokenizer of {model} cannot be used"):
-        found = tokenizer.decode(_proof(tokenizer), skip_special_tokens=True)
-    if found != PROOF:
+        found = tokenizer.decode(_encode_round_trip(tokenizer), skip_special_tokens=True)
+    if found != ROUND_TRIP_TEXT:
         missing = [name for name in VOCABULARIES if (folder / name).is_file()]
         reason = "" if missing else f" (no vocabulary is there, such as {VOCABULARIES[0]})"
         raise MespError(
-            f"The tokenizer of {model} loses text: {PROOF!r} becomes {found!r:.80}{reason}; take "
-            "all files of the model's tokenizer, or none."
+            f"The tokenizer of {model} loses text: {ROUND_TRIP_TEXT!r} becomes "
+            f"{found!r:.80}{reason}; take all files of the model's tokenizer, or none."
         )
     return tokenizer
 
@@ -51,14 +44,14 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> None:
     with plain_errors(failed):
         tokenizer._tokenizer.save_pretrained(folder)
         same = (folder / VOCABULARIES[0]).is_file() and (
-            _proof(load_tokenizer(folder)) == _proof(tokenizer)
+            _encode_round_trip(load_tokenizer(folder)) == _encode_round_trip(tokenizer)
         )
     if not same:
         raise MespError(f"{failed} as tokenizer.json; take a model that has one.")
 
 
-def _proof(tokenizer: Any) -> list[int]:
-    return list(tokenizer.encode(PROOF, add_special_tokens=False))
+def _encode_round_trip(tokenizer: Any) -> list[int]:
+    return list(tokenizer.encode(ROUND_TRIP_TEXT, add_special_tokens=False))
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -140,7 +133,7 @@ def _kind_of_model(folder: Path) -> Any:
         return PreTrainedConfig(**named)
 
 
-def bundle_tokenizer(bundle: Path) -> Any:
+def load_bundle_tokenizer(bundle: Path) -> Any:
     """The bundle's tokenizer, with the tokens at which generation stops: those of `load_tokenizer`,
     and what the bundle's data end with."""
     tokenizer = load_tokenizer(bundle, "which generating needs; export a model that has one")
@@ -148,61 +141,3 @@ def bundle_tokenizer(bundle: Path) -> Any:
         ends = read_object(bundle / "manifest.json").get("end_tokens", [])
         tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *map(int, ends)}
     return tokenizer
-
-
-def encode(
-    tokenizer: Any,
-    prompt: str,
-    chat: bool | None,
-    system: str | None = None,
-    split_special: bool = False,
-) -> list[int]:
-    """Token ids of `prompt`, as mlx_lm.generate makes them.
-
-    With `chat` it is a user's message in the chat template, after a `system` message where there is
-    one; None means where there is a template. With `split_special` special tokens in both become
-    text.
-    """
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:  # of bytes that the shell, or an escape, made no text of
-        raise MespError("The prompt is not UTF-8 text; convert it first.") from error
-    if chat and not tokenizer.has_chat_template:
-        raise MespError("The bundle's tokenizer has no chat template; leave out --chat.")
-    is_chat = chat is not False and tokenizer.has_chat_template
-    if system and not is_chat:
-        raise MespError("A system prompt is part of a chat template, which is not used here.")
-    with plain_errors("The prompt cannot be tokenized"):
-        if is_chat:
-            messages = [{"role": "system", "content": system}] if system else []
-            messages.append({"role": "user", "content": prompt})
-            try:
-                tokens = in_template(tokenizer, Conversation(messages), split_special)
-            except MespError as error:
-                raise MespError(f"The prompt cannot be tokenized: {error}") from error
-        else:
-            tokens = encode_prompt(tokenizer, prompt, split_special)
-    if not tokens:
-        raise MespError("The prompt is empty; give at least one word.")
-    return tokens
-
-
-def in_template(
-    tokenizer: Any, conversation: Conversation, split_special: bool = False
-) -> list[int]:
-    """The token ids of a conversation in the chat template, up to where the answer begins, as
-    `encode` makes them. Raises MespError where the template refuses it or leaves something out."""
-    rendering = asked(tokenizer, conversation, split_special)
-    return rendered_tokens(rendering, len(conversation.messages), asks=True)
-
-
-def asked(tokenizer: Any, conversation: Conversation, split_special: bool) -> Rendering:
-    """A conversation in the chat template. Raises MespError where the template refuses it or leaves
-    something out."""
-    if not tokenizer.has_chat_template:
-        raise MespError("the bundle's tokenizer has no chat template; give prompts without --chat")
-    with plain_errors("the chat template refuses the messages"):
-        rendering = Rendering(tokenizer, conversation, split_special)
-        rendering.check()
-        rendering.render(conversation.messages, asks=True)
-    return rendering

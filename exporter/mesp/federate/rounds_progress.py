@@ -10,7 +10,7 @@ from mesp.federate.federation import Federation
 from mesp.formatting import decimal, megabytes, printable
 
 
-class Report:
+class RoundsProgress:
     """Shows rounds as they end; on a terminal also which one is on its way."""
 
     def __init__(self, rounds: int) -> None:
@@ -19,7 +19,7 @@ class Report:
         self.status = self.console.status("Starting Flower")
         self.before: dict[str, Any] | None = None
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> RoundsProgress:
         if self.console.is_terminal:
             self.status.start()
         return self

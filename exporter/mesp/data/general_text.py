@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from mesp.data.encoder import begin_of_text, cut_text
 from mesp.data.examples import Split
 from mesp.data.source_files import read_text
-from mesp.data.tokens import begin_of_text, cut_text
 from mesp.errors import MespError
 
 SIZE = 1 << 22  # bytes of a text; an evaluation reads the first 16 sequences
 
 
-def general_text(file: Path | None, tokenizer: Any, vocab_size: int) -> Split:
+def read_general_text(file: Path | None, tokenizer: Any, vocab_size: int) -> Split:
     """The tokens of a text as a stream: of `file`, or of the page that comes with MeSP.
 
     Raises MespError where the file cannot be read, is none of text or has less than two tokens.

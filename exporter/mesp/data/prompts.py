@@ -1,0 +1,70 @@
+"""Makes token ids of prompts and conversations to answer, as mlx_lm.generate does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mesp.data.chat_template import Rendering
+from mesp.data.encoder import encode_plain_prompt
+from mesp.data.loss_mask import rendered_tokens
+from mesp.data.records import Conversation
+from mesp.errors import MespError, plain_errors
+
+
+def encode_prompt(
+    tokenizer: Any,
+    prompt: str,
+    chat: bool | None,
+    system: str | None = None,
+    split_special: bool = False,
+) -> list[int]:
+    """Token ids of `prompt`, as mlx_lm.generate makes them.
+
+    With `chat` it is a user's message in the chat template, after a `system` message where there is
+    one; None means where there is a template. With `split_special` special tokens in both become
+    text.
+    """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # of bytes that the shell, or an escape, made no text of
+        raise MespError("The prompt is not UTF-8 text; convert it first.") from error
+    if chat and not tokenizer.has_chat_template:
+        raise MespError("The bundle's tokenizer has no chat template; leave out --chat.")
+    is_chat = chat is not False and tokenizer.has_chat_template
+    if system and not is_chat:
+        raise MespError("A system prompt is part of a chat template, which is not used here.")
+    with plain_errors("The prompt cannot be tokenized"):
+        if is_chat:
+            messages = [{"role": "system", "content": system}] if system else []
+            messages.append({"role": "user", "content": prompt})
+            try:
+                tokens = encode_in_template(tokenizer, Conversation(messages), split_special)
+            except MespError as error:
+                raise MespError(f"The prompt cannot be tokenized: {error}") from error
+        else:
+            tokens = encode_plain_prompt(tokenizer, prompt, split_special)
+    if not tokens:
+        raise MespError("The prompt is empty; give at least one word.")
+    return tokens
+
+
+def encode_in_template(
+    tokenizer: Any, conversation: Conversation, split_special: bool = False
+) -> list[int]:
+    """The token ids of a conversation in the chat template, up to where the answer begins, as
+    `encode_prompt` makes them. Raises MespError where the template refuses it or leaves something
+    out."""
+    rendering = render_checked(tokenizer, conversation, split_special)
+    return rendered_tokens(rendering, len(conversation.messages), asks=True)
+
+
+def render_checked(tokenizer: Any, conversation: Conversation, split_special: bool) -> Rendering:
+    """A conversation in the chat template. Raises MespError where the template refuses it or leaves
+    something out."""
+    if not tokenizer.has_chat_template:
+        raise MespError("the bundle's tokenizer has no chat template; give prompts without --chat")
+    with plain_errors("the chat template refuses the messages"):
+        rendering = Rendering(tokenizer, conversation, split_special)
+        rendering.check()
+        rendering.render(conversation.messages, asks=True)
+    return rendering
