@@ -18,13 +18,13 @@ import SwiftUI
         #if os(iOS)
             let background = BackgroundTransfer(identifier: Self.downloads)
             model = AppModel(
-                phone: SystemPhone(), folder: folder, display: WindowDisplay(), scheduler: SystemBackground(),
+                monitor: SystemMonitor(), folder: folder, display: WindowDisplay(), scheduler: SystemBackground(),
                 board: SystemNotices(), glanceBoard: SystemActivity(), network: SystemNetwork(), recording: recording,
                 openDownload: { try BundleDownload(repository: $0, background: background) },
                 loadTokenizer: { try await BundleTokenizer(bundle: $0) })
         #else
             model = AppModel(
-                phone: SystemPhone(), folder: folder, board: SystemNotices(), network: SystemNetwork(),
+                monitor: SystemMonitor(), folder: folder, board: SystemNotices(), network: SystemNetwork(),
                 recording: recording
             ) { try await BundleTokenizer(bundle: $0) }
         #endif

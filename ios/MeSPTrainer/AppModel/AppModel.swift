@@ -58,7 +58,7 @@ import Observation
     /// The run that the person does not want to continue now.
     private var leftAlone: StoredRun.ID?
 
-    @ObservationIgnored private let phone: any Phone
+    @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let loadTokenizer: @Sendable (URL) async throws -> any TextTokenizer
     /// A run to look at where nothing can be trained.
     @ObservationIgnored private let recording: URL?
@@ -80,7 +80,7 @@ import Observation
     ///   - recording: the folder of a run to look at where nothing can be trained.
     ///   - loadTokenizer: reads the tokenizer in a bundle's folder.
     public init(
-        phone: any Phone, folder: DocumentsFolder, display: (any Display)? = nil,
+        monitor: any DeviceMonitor, folder: DocumentsFolder, display: (any Display)? = nil,
         scheduler: (any BackgroundScheduler)? = nil, board: (any NoticeBoard)? = nil,
         glanceBoard: (any GlanceBoard)? = nil, network: (any NetworkPath)? = nil,
         refusal: Sentence? = MLXSupport.refusal, recording: URL? = nil,
@@ -91,26 +91,26 @@ import Observation
         loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer
     ) {
         (self.board, self.refusal, self.recording) = (board, refusal, recording)
-        (self.phone, self.loadTokenizer) = (phone, loadTokenizer)
+        (self.monitor, self.loadTokenizer) = (monitor, loadTokenizer)
         library = Library(folder)
-        form = TrainingForm(library: library, phone: phone)
-        controller = RunController(phone: phone)
-        screen = Screen(phone: phone, controller: controller, display: display)
-        comparison = Comparison(phone: phone, folder: folder)
+        form = TrainingForm(library: library, monitor: monitor)
+        controller = RunController(monitor: monitor)
+        screen = Screen(monitor: monitor, controller: controller, display: display)
+        comparison = Comparison(monitor: monitor, folder: folder)
         choices = Choices(folder)
         benchmark = Benchmark(controller: controller)
-        selfChecker = SelfChecker(phone: phone)
-        evaluation = Evaluation(phone: phone)
-        examples = LearnedExamples(phone: phone)
+        selfChecker = SelfChecker(monitor: monitor)
+        evaluation = Evaluation(monitor: monitor)
+        examples = LearnedExamples(monitor: monitor)
         preview = DataPreview(form: form, choices: choices, loadTokenizer: loadTokenizer)
-        downloads = Downloads(folder: folder, phone: phone, network: network, open: openDownload)
-        federation = Federation(phone: phone, controller: controller, open: openNode)
+        downloads = Downloads(folder: folder, monitor: monitor, network: network, open: openDownload)
+        federation = Federation(monitor: monitor, controller: controller, open: openNode)
         controller.observers.append { [weak self] in self?.runChanged() }
-        notices = board.map { Notices(controller: controller, phone: phone, board: $0) }
-        glances = glanceBoard.map { Glances(controller: controller, phone: phone, board: $0) }
+        notices = board.map { Notices(controller: controller, monitor: monitor, board: $0) }
+        glances = glanceBoard.map { Glances(controller: controller, monitor: monitor, board: $0) }
         background = scheduler.map {
             BackgroundTraining(
-                controller: controller, phone: phone, scheduler: $0,
+                controller: controller, monitor: monitor, scheduler: $0,
                 // A server asks for the runs of a federation.
                 isStartedByPerson: { [weak self] in self?.federation.isOn == false },
                 resume: { [weak self] in await self?.resumeInBackground($0) ?? false })
@@ -129,7 +129,7 @@ import Observation
         }
         form.refresh()
         // The system may have started the app while the phone is locked, when choices can't be read. They are read again in front.
-        do { try choices.refresh() } catch { if phone.scene == .active { problem = error.plainSentence } }
+        do { try choices.refresh() } catch { if monitor.scene == .active { problem = error.plainSentence } }
         if hasEnded, let run = shownRun {
             hasEnded = false
             showExamples(of: run, isAskedFor: false)

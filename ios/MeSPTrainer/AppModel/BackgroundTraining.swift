@@ -71,7 +71,7 @@ public struct RunProgress: Sendable, Equatable {
 /// one that the system has ended in the meantime.
 @MainActor final class BackgroundTraining {
     private let controller: RunController
-    private let phone: any Phone
+    private let monitor: any DeviceMonitor
     private let scheduler: any BackgroundScheduler
     private let isStartedByPerson: () -> Bool
     private let resume: (BackgroundGrant) async -> Bool
@@ -87,10 +87,10 @@ public struct RunProgress: Sendable, Equatable {
     ///   - isStartedByPerson: whether the run in progress was.
     ///   - resume: continues with a run that was cut off and may train in such a time, and returns whether there was one.
     init(
-        controller: RunController, phone: any Phone, scheduler: any BackgroundScheduler,
+        controller: RunController, monitor: any DeviceMonitor, scheduler: any BackgroundScheduler,
         isStartedByPerson: @escaping () -> Bool, resume: @escaping (BackgroundGrant) async -> Bool
     ) {
-        (self.controller, self.phone, self.scheduler) = (controller, phone, scheduler)
+        (self.controller, self.monitor, self.scheduler) = (controller, monitor, scheduler)
         (self.isStartedByPerson, self.resume) = (isStartedByPerson, resume)
         scheduler.onGrant = { [weak self] in self?.take($0) }
         controller.observers.append { [weak self] in self?.runChanged() }
@@ -111,7 +111,7 @@ public struct RunProgress: Sendable, Equatable {
         if let settings = controller.settings, askedFor != settings.output, !usable.isEmpty {
             askedFor = settings.output
             // Times other than the night's may be asked for in front only, for what the person has started.
-            let mayAsk = phone.scene == .active && isStartedByPerson()
+            let mayAsk = monitor.scene == .active && isStartedByPerson()
             for grant in usable where grant == .overnight || mayAsk { scheduler.ask(for: grant, title: title) }
         }
         showProgress()

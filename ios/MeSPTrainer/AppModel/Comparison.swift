@@ -60,14 +60,14 @@ import Observation
     /// Why it ended early, in a sentence.
     public private(set) var problem: Sentence?
 
-    @ObservationIgnored private let phone: any Phone
+    @ObservationIgnored private let monitor: any DeviceMonitor
     /// The file of the conversation.
     @ObservationIgnored private let folder: DocumentsFolder?
     /// Whether what is kept was read, or given up: until then it is not replaced.
     @ObservationIgnored private var hasReadKept = false
     /// The bundle, adapters and settings of the conversation; with others its cache is of no use.
     @ObservationIgnored private var partners = ""
-    @ObservationIgnored private var gate = PauseGate()
+    @ObservationIgnored private var gate = BoundaryGate()
     /// The part of the conversation that each side has read.
     @ObservationIgnored private var read = Read()
 
@@ -80,10 +80,10 @@ import Observation
         var tuned = PromptCache(limit: limit)
     }
 
-    public init(phone: any Phone, folder: DocumentsFolder? = nil) {
-        (self.phone, self.folder) = (phone, folder)
+    public init(monitor: any DeviceMonitor, folder: DocumentsFolder? = nil) {
+        (self.monitor, self.folder) = (monitor, folder)
         try? readKept()
-        phone.observers.append { [weak self] event in
+        monitor.observers.append { [weak self] event in
             self?.update()
             if event == .memoryWarning { self?.letGo() } else { try? self?.readKept() }
         }
@@ -134,7 +134,7 @@ import Observation
         let history = turns
         turns.append(Turn(id: history.count, prompt: request.prompt))
         (problem, writing) = (nil, .base)
-        let (gate, read) = (PauseGate(), read)
+        let (gate, read) = (BoundaryGate(), read)
         self.gate = gate
         update()
         let messages = gate.start("writing", sending: Message.self) { send in
@@ -217,7 +217,7 @@ import Observation
     /// Ends both texts at the next block.
     public func stop() { gate.stop() }
 
-    private func update() { gate.follow(phone) }
+    private func update() { gate.follow(monitor) }
 
     private enum Message: Sendable {
         case begins(Side)

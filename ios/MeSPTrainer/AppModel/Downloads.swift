@@ -33,7 +33,7 @@ import Observation
     private var missing = 0
 
     @ObservationIgnored private let folder: DocumentsFolder
-    @ObservationIgnored private let phone: any Phone
+    @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let network: (any NetworkPath)?
     @ObservationIgnored private let open: @Sendable (String) throws -> BundleDownload
     @ObservationIgnored private var work: Task<StoredBundle, any Error>?
@@ -47,10 +47,10 @@ import Observation
     ///   - network: nil where nobody knows it.
     ///   - open: the download of a repository.
     init(
-        folder: DocumentsFolder, phone: any Phone, network: (any NetworkPath)?,
+        folder: DocumentsFolder, monitor: any DeviceMonitor, network: (any NetworkPath)?,
         open: @escaping @Sendable (String) throws -> BundleDownload
     ) {
-        (self.folder, self.phone, self.network, self.open) = (folder, phone, network, open)
+        (self.folder, self.monitor, self.network, self.open) = (folder, monitor, network, open)
         network?.onChange = { [weak self] in self?.lookAtNetwork() }
         lookAtNetwork()
     }
@@ -86,7 +86,7 @@ import Observation
         settings.seqLen = manifest.seqLens.min() ?? 1
         settings.rank = manifest.ranks.min() ?? 1
         do {
-            let fit = try DeviceFit(settings, manifest, available: phone.availableMemory)
+            let fit = try DeviceFit(settings, manifest, available: monitor.availableMemory)
             let peak: Sentence = "Training on \(settings.seqLen) tokens takes \(fit.predictedPeak.megabytes)"
             guard let available = fit.available, !fit.fits else { return "\(peak): it fits this phone." }
             return "\(peak), and the phone would give \(available.megabytes): it does not fit."

@@ -32,12 +32,12 @@ import Observation
     public private(set) var problem: Sentence?
     public var isRunning: Bool { progress != nil }
 
-    @ObservationIgnored private let phone: any Phone
-    @ObservationIgnored private var gate = PauseGate()
+    @ObservationIgnored private let monitor: any DeviceMonitor
+    @ObservationIgnored private var gate = BoundaryGate()
 
-    public init(phone: any Phone) {
-        self.phone = phone
-        phone.observers.append { [weak self] _ in self?.update() }
+    public init(monitor: any DeviceMonitor) {
+        self.monitor = monitor
+        monitor.observers.append { [weak self] _ in self?.update() }
     }
 
     /// Begins an evaluation. Does nothing while another is in progress.
@@ -49,7 +49,7 @@ import Observation
     public func start(_ records: Data, bundle: URL, adapters: URL?, tokenizer: any TextTokenizer) {
         guard !isRunning else { return }
         (figure, problem, notice, progress) = (nil, nil, nil, 0)
-        let gate = PauseGate()
+        let gate = BoundaryGate()
         self.gate = gate
         update()
         let messages = gate.start("measuring", sending: Message.self) { send in
@@ -91,7 +91,7 @@ import Observation
         case ended(Figure)
     }
 
-    private func update() { gate.follow(phone) }
+    private func update() { gate.follow(monitor) }
 }
 
 /// A record's part of a figure, which is Σ sum / Σ weight.

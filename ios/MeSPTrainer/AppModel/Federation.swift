@@ -66,18 +66,18 @@ import Observation
     public static let agreement: Sentence =
         "What leaves this device: the adapters that it trains, how many tokens they were trained on, the mean loss, the peak of memory, and the name that you give it. Your texts, your choices and what the model writes stay here. Adapters can give away something about the text they were trained on: take part where you trust who runs the server."
 
-    @ObservationIgnored private let phone: any Phone
+    @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let controller: RunController
     @ObservationIgnored private let open: @Sendable (URL, URL, Int, URLSessionConfiguration) throws -> SuperNode
     @ObservationIgnored private var work: Task<Void, any Error>?
 
     /// - Parameter open: the node for a server's address, a folder, the most bytes of a message and the networks that may be used.
     init(
-        phone: any Phone, controller: RunController,
+        monitor: any DeviceMonitor, controller: RunController,
         open: @escaping @Sendable (URL, URL, Int, URLSessionConfiguration) throws -> SuperNode
     ) {
-        (self.phone, self.controller, self.open) = (phone, controller, open)
-        phone.observers.append { [weak self] _ in self?.followCharger() }
+        (self.monitor, self.controller, self.open) = (monitor, controller, open)
+        monitor.observers.append { [weak self] _ in self?.followCharger() }
     }
 
     /// Takes part until it is left.
@@ -141,7 +141,7 @@ import Observation
 
     private var late: MeSPError { MeSPError("The server no longer waits for this round.") }
 
-    private var lacksCharger: Bool { needsCharger && phone.battery?.isCharging == false }
+    private var lacksCharger: Bool { needsCharger && monitor.battery?.isCharging == false }
 
     /// Off the charger, a run waits; on it, it continues.
     private func followCharger() {

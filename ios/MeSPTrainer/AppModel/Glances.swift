@@ -26,7 +26,7 @@ public struct Glance: Sendable, Equatable {
 /// iOS shows the run itself.
 @MainActor final class Glances {
     private let controller: RunController
-    private let phone: any Phone
+    private let monitor: any DeviceMonitor
     private let board: any GlanceBoard
     /// The least time between two changes of the figures. iOS limits how many changes it shows.
     private static let interval = Duration.seconds(5)
@@ -36,23 +36,23 @@ public struct Glance: Sendable, Equatable {
     private var shown: Glance?
     private var lastChange = ContinuousClock.now
 
-    init(controller: RunController, phone: any Phone, board: any GlanceBoard) {
-        (self.controller, self.phone, self.board) = (controller, phone, board)
+    init(controller: RunController, monitor: any DeviceMonitor, board: any GlanceBoard) {
+        (self.controller, self.monitor, self.board) = (controller, monitor, board)
         controller.observers.append { [weak self] in self?.update() }
-        phone.observers.append { [weak self] _ in self?.update() }
+        monitor.observers.append { [weak self] _ in self?.update() }
     }
 
     private func update() {
         guard let glance, controller.isRunning, controller.grant != .continued else {
-            if shown != nil { board.end(phone.scene == .active || controller.isRunning ? nil : glance) }
+            if shown != nil { board.end(monitor.scene == .active || controller.isRunning ? nil : glance) }
             shown = nil
             return
         }
         if shown == nil {
-            guard phone.scene == .active, let start = controller.log.start else { return }
+            guard monitor.scene == .active, let start = controller.log.start else { return }
             board.begin(title: "Training \(start.model.name)", glance)
         } else {
-            guard phone.scene != .active, glance != shown,
+            guard monitor.scene != .active, glance != shown,
                 glance.note != shown?.note || ContinuousClock.now - lastChange >= Self.interval
             else { return }
             board.update(glance)

@@ -27,20 +27,20 @@ import Observation
 
     private var samples = [StoredRun.ID: [Sample]]()
     private var problems = [StoredRun.ID: Sentence]()
-    @ObservationIgnored private let phone: any Phone
-    @ObservationIgnored private var gate = PauseGate()
+    @ObservationIgnored private let monitor: any DeviceMonitor
+    @ObservationIgnored private var gate = BoundaryGate()
     @ObservationIgnored private var work: Task<Void, Never>?
     /// Whether the app was left since this was last set to false.
     @ObservationIgnored private var wasLeft = false
     /// The time that the app has to be in front before writing begins by itself.
     @ObservationIgnored var settling = Duration.seconds(5)
 
-    init(phone: any Phone) {
-        self.phone = phone
-        phone.observers.append { [weak self] event in
+    init(monitor: any DeviceMonitor) {
+        self.monitor = monitor
+        monitor.observers.append { [weak self] event in
             guard let self else { return }
-            wasLeft = wasLeft || self.phone.scene != .active
-            gate.follow(self.phone)
+            wasLeft = wasLeft || self.monitor.scene != .active
+            gate.follow(self.monitor)
             if event == .memoryWarning { stop() }
         }
     }
@@ -74,9 +74,9 @@ import Observation
         guard let adapters = run.adapters, let settings = run.log?.start?.settings else { return }
         stop()
         (writing, problems[run.id], samples[run.id]) = (run.id, nil, [])
-        let gate = PauseGate()
+        let gate = BoundaryGate()
         self.gate = gate
-        gate.follow(phone)
+        gate.follow(monitor)
         let data = settings.data.map { _ in run.url.appendingPathComponent(TextData.folderName) }
         work = Task {
             do {
@@ -125,7 +125,7 @@ import Observation
         repeat {
             wasLeft = false
             try await Task.sleep(for: settling)
-        } while wasLeft || phone.scene != .active
+        } while wasLeft || monitor.scene != .active
     }
 
     /// Ends the writing, at the latest with the block in progress, for which the next work on MLX waits. Nothing stays of examples that are

@@ -27,19 +27,19 @@ public struct Notice: Sendable, Equatable {
     static let patience = 60.0
 
     private let controller: RunController
-    private let phone: any Phone
+    private let monitor: any DeviceMonitor
     private let board: any NoticeBoard
     /// The state that the last message was about.
     private var told = RunController.State.idle
 
-    init(controller: RunController, phone: any Phone, board: any NoticeBoard) {
-        (self.controller, self.phone, self.board) = (controller, phone, board)
+    init(controller: RunController, monitor: any DeviceMonitor, board: any NoticeBoard) {
+        (self.controller, self.monitor, self.board) = (controller, monitor, board)
         controller.observers.append { [weak self] in self?.update() }
-        phone.observers.append { [weak self] _ in self?.update() }
+        monitor.observers.append { [weak self] _ in self?.update() }
     }
 
     private func update() {
-        guard phone.scene != .active else {
+        guard monitor.scene != .active else {
             return clear()
         }
         guard controller.state != told else { return }

@@ -17,15 +17,15 @@ import Observation
     /// Whether the screen is to be dark. While another app has it, it is as that wants it.
     public private(set) var isDimmed = false
 
-    @ObservationIgnored private let phone: any Phone
+    @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let controller: RunController
     @ObservationIgnored private let display: (any Display)?
     /// The brightness before.
     @ObservationIgnored private var brightness: Double?
 
-    init(phone: any Phone, controller: RunController, display: (any Display)?) {
-        (self.phone, self.controller, self.display) = (phone, controller, display)
-        phone.observers.append { [weak self] _ in self?.update() }
+    init(monitor: any DeviceMonitor, controller: RunController, display: (any Display)?) {
+        (self.monitor, self.controller, self.display) = (monitor, controller, display)
+        monitor.observers.append { [weak self] _ in self?.update() }
         controller.observers.append { [weak self] in self?.update() }
     }
 
@@ -34,7 +34,7 @@ import Observation
 
     /// Dims the screen, or gives it its brightness back: at once, as the app may be about to be suspended.
     private func update() {
-        let dims = controller.isRunning && isOvernight && phone.scene == .active
+        let dims = controller.isRunning && isOvernight && monitor.scene == .active
         guard dims != isDimmed else { return }
         isDimmed = dims
         if dims {
@@ -51,7 +51,7 @@ import Observation
             controller.usesGPU
             ? "Leave the app in front and don't lock the phone: iOS stops training on the GPU in the background, and it continues only when you come back."
             : "In front, with the phone not locked, it trains all night; in the background iOS decides when, on the charger."
-        guard let battery = phone.battery, !battery.isCharging else { return advice }
+        guard let battery = monitor.battery, !battery.isCharging else { return advice }
         return "Connect the charger: below 20% the run pauses. \(advice)."
     }
 }

@@ -117,10 +117,10 @@ import Observation
     /// The architecture of the bundle that was chosen last.
     @ObservationIgnored private var architecture: Architecture?
     @ObservationIgnored private let library: Library
-    @ObservationIgnored private let phone: any Phone
+    @ObservationIgnored private let monitor: any DeviceMonitor
 
-    init(library: Library, phone: any Phone) {
-        (self.library, self.phone) = (library, phone)
+    init(library: Library, monitor: any DeviceMonitor) {
+        (self.library, self.monitor) = (library, monitor)
     }
 
     /// Chooses the bundle to train, with the nearest settings that it has traces for.
@@ -175,7 +175,7 @@ import Observation
         // The engine takes none too, to evaluate; nobody starts a training for that.
         guard settings.steps > 0 else { return .failure(MeSPError("Steps must be at least 1.")) }
         do {
-            return .success(try DeviceFit(settings, manifest, available: phone.availableMemory))
+            return .success(try DeviceFit(settings, manifest, available: monitor.availableMemory))
         } catch {
             return .failure(MeSPError(error.plainSentence))
         }

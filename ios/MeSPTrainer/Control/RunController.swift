@@ -57,9 +57,9 @@ import Observation
     /// the GPU is refused, and is done again in front.
     package nonisolated static let leaving = 3.0
 
-    @ObservationIgnored private let phone: any Phone
+    @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let clock: any Clock<Duration>
-    @ObservationIgnored private var gate = PauseGate()
+    @ObservationIgnored private var gate = BoundaryGate()
     /// The number of blocks that had begun when the last step was logged.
     @ObservationIgnored private var blocksBefore = 0
     @ObservationIgnored private var memoryIsShort = false
@@ -68,11 +68,11 @@ import Observation
     @ObservationIgnored private var memoryCheck: Task<Void, Never>?
 
     /// - Parameters:
-    ///   - phone: the source of scene, temperature, battery and memory; `SystemPhone` in an app.
+    ///   - monitor: the source of scene, temperature, battery and memory; `SystemMonitor` in an app.
     ///   - clock: times the pause after a memory warning.
-    public init(phone: any Phone, clock: any Clock<Duration> = ContinuousClock()) {
-        (self.phone, self.clock) = (phone, clock)
-        phone.observers.append { [weak self] event in
+    public init(monitor: any DeviceMonitor, clock: any Clock<Duration> = ContinuousClock()) {
+        (self.monitor, self.clock) = (monitor, clock)
+        monitor.observers.append { [weak self] event in
             switch event {
             case .change: self?.update()
             case .memoryWarning: self?.memoryWarning()
@@ -96,7 +96,7 @@ import Observation
         (pauseWanted, stopWanted, state) = (false, false, .preparing)
         log = LogSummary()
 
-        let (gate, beside) = (PauseGate(), memoryFootprint())
+        let (gate, beside) = (BoundaryGate(), memoryFootprint())
         (self.gate, besideBytes, blocksBefore) = (gate, beside, 0)
         update()
         let messages = gate.start("training", sending: Message.self) { send in
@@ -197,20 +197,20 @@ import Observation
 
     /// Whether the phone has the memory that a step needs beyond the run's present one.
     private var hasMemory: Bool {
-        guard let available = phone.availableMemory, let prediction = log.prediction else { return true }
+        guard let available = monitor.availableMemory, let prediction = log.prediction else { return true }
         return available >= prediction.predictedPeakBytes - (memoryFootprint() - besideBytes)
     }
 
     private func update() {
         var reasons = PauseReason.reasons(
-            scene: phone.scene, usesGPU: usesGPU, grant: grant, thermalState: phone.thermalState, battery: phone.battery
+            scene: monitor.scene, usesGPU: usesGPU, grant: grant, thermalState: monitor.thermalState, battery: monitor.battery
         )
         if pauseWanted { reasons.insert(.user) }
         if memoryIsShort { reasons.insert(.memory) }
-        gate.battery = phone.battery
+        gate.battery = monitor.battery
         gate.set(reasons)
         // After this call iOS may refuse the GPU or suspend the app. A block that has ended by then need not be done again.
-        if phone.scene == .background, reasons.contains(.away) { gate.waitUntilAtRest(seconds: Self.leaving) }
+        if monitor.scene == .background, reasons.contains(.away) { gate.waitUntilAtRest(seconds: Self.leaving) }
     }
 
     // MARK: - What the run does

@@ -400,7 +400,7 @@
             var rules = failure(buffers / 2, count: 4)
             rules.failure?.message = MetalRules.Failure.refusedInBackground
             let found = try inFolder { output in
-                let (gate, reasons, refused) = (PauseGate(), Locked([PauseReason?]()), rules)
+                let (gate, reasons, refused) = (BoundaryGate(), Locked([PauseReason?]()), rules)
                 let saved = Locked<Result<Saved, any Error>?>(nil)
                 MLXWork.start("run") { [self] in
                     let result = withMetal(refused) {

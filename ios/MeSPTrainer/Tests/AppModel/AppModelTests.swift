@@ -8,8 +8,8 @@ import Testing
 
 @Suite(.serialized) @MainActor final class AppModelTests {
     private let documents = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
-    private let phone = TestPhone()
-    private lazy var model = AppModel(phone: phone, folder: DocumentsFolder(documents: documents)) { _ in
+    private let monitor = TestMonitor()
+    private lazy var model = AppModel(monitor: monitor, folder: DocumentsFolder(documents: documents)) { _ in
         ByteTokenizer()
     }
 
@@ -50,7 +50,7 @@ import Testing
         (model.form.hasLimit, model.form.limit) = (true, 1)
         #expect(throws: MeSPError.self) { _ = try model.form.fit.get() }
         model.form.hasLimit = false
-        phone.availableMemory = 1
+        monitor.availableMemory = 1
         #expect(try !model.form.fit.get().fits)
         await model.importBundle(at: try fixture())
         #expect(model.problem == "There is a bundle bundle.mesp already; delete it first.")
@@ -78,7 +78,7 @@ import Testing
             .deletingLastPathComponent()
         // As on a phone whose GPU is older than MLX needs: the demo for the CPU is chosen.
         let folder = DocumentsFolder(documents: documents, included: home, gpuRefusal: "The GPU is too old.")
-        let model = AppModel(phone: phone, folder: folder) { _ in ByteTokenizer() }
+        let model = AppModel(monitor: monitor, folder: folder) { _ in ByteTokenizer() }
         await model.refresh()
         let demos = try folder.bundles().filter(\.isIncluded)
         #expect(demos.map(\.name) == ["Demo-GPU", "Demo"])
@@ -99,7 +99,7 @@ import Testing
         let home = URL(fileURLWithPath: #filePath).deletingLastPathComponent().deletingLastPathComponent()
             .deletingLastPathComponent()
         let folder = DocumentsFolder(documents: documents, included: home)
-        let model = AppModel(phone: phone, folder: folder) { _ in ByteTokenizer() }
+        let model = AppModel(monitor: monitor, folder: folder) { _ in ByteTokenizer() }
         await model.refresh()
         #expect(model.library.bundles.map(\.problem) == [nil, nil])
         #expect(model.form.bundle?.name == "Demo-GPU" && model.canStart)
@@ -181,7 +181,7 @@ import Testing
     @Test(arguments: Job.allCases) func nothingElseBeginsWhileATokenizerIsRead(_ job: Job) async throws {
         let (reads, reading) = AsyncStream.makeStream(of: Void.self)
         let (waiting, wait) = AsyncStream.makeStream(of: Void.self)
-        model = AppModel(phone: phone, folder: DocumentsFolder(documents: documents)) { _ in
+        model = AppModel(monitor: monitor, folder: DocumentsFolder(documents: documents)) { _ in
             reading.yield()
             for await _ in waiting {}
             return ByteTokenizer()
@@ -332,17 +332,17 @@ import Testing
     @Test func theScreenHasItsBrightnessAgainWhenTheAppIsLeftOrTheRunEnds() async throws {
         final class Lamp: Display { var brightness: Double? = 0.7 }
         let lamp = Lamp()
-        model = AppModel(phone: phone, folder: DocumentsFolder(documents: documents), display: lamp) { _ in
+        model = AppModel(monitor: monitor, folder: DocumentsFolder(documents: documents), display: lamp) { _ in
             ByteTokenizer()
         }
         try await prepare(steps: 1_000_000)
         await model.start()
         model.screen.isOvernight = true
         #expect(model.screen.isDimmed && lamp.brightness == 0)
-        phone.scene = .inactive
+        monitor.scene = .inactive
         #expect(!model.screen.isDimmed && lamp.brightness == 0.7, "a call comes in")
         lamp.brightness = 0.5
-        phone.scene = .active
+        monitor.scene = .active
         #expect(model.screen.isDimmed && lamp.brightness == 0)
         model.screen.isOvernight = false
         #expect(lamp.brightness == 0.5)
@@ -358,7 +358,7 @@ import Testing
             .deletingLastPathComponent()
         try FileManager.default.copyItem(at: home.appendingPathComponent("Recorded"), to: recording)
         model = AppModel(
-            phone: phone, folder: DocumentsFolder(documents: documents, included: home), refusal: "Not here.",
+            monitor: monitor, folder: DocumentsFolder(documents: documents, included: home), refusal: "Not here.",
             recording: recording
         ) { _ in ByteTokenizer() }
         await model.refresh()
@@ -397,7 +397,7 @@ import Testing
         model.screen.isOvernight = true
         #expect(!model.screen.staysAwake && !model.screen.isDimmed)
         #expect(model.screen.overnightAdvice.english.hasPrefix("Connect the charger"))
-        phone.battery?.isCharging = true
+        monitor.battery?.isCharging = true
         #expect(model.screen.overnightAdvice.english.hasPrefix("Leave the app in front"))
         try await prepare(steps: 1_000_000)
         await model.start()

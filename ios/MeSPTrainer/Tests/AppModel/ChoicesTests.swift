@@ -31,10 +31,10 @@ import Testing
     /// As while the phone is locked: a folder cannot be read as a file.
     @Test func choicesThatCannotBeReadYetRaiseNoAlert() async throws {
         try FileManager.default.createDirectory(at: model.choices.url, withIntermediateDirectories: true)
-        app.phone.scene = .background
+        app.monitor.scene = .background
         await model.refresh()
         #expect(model.problem == nil, "nobody has done anything, and it is read again in front")
-        app.phone.scene = .active
+        app.monitor.scene = .active
         await model.refresh()
         #expect(model.problem?.english.contains("choices.jsonl cannot be read") == true)
     }

@@ -6,9 +6,9 @@ import Testing
 @testable import MeSPCore
 
 @Suite(.serialized) @MainActor final class ComparisonTests {
-    private let phone = TestPhone()
+    private let monitor = TestMonitor()
     private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
-    private lazy var comparison = Comparison(phone: phone)
+    private lazy var comparison = Comparison(monitor: monitor)
     deinit { try? FileManager.default.removeItem(at: folder) }
 
     private func bundle() throws -> URL { try #require(Fixture.tied).appendingPathComponent("bundle.mesp") }
@@ -81,7 +81,7 @@ import Testing
     @Test func aConversationKeepsItsTurnsOnEachSide() async throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let documents = DocumentsFolder(documents: folder)
-        comparison = Comparison(phone: phone, folder: documents)
+        comparison = Comparison(monitor: monitor, folder: documents)
         let output = folder.appendingPathComponent("runs/run")
         var settings = RunSettings(bundle: try bundle().path, output: output.path)
         (settings.seqLen, settings.steps, settings.learningRate, settings.valBatches) = (32, 3, 1, 0)
@@ -111,7 +111,7 @@ import Testing
         #expect(comparison.problem == "The template takes no such message." && comparison.turns.count == 2)
 
         // It is there again when the app is, and continues.
-        comparison = Comparison(phone: phone, folder: documents)
+        comparison = Comparison(monitor: monitor, folder: documents)
         #expect(comparison.turns.map(\.base.text).first == first.base.text)
         #expect(comparison.bundleName == "bundle" && comparison.runName == "run", "who answers is said")
         try await say("Three")
@@ -135,7 +135,7 @@ import Testing
                 if locked.value { throw CocoaError(.fileReadNoPermission) }
                 return try Data(contentsOf: url)
             })
-        comparison = Comparison(phone: phone, folder: documents)
+        comparison = Comparison(monitor: monitor, folder: documents)
         func say(_ text: String) async throws {
             comparison.start(message(text), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
             try await written()
@@ -144,7 +144,7 @@ import Testing
         let kept = try #require(try documents.chat())
 
         locked.value = true
-        comparison = Comparison(phone: phone, folder: documents)
+        comparison = Comparison(monitor: monitor, folder: documents)
         #expect(comparison.turns.isEmpty)
         try await say("Two")
         #expect(comparison.problem?.english.contains("unlock it") == true && comparison.turns.isEmpty)
@@ -152,7 +152,7 @@ import Testing
         #expect(try documents.chat() == kept)
 
         // It is there as soon as the phone is unlocked, and continues.
-        phone.tell(.change)
+        monitor.tell(.change)
         #expect(comparison.turns.map(\.prompt) == ["One"])
         try await say("Two")
         #expect(comparison.turns.map(\.prompt) == ["One", "Two"] && comparison.problem == nil)
@@ -160,7 +160,7 @@ import Testing
 
     @Test func aConversationThatIsDamagedIsNotSaidToBeLocked() throws {
         let error = CocoaError(.fileReadCorruptFile)
-        comparison = Comparison(phone: phone, folder: DocumentsFolder(documents: folder, read: { _ in throw error }))
+        comparison = Comparison(monitor: monitor, folder: DocumentsFolder(documents: folder, read: { _ in throw error }))
         comparison.start(message("One"), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
         #expect(comparison.problem?.english == error.localizedDescription && comparison.turns.isEmpty)
     }
@@ -170,7 +170,7 @@ import Testing
     @Test func aConversationIsReadOnce() async throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let documents = DocumentsFolder(documents: folder)
-        comparison = Comparison(phone: phone, folder: documents)
+        comparison = Comparison(monitor: monitor, folder: documents)
         func say(_ text: String) async throws -> String {
             comparison.start(message(text), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
             try await written()
@@ -185,11 +185,11 @@ import Testing
         // The same from the start of the app, which reads all of it.
         let kept = try #require(try documents.chat())
         documents.keep(Chat(partners: kept.partners, turns: Array(kept.turns.prefix(1))))
-        comparison = Comparison(phone: phone, folder: documents)
+        comparison = Comparison(monitor: monitor, folder: documents)
         #expect(comparison.bytesRead == 0)
         #expect(try await say("Two") == answer)
 
-        phone.tell(.memoryWarning)
+        monitor.tell(.memoryWarning)
         #expect(comparison.bytesRead == 0)
         _ = try await say("Three")
         #expect(comparison.bytesRead > 0)
@@ -278,13 +278,13 @@ import Testing
     @Test func waitsWhileTheAppIsNotInFront() async throws {
         comparison.start(request(1_000_000), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
         while comparison.base.text.isEmpty { try await Task.sleep(for: .milliseconds(2)) }
-        phone.scene = .background
+        monitor.scene = .background
         var text = ""
         while comparison.base.text != text {  // what was on its way arrives
             text = comparison.base.text
             try await Task.sleep(for: .milliseconds(300))
         }
-        phone.scene = .active
+        monitor.scene = .active
         while comparison.base.text == text { try await Task.sleep(for: .milliseconds(2)) }
         comparison.stop()
         try await written()

@@ -14,7 +14,7 @@ import Testing
     init() throws { try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true) }
 
     private func makeModel(_ tokenizer: any TextTokenizer) -> AppModel {
-        AppModel(phone: TestPhone(), folder: DocumentsFolder(documents: documents)) { _ in tokenizer }
+        AppModel(monitor: TestMonitor(), folder: DocumentsFolder(documents: documents)) { _ in tokenizer }
     }
 
     private func importTied() async throws {
@@ -99,7 +99,7 @@ import Testing
     }
 
     @Test func aTokenizerThatCannotBeReadKeepsNoBundleFromBeingTrained() async throws {
-        model = AppModel(phone: TestPhone(), folder: DocumentsFolder(documents: documents)) { _ in
+        model = AppModel(monitor: TestMonitor(), folder: DocumentsFolder(documents: documents)) { _ in
             throw MeSPError("The tokenizer is not there.")
         }
         try await importTied()

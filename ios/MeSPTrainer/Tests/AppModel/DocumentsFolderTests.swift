@@ -137,7 +137,7 @@ import Testing
         let resumed = try store.settingsToResume(run)
         #expect(resumed.bundle == documents.appendingPathComponent("bundle.mesp").path)
 
-        let next = RunController(phone: TestPhone())
+        let next = RunController(monitor: TestMonitor())
         next.start(resumed)
         while next.log.steps.isEmpty { try await Task.sleep(for: .milliseconds(1)) }
         #expect(next.log.steps.count >= 4, "what it had logged is shown before it goes on")

@@ -6,8 +6,8 @@ import Testing
 @testable import MeSPCore
 
 @Suite(.serialized) @MainActor final class EvaluationTests {
-    private let phone = TestPhone()
-    private lazy var evaluation = Evaluation(phone: phone)
+    private let monitor = TestMonitor()
+    private lazy var evaluation = Evaluation(monitor: monitor)
     private let folder = temporaryFolder()
     deinit { try? FileManager.default.removeItem(at: folder) }
 
@@ -166,13 +166,13 @@ import Testing
 
     @Test func stopsAndWaitsWhileTheAppIsNotInFront() async throws {
         let line = #"{"prompt": "The quick", "completion": "x"}"#
-        phone.scene = .inactive
+        monitor.scene = .inactive
         evaluation.start(Data(line.utf8), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
         evaluation.start(Data(), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
         try await Task.sleep(for: .milliseconds(50))
         #expect(evaluation.isRunning && evaluation.problem == nil)
         evaluation.stop()
-        phone.scene = .active
+        monitor.scene = .active
         while evaluation.isRunning { try await Task.sleep(for: .milliseconds(2)) }
         #expect(evaluation.figure == nil && evaluation.problem == nil)
     }

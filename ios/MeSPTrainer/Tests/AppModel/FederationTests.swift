@@ -15,16 +15,16 @@ import Testing
 /// The app's part in a federation, with a server in this process.
 @Suite(.serialized) @MainActor final class FederationTests {
     private let documents = temporaryFolder()
-    private let phone = TestPhone()
+    private let monitor = TestMonitor()
     private let scheduler = Scheduler()
     private let host = UUID().uuidString.lowercased() + ".test"
     deinit { try? FileManager.default.removeItem(at: documents) }
 
     private func model(heartbeat: Double = 30) async throws -> AppModel {
         try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
-        phone.battery = Battery(level: 0.9, isCharging: true)
+        monitor.battery = Battery(level: 0.9, isCharging: true)
         let model = AppModel(
-            phone: phone, folder: DocumentsFolder(documents: documents), scheduler: scheduler,
+            monitor: monitor, folder: DocumentsFolder(documents: documents), scheduler: scheduler,
             openNode: { server, folder, mostBytes, _ in
                 try SuperNode(
                     server: server, folder: folder, mostBytes: mostBytes, configuration: SuperLink.configuration(),
@@ -122,12 +122,12 @@ import Testing
 
     @Test func waitsForTheCharger() async throws {
         let model = try await model()
-        phone.battery = Battery(level: 0.9, isCharging: false)
+        monitor.battery = Battery(level: 0.9, isCharging: false)
         try SuperLink.ask(host, question(model))
         let part = Task { await model.takePart() }
         while model.federation.state != .waitingForCharger { try await Task.sleep(for: .milliseconds(5)) }
         #expect(!model.controller.isRunning && !model.isFree)
-        phone.battery = Battery(level: 0.9, isCharging: true)
+        monitor.battery = Battery(level: 0.9, isCharging: true)
         while model.federation.rounds.first?.bytesUp == nil { try await Task.sleep(for: .milliseconds(5)) }
         model.federation.leave()
         await part.value
@@ -148,15 +148,15 @@ import Testing
         SuperLink.with(host) { $0.faults["send-node-heartbeat"] = Array(repeating: (0, ""), count: 100) }
         try await wait { federation.unreachable != nil }
         #expect(federation.status == federation.unreachable && federation.state == .training(round: "1"))
-        phone.battery = Battery(level: 0.9, isCharging: false)
+        monitor.battery = Battery(level: 0.9, isCharging: false)
         try await wait { controller.state == .paused(.user) }
-        phone.battery = Battery(level: 0.9, isCharging: true)
+        monitor.battery = Battery(level: 0.9, isCharging: true)
         try await wait { controller.state == .training }
 
         SuperLink.with(host) { $0.faults = [:] }
         try await wait { federation.unreachable == nil }
         #expect(federation.status == "Training in round 1")
-        phone.battery = Battery(level: 0.9, isCharging: false)
+        monitor.battery = Battery(level: 0.9, isCharging: false)
         try await wait { controller.state == .paused(.user) }
         federation.needsCharger = false
         try await wait { controller.state == .training }

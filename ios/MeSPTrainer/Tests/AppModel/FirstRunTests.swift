@@ -24,10 +24,10 @@ import Testing
         model.form[text: .steps] = "many"
         #expect(model.startProblem == "Steps: many is not a valid number.")
         model.form[text: .steps] = "1000000"
-        let phone = app.phone
-        phone.availableMemory = 1
+        let monitor = app.monitor
+        monitor.availableMemory = 1
         #expect(model.startProblem?.english.contains("the phone would give 0 MB") == true && !model.canStart)
-        phone.availableMemory = nil
+        monitor.availableMemory = nil
         await model.start()
         #expect(model.startProblem == "The model is in use; wait until that has ended, or stop it.")
         while model.controller.log.steps.isEmpty { try await Task.sleep(for: .milliseconds(2)) }

@@ -7,7 +7,7 @@ import Testing
 
 @Suite(.serialized, .timeLimit(.minutes(2))) @MainActor final class LearnedExamplesTests {
     private let documents = temporaryFolder()
-    private let phone = TestPhone()
+    private let monitor = TestMonitor()
     private lazy var model = makeModel()
     deinit { try? FileManager.default.removeItem(at: documents) }
 
@@ -17,7 +17,7 @@ import Testing
         loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer = { _ in ByteTokenizer() }
     ) -> AppModel {
         let model = AppModel(
-            phone: phone, folder: DocumentsFolder(documents: documents), loadTokenizer: loadTokenizer)
+            monitor: monitor, folder: DocumentsFolder(documents: documents), loadTokenizer: loadTokenizer)
         model.examples.settling = .zero
         return model
     }
@@ -122,15 +122,15 @@ import Testing
         }
         model.examples.settling = .milliseconds(50)
         let run = try await train()
-        phone.scene = .inactive
+        monitor.scene = .inactive
         try await Task.sleep(for: .milliseconds(200))
         #expect(model.examples.writing == run.id && model.examples.of(run).isEmpty)
         // Shorter than it has to be in front.
-        phone.scene = .active
-        phone.scene = .background
+        monitor.scene = .active
+        monitor.scene = .background
         try await Task.sleep(for: .milliseconds(200))
         #expect(model.examples.of(run).isEmpty)
-        phone.scene = .active
+        monitor.scene = .active
         try await written(run)
         for await _ in reads { break }
 

@@ -12,7 +12,7 @@ private let documents = ProcessInfo.processInfo.environment["MESP_DOCUMENTS"]
     @Test(.enabled(if: documents != nil))
     func trainsWhatWasPushedWithTheSettingsThatTheAppProposes() async throws {
         let folder = DocumentsFolder(documents: URL(fileURLWithPath: try #require(documents)))
-        let model = AppModel(phone: TestPhone(), folder: folder) { _ in ByteTokenizer() }
+        let model = AppModel(monitor: TestMonitor(), folder: folder) { _ in ByteTokenizer() }
         await model.refresh()
         #expect(model.library.usableBundles.count == 1)
         let steps = try #require(ProcessInfo.processInfo.environment["MESP_STEPS"].flatMap { Int($0) })

@@ -299,10 +299,10 @@ enum Way: CaseIterable { case foreground, background }
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let url = hub.url
         let documents = DocumentsFolder(documents: folder, gpuRefusal: gpuRefusal, freeBytes: { _ in freeBytes })
-        let phone = TestPhone()
-        phone.availableMemory = 1 << 40
+        let monitor = TestMonitor()
+        monitor.availableMemory = 1 << 40
         return AppModel(
-            phone: phone, folder: documents, network: network,
+            monitor: monitor, folder: documents, network: network,
             openDownload: { try BundleDownload(repository: $0, hub: url, patience: 2) },
             loadTokenizer: { _ in ByteTokenizer() })
     }

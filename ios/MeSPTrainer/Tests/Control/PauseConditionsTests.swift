@@ -3,7 +3,7 @@ import Testing
 @testable import MeSPControl
 @testable import MeSPCore
 
-struct ConditionsTests {
+struct PauseConditionsTests {
     /// Every row: scene, device, grant, what makes the run wait.
     static let rows: [(AppScene, usesGPU: Bool, BackgroundGrant?, Set<PauseReason>)] = [
         (.active, false, nil, []),

@@ -3,10 +3,10 @@
     import UIKit
 
     /// The device that the app runs on.
-    @MainActor public final class SystemPhone: Phone {
+    @MainActor public final class SystemMonitor: DeviceMonitor {
         /// The system may have started the app for work in the background: it is in front when it says so.
         public private(set) var scene = AppScene.background
-        public var observers = [(PhoneEvent) -> Void]()
+        public var observers = [(DeviceEvent) -> Void]()
 
         public var thermalState: ThermalState { .current }
 
@@ -21,10 +21,10 @@
         public init() {
             UIDevice.current.isBatteryMonitoringEnabled = true
             observe(UIApplication.willResignActiveNotification) { $0.enter(.inactive) }
-            observe(UIApplication.didEnterBackgroundNotification) { phone in
+            observe(UIApplication.didEnterBackgroundNotification) { monitor in
                 // iOS must not suspend the app before the block in progress has ended.
                 let wait = UIApplication.shared.beginBackgroundTask(withName: "leaving", expirationHandler: nil)
-                phone.enter(.background)
+                monitor.enter(.background)
                 UIApplication.shared.endBackgroundTask(wait)
             }
             observe(UIApplication.willEnterForegroundNotification) { $0.enter(.inactive) }
@@ -44,12 +44,12 @@
             tell(.change)
         }
 
-        private func tell(_ event: PhoneEvent) {
+        private func tell(_ event: DeviceEvent) {
             for observer in observers { observer(event) }
         }
 
         /// Without a queue `body` runs before the post returns: leaving the app has to take effect before iOS continues.
-        private func observe(_ name: Notification.Name, _ body: @escaping @MainActor @Sendable (SystemPhone) -> Void) {
+        private func observe(_ name: Notification.Name, _ body: @escaping @MainActor @Sendable (SystemMonitor) -> Void) {
             _ = NotificationCenter.default.addObserver(forName: name, object: nil, queue: nil) { [weak self] _ in
                 MainActor.assumeIsolated {
                     if let self { body(self) }
@@ -62,8 +62,8 @@
     import MeSPCore
 
     /// The Mac that the app runs on, which trains whether the app is in front or not.
-    @MainActor public final class SystemPhone: Phone {
-        public var observers = [(PhoneEvent) -> Void]()
+    @MainActor public final class SystemMonitor: DeviceMonitor {
+        public var observers = [(DeviceEvent) -> Void]()
 
         public var scene: AppScene { .active }
         public var thermalState: ThermalState { .current }
@@ -84,7 +84,7 @@
             ) { [weak self] _ in Task { @MainActor [weak self] in self?.tell(.change) } }
         }
 
-        private func tell(_ event: PhoneEvent) {
+        private func tell(_ event: DeviceEvent) {
             for observer in observers { observer(event) }
         }
     }

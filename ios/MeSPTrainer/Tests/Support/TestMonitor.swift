@@ -4,14 +4,14 @@ import Foundation
 @testable import MeSPCore
 
 /// A phone whose state the tests set.
-@MainActor final class TestPhone: Phone {
+@MainActor final class TestMonitor: DeviceMonitor {
     var scene = AppScene.active { didSet { tell(.change) } }
     var thermalState = ThermalState.nominal { didSet { tell(.change) } }
     var battery: Battery? = Battery(level: 0.8, isCharging: false) { didSet { tell(.change) } }
     var availableMemory: Int?
-    var observers = [(PhoneEvent) -> Void]()
+    var observers = [(DeviceEvent) -> Void]()
 
-    func tell(_ event: PhoneEvent) {
+    func tell(_ event: DeviceEvent) {
         for observer in observers { observer(event) }
     }
 }

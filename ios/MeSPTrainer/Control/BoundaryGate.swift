@@ -3,7 +3,7 @@ import MLX
 import MeSPCore
 
 /// The gate at which a thread that works block by block waits.
-package final class PauseGate: @unchecked Sendable {
+package final class BoundaryGate: @unchecked Sendable {
     private let condition = NSCondition()
     private var reasons = Set<PauseReason>()
     private var stopped = false
@@ -119,9 +119,9 @@ package final class PauseGate: @unchecked Sendable {
     package func waitUntilAtRest(seconds: Double) { _ = atWork.wait(timeout: .now() + seconds) }
 
     /// For work that is done in front only: it continues there, and waits elsewhere.
-    @MainActor package func follow(_ phone: any Phone) {
-        set(phone.scene == .active ? [] : [.away])
+    @MainActor package func follow(_ monitor: any DeviceMonitor) {
+        set(monitor.scene == .active ? [] : [.away])
         // iOS may refuse the GPU after this call.
-        if phone.scene == .background { waitUntilAtRest(seconds: RunController.leaving) }
+        if monitor.scene == .background { waitUntilAtRest(seconds: RunController.leaving) }
     }
 }

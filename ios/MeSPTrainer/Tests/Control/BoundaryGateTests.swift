@@ -4,7 +4,7 @@ import Testing
 @testable import MeSPControl
 @testable import MeSPCore
 
-@Suite(.timeLimit(.minutes(1))) struct PauseGateTests {
+@Suite(.timeLimit(.minutes(1))) struct BoundaryGateTests {
     private func end(_ work: AsyncThrowingStream<Int, any Error>) async -> (messages: [Int], error: (any Error)?) {
         var messages = [Int]()
         do {
@@ -18,7 +18,7 @@ import Testing
     /// The one before may be within a block when it is stopped.
     @Test func aThreadBeginsWhenTheOneBeforeHasEnded() async {
         let (entered, release) = (DispatchSemaphore(value: 0), DispatchSemaphore(value: 0))
-        let (first, second) = (PauseGate(), PauseGate())
+        let (first, second) = (BoundaryGate(), BoundaryGate())
         let before = first.start("before", sending: Int.self) { send in
             entered.signal()
             release.wait()
@@ -39,7 +39,7 @@ import Testing
 
     /// A stopped run waits, as its step may have to be finished; what nothing depends on ends.
     @Test func whatIsAbandonedEndsWhereItWaits() async {
-        let gate = PauseGate()
+        let gate = BoundaryGate()
         gate.set([.away])
         let work = gate.start("away", sending: Int.self) { send in
             try gate.pass { if $0 != nil { send(1) } }

@@ -3,8 +3,8 @@ import MeSPCore
 /// The place of an app: in front, about to leave or partly covered, or out of sight.
 public enum AppScene: String, Sendable, CaseIterable { case active, inactive, background }
 
-/// The device as `RunController` needs it. `SystemPhone` asks the system; tests have one of their own.
-@MainActor public protocol Phone: AnyObject {
+/// The device as `RunController` needs it. `SystemMonitor` asks the system; tests have one of their own.
+@MainActor public protocol DeviceMonitor: AnyObject {
     var scene: AppScene { get }
     var thermalState: ThermalState { get }
     /// nil if there is no battery, or nobody knows.
@@ -12,10 +12,10 @@ public enum AppScene: String, Sendable, CaseIterable { case active, inactive, ba
     /// Bytes that the process may still take; nil if there is no limit.
     var availableMemory: Int? { get }
     /// To be called at each event, at once and in order.
-    var observers: [(PhoneEvent) -> Void] { get set }
+    var observers: [(DeviceEvent) -> Void] { get set }
 }
 
-public enum PhoneEvent: Sendable {
+public enum DeviceEvent: Sendable {
     /// The scene, the thermal state or the battery is another.
     case change
     /// The system runs short of memory.
