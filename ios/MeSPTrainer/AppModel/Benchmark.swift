@@ -112,7 +112,7 @@ extension Benchmark.Row {
             return nil
         }
         let states = ThermalState.allCases.map(\.rawValue)
-        let paper = Paper.figures.flatMap { plan.method == .mesp && plan.rank == $0.rank ? $0 : nil }
+        let paper = PaperFigures.figures.flatMap { plan.method == .mesp && plan.rank == $0.rank ? $0 : nil }
         let model = start.model.name.replacingOccurrences(of: "-Instruct", with: "")
         self.init(
             model: start.model.name, method: plan.method, seqLen: plan.seqLen, rank: plan.rank, steps: log.steps.count,

@@ -40,7 +40,7 @@ import Observation
         monitor.observers.append { [weak self] event in
             guard let self else { return }
             wasLeft = wasLeft || self.monitor.scene != .active
-            gate.follow(self.monitor)
+            gate.pauseUnlessInFront(self.monitor)
             if event == .memoryWarning { stop() }
         }
     }
@@ -76,7 +76,7 @@ import Observation
         (writing, problems[run.id], samples[run.id]) = (run.id, nil, [])
         let gate = BoundaryGate()
         self.gate = gate
-        gate.follow(monitor)
+        gate.pauseUnlessInFront(monitor)
         let data = settings.data.map { _ in run.url.appendingPathComponent(TextData.folderName) }
         work = Task {
             do {

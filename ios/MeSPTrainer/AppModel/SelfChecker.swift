@@ -65,7 +65,7 @@ import Observation
     /// Ends it at the next block.
     public func stop() { gate.stop() }
 
-    private func update() { gate.follow(monitor) }
+    private func update() { gate.pauseUnlessInFront(monitor) }
 }
 
 extension SelfCheckReport {

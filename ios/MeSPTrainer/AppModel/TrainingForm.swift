@@ -164,7 +164,7 @@ import Observation
     }
 
     /// The predicted peak and whether it fits now, or why there can be no such run.
-    public var fit: Result<DeviceFit, MeSPError> {
+    public var fit: Result<MemoryFit, MeSPError> {
         guard let manifest = bundle?.manifest else {
             return .failure(MeSPError("Import a bundle first, by AirDrop, the Files app or tools/push.py."))
         }
@@ -175,7 +175,7 @@ import Observation
         // The engine takes none too, to evaluate; nobody starts a training for that.
         guard settings.steps > 0 else { return .failure(MeSPError("Steps must be at least 1.")) }
         do {
-            return .success(try DeviceFit(settings, manifest, available: monitor.availableMemory))
+            return .success(try MemoryFit(settings, manifest, available: monitor.availableMemory))
         } catch {
             return .failure(MeSPError(error.plainSentence))
         }

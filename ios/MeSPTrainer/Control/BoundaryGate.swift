@@ -119,9 +119,9 @@ package final class BoundaryGate: @unchecked Sendable {
     package func waitUntilAtRest(seconds: Double) { _ = atWork.wait(timeout: .now() + seconds) }
 
     /// For work that is done in front only: it continues there, and waits elsewhere.
-    @MainActor package func follow(_ monitor: any DeviceMonitor) {
+    @MainActor package func pauseUnlessInFront(_ monitor: any DeviceMonitor) {
         set(monitor.scene == .active ? [] : [.away])
         // iOS may refuse the GPU after this call.
-        if monitor.scene == .background { waitUntilAtRest(seconds: RunController.leaving) }
+        if monitor.scene == .background { waitUntilAtRest(seconds: RunController.secondsToLeave) }
     }
 }

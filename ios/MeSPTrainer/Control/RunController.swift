@@ -42,7 +42,7 @@ import Observation
     public var usesGPU: Bool { log.start?.device != .cpu }
 
     /// The number of blocks of the step in progress that have begun.
-    public var blocksOfStep: Int { gate.boundaries - blocksBefore }
+    public var blocksOfStep: Int { gate.boundaries - blocksAtLastStep }
 
     public var isRunning: Bool {
         switch state {
@@ -55,13 +55,13 @@ import Observation
     static let memoryPause = Duration.seconds(15)
     /// The time for which leaving the app waits for the current block; iOS allows some five seconds. A block that takes longer fails where
     /// the GPU is refused, and is done again in front.
-    package nonisolated static let leaving = 3.0
+    package nonisolated static let secondsToLeave = 3.0
 
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let clock: any Clock<Duration>
     @ObservationIgnored private var gate = BoundaryGate()
     /// The number of blocks that had begun when the last step was logged.
-    @ObservationIgnored private var blocksBefore = 0
+    @ObservationIgnored private var blocksAtLastStep = 0
     @ObservationIgnored private var memoryIsShort = false
     /// The footprint without the run, in bytes.
     @ObservationIgnored private var besideBytes = 0
@@ -97,7 +97,7 @@ import Observation
         log = LogSummary()
 
         let (gate, beside) = (BoundaryGate(), memoryFootprint())
-        (self.gate, besideBytes, blocksBefore) = (gate, beside, 0)
+        (self.gate, besideBytes, blocksAtLastStep) = (gate, beside, 0)
         update()
         let messages = gate.start("training", sending: Message.self) { send in
             if settings.resume, let past = try? LogSummary(folder: URL(fileURLWithPath: settings.output)) {
@@ -210,7 +210,7 @@ import Observation
         gate.battery = monitor.battery
         gate.set(reasons)
         // After this call iOS may refuse the GPU or suspend the app. A block that has ended by then need not be done again.
-        if monitor.scene == .background, reasons.contains(.away) { gate.waitUntilAtRest(seconds: Self.leaving) }
+        if monitor.scene == .background, reasons.contains(.away) { gate.waitUntilAtRest(seconds: Self.secondsToLeave) }
     }
 
     // MARK: - What the run does
@@ -234,7 +234,7 @@ import Observation
             log.append(record)
             switch record {
             case .start: update()  // it says which device the bundle is for
-            case .step: blocksBefore = gate.boundaries
+            case .step: blocksAtLastStep = gate.boundaries
             default: break
             }
             if case .end(let end) = record, end.reason != .failed {

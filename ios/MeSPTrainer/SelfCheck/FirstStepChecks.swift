@@ -71,7 +71,7 @@ extension Bench {
     func leaving() throws -> Finding {
         let step = try firstStep()
         let verdict = Self.verdict(leaving: step.longest, onGPU: bundle.manifest.device == .gpu)
-        let (time, limit) = (String(format: "%.3f", step.longest), String(format: "%.0f", RunController.leaving))
+        let (time, limit) = (String(format: "%.3f", step.longest), String(format: "%.0f", RunController.secondsToLeave))
         return Finding(
             verdict,
             verdict == .fail
@@ -79,13 +79,13 @@ extension Bench {
                 : "In the first step at most \(time) s pass between two boundaries; leaving the app waits for \(limit) s.",
             [
                 Measurement("first step", step.longest, "s"), Measurement("second step", step.longestAgain, "s"),
-                Measurement("limit", RunController.leaving, "s"),
+                Measurement("limit", RunController.secondsToLeave, "s"),
             ])
     }
 
     /// On a CPU, where nothing is compiled, the first step is like any other.
     static func verdict(leaving seconds: Double, onGPU: Bool) -> SelfCheckReport.Verdict {
         guard onGPU else { return .note }
-        return seconds <= RunController.leaving ? .pass : .fail
+        return seconds <= RunController.secondsToLeave ? .pass : .fail
     }
 }

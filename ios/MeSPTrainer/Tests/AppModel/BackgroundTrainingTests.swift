@@ -36,8 +36,8 @@ import Testing
     func end(success: Bool) { ended = success }
 }
 
-@MainActor private final class Board: NoticeBoard {
-    var shown: Notice?
+@MainActor private final class Board: NotificationDisplay {
+    var shown: RunNotification?
     var permissions = 0
     /// Set where the system shows its question over this phone's app, and takes it away when it is answered.
     var asksOver: TestMonitor?
@@ -49,18 +49,18 @@ import Testing
         await withCheckedContinuation { continuation in answer = { continuation.resume() } }
         asksOver.scene = .active
     }
-    func show(_ notice: Notice) { shown = notice }
+    func show(_ notice: RunNotification) { shown = notice }
     func clear() { shown = nil }
 }
 
 /// A lock screen.
-@MainActor private final class Lock: GlanceBoard {
+@MainActor private final class Lock: LiveActivityDisplay {
     var title: Sentence?
-    var shown: Glance?
+    var shown: LiveActivityContent?
     var updates = 0
-    func begin(title: Sentence, _ glance: Glance) { (self.title, shown) = (title, glance) }
-    func update(_ glance: Glance) { (shown, updates) = (glance, updates + 1) }
-    func end(_ last: Glance?) { (title, shown) = (nil, last) }
+    func begin(title: Sentence, _ content: LiveActivityContent) { (self.title, shown) = (title, content) }
+    func update(_ content: LiveActivityContent) { (shown, updates) = (content, updates + 1) }
+    func end(_ last: LiveActivityContent?) { (title, shown) = (nil, last) }
 }
 
 @Suite(.serialized) @MainActor final class BackgroundTrainingTests {
@@ -76,8 +76,8 @@ import Testing
 
     private func makeModel() -> AppModel {
         AppModel(
-            monitor: monitor, folder: DocumentsFolder(documents: documents), scheduler: scheduler, board: board,
-            glanceBoard: lock
+            monitor: monitor, folder: DocumentsFolder(documents: documents), scheduler: scheduler, notificationDisplay: board,
+            activityDisplay: lock
         ) { _ in ByteTokenizer() }
     }
 
@@ -89,7 +89,7 @@ import Testing
 
     private func train(steps: Int = 1_000_000) async throws {
         try await prepare(steps: steps)
-        await model.start()
+        await model.startTraining()
         try await reach(.training)
     }
 
@@ -132,7 +132,7 @@ import Testing
     @Test func thePersonIsAskedBeforeTheRunBegins() async throws {
         try await prepare(steps: 1_000_000)
         board.asksOver = monitor
-        let start = Task { await model.start() }
+        let start = Task { await model.startTraining() }
         try await wait { board.answer != nil }
         #expect(monitor.scene == .inactive && model.controller.state == .idle && !model.canStart)
         #expect(model.isPreparing && model.startProblem == nil, "it is about to begin")
@@ -146,7 +146,7 @@ import Testing
     @Test func aFormThatLacksSomethingAsksForNoPermission() async throws {
         try await prepare(steps: 1)
         model.form.textKind = .file
-        await model.start()
+        await model.startTraining()
         #expect(model.problem == "Choose a text file first." && board.permissions == 0 && !model.isPreparing)
     }
 
@@ -154,7 +154,7 @@ import Testing
     @Test func progressIsToldWithinAStep() async throws {
         try await prepare(steps: 10)
         model.form.settings.gradAccumulationSteps = 60_000
-        await model.start()
+        await model.startTraining()
         try await reach(.training)
         let time = scheduler.give(.continued)
         try await wait { Set(time.shown.map(\.unitsDone)).count > 2 }
@@ -277,11 +277,11 @@ import Testing
         await model.refresh()
         let run = try #require(model.interrupted)
         #expect(run.name == "killed")
-        await model.decide(run, goOn: false)
+        model.decline(run)
         #expect(model.interrupted == nil)
         model = makeModel()
         await model.refresh()
-        await model.decide(try #require(model.interrupted), goOn: true)
+        await model.resume(try #require(model.interrupted))
         #expect(model.problem == nil)
         try await reach(.finished(.finished))
         #expect(model.controller.log.events.contains { $0.name == "log_cut_off" })
@@ -327,10 +327,10 @@ import Testing
         try await reach(.paused(.away))
         #expect(
             board.shown
-                == Notice(
+                == RunNotification(
                     title: "Training Waits",
                     text: "The app is not in front, and iOS gives it no time to train. Open the app to continue.",
-                    delay: Notices.patience))
+                    delay: RunNotifications.patience))
         _ = scheduler.give(.continued)
         try await reach(.paused(.heat))
         #expect(board.shown?.text == "The phone is too warm. Training continues when it has cooled down.")

@@ -73,7 +73,7 @@ import Testing
 
     /// Takes part until a round has been answered.
     private func round(_ model: AppModel) async throws -> Federation.Round {
-        let part = Task { await model.takePart() }
+        let part = Task { await model.joinFederation() }
         while model.federation.rounds.first?.bytesUp == nil {
             try #require(model.problem == nil)
             try await Task.sleep(for: .milliseconds(5))
@@ -124,7 +124,7 @@ import Testing
         let model = try await model()
         monitor.battery = Battery(level: 0.9, isCharging: false)
         try SuperLink.ask(host, question(model))
-        let part = Task { await model.takePart() }
+        let part = Task { await model.joinFederation() }
         while model.federation.state != .waitingForCharger { try await Task.sleep(for: .milliseconds(5)) }
         #expect(!model.controller.isRunning && !model.isFree)
         monitor.battery = Battery(level: 0.9, isCharging: true)
@@ -143,7 +143,7 @@ import Testing
             }
         }
         try SuperLink.ask(host, question(model, steps: 1_000_000))
-        let part = Task { await model.takePart() }
+        let part = Task { await model.joinFederation() }
         try await wait { controller.state == .training }
         SuperLink.with(host) { $0.faults["send-node-heartbeat"] = Array(repeating: (0, ""), count: 100) }
         try await wait { federation.unreachable != nil }
@@ -261,7 +261,7 @@ import Testing
         let model = try await model()
         // Fields 2 and 3, a message and its object tree, with nothing in them.
         SuperLink.with(host) { $0.faults["pull-messages"] = [(200, "\u{12}\u{0}\u{1A}\u{0}")] }
-        let part = Task { await model.takePart() }
+        let part = Task { await model.joinFederation() }
         func wait(until isSo: () -> Bool) async throws {
             while !isSo() {
                 try #require(model.problem == nil)
@@ -282,7 +282,7 @@ import Testing
         let model = try await model()
         try SuperLink.ask(host, question(model))
         SuperLink.with(host) { $0.faults["pull-object"] = Array(repeating: (SuperLink.never, ""), count: 100) }
-        let part = Task { await model.takePart() }
+        let part = Task { await model.joinFederation() }
         while SuperLink.with(host, { !$0.calls.contains("pull-object") }) {
             try await Task.sleep(for: .milliseconds(5))
         }
@@ -296,7 +296,7 @@ import Testing
         let model = try await model()
         for address in ["", "phone", "ftp://here", "http://links.example.org:8000"] {
             (model.federation.address, model.problem) = (address, nil)
-            await model.takePart()
+            await model.joinFederation()
             #expect(model.problem?.english.contains("address") == true && !model.federation.isOn)
         }
     }

@@ -18,7 +18,7 @@ private let documents = ProcessInfo.processInfo.environment["MESP_DOCUMENTS"]
         let steps = try #require(ProcessInfo.processInfo.environment["MESP_STEPS"].flatMap { Int($0) })
         (model.form.settings.steps, model.form.settings.valBatches) = (steps, 8)
         #expect(model.startProblem == nil && model.canStart)
-        await model.start()
+        await model.startTraining()
         while !model.isFree { try await Task.sleep(for: .milliseconds(50)) }
         await model.refresh()
         #expect(model.shownRun?.status == .finished)

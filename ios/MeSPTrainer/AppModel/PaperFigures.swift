@@ -3,7 +3,7 @@ import MeSPFiles
 
 /// The figures that the paper ("MeSP", 2026) reports for MeSP on an iPhone 17 Pro with 4-bit weights: `paper.json`, which the benchmarks in
 /// `tools/` read too.
-struct Paper: Decodable {
+struct PaperFigures: Decodable {
     let rank: Int
     /// Time of a step as a multiple of MeBP's.
     let timeOfMebp: Double
@@ -18,8 +18,8 @@ struct Paper: Decodable {
     func has(model: String) -> Bool { peakMb[model] != nil }
 
     /// nil where the resource is missing.
-    static let figures: Paper? = {
+    static let figures: PaperFigures? = {
         return Bundle.module.url(forResource: "paper", withExtension: "json")
-            .flatMap { try? Data(contentsOf: $0) }.flatMap { try? JSONDecoder.snakeCase.decode(Paper.self, from: $0) }
+            .flatMap { try? Data(contentsOf: $0) }.flatMap { try? JSONDecoder.snakeCase.decode(PaperFigures.self, from: $0) }
     }()
 }

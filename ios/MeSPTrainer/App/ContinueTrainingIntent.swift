@@ -6,7 +6,7 @@
 
     /// Continues with the run that waits or was cut off, while the app is away: for the Shortcuts app, Siri and the Action button.
     @available(iOS 27.0, *)
-    struct ContinueTraining: LongRunningIntent {
+    struct ContinueTrainingIntent: LongRunningIntent {
         static let title: LocalizedStringResource = "Continue Training"
 
         func perform() async throws -> some IntentResult {
@@ -15,7 +15,7 @@
             let grant: BackgroundGrant =
                 await SystemBackground.current?.givesGPU == true ? .continuedOnGPU : .continued
             try await performBackgroundTask(options: grant == .continuedOnGPU ? .requiresGPU : []) {
-                try await IntentTime(grant, progress).pass()
+                try await IntentBackgroundTime(grant, progress).pass()
             }
             return .result()
         }

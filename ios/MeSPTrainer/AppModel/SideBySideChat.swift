@@ -4,11 +4,11 @@ import MeSPControl
 import MeSPCore
 import Observation
 
-/// Texts of the base model and of the fine-tuned one, for a view that shows both side by side: a prompt written on, or a conversation
-/// that each of them carries on with its own answers.
+/// Texts of the base model and of the fine-tuned one, for a view that shows both side by side: the continuations of a prompt, or a
+/// conversation that each model continues with its own answers.
 ///
 /// Texts grow as tokens come. While the app is not in front, writing waits.
-@MainActor @Observable public final class Comparison {
+@MainActor @Observable public final class SideBySideChat {
     public enum Side: Sendable { case base, tuned }
 
     /// The text that one model has written so far.
@@ -43,7 +43,7 @@ import Observation
         public init() {}
     }
 
-    /// The conversation, the oldest turn first; of a prompt that is written on, it alone.
+    /// The turns of the conversation, the oldest first; for a prompt that is continued, one turn.
     public private(set) var turns = [Turn]()
     /// The prompt in progress.
     public var draft = Request()
@@ -63,8 +63,8 @@ import Observation
     @ObservationIgnored private let monitor: any DeviceMonitor
     /// The file of the conversation.
     @ObservationIgnored private let folder: DocumentsFolder?
-    /// Whether what is kept was read, or given up: until then it is not replaced.
-    @ObservationIgnored private var hasReadKept = false
+    /// Whether the saved conversation was read or cleared. Until then it is not replaced.
+    @ObservationIgnored private var hasReadSaved = false
     /// The bundle, adapters and settings of the conversation; with others its cache is of no use.
     @ObservationIgnored private var partners = ""
     @ObservationIgnored private var gate = BoundaryGate()
@@ -82,32 +82,32 @@ import Observation
 
     public init(monitor: any DeviceMonitor, folder: DocumentsFolder? = nil) {
         (self.monitor, self.folder) = (monitor, folder)
-        try? readKept()
+        try? readSaved()
         monitor.observers.append { [weak self] event in
             self?.update()
-            if event == .memoryWarning { self?.letGo() } else { try? self?.readKept() }
+            if event == .memoryWarning { self?.freeCaches() } else { try? self?.readSaved() }
         }
     }
 
-    /// Reads the conversation that is kept. The system may have started the app while the phone is locked, when it can't be read.
-    private func readKept() throws {
-        guard !hasReadKept else { return }
-        if let kept = try folder?.chat() {
-            partners = kept.partners
+    /// Reads the saved conversation, unless it was read. It can't be read while the phone is locked, and the system may start the app then.
+    private func readSaved() throws {
+        guard !hasReadSaved else { return }
+        if let stored = try folder?.readChat() {
+            partners = stored.partners
             let names = partners.split(separator: "\n", maxSplits: 2, omittingEmptySubsequences: false).map(String.init)
             if names.count == 3 { name(bundle: names[0], run: names[1]) }
-            turns = kept.turns.enumerated().map { index, turn in
+            turns = stored.turns.enumerated().map { index, turn in
                 Turn(id: index, prompt: turn.prompt, base: Text(text: turn.base), tuned: Text(text: turn.tuned))
             }
         }
-        hasReadKept = true
+        hasReadSaved = true
     }
 
     /// The caches of the text that the models have read.
     var bytesRead: Int { read.base.size + read.tuned.size }
 
-    /// Lets go of what the models have read. The next message goes through them with all that was said before.
-    func letGo() { read = Read() }
+    /// Frees what the models keep of the conversation. The next message is then read with all that was said before.
+    func freeCaches() { read = Read() }
 
     /// Writes both texts, the base model's first. Does nothing while another is being written. A message continues the conversation,
     /// where that is with the same models.
@@ -116,7 +116,7 @@ import Observation
     public func start(_ request: Request, bundle: URL, adapters: URL?, tokenizer: any TextTokenizer) {
         guard writing == nil else { return }
         do {
-            try readKept()
+            try readSaved()
         } catch {
             problem = error.plainSentence
             return
@@ -127,7 +127,7 @@ import Observation
         let partners = request.isChat ? names.joined(separator: "\n") : ""
         if !request.isChat || partners != self.partners {
             turns = []
-            letGo()
+            freeCaches()
         }
         self.partners = partners
         name(bundle: names[0], run: names[1])
@@ -171,42 +171,42 @@ import Observation
             }
             // A message that got no answer is not part of the conversation.
             if base.text.isEmpty, tuned.text.isEmpty, problem != nil { turns.removeLast() }
-            if !isConversation { letGo() }
-            keep()
+            if !isConversation { freeCaches() }
+            save()
             writing = nil
         }
     }
 
-    /// That a person likes one side's answer of a turn better than the other's, or what they wrote in its place better than it. The prompt
-    /// is the conversation as that side has it.
+    /// A person's choice: one side's answer of a turn over the other side's, or `corrected` over this side's answer. The prompt is the
+    /// conversation as this side has it.
     ///
     /// - Throws: `MeSPError` if there is no such answer, or nothing to choose.
     func choice(_ side: Side, of id: Turn.ID, corrected: String?) throws -> Choice {
         guard writing == nil, !partners.isEmpty, let index = turns.firstIndex(where: { $0.id == id }) else {
             throw MeSPError("Choose between answers to a message, once both are written.")
         }
-        let (own, other) = side == .base ? (\Turn.base, \Turn.tuned) : (\Turn.tuned, \Turn.base)
-        let answer = turns[index][keyPath: own].text
+        let (chosen, other) = side == .base ? (\Turn.base, \Turn.tuned) : (\Turn.tuned, \Turn.base)
+        let answer = turns[index][keyPath: chosen].text
         var request = Request()
         request.prompt = turns[index].prompt
         request.system = String(partners.split(separator: "\n", maxSplits: 2, omittingEmptySubsequences: false)[2])
         return try Choice(
-            prompt: request.messages(after: Array(turns.prefix(index)), own), chosen: corrected ?? answer,
+            prompt: request.messages(after: Array(turns.prefix(index)), chosen), chosen: corrected ?? answer,
             rejected: corrected == nil ? turns[index][keyPath: other].text : answer)
     }
 
     /// Begins a new conversation.
     public func clear() {
         guard writing == nil else { return }
-        (turns, partners, problem, hasReadKept) = ([], "", nil, true)
-        letGo()
-        keep()
+        (turns, partners, problem, hasReadSaved) = ([], "", nil, true)
+        freeCaches()
+        save()
     }
 
-    private func keep() {
-        let kept = Chat(
+    private func save() {
+        let stored = StoredChat(
             partners: partners, turns: turns.map { .init(prompt: $0.prompt, base: $0.base.text, tuned: $0.tuned.text) })
-        folder?.keep(partners.isEmpty ? nil : kept)
+        folder?.save(partners.isEmpty ? nil : stored)
     }
 
     private func name(bundle: String, run: String) {
@@ -217,7 +217,7 @@ import Observation
     /// Ends both texts at the next block.
     public func stop() { gate.stop() }
 
-    private func update() { gate.follow(monitor) }
+    private func update() { gate.pauseUnlessInFront(monitor) }
 
     private enum Message: Sendable {
         case begins(Side)
@@ -242,12 +242,12 @@ import Observation
     }
 }
 
-extension Comparison.Request {
+extension SideBySideChat.Request {
     /// The conversation as one side has it, with the prompt as its last message.
     ///
     /// - Parameter text: that side's answer of a turn. A turn without one is left out: messages and answers alternate.
     fileprivate func messages(
-        after history: [Comparison.Turn], _ text: KeyPath<Comparison.Turn, Comparison.Text>
+        after history: [SideBySideChat.Turn], _ text: KeyPath<SideBySideChat.Turn, SideBySideChat.Text>
     ) -> [ChatMessage] {
         var messages = system.isEmpty ? [] : [ChatMessage(role: "system", content: system)]
         for turn in history where !turn[keyPath: text].text.isEmpty {
@@ -259,7 +259,7 @@ extension Comparison.Request {
 }
 
 /// A conversation in its file.
-struct Chat: Codable, Equatable {
+struct StoredChat: Codable, Equatable {
     struct Turn: Codable, Equatable {
         var prompt: String
         var base: String
@@ -271,7 +271,7 @@ struct Chat: Codable, Equatable {
     var turns: [Turn]
 }
 
-extension Comparison.Text {
+extension SideBySideChat.Text {
     /// A token can end within a character, which then shows when it is whole.
     fileprivate mutating func append(_ token: Int, _ tokenizer: any TextTokenizer) {
         tokens.append(token)

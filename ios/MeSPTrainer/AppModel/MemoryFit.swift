@@ -2,7 +2,7 @@ import MeSPBundle
 import MeSPCore
 
 /// Whether a run's predicted peak fits what the device would give the process now.
-public struct DeviceFit: Sendable, Equatable {
+public struct MemoryFit: Sendable, Equatable {
     /// The predicted peak of a step, in bytes.
     public let predictedPeak: Int
     /// The memory that the process may still allocate, in bytes; nil if there is no limit.

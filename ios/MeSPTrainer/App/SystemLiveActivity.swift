@@ -5,7 +5,7 @@
     import MeSPCore
 
     /// The run on the lock screen, as a Live Activity.
-    @MainActor final class SystemActivity: GlanceBoard {
+    @MainActor final class SystemLiveActivity: LiveActivityDisplay {
         /// The activity in progress.
         private var id: String?
         /// The change in progress: iOS gets one change after the other.
@@ -16,22 +16,22 @@
             for left in Activity<RunAttributes>.activities.map(\.id) { change { await Self.end(left, nil) } }
         }
 
-        func begin(title: Sentence, _ glance: Glance) {
+        func begin(title: Sentence, _ content: LiveActivityContent) {
             guard ActivityAuthorizationInfo().areActivitiesEnabled else { return }
             let stale: Sentence = "This status is out of date. Open the app to see the run."
             let attributes = RunAttributes(title: title.localized, staleNote: stale.localized)
-            id = try? Activity.request(attributes: attributes, content: glance.content).id
+            id = try? Activity.request(attributes: attributes, content: content.forActivityKit).id
         }
 
-        func update(_ glance: Glance) {
+        func update(_ content: LiveActivityContent) {
             guard let id else { return }
-            let content = glance.content
+            let content = content.forActivityKit
             change { await Self.update(id, content) }
         }
 
-        func end(_ last: Glance?) {
+        func end(_ last: LiveActivityContent?) {
             guard let id else { return }
-            let content = last?.content
+            let content = last?.forActivityKit
             self.id = nil
             change { await Self.end(id, content) }
         }
@@ -60,8 +60,8 @@
         }
     }
 
-    extension Glance {
-        fileprivate var content: ActivityContent<RunAttributes.ContentState> {
+    extension LiveActivityContent {
+        fileprivate var forActivityKit: ActivityContent<RunAttributes.ContentState> {
             let state = RunAttributes.ContentState(
                 part: progress.part, step: progress.stepWords.localized, loss: progress.lossWords?.localized,
                 timeLeft: progress.timeWords?.localized, note: note?.localized)

@@ -2,7 +2,7 @@ import MeSPAppModel
 import UserNotifications
 
 /// Messages as the system's notifications, one at a time.
-@MainActor final class SystemNotices: NoticeBoard {
+@MainActor final class SystemNotifications: NotificationDisplay {
     private static let identifier = "run"
 
     private var center: UNUserNotificationCenter { .current() }
@@ -18,11 +18,11 @@ import UserNotifications
         #endif
     }
 
-    func show(_ notice: Notice) {
+    func show(_ notification: RunNotification) {
         let content = UNMutableNotificationContent()
-        (content.title, content.body, content.sound) = (notice.title.localized, notice.text.localized, .default)
+        (content.title, content.body, content.sound) = (notification.title.localized, notification.text.localized, .default)
         let trigger =
-            notice.delay > 0 ? UNTimeIntervalNotificationTrigger(timeInterval: notice.delay, repeats: false) : nil
+            notification.delay > 0 ? UNTimeIntervalNotificationTrigger(timeInterval: notification.delay, repeats: false) : nil
         clear()
         center.add(UNNotificationRequest(identifier: Self.identifier, content: content, trigger: trigger))
     }

@@ -5,7 +5,7 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-@Suite(.serialized) @MainActor final class ChoicesTests {
+@Suite(.serialized) @MainActor final class ChoiceListTests {
     private let app: TestApp
     private var model: AppModel { app.model }
 
@@ -17,15 +17,15 @@ import Testing
         let form = model.form
         (form.settings.steps, form.settings.seqLen) = (3, 32)
         (form.settings.optimizer, form.settings.learningRate) = (.sgd, 1)
-        await model.start()
+        await model.startTraining()
         try await app.ended()
         for turn in 0..<turns {
-            var request = Comparison.Request()
+            var request = SideBySideChat.Request()
             (request.prompt, request.isChat, request.maxTokens, request.system) = ("Q\(turn)", true, 6, "Brief.")
             await model.write(request, with: model.library.trained.first)
             try await app.ended()
         }
-        #expect(model.problem == nil && model.comparison.problem == nil)
+        #expect(model.problem == nil && model.chat.problem == nil)
     }
 
     /// As while the phone is locked: a folder cannot be read as a file.
@@ -41,14 +41,14 @@ import Testing
 
     @Test func theBetterAnswerIsKept() async throws {
         try await talk(2)
-        let turn = try #require(model.comparison.turns.last)
+        let turn = try #require(model.chat.turns.last)
         await model.choose(.tuned, of: turn.id)
         let choice = try #require(model.choices.list.first)
         #expect(choice.chosen == turn.tuned.text && choice.rejected == turn.base.text)
         #expect(choice.prompt.map(\.role) == ["system", "user", "assistant", "user"])
         #expect(
-            choice.prompt[2].content == model.comparison.turns[0].tuned.text, "the conversation as that side has it")
-        #expect(model.choices.holds(turn.tuned.text, to: "Q1") && !model.choices.holds(turn.base.text, to: "Q1"))
+            choice.prompt[2].content == model.chat.turns[0].tuned.text, "the conversation as that side has it")
+        #expect(model.choices.contains(turn.tuned.text, to: "Q1") && !model.choices.contains(turn.base.text, to: "Q1"))
 
         await model.choose(.tuned, of: turn.id)
         #expect(model.choices.list.count == 1, "a second tap is no second choice")
@@ -73,18 +73,18 @@ import Testing
         try await talk(1)
         let form = model.form
         form.textKind = .choices
-        await model.start()
+        await model.startTraining()
         #expect(model.problem?.english.hasPrefix("Of 0 choices 0 fit") == true)
         model.problem = nil
         for number in 0..<4 {
-            try model.choices.keep(
+            try model.choices.add(
                 Choice(
                     prompt: [ChatMessage(role: "user", content: "Q\(number)")], chosen: "yes \(number)", rejected: "no")
             )
         }
         let rate = form.settings.learningRate
         #expect(form.settings.objective == .dpo)
-        await model.start()
+        await model.startTraining()
         try await app.ended()
         let run = try #require(model.library.runs.first { $0.log?.start?.settings.objective == .dpo })
         #expect(run.status == .finished && run.log?.start?.settings.learningRate == rate)

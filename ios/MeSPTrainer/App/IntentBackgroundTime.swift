@@ -5,7 +5,7 @@
     import MeSPCore
 
     /// The time that the system gives the intent, until the run has ended or the intent is cancelled.
-    @MainActor final class IntentTime: BackgroundTime {
+    @MainActor final class IntentBackgroundTime: BackgroundTime {
         let grant: BackgroundGrant
         var onExpiration: (() -> Void)?
         private let progress: Progress

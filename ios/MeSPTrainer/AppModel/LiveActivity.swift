@@ -3,7 +3,7 @@ import MeSPControl
 import MeSPCore
 
 /// A run on the lock screen.
-public struct Glance: Sendable, Equatable {
+public struct LiveActivityContent: Sendable, Equatable {
     public var progress: RunProgress
     /// Why the run waits and what to do, or how it has ended, in sentences; nil while it trains.
     public var note: Sentence?
@@ -12,58 +12,58 @@ public struct Glance: Sendable, Equatable {
 }
 
 /// A display of a run while the app is not in front: in the app a Live Activity.
-@MainActor public protocol GlanceBoard: AnyObject {
+@MainActor public protocol LiveActivityDisplay: AnyObject {
     /// Begins to show a run; to be called in front only.
-    func begin(title: Sentence, _ glance: Glance)
-    func update(_ glance: Glance)
+    func begin(title: Sentence, _ content: LiveActivityContent)
+    func update(_ content: LiveActivityContent)
     /// Leaves the last for the person to find; nil takes it away at once.
-    func end(_ last: Glance?)
+    func end(_ last: LiveActivityContent?)
 }
 
 /// Has the run in progress shown on the lock screen.
 ///
 /// It begins in front, where iOS allows it, and changes while the app is not. During a `BGContinuedProcessingTask`
 /// iOS shows the run itself.
-@MainActor final class Glances {
+@MainActor final class LiveActivityUpdates {
     private let controller: RunController
     private let monitor: any DeviceMonitor
-    private let board: any GlanceBoard
+    private let display: any LiveActivityDisplay
     /// The least time between two changes of the figures. iOS limits how many changes it shows.
     private static let interval = Duration.seconds(5)
     /// The least time for which figures count as current, in seconds.
     private static let lifetime = 120.0
     /// The content that is shown; nil for none.
-    private var shown: Glance?
+    private var shown: LiveActivityContent?
     private var lastChange = ContinuousClock.now
 
-    init(controller: RunController, monitor: any DeviceMonitor, board: any GlanceBoard) {
-        (self.controller, self.monitor, self.board) = (controller, monitor, board)
+    init(controller: RunController, monitor: any DeviceMonitor, display: any LiveActivityDisplay) {
+        (self.controller, self.monitor, self.display) = (controller, monitor, display)
         controller.observers.append { [weak self] in self?.update() }
         monitor.observers.append { [weak self] _ in self?.update() }
     }
 
     private func update() {
-        guard let glance, controller.isRunning, controller.grant != .continued else {
-            if shown != nil { board.end(monitor.scene == .active || controller.isRunning ? nil : glance) }
+        guard let content, controller.isRunning, controller.grant != .continued else {
+            if shown != nil { display.end(monitor.scene == .active || controller.isRunning ? nil : content) }
             shown = nil
             return
         }
         if shown == nil {
             guard monitor.scene == .active, let start = controller.log.start else { return }
-            board.begin(title: "Training \(start.model.name)", glance)
+            display.begin(title: "Training \(start.model.name)", content)
         } else {
-            guard monitor.scene != .active, glance != shown,
-                glance.note != shown?.note || ContinuousClock.now - lastChange >= Self.interval
+            guard monitor.scene != .active, content != shown,
+                content.note != shown?.note || ContinuousClock.now - lastChange >= Self.interval
             else { return }
-            board.update(glance)
+            display.update(content)
         }
-        (shown, lastChange) = (glance, .now)
+        (shown, lastChange) = (content, .now)
     }
 
-    private var glance: Glance? {
+    private var content: LiveActivityContent? {
         controller.settings.map {
             let note = controller.state.note
-            return Glance(
+            return LiveActivityContent(
                 progress: RunProgress(controller.log, steps: $0.steps), note: note,
                 lifetime: note == nil ? max(Self.lifetime, 3 * (controller.log.stepSeconds ?? 0)) : nil)
         }

@@ -2,8 +2,8 @@ import Foundation
 import MeSPBundle
 import Observation
 
-/// The choices that a person has made between answers: what a run can learn next.
-@MainActor @Observable public final class Choices {
+/// The choices between answers that a person has made. A run can learn them.
+@MainActor @Observable public final class ChoiceList {
     /// The newest first.
     public private(set) var list = [Choice]()
     /// The file that holds them, to share.
@@ -14,15 +14,15 @@ import Observation
 
     init(_ folder: DocumentsFolder) { self.folder = folder }
 
-    /// Whether an answer was taken to a message.
-    public func holds(_ answer: String, to message: String) -> Bool {
+    /// Whether an answer to a message was chosen.
+    public func contains(_ answer: String, to message: String) -> Bool {
         list.contains { $0.chosen == answer && $0.prompt.last?.content == message }
     }
 
     func refresh() throws { list = try store.all().reversed() }
 
-    /// Keeps a choice, in place of one of the same answers or of the first of them with another correction.
-    func keep(_ choice: Choice) throws {
+    /// Adds a choice. It replaces one between the same two answers, and one that corrects the same answer.
+    func add(_ choice: Choice) throws {
         let answers = [choice.chosen, choice.rejected]
         try refresh()
         let former = list.filter {
@@ -30,13 +30,13 @@ import Observation
                 && (answers.contains($0.rejected) && answers.contains($0.chosen) || $0.rejected == choice.rejected)
         }
         try store.append(choice, replacing: Set(former.map(\.id)))
-        folder.keepChoices()
+        folder.applyPolicyToChoices()
         try refresh()
     }
 
     func remove(_ ids: Set<Choice.ID>) throws {
         try store.remove(ids)
-        folder.keepChoices()
+        folder.applyPolicyToChoices()
         try refresh()
     }
 }

@@ -9,7 +9,7 @@ import Observation
 }
 
 /// The phone's screen during a run.
-@MainActor @Observable public final class Screen {
+@MainActor @Observable public final class ScreenPower {
     /// The person's choice for the screen while a run is in progress.
     public var keepsAwake = true
     /// In front all night, with the screen dark.

@@ -12,8 +12,8 @@ import Observation
     var onChange: (() -> Void)? { get set }
 }
 
-/// Bundles from the Hugging Face Hub: what one is before it is downloaded, and its download.
-@MainActor @Observable public final class Downloads {
+/// A bundle of the Hugging Face Hub as the app shows it: what it is before it is downloaded, and how far its download is.
+@MainActor @Observable public final class DownloadState {
     /// The text that the person typed: `owner/name`.
     public var repository = ""
     /// The repository on the Hub under that name; nil until it was looked up.
@@ -51,11 +51,11 @@ import Observation
         open: @escaping @Sendable (String) throws -> BundleDownload
     ) {
         (self.folder, self.monitor, self.network, self.open) = (folder, monitor, network, open)
-        network?.onChange = { [weak self] in self?.lookAtNetwork() }
-        lookAtNetwork()
+        network?.onChange = { [weak self] in self?.readNetwork() }
+        readNetwork()
     }
 
-    private func lookAtNetwork() { isCostly = network?.isCostly == true }
+    private func readNetwork() { isCostly = network?.isCostly == true }
 
     /// The question whether so much may come over this network; nil where there is none. A download in progress waits for another
     /// network.
@@ -68,7 +68,7 @@ import Observation
     }
 
     /// Looks up what is on the Hub.
-    func look() async throws {
+    func lookUp() async throws {
         guard !isLooking, progress == nil else { return }
         (offer, isLooking, waitsForAnswer, usesAnyNetwork) = (nil, true, false, false)
         defer { isLooking = false }
@@ -86,7 +86,7 @@ import Observation
         settings.seqLen = manifest.seqLens.min() ?? 1
         settings.rank = manifest.ranks.min() ?? 1
         do {
-            let fit = try DeviceFit(settings, manifest, available: monitor.availableMemory)
+            let fit = try MemoryFit(settings, manifest, available: monitor.availableMemory)
             let peak: Sentence = "Training on \(settings.seqLen) tokens takes \(fit.predictedPeak.megabytes)"
             guard let available = fit.available, !fit.fits else { return "\(peak): it fits this phone." }
             return "\(peak), and the phone would give \(available.megabytes): it does not fit."
@@ -135,7 +135,7 @@ import Observation
 
     private func fetch(_ offer: BundleDownload.Offer, usesAnyNetwork: Bool) async throws -> StoredBundle {
         let (download, folder) = (try open(offer.repository), folder)
-        try folder.keep(.init(offer: offer, usesAnyNetwork: usesAnyNetwork))
+        try folder.save(.init(offer: offer, usesAnyNetwork: usesAnyNetwork))
         let (bytes, sender) = AsyncStream.makeStream(of: Int.self, bufferingPolicy: .bufferingNewest(1))
         let work = Task.detached {
             defer { sender.finish() }
@@ -151,9 +151,9 @@ import Observation
         return bundle
     }
 
-    /// Goes on with the download that the app was ended in, where there is one.
-    func goOn() async throws -> StoredBundle? {
-        guard progress == nil, let begun = try folder.begunDownload() else { return nil }
+    /// Resumes the download during which the app was ended, where there is one.
+    func resume() async throws -> StoredBundle? {
+        guard progress == nil, let begun = try folder.readBegunDownload() else { return nil }
         let download = try open(begun.offer.repository)
         guard !folder.hasEnded(download) else {
             folder.forgetDownload()

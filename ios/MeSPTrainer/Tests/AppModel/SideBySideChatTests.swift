@@ -5,16 +5,16 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-@Suite(.serialized) @MainActor final class ComparisonTests {
+@Suite(.serialized) @MainActor final class SideBySideChatTests {
     private let monitor = TestMonitor()
     private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
-    private lazy var comparison = Comparison(monitor: monitor)
+    private lazy var chat = SideBySideChat(monitor: monitor)
     deinit { try? FileManager.default.removeItem(at: folder) }
 
     private func bundle() throws -> URL { try #require(Fixture.tied).appendingPathComponent("bundle.mesp") }
 
-    private func request(_ tokens: Int) -> Comparison.Request {
-        var request = Comparison.Request()
+    private func request(_ tokens: Int) -> SideBySideChat.Request {
+        var request = SideBySideChat.Request()
         (request.prompt, request.maxTokens) = ("The quick", tokens)
         return request
     }
@@ -34,21 +34,21 @@ import Testing
     }
 
     private func written() async throws {
-        while comparison.writing != nil { try await Task.sleep(for: .milliseconds(2)) }
+        while chat.writing != nil { try await Task.sleep(for: .milliseconds(2)) }
     }
 
     @Test func bothModelsWrite() async throws {
         var settings = RunSettings(bundle: try bundle().path, output: folder.path)
         (settings.seqLen, settings.steps, settings.learningRate, settings.valBatches) = (32, 3, 1, 0)
         try Run.run(settings)
-        comparison.start(
+        chat.start(
             request(6), bundle: try bundle(), adapters: folder.appendingPathComponent("adapters"), tokenizer: Numbers())
-        #expect(comparison.writing == .base)
+        #expect(chat.writing == .base)
         try await written()
-        #expect(comparison.problem == nil)
-        #expect(comparison.base.summary?.tokens == 6 && comparison.tuned.summary?.tokens == 6)
-        #expect(comparison.base.text.split(separator: " ").count == 6)
-        #expect(comparison.base.text != comparison.tuned.text, "training changed nothing")
+        #expect(chat.problem == nil)
+        #expect(chat.base.summary?.tokens == 6 && chat.tuned.summary?.tokens == 6)
+        #expect(chat.base.text.split(separator: " ").count == 6)
+        #expect(chat.base.text != chat.tuned.text, "training changed nothing")
     }
 
     /// The request to each side, as the tokenizer got it.
@@ -72,7 +72,7 @@ import Testing
         }
     }
 
-    private func message(_ text: String) -> Comparison.Request {
+    private func message(_ text: String) -> SideBySideChat.Request {
         var request = request(4)
         (request.prompt, request.isChat, request.system) = (text, true, "Be brief.")
         return request
@@ -81,26 +81,26 @@ import Testing
     @Test func aConversationKeepsItsTurnsOnEachSide() async throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let documents = DocumentsFolder(documents: folder)
-        comparison = Comparison(monitor: monitor, folder: documents)
+        chat = SideBySideChat(monitor: monitor, folder: documents)
         let output = folder.appendingPathComponent("runs/run")
         var settings = RunSettings(bundle: try bundle().path, output: output.path)
         (settings.seqLen, settings.steps, settings.learningRate, settings.valBatches) = (32, 3, 1, 0)
         try Run.run(settings)
         let (asked, adapters) = (Asked(), output.appendingPathComponent("adapters"))
         func say(_ text: String) async throws {
-            comparison.start(message(text), bundle: try bundle(), adapters: adapters, tokenizer: asked)
+            chat.start(message(text), bundle: try bundle(), adapters: adapters, tokenizer: asked)
             try await written()
         }
         try await say("One")
         try await say("Two")
-        let first = try #require(comparison.turns.first)
+        let first = try #require(chat.turns.first)
         func conversation(_ answer: String) -> [ChatMessage] {
             [
                 .init(role: "system", content: "Be brief."), .init(role: "user", content: "One"),
                 .init(role: "assistant", content: answer), .init(role: "user", content: "Two"),
             ]
         }
-        #expect(comparison.turns.map(\.prompt) == ["One", "Two"])
+        #expect(chat.turns.map(\.prompt) == ["One", "Two"])
         #expect(asked.conversations.count == 4 && asked.conversations[0].count == 2)
         #expect(asked.conversations[2] == conversation(first.base.text))
         #expect(asked.conversations[3] == conversation(first.tuned.text))
@@ -108,21 +108,21 @@ import Testing
 
         // A message that fails is not part of it.
         try await say("refused")
-        #expect(comparison.problem == "The template takes no such message." && comparison.turns.count == 2)
+        #expect(chat.problem == "The template takes no such message." && chat.turns.count == 2)
 
         // It is there again when the app is, and continues.
-        comparison = Comparison(monitor: monitor, folder: documents)
-        #expect(comparison.turns.map(\.base.text).first == first.base.text)
-        #expect(comparison.bundleName == "bundle" && comparison.runName == "run", "who answers is said")
+        chat = SideBySideChat(monitor: monitor, folder: documents)
+        #expect(chat.turns.map(\.base.text).first == first.base.text)
+        #expect(chat.bundleName == "bundle" && chat.runName == "run", "who answers is said")
         try await say("Three")
-        #expect(comparison.turns.count == 3 && asked.conversations.last?.count == 6)
+        #expect(chat.turns.count == 3 && asked.conversations.last?.count == 6)
 
         // With other models it begins again.
-        comparison.start(message("Four"), bundle: try bundle(), adapters: nil, tokenizer: asked)
+        chat.start(message("Four"), bundle: try bundle(), adapters: nil, tokenizer: asked)
         try await written()
-        #expect(comparison.turns.map(\.prompt) == ["Four"])
-        comparison.clear()
-        #expect(try comparison.turns.isEmpty && documents.chat() == nil)
+        #expect(chat.turns.map(\.prompt) == ["Four"])
+        chat.clear()
+        #expect(try chat.turns.isEmpty && documents.readChat() == nil)
     }
 
     /// The system starts the app in the night, or when a download has come, while the phone is locked and the file cannot be read.
@@ -135,34 +135,34 @@ import Testing
                 if locked.value { throw CocoaError(.fileReadNoPermission) }
                 return try Data(contentsOf: url)
             })
-        comparison = Comparison(monitor: monitor, folder: documents)
+        chat = SideBySideChat(monitor: monitor, folder: documents)
         func say(_ text: String) async throws {
-            comparison.start(message(text), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
+            chat.start(message(text), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
             try await written()
         }
         try await say("One")
-        let kept = try #require(try documents.chat())
+        let kept = try #require(try documents.readChat())
 
         locked.value = true
-        comparison = Comparison(monitor: monitor, folder: documents)
-        #expect(comparison.turns.isEmpty)
+        chat = SideBySideChat(monitor: monitor, folder: documents)
+        #expect(chat.turns.isEmpty)
         try await say("Two")
-        #expect(comparison.problem?.english.contains("unlock it") == true && comparison.turns.isEmpty)
+        #expect(chat.problem?.english.contains("unlock it") == true && chat.turns.isEmpty)
         locked.value = false
-        #expect(try documents.chat() == kept)
+        #expect(try documents.readChat() == kept)
 
         // It is there as soon as the phone is unlocked, and continues.
         monitor.tell(.change)
-        #expect(comparison.turns.map(\.prompt) == ["One"])
+        #expect(chat.turns.map(\.prompt) == ["One"])
         try await say("Two")
-        #expect(comparison.turns.map(\.prompt) == ["One", "Two"] && comparison.problem == nil)
+        #expect(chat.turns.map(\.prompt) == ["One", "Two"] && chat.problem == nil)
     }
 
     @Test func aConversationThatIsDamagedIsNotSaidToBeLocked() throws {
         let error = CocoaError(.fileReadCorruptFile)
-        comparison = Comparison(monitor: monitor, folder: DocumentsFolder(documents: folder, read: { _ in throw error }))
-        comparison.start(message("One"), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
-        #expect(comparison.problem?.english == error.localizedDescription && comparison.turns.isEmpty)
+        chat = SideBySideChat(monitor: monitor, folder: DocumentsFolder(documents: folder, read: { _ in throw error }))
+        chat.start(message("One"), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
+        #expect(chat.problem?.english == error.localizedDescription && chat.turns.isEmpty)
     }
 
     private final class Flag: @unchecked Sendable { var value = false }
@@ -170,40 +170,40 @@ import Testing
     @Test func aConversationIsReadOnce() async throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let documents = DocumentsFolder(documents: folder)
-        comparison = Comparison(monitor: monitor, folder: documents)
+        chat = SideBySideChat(monitor: monitor, folder: documents)
         func say(_ text: String) async throws -> String {
-            comparison.start(message(text), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
+            chat.start(message(text), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
             try await written()
-            return comparison.base.text
+            return chat.base.text
         }
-        #expect(comparison.bytesRead == 0)
+        #expect(chat.bytesRead == 0)
         _ = try await say("One")
-        let once = comparison.bytesRead
+        let once = chat.bytesRead
         #expect(once > 0)
         let answer = try await say("Two")
-        #expect(comparison.bytesRead > once)
+        #expect(chat.bytesRead > once)
         // The same from the start of the app, which reads all of it.
-        let kept = try #require(try documents.chat())
-        documents.keep(Chat(partners: kept.partners, turns: Array(kept.turns.prefix(1))))
-        comparison = Comparison(monitor: monitor, folder: documents)
-        #expect(comparison.bytesRead == 0)
+        let kept = try #require(try documents.readChat())
+        documents.save(StoredChat(partners: kept.partners, turns: Array(kept.turns.prefix(1))))
+        chat = SideBySideChat(monitor: monitor, folder: documents)
+        #expect(chat.bytesRead == 0)
         #expect(try await say("Two") == answer)
 
         monitor.tell(.memoryWarning)
-        #expect(comparison.bytesRead == 0)
+        #expect(chat.bytesRead == 0)
         _ = try await say("Three")
-        #expect(comparison.bytesRead > 0)
-        comparison.clear()
-        #expect(comparison.bytesRead == 0)
-        comparison.start(request(2), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
+        #expect(chat.bytesRead > 0)
+        chat.clear()
+        #expect(chat.bytesRead == 0)
+        chat.start(request(2), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
         try await written()
-        #expect(comparison.bytesRead == 0, "what is written on from is no conversation")
+        #expect(chat.bytesRead == 0, "what is written on from is no conversation")
     }
 
     @Test func everyEndTokenThatTheModelNamesEndsTheText() async throws {
-        comparison.start(request(8), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
+        chat.start(request(8), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
         try await written()
-        let tokens = comparison.base.text.split(separator: " ").compactMap { Int($0) }
+        let tokens = chat.base.text.split(separator: " ").compactMap { Int($0) }
         let copy = folder.appendingPathComponent("copy.mesp")
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         try FileManager.default.copyItem(at: try bundle().resolvingSymlinksInPath(), to: copy)
@@ -212,10 +212,10 @@ import Testing
         }
         try config("generation_config.json", "{\"eos_token_id\": [100000, \(tokens[3])]}")
         #expect(endTokens(of: copy, Numbers()) == [100000, tokens[3], 0], "the last is the manifest's")
-        comparison.start(request(8), bundle: copy, adapters: nil, tokenizer: Numbers())
+        chat.start(request(8), bundle: copy, adapters: nil, tokenizer: Numbers())
         try await written()
-        #expect(comparison.base.summary?.reason == .stop)
-        #expect(comparison.base.summary?.tokens == tokens.firstIndex(of: tokens[3]))
+        #expect(chat.base.summary?.reason == .stop)
+        #expect(chat.base.summary?.tokens == tokens.firstIndex(of: tokens[3]))
 
         try config("generation_config.json", "{\"do_sample\": true}")
         try config("config.json", "{\"eos_token_id\": 7}")
@@ -250,49 +250,49 @@ import Testing
             let tokenizer = Numbers(bytes: ids.tokenizer)
             var asked = request(24)
             asked.prompt = expected.words
-            comparison.start(asked, bundle: try bundle(), adapters: nil, tokenizer: tokenizer)
+            chat.start(asked, bundle: try bundle(), adapters: nil, tokenizer: tokenizer)
             try await written()
             var (request, tokens) = (Generator.Request(prompt: ids.prompt), [Int]())
             request.maxTokens = 24
             try Generator(ModelBundle(url: try bundle())).generate(request) { tokens.append($0) }
-            #expect(comparison.base.text == tokenizer.decode(tokens))
-            texts.insert(comparison.base.text)
+            #expect(chat.base.text == tokenizer.decode(tokens))
+            texts.insert(chat.base.text)
         }
         #expect(texts.count == 2, "it makes a difference whether a text is begun")
     }
 
     @Test func withoutAdaptersOnlyTheBaseModelWrites() async throws {
-        comparison.start(request(3), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
+        chat.start(request(3), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
         try await written()
-        #expect(comparison.base.summary?.reason == .length && comparison.tuned.summary == nil)
+        #expect(chat.base.summary?.reason == .length && chat.tuned.summary == nil)
     }
 
     @Test func stopsBoth() async throws {
-        comparison.start(request(1_000_000), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
-        while comparison.base.text.isEmpty { try await Task.sleep(for: .milliseconds(2)) }
-        comparison.stop()
+        chat.start(request(1_000_000), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
+        while chat.base.text.isEmpty { try await Task.sleep(for: .milliseconds(2)) }
+        chat.stop()
         try await written()
-        #expect(comparison.base.summary?.reason == .stopped)
+        #expect(chat.base.summary?.reason == .stopped)
     }
 
     @Test func waitsWhileTheAppIsNotInFront() async throws {
-        comparison.start(request(1_000_000), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
-        while comparison.base.text.isEmpty { try await Task.sleep(for: .milliseconds(2)) }
+        chat.start(request(1_000_000), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
+        while chat.base.text.isEmpty { try await Task.sleep(for: .milliseconds(2)) }
         monitor.scene = .background
         var text = ""
-        while comparison.base.text != text {  // what was on its way arrives
-            text = comparison.base.text
+        while chat.base.text != text {  // what was on its way arrives
+            text = chat.base.text
             try await Task.sleep(for: .milliseconds(300))
         }
         monitor.scene = .active
-        while comparison.base.text == text { try await Task.sleep(for: .milliseconds(2)) }
-        comparison.stop()
+        while chat.base.text == text { try await Task.sleep(for: .milliseconds(2)) }
+        chat.stop()
         try await written()
     }
 
     @Test func aBundleThatIsGoneGivesASentence() async throws {
-        comparison.start(request(1), bundle: URL(fileURLWithPath: "/nowhere"), adapters: nil, tokenizer: Numbers())
+        chat.start(request(1), bundle: URL(fileURLWithPath: "/nowhere"), adapters: nil, tokenizer: Numbers())
         try await written()
-        #expect(comparison.problem?.english.hasPrefix("/nowhere is not a bundle") == true)
+        #expect(chat.problem?.english.hasPrefix("/nowhere is not a bundle") == true)
     }
 }
