@@ -23,7 +23,7 @@ enum EvaluationRecord: Sendable {
     /// - Returns: the records, and the keys of them that are not read.
     /// - Throws: `MeSPError` with the line that is wrong, or if there is none.
     static func read(_ data: Data) throws -> (records: [EvaluationRecord], unread: Set<String>) {
-        var (records, unread, refusals) = ([EvaluationRecord](), Set<String>(), Refusals())
+        var (records, unread, refusals) = ([EvaluationRecord](), Set<String>(), RefusedRecords())
         for (place, fields) in TextRecords.objects(in: data, of: nil) {
             try refusals.take(place) {
                 guard let fields else { throw TextRecords.noObject }

@@ -3,9 +3,9 @@ import MLX
 import MeSPFiles
 import MeSPSentences
 
-/// Keeps arrays over a bundle's maps, which are unmapped when the last such array goes.
+/// An object that keeps arrays over a bundle's maps. A map is unmapped when the last array over it is freed.
 package protocol MapHolder: AnyObject {
-    func letGo()
+    func releaseArrays()
 }
 
 /// An exported model, opened and checked. Weights are mapped when they are asked for, never copied.
@@ -40,7 +40,7 @@ public struct ModelBundle {
 
         private func release() {
             words = [:]
-            for holder in holders { holder()?.letGo() }
+            for holder in holders { holder()?.releaseArrays() }
         }
     }
 

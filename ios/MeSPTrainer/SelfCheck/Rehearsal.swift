@@ -33,7 +33,7 @@ public final class Rehearsal {
 
     /// The first sequence of the training data's examples; nil where it has none, and of preference data.
     private static func example(_ bundle: ModelBundle, _ settings: RunSettings) throws -> Example? {
-        guard let stream = try bundle.tokens("train"), stream.hasExamples, !stream.isJudged else { return nil }
+        guard let stream = try bundle.tokens("train"), stream.hasExamples, !stream.hasPreferences else { return nil }
         let packs = stream.packsExamples && bundle.manifest.takesPacked && settings.method.takesPacked
         let sequences = stream.sequences(lengths: [settings.seqLen], packed: packs)
         return sequences.count > 0 ? sequences[0] : nil
