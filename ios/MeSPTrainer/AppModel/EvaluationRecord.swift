@@ -25,7 +25,7 @@ enum EvaluationRecord: Sendable {
     static func read(_ data: Data) throws -> (records: [EvaluationRecord], unread: Set<String>) {
         var (records, unread, refusals) = ([EvaluationRecord](), Set<String>(), RefusedRecords())
         for (place, fields) in TextRecords.objects(in: data, of: nil) {
-            try refusals.take(place) {
+            try refusals.collect(place) {
                 guard let fields else { throw TextRecords.noObject }
                 let (record, keys) = try Self.record(fields)
                 guard record.kind == records.first?.kind ?? record.kind else {

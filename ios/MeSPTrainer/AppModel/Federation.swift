@@ -95,7 +95,7 @@ import Observation
         (state, self.bundle, rounds, passedOver) = (.joining, bundle, [], nil)
         defer { (state, unreachable, self.bundle, work) = (.off, nil, nil, nil) }
         let (events, sender) = AsyncStream.makeStream(of: SuperNode.Event.self)
-        let answer: @Sendable (SuperNode.Question) async throws -> Records = { [weak self] question in
+        let answer: @Sendable (SuperNode.Question) async throws -> FlowerRecords = { [weak self] question in
             guard let self else { throw CancellationError() }
             return try await self.answer(question, with: bundle.url, data)
         }
@@ -120,7 +120,7 @@ import Observation
         return configuration
     }
 
-    private func answer(_ question: SuperNode.Question, with bundle: URL, _ data: URL?) async throws -> Records {
+    private func answer(_ question: SuperNode.Question, with bundle: URL, _ data: URL?) async throws -> FlowerRecords {
         let round = try FederatedRun(question, bundle: bundle, data: data)
         defer { state = .waiting }
         while lacksCharger || controller.isRunning, .now < round.deadline {

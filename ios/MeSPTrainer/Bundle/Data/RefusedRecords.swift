@@ -1,6 +1,6 @@
 import MeSPSentences
 
-/// The place of a record, for messages.
+/// The place of a record, as messages name it.
 package struct RecordPlace: Sendable {
     package enum Kind: Sendable { case line, record, choice }
 
@@ -8,7 +8,7 @@ package struct RecordPlace: Sendable {
     package let number: Int
     /// Whether a file has a record a line, or is one list of them.
     let kind: Kind
-    /// The file's name; nil where the person knows which.
+    /// The file's name; nil where there is one file only.
     let file: String?
 
     package var sentence: Sentence {
@@ -29,8 +29,8 @@ package struct RefusedRecords {
 
     package init() {}
 
-    /// Runs `body`, whose `MeSPError` continues the place.
-    package mutating func take(_ place: RecordPlace, _ body: () throws -> Void) rethrows {
+    /// Runs `body`, and counts its `MeSPError`, whose sentence continues the record's place, as a refusal.
+    package mutating func collect(_ place: RecordPlace, _ body: () throws -> Void) rethrows {
         do { try body() } catch let error as MeSPError {
             count += 1
             first = first ?? "\(place.sentence): \(error.sentence)."

@@ -70,7 +70,7 @@ public struct TextData: Sendable {
             var encoder = ConversationEncoder(tokenizer: tokenizer, answersOnly: true)
             for (index, choice) in choices.enumerated() {
                 var (found, refusals) = ([Encoded]?.none, RefusedRecords())
-                try refusals.take(RecordPlace(number: index + 1, kind: .choice, file: nil)) {
+                try refusals.collect(RecordPlace(number: index + 1, kind: .choice, file: nil)) {
                     found = try pair(choice, &encoder, &notices)
                 }
                 try refusals.check()
@@ -92,7 +92,7 @@ public struct TextData: Sendable {
         var refusals = RefusedRecords()
         for (document, place) in zip(contents.documents, contents.places) {
             var example: Encoded?
-            try refusals.take(place) { example = try encode(document, &encoder, &notices) }
+            try refusals.collect(place) { example = try encode(document, &encoder, &notices) }
             try refusals.check()
             if let example { return (Self.example(example), notices) }
         }
@@ -111,7 +111,7 @@ public struct TextData: Sendable {
         var (examples, refusals) = ([Encoded](), RefusedRecords())
         var encoder = ConversationEncoder(tokenizer: tokenizer, answersOnly: answersOnly)
         for (index, document) in contents.documents.enumerated() {
-            try refusals.take(contents.places[index]) {
+            try refusals.collect(contents.places[index]) {
                 if let example = try encode(document, &encoder, &notices) { examples.append(example) }
             }
             try progress(Double(index + 1) / Double(contents.documents.count))

@@ -12,7 +12,7 @@ extension TextData {
         var (pairs, refusals) = ([[Encoded]](), RefusedRecords())
         var encoder = ConversationEncoder(tokenizer: tokenizer, answersOnly: true)
         for (index, choice) in choices.enumerated() {
-            try refusals.take(RecordPlace(number: index + 1, kind: .choice, file: nil)) {
+            try refusals.collect(RecordPlace(number: index + 1, kind: .choice, file: nil)) {
                 if let pair = try pair(choice, &encoder, &notices) { pairs.append(pair) }
             }
             try progress(Double(index + 1) / Double(choices.count))

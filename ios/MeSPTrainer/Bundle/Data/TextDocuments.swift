@@ -47,7 +47,7 @@ struct TextDocuments: Sendable {
     init(records data: Data, of file: String, isList: Bool) throws {
         var refusals = RefusedRecords()
         for (place, fields) in TextRecords.objects(in: data, of: file, isList: isList) {
-            try refusals.take(place) {
+            try refusals.collect(place) {
                 guard let fields else { throw TextRecords.noObject }
                 guard try TextRecords.isTrained(fields) else {
                     leftOut += 1

@@ -45,7 +45,7 @@ import Testing
     }
 
     /// The request of a server's app: two steps of SGD with the initial adapters, of which B alone travels.
-    private func question(_ model: AppModel, steps: Int64 = 2, exchange: String = "float32") throws -> Records {
+    private func question(_ model: AppModel, steps: Int64 = 2, exchange: String = "float32") throws -> FlowerRecords {
         let manifest = try #require(model.form.bundle?.manifest)
         let (architecture, kind) = (manifest.architecture, exchange == "float32" ? FlowerArray.Kind.float32 : .uint16)
         var arrays = [String: FlowerArray]()
@@ -57,7 +57,7 @@ import Testing
                 kind, shape: shape, data: Data(count: shape.reduce(kind == .float32 ? 4 : 2, *)))
         }
         let model = [manifest.model.id, manifest.model.revision].compactMap { $0 }.joined(separator: "@")
-        return Records(
+        return FlowerRecords(
             arrays: ["arrays": arrays],
             configs: [
                 "config": [
@@ -179,7 +179,7 @@ import Testing
         let model = try await model()
         let bundle = try #require(model.form.bundle).url
         let asked = try question(model)
-        func run(_ change: (inout Records) -> Void) throws -> FederatedRun {
+        func run(_ change: (inout FlowerRecords) -> Void) throws -> FederatedRun {
             var records = asked
             change(&records)
             let folder = documents.appendingPathComponent(UUID().uuidString)

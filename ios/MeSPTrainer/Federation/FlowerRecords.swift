@@ -2,7 +2,7 @@ import Foundation
 import MeSPSentences
 
 /// The content of a Flower message: records of arrays, of metrics and of settings, each by its name.
-public struct Records: Sendable, Equatable {
+public struct FlowerRecords: Sendable, Equatable {
     public var arrays = [String: [String: FlowerArray]]()
     public var metrics = [String: [String: FlowerValue]]()
     public var configs = [String: [String: FlowerValue]]()

@@ -5,7 +5,7 @@ import Testing
 @testable import MeSPFederation
 @testable import MeSPFiles
 
-struct ObjectsTests {
+struct FlowerObjectsTests {
     /// The bytes that Flower 1.41 makes of `RecordDict({"arrays": ArrayRecord({"b": b, "half": half, "again": b}), "metrics": MetricRecord(
     /// {"num-examples": -3, "loss": 0.5}), "config": ConfigRecord({"lr": 0.25, "round": 2, "name": "n", "on": True, "raw":
     /// b"\x00\x01"})})`, with `b` [[0, 1], [2, 3]] in float32 and `half` [1, 65535] in uint16: its objects' contents by `deflate()`.
@@ -41,7 +41,7 @@ struct ObjectsTests {
     private static let floats = FlowerArray(
         .float32, shape: [2, 2], data: [0, 1, 2, 3].map(Float.init).withUnsafeBytes { Data($0) })
     private static let halves = FlowerArray(.uint16, shape: [2], data: Data([1, 0, 255, 255]))
-    private let records = Records(
+    private let records = FlowerRecords(
         arrays: ["arrays": ["b": floats, "half": halves, "again": floats]],
         metrics: ["metrics": ["num-examples": .int(-3), "loss": .double(0.5)]],
         configs: [
@@ -52,7 +52,7 @@ struct ObjectsTests {
         ])
 
     @Test func readsWhatFlowerWrites() throws {
-        var store = ObjectStore()
+        var store = FlowerObjectStore()
         for content in objects.compactMap({ Data(base64Encoded: $0) }) { try store.take(content, id: sha256(content)) }
         #expect(store.contents.count == objects.count)
         #expect(try store.records(id, most: 1 << 26) == records)
@@ -60,7 +60,7 @@ struct ObjectsTests {
 
     /// But for the spaces and the order in JSON, the objects are Flower's: those without it have Flower's ids.
     @Test func writesWhatFlowerWrites() throws {
-        var (store, flowers) = (ObjectStore(), ObjectStore())
+        var (store, flowers) = (FlowerObjectStore(), FlowerObjectStore())
         let tree = try store.add(records)
         for content in objects.compactMap({ Data(base64Encoded: $0) }) {
             try flowers.take(content, id: sha256(content))
@@ -75,8 +75,8 @@ struct ObjectsTests {
 
     @Test func cutsLargeArraysIntoChunks() throws {
         let array = FlowerArray(.float32, shape: [1, 1_500_000], data: Data(repeating: 7, count: 6_000_000))
-        var store = ObjectStore()
-        let tree = try store.add(Records(arrays: ["arrays": ["a": array]]))
+        var store = FlowerObjectStore()
+        let tree = try store.add(FlowerRecords(arrays: ["arrays": ["a": array]]))
         let sizes = store.contents.values.filter { $0.starts(with: Data("ArrayChunk".utf8)) }.map(\.count)
         #expect(sizes.count == 2 && sizes.allSatisfy { $0 < 5_242_880 + 64 })
         #expect(try store.records(tree.id, most: 1 << 26).arrays["arrays"]?["a"] == array)
@@ -85,7 +85,7 @@ struct ObjectsTests {
     /// Chunks that are alike are one object, which a message may name as often as it likes: here for 100 GB.
     @Test(arguments: [1, 100_000])
     func aMessageTakesNoMoreMemoryThanItMay(times: Int) throws {
-        var store = ObjectStore()
+        var store = FlowerObjectStore()
         let chunk = try store.add("ArrayChunk") { _ in Data(count: 1 << 20) }
         let array = try store.add("Array", children: [chunk]) { _ in
             let places = Array(repeating: "0", count: times).joined(separator: ",")
@@ -117,7 +117,7 @@ struct ObjectsTests {
             for place in stride(from: 0, to: content.count, by: 7) {
                 var changed = content
                 changed[place] ^= 1
-                var store = ObjectStore()
+                var store = FlowerObjectStore()
                 #expect(throws: MeSPError.self) { try store.take(changed, id: id) }
             }
         }
@@ -133,7 +133,7 @@ struct ObjectsTests {
         for seed in 0..<2_000 {
             var random = SystemRandomNumberGenerator()
             let bytes = Data((0..<seed % 40).map { _ in UInt8.random(in: 0...255, using: &random) })
-            if let message = try? ProtobufMessage(bytes) { _ = try? ObjectTree(message) }
+            if let message = try? ProtobufMessage(bytes) { _ = try? FlowerObjectTree(message) }
         }
     }
 

@@ -36,11 +36,11 @@ struct FlowerObject {
 }
 
 /// An object's id, and its children's.
-struct ObjectTree {
+struct FlowerObjectTree {
     let id: String
-    let children: [ObjectTree]
+    let children: [FlowerObjectTree]
 
-    init(id: String, children: [ObjectTree]) { (self.id, self.children) = (id, children) }
+    init(id: String, children: [FlowerObjectTree]) { (self.id, self.children) = (id, children) }
 
     /// - Throws: `MeSPError` where it is deeper than any message, or an id is no SHA-256.
     init(_ message: ProtobufMessage, depth: Int = 8) throws {
@@ -48,13 +48,13 @@ struct ObjectTree {
         guard depth > 0, id.count == 64, id.allSatisfy(\.isHexDigit) else {
             throw MeSPError("The server sent an invalid object tree; ask its operator.")
         }
-        children = try message.messages(2).map { try ObjectTree($0, depth: depth - 1) }
+        children = try message.messages(2).map { try FlowerObjectTree($0, depth: depth - 1) }
     }
 
     /// Each once, children before their parents.
     var ids: [String] {
         var seen = Set<String>()
-        func visit(_ tree: ObjectTree) -> [String] {
+        func visit(_ tree: FlowerObjectTree) -> [String] {
             tree.children.flatMap(visit) + (seen.insert(tree.id).inserted ? [tree.id] : [])
         }
         return visit(self)
@@ -67,14 +67,14 @@ struct ObjectTree {
 }
 
 /// Objects by their ids.
-struct ObjectStore {
+struct FlowerObjectStore {
     private(set) var contents = [String: Data]()
 
     /// Adds an object. Children that are alike are one.
     ///
     /// - Parameter body: is told of each child which of the object's children it is.
-    mutating func add(_ type: String, children: [ObjectTree] = [], body: ([Int]) throws -> Data) throws -> ObjectTree {
-        var unique = [ObjectTree]()
+    mutating func add(_ type: String, children: [FlowerObjectTree] = [], body: ([Int]) throws -> Data) throws -> FlowerObjectTree {
+        var unique = [FlowerObjectTree]()
         let places = children.map { child in
             if let place = unique.firstIndex(where: { $0.id == child.id }) { return place }
             unique.append(child)
@@ -83,7 +83,7 @@ struct ObjectStore {
         let content = FlowerObject(type, children: unique.map(\.id), body: try body(places)).content
         let id = sha256(content)
         contents[id] = content
-        return ObjectTree(id: id, children: unique)
+        return FlowerObjectTree(id: id, children: unique)
     }
 
     /// Takes an object that came from elsewhere.
@@ -102,23 +102,23 @@ struct ObjectStore {
 
 // MARK: - Records as objects
 
-extension ObjectStore {
+extension FlowerObjectStore {
     /// The most bytes of an array's `.npy` that are an object.
     private static let chunk = 5_242_880
     /// More bytes than the names or places of an object's children take; in memory they take some ten times as many.
     private static let mostOfNames = 1 << 20
 
     /// Adds a `RecordDict`, as Flower's `RecordDict.deflate` does.
-    mutating func add(_ records: Records) throws -> ObjectTree {
-        var trees = [String: ObjectTree]()
+    mutating func add(_ records: FlowerRecords) throws -> FlowerObjectTree {
+        var trees = [String: FlowerObjectTree]()
         for (name, record) in records.arrays { trees[name] = try add(record) }
         for (name, record) in records.metrics { trees[name] = try add("MetricRecord") { _ in Self.encoded(record) } }
         for (name, record) in records.configs { trees[name] = try add("ConfigRecord") { _ in Self.encoded(record) } }
         return try add(named: trees, "RecordDict")
     }
 
-    private mutating func add(_ arrays: [String: FlowerArray]) throws -> ObjectTree {
-        var trees = [String: ObjectTree]()
+    private mutating func add(_ arrays: [String: FlowerArray]) throws -> FlowerObjectTree {
+        var trees = [String: FlowerObjectTree]()
         for (name, array) in arrays {
             let file = array.npy
             let chunks = try stride(from: 0, to: file.count, by: Self.chunk).map { start in
@@ -136,7 +136,7 @@ extension ObjectStore {
     }
 
     /// An object whose body names its children.
-    private mutating func add(named trees: [String: ObjectTree], _ type: String) throws -> ObjectTree {
+    private mutating func add(named trees: [String: FlowerObjectTree], _ type: String) throws -> FlowerObjectTree {
         let sorted = trees.sorted { $0.key < $1.key }
         return try add(type, children: sorted.map(\.value)) { _ in
             try JSONSerialization.data(withJSONObject: trees.mapValues(\.id), options: .sortedKeys)
@@ -157,13 +157,13 @@ extension ObjectStore {
     /// The records of a `RecordDict`.
     ///
     /// - Parameter most: the most bytes that they may take. An object may be named any number of times.
-    func records(_ id: String, most: Int) throws -> Records {
+    func records(_ id: String, most: Int) throws -> FlowerRecords {
         var room = most
         func take(_ bytes: Int) throws {
             room -= bytes
             guard room >= 0 else { throw PendingMessage.tooLarge(most) }
         }
-        var records = Records()
+        var records = FlowerRecords()
         for (name, id) in try named(object(id), "RecordDict") {
             let object = try object(id)
             try take(object.body.count)

@@ -7,7 +7,7 @@ import Foundation
 /// Sends requests over HTTP and bounds what a server can do with the answers: their length, their duration, and where they come from. A
 /// redirect is the answer, and is not followed: it would take the request's signature to another host. An answer says its length before it
 /// comes, and is not compressed: a megabyte can stand for a gigabyte, and what follows the last chunk has no end.
-final class Transport: Sendable {
+final class HTTPTransport: Sendable {
     private let session: URLSession
     private let exchanges = Exchanges()
 
@@ -18,7 +18,7 @@ final class Transport: Sendable {
     deinit { session.finishTasksAndInvalidate() }
 
     /// Makes a transport that does not wait for this one: Foundation for Linux can hang in an answer.
-    func another() -> Transport { Transport(configuration: session.configuration) }
+    func another() -> HTTPTransport { HTTPTransport(configuration: session.configuration) }
 
     enum Failure: Error {
         case unreachable(String)
