@@ -19,12 +19,14 @@ import SwiftUI
             let background = BackgroundTransfer(identifier: Self.downloads)
             model = AppModel(
                 monitor: SystemMonitor(), folder: folder, display: WindowDisplay(), scheduler: SystemBackground(),
-                notificationDisplay: SystemNotifications(), activityDisplay: SystemLiveActivity(), network: SystemNetwork(), recording: recording,
+                notificationDisplay: SystemNotifications(), activityDisplay: SystemLiveActivity(),
+                network: SystemNetwork(), recording: recording,
                 openDownload: { try BundleDownload(repository: $0, background: background) },
                 loadTokenizer: { try await BundleTokenizer(bundle: $0) })
         #else
             model = AppModel(
-                monitor: SystemMonitor(), folder: folder, notificationDisplay: SystemNotifications(), network: SystemNetwork(),
+                monitor: SystemMonitor(), folder: folder, notificationDisplay: SystemNotifications(),
+                network: SystemNetwork(),
                 recording: recording
             ) { try await BundleTokenizer(bundle: $0) }
         #endif

@@ -20,9 +20,12 @@ import UserNotifications
 
     func show(_ notification: RunNotification) {
         let content = UNMutableNotificationContent()
-        (content.title, content.body, content.sound) = (notification.title.localized, notification.text.localized, .default)
+        (content.title, content.body, content.sound) = (
+            notification.title.localized, notification.text.localized, .default
+        )
         let trigger =
-            notification.delay > 0 ? UNTimeIntervalNotificationTrigger(timeInterval: notification.delay, repeats: false) : nil
+            notification.delay > 0
+            ? UNTimeIntervalNotificationTrigger(timeInterval: notification.delay, repeats: false) : nil
         clear()
         center.add(UNNotificationRequest(identifier: Self.identifier, content: content, trigger: trigger))
     }

@@ -99,8 +99,12 @@ import Observation
         downloads = DownloadState(folder: folder, monitor: monitor, network: network, open: openDownload)
         federation = Federation(monitor: monitor, controller: controller, open: openNode)
         controller.observers.append { [weak self] in self?.runChanged() }
-        runNotifications = notificationDisplay.map { RunNotifications(controller: controller, monitor: monitor, display: $0) }
-        activityUpdates = activityDisplay.map { LiveActivityUpdates(controller: controller, monitor: monitor, display: $0) }
+        runNotifications = notificationDisplay.map {
+            RunNotifications(controller: controller, monitor: monitor, display: $0)
+        }
+        activityUpdates = activityDisplay.map {
+            LiveActivityUpdates(controller: controller, monitor: monitor, display: $0)
+        }
         background = scheduler.map {
             BackgroundTraining(
                 controller: controller, monitor: monitor, scheduler: $0,

@@ -20,6 +20,8 @@ struct PaperFigures: Decodable {
     /// nil where the resource is missing.
     static let figures: PaperFigures? = {
         return Bundle.module.url(forResource: "paper", withExtension: "json")
-            .flatMap { try? Data(contentsOf: $0) }.flatMap { try? JSONDecoder.snakeCase.decode(PaperFigures.self, from: $0) }
+            .flatMap { try? Data(contentsOf: $0) }.flatMap {
+                try? JSONDecoder.snakeCase.decode(PaperFigures.self, from: $0)
+            }
     }()
 }

@@ -203,7 +203,8 @@ import Observation
 
     private func update() {
         var reasons = PauseReason.reasons(
-            scene: monitor.scene, usesGPU: usesGPU, grant: grant, thermalState: monitor.thermalState, battery: monitor.battery
+            scene: monitor.scene, usesGPU: usesGPU, grant: grant, thermalState: monitor.thermalState,
+            battery: monitor.battery
         )
         if pauseWanted { reasons.insert(.user) }
         if memoryIsShort { reasons.insert(.memory) }

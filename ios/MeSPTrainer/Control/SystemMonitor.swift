@@ -49,7 +49,8 @@
         }
 
         /// Without a queue `body` runs before the post returns: leaving the app has to take effect before iOS continues.
-        private func observe(_ name: Notification.Name, _ body: @escaping @MainActor @Sendable (SystemMonitor) -> Void) {
+        private func observe(_ name: Notification.Name, _ body: @escaping @MainActor @Sendable (SystemMonitor) -> Void)
+        {
             _ = NotificationCenter.default.addObserver(forName: name, object: nil, queue: nil) { [weak self] _ in
                 MainActor.assumeIsolated {
                     if let self { body(self) }

@@ -49,14 +49,17 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         session = URLSession(configuration: configuration, delegate: self, delegateQueue: nil)
     }
 
-    func receive(_ requested: RequestedFile, progress: @escaping @Sendable (Int) -> Void) async throws -> HTTPURLResponse {
+    func receive(_ requested: RequestedFile, progress: @escaping @Sendable (Int) -> Void) async throws
+        -> HTTPURLResponse
+    {
         let name = name(of: requested.file)
         let (task, isResumed) = await task(for: requested, name)
         do {
             return try await withTaskCancellationHandler {
                 try await withCheckedThrowingContinuation { continuation in
                     let pendingFile = PendingFile(
-                        requested: requested, task: task, isResumed: isResumed, progress: progress, continuation: continuation)
+                        requested: requested, task: task, isResumed: isResumed, progress: progress,
+                        continuation: continuation)
                     lock.withLock { pendingFiles[name] = pendingFile }
                     if task.state == .suspended { task.resume() }
                     // It may have ended before anybody waited.

@@ -10,7 +10,9 @@ import MeSPSentences
 struct ForegroundTransfer: Transfer {
     let filesAtOnce = 1
 
-    func receive(_ requested: RequestedFile, progress: @escaping @Sendable (Int) -> Void) async throws -> HTTPURLResponse {
+    func receive(_ requested: RequestedFile, progress: @escaping @Sendable (Int) -> Void) async throws
+        -> HTTPURLResponse
+    {
         let writer = try ResponseWriter(requested, progress: progress)
         var request = requested.request
         if writer.offset > 0 { request.setValue("bytes=\(writer.offset)-", forHTTPHeaderField: "Range") }

@@ -23,7 +23,9 @@ struct RequestedFile: Sendable {
     /// - Parameter offset: the first byte that was requested.
     /// - Returns: the response, and the place in the file where its body begins.
     func check(_ response: URLResponse?, offset: Int) throws -> (answer: HTTPURLResponse, start: Int) {
-        guard let response = response as? HTTPURLResponse else { throw RetryableFailure(sentence: "\(what) gave no answer.") }
+        guard let response = response as? HTTPURLResponse else {
+            throw RetryableFailure(sentence: "\(what) gave no answer.")
+        }
         let page = "https://huggingface.co/\(repository)"
         switch response.statusCode {
         case 200: return (response, 0)  // all of it, also where a part was asked for
@@ -60,6 +62,7 @@ struct RequestedFile: Sendable {
                 )
             }
         #endif
-        return RetryableFailure(sentence: "\(what) stopped arriving: \(error.plainSentence). Check the network and try again.")
+        return RetryableFailure(
+            sentence: "\(what) stopped arriving: \(error.plainSentence). Check the network and try again.")
     }
 }

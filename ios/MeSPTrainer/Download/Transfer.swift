@@ -13,7 +13,8 @@ protocol Transfer: Sendable {
     /// Receives the bytes that the requested file lacks.
     ///
     /// - Throws: `RetryableFailure` where another request may do better, `MeSPError` where none will, `CancellationError`.
-    func receive(_ requested: RequestedFile, progress: @escaping @Sendable (_ bytes: Int) -> Void) async throws -> HTTPURLResponse
+    func receive(_ requested: RequestedFile, progress: @escaping @Sendable (_ bytes: Int) -> Void) async throws
+        -> HTTPURLResponse
 }
 
 /// A failure after which another request may succeed.

@@ -105,8 +105,8 @@ func count(_ file: URL) throws {
     #endif
 }
 
-/// The model that a settings file names: a bundle's folder, and an adapter folder or null.
-func model(_ file: URL) throws -> Evaluator {
+/// Opens the model that a settings file names: a bundle's folder, and a folder of adapters or null.
+func openModel(_ file: URL) throws -> Evaluator {
     struct Settings: Decodable {
         let bundle: String
         let adapters: String?
@@ -119,7 +119,7 @@ func model(_ file: URL) throws -> Evaluator {
 
 func generate(_ file: URL) throws {
     let request: Generator.Request = try readSettings(file)
-    let summary = try model(file).generator.generate(
+    let summary = try openModel(file).generator.generate(
         request, atBlock: checkStop, onToken: { try print("token", ["token": $0]) })
     try print("end", summary)
 }
@@ -129,7 +129,7 @@ func evaluate(_ file: URL) throws {
         let logLikelihoods: [Double]
         let greedy: [Bool]
     }
-    let evaluator = try model(file)
+    let evaluator = try openModel(file)
     var count = 0
     while let line = readLine() {
         count += 1

@@ -73,7 +73,9 @@ struct FlowerObjectStore {
     /// Adds an object. Children that are alike are one.
     ///
     /// - Parameter body: is told of each child which of the object's children it is.
-    mutating func add(_ type: String, children: [FlowerObjectTree] = [], body: ([Int]) throws -> Data) throws -> FlowerObjectTree {
+    mutating func add(_ type: String, children: [FlowerObjectTree] = [], body: ([Int]) throws -> Data) throws
+        -> FlowerObjectTree
+    {
         var unique = [FlowerObjectTree]()
         let places = children.map { child in
             if let place = unique.firstIndex(where: { $0.id == child.id }) { return place }

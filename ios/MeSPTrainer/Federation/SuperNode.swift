@@ -111,7 +111,8 @@ public struct SuperNode: Sendable {
     /// - Throws: `MeSPError` where the server does not let it in or speaks another protocol, or another node is at work in the
     ///   folder; `CancellationError`.
     public func run(
-        report: @escaping @Sendable (Event) -> Void, answer: @escaping @Sendable (Question) async throws -> FlowerRecords
+        report: @escaping @Sendable (Event) -> Void,
+        answer: @escaping @Sendable (Question) async throws -> FlowerRecords
     ) async throws {
         let lock = try FolderLock(folder)
         defer { withExtendedLifetime(lock) {} }

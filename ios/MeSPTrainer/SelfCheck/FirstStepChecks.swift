@@ -11,8 +11,8 @@ struct FirstStep {
     let longest, longestAgain: Double
 }
 
-extension Bench {
-    private func firstStep() throws -> FirstStep {
+extension CheckSuite {
+    private func takeFirstStep() throws -> FirstStep {
         guard isFirstUse else {
             throw Skipped(reason: "MLX was in use before: restart the process, and check before anything else.")
         }
@@ -35,7 +35,7 @@ extension Bench {
 
     /// The longest time between two boundaries of a step, and of a second one.
     private func longestStretches(_ run: RunSettings, _ plan: Plan) throws -> (Double, Double) {
-        let trainer = try trainer(run, plan: plan)
+        let trainer = try makeTrainer(run, plan: plan)
         defer { trainer.clock.atBlock = {} }
         let stretches = try (0..<2).map { number in
             let clock = ContinuousClock()
@@ -52,8 +52,8 @@ extension Bench {
     }
 
     /// Measures the memory of the device beside arrays: libraries, compiled kernels, command buffers.
-    func metalFootprint() throws -> Finding {
-        let step = try firstStep()
+    func measureMetalFootprint() throws -> Finding {
+        let step = try takeFirstStep()
         let bytes = max(0, step.afterStep)
         constants.metalBytes = Double(bytes)
         MetalMemory[bundle.manifest.device] = bytes
@@ -68,8 +68,8 @@ extension Bench {
     }
 
     /// Leaving the app waits until the step reaches a boundary, and iOS ends an app that takes too long.
-    func leaving() throws -> Finding {
-        let step = try firstStep()
+    func checkLeaving() throws -> Finding {
+        let step = try takeFirstStep()
         let verdict = Self.verdict(leaving: step.longest, onGPU: bundle.manifest.device == .gpu)
         let (time, limit) = (String(format: "%.3f", step.longest), String(format: "%.0f", RunController.secondsToLeave))
         return Finding(

@@ -39,9 +39,9 @@
             let bundle = try ModelBundle(url: try #require(Fixture.tied).appendingPathComponent("bundle.mesp"))
             var settings = SelfCheck.Settings(bundle: bundle.url.path)
             settings.seconds = 0.02
-            let bench = Bench(bundle: bundle, settings: settings)
-            let check = try #require(bench.checks.first { $0.name == name })
-            return try withMetal(rules) { try SelfCheck.result(check, bundle) }.result.get()
+            let suite = CheckSuite(bundle: bundle, settings: settings)
+            let check = try #require(suite.checks.first { $0.name == name })
+            return try withMetal(rules) { try SelfCheck.perform(check, bundle) }.result.get()
         }
 
         #if os(Linux)

@@ -375,9 +375,9 @@
             func check(_ rules: MetalRules) throws -> (SelfCheckReport.Check, Int) {
                 var settings = SelfCheck.Settings(bundle: fixture.bundle.url.path)
                 settings.seconds = 0.02
-                let bench = Bench(bundle: fixture.bundle, settings: settings)
-                let check = try #require(bench.checks.first { $0.name == name })
-                let (result, report) = withMetal(rules) { try SelfCheck.result(check, fixture.bundle) }
+                let suite = CheckSuite(bundle: fixture.bundle, settings: settings)
+                let check = try #require(suite.checks.first { $0.name == name })
+                let (result, report) = withMetal(rules) { try SelfCheck.perform(check, fixture.bundle) }
                 return (try result.get(), report.evaluations)
             }
             let (expected, buffers) = try check(.init())

@@ -122,7 +122,8 @@ struct TryView: View {
     }
 
     /// Which answer is the better one, or what it should have been: the next run can learn it.
-    @ViewBuilder private func judging(_ side: SideBySideChat.Side, _ answer: String, of turn: SideBySideChat.Turn) -> some View
+    @ViewBuilder private func judging(_ side: SideBySideChat.Side, _ answer: String, of turn: SideBySideChat.Turn)
+        -> some View
     {
         if chat.isConversation, chat.writing == nil, !answer.isEmpty {
             let isTaken = model.choices.contains(answer, to: turn.prompt)

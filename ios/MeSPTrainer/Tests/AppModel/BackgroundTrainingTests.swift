@@ -76,7 +76,8 @@ import Testing
 
     private func makeModel() -> AppModel {
         AppModel(
-            monitor: monitor, folder: DocumentsFolder(documents: documents), scheduler: scheduler, notificationDisplay: board,
+            monitor: monitor, folder: DocumentsFolder(documents: documents), scheduler: scheduler,
+            notificationDisplay: board,
             activityDisplay: lock
         ) { _ in ByteTokenizer() }
     }

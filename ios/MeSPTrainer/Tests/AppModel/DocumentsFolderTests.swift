@@ -229,7 +229,9 @@ import Testing
                 ".importing": .bundle, "run": .run, "state.safetensors": .state, "state.safetensors.partial": .state,
             ])
         #expect(!StoragePolicy.bundle.isInBackup && !StoragePolicy.state.isInBackup && StoragePolicy.run.isInBackup)
-        #expect(!StoragePolicy.run.isUnreadableWhileLocked && !StoragePolicy.bundle.isUnreadableWhileLocked, "a run in the night reads and writes them")
+        #expect(
+            !StoragePolicy.run.isUnreadableWhileLocked && !StoragePolicy.bundle.isUnreadableWhileLocked,
+            "a run in the night reads and writes them")
         #expect(StoragePolicy.chat.isUnreadableWhileLocked)
     }
 

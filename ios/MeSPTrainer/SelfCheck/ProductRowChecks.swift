@@ -4,7 +4,7 @@ import MeSPBundle
 import MeSPCore
 
 /// Compares each row of a product in bfloat16: one wrong row among many hardly changes the error of the whole.
-extension Bench {
+extension CheckSuite {
     /// The largest relative error of a row that is allowed. Rounding the result to bfloat16 causes one of 2·10⁻³, and rounding W of 8 bits,
     /// whose codes are large beside the differences between them, one of some 5·10⁻³.
     private static let rowTolerance = 0.02
@@ -16,18 +16,18 @@ extension Bench {
     /// The most elements of W.
     private static let mostElements = 1 << 22
 
-    func productRows() throws -> Finding {
+    func checkProductRows() throws -> Finding {
         guard bundle.manifest.device == .gpu else {
             throw Skipped(reason: "The bundle \(bundle.manifest.name) runs on the CPU: export one with --device gpu.")
         }
-        return try productRows(tolerance: Self.rowTolerance)
+        return try checkProductRows(tolerance: Self.rowTolerance)
     }
 
     /// x Wᵀ with the first rows of a block's widest projection, plain and quantized, against the product of the same numbers in float32 on
     /// the CPU.
     ///
     /// - Parameter tolerance: the largest relative error of a row that is allowed. A CPU, which sums in bfloat16, has a larger one.
-    func productRows(tolerance: Double) throws -> Finding {
+    func checkProductRows(tolerance: Double) throws -> Finding {
         let inputs = architecture.hiddenSize
         let errors = try bundle.withBlock(0) { weights in
             let all = weights.matrix(architecture.block(0).wideProjection)
@@ -55,7 +55,7 @@ extension Bench {
                 }
             }
         }
-        return compared(
+        return compare(
             "The rows of x Wᵀ in bfloat16", with: "those of the product in float32 on the CPU", errors,
             tolerance: tolerance)
     }

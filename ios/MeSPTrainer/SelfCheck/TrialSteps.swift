@@ -4,7 +4,7 @@ import MeSPCore
 
 /// Training steps on the first of the data's examples, or of its sequences of them, to count or measure what one takes; of text and
 /// preference data on tokens that mean nothing. They leave nothing behind.
-public final class Rehearsal {
+public final class TrialSteps {
     public let planner: Planner
     public let plan: Plan
     private let trainer: Trainer

@@ -5,7 +5,7 @@ import MeSPBundle
 import MeSPCore
 
 /// Compares the derivative formulas with the loss, which needs none of them. `gradients.cpu` takes them to be right.
-extension Bench {
+extension CheckSuite {
     /// The largest relative error allowed. The rounding of the losses to float32 causes one of up to 10⁻⁴.
     private static let differenceTolerance = 5e-4
 
@@ -20,11 +20,11 @@ extension Bench {
     /// The blocks get the embedding as their input. It begins with the last block and ends after twenty times the settings' seconds.
     ///
     /// - Parameter derivatives: a bundle with the same weights whose backward pass is checked; nil for the bundle itself.
-    func gradientsAgainstDifferences(of derivatives: ModelBundle? = nil) throws -> Finding {
+    func compareGradientsWithDifferences(of derivatives: ModelBundle? = nil) throws -> Finding {
         guard !architecture.hasExperts else {
             throw Skipped(reason: "The model mixes experts, and the loss jumps where a token chooses others.")
         }
-        let trainer = try trainer(fewBlocks(.mesp))
+        let trainer = try makeTrainer(fewBlocks(.mesp))
         let (model, blocks) = (trainer.model, trainer.model.trained)
         let forward = cpu(trainer, length: Self.differenceTokens)
         let backward = cpu(trainer, of: derivatives, length: Self.differenceTokens)
@@ -71,7 +71,7 @@ extension Bench {
                 errors[part.name] = error.isFinite ? max(errors[part.name] ?? 0, error) : .nan
             }
         }
-        return compared(
+        return compare(
             "The gradients of \(fewBlocks) blocks", with: "the slopes of the loss",
             errors.map { Measurement($0, $1) }.sorted { $0.name < $1.name }, tolerance: Self.differenceTolerance)
     }
