@@ -321,8 +321,8 @@ def test_info_plist_shares_documents_and_declares_bundles_and_texts():
     assert text["LSItemContentTypes"] == ["public.plain-text", imported["UTTypeIdentifier"]]
     assert imported["UTTypeTagSpecification"] == {"public.filename-extension": ["jsonl"]}
     assert imported["UTTypeConformsTo"] == ["public.text"]
-    support = (APP / "Views" / "Support.swift").read_text(encoding="utf-8")
-    assert f'UTType(exportedAs: "{exported["UTTypeIdentifier"]}")' in support
+    archives = (APP / "Views" / "SharedArchives.swift").read_text(encoding="utf-8")
+    assert f'UTType(exportedAs: "{exported["UTTypeIdentifier"]}")' in archives
 
 
 def test_info_plist_permits_the_work_in_the_background_that_the_app_asks_for():
@@ -780,7 +780,7 @@ def test_the_string_catalog_has_every_sentence_of_the_views():
     said = {
         text
         for view in [
-            *(APP / "MeSPTrainerApp.swift", APP / "ContinueTraining.swift"),
+            *(APP / "MeSPTrainerApp.swift", APP / "ContinueTrainingIntent.swift"),
             *(APP / "Views").glob("*.swift"),
         ]
         for text in literals(view.read_text(encoding="utf-8"))
@@ -813,7 +813,7 @@ def test_every_row_can_be_reached_and_read():
         for line in text.splitlines():
             if re.search(r"foregroundStyle\(\.(orange|green|red)\)", line):
                 assert "Image(systemName:" in line, f"{name}: {line.strip()}"
-    assert ".keyboard" in views["Support.swift"], "a number pad has no Return"
+    assert ".keyboard" in views["Modifiers.swift"], "a number pad has no Return"
     for name in ("TrainView.swift", "TryView.swift"):
         assert ".doneKey" in views[name]
 

@@ -110,7 +110,7 @@ import Observation
                     samples[run.id, default: []].append(sample)
                 }
                 try Task.checkCancellation()
-                keep(run)
+                save(run)
             } catch {
                 // Whoever stopped it has begun something else meanwhile.
                 if Task.isCancelled || error is CancellationError { return }
@@ -137,7 +137,7 @@ import Observation
         gate.abandon()
     }
 
-    private func keep(_ run: StoredRun) {
+    private func save(_ run: StoredRun) {
         let encoder = JSONEncoder()
         encoder.outputFormatting = [.prettyPrinted, .sortedKeys, .withoutEscapingSlashes]
         let file = Self.file(of: run)

@@ -2,12 +2,12 @@ import Foundation
 import MeSPControl
 import MeSPCore
 
-/// A run on the lock screen.
+/// What the lock screen shows of a run, as a Live Activity.
 public struct LiveActivityContent: Sendable, Equatable {
     public var progress: RunProgress
     /// Why the run waits and what to do, or how it has ended, in sentences; nil while it trains.
     public var note: Sentence?
-    /// After how many seconds without a change it is no longer to be believed, as the app was ended; nil where it stays true.
+    /// The seconds without a change after which it is out of date, as the app must have been ended; nil where it stays true.
     public var lifetime: Double?
 }
 
@@ -16,11 +16,11 @@ public struct LiveActivityContent: Sendable, Equatable {
     /// Begins to show a run; to be called in front only.
     func begin(title: Sentence, _ content: LiveActivityContent)
     func update(_ content: LiveActivityContent)
-    /// Leaves the last for the person to find; nil takes it away at once.
+    /// Ends the display. Leaves the last content for the person to find; nil removes the display at once.
     func end(_ last: LiveActivityContent?)
 }
 
-/// Has the run in progress shown on the lock screen.
+/// Shows the run in progress on the lock screen.
 ///
 /// It begins in front, where iOS allows it, and changes while the app is not. During a `BGContinuedProcessingTask`
 /// iOS shows the run itself.

@@ -1,7 +1,7 @@
 import MeSPBundle
 import MeSPCore
 
-/// Whether a run's predicted peak fits what the device would give the process now.
+/// Whether a run's predicted peak fits the memory that the device would give the process now.
 public struct MemoryFit: Sendable, Equatable {
     /// The predicted peak of a step, in bytes.
     public let predictedPeak: Int

@@ -2,19 +2,19 @@ import MeSPControl
 import MeSPCore
 import Observation
 
-/// The phone's screen, as far as it is dimmed.
+/// The brightness of the phone's screen.
 @MainActor public protocol Display: AnyObject {
     /// 0 to 1; nil if there is no screen now.
     var brightness: Double? { get set }
 }
 
-/// The phone's screen during a run.
+/// Whether the phone's screen stays on during a run, and whether it is dark.
 @MainActor @Observable public final class ScreenPower {
     /// The person's choice for the screen while a run is in progress.
     public var keepsAwake = true
     /// In front all night, with the screen dark.
     public var isOvernight = false { didSet { update() } }
-    /// Whether the screen is to be dark. While another app has it, it is as that wants it.
+    /// Whether this app has dimmed the screen. While another app is in front it has not.
     public private(set) var isDimmed = false
 
     @ObservationIgnored private let monitor: any DeviceMonitor
@@ -29,7 +29,7 @@ import Observation
         controller.observers.append { [weak self] in self?.update() }
     }
 
-    /// Whether the screen is to stay on.
+    /// Whether the screen has to stay on.
     public var staysAwake: Bool { controller.isRunning && (keepsAwake || isOvernight) }
 
     /// Dims the screen, or gives it its brightness back: at once, as the app may be about to be suspended.

@@ -1,23 +1,23 @@
 import Foundation
 
-/// The protection and the backup of a file that the app writes.
+/// Whether backups have a file that the app writes, and when the file can be read.
 public struct StoragePolicy: Sendable, Equatable {
     /// Whether a backup of the phone has it.
     public var isInBackup: Bool
-    /// Whether it can be read only while the phone is not locked. All else can be read from the first unlock after the phone was turned
-    /// on: a run at night reads and writes while it is locked.
+    /// Whether it can be read only while the phone is not locked. Other files can be read from the first unlock after the phone was turned
+    /// on: a run in the night reads and writes while the phone is locked.
     public var isUnreadableWhileLocked: Bool
 
-    /// Gigabytes that can be had again; read by a run in the night.
+    /// A bundle: gigabytes that can be downloaded again, and that a run in the night reads.
     static let bundle = StoragePolicy(isInBackup: false, isUnreadableWhileLocked: false)
     /// A run's tokens, log and adapters, which are read and written in the night.
     static let run = StoragePolicy(isInBackup: true, isUnreadableWhileLocked: false)
     /// The state from which a run is resumed: as large as the adapters and the optimizer's state, and of use with this phone's log only.
     static let state = StoragePolicy(isInBackup: false, isUnreadableWhileLocked: false)
-    /// Chats, and preferences in them. Nothing in the night reads them.
+    /// Chats, and choices between their answers. A run in the night does not read them.
     static let chat = StoragePolicy(isInBackup: true, isUnreadableWhileLocked: true)
 
-    /// Keeps a file or a folder so, and what is made in the folder later. Elsewhere than on Apple's systems it does nothing.
+    /// Gives a file this policy, or a folder and the files that are made in it later. Does nothing on other systems than Apple's.
     public func apply(to url: URL) {
         var (url, values) = (url, URLResourceValues())
         values.isExcludedFromBackup = !isInBackup

@@ -1,4 +1,4 @@
-/// A time in the background that the system has given.
+/// Time in the background that the system has given.
 public enum BackgroundGrant: String, Sendable, CaseIterable {
     /// To continue what the person started (`BGContinuedProcessingTask`), with the GPU.
     case continuedOnGPU

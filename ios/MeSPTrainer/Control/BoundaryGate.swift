@@ -2,7 +2,7 @@ import Foundation
 import MLX
 import MeSPCore
 
-/// The gate at which a thread that works block by block waits.
+/// A gate at the boundaries of blocks. A thread that works block by block waits at it while there is a reason to pause.
 package final class BoundaryGate: @unchecked Sendable {
     private let condition = NSCondition()
     private var reasons = Set<PauseReason>()
@@ -16,7 +16,7 @@ package final class BoundaryGate: @unchecked Sendable {
             if isAtRest != oldValue { isAtRest ? atWork.leave() : atWork.enter() }
         }
     }
-    /// The group that the thread is in while it is not at rest. A wait for it goes by a clock that nobody sets, unlike one for a condition.
+    /// Holds the thread while it is not at rest. A wait for a group goes by a clock that nobody can set; a wait for a condition does not.
     private let atWork = DispatchGroup()
     private var passes = 0
 
@@ -55,7 +55,7 @@ package final class BoundaryGate: @unchecked Sendable {
         }
     }
 
-    /// Stops work of which nothing has to be finished: it ends also where it waits.
+    /// Stops work of which nothing has to be finished. It ends also while it waits at the gate, and stopped work does not.
     package func abandon() {
         condition.withLock {
             (stopped, isAbandoned) = (true, true)
@@ -63,7 +63,7 @@ package final class BoundaryGate: @unchecked Sendable {
         }
     }
 
-    /// Waits while there is a reason to. Calls `tell` with the reason, with each that takes its place, and with nil in the end.
+    /// Waits while there is a reason to pause. Calls `tell` with the reason, with each reason that follows it, and with nil at the end.
     package func pass(tell: (PauseReason?) throws -> Void) throws {
         var told: PauseReason?
         while let reason = next(after: told) {
@@ -95,7 +95,7 @@ package final class BoundaryGate: @unchecked Sendable {
         return PauseReason.allCases.first { counted.contains($0) }
     }
 
-    /// Runs `body` on the thread that works on MLX; it is to call `pass` block by block.
+    /// Runs `body`, which calls `pass` at each boundary, on the thread for work on MLX.
     ///
     /// - Returns: what `body` sends, until it ends or throws. The thread does not wait for a reader.
     package func start<Message: Sendable>(
@@ -118,7 +118,7 @@ package final class BoundaryGate: @unchecked Sendable {
 
     package func waitUntilAtRest(seconds: Double) { _ = atWork.wait(timeout: .now() + seconds) }
 
-    /// For work that is done in front only: it continues there, and waits elsewhere.
+    /// Pauses work while the app is not in front. For work that has no time in the background.
     @MainActor package func pauseUnlessInFront(_ monitor: any DeviceMonitor) {
         set(monitor.scene == .active ? [] : [.away])
         // iOS may refuse the GPU after this call.

@@ -1,9 +1,9 @@
 import MeSPCore
 
-/// The place of an app: in front, about to leave or partly covered, or out of sight.
+/// Where an app is: in front, about to leave or partly covered, or out of sight.
 public enum AppScene: String, Sendable, CaseIterable { case active, inactive, background }
 
-/// The device as `RunController` needs it. `SystemMonitor` asks the system; tests have one of their own.
+/// What a run depends on outside of it: the app's scene, and the device's temperature, battery and memory. `SystemMonitor` asks the system.
 @MainActor public protocol DeviceMonitor: AnyObject {
     var scene: AppScene { get }
     var thermalState: ThermalState { get }

@@ -1,6 +1,7 @@
 import MeSPCore
 
-/// Why a run waits. Where several reasons hold, the first in this order is told.
+/// A reason why a run waits, with its sentences; `reasons` below says when each holds. Of several that hold, the first in this order is
+/// told.
 public enum PauseReason: String, Sendable, CaseIterable {
     /// The person asked for it.
     case user
@@ -43,15 +44,14 @@ public enum PauseReason: String, Sendable, CaseIterable {
 }
 
 extension PauseReason {
-    /// Why a run has to wait, besides memory and the person's choice; none where it may train. This is the one place that says which run
-    /// may train when:
+    /// The reasons why a run has to wait, except memory and the person's choice; none where the run may train. No other place decides that:
     ///
     /// | | active | inactive | background | … `continued` | … `continuedOnGPU` | … `overnight` |
     /// |---|---|---|---|---|---|---|
     /// | CPU | trains | trains | away | trains | trains | trains on the charger |
     /// | GPU | trains | away | away | away | trains | away |
     ///
-    /// and nowhere while the device is too warm, or the battery low and not charging. Without `continuedOnGPU` iOS refuses the GPU to an
+    /// No run trains while the device is too warm, nor while the battery is below 20% and not charging. Without `continuedOnGPU` iOS refuses the GPU to an
     /// app in the background, and work that it refuses is done again in front (`MLXErrors`). An app that is inactive may be in the
     /// background in a moment, and with `continuedOnGPU` trains too.
     ///

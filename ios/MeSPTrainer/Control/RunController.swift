@@ -53,8 +53,8 @@ import Observation
 
     /// The least duration of a pause after a memory warning.
     static let memoryPause = Duration.seconds(15)
-    /// The time for which leaving the app waits for the current block; iOS allows some five seconds. A block that takes longer fails where
-    /// the GPU is refused, and is done again in front.
+    /// The seconds for which an app that is left waits for the block in progress; iOS allows some five. A block that takes longer fails where
+    /// iOS refuses the GPU, and is computed again in front.
     package nonisolated static let secondsToLeave = 3.0
 
     @ObservationIgnored private let monitor: any DeviceMonitor

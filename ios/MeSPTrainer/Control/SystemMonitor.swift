@@ -2,7 +2,7 @@
     import MeSPCore
     import UIKit
 
-    /// The device that the app runs on.
+    /// The device that the app runs on, as the system describes it.
     @MainActor public final class SystemMonitor: DeviceMonitor {
         /// The system may have started the app for work in the background: it is in front when it says so.
         public private(set) var scene = AppScene.background

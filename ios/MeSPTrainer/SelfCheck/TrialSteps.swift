@@ -2,8 +2,8 @@ import Foundation
 import MeSPBundle
 import MeSPCore
 
-/// Training steps on the first of the data's examples, or of its sequences of them, to count or measure what one takes; of text and
-/// preference data on tokens that mean nothing. They leave nothing behind.
+/// Training steps that are counted or measured and leave no files. They train the first example of the data, or the first sequence of
+/// packed examples; for text and preference data, tokens without a meaning.
 public final class TrialSteps {
     public let planner: Planner
     public let plan: Plan
