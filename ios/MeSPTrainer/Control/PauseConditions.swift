@@ -51,9 +51,9 @@ extension PauseReason {
     /// | CPU | trains | trains | away | trains | trains | trains on the charger |
     /// | GPU | trains | away | away | away | trains | away |
     ///
-    /// No run trains while the device is too warm, nor while the battery is below 20% and not charging. Without `continuedOnGPU` iOS refuses the GPU to an
-    /// app in the background, and work that it refuses is done again in front (`MLXErrors`). An app that is inactive may be in the
-    /// background in a moment, and with `continuedOnGPU` trains too.
+    /// No run trains while the device is too warm, nor while the battery is below 20% and not charging. Without `continuedOnGPU` iOS refuses
+    /// the GPU to an app in the background, and work that it refuses is done again in front (`MLXErrors`). An app that is inactive may be
+    /// in the background in a moment, and with `continuedOnGPU` trains too.
     ///
     /// - Parameters:
     ///   - usesGPU: whether the bundle is for the GPU.

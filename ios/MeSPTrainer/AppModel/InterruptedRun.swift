@@ -2,7 +2,8 @@ import Foundation
 import MeSPControl
 import MeSPCore
 
-/// How a run continues from its last saved state: the person asks for it, or the system gives time in the background.
+/// How a run that was interrupted, or stopped, continues from its last saved state: the person asks for it, or the system gives time in
+/// the background.
 extension AppModel {
     /// The run during which the app was ended, until the person has continued or declined it.
     public var interrupted: StoredRun? {

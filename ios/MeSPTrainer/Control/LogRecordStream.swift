@@ -4,7 +4,7 @@ import MeSPCore
 ///
 /// Cancelling the task that waits for a record, or dropping the iterator, stops the run as `stop()` does. A cancelled loop continues
 /// until the adapters are saved; its last record is then `end` with the reason `stopped`.
-public struct TrainingRecords: AsyncSequence, Sendable {
+public struct LogRecordStream: AsyncSequence, Sendable {
     public typealias Element = LogRecord
 
     let records: AsyncThrowingStream<LogRecord, any Error>
@@ -38,9 +38,9 @@ extension RunController {
     /// Begins a run and gives its records. One loop may take them.
     ///
     /// - Throws: `MeSPError`, where a run is in progress.
-    public func train(_ settings: RunSettings) throws -> TrainingRecords {
+    public func train(_ settings: RunSettings) throws -> LogRecordStream {
         guard !isRunning else { throw MeSPError("A run is in progress; stop it first.") }
         let (records, sender) = AsyncThrowingStream.makeStream(of: LogRecord.self)
-        return TrainingRecords(records: records, stop: start(settings, records: sender))
+        return LogRecordStream(records: records, stop: start(settings, records: sender))
     }
 }
