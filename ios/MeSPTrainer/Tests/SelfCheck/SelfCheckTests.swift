@@ -14,7 +14,7 @@ import Testing
         return settings
     }
 
-    private func suite(
+    private func makeSuite(
         _ settings: SelfCheck.Settings, tamper: @escaping (_ check: String, MLXArray) -> MLXArray = { $1 }
     ) throws -> CheckSuite {
         CheckSuite(
@@ -73,7 +73,7 @@ import Testing
     func everyBundleFollowsTheFormulas(_ folder: URL) throws {
         var settings = try settings(folder)
         settings.seconds = 1  // for all of a model's gradients
-        let suite = try suite(settings)
+        let suite = try makeSuite(settings)
         // Blocks with experts have no function, and a difference may be one between two choices of experts.
         let bundle = try Fixture(folder, "gradients").bundle
         let hasExperts = bundle.architecture.hasExperts
@@ -95,7 +95,7 @@ import Testing
     ])
     func anErrorIsFound(_ name: String) throws {
         // One part in a thousand of one number is enough for what must be equal, and the smallest error that counts for the rest.
-        let faulty = try suite(settings()) { check, array in
+        let faulty = try makeSuite(settings()) { check, array in
             guard check == name else { return array }
             return array.dtype == .uint32 ? array + MLXArray(UInt32(0)) : array * 1.001
         }
@@ -134,7 +134,7 @@ import Testing
         manifest["architecture"] = architecture
         try JSONSerialization.data(withJSONObject: manifest).write(to: file)
 
-        let suite = try suite(settings)
+        let suite = try makeSuite(settings)
         let wrong = try ModelBundle(url: changed)
         let check = CheckSuite.Check(name: "gradients.differences") {
             try suite.compareGradientsWithDifferences(of: wrong)
@@ -151,20 +151,20 @@ import Testing
 
         let before = getenv("MLX_ENABLE_TF32").map { String(cString: $0) }
         defer { if let before { setenv("MLX_ENABLE_TF32", before, 1) } else { unsetenv("MLX_ENABLE_TF32") } }
-        let withTF32 = try suite(settings()) { $0 == "tf32" ? TF32.rounded($1) : $1 }
+        let withTF32 = try makeSuite(settings()) { $0 == "tf32" ? TF32.rounded($1) : $1 }
         for (setting, verdict) in [("1", SelfCheckReport.Verdict.note), ("0", .fail)] {
             setenv("MLX_ENABLE_TF32", setting, 1)
             let found = try result("tf32", withTF32)
             #expect(found.verdict == verdict, "\(found.sentence.english)")
             #expect(found.measured.first { $0.name == "in force" }?.value == 1)
-            #expect(try result("tf32", suite(settings())).verdict == .pass)
+            #expect(try result("tf32", makeSuite(settings())).verdict == .pass)
         }
     }
 
     /// TF32 has a relative error of up to 2⁻¹¹. It reaches every gradient, also through attention and the gated delta rule.
     @Test(arguments: [Fixture.tied].compactMap { $0 } + Fixture.cases.filter { $0.path.hasSuffix("qwen3_5") })
     func eachGradientTellsWhatTF32WouldCost(_ folder: URL) throws {
-        let found = try result("tf32", suite(settings(folder)))
+        let found = try result("tf32", makeSuite(settings(folder)))
         let gradients = found.measured.filter { $0.name.hasSuffix(".A") || $0.name.hasSuffix(".B") }
         let modules = try ModelBundle(url: folder.appendingPathComponent("bundle.mesp")).architecture.modules
         #expect(gradients.count == 2 * modules.count)
@@ -172,7 +172,7 @@ import Testing
     }
 
     @Test func anErrorThatIsNotSeenFails() throws {
-        let suite = try suite(settings())
+        let suite = try makeSuite(settings())
         func verdict(_ provoke: @escaping () -> Void) throws -> SelfCheckReport.Verdict {
             try SelfCheck.perform(.init(name: "errors") { try suite.checkErrors(provoke: provoke) }, suite.bundle)
                 .verdict
@@ -183,14 +183,14 @@ import Testing
 
     @Test func whatMappingsLeaveBehindIsFound() throws {
         var kept = [MLXArray]()
-        let leaking = try suite(settings()) { check, array in
+        let leaking = try makeSuite(settings()) { check, array in
             if check == "map.leak" { kept.append(array) }
             return array
         }
         let found = try result("map.leak", leaking)
         #expect(found.verdict == .fail && kept.count == 11_000, "\(found.sentence.english)")
         kept = []
-        #expect(try result("map.leak", suite(settings())).verdict == .pass)
+        #expect(try result("map.leak", makeSuite(settings())).verdict == .pass)
     }
 
     @Test func theFirstStepIsMeasuredOnceAndInAFreshProcess() throws {
@@ -229,7 +229,7 @@ import Testing
     @Test(arguments: [9, 33, 256])
     func oneWrongRowIsFound(_ rows: Int) throws {
         func found(_ folder: URL?, wrong: Int?) throws -> SelfCheckReport.Check {
-            let suite = try suite(settings(folder)) { check, product in
+            let suite = try makeSuite(settings(folder)) { check, product in
                 guard check == "product.rows", product.dim(0) == rows, let wrong else { return product }
                 let factors = MLXArray((0..<rows).map { Float($0 == wrong ? 1.2 : 1) }, [rows, 1])
                 return product * factors.asType(.bfloat16)
@@ -250,7 +250,7 @@ import Testing
     }
 
     @Test func whatIsNotANumberFails() throws {
-        let faulty = try suite(settings()) { $0 == "gradients.cpu" ? $1 * Float.nan : $1 }
+        let faulty = try makeSuite(settings()) { $0 == "gradients.cpu" ? $1 * Float.nan : $1 }
         let found = try result("gradients.cpu", faulty)
         #expect(found.verdict == .fail && found.sentence.english.contains("not finite"))
         #expect(found.measured.contains { $0.value == nil })
@@ -264,7 +264,7 @@ import Testing
     }
 
     @Test func aCheckThatThrowsIsALineThatFails() throws {
-        let suite = try suite(settings())
+        let suite = try makeSuite(settings())
         let failing = CheckSuite.Check(name: "x") { throw MeSPError("It broke.") }
         let result = try SelfCheck.perform(failing, suite.bundle)
         #expect(result.verdict == .fail && result.sentence == "It broke.")
