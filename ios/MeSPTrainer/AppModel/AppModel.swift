@@ -65,7 +65,7 @@ import Observation
     ///   - scheduler: what gives time in the background; nil where nothing does.
     ///   - notificationDisplay: what shows messages to a person who has left the app.
     ///   - activityDisplay: what shows the run on the lock screen; nil where nothing does.
-    ///   - network: the network that the device uses; nil where nobody knows it.
+    ///   - network: the network that the device uses; nil where it is not known.
     ///   - refusal: why nothing can be trained here; nil where it can.
     ///   - openDownload: the download of a repository.
     ///   - openNode: the node of a federation for a server's address, its folder, the most bytes of a message and the networks that may be

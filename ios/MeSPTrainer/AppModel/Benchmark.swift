@@ -5,7 +5,7 @@ import MeSPCore
 import MeSPFiles
 import Observation
 
-/// Runs the three methods one after the other on this device, a few steps each, beside the paper's figures.
+/// Measures the three methods on this device, a few steps each, to compare with the paper's figures.
 @MainActor @Observable public final class Benchmark {
     /// The measurements of one method. Sizes are in bytes.
     public struct Row: Codable, Sendable, Equatable, Identifiable {

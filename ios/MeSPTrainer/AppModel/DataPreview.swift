@@ -114,7 +114,7 @@ public struct TrainedPreview: Sendable, Equatable {
             length: form.settings.seqLen)
     }
 
-    /// Reads what the form says now, after a pause in which nobody types on.
+    /// Reads the preview of the form's present inputs; of pasted text after a pause in typing.
     func read(pause: Duration = .milliseconds(300)) async {
         let inputs = inputs
         if inputs != last { (last, result) = (inputs, nil) }

@@ -10,7 +10,7 @@ public struct DocumentsFolder: Sendable {
     public let documents: URL
     /// The folder with bundles that came with the app.
     let included: URL?
-    /// The bytes that are free where a folder is; nil where nobody knows.
+    /// The bytes that are free where a folder is; nil where it is not known.
     let freeBytes: @Sendable (URL) -> Int?
     /// Why no bundle for the GPU can be used here; nil where one can.
     let gpuRefusal: Sentence?

@@ -22,7 +22,7 @@ extension DocumentsFolder {
     }
 
     /// Copies the files that a bundle's manifest lists into Documents, and checks them. Other files of its folder are left out, and
-    /// a refused bundle leaves nothing behind.
+    /// the files of a refused bundle are deleted.
     public func importBundle(at source: URL) throws -> StoredBundle {
         let name = source.lastPathComponent
         let target = documents.appendingPathComponent(name)

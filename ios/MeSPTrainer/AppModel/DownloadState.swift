@@ -23,7 +23,7 @@ import Observation
     /// The part that is there, from 0 to 1; nil while nothing is downloaded.
     public private(set) var progress: Double?
 
-    /// Whether the network costs extra or is in Low Data Mode; false where nobody knows.
+    /// Whether the network costs extra or is in Low Data Mode; false where it is not known.
     private var isCostly = false
     /// Whether the person wants the download over such a network too.
     private var usesAnyNetwork = false
@@ -44,7 +44,7 @@ import Observation
     @ObservationIgnored var askedFrom = 50_000_000
 
     /// - Parameters:
-    ///   - network: nil where nobody knows it.
+    ///   - network: nil where it is not known.
     ///   - open: the download of a repository.
     init(
         folder: DocumentsFolder, monitor: any DeviceMonitor, network: (any NetworkPath)?,

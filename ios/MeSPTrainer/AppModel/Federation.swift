@@ -8,8 +8,8 @@ import Observation
     import FoundationNetworking
 #endif
 
-/// Taking part in a federation: the adapters of a bundle get better together with those of other people, and nobody's text leaves their
-/// device. While it lasts, each message of the server is answered by a run.
+/// The app's part in a federation, in which people train the adapters of one bundle together, and the text of each stays on their device. It
+/// answers each message of the server with a run.
 @MainActor @Observable public final class Federation {
     /// The SuperLink's address, as the person typed it.
     public var address = ""

@@ -7,7 +7,7 @@ import Observation
 /// Two examples of a run's effect: prompts of its held-out data, continued by the base model and by the fine-tuned one.
 ///
 /// They are written once, after the run, and kept in its folder as `samples.json`. Writing waits while the app is not in front, and ends
-/// when something else needs the model. Where nobody has asked for them it begins only when the app has stayed in front for a while: a
+/// when something else needs the model. Unless the person asks for them, it begins only when the app has stayed in front for a while: a
 /// person who comes to see how a run ended may leave at once, and on a GPU the first text compiles kernels.
 @MainActor @Observable public final class LearnedExamples {
     public struct Sample: Codable, Sendable, Equatable, Identifiable {
@@ -112,7 +112,7 @@ import Observation
                 try Task.checkCancellation()
                 save(run)
             } catch {
-                // Whoever stopped it has begun something else meanwhile.
+                // The caller that stopped it has begun something else meanwhile.
                 if Task.isCancelled || error is CancellationError { return }
                 (problems[run.id], samples[run.id]) = (error.plainSentence, nil)
             }

@@ -23,7 +23,7 @@ public struct RunNotification: Sendable, Equatable {
 
 /// Tells a person who has left the app what has become of the run: that it is done, that it waits and why, or that it has failed.
 @MainActor final class RunNotifications {
-    /// The seconds for which a run that waits for the app notifies nobody: most people come back at once.
+    /// The seconds between a run's pause for the app and the notification of it: most people come back at once.
     static let patience = 60.0
 
     private let controller: RunController

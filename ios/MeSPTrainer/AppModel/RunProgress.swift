@@ -23,7 +23,7 @@ public struct RunProgress: Sendable, Equatable {
     private static let unitsOfStep = 1000.0
     /// The size of the run in units of progress, which are parts of a step.
     public var units: Int64 { Int64(Double(steps) * Self.unitsOfStep) }
-    /// The number of them that are done. A block of the step in progress adds less than the one before it, as nobody knows how many there will
+    /// The number of them that are done. A block of the step in progress adds less than the one before it, as it is not known how many there will
     /// be: that depends on the batches, and on whether held-out data is measured.
     public var unitsDone: Int64 {
         min(units, Int64((Double(step) + Double(blocks) / Double(blocks + 100)) * Self.unitsOfStep))
@@ -32,7 +32,7 @@ public struct RunProgress: Sendable, Equatable {
     public var stepWords: Sentence { "Step \(step) of \(steps)" }
     /// `loss 2.31`
     public var lossWords: Sentence? { loss.map { "loss \(String(format: "%.2f", $0))" } }
-    /// `14 min left`; nil where nothing is left, or nobody knows.
+    /// `14 min left`; nil where nothing is left, or the time of a step is not known.
     public var timeWords: Sentence? {
         guard let secondsLeft, step < steps else { return nil }
         let minutes = Int((secondsLeft / 60).rounded(.up))

@@ -17,7 +17,7 @@ import Observation
         set { select(newValue == nil ? nil : library.usableBundles.first { $0.id == newValue } ?? bundle) }
     }
     /// The settings. The bundle, the output and the text are filled in when the run starts. The optimizer and the learning rate follow
-    /// the bundle, the method and each other, as long as nobody has chosen a rate.
+    /// the bundle, the method and each other, as long as the person has not chosen a rate.
     public var settings = RunSettings(bundle: "", output: "") { didSet { followChoice(from: oldValue) } }
     /// Whether the run is to stay below a memory limit.
     public var hasLimit: Bool {
@@ -172,7 +172,7 @@ import Observation
             let typed: Sentence = text.isEmpty ? "nothing" : "\(text)"
             return .failure(MeSPError("\(field.name): \(typed) is not a valid number."))
         }
-        // The engine takes none too, to evaluate; nobody starts a training for that.
+        // The engine takes 0 steps, which evaluate only. In the app they would be a mistake.
         guard settings.steps > 0 else { return .failure(MeSPError("Steps must be at least 1.")) }
         do {
             return .success(try MemoryFit(settings, manifest, available: monitor.availableMemory))
@@ -190,7 +190,8 @@ import Observation
         return settings
     }
 
-    /// The text that a run must not forget, `general.txt`; nil where nobody asks, or no answers or held-out text could tell.
+    /// The text by which forgetting is measured, `general.txt`; nil where the person does not ask for it, the run has an objective, or no text
+    /// is held out.
     var generalText: TextData.Source? {
         guard keepsKnowledge, settings.objective == nil, settings.valBatches > 0, let bundle,
             textKind != .bundle || bundle.manifest?.data?["valid"].map({ holdsSequence($0) }) == true,

@@ -126,13 +126,13 @@ extension Manifest {
     }
 }
 
-/// Whether a path that somebody else wrote is relative and, but for symbolic links, leads to below where it starts.
+/// Whether a path from a file is relative and, unless a folder on it is a symbolic link, leads into the folder that it starts from.
 private func leadsDown(_ path: String) -> Bool {
     let parts = path.split(separator: "/", omittingEmptySubsequences: false)
     return !parts.contains { $0.isEmpty || $0 == ".." || $0 == "." || $0.contains("\0") }
 }
 
-/// Whether a path that somebody else wrote leads into the folder that it starts from, with no symbolic link among its own folders.
+/// Whether a path from a file leads into the folder that it starts from, with no symbolic link among its folders.
 func isPath(_ path: String, within folder: URL) -> Bool {
     guard leadsDown(path) else { return false }
     let parent = path.split(separator: "/").dropLast().joined(separator: "/")

@@ -7,7 +7,7 @@ public enum AppScene: String, Sendable, CaseIterable { case active, inactive, ba
 @MainActor public protocol DeviceMonitor: AnyObject {
     var scene: AppScene { get }
     var thermalState: ThermalState { get }
-    /// nil if there is no battery, or nobody knows.
+    /// nil if there is no battery, or it is not known.
     var battery: Battery? { get }
     /// Bytes that the process may still take; nil if there is no limit.
     var availableMemory: Int? { get }

@@ -57,7 +57,7 @@ extension PauseReason {
     ///
     /// - Parameters:
     ///   - usesGPU: whether the bundle is for the GPU.
-    ///   - battery: nil if there is none, or nobody knows.
+    ///   - battery: nil if there is none, or it is not known.
     static func reasons(
         scene: AppScene = .active, usesGPU: Bool = true, grant: BackgroundGrant? = nil,
         thermalState: ThermalState = .nominal, battery: Battery? = nil

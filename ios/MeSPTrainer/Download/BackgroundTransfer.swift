@@ -62,7 +62,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
                         continuation: continuation)
                     lock.withLock { pendingFiles[name] = pendingFile }
                     if task.state == .suspended { task.resume() }
-                    // It may have ended before anybody waited.
+                    // It may have ended before this call.
                     if isResumed && task.state == .completed || Task.isCancelled {
                         end(task, .failure(URLError(.cancelled)))
                     }
@@ -104,8 +104,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
             && task.originalRequest?.usesAnyNetwork == requested.request.usesAnyNetwork
     }
 
-    /// Asked once: those of this process somebody waits for, or they were cancelled. (And Foundation for Linux may crash where tasks begin
-    /// or end meanwhile.)
+    /// Asks the system once for the tasks of earlier processes. (Foundation for Linux may crash where tasks begin or end meanwhile.)
     private func findTasksOfBefore() async -> [URLSessionTask] {
         let search = lock.withLock {
             let search =
@@ -139,13 +138,13 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         try? writeWhole(file.appendingPathExtension(Self.resume)) { try $0.write(contentsOf: resumeData) }
     }
 
-    // MARK: - Whoever waits
+    // MARK: - Callers
 
     private func findPendingFile(of task: URLSessionTask) -> PendingFile? {
         lock.withLock { task.taskDescription.flatMap { pendingFiles[$0] } }.flatMap { $0.task == task ? $0 : nil }
     }
 
-    /// Tells whoever waits. Where nobody does, the next who wants the file finds it, or asks for it again.
+    /// Ends a caller's wait. Without a caller, the next caller finds the file, or requests it again.
     private func end(_ task: URLSessionTask, _ result: Result<Void, any Error>) {
         guard let pendingFile = findPendingFile(of: task), let name = task.taskDescription,
             lock.withLock({ pendingFiles.removeValue(forKey: name) }) != nil

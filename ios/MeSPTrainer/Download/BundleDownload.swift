@@ -188,7 +188,7 @@ public struct BundleDownload: Sendable {
         return try await Task.detached { try sha256(of: url) }.value == file.sha256
     }
 
-    /// Downloads a file by way of one beside it, which holds what has come so far.
+    /// Downloads a file. What has arrived is in a file of the same name that ends in `.part`, which becomes the file when it is whole.
     private func fetch(
         _ file: Manifest.File, of commit: String, to target: URL, usesAnyNetwork: Bool,
         progress: @escaping @Sendable (Int) -> Void

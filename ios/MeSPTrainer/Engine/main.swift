@@ -35,7 +35,7 @@ signal(SIGBUS) { _ in
     if let lostFile { _ = write(STDERR_FILENO, lostFile, strlen(lostFile)) }
     _exit(2)
 }
-// Writing then fails instead: on a full disk with a sentence, and where nobody reads any more as checked below.
+// Writing then fails instead: on a full disk with a sentence, and without a reader as checked below.
 signal(SIGXFSZ, SIG_IGN)
 signal(SIGPIPE, SIG_IGN)
 
@@ -46,7 +46,7 @@ signal(SIGPIPE, SIG_IGN)
     pressure.activate()
 #endif
 
-/// Ends the process at once: MLX's threads may still compute what nobody waits for, and `exit` would destroy what they use.
+/// Ends the process at once: MLX's threads may still compute, and `exit` would destroy what they use.
 func leave(_ status: Int32) -> Never {
     fflush(nil)
     _exit(status)
@@ -88,7 +88,7 @@ func run(_ settings: RunSettings) throws {
 
 /// The rewards of the answers, from who has started this.
 func reward(_ groups: [AnswerGroup]) throws -> [[Float]] {
-    // Where nobody rewards any more the run ends in order.
+    // Without a process that rewards, the run ends in order.
     do { try print("samples", ["groups": groups]) } catch { throw CancellationError() }
     guard let line = readLine() else { throw CancellationError() }
     guard let rewards = try? JSONDecoder().decode([[Float]].self, from: Data(line.utf8)) else {

@@ -70,9 +70,9 @@ struct FlowerObjectTree {
 struct FlowerObjectStore {
     private(set) var contents = [String: Data]()
 
-    /// Adds an object. Children that are alike are one.
+    /// Adds an object. Equal children become one.
     ///
-    /// - Parameter body: is told of each child which of the object's children it is.
+    /// - Parameter body: makes the body, from the index of each of `children` among the object's different children.
     mutating func add(_ type: String, children: [FlowerObjectTree] = [], body: ([Int]) throws -> Data) throws
         -> FlowerObjectTree
     {
@@ -195,7 +195,7 @@ extension FlowerObjectStore {
         return values
     }
 
-    /// - Parameter take: is told how many bytes are about to be used.
+    /// - Parameter take: gets the number of bytes that are about to be used.
     private func array(_ id: String, _ take: (Int) throws -> Void) throws -> FlowerArray {
         struct Description: Decodable {
             let stype: String

@@ -6,7 +6,7 @@ import MeSPSentences
 ///     message      the message's metadata and object tree
 ///     reply        the answer's
 ///     objects/ID   what both consist of
-///     work/        what whoever answers keeps
+///     work/        files of the work on the answer
 struct PendingMessage {
     let folder: URL
     /// The most bytes of a message's objects, and of what they stand for.

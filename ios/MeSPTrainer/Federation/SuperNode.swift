@@ -13,8 +13,8 @@ import MeSPSentences
 ///     try await node.run(report: show) { question in try await train(question) }
 ///
 /// Received and unsent messages are kept in files: a restarted node continues, with messages that the server considers delivered, and
-/// sends no byte twice. It drops messages that nobody waits for, and answers one that cannot be read as
-/// failed.
+/// sends no byte twice. It drops messages whose answers the server no longer awaits, and answers one
+/// that cannot be read as failed.
 public struct SuperNode: Sendable {
     /// An event, for people.
     public enum Event: Sendable, Equatable {
@@ -39,7 +39,7 @@ public struct SuperNode: Sendable {
         public let id: String
         /// Which node it is for: this one.
         public let node: UInt64
-        /// `train`, `evaluate` or `query`, perhaps with a name behind a dot.
+        /// `train`, `evaluate` or `query`, perhaps with a dot and a name after it.
         public let type: String
         public let run: UInt64
         /// The round, as the server's app calls it.

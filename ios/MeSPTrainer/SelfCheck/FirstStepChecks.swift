@@ -51,7 +51,7 @@ extension CheckSuite {
         return (stretches[0], stretches[1])
     }
 
-    /// Measures the memory of the device beside arrays: libraries, compiled kernels, command buffers.
+    /// Measures the device's memory that is not in arrays: libraries, compiled kernels, command buffers.
     func measureMetalFootprint() throws -> Finding {
         let step = try takeFirstStep()
         let bytes = max(0, step.afterStep)

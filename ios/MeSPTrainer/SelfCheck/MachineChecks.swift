@@ -122,7 +122,8 @@ extension CheckSuite {
             ])
     }
 
-    /// A copy would add all of the size. A kernel's own memory matters beside a small file, which is inconclusive.
+    /// The verdict on the growth of the footprint. A copy would add all of the size. For a small file a kernel's own memory is as large, and
+    /// the check tells nothing.
     static func verdict(footprintOfMap grown: Int, size: Int) -> SelfCheckReport.Verdict {
         let slack = 1_000_000
         guard size > 4 * slack else { return .note }
@@ -146,7 +147,7 @@ extension CheckSuite {
             ])
     }
 
-    /// Measures what mappings leave behind until the process ends.
+    /// Measures the memory that mappings occupy until the process ends.
     func measureMapLeak() throws -> Finding {
         let file = Self.temporaryFolder.appendingPathComponent("mapped.\(UUID().uuidString)")
         try Data(count: mappingUnit).write(to: file)

@@ -24,7 +24,7 @@ package enum TextFileKind: Sendable {
     }
 }
 
-/// A file's contents, as they become tokens.
+/// A file's contents as the documents that are tokenized.
 struct TextDocuments: Sendable {
     enum Document: Sendable, Equatable {
         case text(String, isRecord: Bool)
@@ -138,7 +138,7 @@ struct TextDocuments: Sendable {
 }
 
 extension TextDocuments.Document {
-    /// A prompt with its completion and a conversation are kinds of their own.
+    /// The kind of record, as all of a file must be of one kind.
     fileprivate var kind: Int {
         switch self {
         case .text: 0
