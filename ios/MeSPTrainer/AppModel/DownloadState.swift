@@ -72,7 +72,7 @@ import Observation
         guard !isLooking, progress == nil else { return }
         (offer, isLooking, waitsForAnswer, usesAnyNetwork) = (nil, true, false, false)
         defer { isLooking = false }
-        offer = try await open(repository.trimmingCharacters(in: .whitespaces)).offer()
+        offer = try await open(repository.trimmingCharacters(in: .whitespaces)).fetchOffer()
     }
 
     /// The licence, as far as it is known.

@@ -74,7 +74,7 @@ public struct ModelBundle {
 
     /// Imports the functions for sequences of `length` tokens, for each block the one of its kind, nil for a kind without functions.
     /// `Manifest.check` has found that the others have one for this length.
-    package func functions(
+    package func importFunctions(
         _ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int
     ) throws -> [ImportedFunction?] {
         var imported = [String: ImportedFunction]()

@@ -140,7 +140,8 @@ import Observation
         (pauseWanted, stopWanted, state) = (false, false, .preparing)
         Task {
             do {
-                for record in try await Task.detached(operation: { try LogRecord.all(in: folder).map(\.record) }).value
+                for record in try await Task.detached(operation: { try LogRecord.readAll(in: folder).map(\.record) })
+                    .value
                 {
                     if case .start(let start) = record { settings = start.settings }
                     while pauseWanted, !stopWanted {

@@ -10,7 +10,7 @@ import MeSPSentences
 /// A download of a bundle from a repository of the Hugging Face Hub.
 ///
 ///     let download = try BundleDownload(repository: "someone/Qwen2.5-0.5B-mesp")
-///     let offer = try await download.offer()
+///     let offer = try await download.fetchOffer()
 ///     try await download.fetch(offer, to: folder) { bytes in … }
 ///
 /// The manifest is downloaded first, and then the files that it lists and no others. A file that has not the size and the SHA-256 of the
@@ -92,7 +92,7 @@ public struct BundleDownload: Sendable {
     // MARK: - Fetching
 
     /// Asks for the manifest, and checks that this build can use such a bundle.
-    public func offer() async throws -> Offer {
+    public func fetchOffer() async throws -> Offer {
         let file = FileManager.default.temporaryDirectory.appendingPathComponent("manifest-\(UUID().uuidString).json")
         defer { try? FileManager.default.removeItem(at: file) }
         let requested = requested("manifest.json", of: "main", into: file, limit: Manifest.largestSize)
@@ -110,7 +110,7 @@ public struct BundleDownload: Sendable {
     /// Downloads the files that `folder` lacks. Cancelling the task ends it; the next call resumes.
     ///
     /// - Parameters:
-    ///   - offer: the result of `offer()`.
+    ///   - offer: the result of `fetchOffer()`.
     ///   - folder: gets the bundle; it need not be there yet.
     ///   - usesAnyNetwork: whether it may come over networks that cost extra or are in Low Data Mode. In the background files wait for
     ///     another, elsewhere they fail.

@@ -61,8 +61,8 @@ struct FleetAPI: Sendable {
         for (name, value) in headers { request.setValue(value, forHTTPHeaderField: name) }
         let (data, status): (Data, Int)
         do {
-            (data, status) = try await transport.answer(
-                to: request, most: name == "pull-object" ? Self.mostOfObject : Self.mostBytes, within: seconds)
+            (data, status) = try await transport.send(
+                request, most: name == "pull-object" ? Self.mostOfObject : Self.mostBytes, within: seconds)
         } catch HTTPTransport.Failure.unreachable(let reason) {
             throw Unreachable(sentence: "\(server.absoluteString) cannot be reached: \(reason)")
         } catch HTTPTransport.Failure.tooSlow {

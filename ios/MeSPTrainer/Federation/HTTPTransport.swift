@@ -25,13 +25,13 @@ final class HTTPTransport: Sendable {
         case tooSlow, tooLong, unsaidLength
     }
 
-    /// The answer's body and status.
+    /// Sends a request, and returns the answer's body and status.
     ///
     /// - Parameters:
     ///   - most: the most bytes of a body
     ///   - seconds: until when the answer must be whole
     /// - Throws: `Failure`; `CancellationError` at once where the task is cancelled
-    func answer(to request: URLRequest, most: Int, within seconds: Double) async throws -> (Data, status: Int) {
+    func send(_ request: URLRequest, most: Int, within seconds: Double) async throws -> (Data, status: Int) {
         let task = session.dataTask(with: request)
         let late = DispatchWorkItem { [exchanges] in
             exchanges.end(task, .failure(Failure.tooSlow))

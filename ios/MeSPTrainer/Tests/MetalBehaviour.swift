@@ -120,7 +120,7 @@
 
         @Test(arguments: plain) func anErrorInATraceIsNotRemembered(_ folder: URL) throws {
             let fixture = try Fixture(folder, "gradients")
-            let imported = try #require(fixture.bundle.functions(\.functions, length: fixture.length)[0])
+            let imported = try #require(fixture.bundle.importFunctions(\.functions, length: fixture.length)[0])
             let function = BlockFunction(imported, isFused: true)
             let trainer = try fixture.trainer(.mesp)
             #expect(throws: (any Error).self) {

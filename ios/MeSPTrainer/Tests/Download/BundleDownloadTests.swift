@@ -71,7 +71,7 @@ enum Way: CaseIterable { case foreground, background }
             let download = try BundleDownload(
                 repository: "someone/tied-mesp", hub: hub.url, patience: stalls ? 2 : 60,
                 background: way == .background ? transfer : nil)
-            try await download.fetch(try await download.offer(), to: folder)
+            try await download.fetch(try await download.fetchOffer(), to: folder)
         } catch {
             problem = error.plainSentence.english
         }
@@ -127,7 +127,7 @@ enum Way: CaseIterable { case foreground, background }
         let hub = try Hub(try fixture(), ["blocks/01.bin": ["trickle"]])
         let download = try BundleDownload(
             repository: "someone/tied-mesp", hub: hub.url, patience: 60, background: transfer)
-        let offer = try await download.offer()
+        let offer = try await download.fetchOffer()
         try FileManager.default.createDirectory(
             at: folder.appendingPathComponent("blocks"), withIntermediateDirectories: true)
         for path in ["blocks/00.bin", "blocks/01.bin"] {
