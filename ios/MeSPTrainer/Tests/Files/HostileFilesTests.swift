@@ -135,7 +135,7 @@ import Testing
         try files.createSymbolicLink(at: link, withDestinationURL: outside)
         let page = folder.appendingPathComponent("page")
         try Data(count: 100).write(to: page)
-        let wanted = Wanted(
+        let wanted = RequestedFile(
             request: URLRequest(url: page), file: folder.appendingPathComponent("file.bin.part"), limit: 1000,
             path: "file.bin", repository: "a/b")
         if ending == "part" {
