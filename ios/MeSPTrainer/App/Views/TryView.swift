@@ -109,20 +109,20 @@ struct TryView: View {
             VStack(alignment: .leading) {
                 WrittenText(
                     title: "Base model", name: chat.bundleName, text: turn.base, isWriting: writing == .base)
-                judging(.base, turn.base.text, of: turn)
+                choiceButtons(.base, turn.base.text, of: turn)
             }
             if let run = chat.runName {
                 Divider()
                 VStack(alignment: .leading) {
                     WrittenText(title: "Fine-tuned", name: run, text: turn.tuned, isWriting: writing == .tuned)
-                    judging(.tuned, turn.tuned.text, of: turn)
+                    choiceButtons(.tuned, turn.tuned.text, of: turn)
                 }
             }
         }
     }
 
     /// Which answer is the better one, or what it should have been: the next run can learn it.
-    @ViewBuilder private func judging(_ side: SideBySideChat.Side, _ answer: String, of turn: SideBySideChat.Turn)
+    @ViewBuilder private func choiceButtons(_ side: SideBySideChat.Side, _ answer: String, of turn: SideBySideChat.Turn)
         -> some View
     {
         if chat.isConversation, chat.writing == nil, !answer.isEmpty {
