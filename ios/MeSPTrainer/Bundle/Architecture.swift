@@ -104,8 +104,8 @@ extension Architecture {
     }
 
     /// The most features that a mixer's output projection takes.
-    package var outProjectionInputSize: Int {
-        mixers.map { $0.outProjectionInputSize(hidden: hiddenSize) }.max() ?? hiddenSize
+    package var mixerWidth: Int {
+        mixers.map { $0.mixerWidth(hidden: hiddenSize) }.max() ?? hiddenSize
     }
 
     /// Whether some block leaves one state of all tokens to those that follow.

@@ -125,7 +125,7 @@ extension Mixer {
     }
 
     /// The features that the output projection takes.
-    package func outProjectionInputSize(hidden: Int) -> Int {
+    package func mixerWidth(hidden: Int) -> Int {
         switch self {
         case .attention(let mixer): mixer.queryWidth
         case .gatedDeltaNet(let mixer): mixer.valueWidth

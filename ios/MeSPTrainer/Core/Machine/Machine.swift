@@ -103,7 +103,7 @@ package struct Machine {
             mlpTokens = processor.unpacksInside ? evenly(length, Self.segmentTokens / 2) : length
             // The memory of a row of W in use: its products, and itself where it is dequantized for all of them.
             let row = processor.unpacksInside ? 2 * mlpTokens : max(a.hiddenSize, length)
-            projectionRows = processor.unpacksInside ? .max : max(64, floats / max(row, a.outProjectionInputSize))
+            projectionRows = processor.unpacksInside ? .max : max(64, floats / max(row, a.mixerWidth))
             // Long sequences have scores of more than `bytes`. Tiles of half as much cost them nothing, and save passes over the tokens.
             let wide = processor.unpacksInside ? max(floats, queryRows * heads * length / 2) : floats
             features = max(1, wide / row / group) * group

@@ -13,7 +13,7 @@ extension Planner {
     var isCut: Bool { segment < length && architecture.mixers.allSatisfy(\.goesBySegments) }
 
     /// The features that a mixer's last projection takes.
-    func mixed(of mixer: Mixer) -> Int { activation(mixer.outProjectionInputSize(hidden: architecture.hiddenSize)) }
+    func mixed(of mixer: Mixer) -> Int { activation(mixer.mixerWidth(hidden: architecture.hiddenSize)) }
 
     /// The arrays that the backward pass reads: m₁, m₂, m₃ and mixed; of segments, k̂, v and mixed of attention, and the states of a gated delta net.
     func intermediates(of mixer: Mixer) -> Int {
