@@ -18,13 +18,15 @@ import SwiftUI
         #if os(iOS)
             let background = BackgroundTransfer(identifier: Self.downloads)
             model = AppModel(
-                phone: SystemPhone(), folder: folder, display: WindowDisplay(), scheduler: SystemBackground(),
-                board: SystemNotices(), glanceBoard: SystemActivity(), network: SystemNetwork(), recording: recording,
+                monitor: SystemMonitor(), folder: folder, display: WindowDisplay(), scheduler: SystemBackground(),
+                notificationDisplay: SystemNotifications(), activityDisplay: SystemLiveActivity(),
+                network: SystemNetwork(), recording: recording,
                 openDownload: { try BundleDownload(repository: $0, background: background) },
                 loadTokenizer: { try await BundleTokenizer(bundle: $0) })
         #else
             model = AppModel(
-                phone: SystemPhone(), folder: folder, board: SystemNotices(), network: SystemNetwork(),
+                monitor: SystemMonitor(), folder: folder, notificationDisplay: SystemNotifications(),
+                network: SystemNetwork(),
                 recording: recording
             ) { try await BundleTokenizer(bundle: $0) }
         #endif
@@ -66,12 +68,12 @@ struct RootView: View {
 
     var body: some View {
         @Bindable var model = model
-        TabView(selection: $model.place) {
-            TrainView().tabItem { Label("Train", systemImage: "chart.line.downtrend.xyaxis") }.tag(AppModel.Place.train)
-            TryView().tabItem { Label("Try", systemImage: "text.bubble") }.tag(AppModel.Place.write)
-            RunsView().tabItem { Label("Runs", systemImage: "list.bullet.rectangle") }.tag(AppModel.Place.runs)
-            BundlesView().tabItem { Label("Models", systemImage: "shippingbox") }.tag(AppModel.Place.bundles)
-            CompareView().tabItem { Label("Compare", systemImage: "gauge.with.needle") }.tag(AppModel.Place.compare)
+        TabView(selection: $model.tab) {
+            TrainView().tabItem { Label("Train", systemImage: "chart.line.downtrend.xyaxis") }.tag(AppModel.Tab.train)
+            TryView().tabItem { Label("Try", systemImage: "text.bubble") }.tag(AppModel.Tab.tryIt)
+            RunsView().tabItem { Label("Runs", systemImage: "list.bullet.rectangle") }.tag(AppModel.Tab.runs)
+            BundlesView().tabItem { Label("Models", systemImage: "shippingbox") }.tag(AppModel.Tab.bundles)
+            CompareView().tabItem { Label("Compare", systemImage: "gauge.with.needle") }.tag(AppModel.Tab.compare)
         }
         .overlay { if model.screen.isDimmed { NightView() } }
         .alert("That Did Not Work", isPresented: $model.hasProblem) {

@@ -24,54 +24,13 @@ import MeSPCore
     func withdraw(_ grant: BackgroundGrant)
 }
 
-/// The progress of a run.
-public struct RunProgress: Sendable, Equatable {
-    public var step: Int
-    public var steps: Int
-    /// In nats a token; nil before the first step.
-    public var loss: Float?
-    /// nil before the first step.
-    public var secondsLeft: Double?
-    /// The number of blocks of the current step that have begun.
-    public var blocks: Int
-
-    public init(_ log: LogSummary, steps: Int, blocks: Int = 0) {
-        (step, self.steps, self.blocks, loss) = (log.lastStep, steps, blocks, log.steps.last?.loss)
-        secondsLeft = log.stepSeconds.map { $0 * Double(max(0, steps - log.lastStep)) }
-    }
-
-    /// From 0 to 1.
-    public var part: Double { steps > 0 ? min(Double(step) / Double(steps), 1) : 0 }
-    private static let unitsOfStep = 1000.0
-    /// The size of the run in units of progress, which are parts of a step.
-    public var units: Int64 { Int64(Double(steps) * Self.unitsOfStep) }
-    /// The number of them that are done. A block of the step in progress adds less than the one before it, as nobody knows how many there will
-    /// be: that depends on the batches, and on whether held-out data is measured.
-    public var unitsDone: Int64 {
-        min(units, Int64((Double(step) + Double(blocks) / Double(blocks + 100)) * Self.unitsOfStep))
-    }
-    /// `Step 12 of 100`
-    public var stepWords: Sentence { "Step \(step) of \(steps)" }
-    /// `loss 2.31`
-    public var lossWords: Sentence? { loss.map { "loss \(String(format: "%.2f", $0))" } }
-    /// `14 min left`; nil where nothing is left, or nobody knows.
-    public var timeWords: Sentence? {
-        guard let secondsLeft, step < steps else { return nil }
-        let minutes = Int((secondsLeft / 60).rounded(.up))
-        return minutes < 60 ? "\(minutes) min left" : "\(minutes / 60) h \(minutes % 60) min left"
-    }
-
-    /// `Step 12 of 100, loss 2.31, 14 min left`
-    public var sentence: Sentence { [lossWords, timeWords].compactMap { $0 }.reduce(stepWords) { "\($0), \($1)" } }
-}
-
 /// Asks for time in the background for runs that may train there (`PauseReason.reasons`), and gives it to them.
 ///
 /// A run that the person has started may continue when the app is left. At night, on the charger, an unfinished run continues, also
 /// one that the system has ended in the meantime.
 @MainActor final class BackgroundTraining {
     private let controller: RunController
-    private let phone: any Phone
+    private let monitor: any DeviceMonitor
     private let scheduler: any BackgroundScheduler
     private let isStartedByPerson: () -> Bool
     private let resume: (BackgroundGrant) async -> Bool
@@ -87,10 +46,10 @@ public struct RunProgress: Sendable, Equatable {
     ///   - isStartedByPerson: whether the run in progress was.
     ///   - resume: continues with a run that was cut off and may train in such a time, and returns whether there was one.
     init(
-        controller: RunController, phone: any Phone, scheduler: any BackgroundScheduler,
+        controller: RunController, monitor: any DeviceMonitor, scheduler: any BackgroundScheduler,
         isStartedByPerson: @escaping () -> Bool, resume: @escaping (BackgroundGrant) async -> Bool
     ) {
-        (self.controller, self.phone, self.scheduler) = (controller, phone, scheduler)
+        (self.controller, self.monitor, self.scheduler) = (controller, monitor, scheduler)
         (self.isStartedByPerson, self.resume) = (isStartedByPerson, resume)
         scheduler.onGrant = { [weak self] in self?.take($0) }
         controller.observers.append { [weak self] in self?.runChanged() }
@@ -111,7 +70,7 @@ public struct RunProgress: Sendable, Equatable {
         if let settings = controller.settings, askedFor != settings.output, !usable.isEmpty {
             askedFor = settings.output
             // Times other than the night's may be asked for in front only, for what the person has started.
-            let mayAsk = phone.scene == .active && isStartedByPerson()
+            let mayAsk = monitor.scene == .active && isStartedByPerson()
             for grant in usable where grant == .overnight || mayAsk { scheduler.ask(for: grant, title: title) }
         }
         showProgress()

@@ -5,7 +5,7 @@ import MeSPCore
 import MeSPFiles
 import Observation
 
-/// Runs the three methods one after the other on this device, a few steps each, beside the paper's figures.
+/// Measures the three methods on this device, a few steps each, to compare with the paper's figures.
 @MainActor @Observable public final class Benchmark {
     /// The measurements of one method. Sizes are in bytes.
     public struct Row: Codable, Sendable, Equatable, Identifiable {
@@ -112,7 +112,7 @@ extension Benchmark.Row {
             return nil
         }
         let states = ThermalState.allCases.map(\.rawValue)
-        let paper = Paper.figures.flatMap { plan.method == .mesp && plan.rank == $0.rank ? $0 : nil }
+        let paper = PaperFigures.figures.flatMap { plan.method == .mesp && plan.rank == $0.rank ? $0 : nil }
         let model = start.model.name.replacingOccurrences(of: "-Instruct", with: "")
         self.init(
             model: start.model.name, method: plan.method, seqLen: plan.seqLen, rank: plan.rank, steps: log.steps.count,

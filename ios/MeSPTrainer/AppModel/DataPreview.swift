@@ -5,8 +5,8 @@ import Observation
 
 /// The first sequence of a run's data as it is trained.
 public struct TrainedPreview: Sendable, Equatable {
-    /// Tokens in a row that are alike.
-    public struct Run: Sendable, Equatable, Identifiable {
+    /// Consecutive tokens that are alike: all in the loss or all not, all special or all not.
+    public struct Span: Sendable, Equatable, Identifiable {
         public let id: Int
         /// Their text, with a sign for each line end, tab and control character.
         public let text: String
@@ -16,13 +16,13 @@ public struct TrainedPreview: Sendable, Equatable {
         public let isSpecial: Bool
     }
 
-    public let runs: [Run]
+    public let spans: [Span]
     /// Notices on all of the data, a sentence each.
     public let notices: [Sentence]
 
-    /// The runs as they are heard, where nobody sees which are in the loss.
+    /// The spans for VoiceOver, each with whether it is in the loss.
     public var spoken: [Sentence] {
-        runs.map { $0.isCounted ? "In the loss: \($0.text)" : "Not in the loss: \($0.text)" }
+        spans.map { $0.isCounted ? "In the loss: \($0.text)" : "Not in the loss: \($0.text)" }
     }
 
     init(_ example: Example, notices: [Sentence] = [], tokenizer: any TextTokenizer) {
@@ -34,7 +34,7 @@ public struct TrainedPreview: Sendable, Equatable {
         let text = DecodedText(ids, tokenizer, pieces: &pieces)
         var isSpecial = [Int: Bool]()
         for id in ids where isSpecial[id] == nil { isSpecial[id] = tokenizer.isSpecial(id) }
-        var (runs, start) = ([Run](), 0)
+        var (spans, start) = ([Span](), 0)
         for index in ids.indices {
             let next = index + 1
             let isLast = next == ids.count
@@ -43,13 +43,13 @@ public struct TrainedPreview: Sendable, Equatable {
                 continue
             }
             let bytes = text.bytes[text.bounds[start]..<text.bounds[next]]
-            runs.append(
-                Run(
-                    id: runs.count, text: Self.visible(String(decoding: bytes, as: UTF8.self)),
+            spans.append(
+                Span(
+                    id: spans.count, text: Self.visible(String(decoding: bytes, as: UTF8.self)),
                     isCounted: counted.contains(index), isSpecial: isSpecial[ids[index]] ?? false))
             start = next
         }
-        self.runs = runs
+        self.spans = spans
     }
 
     /// A text with a sign before each line end, and in place of what else is not seen.
@@ -70,8 +70,8 @@ public struct TrainedPreview: Sendable, Equatable {
 
 /// Reads what a run with the form's settings would train first: of its own text only the first record is tokenized.
 @MainActor @Observable public final class DataPreview {
-    /// The form's part that the data depends on.
-    public struct Wanted: Hashable, Sendable {
+    /// What the preview depends on in the form.
+    public struct Inputs: Hashable, Sendable {
         let bundle: StoredBundle.ID?
         let kind: TrainingForm.TextKind
         let file: URL?
@@ -81,49 +81,49 @@ public struct TrainedPreview: Sendable, Equatable {
         let length: Int
     }
 
-    /// The preview of what the form says now; nil before there is one.
-    public var found: TrainedPreview? { wanted == last ? try? result?.get() : nil }
+    /// The preview of the form's present inputs; nil until it is read.
+    public var current: TrainedPreview? { inputs == last ? try? result?.get() : nil }
     /// Why the text that the form names cannot be trained on as it is.
     public var problem: Sentence? {
-        guard wanted == last, case .failure(let error) = result else { return nil }
+        guard inputs == last, case .failure(let error) = result else { return nil }
         return error.sentence
     }
 
     private var result: Result<TrainedPreview, MeSPError>?
     /// The data that is being read, or was read last.
-    private var last: Wanted?
+    private var last: Inputs?
 
     @ObservationIgnored private let form: TrainingForm
-    @ObservationIgnored private let choices: Choices
+    @ObservationIgnored private let choices: ChoiceList
     @ObservationIgnored private let loadTokenizer: @Sendable (URL) async throws -> any TextTokenizer
     /// The last tokenizer, so that it is not read for every change of the form.
     @ObservationIgnored private var tokenizer: (bundle: URL, tokenizer: any TextTokenizer)?
 
     init(
-        form: TrainingForm, choices: Choices,
+        form: TrainingForm, choices: ChoiceList,
         loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer
     ) {
         (self.form, self.choices, self.loadTokenizer) = (form, choices, loadTokenizer)
     }
 
-    public var wanted: Wanted {
-        Wanted(
+    public var inputs: Inputs {
+        Inputs(
             bundle: form.bundleID, kind: form.textKind, file: form.textKind == .file ? form.file : nil,
             pasted: form.textKind == .pasted ? form.pasted : "",
             choices: form.textKind == .choices ? choices.list.count : 0, answersOnly: form.answersOnly,
             length: form.settings.seqLen)
     }
 
-    /// Reads what the form says now, after a pause in which nobody types on.
+    /// Reads the preview of the form's present inputs; of pasted text after a pause in typing.
     func read(pause: Duration = .milliseconds(300)) async {
-        let wanted = wanted
-        if wanted != last { (last, result) = (wanted, nil) }
-        if wanted.kind == .pasted { try? await Task.sleep(for: pause) }
-        guard !Task.isCancelled, let bundle = form.bundle?.url, hasText(wanted) else { return }
+        let inputs = inputs
+        if inputs != last { (last, result) = (inputs, nil) }
+        if inputs.kind == .pasted { try? await Task.sleep(for: pause) }
+        guard !Task.isCancelled, let bundle = form.bundle?.url, hasText(inputs) else { return }
         do {
             let tokenizer = try await tokenizer(of: bundle)
-            let (length, source) = (wanted.length, try form.source())
-            let data = TextData(tokenizer: tokenizer, length: length, answersOnly: wanted.answersOnly)
+            let (length, source) = (inputs.length, try form.source())
+            let data = TextData(tokenizer: tokenizer, length: length, answersOnly: inputs.answersOnly)
             let preview =
                 try await Task.detached {
                     if let source {
@@ -134,24 +134,24 @@ public struct TrainedPreview: Sendable, Equatable {
                     guard let sequences = tokens?.sequences(lengths: [length]), sequences.count > 0 else { return nil }
                     return TrainedPreview(sequences[0], tokenizer: tokenizer)
                 }.value as TrainedPreview?
-            if wanted == last { result = preview.map { .success($0) } }
+            if inputs == last { result = preview.map { .success($0) } }
         } catch {
             // The tokens of a bundle can be trained without being read.
-            if wanted == last, !Task.isCancelled, wanted.kind != .bundle {
+            if inputs == last, !Task.isCancelled, inputs.kind != .bundle {
                 result = .failure(MeSPError(error.plainSentence))
             }
         }
     }
 
-    /// Lets go of the tokenizer, whose memory a run needs.
-    func letGo() { tokenizer = nil }
+    /// Frees the tokenizer, whose memory a run needs.
+    func freeTokenizer() { tokenizer = nil }
 
-    private func hasText(_ wanted: Wanted) -> Bool {
-        switch wanted.kind {
+    private func hasText(_ inputs: Inputs) -> Bool {
+        switch inputs.kind {
         case .bundle: true
-        case .file: wanted.file != nil
-        case .pasted: wanted.pasted.contains { !$0.isWhitespace }
-        case .choices: wanted.choices > 0
+        case .file: inputs.file != nil
+        case .pasted: inputs.pasted.contains { !$0.isWhitespace }
+        case .choices: inputs.choices > 0
         }
     }
 

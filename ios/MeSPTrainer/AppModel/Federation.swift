@@ -8,8 +8,8 @@ import Observation
     import FoundationNetworking
 #endif
 
-/// Taking part in a federation: the adapters of a bundle get better together with those of other people, and nobody's text leaves their
-/// device. While it lasts, each message of the server is answered by a run.
+/// The app's part in a federation, in which people train the adapters of one bundle together, and the text of each stays on their device. It
+/// answers each message of the server with a run.
 @MainActor @Observable public final class Federation {
     /// The SuperLink's address, as the person typed it.
     public var address = ""
@@ -66,18 +66,18 @@ import Observation
     public static let agreement: Sentence =
         "What leaves this device: the adapters that it trains, how many tokens they were trained on, the mean loss, the peak of memory, and the name that you give it. Your texts, your choices and what the model writes stay here. Adapters can give away something about the text they were trained on: take part where you trust who runs the server."
 
-    @ObservationIgnored private let phone: any Phone
+    @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let controller: RunController
     @ObservationIgnored private let open: @Sendable (URL, URL, Int, URLSessionConfiguration) throws -> SuperNode
     @ObservationIgnored private var work: Task<Void, any Error>?
 
     /// - Parameter open: the node for a server's address, a folder, the most bytes of a message and the networks that may be used.
     init(
-        phone: any Phone, controller: RunController,
+        monitor: any DeviceMonitor, controller: RunController,
         open: @escaping @Sendable (URL, URL, Int, URLSessionConfiguration) throws -> SuperNode
     ) {
-        (self.phone, self.controller, self.open) = (phone, controller, open)
-        phone.observers.append { [weak self] _ in self?.followCharger() }
+        (self.monitor, self.controller, self.open) = (monitor, controller, open)
+        monitor.observers.append { [weak self] _ in self?.followCharger() }
     }
 
     /// Takes part until it is left.
@@ -95,7 +95,7 @@ import Observation
         (state, self.bundle, rounds, passedOver) = (.joining, bundle, [], nil)
         defer { (state, unreachable, self.bundle, work) = (.off, nil, nil, nil) }
         let (events, sender) = AsyncStream.makeStream(of: SuperNode.Event.self)
-        let answer: @Sendable (SuperNode.Question) async throws -> Records = { [weak self] question in
+        let answer: @Sendable (SuperNode.Question) async throws -> FlowerRecords = { [weak self] question in
             guard let self else { throw CancellationError() }
             return try await self.answer(question, with: bundle.url, data)
         }
@@ -120,7 +120,7 @@ import Observation
         return configuration
     }
 
-    private func answer(_ question: SuperNode.Question, with bundle: URL, _ data: URL?) async throws -> Records {
+    private func answer(_ question: SuperNode.Question, with bundle: URL, _ data: URL?) async throws -> FlowerRecords {
         let round = try FederatedRun(question, bundle: bundle, data: data)
         defer { state = .waiting }
         while lacksCharger || controller.isRunning, .now < round.deadline {
@@ -141,7 +141,7 @@ import Observation
 
     private var late: MeSPError { MeSPError("The server no longer waits for this round.") }
 
-    private var lacksCharger: Bool { needsCharger && phone.battery?.isCharging == false }
+    private var lacksCharger: Bool { needsCharger && monitor.battery?.isCharging == false }
 
     /// Off the charger, a run waits; on it, it continues.
     private func followCharger() {

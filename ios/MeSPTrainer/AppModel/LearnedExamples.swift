@@ -7,7 +7,7 @@ import Observation
 /// Two examples of a run's effect: prompts of its held-out data, continued by the base model and by the fine-tuned one.
 ///
 /// They are written once, after the run, and kept in its folder as `samples.json`. Writing waits while the app is not in front, and ends
-/// when something else needs the model. Where nobody has asked for them it begins only when the app has stayed in front for a while: a
+/// when something else needs the model. Unless the person asks for them, it begins only when the app has stayed in front for a while: a
 /// person who comes to see how a run ended may leave at once, and on a GPU the first text compiles kernels.
 @MainActor @Observable public final class LearnedExamples {
     public struct Sample: Codable, Sendable, Equatable, Identifiable {
@@ -27,20 +27,20 @@ import Observation
 
     private var samples = [StoredRun.ID: [Sample]]()
     private var problems = [StoredRun.ID: Sentence]()
-    @ObservationIgnored private let phone: any Phone
-    @ObservationIgnored private var gate = PauseGate()
+    @ObservationIgnored private let monitor: any DeviceMonitor
+    @ObservationIgnored private var gate = BoundaryGate()
     @ObservationIgnored private var work: Task<Void, Never>?
     /// Whether the app was left since this was last set to false.
     @ObservationIgnored private var wasLeft = false
     /// The time that the app has to be in front before writing begins by itself.
     @ObservationIgnored var settling = Duration.seconds(5)
 
-    init(phone: any Phone) {
-        self.phone = phone
-        phone.observers.append { [weak self] event in
+    init(monitor: any DeviceMonitor) {
+        self.monitor = monitor
+        monitor.observers.append { [weak self] event in
             guard let self else { return }
-            wasLeft = wasLeft || self.phone.scene != .active
-            gate.follow(self.phone)
+            wasLeft = wasLeft || self.monitor.scene != .active
+            gate.pauseUnlessInFront(self.monitor)
             if event == .memoryWarning { stop() }
         }
     }
@@ -74,9 +74,9 @@ import Observation
         guard let adapters = run.adapters, let settings = run.log?.start?.settings else { return }
         stop()
         (writing, problems[run.id], samples[run.id]) = (run.id, nil, [])
-        let gate = PauseGate()
+        let gate = BoundaryGate()
         self.gate = gate
-        gate.follow(phone)
+        gate.pauseUnlessInFront(monitor)
         let data = settings.data.map { _ in run.url.appendingPathComponent(TextData.folderName) }
         work = Task {
             do {
@@ -110,9 +110,9 @@ import Observation
                     samples[run.id, default: []].append(sample)
                 }
                 try Task.checkCancellation()
-                keep(run)
+                save(run)
             } catch {
-                // Whoever stopped it has begun something else meanwhile.
+                // The caller that stopped it has begun something else meanwhile.
                 if Task.isCancelled || error is CancellationError { return }
                 (problems[run.id], samples[run.id]) = (error.plainSentence, nil)
             }
@@ -125,7 +125,7 @@ import Observation
         repeat {
             wasLeft = false
             try await Task.sleep(for: settling)
-        } while wasLeft || phone.scene != .active
+        } while wasLeft || monitor.scene != .active
     }
 
     /// Ends the writing, at the latest with the block in progress, for which the next work on MLX waits. Nothing stays of examples that are
@@ -137,7 +137,7 @@ import Observation
         gate.abandon()
     }
 
-    private func keep(_ run: StoredRun) {
+    private func save(_ run: StoredRun) {
         let encoder = JSONEncoder()
         encoder.outputFormatting = [.prettyPrinted, .sortedKeys, .withoutEscapingSlashes]
         let file = Self.file(of: run)

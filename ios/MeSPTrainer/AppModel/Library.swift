@@ -20,7 +20,7 @@ import Observation
     /// The number of looks at the folder; the result of an earlier look that ends later is dropped.
     @ObservationIgnored private var looks = 0
 
-    /// Looks for bundles and runs again, beside the main thread.
+    /// Looks for bundles and runs again, not on the main thread.
     ///
     /// - Parameter running: the folder of the run in progress.
     func refresh(running: URL?) async throws {
@@ -32,13 +32,13 @@ import Observation
         }.value
         guard look == looks else { return }
         hasLooked = true
-        // A list that can't be read does not keep the other from being shown.
+        // Where one list can't be read, the other is shown.
         defer { if let found = try? found.runs.get() { runs = found } }
         bundles = try found.bundles.get()
         _ = try found.runs.get()
     }
 
-    /// All that a run has logged, read beside the main thread; nil where it can't be.
+    /// Reads a run's log, not on the main thread; nil where it can't be read.
     public func log(of run: StoredRun) async -> LogSummary? {
         let url = run.url
         return await Task.detached { try? LogSummary(folder: url) }.value

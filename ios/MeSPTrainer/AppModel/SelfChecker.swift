@@ -19,12 +19,12 @@ import Observation
         return report.start.names[report.checks.count]
     }
 
-    @ObservationIgnored private let phone: any Phone
-    @ObservationIgnored private var gate = PauseGate()
+    @ObservationIgnored private let monitor: any DeviceMonitor
+    @ObservationIgnored private var gate = BoundaryGate()
 
-    public init(phone: any Phone) {
-        self.phone = phone
-        phone.observers.append { [weak self] _ in self?.update() }
+    public init(monitor: any DeviceMonitor) {
+        self.monitor = monitor
+        monitor.observers.append { [weak self] _ in self?.update() }
     }
 
     /// Begins a self-check. Does nothing while another is in progress.
@@ -33,7 +33,7 @@ import Observation
     public func start(_ settings: SelfCheck.Settings, file: URL) {
         guard !isRunning else { return }
         (report, problem, isRunning) = (nil, nil, true)
-        let gate = PauseGate()
+        let gate = BoundaryGate()
         self.gate = gate
         update()
         let reports = gate.start("self-check", sending: SelfCheckReport.self) { send in
@@ -65,7 +65,7 @@ import Observation
     /// Ends it at the next block.
     public func stop() { gate.stop() }
 
-    private func update() { gate.follow(phone) }
+    private func update() { gate.pauseUnlessInFront(monitor) }
 }
 
 extension SelfCheckReport {

@@ -17,7 +17,7 @@ import Observation
         set { select(newValue == nil ? nil : library.usableBundles.first { $0.id == newValue } ?? bundle) }
     }
     /// The settings. The bundle, the output and the text are filled in when the run starts. The optimizer and the learning rate follow
-    /// the bundle, the method and each other, as long as nobody has chosen a rate.
+    /// the bundle, the method and each other, as long as the person has not chosen a rate.
     public var settings = RunSettings(bundle: "", output: "") { didSet { followChoice(from: oldValue) } }
     /// Whether the run is to stay below a memory limit.
     public var hasLimit: Bool {
@@ -117,10 +117,10 @@ import Observation
     /// The architecture of the bundle that was chosen last.
     @ObservationIgnored private var architecture: Architecture?
     @ObservationIgnored private let library: Library
-    @ObservationIgnored private let phone: any Phone
+    @ObservationIgnored private let monitor: any DeviceMonitor
 
-    init(library: Library, phone: any Phone) {
-        (self.library, self.phone) = (library, phone)
+    init(library: Library, monitor: any DeviceMonitor) {
+        (self.library, self.monitor) = (library, monitor)
     }
 
     /// Chooses the bundle to train, with the nearest settings that it has traces for.
@@ -164,7 +164,7 @@ import Observation
     }
 
     /// The predicted peak and whether it fits now, or why there can be no such run.
-    public var fit: Result<DeviceFit, MeSPError> {
+    public var fit: Result<MemoryFit, MeSPError> {
         guard let manifest = bundle?.manifest else {
             return .failure(MeSPError("Import a bundle first, by AirDrop, the Files app or tools/push.py."))
         }
@@ -172,10 +172,10 @@ import Observation
             let typed: Sentence = text.isEmpty ? "nothing" : "\(text)"
             return .failure(MeSPError("\(field.name): \(typed) is not a valid number."))
         }
-        // The engine takes none too, to evaluate; nobody starts a training for that.
+        // The engine takes 0 steps, which evaluate only. In the app they would be a mistake.
         guard settings.steps > 0 else { return .failure(MeSPError("Steps must be at least 1.")) }
         do {
-            return .success(try DeviceFit(settings, manifest, available: phone.availableMemory))
+            return .success(try MemoryFit(settings, manifest, available: monitor.availableMemory))
         } catch {
             return .failure(MeSPError(error.plainSentence))
         }
@@ -190,7 +190,8 @@ import Observation
         return settings
     }
 
-    /// The text that a run must not forget, `general.txt`; nil where nobody asks, or no answers or held-out text could tell.
+    /// The text by which forgetting is measured, `general.txt`; nil where the person does not ask for it, the run has an objective, or no text
+    /// is held out.
     var generalText: TextData.Source? {
         guard keepsKnowledge, settings.objective == nil, settings.valBatches > 0, let bundle,
             textKind != .bundle || bundle.manifest?.data?["valid"].map({ holdsSequence($0) }) == true,

@@ -59,7 +59,7 @@ public struct Manifest: Decodable, Sendable {
         public let examples: Examples?
         /// A file with a byte a token, 1 where its prediction is in the loss; nil where all are.
         public let mask: String?
-        /// A file with a byte an example, what people said of it: see `TokenStream.Label`; nil where nobody did.
+        /// A file with a byte an example, its `TokenStream.Label`; nil where the data has no preferences.
         public let labels: String?
         /// The token that takes the place of the first one of each window of a packed stream; nil where it stays.
         public let begin: Int?
@@ -95,7 +95,7 @@ public struct Manifest: Decodable, Sendable {
     public let perLayerEmbedding: PackedFile?
     public let perLayerProjection: PackedFile?
     public let data: [String: Tokens]?
-    /// The tokens at which answers of the model end, beside those of its config.json; nil where the bundle names none.
+    /// The tokens at which answers of the model end, in addition to those of its config.json; nil where the bundle names none.
     public let endTokens: [Int]?
     public let files: [File]
 }

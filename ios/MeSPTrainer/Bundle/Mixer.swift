@@ -1,5 +1,5 @@
-/// The part of a block that mixes tokens: projections of mixer_in, the block's input after a norm; a formula that makes `mixed` of three of
-/// them; and a last projection of that, which is added to the block's input.
+/// The part of a block in which tokens see one another: projections of mixer_in, the block's input after a norm; a formula over three of
+/// them; and an output projection of its result, which is added to the block's input.
 package enum Mixer: Sendable, Equatable {
     case attention(AttentionMixer)
     case gatedDeltaNet(GatedDeltaNetMixer)
@@ -10,20 +10,21 @@ package enum Mixer: Sendable, Equatable {
 /// Softmax attention over the tokens before:
 ///
 ///     q̂, k̂ = RoPE(norm(q)), RoPE(norm(k))              norm where there is `qkNorm`
-///     mixed = softmax(mask(cap(q̂ k̂ᵀ · scale))) v       cap(s) = c tanh(s / c) where there is `attnLogitSoftcapping`
-///     x_mid = x + o(mixed)                             o(mixed ∘ σ(g)) where heads have gates
+///     attn_out = softmax(mask(cap(q̂ k̂ᵀ · scale))) v    cap(s) = c tanh(s / c) where there is `attnLogitSoftcapping`
+///     x_mid = x + o(attn_out)                          o(attn_out ∘ σ(g)) where heads have gates
 package struct AttentionMixer: Decodable, Sendable, Equatable {
     let modules: [Module]
     package let numAttentionHeads: Int
     package let numKeyValueHeads: Int
     package let headDim: Int
     package let qkNorm: Bool
-    /// Whether q gives of each head the query, then the gate g of its output, alike.
+    /// Whether q gives each head's query, then a gate g of the same size for its output.
     package let outputGate: Bool
     /// The factor of `q̂ k̂ᵀ`.
     package let attentionScale: Float
     package let attnLogitSoftcapping: Float?
-    /// Radians a position of each pair of dimensions that RoPE turns, 0 for one that stays; empty if there is no RoPE.
+    /// For each pair of dimensions the radians by which RoPE turns it from one position to the next, 0 for a pair that it leaves; empty
+    /// without RoPE.
     package let frequencies: [Float]
     /// The factor of the rotated dimensions.
     package let ropeScale: Float
@@ -38,7 +39,7 @@ package struct AttentionMixer: Decodable, Sendable, Equatable {
     package var keyValueWidth: Int { numKeyValueHeads * headDim }
     /// Whether the projection g gives of each head one number, the gate of its output.
     package var headGate: Bool { modules.contains { $0.projections.contains(.g) } }
-    /// The numbers of a head's gate, which lie behind its query in m₁.
+    /// The size of a head's gate, which the stored q has after the head's query.
     package var gateDim: Int { outputGate ? headDim : headGate ? 1 : 0 }
 }
 
@@ -46,8 +47,8 @@ package struct AttentionMixer: Decodable, Sendable, Equatable {
 ///
 ///     q, k, v = silu(conv(qkv))                        q and k normalized by head
 ///     S ← g S + k (β (v − (g S)ᵀ k))ᵀ                  g = exp(−exp(A_log) softplus(a + dt_bias)),  β = σ(b)
-///     mixed = Sᵀ q                                     by head
-///     x_mid = x + out(norm(mixed) ∘ silu(z))
+///     o = Sᵀ q                                         by head
+///     x_mid = x + out(norm(o) ∘ silu(z))
 package struct GatedDeltaNetMixer: Decodable, Sendable, Equatable {
     let modules: [Module]
     package let numKeyHeads: Int
@@ -64,8 +65,7 @@ package struct GatedDeltaNetMixer: Decodable, Sendable, Equatable {
 
 /// A causal convolution between two gates, with b, c and u the thirds of one projection:
 ///
-///     mixed = conv(b ∘ u)
-///     x_mid = x + out(c ∘ mixed)
+///     x_mid = x + out(c ∘ conv(b ∘ u))
 package struct ShortConvolutionMixer: Decodable, Sendable, Equatable {
     let modules: [Module]
     let kernelSize: Int
@@ -75,8 +75,8 @@ package struct ShortConvolutionMixer: Decodable, Sendable, Equatable {
 ///
 ///     x, B, C = silu(conv(xBC) + bias)                 B and C of a group of heads
 ///     S ← exp(−exp(A_log) Δ) S + Δ x Bᵀ                Δ = softplus(dt + dt_bias)
-///     mixed = S C + D x                                by head
-///     x_mid = x + out(norm(mixed ∘ silu(z)))
+///     o = S C + D x                                    by head
+///     x_mid = x + out(norm(o ∘ silu(z)))
 package struct Mamba2Mixer: Decodable, Sendable, Equatable {
     let modules: [Module]
     package let numHeads: Int
@@ -124,8 +124,8 @@ extension Mixer {
         }
     }
 
-    /// The features of mixed.
-    package func mixedSize(hidden: Int) -> Int {
+    /// The features that the output projection takes.
+    package func mixerWidth(hidden: Int) -> Int {
         switch self {
         case .attention(let mixer): mixer.queryWidth
         case .gatedDeltaNet(let mixer): mixer.valueWidth
@@ -185,18 +185,6 @@ extension Mixer {
                 && areWidths([mixer.width + mixer.convolutionWidth + mixer.numHeads])
                 && mixer.numHeads % mixer.numGroups == 0 && mixer.normEps.isFinite && mixer.normEps > 0
         }
-    }
-}
-
-/// A frozen tensor of a model. That of a quantized matrix is `[out, in]`, of stacked ones `[number, out, in]`.
-package struct Weight {
-    package let name: String
-    package let shape: [Int]
-    /// Whether it is float32 in a bundle of any dtype.
-    package let isFloat32: Bool
-
-    package init(name: String, shape: [Int], isFloat32: Bool = false) {
-        (self.name, self.shape, self.isFloat32) = (name, shape, isFloat32)
     }
 }
 

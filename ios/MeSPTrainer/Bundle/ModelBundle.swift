@@ -3,9 +3,9 @@ import MLX
 import MeSPFiles
 import MeSPSentences
 
-/// Keeps arrays over a bundle's maps, which are unmapped when the last such array goes.
+/// An object that keeps arrays over a bundle's maps. A map is unmapped when the last array over it is freed.
 package protocol MapHolder: AnyObject {
-    func letGo()
+    func releaseArrays()
 }
 
 /// An exported model, opened and checked. Weights are mapped when they are asked for, never copied.
@@ -40,7 +40,7 @@ public struct ModelBundle {
 
         private func release() {
             words = [:]
-            for holder in holders { holder()?.letGo() }
+            for holder in holders { holder()?.releaseArrays() }
         }
     }
 
@@ -74,7 +74,7 @@ public struct ModelBundle {
 
     /// Imports the functions for sequences of `length` tokens, for each block the one of its kind, nil for a kind without functions.
     /// `Manifest.check` has found that the others have one for this length.
-    package func functions(
+    package func importFunctions(
         _ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int
     ) throws -> [ImportedFunction?] {
         var imported = [String: ImportedFunction]()

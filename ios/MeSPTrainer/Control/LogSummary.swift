@@ -30,7 +30,7 @@ public struct LogSummary: Sendable {
 
     /// Reads the log in a run's folder. A last line that was cut off, as by a kill, is left out.
     public init(folder: URL) throws {
-        for (record, time) in try LogRecord.all(in: folder) { append(record, time: time) }
+        for (record, time) in try LogRecord.readAll(in: folder) { append(record, time: time) }
     }
 
     public mutating func append(_ record: LogRecord, time: Date = .now) {
@@ -97,8 +97,8 @@ public struct LogSummary: Sendable {
 }
 
 extension LogRecord {
-    /// The records in a run's folder, with their times. A last line that was cut off, as by a kill, is left out.
-    static func all(in folder: URL) throws -> [(record: LogRecord, time: Date)] {
+    /// Reads the records in a run's folder, with their times. A last line that was cut off, as by a kill, is left out.
+    static func readAll(in folder: URL) throws -> [(record: LogRecord, time: Date)] {
         let url = LogWriter.url(in: folder)
         guard let data = regularFile(url) else {
             throw MeSPError("\(folder.path) holds no run: there is no metrics.jsonl in it.")

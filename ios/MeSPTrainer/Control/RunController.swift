@@ -42,7 +42,7 @@ import Observation
     public var usesGPU: Bool { log.start?.device != .cpu }
 
     /// The number of blocks of the step in progress that have begun.
-    public var blocksOfStep: Int { gate.boundaries - blocksBefore }
+    public var blocksOfStep: Int { gate.boundaries - blocksAtLastStep }
 
     public var isRunning: Bool {
         switch state {
@@ -53,26 +53,26 @@ import Observation
 
     /// The least duration of a pause after a memory warning.
     static let memoryPause = Duration.seconds(15)
-    /// The time for which leaving the app waits for the current block; iOS allows some five seconds. A block that takes longer fails where
-    /// the GPU is refused, and is done again in front.
-    package nonisolated static let leaving = 3.0
+    /// The seconds for which an app that is left waits for the block in progress; iOS allows some five. A block that takes longer fails where
+    /// iOS refuses the GPU, and is computed again in front.
+    package nonisolated static let secondsToLeave = 3.0
 
-    @ObservationIgnored private let phone: any Phone
+    @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let clock: any Clock<Duration>
-    @ObservationIgnored private var gate = PauseGate()
+    @ObservationIgnored private var gate = BoundaryGate()
     /// The number of blocks that had begun when the last step was logged.
-    @ObservationIgnored private var blocksBefore = 0
+    @ObservationIgnored private var blocksAtLastStep = 0
     @ObservationIgnored private var memoryIsShort = false
     /// The footprint without the run, in bytes.
     @ObservationIgnored private var besideBytes = 0
     @ObservationIgnored private var memoryCheck: Task<Void, Never>?
 
     /// - Parameters:
-    ///   - phone: the source of scene, temperature, battery and memory; `SystemPhone` in an app.
+    ///   - monitor: the source of scene, temperature, battery and memory; `SystemMonitor` in an app.
     ///   - clock: times the pause after a memory warning.
-    public init(phone: any Phone, clock: any Clock<Duration> = ContinuousClock()) {
-        (self.phone, self.clock) = (phone, clock)
-        phone.observers.append { [weak self] event in
+    public init(monitor: any DeviceMonitor, clock: any Clock<Duration> = ContinuousClock()) {
+        (self.monitor, self.clock) = (monitor, clock)
+        monitor.observers.append { [weak self] event in
             switch event {
             case .change: self?.update()
             case .memoryWarning: self?.memoryWarning()
@@ -96,8 +96,8 @@ import Observation
         (pauseWanted, stopWanted, state) = (false, false, .preparing)
         log = LogSummary()
 
-        let (gate, beside) = (PauseGate(), memoryFootprint())
-        (self.gate, besideBytes, blocksBefore) = (gate, beside, 0)
+        let (gate, beside) = (BoundaryGate(), memoryFootprint())
+        (self.gate, besideBytes, blocksAtLastStep) = (gate, beside, 0)
         update()
         let messages = gate.start("training", sending: Message.self) { send in
             if settings.resume, let past = try? LogSummary(folder: URL(fileURLWithPath: settings.output)) {
@@ -140,7 +140,8 @@ import Observation
         (pauseWanted, stopWanted, state) = (false, false, .preparing)
         Task {
             do {
-                for record in try await Task.detached(operation: { try LogRecord.all(in: folder).map(\.record) }).value
+                for record in try await Task.detached(operation: { try LogRecord.readAll(in: folder).map(\.record) })
+                    .value
                 {
                     if case .start(let start) = record { settings = start.settings }
                     while pauseWanted, !stopWanted {
@@ -197,20 +198,21 @@ import Observation
 
     /// Whether the phone has the memory that a step needs beyond the run's present one.
     private var hasMemory: Bool {
-        guard let available = phone.availableMemory, let prediction = log.prediction else { return true }
+        guard let available = monitor.availableMemory, let prediction = log.prediction else { return true }
         return available >= prediction.predictedPeakBytes - (memoryFootprint() - besideBytes)
     }
 
     private func update() {
         var reasons = PauseReason.reasons(
-            scene: phone.scene, usesGPU: usesGPU, grant: grant, thermalState: phone.thermalState, battery: phone.battery
+            scene: monitor.scene, usesGPU: usesGPU, grant: grant, thermalState: monitor.thermalState,
+            battery: monitor.battery
         )
         if pauseWanted { reasons.insert(.user) }
         if memoryIsShort { reasons.insert(.memory) }
-        gate.battery = phone.battery
+        gate.battery = monitor.battery
         gate.set(reasons)
         // After this call iOS may refuse the GPU or suspend the app. A block that has ended by then need not be done again.
-        if phone.scene == .background, reasons.contains(.away) { gate.waitUntilAtRest(seconds: Self.leaving) }
+        if monitor.scene == .background, reasons.contains(.away) { gate.waitUntilAtRest(seconds: Self.secondsToLeave) }
     }
 
     // MARK: - What the run does
@@ -234,7 +236,7 @@ import Observation
             log.append(record)
             switch record {
             case .start: update()  // it says which device the bundle is for
-            case .step: blocksBefore = gate.boundaries
+            case .step: blocksAtLastStep = gate.boundaries
             default: break
             }
             if case .end(let end) = record, end.reason != .failed {

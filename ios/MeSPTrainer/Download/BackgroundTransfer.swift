@@ -6,8 +6,8 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// Has the system receive files, which continues while the app is suspended and after it was ended. All that is wanted is asked for at
-/// once: for an app that is away, the system begins what is new when it suits it.
+/// Has the system receive files, also while the app is suspended and after it was ended. All files are requested at once, as the system
+/// delays requests that an app makes in the background.
 ///
 /// A file arrives as a whole. Of an interrupted one the system keeps the part that has arrived, and gives a few bytes to resume it, which
 /// are put beside the file under a name that ends in `.resume`.
@@ -20,16 +20,16 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
     private(set) var session = URLSession.shared
     private let lock = NSLock()
     /// By the names of their files; under the lock.
-    private var receptions = [String: Reception]()
+    private var pendingFiles = [String: PendingFile]()
     /// The transfers that the system had when it was first asked for a file: tasks of a process before this. Under the lock.
     private var tasksOfBefore: Task<[URLSessionTask], Never>?
 
-    /// A file that somebody waits for.
-    private struct Reception {
-        let wanted: Wanted
+    /// A file that a caller waits for.
+    private struct PendingFile {
+        let requested: RequestedFile
         let task: URLSessionDownloadTask
-        /// Whether the task continues with what there was.
-        let goesOn: Bool
+        /// Whether the task resumes an earlier one.
+        let isResumed: Bool
         let progress: @Sendable (Int) -> Void
         let continuation: CheckedContinuation<HTTPURLResponse, any Error>
     }
@@ -49,18 +49,21 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         session = URLSession(configuration: configuration, delegate: self, delegateQueue: nil)
     }
 
-    func receive(_ wanted: Wanted, progress: @escaping @Sendable (Int) -> Void) async throws -> HTTPURLResponse {
-        let name = name(of: wanted.file)
-        let (task, goesOn) = await task(for: wanted, name)
+    func receive(_ requested: RequestedFile, progress: @escaping @Sendable (Int) -> Void) async throws
+        -> HTTPURLResponse
+    {
+        let name = name(of: requested.file)
+        let (task, isResumed) = await task(for: requested, name)
         do {
             return try await withTaskCancellationHandler {
                 try await withCheckedThrowingContinuation { continuation in
-                    let reception = Reception(
-                        wanted: wanted, task: task, goesOn: goesOn, progress: progress, continuation: continuation)
-                    lock.withLock { receptions[name] = reception }
+                    let pendingFile = PendingFile(
+                        requested: requested, task: task, isResumed: isResumed, progress: progress,
+                        continuation: continuation)
+                    lock.withLock { pendingFiles[name] = pendingFile }
                     if task.state == .suspended { task.resume() }
-                    // It may have ended before anybody waited.
-                    if goesOn && task.state == .completed || Task.isCancelled {
+                    // It may have ended before this call.
+                    if isResumed && task.state == .completed || Task.isCancelled {
                         end(task, .failure(URLError(.cancelled)))
                     }
                 }
@@ -74,35 +77,34 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
     }
 
     /// - Returns: the task that the system has for a file, or a new one, and whether it continues with what has come.
-    private func task(for wanted: Wanted, _ name: String) async -> (URLSessionDownloadTask, Bool) {
+    private func task(for requested: RequestedFile, _ name: String) async -> (URLSessionDownloadTask, Bool) {
         for task in await findTasksOfBefore()
         where task.taskDescription == name && (task.state == .running || task.state == .suspended) {
-            if let task = task as? URLSessionDownloadTask, Self.isFor(wanted, task) { return (task, true) }
+            if let task = task as? URLSessionDownloadTask, Self.isFor(requested, task) { return (task, true) }
             task.cancel()  // of another commit, or other networks
         }
-        let resumeFile = wanted.file.appendingPathExtension(Self.resume)
+        let resumeFile = requested.file.appendingPathExtension(Self.resume)
         let resumeData = (try? openRegularFile(resumeFile, O_RDONLY)).flatMap {
             try? FileHandle(fileDescriptor: $0, closeOnDealloc: true).readToEnd()
         }
         try? FileManager.default.removeItem(at: resumeFile)  // it is good for one attempt
         var resumed = resumeData.map(session.downloadTask(withResumeData:))
         // The system continues over the networks that were allowed when the file was begun.
-        if let begun = resumed, begun.originalRequest?.usesAnyNetwork != wanted.request.usesAnyNetwork {
+        if let begun = resumed, begun.originalRequest?.usesAnyNetwork != requested.request.usesAnyNetwork {
             begun.cancel()
             resumed = nil
         }
-        let task = resumed ?? session.downloadTask(with: wanted.request)
+        let task = resumed ?? session.downloadTask(with: requested.request)
         task.taskDescription = name
         return (task, resumed != nil)
     }
 
-    private static func isFor(_ wanted: Wanted, _ task: URLSessionTask) -> Bool {
-        task.originalRequest?.url == wanted.request.url
-            && task.originalRequest?.usesAnyNetwork == wanted.request.usesAnyNetwork
+    private static func isFor(_ requested: RequestedFile, _ task: URLSessionTask) -> Bool {
+        task.originalRequest?.url == requested.request.url
+            && task.originalRequest?.usesAnyNetwork == requested.request.usesAnyNetwork
     }
 
-    /// Asked once: those of this process somebody waits for, or they were cancelled. (And Foundation for Linux may crash where tasks begin
-    /// or end meanwhile.)
+    /// Asks the system once for the tasks of earlier processes. (Foundation for Linux may crash where tasks begin or end meanwhile.)
     private func findTasksOfBefore() async -> [URLSessionTask] {
         let search = lock.withLock {
             let search =
@@ -136,28 +138,28 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         try? writeWhole(file.appendingPathExtension(Self.resume)) { try $0.write(contentsOf: resumeData) }
     }
 
-    // MARK: - Whoever waits
+    // MARK: - Callers
 
-    private func reception(of task: URLSessionTask) -> Reception? {
-        lock.withLock { task.taskDescription.flatMap { receptions[$0] } }.flatMap { $0.task == task ? $0 : nil }
+    private func findPendingFile(of task: URLSessionTask) -> PendingFile? {
+        lock.withLock { task.taskDescription.flatMap { pendingFiles[$0] } }.flatMap { $0.task == task ? $0 : nil }
     }
 
-    /// Tells whoever waits. Where nobody does, the next who wants the file finds it, or asks for it again.
+    /// Ends a caller's wait. Without a caller, the next caller finds the file, or requests it again.
     private func end(_ task: URLSessionTask, _ result: Result<Void, any Error>) {
-        guard let reception = reception(of: task), let name = task.taskDescription,
-            lock.withLock({ receptions.removeValue(forKey: name) }) != nil
+        guard let pendingFile = findPendingFile(of: task), let name = task.taskDescription,
+            lock.withLock({ pendingFiles.removeValue(forKey: name) }) != nil
         else { return }
-        reception.continuation.resume(
+        pendingFile.continuation.resume(
             with: Result {
-                do { try result.get() } catch let error as URLError { throw reception.wanted.brokenOff(error) }
+                do { try result.get() } catch let error as URLError { throw pendingFile.requested.brokenOff(error) }
                 // The partial file may be gone.
-                if let response = task.response as? HTTPURLResponse, reception.goesOn {
+                if let response = task.response as? HTTPURLResponse, pendingFile.isResumed {
                     guard Self.isTaken(response) else {
-                        throw Retryable(sentence: "\(reception.wanted.what) could not continue; try again.")
+                        throw RetryableFailure(sentence: "\(pendingFile.requested.what) could not continue; try again.")
                     }
                     return response
                 }
-                return try reception.wanted.check(task.response, offset: 0).answer
+                return try pendingFile.requested.check(task.response, offset: 0).answer
             })
     }
 
@@ -173,14 +175,14 @@ extension BackgroundTransfer: URLSessionDownloadDelegate {
         totalBytesWritten written: Int64, totalBytesExpectedToWrite _: Int64
     ) {
         // Foundation on Linux has the response only at the end.
-        guard let reception = reception(of: task), task.response.map(Self.isTaken) ?? true else { return }
-        reception.progress(Int(written))
+        guard let pendingFile = findPendingFile(of: task), task.response.map(Self.isTaken) ?? true else { return }
+        pendingFile.progress(Int(written))
         if isTooLong(task, Int(written)) { task.cancel() }
     }
 
     private func isTooLong(_ task: URLSessionTask, _ bytes: Int) -> Bool {
-        guard let reception = reception(of: task), bytes > reception.wanted.limit else { return false }
-        end(task, .failure(reception.wanted.isTooLong))
+        guard let pendingFile = findPendingFile(of: task), bytes > pendingFile.requested.limit else { return false }
+        end(task, .failure(pendingFile.requested.isTooLong))
         return true
     }
 
@@ -196,7 +198,7 @@ extension BackgroundTransfer: URLSessionDownloadDelegate {
             try FileManager.default.moveItem(at: location, to: file)
             try? FileManager.default.removeItem(at: file.appendingPathExtension(Self.resume))
         } catch {
-            let what = reception(of: task)?.wanted.what ?? "\(file.lastPathComponent)"
+            let what = findPendingFile(of: task)?.requested.what ?? "\(file.lastPathComponent)"
             end(task, .failure(MeSPError("\(what) cannot be written: \(error.plainSentence).")))
         }
     }

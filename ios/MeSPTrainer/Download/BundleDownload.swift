@@ -10,11 +10,11 @@ import MeSPSentences
 /// A download of a bundle from a repository of the Hugging Face Hub.
 ///
 ///     let download = try BundleDownload(repository: "someone/Qwen2.5-0.5B-mesp")
-///     let offer = try await download.offer()
+///     let offer = try await download.fetchOffer()
 ///     try await download.fetch(offer, to: folder) { bytes in … }
 ///
-/// The manifest comes first. Each other file has the size and the SHA-256 that it says, or is refused. `fetch` resumes a download that
-/// ended early.
+/// The manifest is downloaded first, and then the files that it lists and no others. A file that has not the size and the SHA-256 of the
+/// manifest is refused. `fetch` resumes a download that ended early.
 public struct BundleDownload: Sendable {
     /// A bundle on the Hub, before it is downloaded. It can be stored, so that another process can resume the download.
     public struct Offer: Sendable, Codable {
@@ -92,17 +92,17 @@ public struct BundleDownload: Sendable {
     // MARK: - Fetching
 
     /// Asks for the manifest, and checks that this build can use such a bundle.
-    public func offer() async throws -> Offer {
+    public func fetchOffer() async throws -> Offer {
         let file = FileManager.default.temporaryDirectory.appendingPathComponent("manifest-\(UUID().uuidString).json")
         defer { try? FileManager.default.removeItem(at: file) }
-        let wanted = wanted("manifest.json", of: "main", into: file, limit: Manifest.largestSize)
+        let requested = requested("manifest.json", of: "main", into: file, limit: Manifest.largestSize)
         do {
-            let answer = try await ForegroundTransfer().receive(wanted) { _ in }
+            let answer = try await ForegroundTransfer().receive(requested) { _ in }
             let commit = answer.value(forHTTPHeaderField: "X-Repo-Commit").flatMap { commit in
                 commit.count >= 7 && commit.allSatisfy(\.isHexDigit) ? commit : nil
             }
             return try Offer(repository: repository, json: try Data(contentsOf: file), commit: commit)
-        } catch let error as Retryable {
+        } catch let error as RetryableFailure {
             throw MeSPError(error.sentence)
         }
     }
@@ -110,7 +110,7 @@ public struct BundleDownload: Sendable {
     /// Downloads the files that `folder` lacks. Cancelling the task ends it; the next call resumes.
     ///
     /// - Parameters:
-    ///   - offer: the result of `offer()`.
+    ///   - offer: the result of `fetchOffer()`.
     ///   - folder: gets the bundle; it need not be there yet.
     ///   - usesAnyNetwork: whether it may come over networks that cost extra or are in Low Data Mode. In the background files wait for
     ///     another, elsewhere they fail.
@@ -168,15 +168,15 @@ public struct BundleDownload: Sendable {
         }
     }
 
-    private func wanted(
+    private func requested(
         _ path: String, of commit: String, into file: URL, limit: Int, usesAnyNetwork: Bool = true
-    ) -> Wanted {
+    ) -> RequestedFile {
         let url = hub.appendingPathComponent("\(repository)/resolve/\(commit)/\(path)")
         var request = URLRequest(url: url, cachePolicy: .reloadIgnoringLocalCacheData, timeoutInterval: patience)
         // Ranges are of the file as it is, and not of one that was compressed for the way.
         request.setValue("identity", forHTTPHeaderField: "Accept-Encoding")
         request.usesAnyNetwork = usesAnyNetwork
-        return Wanted(request: request, file: file, limit: limit, path: path, repository: repository)
+        return RequestedFile(request: request, file: file, limit: limit, path: path, repository: repository)
     }
 
     /// Whether a file is there already, and not of another commit.
@@ -188,22 +188,22 @@ public struct BundleDownload: Sendable {
         return try await Task.detached { try sha256(of: url) }.value == file.sha256
     }
 
-    /// Downloads a file by way of one beside it, which holds what has come so far.
+    /// Downloads a file. What has arrived is in a file of the same name that ends in `.part`, which becomes the file when it is whole.
     private func fetch(
         _ file: Manifest.File, of commit: String, to target: URL, usesAnyNetwork: Bool,
         progress: @escaping @Sendable (Int) -> Void
     ) async throws {
         let partial = target.appendingPathExtension("part")
         try attempt("written") { close(try openRegularFile(partial, O_WRONLY | O_CREAT)) }
-        let wanted = wanted(
+        let requested = requested(
             file.path, of: commit, into: partial, limit: file.size, usesAnyNetwork: usesAnyNetwork)
         var (failures, damaged) = (0, false)
         while true {
             let had = Self.size(partial)
             if had < file.size || had == 0 && file.size == 0 && failures == 0 {
                 do {
-                    _ = try await transfer.receive(wanted, progress: progress)
-                } catch let error as Retryable {
+                    _ = try await transfer.receive(requested, progress: progress)
+                } catch let error as RetryableFailure {
                     failures = Self.size(partial) > had ? 0 : failures + 1
                     guard failures < attempts else { throw MeSPError(error.sentence) }
                     try await Task.sleep(for: .milliseconds(min(patience, 1) * 500 * Double(failures)))

@@ -60,7 +60,7 @@ struct FederationSettings: Decodable {
         try print("end", [String: String]())
     }
 
-    private func answer(_ question: SuperNode.Question) throws -> Records {
+    private func answer(_ question: SuperNode.Question) throws -> FlowerRecords {
         let round = try FederatedRun(
             question, bundle: URL(fileURLWithPath: bundle), data: data.map { URL(fileURLWithPath: $0) },
             memoryLimit: memoryLimitMb.map { Int($0 * 1e6) })

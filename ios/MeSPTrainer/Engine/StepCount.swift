@@ -59,17 +59,17 @@ import MeSPBundle
     private func record(_ settings: RunSettings, _ rules: LedgerRules) throws -> (Ledger, predicted: Int) {
         var predicted = 0
         let ledger = try Ledger.record(rules: rules) {
-            let rehearsal = try Rehearsal(settings)
-            guard rehearsal.isForGPU else {
+            let trial = try TrialSteps(settings)
+            guard trial.isForGPU else {
                 throw MeSPError("\(settings.bundle) is for the CPU: export it with --device gpu to count.")
             }
-            guard !rehearsal.hasExperts else {
+            guard !trial.hasExperts else {
                 throw MeSPError("\(settings.bundle) mixes experts, and kernels depend on those that tokens choose.")
             }
-            predicted = rehearsal.planner.arrays(rehearsal.plan)
-            try rehearsal.step { Ledger.boundary() }
+            predicted = trial.planner.arrays(trial.plan)
+            try trial.step { Ledger.boundary() }
             Ledger.restart()
-            try rehearsal.step { Ledger.boundary() }
+            try trial.step { Ledger.boundary() }
         }
         return (ledger, predicted)
     }

@@ -35,7 +35,7 @@ signal(SIGBUS) { _ in
     if let lostFile { _ = write(STDERR_FILENO, lostFile, strlen(lostFile)) }
     _exit(2)
 }
-// Writing then fails instead: on a full disk with a sentence, and where nobody reads any more as checked below.
+// Writing then fails instead: on a full disk with a sentence, and without a reader as checked below.
 signal(SIGXFSZ, SIG_IGN)
 signal(SIGPIPE, SIG_IGN)
 
@@ -46,7 +46,7 @@ signal(SIGPIPE, SIG_IGN)
     pressure.activate()
 #endif
 
-/// Ends the process at once: MLX's threads may still compute what nobody waits for, and `exit` would destroy what they use.
+/// Ends the process at once: MLX's threads may still compute, and `exit` would destroy what they use.
 func leave(_ status: Int32) -> Never {
     fflush(nil)
     _exit(status)
@@ -88,7 +88,7 @@ func run(_ settings: RunSettings) throws {
 
 /// The rewards of the answers, from who has started this.
 func reward(_ groups: [AnswerGroup]) throws -> [[Float]] {
-    // Where nobody rewards any more the run ends in order.
+    // Without a process that rewards, the run ends in order.
     do { try print("samples", ["groups": groups]) } catch { throw CancellationError() }
     guard let line = readLine() else { throw CancellationError() }
     guard let rewards = try? JSONDecoder().decode([[Float]].self, from: Data(line.utf8)) else {
@@ -105,8 +105,8 @@ func count(_ file: URL) throws {
     #endif
 }
 
-/// The model that a settings file names: a bundle's folder, and an adapter folder or null.
-func model(_ file: URL) throws -> Evaluator {
+/// Opens the model that a settings file names: a bundle's folder, and a folder of adapters or null.
+func openModel(_ file: URL) throws -> Evaluator {
     struct Settings: Decodable {
         let bundle: String
         let adapters: String?
@@ -119,7 +119,7 @@ func model(_ file: URL) throws -> Evaluator {
 
 func generate(_ file: URL) throws {
     let request: Generator.Request = try readSettings(file)
-    let summary = try model(file).generator.generate(
+    let summary = try openModel(file).generator.generate(
         request, atBlock: checkStop, onToken: { try print("token", ["token": $0]) })
     try print("end", summary)
 }
@@ -129,7 +129,7 @@ func evaluate(_ file: URL) throws {
         let logLikelihoods: [Double]
         let greedy: [Bool]
     }
-    let evaluator = try model(file)
+    let evaluator = try openModel(file)
     var count = 0
     while let line = readLine() {
         count += 1

@@ -76,7 +76,7 @@ public struct FederatedRun {
     ///
     /// - Parameter name: what the server calls this device; nil for the node's number
     /// - Throws: `CancellationError` where the run was stopped, `MeSPError`
-    public func answer(as name: String? = nil) throws -> Records {
+    public func answer(as name: String? = nil) throws -> FlowerRecords {
         let output = URL(fileURLWithPath: settings.output)
         let summary = try LogSummary(folder: output)
         guard summary.end?.reason == .finished else { throw CancellationError() }
@@ -93,7 +93,7 @@ public struct FederatedRun {
         }
         let targets = summary.steps.reduce(0) { $0 + $1.tokens }
         let loss = summary.steps.reduce(0) { $0 + Double($1.loss) } / Double(max(summary.steps.count, 1))
-        return Records(
+        return FlowerRecords(
             arrays: ["arrays": Dictionary(uniqueKeysWithValues: arrays)],
             metrics: [
                 "metrics": [

@@ -13,7 +13,7 @@ struct FleetAPI: Sendable {
     /// A SuperLink's address, as in `https://links.example.org:8000`.
     let server: URL
     let key: NodeKey
-    let transport: Transport
+    let transport: HTTPTransport
 
     /// A call failed in a way that another may not: the network, or a server that is busy.
     struct Unreachable: Error {
@@ -61,17 +61,17 @@ struct FleetAPI: Sendable {
         for (name, value) in headers { request.setValue(value, forHTTPHeaderField: name) }
         let (data, status): (Data, Int)
         do {
-            (data, status) = try await transport.answer(
-                to: request, most: name == "pull-object" ? Self.mostOfObject : Self.mostBytes, within: seconds)
-        } catch Transport.Failure.unreachable(let reason) {
+            (data, status) = try await transport.send(
+                request, most: name == "pull-object" ? Self.mostOfObject : Self.mostBytes, within: seconds)
+        } catch HTTPTransport.Failure.unreachable(let reason) {
             throw Unreachable(sentence: "\(server.absoluteString) cannot be reached: \(reason)")
-        } catch Transport.Failure.tooSlow {
+        } catch HTTPTransport.Failure.tooSlow {
             throw Unreachable(sentence: "\(server.absoluteString) takes too long to answer.")
-        } catch Transport.Failure.tooLong {
+        } catch HTTPTransport.Failure.tooLong {
             throw MeSPError(
                 "\(server.absoluteString) answers \(name) with more bytes than any answer of Flower's has; ask its operator."
             )
-        } catch Transport.Failure.unsaidLength {
+        } catch HTTPTransport.Failure.unsaidLength {
             throw MeSPError(
                 "\(server.absoluteString) answers \(name) compressed or without a length, as no SuperLink of Flower's does; ask its operator."
             )

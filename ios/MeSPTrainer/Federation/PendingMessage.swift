@@ -6,7 +6,7 @@ import MeSPSentences
 ///     message      the message's metadata and object tree
 ///     reply        the answer's
 ///     objects/ID   what both consist of
-///     work/        what whoever answers keeps
+///     work/        files of the work on the answer
 struct PendingMessage {
     let folder: URL
     /// The most bytes of a message's objects, and of what they stand for.
@@ -31,25 +31,25 @@ struct PendingMessage {
     }
 
     /// The message that was received and not yet answered.
-    var message: (Metadata, ObjectTree)? { get throws { try read("message") } }
-    var reply: (Metadata, ObjectTree)? { get throws { try read("reply") } }
+    var message: (Metadata, FlowerObjectTree)? { get throws { try read("message") } }
+    var reply: (Metadata, FlowerObjectTree)? { get throws { try read("reply") } }
 
     /// A file that is damaged is removed: nothing can be done with it, and the node continues without.
-    private func read(_ name: String) throws -> (Metadata, ObjectTree)? {
+    private func read(_ name: String) throws -> (Metadata, FlowerObjectTree)? {
         let file = folder.appendingPathComponent(name)
         guard FileManager.default.fileExists(atPath: file.path) else { return nil }
         let data = try Data(contentsOf: file)
         do {
             let saved = try ProtobufMessage(data)
             if let metadata = try saved.messages(1).last, let tree = try saved.messages(2).last {
-                return (try Metadata(metadata), try ObjectTree(tree))
+                return (try Metadata(metadata), try FlowerObjectTree(tree))
             }
         } catch is MeSPError {}
         try FileManager.default.removeItem(at: file)
         return nil
     }
 
-    private func write(_ name: String, _ metadata: Metadata, _ tree: ObjectTree) throws {
+    private func write(_ name: String, _ metadata: Metadata, _ tree: FlowerObjectTree) throws {
         var saved = ProtobufWriter()
         saved.add(1) { metadata.write(to: &$0) }
         saved.add(2) { tree.write(to: &$0) }
@@ -57,7 +57,7 @@ struct PendingMessage {
     }
 
     /// Keeps a message, and nothing of the one before, which may have been left half emptied.
-    func receive(_ metadata: Metadata, _ tree: ObjectTree) throws {
+    func receive(_ metadata: Metadata, _ tree: FlowerObjectTree) throws {
         try empty()
         try write("message", metadata, tree)
     }
@@ -71,7 +71,7 @@ struct PendingMessage {
 
     /// - Parameter bytes: of the objects that are here
     /// - Throws: `MeSPError` where a tree has more than a message of this model's.
-    func check(_ tree: ObjectTree, bytes: Int) throws {
+    func check(_ tree: FlowerObjectTree, bytes: Int) throws {
         guard bytes <= mostBytes, tree.ids.count <= Self.mostObjects else { throw Self.tooLarge(mostBytes) }
     }
 
@@ -91,8 +91,8 @@ struct PendingMessage {
     }
 
     /// The content of a message of a tree, and the bytes of its objects.
-    func content(of tree: ObjectTree) throws -> (Records, bytes: Int) {
-        var store = ObjectStore()
+    func content(of tree: FlowerObjectTree) throws -> (FlowerRecords, bytes: Int) {
+        var store = FlowerObjectStore()
         for id in tree.ids { try store.take(object(id), id: id) }
         guard let content = try store.object(tree.id).children.first else {
             throw MeSPError("The server sent a message without content.")
@@ -101,8 +101,8 @@ struct PendingMessage {
     }
 
     /// Keeps the answer to a message; without records, that there is none.
-    func answer(_ metadata: Metadata, with records: Records?) throws {
-        var (store, reply) = (ObjectStore(), metadata.reply())
+    func answer(_ metadata: Metadata, with records: FlowerRecords?) throws {
+        var (store, reply) = (FlowerObjectStore(), metadata.reply())
         let children = try records.map { [try store.add($0)] } ?? []
         let tree = try store.add("Message", children: children) { _ in
             var message = ProtobufWriter()

@@ -3,9 +3,9 @@ import MLX
 import MeSPCore
 
 /// The device's times of the parts of a step.
-extension Bench {
+extension CheckSuite {
     /// The time of one `eval` of a chain of this many kernels, each of which adds a number, in seconds.
-    private func chain(_ kernels: Int) throws -> Double {
+    private func timeChain(_ kernels: Int) throws -> Double {
         let one = MLXArray(Float(1))
         eval(one)
         var times = [Double]()
@@ -18,18 +18,18 @@ extension Bench {
         return times.sorted()[times.count / 2]
     }
 
-    func emptyEval() throws -> Finding {
-        _ = try chain(1)
-        let whole = try chain(1)
+    func measureEmptyEval() throws -> Finding {
+        _ = try timeChain(1)
+        let whole = try timeChain(1)
         constants.evalSeconds = whole
         return Finding(
             .note, "An eval of one number takes \(shown(microseconds: whole)).", [Measurement("eval", whole, "s")])
     }
 
     /// The slope of the time of a chain over its length, by least squares.
-    func dependentKernel() throws -> Finding {
+    func measureDependentKernel() throws -> Finding {
         let lengths = [16, 64, 128, 256]
-        let times = try lengths.map { try chain($0) }
+        let times = try lengths.map { try timeChain($0) }
         let (n, t) = (lengths.reduce(0, +) / lengths.count, times.reduce(0, +) / Double(times.count))
         let products = zip(lengths, times).map { Double($0 - n) * ($1 - t) }
         let squares = lengths.map { Double(($0 - n) * ($0 - n)) }
@@ -42,7 +42,7 @@ extension Bench {
     }
 
     /// A result of 1 MiB, into a buffer that MLX's cache has, and into one that the system has to give.
-    func newBuffer() throws -> Finding {
+    func measureNewBuffer() throws -> Finding {
         let x = MLXArray.zeros([1 << 18])
         eval(x)
         func add(clearing: Bool) throws -> Double {
@@ -71,12 +71,12 @@ extension Bench {
     }
 
     /// x + 1 of 32 MiB again and again, each time into the buffer that it came from: each byte is read and written.
-    func bandwidth() throws -> Finding {
+    func measureBandwidth() throws -> Finding {
         let bytes = 32 << 20
         let x = MLXArray.zeros([bytes / 4])
         eval(x)
         func add(_ times: Int) throws -> Double {
-            try median { eval((0..<times).reduce(x) { sum, _ in sum + 1 }) }
+            try medianTime { eval((0..<times).reduce(x) { sum, _ in sum + 1 }) }
         }
         // The first one takes a new buffer. On a busy machine one may take longer than nine: then all nine count.
         let (one, nine) = (try add(1), try add(9))
@@ -106,7 +106,7 @@ extension Bench {
     }
 
     /// A product with tiles of rows of a block's widest projection, of the longest sequence.
-    func product(_ product: Product) throws -> Finding {
+    func measureProduct(_ product: Product) throws -> Finding {
         let (inputs, length) = (architecture.hiddenSize, longest)
         let rates = try bundle.withBlock(0) { weights in
             let all = weights.matrix(architecture.block(0).wideProjection)
@@ -121,7 +121,7 @@ extension Bench {
                     [length, product == .plain ? rows : inputs], dtype: productType, key: MLXRandom.key(0))
                 // A tile of a mapped matrix may be copied before the product; in training too.
                 eval(x)
-                let time = try median { eval(result(product, x, w)) }
+                let time = try medianTime { eval(result(product, x, w)) }
                 rates.append((rows, 2 * Double(length * rows * inputs) / time))
             }
             return rates

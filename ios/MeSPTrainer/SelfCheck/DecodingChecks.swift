@@ -3,7 +3,7 @@ import MLX
 import MeSPCore
 
 /// Compares reading one token at a time, as generation does, with a prefill. A GPU has other kernels for one row than for many.
-extension Bench {
+extension CheckSuite {
     typealias Fields = [String: any Sendable]
 
     /// The kinds of mixers, and for each the manifest's entries of its variants.
@@ -84,7 +84,7 @@ extension Bench {
     private static let decoded = ChunkDecays.chunk + 6
 
     /// Compares a block's output, the logits, and the state that the block keeps for the next token, for each variant of a mixer.
-    func decoding(_ name: String, _ variants: KeyValuePairs<String, Fields>) throws -> Finding {
+    func checkDecoding(_ name: String, _ variants: KeyValuePairs<String, Fields>) throws -> Finding {
         let errors = try variants.flatMap { variant, mixer in
             try atBlock()
             let folder = Self.temporaryFolder.appendingPathComponent("tiny.\(UUID().uuidString)")
@@ -98,7 +98,7 @@ extension Bench {
                 Measurement("\(variant): state", worst(zip(single.state, whole.state).map(error))),
             ]
         }
-        return compared(
+        return compare(
             "The outputs and the state of a block, one token at a time,", with: "those of all tokens at once", errors)
     }
 

@@ -5,7 +5,7 @@ import MeSPBundle
 import MeSPCore
 
 /// Whether the device computes what the formulas say, and the same each time.
-extension Bench {
+extension CheckSuite {
     /// ‖a − b‖₂ / ‖b‖₂ a tensor. In float32 what the order of sums makes; in bfloat16 what storing activations so costs.
     var tolerance: Double { bundle.dtype == .float32 ? 1e-4 : 0.05 }
 
@@ -31,7 +31,7 @@ extension Bench {
     }
 
     /// Whether the largest of these errors is within the tolerance; a NaN is not.
-    func compared(
+    func compare(
         _ what: Sentence, with other: Sentence, _ errors: [Measurement], tolerance: Double? = nil
     ) -> Finding {
         let tolerance = tolerance ?? self.tolerance
@@ -87,13 +87,13 @@ extension Bench {
 
     // MARK: - Against other ways to the same numbers
 
-    func blockOutputs() throws -> Finding {
+    func checkBlockOutputs() throws -> Finding {
         /// The first block of a kind stands for all.
         let blocks = bundle.manifest.blocks.filter(\.hasFunctions).map { $0.layers[0] }
         guard !blocks.isEmpty else {
             throw Skipped(reason: "The model mixes experts, and such blocks have no function.")
         }
-        let trainer = try trainer(run(shortest))
+        let trainer = try makeTrainer(run(shortest))
         let model = trainer.model
         let x = try model.embed(example(shortest))
         func errors(_ block: Int, _ records: [Range<Int>]?) throws -> [Measurement] {
@@ -121,20 +121,20 @@ extension Bench {
         let packed = [0..<shortest / 3, shortest / 3..<shortest].filter { !$0.isEmpty }
         let hasPacked = bundle.manifest.device == .gpu && bundle.manifest.takesPacked
         let found = try blocks.flatMap { try errors($0, nil) + (hasPacked ? errors($0, packed) : []) }
-        return compared(
+        return compare(
             "The outputs of the block function", with: "those of the formulas on the CPU", found)
     }
 
-    func gradientsAgainstCPU() throws -> Finding {
+    func compareGradientsWithCPU() throws -> Finding {
         guard !architecture.hasExperts || bundle.backend == .cpu else {
             // Rounding on a GPU may decide so.
             throw Skipped(reason: "The model mixes experts, and the loss jumps where a token chooses others.")
         }
-        let trainer = try trainer(fewBlocks(.mesp))
+        let trainer = try makeTrainer(fewBlocks(.mesp))
         let (loss, ours) = try gradients(trainer)
         let (sum, expected) = try gradientsOnCPU(trainer, inputOfTrained(trainer))
         let found = errors(trainer.model.layouts, ours.mapValues { tamper("gradients.cpu", $0) }, expected)
-        return compared(
+        return compare(
             "The gradients of \(fewBlocks) blocks", with: "those of the formulas on the CPU",
             [Measurement("loss", error(MLXArray(loss), sum))] + found)
     }
@@ -206,22 +206,22 @@ extension Bench {
         return (sum * weight, gradients)
     }
 
-    func gradientsAgainstMeBP() throws -> Finding {
+    func compareGradientsWithMeBP() throws -> Finding {
         guard !architecture.hasExperts else {
             throw Skipped(reason: "The model mixes experts, and such blocks have no function.")
         }
-        let trainer = try trainer(fewBlocks(.mesp))
+        let trainer = try makeTrainer(fewBlocks(.mesp))
         let (loss, ours) = try gradients(trainer)
-        let (expectedLoss, expected) = try gradients(self.trainer(fewBlocks(.mebp)))
+        let (expectedLoss, expected) = try gradients(self.makeTrainer(fewBlocks(.mebp)))
         let found = errors(trainer.model.layouts, ours.mapValues { tamper("gradients.mebp", $0) }, expected)
-        return compared(
+        return compare(
             "The gradients of \(fewBlocks) blocks by MeSP", with: "those by automatic differentiation",
             [Measurement("loss", error(MLXArray(loss), MLXArray(expectedLoss)))] + found)
     }
 
     /// A product with few rows takes another kernel.
-    func fewTargets() throws -> Finding {
-        let trainer = try trainer(run(shortest))
+    func checkFewTargets() throws -> Finding {
+        let trainer = try makeTrainer(run(shortest))
         let whole = example(shortest)
         let model = trainer.model
         let x = try model.embed(whole)
@@ -235,7 +235,7 @@ extension Bench {
                 Measurement("gradient of \(count)", error(tamper("head.few_targets", dy), expected)),
             ]
         }
-        return compared(
+        return compare(
             "Loss and gradient of one, two and three targets", with: "those of the formulas on the CPU", errors)
     }
 
@@ -245,8 +245,8 @@ extension Bench {
     private func bits(_ array: MLXArray) throws -> Data { try array.withBytes { $0.withUnsafeBytes { Data($0) } } }
 
     /// As often as the settings say, or as twenty times their seconds allow.
-    func repeats() throws -> Finding {
-        let trainer = try trainer(fewBlocks(.mesp))
+    func repeatGradient() throws -> Finding {
+        let trainer = try makeTrainer(fewBlocks(.mesp))
         let first = try gradients(trainer).gradients.mapValues(bits)
         let end = ContinuousClock.now + .seconds(20 * settings.seconds)
         var (done, different) = (0, 0)
@@ -264,7 +264,7 @@ extension Bench {
     }
 
     /// Three steps, and two with a third by another trainer, from the state that the first one saved.
-    func resume() throws -> Finding {
+    func checkResume() throws -> Finding {
         var run = fewBlocks(.mesp)
         (run.optimizer, run.learningRate, run.output) = (.adamw8bit, 1e-3, "")
         let plan = try defaultPlan(run)
@@ -275,7 +275,7 @@ extension Bench {
             _ = try trainer.step([SequenceLoss([example(shortest, number: number)])], number: number)
         }
 
-        let straight = try trainer(run, plan: plan)
+        let straight = try makeTrainer(run, plan: plan)
         for number in 0..<3 {
             try step(straight, number)
             if number == 1 {
@@ -283,7 +283,7 @@ extension Bench {
                 try SavedState(step: 2, plan: plan, settings: run, sources: sources).save(straight, in: folder)
             }
         }
-        let resumed = try trainer(run, plan: plan)
+        let resumed = try makeTrainer(run, plan: plan)
         guard let saved = try SavedState.load(from: folder, run) else {
             throw MeSPError("The saved state in \(folder.path) is not there.")
         }

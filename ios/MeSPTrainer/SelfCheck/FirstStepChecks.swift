@@ -11,8 +11,8 @@ struct FirstStep {
     let longest, longestAgain: Double
 }
 
-extension Bench {
-    private func firstStep() throws -> FirstStep {
+extension CheckSuite {
+    private func takeFirstStep() throws -> FirstStep {
         guard isFirstUse else {
             throw Skipped(reason: "MLX was in use before: restart the process, and check before anything else.")
         }
@@ -35,7 +35,7 @@ extension Bench {
 
     /// The longest time between two boundaries of a step, and of a second one.
     private func longestStretches(_ run: RunSettings, _ plan: Plan) throws -> (Double, Double) {
-        let trainer = try trainer(run, plan: plan)
+        let trainer = try makeTrainer(run, plan: plan)
         defer { trainer.clock.atBlock = {} }
         let stretches = try (0..<2).map { number in
             let clock = ContinuousClock()
@@ -51,9 +51,9 @@ extension Bench {
         return (stretches[0], stretches[1])
     }
 
-    /// Measures the memory of the device beside arrays: libraries, compiled kernels, command buffers.
-    func metalFootprint() throws -> Finding {
-        let step = try firstStep()
+    /// Measures the device's memory that is not in arrays: libraries, compiled kernels, command buffers.
+    func measureMetalFootprint() throws -> Finding {
+        let step = try takeFirstStep()
         let bytes = max(0, step.afterStep)
         constants.metalBytes = Double(bytes)
         MetalMemory[bundle.manifest.device] = bytes
@@ -68,10 +68,10 @@ extension Bench {
     }
 
     /// Leaving the app waits until the step reaches a boundary, and iOS ends an app that takes too long.
-    func leaving() throws -> Finding {
-        let step = try firstStep()
+    func checkLeaving() throws -> Finding {
+        let step = try takeFirstStep()
         let verdict = Self.verdict(leaving: step.longest, onGPU: bundle.manifest.device == .gpu)
-        let (time, limit) = (String(format: "%.3f", step.longest), String(format: "%.0f", RunController.leaving))
+        let (time, limit) = (String(format: "%.3f", step.longest), String(format: "%.0f", RunController.secondsToLeave))
         return Finding(
             verdict,
             verdict == .fail
@@ -79,13 +79,13 @@ extension Bench {
                 : "In the first step at most \(time) s pass between two boundaries; leaving the app waits for \(limit) s.",
             [
                 Measurement("first step", step.longest, "s"), Measurement("second step", step.longestAgain, "s"),
-                Measurement("limit", RunController.leaving, "s"),
+                Measurement("limit", RunController.secondsToLeave, "s"),
             ])
     }
 
     /// On a CPU, where nothing is compiled, the first step is like any other.
     static func verdict(leaving seconds: Double, onGPU: Bool) -> SelfCheckReport.Verdict {
         guard onGPU else { return .note }
-        return seconds <= RunController.leaving ? .pass : .fail
+        return seconds <= RunController.secondsToLeave ? .pass : .fail
     }
 }

@@ -32,8 +32,8 @@ struct SystemGPU {
 }
 
 /// The machine, and how it maps weights.
-extension Bench {
-    func machine() -> Finding {
+extension CheckSuite {
+    func describeMachine() -> Finding {
         let process = ProcessInfo.processInfo
         let (memory, page) = (Int(clamping: process.physicalMemory), Int(getpagesize()))
         let limit = systemMemoryLimit().flatMap { $0 < memory ? $0 : nil }
@@ -48,7 +48,7 @@ extension Bench {
             ] + (limit.map { [Measurement("memory limit", Double($0), "bytes")] } ?? []))
     }
 
-    func gpu() throws -> Finding {
+    func describeGPU() throws -> Finding {
         guard bundle.manifest.device == .gpu else {
             throw Skipped(reason: "The bundle \(bundle.manifest.name) runs on the CPU: export one with --device gpu.")
         }
@@ -70,7 +70,7 @@ extension Bench {
 
     /// Where Metal refuses an address or a length, MLX copies silently. Then a change of the file does not show in the
     /// array.
-    func mapWithoutCopy() throws -> Finding {
+    func checkMapWithoutCopy() throws -> Finding {
         let size = min(largestFile.words * 4, 16 << 20)
         let path = Self.temporaryFolder.appendingPathComponent("mapped.\(UUID().uuidString)").path
         let file = open(path, O_RDWR | O_CREAT | O_EXCL, 0o600)
@@ -100,7 +100,7 @@ extension Bench {
     }
 
     /// Reads every page of the largest weight file through MLX.
-    func mapFootprint() throws -> Finding {
+    func measureMapFootprint() throws -> Finding {
         let size = largestFile.words * 4
         func read() throws -> Int {
             let words = try mappedWords(bundle.url.appendingPathComponent(largestFile.file), size: size, modified: nil)
@@ -122,7 +122,8 @@ extension Bench {
             ])
     }
 
-    /// A copy would add all of the size. A kernel's own memory matters beside a small file, which is inconclusive.
+    /// The verdict on the growth of the footprint. A copy would add all of the size. For a small file a kernel's own memory is as large, and
+    /// the check tells nothing.
     static func verdict(footprintOfMap grown: Int, size: Int) -> SelfCheckReport.Verdict {
         let slack = 1_000_000
         guard size > 4 * slack else { return .note }
@@ -130,12 +131,12 @@ extension Bench {
     }
 
     /// The cost of mapping a block each time: the map, and the first kernel that reads it.
-    func mapFirstUse() throws -> Finding {
+    func measureMapFirstUse() throws -> Finding {
         let file = bundle.file(ofBlock: 0)
         let (url, words) = (bundle.url.appendingPathComponent(file.file), file.words)
         func map() throws -> MLXArray { try mappedWords(url, size: words * 4, modified: nil) }
-        let first = try median { eval(try map().max()) }
-        let again = try withExtendedLifetime(map()) { words in try median { eval(words.max()) } }
+        let first = try medianTime { eval(try map().max()) }
+        let again = try withExtendedLifetime(map()) { words in try medianTime { eval(words.max()) } }
         let cost = max(0, first - again)
         constants.mapSeconds = cost
         return Finding(
@@ -146,8 +147,8 @@ extension Bench {
             ])
     }
 
-    /// Measures what mappings leave behind until the process ends.
-    func mapLeak() throws -> Finding {
+    /// Measures the memory that mappings occupy until the process ends.
+    func measureMapLeak() throws -> Finding {
         let file = Self.temporaryFolder.appendingPathComponent("mapped.\(UUID().uuidString)")
         try Data(count: mappingUnit).write(to: file)
         defer { try? FileManager.default.removeItem(at: file) }
@@ -172,7 +173,7 @@ extension Bench {
     /// continues with wrong numbers.
     ///
     /// - Parameter provoke: makes MLX throw.
-    func errors(provoke: () -> Void = Bench.evaluateInsideTrace) throws -> Finding {
+    func checkErrors(provoke: () -> Void = CheckSuite.evaluateInsideTrace) throws -> Finding {
         /// Whether the box has an error before `provoke` and after it.
         func caught() throws -> (before: Bool, after: Bool) {
             var found = (before: false, after: false)

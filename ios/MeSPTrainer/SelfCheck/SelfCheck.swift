@@ -70,8 +70,8 @@ public struct SelfCheck {
         if isFirstUse, bundle.manifest.device == .gpu { accelerators.beginCheck() }
         var hasPassed = false
         defer { accelerators.endCheck(hasPassed: hasPassed) }
-        let bench = Bench(bundle: bundle, settings: settings, isFirstUse: isFirstUse, atBlock: atBlock)
-        let checks = try bench.chosenChecks()
+        let suite = CheckSuite(bundle: bundle, settings: settings, isFirstUse: isFirstUse, atBlock: atBlock)
+        let checks = try suite.chosenChecks()
         let start = SelfCheckReport.Start(
             version: Run.version, mlxVersion: MLXSupport.version, host: LogRecord.Start.host,
             gpu: SystemGPU.current?.name, gpuArchitecture: SystemGPU.current?.architecture,
@@ -82,12 +82,12 @@ public struct SelfCheck {
         var whole = SelfCheckReport(start)
         for check in checks {
             try atBlock()
-            let result = try Self.result(check, bundle, atBlock)
+            let result = try Self.perform(check, bundle, atBlock)
             whole.checks.append(result)
             try report(.check(result))
         }
         let end = SelfCheckReport.End(
-            verdict: whole.checks.contains { $0.verdict == .fail } ? .fail : .pass, constants: bench.constants,
+            verdict: whole.checks.contains { $0.verdict == .fail } ? .fail : .pass, constants: suite.constants,
             seconds: (ContinuousClock.now - begin) / .seconds(1))
         whole.end = end
         hasPassed = settings.checks == nil && end.verdict == .pass
@@ -96,8 +96,8 @@ public struct SelfCheck {
     }
 
     /// The result of a check, whatever it throws except `CancellationError`. A check in which a GPU failed runs again.
-    static func result(
-        _ check: Bench.Check, _ bundle: ModelBundle, _ atBlock: () throws -> Void = {}
+    static func perform(
+        _ check: CheckSuite.Check, _ bundle: ModelBundle, _ atBlock: () throws -> Void = {}
     ) throws -> SelfCheckReport.Check {
         let begin = ContinuousClock.now
         var finding: Finding
@@ -136,143 +136,3 @@ struct Finding {
 struct Skipped: Error {
     let reason: Sentence
 }
-
-/// The state that the checks share. Each is in an extension, by what it looks at.
-final class Bench {
-    typealias Measurement = SelfCheckReport.Measurement
-
-    struct Check {
-        let name: String
-        let body: () throws -> Finding
-    }
-
-    let bundle: ModelBundle
-    let settings: SelfCheck.Settings
-    /// Whether nothing in the process used MLX before.
-    let isFirstUse: Bool
-    var firstStepTaken: FirstStep?
-    let atBlock: () throws -> Void
-    /// A hook between a result and its check, where tests put an error.
-    let tamper: (_ check: String, MLXArray) -> MLXArray
-    var constants = SelfCheckReport.Constants()
-
-    init(
-        bundle: ModelBundle, settings: SelfCheck.Settings, isFirstUse: Bool = true,
-        atBlock: @escaping () throws -> Void = {},
-        tamper: @escaping (_ check: String, MLXArray) -> MLXArray = { $1 }
-    ) {
-        (self.bundle, self.settings, self.isFirstUse) = (bundle, settings, isFirstUse)
-        (self.atBlock, self.tamper) = (atBlock, tamper)
-    }
-
-    /// Those that the settings name, or all.
-    func chosenChecks() throws -> [Check] {
-        guard let names = settings.checks else { return checks }
-        if let unknown = names.first(where: { name in !checks.contains { $0.name == name } }) {
-            throw MeSPError("There is no check \(unknown); there are \(checks.map(\.name).joined(separator: ", ")).")
-        }
-        return checks.filter { names.contains($0.name) }
-    }
-
-    /// In the order in which they run. The first step has to be the first that computes.
-    var checks: [Check] {
-        let lengths = bundle.manifest.seqLens.sorted()
-        return [
-            Check(name: "machine", body: machine),
-            Check(name: "gpu", body: gpu),
-            Check(name: SelfCheckReport.metalFootprint, body: metalFootprint),
-            Check(name: "leaving", body: leaving),
-            Check(name: "errors", body: { try self.errors() }),
-            Check(name: "map.no_copy", body: mapWithoutCopy),
-            Check(name: "map.footprint", body: mapFootprint),
-            Check(name: "map.first_use", body: mapFirstUse),
-            Check(name: "map.leak", body: mapLeak),
-            Check(name: "eval.empty", body: emptyEval),
-            Check(name: "kernel.dependent", body: dependentKernel),
-            Check(name: "buffer.new", body: newBuffer),
-            Check(name: "memory.bandwidth", body: bandwidth),
-            Check(name: "product.transposed", body: { try self.product(.transposed) }),
-            Check(name: "product.plain", body: { try self.product(.plain) }),
-            Check(name: "product.dequantized", body: { try self.product(.dequantized) }),
-            Check(name: "product.rows", body: { try self.productRows() }),
-            Check(name: "block.outputs", body: blockOutputs),
-            Check(name: "gradients.cpu", body: gradientsAgainstCPU),
-            Check(name: "gradients.mebp", body: gradientsAgainstMeBP),
-            Check(name: "gradients.differences", body: { try self.gradientsAgainstDifferences() }),
-            Check(name: "tf32", body: tf32),
-            Check(name: "head.few_targets", body: fewTargets),
-            Check(name: "repeats", body: repeats),
-            Check(name: "resume", body: resume),
-        ]
-            + Self.mixers.map { name, variants in
-                Check(name: "decode.\(name)", body: { try self.decoding(name, variants) })
-            }
-            + lengths.map { length in Check(name: "peak.\(length)", body: { try self.peak(length) }) }
-            + lengths.map { length in Check(name: "time.\(length)", body: { try self.time(length) }) }
-            + [Check(name: "throttling", body: throttling)]
-    }
-
-    // MARK: - What several checks use
-
-    var shortest: Int { bundle.manifest.seqLens.min() ?? 1 }
-    var longest: Int { bundle.manifest.seqLens.max() ?? 1 }
-    var architecture: Architecture { bundle.architecture }
-
-    /// Settings of a run of `length` tokens, at rank 8 where the bundle has it.
-    func run(_ length: Int) -> RunSettings {
-        var run = RunSettings(bundle: settings.bundle, output: "")
-        let ranks = bundle.manifest.ranks
-        (run.seqLen, run.rank) = (length, ranks.contains(8) ? 8 : ranks[0])
-        return run
-    }
-
-    /// A sequence of tokens of the vocabulary, the same each time for one number.
-    func example(_ length: Int, number: Int = 0) -> Example {
-        let tokens = (0...length).map { Int32(($0 * 7919 + number * 104_729 + 17) % architecture.vocabSize) }
-        return Example(tokens: tokens, counted: Array(0..<length))
-    }
-
-    /// A trainer whose adapters are all but zero: with B = 0, as training begins, the gradient of A would be zero.
-    func trainer(_ run: RunSettings, plan: Plan? = nil) throws -> Trainer {
-        let plan = try plan ?? defaultPlan(run)
-        let trainer = try Trainer(bundle: bundle, settings: run, plan: plan, folder: Self.temporaryFolder)
-        for block in trainer.model.trained {
-            let noise = MLXRandom.normal(
-                [trainer.model.layouts[block].count], scale: 0.02, key: MLXRandom.key(UInt64(block)))
-            try trainer.model.lora.write(trainer.model.parameters(block) + noise, block)
-        }
-        trainer.clock.atBlock = atBlock
-        return trainer
-    }
-
-    func defaultPlan(_ run: RunSettings) throws -> Plan {
-        do {
-            return try Planner(bundle.manifest, run).plan()
-        } catch let error as MeSPError {
-            throw Skipped(reason: error.sentence)
-        }
-    }
-
-    static var temporaryFolder: URL { FileManager.default.temporaryDirectory }
-
-    /// The median time of `body` in seconds: of 3 times at least, and as often as the settings' seconds allow. A first time, which
-    /// may compile kernels, does not count.
-    func median(_ body: () throws -> Void) throws -> Double {
-        try body()
-        var times = [Double]()
-        let end = ContinuousClock.now + .seconds(settings.seconds / 4)
-        while times.count < 3 || (times.count < 1000 && ContinuousClock.now < end) {
-            try times.append(seconds(body))
-        }
-        return times.sorted()[times.count / 2]
-    }
-
-    func seconds(_ body: () throws -> Void) rethrows -> Double {
-        try ContinuousClock().measure(body) / .seconds(1)
-    }
-}
-
-/// Seconds, bytes and rates in a sentence.
-func shown(microseconds seconds: Double) -> String { String(format: "%.1f µs", seconds * 1e6) }
-func shown(megabytes bytes: Int) -> String { String(format: "%.1f MB", Double(bytes) / 1e6) }
-func shown(giga rate: Double) -> String { String(format: "%.1f", rate / 1e9) }

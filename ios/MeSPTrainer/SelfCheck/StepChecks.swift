@@ -25,15 +25,15 @@ private struct Steps {
     }
 }
 
-extension Bench {
+extension CheckSuite {
     /// Runs steps with a plan: two at least, and more until the settings' seconds are over.
-    private func steps(_ run: RunSettings, _ plan: Plan, for seconds: Double, watch: ([Double]) -> Void = { _ in })
+    private func runSteps(_ run: RunSettings, _ plan: Plan, for seconds: Double, watch: ([Double]) -> Void = { _ in })
         throws
         -> Steps
     {
         Memory.clearCache()
         let before = memoryFootprint()
-        let trainer = try trainer(run, plan: plan)
+        let trainer = try makeTrainer(run, plan: plan)
         let (clock, sampler) = (trainer.clock, FootprintSampler())
         defer { sampler.stop() }
         var steps = Steps()
@@ -76,13 +76,13 @@ extension Bench {
     }
 
     /// The peak of each phase against the planner's prediction for a step.
-    func peak(_ length: Int) throws -> Finding {
+    func measurePeak(_ length: Int) throws -> Finding {
         let run = run(length)
         let plan = try defaultPlan(run)
         // Metal has taken its memory before this check begins.
         let planner = Planner(bundle.manifest, run)
         let predicted = planner.peak(plan) - (planner.metalBytes ?? 0)
-        let steps = try steps(run, plan, for: 0)
+        let steps = try runSteps(run, plan, for: 0)
         let highest = steps.footprint.max() ?? 0
         let isKept = highest <= predicted + predicted / 100 * 8
         let measured = Steps.phases.enumerated().flatMap { index, phase in
@@ -99,7 +99,7 @@ extension Bench {
 
     /// The phases with the default plan, with the fastest that stay within twice its memory, half way from it to the least, and the
     /// least, and with one that keeps MLX's cache.
-    func time(_ length: Int) throws -> Finding {
+    func measureTimes(_ length: Int) throws -> Finding {
         let run = run(length)
         let plan = try defaultPlan(run)
         let planner = Planner(bundle.manifest, run)
@@ -118,7 +118,7 @@ extension Bench {
         var defaultSeconds = 0.0
         for case (let name, let candidate?) in candidates where !seen.contains(candidate) {
             seen.append(candidate)
-            let steps = try steps(run, candidate, for: settings.seconds)
+            let steps = try runSteps(run, candidate, for: settings.seconds)
             if name == "default" { defaultSeconds = steps.usual.reduce(0, +) }
             measured.append(Measurement("\(name): first step", steps.first.reduce(0, +), "s"))
             measured += zip(Steps.phases, steps.usual).map { Measurement("\(name): \($0.name)", $1, "s") }
@@ -131,7 +131,7 @@ extension Bench {
     }
 
     /// A long run: the speed of its first minute, or tenth, against that of its last.
-    func throttling() throws -> Finding {
+    func measureThrottling() throws -> Finding {
         guard settings.minutes > 0 else {
             throw Skipped(reason: "No long run was requested; set minutes.")
         }
@@ -141,7 +141,7 @@ extension Bench {
         var (first, last) = ([Double](), [Double]())
         var hottest = state
         let begin = ContinuousClock.now
-        _ = try steps(run, defaultPlan(run), for: whole) { times in
+        _ = try runSteps(run, defaultPlan(run), for: whole) { times in
             let (time, since) = (times.reduce(0, +), (ContinuousClock.now - begin) / .seconds(1))
             if since <= part || first.count < 2 { first.append(time) }
             if since >= whole - part || last.isEmpty { last.append(time) }

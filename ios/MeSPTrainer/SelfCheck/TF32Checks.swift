@@ -3,13 +3,13 @@ import MLX
 import MeSPCore
 
 /// Measures the precision of float32 products, and the effect of TF32 on gradients.
-extension Bench {
-    func tf32() throws -> Finding {
+extension CheckSuite {
+    func checkTF32() throws -> Finding {
         let errors = errorsOfProducts()
         let isRounded = errors.contains { !($0.value ?? .infinity <= Self.roundedFrom) }
         let isOff = getenv("MLX_ENABLE_TF32").map { atoi($0) == 0 } ?? false
 
-        let trainer = try trainer(fewBlocks(.mesp))
+        let trainer = try makeTrainer(fewBlocks(.mesp))
         let input = try inputOfTrained(trainer)
         let exact = try gradientsOnCPU(trainer, input)
         let rounded = try TF32.$isEmulated.withValue(true) { try gradientsOnCPU(trainer, input) }

@@ -39,9 +39,9 @@
             let bundle = try ModelBundle(url: try #require(Fixture.tied).appendingPathComponent("bundle.mesp"))
             var settings = SelfCheck.Settings(bundle: bundle.url.path)
             settings.seconds = 0.02
-            let bench = Bench(bundle: bundle, settings: settings)
-            let check = try #require(bench.checks.first { $0.name == name })
-            return try withMetal(rules) { try SelfCheck.result(check, bundle) }.result.get()
+            let suite = CheckSuite(bundle: bundle, settings: settings)
+            let check = try #require(suite.checks.first { $0.name == name })
+            return try withMetal(rules) { try SelfCheck.perform(check, bundle) }.result.get()
         }
 
         #if os(Linux)
@@ -120,7 +120,7 @@
 
         @Test(arguments: plain) func anErrorInATraceIsNotRemembered(_ folder: URL) throws {
             let fixture = try Fixture(folder, "gradients")
-            let imported = try #require(fixture.bundle.functions(\.functions, length: fixture.length)[0])
+            let imported = try #require(fixture.bundle.importFunctions(\.functions, length: fixture.length)[0])
             let function = BlockFunction(imported, isFused: true)
             let trainer = try fixture.trainer(.mesp)
             #expect(throws: (any Error).self) {

@@ -375,9 +375,9 @@
             func check(_ rules: MetalRules) throws -> (SelfCheckReport.Check, Int) {
                 var settings = SelfCheck.Settings(bundle: fixture.bundle.url.path)
                 settings.seconds = 0.02
-                let bench = Bench(bundle: fixture.bundle, settings: settings)
-                let check = try #require(bench.checks.first { $0.name == name })
-                let (result, report) = withMetal(rules) { try SelfCheck.result(check, fixture.bundle) }
+                let suite = CheckSuite(bundle: fixture.bundle, settings: settings)
+                let check = try #require(suite.checks.first { $0.name == name })
+                let (result, report) = withMetal(rules) { try SelfCheck.perform(check, fixture.bundle) }
                 return (try result.get(), report.evaluations)
             }
             let (expected, buffers) = try check(.init())
@@ -400,7 +400,7 @@
             var rules = failure(buffers / 2, count: 4)
             rules.failure?.message = MetalRules.Failure.refusedInBackground
             let found = try inFolder { output in
-                let (gate, reasons, refused) = (PauseGate(), Locked([PauseReason?]()), rules)
+                let (gate, reasons, refused) = (BoundaryGate(), Locked([PauseReason?]()), rules)
                 let saved = Locked<Result<Saved, any Error>?>(nil)
                 MLXWork.start("run") { [self] in
                     let result = withMetal(refused) {

@@ -1,4 +1,4 @@
-// What the app and `SystemPhone` use of UIKit.
+// What the app and `SystemMonitor` use of UIKit.
 
 @_exported import Foundation
 
@@ -34,7 +34,9 @@ public struct UIBackgroundTaskIdentifier: Sendable {}
         willEnterForegroundNotification = Notification.Name("c"), didBecomeActiveNotification = Notification.Name("d"),
         didReceiveMemoryWarningNotification = Notification.Name("e"),
         protectedDataDidBecomeAvailableNotification = Notification.Name("f")
-    nonisolated public func beginBackgroundTask(withName name: String?, expirationHandler: (@MainActor @Sendable () -> Void)? = nil)
+    nonisolated public func beginBackgroundTask(
+        withName name: String?, expirationHandler: (@MainActor @Sendable () -> Void)? = nil
+    )
         -> UIBackgroundTaskIdentifier
     { .init() }
     nonisolated public func endBackgroundTask(_ identifier: UIBackgroundTaskIdentifier) {}

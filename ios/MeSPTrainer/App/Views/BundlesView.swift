@@ -60,7 +60,7 @@ struct BundlesView: View {
 private struct DownloadSection: View {
     @Environment(AppModel.self) private var model
 
-    private var downloads: Downloads { model.downloads }
+    private var downloads: DownloadState { model.downloads }
 
     var body: some View {
         @Bindable var downloads = model.downloads

@@ -39,7 +39,7 @@ struct EvaluationSection: View {
                 ProblemLabel(problem.localized)
             }
             if let notice = evaluation.notice { NoticeRows(notices: [notice]) }
-            if let figure = evaluation.figure { FigureRows(figure: figure) }
+            if let score = evaluation.score { ScoreRows(score: score) }
         } header: {
             Text("Base and fine-tuned")
         } footer: {
@@ -48,11 +48,11 @@ struct EvaluationSection: View {
     }
 }
 
-private struct FigureRows: View {
-    let figure: Evaluation.Figure
+private struct ScoreRows: View {
+    let score: Evaluation.Score
 
     private var name: LocalizedStringKey {
-        switch figure.kind {
+        switch score.kind {
         case .perplexity: "Perplexity a token, lower is better"
         case .accuracy: "Right choices"
         case .exactMatch: "Right answers"
@@ -60,18 +60,18 @@ private struct FigureRows: View {
     }
 
     var body: some View {
-        LabeledContent("Records", value: figure.records.formatted())
+        LabeledContent("Records", value: score.records.formatted())
         Text(name).font(.headline)
-        LabeledContent("Base", value: shown(figure.base))
-        if let tuned = figure.tuned { LabeledContent("Fine-tuned", value: shown(tuned)) }
-        if let difference = figure.difference {
+        LabeledContent("Base", value: shown(score.base))
+        if let tuned = score.tuned { LabeledContent("Fine-tuned", value: shown(tuned)) }
+        if let difference = score.difference {
             LabeledContent(
                 "Difference, 95%", value: "\(shown(difference.lowerBound)) … \(shown(difference.upperBound))")
         }
     }
 
     private func shown(_ value: Double) -> String {
-        figure.kind == .perplexity
+        score.kind == .perplexity
             ? value.formatted(.number.precision(.fractionLength(2)))
             : value.formatted(.percent.precision(.fractionLength(1)))
     }

@@ -46,7 +46,7 @@ struct FederationView: View {
         }
         .navigationTitle("Train with Others")
         .alert("Take Part?", isPresented: $asks) {
-            Button("Take Part") { Task { await model.takePart() } }
+            Button("Take Part") { Task { await model.joinFederation() } }
             Button("Cancel", role: .cancel) {}
         } message: {
             Text(Federation.agreement.localized)

@@ -22,7 +22,7 @@ struct LearnedSection: View {
                         .disabled(!model.isFree)
                 }
                 // On one row: a section's own task would run once for each.
-                Button("Try It", systemImage: "text.bubble") { model.tryOut(run) }
+                Button("Try It", systemImage: "text.bubble") { model.openChat(with: run) }
                     .task(id: run.id) { await examples.load(run) }
             } header: {
                 Text("What it learned")

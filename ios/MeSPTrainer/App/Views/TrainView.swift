@@ -27,10 +27,10 @@ private struct InterruptedSection: View {
         Section("The app was ended during this run") {
             LabeledContent("\(run.name)", value: String(localized: "step \(run.log?.lastStep ?? 0)"))
             Button("Resume from the Last Saved State", systemImage: "play.fill") {
-                Task { await model.decide(run, goOn: true) }
+                Task { await model.resume(run) }
             }
             .disabled(!model.isFree)
-            Button("Not Now", systemImage: "xmark") { Task { await model.decide(run, goOn: false) } }
+            Button("Not Now", systemImage: "xmark") { model.decline(run) }
         }
     }
 }
@@ -60,9 +60,9 @@ struct SetupView: View {
                 Text("Training happens on this device. Your text does not leave it.")
             }
             if let problem = model.preview.problem { Section { ProblemLabel(problem.localized) } }
-            if let preview = model.preview.found { PreviewSection(preview: preview) }
+            if let preview = model.preview.current { PreviewSection(preview: preview) }
         }
-        .task(id: model.preview.wanted) { await model.lookAtData() }
+        .task(id: model.preview.inputs) { await model.updatePreview() }
         .navigationTitle("New Run")
         .startBar()
         .toolbar {
@@ -77,7 +77,7 @@ private struct PreviewSection: View {
 
     var body: some View {
         Section {
-            preview.runs.reduce(Text(verbatim: "")) { $0 + shown($1) }
+            preview.spans.reduce(Text(verbatim: "")) { $0 + shown($1) }
                 .font(.callout)
                 .accessibilityLabel(preview.spoken.map(\.localized).joined(separator: " "))
             NoticeRows(notices: preview.notices)
@@ -88,7 +88,7 @@ private struct PreviewSection: View {
         }
     }
 
-    private func shown(_ run: TrainedPreview.Run) -> Text {
+    private func shown(_ run: TrainedPreview.Span) -> Text {
         let text = run.isSpecial ? Text(verbatim: run.text).italic() : Text(verbatim: run.text)
         return run.isCounted ? text.bold() : text.foregroundStyle(.secondary)
     }
@@ -111,7 +111,7 @@ private struct StartBar: View {
                 ProgressView("Preparing")
             } else {
                 Button {
-                    Task { await model.start() }
+                    Task { await model.startTraining() }
                 } label: {
                     Label("Start", systemImage: "play.fill").frame(maxWidth: .infinity)
                 }

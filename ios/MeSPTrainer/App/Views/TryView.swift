@@ -10,38 +10,38 @@ struct TryView: View {
     @State private var correction: Correction?
     @FocusState private var isTyping: Bool
 
-    private var comparison: Comparison { model.comparison }
+    private var chat: SideBySideChat { model.chat }
     private var trained: [StoredRun] { model.library.trained }
-    private var request: Comparison.Request { comparison.draft }
+    private var request: SideBySideChat.Request { chat.draft }
 
     var body: some View {
         @Bindable var model = model
-        @Bindable var comparison = model.comparison
+        @Bindable var chat = model.chat
         NavigationStack {
             Form {
-                ForEach(comparison.turns) { turn in
+                ForEach(chat.turns) { turn in
                     Section {
                         Text(turn.prompt).font(.callout).textSelection(.enabled)
-                        answers(turn, writing: turn.id == comparison.turns.last?.id ? comparison.writing : nil)
+                        answers(turn, writing: turn.id == chat.turns.last?.id ? chat.writing : nil)
                     }
                 }
                 Section("Prompt") {
                     TextField(
-                        request.isChat ? "Say something" : "Write on from here", text: $comparison.draft.prompt,
+                        request.isChat ? "Say something" : "Write on from here", text: $chat.draft.prompt,
                         axis: .vertical
                     )
                     .lineLimit(2...6)
                     .focused($isTyping)
                     .accessibilityLabel("Prompt")
                     .accessibilityIdentifier("prompt")
-                    Toggle("As a message to the model", isOn: $comparison.draft.isChat)
-                    if comparison.writing == nil {
+                    Toggle("As a message to the model", isOn: $chat.draft.isChat)
+                    if chat.writing == nil {
                         Button("Write", systemImage: "play.fill") { write() }
                             .disabled(request.prompt.isEmpty || !model.isFree)
                     } else {
-                        Button("Stop", systemImage: "stop.fill", role: .destructive) { comparison.stop() }
+                        Button("Stop", systemImage: "stop.fill", role: .destructive) { chat.stop() }
                     }
-                    if let problem = comparison.problem {
+                    if let problem = chat.problem {
                         ProblemLabel(problem.localized)
                     }
                     if model.controller.isRunning { Text("A run is in progress: writing has to wait for its end.") }
@@ -60,14 +60,14 @@ struct TryView: View {
                 Section {
                     DisclosureGroup("More") {
                         if request.isChat {
-                            TextField("What the model is told first", text: $comparison.draft.system, axis: .vertical)
+                            TextField("What the model is told first", text: $chat.draft.system, axis: .vertical)
                                 .lineLimit(1...6)
                                 .accessibilityLabel("System prompt")
                         }
                         Stepper(
-                            "\(request.maxTokens) tokens", value: $comparison.draft.maxTokens, in: 16...512, step: 16)
-                        slider("Temperature", $comparison.draft.temperature, in: 0...1.5)
-                        slider("Top-p", $comparison.draft.topP, in: 0.05...1)
+                            "\(request.maxTokens) tokens", value: $chat.draft.maxTokens, in: 16...512, step: 16)
+                        slider("Temperature", $chat.draft.temperature, in: 0...1.5)
+                        slider("Top-p", $chat.draft.topP, in: 0.05...1)
                     }
                 }
             }
@@ -77,7 +77,7 @@ struct TryView: View {
             .doneKey { isTyping = false }
             .toolbar {
                 Button("New Conversation", systemImage: "square.and.pencil") { model.askToDelete(.conversation) }
-                    .disabled(comparison.turns.isEmpty || comparison.writing != nil)
+                    .disabled(chat.turns.isEmpty || chat.writing != nil)
             }
         }
     }
@@ -85,7 +85,7 @@ struct TryView: View {
     private func write() {
         let wanted = request
         isTyping = false
-        if wanted.isChat { comparison.draft.prompt = "" }
+        if wanted.isChat { chat.draft.prompt = "" }
         Task { await model.write(wanted, with: model.writingRun) }
     }
 
@@ -100,7 +100,7 @@ struct TryView: View {
     }
 
     /// Side by side where there is room for two columns of this text.
-    private func answers(_ turn: Comparison.Turn, writing: Comparison.Side?) -> some View {
+    private func answers(_ turn: SideBySideChat.Turn, writing: SideBySideChat.Side?) -> some View {
         let layout =
             textSize.isAccessibilitySize || width == .compact
             ? AnyLayout(VStackLayout(alignment: .leading, spacing: 16))
@@ -108,24 +108,25 @@ struct TryView: View {
         return layout {
             VStack(alignment: .leading) {
                 WrittenText(
-                    title: "Base model", name: comparison.bundleName, text: turn.base, isWriting: writing == .base)
-                judging(.base, turn.base.text, of: turn)
+                    title: "Base model", name: chat.bundleName, text: turn.base, isWriting: writing == .base)
+                choiceButtons(.base, turn.base.text, of: turn)
             }
-            if let run = comparison.runName {
+            if let run = chat.runName {
                 Divider()
                 VStack(alignment: .leading) {
                     WrittenText(title: "Fine-tuned", name: run, text: turn.tuned, isWriting: writing == .tuned)
-                    judging(.tuned, turn.tuned.text, of: turn)
+                    choiceButtons(.tuned, turn.tuned.text, of: turn)
                 }
             }
         }
     }
 
     /// Which answer is the better one, or what it should have been: the next run can learn it.
-    @ViewBuilder private func judging(_ side: Comparison.Side, _ answer: String, of turn: Comparison.Turn) -> some View
+    @ViewBuilder private func choiceButtons(_ side: SideBySideChat.Side, _ answer: String, of turn: SideBySideChat.Turn)
+        -> some View
     {
-        if comparison.isConversation, comparison.writing == nil, !answer.isEmpty {
-            let isTaken = model.choices.holds(answer, to: turn.prompt)
+        if chat.isConversation, chat.writing == nil, !answer.isEmpty {
+            let isTaken = model.choices.contains(answer, to: turn.prompt)
             HStack {
                 Button("Better", systemImage: isTaken ? "hand.thumbsup.fill" : "hand.thumbsup") {
                     Task { await model.choose(side, of: turn.id) }
@@ -143,10 +144,10 @@ struct TryView: View {
 
 /// An answer that the person rewrites.
 private struct Correction: Identifiable {
-    let side: Comparison.Side
-    let turn: Comparison.Turn.ID
+    let side: SideBySideChat.Side
+    let turn: SideBySideChat.Turn.ID
     let text: String
-    var id: Comparison.Turn.ID { turn }
+    var id: SideBySideChat.Turn.ID { turn }
 }
 
 private struct CorrectionView: View {
@@ -181,7 +182,7 @@ private struct WrittenText: View {
     let title: LocalizedStringKey
     /// The bundle's, or the run's.
     let name: String
-    let text: Comparison.Text
+    let text: SideBySideChat.Text
     let isWriting: Bool
 
     var body: some View {

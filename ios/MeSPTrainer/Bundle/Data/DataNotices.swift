@@ -1,6 +1,6 @@
 import MeSPSentences
 
-/// Notices on a person's text: the parts that are not trained, and what is trained beside them.
+/// Notices on a person's text: the parts that are not trained, and the tokens that are added.
 public struct DataNotices: Sendable, Equatable {
     /// T, the tokens of a sequence.
     let length: Int

@@ -22,13 +22,13 @@ public struct TextData: Sendable {
     /// That of the run's general text.
     package static let generalName = "general"
     /// One part in this many is held out.
-    private static let heldOut = 10
+    static let heldOut = 10
 
-    private let tokenizer: any TextTokenizer
+    let tokenizer: any TextTokenizer
     /// T, the tokens of a sequence.
-    private let length: Int
+    let length: Int
     /// Whether only answers count in the loss, of records that have some.
-    private let answersOnly: Bool
+    let answersOnly: Bool
 
     public init(tokenizer: any TextTokenizer, length: Int, answersOnly: Bool = true) {
         (self.tokenizer, self.length, self.answersOnly) = (tokenizer, length, answersOnly)
@@ -69,8 +69,8 @@ public struct TextData: Sendable {
             try needTemplate()
             var encoder = ConversationEncoder(tokenizer: tokenizer, answersOnly: true)
             for (index, choice) in choices.enumerated() {
-                var (found, refusals) = ([Encoded]?.none, Refusals())
-                try refusals.take(RecordPlace(number: index + 1, kind: .choice, file: nil)) {
+                var (found, refusals) = ([Encoded]?.none, RefusedRecords())
+                try refusals.collect(RecordPlace(number: index + 1, kind: .choice, file: nil)) {
                     found = try pair(choice, &encoder, &notices)
                 }
                 try refusals.check()
@@ -89,10 +89,10 @@ public struct TextData: Sendable {
         }
         try needTemplate(for: contents, name)
         var encoder = ConversationEncoder(tokenizer: tokenizer, answersOnly: answersOnly)
-        var refusals = Refusals()
+        var refusals = RefusedRecords()
         for (document, place) in zip(contents.documents, contents.places) {
             var example: Encoded?
-            try refusals.take(place) { example = try encode(document, &encoder, &notices) }
+            try refusals.collect(place) { example = try encode(document, &encoder, &notices) }
             try refusals.check()
             if let example { return (Self.example(example), notices) }
         }
@@ -108,10 +108,10 @@ public struct TextData: Sendable {
         guard let first = contents.documents.first else { throw Self.tooFew(name, 0) }
         if case .text = first { return try holdOut(stream(of: contents, &notices, progress: progress).ids, of: name) }
         try needTemplate(for: contents, name)
-        var (examples, refusals) = ([Encoded](), Refusals())
+        var (examples, refusals) = ([Encoded](), RefusedRecords())
         var encoder = ConversationEncoder(tokenizer: tokenizer, answersOnly: answersOnly)
         for (index, document) in contents.documents.enumerated() {
-            try refusals.take(contents.places[index]) {
+            try refusals.collect(contents.places[index]) {
                 if let example = try encode(document, &encoder, &notices) { examples.append(example) }
             }
             try progress(Double(index + 1) / Double(contents.documents.count))
@@ -194,7 +194,7 @@ public struct TextData: Sendable {
     // MARK: - Examples
 
     /// Tokens, and which of them are in the loss.
-    private typealias Encoded = (tokens: [UInt32], counted: [Bool])
+    typealias Encoded = (tokens: [UInt32], counted: [Bool])
 
     private func needTemplate(for contents: TextDocuments, _ name: Sentence) throws {
         if case .conversation? = contents.documents.first, !tokenizer.hasChatTemplate {
@@ -204,7 +204,7 @@ public struct TextData: Sendable {
         }
     }
 
-    private func needTemplate() throws {
+    func needTemplate() throws {
         guard tokenizer.hasChatTemplate else {
             throw MeSPError("The model has no chat template, which choices need; take an -Instruct model.")
         }
@@ -244,7 +244,7 @@ public struct TextData: Sendable {
     }
 
     /// The beginning that a sequence has room for; nil where nothing of it is in the loss.
-    private func cut(_ ids: [Int], _ counted: [Bool], _ notices: inout DataNotices) -> Encoded? {
+    func cut(_ ids: [Int], _ counted: [Bool], _ notices: inout DataNotices) -> Encoded? {
         let (tokens, kept) = (ids.prefix(length + 1).map { UInt32($0) }, Array(counted.prefix(length + 1)))
         guard kept.dropFirst().contains(true) else {
             notices.tooLong += 1
@@ -280,55 +280,6 @@ public struct TextData: Sendable {
         return (ids, answersOnly ? counted : counted.map { _ in true })
     }
 
-    // MARK: - Choices
-
-    /// Two examples a choice, the chosen answer's right before the rejected one's. A choice whose prompt leaves no room for an answer is
-    /// left out.
-    private func pairs(
-        _ choices: [Choice], _ notices: inout DataNotices, _ progress: (Double) throws -> Void
-    ) throws -> [String: TokenStream] {
-        try needTemplate()
-        var (pairs, refusals) = ([[Encoded]](), Refusals())
-        var encoder = ConversationEncoder(tokenizer: tokenizer, answersOnly: true)
-        for (index, choice) in choices.enumerated() {
-            try refusals.take(RecordPlace(number: index + 1, kind: .choice, file: nil)) {
-                if let pair = try pair(choice, &encoder, &notices) { pairs.append(pair) }
-            }
-            try progress(Double(index + 1) / Double(choices.count))
-        }
-        try refusals.check()
-        guard pairs.count > 1 else { throw Self.tooFew(choices: choices.count, pairs.count, length) }
-        let held = max(pairs.count / Self.heldOut, 1)
-        return [
-            "train": Self.stream(pairs.dropLast(held).joined(), inPairs: true),
-            "valid": Self.stream(pairs.suffix(held).joined(), inPairs: true),
-        ]
-    }
-
-    private static func tooFew(choices: Int, _ fit: Int, _ length: Int) -> MeSPError {
-        MeSPError(
-            "Of \(choices) choices \(fit) fit sequences of \(length) tokens, too few to train on and hold out one; make some more."
-        )
-    }
-
-    private func pair(
-        _ choice: Choice, _ encoder: inout ConversationEncoder, _ notices: inout DataNotices
-    ) throws -> [Encoded]? {
-        let asked = choice.prompt.map { TrainingMessage($0, isAsked: true) }
-        var (pair, unseen) = ([Encoded](), DataNotices(length: length))
-        for answer in [choice.chosen, choice.rejected] {
-            let result = try encoder.encode(asked + [TrainingMessage(ChatMessage(role: "assistant", content: answer))])
-            notices.take(result)
-            if let example = cut(result.tokens, result.counted, &unseen) { pair.append(example) }
-        }
-        guard pair.count == 2 else {
-            notices.tooLong += 1
-            return nil
-        }
-        if unseen.cut > 0 { notices.cut += 1 }
-        return pair
-    }
-
     // MARK: - Splits
 
     private static func example(_ encoded: Encoded) -> Example {
@@ -338,7 +289,7 @@ public struct TextData: Sendable {
     }
 
     /// Examples back to back, or pairs of a chosen one and a rejected one.
-    private static func stream(_ examples: some Sequence<Encoded>, inPairs: Bool = false) -> TokenStream {
+    static func stream(_ examples: some Sequence<Encoded>, inPairs: Bool = false) -> TokenStream {
         var (tokens, bounds, mask, labels) = ([UInt32](), [UInt32](), Data(), Data())
         for (index, example) in examples.enumerated() {
             bounds += [UInt32(tokens.count), UInt32(example.tokens.count)]

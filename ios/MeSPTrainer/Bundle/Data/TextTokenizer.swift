@@ -1,4 +1,4 @@
-/// Turns text into token ids and back, as the model that a bundle holds has it: in the app, swift-transformers' `Tokenizer`.
+/// The tokenizer of a bundle's model, which turns text into token ids and back: in the app, swift-transformers' `Tokenizer`.
 public protocol TextTokenizer: Sendable {
     /// The id of the token that begins a text; nil where the model has none.
     var beginOfText: Int? { get }

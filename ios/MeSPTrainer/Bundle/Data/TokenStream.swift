@@ -56,7 +56,8 @@ public struct TokenStream: Sendable {
     /// Whether short examples are to share a sequence.
     package let packsExamples: Bool
 
-    /// The judgement of an answer, by itself or beside another to the same prompt, which comes right after the chosen one.
+    /// What a person said of an answer: good or bad, or which of two answers to a prompt they chose. The rejected answer of a pair directly
+    /// follows the chosen one.
     package enum Label: UInt8 { case bad, good, rejected, chosen }
 
     public init(
@@ -122,8 +123,8 @@ public struct TokenStream: Sendable {
 
     package var hasExamples: Bool { examples != nil }
     /// Whether the split is preference data.
-    package var isJudged: Bool { labels != nil }
-    /// Whether the answers are pairs.
+    package var hasPreferences: Bool { labels != nil }
+    /// Whether the preference data has pairs of answers.
     package var hasPairs: Bool { (labels?.first).flatMap(Label.init)?.isOfPair ?? false }
 
     fileprivate func label(_ example: Int) -> Label? {
@@ -254,7 +255,7 @@ public struct TokenStream: Sendable {
 
         var hasPairs: Bool { stream.hasPairs }
 
-        /// The judgement of a sequence, and its number in the stream.
+        /// The label of a sequence, and its number in the stream.
         package func label(_ index: Int) -> (label: Label?, number: Int) {
             let number = usable?[index] ?? index
             return (stream.label(number), number)

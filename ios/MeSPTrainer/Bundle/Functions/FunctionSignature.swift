@@ -22,7 +22,7 @@ extension FunctionSignature {
         var sizes = [
             "1": 1, "length": length, "hidden": architecture.hiddenSize, "intermediate": block.mlp.intermediateSize,
             "lora": lora, "words": words,
-            "mixer_width": block.mixer.mixedSize(hidden: architecture.hiddenSize),
+            "mixer_width": block.mixer.mixerWidth(hidden: architecture.hiddenSize),
         ]
         let ofMixer: [String]
         var given = architecture.perLayer == nil ? [] : listed.perLayer

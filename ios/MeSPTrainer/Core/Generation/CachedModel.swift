@@ -47,7 +47,7 @@ package struct CachedModel {
         /// The last block's output, where nothing has waited for it: until it is evaluated, it needs the maps.
         var pending: MLXArray?
 
-        func letGo() {
+        func releaseArrays() {
             pending?.eval()
             forget()
         }

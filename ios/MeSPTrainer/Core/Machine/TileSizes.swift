@@ -50,7 +50,7 @@ extension Machine {
             mlpTokens = processor.dequantizesInProduct ? evenly(length, Self.segmentTokens / 2) : length
             // The memory of a row of W in use: its products, and itself where it is dequantized for all of them.
             let row = processor.dequantizesInProduct ? 2 * mlpTokens : max(a.hiddenSize, length)
-            projectionRows = processor.dequantizesInProduct ? .max : max(64, floats / max(row, a.mixedSize))
+            projectionRows = processor.dequantizesInProduct ? .max : max(64, floats / max(row, a.mixerWidth))
             // Long sequences have scores of more than `bytes`. Tiles of half as much cost them nothing, and save passes over the tokens.
             let wide = processor.dequantizesInProduct ? max(floats, queryRows * heads * length / 2) : floats
             features = max(1, wide / row / group) * group

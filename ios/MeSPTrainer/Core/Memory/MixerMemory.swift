@@ -13,7 +13,7 @@ extension Planner {
     var isCut: Bool { segment < length && architecture.mixers.allSatisfy(\.goesBySegments) }
 
     /// The input of a mixer's last projection.
-    func lastInput(of mixer: Mixer) -> Int { activation(mixer.mixedSize(hidden: architecture.hiddenSize)) }
+    func lastInput(of mixer: Mixer) -> Int { activation(mixer.mixerWidth(hidden: architecture.hiddenSize)) }
 
     /// The arrays that the backward pass reads: those of `MixerIntermediates`; of segments, k̂, v and attn_out of attention, and the states of a gated delta net.
     func intermediates(of mixer: Mixer) -> Int {

@@ -148,7 +148,7 @@ extension TokenStream {
     /// Throws where a run with this objective has no use for the data.
     fileprivate func check(_ objective: Objective?, _ split: String) throws {
         guard let objective else {
-            guard !isJudged else {
+            guard !hasPreferences else {
                 let objective: Sentence = hasPairs ? "as dpo" : "kto"
                 throw MeSPError(
                     "The \(split) data is preference data; choose an objective for it, \(objective), or other data."
@@ -156,7 +156,7 @@ extension TokenStream {
             }
             return
         }
-        guard isJudged, hasPairs || !objective.takesPairs else {
+        guard hasPreferences, hasPairs || !objective.takesPairs else {
             let records: Sentence =
                 objective.takesPairs ? "prompt, chosen and rejected" : "prompt, completion and label"
             throw MeSPError(

@@ -51,7 +51,7 @@ package final class BlockwiseModel {
         if let known = functions[files]?[length] { return known[block] }
         let isFused = bundle.processor.fuses(files)
         var made = [ObjectIdentifier: BlockFunction]()
-        let imported = try bundle.functions(files, length: length).map { imported in
+        let imported = try bundle.importFunctions(files, length: length).map { imported in
             guard let imported else { return BlockFunction?.none }
             let function = made[ObjectIdentifier(imported)] ?? BlockFunction(imported, isFused: isFused)
             made[ObjectIdentifier(imported)] = function

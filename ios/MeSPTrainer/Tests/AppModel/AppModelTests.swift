@@ -8,8 +8,8 @@ import Testing
 
 @Suite(.serialized) @MainActor final class AppModelTests {
     private let documents = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
-    private let phone = TestPhone()
-    private lazy var model = AppModel(phone: phone, folder: DocumentsFolder(documents: documents)) { _ in
+    private let monitor = TestMonitor()
+    private lazy var model = AppModel(monitor: monitor, folder: DocumentsFolder(documents: documents)) { _ in
         ByteTokenizer()
     }
 
@@ -35,7 +35,7 @@ import Testing
         #expect(throws: MeSPError("Import a bundle first, by AirDrop, the Files app or tools/push.py.")) {
             _ = try model.form.fit.get()
         }
-        await model.start()
+        await model.startTraining()
         #expect(model.controller.state == .idle)
     }
 
@@ -50,7 +50,7 @@ import Testing
         (model.form.hasLimit, model.form.limit) = (true, 1)
         #expect(throws: MeSPError.self) { _ = try model.form.fit.get() }
         model.form.hasLimit = false
-        phone.availableMemory = 1
+        monitor.availableMemory = 1
         #expect(try !model.form.fit.get().fits)
         await model.importBundle(at: try fixture())
         #expect(model.problem == "There is a bundle bundle.mesp already; delete it first.")
@@ -78,7 +78,7 @@ import Testing
             .deletingLastPathComponent()
         // As on a phone whose GPU is older than MLX needs: the demo for the CPU is chosen.
         let folder = DocumentsFolder(documents: documents, included: home, gpuRefusal: "The GPU is too old.")
-        let model = AppModel(phone: phone, folder: folder) { _ in ByteTokenizer() }
+        let model = AppModel(monitor: monitor, folder: folder) { _ in ByteTokenizer() }
         await model.refresh()
         let demos = try folder.bundles().filter(\.isIncluded)
         #expect(demos.map(\.name) == ["Demo-GPU", "Demo"])
@@ -88,7 +88,7 @@ import Testing
         #expect(model.form.bundle?.name == "Demo")
         #expect(model.form.lesson?.english.contains("reference manual of the Python language") == true)
         (model.form.settings.seqLen, model.form.settings.steps, model.form.settings.valBatches) = (128, 1, 0)
-        await model.start()
+        await model.startTraining()
         while !model.isFree { try await Task.sleep(for: .milliseconds(5)) }
         #expect(model.controller.state == .finished(.finished))
     }
@@ -99,13 +99,13 @@ import Testing
         let home = URL(fileURLWithPath: #filePath).deletingLastPathComponent().deletingLastPathComponent()
             .deletingLastPathComponent()
         let folder = DocumentsFolder(documents: documents, included: home)
-        let model = AppModel(phone: phone, folder: folder) { _ in ByteTokenizer() }
+        let model = AppModel(monitor: monitor, folder: folder) { _ in ByteTokenizer() }
         await model.refresh()
         #expect(model.library.bundles.map(\.problem) == [nil, nil])
         #expect(model.form.bundle?.name == "Demo-GPU" && model.canStart)
         guard Device.defaultDevice().deviceType != .gpu else { return }
         (model.form.settings.seqLen, model.form.settings.steps, model.form.settings.valBatches) = (128, 1, 0)
-        await model.start()
+        await model.startTraining()
         while model.controller.isRunning { try await Task.sleep(for: .milliseconds(5)) }
         guard case .failed(let sentence) = model.controller.state else {
             Issue.record("the state is \(model.controller.state)")
@@ -129,7 +129,7 @@ import Testing
 
     @Test func trainsOnTheBundlesText() async throws {
         try await prepare(steps: 1_000_000)
-        await model.start()
+        await model.startTraining()
         while model.controller.state == .preparing { try await Task.sleep(for: .milliseconds(1)) }
         await model.refresh()
         #expect(model.library.runs.map(\.status) == [.running])
@@ -145,7 +145,7 @@ import Testing
 
     @Test func whatIsInUseIsNotDeletedAndDeletingAsks() async throws {
         try await prepare(steps: 1_000_000)
-        await model.start()
+        await model.startTraining()
         while model.controller.state != .training { try await Task.sleep(for: .milliseconds(1)) }
         let bundle = try #require(model.form.bundle)
         model.askToDelete(.bundle(bundle))
@@ -181,7 +181,7 @@ import Testing
     @Test(arguments: Job.allCases) func nothingElseBeginsWhileATokenizerIsRead(_ job: Job) async throws {
         let (reads, reading) = AsyncStream.makeStream(of: Void.self)
         let (waiting, wait) = AsyncStream.makeStream(of: Void.self)
-        model = AppModel(phone: phone, folder: DocumentsFolder(documents: documents)) { _ in
+        model = AppModel(monitor: monitor, folder: DocumentsFolder(documents: documents)) { _ in
             reading.yield()
             for await _ in waiting {}
             return ByteTokenizer()
@@ -190,12 +190,12 @@ import Testing
         (model.form.textKind, model.form.pasted) = (.pasted, String(repeating: "A line of text.\n", count: 20))
         let file = documents.appendingPathComponent("records.jsonl")
         try Data(#"{"text": "The quick"}"#.utf8).write(to: file)
-        var request = Comparison.Request()
+        var request = SideBySideChat.Request()
         (request.prompt, request.maxTokens) = ("The", 1)
         let asked = request
         let begun = Task {
             switch job {
-            case .train: await model.start()
+            case .train: await model.startTraining()
             case .write: await model.write(asked, with: nil)
             case .measure: await model.evaluate(file, with: nil)
             }
@@ -203,7 +203,7 @@ import Testing
         for await _ in reads { break }
         #expect(!model.isFree && !model.canStart)
         model.form.textKind = .bundle  // which no tokenizer is read for
-        await model.start()
+        await model.startTraining()
         model.checkDevice()
         #expect(model.controller.state == .idle && !model.selfChecker.isRunning)
         model.askToDelete(.bundle(try #require(model.form.bundle)))
@@ -213,15 +213,15 @@ import Testing
         await begun.value
         try await ended()
         #expect((model.controller.state == .finished(.finished)) == (job == .train))
-        #expect((model.comparison.base.summary != nil) == (job == .write))
-        #expect((model.evaluation.figure != nil) == (job == .measure))
+        #expect((model.chat.base.summary != nil) == (job == .write))
+        #expect((model.evaluation.score != nil) == (job == .measure))
     }
 
     @Test func trainsOnPastedTextAndGoesOnWithItAfterAKill() async throws {
         try await prepare(steps: 1_000_000)
         model.form.settings.saveEvery = 1
         (model.form.textKind, model.form.pasted) = (.pasted, String(repeating: "A line of text.\n", count: 20))
-        await model.start()
+        await model.startTraining()
         while model.controller.log.steps.count < 3 { try await Task.sleep(for: .milliseconds(5)) }
         model.controller.stop()
         try await ended()
@@ -243,13 +243,13 @@ import Testing
 
     @Test func aTextThatAnotherAppHandsOverIsTrainedOn() async throws {
         try await prepare(steps: 1)
-        (model.place, model.showsSetup) = (.runs, false)
+        (model.tab, model.showsSetup) = (.runs, false)
         let inbox = documents.appendingPathComponent("Inbox")
         try FileManager.default.createDirectory(at: inbox, withIntermediateDirectories: true)
         let dropped = inbox.appendingPathComponent("notes.txt")
         try Data(String(repeating: "A line of text.\n", count: 20).utf8).write(to: dropped)
         await model.open(dropped)
-        #expect(model.place == .train && model.showsSetup && model.form.textKind == .file)
+        #expect(model.tab == .train && model.showsSetup && model.form.textKind == .file)
         #expect(model.form.file?.lastPathComponent == "notes.txt")
         #expect(!FileManager.default.fileExists(atPath: dropped.path))
 
@@ -262,7 +262,7 @@ import Testing
         #expect(!FileManager.default.fileExists(atPath: first.path), "one copy at a time")
         #expect(FileManager.default.fileExists(atPath: other.path))
         try FileManager.default.removeItem(at: other)
-        await model.start()
+        await model.startTraining()
         try await ended()
         #expect(model.problem == nil && model.controller.state == .finished(.finished))
 
@@ -271,38 +271,38 @@ import Testing
         #expect(FileManager.default.fileExists(atPath: try #require(model.form.file).path), "the last stays")
         (model.problem, model.form.bundleID) = (nil, nil)
         await model.open(documents.appendingPathComponent("bundle.mesp"))
-        #expect(model.place == .bundles && model.form.bundleID == "bundle.mesp" && model.problem == nil)
+        #expect(model.tab == .bundles && model.form.bundleID == "bundle.mesp" && model.problem == nil)
     }
 
     @Test func whatAChatHoldsEndsWithItsTabAndWithARun() async throws {
         try await prepare(steps: 1)
-        var request = Comparison.Request()
+        var request = SideBySideChat.Request()
         (request.prompt, request.isChat, request.maxTokens) = ("Hello", true, 2)
         func say() async throws {
-            model.place = .write
+            model.tab = .tryIt
             await model.write(request, with: nil)
             try await ended()
-            #expect(model.comparison.bytesRead > 0)
+            #expect(model.chat.bytesRead > 0)
         }
         try await say()
-        model.place = .runs
-        #expect(model.comparison.bytesRead == 0)
+        model.tab = .runs
+        #expect(model.chat.bytesRead == 0)
         try await say()
-        await model.start()
-        #expect(model.comparison.bytesRead == 0)
+        await model.startTraining()
+        #expect(model.chat.bytesRead == 0)
         try await ended()
-        #expect(model.comparison.turns.count == 2, "the conversation itself stays")
+        #expect(model.chat.turns.count == 2, "the conversation itself stays")
     }
 
     @Test func textThatCannotBeUsedLeavesNoRun() async throws {
         try await prepare(steps: 1)
         (model.form.textKind, model.form.pasted) = (.pasted, "Too short.")
-        await model.start()
+        await model.startTraining()
         #expect(model.problem?.english.hasPrefix("The text has 11 tokens, too few") == true)
         model.hasProblem = false
         #expect(model.problem == nil)
         model.form.textKind = .file
-        await model.start()
+        await model.startTraining()
         #expect(model.problem == "Choose a text file first.")
         #expect(model.controller.state == .idle && model.library.runs.isEmpty && model.isFree)
     }
@@ -316,33 +316,33 @@ import Testing
             #expect(settings.optimizer == .sgd && settings.learningRate == 1e-4, "the paper's, whatever the form has")
         }
         #expect(model.library.trained.isEmpty, "a benchmark's adapters are not to write with")
-        await model.start()
+        await model.startTraining()
         try await ended()
         await model.refresh()
         let run = try #require(model.library.trained.first)
         #expect(model.library.runs.count == 4)
         #expect(model.library.bundle(of: run)?.id == model.form.bundle?.id)
-        var request = Comparison.Request()
+        var request = SideBySideChat.Request()
         (request.prompt, request.maxTokens) = ("The", 1)
         await model.write(request, with: run)
         try await ended()
-        #expect(model.comparison.base.summary != nil && model.comparison.tuned.summary != nil)
+        #expect(model.chat.base.summary != nil && model.chat.tuned.summary != nil)
     }
 
     @Test func theScreenHasItsBrightnessAgainWhenTheAppIsLeftOrTheRunEnds() async throws {
         final class Lamp: Display { var brightness: Double? = 0.7 }
         let lamp = Lamp()
-        model = AppModel(phone: phone, folder: DocumentsFolder(documents: documents), display: lamp) { _ in
+        model = AppModel(monitor: monitor, folder: DocumentsFolder(documents: documents), display: lamp) { _ in
             ByteTokenizer()
         }
         try await prepare(steps: 1_000_000)
-        await model.start()
+        await model.startTraining()
         model.screen.isOvernight = true
         #expect(model.screen.isDimmed && lamp.brightness == 0)
-        phone.scene = .inactive
+        monitor.scene = .inactive
         #expect(!model.screen.isDimmed && lamp.brightness == 0.7, "a call comes in")
         lamp.brightness = 0.5
-        phone.scene = .active
+        monitor.scene = .active
         #expect(model.screen.isDimmed && lamp.brightness == 0)
         model.screen.isOvernight = false
         #expect(lamp.brightness == 0.5)
@@ -358,12 +358,12 @@ import Testing
             .deletingLastPathComponent()
         try FileManager.default.copyItem(at: home.appendingPathComponent("Recorded"), to: recording)
         model = AppModel(
-            phone: phone, folder: DocumentsFolder(documents: documents, included: home), refusal: "Not here.",
+            monitor: monitor, folder: DocumentsFolder(documents: documents, included: home), refusal: "Not here.",
             recording: recording
         ) { _ in ByteTokenizer() }
         await model.refresh()
         #expect(model.form.bundle != nil && !model.canStart && !model.isFree)
-        await model.start()
+        await model.startTraining()
         #expect(model.controller.state == .idle, "nothing is trained")
 
         #expect(model.canReplay)
@@ -397,10 +397,10 @@ import Testing
         model.screen.isOvernight = true
         #expect(!model.screen.staysAwake && !model.screen.isDimmed)
         #expect(model.screen.overnightAdvice.english.hasPrefix("Connect the charger"))
-        phone.battery?.isCharging = true
+        monitor.battery?.isCharging = true
         #expect(model.screen.overnightAdvice.english.hasPrefix("Leave the app in front"))
         try await prepare(steps: 1_000_000)
-        await model.start()
+        await model.startTraining()
         #expect(model.screen.staysAwake && model.screen.isDimmed)
         (model.screen.isOvernight, model.screen.keepsAwake) = (false, false)
         #expect(!model.screen.staysAwake && !model.screen.isDimmed)

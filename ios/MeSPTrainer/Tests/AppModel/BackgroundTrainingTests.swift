@@ -36,11 +36,11 @@ import Testing
     func end(success: Bool) { ended = success }
 }
 
-@MainActor private final class Board: NoticeBoard {
-    var shown: Notice?
+@MainActor private final class Board: NotificationDisplay {
+    var shown: RunNotification?
     var permissions = 0
     /// Set where the system shows its question over this phone's app, and takes it away when it is answered.
-    var asksOver: TestPhone?
+    var asksOver: TestMonitor?
     private(set) var answer: (() -> Void)?
     func askPermission() async {
         permissions += 1
@@ -49,23 +49,23 @@ import Testing
         await withCheckedContinuation { continuation in answer = { continuation.resume() } }
         asksOver.scene = .active
     }
-    func show(_ notice: Notice) { shown = notice }
+    func show(_ notice: RunNotification) { shown = notice }
     func clear() { shown = nil }
 }
 
 /// A lock screen.
-@MainActor private final class Lock: GlanceBoard {
+@MainActor private final class Lock: LiveActivityDisplay {
     var title: Sentence?
-    var shown: Glance?
+    var shown: LiveActivityContent?
     var updates = 0
-    func begin(title: Sentence, _ glance: Glance) { (self.title, shown) = (title, glance) }
-    func update(_ glance: Glance) { (shown, updates) = (glance, updates + 1) }
-    func end(_ last: Glance?) { (title, shown) = (nil, last) }
+    func begin(title: Sentence, _ content: LiveActivityContent) { (self.title, shown) = (title, content) }
+    func update(_ content: LiveActivityContent) { (shown, updates) = (content, updates + 1) }
+    func end(_ last: LiveActivityContent?) { (title, shown) = (nil, last) }
 }
 
 @Suite(.serialized) @MainActor final class BackgroundTrainingTests {
     private let documents = temporaryFolder()
-    private let phone = TestPhone()
+    private let monitor = TestMonitor()
     private let scheduler = Scheduler()
     private let board = Board()
     private let lock = Lock()
@@ -76,8 +76,9 @@ import Testing
 
     private func makeModel() -> AppModel {
         AppModel(
-            phone: phone, folder: DocumentsFolder(documents: documents), scheduler: scheduler, board: board,
-            glanceBoard: lock
+            monitor: monitor, folder: DocumentsFolder(documents: documents), scheduler: scheduler,
+            notificationDisplay: board,
+            activityDisplay: lock
         ) { _ in ByteTokenizer() }
     }
 
@@ -89,7 +90,7 @@ import Testing
 
     private func train(steps: Int = 1_000_000) async throws {
         try await prepare(steps: steps)
-        await model.start()
+        await model.startTraining()
         try await reach(.training)
     }
 
@@ -104,7 +105,7 @@ import Testing
     private func reach(_ state: RunController.State) async throws { try await wait { model.controller.state == state } }
 
     private func end() async throws {
-        phone.scene = .active
+        monitor.scene = .active
         model.controller.stop()
         try await reach(.finished(.stopped))
     }
@@ -114,7 +115,7 @@ import Testing
         #expect(scheduler.asked == [.overnight, .continued])
         #expect(board.permissions == 1)
         let time = scheduler.give(.continued)
-        phone.scene = .background
+        monitor.scene = .background
         let steps = model.controller.log.steps.count
         try await wait { model.controller.log.steps.count > steps + 1 }
         #expect(model.controller.state == .training)
@@ -122,7 +123,7 @@ import Testing
         time.onExpiration?()
         try await reach(.paused(.away))
         #expect(time.ended == false)
-        phone.scene = .active
+        monitor.scene = .active
         try await reach(.training)
         #expect(scheduler.asked == [.overnight, .continued], "once a run")
         try await end()
@@ -131,10 +132,10 @@ import Testing
 
     @Test func thePersonIsAskedBeforeTheRunBegins() async throws {
         try await prepare(steps: 1_000_000)
-        board.asksOver = phone
-        let start = Task { await model.start() }
+        board.asksOver = monitor
+        let start = Task { await model.startTraining() }
         try await wait { board.answer != nil }
-        #expect(phone.scene == .inactive && model.controller.state == .idle && !model.canStart)
+        #expect(monitor.scene == .inactive && model.controller.state == .idle && !model.canStart)
         #expect(model.isPreparing && model.startProblem == nil, "it is about to begin")
         board.answer?()
         await start.value
@@ -146,7 +147,7 @@ import Testing
     @Test func aFormThatLacksSomethingAsksForNoPermission() async throws {
         try await prepare(steps: 1)
         model.form.textKind = .file
-        await model.start()
+        await model.startTraining()
         #expect(model.problem == "Choose a text file first." && board.permissions == 0 && !model.isPreparing)
     }
 
@@ -154,7 +155,7 @@ import Testing
     @Test func progressIsToldWithinAStep() async throws {
         try await prepare(steps: 10)
         model.form.settings.gradAccumulationSteps = 60_000
-        await model.start()
+        await model.startTraining()
         try await reach(.training)
         let time = scheduler.give(.continued)
         try await wait { Set(time.shown.map(\.unitsDone)).count > 2 }
@@ -203,7 +204,7 @@ import Testing
         try await train()
         let (first, second) = (scheduler.give(.continued), scheduler.give(.continued))
         first.onExpiration?()
-        phone.scene = .background
+        monitor.scene = .background
         let steps = model.controller.log.steps.count
         try await wait { model.controller.log.steps.count > steps + 1 }
         #expect(first.ended == false && second.ended == nil)
@@ -214,11 +215,11 @@ import Testing
 
     @Test func theNightsTimeIsForTheCharger() async throws {
         try await train()
-        phone.scene = .background
+        monitor.scene = .background
         try await reach(.paused(.away))
         let time = scheduler.give(.overnight)
         try await reach(.paused(.charger))
-        phone.battery?.isCharging = true
+        monitor.battery?.isCharging = true
         try await reach(.training)
         time.onExpiration?()
         try await reach(.paused(.away))
@@ -232,13 +233,13 @@ import Testing
     @Test func aRunThatEndsInTheBackgroundEndsItsTime() async throws {
         try await train(steps: 12)
         let time = scheduler.give(.continued)
-        phone.scene = .background
+        monitor.scene = .background
         try await reach(.finished(.finished))
         #expect(time.ended == true && model.controller.grant == nil)
         let loss = try #require(model.controller.log.steps.last?.loss)
         #expect(board.shown?.title == "Training Is Done")
         #expect(board.shown?.text == "Step 12 of 12, loss \(String(format: "%.2f", loss)).")
-        phone.scene = .active
+        monitor.scene = .active
         #expect(board.shown == nil)
     }
 
@@ -277,11 +278,11 @@ import Testing
         await model.refresh()
         let run = try #require(model.interrupted)
         #expect(run.name == "killed")
-        await model.decide(run, goOn: false)
+        model.decline(run)
         #expect(model.interrupted == nil)
         model = makeModel()
         await model.refresh()
-        await model.decide(try #require(model.interrupted), goOn: true)
+        await model.resume(try #require(model.interrupted))
         #expect(model.problem == nil)
         try await reach(.finished(.finished))
         #expect(model.controller.log.events.contains { $0.name == "log_cut_off" })
@@ -295,8 +296,8 @@ import Testing
         try await prepare(steps: 9)
         try cutOff(from: try settings())
         model = makeModel()
-        phone.scene = .background
-        phone.battery?.isCharging = true
+        monitor.scene = .background
+        monitor.battery?.isCharging = true
         let time = scheduler.give(.overnight)
         try await reach(.finished(.finished))
         #expect(time.ended == true)
@@ -312,7 +313,7 @@ import Testing
         try await prepare(steps: 9)
         try cutOff(from: try settings())
         model = makeModel()
-        phone.scene = .background
+        monitor.scene = .background
         let time = scheduler.give(.continuedOnGPU)
         try await reach(.finished(.finished))
         #expect(time.ended == true)
@@ -320,21 +321,21 @@ import Testing
 
     @Test func thePersonIsToldWhyARunWaits() async throws {
         try await train()
-        phone.thermalState = .serious
+        monitor.thermalState = .serious
         try await reach(.paused(.heat))
         #expect(board.shown == nil, "it is on the screen")
-        phone.scene = .background
+        monitor.scene = .background
         try await reach(.paused(.away))
         #expect(
             board.shown
-                == Notice(
+                == RunNotification(
                     title: "Training Waits",
                     text: "The app is not in front, and iOS gives it no time to train. Open the app to continue.",
-                    delay: Notices.patience))
+                    delay: RunNotifications.patience))
         _ = scheduler.give(.continued)
         try await reach(.paused(.heat))
         #expect(board.shown?.text == "The phone is too warm. Training continues when it has cooled down.")
-        phone.thermalState = .nominal
+        monitor.thermalState = .nominal
         try await reach(.training)
         #expect(board.shown == nil, "it waits no more")
         try await end()
@@ -344,7 +345,7 @@ import Testing
     @Test func aFailureIsToldInItsSentence() async throws {
         try await train()
         let time = scheduler.give(.continued)
-        phone.scene = .background
+        monitor.scene = .background
         let bundle = try #require(model.form.bundle).url
         try FileManager.default.removeItem(at: bundle.appendingPathComponent("blocks/01.bin"))
         try await wait { !model.controller.isRunning }
@@ -359,7 +360,7 @@ import Testing
         #expect(lock.shown?.progress.steps == 1_000_000 && lock.shown?.note == nil)
         try await wait { model.controller.log.lastStep > 1 }
         #expect(lock.updates == 0, "nobody sees it while the app is in front")
-        phone.scene = .inactive
+        monitor.scene = .inactive
         try await wait { lock.updates == 1 }
         let step = model.controller.log.lastStep
         try await wait { model.controller.log.lastStep > step + 20 }
@@ -367,7 +368,7 @@ import Testing
         #expect(lock.shown?.lifetime == 120, "if the app is ended, it is not true for long")
         let progress = try #require(lock.shown).progress
         #expect(progress.step > 1 && progress.loss != nil && progress.part > 0)
-        phone.scene = .background
+        monitor.scene = .background
         try await reach(.paused(.away))
         #expect(
             lock.shown?.note == "The app is not in front, and iOS gives it no time to train. Open the app to continue.")
@@ -382,7 +383,7 @@ import Testing
 
     @Test func theLockScreenKeepsHowARunEnded() async throws {
         try await train()
-        phone.scene = .inactive
+        monitor.scene = .inactive
         model.controller.stop()
         try await reach(.finished(.stopped))
         #expect(lock.title == nil && lock.shown?.note == "Training was stopped.")

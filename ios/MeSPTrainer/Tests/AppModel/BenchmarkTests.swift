@@ -18,7 +18,7 @@ import Testing
     }
 
     @Test func measuresTheThreeMethods() async throws {
-        let benchmark = Benchmark(controller: RunController(phone: TestPhone()))
+        let benchmark = Benchmark(controller: RunController(monitor: TestMonitor()))
         await benchmark.run(try settings()) { folder.appendingPathComponent($0.rawValue) }
         #expect(benchmark.problem == nil && benchmark.running == nil)
         #expect(benchmark.rows.map(\.method) == [.mesp, .mebp, .mezo])
@@ -63,7 +63,7 @@ import Testing
     }
 
     @Test func endsWithASentenceWhereAMethodFails() async throws {
-        let benchmark = Benchmark(controller: RunController(phone: TestPhone()))
+        let benchmark = Benchmark(controller: RunController(monitor: TestMonitor()))
         var settings = try settings()
         settings.rank = 3
         await benchmark.run(settings) { folder.appendingPathComponent($0.rawValue) }
@@ -72,7 +72,7 @@ import Testing
     }
 
     @Test func cancellingEndsIt() async throws {
-        let controller = RunController(phone: TestPhone())
+        let controller = RunController(monitor: TestMonitor())
         let benchmark = Benchmark(controller: controller)
         var settings = try settings()
         settings.steps = 1_000_000

@@ -14,7 +14,7 @@ import Testing
     init() throws { try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true) }
 
     private func makeModel(_ tokenizer: any TextTokenizer) -> AppModel {
-        AppModel(phone: TestPhone(), folder: DocumentsFolder(documents: documents)) { _ in tokenizer }
+        AppModel(monitor: TestMonitor(), folder: DocumentsFolder(documents: documents)) { _ in tokenizer }
     }
 
     private func importTied() async throws {
@@ -35,15 +35,15 @@ import Testing
         let record = #"{"prompt": "a", "completion": "b\tc\nd", "source": "web"}"#
         let left = #"{"prompt": "x", "completion": "y", "train": false}"#
         try await choose("a.jsonl", "\(left)\n\(record)\n\(record)\n")
-        await model.lookAtData()
+        await model.updatePreview()
         // Of "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n…" 33 tokens are a sequence.
-        let preview = try #require(model.preview.found)
+        let preview = try #require(model.preview.current)
         #expect(model.preview.problem == nil)
         #expect(
-            preview.runs.map(\.text).joined()
+            preview.spans.map(\.text).joined()
                 == "<|im_start|>user⏎\na<|im_end|>⏎\n<|im_start|>assistant⏎\nb⇥c⏎\nd<|im_end|>⏎\n")
-        #expect(preview.runs.filter(\.isCounted).map(\.text) == ["b⇥c⏎\nd", "<|im_end|>", "⏎\n"])
-        #expect(preview.runs.filter(\.isSpecial).count == 4)
+        #expect(preview.spans.filter(\.isCounted).map(\.text) == ["b⇥c⏎\nd", "<|im_end|>", "⏎\n"])
+        #expect(preview.spans.filter(\.isSpecial).count == 4)
         #expect(preview.spoken.map(\.english).filter { $0.hasPrefix("In the loss: ") }.count == 3)
         #expect(preview.spoken.first == "Not in the loss: <|im_start|>")
         #expect(
@@ -53,20 +53,20 @@ import Testing
 
         // All of it, once that is asked for; what was seen until then is not of it.
         model.form.answersOnly = false
-        #expect(model.preview.found == nil)
-        await model.lookAtData()
-        #expect(model.preview.found?.runs.dropFirst().allSatisfy { $0.isCounted } == true)
+        #expect(model.preview.current == nil)
+        await model.updatePreview()
+        #expect(model.preview.current?.spans.dropFirst().allSatisfy { $0.isCounted } == true)
     }
 
     @Test func aRecordThatCannotBeTrainedIsSaidBeforeTheStart() async throws {
         try await importTied()
         try await choose("a.jsonl", #"{"messages": [{"role": "gpt", "content": "a"}]}"#)
-        await model.lookAtData()
-        #expect(model.preview.found == nil)
+        await model.updatePreview()
+        #expect(model.preview.current == nil)
         #expect(model.preview.problem == "Line 1 of a.jsonl: the role gpt is not known; write assistant.")
         try await choose("b.jsonl", #"{"prompt": "a", "completion": "b"}"#)
-        await model.lookAtData()
-        #expect(model.preview.found != nil && model.preview.problem == nil)
+        await model.updatePreview()
+        #expect(model.preview.current != nil && model.preview.problem == nil)
         try await choose("c.csv", "a,b")
         #expect(model.problem?.english.hasPrefix("c.csv is of no kind that is read") == true)
         #expect(model.form.file?.lastPathComponent == "b.jsonl", "the last stays")
@@ -75,38 +75,38 @@ import Testing
     @Test func theBundlesOwnDataAndPastedTextAreSeenToo() async throws {
         model = makeModel(ByteTokenizer())
         try await importTied()
-        await model.lookAtData()
+        await model.updatePreview()
         let bundle = try ModelBundle(url: try #require(model.form.bundle).url)
         let first = try #require(try bundle.tokens("train")?.sequences(lengths: [model.form.settings.seqLen])[0])
         let text = ByteTokenizer().decode(first.tokens.map { Int($0) })
-        let runs = try #require(model.preview.found).runs
+        let spans = try #require(model.preview.current).spans
         // A control character has a sign in its place.
-        let seen = runs.map(\.text).joined().replacing("⏎", with: "").replacing("⇥", with: "\t").unicodeScalars.map {
+        let seen = spans.map(\.text).joined().replacing("⏎", with: "").replacing("⇥", with: "\t").unicodeScalars.map {
             (0x2400..<0x2420).contains($0.value) ? $0.value - 0x2400 : $0.value
         }
         #expect(seen == text.unicodeScalars.map(\.value))
-        #expect(runs.dropFirst().allSatisfy { $0.isCounted }, "all but the first token, which nothing predicts")
+        #expect(spans.dropFirst().allSatisfy { $0.isCounted }, "all but the first token, which nothing predicts")
 
         (model.form.textKind, model.form.pasted) = (.pasted, "")
         await model.preview.read(pause: .zero)
-        #expect(model.preview.found == nil && model.preview.problem == nil, "there is nothing yet")
+        #expect(model.preview.current == nil && model.preview.problem == nil, "there is nothing yet")
         model.form.pasted = "Too short."
         await model.preview.read(pause: .zero)
         #expect(model.preview.problem?.english.hasPrefix("The text has 11 tokens, too few") == true)
         model.form.pasted = String(repeating: "A line of text.\n", count: 200)
         await model.preview.read(pause: .zero)
-        #expect(model.preview.found?.runs.first?.text == "A" && model.preview.problem == nil)
+        #expect(model.preview.current?.spans.first?.text == "A" && model.preview.problem == nil)
     }
 
     @Test func aTokenizerThatCannotBeReadKeepsNoBundleFromBeingTrained() async throws {
-        model = AppModel(phone: TestPhone(), folder: DocumentsFolder(documents: documents)) { _ in
+        model = AppModel(monitor: TestMonitor(), folder: DocumentsFolder(documents: documents)) { _ in
             throw MeSPError("The tokenizer is not there.")
         }
         try await importTied()
-        await model.lookAtData()
-        #expect(model.preview.found == nil && model.preview.problem == nil)
+        await model.updatePreview()
+        #expect(model.preview.current == nil && model.preview.problem == nil)
         (model.form.textKind, model.form.pasted) = (.pasted, "A text.")
-        await model.lookAtData()
+        await model.updatePreview()
         #expect(model.preview.problem == "The tokenizer is not there.")
     }
 
@@ -120,7 +120,7 @@ import Testing
         look.cancel()
         await model.preview.read(pause: .zero)
         await look.value
-        #expect(model.preview.found?.runs.map(\.text).joined().hasPrefix("Second") == true)
+        #expect(model.preview.current?.spans.map(\.text).joined().hasPrefix("Second") == true)
     }
 
     @Test func aRunSaysWhatItsTextLost() async throws {
@@ -129,7 +129,7 @@ import Testing
         let record = #"{"prompt": "a", "completion": "b", "source": "web"}"#
         try await choose("a.jsonl", "\(record)\n\(record)\n")
         model.form.settings.steps = 1
-        await model.start()
+        await model.startTraining()
         while !model.isFree { try await Task.sleep(for: .milliseconds(5)) }
         #expect(
             model.textNotices.map(\.english) == [

@@ -76,8 +76,8 @@ import Testing
 
     @Test func aBegunDownloadThatCannotBeReadIsSaidSoOnce() throws {
         try Data("{}".utf8).write(to: documents.appendingPathComponent(".download.json"))
-        #expect(message { _ = try store.begunDownload() }.hasPrefix("The download cannot continue: "))
-        #expect(try store.begunDownload() == nil)
+        #expect(message { _ = try store.readBegunDownload() }.hasPrefix("The download cannot continue: "))
+        #expect(try store.readBegunDownload() == nil)
     }
 
     @Test func aLastLineThatWasCutOffIsLeftOut() throws {
@@ -137,7 +137,7 @@ import Testing
         let resumed = try store.settingsToResume(run)
         #expect(resumed.bundle == documents.appendingPathComponent("bundle.mesp").path)
 
-        let next = RunController(phone: TestPhone())
+        let next = RunController(monitor: TestMonitor())
         next.start(resumed)
         while next.log.steps.isEmpty { try await Task.sleep(for: .milliseconds(1)) }
         #expect(next.log.steps.count >= 4, "what it had logged is shown before it goes on")
@@ -206,31 +206,33 @@ import Testing
         #expect(documents.freeBytes ?? 0 > 0)
     }
 
-    /// The system's attributes of each kind of file. See `Keeping` for why.
+    /// The system's attributes of each kind of file. See `StoragePolicy` for why.
     @Test func filesAreKeptAsTheyAreToBe() throws {
-        final class Kept: @unchecked Sendable { var byName = [String: Keeping]() }
+        final class Kept: @unchecked Sendable { var byName = [String: StoragePolicy]() }
         let kept = Kept()
         let store = DocumentsFolder(
             documents: documents,
-            keep: { url, keeping in
+            applyPolicy: { url, policy in
                 // A folder that is kept so keeps what comes into it, and its name may be another later.
                 let inside = try? FileManager.default.contentsOfDirectory(atPath: url.path)
                 if url.path.contains("/.import") { #expect(inside?.isEmpty == true) }
-                kept.byName[url.lastPathComponent.replacing(/ing-.*/, with: "ing")] = keeping
+                kept.byName[url.lastPathComponent.replacing(/ing-.*/, with: "ing")] = policy
             })
         _ = try store.importBundle(at: try fixture())
         let run = try settings("run", steps: 2)
         try Run.run(run)
         let left = URL(fileURLWithPath: run.output).appendingPathComponent("state.safetensors.partial")
         try Data().write(to: left)
-        try store.keepRuns()
+        try store.applyPoliciesToRuns()
         #expect(
             kept.byName == [
                 ".importing": .bundle, "run": .run, "state.safetensors": .state, "state.safetensors.partial": .state,
             ])
-        #expect(!Keeping.bundle.isInBackup && !Keeping.state.isInBackup && Keeping.run.isInBackup)
-        #expect(!Keeping.run.isLockedAway && !Keeping.bundle.isLockedAway, "a run in the night reads and writes them")
-        #expect(Keeping.chat.isLockedAway)
+        #expect(!StoragePolicy.bundle.isInBackup && !StoragePolicy.state.isInBackup && StoragePolicy.run.isInBackup)
+        #expect(
+            !StoragePolicy.run.isUnreadableWhileLocked && !StoragePolicy.bundle.isUnreadableWhileLocked,
+            "a run in the night reads and writes them")
+        #expect(StoragePolicy.chat.isUnreadableWhileLocked)
     }
 
     @Test func whatIsSentBackAreReportsAndLogs() throws {
@@ -299,17 +301,17 @@ import Testing
         #expect(try store.bundles().map(\.isIncluded) == [false])
     }
 
-    // MARK: - DeviceFit
+    // MARK: - MemoryFit
 
     @Test func saysWhetherARunFits() throws {
         let manifest = try ModelBundle(url: try fixture()).manifest
         var settings = try settings("run", steps: 1)
-        let fit = try DeviceFit(settings, manifest, available: nil)
+        let fit = try MemoryFit(settings, manifest, available: nil)
         #expect(fit.fits && fit.predictedPeak > 1_000_000)
-        #expect(try DeviceFit(settings, manifest, available: fit.predictedPeak).fits)
-        #expect(try !DeviceFit(settings, manifest, available: fit.predictedPeak - 1).fits)
+        #expect(try MemoryFit(settings, manifest, available: fit.predictedPeak).fits)
+        #expect(try !MemoryFit(settings, manifest, available: fit.predictedPeak - 1).fits)
         settings.rank = 3
-        #expect(throws: MeSPError.self) { _ = try DeviceFit(settings, manifest, available: nil) }
+        #expect(throws: MeSPError.self) { _ = try MemoryFit(settings, manifest, available: nil) }
     }
 
     // MARK: - Log

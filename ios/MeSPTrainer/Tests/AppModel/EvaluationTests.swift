@@ -6,8 +6,8 @@ import Testing
 @testable import MeSPCore
 
 @Suite(.serialized) @MainActor final class EvaluationTests {
-    private let phone = TestPhone()
-    private lazy var evaluation = Evaluation(phone: phone)
+    private let monitor = TestMonitor()
+    private lazy var evaluation = Evaluation(monitor: monitor)
     private let folder = temporaryFolder()
     deinit { try? FileManager.default.removeItem(at: folder) }
 
@@ -32,16 +32,16 @@ import Testing
     @Test func perplexityIsTheEvaluators() async throws {
         let adapters = try adapters()
         try await measure(#"{"text": "The quick"}"#, "", #"{"text": "dog, lazy"}"#, adapters: adapters)
-        let figure = try #require(evaluation.figure)
-        #expect(evaluation.problem == nil && figure.kind == .perplexity && figure.records == 2)
-        for (folder, found) in [(nil, figure.base), (adapters, try #require(figure.tuned))] {
+        let score = try #require(evaluation.score)
+        #expect(evaluation.problem == nil && score.kind == .perplexity && score.records == 2)
+        for (folder, found) in [(nil, score.base), (adapters, try #require(score.tuned))] {
             let evaluator = try Evaluator(ModelBundle(url: try bundle()), adapters: folder)
             let sum = try ["The quick", "dog, lazy"].reduce(0) { sum, text in
                 sum + (try evaluator.logLikelihood(of: [0] + text.utf8.map { Int($0) }, window: 2048))
             }
             #expect(abs(found - exp(-sum / 18)) < 1e-9 * found)
         }
-        #expect(figure.base != figure.tuned && figure.difference?.contains((figure.tuned ?? 0) - figure.base) == true)
+        #expect(score.base != score.tuned && score.difference?.contains((score.tuned ?? 0) - score.base) == true)
     }
 
     /// The likeliest of two choices is right once it is said to be.
@@ -54,9 +54,9 @@ import Testing
         let scores = try evaluator.scores(
             of: ["  lazy dog", " ABC, ABC"].map { $0.utf8.map { Int($0) } }, after: "The quick".utf8.map { Int($0) })
         let isFirst = scores[0].logLikelihood > scores[1].logLikelihood
-        let figure = try #require(evaluation.figure)
-        #expect(figure.kind == .accuracy && figure.tuned == nil && figure.difference == nil)
-        #expect(figure.base == (isFirst == (answer == "0" || answer.contains("lazy")) ? 1 : 0))
+        let score = try #require(evaluation.score)
+        #expect(score.kind == .accuracy && score.tuned == nil && score.difference == nil)
+        #expect(score.base == (isFirst == (answer == "0" || answer.contains("lazy")) ? 1 : 0))
     }
 
     @Test func answersAreWhatIsWritten() async throws {
@@ -70,8 +70,8 @@ import Testing
             return String(decoding: record, as: UTF8.self)
         }
         try await measure(lines[0], lines[1])
-        let figure = try #require(evaluation.figure)
-        #expect(figure.kind == .exactMatch && figure.base == 0.5)
+        let score = try #require(evaluation.score)
+        #expect(score.kind == .exactMatch && score.base == 0.5)
     }
 
     @Test func textsAreThoseOfTheCommand() async throws {
@@ -79,7 +79,7 @@ import Testing
         var figures = Set<Double>()
         for ids in expected.tokenizers {
             try await measure(#"{"text": "\#(expected.words)"}"#, tokenizer: ids.tokenizer)
-            let found = try #require(evaluation.figure).base
+            let found = try #require(evaluation.score).base
             let evaluator = try Evaluator(ModelBundle(url: try bundle()))
             let sum = try evaluator.logLikelihood(of: ids.text, window: 2048)
             #expect(abs(found - exp(-sum / Double(expected.words.utf8.count))) < 1e-9 * found)
@@ -131,18 +131,18 @@ import Testing
         #expect(
             evaluation.problem?.english == "Record 1: the chat template leaves out the message of tool; take it out.")
         try await measure(#"{"text": "The quick", "source": "web"}"#)
-        #expect(evaluation.notice == "Keys of records that are not read: source." && evaluation.figure != nil)
+        #expect(evaluation.notice == "Keys of records that are not read: source." && evaluation.score != nil)
     }
 
     @Test func differencesArePairedAndTheSameAgain() {
-        let base = (0..<40).map { FigurePart(sum: Double($0 * $0 % 17)) }
-        let tuned = base.map { FigurePart(sum: $0.sum + 1) }
-        let figure = Evaluation.Figure(.accuracy, base: base, tuned: tuned)
-        #expect(figure.difference.map { abs($0.lowerBound - 1) < 1e-9 && abs($0.upperBound - 1) < 1e-9 } == true)
-        let other = tuned.enumerated().map { FigurePart(sum: $1.sum + Double($0 % 5)) }
-        let wide = Evaluation.Figure(.accuracy, base: base, tuned: other)
+        let base = (0..<40).map { ScorePart(sum: Double($0 * $0 % 17)) }
+        let tuned = base.map { ScorePart(sum: $0.sum + 1) }
+        let score = Evaluation.Score(.accuracy, base: base, tuned: tuned)
+        #expect(score.difference.map { abs($0.lowerBound - 1) < 1e-9 && abs($0.upperBound - 1) < 1e-9 } == true)
+        let other = tuned.enumerated().map { ScorePart(sum: $1.sum + Double($0 % 5)) }
+        let wide = Evaluation.Score(.accuracy, base: base, tuned: other)
         #expect(wide.difference?.contains(3) == true && wide.difference?.contains(2) == false)
-        #expect(wide == Evaluation.Figure(.accuracy, base: base, tuned: other))
+        #expect(wide == Evaluation.Score(.accuracy, base: base, tuned: other))
     }
 
     @Test(arguments: [
@@ -161,27 +161,27 @@ import Testing
         ),
     ]) func whatCannotBeEvaluatedIsSaid(_ lines: String, _ sentence: String) async throws {
         try await measure(lines)
-        #expect(evaluation.figure == nil && evaluation.problem?.english.contains(sentence) == true)
+        #expect(evaluation.score == nil && evaluation.problem?.english.contains(sentence) == true)
     }
 
     @Test func stopsAndWaitsWhileTheAppIsNotInFront() async throws {
         let line = #"{"prompt": "The quick", "completion": "x"}"#
-        phone.scene = .inactive
+        monitor.scene = .inactive
         evaluation.start(Data(line.utf8), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
         evaluation.start(Data(), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
         try await Task.sleep(for: .milliseconds(50))
         #expect(evaluation.isRunning && evaluation.problem == nil)
         evaluation.stop()
-        phone.scene = .active
+        monitor.scene = .active
         while evaluation.isRunning { try await Task.sleep(for: .milliseconds(2)) }
-        #expect(evaluation.figure == nil && evaluation.problem == nil)
+        #expect(evaluation.score == nil && evaluation.problem == nil)
     }
 
     @Test func theAppEvaluatesARunsAdapters() async throws {
         let app = try TestApp()
         try await app.importTied()
         app.model.form.settings.steps = 1
-        await app.model.start()
+        await app.model.startTraining()
         try await app.ended()
         let file = temporaryFolder().appendingPathExtension("jsonl")
         defer { try? FileManager.default.removeItem(at: file) }
@@ -189,7 +189,7 @@ import Testing
         await app.model.evaluate(file, with: app.model.library.trained.first)
         #expect(app.model.evaluation.isRunning && !app.model.isFree && app.model.staysAwake)
         try await app.ended()
-        #expect(app.model.evaluation.figure?.tuned != nil && !app.model.staysAwake)
+        #expect(app.model.evaluation.score?.tuned != nil && !app.model.staysAwake)
         await app.model.evaluate(file.deletingLastPathComponent().appendingPathComponent("not.jsonl"), with: nil)
         #expect(app.model.problem?.english.contains("cannot be read") == true)
     }

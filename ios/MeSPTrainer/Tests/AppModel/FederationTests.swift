@@ -15,16 +15,16 @@ import Testing
 /// The app's part in a federation, with a server in this process.
 @Suite(.serialized) @MainActor final class FederationTests {
     private let documents = temporaryFolder()
-    private let phone = TestPhone()
+    private let monitor = TestMonitor()
     private let scheduler = Scheduler()
     private let host = UUID().uuidString.lowercased() + ".test"
     deinit { try? FileManager.default.removeItem(at: documents) }
 
     private func model(heartbeat: Double = 30) async throws -> AppModel {
         try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
-        phone.battery = Battery(level: 0.9, isCharging: true)
+        monitor.battery = Battery(level: 0.9, isCharging: true)
         let model = AppModel(
-            phone: phone, folder: DocumentsFolder(documents: documents), scheduler: scheduler,
+            monitor: monitor, folder: DocumentsFolder(documents: documents), scheduler: scheduler,
             openNode: { server, folder, mostBytes, _ in
                 try SuperNode(
                     server: server, folder: folder, mostBytes: mostBytes, configuration: SuperLink.configuration(),
@@ -45,7 +45,7 @@ import Testing
     }
 
     /// The request of a server's app: two steps of SGD with the initial adapters, of which B alone travels.
-    private func question(_ model: AppModel, steps: Int64 = 2, exchange: String = "float32") throws -> Records {
+    private func question(_ model: AppModel, steps: Int64 = 2, exchange: String = "float32") throws -> FlowerRecords {
         let manifest = try #require(model.form.bundle?.manifest)
         let (architecture, kind) = (manifest.architecture, exchange == "float32" ? FlowerArray.Kind.float32 : .uint16)
         var arrays = [String: FlowerArray]()
@@ -57,7 +57,7 @@ import Testing
                 kind, shape: shape, data: Data(count: shape.reduce(kind == .float32 ? 4 : 2, *)))
         }
         let model = [manifest.model.id, manifest.model.revision].compactMap { $0 }.joined(separator: "@")
-        return Records(
+        return FlowerRecords(
             arrays: ["arrays": arrays],
             configs: [
                 "config": [
@@ -73,7 +73,7 @@ import Testing
 
     /// Takes part until a round has been answered.
     private func round(_ model: AppModel) async throws -> Federation.Round {
-        let part = Task { await model.takePart() }
+        let part = Task { await model.joinFederation() }
         while model.federation.rounds.first?.bytesUp == nil {
             try #require(model.problem == nil)
             try await Task.sleep(for: .milliseconds(5))
@@ -122,12 +122,12 @@ import Testing
 
     @Test func waitsForTheCharger() async throws {
         let model = try await model()
-        phone.battery = Battery(level: 0.9, isCharging: false)
+        monitor.battery = Battery(level: 0.9, isCharging: false)
         try SuperLink.ask(host, question(model))
-        let part = Task { await model.takePart() }
+        let part = Task { await model.joinFederation() }
         while model.federation.state != .waitingForCharger { try await Task.sleep(for: .milliseconds(5)) }
         #expect(!model.controller.isRunning && !model.isFree)
-        phone.battery = Battery(level: 0.9, isCharging: true)
+        monitor.battery = Battery(level: 0.9, isCharging: true)
         while model.federation.rounds.first?.bytesUp == nil { try await Task.sleep(for: .milliseconds(5)) }
         model.federation.leave()
         await part.value
@@ -143,20 +143,20 @@ import Testing
             }
         }
         try SuperLink.ask(host, question(model, steps: 1_000_000))
-        let part = Task { await model.takePart() }
+        let part = Task { await model.joinFederation() }
         try await wait { controller.state == .training }
         SuperLink.with(host) { $0.faults["send-node-heartbeat"] = Array(repeating: (0, ""), count: 100) }
         try await wait { federation.unreachable != nil }
         #expect(federation.status == federation.unreachable && federation.state == .training(round: "1"))
-        phone.battery = Battery(level: 0.9, isCharging: false)
+        monitor.battery = Battery(level: 0.9, isCharging: false)
         try await wait { controller.state == .paused(.user) }
-        phone.battery = Battery(level: 0.9, isCharging: true)
+        monitor.battery = Battery(level: 0.9, isCharging: true)
         try await wait { controller.state == .training }
 
         SuperLink.with(host) { $0.faults = [:] }
         try await wait { federation.unreachable == nil }
         #expect(federation.status == "Training in round 1")
-        phone.battery = Battery(level: 0.9, isCharging: false)
+        monitor.battery = Battery(level: 0.9, isCharging: false)
         try await wait { controller.state == .paused(.user) }
         federation.needsCharger = false
         try await wait { controller.state == .training }
@@ -179,7 +179,7 @@ import Testing
         let model = try await model()
         let bundle = try #require(model.form.bundle).url
         let asked = try question(model)
-        func run(_ change: (inout Records) -> Void) throws -> FederatedRun {
+        func run(_ change: (inout FlowerRecords) -> Void) throws -> FederatedRun {
             var records = asked
             change(&records)
             let folder = documents.appendingPathComponent(UUID().uuidString)
@@ -261,7 +261,7 @@ import Testing
         let model = try await model()
         // Fields 2 and 3, a message and its object tree, with nothing in them.
         SuperLink.with(host) { $0.faults["pull-messages"] = [(200, "\u{12}\u{0}\u{1A}\u{0}")] }
-        let part = Task { await model.takePart() }
+        let part = Task { await model.joinFederation() }
         func wait(until isSo: () -> Bool) async throws {
             while !isSo() {
                 try #require(model.problem == nil)
@@ -282,7 +282,7 @@ import Testing
         let model = try await model()
         try SuperLink.ask(host, question(model))
         SuperLink.with(host) { $0.faults["pull-object"] = Array(repeating: (SuperLink.never, ""), count: 100) }
-        let part = Task { await model.takePart() }
+        let part = Task { await model.joinFederation() }
         while SuperLink.with(host, { !$0.calls.contains("pull-object") }) {
             try await Task.sleep(for: .milliseconds(5))
         }
@@ -296,7 +296,7 @@ import Testing
         let model = try await model()
         for address in ["", "phone", "ftp://here", "http://links.example.org:8000"] {
             (model.federation.address, model.problem) = (address, nil)
-            await model.takePart()
+            await model.joinFederation()
             #expect(model.problem?.english.contains("address") == true && !model.federation.isOn)
         }
     }

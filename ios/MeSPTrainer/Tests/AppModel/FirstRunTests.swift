@@ -24,11 +24,11 @@ import Testing
         model.form[text: .steps] = "many"
         #expect(model.startProblem == "Steps: many is not a valid number.")
         model.form[text: .steps] = "1000000"
-        let phone = app.phone
-        phone.availableMemory = 1
+        let monitor = app.monitor
+        monitor.availableMemory = 1
         #expect(model.startProblem?.english.contains("the phone would give 0 MB") == true && !model.canStart)
-        phone.availableMemory = nil
-        await model.start()
+        monitor.availableMemory = nil
+        await model.startTraining()
         #expect(model.startProblem == "The model is in use; wait until that has ended, or stop it.")
         while model.controller.log.steps.isEmpty { try await Task.sleep(for: .milliseconds(2)) }
         #expect(model.progress?.timeWords != nil, "the time left is that of the log's steps")
@@ -56,31 +56,31 @@ import Testing
     @Test func goingOnWithARunShowsIt() async throws {
         try await app.importTied()
         (model.form.settings.steps, model.form.settings.saveEvery) = (1_000_000, 1)
-        await model.start()
+        await model.startTraining()
         while model.controller.log.steps.count < 2 { try await Task.sleep(for: .milliseconds(2)) }
         model.controller.stop()
         try await app.ended()
         #expect(model.shownRun?.status == .stopped)
-        (model.place, model.showsSetup) = (.runs, true)
+        (model.tab, model.showsSetup) = (.runs, true)
         await model.resume(try #require(model.library.runs.first))
-        #expect(model.place == .train && !model.showsSetup && model.controller.isRunning && model.shownRun == nil)
+        #expect(model.tab == .train && !model.showsSetup && model.controller.isRunning && model.shownRun == nil)
         model.controller.stop()
         try await app.ended()
     }
 
     @Test func aConversationIsDeletedOnlyWhenThePersonConfirmsIt() async throws {
         try await app.importTied()
-        var request = Comparison.Request()
+        var request = SideBySideChat.Request()
         (request.prompt, request.isChat, request.maxTokens) = ("Hello", true, 2)
         await model.write(request, with: nil)
         try await app.ended()
-        #expect(model.comparison.bundleName == "bundle" && model.comparison.runName == nil)
+        #expect(model.chat.bundleName == "bundle" && model.chat.runName == nil)
         model.askToDelete(.conversation)
         #expect(model.deletionQuestion.english == "Begin a new conversation? This one is deleted.")
         model.asksToDelete = false
-        #expect(model.comparison.turns.count == 1)
+        #expect(model.chat.turns.count == 1)
         model.askToDelete(.conversation)
         await model.confirmDeletion()
-        #expect(model.comparison.turns.isEmpty)
+        #expect(model.chat.turns.isEmpty)
     }
 }

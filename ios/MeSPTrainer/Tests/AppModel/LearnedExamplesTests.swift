@@ -7,7 +7,7 @@ import Testing
 
 @Suite(.serialized, .timeLimit(.minutes(2))) @MainActor final class LearnedExamplesTests {
     private let documents = temporaryFolder()
-    private let phone = TestPhone()
+    private let monitor = TestMonitor()
     private lazy var model = makeModel()
     deinit { try? FileManager.default.removeItem(at: documents) }
 
@@ -17,7 +17,7 @@ import Testing
         loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer = { _ in ByteTokenizer() }
     ) -> AppModel {
         let model = AppModel(
-            phone: phone, folder: DocumentsFolder(documents: documents), loadTokenizer: loadTokenizer)
+            monitor: monitor, folder: DocumentsFolder(documents: documents), loadTokenizer: loadTokenizer)
         model.examples.settling = .zero
         return model
     }
@@ -27,7 +27,7 @@ import Testing
         if model.library.bundles.isEmpty { await model.importBundle(at: fixture) }
         (model.form.settings.steps, model.form.settings.learningRate) = (steps, 0.5)
         model.form.settings.valBatches = 0
-        await model.start()
+        await model.startTraining()
         while !model.isFree { try await Task.sleep(for: .milliseconds(2)) }
         await model.refresh()
         return try #require(model.shownRun)
@@ -77,12 +77,12 @@ import Testing
         #expect(model.examples.of(run).map(\.isMessage) == [true, true])
 
         // One tap leads to more of it.
-        model.tryOut(run)
-        #expect(model.place == .write && model.writingRun?.id == run.id && model.writingBundle?.name == "bundle")
-        #expect(model.comparison.draft.prompt == "Q27?" && model.comparison.draft.isChat)
-        model.comparison.draft.prompt = "Mine"
-        model.tryOut(run)
-        #expect(model.comparison.draft.prompt == "Mine", "what the person has typed stays")
+        model.openChat(with: run)
+        #expect(model.tab == .tryIt && model.writingRun?.id == run.id && model.writingBundle?.name == "bundle")
+        #expect(model.chat.draft.prompt == "Q27?" && model.chat.draft.isChat)
+        model.chat.draft.prompt = "Mine"
+        model.openChat(with: run)
+        #expect(model.chat.draft.prompt == "Mine", "what the person has typed stays")
     }
 
     @Test func theyLeaveTheDeviceToWhatThePersonWants() async throws {
@@ -99,7 +99,7 @@ import Testing
         #expect(model.examples.writing == nil && model.examples.of(first).isEmpty)
         model.showExamples(of: first)
         #expect(model.examples.writing == first.id)
-        await model.start()
+        await model.startTraining()
         #expect(model.examples.writing == nil && model.controller.isRunning)
         #expect(model.examples.problem(of: first) == nil, "it was only stopped")
         model.showExamples(of: first)
@@ -122,15 +122,15 @@ import Testing
         }
         model.examples.settling = .milliseconds(50)
         let run = try await train()
-        phone.scene = .inactive
+        monitor.scene = .inactive
         try await Task.sleep(for: .milliseconds(200))
         #expect(model.examples.writing == run.id && model.examples.of(run).isEmpty)
         // Shorter than it has to be in front.
-        phone.scene = .active
-        phone.scene = .background
+        monitor.scene = .active
+        monitor.scene = .background
         try await Task.sleep(for: .milliseconds(200))
         #expect(model.examples.of(run).isEmpty)
-        phone.scene = .active
+        monitor.scene = .active
         try await written(run)
         for await _ in reads { break }
 
@@ -156,7 +156,7 @@ import Testing
         model.examples.stop()
         #expect(ContinuousClock.now - begin < .seconds(1))
         #expect(model.examples.writing == nil && model.examples.of(first).isEmpty)
-        await model.start()
+        await model.startTraining()
         try await Task.sleep(for: .milliseconds(300))
         #expect(model.controller.isRunning && model.controller.log.start == nil)
         for _ in 0..<100 { release.signal() }

@@ -36,7 +36,7 @@ import Testing
                     if url.lastPathComponent == broken { throw CocoaError(.fileReadUnknown) }
                     return try FileManager.default.contentsOfDirectory(at: url, includingPropertiesForKeys: nil)
                 })
-            return AppModel(phone: TestPhone(), folder: folder) { _ in ByteTokenizer() }
+            return AppModel(monitor: TestMonitor(), folder: folder) { _ in ByteTokenizer() }
         }
         let run = documents.appendingPathComponent("runs/run")
         try FileManager.default.createDirectory(at: run, withIntermediateDirectories: true)
@@ -69,7 +69,7 @@ import Testing
             try files.copyItem(at: first, to: folder.runsFolder.appendingPathComponent("run \(number)"))
         }
 
-        let model = AppModel(phone: TestPhone(), folder: folder) { _ in ByteTokenizer() }
+        let model = AppModel(monitor: TestMonitor(), folder: folder) { _ in ByteTokenizer() }
         // A busy machine slows this down too: what is held against it needs no bound in seconds.
         var start = Date.now
         #expect(try LogSummary(folder: first).steps.count == 10_000)

@@ -12,13 +12,13 @@ private let documents = ProcessInfo.processInfo.environment["MESP_DOCUMENTS"]
     @Test(.enabled(if: documents != nil))
     func trainsWhatWasPushedWithTheSettingsThatTheAppProposes() async throws {
         let folder = DocumentsFolder(documents: URL(fileURLWithPath: try #require(documents)))
-        let model = AppModel(phone: TestPhone(), folder: folder) { _ in ByteTokenizer() }
+        let model = AppModel(monitor: TestMonitor(), folder: folder) { _ in ByteTokenizer() }
         await model.refresh()
         #expect(model.library.usableBundles.count == 1)
         let steps = try #require(ProcessInfo.processInfo.environment["MESP_STEPS"].flatMap { Int($0) })
         (model.form.settings.steps, model.form.settings.valBatches) = (steps, 8)
         #expect(model.startProblem == nil && model.canStart)
-        await model.start()
+        await model.startTraining()
         while !model.isFree { try await Task.sleep(for: .milliseconds(50)) }
         await model.refresh()
         #expect(model.shownRun?.status == .finished)

@@ -9,8 +9,8 @@ import Testing
 
 @Suite(.serialized) @MainActor final class SelfCheckerTests {
     private let documents = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
-    private let phone = TestPhone()
-    private lazy var model = AppModel(phone: phone, folder: DocumentsFolder(documents: documents)) { _ in
+    private let monitor = TestMonitor()
+    private lazy var model = AppModel(monitor: monitor, folder: DocumentsFolder(documents: documents)) { _ in
         ByteTokenizer()
     }
 
@@ -100,11 +100,11 @@ import Testing
     }
 
     @Test func itWaitsWhileTheAppIsAway() async throws {
-        phone.scene = .background
+        monitor.scene = .background
         model.selfChecker.start(try quick(), file: documents.appendingPathComponent("a.json"))
         try await Task.sleep(for: .milliseconds(300))
         #expect(model.selfChecker.report?.checks.isEmpty ?? true)
-        phone.scene = .active
+        monitor.scene = .active
         try await ended()
         #expect(model.selfChecker.report?.end != nil)
     }

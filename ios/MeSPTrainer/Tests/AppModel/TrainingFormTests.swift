@@ -16,7 +16,7 @@ import Testing
     @Test(arguments: [true, false]) func keepsWhatTheModelKnows(_ isAsked: Bool) async throws {
         try await app.importTied()
         (form.settings.valBatches, form.settings.steps, form.keepsKnowledge) = (2, 2, isAsked)
-        await model.start()
+        await model.startTraining()
         try await app.ended()
         let log = try LogSummary(folder: #require(model.library.runs.first).url)
         #expect((log.strength != nil) == isAsked)
@@ -32,7 +32,7 @@ import Testing
             form[text: .learningRate] = text
             #expect(form[text: .learningRate] == text, "it stays as it is typed")
         }
-        await model.start()
+        await model.startTraining()
         try await app.ended()
         let settings = try #require(model.library.runs.first?.log?.start?.settings)
         #expect(settings.steps == 2 && settings.learningRate == 0.01)
@@ -99,7 +99,7 @@ import Testing
         form[text: .accumulation] = "2"
         (form[text: .warmup], form[text: .steps], form.settings.schedule) = ("1", "3", .cosine)
         #expect(form.startingRuns.isEmpty)
-        await model.start()
+        await model.startTraining()
         try await app.ended()
         let first = try #require(form.startingRuns.first)
         let settings = try #require(first.log?.start?.settings)
@@ -109,7 +109,7 @@ import Testing
         form.settings.rank += 1
         #expect(form.settingsToStart.adapters == nil, "the rank is another")
         form.settings.rank -= 1
-        await model.start()
+        await model.startTraining()
         try await app.ended()
         #expect(model.problem == nil && model.controller.state == .finished(.finished))
         #expect(model.controller.settings?.adapters == first.adapters?.path)

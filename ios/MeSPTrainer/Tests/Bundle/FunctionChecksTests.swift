@@ -61,7 +61,7 @@ import Testing
             try text.write(to: manifest, atomically: true, encoding: .utf8)
             let bundle = try ModelBundle(url: folder)
             for functions in [\Manifest.Blocks.functions, \.plainFunctions] {
-                let sentence = message { _ = try bundle.functions(functions, length: length) }
+                let sentence = message { _ = try bundle.importFunctions(functions, length: length) }
                 #expect(
                     sentence
                         == "\(file) in \(folder.path) is not a function that mesp-export writes (\(reason)); export the bundle again."

@@ -8,7 +8,7 @@ import Testing
 /// Fine-tunes a bundle on a text file and returns the folder with the adapters. Cancelling the task stops the run and keeps what it
 /// has learned.
 @MainActor func fineTune(
-    _ bundle: URL, on text: URL, tokenizer: any TextTokenizer, in folder: URL, phone: any Phone,
+    _ bundle: URL, on text: URL, tokenizer: any TextTokenizer, in folder: URL, monitor: any DeviceMonitor,
     steps: Int = 20, show: (String) -> Void
 ) async throws -> URL {
     var settings = RunSettings(bundle: bundle.path, output: folder.appendingPathComponent("run").path)
@@ -20,7 +20,7 @@ import Testing
     try TextData(tokenizer: tokenizer, length: settings.seqLen).write(.file(text), to: tokens)
     settings.data = tokens.path
 
-    let controller = RunController(phone: phone)
+    let controller = RunController(monitor: monitor)
     for try await record in try controller.train(settings) {
         if case .step(let step) = record { show("Step \(step.step): loss \(step.loss)") }
     }
@@ -45,7 +45,7 @@ import Testing
     @Test func theExampleLearns() async throws {
         var lines = [String]()
         let adapters = try await fineTune(
-            try bundle(), on: try textFile(), tokenizer: ByteTokenizer(), in: folder, phone: TestPhone()
+            try bundle(), on: try textFile(), tokenizer: ByteTokenizer(), in: folder, monitor: TestMonitor()
         ) { lines.append($0) }
         #expect(lines.count == 20)
         #expect(lines.first?.hasPrefix("Step 1: loss ") == true)
@@ -60,7 +60,7 @@ import Testing
         let (lines, sender) = AsyncStream.makeStream(of: String.self)
         let task = Task {
             try await fineTune(
-                bundle, on: file, tokenizer: ByteTokenizer(), in: folder, phone: TestPhone(), steps: 1_000_000
+                bundle, on: file, tokenizer: ByteTokenizer(), in: folder, monitor: TestMonitor(), steps: 1_000_000
             ) { sender.yield($0) }
         }
         for await line in lines where line.hasPrefix("Step 2:") { break }
@@ -73,7 +73,7 @@ import Testing
     }
 
     @Test func leavingTheLoopStopsTheRun() async throws {
-        let controller = RunController(phone: TestPhone())
+        let controller = RunController(monitor: TestMonitor())
         var settings = RunSettings(bundle: try bundle().path, output: folder.appendingPathComponent("run").path)
         settings.seqLen = 32
         settings.steps = 1_000_000
@@ -85,7 +85,7 @@ import Testing
     }
 
     @Test func aFailureEndsTheLoopWithItsSentence() async throws {
-        let controller = RunController(phone: TestPhone())
+        let controller = RunController(monitor: TestMonitor())
         let settings = RunSettings(bundle: "/nowhere", output: folder.path)
         await #expect(
             throws: MeSPError("/nowhere is not a bundle: it has no manifest.json. Make one with mesp-export.")
@@ -95,7 +95,7 @@ import Testing
     }
 
     @Test func oneRunAtATime() async throws {
-        let controller = RunController(phone: TestPhone())
+        let controller = RunController(monitor: TestMonitor())
         var settings = RunSettings(bundle: try bundle().path, output: folder.appendingPathComponent("run").path)
         settings.seqLen = 32
         let records = try controller.train(settings)

@@ -7,10 +7,10 @@ import Testing
 @testable import MeSPCore
 
 @Suite(.serialized) @MainActor final class RunControllerTests {
-    private let phone = TestPhone()
+    private let monitor = TestMonitor()
     private let clock = TestClock()
     private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
-    private lazy var controller = RunController(phone: phone, clock: clock)
+    private lazy var controller = RunController(monitor: monitor, clock: clock)
 
     deinit { try? FileManager.default.removeItem(at: folder) }
 
@@ -134,11 +134,11 @@ import Testing
 
     @Test func leavingTheAppPausesUntilItIsInFrontAgain() async throws {
         try await train()
-        phone.scene = .inactive
-        phone.scene = .background
+        monitor.scene = .inactive
+        monitor.scene = .background
         try await reach(.paused(.away))
-        phone.scene = .inactive
-        phone.scene = .active
+        monitor.scene = .inactive
+        monitor.scene = .active
         try await reach(.training)
         try await end()
         #expect(try events().count == 2)
@@ -146,34 +146,34 @@ import Testing
 
     @Test func theBlockInProgressEndsBeforeTheAppIsInTheBackground() async throws {
         try await train()
-        phone.scene = .background  // returns only when the training thread waits
+        monitor.scene = .background  // returns only when the training thread waits
         let log = folder.appendingPathComponent("run/metrics.jsonl")
         let size = try Data(contentsOf: log).count
         try await Task.sleep(for: .milliseconds(300))
         #expect(try Data(contentsOf: log).count == size)
-        phone.scene = .active
+        monitor.scene = .active
         try await end()
     }
 
     @Test(arguments: [ThermalState.serious, .critical]) func heatPauses(_ state: ThermalState) async throws {
         try await train()
-        phone.thermalState = state
+        monitor.thermalState = state
         try await reach(.paused(.heat))
-        phone.thermalState = .fair
+        monitor.thermalState = .fair
         try await reach(.training)
         try await end()
     }
 
     @Test func aLowBatteryPausesUnlessItCharges() async throws {
         try await train()
-        phone.battery = Battery(level: 0.19, isCharging: true)
-        phone.battery = nil
-        phone.thermalState = .fair
+        monitor.battery = Battery(level: 0.19, isCharging: true)
+        monitor.battery = nil
+        monitor.thermalState = .fair
         try await Task.sleep(for: .milliseconds(100))
         #expect(controller.state == .training)
-        phone.battery = Battery(level: 0.19, isCharging: false)
+        monitor.battery = Battery(level: 0.19, isCharging: false)
         try await reach(.paused(.battery))
-        phone.battery = Battery(level: 0.19, isCharging: true)
+        monitor.battery = Battery(level: 0.19, isCharging: true)
         try await reach(.training)
         try await end()
     }
@@ -183,14 +183,14 @@ import Testing
         let ballast = [UInt8](repeating: 1, count: 50_000_000)
         defer { withExtendedLifetime(ballast) {} }
         try await train()
-        phone.availableMemory = 0
-        phone.tell(.memoryWarning)
+        monitor.availableMemory = 0
+        monitor.tell(.memoryWarning)
         try await reach(.paused(.memory))
         try await wait("nobody waits") { clock.sleeps == 1 }
         clock.advance(by: RunController.memoryPause)
         try await wait("it does not look again") { clock.sleeps == 2 }
         #expect(controller.state == .paused(.memory), "the phone has no memory yet")
-        phone.availableMemory = 1_000_000_000
+        monitor.availableMemory = 1_000_000_000
         clock.advance(by: RunController.memoryPause)
         try await reach(.training)
         try await wait("it goes on with the same plan") {
@@ -201,11 +201,11 @@ import Testing
 
     @Test func aSecondMemoryWarningBeginsThePauseAnew() async throws {
         try await train()
-        phone.tell(.memoryWarning)
+        monitor.tell(.memoryWarning)
         try await reach(.paused(.memory))
         try await wait("nobody waits") { clock.sleeps == 1 }
         clock.advance(by: RunController.memoryPause * 0.6)
-        phone.tell(.memoryWarning)
+        monitor.tell(.memoryWarning)
         try await wait("nobody waits") { clock.sleeps == 2 }
         clock.advance(by: RunController.memoryPause * 0.6)
         try await Task.sleep(for: .milliseconds(100))
@@ -218,14 +218,14 @@ import Testing
     @Test func theNextReasonTakesThePlaceOfOneThatIsOver() async throws {
         try await train()
         controller.pause()
-        phone.thermalState = .serious
+        monitor.thermalState = .serious
         try await reach(.paused(.user))
         controller.resume()
         try await reach(.paused(.heat))
-        phone.scene = .background
+        monitor.scene = .background
         try await reach(.paused(.away))
-        phone.thermalState = .nominal
-        phone.scene = .active
+        monitor.thermalState = .nominal
+        monitor.scene = .active
         try await reach(.training)
         try await end()
         #expect(
@@ -236,11 +236,11 @@ import Testing
     }
 
     @Test func aReasonFromBeforeTheStartPausesAtTheFirstBlock() async throws {
-        phone.thermalState = .critical
+        monitor.thermalState = .critical
         controller.start(try settings())
         try await reach(.paused(.heat))
         #expect(controller.log.steps.isEmpty)
-        phone.thermalState = .nominal
+        monitor.thermalState = .nominal
         try await reach(.training)
         try await end()
     }
@@ -257,19 +257,19 @@ import Testing
 
     @Test func stopsInTheBackgroundOnlyWhenTheAppIsInFrontAgain() async throws {
         try await train()
-        phone.scene = .background
+        monitor.scene = .background
         try await reach(.paused(.away))
         controller.stop()
         try await Task.sleep(for: .milliseconds(100))
         #expect(controller.state == .paused(.away))
-        phone.scene = .active
+        monitor.scene = .active
         try await reach(.finished(.stopped))
     }
 
     @Test func theLogSaysWhatTheRunTookOfTheBattery() async throws {
         controller.start(try settings())
         try await reach(.training)
-        phone.battery?.level = 0.75
+        monitor.battery?.level = 0.75
         try await end()
         let log = try LogSummary(folder: folder.appendingPathComponent("run"))
         #expect(log.start?.battery == Battery(level: 0.8, isCharging: false))

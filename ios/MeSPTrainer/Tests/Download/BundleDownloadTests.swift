@@ -71,7 +71,7 @@ enum Way: CaseIterable { case foreground, background }
             let download = try BundleDownload(
                 repository: "someone/tied-mesp", hub: hub.url, patience: stalls ? 2 : 60,
                 background: way == .background ? transfer : nil)
-            try await download.fetch(try await download.offer(), to: folder)
+            try await download.fetch(try await download.fetchOffer(), to: folder)
         } catch {
             problem = error.plainSentence.english
         }
@@ -127,7 +127,7 @@ enum Way: CaseIterable { case foreground, background }
         let hub = try Hub(try fixture(), ["blocks/01.bin": ["trickle"]])
         let download = try BundleDownload(
             repository: "someone/tied-mesp", hub: hub.url, patience: 60, background: transfer)
-        let offer = try await download.offer()
+        let offer = try await download.fetchOffer()
         try FileManager.default.createDirectory(
             at: folder.appendingPathComponent("blocks"), withIntermediateDirectories: true)
         for path in ["blocks/00.bin", "blocks/01.bin"] {
@@ -299,10 +299,10 @@ enum Way: CaseIterable { case foreground, background }
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let url = hub.url
         let documents = DocumentsFolder(documents: folder, gpuRefusal: gpuRefusal, freeBytes: { _ in freeBytes })
-        let phone = TestPhone()
-        phone.availableMemory = 1 << 40
+        let monitor = TestMonitor()
+        monitor.availableMemory = 1 << 40
         return AppModel(
-            phone: phone, folder: documents, network: network,
+            monitor: monitor, folder: documents, network: network,
             openDownload: { try BundleDownload(repository: $0, hub: url, patience: 2) },
             loadTokenizer: { _ in ByteTokenizer() })
     }
@@ -413,7 +413,7 @@ enum Way: CaseIterable { case foreground, background }
         let stalling = folder.appendingPathComponent(".downloading-someone--tied-mesp/blocks/02.bin.part")
         while (try? Data(contentsOf: stalling))?.isEmpty != false { try await Task.sleep(for: .milliseconds(1)) }
         let documents = DocumentsFolder(documents: folder)
-        #expect(try documents.begunDownload()?.usesAnyNetwork == false)
+        #expect(try documents.readBegunDownload()?.usesAnyNetwork == false)
         #expect(model.downloads.networkQuestion == nil)
         network.isCostly = true
         #expect(model.downloads.networkQuestion != nil)
@@ -432,16 +432,16 @@ enum Way: CaseIterable { case foreground, background }
         await ended.lookUp()
         let offer = try #require(ended.downloads.offer)
         let documents = DocumentsFolder(documents: folder)
-        try documents.keep(.init(offer: offer, usesAnyNetwork: true))  // as it is while the download continues
+        try documents.save(.init(offer: offer, usesAnyNetwork: true))  // as it is while the download continues
 
         let model = try model(hub)
         await model.finishDownload()
         #expect(model.problem?.english.hasPrefix("There is no blocks/01.bin of someone/tied-mesp") == true)
-        #expect(try documents.begunDownload() == nil, "the person has been told, and can begin it again")
-        try documents.keep(.init(offer: offer, usesAnyNetwork: true))
+        #expect(try documents.readBegunDownload() == nil, "the person has been told, and can begin it again")
+        try documents.save(.init(offer: offer, usesAnyNetwork: true))
         await model.finishDownload()
         #expect(model.form.bundle?.id == "tied.mesp")
-        #expect(try documents.begunDownload() == nil)
+        #expect(try documents.readBegunDownload() == nil)
         await model.finishDownload()
         #expect(model.library.bundles.count == 1)
     }
@@ -455,12 +455,12 @@ enum Way: CaseIterable { case foreground, background }
         let offer = try #require(ended.downloads.offer)
         await ended.download()
         let documents = DocumentsFolder(documents: folder)
-        try documents.keep(.init(offer: offer, usesAnyNetwork: true))
+        try documents.save(.init(offer: offer, usesAnyNetwork: true))
 
         let model = try model(hub)
         await model.finishDownload()
         #expect(model.problem == nil)
-        #expect(try documents.begunDownload() == nil)
+        #expect(try documents.readBegunDownload() == nil)
         #expect(hub.end().filter { $0 == "manifest.json whole" }.count == 1)
     }
 

@@ -55,10 +55,10 @@
         @Test(.enabled(if: environment["MESP_DOWNLOAD_INTO"] != nil)) func goesOnWithTheDownload() async throws {
             let hub = try #require(Self.environment["MESP_HUB"].flatMap { URL(string: $0) })
             let documents = try #require(Self.environment["MESP_DOWNLOAD_INTO"].map { URL(fileURLWithPath: $0) })
-            let phone = TestPhone()
-            phone.availableMemory = 1 << 40
+            let monitor = TestMonitor()
+            monitor.availableMemory = 1 << 40
             let model = AppModel(
-                phone: phone, folder: DocumentsFolder(documents: documents),
+                monitor: monitor, folder: DocumentsFolder(documents: documents),
                 openDownload: { try BundleDownload(repository: $0, hub: hub) }, loadTokenizer: { _ in ByteTokenizer() })
             await model.refresh()
             await model.finishDownload()

@@ -35,11 +35,11 @@ import Testing
 
     /// A message with some objects' bodies damaged; all ids are those of the contents again, so that nothing but the bodies is wrong.
     private func damaged(
-        _ tree: ObjectTree, _ contents: [String: Data], _ random: inout FuzzTests.Generator
-    ) throws -> (ObjectTree, [String: Data]) {
+        _ tree: FlowerObjectTree, _ contents: [String: Data], _ random: inout FuzzTests.Generator
+    ) throws -> (FlowerObjectTree, [String: Data]) {
         let bad = Int.random(in: 0..<tree.ids.count, using: &random)
         var (new, changed) = ([String: Data](), [String: String]())
-        func visit(_ tree: ObjectTree) throws -> ObjectTree {
+        func visit(_ tree: FlowerObjectTree) throws -> FlowerObjectTree {
             let children = try tree.children.map(visit)
             var content = try #require(contents[tree.id])
             for child in tree.children {
@@ -56,12 +56,12 @@ import Testing
             }
             let id = sha256(content)
             (new[id], changed[tree.id]) = (content, id == tree.id ? nil : id)
-            return ObjectTree(id: id, children: children)
+            return FlowerObjectTree(id: id, children: children)
         }
         return (try visit(tree), new)
     }
 
-    private func question(_ manifest: Manifest) -> Records {
+    private func question(_ manifest: Manifest) -> FlowerRecords {
         let architecture = manifest.architecture
         var arrays = [String: FlowerArray]()
         for module in architecture.modules {
@@ -78,7 +78,7 @@ import Testing
             "alpha": .double(4), "freeze_a": .flag(true), "optimizer": .text("sgd"), "learning_rate": .double(0.1),
             "projections": .texts(["q", "v"]), "batch_size": .int(2),
         ]
-        return Records(arrays: ["arrays": arrays], configs: ["config": config])
+        return FlowerRecords(arrays: ["arrays": arrays], configs: ["config": config])
     }
 
     @Test func messages() throws {
@@ -86,7 +86,7 @@ import Testing
         let folder = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: folder) }
         let pending = PendingMessage(folder: folder, mostBytes: Self.most)
-        var sound = ObjectStore()
+        var sound = FlowerObjectStore()
         let records = try sound.add(question(try ModelBundle(url: bundle, checksums: false).manifest))
         let message = try sound.add("Message", children: [records]) { _ in Data() }
         var random = FuzzTests.Generator(state: 11)
@@ -122,8 +122,8 @@ import Testing
         var metadata = try Metadata(ProtobufMessage(Data()))
         (metadata.run, metadata.source, metadata.destination, metadata.group) = (7, 1, 5, "1")
         (metadata.type, metadata.timeToLive, metadata.created) = ("train", 3600, 1e9)
-        let leaf = ObjectTree(id: String(repeating: "a", count: 64), children: [])
-        let tree = ObjectTree(id: String(repeating: "b", count: 64), children: [leaf, leaf])
+        let leaf = FlowerObjectTree(id: String(repeating: "a", count: 64), children: [])
+        let tree = FlowerObjectTree(id: String(repeating: "b", count: 64), children: [leaf, leaf])
         var writer = ProtobufWriter()
         writer.add(2) { $0.add(1) { metadata.write(to: &$0) } }
         writer.add(3) { tree.write(to: &$0) }
@@ -138,7 +138,7 @@ import Testing
                 #expect(metadata.created.isFinite && metadata.timeToLive.isFinite && metadata.group.utf8.count <= 1000)
                 #expect(metadata.reply().timeToLive.isFinite)
                 _ = metadata.hasExpired
-                #expect(try ObjectTree(tree).ids.allSatisfy { $0.count == 64 })
+                #expect(try FlowerObjectTree(tree).ids.allSatisfy { $0.count == 64 })
             } catch is MeSPError {
                 refused += 1
             }

@@ -23,7 +23,7 @@ final class SuperNodeTests {
     @discardableResult
     private func run(
         _ node: SuperNode, until isLast: @escaping @Sendable (SuperNode.Event) -> Bool,
-        answer: @escaping @Sendable (SuperNode.Question) async throws -> Records
+        answer: @escaping @Sendable (SuperNode.Question) async throws -> FlowerRecords
     ) async throws -> [SuperNode.Event] {
         let (events, continuation) = AsyncStream.makeStream(of: SuperNode.Event.self)
         let task = Task {
@@ -56,10 +56,10 @@ final class SuperNodeTests {
     }
 
     /// Adds one to each number.
-    @Sendable private static func train(_ question: SuperNode.Question) async throws -> Records {
+    @Sendable private static func train(_ question: SuperNode.Question) async throws -> FlowerRecords {
         let array = try #require(question.records.arrays["arrays"]?["a"])
         let numbers = array.data.withUnsafeBytes { $0.bindMemory(to: Float.self).map { $0 + 1 } }
-        return Records(
+        return FlowerRecords(
             arrays: ["arrays": ["a": SuperLink.numbers(numbers)]], metrics: ["metrics": ["num-examples": .int(3)]])
     }
 
@@ -150,7 +150,7 @@ final class SuperNodeTests {
     /// That the node, joined again, answers another message, and that alone.
     private func answersTheNext(at host: String? = nil) async throws {
         let host = host ?? self.host
-        let next = Records(arrays: ["arrays": ["a": SuperLink.numbers([5, 6])]])
+        let next = FlowerRecords(arrays: ["arrays": ["a": SuperLink.numbers([5, 6])]])
         try SuperLink.ask(host, next)
         try await run(node(at: host), until: Self.isSent) { question in
             #expect(question.records == next)
@@ -193,7 +193,7 @@ final class SuperNodeTests {
         }
         #expect(try Set(keeps()).isSuperset(of: ["message", "reply", "work/kept"]))
         try FileManager.default.removeItem(at: folder.appendingPathComponent("message"))
-        try SuperLink.ask(host, Records(arrays: ["arrays": ["a": SuperLink.numbers([5, 6])]]))
+        try SuperLink.ask(host, FlowerRecords(arrays: ["arrays": ["a": SuperLink.numbers([5, 6])]]))
         try await run(node(), until: Self.isSent) { question in
             #expect(try FileManager.default.contentsOfDirectory(atPath: question.folder.path).isEmpty)
             return try await Self.train(question)
@@ -265,7 +265,7 @@ final class SuperNodeTests {
             SuperLink.with(host) { $0.faults["pull-object"] = [(200, String(repeating: "x", count: 9 << 20))] }
         case .tooMuch:
             try SuperLink.ask(
-                host, Records(arrays: ["arrays": ["a": SuperLink.numbers(Array(repeating: 1, count: 1 << 18))]]))
+                host, FlowerRecords(arrays: ["arrays": ["a": SuperLink.numbers(Array(repeating: 1, count: 1 << 18))]]))
         case .tooMany:
             try SuperLink.ask(host) { store in
                 let leaves = try (0..<5000).map { number in try store.add("ArrayChunk") { _ in Data("\(number)".utf8) }

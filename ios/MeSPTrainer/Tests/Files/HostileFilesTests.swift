@@ -104,11 +104,11 @@ import Testing
     @Test func aLogThatIsNoFileIsNotRead() throws {
         let log = LogWriter.url(in: folder)
         try files.createSymbolicLink(atPath: log.path, withDestinationPath: "/dev/zero")
-        #expect(message { _ = try LogRecord.all(in: folder) }.contains("holds no run"))
+        #expect(message { _ = try LogRecord.readAll(in: folder) }.contains("holds no run"))
         #expect(message { _ = try LogOutline(folder: folder) }.contains("holds no run"))
         try files.removeItem(at: log)
         #expect(mkfifo(log.path, 0o600) == 0)
-        #expect(message { _ = try LogRecord.all(in: folder) }.contains("holds no run"))
+        #expect(message { _ = try LogRecord.readAll(in: folder) }.contains("holds no run"))
         #expect(message { _ = try LogOutline(folder: folder) }.contains("holds no run"))
     }
 
@@ -135,7 +135,7 @@ import Testing
         try files.createSymbolicLink(at: link, withDestinationURL: outside)
         let page = folder.appendingPathComponent("page")
         try Data(count: 100).write(to: page)
-        let wanted = Wanted(
+        let wanted = RequestedFile(
             request: URLRequest(url: page), file: folder.appendingPathComponent("file.bin.part"), limit: 1000,
             path: "file.bin", repository: "a/b")
         if ending == "part" {
@@ -234,11 +234,11 @@ import Testing
         let bundle = try ModelBundle(url: bundle, checksums: false)
         let length = try #require(bundle.manifest.seqLens.max())
         let file = try #require(bundle.manifest.blocks[0].functions["\(length)"])
-        #expect(try !bundle.functions(\.functions, length: length).isEmpty)
+        #expect(try !bundle.importFunctions(\.functions, length: length).isEmpty)
         var data = try Data(contentsOf: bundle.url.appendingPathComponent(file))
         data[data.count - 1] ^= 1
         try data.write(to: bundle.url.appendingPathComponent(file))
-        #expect(message { _ = try bundle.functions(\.functions, length: length) }.contains("its SHA-256 differs"))
+        #expect(message { _ = try bundle.importFunctions(\.functions, length: length) }.contains("its SHA-256 differs"))
     }
 
     // MARK: - States

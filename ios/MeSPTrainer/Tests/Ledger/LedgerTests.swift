@@ -31,7 +31,7 @@
         ) throws -> (Ledger, Planner, Plan) {
             var (planner, plan) = (Planner?.none, Plan?.none)
             let ledger = try Ledger.record(rules: rules) {
-                let rehearsal = try Rehearsal(settings) {
+                let rehearsal = try TrialSteps(settings) {
                     keepsCache ? $0.keepingCache(try $0.plan()) : try $0.plan()
                 }
                 (planner, plan) = (rehearsal.planner, rehearsal.plan)
@@ -170,7 +170,7 @@
             try Processor.$cpu.withValue(.appleCPU) {
                 var predicted = 0
                 let ledger = try Ledger.record(device: .cpu, rules: rules) {
-                    let rehearsal = try Rehearsal(
+                    let rehearsal = try TrialSteps(
                         settings(length) {
                             $0.bundle = Self.demo.deletingLastPathComponent().appendingPathComponent("Demo.mesp").path
                             $0.offload = offload

@@ -14,14 +14,15 @@ import Testing
         return settings
     }
 
-    private func bench(
+    private func makeSuite(
         _ settings: SelfCheck.Settings, tamper: @escaping (_ check: String, MLXArray) -> MLXArray = { $1 }
-    ) throws -> Bench {
-        Bench(bundle: try ModelBundle(url: URL(fileURLWithPath: settings.bundle)), settings: settings, tamper: tamper)
+    ) throws -> CheckSuite {
+        CheckSuite(
+            bundle: try ModelBundle(url: URL(fileURLWithPath: settings.bundle)), settings: settings, tamper: tamper)
     }
 
-    private func result(_ name: String, _ bench: Bench) throws -> SelfCheckReport.Check {
-        try SelfCheck.result(try #require(bench.checks.first { $0.name == name }), bench.bundle)
+    private func result(_ name: String, _ suite: CheckSuite) throws -> SelfCheckReport.Check {
+        try SelfCheck.perform(try #require(suite.checks.first { $0.name == name }), suite.bundle)
     }
 
     @Test func everyCheckRunsAndNoneFails() throws {
@@ -72,7 +73,7 @@ import Testing
     func everyBundleFollowsTheFormulas(_ folder: URL) throws {
         var settings = try settings(folder)
         settings.seconds = 1  // for all of a model's gradients
-        let bench = try bench(settings)
+        let suite = try makeSuite(settings)
         // Blocks with experts have no function, and a difference may be one between two choices of experts.
         let bundle = try Fixture(folder, "gradients").bundle
         let hasExperts = bundle.architecture.hasExperts
@@ -81,7 +82,7 @@ import Testing
             "gradients.cpu": hasExperts && bundle.manifest.device == .gpu, "gradients.differences": hasExperts,
         ]
         for name in ["block.outputs", "gradients.cpu", "gradients.differences", "head.few_targets"] {
-            let result = try result(name, bench)
+            let result = try result(name, suite)
             let isSkipped = skipped[name] == true
             #expect(result.verdict == (isSkipped ? .skipped : .pass), "\(name): \(result.sentence.english)")
         }
@@ -94,7 +95,7 @@ import Testing
     ])
     func anErrorIsFound(_ name: String) throws {
         // One part in a thousand of one number is enough for what must be equal, and the smallest error that counts for the rest.
-        let faulty = try bench(settings()) { check, array in
+        let faulty = try makeSuite(settings()) { check, array in
             guard check == name else { return array }
             return array.dtype == .uint32 ? array + MLXArray(UInt32(0)) : array * 1.001
         }
@@ -133,10 +134,12 @@ import Testing
         manifest["architecture"] = architecture
         try JSONSerialization.data(withJSONObject: manifest).write(to: file)
 
-        let bench = try bench(settings)
+        let suite = try makeSuite(settings)
         let wrong = try ModelBundle(url: changed)
-        let check = Bench.Check(name: "gradients.differences") { try bench.gradientsAgainstDifferences(of: wrong) }
-        let result = try SelfCheck.result(check, bench.bundle)
+        let check = CheckSuite.Check(name: "gradients.differences") {
+            try suite.compareGradientsWithDifferences(of: wrong)
+        }
+        let result = try SelfCheck.perform(check, suite.bundle)
         #expect(result.verdict == .fail, "\(result.sentence.english)")
     }
 
@@ -148,20 +151,20 @@ import Testing
 
         let before = getenv("MLX_ENABLE_TF32").map { String(cString: $0) }
         defer { if let before { setenv("MLX_ENABLE_TF32", before, 1) } else { unsetenv("MLX_ENABLE_TF32") } }
-        let withTF32 = try bench(settings()) { $0 == "tf32" ? TF32.rounded($1) : $1 }
+        let withTF32 = try makeSuite(settings()) { $0 == "tf32" ? TF32.rounded($1) : $1 }
         for (setting, verdict) in [("1", SelfCheckReport.Verdict.note), ("0", .fail)] {
             setenv("MLX_ENABLE_TF32", setting, 1)
             let found = try result("tf32", withTF32)
             #expect(found.verdict == verdict, "\(found.sentence.english)")
             #expect(found.measured.first { $0.name == "in force" }?.value == 1)
-            #expect(try result("tf32", bench(settings())).verdict == .pass)
+            #expect(try result("tf32", makeSuite(settings())).verdict == .pass)
         }
     }
 
     /// TF32 has a relative error of up to 2⁻¹¹. It reaches every gradient, also through attention and the gated delta rule.
     @Test(arguments: [Fixture.tied].compactMap { $0 } + Fixture.cases.filter { $0.path.hasSuffix("qwen3_5") })
     func eachGradientTellsWhatTF32WouldCost(_ folder: URL) throws {
-        let found = try result("tf32", bench(settings(folder)))
+        let found = try result("tf32", makeSuite(settings(folder)))
         let gradients = found.measured.filter { $0.name.hasSuffix(".A") || $0.name.hasSuffix(".B") }
         let modules = try ModelBundle(url: folder.appendingPathComponent("bundle.mesp")).architecture.modules
         #expect(gradients.count == 2 * modules.count)
@@ -169,47 +172,48 @@ import Testing
     }
 
     @Test func anErrorThatIsNotSeenFails() throws {
-        let bench = try bench(settings())
+        let suite = try makeSuite(settings())
         func verdict(_ provoke: @escaping () -> Void) throws -> SelfCheckReport.Verdict {
-            try SelfCheck.result(.init(name: "errors") { try bench.errors(provoke: provoke) }, bench.bundle).verdict
+            try SelfCheck.perform(.init(name: "errors") { try suite.checkErrors(provoke: provoke) }, suite.bundle)
+                .verdict
         }
-        #expect(try verdict(Bench.evaluateInsideTrace) == .pass)
+        #expect(try verdict(CheckSuite.evaluateInsideTrace) == .pass)
         #expect(try verdict({}) == .fail)
     }
 
     @Test func whatMappingsLeaveBehindIsFound() throws {
         var kept = [MLXArray]()
-        let leaking = try bench(settings()) { check, array in
+        let leaking = try makeSuite(settings()) { check, array in
             if check == "map.leak" { kept.append(array) }
             return array
         }
         let found = try result("map.leak", leaking)
         #expect(found.verdict == .fail && kept.count == 11_000, "\(found.sentence.english)")
         kept = []
-        #expect(try result("map.leak", bench(settings())).verdict == .pass)
+        #expect(try result("map.leak", makeSuite(settings())).verdict == .pass)
     }
 
     @Test func theFirstStepIsMeasuredOnceAndInAFreshProcess() throws {
         var boundaries = 0
         let bundle = try ModelBundle(url: URL(fileURLWithPath: settings().bundle))
-        let bench = Bench(bundle: bundle, settings: try settings(), isFirstUse: true, atBlock: { boundaries += 1 })
-        let footprint = try result("metal.footprint", bench)
-        #expect(footprint.verdict == .note && bench.constants.metalBytes ?? -1 >= 0)
+        let suite = CheckSuite(bundle: bundle, settings: try settings(), isFirstUse: true, atBlock: { boundaries += 1 })
+        let footprint = try result("metal.footprint", suite)
+        #expect(footprint.verdict == .note && suite.constants.metalBytes ?? -1 >= 0)
         let inTwoSteps = boundaries
         #expect(inTwoSteps >= 4 * bundle.architecture.numHiddenLayers)
-        let leaving = try result("leaving", bench)
+        let leaving = try result("leaving", suite)
         #expect(leaving.verdict == .note && boundaries == inTwoSteps)
         #expect(leaving.measured.allSatisfy { $0.value ?? 0 > 0 })
 
-        let late = Bench(bundle: bundle, settings: try settings(), isFirstUse: false)
+        let late = CheckSuite(bundle: bundle, settings: try settings(), isFirstUse: false)
         for name in ["metal.footprint", "leaving"] { #expect(try result(name, late).verdict == .skipped) }
         #expect(late.constants.metalBytes == nil)
     }
 
     @Test func leavingIsLimitedOnAGPU() {
-        #expect(Bench.verdict(leaving: 2.9, onGPU: true) == .pass)
-        #expect(Bench.verdict(leaving: 3.1, onGPU: true) == .fail)
-        #expect(Bench.verdict(leaving: 3.1, onGPU: false) == .note)
+        #expect(CheckSuite.verdict(leaving: 2.9, onGPU: true) == .pass)
+        #expect(CheckSuite.verdict(leaving: 3.1, onGPU: true) == .fail)
+        #expect(CheckSuite.verdict(leaving: 3.1, onGPU: false) == .note)
     }
 
     @Test func onlyTheChecksThatAreNamedRun() throws {
@@ -225,13 +229,13 @@ import Testing
     @Test(arguments: [9, 33, 256])
     func oneWrongRowIsFound(_ rows: Int) throws {
         func found(_ folder: URL?, wrong: Int?) throws -> SelfCheckReport.Check {
-            let bench = try bench(settings(folder)) { check, product in
+            let suite = try makeSuite(settings(folder)) { check, product in
                 guard check == "product.rows", product.dim(0) == rows, let wrong else { return product }
                 let factors = MLXArray((0..<rows).map { Float($0 == wrong ? 1.2 : 1) }, [rows, 1])
                 return product * factors.asType(.bfloat16)
             }
-            let check = Bench.Check(name: "product.rows") { try bench.productRows(tolerance: 0.05) }
-            return try SelfCheck.result(check, bench.bundle)
+            let check = CheckSuite.Check(name: "product.rows") { try suite.checkProductRows(tolerance: 0.05) }
+            return try SelfCheck.perform(check, suite.bundle)
         }
         for folder in [Fixture.tied].compactMap({ $0 }) + Fixture.roundedCases.prefix(1) {
             let right = try found(folder, wrong: nil)
@@ -246,7 +250,7 @@ import Testing
     }
 
     @Test func whatIsNotANumberFails() throws {
-        let faulty = try bench(settings()) { $0 == "gradients.cpu" ? $1 * Float.nan : $1 }
+        let faulty = try makeSuite(settings()) { $0 == "gradients.cpu" ? $1 * Float.nan : $1 }
         let found = try result("gradients.cpu", faulty)
         #expect(found.verdict == .fail && found.sentence.english.contains("not finite"))
         #expect(found.measured.contains { $0.value == nil })
@@ -254,18 +258,18 @@ import Testing
     }
 
     @Test func aCopyShowsInTheFootprint() {
-        #expect(Bench.verdict(footprintOfMap: 100_000_000, size: 100_000_000) == .fail)
-        #expect(Bench.verdict(footprintOfMap: 30_000, size: 100_000_000) == .pass)
-        #expect(Bench.verdict(footprintOfMap: 300_000, size: 300_000) == .note, "too small a file to tell")
+        #expect(CheckSuite.verdict(footprintOfMap: 100_000_000, size: 100_000_000) == .fail)
+        #expect(CheckSuite.verdict(footprintOfMap: 30_000, size: 100_000_000) == .pass)
+        #expect(CheckSuite.verdict(footprintOfMap: 300_000, size: 300_000) == .note, "too small a file to tell")
     }
 
     @Test func aCheckThatThrowsIsALineThatFails() throws {
-        let bench = try bench(settings())
-        let failing = Bench.Check(name: "x") { throw MeSPError("It broke.") }
-        let result = try SelfCheck.result(failing, bench.bundle)
+        let suite = try makeSuite(settings())
+        let failing = CheckSuite.Check(name: "x") { throw MeSPError("It broke.") }
+        let result = try SelfCheck.perform(failing, suite.bundle)
         #expect(result.verdict == .fail && result.sentence == "It broke.")
-        let skipped = Bench.Check(name: "x") { throw Skipped(reason: "Not here.") }
-        #expect(try SelfCheck.result(skipped, bench.bundle).verdict == .skipped)
+        let skipped = CheckSuite.Check(name: "x") { throw Skipped(reason: "Not here.") }
+        #expect(try SelfCheck.perform(skipped, suite.bundle).verdict == .skipped)
     }
 
     @Test func stoppingEndsIt() throws {

@@ -16,10 +16,10 @@ final class SuperLink: URLProtocol {
         var faults = [String: [(status: Int, body: String)]]()
         /// The time from calls of these names to their answers, in seconds.
         var delays = [String: Double]()
-        var question: (tree: ObjectTree, contents: [String: Data])?
+        var question: (tree: FlowerObjectTree, contents: [String: Data])?
         var isDelivered = false
         var wanted = Set<String>()
-        var answer: (metadata: Metadata, tree: ObjectTree)?
+        var answer: (metadata: Metadata, tree: FlowerObjectTree)?
         var received = [String: Data]()
         /// Objects that it asks for, beside those that it lacks.
         var alsoWanted = [String]()
@@ -111,7 +111,7 @@ final class SuperLink: URLProtocol {
             answer.add(2, UInt64(1))
             answer.add(3, content)
         case "push-messages":
-            let tree = try ObjectTree(message.messages(3)[0])
+            let tree = try FlowerObjectTree(message.messages(3)[0])
             state.answer = (try Metadata(message.messages(2)[0].messages(1)[0]), tree)
             for id in tree.ids where state.received[id] == nil { answer.add(3, id) }
             for id in state.alsoWanted { answer.add(3, id) }
@@ -127,15 +127,15 @@ final class SuperLink: URLProtocol {
     /// Has a message for the node: adapters of two numbers, or these records.
     ///
     /// - Parameter age: how long ago it was made, in seconds; it is good for an hour.
-    static func ask(_ host: String, _ records: Records? = nil, age: Double = 0) throws {
-        try ask(host, age: age) { try $0.add(records ?? Records(arrays: ["arrays": ["a": numbers([1, 2])]])) }
+    static func ask(_ host: String, _ records: FlowerRecords? = nil, age: Double = 0) throws {
+        try ask(host, age: age) { try $0.add(records ?? FlowerRecords(arrays: ["arrays": ["a": numbers([1, 2])]])) }
     }
 
     /// - Parameter content: puts the message's content into a store.
     static func ask(
-        _ host: String, age: Double = 0, content: (inout ObjectStore) throws -> ObjectTree
+        _ host: String, age: Double = 0, content: (inout FlowerObjectStore) throws -> FlowerObjectTree
     ) throws {
-        var store = ObjectStore()
+        var store = FlowerObjectStore()
         let records = try content(&store)
         let tree = try store.add("Message", children: [records]) { _ in
             var metadata = try Metadata(ProtobufMessage(Data()))
@@ -157,10 +157,10 @@ final class SuperLink: URLProtocol {
     }
 
     /// The records of the answer that came, or the reason that there are none.
-    static func answered(_ host: String) throws -> (Metadata, Records?, reason: String?) {
+    static func answered(_ host: String) throws -> (Metadata, FlowerRecords?, reason: String?) {
         try with(host) { state in
             let (metadata, tree) = try #require(state.answer)
-            var store = ObjectStore()
+            var store = FlowerObjectStore()
             for id in tree.ids { try store.take(try #require(state.received[id]), id: id) }
             let message = try store.object(tree.id)
             let reason = try ProtobufMessage(message.body).messages(3).first?.text(2)

@@ -7,12 +7,12 @@ import Testing
 /// The app's model, with a folder of documents of its own.
 @MainActor final class TestApp {
     private let documents = temporaryFolder()
-    let phone = TestPhone()
+    let monitor = TestMonitor()
     let model: AppModel
 
     init() throws {
         try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
-        model = AppModel(phone: phone, folder: DocumentsFolder(documents: documents)) { _ in ByteTokenizer() }
+        model = AppModel(monitor: monitor, folder: DocumentsFolder(documents: documents)) { _ in ByteTokenizer() }
     }
     deinit { try? FileManager.default.removeItem(at: documents) }
 

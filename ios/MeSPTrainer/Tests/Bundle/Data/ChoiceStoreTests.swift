@@ -8,7 +8,7 @@ import Testing
 /// Notes that a person took `taken` where the app had suggested `suggested`, and trains on all such choices once there are enough.
 @MainActor func learn(
     from taken: String, over suggested: String, after message: String, with store: ChoiceStore, _ bundle: URL,
-    tokenizer: any TextTokenizer, in folder: URL, phone: any Phone
+    tokenizer: any TextTokenizer, in folder: URL, monitor: any DeviceMonitor
 ) async throws -> URL? {
     let prompt = [ChatMessage(role: "user", content: message)]
     try store.append(Choice(prompt: prompt, chosen: taken, rejected: suggested))
@@ -23,7 +23,7 @@ import Testing
     let tokens = folder.appendingPathComponent("tokens")
     try TextData(tokenizer: tokenizer, length: settings.seqLen).write(.choices(choices), to: tokens)
     settings.data = tokens.path
-    for try await _ in try RunController(phone: phone).train(settings) {}
+    for try await _ in try RunController(monitor: monitor).train(settings) {}
     return folder.appendingPathComponent("run/adapters")
 }
 
@@ -85,7 +85,7 @@ import Testing
             #expect(adapters == nil, "too few choices")
             adapters = try await learn(
                 from: "\(word) is", over: "not \(word)", after: word, with: store, bundle, tokenizer: ByteTokenizer(),
-                in: folder, phone: TestPhone())
+                in: folder, monitor: TestMonitor())
         }
         let log = try Data(contentsOf: folder.appendingPathComponent("run/metrics.jsonl"))
         let evaluations = try log.split(separator: UInt8(ascii: "\n")).compactMap {

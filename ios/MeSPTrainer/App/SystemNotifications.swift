@@ -1,0 +1,37 @@
+import MeSPAppModel
+import UserNotifications
+
+/// Messages as the system's notifications, one at a time.
+@MainActor final class SystemNotifications: NotificationDisplay {
+    private static let identifier = "run"
+
+    private var center: UNUserNotificationCenter { .current() }
+
+    func askPermission() async {
+        #if os(macOS)
+            // The question is a banner beside the app, which may stay there unanswered.
+            center.requestAuthorization(options: [.alert, .sound]) { @Sendable _, _ in }
+        #else
+            await withCheckedContinuation { continuation in
+                center.requestAuthorization(options: [.alert, .sound]) { @Sendable _, _ in continuation.resume() }
+            }
+        #endif
+    }
+
+    func show(_ notification: RunNotification) {
+        let content = UNMutableNotificationContent()
+        (content.title, content.body, content.sound) = (
+            notification.title.localized, notification.text.localized, .default
+        )
+        let trigger =
+            notification.delay > 0
+            ? UNTimeIntervalNotificationTrigger(timeInterval: notification.delay, repeats: false) : nil
+        clear()
+        center.add(UNNotificationRequest(identifier: Self.identifier, content: content, trigger: trigger))
+    }
+
+    func clear() {
+        center.removePendingNotificationRequests(withIdentifiers: [Self.identifier])
+        center.removeDeliveredNotifications(withIdentifiers: [Self.identifier])
+    }
+}

@@ -1,0 +1,97 @@
+import MeSPAppModel
+import MeSPCore
+import SwiftUI
+
+/// A sentence beside a symbol. The symbol alone has the color, so that the text stays legible.
+struct TintedLabel: View {
+    let text: String
+    let systemImage: String
+    let tint: Color
+
+    init(_ text: String, systemImage: String, tint: Color) {
+        (self.text, self.systemImage, self.tint) = (text, systemImage, tint)
+    }
+
+    var body: some View {
+        Label {
+            Text(text)
+        } icon: {
+            Image(systemName: systemImage).foregroundStyle(tint).accessibilityHidden(true)
+        }
+    }
+}
+
+/// A problem that occurred, or prevents an action.
+struct ProblemLabel: View {
+    let text: String
+
+    init(_ text: String) { self.text = text }
+
+    var body: some View { TintedLabel(text, systemImage: "exclamationmark.triangle.fill", tint: .orange) }
+}
+
+/// Notices on a person's data, a row each.
+struct NoticeRows: View {
+    let notices: [Sentence]
+
+    var body: some View {
+        ForEach(notices, id: \.english) { Label($0.localized, systemImage: "info.circle").font(.footnote) }
+    }
+}
+
+/// A menu at the end of a row, for those who do not know that rows can be swiped.
+struct RowMenu: View {
+    let name: String
+    let delete: () -> Void
+
+    var body: some View {
+        Menu {
+            Button("Delete", systemImage: "trash", role: .destructive, action: delete)
+        } label: {
+            Label("Actions for \(name)", systemImage: "ellipsis.circle").labelStyle(.iconOnly)
+        }
+        .buttonStyle(.borderless)
+    }
+}
+
+extension GradientMethod {
+    var name: String {
+        switch self {
+        case .mesp: "MeSP"
+        case .mebp: "MeBP"
+        case .mezo: "MeZO"
+        }
+    }
+}
+
+extension StoredRun.Status {
+    var name: LocalizedStringKey {
+        switch self {
+        case .running: "Running"
+        case .finished: "Finished"
+        case .stopped: "Stopped"
+        case .failed: "Failed"
+        case .interrupted: "Interrupted"
+        case .unreadable: "Unreadable"
+        }
+    }
+}
+
+extension Int {
+    /// As a size, in units of a thousand.
+    var bytes: String { formatted(.byteCount(style: .file)) }
+}
+
+extension Double {
+    /// As a multiple.
+    var times: String { "\(formatted(.number.precision(.fractionLength(2))))×" }
+}
+
+extension URL {
+    /// Runs `body` with access to what the person chose outside of the app's folders.
+    @MainActor func accessed(_ body: () async -> Void) async {
+        let granted = startAccessingSecurityScopedResource()
+        await body()
+        if granted { stopAccessingSecurityScopedResource() }
+    }
+}

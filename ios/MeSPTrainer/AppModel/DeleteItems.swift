@@ -1,0 +1,76 @@
+import Foundation
+import MeSPBundle
+import MeSPCore
+
+/// How the app deletes an item: it asks, and deletes when the person confirms.
+extension AppModel {
+    /// The item whose deletion is to be confirmed.
+    public enum Deletion {
+        case bundle(StoredBundle)
+        case run(StoredRun)
+        case choice(Choice)
+        case conversation
+    }
+
+    /// Whether the question is shown. Setting it to false is a no.
+    public var asksToDelete: Bool {
+        get { deletion != nil }
+        set { if !newValue { deletion = nil } }
+    }
+
+    /// The facts to know before the decision.
+    public var deletionQuestion: Sentence {
+        switch deletion {
+        case .bundle(let bundle):
+            let runs = library.runs.filter { !$0.isBenchmark && library.bundle(of: $0)?.id == bundle.id }.count
+            let question: Sentence = "Delete \(bundle.name)? It takes \(bundle.size.megabytes)."
+            return switch runs {
+            case 0: question
+            case 1: "\(question). A run needs it to resume or to generate text."
+            default: "\(question). \(runs) runs need it to resume or to generate text."
+            }
+        case .run(let run): return "Delete \(run.name)? Its log and adapters cannot be recovered."
+        case .choice: return "Delete this choice? It cannot be recovered."
+        case .conversation: return "Begin a new conversation? This one is deleted."
+        case nil: return ""
+        }
+    }
+
+    /// Asks whether to delete something, unless it is in use.
+    public func askToDelete(_ wanted: Deletion) {
+        switch wanted {
+        case .bundle(let bundle) where bundle.id == bundleInUse:
+            problem = "\(bundle.name) is in use; delete it when that has ended."
+        case .run(let run) where run.status == .running || isWritten(run):
+            problem = "\(run.name) is in progress; stop it first."
+        default: deletion = wanted
+        }
+    }
+
+    /// Deletes what the person was asked about.
+    public func confirmDeletion() async {
+        guard let confirmed = deletion else { return }
+        deletion = nil
+        askToDelete(confirmed)  // it may be in use by now
+        guard deletion != nil else { return }
+        deletion = nil
+        await attempt {
+            switch confirmed {
+            case .bundle(let bundle):
+                examples.stop()
+                chat.freeCaches()  // another may get its name
+                try library.folder.delete(bundle)
+            case .run(let run):
+                examples.stop()
+                try library.folder.delete(run)
+            case .choice(let choice): try choices.remove([choice.id])
+            case .conversation: chat.clear()
+            }
+        }
+        await refresh()
+    }
+
+    private func isWritten(_ run: StoredRun) -> Bool {
+        controller.isRunning && controller.settings.map { URL(fileURLWithPath: $0.output).lastPathComponent } == run.id
+    }
+}

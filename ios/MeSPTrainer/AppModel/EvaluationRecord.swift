@@ -1,0 +1,84 @@
+import Foundation
+import MeSPBundle
+import MeSPCore
+import MeSPFiles
+
+/// The data on which models are evaluated.
+enum EvaluationRecord: Sendable {
+    case text(String)
+    /// `answer` is the index of the right choice.
+    case question(prompt: String, choices: [String], answer: Int)
+    /// A conversation, and the answer that should follow.
+    case task([ChatMessage], answer: String)
+
+    var kind: Evaluation.Score.Kind {
+        switch self {
+        case .text: .perplexity
+        case .question: .accuracy
+        case .task: .exactMatch
+        }
+    }
+
+    /// - Parameter data: JSON, a record a line, or one list of records.
+    /// - Returns: the records, and the keys of them that are not read.
+    /// - Throws: `MeSPError` with the line that is wrong, or if there is none.
+    static func read(_ data: Data) throws -> (records: [EvaluationRecord], unread: Set<String>) {
+        var (records, unread, refusals) = ([EvaluationRecord](), Set<String>(), RefusedRecords())
+        for (place, fields) in TextRecords.objects(in: data, of: nil) {
+            try refusals.collect(place) {
+                guard let fields else { throw TextRecords.noObject }
+                let (record, keys) = try Self.record(fields)
+                guard record.kind == records.first?.kind ?? record.kind else {
+                    throw MeSPError("it is another kind of record than the first; keep one kind.")
+                }
+                records.append(record)
+                unread.formUnion(TextRecords.unread(fields, but: keys))
+            }
+        }
+        try refusals.check()
+        guard !records.isEmpty else { throw MeSPError("The file has no records to measure.") }
+        return (records, unread)
+    }
+
+    private static func record(_ fields: [String: JSONValue]) throws -> (EvaluationRecord, read: [String]) {
+        let wrong = MeSPError(
+            "it is not a record to evaluate; records have \"text\", \"prompt\", \"choices\" and \"answer\", \"prompt\" and \"completion\", or \"messages\"."
+        )
+        try TextRecords.refuseTools(in: fields)
+        if let choices = fields["choices"] {
+            let texts = choices.array?.compactMap(\.string) ?? []
+            let answer: Int? =
+                switch fields["answer"] {
+                case .number(let index): Int(exactly: index)
+                case .string(let text): texts.firstIndex(of: text)
+                default: nil
+                }
+            guard let prompt = fields["prompt"]?.string, let answer, texts.count > 1,
+                texts.count == choices.array?.count,
+                texts.indices.contains(answer), !texts.contains(where: \.isEmpty)
+            else { throw wrong }
+            return (.question(prompt: prompt, choices: texts, answer: answer), ["prompt", "choices", "answer"])
+        }
+        if let prompt = fields["prompt"], let completion = fields["completion"], !prompt.isEmpty {
+            let asked = try messages(prompt, "user", in: "prompt")
+            return (try task(asked + messages(completion, "assistant", in: "completion")), ["prompt", "completion"])
+        }
+        if let messages = fields["messages"], !messages.isEmpty {
+            return (try task(TextRecords.messages(messages, in: "messages").map(\.message)), ["messages"])
+        }
+        guard let text = fields["text"]?.string, !text.isEmpty else { throw wrong }
+        return (.text(text), ["text"])
+    }
+
+    private static func messages(_ value: JSONValue, _ role: String, in key: String) throws -> [ChatMessage] {
+        if let text = value.string { return [ChatMessage(role: role, content: text)] }
+        return try TextRecords.messages(value, in: key).map(\.message)
+    }
+
+    private static func task(_ messages: [ChatMessage]) throws -> EvaluationRecord {
+        guard messages.count > 1, let last = messages.last, last.role == "assistant" else {
+            throw MeSPError("the last message is not an answer; add an assistant message.")
+        }
+        return .task(messages.dropLast(), answer: last.content)
+    }
+}

@@ -1,0 +1,21 @@
+import MeSPBundle
+import MeSPCore
+
+/// Whether a run's predicted peak fits the memory that the device would give the process now.
+public struct MemoryFit: Sendable, Equatable {
+    /// The predicted peak of a step, in bytes.
+    public let predictedPeak: Int
+    /// The memory that the process may still allocate, in bytes; nil if there is no limit.
+    public let available: Int?
+
+    public var fits: Bool { available.map { predictedPeak <= $0 } ?? true }
+
+    /// - Throws: `MeSPError` where no plan stays within `settings.memoryLimitMb`, or the bundle has no trace for the settings.
+    public init(_ settings: RunSettings, _ manifest: Manifest, available: Int?) throws {
+        try settings.check()
+        try manifest.check(settings)
+        let planner = Planner(manifest, settings)
+        predictedPeak = planner.peak(try planner.plan())
+        self.available = available
+    }
+}

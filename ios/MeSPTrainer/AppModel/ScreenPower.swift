@@ -1,0 +1,57 @@
+import MeSPControl
+import MeSPCore
+import Observation
+
+/// The brightness of the phone's screen.
+@MainActor public protocol Display: AnyObject {
+    /// 0 to 1; nil if there is no screen now.
+    var brightness: Double? { get set }
+}
+
+/// Whether the phone's screen stays on during a run, and whether it is dark.
+@MainActor @Observable public final class ScreenPower {
+    /// The person's choice for the screen while a run is in progress.
+    public var keepsAwake = true
+    /// In front all night, with the screen dark.
+    public var isOvernight = false { didSet { update() } }
+    /// Whether this app has dimmed the screen. While another app is in front it has not.
+    public private(set) var isDimmed = false
+
+    @ObservationIgnored private let monitor: any DeviceMonitor
+    @ObservationIgnored private let controller: RunController
+    @ObservationIgnored private let display: (any Display)?
+    /// The brightness before.
+    @ObservationIgnored private var brightness: Double?
+
+    init(monitor: any DeviceMonitor, controller: RunController, display: (any Display)?) {
+        (self.monitor, self.controller, self.display) = (monitor, controller, display)
+        monitor.observers.append { [weak self] _ in self?.update() }
+        controller.observers.append { [weak self] in self?.update() }
+    }
+
+    /// Whether the screen has to stay on.
+    public var staysAwake: Bool { controller.isRunning && (keepsAwake || isOvernight) }
+
+    /// Dims the screen, or gives it its brightness back: at once, as the app may be about to be suspended.
+    private func update() {
+        let dims = controller.isRunning && isOvernight && monitor.scene == .active
+        guard dims != isDimmed else { return }
+        isDimmed = dims
+        if dims {
+            brightness = display?.brightness
+            display?.brightness = 0
+        } else if let brightness {
+            display?.brightness = brightness
+        }
+    }
+
+    /// Instructions for a run overnight.
+    public var overnightAdvice: Sentence {
+        let advice: Sentence =
+            controller.usesGPU
+            ? "Leave the app in front and don't lock the phone: iOS stops training on the GPU in the background, and it continues only when you come back."
+            : "In front, with the phone not locked, it trains all night; in the background iOS decides when, on the charger."
+        guard let battery = monitor.battery, !battery.isCharging else { return advice }
+        return "Connect the charger: below 20% the run pauses. \(advice)."
+    }
+}

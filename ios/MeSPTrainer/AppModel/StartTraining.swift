@@ -1,0 +1,86 @@
+import Foundation
+import MeSPBundle
+import MeSPControl
+import MeSPCore
+
+/// What the button *Start* does: it tokenizes the text and begins the run. Joining a federation tokenizes the text too.
+extension AppModel {
+    /// Whether a run with the form's settings can begin now.
+    public var canStart: Bool { isFree && (try? form.fit.get().fits) == true }
+
+    /// Why a run with the form's settings can't begin now, and what to do; nil where it can, or before it is known.
+    public var startProblem: Sentence? {
+        guard refusal == nil, library.hasLooked, !isPreparing else { return nil }
+        if isBusy { return "The model is in use; wait until that has ended, or stop it." }
+        switch form.fit {
+        case .failure(let error): return error.sentence
+        case .success(let fit):
+            guard let available = fit.available, !fit.fits else { return nil }
+            return
+                "Training takes \(fit.predictedPeak.megabytes), and the phone would give \(available.megabytes): under More, set a limit or choose shorter sequences."
+        }
+    }
+
+    /// Tokenizes the text, where it is not the bundle's, and begins the run.
+    public func startTraining() async {
+        guard canStart, let bundle = form.bundle else { return }
+        let folder = library.folder.newRun(bundle: bundle.name, method: form.settings.method)
+        var settings = form.settingsToStart
+        settings.output = folder.path
+        var hasBegun = false
+        textNotices = []
+        await prepare(bundle) {
+            let source = try form.source()
+            // While the system asks, the app is not in front, and a run would wait.
+            await notificationDisplay?.askPermission()
+            if let source {
+                settings.data = try await tokenize(source, for: bundle, into: folder).path
+            }
+            if let general = form.generalText {
+                settings.general = try await tokenize(
+                    general, for: bundle, into: folder, named: TextData.generalName, length: 64
+                ).path
+                settings.maxForgetting = TrainingForm.mostForgetting
+            }
+            controller.start(settings)
+            hasBegun = true
+            showsSetup = false
+        }
+        if !hasBegun { try? FileManager.default.removeItem(at: folder) }
+        await refresh()
+    }
+
+    /// Tokenizes the text, where it is not the bundle's, and takes part in the federation until it is left. The person has agreed.
+    public func joinFederation() async {
+        guard isFree, let bundle = form.bundle else { return }
+        await prepare(bundle) {
+            let folder = try library.folder.makeFederationFolder()
+            var text: URL?
+            if let source = try form.source() { text = try await tokenize(source, for: bundle, into: folder) }
+            try await federation.join(with: bundle, data: text, folder: folder)
+        }
+        await refresh()
+    }
+
+    /// - Returns: the folder with the tokens.
+    private func tokenize(
+        _ source: TextData.Source, for bundle: StoredBundle, into run: URL, named name: String = TextData.folderName,
+        length: Int? = nil
+    ) async throws -> URL {
+        tokenized = 0
+        defer { tokenized = nil }
+        let data = TextData(
+            tokenizer: try await loadTokenizer(bundle.url), length: length ?? form.settings.seqLen,
+            answersOnly: form.answersOnly)
+        let folder = run.appendingPathComponent(name)
+        let (progress, sender) = AsyncStream.makeStream(of: Double.self, bufferingPolicy: .bufferingNewest(1))
+        let work = Task.detached {
+            defer { sender.finish() }
+            return try data.write(source, to: folder) { sender.yield($0) }.sentences
+        }
+        for await part in progress { tokenized = part }
+        let notices = try await work.value
+        if name == TextData.folderName { textNotices = notices }
+        return folder
+    }
+}

@@ -1,0 +1,73 @@
+import Foundation
+import MeSPFiles
+import MeSPSentences
+
+extension ModelBundle {
+    /// Throws unless every file of the manifest is there, with its size and with no link on the way.
+    ///
+    /// - Returns: when the files of weights were modified last.
+    func checkFiles() throws -> [String: Duration] {
+        let weights = Set(manifest.weightFiles.map(\.file))
+        var modified = [String: Duration]()
+        for file in manifest.files {
+            guard isPath(file.path, within: url) else {
+                throw MeSPError("\(url.path): the manifest names a file outside the bundle, \(file.path).")
+            }
+            let location = url.appendingPathComponent(file.path)
+            guard FileManager.default.fileExists(atPath: location.path) else {
+                throw MeSPError("\(url.path) lacks \(file.path); export the bundle again.")
+            }
+            let opened: Int32
+            do {
+                opened = try openRegularFile(location, O_RDONLY)
+            } catch {
+                throw MeSPError(
+                    "\(file.path) in \(url.path) cannot be read (\(error.plainSentence)); copy or export the bundle again."
+                )
+            }
+            defer { close(opened) }
+            guard let status = status(of: opened), status.size == file.size else {
+                throw MeSPError(
+                    "\(file.path) in \(url.path) is not the \(file.size) bytes the manifest says; copy or export the bundle again."
+                )
+            }
+            if weights.contains(file.path) { modified[file.path] = status.modified }
+        }
+        return modified
+    }
+
+    func checkSums(of files: [Manifest.File]) throws {
+        for file in files {
+            guard try sha256(of: url.appendingPathComponent(file.path)) == file.sha256 else {
+                throw MeSPError(
+                    "\(file.path) in \(url.path) is damaged (its SHA-256 differs); copy or export the bundle again.")
+            }
+        }
+    }
+
+    /// Throws unless MLX can read the functions in `file`, and these are of the blocks of a kind: one for each rank, with the inputs and
+    /// outputs that the architecture implies.
+    ///
+    /// - Parameters:
+    ///   - kind: an index of the manifest's `blocks`.
+    ///   - length: the number of tokens.
+    ///   - packed: whether they take several records a sequence.
+    func checkFunctions(_ file: String, kind: Int, length: Int, packed: Bool = false) throws {
+        let blocks = manifest.blocks[kind]
+        do {
+            guard let data = regularFile(url.appendingPathComponent(file)) else { throw MeSPError("it cannot be read") }
+            let signatures = try manifest.ranks.map {
+                try FunctionSignature(
+                    of: architecture.block(blocks.layers[0]), dtype: manifest.dtype, words: blocks.words,
+                    length: length, rank: $0, packed: packed)
+            }
+            guard try MeSPBundle.checkFunctions(data, onGPU: manifest.device == .gpu) == signatures else {
+                throw FunctionSignature.isAnother
+            }
+        } catch {
+            throw MeSPError(
+                "\(file) in \(url.path) is not a function that mesp-export writes (\(error.plainSentence)); export the bundle again."
+            )
+        }
+    }
+}

@@ -1,0 +1,52 @@
+import Foundation
+import MeSPSentences
+
+/// The tokens of choices between two answers: preference data.
+extension TextData {
+    /// Two examples a choice, the chosen answer's right before the rejected one's. A choice whose prompt leaves no room for an answer is
+    /// left out.
+    func pairs(
+        _ choices: [Choice], _ notices: inout DataNotices, _ progress: (Double) throws -> Void
+    ) throws -> [String: TokenStream] {
+        try needTemplate()
+        var (pairs, refusals) = ([[Encoded]](), RefusedRecords())
+        var encoder = ConversationEncoder(tokenizer: tokenizer, answersOnly: true)
+        for (index, choice) in choices.enumerated() {
+            try refusals.collect(RecordPlace(number: index + 1, kind: .choice, file: nil)) {
+                if let pair = try pair(choice, &encoder, &notices) { pairs.append(pair) }
+            }
+            try progress(Double(index + 1) / Double(choices.count))
+        }
+        try refusals.check()
+        guard pairs.count > 1 else { throw Self.tooFew(choices: choices.count, pairs.count, length) }
+        let held = max(pairs.count / Self.heldOut, 1)
+        return [
+            "train": Self.stream(pairs.dropLast(held).joined(), inPairs: true),
+            "valid": Self.stream(pairs.suffix(held).joined(), inPairs: true),
+        ]
+    }
+
+    static func tooFew(choices: Int, _ fit: Int, _ length: Int) -> MeSPError {
+        MeSPError(
+            "Of \(choices) choices \(fit) fit sequences of \(length) tokens, too few to train on and hold out one; make some more."
+        )
+    }
+
+    func pair(
+        _ choice: Choice, _ encoder: inout ConversationEncoder, _ notices: inout DataNotices
+    ) throws -> [Encoded]? {
+        let asked = choice.prompt.map { TrainingMessage($0, isAsked: true) }
+        var (pair, unseen) = ([Encoded](), DataNotices(length: length))
+        for answer in [choice.chosen, choice.rejected] {
+            let result = try encoder.encode(asked + [TrainingMessage(ChatMessage(role: "assistant", content: answer))])
+            notices.take(result)
+            if let example = cut(result.tokens, result.counted, &unseen) { pair.append(example) }
+        }
+        guard pair.count == 2 else {
+            notices.tooLong += 1
+            return nil
+        }
+        if unseen.cut > 0 { notices.cut += 1 }
+        return pair
+    }
+}

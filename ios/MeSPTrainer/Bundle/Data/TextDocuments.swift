@@ -1,0 +1,149 @@
+import Foundation
+import MeSPFiles
+import MeSPSentences
+
+/// The kinds of files that text is read from, by how their names end, in any letter case.
+package enum TextFileKind: Sendable {
+    case text
+    /// A JSON record a line.
+    case lines
+    /// A JSON list of records, or a record a line.
+    case list
+
+    /// - Throws: `MeSPError` for any other kind.
+    package init(of file: URL) throws {
+        switch file.pathExtension.lowercased() {
+        case "txt", "text", "md", "markdown": self = .text
+        case "jsonl", "ndjson": self = .lines
+        case "json": self = .list
+        default:
+            throw MeSPError(
+                "\(file.lastPathComponent) is of no kind that is read; take a text as .txt or .md, or records as .jsonl, .ndjson or .json."
+            )
+        }
+    }
+}
+
+/// A file's contents as the documents that are tokenized.
+struct TextDocuments: Sendable {
+    enum Document: Sendable, Equatable {
+        case text(String, isRecord: Bool)
+        /// A prompt and its completion, for the chat template where the model has one.
+        case answer(String, prompt: String)
+        case conversation([TrainingMessage])
+    }
+
+    private(set) var documents = [Document]()
+    /// Of each document that is a record.
+    private(set) var places = [RecordPlace]()
+    /// The number of records that ask not to be trained.
+    private(set) var leftOut = 0
+    /// The keys of records that are not read.
+    private(set) var unread = Set<String>()
+
+    init(text: String) { documents = [.text(text, isRecord: false)] }
+
+    /// - Throws: `MeSPError` for the first record that is refused, with how many are.
+    init(records data: Data, of file: String, isList: Bool) throws {
+        var refusals = RefusedRecords()
+        for (place, fields) in TextRecords.objects(in: data, of: file, isList: isList) {
+            try refusals.collect(place) {
+                guard let fields else { throw TextRecords.noObject }
+                guard try TextRecords.isTrained(fields) else {
+                    leftOut += 1
+                    return
+                }
+                let (document, keys) = try Self.document(fields)
+                if let first = documents.first, first.kind != document.kind {
+                    throw MeSPError("it is another kind of record than the first; keep one kind.")
+                }
+                documents.append(document)
+                places.append(place)
+                unread.formUnion(TextRecords.unread(fields, but: keys))
+            }
+        }
+        try refusals.check()
+    }
+
+    /// - Returns: what is read of a source that is not of choices, and its name.
+    static func read(_ source: TextData.Source) throws -> (name: Sentence, contents: TextDocuments) {
+        switch source {
+        case .choices: preconditionFailure("choices are no documents")
+        case .text(let text):
+            guard !TextRecords.isBlank(text) else { throw MeSPError("There is no text yet.") }
+            return ("The text", TextDocuments(text: text))
+        case .file(let url):
+            let (name, kind) = (url.lastPathComponent, try TextFileKind(of: url))
+            guard let data = try? Data(contentsOf: url, options: .mappedIfSafe) else {
+                throw MeSPError("\(name) cannot be read.")
+            }
+            guard let text = String(data: data, encoding: .utf8).map(plain) else {
+                throw MeSPError("\(name) is not UTF-8 text; convert it first.")
+            }
+            guard !TextRecords.isBlank(text) else { throw MeSPError("\(name) has no text in it.") }
+            switch kind {
+            case .text: return ("\(name)", TextDocuments(text: text))
+            case .lines, .list:
+                return ("\(name)", try TextDocuments(records: Data(text.utf8), of: name, isList: kind == .list))
+            }
+        }
+    }
+
+    /// A file's text with lines that end as Python reads them, and without the mark that some editors put before it.
+    private static func plain(_ text: String) -> String {
+        var text = text.replacingOccurrences(of: "\r\n", with: "\n").replacingOccurrences(of: "\r", with: "\n")
+        if text.unicodeScalars.first == "\u{FEFF}" { text.unicodeScalars.removeFirst() }
+        return text
+    }
+
+    private static func document(_ fields: [String: JSONValue]) throws -> (Document, read: [String]) {
+        try TextRecords.refuseTools(in: fields)
+        let label = fields["completion"] == nil ? nil : "label"
+        for key in ["chosen", "rejected", label].compactMap({ $0 }) where fields[key] != nil {
+            throw MeSPError(
+                "it has \"\(key)\", a preference, which the app does not train of files; train it with mesp on a Mac.")
+        }
+        if let prompt = fields["prompt"], let completion = fields["completion"] {
+            return (try answer(completion, prompt: prompt), ["prompt", "completion"])
+        }
+        if let messages = fields["messages"], !messages.isEmpty {
+            return (.conversation(try TextRecords.messages(messages, in: "messages")), ["messages"])
+        }
+        if let text = fields["text"] {
+            guard let text = text.string else { throw MeSPError("\"text\" is not a text; make it one.") }
+            return (.text(text, isRecord: true), ["text"])
+        }
+        throw MeSPError(
+            "it has \(fields.isEmpty ? "nothing" : TextRecords.names(fields)) and no text; records have \"text\", \"prompt\" and \"completion\", or \"messages\"."
+        )
+    }
+
+    /// A prompt and a completion, each a text or a list of messages. Answers within the prompt are not trained.
+    private static func answer(_ completion: JSONValue, prompt: JSONValue) throws -> Document {
+        if let prompt = prompt.string, let completion = completion.string {
+            if TextRecords.isBlank(completion) { throw TextRecords.emptyAnswer }
+            return .answer(completion, prompt: prompt)
+        }
+        func messages(_ value: JSONValue, _ role: String, _ key: String) throws -> [TrainingMessage] {
+            if let text = value.string {
+                if role == "assistant", TextRecords.isBlank(text) { throw TextRecords.emptyAnswer }
+                return [TrainingMessage(ChatMessage(role: role, content: text))]
+            }
+            return try TextRecords.messages(value, in: key)
+        }
+        var asked = try messages(prompt, "user", "prompt")
+        for index in asked.indices { asked[index].isAsked = true }
+        return .conversation(asked + (try messages(completion, "assistant", "completion")))
+    }
+}
+
+extension TextDocuments.Document {
+    /// The kind of record, as all of a file must be of one kind.
+    fileprivate var kind: Int {
+        switch self {
+        case .text: 0
+        case .answer: 1
+        case .conversation: 2
+        }
+    }
+}

@@ -1,0 +1,141 @@
+import Foundation
+import MeSPFiles
+import MeSPSentences
+
+extension Manifest {
+    /// Throws unless the sizes can be a model's, every block is of one kind, every file that is named is listed with a path within the
+    /// bundle, and each packed array has the shape that the architecture asks for and lies in its file.
+    ///
+    /// - Parameter bundle: what the bundle is called in messages.
+    func check(_ bundle: String) throws {
+        try checkDimensions(bundle)
+        try checkFiles(bundle)
+        try checkLayout(bundle)
+    }
+
+    private func checkDimensions(_ bundle: String) throws {
+        let perLayer = [perLayerEmbedding, perLayerProjection].compactMap { $0 }
+        let lengths = blocks.map(\.words) + ([embedding, head] + perLayer).map(\.words)
+        // Every block must be of one kind, and have that kind's mixer and MLP.
+        let layers = blocks.flatMap(\.layers).sorted()
+        guard architecture.isConsistent, [.float32, .bfloat16].contains(dtype),
+            lengths.allSatisfy({ (1...(1 << 31)).contains($0) }),
+            !seqLens.isEmpty, seqLens.allSatisfy({ (1...(1 << 20)).contains($0) }),
+            !ranks.isEmpty, ranks.allSatisfy({ (1...(1 << 12)).contains($0) }),
+            layers == Array(0..<architecture.numHiddenLayers),
+            perLayer.count == (architecture.perLayer == nil ? 0 : 2),
+            blocks.allSatisfy({
+                Set($0.layers.map { [architecture.layers[$0], architecture.mlpLayers[$0]] }).count == 1
+            })
+        else { throw MeSPError("\(bundle): the manifest's dimensions don't fit together; export the bundle again.") }
+        let ends = endTokens ?? []
+        guard ends.allSatisfy({ (0..<architecture.vocabSize).contains($0) }), Set(ends).count == ends.count else {
+            throw MeSPError("\(bundle): the manifest's end_tokens are not different tokens; export the bundle again.")
+        }
+    }
+
+    private func checkFiles(_ bundle: String) throws {
+        for file in files {
+            guard leadsDown(file.path), file.path != "manifest.json", (0...(1 << 40)).contains(file.size) else {
+                throw MeSPError(
+                    "\(bundle): the manifest names \(file.path), which no bundle has; do not use the bundle.")
+            }
+        }
+        let listed = Set(files.map(\.path))
+        guard listed.count == files.count else {
+            throw MeSPError("\(bundle): the manifest names a file twice; do not use the bundle.")
+        }
+        for length in seqLens {
+            for blocks in blocks
+            where architecture.block(blocks.layers[0]).mlp.experts == nil
+                && [blocks.functions, blocks.plainFunctions, blocks.packedFunctions ?? blocks.functions]
+                    .contains(where: { $0["\(length)"] == nil })
+            {
+                throw MeSPError(
+                    "\(bundle): the manifest has no function for \(length) tokens; export the bundle again.")
+            }
+        }
+        let functions = blocks.flatMap {
+            [$0.functions, $0.plainFunctions, $0.packed].flatMap(\.values)
+        }
+        let named = functions + weightFiles.map(\.file) + (data ?? [:]).values.flatMap(\.files)
+        if let path = named.first(where: { !listed.contains($0) }) {
+            throw MeSPError("\(bundle): the manifest does not list \(path); export the bundle again.")
+        }
+    }
+
+    private func checkLayout(_ bundle: String) throws {
+        let sizes = Dictionary(uniqueKeysWithValues: files.map { ($0.path, $0.size) })
+        for file in weightFiles where sizes[file.file] != file.words * 4 {
+            throw MeSPError("\(file.file) in \(bundle) doesn't have the length of its layout; export the bundle again.")
+        }
+        func check(_ file: PackedFile, plain: [Weight] = [], matrices: [Weight], separator: String = "") throws {
+            func array(
+                _ name: String, dtype: ElementType, isStacked: Bool = false, fits: ([Int]) -> Bool
+            ) throws -> PackedArray {
+                guard let array = file.arrays.first(where: { $0.name == name }), array.dtype == dtype,
+                    fits(array.shape), array.shape.allSatisfy({ (1...(1 << 24)).contains($0) }),
+                    (array.stride != nil) == isStacked, array.isWithin(file.words)
+                else { throw wrong(name) }
+                return array
+            }
+            func wrong(_ name: String) -> MeSPError {
+                MeSPError("\(bundle): the manifest's entry for \(name) is missing or wrong; export the bundle again.")
+            }
+            for expected in plain {
+                let dtype = expected.isFloat32 ? .float32 : dtype
+                _ = try array(expected.name, dtype: dtype) { $0 == expected.shape }
+            }
+            for matrix in matrices {
+                let (name, last) = (matrix.name + separator, matrix.shape.count - 1)
+                let hasBiases = file.arrays.contains { $0.name == name + "biases" }
+                let isTable = { (shape: [Int]) in
+                    shape.count == last + 1 && shape.dropLast() == matrix.shape.dropLast()
+                }
+                let isStacked = last > 1
+                let weight = try array(name + "weight", dtype: .uint32, isStacked: isStacked, fits: isTable)
+                let scales = try array(
+                    name + "scales", dtype: hasBiases ? dtype : .uint8, isStacked: isStacked, fits: isTable)
+                if hasBiases {
+                    _ = try array(name + "biases", dtype: dtype, isStacked: isStacked) { $0 == scales.shape }
+                }
+                let format = QuantizationFormat(
+                    inputs: matrix.shape[last], words: weight.shape[last], groups: scales.shape[last],
+                    hasBiases: hasBiases)
+                guard format != nil else { throw wrong(name + "weight") }
+            }
+        }
+        for kind in blocks {
+            let block = architecture.block(kind.layers[0])
+            try check(kind.file(kind.layers[0]), plain: block.plainArrays, matrices: block.matrices, separator: ".")
+        }
+        let table = [Weight(name: "", shape: [architecture.vocabSize, architecture.hiddenSize])]
+        try check(embedding, matrices: table)
+        try check(head, plain: [Weight(name: "norm", shape: [architecture.hiddenSize])], matrices: table)
+        guard let size = architecture.perLayer?.size, let perLayerEmbedding, let perLayerProjection else { return }
+        let width = architecture.numHiddenLayers * size
+        try check(perLayerEmbedding, matrices: [Weight(name: "", shape: [architecture.vocabSize, width])])
+        // A layer's part begins and ends with a group.
+        let groups = perLayerEmbedding.arrays.first { $0.name == "scales" }?.shape[1] ?? 1
+        guard size % (width / groups) == 0 else {
+            throw MeSPError("\(bundle): the manifest's dimensions don't fit together; export the bundle again.")
+        }
+        try check(
+            perLayerProjection, plain: [Weight(name: "norm", shape: [size])],
+            matrices: [Weight(name: "", shape: [width, architecture.hiddenSize])])
+    }
+}
+
+/// Whether a path from a file is relative and, unless a folder on it is a symbolic link, leads into the folder that it starts from.
+private func leadsDown(_ path: String) -> Bool {
+    let parts = path.split(separator: "/", omittingEmptySubsequences: false)
+    return !parts.contains { $0.isEmpty || $0 == ".." || $0 == "." || $0.contains("\0") }
+}
+
+/// Whether a path from a file leads into the folder that it starts from, with no symbolic link among its folders.
+func isPath(_ path: String, within folder: URL) -> Bool {
+    guard leadsDown(path) else { return false }
+    let parent = path.split(separator: "/").dropLast().joined(separator: "/")
+    return folder.appendingPathComponent(parent).resolvingSymlinksInPath().path
+        == folder.resolvingSymlinksInPath().appendingPathComponent(parent).path
+}

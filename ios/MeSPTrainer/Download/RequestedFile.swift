@@ -1,0 +1,68 @@
+import Foundation
+import MeSPSentences
+
+#if canImport(FoundationNetworking)
+    import FoundationNetworking
+#endif
+
+/// A file of a repository that is requested, and the file on the device that it is written to.
+struct RequestedFile: Sendable {
+    let request: URLRequest
+    /// The file that is written. It may have the first bytes already.
+    let file: URL
+    /// The most bytes that the file may have.
+    let limit: Int
+    let path: String
+    let repository: String
+
+    var what: Sentence { "\(path) of \(repository)" }
+    var isTooLong: MeSPError { MeSPError("\(what) is longer than its manifest says.") }
+
+    /// Checks the response to a request.
+    ///
+    /// - Parameter offset: the first byte that was requested.
+    /// - Returns: the response, and the place in the file where its body begins.
+    func check(_ response: URLResponse?, offset: Int) throws -> (answer: HTTPURLResponse, start: Int) {
+        guard let response = response as? HTTPURLResponse else {
+            throw RetryableFailure(sentence: "\(what) gave no answer.")
+        }
+        let page = "https://huggingface.co/\(repository)"
+        switch response.statusCode {
+        case 200: return (response, 0)  // all of it, also where a part was asked for
+        case 206:
+            let range = response.value(forHTTPHeaderField: "Content-Range") ?? ""
+            guard range.hasPrefix("bytes \(offset)-") else {
+                throw RetryableFailure(
+                    sentence: "The server sent another part of \(what) than was asked for; try again later.")
+            }
+            return (response, offset)
+        case 401, 403:
+            // Where the Hub leads to, an address is good for a time.
+            guard response.url?.host == request.url?.host else {
+                throw RetryableFailure(sentence: "The Hub's address of \(what) is no longer good; try again.")
+            }
+            throw MeSPError("\(repository) is not open to everybody; see \(page), or take another repository.")
+        case 404:
+            throw MeSPError(
+                "There is no \(what) on the Hub; write the repository as owner/name, of one that holds a bundle.")
+        case 416: throw RetryableFailure(sentence: "\(what) is not as long as its manifest says.")
+        case 429, 500...599:
+            throw RetryableFailure(sentence: "The Hub is busy (\(response.statusCode)); try again later.")
+        default: throw MeSPError("The Hub answers \(response.statusCode) for \(what); see \(page).")
+        }
+    }
+
+    /// The failure of a connection that ended.
+    func brokenOff(_ error: any Error) -> RetryableFailure {
+        #if canImport(Darwin)
+            if (error as? URLError)?.networkUnavailableReason != nil {
+                return RetryableFailure(
+                    sentence:
+                        "The network costs extra or is in Low Data Mode, and \(what) does not come over it; connect to another network, or start the download again to decide."
+                )
+            }
+        #endif
+        return RetryableFailure(
+            sentence: "\(what) stopped arriving: \(error.plainSentence). Check the network and try again.")
+    }
+}

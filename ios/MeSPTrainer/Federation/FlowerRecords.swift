@@ -1,0 +1,123 @@
+import Foundation
+import MeSPSentences
+
+/// The content of a Flower message: records of arrays, of metrics and of settings, each by its name.
+public struct FlowerRecords: Sendable, Equatable {
+    public var arrays = [String: [String: FlowerArray]]()
+    public var metrics = [String: [String: FlowerValue]]()
+    public var configs = [String: [String: FlowerValue]]()
+
+    public init(
+        arrays: [String: [String: FlowerArray]] = [:], metrics: [String: [String: FlowerValue]] = [:],
+        configs: [String: [String: FlowerValue]] = [:]
+    ) {
+        (self.arrays, self.metrics, self.configs) = (arrays, metrics, configs)
+    }
+}
+
+/// A number, or in a record of settings also a flag, a text, bytes or texts. Other lists are passed over.
+public enum FlowerValue: Sendable, Equatable {
+    case double(Double)
+    case int(Int64)
+    case unsigned(UInt64)
+    case flag(Bool)
+    case text(String)
+    case bytes(Data)
+    case texts([String])
+
+    init?(_ message: ProtobufMessage) throws {
+        if message.has(1) {
+            self = .double(message.double(1))
+        } else if message.has(2) {
+            self = .int(message.signed(2))
+        } else if message.has(3) {
+            self = .unsigned(message.number(3))
+        } else if message.has(4) {
+            self = .flag(message.number(4) != 0)
+        } else if message.has(5) {
+            self = .text(message.text(5))
+        } else if message.has(6) {
+            self = .bytes(message.bytes(6))
+        } else if message.has(25) {
+            self = .texts(try message.messages(25).last?.texts(1) ?? [])
+        } else {
+            return nil
+        }
+    }
+
+    func write(to message: inout ProtobufWriter) {
+        switch self {
+        case .double(let number): message.add(1, number, isPresent: true)
+        case .int(let number): message.add(2, signed: number, isPresent: true)
+        case .unsigned(let number): message.add(3, number, isPresent: true)
+        case .flag(let flag): message.add(4, UInt64(flag ? 1 : 0), isPresent: true)
+        case .text(let text): message.add(5, text, isPresent: true)
+        case .bytes(let bytes): message.add(6, bytes)
+        case .texts(let texts): message.add(25) { list in for text in texts { list.add(1, text, isPresent: true) } }
+        }
+    }
+}
+
+/// An array of numbers as NumPy keeps them in a `.npy` file, row-major and little-endian.
+public struct FlowerArray: Sendable, Equatable {
+    /// The kinds of numbers that adapters travel in.
+    public enum Kind: String, Sendable {
+        case float32 = "<f4"
+        /// bfloat16, which NumPy lacks, by its bits.
+        case uint16 = "<u2"
+
+        var name: String { self == .float32 ? "float32" : "uint16" }
+        var size: Int { self == .float32 ? 4 : 2 }
+    }
+    public let kind: Kind
+    public let shape: [Int]
+    /// The numbers, little-endian.
+    public let data: Data
+
+    /// - Precondition: `data` has as many numbers as the shape says.
+    public init(_ kind: Kind, shape: [Int], data: Data) {
+        precondition(data.count == shape.reduce(kind.size, *))
+        (self.kind, self.shape, self.data) = (kind, shape, data)
+    }
+
+    /// Version 1.0 of https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html, as NumPy writes it.
+    var npy: Data {
+        let sizes = shape.map(String.init).joined(separator: ", ") + (shape.count == 1 ? "," : "")
+        let header = "{'descr': '\(kind.rawValue)', 'fortran_order': False, 'shape': (\(sizes)), }"
+        let padding = 64 - (10 + header.utf8.count + 1) % 64
+        let padded = header + String(repeating: " ", count: padding % 64) + "\n"
+        var file = Self.magic + Data([1, 0, UInt8(padded.utf8.count & 0xff), UInt8(padded.utf8.count >> 8)])
+        file.append(contentsOf: padded.utf8)
+        file.append(data)
+        return file
+    }
+
+    private static let magic = Data([0x93]) + Data("NUMPY".utf8)
+
+    /// - Throws: `MeSPError` for another kind of numbers, and where the file is incomplete.
+    init(npy file: Data) throws {
+        let file = Data(file)
+        guard file.count >= 12, file.prefix(6) == Self.magic else {
+            throw MeSPError("The server sent an array that is not a .npy file; ask its operator.")
+        }
+        let start = file[6] == 1 ? 10 : 12
+        let length = (8..<start).reversed().reduce(0) { $0 << 8 | Int(file[$1]) }
+        let header = String(decoding: file.dropFirst(start).prefix(length), as: UTF8.self)
+        func value(_ key: String, until end: Character) -> Substring? {
+            header.range(of: "'\(key)': ").flatMap { header[$0.upperBound...].split(separator: end).first }
+        }
+        guard let kind = (value("descr", until: ",")?.dropFirst().dropLast()).flatMap({ Kind(rawValue: String($0)) }),
+            value("fortran_order", until: ",") == "False", let sizes = value("shape", until: ")")
+        else { throw MeSPError("The server sent an array that is neither float32 nor uint16; ask its operator.") }
+        let shape = sizes.dropFirst().split(separator: ",").map { Int($0.trimmingCharacters(in: .whitespaces)) }
+        let data = Data(file.dropFirst(start + length))
+        var bytes = kind.size
+        for size in shape {
+            let (product, overflow) = bytes.multipliedReportingOverflow(by: size ?? -1)
+            guard let size, size >= 0, !overflow else { throw MeSPError("The server sent an array without a shape.") }
+            bytes = product
+        }
+        guard bytes == data.count else { throw MeSPError("The server sent an array that is incomplete.") }
+        self.init(kind, shape: shape.compactMap { $0 }, data: data)
+    }
+}

@@ -1,0 +1,144 @@
+import Foundation
+import MLX
+import MeSPBundle
+import MeSPCore
+
+/// The checks of a self-check, and the state that they share. Extensions in other files have the checks, by what they examine.
+final class CheckSuite {
+    typealias Measurement = SelfCheckReport.Measurement
+
+    struct Check {
+        let name: String
+        let body: () throws -> Finding
+    }
+
+    let bundle: ModelBundle
+    let settings: SelfCheck.Settings
+    /// Whether nothing in the process used MLX before.
+    let isFirstUse: Bool
+    var firstStepTaken: FirstStep?
+    let atBlock: () throws -> Void
+    /// A hook between a result and its check, where tests put an error.
+    let tamper: (_ check: String, MLXArray) -> MLXArray
+    var constants = SelfCheckReport.Constants()
+
+    init(
+        bundle: ModelBundle, settings: SelfCheck.Settings, isFirstUse: Bool = true,
+        atBlock: @escaping () throws -> Void = {},
+        tamper: @escaping (_ check: String, MLXArray) -> MLXArray = { $1 }
+    ) {
+        (self.bundle, self.settings, self.isFirstUse) = (bundle, settings, isFirstUse)
+        (self.atBlock, self.tamper) = (atBlock, tamper)
+    }
+
+    /// Those that the settings name, or all.
+    func chosenChecks() throws -> [Check] {
+        guard let names = settings.checks else { return checks }
+        if let unknown = names.first(where: { name in !checks.contains { $0.name == name } }) {
+            throw MeSPError("There is no check \(unknown); there are \(checks.map(\.name).joined(separator: ", ")).")
+        }
+        return checks.filter { names.contains($0.name) }
+    }
+
+    /// In the order in which they run. The first step has to be the first that computes.
+    var checks: [Check] {
+        let lengths = bundle.manifest.seqLens.sorted()
+        return [
+            Check(name: "machine", body: describeMachine),
+            Check(name: "gpu", body: describeGPU),
+            Check(name: SelfCheckReport.metalFootprint, body: measureMetalFootprint),
+            Check(name: "leaving", body: checkLeaving),
+            Check(name: "errors", body: { try self.checkErrors() }),
+            Check(name: "map.no_copy", body: checkMapWithoutCopy),
+            Check(name: "map.footprint", body: measureMapFootprint),
+            Check(name: "map.first_use", body: measureMapFirstUse),
+            Check(name: "map.leak", body: measureMapLeak),
+            Check(name: "eval.empty", body: measureEmptyEval),
+            Check(name: "kernel.dependent", body: measureDependentKernel),
+            Check(name: "buffer.new", body: measureNewBuffer),
+            Check(name: "memory.bandwidth", body: measureBandwidth),
+            Check(name: "product.transposed", body: { try self.measureProduct(.transposed) }),
+            Check(name: "product.plain", body: { try self.measureProduct(.plain) }),
+            Check(name: "product.dequantized", body: { try self.measureProduct(.dequantized) }),
+            Check(name: "product.rows", body: { try self.checkProductRows() }),
+            Check(name: "block.outputs", body: checkBlockOutputs),
+            Check(name: "gradients.cpu", body: compareGradientsWithCPU),
+            Check(name: "gradients.mebp", body: compareGradientsWithMeBP),
+            Check(name: "gradients.differences", body: { try self.compareGradientsWithDifferences() }),
+            Check(name: "tf32", body: checkTF32),
+            Check(name: "head.few_targets", body: checkFewTargets),
+            Check(name: "repeats", body: repeatGradient),
+            Check(name: "resume", body: checkResume),
+        ]
+            + Self.mixers.map { name, variants in
+                Check(name: "decode.\(name)", body: { try self.checkDecoding(name, variants) })
+            }
+            + lengths.map { length in Check(name: "peak.\(length)", body: { try self.measurePeak(length) }) }
+            + lengths.map { length in Check(name: "time.\(length)", body: { try self.measureTimes(length) }) }
+            + [Check(name: "throttling", body: measureThrottling)]
+    }
+
+    // MARK: - What several checks use
+
+    var shortest: Int { bundle.manifest.seqLens.min() ?? 1 }
+    var longest: Int { bundle.manifest.seqLens.max() ?? 1 }
+    var architecture: Architecture { bundle.architecture }
+
+    /// Settings of a run of `length` tokens, at rank 8 where the bundle has it.
+    func run(_ length: Int) -> RunSettings {
+        var run = RunSettings(bundle: settings.bundle, output: "")
+        let ranks = bundle.manifest.ranks
+        (run.seqLen, run.rank) = (length, ranks.contains(8) ? 8 : ranks[0])
+        return run
+    }
+
+    /// A sequence of tokens of the vocabulary, the same each time for one number.
+    func example(_ length: Int, number: Int = 0) -> Example {
+        let tokens = (0...length).map { Int32(($0 * 7919 + number * 104_729 + 17) % architecture.vocabSize) }
+        return Example(tokens: tokens, counted: Array(0..<length))
+    }
+
+    /// A trainer whose adapters are all but zero: with B = 0, as training begins, the gradient of A would be zero.
+    func makeTrainer(_ run: RunSettings, plan: Plan? = nil) throws -> Trainer {
+        let plan = try plan ?? defaultPlan(run)
+        let trainer = try Trainer(bundle: bundle, settings: run, plan: plan, folder: Self.temporaryFolder)
+        for block in trainer.model.trained {
+            let noise = MLXRandom.normal(
+                [trainer.model.layouts[block].count], scale: 0.02, key: MLXRandom.key(UInt64(block)))
+            try trainer.model.lora.write(trainer.model.parameters(block) + noise, block)
+        }
+        trainer.clock.atBlock = atBlock
+        return trainer
+    }
+
+    func defaultPlan(_ run: RunSettings) throws -> Plan {
+        do {
+            return try Planner(bundle.manifest, run).plan()
+        } catch let error as MeSPError {
+            throw Skipped(reason: error.sentence)
+        }
+    }
+
+    static var temporaryFolder: URL { FileManager.default.temporaryDirectory }
+
+    /// The median time of `body` in seconds: of 3 times at least, and as often as the settings' seconds allow. A first time, which
+    /// may compile kernels, does not count.
+    func medianTime(_ body: () throws -> Void) throws -> Double {
+        try body()
+        var times = [Double]()
+        let end = ContinuousClock.now + .seconds(settings.seconds / 4)
+        while times.count < 3 || (times.count < 1000 && ContinuousClock.now < end) {
+            try times.append(seconds(body))
+        }
+        return times.sorted()[times.count / 2]
+    }
+
+    func seconds(_ body: () throws -> Void) rethrows -> Double {
+        try ContinuousClock().measure(body) / .seconds(1)
+    }
+}
+
+/// Seconds, bytes and rates in a sentence.
+func shown(microseconds seconds: Double) -> String { String(format: "%.1f µs", seconds * 1e6) }
+func shown(megabytes bytes: Int) -> String { String(format: "%.1f MB", Double(bytes) / 1e6) }
+func shown(giga rate: Double) -> String { String(format: "%.1f", rate / 1e9) }

@@ -1,0 +1,118 @@
+import Foundation
+import MLX
+import MeSPAdapters
+import MeSPBundle
+import MeSPCore
+
+/// Compares the derivative formulas with the loss, which needs none of them. `gradients.cpu` takes them to be right.
+extension CheckSuite {
+    /// The largest relative error allowed. The rounding of the losses to float32 causes one of up to 10⁻⁴.
+    private static let differenceTolerance = 5e-4
+
+    /// The number of targets: enough for their rounding errors to average out.
+    private static let differenceTokens = 64
+
+    /// The slope of the loss along the gradient of each module's A and B in each of the last blocks, which should be the norm of that
+    /// gradient. It comes from four values of the loss:
+    ///
+    ///     f′ ≈ (8 (f(h) − f(−h)) − (f(2h) − f(−2h))) / 12h
+    ///
+    /// The blocks get the embedding as their input. It begins with the last block and ends after twenty times the settings' seconds.
+    ///
+    /// - Parameter derivatives: a bundle with the same weights whose backward pass is checked; nil for the bundle itself.
+    func compareGradientsWithDifferences(of derivatives: ModelBundle? = nil) throws -> Finding {
+        guard !architecture.hasExperts else {
+            throw Skipped(reason: "The model mixes experts, and the loss jumps where a token chooses others.")
+        }
+        let trainer = try makeTrainer(fewBlocks(.mesp))
+        let (model, blocks) = (trainer.model, trainer.model.trained)
+        let forward = cpu(trainer, length: Self.differenceTokens)
+        let backward = cpu(trainer, of: derivatives, length: Self.differenceTokens)
+        let example = example(Self.differenceTokens)
+
+        var inputs = [Int: MLXArray]()
+        // What blocks take of others would be rounded as x is, so that the loss would move in steps.
+        var x = try model.embed(example).asType(.float32)
+        let context = try model.makeContext(example, x0: x)
+        try addKeysAndValues(before: blocks[0], x, model, context)
+        /// The outputs of a block with these parameters, which later blocks' keys and values may be made with too.
+        func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray) throws -> BlockOutputs {
+            try forward.outputs(block, x, lora, sideInputs(block, x, lora, model, context))
+        }
+        for block in blocks {
+            try atBlock()
+            inputs[block] = x
+            x = try outputs(block, x, model.parameters(block)).y
+        }
+        var (_, d) = try forward.lossAndGradient(x, example, scale: 1 / Float(Self.differenceTokens))
+
+        let end = ContinuousClock.now + .seconds(20 * settings.seconds)
+        var errors = [String: Double]()
+        var shared = [Int: MixerState.KeyValues]()
+        for block in blocks.reversed() where errors.isEmpty || ContinuousClock.now < end {
+            guard let x = inputs[block] else { continue }
+            let lora = try model.parameters(block)
+            let intermediates = try outputs(block, x, lora).intermediates
+            let gradient = tamper(
+                "gradients.differences",
+                try backward.backward(
+                    block, x, lora, sideInputs(block, x, lora, model, context), intermediates, d: &d, shared: &shared))
+            /// The loss with other parameters in this block.
+            func loss(_ changed: MLXArray) throws -> Double {
+                var y = try outputs(block, x, changed).y
+                for later in block + 1..<model.blocks.upperBound {
+                    y = try outputs(later, y, model.parameters(later)).y
+                }
+                return try forward.loss(y, example)
+            }
+            for part in model.layouts[block].parts where errors.isEmpty || ContinuousClock.now < end {
+                try atBlock()
+                let error = try differenceError(gradient * part.mask, lora, size: norm(lora * part.mask), loss)
+                errors[part.name] = error.isFinite ? max(errors[part.name] ?? 0, error) : .nan
+            }
+        }
+        return compare(
+            "The gradients of \(fewBlocks) blocks", with: "the slopes of the loss",
+            errors.map { Measurement($0, $1) }.sorted { $0.name < $1.name }, tolerance: Self.differenceTolerance)
+    }
+
+    /// The relative difference between the norm of a gradient and the slope of the loss along it.
+    ///
+    /// - Parameter size: how far the parameters may be moved.
+    private func differenceError(
+        _ gradient: MLXArray, _ lora: MLXArray, size: Float, _ loss: (MLXArray) throws -> Double
+    ) throws -> Double {
+        let slope = norm(gradient)
+        let h = min(Self.differenceInLoss / slope, size)
+        func f(_ steps: Float) throws -> Double {
+            let moved = lora + (steps * h / slope) * gradient
+            eval(moved)
+            return try loss(moved)
+        }
+        let difference = try (8 * (f(1) - f(-1)) - (f(2) - f(-2))) / (12 * Double(h))
+        return abs(difference - Double(slope)) / Double(slope)
+    }
+
+    private func norm(_ x: MLXArray) -> Float { x.square().sum().sqrt().item(Float.self) }
+
+    /// By how much h changes the loss, in nats.
+    private static let differenceInLoss: Float = 0.005
+}
+
+extension LoRALayout {
+    /// The names of each module's A and B, and vectors `[P]` that are 1 for its parameters and 0 for all others.
+    fileprivate var parts: [(name: String, mask: MLXArray)] {
+        modules.flatMap { module in
+            [("A", Float(1)), ("B", Float(0))].map { name, a in
+                let matrices = modules.map { other in
+                    let (inputs, outputs) = block.dimensions(other)
+                    let isIt: Float = other == module ? 1 : 0
+                    return LoRAMatrices(
+                        a: MLXArray.full([inputs, rank], values: MLXArray(isIt * a)),
+                        b: MLXArray.full([rank, outputs], values: MLXArray(isIt * (1 - a))))
+                }
+                return ("\(module.name).\(name)", packed(matrices))
+            }
+        }
+    }
+}

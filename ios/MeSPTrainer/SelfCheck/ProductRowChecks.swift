@@ -1,0 +1,72 @@
+import Foundation
+import MLX
+import MeSPBundle
+import MeSPCore
+
+/// Compares each row of a product in bfloat16: one wrong row among many hardly changes the error of the whole.
+extension CheckSuite {
+    /// The largest relative error of a row that is allowed. Rounding the result to bfloat16 causes one of 2·10⁻³, and rounding W of 8 bits,
+    /// whose codes are large beside the differences between them, one of some 5·10⁻³.
+    private static let rowTolerance = 0.02
+
+    /// Numbers of rows for which MLX takes its kernels for vectors, the kernels that begin where those end, and the kernels for matrices.
+    /// These use the neural accelerators where a GPU has them.
+    private static let numbersOfRows = [9, 33, 256]
+
+    /// The most elements of W.
+    private static let mostElements = 1 << 22
+
+    func checkProductRows() throws -> Finding {
+        guard bundle.manifest.device == .gpu else {
+            throw Skipped(reason: "The bundle \(bundle.manifest.name) runs on the CPU: export one with --device gpu.")
+        }
+        return try checkProductRows(tolerance: Self.rowTolerance)
+    }
+
+    /// x Wᵀ with the first rows of a block's widest projection, plain and quantized, against the product of the same numbers in float32 on
+    /// the CPU.
+    ///
+    /// - Parameter tolerance: the largest relative error of a row that is allowed. A CPU, which sums in bfloat16, has a larger one.
+    func checkProductRows(tolerance: Double) throws -> Finding {
+        let inputs = architecture.hiddenSize
+        let errors = try bundle.withBlock(0) { weights in
+            let all = weights.matrix(architecture.block(0).wideProjection)
+            let w = all.rows(0..<min(all.rows, max(1, Self.mostElements / inputs)))
+            // The scales of formats other than the affine are codes.
+            let isAffine = w.biases != nil
+            let scales = isAffine ? w.scales.asType(.bfloat16) : w.scales
+            let biases = w.biases?.asType(.bfloat16)
+            let wide = dequantized(
+                w.weight, scales: isAffine ? scales.asType(.float32) : scales, biases: biases?.asType(.float32),
+                groupSize: w.format.groupSize, bits: w.format.bits, mode: w.format.mode, dtype: .float32, stream: .cpu)
+            let rounded = wide.asType(.bfloat16, stream: .cpu)
+            eval(scales, wide, rounded)
+            return try Self.numbersOfRows.flatMap { rows in
+                try atBlock()
+                let x = MLXRandom.normal([rows, inputs], dtype: .bfloat16, key: MLXRandom.key(0))
+                let quantized = quantizedMM(
+                    x, w.weight, scales: scales, biases: biases, groupSize: w.format.groupSize, bits: w.format.bits,
+                    mode: w.format.mode)
+                return [
+                    ("plain", matmul(x, rounded.T), rounded.asType(.float32, stream: .cpu)),
+                    ("quantized", quantized, wide),
+                ].map { name, product, w in
+                    Measurement("\(rows) rows, \(name)", largestError(ofRows: tamper("product.rows", product), x, w))
+                }
+            }
+        }
+        return compare(
+            "The rows of x Wᵀ in bfloat16", with: "those of the product in float32 on the CPU", errors,
+            tolerance: tolerance)
+    }
+
+    /// The largest relative error of a row of y, which is to be x wᵀ.
+    private func largestError(ofRows y: MLXArray, _ x: MLXArray, _ w: MLXArray) -> Double {
+        let expected = matmul(x.asType(.float32, stream: .cpu), w.transposed(stream: .cpu), stream: .cpu)
+        let difference = subtract(y.asType(.float32, stream: .cpu), expected, stream: .cpu)
+        func norms(_ rows: MLXArray) -> [Float] {
+            rows.square(stream: .cpu).sum(axis: -1, stream: .cpu).asArray(Float.self)
+        }
+        return worst(zip(norms(difference), norms(expected)).map { Double(($0 / $1).squareRoot()) })
+    }
+}

@@ -1,0 +1,66 @@
+import Foundation
+import MeSPBundle
+import MeSPCore
+
+/// Training steps that are counted or measured and leave no files. They train the first example of the data, or the first sequence of
+/// packed examples; for text and preference data, tokens without a meaning.
+public final class TrialSteps {
+    public let planner: Planner
+    public let plan: Plan
+    private let trainer: Trainer
+    private let example: Example
+    private var number = 0
+
+    /// - Parameters:
+    ///   - settings: their output is not used.
+    ///   - plan: chooses the plan.
+    /// - Throws: `MeSPError`, as a run would at its start.
+    public init(_ settings: RunSettings, plan: (Planner) throws -> Plan = { try $0.plan() }) throws {
+        try settings.check()
+        let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle), checksums: false)
+        try bundle.manifest.check(settings)
+        planner = Planner(bundle.manifest, settings)
+        self.plan = try plan(planner)
+        let folder = FileManager.default.temporaryDirectory
+        let plan = self.plan
+        trainer = try bundle.withDevice {
+            try Trainer(bundle: bundle, settings: settings, plan: plan, folder: folder)
+        }
+        let tokens = (0...settings.seqLen).map { Int32($0 % bundle.architecture.vocabSize) }
+        example =
+            try Self.example(bundle, settings) ?? Example(tokens: tokens, counted: Array(0..<settings.seqLen))
+    }
+
+    /// The first sequence of the training data's examples; nil where it has none, and of preference data.
+    private static func example(_ bundle: ModelBundle, _ settings: RunSettings) throws -> Example? {
+        guard let stream = try bundle.tokens("train"), stream.hasExamples, !stream.hasPreferences else { return nil }
+        let packs = stream.packsExamples && bundle.manifest.takesPacked && settings.method.takesPacked
+        let sequences = stream.sequences(lengths: [settings.seqLen], packed: packs)
+        return sequences.count > 0 ? sequences[0] : nil
+    }
+
+    /// Whether the bundle's functions are for a GPU.
+    public var isForGPU: Bool { trainer.model.bundle.manifest.device == .gpu }
+
+    /// Whether its tokens choose experts.
+    public var hasExperts: Bool { trainer.model.bundle.architecture.hasExperts }
+
+    /// A step of the settings' sequences; with an objective, of one.
+    ///
+    /// - Parameter atBlock: called at each block boundary, where a run may pause.
+    public func step(atBlock: @escaping () -> Void = {}) throws {
+        trainer.clock.atBlock = atBlock
+        let settings = trainer.model.settings
+        let examples = Array(
+            repeating: example,
+            count: settings.objective == nil ? settings.batchSize * settings.gradAccumulationSteps : 1)
+        try trainer.model.bundle.withDevice {
+            _ =
+                settings.dpClip == nil || settings.objective != nil
+                ? try takeStep(trainer, [SequenceLoss(examples)], number: number)
+                : try PrivateStep(trainer: trainer, secret: SecretKey())
+                    .step(examples.map { SequenceLoss([$0]) }, number: number)
+        }
+        number += 1
+    }
+}

@@ -1,0 +1,94 @@
+import Foundation
+import Testing
+
+@testable import MeSPAppModel
+@testable import MeSPBundle
+@testable import MeSPCore
+
+@Suite(.serialized) @MainActor final class ChoiceListTests {
+    private let app: TestApp
+    private var model: AppModel { app.model }
+
+    init() throws { app = try TestApp() }
+
+    /// A conversation with a tuned model of which each turn has two answers.
+    private func talk(_ turns: Int) async throws {
+        try await app.importTied()
+        let form = model.form
+        (form.settings.steps, form.settings.seqLen) = (3, 32)
+        (form.settings.optimizer, form.settings.learningRate) = (.sgd, 1)
+        await model.startTraining()
+        try await app.ended()
+        for turn in 0..<turns {
+            var request = SideBySideChat.Request()
+            (request.prompt, request.isChat, request.maxTokens, request.system) = ("Q\(turn)", true, 6, "Brief.")
+            await model.write(request, with: model.library.trained.first)
+            try await app.ended()
+        }
+        #expect(model.problem == nil && model.chat.problem == nil)
+    }
+
+    /// As while the phone is locked: a folder cannot be read as a file.
+    @Test func choicesThatCannotBeReadYetRaiseNoAlert() async throws {
+        try FileManager.default.createDirectory(at: model.choices.url, withIntermediateDirectories: true)
+        app.monitor.scene = .background
+        await model.refresh()
+        #expect(model.problem == nil, "nobody has done anything, and it is read again in front")
+        app.monitor.scene = .active
+        await model.refresh()
+        #expect(model.problem?.english.contains("choices.jsonl cannot be read") == true)
+    }
+
+    @Test func theBetterAnswerIsKept() async throws {
+        try await talk(2)
+        let turn = try #require(model.chat.turns.last)
+        await model.choose(.tuned, of: turn.id)
+        let choice = try #require(model.choices.list.first)
+        #expect(choice.chosen == turn.tuned.text && choice.rejected == turn.base.text)
+        #expect(choice.prompt.map(\.role) == ["system", "user", "assistant", "user"])
+        #expect(
+            choice.prompt[2].content == model.chat.turns[0].tuned.text, "the conversation as that side has it")
+        #expect(model.choices.contains(turn.tuned.text, to: "Q1") && !model.choices.contains(turn.base.text, to: "Q1"))
+
+        await model.choose(.tuned, of: turn.id)
+        #expect(model.choices.list.count == 1, "a second tap is no second choice")
+        await model.choose(.tuned, of: turn.id, corrected: "As it should be.")
+        #expect(
+            model.choices.list.first?.chosen == "As it should be."
+                && model.choices.list.first?.rejected == turn.tuned.text)
+        await model.choose(.tuned, of: turn.id, corrected: turn.tuned.text)
+        #expect(model.problem?.english.contains("are equal") == true)
+
+        while let choice = model.choices.list.first {
+            let count = model.choices.list.count
+            model.askToDelete(.choice(choice))
+            #expect(model.asksToDelete && model.choices.list.count == count, "it cannot be had back")
+            await model.confirmDeletion()
+            try #require(model.choices.list.count == count - 1)
+        }
+        #expect(!model.asksToDelete)
+    }
+
+    @Test func aRunLearnsTheChoices() async throws {
+        try await talk(1)
+        let form = model.form
+        form.textKind = .choices
+        await model.startTraining()
+        #expect(model.problem?.english.hasPrefix("Of 0 choices 0 fit") == true)
+        model.problem = nil
+        for number in 0..<4 {
+            try model.choices.add(
+                Choice(
+                    prompt: [ChatMessage(role: "user", content: "Q\(number)")], chosen: "yes \(number)", rejected: "no")
+            )
+        }
+        let rate = form.settings.learningRate
+        #expect(form.settings.objective == .dpo)
+        await model.startTraining()
+        try await app.ended()
+        let run = try #require(model.library.runs.first { $0.log?.start?.settings.objective == .dpo })
+        #expect(run.status == .finished && run.log?.start?.settings.learningRate == rate)
+        form.textKind = .bundle
+        #expect(form.settings.objective == nil)
+    }
+}

@@ -1,0 +1,298 @@
+import Foundation
+import Testing
+
+@testable import MeSPAppModel
+@testable import MeSPBundle
+@testable import MeSPCore
+
+@Suite(.serialized) @MainActor final class SideBySideChatTests {
+    private let monitor = TestMonitor()
+    private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    private lazy var chat = SideBySideChat(monitor: monitor)
+    deinit { try? FileManager.default.removeItem(at: folder) }
+
+    private func bundle() throws -> URL { try #require(Fixture.tied).appendingPathComponent("bundle.mesp") }
+
+    private func request(_ tokens: Int) -> SideBySideChat.Request {
+        var request = SideBySideChat.Request()
+        (request.prompt, request.maxTokens) = ("The quick", tokens)
+        return request
+    }
+
+    /// Tokens of the tiny model's vocabulary as text.
+    private struct Numbers: TextTokenizer {
+        var bytes = ByteTokenizer()
+        var beginOfText: Int? { bytes.beginOfText }
+        let endOfText: Int? = nil
+        let hasChatTemplate = false
+        func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
+            bytes.encode(text, addsSpecialTokens: addsSpecialTokens)
+        }
+        func decode(_ tokens: [Int]) -> String { tokens.map(String.init).joined(separator: " ") }
+        func isSpecial(_ token: Int) -> Bool { false }
+        func encode(_ messages: [ChatMessage], opensAnswer: Bool) -> [Int] { [] }
+    }
+
+    private func written() async throws {
+        while chat.writing != nil { try await Task.sleep(for: .milliseconds(2)) }
+    }
+
+    @Test func bothModelsWrite() async throws {
+        var settings = RunSettings(bundle: try bundle().path, output: folder.path)
+        (settings.seqLen, settings.steps, settings.learningRate, settings.valBatches) = (32, 3, 1, 0)
+        try Run.run(settings)
+        chat.start(
+            request(6), bundle: try bundle(), adapters: folder.appendingPathComponent("adapters"), tokenizer: Numbers())
+        #expect(chat.writing == .base)
+        try await written()
+        #expect(chat.problem == nil)
+        #expect(chat.base.summary?.tokens == 6 && chat.tuned.summary?.tokens == 6)
+        #expect(chat.base.text.split(separator: " ").count == 6)
+        #expect(chat.base.text != chat.tuned.text, "training changed nothing")
+    }
+
+    /// The request to each side, as the tokenizer got it.
+    private final class Asked: TextTokenizer, @unchecked Sendable {
+        let beginOfText: Int? = nil
+        let endOfText: Int? = nil
+        let hasChatTemplate = true
+        private let lock = NSLock()
+        private var all = [[ChatMessage]]()
+        /// Without those that ask how the template ends an answer.
+        var conversations: [[ChatMessage]] {
+            lock.withLock { all.filter { !($0.first?.content.hasPrefix("MeSP") ?? false) } }
+        }
+        func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] { text.utf8.map { Int($0) } }
+        func decode(_ tokens: [Int]) -> String { tokens.map(String.init).joined(separator: " ") }
+        func isSpecial(_ token: Int) -> Bool { false }
+        func encode(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int] {
+            lock.withLock { all.append(messages) }
+            if messages.last?.content == "refused" { throw MeSPError("The template takes no such message.") }
+            return encode(messages.map(\.content).joined(), addsSpecialTokens: false)
+        }
+    }
+
+    private func message(_ text: String) -> SideBySideChat.Request {
+        var request = request(4)
+        (request.prompt, request.isChat, request.system) = (text, true, "Be brief.")
+        return request
+    }
+
+    @Test func aConversationKeepsItsTurnsOnEachSide() async throws {
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let documents = DocumentsFolder(documents: folder)
+        chat = SideBySideChat(monitor: monitor, folder: documents)
+        let output = folder.appendingPathComponent("runs/run")
+        var settings = RunSettings(bundle: try bundle().path, output: output.path)
+        (settings.seqLen, settings.steps, settings.learningRate, settings.valBatches) = (32, 3, 1, 0)
+        try Run.run(settings)
+        let (asked, adapters) = (Asked(), output.appendingPathComponent("adapters"))
+        func say(_ text: String) async throws {
+            chat.start(message(text), bundle: try bundle(), adapters: adapters, tokenizer: asked)
+            try await written()
+        }
+        try await say("One")
+        try await say("Two")
+        let first = try #require(chat.turns.first)
+        func conversation(_ answer: String) -> [ChatMessage] {
+            [
+                .init(role: "system", content: "Be brief."), .init(role: "user", content: "One"),
+                .init(role: "assistant", content: answer), .init(role: "user", content: "Two"),
+            ]
+        }
+        #expect(chat.turns.map(\.prompt) == ["One", "Two"])
+        #expect(asked.conversations.count == 4 && asked.conversations[0].count == 2)
+        #expect(asked.conversations[2] == conversation(first.base.text))
+        #expect(asked.conversations[3] == conversation(first.tuned.text))
+        #expect(first.base.text != first.tuned.text)
+
+        // A message that fails is not part of it.
+        try await say("refused")
+        #expect(chat.problem == "The template takes no such message." && chat.turns.count == 2)
+
+        // It is there again when the app is, and continues.
+        chat = SideBySideChat(monitor: monitor, folder: documents)
+        #expect(chat.turns.map(\.base.text).first == first.base.text)
+        #expect(chat.bundleName == "bundle" && chat.runName == "run", "who answers is said")
+        try await say("Three")
+        #expect(chat.turns.count == 3 && asked.conversations.last?.count == 6)
+
+        // With other models it begins again.
+        chat.start(message("Four"), bundle: try bundle(), adapters: nil, tokenizer: asked)
+        try await written()
+        #expect(chat.turns.map(\.prompt) == ["Four"])
+        chat.clear()
+        #expect(try chat.turns.isEmpty && documents.readChat() == nil)
+    }
+
+    /// The system starts the app in the night, or when a download has come, while the phone is locked and the file cannot be read.
+    @Test func aConversationThatCannotBeReadIsNotReplaced() async throws {
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let locked = Flag()
+        let documents = DocumentsFolder(
+            documents: folder,
+            read: { url in
+                if locked.value { throw CocoaError(.fileReadNoPermission) }
+                return try Data(contentsOf: url)
+            })
+        chat = SideBySideChat(monitor: monitor, folder: documents)
+        func say(_ text: String) async throws {
+            chat.start(message(text), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
+            try await written()
+        }
+        try await say("One")
+        let kept = try #require(try documents.readChat())
+
+        locked.value = true
+        chat = SideBySideChat(monitor: monitor, folder: documents)
+        #expect(chat.turns.isEmpty)
+        try await say("Two")
+        #expect(chat.problem?.english.contains("unlock it") == true && chat.turns.isEmpty)
+        locked.value = false
+        #expect(try documents.readChat() == kept)
+
+        // It is there as soon as the phone is unlocked, and continues.
+        monitor.tell(.change)
+        #expect(chat.turns.map(\.prompt) == ["One"])
+        try await say("Two")
+        #expect(chat.turns.map(\.prompt) == ["One", "Two"] && chat.problem == nil)
+    }
+
+    @Test func aConversationThatIsDamagedIsNotSaidToBeLocked() throws {
+        let error = CocoaError(.fileReadCorruptFile)
+        chat = SideBySideChat(monitor: monitor, folder: DocumentsFolder(documents: folder, read: { _ in throw error }))
+        chat.start(message("One"), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
+        #expect(chat.problem?.english == error.localizedDescription && chat.turns.isEmpty)
+    }
+
+    private final class Flag: @unchecked Sendable { var value = false }
+
+    @Test func aConversationIsReadOnce() async throws {
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let documents = DocumentsFolder(documents: folder)
+        chat = SideBySideChat(monitor: monitor, folder: documents)
+        func say(_ text: String) async throws -> String {
+            chat.start(message(text), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
+            try await written()
+            return chat.base.text
+        }
+        #expect(chat.bytesRead == 0)
+        _ = try await say("One")
+        let once = chat.bytesRead
+        #expect(once > 0)
+        let answer = try await say("Two")
+        #expect(chat.bytesRead > once)
+        // The same from the start of the app, which reads all of it.
+        let kept = try #require(try documents.readChat())
+        documents.save(StoredChat(partners: kept.partners, turns: Array(kept.turns.prefix(1))))
+        chat = SideBySideChat(monitor: monitor, folder: documents)
+        #expect(chat.bytesRead == 0)
+        #expect(try await say("Two") == answer)
+
+        monitor.tell(.memoryWarning)
+        #expect(chat.bytesRead == 0)
+        _ = try await say("Three")
+        #expect(chat.bytesRead > 0)
+        chat.clear()
+        #expect(chat.bytesRead == 0)
+        chat.start(request(2), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
+        try await written()
+        #expect(chat.bytesRead == 0, "what is written on from is no conversation")
+    }
+
+    @Test func everyEndTokenThatTheModelNamesEndsTheText() async throws {
+        chat.start(request(8), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
+        try await written()
+        let tokens = chat.base.text.split(separator: " ").compactMap { Int($0) }
+        let copy = folder.appendingPathComponent("copy.mesp")
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        try FileManager.default.copyItem(at: try bundle().resolvingSymlinksInPath(), to: copy)
+        func config(_ name: String, _ json: String) throws {
+            try Data(json.utf8).write(to: copy.appendingPathComponent(name))
+        }
+        try config("generation_config.json", "{\"eos_token_id\": [100000, \(tokens[3])]}")
+        #expect(endTokens(of: copy, Numbers()) == [100000, tokens[3], 0], "the last is the manifest's")
+        chat.start(request(8), bundle: copy, adapters: nil, tokenizer: Numbers())
+        try await written()
+        #expect(chat.base.summary?.reason == .stop)
+        #expect(chat.base.summary?.tokens == tokens.firstIndex(of: tokens[3]))
+
+        try config("generation_config.json", "{\"do_sample\": true}")
+        try config("config.json", "{\"eos_token_id\": 7}")
+        #expect(endTokens(of: copy, ByteTokenizer()) == [7, 0])
+        try config("config.json", "no JSON")
+        #expect(endTokens(of: copy, ByteTokenizer()) == [0], "the tokenizer's, where the model names none")
+    }
+
+    /// Of a base model that learns from conversations, config.json names another token than the template writes.
+    @Test func whatTrainingEndsWithEndsTheText() throws {
+        let copy = folder.appendingPathComponent("copy.mesp")
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        try FileManager.default.copyItem(at: try bundle().resolvingSymlinksInPath(), to: copy)
+        try? FileManager.default.removeItem(at: copy.appendingPathComponent("generation_config.json"))
+        try Data("{\"eos_token_id\": 3}".utf8).write(to: copy.appendingPathComponent("config.json"))
+        let (text, message) = (TemplateTokenizer.id("<|endoftext|>"), TemplateTokenizer.id("<|im_end|>"))
+        let tokenizer = TemplateTokenizer(template: TemplateTokenizer.chatML)
+        #expect(endTokens(of: copy, tokenizer) == [3, 0, message, text], "0 is the manifest's")
+        #expect(endTokens(of: copy, TemplateTokenizer(template: TemplateTokenizer.endless)) == [3, 0, text])
+
+        let manifest = copy.appendingPathComponent("manifest.json")
+        var json = try #require(try JSONSerialization.jsonObject(with: Data(contentsOf: manifest)) as? [String: Any])
+        json["end_tokens"] = [5, 3]
+        try JSONSerialization.data(withJSONObject: json).write(to: manifest)
+        #expect(endTokens(of: copy, tokenizer) == [3, 5, message, text])
+    }
+
+    @Test func aPromptIsWrittenOnFromAsByTheCommand() async throws {
+        let expected = try CommandIDs()
+        var texts = Set<String>()
+        for ids in expected.tokenizers {
+            let tokenizer = Numbers(bytes: ids.tokenizer)
+            var asked = request(24)
+            asked.prompt = expected.words
+            chat.start(asked, bundle: try bundle(), adapters: nil, tokenizer: tokenizer)
+            try await written()
+            var (request, tokens) = (Generator.Request(prompt: ids.prompt), [Int]())
+            request.maxTokens = 24
+            try Generator(ModelBundle(url: try bundle())).generate(request) { tokens.append($0) }
+            #expect(chat.base.text == tokenizer.decode(tokens))
+            texts.insert(chat.base.text)
+        }
+        #expect(texts.count == 2, "it makes a difference whether a text is begun")
+    }
+
+    @Test func withoutAdaptersOnlyTheBaseModelWrites() async throws {
+        chat.start(request(3), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
+        try await written()
+        #expect(chat.base.summary?.reason == .length && chat.tuned.summary == nil)
+    }
+
+    @Test func stopsBoth() async throws {
+        chat.start(request(1_000_000), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
+        while chat.base.text.isEmpty { try await Task.sleep(for: .milliseconds(2)) }
+        chat.stop()
+        try await written()
+        #expect(chat.base.summary?.reason == .stopped)
+    }
+
+    @Test func waitsWhileTheAppIsNotInFront() async throws {
+        chat.start(request(1_000_000), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
+        while chat.base.text.isEmpty { try await Task.sleep(for: .milliseconds(2)) }
+        monitor.scene = .background
+        var text = ""
+        while chat.base.text != text {  // what was on its way arrives
+            text = chat.base.text
+            try await Task.sleep(for: .milliseconds(300))
+        }
+        monitor.scene = .active
+        while chat.base.text == text { try await Task.sleep(for: .milliseconds(2)) }
+        chat.stop()
+        try await written()
+    }
+
+    @Test func aBundleThatIsGoneGivesASentence() async throws {
+        chat.start(request(1), bundle: URL(fileURLWithPath: "/nowhere"), adapters: nil, tokenizer: Numbers())
+        try await written()
+        #expect(chat.problem?.english.hasPrefix("/nowhere is not a bundle") == true)
+    }
+}
