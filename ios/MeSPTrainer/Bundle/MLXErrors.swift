@@ -88,13 +88,13 @@ package enum MLXErrors {
         throw MLXFailure(error)
     }
 
-    /// Calls `body` and confirms what it has computed. On a GPU, where that fails, it is called again.
+    /// Calls `body` and confirms what it has computed. On a GPU, where that fails, `body` is called again.
     ///
     /// All that `body` reads must have been confirmed before: what is evaluated only now would be garbage the next time. It must change
     /// nothing that it reads, as nothing of failed work may be read. Within other repeated work it is part of that work.
-    /// - Parameter again: called before it is called again; it may wait, or throw.
+    /// - Parameter beforeRetry: called before `body` is called again; it may wait, or throw.
     /// - Throws: `MLXFailure` that `isFinal` after three failures, or on a CPU after one; what `body` throws otherwise.
-    package static func repeating<R>(again: () throws -> Void = {}, _ body: () throws -> R) throws -> R {
+    package static func repeating<R>(beforeRetry: () throws -> Void = {}, _ body: () throws -> R) throws -> R {
         guard let work, let stream = work.stream, !work.isRepeated else { return try body() }
         // An error of what came before is not this work's.
         try confirm()
@@ -114,7 +114,7 @@ package enum MLXErrors {
                     throw failure
                 }
                 work.failures.add(failure.message)
-                try again()
+                try beforeRetry()
             }
         }
     }

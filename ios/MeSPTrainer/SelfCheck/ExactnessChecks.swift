@@ -251,9 +251,9 @@ extension CheckSuite {
         let end = ContinuousClock.now + .seconds(20 * settings.seconds)
         var (done, different) = (0, 0)
         while done < settings.repeats, done < 2 || ContinuousClock.now < end {
-            let again = try gradients(trainer).gradients.mapValues { try bits(tamper("repeats", $0)) }
+            let second = try gradients(trainer).gradients.mapValues { try bits(tamper("repeats", $0)) }
             done += 1
-            if again != first { different += 1 }
+            if second != first { different += 1 }
         }
         return Finding(
             different == 0 ? .pass : .fail,

@@ -102,7 +102,7 @@ public struct SelfCheck {
         let begin = ContinuousClock.now
         var finding: Finding
         do {
-            finding = try bundle.withDevice { try MLXErrors.repeating(again: atBlock, check.body) }
+            finding = try bundle.withDevice { try MLXErrors.repeating(beforeRetry: atBlock, check.body) }
         } catch let error as CancellationError {
             throw error
         } catch let skipped as Skipped {

@@ -97,7 +97,7 @@ public struct Evaluator {
     private func repeating<R>(_ atBlock: () throws -> Void, _ body: () throws -> R) throws -> R {
         try model.bundle.withDevice {
             try MLXErrors.repeating(
-                again: {
+                beforeRetry: {
                     model.forget()
                     try atBlock()
                 }, body)

@@ -238,7 +238,7 @@ public struct Generator {
             try atBlock()
         }
         do {
-            while !(waiting.isEmpty && texts.isEmpty) { try MLXErrors.repeating(again: beginAgain, addTokens) }
+            while !(waiting.isEmpty && texts.isEmpty) { try MLXErrors.repeating(beforeRetry: beginAgain, addTokens) }
         } catch is CancellationError {
             for text in texts + waiting { try end(text, .stopped) }
         }

@@ -34,7 +34,7 @@ public struct PromptCache {
     /// The states of recurrent blocks after the last token.
     var recurrentStates: [MLXArray] { blocks.compactMap { $0 }.filter(\.isRecurrent).flatMap(\.arrays) }
 
-    /// The part of that which does not grow with the text, in bytes.
+    /// The part of `size` that does not grow with the text, in bytes.
     var recurrentSize: Int {
         (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1.flatMap { $0.isRecurrent ? $0.size : nil } ?? 0) }
     }

@@ -32,7 +32,7 @@ package final class StepClock {
     func pause() { try? boundary() }
 
     /// `MLXErrors.repeating`, with a boundary before the work is done again.
-    func repeating<R>(_ body: () throws -> R) throws -> R { try MLXErrors.repeating(again: boundary, body) }
+    func repeating<R>(_ body: () throws -> R) throws -> R { try MLXErrors.repeating(beforeRetry: boundary, body) }
 
     /// Returns the array of `body` for later work: on a GPU evaluated and confirmed, on a CPU as it is.
     func confirmed(_ body: () throws -> MLXArray) throws -> MLXArray {

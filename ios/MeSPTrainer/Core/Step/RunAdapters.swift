@@ -65,7 +65,7 @@ extension BlockwiseModel {
         let modules = bundle.architecture.trainable.filter { module in
             layouts.contains { $0.modules.contains(module) }
         }
-        try MLXErrors.repeating(again: clock.wait) {
+        try MLXErrors.repeating(beforeRetry: clock.wait) {
             try saveAdapterFolder(
                 bundle.architecture, rank: settings.rank, blocks: trained[0]..<blocks.upperBound, modules: modules,
                 scale: settings.scale, model: bundle.manifest.model.id, strength: strength, to: folder, lora: lora.read)

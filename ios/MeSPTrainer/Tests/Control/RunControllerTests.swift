@@ -199,7 +199,7 @@ import Testing
         try await end()
     }
 
-    @Test func aSecondMemoryWarningBeginsThePauseAnew() async throws {
+    @Test func aSecondMemoryWarningStartsThePauseAgain() async throws {
         try await train()
         monitor.tell(.memoryWarning)
         try await reach(.paused(.memory))

@@ -91,8 +91,8 @@ enum Way: CaseIterable { case foreground, background }
         let manifest = try ModelBundle(url: try fixture()).manifest
         #expect(requests.first == "manifest.json whole")
         #expect(requests.sorted() == (["manifest.json"] + manifest.files.map(\.path)).map { "\($0) whole" }.sorted())
-        let (again, _) = try await fetch([:], by: way)
-        #expect(again == ["manifest.json whole"], "everything is there")
+        let (fetched, _) = try await fetch([:], by: way)
+        #expect(fetched == ["manifest.json whole"], "everything is there")
     }
 
     @Test(

@@ -295,7 +295,7 @@ final class SuperNodeTests {
                 try await answersTheNext()
             }
         }
-        // The answer alone was damaged: it is made again.
+        // The answer alone was damaged: it is computed again.
         try SuperLink.ask(host)
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
         await #expect(throws: MeSPError.self) { try await self.node().run(report: { _ in }, answer: Self.train) }

@@ -174,11 +174,11 @@ import Testing
         }
         func check(_ prompt: [Int], known: Int) throws {
             let (text, read) = try say(prompt)
-            var anew = [Int]()
+            var uncached = [Int]()
             var request = Generator.Request(prompt: prompt)
             request.maxTokens = 3
-            try whole.generate(request) { anew.append($0) }
-            #expect(text == anew)
+            try whole.generate(request) { uncached.append($0) }
+            #expect(text == uncached)
             // All but the last token that was chosen are read.
             #expect(read == (prompt.count - known + 2) * fixture.layers)
             #expect(cache.tokens == prompt + text.dropLast())
@@ -219,8 +219,8 @@ import Testing
             var started = cache
             #expect(started.begin(next) == next[known...])
             let ours = try text(next) { try generator.generate($0, continuing: &cache, onToken: $1) }
-            let anew = try text(next) { try whole.generate($0, onToken: $1) }
-            #expect(ours == anew)
+            let uncached = try text(next) { try whole.generate($0, onToken: $1) }
+            #expect(ours == uncached)
             #expect(cache.tokens == next + ours.dropLast())
         }
         // Of what is above the limit, the mark is kept, or nothing.

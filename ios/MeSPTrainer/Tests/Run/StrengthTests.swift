@@ -130,24 +130,24 @@ import Testing
 
     /// The saved adapters are those that were measured: a run of no steps from them has their losses.
     @Test func theLossesAreThoseOfTheSavedAdapters() throws {
-        let (kept, again) = (temporaryFolder(), temporaryFolder())
-        defer { for folder in [kept, again] { try? FileManager.default.removeItem(at: folder) } }
+        let (kept, second) = (temporaryFolder(), temporaryFolder())
+        defer { for folder in [kept, second] { try? FileManager.default.removeItem(at: folder) } }
         var settings = try settings(kept)
         settings.maxForgetting = 0.2
         try Run.run(settings)
         let record = try strength(kept)
-        settings = try self.settings(again)
+        settings = try self.settings(second)
         (settings.steps, settings.adapters) = (0, kept.appendingPathComponent("adapters").path)
         settings.maxForgetting = 100
         try Run.run(settings)
-        let repeated = try strength(again)
+        let repeated = try strength(second)
         // B is rounded when it is multiplied by the strength.
         #expect(abs(repeated.lossBefore - record.lossAfter) <= 1e-6 * record.lossAfter)
         // A run of no steps lowers no loss, and keeps what it began with.
         #expect(repeated.strength == 0)
         #expect(abs(repeated.generalBefore - record.generalBefore) <= 1e-6 * record.generalBefore)
         for (name, array) in try adapters(kept) {
-            #expect(try #require(try adapters(again)[name]).arrayEqual(array).item(Bool.self), "\(name)")
+            #expect(try #require(try adapters(second)[name]).arrayEqual(array).item(Bool.self), "\(name)")
         }
     }
 
