@@ -74,8 +74,7 @@ engine-and-tests: $(READY)
 	$(HOST_MLX) swift build --build-tests $(OPTIMIZED)
 	@touch .build/release/mesp-engine  # where no source needed compiling, it keeps its old date
 
-# A package of its own, with a build folder of its own: nothing else compiles it. One at a time: the tests of
-# Python and its own would both build it.
+# A package with a build folder of its own: nothing else compiles it.
 LEDGER := ios/HostMLXLedger
 ledger: $(READY)
 	@echo "== The ledger, and its tests"
@@ -115,6 +114,9 @@ check-gpu: engine
 first-hour: engine
 	$(BIN)/python tools/first_hour.py
 
+# The ledger records on Linux, and `make check` has no tests of it.
+COUNTING := $(if $(quick),,$(filter Linux,$(shell uname)))
+
 # The tests of Swift run one after the other, beside those of Python.
 # (macOS has GNU make 3.81, which cannot keep their output apart.)
 BESIDE := --no-print-directory --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
@@ -124,7 +126,7 @@ check: $(READY)
 	@echo "== All quick tests passed"
 
 test: $(READY)
-	@$(MAKE) $(BESIDE) test-format test-python test-swift $(RECORDS:yes=test-ledger)
+	@$(MAKE) $(BESIDE) test-format test-python test-swift $(COUNTING:Linux=test-ledger)
 	@echo "== All tests passed"
 
 test-format: $(READY)
@@ -134,10 +136,7 @@ test-format: $(READY)
 	$(BIN)/mypy
 	swift format lint --strict --recursive Package.swift ios
 
-# A ledger records on Linux, and `make check` has no tests of it.
-RECORDS := $(if $(quick),,$(if $(filter Linux,$(shell uname)),yes))
-
-test-python: engine-and-tests $(RECORDS:yes=ledger)
+test-python: engine-and-tests $(COUNTING:Linux=ledger)
 	@echo "== Tests of the Python package and the commands"
 	$(PYTEST) $(if $(quick),-m "not slow")
 

@@ -17,7 +17,6 @@ from helpers.models import (
     write_model,
     write_model_in_5_bits,
 )
-from mesp.engine.build import find_engine
 from mesp.engine.process import find_count
 
 LENGTH = 256
