@@ -1,4 +1,5 @@
-"""Puts what mesp-engine and mesp-count are built from into wheels and sdists; pyproject.toml says all else."""
+"""Puts what the programs in Swift are built from into wheels and sdists; pyproject.toml says all
+else."""
 
 from pathlib import Path
 

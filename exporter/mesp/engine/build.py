@@ -131,8 +131,8 @@ def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
     the libraries of the Swift that built it."""
     if not has_sources(sources):
         raise MespError(
-            f"{program.name}'s sources have not been installed with this package: install MeSP from "
-            "its wheel or its checkout, or set MESP_ENGINE to a built mesp-engine."
+            f"{program.name}'s sources have not been installed with this package: install MeSP "
+            f"from its wheel or its checkout, or {_set_engine(program)}."
         )
     cached = cached_program(sources, mlx_folder(), program)
     for path in (user_cache(), cached.parent, cached):
@@ -153,6 +153,12 @@ def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
             shutil.rmtree(scratch, ignore_errors=True)
             prune(cached.parent)
     return cached
+
+
+def _set_engine(program: Program) -> str:
+    """What a user who has the program built does."""
+    beside = " with mesp-count beside it" if program == COUNTER else ""
+    return f"set MESP_ENGINE to a built mesp-engine{beside}"
 
 
 def _require_own(path: Path) -> None:
@@ -233,8 +239,7 @@ def build_program(
     if swift is None:
         raise MespError(
             f"{program.name} has not been built, and there is no Swift compiler on PATH to build "
-            "it with: install Swift 6 from https://swift.org/install, or set MESP_ENGINE to a "
-            f"built mesp-engine{' with mesp-count beside it' * (program == COUNTER)}."
+            f"it with: install Swift 6 from https://swift.org/install, or {_set_engine(program)}."
         )
     if scratch is not None:
         log.warning("Building %s in %s, once; some minutes.", program.name, scratch.parent)
