@@ -3,6 +3,8 @@
 #ifndef LEDGER_HOOKS_H
 #define LEDGER_HOOKS_H
 
+#ifdef __cplusplus
+
 #include <optional>
 #include <vector>
 
@@ -58,5 +60,7 @@ LedgerHooks *recording_ledger();
 void make_gpu_stream();
 
 }  // namespace host
+
+#endif
 
 #endif
