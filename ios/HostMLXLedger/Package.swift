@@ -11,8 +11,10 @@ guard let wheel = Context.environment["MESP_HOST_MLX"] else {
     fatalError("HostMLXLedger: set MESP_HOST_MLX to the folder `site-packages/mlx` of the wheel mlx, 0.32.2 or later")
 }
 
-// As in ios/HostMLX/Package.swift.
-let cxxSettings: [CXXSetting] = [.unsafeFlags(["-isystem", wheel + "/include", "-Wno-deprecated-declarations"])]
+// As in ios/HostMLX/Package.swift. The header of CHostMLX is one of C++ too, and no module that C++20 would import.
+let cxxSettings: [CXXSetting] = [
+    .unsafeFlags(["-isystem", wheel + "/include", "-Wno-deprecated-declarations", "-fno-cxx-modules"])
+]
 
 func trainer(_ name: String) -> Target.Dependency { .product(name: name, package: "MeSP") }
 let mlx: Target.Dependency = .product(name: "MLX", package: "HostMLX")

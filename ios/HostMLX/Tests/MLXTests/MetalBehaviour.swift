@@ -144,4 +144,17 @@ import Testing
         }
         #expect(throws: MLXError.self) { try differentiated.result.get() }
     }
+
+    #if os(Linux)
+        @Test func aGraphForAGPUThatIsMissingIsBuiltAndNotComputed() {
+            Stream.makeForMissingGPU()
+            Device.withDefaultDevice(Device(.gpu)) {
+                let y = matmul(MLXArray.ones([2, 3]), MLXArray.ones([3, 4]))
+                #expect(y.shape == [2, 4])
+                #expect(throws: MLXError.self) { try withError { eval(y) } }
+                #expect(throws: Never.self) { try withError { Stream.gpu.synchronize() } }
+            }
+            #expect((MLXArray([1, 2]) + 1).asArray(Int.self) == [2, 3])
+        }
+    #endif
 }
