@@ -13,12 +13,12 @@ RUN apt-get update \
 
 COPY . /mesp
 
-# The engine is built with the image, where every user can read it.
+# The engine and mesp-count are built with the image, where every user can read them.
 ENV PATH=/opt/mesp/bin:$PATH
 RUN python3 -m venv /opt/mesp \
     && pip install --no-cache-dir --require-hashes --requirement /mesp/.ci/image.txt \
     && pip install --no-cache-dir --no-deps --no-build-isolation /mesp \
-    && cp "$(python -m mesp.engine)" /opt/mesp/bin/ \
+    && cp "$(python -m mesp.engine)" "$(python -m mesp.engine mesp-count)" /opt/mesp/bin/ \
     && rm -r /root/.cache
 ENV MESP_ENGINE=/opt/mesp/bin/mesp-engine
 

@@ -6,6 +6,7 @@
 # make test    every test that needs nothing but the checkout
 # make test-slow  what is long: 2,000 steps, 10,000 damaged files of each kind, an installed wheel, the MLX of phones, what 4 bits lose of real models, conversations in TRL's chat templates, lm-evaluation-harness, llama.cpp, Flower, models of transformers, and PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
+# make ledger  builds mesp-count, which counts a step on a phone's GPU, and its tests: on Linux (docs/ledger.md)
 # make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU, and records a run of it
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
 # make first-hour  measures this machine, and packs one file to send back (docs/first-hour.md)
@@ -38,7 +39,7 @@ HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 OPTIMIZED := --configuration release -Xswiftc -enable-testing
 SWIFT_TEST = $(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --skip-build $(OPTIMIZED) --no-parallel
 
-.PHONY: setup lock engine engine-and-tests dist demo demo-real demo-rewards demo-federate app-bundle check check-gpu first-hour test test-slow test-format test-python test-swift clean
+.PHONY: setup lock engine engine-and-tests ledger dist demo demo-real demo-rewards demo-federate app-bundle check check-gpu first-hour test test-slow test-format test-python test-swift test-ledger clean
 
 setup: $(READY)
 
@@ -73,6 +74,13 @@ engine-and-tests: $(READY)
 	$(HOST_MLX) swift build --build-tests $(OPTIMIZED)
 	@touch .build/release/mesp-engine  # where no source needed compiling, it keeps its old date
 
+# A package with a build folder of its own: nothing else compiles it.
+LEDGER := ios/HostMLXLedger
+ledger: $(READY)
+	@echo "== The ledger, and its tests"
+	$(HOST_MLX) swift build --build-tests $(OPTIMIZED) --package-path $(LEDGER)
+	@touch $(LEDGER)/.build/release/mesp-count  # as the engine
+
 dist: $(READY)
 	$(BIN)/python -m build
 
@@ -106,6 +114,9 @@ check-gpu: engine
 first-hour: engine
 	$(BIN)/python tools/first_hour.py
 
+# The ledger records on Linux, and `make check` has no tests of it.
+COUNTING := $(if $(quick),,$(filter Linux,$(shell uname)))
+
 # The tests of Swift run one after the other, beside those of Python.
 # (macOS has GNU make 3.81, which cannot keep their output apart.)
 BESIDE := --no-print-directory --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
@@ -115,7 +126,7 @@ check: $(READY)
 	@echo "== All quick tests passed"
 
 test: $(READY)
-	@$(MAKE) $(BESIDE) test-format test-python test-swift
+	@$(MAKE) $(BESIDE) test-format test-python test-swift $(COUNTING:Linux=test-ledger)
 	@echo "== All tests passed"
 
 test-format: $(READY)
@@ -125,7 +136,7 @@ test-format: $(READY)
 	$(BIN)/mypy
 	swift format lint --strict --recursive Package.swift ios
 
-test-python: engine-and-tests
+test-python: engine-and-tests $(COUNTING:Linux=ledger)
 	@echo "== Tests of the Python package and the commands"
 	$(PYTEST) $(if $(quick),-m "not slow")
 
@@ -134,8 +145,12 @@ test-swift: engine-and-tests $(FIXTURES).ready
 	# One after the other: two cores, and a controller whose main thread must answer.
 	$(SWIFT_TEST) $(if $(quick),$(SLOW_IN_SWIFT:%=--skip %))
 	@echo "== Tests of HostMLX"
-	# Nor at once: a ledger takes the place of the one allocator.
 	$(HOST_MLX) swift test --no-parallel --package-path ios/HostMLX
+
+test-ledger: ledger
+	@echo "== Tests of the ledger"
+	# Not at once: a ledger takes the place of the one allocator.
+	$(HOST_MLX) swift test --skip-build $(OPTIMIZED) --no-parallel --package-path $(LEDGER)
 
 # PyTorch is large: it has an environment of its own, and no part in `make test`.
 test-slow: engine-and-tests $(FIXTURES).ready
@@ -189,4 +204,4 @@ $(FIXTURES).ready: $(READY) $(REFERENCE)
 	@touch $@
 
 clean:
-	rm -rf .build ios/HostMLX/.build build dist $(VENV)
+	rm -rf .build ios/HostMLX/.build $(LEDGER)/.build build dist $(VENV)

@@ -21,9 +21,6 @@ let swiftSettings: [SwiftSetting] = hostMLX ? [.define("MESP_HOST_MLX")] : []
 /// The tests of an optimized core need not be optimized: that takes a third of the build.
 let quickly: [SwiftSetting] = hostMLX ? [.unsafeFlags(["-Onone"], .when(configuration: .release))] : []
 
-/// Counts the cost of a step on a phone's GPU, where MLX is the wheel's.
-let ledger: [Target.Dependency] = hostMLX ? [.product(name: "HostMLXLedger", package: "HostMLX")] : []
-
 /// Metal's behaviour, for the core's tests.
 let metal: [Target.Dependency] = hostMLX ? [.product(name: "HostMLXMetal", package: "HostMLX")] : []
 
@@ -74,8 +71,9 @@ let package = Package(
         .target(name: "MeSPSentences", path: "ios/MeSPTrainer/Sentences"),
         .executableTarget(
             name: "mesp-engine",
-            dependencies: ["MeSPBundle", "MeSPCore", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck"] + ledger,
-            path: "ios/MeSPTrainer/Engine"),
+            dependencies: ["MeSPBundle", "MeSPCore", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck", mlxModule],
+            path: "ios/MeSPTrainer/Engine",
+            swiftSettings: swiftSettings),
         .target(
             name: "MeSPAppModel",
             dependencies: [
@@ -88,7 +86,7 @@ let package = Package(
             dependencies: [
                 "MeSPAdapters", "MeSPAppModel", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFederation",
                 "MeSPSelfCheck", "MeSPSentences",
-            ] + ledger + metal,
+            ] + metal,
             path: "ios/MeSPTrainer/Tests",
             exclude: ["Download/hub_server.py"],
             swiftSettings: quickly),

@@ -1,14 +1,17 @@
-"""Puts what mesp-engine is built from into wheels and sdists; pyproject.toml says all else."""
+"""Puts what the programs in Swift are built from into wheels and sdists; pyproject.toml says all
+else."""
 
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-# The whole package of SwiftPM: a manifest whose targets are not all there does not load.
+# The whole packages of SwiftPM: a manifest whose targets are not all there does not load.
 FOLDERS = (
     "ios/HostMLX/Sources",
     "ios/HostMLX/Tests",
+    "ios/HostMLXLedger/Sources",
+    "ios/HostMLXLedger/Tests",
     "ios/MeSPTrainer/Adapters",
     "ios/MeSPTrainer/AppModel",
     "ios/MeSPTrainer/Bundle",
@@ -23,7 +26,7 @@ FOLDERS = (
     "ios/MeSPTrainer/Tests",
 )
 SUFFIXES = (".swift", ".cpp", ".h", ".json", ".txt")
-SOURCES = ["Package.swift", "ios/HostMLX/Package.swift"]
+SOURCES = ["Package.swift", "ios/HostMLX/Package.swift", "ios/HostMLXLedger/Package.swift"]
 SOURCES += sorted(
     path.as_posix()
     for folder in FOLDERS

@@ -22,6 +22,7 @@ from helpers.commands import call, command, run
 from helpers.paths import DEMO_MODEL, ROOT
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
+from mesp.engine.process import find_plan
 from mesp.reference import step_example
 
 pytestmark = pytest.mark.slow
@@ -206,7 +207,17 @@ def test_dry_run_prints_the_plan_and_writes_nothing(bundle: Path, tmp_path: Path
     assert adamw8bit - sgd == pytest.approx(2 * parameters / 1e6, abs=0.15)
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="a Mac's engine has no ledger")
+@pytest.mark.skipif(sys.platform == "darwin", reason="a Mac may have no GPU that MLX can use")
+def test_a_bundle_for_the_gpu_has_a_plan_without_one(tmp_path: Path):
+    bundle = ROOT / "ios/MeSPTrainer/Demo-GPU.mesp"
+    settings = {"bundle": str(bundle), "output": str(tmp_path / "run"), "seq_len": 128}
+    plan = find_plan(find_engine(), settings)
+    assert plan["predicted_peak_bytes"] > plan["metal_bytes"] > 0
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow  # as all that needs mesp-count: `make check` does not build it
+@pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 def test_dry_run_counts_a_step_of_a_bundle_for_the_gpu(tmp_path: Path):
     bundle = ROOT / "ios/MeSPTrainer/Demo-GPU.mesp"
     done = train(bundle, tmp_path / "run", "--seq-len", 128, "--dry-run")

@@ -43,21 +43,17 @@ let package = Package(
     platforms: [.iOS(.v17), .macOS(.v14)],
     products: [
         .library(name: "MLX", targets: ["MLX"]),
-        // Not mlx-swift's: what the work would cost on a phone's GPU.
-        .library(name: "HostMLXLedger", targets: ["HostMLXLedger"]),
-        // Nor this: Metal's behaviour where a CPU is kinder.
+        // Not mlx-swift's: Metal's behaviour where a CPU is kinder.
         .library(name: "HostMLXMetal", targets: ["HostMLXMetal"]),
+        // For the hooks of ios/HostMLXLedger.
+        .library(name: "CHostMLX", targets: ["CHostMLX"]),
     ],
     targets: [
         .target(name: "CHostMLX", cxxSettings: cxxSettings, linkerSettings: linkerSettings),
         .target(name: "MLX", dependencies: ["CHostMLX"]),
-        .target(name: "HostMLXLedger", dependencies: ["CHostMLX", "MLX"]),
         .executableTarget(name: "ProductTimes", dependencies: ["MLX"]),
         .target(name: "HostMLXMetal", dependencies: ["CHostMLX", "MLX"]),
         .testTarget(name: "MLXTests", dependencies: ["MLX", "HostMLXMetal"]),
-        .target(
-            name: "CLedgerProbe", dependencies: ["CHostMLX"], path: "Tests/CLedgerProbe", cxxSettings: cxxSettings),
-        .testTarget(name: "LedgerTests", dependencies: ["MLX", "HostMLXLedger", "CLedgerProbe"]),
     ],
     cxxLanguageStandard: .cxx20
 )

@@ -14,7 +14,7 @@ import pytest
 import mesp
 from helpers.paths import FAKE_ENGINE, ROOT
 from mesp.block_function import mlxfn
-from mesp.engine.build import expected_version
+from mesp.engine.build import COUNTER, expected_version
 
 SWIFT = """#!/bin/sh
 echo "$MESP_HOST_MLX $*" >> "$FAKES/calls"
@@ -22,10 +22,12 @@ echo "[1/2] Compiling MeSPCore"
 while [ -e "$FAKES/slow" ]; do sleep 0.02; done
 [ -e "$FAKES/broken" ] && { echo "error: no such module"; exit 1; }
 while [ $# -gt 0 ]; do
-  case $1 in --package-path) out=$2/.build ;; --scratch-path) out=$2 ;; esac
+  case $1 in
+    --product) name=$2 ;; --package-path) out=$2/.build ;; --scratch-path) out=$2 ;;
+  esac
   shift
 done
-mkdir -p "$out/release" && cp "$FAKES/engine" "$out/release/mesp-engine"
+mkdir -p "$out/release" && cp "$FAKES/engine" "$out/release/$name"
 """
 
 
@@ -63,11 +65,11 @@ def installed(fakes: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def start(folder: Path) -> subprocess.Popen:
-    """Finds the engine of a checkout or of installed sources."""
+def start(folder: Path, search: str = "find_engine") -> subprocess.Popen:
+    """Finds a program of a checkout or of installed sources."""
     program = "import sys, pathlib, mesp.engine.build, mesp.errors\n"
     program += "checkout, sources = map(pathlib.Path, sys.argv[1:])\n"
-    program += "try: print(mesp.engine.build.find_engine(checkout, sources))\n"
+    program += f"try: print(mesp.engine.build.{search}(checkout, sources))\n"
     program += "except mesp.errors.MespError as error: sys.exit(error.message)\n"
     where = (folder, "/nowhere") if folder.name == "checkout" else ("/nowhere", folder)
     return subprocess.Popen(
@@ -79,8 +81,8 @@ def start(folder: Path) -> subprocess.Popen:
     )
 
 
-def find(folder: Path) -> subprocess.CompletedProcess:
-    process = start(folder)
+def find(folder: Path, search: str = "find_engine") -> subprocess.CompletedProcess:
+    process = start(folder, search)
     return subprocess.CompletedProcess(
         process.args, process.wait(), process.stdout.read(), process.stderr.read()
     )
@@ -142,6 +144,33 @@ def test_a_missing_engine_is_built_against_the_installed_mlx(checkout: Path, fak
         "-Xswiftc",
         "-enable-testing",
     ]
+
+
+def test_a_missing_counter_is_built_from_the_ledgers_package(checkout: Path, fakes: Path):
+    ledger = checkout / "ios" / "HostMLXLedger"
+    found = find(checkout, "find_counter")
+    assert found.stdout.strip() == str(ledger / ".build" / "release" / "mesp-count"), found.stderr
+    (call,) = calls(fakes)
+    assert f"--product mesp-count --package-path {ledger} " in call
+
+
+def test_an_installed_packages_counter_lies_beside_its_engine(installed: Path, fakes: Path):
+    engine, counter = (
+        Path(find(installed, search).stdout.strip()) for search in ("find_engine", "find_counter")
+    )
+    assert counter == engine.with_name("mesp-count") and counter.exists()
+    assert engine.read_bytes() == FAKE_ENGINE.read_bytes()
+
+
+def test_the_counter_beside_a_named_engine_is_taken(
+    checkout: Path, fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    counter = tmp_path / "mesp-count"
+    monkeypatch.setenv("MESP_ENGINE", str(tmp_path / "mesp-engine"))
+    for version, taken in ((expected_version(COUNTER), True), ("mesp-count 9.9.9", False)):
+        counter.write_text(f"#!/bin/sh\necho {version}\n")
+        counter.chmod(0o755)
+        assert (find(checkout, "find_counter").stdout.strip() == str(counter)) == taken
 
 
 def test_an_engine_is_built_again_only_when_a_source_is_newer(checkout: Path, fakes: Path):

@@ -21,7 +21,7 @@ from helpers.models import FAMILIES, write_model
 from helpers.paths import DEMO_BUNDLE, ROOT
 from mesp.block_function import mlxfn
 from mesp.bundle.reader import Bundle
-from mesp.engine.build import build_engine, find_engine
+from mesp.engine.build import build_program, find_engine
 
 PHONE = ROOT / ".venv" / "phone-mlx"  # where `make test-slow` installs it
 LENGTH = 24
@@ -88,7 +88,7 @@ def main(folder: Path) -> None:
     assert mx.__version__ == mlxfn.MLX
     theirs = folder / "theirs"
     computed = export_families(theirs) | functions(folder / "ours")
-    computed |= train(build_engine(ROOT, theirs / "build"), theirs / "run")
+    computed |= train(build_program(ROOT, theirs / "build"), theirs / "run")
     mx.save_safetensors(str(theirs / "computed.safetensors"), computed)
 
 

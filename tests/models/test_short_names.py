@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from helpers.paths import FAKE_ENGINE
 from mesp.commands.export import main
-from mesp.engine.build import CHECKOUT, built_engine
+from mesp.engine.build import CHECKOUT, built_program
 from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN, geometries
 
@@ -142,7 +142,7 @@ def test_the_documents_have_the_list(monkeypatch):
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # which the page says
     page = (CHECKOUT / "docs" / "models.md").read_text(encoding="utf-8")
     table = page.partition("<!-- models -->")[2].partition("<!-- /models -->")[0]
-    engine = Path(os.environ.get("MESP_ENGINE") or built_engine(CHECKOUT))
+    engine = Path(os.environ.get("MESP_ENGINE") or built_program(CHECKOUT))
     compared = slice(None if engine.exists() else 4)
     listing = rows(listed().stdout)
     assert [row[compared] for row in rows(table)] == [row[compared] for row in listing]

@@ -25,6 +25,7 @@ def test_a_wheel_has_every_kind_of_file_that_is_built():
         "git",
         "ls-files",
         "ios/HostMLX",
+        "ios/HostMLXLedger",
         *("ios/MeSPTrainer/" + n for n in ("Bundle", "Core", "Engine")),
     ]
     files = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()

@@ -14,10 +14,10 @@ from helpers.commands import invoke, run
 from helpers.models import TEXT, TINY, write_model
 from helpers.paths import FAKE_ENGINE
 from mesp.commands.export import main as export
-from mesp.engine.build import CHECKOUT, built_engine
+from mesp.engine.build import CHECKOUT, built_program
 from studies.benchmarks import tables
 
-ENGINE = Path(os.environ.get("MESP_ENGINE") or built_engine(CHECKOUT))
+ENGINE = Path(os.environ.get("MESP_ENGINE") or built_program(CHECKOUT))
 # One thread: several, on a machine that is busy, mostly wait for each other.
 ENVIRONMENT = {
     "MESP_ENGINE": str(ENGINE if ENGINE.exists() else FAKE_ENGINE),
@@ -153,8 +153,9 @@ def test_a_run_that_fails_leaves_the_others(model: Path, tmp_path: Path):
     ]
 
 
+@pytest.mark.slow
 @needs_engine
-@pytest.mark.skipif(sys.platform == "darwin", reason="a Mac's engine has no ledger")
+@pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
     size = ("--model", "demo", "--work", tmp_path, "--json", tmp_path / "rows.json")
     done = bench("--table", "gpu", *size)
@@ -211,6 +212,7 @@ def test_packed_records_are_compared_with_one_a_step(model: Path, tmp_path: Path
     assert packed["to_alone"] == packed["records_per_second"] / alone["records_per_second"]
 
 
+@pytest.mark.slow
 @needs_engine
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 def test_packed_records_are_counted_against_one_a_step(model: Path, tmp_path: Path):
@@ -223,7 +225,9 @@ def test_packed_records_are_counted_against_one_a_step(model: Path, tmp_path: Pa
     assert packed["to_alone"] > 1 == alone["to_alone"]
 
 
+@pytest.mark.slow
 @needs_engine
+@pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 def test_a_bundle_for_the_cpu_is_not_counted(model: Path, tmp_path: Path):
     bundle = tmp_path / "cpu.mesp"
     size = ("--random-weights", "--seq-len", 8, "--device", "cpu")

@@ -90,10 +90,10 @@ def show_plan(job: TrainingJob, plan: dict[str, Any]) -> None:
     engine, settings = find_engine(), job.to_json()
     click.echo(describe_plan(plan))
     click.echo(describe_optimizers(engine, settings))
-    # A Mac's engine cannot count, nor can another where kernels depend on the experts' choice.
+    # Nothing counts on a Mac, nor where kernels depend on the experts' choice.
     can_count = sys.platform != "darwin" and not job.manifest.architecture.has_experts
     if job.manifest.device == "gpu" and can_count:
-        click.echo(describe_count(find_count(engine, settings)))
+        click.echo(describe_count(find_count(settings)))
 
 
 def summary(run: RunLog, output: Path) -> str:

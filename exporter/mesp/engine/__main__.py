@@ -5,19 +5,31 @@ from __future__ import annotations
 import logging
 import sys
 
-from mesp.engine.build import CHECKOUT, build_engine, find_engine, has_sources, mlx_folder
+from mesp.engine.build import (
+    CHECKOUT,
+    COUNTER,
+    ENGINE,
+    build_program,
+    find_counter,
+    find_engine,
+    has_sources,
+    mlx_folder,
+)
 from mesp.errors import MespError
 
 
 def main() -> None:
-    """Builds mesp-engine and prints where it is; with --mlx only prints the folder of the mlx
-    package that the engine is built with."""
+    """Builds mesp-engine, or mesp-count where that is named, and prints where it is; with --mlx
+    only prints the folder of the mlx package that they are built with."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         if sys.argv[1:] == ["--mlx"]:
             print(mlx_folder())
+        elif has_sources(CHECKOUT):
+            program = COUNTER if sys.argv[1:] == [COUNTER.name] else ENGINE
+            print(build_program(program=program))
         else:
-            print(build_engine() if has_sources(CHECKOUT) else find_engine())
+            print(find_counter() if sys.argv[1:] == [COUNTER.name] else find_engine())
     except MespError as error:
         sys.exit(f"Error: {error}")
 

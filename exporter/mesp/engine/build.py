@@ -1,4 +1,4 @@
-"""Finds mesp-engine, the trainer, and builds it where it is missing."""
+"""Finds mesp-engine, the trainer, and mesp-count, and builds them where they are missing."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import mesp
 from mesp.errors import MespError, plain_os_errors
@@ -26,6 +27,18 @@ log = logging.getLogger(__name__)
 CHECKOUT = Path(__file__).resolve().parents[3]
 # The folder into which `setup.py` puts the Swift package, laid out as in a checkout.
 SOURCES = Path(__file__).with_name("sources")
+
+
+class Program(NamedTuple):
+    """A program's name, and the folder of its Swift package in a checkout."""
+
+    name: str
+    package: str
+
+
+ENGINE = Program("mesp-engine", ".")
+# Counts a step on a phone's GPU. On Linux alone.
+COUNTER = Program("mesp-count", "ios/HostMLXLedger")
 
 
 def find_engine(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
@@ -43,21 +56,38 @@ def find_engine(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
                 f"{said or 'nothing'}. Build it again, or unset MESP_ENGINE."
             )
         return engine
+    return _find(ENGINE, checkout, sources)
+
+
+def find_counter(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
+    """A ready mesp-count: the one beside the engine that MESP_ENGINE names, the checkout's, or the
+    one in the user's cache.
+
+    The last two are built first where they are missing or old. Raises MespError where that fails.
+    """
+    if named := os.environ.get("MESP_ENGINE"):
+        counter = Path(named).with_name(COUNTER.name)
+        if version_of(counter) == expected_version(COUNTER):
+            return counter
+    return _find(COUNTER, checkout, sources)
+
+
+def _find(program: Program, checkout: Path, sources: Path) -> Path:
     if not has_sources(checkout):
-        return ready_in_cache(sources)
-    engine = built_engine(checkout)
-    if not engine.exists():
-        return build_engine(checkout)
-    if shutil.which("swift") and is_older_than_sources(engine, checkout):
-        return build_engine(checkout)
-    return engine
+        return ready_in_cache(sources, program)
+    built = built_program(checkout, program)
+    if built.exists() and not (shutil.which("swift") and is_older_than_sources(built, checkout)):
+        return built
+    return build_program(checkout, program=program)
 
 
 def engine_path() -> Path:
     """The path of the engine, which `find_engine` builds."""
     if named := os.environ.get("MESP_ENGINE"):
         return Path(named)
-    return built_engine(CHECKOUT) if has_sources(CHECKOUT) else cached_engine(SOURCES, mlx_folder())
+    if has_sources(CHECKOUT):
+        return built_program(CHECKOUT)
+    return cached_program(SOURCES, mlx_folder())
 
 
 def has_sources(folder: Path) -> bool:
@@ -65,14 +95,14 @@ def has_sources(folder: Path) -> bool:
     return (folder / "Package.swift").is_file()
 
 
-def built_engine(checkout: Path) -> Path:
-    """The path of a checkout's engine."""
-    return checkout / ".build" / "release" / "mesp-engine"
+def built_program(checkout: Path, program: Program = ENGINE) -> Path:
+    """The path of a checkout's program."""
+    return checkout / program.package / ".build" / "release" / program.name
 
 
-def is_older_than_sources(engine: Path, checkout: Path) -> bool:
-    """Whether a Swift source of the checkout was written after the engine."""
-    built = engine.stat().st_mtime
+def is_older_than_sources(program: Path, checkout: Path) -> bool:
+    """Whether a Swift source of the checkout was written after the program."""
+    built = program.stat().st_mtime
     sources = [checkout / "Package.swift"]
     for folder, folders, files in os.walk(checkout / "ios"):
         folders[:] = [name for name in folders if name != ".build"]  # of tests that run beside
@@ -80,48 +110,55 @@ def is_older_than_sources(engine: Path, checkout: Path) -> bool:
     return any(source.stat().st_mtime > built for source in sources)
 
 
-def expected_version() -> str:
-    """The output of `mesp-engine --version` for this package's engine."""
-    return f"mesp-engine {mesp.__version__} with MLX {metadata.version('mlx')}"
+def expected_version(program: Program = ENGINE) -> str:
+    """The output of `PROGRAM --version` for this package's program."""
+    return f"{program.name} {mesp.__version__} with MLX {metadata.version('mlx')}"
 
 
-def version_of(engine: Path) -> str:
-    """The last line that `ENGINE --version` prints, on standard output or error."""
+def version_of(program: Path) -> str:
+    """The last line that `PROGRAM --version` prints, on standard output or error."""
     try:
         done = subprocess.run(
-            [engine, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True
+            [program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True
         )
     except OSError as error:
         return str(error.strerror)
     return ((done.stdout or done.stderr).strip().splitlines() or [""])[-1]
 
 
-def ready_in_cache(sources: Path) -> Path:
-    """The user's engine, built first where it is missing, or where it no longer starts: it needs
+def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
+    """The user's program, built first where it is missing, or where it no longer starts: it needs
     the libraries of the Swift that built it."""
     if not has_sources(sources):
         raise MespError(
-            "mesp-engine's sources have not been installed with this package: install MeSP from "
-            "its wheel or its checkout, or set MESP_ENGINE to a built mesp-engine."
+            f"{program.name}'s sources have not been installed with this package: install MeSP "
+            f"from its wheel or its checkout, or {_set_engine(program)}."
         )
-    engine = cached_engine(sources, mlx_folder())
-    for path in (user_cache(), engine.parent, engine):
+    cached = cached_program(sources, mlx_folder(), program)
+    for path in (user_cache(), cached.parent, cached):
         _require_own(path)
 
     def is_ready() -> bool:
-        return engine.exists() and version_of(engine) == expected_version()
+        return cached.exists() and version_of(cached) == expected_version(program)
 
     if is_ready():
-        return engine
-    with lock_folder(engine.parent):
+        return cached
+    with lock_folder(cached.parent):
         if not is_ready():
-            scratch = engine.with_name("build")  # what a build that was killed left, serves
-            built = build_engine(sources, scratch)
-            with plain_os_errors(f"Cannot write {engine}"):
-                built.replace(engine)
+            # What a build that was killed left, serves.
+            scratch = cached.with_name(f"build-{program.name}")
+            built = build_program(sources, scratch, program)
+            with plain_os_errors(f"Cannot write {cached}"):
+                built.replace(cached)
             shutil.rmtree(scratch, ignore_errors=True)
-            prune(engine.parent)
-    return engine
+            prune(cached.parent)
+    return cached
+
+
+def _set_engine(program: Program) -> str:
+    """What a user who has the program built does."""
+    beside = " with mesp-count beside it" if program == COUNTER else ""
+    return f"set MESP_ENGINE to a built mesp-engine{beside}"
 
 
 def _require_own(path: Path) -> None:
@@ -142,16 +179,16 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / own) / "mesp"
 
 
-def cached_engine(sources: Path, mlx: Path) -> Path:
-    """The path of the engine of these sources and this `mlx` package.
+def cached_program(sources: Path, mlx: Path, program: Program = ENGINE) -> Path:
+    """The path of the program of these sources and this `mlx` package.
 
-    The engine finds MLX's library by its path: another environment's is another engine.
+    It finds MLX's library by its path: another environment's is another program.
     """
     digest = hashlib.sha256(str(mlx).encode())
     for path in sorted(path for path in sources.rglob("*") if path.is_file()):
         digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
     versions = f"{mesp.__version__}-mlx-{metadata.version('mlx')}"
-    return user_cache() / f"engine-{versions}-{digest.hexdigest()[:12]}" / "mesp-engine"
+    return user_cache() / f"engine-{versions}-{digest.hexdigest()[:12]}" / program.name
 
 
 def prune(newest: Path) -> None:
@@ -177,7 +214,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.warning("Another process builds mesp-engine; waiting for it.")
+            log.warning("Another process builds MeSP's programs; waiting for it.")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -190,30 +227,31 @@ def mlx_folder() -> Path:
     return Path(spec.origin).parent
 
 
-def build_engine(package: Path = CHECKOUT, scratch: Path | None = None) -> Path:
-    """Builds the engine for release and returns its path. Only what has changed is compiled.
+def build_program(
+    checkout: Path = CHECKOUT, scratch: Path | None = None, program: Program = ENGINE
+) -> Path:
+    """Builds a program for release and returns its path. Only what has changed is compiled.
 
-    `package`: the folder of Package.swift; `scratch`: of what the compiler writes, where that is
-    not the package's .build.
+    `checkout`: the folder of the first Package.swift; `scratch`: of what the compiler writes, where
+    that is not the package's .build.
     """
     swift = shutil.which("swift")
     if swift is None:
         raise MespError(
-            "mesp-engine has not been built, and there is no Swift compiler on PATH to build it "
-            "with: install Swift 6 from https://swift.org/install, or set MESP_ENGINE to a built "
-            "mesp-engine."
+            f"{program.name} has not been built, and there is no Swift compiler on PATH to build "
+            f"it with: install Swift 6 from https://swift.org/install, or {_set_engine(program)}."
         )
     if scratch is not None:
-        log.warning("Building mesp-engine in %s, once; some minutes.", scratch.parent)
+        log.warning("Building %s in %s, once; some minutes.", program.name, scratch.parent)
     command = [
         swift,
         "build",
         "-c",
         "release",
         "--product",
-        "mesp-engine",
+        program.name,
         "--package-path",
-        str(package),
+        str(checkout / program.package),
         # In a checkout as `make` compiles the tests, which then share what is compiled.
         *(["--scratch-path", str(scratch)] if scratch else ["-Xswiftc", "-enable-testing"]),
     ]
@@ -232,13 +270,13 @@ def build_engine(package: Path = CHECKOUT, scratch: Path | None = None) -> Path:
         try:
             for line in process.stdout or ():
                 tail.append(line.rstrip())
-                log.info("Building mesp-engine %s", line.strip())  # commands show the last one
+                log.info("Building %s %s", program.name, line.strip())  # commands show the last one
         except BaseException:
             process.terminate()
             raise
     if process.returncode != 0:
         log.error("%s", "\n".join(tail))
-        raise MespError("mesp-engine could not be built; the compiler's last lines are above.")
-    engine = (scratch / "release" / "mesp-engine") if scratch else built_engine(package)
-    engine.touch()  # where no source needed compiling, the program keeps its old date
-    return engine
+        raise MespError(f"{program.name} could not be built; the compiler's last lines are above.")
+    built = scratch / "release" / program.name if scratch else built_program(checkout, program)
+    built.touch()  # where no source needed compiling, the program keeps its old date
+    return built

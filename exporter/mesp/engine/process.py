@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mesp.engine.build import find_engine
+from mesp.engine.build import find_counter, find_engine
 from mesp.engine.settings import is_held
 from mesp.errors import EngineError, MespError, plain_os_errors
 
@@ -243,20 +243,21 @@ def failure(status: int, said: str, after: str = "") -> MespError:
 
 def find_plan(engine: Path, settings: Settings) -> Record:
     """The engine's plan for these settings, its ``plan`` record. Nothing is written."""
-    return _answer(engine, [], settings)
+    return _answer(engine, settings)
 
 
-def find_count(engine: Path, settings: Settings) -> Record:
-    """The engine's counts of a step with these settings on a phone's GPU: its ``count`` record.
+def find_count(settings: Settings) -> Record:
+    """The counts of a step with these settings on a phone's GPU: the record of mesp-count, which is
+    built first where it is missing or old.
 
     Raises MespError where it cannot: of a bundle for the CPU, or on a Mac.
     """
-    return _answer(engine, ["count"], settings)
+    return _answer(find_counter(), settings)
 
 
-def _answer(engine: Path, command: Sequence[str], settings: Settings) -> Record:
+def _answer(program: Path, settings: Settings) -> Record:
     asked = {"output": "", **settings, "dry_run": True}
-    with running(command, asked, engine=engine) as started:
+    with running([], asked, engine=program) as started:
         for _ in started:
             pass
     if started.process.returncode != 0 or not started.last:

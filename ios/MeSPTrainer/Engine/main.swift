@@ -1,5 +1,4 @@
 // mesp-engine SETTINGS.json: one training run. Prints the log's records as they are written; mesp-train drives it.
-// mesp-engine count SETTINGS.json: counts what a step takes on a phone's GPU. mesp-train --dry-run drives it.
 // mesp-engine federate SETTINGS.json: takes part in a federation until a signal comes. Prints a record for what happens.
 // mesp-engine generate SETTINGS.json: writes on from a prompt. Prints a record for each token; mesp generate drives it.
 // mesp-engine evaluate SETTINGS.json: reads requests from standard input. Prints a record for each; mesp evaluate drives it.
@@ -12,8 +11,8 @@ import MeSPCore
 import MeSPFiles
 import MeSPSelfCheck
 
-#if canImport(HostMLXLedger)
-    import HostMLXLedger
+#if MESP_HOST_MLX && os(Linux)
+    import MLX
 #endif
 
 // Set by a signal; read at every block.
@@ -61,11 +60,11 @@ func checkStop() throws { if stopRequested != 0 { throw CancellationError() } }
 
 func train(_ file: URL) throws {
     let settings = try RunSettings(contentsOf: file)
-    #if canImport(HostMLXLedger)
-        // A plan computes nothing: while a ledger records, there is a GPU.
+    #if MESP_HOST_MLX && os(Linux)
+        // There is no GPU here, and a plan computes nothing.
         if settings.dryRun {
-            _ = try Ledger.record { try run(settings) }
-            return
+            Stream.makeForMissingGPU()
+            return try Device.withDefaultDevice(Device(.gpu)) { try run(settings) }
         }
     #endif
     try run(settings)
@@ -95,14 +94,6 @@ func reward(_ groups: [AnswerGroup]) throws -> [[Float]] {
         throw MeSPError("The rewards of the answers are not lists of numbers.")
     }
     return rewards
-}
-
-func count(_ file: URL) throws {
-    #if canImport(HostMLXLedger)
-        try print("count", StepCount(RunSettings(contentsOf: file)))
-    #else
-        throw MeSPError("This engine cannot count: build it with the MLX library of the mlx package.")
-    #endif
 }
 
 /// Opens the model that a settings file names: a bundle's folder, and a folder of adapters or null.
@@ -176,7 +167,6 @@ func print(_ type: String, _ fields: any Encodable) throws {
 do {
     let arguments = CommandLine.arguments.dropFirst()
     switch (arguments.count, arguments.first) {
-    case (2, "count"): try count(URL(fileURLWithPath: arguments[2]))
     case (2, "evaluate"): try evaluate(URL(fileURLWithPath: arguments[2]))
     case (2, "federate"): try FederationSettings(contentsOf: URL(fileURLWithPath: arguments[2])).run()
     case (2, "generate"): try generate(URL(fileURLWithPath: arguments[2]))
@@ -184,8 +174,7 @@ do {
     case (1, "--version"): print("mesp-engine \(Run.version) with MLX \(MLXSupport.version)")
     case (1, let file?): try train(URL(fileURLWithPath: file))
     default:
-        fail(
-            "usage: mesp-engine [count|evaluate|federate|generate|self-check] SETTINGS.json, or mesp-engine --version")
+        fail("usage: mesp-engine [evaluate|federate|generate|self-check] SETTINGS.json, or mesp-engine --version")
     }
 } catch is CancellationError {
     fail(CommandLine.arguments[1] == "evaluate" ? "The evaluation was stopped." : "The self-check was stopped.")

@@ -57,10 +57,10 @@
 
         /// Memory is refused from an evaluation on.
         private func refused(from first: Int) -> MetalRules {
-            var failure = MetalRules.Failure(buffer: first)
-            (failure.isAtOnce, failure.count) = (true, .max)
-            failure.message = "[metal::malloc] Unable to allocate 16777216 bytes."
-            return .init(failure: failure)
+            var failing = FailingCommandBuffers(first: first)
+            (failing.isAtOnce, failing.count) = (true, .max)
+            failing.message = "[metal::malloc] Unable to allocate 16777216 bytes."
+            return .init(failingBuffers: failing)
         }
 
         /// A run on a CPU whose evaluations fail from one on: it ends there with the error, reads nothing that was not computed, saves no adapters

@@ -11,7 +11,7 @@
     @testable import MeSPCore
     @testable import MeSPSelfCheck
 
-    /// Command buffers that fail, each in its turn, and what is then read, told and saved. See `MetalRules.Failure`.
+    /// Command buffers that fail, each in its turn, and what is then read, told and saved. See `FailingCommandBuffers`.
     @Suite(.serialized) struct MetalErrors {
         private static func folders(_ names: String...) -> [URL] {
             Fixture.cases.filter { names.contains($0.lastPathComponent) }
@@ -23,12 +23,12 @@
 
         /// A failure whose error comes when the stream is waited for, or by turns in one of the next evaluations, and leaves NaN or zeros.
         private func failure(_ buffer: Int, count: Int = 1) -> MetalRules {
-            var failure = MetalRules.Failure(buffer: buffer)
-            failure.count = count
+            var failing = FailingCommandBuffers(first: buffer)
+            failing.count = count
             // Of several each is another attempt's.
-            failure.delay = count > 1 ? .max : [.max, 0, 1, 4][buffer % 4]
-            failure.garbage = buffer / 4 % 2 == 0 ? .nan : .zeros
-            return .init(failure: failure)
+            failing.delay = count > 1 ? .max : [.max, 0, 1, 4][buffer % 4]
+            failing.garbage = buffer / 4 % 2 == 0 ? .nan : .zeros
+            return .init(failingBuffers: failing)
         }
 
         /// Compares the results of `work` as each command buffer fails with those where none does.
@@ -398,7 +398,7 @@
                 return (try result.get(), report.evaluations)
             }
             var rules = failure(buffers / 2, count: 4)
-            rules.failure?.message = MetalRules.Failure.refusedInBackground
+            rules.failingBuffers?.message = FailingCommandBuffers.refusedInBackground
             let found = try inFolder { output in
                 let (gate, reasons, refused) = (BoundaryGate(), Locked([PauseReason?]()), rules)
                 let saved = Locked<Result<Saved, any Error>?>(nil)
@@ -439,7 +439,7 @@
             var cheaper = 0
             for buffer in buffers / 3..<buffers where cheaper == 0 {
                 var rules = failure(buffer, count: 3)
-                rules.failure?.message = MetalRules.Failure.outOfMemory
+                rules.failingBuffers?.message = FailingCommandBuffers.outOfMemory
                 try inFolder { output in
                     let result = withMetal(rules) {
                         try run(output) { ($0.steps, $0.saveEvery, $0.valBatches) = (3, 1, 0) }

@@ -7,9 +7,9 @@ import json
 import re
 
 import pytest
-from mesp.data.tokenizer import load_bundle_tokenizer
 
 from helpers.paths import DEMO_BUNDLE
+from mesp.data.tokenizer import load_bundle_tokenizer
 from studies.tasks import house_requests, model_answers, spoken_notes
 from studies.tasks.gsm8k_number import final_number
 from studies.tasks.house_requests import ALSO_CALLED, SOON, WHEN

@@ -142,7 +142,7 @@ def gpu_rows(bench: Bench) -> Iterator[Row]:
     """A row for each step that is counted; MespError where a bundle is not for the GPU."""
     for cell in bench.cells():
         bench.doing(cell, "counting")
-        count = find_count(engine_program(), engine_settings(cell, Variant("mesp")))
+        count = find_count(engine_settings(cell, Variant("mesp")))
         row = cell.row() | {name: count[name] for name in COUNTED}
         for rules in ("fast", "strict", "slow"):
             row |= {f"{rules}_{name}": value for name, value in count[rules].items()}
@@ -300,7 +300,7 @@ def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
         bench.doing(cell, "counting")
         bundle = with_records(cell, [seq_len], sizes, bench.work, pack)
         settings = engine_settings(cell._replace(bundle=bundle), Variant("mesp"))
-        count = find_count(engine_program(), settings | {"seq_len": seq_len})
+        count = find_count(settings | {"seq_len": seq_len})
         return {name: count[name] for name in COUNTED}
 
     for cell in bench.cells():

@@ -13,8 +13,8 @@
 
 #include "Attention.h"
 #include "Exponential.h"
-#include "Ledger.h"
-#include "Metal.h"
+#include "FailingCommandBuffers.h"
+#include "LedgerHooks.h"
 #include "PackedProduct.h"
 #include "Rows.h"
 #include "Streams.h"
@@ -27,6 +27,12 @@
 #endif
 
 namespace mx = mlx::core;
+
+host::LedgerHooks *host::ledger_hooks = nullptr;
+
+host::LedgerHooks *host::recording_ledger() {
+    return ledger_hooks && ledger_hooks->is_recording() ? ledger_hooks : nullptr;
+}
 
 // MARK: Helpers
 
@@ -98,8 +104,8 @@ HostVector wrap(Arrays v) { return reinterpret_cast<HostVector>(new Arrays(std::
 
 mx::Device device(int32_t type) { return type == 1 ? mx::Device::gpu : mx::Device::cpu; }
 mx::Stream get(HostStream s) {
-    // Where there is no GPU, its default stream is the one that the ledger made.
-    if (auto gpu = s.device == 1 ? ledger::gpu_stream() : std::nullopt) {
+    // Where there is no GPU, its default stream is the one of `make_gpu_stream`.
+    if (auto gpu = s.device == 1 ? host::gpu_stream() : std::nullopt) {
         return *gpu;
     }
     return mx::Stream(s.index, device(s.device));
@@ -188,7 +194,9 @@ HostArray host_array_new(const void *data, const int32_t *dims, size_t ndim, int
         if (bytes > 0) {
             std::memcpy(a.data<char>(), data, bytes);
         }
-        ledger::created(a);
+        if (host::ledger_hooks) {
+            host::ledger_hooks->created(a);
+        }
         return wrap(std::move(a));
     });
 }
@@ -259,9 +267,13 @@ HostArray host_array_adopt(
         const bool aligned = reinterpret_cast<uintptr_t>(data) % getpagesize() == 0;
         if (aligned && bytes > 0 && size_word_precedes_data() && word_before(data) == bytes) {
             mx::allocator::Buffer block(static_cast<size_t *>(data) - 1);
-            ledger::adopted(block.ptr(), bytes);
+            if (host::ledger_hooks) {
+                host::ledger_hooks->adopted(block.ptr(), bytes);
+            }
             const auto free = [=](mx::allocator::Buffer) {
-                ledger::released(block.ptr());
+                if (host::ledger_hooks) {
+                    host::ledger_hooks->released(block.ptr());
+                }
                 release(context);
             };
             return wrap(array_of(block, std::move(s), dtype(type), free));
@@ -310,11 +322,11 @@ size_t host_dtype_size(int32_t type) {
 
 void host_array_eval(HostArray a) {
     done([&] {
-        if (ledger::recording()) {
-            ledger::wait(get(a));
+        if (auto *ledger = host::recording_ledger()) {
+            ledger->wait(get(a));
             return;
         }
-        metal::evaluate({get(a)}, [&] { get(a).eval(); });
+        failing::evaluate({get(a)}, [&] { get(a).eval(); });
     });
 }
 bool host_array_is_computed(HostArray a) {
@@ -322,14 +334,14 @@ bool host_array_is_computed(HostArray a) {
 }
 const void *host_array_data(HostArray a) {
     return guarded([&] {
-        return get(a).is_available() ? static_cast<const void *>(get(a).data<char>()) : metal::data_of_failed(get(a));
+        return get(a).is_available() ? static_cast<const void *>(get(a).data<char>()) : failing::data_never_computed(get(a));
     });
 }
 void host_array_copy_bytes(HostArray handle, void *destination) {
     done([&] {
         const mx::array &a = get(handle);
         if (!a.is_available()) {
-            std::memcpy(destination, metal::data_of_failed(a), a.nbytes());
+            std::memcpy(destination, failing::data_never_computed(a), a.nbytes());
         } else if (a.flags().row_contiguous) {
             std::memcpy(destination, a.data<char>(), a.nbytes());
         } else {
@@ -371,7 +383,7 @@ struct Exporting {
 };
 
 /// A function that is exported consists of MLX's own operations, and so does what the ledger records.
-bool needs_mlx() { return is_exporting || ledger::recording(); }
+bool needs_mlx() { return is_exporting || host::recording_ledger(); }
 
 std::optional<mx::array> vectorized(host::Exponential f, const mx::array &x, mx::Stream s) {
     return needs_mlx() ? std::nullopt : host::exponential(f, x, s);
@@ -483,95 +495,22 @@ HostArray host_softmax(HostArray a, const int32_t *axes, ptrdiff_t count, bool p
 
 // MARK: Fused operations
 
-// Without a GPU, `mx::fast` makes plain operations; a graph for the GPU of a recorded ledger has the primitives.
-
-static bool is_recorded_gpu(mx::Stream s) {
-    return s.device == mx::Device::gpu && !mx::is_available(mx::Device::gpu);
-}
-
-namespace {
-
-/// The parts of a `.mlxfn` file (export.cpp:86).
-struct FunctionFile {
-    std::string bytes;
-
-    template <class T>
-    FunctionFile &put(T value) {
-        bytes.append(reinterpret_cast<const char *>(&value), sizeof(T));
-        return *this;
-    }
-    FunctionFile &text(const std::string &value) {
-        put<uint64_t>(value.size()).bytes += value;
-        return *this;
-    }
-    FunctionFile &shape(const mx::array &a) {
-        put<uint64_t>(a.ndim());
-        for (int n : a.shape()) {
-            put<int32_t>(n);
-        }
-        return put<int32_t>(static_cast<int32_t>(a.dtype().val())).put<uint8_t>(a.dtype().size());
-    }
-    FunctionFile &ids(size_t count) {
-        put<uint64_t>(count);
-        for (uint64_t id = 1; id <= count; id++) {
-            put(id);
-        }
-        return *this;
-    }
-};
-
-}  // namespace
-
-/// One fused primitive, whose output is like its first input: MLX does not export their classes, but makes them from files.
-static mx::array fused(const char *name, const std::string &state, const Arrays &inputs) {
-    FunctionFile file;
-    const uint64_t out = inputs.size() + 1;
-    file.text(mx::version()).put<int32_t>(1).put(false).text("");  // the last one: metadata
-    file.put<uint64_t>(0).ids(inputs.size());
-    file.put<uint64_t>(inputs.size());
-    for (const auto &in : inputs) {
-        file.shape(in);
-    }
-    file.put<uint64_t>(1).put(out).put<uint64_t>(out);
-    for (uint64_t id = 1; id < out; id++) {
-        file.put(id).put(false).put(false);
-    }
-    file.put(out).put(true).ids(inputs.size());
-    file.put<int32_t>(0).put<int32_t>(1).put<int32_t>(0);  // the stream: its index, and the GPU
-    file.text(name).bytes += state;
-    file.put<uint64_t>(0).shape(inputs[0]);
-
-    std::string path = "/tmp/HostMLX.XXXXXX";
-    const int descriptor = mkstemp(path.data());
-    const bool written = descriptor >= 0 && write(descriptor, file.bytes.data(), file.bytes.size()) ==
-                                                static_cast<ssize_t>(file.bytes.size());
-    if (descriptor >= 0) {
-        close(descriptor);
-    }
-    if (!written) {
-        throw std::runtime_error("cannot write " + path);
-    }
-    try {
-        auto output = mx::import_function(path)(inputs)[0];
-        unlink(path.c_str());
-        return output;
-    } catch (...) {
-        unlink(path.c_str());
-        throw;
-    }
+/// The ledger, for a graph on the stream of a GPU that is not there: there `mx::fast` makes plain operations.
+static host::LedgerHooks *ledger_of_gpu(mx::Stream s) {
+    const bool is_missing_gpu = s.device == mx::Device::gpu && !mx::is_available(mx::Device::gpu);
+    return is_missing_gpu ? host::ledger_hooks : nullptr;
 }
 
 HostArray host_rms_norm(HostArray x, HostArray weight, float eps, HostStream s) {
     return guarded([&] {
         const auto stream = get(s);
-        if (!is_recorded_gpu(stream)) {
-            if (const auto y = needs_mlx() ? std::nullopt : host::rms_norm(get(x), get(weight), eps, stream)) {
-                return wrap(*y);
-            }
-            return wrap(mx::fast::rms_norm(get(x), get(weight), eps, stream));
+        if (auto *ledger = ledger_of_gpu(stream)) {
+            return wrap(ledger->rms_norm(get(x), get(weight), eps, stream));
         }
-        return wrap(fused(
-            "RMSNorm", FunctionFile().put(eps).bytes, {get(x), mx::astype(get(weight), get(x).dtype(), stream)}));
+        if (const auto y = needs_mlx() ? std::nullopt : host::rms_norm(get(x), get(weight), eps, stream)) {
+            return wrap(*y);
+        }
+        return wrap(mx::fast::rms_norm(get(x), get(weight), eps, stream));
     });
 }
 HostArray host_rope(
@@ -580,22 +519,15 @@ HostArray host_rope(
     return guarded([&] {
         const auto stream = get(s);
         const auto freqs = frequencies ? std::optional(get(frequencies)) : std::nullopt;
-        if (!is_recorded_gpu(stream)) {
-            const bool isOwn = freqs && !traditional && scale == 1 && !needs_mlx();
-            if (const auto y = isOwn ? host::rope(get(x), offset, *freqs, stream) : std::nullopt) {
-                return wrap(*y);
-            }
-            return wrap(mx::fast::rope(
-                get(x), dimensions, traditional, has_base ? std::optional(base) : std::nullopt, scale, offset, freqs,
-                stream));
+        const auto optional_base = has_base ? std::optional(base) : std::nullopt;
+        if (auto *ledger = ledger_of_gpu(stream)) {
+            return wrap(ledger->rope(get(x), dimensions, traditional, optional_base, scale, offset, freqs, stream));
         }
-        FunctionFile state;
-        state.put<int32_t>(dimensions).put(traditional).put(has_base ? base : 1.0f).put(scale).put(true);
-        Arrays inputs{get(x), mx::array(offset, mx::int32)};
-        if (freqs) {
-            inputs.push_back(mx::astype(*freqs, mx::float32, stream));
+        const bool isOwn = freqs && !traditional && scale == 1 && !needs_mlx();
+        if (const auto y = isOwn ? host::rope(get(x), offset, *freqs, stream) : std::nullopt) {
+            return wrap(*y);
         }
-        return wrap(fused("RoPE", state.bytes, inputs));
+        return wrap(mx::fast::rope(get(x), dimensions, traditional, optional_base, scale, offset, freqs, stream));
     });
 }
 HostArray host_rope_dynamic(
@@ -754,20 +686,20 @@ HostArray host_random_categorical_count(HostArray logits, int32_t axis, int32_t 
 
 bool host_eval(HostVector arrays) {
     return done([&] {
-        if (ledger::recording()) {
-            ledger::evaluate(get(arrays), false);
+        if (auto *ledger = host::recording_ledger()) {
+            ledger->evaluate(get(arrays), false);
             return;
         }
-        metal::evaluate(get(arrays), [&] { mx::eval(get(arrays)); });
+        failing::evaluate(get(arrays), [&] { mx::eval(get(arrays)); });
     });
 }
 bool host_async_eval(HostVector arrays) {
     return done([&] {
-        if (ledger::recording()) {
-            ledger::evaluate(get(arrays), true);
+        if (auto *ledger = host::recording_ledger()) {
+            ledger->evaluate(get(arrays), true);
             return;
         }
-        metal::evaluate(get(arrays), [&] { mx::async_eval(get(arrays)); });
+        failing::evaluate(get(arrays), [&] { mx::async_eval(get(arrays)); });
     });
 }
 
@@ -791,7 +723,7 @@ bool host_jvp(HostClosure f, HostVector primals, HostVector tangents, HostVector
 HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostVector inputs) {
     Closure function(f);
     return guarded([&] {
-        if (needs_mlx() || metal::default_is_gpu() || mx::default_device() == mx::Device::gpu) {
+        if (needs_mlx() || host::gpu_is_default() || mx::default_device() == mx::Device::gpu) {
             return wrap(mx::detail::compile(function, id, shapeless)(get(inputs)));
         }
         // To fuse, MLX would call a compiler of C++.
@@ -873,22 +805,41 @@ bool host_load_safetensors(
 // MARK: Memory, devices, streams
 
 size_t host_active_memory(void) {
-    return ledger::recording() ? ledger::memory().active : mx::get_active_memory();
+    auto *ledger = host::recording_ledger();
+    return ledger ? ledger->memory().active : mx::get_active_memory();
 }
-size_t host_cache_memory(void) { return ledger::recording() ? ledger::memory().cache : mx::get_cache_memory(); }
-size_t host_peak_memory(void) { return ledger::recording() ? ledger::memory().peak : mx::get_peak_memory(); }
-void host_reset_peak_memory(void) { ledger::recording() ? ledger::reset_peak_memory() : mx::reset_peak_memory(); }
-size_t host_memory_limit(void) { return ledger::recording() ? ledger::memory().limit : mx::get_memory_limit(); }
+size_t host_cache_memory(void) {
+    auto *ledger = host::recording_ledger();
+    return ledger ? ledger->memory().cache : mx::get_cache_memory();
+}
+size_t host_peak_memory(void) {
+    auto *ledger = host::recording_ledger();
+    return ledger ? ledger->memory().peak : mx::get_peak_memory();
+}
+void host_reset_peak_memory(void) {
+    auto *ledger = host::recording_ledger();
+    ledger ? ledger->reset_peak_memory() : mx::reset_peak_memory();
+}
+size_t host_memory_limit(void) {
+    auto *ledger = host::recording_ledger();
+    return ledger ? ledger->memory().limit : mx::get_memory_limit();
+}
 void host_set_memory_limit(size_t limit) {
-    ledger::set_memory_limit(limit);
+    if (host::ledger_hooks) {
+        host::ledger_hooks->set_memory_limit(limit);
+    }
     mx::set_memory_limit(limit);
 }
 size_t host_set_cache_limit(size_t limit) {
-    ledger::set_cache_limit(limit);
+    if (host::ledger_hooks) {
+        host::ledger_hooks->set_cache_limit(limit);
+    }
     return mx::is_available(mx::Device::gpu) ? mx::set_cache_limit(limit) : 0;
 }
 void host_clear_cache(void) {
-    ledger::clear_cache();
+    if (host::ledger_hooks) {
+        host::ledger_hooks->clear_cache();
+    }
     mx::clear_cache();
 #ifdef __GLIBC__
     // The next block takes again what this one freed, and pages that went back to the system then cost faults, some 0.25 ms a MiB. Up to
@@ -905,18 +856,26 @@ const char *host_version(void) { return mx::version(); }
 
 int32_t host_default_device(void) { return mx::default_device() == mx::Device::gpu ? 1 : 0; }
 void host_set_default_device(int32_t type) {
-    done([&] { metal::set_default_device(device(type)); });
+    done([&] { host::set_default_device(device(type)); });
 }
 bool host_new_stream(int32_t type, HostStream *stream) {
     return done([&] {
-        // Where there is no GPU, its stream is the one that the ledger made.
-        const auto gpu = type == 1 ? ledger::gpu_stream() : std::nullopt;
+        // Where there is no GPU, its stream is the one of `make_gpu_stream`.
+        const auto gpu = type == 1 ? host::gpu_stream() : std::nullopt;
         *stream = wrap(gpu ? *gpu : host::new_stream(device(type)));
     });
 }
+void host_make_gpu_stream(void) {
+    done([&] { host::make_gpu_stream(); });
+}
 void host_synchronize(HostStream s) {
     done([&] {
-        ledger::recording() ? ledger::synchronize(get(s)) : mx::synchronize(get(s));
-        metal::synchronized();
+        const auto stream = get(s);
+        if (auto *ledger = host::recording_ledger()) {
+            ledger->synchronize(stream);
+        } else if (host::gpu_stream() != stream) {  // on which nothing is computed
+            mx::synchronize(stream);
+        }
+        failing::throw_error_after_wait();
     });
 }

@@ -1,8 +1,15 @@
 #include "Streams.h"
 
+#include <atomic>
+#include <cstring>
+#include <mutex>
 #include <optional>
+#include <stdexcept>
+#include <string>
+#include <unordered_set>
 
-#include "Metal.h"
+#include "LedgerHooks.h"
+#include "mlx/primitives.h"
 
 namespace mx = mlx::core;
 
@@ -10,18 +17,50 @@ namespace host {
 
 namespace {
 
+std::mutex gpu_stream_mutex;
+std::optional<mx::Stream> made_gpu_stream;
+
 /// The stream that stands for the GPU on this thread, once there is one, and the thread's default stream meanwhile.
 thread_local std::optional<mx::Stream> instead_of_gpu, own;
+
+/// Whether the GPU is the default device of C++ by the rule, and whether nobody has made the CPU it.
+std::atomic<bool> has_gpu_rule = false;
+std::atomic<bool> is_gpu_default = true;
 
 }  // namespace
 
 mx::Stream new_stream(mx::Device device) { return mx::new_thread_unsafe_stream(device); }
 
+std::optional<mx::Stream> gpu_stream() {
+    const std::lock_guard lock(gpu_stream_mutex);
+    return made_gpu_stream;
+}
+
+/// `mx::new_stream` refuses to make a stream for a GPU that is not there, but the graph needs the stream's device, and
+/// import_function looks for a stream of that device (export.cpp:495).
+void make_gpu_stream() {
+#ifdef __linux__
+    const std::lock_guard lock(gpu_stream_mutex);
+    if (mx::is_available(mx::Device::gpu) || made_gpu_stream) {
+        return;
+    }
+    try {
+        mx::new_stream(mx::Device::gpu);
+    } catch (const std::exception &) {  // once it is listed
+    }
+    for (const auto &stream : mx::get_streams()) {
+        if (stream.device == mx::Device::gpu) {
+            made_gpu_stream = stream;
+        }
+    }
+#endif
+}
+
 void enter() {
     // Without a GPU MLX caches 32 MB of freed memory, as on no phone.
     [[maybe_unused]] static const bool is_without_cache =
         !mx::is_available(mx::Device::gpu) && (mx::set_cache_limit(0), true);
-    const bool is_gpu = metal::default_is_gpu();
+    const bool is_gpu = gpu_is_default();
     if (is_gpu == own.has_value()) {
         return;
     }
@@ -37,6 +76,46 @@ void enter() {
     mx::set_default_stream(*instead_of_gpu);
 }
 
-bool stands_for_gpu(mx::Stream stream) { return instead_of_gpu == stream; }
+void set_gpu_is_default(bool is_default) {
+    if (is_default) {
+        make_gpu_stream();
+        is_gpu_default = true;
+    }
+    has_gpu_rule = is_default;
+}
+
+bool gpu_is_default() { return has_gpu_rule && is_gpu_default; }
+
+void set_default_device(mx::Device device) {
+    if (has_gpu_rule) {
+        is_gpu_default = device == mx::Device::gpu;
+        enter();
+    } else {
+        mx::set_default_device(device);
+    }
+}
+
+void refuse_gpu_work(const std::vector<mx::array> &outputs) {
+    if (!has_gpu_rule) {
+        return;
+    }
+    std::unordered_set<std::uintptr_t> seen;
+    auto pending = outputs;
+    while (!pending.empty()) {
+        auto a = pending.back();
+        pending.pop_back();
+        if (!seen.insert(a.id()).second || a.is_available() || !a.has_primitive()) {
+            continue;
+        }
+        auto &primitive = a.primitive();
+        // The stream in the GPU's place counts as the GPU.
+        if (!is_load(primitive) && (instead_of_gpu == primitive.stream() || primitive.device() == mx::Device::gpu)) {
+            throw std::runtime_error(std::string(primitive.name()) + " runs on the GPU, the default device");
+        }
+        pending.insert(pending.end(), a.inputs().begin(), a.inputs().end());
+    }
+}
+
+bool is_load(const mx::Primitive &primitive) { return std::strcmp(primitive.name(), "Load") == 0; }
 
 }  // namespace host

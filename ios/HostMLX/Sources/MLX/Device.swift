@@ -170,6 +170,10 @@ public final class Stream: @unchecked Sendable, Equatable {
         (ctx, self.device) = (stream, device)
     }
 
+    /// Makes a stream for the GPU of a machine that has none. Graphs on it can be built; to evaluate one is an error of MLX's. mlx-swift has
+    /// no such function.
+    public static func makeForMissingGPU() { host_make_gpu_stream() }
+
     /// Waits for the work on the stream.
     public func synchronize() {
         evalLock.withLock { host_synchronize(ctx) }

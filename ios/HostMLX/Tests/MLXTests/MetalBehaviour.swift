@@ -49,14 +49,14 @@ import Testing
         }
     #endif
 
-    private func failure(_ buffer: Int, _ change: (inout MetalRules.Failure) -> Void = { _ in }) -> MetalRules {
-        var failure = MetalRules.Failure(buffer: buffer)
-        change(&failure)
-        return .init(failure: failure)
+    private func failure(_ buffer: Int, _ change: (inout FailingCommandBuffers) -> Void = { _ in }) -> MetalRules {
+        var failing = FailingCommandBuffers(first: buffer)
+        change(&failing)
+        return .init(failingBuffers: failing)
     }
 
-    @Test(arguments: MetalRules.Failure.Garbage.allCases)
-    func theErrorOfABufferIsThrownWhereTheStreamIsWaitedFor(_ garbage: MetalRules.Failure.Garbage) throws {
+    @Test(arguments: FailingCommandBuffers.Garbage.allCases)
+    func theErrorOfABufferIsThrownWhereTheStreamIsWaitedFor(_ garbage: FailingCommandBuffers.Garbage) throws {
         let result = withMetal(failure(2) { $0.garbage = garbage }) {
             try withError { errors in
                 let first = MLXArray(Float(1)) + 1
@@ -71,7 +71,7 @@ import Testing
                 #expect(number.item(Int.self) == 0)
                 #expect(view.item(Float.self) == 2)
                 Stream.cpu.synchronize()
-                #expect(throws: MLXError.caught(MetalRules.Failure.hang)) { try errors.check() }
+                #expect(throws: MLXError.caught(FailingCommandBuffers.hang)) { try errors.check() }
                 // Once only, and nothing more fails.
                 #expect(
                     throws: Never.self,
@@ -90,7 +90,7 @@ import Testing
         let result = withMetal(failure(1) { ($0.delay, $0.count) = (1, 2) }) {
             for _ in 0..<2 {
                 let last = MLXArray(Float(1)) + 1
-                #expect(throws: MLXError.caught(MetalRules.Failure.hang)) {
+                #expect(throws: MLXError.caught(FailingCommandBuffers.hang)) {
                     try withError { errors in
                         eval(MLXArray(Float(1)) + 1)
                         eval(MLXArray(Float(1)) + 1)
@@ -144,4 +144,17 @@ import Testing
         }
         #expect(throws: MLXError.self) { try differentiated.result.get() }
     }
+
+    #if os(Linux)
+        @Test func aGraphForAGPUThatIsMissingIsBuiltAndNotComputed() {
+            Stream.makeForMissingGPU()
+            Device.withDefaultDevice(Device(.gpu)) {
+                let y = matmul(MLXArray.ones([2, 3]), MLXArray.ones([3, 4]))
+                #expect(y.shape == [2, 4])
+                #expect(throws: MLXError.self) { try withError { eval(y) } }
+                #expect(throws: Never.self) { try withError { Stream.gpu.synchronize() } }
+            }
+            #expect((MLXArray([1, 2]) + 1).asArray(Int.self) == [2, 3])
+        }
+    #endif
 }

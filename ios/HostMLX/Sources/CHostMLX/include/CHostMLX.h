@@ -10,6 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "LedgerHooks.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -231,63 +233,17 @@ int32_t host_default_device(void);
 const char *host_version(void);
 void host_set_default_device(int32_t device);
 bool host_new_stream(int32_t device, HostStream *stream);
+/// Makes a stream for the GPU of a machine that has none: graphs on it can be built, but not computed.
+void host_make_gpu_stream(void);
 void host_synchronize(HostStream s);
 
-// MARK: The ledger
-
-/// The device of the recorded work.
-typedef struct {
-    bool compute;                      // also compute the values, on the CPU; else they are zeros
-    bool metal;                        // Metal's allocator and cache; else the CPU's, which has exact sizes and no cache
-    int32_t operations_per_buffer;     // a command buffer is committed after more kernels than this,
-    int32_t mega_elements_per_buffer;  // or when it uses buffers of more elements than this, in units of 2^20
-    int32_t run_ahead;                 // command buffers that may run while the next is encoded; 0: none
-    int32_t generation;                // of the GPU's architecture: 15 in `applegpu_g15p`
-    bool gpu_only;                     // what is on a CPU's stream takes memory, and no kernels or command buffers
-    int32_t late_handlers;             // command buffers whose arrays are freed after the wait for them returns
-} HostLedgerRules;
-
-typedef struct {
-    size_t evals, async_evals, waits;  // waits: for arrays of an asynchronous evaluation, and for a stream
-    size_t kernels, command_buffers;
-    size_t most_in_flight;  // command buffers whose handlers have not run
-    double flop, read_bytes, written_bytes;
-    size_t new_buffers;
-    double new_buffer_bytes;
-    size_t peak_bytes, peak_active_bytes;  // with and without the cache; neither has adopted memory
-    size_t peak_arrays;                    // buffers of arrays
-    size_t spins;                          // waits for memory with one task active, in which `eval` polls
-    size_t spin_kernels;                   // what the GPU runs during them
-    double spin_flop, spin_bytes;
-    size_t first_kernels, most_first_kernels;  // used for the first time; the most between two boundaries
-    size_t mappings;                           // arrays made of memory that the caller owns
-    double wired_bytes;                        // of that memory, what kernels are given
-} HostLedgerCounts;
-
-typedef struct {
-    size_t kernels;
-    double flop, read_bytes, written_bytes;
-} HostLedgerKind;
-
-/// Begins to record what is evaluated; returns null or a message to be released with free().
-char *host_ledger_begin(HostLedgerRules rules);
-/// Ends it; returns null or why an evaluation failed, to be released with free().
-char *host_ledger_end(
-    HostLedgerCounts *counts, void *context, void (*kind)(void *context, const char *name, HostLedgerKind kind));
-/// Begins the counts again, but for those of kernels that are used for the first time.
-void host_ledger_restart(void);
-/// Marks a point at which the work may pause, for `most_first_kernels`.
-void host_ledger_boundary(void);
-/// Calls `trace` for each primitive that is evaluated, in order, with the number of elements of its output.
-void host_ledger_trace(void *context, void (*trace)(void *context, const char *primitive, size_t size));
-
-// MARK: Metal's behaviour, see Metal.cpp
+// MARK: Metal's behaviour where a CPU is kinder: FailingCommandBuffers.cpp, Streams.cpp, TF32.h
 
 typedef struct {
     bool tf32;                  // operands of float32 products are rounded to TF32
     bool gpu_by_default;        // the default device of C++ is the GPU
-    size_t failing_buffer;      // the first command buffer that fails, each evaluation being one, from 1; 0: none
-    size_t failures;            // how many fail: after the error of one was thrown, the next does
+    size_t first_failing;       // the first command buffer that fails, each evaluation being one, from 1; 0: none
+    size_t failing_count;       // how many fail: after the error of one was thrown, the next does
     size_t delay;               // evaluations that go through before the one that throws the error
     bool leaves_zeros;          // arrays of a buffer that failed hold zeros, and not NaN
     bool fails_at_once;         // the evaluation throws, and computes nothing, as where memory is refused

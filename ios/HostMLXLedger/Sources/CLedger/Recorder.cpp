@@ -8,7 +8,7 @@
 //
 // File names and lines are those of MLX 0.32.2 (commit 846d176 of 22 August 2026).
 
-#include "Ledger.h"
+#include "Recorder.h"
 
 #include <dlfcn.h>
 #include <sys/mman.h>
@@ -23,9 +23,9 @@
 #include <stack>
 #include <unordered_set>
 
-#include "CHostMLX.h"
-#include "LedgerRules.h"
-#include "Streams.h"
+#include "CLedger.h"
+#include "LedgerHooks.h"
+#include "FusedPrimitives.h"
 #include "mlx/backend/common/buffer_cache.h"
 
 namespace mx = mlx::core;
@@ -733,126 +733,121 @@ void Recorder::close() {
     allocator_->clear_cache();
 }
 
-Memory Recorder::memory() const {
+host::LedgerHooks::Memory Recorder::memory() const {
     return {allocator_->active() + foreign() + adopted_bytes, allocator_->cached(), peak_, memory_limit};
 }
 
 // MARK: Hooks
 
-bool recording() {
-    std::lock_guard lock(mutex);
-    return current != nullptr;
-}
-
-/// Runs `f` on the recorder, and remembers why it failed.
-template <class F>
-static void on_recorder(F &&f) {
-    std::lock_guard lock(mutex);
-    auto recorder = current;
-    try {
-        f(*recorder);
-    } catch (const std::exception &e) {
-        if (recorder->failure.empty()) {
-            recorder->failure = e.what();
-        }
-        throw;
-    }
-}
-
-void evaluate(std::vector<mx::array> outputs, bool async) {
-    on_recorder([&](Recorder &r) { r.evaluate(std::move(outputs), async); });
-}
-
-void wait(mx::array &a) {
-    on_recorder([&](Recorder &r) { r.wait(a); });
-}
-
-void synchronize(mx::Stream stream) {
-    on_recorder([&](Recorder &r) {
-        if (stream.device == mx::Device::gpu || !r.rules.gpu_only) {
-            r.synchronize();
-        }
-    });
-}
-
-void created(mx::array &a) {
-    std::lock_guard lock(mutex);
-    if (current) {
-        current->track(a);
-    }
-}
-
-void adopted(const void *buffer, size_t bytes) {
-    std::lock_guard lock(mutex);
-    adopted_buffers[buffer] = {bytes};
-    adopted_bytes += bytes;
-    if (current) {
-        current->counts.mappings++;
-    }
-}
-
-void released(const void *buffer) {
-    std::lock_guard lock(mutex);
-    adopted_bytes -= adopted_buffers.at(buffer).bytes;
-    adopted_buffers.erase(buffer);
-}
-
-void set_memory_limit(size_t limit) {
-    std::lock_guard lock(mutex);
-    memory_limit = limit;
-}
-
-void set_cache_limit(size_t limit) {
-    std::lock_guard lock(mutex);
-    cache_limit = limit;
-}
-
-void clear_cache() {
-    std::lock_guard lock(mutex);
-    if (current) {
-        current->clear_cache();
-    }
-}
-
 void Recorder::clear_cache() { allocator_->clear_cache(); }
 
-Memory memory() {
-    std::lock_guard lock(mutex);
-    return current->memory();
-}
+namespace {
 
-void reset_peak_memory() {
-    std::lock_guard lock(mutex);
-    current->reset_peak();
-}
-
-std::optional<mx::Stream> made_gpu_stream;
-
-std::optional<mx::Stream> gpu_stream() {
-    std::lock_guard lock(mutex);
-    return made_gpu_stream;
-}
-
-}  // namespace ledger
-
-/// `mx::new_stream` refuses to make a stream for a GPU that is not there, but the graph needs the stream's device, and
-/// import_function looks for a stream of that device (export.cpp:495).
-void ledger::make_gpu_stream() {
-#ifdef __linux__
-    if (mx::is_available(mx::Device::gpu) || made_gpu_stream) {
-        return;
+class Hooks final : public host::LedgerHooks {
+   public:
+    bool is_recording() override {
+        std::lock_guard lock(mutex);
+        return current != nullptr;
     }
-    try {
-        mx::new_stream(mx::Device::gpu);
-    } catch (const std::exception &) {  // once it is listed
+
+    void evaluate(std::vector<mx::array> outputs, bool async) override {
+        on_recorder([&](Recorder &r) { r.evaluate(std::move(outputs), async); });
     }
-    for (const auto &stream : mx::get_streams()) {
-        if (stream.device == mx::Device::gpu) {
-            made_gpu_stream = stream;
+
+    void wait(mx::array &a) override {
+        on_recorder([&](Recorder &r) { r.wait(a); });
+    }
+
+    void synchronize(mx::Stream stream) override {
+        on_recorder([&](Recorder &r) {
+            if (stream.device == mx::Device::gpu || !r.rules.gpu_only) {
+                r.synchronize();
+            }
+        });
+    }
+
+    Memory memory() override {
+        std::lock_guard lock(mutex);
+        return current->memory();
+    }
+
+    void reset_peak_memory() override {
+        std::lock_guard lock(mutex);
+        current->reset_peak();
+    }
+
+    mx::array rms_norm(const mx::array &x, const mx::array &weight, float eps, mx::Stream stream) override {
+        return ledger::rms_norm(x, weight, eps, stream);
+    }
+
+    mx::array rope(
+        const mx::array &x, int dimensions, bool traditional, std::optional<float> base, float scale, int offset,
+        const std::optional<mx::array> &frequencies, mx::Stream stream) override {
+        return ledger::rope(x, dimensions, traditional, base, scale, offset, frequencies, stream);
+    }
+
+    void created(mx::array &a) override {
+        std::lock_guard lock(mutex);
+        if (current) {
+            current->track(a);
         }
     }
-#endif
-}
+
+    void adopted(const void *buffer, size_t bytes) override {
+        std::lock_guard lock(mutex);
+        adopted_buffers[buffer] = {bytes};
+        adopted_bytes += bytes;
+        if (current) {
+            current->counts.mappings++;
+        }
+    }
+
+    void released(const void *buffer) override {
+        std::lock_guard lock(mutex);
+        adopted_bytes -= adopted_buffers.at(buffer).bytes;
+        adopted_buffers.erase(buffer);
+    }
+
+    void set_memory_limit(size_t limit) override {
+        std::lock_guard lock(mutex);
+        memory_limit = limit;
+    }
+
+    void set_cache_limit(size_t limit) override {
+        std::lock_guard lock(mutex);
+        cache_limit = limit;
+    }
+
+    void clear_cache() override {
+        std::lock_guard lock(mutex);
+        if (current) {
+            current->clear_cache();
+        }
+    }
+
+   private:
+    /// Runs `f` on the recorder, and remembers why it failed.
+    template <class F>
+    static void on_recorder(F &&f) {
+        std::lock_guard lock(mutex);
+        auto recorder = current;
+        try {
+            f(*recorder);
+        } catch (const std::exception &e) {
+            if (recorder->failure.empty()) {
+                recorder->failure = e.what();
+            }
+            throw;
+        }
+    }
+};
+
+/// Never destroyed: arrays that live to the end are released by it.
+[[maybe_unused]] const auto *registered = host::ledger_hooks = new Hooks;
+
+}  // namespace
+
+}  // namespace ledger
 
 // MARK: The C interface
 
@@ -865,7 +860,7 @@ char *host_ledger_begin(HostLedgerRules rules) {
     return strdup("a ledger is recorded on Linux only");
 #endif
     try {
-        ledger::make_gpu_stream();
+        host::make_gpu_stream();
         ledger::current = std::make_shared<ledger::Recorder>(rules);
     } catch (const std::exception &e) {
         return strdup(e.what());

@@ -1,4 +1,4 @@
-import CHostMLX
+import CLedger
 import Foundation
 import MLX
 

@@ -2,7 +2,7 @@
 // encodes. File names and lines are those of MLX 0.32.2 (commit 846d176 of 22 August 2026), below mlx/backend unless they
 // say otherwise. Views share the function that lays them out between all backends, so MLX's own is called.
 
-#include "LedgerRules.h"
+#include "Recorder.h"
 
 #include <algorithm>
 #include <array>

@@ -1,7 +1,7 @@
 // The interface for a rule of the ledger, and the recorder behind it.
 
-#ifndef LEDGER_RULES_H
-#define LEDGER_RULES_H
+#ifndef RECORDER_H
+#define RECORDER_H
 
 #include <deque>
 #include <map>
@@ -9,8 +9,8 @@
 #include <string>
 #include <unordered_set>
 
-#include "CHostMLX.h"
-#include "Ledger.h"
+#include "CLedger.h"
+#include "LedgerHooks.h"
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
 
@@ -57,7 +57,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     mlx::core::allocator::Buffer buffer(size_t size);
     void give(Block *block, size_t tracked);
     void clear_cache();
-    Memory memory() const;
+    host::LedgerHooks::Memory memory() const;
     void reset_peak() { peak_ = 0; }
     void restart();
     void boundary();

@@ -1,0 +1,184 @@
+// How command buffers fail in MLX 0.32.2 on Metal, where nothing fails on a CPU. Line numbers are those of MLX 0.32.2
+// (commit 846d176 of 22 August 2026).
+//
+// A command buffer's completion handler stores its error (metal/device.cpp:521). It is thrown, and cleared, where a stream is waited for
+// (device.cpp:571) or the next kernels are encoded (device.cpp:578). `Event::wait` asks for it too, but the GPU has signalled the event
+// before the handler runs: `eval` can return, with arrays that count as evaluated.
+
+#include "FailingCommandBuffers.h"
+
+#include <atomic>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_set>
+
+#include "CHostMLX.h"
+#include "Streams.h"
+#include "TF32.h"
+#include "mlx/primitives.h"
+
+namespace mx = mlx::core;
+
+namespace failing {
+
+namespace {
+
+std::mutex mutex;
+/// Whether the rules are in force.
+std::atomic<bool> is_on = false;
+HostMetalRules rules;
+std::string message;
+/// The number of evaluations that had something to compute, each of which is a command buffer.
+size_t buffers = 0;
+/// The number of buffers that failed, whether the error of the last is still to be thrown, and after how many evaluations.
+size_t failed_buffers = 0;
+bool has_error = false;
+size_t evaluations_until_error = 0;
+/// The number of times that each fault occurred.
+std::map<std::string, size_t> faults;
+std::vector<std::vector<char>> zeros;
+
+void note(const std::string &fault) {
+    const std::lock_guard lock(mutex);
+    faults[fault] += 1;
+}
+
+/// What a command buffer computes, and the buffers that are there before it.
+struct CommandBuffer {
+    std::vector<mx::array> made, inputs;
+
+    explicit CommandBuffer(std::vector<mx::array> pending) {
+        std::unordered_set<std::uintptr_t> seen;
+        while (!pending.empty()) {
+            auto a = pending.back();
+            pending.pop_back();
+            if (!seen.insert(a.id()).second) {
+                continue;
+            }
+            if (a.status() != mx::array::Status::unscheduled || (a.has_primitive() && host::is_load(a.primitive()))) {
+                a.eval();
+                inputs.push_back(a);
+                continue;
+            }
+            made.push_back(a);
+            for (const auto &next : {a.inputs(), a.siblings()}) {
+                pending.insert(pending.end(), next.begin(), next.end());
+            }
+        }
+    }
+
+    /// Fills the arrays that were made with NaN or zeros; integers become zeros, which are indices that exist. An array that is a view
+    /// of one that was there before stays. As this holds the inputs, no array that was made has taken their place.
+    void fill_with_garbage(bool zeros) const {
+        std::unordered_set<const void *> good;
+        for (const auto &a : inputs) {
+            good.insert(a.buffer().ptr());
+        }
+        for (auto a : made) {
+            if (a.data_shared_ptr() && !good.count(a.buffer().ptr())) {
+                const bool is_nan = !zeros && mx::issubdtype(a.dtype(), mx::inexact);
+                std::memset(a.buffer().raw_ptr(), is_nan ? 0xff : 0, a.buffer_size());
+            }
+        }
+    }
+};
+
+void throw_error() {
+    has_error = false;
+    throw std::runtime_error(rules.message);
+}
+
+/// Counts a command buffer, and throws the error that is due.
+/// \returns whether it fails.
+bool next_buffer_fails(const std::vector<mx::array> &outputs) {
+    const std::lock_guard lock(mutex);
+    buffers += 1;
+    if (has_error && evaluations_until_error == 0) {
+        throw_error();
+    }
+    host::refuse_gpu_work(outputs);
+    if (has_error) {
+        evaluations_until_error -= 1;
+        return false;
+    }
+    if (rules.first_failing == 0 || buffers < rules.first_failing || failed_buffers == rules.failing_count) {
+        return false;
+    }
+    failed_buffers += 1;
+    if (rules.fails_at_once) {
+        throw_error();
+    }
+    has_error = true;
+    evaluations_until_error = rules.delay;
+    return true;
+}
+
+}  // namespace
+
+void evaluate(const std::vector<mx::array> &outputs, const std::function<void()> &evaluate) {
+    bool is_needed = false;
+    for (const auto &a : outputs) {
+        // Not one that is being computed: whether that is done already depends on the machine.
+        is_needed = is_needed || a.status() == mx::array::Status::unscheduled;
+    }
+    if (!is_on || !is_needed || !next_buffer_fails(outputs)) {
+        return evaluate();
+    }
+    const CommandBuffer buffer(outputs);
+    mx::eval(outputs);
+    buffer.fill_with_garbage(rules.leaves_zeros);
+}
+
+void throw_error_after_wait() {
+    const std::lock_guard lock(mutex);
+    if (is_on && has_error) {
+        throw_error();
+    }
+}
+
+const void *data_never_computed(const mx::array &a) {
+    if (!is_on) {
+        throw std::runtime_error("the data of an array is read that was never computed");
+    }
+    note("The data of an array was read that was never computed.");
+    const std::lock_guard lock(mutex);
+    return zeros.emplace_back(a.nbytes()).data();
+}
+
+}  // namespace failing
+
+// MARK: The C interface
+
+bool host_metal_begin(HostMetalRules rules) {
+    const std::lock_guard lock(failing::mutex);
+    if (failing::is_on) {
+        return false;
+    }
+    failing::rules = rules;
+    failing::message = rules.message ? rules.message : "";
+    failing::rules.message = failing::message.c_str();
+    failing::buffers = 0;
+    failing::failed_buffers = 0;
+    failing::has_error = false;
+    failing::faults.clear();
+    host::set_gpu_is_default(rules.gpu_by_default);
+    host::rounds_to_tf32 = rules.tf32;
+    failing::is_on = true;
+    return true;
+}
+
+size_t host_metal_end(void *context, void (*fault)(void *context, const char *text, size_t count)) {
+    const std::lock_guard lock(failing::mutex);
+    failing::is_on = false;
+    host::set_gpu_is_default(false);
+    host::rounds_to_tf32 = false;
+    for (const auto &[text, count] : failing::faults) {
+        fault(context, text.c_str(), count);
+    }
+    failing::zeros.clear();
+    return failing::buffers;
+}

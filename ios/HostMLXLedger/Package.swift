@@ -1,0 +1,48 @@
+// swift-tools-version: 6.0
+
+// The ledger: counts on Linux what a training step costs on a phone's GPU (docs/ledger.md), and `mesp-count`, which prints that of a run.
+//
+// A package of its own, so that whoever builds the trainer does not compile it: it stands on the trainer's package and on HostMLX, and
+// builds both again in its own `.build`. `make ledger` builds it.
+
+import PackageDescription
+
+guard let wheel = Context.environment["MESP_HOST_MLX"] else {
+    fatalError("HostMLXLedger: set MESP_HOST_MLX to the folder `site-packages/mlx` of the wheel mlx, 0.32.2 or later")
+}
+
+// As in ios/HostMLX/Package.swift. The header of CHostMLX is one of C++ too, and no module that C++20 would import.
+let cxxSettings: [CXXSetting] = [
+    .unsafeFlags(["-isystem", wheel + "/include", "-Wno-deprecated-declarations", "-fno-cxx-modules"])
+]
+
+func trainer(_ name: String) -> Target.Dependency { .product(name: name, package: "MeSP") }
+let mlx: Target.Dependency = .product(name: "MLX", package: "HostMLX")
+let hooks: Target.Dependency = .product(name: "CHostMLX", package: "HostMLX")
+
+let package = Package(
+    name: "HostMLXLedger",
+    platforms: [.iOS(.v17), .macOS(.v14)],
+    products: [
+        .library(name: "HostMLXLedger", targets: ["HostMLXLedger"]),
+        .executable(name: "mesp-count", targets: ["mesp-count"]),
+    ],
+    dependencies: [
+        .package(path: "../HostMLX"),
+        // Named, as its identity is the name of the folder that the checkout is in.
+        .package(name: "MeSP", path: "../.."),
+    ],
+    targets: [
+        .target(name: "CLedger", dependencies: [hooks], cxxSettings: cxxSettings),
+        .target(name: "HostMLXLedger", dependencies: ["CLedger", mlx]),
+        .executableTarget(
+            name: "mesp-count",
+            dependencies: ["HostMLXLedger", trainer("MeSPBundle"), trainer("MeSPCore"), trainer("MeSPSelfCheck")]),
+        .target(name: "CLedgerProbe", dependencies: [hooks], path: "Tests/CLedgerProbe", cxxSettings: cxxSettings),
+        .testTarget(name: "LedgerTests", dependencies: ["CLedgerProbe", "HostMLXLedger", mlx]),
+        .testTarget(
+            name: "StepTests",
+            dependencies: ["HostMLXLedger", mlx, trainer("MeSPBundle"), trainer("MeSPCore"), trainer("MeSPSelfCheck")]),
+    ],
+    cxxLanguageStandard: .cxx20
+)

@@ -1,0 +1,26 @@
+// mesp-count SETTINGS.json: counts what a step takes on a phone's GPU, and prints it as one line of JSON. mesp train --dry-run and
+// tools/bench.py drive it.
+// mesp-count --version: prints its version and MLX's, which the Python package compares with its own.
+
+import Foundation
+import MeSPBundle
+import MeSPCore
+
+func fail(_ message: String) -> Never {
+    FileHandle.standardError.write(Data((message + "\n").utf8))
+    exit(2)
+}
+
+guard CommandLine.arguments.count == 2 else { fail("usage: mesp-count SETTINGS.json, or mesp-count --version") }
+if CommandLine.arguments[1] == "--version" {
+    print("mesp-count \(Run.version) with MLX \(MLXSupport.version)")
+} else {
+    do {
+        let encoder = JSONEncoder()
+        encoder.keyEncodingStrategy = .convertToSnakeCase
+        let count = try StepCount(RunSettings(contentsOf: URL(fileURLWithPath: CommandLine.arguments[1])))
+        FileHandle.standardOutput.write(try encoder.encode(count) + Data("\n".utf8))
+    } catch {
+        fail((error as? MeSPError)?.sentence.english ?? error.localizedDescription)
+    }
+}

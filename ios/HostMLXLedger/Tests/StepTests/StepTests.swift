@@ -1,0 +1,198 @@
+import Foundation
+import HostMLXLedger
+import MLX
+import MeSPSelfCheck
+import Testing
+
+@testable import MeSPBundle
+@testable import MeSPCore
+
+/// The memory of the demo bundle for the GPU on Metal, by the ledger's strictest rules.
+@Suite(.serialized, .enabled(if: Ledger.isAvailable, "A ledger is recorded on Linux only"))
+struct StepTests {
+    private static let demo = URL(fileURLWithPath: #filePath).deletingLastPathComponent()
+        .appendingPathComponent("../../../MeSPTrainer/Demo-GPU.mesp").standardizedFileURL
+    private static let demoForTheCPU = demo.deletingLastPathComponent().appendingPathComponent("Demo.mesp")
+    private typealias Change = (inout RunSettings) -> Void
+
+    init() { MLXSupport.setEnvironment() }
+
+    private func settings(_ length: Int = 128, _ change: Change = { _ in }) throws -> RunSettings {
+        var settings = RunSettings(bundle: Self.demo.path, output: "")
+        (settings.seqLen, settings.rank) = (length, 8)
+        change(&settings)
+        return settings
+    }
+
+    /// The second step.
+    private func step(
+        _ settings: RunSettings, _ rules: LedgerRules = .strictPhone, keepsCache: Bool = false
+    ) throws -> (Ledger, Planner, Plan) {
+        var (planner, plan) = (Planner?.none, Plan?.none)
+        let ledger = try Ledger.record(rules: rules) {
+            let trial = try TrialSteps(settings) {
+                keepsCache ? $0.keepingCache(try $0.plan()) : try $0.plan()
+            }
+            (planner, plan) = (trial.planner, trial.plan)
+            try trial.step { Ledger.boundary() }
+            Ledger.restart()
+            try trial.step { Ledger.boundary() }
+        }
+        return (ledger, try #require(planner), try #require(plan))
+    }
+
+    @Test(
+        arguments: ["", "keepCache", "all", "mezo", "batch", "q and v", "B alone"].map { (128, $0) }
+            + [(256, ""), (256, "all")])
+    func thePredictionCoversTheStrictestRules(_ length: Int, _ choice: String) throws {
+        let settings = try settings(length) {
+            switch choice {
+            case "all": $0.offload = .all
+            case "mezo": $0.method = .mezo
+            case "batch": $0.batchSize = 2
+            case "q and v": $0.projections = ["q", "v"]
+            case "B alone": $0.freezeA = true
+            default: break
+            }
+        }
+        for rules in [LedgerRules.strictPhone, .slowPhone, .strictPad, .strictMac] {
+            let (ledger, planner, plan) = try step(settings, rules, keepsCache: choice == "keepCache")
+            #expect(ledger.peakBytes <= planner.arrays(plan))
+        }
+    }
+
+    /// With MLX's own command buffers a core would poll for most of the step.
+    @Test func waitsForMemorySleep() throws {
+        let (ledger, _, _) = try step(settings(256))
+        #expect(ledger.secondsSpinning() < 0.01 * ledger.seconds())
+    }
+
+    /// Each file is mapped once in a run, and each of the arrays on disk.
+    @Test(arguments: RunSettings.Offload.allCases) func aStepMapsNothing(_ offload: RunSettings.Offload) throws {
+        let (ledger, _, _) = try step(settings { $0.offload = offload })
+        #expect(ledger.mappings == 0)
+    }
+
+    @Test func aTokenMapsNothing() throws {
+        func mappings(tokens: Int) throws -> Int {
+            try Ledger.record(rules: .strictPhone) {
+                let bundle = try ModelBundle(url: Self.demo)
+                var request = Generator.Request(prompt: [1, 2, 3])
+                request.maxTokens = tokens
+                try Generator(bundle).generate(request) { _ in }
+            }.mappings
+        }
+        #expect(try mappings(tokens: 9) == mappings(tokens: 1))
+    }
+
+    /// As a round trip to the GPU takes longer than a block's kernels.
+    @Test(arguments: [0, 0.8] as [Float]) func aTokenIsOneEvaluation(_ temperature: Float) throws {
+        let ledger = try Ledger.record(rules: .strictPhone) {
+            var request = Generator.Request(prompt: [1, 2, 3])
+            (request.maxTokens, request.temperature) = (12, temperature)
+            var tokens = 0
+            try Generator(ModelBundle(url: Self.demo)).generate(request) { _ in
+                tokens += 1
+                // The first compile kernels.
+                if tokens == 4 { Ledger.restart() }
+            }
+        }
+        #expect(ledger.evals == 8 && ledger.asyncEvals == 0)
+    }
+
+    @Test func evaluationMapsEachFileOnce() throws {
+        var mapped = [String: Int]()
+        _ = try Ledger.record(rules: .strictPhone) {
+            let bundle = try ModelBundle(url: Self.demo)
+            let evaluator = try Evaluator(bundle)
+            _ = try evaluator.logLikelihood(of: [1, 2, 3, 4], window: 2)
+            _ = try evaluator.scores(of: [[1], [2, 3]], after: [4])
+            mapped = bundle.maps.mapped
+        }
+        #expect(mapped.values.allSatisfy { $0 == 1 })
+    }
+
+    /// A kernel that gathers rows would have Metal hold the whole file in memory.
+    @Test func noKernelReadsTheEmbedding() throws {
+        let ledger = try Ledger.record(rules: .strictPhone) {
+            let bundle = try ModelBundle(url: Self.demo)
+            try bundle.withDevice {
+                try bundle.withEmbedding { weights in
+                    let x = embed([1, 2, 3], weights, bundle.architecture, dtype: bundle.dtype)
+                    #expect(x.shape == [1, 3, bundle.architecture.hiddenSize])
+                }
+            }
+        }
+        #expect(ledger.mappings == 1)
+        #expect(ledger.wiredBytes == 0)
+        #expect(ledger.kernels == 0)
+    }
+
+    /// A pause waits for the kernels that a block or the head compiles.
+    @Test func theFirstStepCompilesFewKernelsBetweenBoundaries() throws {
+        let (ledger, _, _) = try step(settings())
+        #expect(ledger.firstKernels <= 80)
+        #expect(ledger.mostFirstKernels <= 30)
+    }
+
+    @Test(arguments: [5, 300]) func theFirstTextCompilesFewKernelsBetweenBoundaries(_ prompt: Int) throws {
+        let ledger = try Ledger.record(rules: .strictPhone) {
+            var request = Generator.Request(prompt: (0..<prompt).map { $0 % 9 })
+            (request.maxTokens, request.temperature) = (3, 1)
+            let generator = try Generator(ModelBundle(url: Self.demo))
+            try generator.generate(request, atBlock: { Ledger.boundary() }) { _ in Ledger.boundary() }
+        }
+        #expect(ledger.firstKernels > 30 && ledger.mostFirstKernels <= 30)
+    }
+
+    /// `qvm_split_k` takes up to three rows, as they are.
+    @Test(arguments: 1...4, [128, 96]) func productsOfFewRowsCopyNothing(_ rows: Int, _ columns: Int) throws {
+        let ledger = try Ledger.record(rules: .strictPhone) {
+            let words = MLXArray.zeros([1024, columns / 8], dtype: .uint32)
+            let scales = MLXArray.zeros([1024, columns / 32])
+            let format = try #require(
+                QuantizationFormat(inputs: columns, words: columns / 8, groups: columns / 32, hasBiases: true))
+            let matrix = QuantizedMatrix(
+                weight: words, scales: scales, biases: scales, format: format, processor: .gpu)
+            let dx = matrix.applyTransposed(MLXArray.zeros([rows, 1024]), addedTo: nil)
+            eval(dx)
+            #expect(dx.shape == [rows, columns])
+        }
+        // Three arrays of zeros, the product, and for few rows the sum of its parts.
+        #expect(ledger.kernels == (rows < 4 ? 5 : 4))
+    }
+
+    /// Of a bundle for the CPU on Apple's devices, where Metal's allocator gives out whole pages and keeps freed buffers.
+    @Test(arguments: [128, 256], RunSettings.Offload.allCases)
+    func thePredictionOnACPUCoversMetalsAllocator(_ length: Int, _ offload: RunSettings.Offload) throws {
+        let rules = LedgerRules(isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 0)
+        try Processor.$cpu.withValue(.appleCPU) {
+            var predicted = 0
+            let ledger = try Ledger.record(device: .cpu, rules: rules) {
+                let trial = try TrialSteps(
+                    settings(length) {
+                        $0.bundle = Self.demoForTheCPU.path
+                        $0.offload = offload
+                    })
+                predicted = trial.planner.arrays(trial.plan)
+                #expect(trial.planner.metalBytes == MetalMemory.assumed)
+                for _ in 0..<2 { try trial.step {} }
+            }
+            #expect(ledger.peakBytes <= predicted)
+        }
+    }
+
+    @Test func thePlanSaysWhatMetalTakes() throws {
+        let settings = try settings()
+        _ = try Ledger.record {
+            let bundle = try ModelBundle(url: Self.demo)
+            let planner = Planner(bundle.manifest, settings)
+            let plan = try planner.plan()
+            let record = LogRecord.Prediction(settings, bundle, planner, plan)
+            let metal = try #require(record.metalBytes)
+            #expect(metal > 0)
+            #expect(record.predictedPeakBytes >= metal + planner.arrays(plan))
+        }
+        #expect(Planner(try ModelBundle(url: Self.demoForTheCPU).manifest, settings).metalBytes == nil)
+    }
+}
