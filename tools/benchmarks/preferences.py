@@ -16,7 +16,7 @@ from benchmarks.rows import engine_settings
 from benchmarks.variants import Variant
 from mesp.bundle.manifest import read_manifest
 from mesp.data.preferences import CHOSEN, REJECTED
-from mesp.engine.settings import OBJECTIVES
+from mesp.settings.train_settings import OBJECTIVES
 
 
 def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterator[Row]:

@@ -18,9 +18,10 @@ from typing import Any
 
 from benchmarks.cells import Cell
 from mesp.engine.build import find_engine
-from mesp.engine.settings import PAPER, TrainSettings
 from mesp.errors import MespError
 from mesp.runs.log import Run
+from mesp.settings.optimizer_defaults import PAPER
+from mesp.settings.train_settings import TrainSettings
 
 # Settings that are missing are the paper's, the engine's default: SGD at 1e-4 on seven
 # projections, batch 1. Runs in Python are told.

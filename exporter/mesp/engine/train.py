@@ -29,12 +29,14 @@ from mesp.data.general import general_text
 from mesp.data.load import load_beside
 from mesp.engine.own_texts import own_texts
 from mesp.engine.process import Engine, Record, failure, log, running
-from mesp.engine.settings import TrainSettings, kept, settings_of
 from mesp.errors import Interrupted, MespError, plain_os_errors
 from mesp.files import read_settings, write_whole
 from mesp.folders import refuse_linked_folders
 from mesp.rewards import Reward, find_reward, rewards_of
 from mesp.runs.log import LOG_NAME, Run
+from mesp.settings.declaration import list_settings, refuse_changes
+from mesp.settings.rules import check_settings
+from mesp.settings.train_settings import TrainSettings
 from mesp.text import bundle_tokenizer, load_tokenizer
 
 SETTINGS_NAME = "settings.json"
@@ -277,11 +279,11 @@ def prepare(
         settings = TrainSettings.of(given)
     path = path.resolve()
     manifest = read_manifest(path, to_run)
-    settings = settings.completed(manifest, paper)
+    settings = settings.complete(manifest, paper)
     reward = None
     if settings.reward is not None:
         reward = find_reward(settings.reward, may_import and "reward" in given)
-    settings.check(manifest)
+    check_settings(settings, manifest)
     if settings.reward is not None:
         check_prompts(Bundle(path, to_run=False))
     output = output or default_output(manifest, settings.method)
@@ -331,7 +333,7 @@ def _resumed(
         path, settings = Path(entries["bundle"]), TrainSettings.from_json(entries)
     except (MespError, KeyError, TypeError) as error:
         raise not_settings(output) from error
-    kept(settings, given, settings_of(TrainSettings))
+    refuse_changes(settings, given, list_settings(TrainSettings))
     return bundle or path, replace(settings, **given)
 
 

@@ -49,6 +49,8 @@ public struct Run {
     var now: () -> ContinuousClock.Instant = { .now }
 
     func callAsFunction(_ settings: RunSettings, _ bundle: ModelBundle) throws {
+        var settings = settings
+        settings.setDefaultUpdate(for: bundle.architecture)
         try bundle.manifest.check(settings)
         let output = URL(fileURLWithPath: settings.output)
         guard !settings.resume || FileManager.default.fileExists(atPath: LogWriter.url(in: output).path) else {
@@ -73,7 +75,7 @@ public struct Run {
         if lock == nil { lock = try FolderLock(output) }
         // The first work for the GPU, and so a block boundary too; a stop waits for the next.
         try? atBlock { _ in }
-        var (settings, isCutShort) = (settings, false)
+        var isCutShort = false
         while true {
             do {
                 return try TrainingLoop(

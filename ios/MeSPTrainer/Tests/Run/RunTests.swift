@@ -515,13 +515,12 @@ import Testing
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         var settings = RunSettings(bundle: "", output: "")
         settings.method = method
-        settings.useDefaultUpdate(for: fixture.bundle.architecture)
-        #expect(settings.optimizer.rawValue == (try fixture.word("default \(method)")))
+        #expect(settings.effectiveOptimizer.rawValue == (try fixture.word("default \(method)")))
         let cases = RunSettings.OptimizerKind.allCases.flatMap { [($0, nil), ($0, Objective.dpo)] }
         for (optimizer, objective) in cases {
             (settings.optimizer, settings.objective) = (optimizer, objective)
             let rate = try fixture.number("default \(method) \(optimizer)\(objective == nil ? "" : " dpo")")
-            let difference = settings.defaultLearningRate(for: fixture.bundle.architecture) - rate
+            let difference = settings.effectiveLearningRate(for: fixture.bundle.architecture) - rate
             #expect(abs(difference) < 1e-6 * rate, "\(optimizer)")
         }
     }
