@@ -16,6 +16,10 @@ from typing import Any
 
 import click
 
+from mesp import files
+from mesp.block_function import mlxfn
+from mesp.bundle import manifest, reader
+from mesp.data import tokens
 from mesp.settings.declaration import Setting
 from mesp.settings.engine_settings import EngineSettings
 from mesp.settings.train_settings import MAX_SEQUENCES, MAX_STEPS, TrainSettings
@@ -60,6 +64,9 @@ DOCS = {
     "max_forgetting": "Most that the perplexity of `general` may rise, in percent: at the end the "
     "adapters are weakened to that, or none are kept; nil: keep them as they were trained.",
 }
+
+
+CHANGES = "Takes the settings that may change when a run is resumed: no result depends on them."
 
 
 def write_name(key: str) -> str:
@@ -132,80 +139,81 @@ class Property:
         said = ", ".join(f"{n}: {write_whole(b)}" for n, b in bounds.items() if b is not None)
         return [f'        try requireRange("{self.key}", {self.name}, {said})'] if said else []
 
+    def write_choices(self, indent: str) -> list[str]:
+        """The enumeration of its choices."""
+        assert isinstance(self.setting.choices, Mapping)
+        lines = write_comment(re.split("[:;.]", self.setting.help)[0] + ".", indent)
+        lines.append(f"{indent}public enum {self.type}: String, Codable, Sendable, CaseIterable {{")
+        for choice, what in self.setting.choices.items():
+            lines += write_comment(what, indent + "    ") if what else []
+            lines.append(f"{indent}    case {choice}")
+        return [*lines, indent + "}"]
+
 
 def write_whole(number: float) -> str:
     assert number == int(number), "requireRange takes whole bounds"
     return f"{int(number):_}"
 
 
-def write_choices(name: str, choices: Mapping[str, str], doc: str, indent: str) -> list[str]:
-    """An enumeration with the choices of a setting."""
-    lines = write_comment(doc, indent)
-    lines.append(f"{indent}public enum {name}: String, Codable, Sendable, CaseIterable {{")
-    for choice, what in choices.items():
-        lines += write_comment(what, indent + "    ") if what else []
-        lines.append(f"{indent}    case {choice}")
-    return [*lines, indent + "}"]
+def list_properties() -> list[Property]:
+    """The properties of `RunSettings`, in its order."""
+    folders, others = fields(EngineSettings)[:3], fields(EngineSettings)[3:]
+    declared = map(Property, (*folders, *fields(TrainSettings), *others))
+    return [each for each in declared if each.key not in NOT_READ]
 
 
 def write_settings() -> str:
     """`RunSettings` in Swift: names, kinds, defaults, choices and bounds."""
-    folders, others = fields(EngineSettings)[:3], fields(EngineSettings)[3:]
-    declared = map(Property, (*folders, *fields(TrainSettings), *others))
-    properties = [each for each in declared if each.key not in NOT_READ]
-    needed = [each for each in properties if each.is_needed]
-    lines = write_header("exporter/mesp/settings")
-    lines += [
-        "/// Everything that a run depends on: the app's form and `mesp-engine`'s settings file.",
-        "public struct RunSettings: Codable, Sendable, Equatable {",
-    ]
-    for each in properties:
-        lines += each.write()
-    parameters = ", ".join(f"{each.name}: {each.type}" for each in needed)
-    lines += ["", f"    public init({parameters}) {{"]
-    lines += [f"        self.{each.name} = {each.name}" for each in needed]
-    lines += ["    }", "}", "", "extension RunSettings {"]
-    lines += ["    /// The most steps.", f"    static let maxSteps = {MAX_STEPS:_}"]
-    lines += [
-        "    /// The most sequences of a step.",
-        f"    static let maxSequences = {MAX_SEQUENCES:_}",
-    ]
-    lines += ["", "    /// Throws a sentence about the first number that is out of its range."]
-    lines += ["    func checkRanges() throws {"]
-    for each in properties:
-        lines += each.write_check()
-    lines += ["    }", ""]
-    keys = ", ".join(f'"{each.key}"' for each in properties if each.setting.federated)
-    lines += ["    /// The keys that the server of a federation may set; none is a path."]
-    lines += ["    package static let federated: Set<String> = ["]
-    lines += [f"        {line}" for line in textwrap.wrap(keys, WIDTH - 8)]
-    lines[-1] += ","
-    lines += ["    ]", ""]
-    lines += write_comment(
-        "Takes the settings of another part of a run that may change from one part to the next: no "
-        "result depends on them.",
-        "    ",
-    )
-    lines += ["    mutating func takeChanges(from other: RunSettings) {"]
-    for each in properties:
-        if each.setting.may_change:
-            lines.append(f"        {each.name} = other.{each.name}")
-    lines += ["    }"]
+    properties = list_properties()
     choices = [each for each in properties if isinstance(each.setting.choices, Mapping)]
+    lines = write_header("exporter/mesp/settings") + write_struct(properties)
+    lines += ["", "extension RunSettings {", *write_use(properties)]
     for each in choices:
-        if each.key not in OUTER:
-            lines += ["", *_write_choices_of(each, "    ")]
-    lines += ["}"]
+        lines += ["", *each.write_choices("    ")] if each.key not in OUTER else []
+    lines.append("}")
     for each in choices:
-        if each.key in OUTER:
-            lines += ["", *_write_choices_of(each, "")]
+        lines += ["", *each.write_choices("")] if each.key in OUTER else []
     return "\n".join(lines) + "\n"
 
 
-def _write_choices_of(each: Property, indent: str) -> list[str]:
-    assert isinstance(each.setting.choices, Mapping)
-    doc = each.setting.help.partition(":")[0].partition(";")[0].removesuffix(".") + "."
-    return write_choices(each.type, each.setting.choices, doc, indent)
+def write_struct(properties: list[Property]) -> list[str]:
+    needed = [each for each in properties if each.is_needed]
+    return [
+        "/// Everything that a run depends on: the app's form and `mesp-engine`'s settings file.",
+        "public struct RunSettings: Codable, Sendable, Equatable {",
+        *(line for each in properties for line in each.write()),
+        "",
+        f"    public init({', '.join(f'{each.name}: {each.type}' for each in needed)}) {{",
+        *(f"        self.{each.name} = {each.name}" for each in needed),
+        "    }",
+        "}",
+    ]
+
+
+def write_use(properties: list[Property]) -> list[str]:
+    """What is true of settings beside their names and defaults: bounds, and who may change them."""
+    federated = ", ".join(f'"{each.key}"' for each in properties if each.setting.federated)
+    return [
+        "    /// The most steps.",
+        f"    static let maxSteps = {write_whole(MAX_STEPS)}",
+        "    /// The most sequences of a step.",
+        f"    static let maxSequences = {write_whole(MAX_SEQUENCES)}",
+        "",
+        "    /// Throws a sentence about the first number that is out of its range.",
+        "    func checkRanges() throws {",
+        *(line for each in properties for line in each.write_check()),
+        "    }",
+        "",
+        "    /// The keys that the server of a federation may set; none is a path.",
+        "    package static let federated: Set<String> = [",
+        *(f"        {line}" for line in textwrap.wrap(federated + ",", WIDTH - 8)),
+        "    ]",
+        "",
+        *write_comment(CHANGES, "    "),
+        "    mutating func takeChanges(from other: RunSettings) {",
+        *(f"        {e.name} = other.{e.name}" for e in properties if e.setting.may_change),
+        "    }",
+    ]
 
 
 def write_json(source: str, extended: str, table: Mapping[str, Any]) -> str:
@@ -252,10 +260,33 @@ def write_adapter_fields() -> str:
     return write_json("exporter/mesp/adapters/fields.json", "AdapterFields", table)
 
 
+def write_bundle_constants() -> str:
+    """The numbers that the exporter writes bundles by, and the app reads them by."""
+    lines = write_header("exporter/mesp")
+    lines += ["extension Manifest {", "    /// The bundle format this build reads."]
+    lines += [f"    public static let format = {manifest.FORMAT}", ""]
+    lines += [
+        "    /// The most bytes of a manifest that is read; decoding takes some 16 times as much."
+    ]
+    lines += [f"    package static let largestSize = {write_whole(files.SIZE)}", "}", ""]
+    lines += ["extension AllowedPrimitives {"]
+    lines += [
+        "    /// The first MLX that writes and reads the layout of a bundle's files of functions."
+    ]
+    lines += [f'    static let firstMLX = "{mlxfn.MLX}"', ""]
+    lines += ["    /// The most bytes of a file of functions."]
+    lines += [f"    static let largestFile = {write_whole(reader.FUNCTIONS)}", "}", ""]
+    lines += ["extension TextData {"]
+    lines += ["    /// The characters of a text that are tokenized at a time."]
+    lines += [f"    static let pieceSize = {write_whole(tokens.PIECE)}", "}", ""]
+    return "\n".join(lines)
+
+
 def write_all() -> dict[Path, str]:
     """The text of each file that is generated."""
     return {
         SWIFT / "Core" / "Run" / "RunSettings.swift": write_settings(),
+        SWIFT / "Bundle" / "BundleConstants.swift": write_bundle_constants(),
         SWIFT / "Bundle" / "Functions" / "AllowedPrimitivesTable.swift": write_allowed_primitives(),
         SWIFT / "Adapters" / "AdapterFieldsTable.swift": write_adapter_fields(),
         SWIFT / "AppModel" / "general.txt": (PYTHON / "data" / "general.txt").read_text("utf-8"),

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 import generate
+from helpers.paths import ROOT
 from mesp.settings.declaration import Setting
+from mesp.settings.optimizer_defaults import PAPER
 from mesp.settings.train_settings import TrainSettings
+
+LISTED = r'```json\n(\{"bundle": "DIR", "data": null, "output".*?\})\n```'
 
 
 @pytest.mark.parametrize("path", generate.write_all(), ids=lambda path: path.name)
@@ -36,7 +42,7 @@ def changed(name: str, monkeypatch: pytest.MonkeyPatch, **others: object) -> str
         ("warmup", {"key": "warm_up"}, "public var warmUp: Int = 0"),
         ("alpha", {"kind": int}, "public var alpha: Int = 16"),
         ("dp_clip", {"may_change": True}, "dpClip = other.dpClip"),
-        ("gamma", {"federated": True}, '"gamma"'),
+        ("dr_grpo", {"federated": True}, '"dr_grpo"'),
         ("schedule", {"choices": {"constant": "", "step": "In steps."}}, "case step\n"),
     ],
 )
@@ -45,3 +51,12 @@ def test_another_declaration_is_another_file(
 ):
     assert line not in generate.write_settings()
     assert line in changed(name, monkeypatch, **others)
+
+
+def test_the_document_lists_every_setting_with_its_default():
+    pages = [page.read_text("utf-8") for page in (ROOT / "docs").glob("*.md")]
+    (listed,) = [found[1] for page in pages if (found := re.search(LISTED, page, re.DOTALL))]
+    defaults = {
+        each.key: "DIR" if each.is_needed else each.default for each in generate.list_properties()
+    }
+    assert json.loads(listed) == json.loads(json.dumps(defaults | PAPER))

@@ -181,8 +181,7 @@ extension RunSettings {
         "memory_limit_mb", "offload",
     ]
 
-    /// Takes the settings of another part of a run that may change from one part to the next: no result depends on
-    /// them.
+    /// Takes the settings that may change when a run is resumed: no result depends on them.
     mutating func takeChanges(from other: RunSettings) {
         bundle = other.bundle
         output = other.output
