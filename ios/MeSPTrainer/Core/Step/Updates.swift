@@ -65,7 +65,7 @@ package final class Updates {
             if let mu = settings.proximalMu, let start = try start?.read(block) {
                 gradient = gradient + mu * (old - layout.trained(in: start))
             }
-            let rate = settings.learningRate(step: number, of: model.architecture)
+            let rate = settings.learningRate(step: number, of: model.bundle.architecture)
             var update = try optimizer.update(old, gradient, block: block, rate: rate)
             update.w = layout.replacing(in: parameters, trained: update.w)
             if settings.loraDtype == .bfloat16 {
