@@ -11,6 +11,7 @@
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
 # make first-hour  measures this machine, and packs one file to send back (docs/first-hour.md)
 # make dist    writes the wheel and the sdist to dist/
+# make generated  writes the files in Swift that say what Python declares
 # make setup   makes .venv with everything the others need (each calls it)
 # make lock    resolves the versions that CI and the image install
 
@@ -39,7 +40,7 @@ HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 OPTIMIZED := --configuration release -Xswiftc -enable-testing
 SWIFT_TEST = $(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --skip-build $(OPTIMIZED) --no-parallel
 
-.PHONY: setup lock engine engine-and-tests ledger dist demo demo-real demo-rewards demo-federate app-bundle check check-gpu first-hour test test-slow test-format test-python test-swift test-ledger clean
+.PHONY: setup lock generated engine engine-and-tests ledger dist demo demo-real demo-rewards demo-federate app-bundle check check-gpu first-hour test test-slow test-format test-python test-swift test-ledger clean
 
 setup: $(READY)
 
@@ -64,6 +65,9 @@ lock: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(COMPILE) --extra report --extra dev --output-file .ci/requirements.txt pyproject.toml
 	echo setuptools | $(COMPILE) --constraint .ci/requirements.txt --output-file .ci/image.txt pyproject.toml -
+
+generated: $(READY)
+	$(BIN)/python tools/generate.py
 
 engine: $(READY)
 	$(BIN)/python -m mesp.engine

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ import pytest
 import mesp
 from helpers.commands import run
 from helpers.paths import ROOT
-from mesp.engine.settings import TrainSettings, settings_of
-from mesp.federate.local_training import SETTINGS
+from mesp.settings.train_settings import TrainSettings
 
 PACKAGE = ROOT / "exporter" / "mesp"
 CORE = ROOT / "ios" / "MeSPTrainer" / "Core"
@@ -91,42 +89,6 @@ def test_settings_are_written_and_read():
     assert entries["memory_limit_mb"] == 60 and "memory_limit" not in entries
     assert TrainSettings.from_json(entries) == settings
     assert TrainSettings.from_json({"steps": 3}) == TrainSettings(steps=3)
-
-
-def swift_name(key: str) -> str:
-    first, *others = key.split("_")
-    return first + "".join(word.capitalize() for word in others)
-
-
-def test_the_core_has_the_same_settings_with_the_same_defaults():
-    """But for what goes by the bundle or the method, which `TrainSettings.completed` fills in."""
-    source = (CORE / "Run" / "RunSettings.swift").read_text(encoding="utf-8")
-    declared = re.findall(r"^    public var (\w+)(?:: ([\w?\[\]]+))?(?: = (\S+))?$", source, re.M)
-    there = {name: default or None for name, _, default in declared}
-    for name, known in settings_of(TrainSettings).items():
-        (here,) = [each.default for each in fields(TrainSettings) if each.name == name]
-        default = there.get(swift_name(known.key or name))
-        if here in (None, MISSING) or default is None:
-            continue
-        if isinstance(here, bool):
-            assert default == str(here).lower(), name
-        elif isinstance(here, str):
-            assert default == f".{here}", name
-        else:
-            assert float(default) == here, name
-    others = {"bundle", "data", "output", "firstStep", "proximalMu", "resume", "order", "dryRun"}
-    others |= {"stop", "general", "replay"}  # of the bundle
-    here = {swift_name(each.key or name) for name, each in settings_of(TrainSettings).items()}
-    assert there.keys() - here == others
-    # Of what is said of a run, of what rewards its answers, and of what is tokenized for it.
-    assert here - there.keys() == {"dpDelta", "reward", "generalText", "replayText"}
-
-
-def test_a_phones_client_takes_the_same_settings_of_a_server():
-    source = (CORE.parent / "Federation").rglob("*.swift")
-    text = "\n".join(path.read_text(encoding="utf-8") for path in [*source, *CORE.rglob("*.swift")])
-    for key in SETTINGS:
-        assert re.search(rf'"{key}"|\b{swift_name(key)}\b', text), key
 
 
 def imports(path: Path) -> Iterator[str]:

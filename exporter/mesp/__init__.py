@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from mesp.data.load import DataOptions
     from mesp.data.sources import Selection
     from mesp.engine.generate import TextStream, generate
-    from mesp.engine.settings import TrainSettings
     from mesp.engine.train import train
     from mesp.errors import EngineError, Interrupted, MespError
     from mesp.evaluation.evaluate import Evaluation, evaluate
     from mesp.progress import Progress
     from mesp.runs.log import RunLog
+    from mesp.settings.train_settings import TrainSettings
 
 __all__ = [
     "Bundle",
@@ -58,12 +58,12 @@ _MODULES = {
     "mesp.data.load": ("DataOptions",),
     "mesp.data.sources": ("Selection",),
     "mesp.engine.generate": ("TextStream", "generate"),
-    "mesp.engine.settings": ("TrainSettings",),
     "mesp.engine.train": ("train",),
     "mesp.errors": ("EngineError", "Interrupted", "MespError"),
     "mesp.evaluation.evaluate": ("Evaluation", "evaluate"),
     "mesp.progress": ("Progress",),
     "mesp.runs.log": ("RunLog",),
+    "mesp.settings.train_settings": ("TrainSettings",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

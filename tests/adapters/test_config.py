@@ -4,7 +4,6 @@ The trainer and `mesp fuse` read folders of adapters by one table, which has a c
 """
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from mlx_lm.lora import CONFIG_DEFAULTS
 from helpers.adapters import RANK, SCALE, write_adapters, write_peft
 from helpers.commands import call, run
 from helpers.models import FAMILIES, write_model
-from helpers.paths import ROOT
 from mesp.adapters import config
 from mesp.adapters.config import FIELDS
 from mesp.adapters.load import read_adapters
@@ -24,7 +22,6 @@ from mesp.bundle.reader import Bundle
 from mesp.engine.process import generate
 from mesp.errors import MespError
 
-SWIFT = ROOT / "ios/MeSPTrainer/Adapters/AdapterFields.swift"
 PLAIN = "which is not supported; train plain LoRA adapters"
 PEFT, MLX = "adapter_model.safetensors", "adapters.safetensors"
 
@@ -75,14 +72,6 @@ def check_refused(bundle: Path, adapters: Path, said: str) -> None:
     with pytest.raises(MespError) as error:
         list(generate(bundle, [5, 6], max_tokens=1, adapters=adapters))
     assert str(error.value) == expected
-
-
-def test_the_table_in_swift_is_this_one():
-    literal = re.search(r'#"""\n(.*)\n +"""#', SWIFT.read_text(encoding="utf-8"), re.DOTALL)
-    assert literal is not None
-    names = [name for name in FIELDS if name != "about"]
-    table = {name: FIELDS[name] | {"ignored": [*FIELDS[name]["ignored"]]} for name in names}
-    assert json.loads(literal[1]) == table
 
 
 def test_a_key_is_in_one_part_of_the_table():

@@ -861,9 +861,3 @@ def test_views_say_what_their_symbols_mean():
                 assert re.search("accessibility(Label|Hidden)", line), (
                     f"{view.name}: {line.strip()}"
                 )
-
-
-def test_the_app_has_the_general_text_of_the_commands():
-    """So that a phone and a computer choose by the same page."""
-    text = (ROOT / "exporter" / "mesp" / "data" / "general.txt").read_text(encoding="utf-8")
-    assert (HOME / "AppModel" / "general.txt").read_text(encoding="utf-8") == text

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import struct
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +12,6 @@ import mlx.core as mx
 import pytest
 
 from helpers.commands import call, run
-from helpers.paths import ROOT
 from mesp.block_function import mlxfn
 from mesp.block_function.check import check_functions
 from mesp.block_function.forward_pass import block_function
@@ -22,7 +19,6 @@ from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
 
-SWIFT = ROOT / "ios/MeSPTrainer/Bundle/Functions/AllowedPrimitives.swift"
 FLOAT32 = struct.pack("<iB", 10, 4)
 
 
@@ -246,13 +242,6 @@ def test_the_file_is_for_one_device(tmp_path):
     with pytest.raises(ValueError, match="for another device"):
         check_functions(file, "gpu")
     check_functions(mlxfn.on_device(file, "gpu"), "gpu")
-
-
-def test_the_list_in_swift_is_this_one():
-    literal = re.search(r'#"""\n(.*)\n +"""#', SWIFT.read_text(), re.DOTALL)
-    assert literal is not None
-    listed = Path(mlxfn.__file__).with_name("allowed_primitives.json")
-    assert textwrap.dedent(literal[1]) == listed.read_text().rstrip("\n")
 
 
 def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):

@@ -16,9 +16,9 @@ from helpers.commands import call, run, wait_for
 from helpers.oracle import RANK, Oracle, Recipe, distance, saved
 from mesp import rewards
 from mesp.engine.process import running
-from mesp.engine.settings import TrainSettings
 from mesp.engine.train import TrainingJob
 from mesp.errors import MespError
+from mesp.settings.train_settings import TrainSettings
 
 SEQ_LEN = 32
 GROUP = 4
@@ -72,7 +72,7 @@ def test_a_step_is_that_of_automatic_differentiation(
     options |= {"group_size": GROUP, "max_tokens": 6, "batch_size": 2, "dr_grpo": dr}
     options |= {"val_batches": 0, "seq_len": SEQ_LEN, "rank": RANK, "offload": offload}
     manifest, out = mesp.load(bundle).manifest, tmp_path / "run"
-    job = TrainingJob(bundle, manifest, TrainSettings(**options).completed(manifest), out)
+    job = TrainingJob(bundle, manifest, TrainSettings(**options).complete(manifest), out)
     oracle = Oracle.of(bundle, SEQ_LEN)
     start = parameters = oracle.initial(Recipe(optimizer=None))
     drawn, losses, steps = np.random.default_rng(0), [], []

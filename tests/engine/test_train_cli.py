@@ -238,7 +238,7 @@ def test_the_settings_of_a_run_are_a_config(bundle: Path, tmp_path: Path):
         ("config: other.yaml", "sets config, which is not an option; `mesp-train --help` lists"),
         ("steps: 2.5", "sets steps to 2.5: '2.5' is not a valid integer range."),
         ("steps: true", "sets steps to True: 'True' is not a valid integer range."),
-        ("steps: -1", "sets steps to -1: -1 is not in the range x>=1."),
+        ("steps: -1", "sets steps to -1: -1 is not in the range 1<=x<=1000000."),
         ("rank: [8, 16]", "sets rank to [8, 16]: '8,16' is not a valid integer range."),
         ("rslora: perhaps", "sets rslora to perhaps: 'perhaps' is not a valid boolean."),
         ("schedule: {name: linear}", "sets schedule to {'name': 'linear'}, which must be a plain"),
@@ -558,7 +558,7 @@ def test_default_output_names_bundle_method_and_time(bundle: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--steps", 0], "Invalid value for '--steps': 0 is not in the range x>=1."),
+        (["--steps", 0], "Invalid value for '--steps': 0 is not in the range 1<=x<=1000000."),
         (["--rank", 0], "Invalid value for '--rank': 0 is not in the range x>=1."),
         (["--rank", 4], "The bundle has no rank 4; it was exported for 8, 16."),
         (

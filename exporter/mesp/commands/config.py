@@ -65,3 +65,15 @@ def read_config(context: click.Context, _: click.Parameter, path: Path | None) -
         except click.BadParameter as error:
             raise MespError(f"{path} sets {key} to {value}: {error.message}") from error
         context.default_map[parameter.name] = typed
+
+
+config_option = click.option(
+    "-c",
+    "--config",
+    type=click.Path(path_type=Path),
+    is_eager=True,
+    expose_value=False,
+    callback=read_config,
+    help="YAML file with any of these options by name, as in `seq_len: 128`, and `bundle`; "
+    "options on the command line override it.",
+)

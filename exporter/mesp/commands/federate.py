@@ -19,18 +19,11 @@ from rich.console import Console
 from mesp.bundle.data_files import write_data, write_index
 from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.commands.command import Command
+from mesp.commands.config import config_option
 from mesp.commands.data_options import data_options, data_options_of, given_data_options
-from mesp.commands.training_options import (
-    config_option,
-    given,
-    options_of,
-    paper_option,
-    refused_options,
-    require,
-)
+from mesp.commands.refused_options import refused_options
 from mesp.data.load import DataOptions, tokenize
 from mesp.data.tokenizer import load_tokenizer
-from mesp.engine.settings import TrainSettings, kept, settings_of
 from mesp.engine.train import SETTINGS_NAME, default_folder, not_settings, read_recorded_settings
 from mesp.errors import Ended, MespError, plain_os_errors
 from mesp.federate.federation import TRAINING, Federation, FederationSettings, write_app
@@ -38,11 +31,20 @@ from mesp.federate.local_training import SETTINGS
 from mesp.federate.partition import Partition, read_topics, share_out
 from mesp.federate.rounds_progress import RoundsProgress, summary
 from mesp.folders import refuse_linked_folders
+from mesp.settings.command_options import (
+    add_options,
+    find_given,
+    paper_option,
+    require_values,
+)
+from mesp.settings.declaration import list_settings, refuse_changes
+from mesp.settings.rules import check_use
+from mesp.settings.train_settings import TrainSettings
 
 # The settings of training that a federation has.
 TRAINED = {
     name: declared
-    for name, declared in settings_of(TrainSettings).items()
+    for name, declared in list_settings(TrainSettings).items()
     if (declared.key or name) in SETTINGS or name == "val_batches"
 }
 
@@ -50,7 +52,7 @@ TRAINED = {
 @click.command(cls=Command)
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @config_option
-@options_of(FederationSettings)
+@add_options(FederationSettings)
 @click.option(
     "--out", "output", type=click.Path(path_type=Path),
     show_default="runs/BUNDLE-federated-TIME", help="Folder of all rounds.",
@@ -60,7 +62,7 @@ TRAINED = {
 @click.option(
     "--app", is_flag=True, help="Simulate nobody: write the Flower app for real machines."
 )
-@options_of(TrainSettings, TRAINING, TRAINED)
+@add_options(TrainSettings, TRAINING, TRAINED)
 @paper_option
 @refused_options
 @click.pass_context
@@ -98,19 +100,19 @@ def prepare_federation(context: click.Context, simulated: bool = True) -> Federa
     """A federation of the command's options, in a folder with its settings and tokens, of all
     clients where they are simulated; or the one to resume. Raises MespError."""
     bundle, output, resume = (context.params[name] for name in ("bundle", "output", "resume"))
-    own, training = given(context, FederationSettings), given(context, TrainSettings)
+    own, training = find_given(context, FederationSettings), find_given(context, TrainSettings)
     if resume:
         if changed := given_data_options(context):
             raise MespError(f"A resumed federation keeps its data: leave out {changed[0]}.")
         bundle, settings, trained = read_resumed(output, bundle, own, training)
     else:
-        require(context, "bundle", "data", "clients", "rounds")
+        require_values(context, "bundle", "data", "clients", "rounds")
         settings = FederationSettings(**own)
         trained = TrainSettings.of({**TRAINING, **training})
     bundle = bundle.resolve()
     manifest = read_manifest(bundle)
-    trained = trained.completed(manifest, context.params["paper"])
-    trained.check_use(manifest)
+    trained = trained.complete(manifest, context.params["paper"])
+    check_use(trained, manifest)
     settings.check()
     entries = trained.to_json()
     options = {
@@ -164,9 +166,10 @@ def read_resumed(
         raise MespError(
             f"A resumed run keeps its settings: BUNDLE is {path} and cannot become {bundle}."
         )
-    kept(settings, own, settings_of(FederationSettings))
+    refuse_changes(settings, own, list_settings(FederationSettings))
     # The number of a round's steps is part of what a federation is.
-    kept(trained, training, {n: replace(each, may_change=False) for n, each in TRAINED.items()})
+    fixed = {name: replace(each, may_change=False) for name, each in TRAINED.items()}
+    refuse_changes(trained, training, fixed)
     return path, replace(settings, **own), trained
 
 

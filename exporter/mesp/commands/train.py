@@ -10,15 +10,9 @@ import click
 from click.core import ParameterSource
 
 from mesp.commands.command import Command
+from mesp.commands.config import config_option
 from mesp.commands.progress_bars import TrainingProgress
-from mesp.commands.training_options import (
-    config_option,
-    given,
-    options_of,
-    paper_option,
-    refused_options,
-    require,
-)
+from mesp.commands.refused_options import refused_options
 from mesp.engine.build import find_engine
 from mesp.engine.plan import (
     describe_count,
@@ -27,10 +21,16 @@ from mesp.engine.plan import (
     describe_privacy,
 )
 from mesp.engine.process import find_count, find_plan
-from mesp.engine.settings import TrainSettings
 from mesp.engine.train import TrainingJob, prepare_training
 from mesp.formatting import decimal, duration, megabytes, quality
 from mesp.runs.log import LOG_NAME, RunLog
+from mesp.settings.command_options import (
+    add_options,
+    find_given,
+    paper_option,
+    require_values,
+)
+from mesp.settings.train_settings import TrainSettings
 
 
 @click.command(cls=Command)
@@ -40,7 +40,7 @@ from mesp.runs.log import LOG_NAME, RunLog
     "--out", "output", type=click.Path(path_type=Path), show_default="runs/BUNDLE-METHOD-TIME",
     help="Folder of the run.",
 )  # fmt: skip
-@options_of(TrainSettings)
+@add_options(TrainSettings)
 @paper_option
 @click.option(
     "--resume", is_flag=True,
@@ -62,8 +62,8 @@ def main(
     Ctrl-C stops the run soon, with its adapters saved; a second Ctrl-C ends it at once.
     """
     if not resume:
-        require(context, "bundle", "steps")
-    settings = given(context, TrainSettings)
+        require_values(context, "bundle", "steps")
+    settings = find_given(context, TrainSettings)
     is_typed = context.get_parameter_source("reward") is ParameterSource.COMMANDLINE
     job = prepare_training(
         bundle, output, resume, paper, settings, not dry_run, may_import=is_typed

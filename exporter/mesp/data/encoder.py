@@ -20,6 +20,7 @@ from mesp.data.special_tokens import encode_split, special_pattern
 from mesp.errors import MespError, plain_errors
 
 SPLIT = "--split-special-tokens"
+PIECE = 1 << 14  # characters of a text that are tokenized at a time
 LOSS_ON = ("answers", "last", "all")  # what is in the loss, of records with answers
 
 
@@ -189,7 +190,7 @@ def begin_of_text(tokenizer: Any) -> int | None:
     return begin if begin is not None and tokenizer.encode("")[:1] == [begin] else None
 
 
-def cut_text(text: str, size: int = 1 << 14) -> Iterator[str]:
+def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
     """Cuts a long text at starts of lines, as tokenizing it whole takes much memory.
 
     Byte-level BPE cuts there too; at most the white space before a cut is tokenized differently.

@@ -8,10 +8,11 @@ from typing import Any
 from mesp.bundle.manifest import Manifest
 from mesp.engine.build import engine_path
 from mesp.engine.process import Record, find_plan
-from mesp.engine.settings import OPTIMIZERS, TrainSettings, default_optimizer
 from mesp.errors import MespError
 from mesp.formatting import megabytes
 from mesp.runs.privacy import Steps, epsilon
+from mesp.settings.optimizer_defaults import choose_optimizer
+from mesp.settings.train_settings import OPTIMIZERS, TrainSettings
 
 
 def find_plans(bundle: Path, manifest: Manifest) -> dict[int, dict[str, Any]]:
@@ -20,7 +21,7 @@ def find_plans(bundle: Path, manifest: Manifest) -> dict[int, dict[str, Any]]:
     Raises MespError where the engine has not been built, or refuses.
     """
     size = {"bundle": str(bundle.resolve()), "rank": manifest.ranks[0]}
-    size["optimizer"] = default_optimizer("mesp")
+    size["optimizer"] = choose_optimizer("mesp")
     return {n: find_plan(engine_path(), {**size, "seq_len": n}) for n in manifest.seq_lens}
 
 

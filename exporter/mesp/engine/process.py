@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mesp.engine.build import find_counter, find_engine
-from mesp.engine.settings import is_held
 from mesp.errors import EngineError, MespError, plain_os_errors
+from mesp.settings.declaration import is_held
 
 log = logging.getLogger(__name__)
 Settings = Mapping[str, Any]

@@ -30,12 +30,14 @@ from mesp.data.load import load_additional
 from mesp.data.tokenizer import load_bundle_tokenizer, load_tokenizer
 from mesp.engine.process import Engine, Record, failure, log, running
 from mesp.engine.replay_texts import sample_replay_texts
-from mesp.engine.settings import TrainSettings, kept, settings_of
 from mesp.errors import Interrupted, MespError, plain_os_errors
 from mesp.files import read_settings, write_whole
 from mesp.folders import refuse_linked_folders
 from mesp.rewards import Reward, compute_rewards, find_reward
 from mesp.runs.log import LOG_NAME, RunLog
+from mesp.settings.declaration import list_settings, refuse_changes
+from mesp.settings.rules import check_settings
+from mesp.settings.train_settings import TrainSettings
 
 SETTINGS_NAME = "settings.json"
 # Folders of a run with tokens: of its general text, and of what is replayed.
@@ -277,11 +279,11 @@ def prepare_training(
         settings = TrainSettings.of(given)
     path = path.resolve()
     manifest = read_manifest(path, to_run)
-    settings = settings.completed(manifest, paper)
+    settings = settings.complete(manifest, paper)
     reward = None
     if settings.reward is not None:
         reward = find_reward(settings.reward, may_import and "reward" in given)
-    settings.check(manifest)
+    check_settings(settings, manifest)
     if settings.reward is not None:
         check_prompts(Bundle(path, to_run=False))
     folder = folder or default_folder(manifest, settings.method)
@@ -331,7 +333,7 @@ def _resumed(
         path, settings = Path(entries["bundle"]), TrainSettings.from_json(entries)
     except (MespError, KeyError, TypeError) as error:
         raise not_settings(folder) from error
-    kept(settings, given, settings_of(TrainSettings))
+    refuse_changes(settings, given, list_settings(TrainSettings))
     return bundle or path, replace(settings, **given)
 
 

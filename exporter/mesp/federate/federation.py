@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from mesp.bundle.manifest import read_manifest
-from mesp.engine.settings import Setting, Settings, setting
 from mesp.engine.train import SETTINGS_NAME
 from mesp.errors import MespError, plain_os_errors
 from mesp.federate.exchange import EXCHANGES, Arrays, read_arrays, select_exchanged, write_arrays
 from mesp.federate.local_training import SETTINGS, Client, run_engine, scale
 from mesp.files import create, read_object, read_settings, remove_link, sync, write_whole
+from mesp.settings.declaration import Setting, Settings, setting
 
 RECORD_NAME, STATE_NAME = "round.json", "strategy.npz"
 # Flower's strategies by their names here.

@@ -13,15 +13,16 @@ from typing import Any
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.model_card import write_terms_of_run
 from mesp.engine.process import failure, running
-from mesp.engine.settings import TrainSettings, settings_of
 from mesp.errors import MespError, plain_os_errors
 from mesp.federate.exchange import Arrays, read_arrays, write_arrays
 from mesp.runs.log import LOG_NAME, RunLog
+from mesp.settings.declaration import list_settings
+from mesp.settings.train_settings import TrainSettings
 
 # The settings of a client's run that a server may change; none is a path.
 SETTINGS = tuple(
     declared.key or name
-    for name, declared in settings_of(TrainSettings).items()
+    for name, declared in list_settings(TrainSettings).items()
     if declared.federated
 )
 

@@ -219,6 +219,7 @@ import Observation
         guard isFree, let bundle = form.bundle else { return }
         beginUsing(bundle.id)
         var settings = RunSettings(bundle: bundle.url.path, output: "")
+        settings.usePaperUpdate()
         (settings.seqLen, settings.rank, settings.steps) = (form.settings.seqLen, form.settings.rank, steps)
         await benchmark.run(settings) {
             library.folder.newRun(bundle: bundle.name, method: $0, isBenchmark: true)

@@ -16,9 +16,16 @@ import Observation
         // One that can't be used is not chosen.
         set { select(newValue == nil ? nil : library.usableBundles.first { $0.id == newValue } ?? bundle) }
     }
-    /// The settings. The bundle, the output and the text are filled in when the run starts. The optimizer and the learning rate follow
-    /// the bundle, the method and each other, as long as the person has not chosen a rate.
-    public var settings = RunSettings(bundle: "", output: "") { didSet { followChoice(from: oldValue) } }
+    /// The settings. The bundle, the output and the text are filled in when the run starts. The optimizer and the learning rate are the
+    /// defaults, as long as nobody has chosen others.
+    public var settings = RunSettings(bundle: "", output: "")
+    /// The optimizer that is chosen, or the default.
+    public var optimizer: RunSettings.OptimizerKind {
+        get { settings.effectiveOptimizer }
+        set { settings.optimizer = newValue }
+    }
+    /// The default learning rate; nil without a bundle, by which it goes.
+    private var defaultRate: Float? { bundle?.manifest.map { settings.defaultLearningRate(for: $0.architecture) } }
     /// Whether the run is to stay below a memory limit.
     public var hasLimit: Bool {
         get { settings.memoryLimitMb != nil }
@@ -61,11 +68,11 @@ import Observation
         get {
             if let text = unreadable[field] { return text }
             if let text = typed[field],
-                TypedNumber.value(text, isWhole: field.isWhole).map(Float.init) == Float(self[field])
+                TypedNumber.value(text, isWhole: field.isWhole).map(Float.init) == self[field].map(Float.init)
             {
                 return text
             }
-            return TypedNumber.text(self[field], isWhole: field.isWhole)
+            return self[field].map { TypedNumber.text($0, isWhole: field.isWhole) } ?? ""
         }
         set {
             guard let value = TypedNumber.value(newValue, isWhole: field.isWhole) else {
@@ -77,11 +84,11 @@ import Observation
         }
     }
 
-    private subscript(field: NumberField) -> Double {
+    private subscript(field: NumberField) -> Double? {
         get {
             switch field {
             case .steps: Double(settings.steps)
-            case .learningRate: Double(settings.learningRate)
+            case .learningRate: (settings.learningRate ?? defaultRate).map(Double.init)
             case .limit: limit
             case .batchSize: Double(settings.batchSize)
             case .accumulation: Double(settings.gradAccumulationSteps)
@@ -90,9 +97,10 @@ import Observation
             }
         }
         set {
+            guard let newValue else { return }
             switch field {
             case .steps: settings.steps = Int(newValue)
-            case .learningRate: settings.learningRate = Float(newValue)
+            case .learningRate: settings.learningRate = Float(newValue) == defaultRate ? nil : Float(newValue)
             case .limit: limit = newValue
             case .batchSize: settings.batchSize = Int(newValue)
             case .accumulation: settings.gradAccumulationSteps = Int(newValue)
@@ -114,8 +122,6 @@ import Observation
     /// The most that perplexity on a general text may rise, in percent.
     static let mostForgetting = 3.0
 
-    /// The architecture of the bundle that was chosen last.
-    @ObservationIgnored private var architecture: Architecture?
     @ObservationIgnored private let library: Library
     @ObservationIgnored private let monitor: any DeviceMonitor
 
@@ -127,14 +133,6 @@ import Observation
     public func select(_ bundle: StoredBundle?) {
         self.bundle = bundle
         guard let manifest = bundle?.manifest else { return }
-        if let architecture {
-            if settings.learningRate == settings.defaultLearningRate(for: architecture) {
-                settings.learningRate = settings.defaultLearningRate(for: manifest.architecture)
-            }
-        } else {
-            settings.useDefaultUpdate(for: manifest.architecture)
-        }
-        architecture = manifest.architecture
         if !manifest.seqLens.contains(settings.seqLen) {
             settings.seqLen = manifest.seqLens.filter { $0 <= settings.seqLen }.max() ?? manifest.seqLens.min() ?? 1
         }
@@ -142,17 +140,6 @@ import Observation
         settings.projections = settings.projections.flatMap { chosen in
             let known = projections.filter { chosen.contains($0) }
             return known.isEmpty || known == standard ? nil : known
-        }
-    }
-
-    private func followChoice(from old: RunSettings) {
-        guard let architecture, settings.learningRate == old.learningRate,
-            old.learningRate == old.defaultLearningRate(for: architecture)
-        else { return }
-        if settings.method != old.method {
-            settings.useDefaultUpdate(for: architecture)
-        } else if settings.optimizer != old.optimizer || settings.objective != old.objective {
-            settings.learningRate = settings.defaultLearningRate(for: architecture)
         }
     }
 

@@ -4,9 +4,6 @@ import MeSPSentences
 
 /// `manifest.json`: what a bundle holds. See `docs/formats.md`.
 public struct Manifest: Decodable, Sendable {
-    /// The bundle format this build reads.
-    public static let format = 6
-
     public struct Model: Decodable, Sendable {
         public let id: String
         public let revision: String?
@@ -124,10 +121,6 @@ extension Manifest {
         Dictionary(weightFiles.map { ($0.file, $0.words) }) { words, _ in words }.values.reduce(0, +) * 4
     }
 
-    /// The most bytes of a manifest that is read; decoding takes some 16 times as much memory. A model of 64 blocks, each with a layout
-    /// of its own and functions for 16 lengths, has 0.9 MB.
-    package static let largestSize = 4 << 20
-
     /// Reads a manifest that this build can use, and checks all of it that can be checked without the bundle's files and
     /// without MLX.
     ///
@@ -156,7 +149,7 @@ extension Manifest {
         }
         guard hasFunctionLayout(mlx: MLXSupport.version) else {
             throw MeSPError(
-                "The layout of the functions of MLX \(MLXSupport.version) is not known; use MLX \(functionLayout) or later, below 0.33."
+                "The layout of the functions of MLX \(MLXSupport.version) is not known; use MLX \(AllowedPrimitives.firstMLX) or later, below 0.33."
             )
         }
         try manifest.check(bundle)

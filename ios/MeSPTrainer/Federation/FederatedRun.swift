@@ -106,18 +106,10 @@ public struct FederatedRun {
 
     // MARK: - What the server may ask
 
-    /// The settings of a run that a server may change; none is a path.
-    private static let allowed: Set = [
-        "method", "steps", "seq_len", "batch_size", "grad_accumulation_steps", "seed", "rank", "alpha", "rslora",
-        "projections", "num_layers", "freeze_a", "lora_dtype", "optimizer", "learning_rate", "momentum", "beta1",
-        "beta2", "epsilon", "weight_decay", "schedule", "warmup", "max_grad_norm", "skip_bad_steps", "mezo_epsilon",
-        "memory_limit_mb", "offload",
-    ]
-
     /// The server's settings of the run, in a message's folder. A run that is there already is gone on with.
     private static func settings(_ config: [String: FlowerValue], _ bundle: URL, in folder: URL) throws -> RunSettings {
         var given = [String: Any]()
-        for (name, value) in config where allowed.contains(name) {
+        for (name, value) in config where RunSettings.federated.contains(name) {
             switch value {
             case .double(let number) where number.isFinite: given[name] = number
             case .int(let number): given[name] = number

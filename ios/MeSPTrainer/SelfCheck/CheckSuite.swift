@@ -87,6 +87,7 @@ final class CheckSuite {
     /// Settings of a run of `length` tokens, at rank 8 where the bundle has it.
     func run(_ length: Int) -> RunSettings {
         var run = RunSettings(bundle: settings.bundle, output: "")
+        run.usePaperUpdate()
         let ranks = bundle.manifest.ranks
         (run.seqLen, run.rank) = (length, ranks.contains(8) ? 8 : ranks[0])
         return run

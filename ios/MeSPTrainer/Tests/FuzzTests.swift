@@ -351,6 +351,7 @@ import Testing
         let (folder, _) = try bundle()
         defer { try? FileManager.default.removeItem(at: folder) }
         var settings = RunSettings(bundle: folder.path, output: folder.appendingPathComponent("run").path)
+        settings.usePaperUpdate()
         let bundle = try ModelBundle(url: folder)
         settings.seqLen = try #require(bundle.manifest.seqLens.max())
         settings.rank = try #require(bundle.manifest.ranks.first)

@@ -12,7 +12,7 @@ import numpy as np
 
 from mesp.bundle.manifest import read_manifest
 from mesp.data.preferences import CHOSEN, REJECTED
-from mesp.engine.settings import OBJECTIVES
+from mesp.settings.train_settings import OBJECTIVES
 from studies.benchmarks.cells import Cell, Row
 from studies.benchmarks.processes import Tell, engine_program, run_program
 from studies.benchmarks.rows import engine_settings

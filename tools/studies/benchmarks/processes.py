@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from mesp.engine.build import find_engine
-from mesp.engine.settings import PAPER, TrainSettings
 from mesp.errors import MespError
 from mesp.runs.log import RunLog
+from mesp.settings.optimizer_defaults import PAPER
+from mesp.settings.train_settings import TrainSettings
 from studies.benchmarks.cells import Cell
 
 # Settings that are missing are the paper's, the engine's default: SGD at 1e-4 on seven

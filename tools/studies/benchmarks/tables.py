@@ -19,8 +19,8 @@ from mesp.bundle.manifest import read_manifest
 from mesp.bundle.rewriter import rewrite_bundle
 from mesp.data.examples import Split
 from mesp.engine.process import find_count
-from mesp.engine.settings import default_learning_rate, default_optimizer
 from mesp.errors import MespError
+from mesp.settings.optimizer_defaults import choose_learning_rate, choose_optimizer
 from studies.benchmarks import paper
 from studies.benchmarks.cells import Cell, Row, find_cells
 from studies.benchmarks.columns import SIZE, grouped
@@ -188,7 +188,7 @@ def defaults_rows(bench: Bench) -> Iterator[Row]:
     cells = itertools.groupby(bench.cells(), key=lambda cell: (cell.bundle, cell.seq_len))
     for (bundle, _), ranks in cells:
         width = read_manifest(bundle).architecture.hidden_size
-        rate = default_learning_rate("mesp", default_optimizer("mesp"), width)
+        rate = choose_learning_rate("mesp", choose_optimizer("mesp"), width)
         updates, rows = sweep(rate, warmup=bench.steps // 10), []
         first, *others = ranks
         runs = [(first, name) for name in updates] + [(cell, "default") for cell in others]
@@ -387,7 +387,7 @@ def parts_rows(bench: Bench) -> Iterator[Row]:
         runs: dict[str, list] = {name: [] for name in PARTS}
         for _, (name, part) in itertools.product(range(ROUNDS), PARTS.items()):
             settings = engine_settings(cell, Variant("mesp")) | part
-            settings |= {"steps": bench.steps, "optimizer": default_optimizer("mesp")}
+            settings |= {"steps": bench.steps, "optimizer": choose_optimizer("mesp")}
             tell = bench.doing(cell, f"training {name}")
             runs[name].append(run_program([engine_program()], settings, bench.work, tell))
         for name, each in runs.items():

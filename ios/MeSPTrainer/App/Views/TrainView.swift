@@ -149,7 +149,7 @@ private struct MoreView: View {
                 Picker("Gradients", selection: $form.settings.method) {
                     ForEach(GradientMethod.allCases, id: \.self) { Text($0.name).tag($0) }
                 }
-                Picker("Optimizer", selection: $form.settings.optimizer) {
+                Picker("Optimizer", selection: $form.optimizer) {
                     Text("SGD").tag(RunSettings.OptimizerKind.sgd)
                     Text("AdamW").tag(RunSettings.OptimizerKind.adamw8bit)
                     Text("AdamW, 32 bits").tag(RunSettings.OptimizerKind.adamw)

@@ -169,7 +169,7 @@ public struct TextData: Sendable {
     }
 
     /// A long text, cut at starts of lines: tokenizing it whole takes much memory, and byte-level BPE cuts there too.
-    static func pieces(_ text: String, size: Int = 1 << 14) -> [Substring] {
+    static func pieces(_ text: String, size: Int = pieceSize) -> [Substring] {
         var (pieces, rest) = ([Substring](), text[...])
         while let limit = rest.unicodeScalars.index(rest.startIndex, offsetBy: size, limitedBy: rest.endIndex),
             let cut = startOfLine(in: rest.unicodeScalars[limit...])

@@ -1,10 +1,7 @@
 import Foundation
 import MeSPSentences
 
-/// The first MLX that writes and reads the layout of a bundle's files of functions.
-let functionLayout = "0.32.2"
-
-/// Whether that MLX is known to write and read this layout. Another can crash on a file.
+/// Whether that MLX is known to write and read the layout of a bundle's files of functions. Another can crash on a file.
 func hasFunctionLayout(mlx version: String) -> Bool {
     let numbers = version.split(separator: ".", omittingEmptySubsequences: false).map { Int($0) }
     guard numbers.count == 3, numbers[0] == 0, numbers[1] == 32, let patch = numbers[2] else { return false }
@@ -20,7 +17,7 @@ func hasFunctionLayout(mlx version: String) -> Bool {
 /// - Throws: `MeSPError` with the reason alone.
 func checkFunctions(_ file: Data, onGPU: Bool) throws -> [FunctionSignature] {
     let allowed = try AllowedPrimitives.list.get()
-    guard file.count <= 64 << 20 else { throw damaged }
+    guard file.count <= AllowedPrimitives.largestFile else { throw damaged }
     var reader = FunctionReader(file: file, allowed: allowed)
     return try reader.functions().map { function in
         var check = FunctionCheck(allowed: allowed, device: onGPU ? 1 : 0)
@@ -67,7 +64,7 @@ private struct FunctionReader {
 
     mutating func functions() throws -> [Function] {
         guard try hasFunctionLayout(mlx: text()) else {
-            throw MeSPError("it is not in the layout of MLX \(functionLayout)")
+            throw MeSPError("it is not in the layout of MLX \(AllowedPrimitives.firstMLX)")
         }
         let count = try integer(Int32.self)
         guard try !bool(), try text().isEmpty else { throw damaged }

@@ -183,7 +183,7 @@ extension Planner {
     func update(_ plan: Plan) -> Int {
         guard method.hasBackwardPass else { return 0 }
         let arrays =
-            switch settings.optimizer {
+            switch settings.effectiveOptimizer {
             case .sgd: 6
             case .adamw: 7
             case .adamw8bit: 8

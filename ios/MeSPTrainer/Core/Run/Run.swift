@@ -39,6 +39,8 @@ public enum Run {
     }
 
     static func run(_ settings: RunSettings, _ bundle: ModelBundle, _ hooks: RunHooks) throws {
+        var settings = settings
+        settings.setDefaultUpdate(for: bundle.architecture)
         try bundle.manifest.check(settings)
         let output = URL(fileURLWithPath: settings.output)
         guard !settings.resume || FileManager.default.fileExists(atPath: LogWriter.url(in: output).path) else {
@@ -63,7 +65,7 @@ public enum Run {
         if lock == nil { lock = try FolderLock(output) }
         // The first work for the GPU, and so a block boundary too; a stop waits for the next.
         try? hooks.atBlock { _ in }
-        var (settings, isCutShort) = (settings, false)
+        var isCutShort = false
         while true {
             do {
                 return try TrainingLoop(

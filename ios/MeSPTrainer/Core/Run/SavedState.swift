@@ -61,7 +61,7 @@ package struct SavedState: Codable {
 
     /// Whether every number is one that a run could have saved.
     private var isValid: Bool {
-        (0...RunSettings.mostSteps).contains(step) && (0...step).contains(evaluated ?? 0)
+        (0...RunSettings.maxSteps).contains(step) && (0...step).contains(evaluated ?? 0)
             && (0...step + 1).contains(evaluationsSinceBest) && (try? settings.check()) != nil
     }
 
@@ -107,15 +107,7 @@ package struct SavedState: Codable {
         else { throw damaged(in: folder) }
 
         var same = saved.settings
-        // These may change from one part of a run to the next.
-        (same.bundle, same.data, same.output, same.steps, same.resume) = (
-            settings.bundle, settings.data, settings.output, settings.steps, settings.resume
-        )
-        (same.general, same.replay) = (settings.general, settings.replay)
-        (same.saveEvery, same.memoryLimitMb, same.offload, same.order) = (
-            settings.saveEvery, settings.memoryLimitMb, settings.offload, settings.order
-        )
-        same.dryRun = settings.dryRun
+        same.takeChanges(from: settings)
         guard same == settings else {
             throw MeSPError("The run in \(folder.path) had other settings; resume it with those it was started with.")
         }

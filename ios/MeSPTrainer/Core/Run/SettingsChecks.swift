@@ -3,42 +3,11 @@ import MeSPBundle
 extension RunSettings {
     /// Throws a sentence about a setting that is out of range, or does not go with another.
     public func check() throws {
-        // So high that nobody minds, and so low that no product of them overflows.
-        let most = Self.mostSteps
-        try require(["steps": steps, "first_step": firstStep], "0 or more and at most \(most)") {
-            (0...most).contains($0)
-        }
-        try require(
-            ["batch_size": batchSize, "grad_accumulation_steps": gradAccumulationSteps],
-            "at least 1 and at most \(most)"
-        ) { (1...most).contains($0) }
-        try require(
-            (2...Self.mostGroup).contains(groupSize ?? 2), "group_size", "at least 2 and at most \(Self.mostGroup)")
+        try checkRanges()
         let product = "batch_size · grad_accumulation_steps" + (groupSize == nil ? "" : " · group_size")
         try require(sequences <= Self.maxSequences, product, "at most \(Self.maxSequences)")
-        try require(["seq_len": seqLen, "rank": rank, "num_layers": numLayers ?? 1], "at least 1") { $0 >= 1 }
-        try require(
-            [
-                "val_batches": valBatches, "eval_every": evalEvery, "early_stopping": earlyStopping,
-                "save_every": saveEvery,
-            ], "0 or more"
-        ) { $0 >= 0 }
-        let positive: KeyValuePairs<String, Float?> = [
-            "alpha": alpha, "beta": beta, "desirable_weight": desirableWeight, "undesirable_weight": undesirableWeight,
-            "learning_rate": learningRate, "epsilon": epsilon, "proximal_mu": proximalMu, "max_grad_norm": maxGradNorm,
-            "dp_clip": dpClip, "mezo_epsilon": mezoEpsilon,
-        ]
-        try require(positive, "a positive number") { $0.map { $0.isFinite && $0 > 0 } ?? true }
-        let notNegative: KeyValuePairs<String, Float?> = [
-            "gamma": gamma, "weight_decay": weightDecay, "dp_noise": dpNoise,
-        ]
-        try require(notNegative, "0 or more") { $0.map { $0.isFinite && $0 >= 0 } ?? true }
-        try require(["momentum": momentum, "beta1": beta1, "beta2": beta2], "0 or more and less than 1") {
-            (0..<1).contains($0)
-        }
-        try require(memoryLimitMb ?? 1 > 0 && memoryLimitMb ?? 1 < 1e9, "memory_limit_mb", "a positive number")
         try require(projections?.isEmpty != true, "projections", "one or more")
-        try require((0..<max(1, steps)).contains(warmup), "warmup", "0 or more and less than steps")
+        try require(warmup < max(1, steps), "warmup", "less than steps")
         try require(proximalMu == nil || adapters != nil, "adapters", "named with proximal_mu, which stays near them")
         try require(earlyStopping == 0 || evalEvery > 0, "eval_every", "above 0 with early_stopping")
         // KTO's estimate of the divergence takes each prompt with the answer of another record.
@@ -51,13 +20,11 @@ extension RunSettings {
 
     private func checkForgetting() throws {
         try require((replayShare == nil) == (replay == nil), "replay", "named with replay_share, and only with it")
-        try require(replayShare.map { $0 > 0 && $0 < 1 } ?? true, "replay_share", "above 0 and below 1")
         let isPlain = objective == nil && groupSize == nil && dpClip == nil
         try require(replayShare == nil || isPlain, "replay_share", "left out with objective, group_size or dp_clip")
         try require(
             (maxForgetting == nil) == (general == nil), "general", "named with max_forgetting, and only with it")
-        guard let maxForgetting else { return }
-        try require(maxForgetting.isFinite && maxForgetting >= 0, "max_forgetting", "0 or more")
+        guard maxForgetting != nil else { return }
         try require(valBatches > 0, "val_batches", "above 0 with max_forgetting")
         try require(["objective": objective == nil, "group_size": groupSize == nil], "left out with max_forgetting") {
             $0
@@ -66,7 +33,6 @@ extension RunSettings {
 
     private func checkRewards() throws {
         guard groupSize != nil else { return }
-        try require((1...Self.mostSteps).contains(maxTokens), "max_tokens", "at least 1 and at most \(Self.mostSteps)")
         try require(method.hasBackwardPass, "method", "mesp or mebp with group_size")
         try require(["objective": objective == nil, "dp_clip": dpClip == nil], "left out with group_size") { $0 }
     }
@@ -138,4 +104,24 @@ private func require<Value>(
 /// Throws a sentence about a setting that is out of range.
 func require(_ condition: Bool, _ name: String, _ wanted: Sentence) throws {
     guard condition else { throw MeSPError("\(name) must be \(wanted).") }
+}
+
+/// Throws a sentence about a whole number that is out of its range; nil is in each.
+func requireRange<Number: BinaryInteger>(
+    _ name: String, _ value: Number?, least: Int, most: Int? = nil
+) throws {
+    guard let value else { return }
+    try require(value >= least, name, "at least \(least)")
+    if let most { try require(value <= most, name, "at most \(most)") }
+}
+
+/// Throws a sentence about a number that is out of its range; nil is in each.
+func requireRange<Number: BinaryFloatingPoint>(
+    _ name: String, _ value: Number?, least: Int? = nil, above: Int? = nil, below: Int? = nil
+) throws {
+    guard let value else { return }
+    try require(value.isFinite, name, "a finite number")
+    if let least { try require(value >= Number(least), name, "at least \(least)") }
+    if let above { try require(value > Number(above), name, "above \(above)") }
+    if let below { try require(value < Number(below), name, "below \(below)") }
 }

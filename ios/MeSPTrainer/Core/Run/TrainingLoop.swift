@@ -186,7 +186,7 @@ final class TrainingLoop {
             forwardSeconds: time.forward - before.forward, lossSeconds: time.loss - before.loss,
             backwardSeconds: time.backward - before.backward, tokens: result.tokens,
             inputTokens: result.inputTokens, gradNorm: result.gradientNorm,
-            learningRate: settings.learningRate(step: state.step - 1),
+            learningRate: settings.learningRate(step: state.step - 1, of: bundle.architecture),
             footprintBytes: memoryFootprint(), footprintPeakBytes: 0, mlxActiveBytes: memory.activeMemory,
             mlxPeakBytes: memory.peakMemory, mlxCacheBytes: memory.cacheMemory,
             writtenBytes: trainer.writtenBytes - written, thermalState: ThermalState.current.rawValue,

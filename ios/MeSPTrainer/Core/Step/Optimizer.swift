@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPBundle
 
 /// The update of a block's parameters from their gradient, as in `mlx.optimizers`, with the state that it keeps from step to step.
 struct Optimizer {
@@ -21,13 +22,13 @@ struct Optimizer {
         first = state.count > 0 ? try zeros(state.shape, state.dtype) : nil
         second = state.count > 1 ? try zeros(state.shape, state.dtype) : nil
         maps =
-            settings.optimizer == .adamw8bit
+            settings.effectiveOptimizer == .adamw8bit
             ? (DynamicQuantization(signed: true), DynamicQuantization(signed: false)) : nil
     }
 
     /// The number and the kind of the arrays that are kept for a block of P trained parameters: float32 `[P]`, or what `DynamicQuantization` makes of them.
     static func state(_ settings: RunSettings) -> (count: Int, shape: (_ parameters: Int) -> [Int], dtype: DType) {
-        switch settings.optimizer {
+        switch settings.effectiveOptimizer {
         case .sgd: (settings.momentum > 0 ? 1 : 0, { [$0] }, .float32)
         case .adamw: (2, { [$0] }, .float32)
         case .adamw8bit: (2, DynamicQuantization.shape, .uint8)
@@ -53,7 +54,7 @@ struct Optimizer {
     ///   - rate: η
     func update(_ w: MLXArray, _ g: MLXArray, block: Int, rate: Float) throws -> Update {
         let s = settings
-        switch s.optimizer {
+        switch s.effectiveOptimizer {
         case .sgd:
             var m = s.weightDecay > 0 ? g + s.weightDecay * w : g
             let previous = try first?.read(block)
@@ -83,14 +84,15 @@ struct Optimizer {
 
 extension RunSettings {
     /// η of update `step` (from 0): linear from 0 over the warm-up, then as the schedule says to 0 at the end, as mlx-lm joins them.
-    func learningRate(step: Int) -> Float {
+    func learningRate(step: Int, of architecture: Architecture) -> Float {
+        let rate = effectiveLearningRate(for: architecture)
         let start = warmup > 0 ? warmup + 1 : 0
-        guard step >= start else { return learningRate * Float(step) / Float(warmup) }
+        guard step >= start else { return rate * Float(step) / Float(warmup) }
         let progress = Float(step - start) / Float(max(1, steps - start))
         switch schedule {
-        case .constant: return learningRate
-        case .linear: return learningRate * (1 - progress)
-        case .cosine: return learningRate * 0.5 * (1 + cosf(.pi * progress))
+        case .constant: return rate
+        case .linear: return rate * (1 - progress)
+        case .cosine: return rate * 0.5 * (1 + cosf(.pi * progress))
         }
     }
 }

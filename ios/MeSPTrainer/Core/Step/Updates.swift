@@ -65,7 +65,8 @@ package final class Updates {
             if let mu = settings.proximalMu, let start = try start?.read(block) {
                 gradient = gradient + mu * (old - layout.trained(in: start))
             }
-            var update = try optimizer.update(old, gradient, block: block, rate: settings.learningRate(step: number))
+            let rate = settings.learningRate(step: number, of: model.bundle.architecture)
+            var update = try optimizer.update(old, gradient, block: block, rate: rate)
             update.w = layout.replacing(in: parameters, trained: update.w)
             if settings.loraDtype == .bfloat16 {
                 update.w = stochasticallyRounded(update.w, key: MLXRandom.split(key: key).0)

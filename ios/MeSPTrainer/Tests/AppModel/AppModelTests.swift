@@ -60,12 +60,15 @@ import Testing
         try await prepare(steps: 1)
         let form = model.form
         let width = try #require(form.bundle?.manifest).architecture.hiddenSize
-        #expect(form.settings.optimizer == .adamw8bit)
-        #expect(form.settings.learningRate == 0.007 / Float(width).squareRoot())
-        form.settings.optimizer = .sgd
-        #expect(form.settings.learningRate == 0.1)
+        #expect(form.optimizer == .adamw8bit)
+        #expect(form[text: .learningRate] == String(format: "%.4g", 0.007 / Double(width).squareRoot()))
         form.settings.method = .mezo
-        #expect(form.settings.optimizer == .sgd && form.settings.learningRate == 1e-4)
+        #expect(form.optimizer == .sgd && form[text: .learningRate] == "0.0001")
+        form.settings.method = .mesp
+        form.optimizer = .sgd
+        #expect(form[text: .learningRate] == "0.1")
+        form.settings.method = .mezo
+        #expect(form.optimizer == .sgd && form[text: .learningRate] == "0.0001")
         form.settings.learningRate = 2e-4
         form.settings.method = .mesp
         form.bundleID = nil

@@ -12,6 +12,7 @@ import Testing
     private func settings() throws -> RunSettings {
         let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
         var settings = RunSettings(bundle: bundle.path, output: "")
+        settings.usePaperUpdate()
         settings.seqLen = 32
         settings.steps = 2
         return settings

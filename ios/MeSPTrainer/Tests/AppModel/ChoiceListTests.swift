@@ -82,7 +82,8 @@ import Testing
                     prompt: [ChatMessage(role: "user", content: "Q\(number)")], chosen: "yes \(number)", rejected: "no")
             )
         }
-        let rate = form.settings.learningRate
+        let architecture = try #require(form.bundle?.manifest).architecture
+        let rate = form.settings.effectiveLearningRate(for: architecture)
         #expect(form.settings.objective == .dpo)
         await model.startTraining()
         try await app.ended()

@@ -24,7 +24,7 @@ import Testing
         settings.seqLen = 32
         settings.steps = steps
         settings.valBatches = 0
-        settings.learningRate = 0.05
+        (settings.optimizer, settings.learningRate) = (.sgd, 0.05)
         settings.saveEvery = 2
         return settings
     }

@@ -97,7 +97,8 @@ import Testing
         var settings = RunSettings(
             bundle: try #require(model.form.bundle).url.path, output: documents.appendingPathComponent("by hand").path)
         (settings.steps, settings.rank, settings.alpha, settings.freezeA) = (2, manifest.ranks[0], 4, true)
-        (settings.seqLen, settings.learningRate, settings.valBatches) = (manifest.seqLens[0], 0.1, 0)
+        (settings.optimizer, settings.learningRate) = (.sgd, 0.1)
+        (settings.seqLen, settings.valBatches) = (manifest.seqLens[0], 0)
         let hand = settings
         try await Task.detached { try Run.run(hand) }.value
         let folder = URL(fileURLWithPath: settings.output).appendingPathComponent("adapters")

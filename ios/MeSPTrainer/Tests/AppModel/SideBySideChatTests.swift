@@ -39,7 +39,8 @@ import Testing
 
     @Test func bothModelsWrite() async throws {
         var settings = RunSettings(bundle: try bundle().path, output: folder.path)
-        (settings.seqLen, settings.steps, settings.learningRate, settings.valBatches) = (32, 3, 1, 0)
+        (settings.optimizer, settings.learningRate) = (.sgd, 1)
+        (settings.seqLen, settings.steps, settings.valBatches) = (32, 3, 0)
         try Run.run(settings)
         chat.start(
             request(6), bundle: try bundle(), adapters: folder.appendingPathComponent("adapters"), tokenizer: Numbers())
@@ -84,7 +85,8 @@ import Testing
         chat = SideBySideChat(monitor: monitor, folder: documents)
         let output = folder.appendingPathComponent("runs/run")
         var settings = RunSettings(bundle: try bundle().path, output: output.path)
-        (settings.seqLen, settings.steps, settings.learningRate, settings.valBatches) = (32, 3, 1, 0)
+        (settings.optimizer, settings.learningRate) = (.sgd, 1)
+        (settings.seqLen, settings.steps, settings.valBatches) = (32, 3, 0)
         try Run.run(settings)
         let (asked, adapters) = (Asked(), output.appendingPathComponent("adapters"))
         func say(_ text: String) async throws {

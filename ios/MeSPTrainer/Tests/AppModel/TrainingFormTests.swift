@@ -55,11 +55,11 @@ import Testing
 
     @Test func theTextFollowsASettingThatChangesOtherwise() async throws {
         try await app.importTied()
-        form.settings.optimizer = .sgd
+        form.optimizer = .sgd
         #expect(form[text: .learningRate] == "0.1")
         form[text: .learningRate] = "0.100"
         #expect(form[text: .learningRate] == "0.100")
-        form.settings.optimizer = .adamw
+        form.optimizer = .adamw
         let width = try #require(form.bundle?.manifest).architecture.hiddenSize
         #expect(form[text: .learningRate] == String(format: "%.4g", 0.007 / Double(width).squareRoot()))
     }

@@ -12,7 +12,6 @@ import Testing
     steps: Int = 20, show: (String) -> Void
 ) async throws -> URL {
     var settings = RunSettings(bundle: bundle.path, output: folder.appendingPathComponent("run").path)
-    settings.useDefaultUpdate(for: try ModelBundle(url: bundle, checksums: false).architecture)
     settings.seqLen = 32
     settings.steps = steps
 

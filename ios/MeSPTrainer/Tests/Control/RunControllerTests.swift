@@ -23,7 +23,7 @@ import Testing
         settings.rank = try #require(manifest.ranks.first)
         settings.steps = steps
         settings.valBatches = 0
-        settings.learningRate = 0.05
+        (settings.optimizer, settings.learningRate) = (.sgd, 0.05)
         settings.saveEvery = 0
         return settings
     }

@@ -492,6 +492,10 @@ import Testing
 
     @Test(arguments: [
         BadSetting("steps") { $0.steps = -1 }, BadSetting("rank") { $0.rank = 0 },
+        BadSetting("steps must be at most 1000000") { $0.steps = 1_000_001 },
+        BadSetting("momentum must be below 1") { $0.momentum = 1 },
+        BadSetting("group_size must be at most 1024") { $0.groupSize = 1025 },
+        BadSetting("warmup must be less than steps") { $0.warmup = 6 },
         BadSetting("--rank 3") { $0.rank = 3 },
         BadSetting("--seq-len 5") { $0.seqLen = 5 }, BadSetting("learning_rate") { $0.learningRate = -1 },
         BadSetting("learning_rate") { $0.learningRate = .nan }, BadSetting("alpha") { $0.alpha = 0 },
@@ -515,13 +519,12 @@ import Testing
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         var settings = RunSettings(bundle: "", output: "")
         settings.method = method
-        settings.useDefaultUpdate(for: fixture.bundle.architecture)
-        #expect(settings.optimizer.rawValue == (try fixture.word("default \(method)")))
+        #expect(settings.effectiveOptimizer.rawValue == (try fixture.word("default \(method)")))
         let cases = RunSettings.OptimizerKind.allCases.flatMap { [($0, nil), ($0, Objective.dpo)] }
         for (optimizer, objective) in cases {
             (settings.optimizer, settings.objective) = (optimizer, objective)
             let rate = try fixture.number("default \(method) \(optimizer)\(objective == nil ? "" : " dpo")")
-            let difference = settings.defaultLearningRate(for: fixture.bundle.architecture) - rate
+            let difference = settings.effectiveLearningRate(for: fixture.bundle.architecture) - rate
             #expect(abs(difference) < 1e-6 * rate, "\(optimizer)")
         }
     }
@@ -534,6 +537,35 @@ import Testing
         let settings = try RunSettings(contentsOf: file)
         #expect(settings.optimizer == .sgd && settings.learningRate == 1e-4 && settings.schedule == .constant)
         #expect(settings.momentum == 0 && settings.batchSize == 1 && settings.projections == nil)
+        try Data(#"{"bundle": "b", "output": "o", "optimizer": null, "learning_rate": null}"#.utf8).write(to: file)
+        let unset = try RunSettings(contentsOf: file)
+        #expect(unset.optimizer == nil && unset.learningRate == nil && unset.effectiveOptimizer == .adamw8bit)
+    }
+
+    /// No caller must ask for the default. The log and the saved state say what was taken.
+    @Test func aRunThatNamesNoUpdateTakesTheDefault() throws {
+        let (unset, named) = (temporaryFolder(), temporaryFolder())
+        defer { for folder in [unset, named] { try? FileManager.default.removeItem(at: folder) } }
+        var (settings, same) = (try self.settings(unset), try self.settings(named))
+        (settings.optimizer, settings.learningRate) = (nil, nil)
+        let manifest = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).manifest
+        let rate = 0.007 / Float(manifest.architecture.hiddenSize).squareRoot()
+        (same.optimizer, same.learningRate) = (.adamw8bit, rate)
+        let plan = try Planner(manifest, same).plan()
+        #expect(Planner(manifest, settings).peak(plan) == Planner(manifest, same).peak(plan))
+
+        settings.steps = 3
+        try Run.run(settings)
+        (settings.steps, settings.resume) = (6, true)
+        try Run.run(settings)
+        try Run.run(same)
+        let logged = try #require(try lines(unset).first?["settings"] as? [String: Any])
+        #expect(logged["optimizer"] as? String == "adamw8bit")
+        #expect((logged["learning_rate"] as? Double).map(Float.init) == rate)
+        let expected = try adapters(named)
+        for (name, array) in try adapters(unset) {
+            #expect(array.arrayEqual(try #require(expected[name])).item(Bool.self), "\(name)")
+        }
     }
 
     @Test func aRateThatDivergesFailsWithASentence() throws {

@@ -157,7 +157,7 @@ import Testing
         defer { try? FileManager.default.removeItem(at: output) }
         #expect(message { try settings.check() }.contains("max_forgetting"))
         settings.maxForgetting = -1
-        #expect(message { try settings.check() }.contains("max_forgetting must be 0 or more"))
+        #expect(message { try settings.check() }.contains("max_forgetting must be at least 0"))
         (settings.maxForgetting, settings.valBatches) = (3, 0)
         #expect(message { try settings.check() }.contains("val_batches"))
         settings.valBatches = 2

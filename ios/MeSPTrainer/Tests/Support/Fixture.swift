@@ -78,6 +78,7 @@ struct Fixture {
         _ change: (inout RunSettings) -> Void = { _ in }
     ) throws -> Trainer {
         var settings = RunSettings(bundle: bundle.url.path, output: "")
+        settings.usePaperUpdate()
         (settings.method, settings.seqLen, settings.rank) = (method, length, Int(try number("rank")))
         settings.alpha = try number("alpha")
         settings.mezoEpsilon = (try? number("mezo_epsilon")) ?? settings.mezoEpsilon
@@ -107,6 +108,7 @@ extension RunSettings {
         let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
         let manifest = try ModelBundle(url: bundle).manifest
         var settings = RunSettings(bundle: bundle.path, output: output.path)
+        settings.usePaperUpdate()
         settings.seqLen = try #require(manifest.seqLens.max())
         settings.rank = try #require(manifest.ranks.first)
         (settings.steps, settings.learningRate, settings.valBatches) = (6, 0.1, 0)

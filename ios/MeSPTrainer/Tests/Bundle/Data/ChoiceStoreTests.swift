@@ -17,7 +17,6 @@ import Testing
 
     var settings = RunSettings(bundle: bundle.path, output: folder.appendingPathComponent("run").path)
     settings.objective = .dpo
-    settings.useDefaultUpdate(for: try ModelBundle(url: bundle, checksums: false).architecture)
     (settings.seqLen, settings.steps) = (32, 20)
 
     let tokens = folder.appendingPathComponent("tokens")

@@ -1,4 +1,4 @@
-"""The options of training, made of the settings as they are declared."""
+"""The options of a command, made of the settings as they are declared."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from mesp.commands.command import several
-from mesp.commands.config import read_config
-from mesp.engine.settings import Setting, Settings, flag
 from mesp.errors import MespError
+from mesp.settings.declaration import Setting, Settings, name_option
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -47,12 +45,12 @@ class SomeOf(click.ParamType[list[str]]):
         return [each for each in self.choices if each in wanted]
 
 
-def type_of(declared: Setting) -> click.ParamType[Any]:
+def make_type(declared: Setting) -> click.ParamType[Any]:
     """The value of an option from its text."""
     if declared.kind is list:
         return SomeOf(declared.choices or ())
     if declared.choices is not None:
-        return click.Choice(declared.choices)
+        return click.Choice(tuple(declared.choices))
     if declared.kind is int:
         return click.IntRange(_whole(declared.least), _whole(declared.most))
     if declared.kind is float:
@@ -69,13 +67,16 @@ def type_of(declared: Setting) -> click.ParamType[Any]:
     return click.STRING
 
 
-def _numbers(option: click.Option, given: list[str]) -> dict[str, float]:
-    """A dictionary of several NAME=NUMBER."""
+def _read_numbers(
+    _: click.Context, option: click.Parameter, given: tuple[str, ...]
+) -> dict[str, float]:
+    """Makes a dictionary of several NAME=NUMBER, repeated or separated by commas."""
+    parts = [part.strip() for text in given for part in text.split(",") if part.strip()]
     try:
-        return {key: float(value) for key, value in (pair.split("=") for pair in given)}
+        return {key: float(value) for key, value in (pair.split("=") for pair in parts)}
     except ValueError as error:
         raise MespError(
-            f"{option.opts[0]} takes NAME=NUMBER, as in eta=0.01, and not {' '.join(given)}."
+            f"{option.opts[0]} takes NAME=NUMBER, as in eta=0.01, and not {' '.join(parts)}."
         ) from error
 
 
@@ -83,7 +84,7 @@ def _whole(bound: float | None) -> int | None:
     return None if bound is None else int(bound)
 
 
-def options_of(
+def add_options(
     kind: type[Settings], defaults: Mapping[str, Any] | None = None, names: Collection[str] = ()
 ) -> Decorator:
     """A decorator that adds an option for each setting that a dataclass declares, or for those with
@@ -100,17 +101,19 @@ def options_of(
 
 
 def _option(name: str, declared: Setting, default: Any) -> Decorator:
-    typed, key = flag(name), declared.key or name
+    typed, key = name_option(name), declared.key or name
     help = declared.help
     if declared.kind is bool:
         names = f"{typed}/--no-{typed[2:]}" if declared.can_be_refused else typed
         return click.option(names, key, is_flag=True, default=default, help=help)
     if declared.kind is dict:
-        return several(typed, key, metavar=declared.metavar, then=_numbers, help=help)
+        return click.option(
+            typed, key, multiple=True, callback=_read_numbers, metavar=declared.metavar, help=help
+        )
     is_required = default is MISSING
     metavar = declared.metavar or {list: "NAME,...", int: "N", float: "NUMBER"}.get(declared.kind)
     return click.option(
-        typed, key, type=type_of(declared),
+        typed, key, type=make_type(declared),
         default=None if is_required else default,
         show_default=declared.default_text or True,
         metavar=None if declared.choices and declared.kind is str else metavar,
@@ -118,7 +121,7 @@ def _option(name: str, declared: Setting, default: Any) -> Decorator:
     )  # fmt: skip
 
 
-def given(context: click.Context, kind: type[Settings]) -> dict[str, Any]:
+def find_given(context: click.Context, kind: type[Settings]) -> dict[str, Any]:
     """The settings that were typed, or that --config has."""
     found = {}
     for each in fields(kind):
@@ -128,47 +131,11 @@ def given(context: click.Context, kind: type[Settings]) -> dict[str, Any]:
     return found
 
 
-def require(context: click.Context, *names: str) -> None:
+def require_values(context: click.Context, *names: str) -> None:
     """Raises click's own error for the first parameter that has no value."""
     for parameter in context.command.params:
         if parameter.name in names and context.params[parameter.name] is None:
             raise click.MissingParameter(ctx=context, param=parameter)
 
 
-def refuse(context: click.Context, parameter: click.Parameter, value: object) -> None:
-    """The callback of what other trainers have and a MeSP block can't."""
-    why = {
-        "dropout": "LoRA dropout needs a random mask at each projection's input",
-        "dora": "DoRA needs the length of each column of W + s A B",
-        "fine_tune_type": "--fine-tune-type {} is not LoRA",
-    }
-    if value and value != "lora":
-        raise MespError(
-            f"{why[str(parameter.name)].format(value)}, and the block function, exported as "
-            "y = x Wᵀ + s (x A) B, has no place for it: leave it out."
-        )
-
-
-config_option = click.option(
-    "-c",
-    "--config",
-    type=click.Path(path_type=Path),
-    is_eager=True,
-    expose_value=False,
-    callback=read_config,
-    help="YAML file with any of these options by name, as in `seq_len: 128`, and `bundle`; "
-    "options on the command line override it.",
-)
 paper_option = click.option("--paper", is_flag=True, help="Update as the paper does: SGD at 1e-4.")
-
-
-def refused_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds what other trainers have and a MeSP block cannot: it is refused in a sentence."""
-    hidden: dict[str, Any] = {"hidden": True, "expose_value": False, "callback": refuse}
-    for option in (
-        click.option("--dropout", "--lora-dropout", type=float, **hidden),
-        click.option("--dora", "--use-dora", is_flag=True, **hidden),
-        click.option("--fine-tune-type", **hidden),
-    ):
-        command = option(command)
-    return command

@@ -1,0 +1,36 @@
+"""Options that other trainers have and a MeSP block cannot have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from mesp.errors import MespError
+
+
+def refuse(context: click.Context, parameter: click.Parameter, value: object) -> None:
+    """The callback of what other trainers have and a MeSP block can't."""
+    why = {
+        "dropout": "LoRA dropout needs a random mask at each projection's input",
+        "dora": "DoRA needs the length of each column of W + s A B",
+        "fine_tune_type": "--fine-tune-type {} is not LoRA",
+    }
+    if value and value != "lora":
+        raise MespError(
+            f"{why[str(parameter.name)].format(value)}, and the block function, exported as "
+            "y = x Wᵀ + s (x A) B, has no place for it: leave it out."
+        )
+
+
+def refused_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds what other trainers have and a MeSP block cannot: it is refused in a sentence."""
+    hidden: dict[str, Any] = {"hidden": True, "expose_value": False, "callback": refuse}
+    for option in (
+        click.option("--dropout", "--lora-dropout", type=float, **hidden),
+        click.option("--dora", "--use-dora", is_flag=True, **hidden),
+        click.option("--fine-tune-type", **hidden),
+    ):
+        command = option(command)
+    return command

@@ -1,0 +1,139 @@
+"""How a setting is declared, checked, written to JSON and read from it.
+
+The settings of a dataclass that derives from `Settings` are its fields, each with a `Setting`. The
+options of the commands, `--config`, what a federation's server may set, what may change when a run
+is resumed, and `RunSettings` in Swift derive from these declarations.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from mesp.errors import MespError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The declaration of a setting besides its name and its default."""
+
+    kind: type  # int, float, bool, str, list (some of `choices`), dict (of numbers) or Path
+    help: str = ""
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    choices: Collection[str] | None = None  # or a dictionary that describes each
+    default_text: str | None = None  # of a default that is None
+    key: str = ""  # in settings.json, where that is not the name
+    metavar: str | None = None
+    federated: bool = False  # whether the server of a federation may set it
+    may_change: bool = False  # when a run is resumed: no result depends on it
+    can_be_refused: bool = False  # whether there is an option with --no- too
+    only_with: tuple[str, Collection[str]] | None = None  # a setting, and values, that it needs
+
+    def find_problem(self, value: Any) -> str | None:
+        """The requirement that a value does not meet, as the end of a sentence, or None."""
+        if self.kind is list:
+            choices = self.choices or ()
+            names = value if isinstance(value, list) else [None]
+            is_some = all(name in choices for name in names)
+            return None if is_some else f"a list of some of {', '.join(choices)}"
+        if self.choices is not None:
+            return None if value in self.choices else f"one of {', '.join(self.choices)}"
+        if self.kind is bool:
+            return None if isinstance(value, bool) else "true or false"
+        if self.kind in (str, Path):
+            return None if isinstance(value, str) else "a text"
+        if self.kind is dict:
+            are_numbers = isinstance(value, dict) and all(
+                type(each) in (int, float) and is_held(each) for each in value.values()
+            )
+            return None if are_numbers else "an object of numbers"
+        noun = "a whole number" if self.kind is int else "a finite number"
+        kinds = (int,) if self.kind is int else (int, float)
+        if type(value) not in kinds:
+            return noun
+        if not is_held(value):
+            return noun + " of 64 bits" if self.kind is int else noun + " of 32 bits"
+        if self.least is not None and value < self.least:
+            return f"{noun} at least {self.least:g}"
+        if self.above is not None and value <= self.above:
+            return f"{noun} above {self.above:g}"
+        if self.most is not None and value > self.most:
+            return f"{noun} at most {self.most:.10g}"
+        if self.below is not None and value >= self.below:
+            return f"{noun} below {self.below:.10g}"
+        return None
+
+
+def is_held(value: object) -> bool:
+    """Whether mesp-engine has room for a value: a whole number of 64 bits, or a finite one of 32,
+    where it is not too small."""
+    if type(value) is int:
+        return abs(value) < 1 << 63
+    try:
+        rounded = struct.unpack("<f", struct.pack("<f", value))[0]
+    except (OverflowError, struct.error):
+        return False
+    return math.isfinite(rounded) and bool(rounded) == bool(value)
+
+
+def setting(kind: type, default: Any, help: str = "", **others: Any) -> Any:
+    """A field of a dataclass of settings."""
+    return field(default=default, metadata={"setting": Setting(kind, help, **others)})
+
+
+def list_settings(kind: type[Settings]) -> dict[str, Setting]:
+    """The settings that a dataclass declares, by name."""
+    return {each.name: each.metadata["setting"] for each in fields(kind)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings that are declared as fields."""
+
+    def __post_init__(self) -> None:
+        """Raises MespError where a value is not one that the setting can have."""
+        for each in fields(self):
+            value, declared = getattr(self, each.name), each.metadata["setting"]
+            if value is None and each.default is None:
+                continue
+            if problem := declared.find_problem(value):
+                raise MespError(f"{each.name} is {value!r:.200}, and must be {problem}.")
+
+    @classmethod
+    def from_json(cls, entries: Mapping[str, Any]) -> Self:
+        """The settings in the object of a `settings.json`; those that it lacks, as a file of an
+        older version does, have their defaults. Raises TypeError or MespError if invalid."""
+        keys = {declared.key or name: name for name, declared in list_settings(cls).items()}
+        return cls(**{name: entries[key] for key, name in keys.items() if key in entries})
+
+    def to_json(self) -> dict[str, Any]:
+        """By their keys in `settings.json`."""
+        return {
+            declared.key or name: getattr(self, name)
+            for name, declared in list_settings(type(self)).items()
+        }
+
+
+def name_option(name: str) -> str:
+    """The option of a setting, as in `--seq-len`."""
+    return "--" + name.replace("_", "-")
+
+
+def refuse_changes(
+    before: Settings, given: Mapping[str, Any], declared: Mapping[str, Setting]
+) -> None:
+    """Raises MespError where what is `given` would change a resumed run."""
+    for name, value in given.items():
+        was = getattr(before, name)
+        if not declared[name].may_change and value != was:
+            raise MespError(
+                f"A resumed run keeps its settings: {name_option(name)} is "
+                f"{'not set' if was is None else was} and cannot become {value}."
+            )

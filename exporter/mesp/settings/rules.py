@@ -1,0 +1,174 @@
+"""The rules between settings: what goes together, and what a bundle can serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+from mesp.bundle.manifest import Manifest
+from mesp.errors import MespError
+from mesp.settings.declaration import name_option
+from mesp.settings.train_settings import MAX_SEQUENCES, TrainSettings
+
+
+def check_settings(settings: TrainSettings, manifest: Manifest) -> None:
+    """Raises MespError where settings do not go together, have no use, or the bundle cannot
+    serve them."""
+    check_use(settings, manifest)
+    _check_goal(settings, manifest)
+    _check_privacy(settings)
+    _check_reward(settings, manifest)
+    _check_forgetting(settings, manifest)
+
+
+def check_use(settings: TrainSettings, manifest: Manifest) -> None:
+    """Raises MespError where a setting of the update or the adapters has no use, or the model
+    cannot serve it."""
+    for each in fields(settings):
+        needs = each.metadata["setting"].only_with
+        # A default is not a request, even where a settings.json that is a --config has it.
+        if needs and getattr(settings, each.name) != each.default:
+            other, values = needs
+            if getattr(settings, other) not in values:
+                raise MespError(
+                    f"{name_option(each.name)} has no use without {name_option(other)} "
+                    f"{' or '.join(values)}: leave it out."
+                )
+    size = settings.batch_size * settings.grad_accumulation_steps * (settings.group_size or 1)
+    if size > MAX_SEQUENCES:
+        raise MespError(f"A step of {size:,} sequences is too large: at most {MAX_SEQUENCES:,}.")
+    if settings.warmup >= settings.steps:
+        raise MespError(f"--warmup {settings.warmup} does not end within --steps {settings.steps}.")
+    arch = manifest.architecture
+    for name in settings.projections or ():
+        if name not in arch.trainable:
+            raise MespError(
+                f"--projections {name} is not in the model's blocks; "
+                f"they have {', '.join(arch.trainable)}."
+            )
+    layers = arch.num_hidden_layers
+    if (settings.num_layers or 1) > layers:
+        raise MespError(f"--num-layers {settings.num_layers} is more than the {layers} blocks.")
+
+
+def _check_goal(settings: TrainSettings, manifest: Manifest) -> None:
+    if settings.objective == "kto" and settings.batch_size < 2:
+        raise MespError(
+            "--objective kto takes each prompt with the answer of another record of the batch: "
+            "set --batch-size to 2 or more."
+        )
+    _check_labels(settings, manifest)
+    if settings.eval_every and not (settings.val_batches and "valid" in manifest.data):
+        raise MespError(
+            "--eval-every needs evaluations: --val-batches above 0, and a bundle with held-out "
+            "data."
+        )
+    if settings.early_stopping and not settings.eval_every:
+        raise MespError(
+            "--early-stopping needs evaluations on the way: --eval-every and --val-batches "
+            "above 0, and a bundle with held-out data."
+        )
+    if settings.test and "test" not in manifest.data:
+        raise MespError("--test needs test data, and the bundle has none: export it with some.")
+
+
+def _check_labels(settings: TrainSettings, manifest: Manifest) -> None:
+    """Refuses data without preferences for an objective, and preference data without one."""
+    train = manifest.data.get("train")
+    if train is None or (train.labels is not None) == (settings.objective is not None):
+        return
+    if settings.objective is None:
+        raise MespError(
+            "The bundle's data is preference data: choose an --objective for "
+            "them, or give it other data with mesp data."
+        )
+    kto = settings.objective == "kto"
+    answers = '"completion" and "label"' if kto else '"chosen" and "rejected"'
+    raise MespError(
+        f'--objective {settings.objective} needs records of a "prompt", {answers}, and the bundle '
+        "has others: give it some with mesp data."
+    )
+
+
+def _check_reward(settings: TrainSettings, manifest: Manifest) -> None:
+    """Refuses what does not go together with rewards, and their settings without them."""
+    if settings.reward is None:
+        for name in ("group_size", "max_tokens", "dr_grpo"):
+            (default,) = [each.default for each in fields(settings) if each.name == name]
+            if getattr(settings, name) != default:
+                raise MespError(f"{name_option(name)} has no use without --reward: leave it out.")
+        return
+    refused = {
+        "--method mezo": settings.method == "mezo",
+        f"--objective {settings.objective}": settings.objective is not None,
+        "--dp-clip": settings.dp_clip is not None,
+    }
+    _refuse_beside("--reward", refused)
+    train = manifest.data.get("train")
+    if train is None:
+        return
+    if train.mask is None:
+        raise MespError(
+            "--reward needs records of a prompt and an answer, and all tokens of the bundle's "
+            "are in the loss: give it some with mesp data."
+        )
+    if train.pack:
+        raise MespError(
+            "--reward needs a record a sequence, and the bundle's data has several: write it "
+            "with mesp data --no-pack."
+        )
+
+
+def _check_forgetting(settings: TrainSettings, manifest: Manifest) -> None:
+    """Refuses replay where sequences are not what is trained on, and a choice of the adapters'
+    strength where nothing is held out to choose by."""
+    if settings.replay is None and settings.replay_data is not None:
+        raise MespError("--replay-data has no use without --replay: say which share.")
+    refused = {
+        f"--objective {settings.objective}": settings.objective is not None,
+        "--reward": settings.reward is not None,
+    }
+    if settings.replay is not None:
+        _refuse_beside("--replay", refused | {"--dp-clip": settings.dp_clip is not None})
+    if settings.max_forgetting is None:
+        if settings.general is not None:
+            raise MespError("--general has no use without --max-forgetting: leave it out.")
+        return
+    # Their loss on the data's answers says little about what they learn.
+    for typed, is_given in refused.items():
+        _refuse_beside(typed, {"--max-forgetting": is_given})
+    if not settings.val_batches or "valid" not in manifest.data:
+        raise MespError(
+            "--max-forgetting needs evaluations: --val-batches above 0, and a bundle with "
+            "held-out data."
+        )
+
+
+def _check_privacy(settings: TrainSettings) -> None:
+    """Refuses what does not go together with DP-SGD."""
+    if settings.dp_clip is None and settings.dp_noise is None:
+        return
+    if settings.dp_clip is None or settings.dp_noise is None:
+        raise MespError(
+            "--dp-clip and --dp-noise go together: give both, with --dp-noise 0 for no noise."
+        )
+    refused = {
+        "--method mezo": settings.method == "mezo",
+        "--objective kto": settings.objective == "kto",
+        f"--max-grad-norm {settings.max_grad_norm}": settings.max_grad_norm is not None,
+        "--skip-bad-steps": settings.skip_bad_steps,
+    }
+    _refuse_beside("--dp-clip", refused)
+    if settings.grad_accumulation_steps > 1:
+        raise MespError(
+            "--dp-clip takes one batch a step: leave out --grad-accumulation-steps, and set "
+            "--batch-size to the examples of a step."
+        )
+
+
+def _refuse_beside(option: str, others: Mapping[str, bool]) -> None:
+    """Raises MespError where one of the `others` is given: those that do not go together with
+    `option`."""
+    for typed, is_given in others.items():
+        if is_given:
+            raise MespError(f"{typed} does not go together with {option}: leave out one of them.")

@@ -1,0 +1,35 @@
+import MeSPBundle
+
+// The optimizer and the learning rate of a run that names none, which learn in some hundred steps: `docs/decisions.md` says why.
+// `exporter/mesp/settings/optimizer_defaults.py` has the same rule for `mesp train`.
+
+extension RunSettings {
+    /// The optimizer that is set, or the default of the method.
+    public var effectiveOptimizer: OptimizerKind { optimizer ?? (method == .mezo ? .sgd : .adamw8bit) }
+
+    /// The learning rate that is set, or the default.
+    public func effectiveLearningRate(for architecture: Architecture) -> Float {
+        learningRate ?? defaultLearningRate(for: architecture)
+    }
+
+    /// The default learning rate for the method, the optimizer, the model and the objective, or sampled answers.
+    public func defaultLearningRate(for architecture: Architecture) -> Float {
+        let rate: Float
+        switch (method, effectiveOptimizer) {
+        case (.mezo, _): return Self.paperLearningRate
+        case (_, .adamw), (_, .adamw8bit): rate = 0.007 / Float(architecture.hiddenSize).squareRoot()
+        case (_, .sgd): rate = 0.1
+        }
+        return objective != nil ? rate / 10 : groupSize != nil ? rate / 3 : rate
+    }
+
+    /// Sets the paper's optimizer and learning rate, with which a model learns slowly. A settings file that names none means these.
+    public mutating func usePaperUpdate() { (optimizer, learningRate) = (.sgd, Self.paperLearningRate) }
+
+    private static let paperLearningRate: Float = 1e-4
+
+    /// Sets the defaults where nothing is set, so that a log and a saved state say what a run does.
+    mutating func setDefaultUpdate(for architecture: Architecture) {
+        (optimizer, learningRate) = (effectiveOptimizer, effectiveLearningRate(for: architecture))
+    }
+}

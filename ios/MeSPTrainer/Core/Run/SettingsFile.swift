@@ -1,0 +1,48 @@
+import Foundation
+import MeSPFiles
+
+// Reads settings from files and messages: programs leave out what has its default.
+
+extension RunSettings {
+    /// Reads a settings file: snake-case JSON with `bundle` and `output`; a key that is absent has its default, and where
+    /// the optimizer or the learning rate is absent, it is the paper's.
+    public init(contentsOf url: URL) throws {
+        guard let json = try? Data(contentsOf: url) else {
+            throw MeSPError("Cannot read the settings file \(url.path).")
+        }
+        try self.init(
+            json: try? JSONSerialization.jsonObject(with: json) as? [String: Any],
+            from: "The settings file \(url.path) is")
+    }
+
+    /// - Parameter source: the beginning of a sentence, for an error: where the object is from
+    package init(json given: [String: Any]?, from source: Sentence) throws {
+        do {
+            guard let given, given["bundle"] != nil, given["output"] != nil else {
+                throw MeSPError("it is not a JSON object with a bundle and an output")
+            }
+            let json = try JSONSerialization.data(withJSONObject: Self.completed(given))
+            self = try JSONDecoder.snakeCase.decode(RunSettings.self, from: json)
+        } catch {
+            throw MeSPError("\(source) not valid: \(error.plainSentence).")
+        }
+    }
+
+    /// The settings of a JSON object, with the defaults of missing ones.
+    static func completed(_ given: [String: Any]) throws -> [String: Any] {
+        var defaults = RunSettings(bundle: "", output: "")
+        defaults.usePaperUpdate()
+        let json = try JSONEncoder.snakeCase.encode(defaults)
+        let keys = try JSONSerialization.jsonObject(with: json) as? [String: Any] ?? [:]
+        return keys.merging(given) { $1 }
+    }
+
+    /// A JSON object whose `settings` are completed with defaults, so that files of earlier versions can be read.
+    static func completed(in json: Data) throws -> Data {
+        guard var keys = try JSONSerialization.jsonObject(with: json) as? [String: Any],
+            let settings = keys["settings"] as? [String: Any]
+        else { return json }
+        keys["settings"] = try completed(settings)
+        return try JSONSerialization.data(withJSONObject: keys)
+    }
+}

@@ -1,0 +1,62 @@
+"""What Swift has of Python's declarations is generated, and as the generator writes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import generate
+from helpers.paths import ROOT
+from mesp.settings.declaration import Setting
+from mesp.settings.optimizer_defaults import PAPER
+from mesp.settings.train_settings import TrainSettings
+
+LISTED = r'```json\n(\{"bundle": "DIR", "data": null, "output".*?\})\n```'
+
+
+@pytest.mark.parametrize("path", generate.write_all(), ids=lambda path: path.name)
+def test_what_is_checked_in_is_what_is_generated(path: Path):
+    said = f"{path.name} is not what Python declares: run `make generated`."
+    assert path.read_text("utf-8") == generate.write_all()[path], said
+
+
+def changed(name: str, monkeypatch: pytest.MonkeyPatch, **others: object) -> str:
+    """The settings in Swift where a declaration is another."""
+    (declared,) = [each for each in dataclasses.fields(TrainSettings) if each.name == name]
+    default = others.pop("default", declared.default)
+    setting: Setting = dataclasses.replace(declared.metadata["setting"], **others)
+    monkeypatch.setattr(declared, "metadata", {"setting": setting})
+    monkeypatch.setattr(declared, "default", default)
+    return generate.write_settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "line"),
+    [
+        ("val_batches", {"default": 26}, "public var valBatches: Int = 26"),
+        ("group_size", {"most": 9}, 'requireRange("group_size", groupSize, least: 2, most: 9)'),
+        ("warmup", {"key": "warm_up"}, "public var warmUp: Int = 0"),
+        ("alpha", {"kind": int}, "public var alpha: Int = 16"),
+        ("dp_clip", {"may_change": True}, "dpClip = other.dpClip"),
+        ("dr_grpo", {"federated": True}, '"dr_grpo"'),
+        ("schedule", {"choices": {"constant": "", "step": "In steps."}}, "case step\n"),
+    ],
+)
+def test_another_declaration_is_another_file(
+    name: str, others: dict, line: str, monkeypatch: pytest.MonkeyPatch
+):
+    assert line not in generate.write_settings()
+    assert line in changed(name, monkeypatch, **others)
+
+
+def test_the_document_lists_every_setting_with_its_default():
+    pages = [page.read_text("utf-8") for page in (ROOT / "docs").glob("*.md")]
+    (listed,) = [found[1] for page in pages if (found := re.search(LISTED, page, re.DOTALL))]
+    defaults = {
+        each.key: "DIR" if each.is_needed else each.default for each in generate.list_properties()
+    }
+    assert json.loads(listed) == json.loads(json.dumps(defaults | PAPER))
