@@ -240,7 +240,7 @@ struct Attention {
             })
         carried = nil
         let rowTiles = Array(tiles(of: q.dim(1), size: machine.queryRows).reversed())
-        let all = machine.reduce(rowTiles, start, reading: &inputs) { all, rows, inputs in
+        let all = machine.reduce(rowTiles, consume start, reading: &inputs) { all, rows, inputs in
             let (q, k, v, dOut) = (inputs[0], inputs[1], inputs[2], inputs[3])
             let positions = before + rows.lowerBound..<before + rows.upperBound
             let keys = seen(by: positions)

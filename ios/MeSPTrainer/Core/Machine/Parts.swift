@@ -42,14 +42,14 @@ extension Machine {
     /// Takes some state through parts, one after the other.
     ///
     /// - Parameters:
+    ///   - state: given away, so that its arrays go when a part replaces them.
     ///   - inputs: that every part reads.
     ///   - next: makes the state behind a part of that before it, from the inputs.
     /// - Returns: the state behind the last part.
     func reduce<P, S: Arrays>(
-        _ parts: [P], _ state: S, reading inputs: inout [MLXArray],
+        _ parts: [P], _ state: consuming S, reading inputs: inout [MLXArray],
         _ next: (_ state: inout S, _ part: P, _ inputs: [MLXArray]) throws -> Void
     ) rethrows -> S {
-        var state = state
         for part in parts {
             try next(&state, part, inputs)
             if evaluatesTiles, !evaluatesParts, parts.count > 1 { submit(state.arrays) }
