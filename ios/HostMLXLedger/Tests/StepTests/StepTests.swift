@@ -19,6 +19,7 @@ struct StepTests {
 
     private func settings(_ length: Int = 128, _ change: Change = { _ in }) throws -> RunSettings {
         var settings = RunSettings(bundle: Self.demo.path, output: "")
+        settings.usePaperUpdate()
         (settings.seqLen, settings.rank) = (length, 8)
         change(&settings)
         return settings
