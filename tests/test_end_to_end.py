@@ -18,11 +18,13 @@ from mlx import nn
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import load_adapters
 
-from helpers.commands import call, command, run
+from helpers.commands import call, command, invoke, run
 from helpers.paths import DEMO_MODEL, ROOT
 from mesp.bundle.reader import Bundle
+from mesp.commands.train import main
 from mesp.engine.build import find_engine
 from mesp.engine.process import find_plan
+from mesp.errors import MespError
 from mesp.reference import step_example
 
 pytestmark = pytest.mark.slow
@@ -224,6 +226,17 @@ def test_dry_run_counts_a_step_of_a_bundle_for_the_gpu(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     counted = "[0-9,]+ evals and [0-9,]+ kernels .*; MLX's arrays peak at ([0-9.]+) MB"
     assert float(re.search(counted, done.stdout.splitlines()[-1])[1]) > 0
+
+
+def test_a_plan_stands_where_nothing_can_count_its_step(monkeypatch: pytest.MonkeyPatch):
+    def find_no_counter() -> Path:
+        raise MespError("mesp-count has not been built.")
+
+    monkeypatch.setattr("mesp.engine.process.find_counter", find_no_counter)
+    bundle = ROOT / "ios/MeSPTrainer/Demo-GPU.mesp"
+    done = invoke(main, "mesp-train", bundle, "--steps", 1, "--dry-run")
+    assert done.returncode == 0 and "MB" in done.stdout and "kernels" not in done.stdout
+    assert done.stderr == "A phone's work is not counted: mesp-count has not been built.\n"
 
 
 def test_a_memory_limit_that_is_too_low_names_the_least(bundle: Path, tmp_path: Path):

@@ -68,6 +68,7 @@ def test_errors_are_the_packages_own(tmp_path: Path):
         ({"alpha": 0}, "alpha is 0, and must be a finite number above 0."),
         ({"momentum": 1}, "momentum is 1, and must be a finite number below 1."),
         ({"method": "sft"}, "method is 'sft', and must be one of mesp, mebp, mezo."),
+        ({"method": ["mesp"]}, "method is ['mesp'], and must be one of mesp, mebp, mezo."),
         ({"projections": "q,v"}, "projections is 'q,v', and must be a list of some of q, k, "),
         ({"rslora": 1}, "rslora is 1, and must be true or false."),
     ],
@@ -138,7 +139,7 @@ def test_only_the_machine_knows_where_it_runs():
     """Outside Core/Machine no arithmetic, tile or way to evaluate depends on a device or system."""
     known = re.compile(
         r"\bbackend\b|Device\.isCPU|Processor\.(cpu|gpu)\b|#if os|hasShortCommandBuffers"
-        r"|processor\.(fuses|unpacksInside|attendsByTiles|startsMetal|hasKernels)\b *[?&|]"
+        r"|processor\.(fuses|dequantizesInProduct|attendsByTiles|startsMetal|hasKernels)\b *[?&|]"
     )
     # These ask the system for a limit and a footprint.
     asked = {"SystemMemoryLimit.swift", "Footprint.swift"}

@@ -43,17 +43,19 @@ TYPES = {
     "max_forgetting": "Double",
     "memory_limit_mb": "Double",
 }
-# Those that are not within `RunSettings`.
+# The types that are declared outside of `RunSettings`.
 OUTER = ("method", "objective")
 KINDS = {int: "Int", float: "Float", bool: "Bool", list: "[String]", str: "String", Path: "String"}
 
 # The keys that mesp-engine does not read: what rewards answers, what is tokenized for a run, and
 # what is said of one.
 NOT_READ = ("reward", "replay_text", "general_text", "dp_delta")
-# What is in a settings file where Python fills it in by the bundle.
+# The defaults of keys that Python fills in by the bundle.
 DEFAULTS = {"steps": 100, "seq_len": 256, "rank": 8}
 # The engine takes a run without a step.
 LEAST = {"steps": 0}
+# Its numbers have 64 bits: any seed will do.
+UNBOUNDED = ("seed",)
 # The documentation where mesp-engine takes more, or something else, than a command.
 DOCS = {
     "steps": "Updates of the adapters; 0: evaluate and save the adapters that the run starts from.",
@@ -136,6 +138,8 @@ class Property:
         names = ("least", "above", "most", "below")
         bounds = {name: getattr(self.setting, name) for name in names}
         bounds["least"] = LEAST.get(self.key, bounds["least"])
+        if self.key in UNBOUNDED:
+            return []
         said = ", ".join(f"{n}: {write_whole(b)}" for n, b in bounds.items() if b is not None)
         return [f'        try requireRange("{self.key}", {self.name}, {said})'] if said else []
 

@@ -2,8 +2,8 @@
 
 // The ledger: counts on Linux what a training step costs on a phone's GPU (docs/ledger.md), and `mesp-count`, which prints that of a run.
 //
-// A package of its own, so that whoever builds the trainer does not compile it: it stands on the trainer's package and on HostMLX, and
-// builds both again in its own `.build`. `make ledger` builds it.
+// A separate package, so that whoever builds the trainer does not compile it. It depends on the trainer's package and on HostMLX, and
+// compiles both again in its own `.build`. `make ledger` builds it.
 
 import PackageDescription
 
@@ -11,7 +11,7 @@ guard let wheel = Context.environment["MESP_HOST_MLX"] else {
     fatalError("HostMLXLedger: set MESP_HOST_MLX to the folder `site-packages/mlx` of the wheel mlx, 0.32.2 or later")
 }
 
-// As in ios/HostMLX/Package.swift. The header of CHostMLX is one of C++ too, and no module that C++20 would import.
+// As in ios/HostMLX/Package.swift. CHostMLX's header is C++ too, so it must not be imported as a C++20 module.
 let cxxSettings: [CXXSetting] = [
     .unsafeFlags(["-isystem", wheel + "/include", "-Wno-deprecated-declarations", "-fno-cxx-modules"])
 ]

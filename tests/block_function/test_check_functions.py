@@ -195,7 +195,7 @@ def test_a_function_of_a_bundle_is_checked_before_mlx_reads_it(tiny, tmp_path):
 
 
 def exchanged(outputs: list[mx.array]) -> list[mx.array]:
-    """The outputs with gate in the place of mixed, which has another shape."""
+    """The outputs with gate in the place of attn_out, which has another shape."""
     return [*outputs[:5], outputs[7], *outputs[6:]]
 
 

@@ -11,7 +11,7 @@ from mesp.errors import MespError
 
 
 def refuse(context: click.Context, parameter: click.Parameter, value: object) -> None:
-    """The callback of what other trainers have and a MeSP block can't."""
+    """Refuses an option that other trainers have and a MeSP block cannot have."""
     why = {
         "dropout": "LoRA dropout needs a random mask at each projection's input",
         "dora": "DoRA needs the length of each column of W + s A B",

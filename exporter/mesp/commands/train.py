@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mesp.engine.plan import (
 )
 from mesp.engine.process import find_count, find_plan
 from mesp.engine.train import TrainingJob, prepare_training
+from mesp.errors import MespError
 from mesp.formatting import decimal, duration, megabytes, quality
 from mesp.runs.log import LOG_NAME, RunLog
 from mesp.settings.command_options import (
@@ -31,6 +33,8 @@ from mesp.settings.command_options import (
     require_values,
 )
 from mesp.settings.train_settings import TrainSettings
+
+log = logging.getLogger(__name__)
 
 
 @click.command(cls=Command)
@@ -93,7 +97,10 @@ def show_plan(job: TrainingJob, plan: dict[str, Any]) -> None:
     # Nothing counts on a Mac, nor where kernels depend on the experts' choice.
     can_count = sys.platform != "darwin" and not job.manifest.architecture.has_experts
     if job.manifest.device == "gpu" and can_count:
-        click.echo(describe_count(find_count(settings)))
+        try:
+            click.echo(describe_count(find_count(settings)))
+        except MespError as error:  # the plan stands without it
+            log.warning("A phone's work is not counted: %s", error)
 
 
 def summary(run: RunLog, output: Path) -> str:

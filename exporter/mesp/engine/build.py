@@ -63,8 +63,11 @@ def find_counter(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
     """A ready mesp-count: the one beside the engine that MESP_ENGINE names, the checkout's, or the
     one in the user's cache.
 
-    The last two are built first where they are missing or old. Raises MespError where that fails.
+    The last two are built first where they are missing or old. Raises MespError where that fails,
+    or where nothing can be counted.
     """
+    if sys.platform != "linux":
+        raise MespError("mesp-count counts on Linux only.")
     if named := os.environ.get("MESP_ENGINE"):
         counter = Path(named).with_name(COUNTER.name)
         if version_of(counter) == expected_version(COUNTER):
@@ -91,7 +94,7 @@ def engine_path() -> Path:
 
 
 def has_sources(folder: Path) -> bool:
-    """Whether what the engine is built from lies there, as in a checkout."""
+    """Whether what both programs are built from lies there, as in a checkout."""
     return (folder / "Package.swift").is_file()
 
 
@@ -145,7 +148,7 @@ def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
         return cached
     with lock_folder(cached.parent):
         if not is_ready():
-            # What a build that was killed left, serves.
+            # Reuses what a killed build has left.
             scratch = cached.with_name(f"build-{program.name}")
             built = build_program(sources, scratch, program)
             with plain_os_errors(f"Cannot write {cached}"):
@@ -241,8 +244,9 @@ def build_program(
             f"{program.name} has not been built, and there is no Swift compiler on PATH to build "
             f"it with: install Swift 6 from https://swift.org/install, or {_set_engine(program)}."
         )
-    if scratch is not None:
-        log.warning("Building %s in %s, once; some minutes.", program.name, scratch.parent)
+    folder = scratch or built_program(checkout, program).parent
+    if not (folder / program.name).exists():
+        log.warning("Building %s in %s, once; some minutes.", program.name, folder.parent)
     command = [
         swift,
         "build",

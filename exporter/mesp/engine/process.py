@@ -99,7 +99,7 @@ def running(
     interruptible: bool = False,
     timeout: float | None = None,
 ) -> Iterator[Engine]:
-    """`mesp-engine COMMAND SETTINGS`, which is ended where it has not ended itself.
+    """`mesp-engine COMMAND SETTINGS`, or mesp-count, which is ended where it has not ended itself.
 
     `environment` is added to this process's. With `interruptible` signals that ask for an end go
     to the engine, which ends in order; else Ctrl-C raises KeyboardInterrupt. Raises MespError where
@@ -225,15 +225,15 @@ def _forwarded_signals(engine: Engine) -> Iterator[None]:
         yield
 
 
-def failure(status: int, said: str, after: str = "") -> MespError:
-    """Why the engine ended with this status, having `said` that on standard error."""
+def failure(status: int, said: str, after: str = "", program: str = "mesp-engine") -> MespError:
+    """Why a program ended with this status, having `said` that on standard error."""
     if status > 0 and said:
         return MespError(said)
     if status > 0:
-        return EngineError(f"mesp-engine failed with exit status {status}.")
+        return EngineError(f"{program} failed with exit status {status}.")
     if status == 0:
-        return EngineError("mesp-engine ended without finishing its log.")
-    reason = f"mesp-engine was ended by {signal.Signals(-status).name}{after}."
+        return EngineError(f"{program} ended without finishing its log.")
+    reason = f"{program} was ended by {signal.Signals(-status).name}{after}."
     if said:
         reason = f"{said}\n{reason}"
     if -status == signal.SIGKILL:
@@ -252,16 +252,16 @@ def find_count(settings: Settings) -> Record:
 
     Raises MespError where it cannot: of a bundle for the CPU, or on a Mac.
     """
-    return _answer(find_counter(), settings)
+    return _answer(find_counter(), settings, "mesp-count")
 
 
-def _answer(program: Path, settings: Settings) -> Record:
+def _answer(program: Path, settings: Settings, name: str = "mesp-engine") -> Record:
     asked = {"output": "", **settings, "dry_run": True}
     with running([], asked, engine=program) as started:
         for _ in started:
             pass
     if started.process.returncode != 0 or not started.last:
-        raise failure(started.process.returncode, started.said)
+        raise failure(started.process.returncode, started.said, program=name)
     return started.last
 
 

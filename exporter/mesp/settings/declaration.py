@@ -44,7 +44,8 @@ class Setting:
             is_some = all(name in choices for name in names)
             return None if is_some else f"a list of some of {', '.join(choices)}"
         if self.choices is not None:
-            return None if value in self.choices else f"one of {', '.join(self.choices)}"
+            known = isinstance(value, str) and value in self.choices
+            return None if known else f"one of {', '.join(self.choices)}"
         if self.kind is bool:
             return None if isinstance(value, bool) else "true or false"
         if self.kind in (str, Path):

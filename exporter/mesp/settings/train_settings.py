@@ -64,7 +64,8 @@ MAX_SEQUENCES = 1 << 16  # of a step
 class TrainSettings(Settings):
     """The settings of a run, which depends on nothing else besides its bundle.
 
-    What is None where that is not a value goes by the bundle: `complete` fills it in.
+    A setting that is None, where None is not a value, depends on the bundle: `complete` fills it
+    in.
     """
 
     steps: int = setting(

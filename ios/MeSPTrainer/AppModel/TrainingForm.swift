@@ -18,7 +18,10 @@ import Observation
     }
     /// The settings. The bundle, the output and the text are filled in when the run starts. The optimizer and the learning rate are the
     /// defaults, as long as nobody has chosen others.
-    public var settings = RunSettings(bundle: "", output: "")
+    public var settings = RunSettings(bundle: "", output: "") {
+        // A method has a default optimizer of its own, which goes with the default rate.
+        didSet { if settings.method != oldValue.method, settings.learningRate == nil { settings.optimizer = nil } }
+    }
     /// The optimizer that is chosen, or the default.
     public var optimizer: RunSettings.OptimizerKind {
         get { settings.effectiveOptimizer }

@@ -37,7 +37,7 @@ private final class ResponseWriter: NSObject, URLSessionDataDelegate, @unchecked
     private let file: FileHandle
     private let progress: @Sendable (Int) -> Void
 
-    // Of the session's queue until the answer has ended.
+    // Used on the session's queue only, until the answer has ended.
     private var written: Int
     private var answer: HTTPURLResponse?
     private var failure: (any Error)?

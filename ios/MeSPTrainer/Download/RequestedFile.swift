@@ -37,7 +37,7 @@ struct RequestedFile: Sendable {
             }
             return (response, offset)
         case 401, 403:
-            // Where the Hub leads to, an address is good for a time.
+            // The Hub redirects to addresses that expire.
             guard response.url?.host == request.url?.host else {
                 throw RetryableFailure(sentence: "The Hub's address of \(what) is no longer good; try again.")
             }

@@ -195,13 +195,13 @@ extension CheckSuite {
         let weight = 1 / Float(example.counted.count)
         var (sum, d) = try cpu.lossAndGradient(x, example, scale: weight)
         var gradients = [Int: MLXArray]()
-        var shared = [Int: MixerState.KeyValues]()
+        var dShared = [Int: MixerState.KeyValues]()
         for block in trainer.model.trained.reversed() {
             try atBlock()
             guard let (x, side) = inputs.removeValue(forKey: block) else { continue }
             let lora = try model.parameters(block)
             gradients[block] = try cpu.backward(
-                block, x, lora, side, cpu.outputs(block, x, lora, side).intermediates, d: &d, shared: &shared)
+                block, x, lora, side, cpu.outputs(block, x, lora, side).intermediates, d: &d, dShared: &dShared)
         }
         return (sum * weight, gradients)
     }

@@ -48,7 +48,7 @@ extension CheckSuite {
 
         let end = ContinuousClock.now + .seconds(20 * settings.seconds)
         var errors = [String: Double]()
-        var shared = [Int: MixerState.KeyValues]()
+        var dShared = [Int: MixerState.KeyValues]()
         for block in blocks.reversed() where errors.isEmpty || ContinuousClock.now < end {
             guard let x = inputs[block] else { continue }
             let lora = try model.parameters(block)
@@ -56,7 +56,8 @@ extension CheckSuite {
             let gradient = tamper(
                 "gradients.differences",
                 try backward.backward(
-                    block, x, lora, sideInputs(block, x, lora, model, context), intermediates, d: &d, shared: &shared))
+                    block, x, lora, sideInputs(block, x, lora, model, context), intermediates, d: &d, dShared: &dShared)
+            )
             /// The loss with other parameters in this block.
             func loss(_ changed: MLXArray) throws -> Double {
                 var y = try outputs(block, x, changed).y

@@ -28,15 +28,15 @@ struct FormulasOnCPU {
 
     /// The gradient of a block's LoRA parameters `[P]`; d goes from dy to dx. Both are evaluated.
     ///
-    /// - Parameter shared: as that of `Block.structuredBackward`, by the block that has the keys and values.
+    /// - Parameter dShared: as that of `Block.structuredBackward`, by the block that has the keys and values.
     func backward(
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ side: SideInputs, _ intermediates: Intermediates,
-        d: inout MLXArray, shared: inout [Int: MixerState.KeyValues]
+        d: inout MLXArray, dShared: inout [Int: MixerState.KeyValues]
     ) throws -> MLXArray {
         let owner = bundle.architecture.keysOf(block) ?? block
         return try withBlock(block, lora, side) { block in
             block.structuredBackward(
-                x: x.asType(.float32), intermediates, d: &d, wantsDx: true, shared: &shared[owner])
+                x: x.asType(.float32), intermediates, d: &d, wantsDx: true, dShared: &dShared[owner])
         }
     }
 

@@ -86,7 +86,7 @@ struct StepTests {
         #expect(try mappings(tokens: 9) == mappings(tokens: 1))
     }
 
-    /// As a round trip to the GPU takes longer than a block's kernels.
+    /// A round trip to the GPU takes longer than a block's kernels.
     @Test(arguments: [0, 0.8] as [Float]) func aTokenIsOneEvaluation(_ temperature: Float) throws {
         let ledger = try Ledger.record(rules: .strictPhone) {
             var request = Generator.Request(prompt: [1, 2, 3])

@@ -24,7 +24,7 @@ extension View {
         #endif
     }
 
-    /// For names that no keyboard knows better.
+    /// For names that autocorrection would change.
     func plainWords() -> some View {
         #if os(iOS)
             autocorrectionDisabled().textInputAutocapitalization(.never)

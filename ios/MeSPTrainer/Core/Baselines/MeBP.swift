@@ -6,17 +6,17 @@ extension BlockwiseModel {
     /// - Parameters:
     ///   - x: the block's input `[1, T, hidden]`
     ///   - d: dy `[1, T, hidden]`, replaced by dx
-    ///   - shared: as that of `Block.structuredBackward`
+    ///   - dShared: as that of `Block.structuredBackward`
     /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. It and d are evaluated.
     func automaticGradient(
-        _ call: BlockCall, _ x: MLXArray, d: inout MLXArray, shared: inout MixerState.KeyValues?
+        _ call: BlockCall, _ x: MLXArray, d: inout MLXArray, dShared: inout MixerState.KeyValues?
     ) throws -> MLXArray {
         let layout = layouts[call.index]
         guard let plain = try function(call.index, x, \.plainFunctions) else {
             preconditionFailure("block \(call.index) has no function")
         }
         // Keys and values are inputs of a block that takes another's, and outputs of one whose others took.
-        let (taken, sum) = (call.side.shared, call.side.shared == nil ? shared : nil)
+        let (taken, sum) = (call.side.shared, call.side.shared == nil ? dShared : nil)
         let dtype = x.dtype
         /// The gradients of some of the block's outputs.
         func gradients(
@@ -60,12 +60,12 @@ extension BlockwiseModel {
         }
         if all.count > 2 {
             let own = all[2...].map { $0.asType(.float32) }
-            shared = .init(
-                keys: shared.map { $0.keys + own[0] } ?? own[0], values: shared.map { $0.values + own[1] } ?? own[1])
+            dShared = .init(
+                keys: dShared.map { $0.keys + own[0] } ?? own[0], values: dShared.map { $0.values + own[1] } ?? own[1])
         } else {
-            shared = nil
+            dShared = nil
         }
-        eval(all + (shared.map { [$0.keys, $0.values] } ?? []))
+        eval(all + (dShared.map { [$0.keys, $0.values] } ?? []))
         d = all[0].asType(dtype)
         return all[1]
     }

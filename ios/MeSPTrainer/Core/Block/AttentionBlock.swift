@@ -107,7 +107,7 @@ extension Block {
     func attentionBackward(
         _ mixer: AttentionMixer, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ carried: inout CarriedGradients,
-        _ gradients: inout LoRAGradients, shared: inout MixerState.KeyValues?
+        _ gradients: inout LoRAGradients, dShared: inout MixerState.KeyValues?
     ) -> ProjectionGradients {
         let segment = intermediates.segment
         let (length, heads, headDim) = (dOut.dim(0), mixer.numAttentionHeads, mixer.headDim)
@@ -118,7 +118,7 @@ extension Block {
             mixer.gateDim > 0 ? qAndGate[.ellipsis, ..<headDim] : qAndGate,
             dAttnOut.reshaped([length, heads, headDim]).swappedAxes(0, 1)
         )
-        let (attention, sum) = (weights.attention(mixer), shared)
+        let (attention, sum) = (weights.attention(mixer), dShared)
         func backward(_ rows: Range<Int>) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
             var carried: MixerState.KeyValues?
             return attention.backward(
@@ -129,10 +129,10 @@ extension Block {
             let parts = records(length).map(backward)
             let d = MixerState.KeyValues(
                 keys: concatenated(parts.map(\.dk), axis: 1), values: concatenated(parts.map(\.dv), axis: 1))
-            shared = d
+            dShared = d
             return [.q: machine.phase(concatenated(parts.map(\.dq)), d).0]
         }
-        shared = nil
+        dShared = nil
         var d: (dq: MLXArray, dk: MLXArray, dv: MLXArray)
         if let segment, case .attention(let cache) = segment.state {
             d = attention.backward(

@@ -6,7 +6,7 @@ extension Block: BlockForward {
     /// The block with the machine of a forward pass.
     private var inForwardPass: Block {
         var block = self
-        block.machine = machine.forward
+        block.machine = machine.forForwardPass
         return block
     }
 

@@ -8,7 +8,7 @@ package enum MixerState {
     case recurrent(Recurrent, count: Int)
     /// b ∘ u of the last tokens.
     case shortConvolution(tail: MLXArray, count: Int)
-    /// Of attention over another block's keys and values, which that has.
+    /// Attention to the keys and values of another block, which keeps them.
     case shared(count: Int)
 
     /// A recurrence's state, and what the convolution before it takes of the last tokens.
@@ -26,7 +26,7 @@ package enum MixerState {
         private(set) var keys: MLXArray
         private(set) var values: MLXArray
         private(set) var count = 0
-        /// The tokens that there is room for once more.
+        /// The number of tokens by which the room grows.
         static let room = 16
 
         init(_ mixer: AttentionMixer, dtype: DType) {

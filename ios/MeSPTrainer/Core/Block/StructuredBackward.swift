@@ -9,19 +9,19 @@ extension Block {
     ///   - intermediates: given away, so that each array goes when it has been used
     ///   - d: dy `[1, T, hidden]`, replaced by dx
     ///   - wantsDx: false for the first trained block, whose dx nobody reads; d then ends as d_x_mid
-    ///   - shared: the sum of the gradients by keys and values that several blocks take, `[kv_heads, T, head_dim]` each; the block that has
+    ///   - dShared: the sum of the gradients by keys and values that several blocks take, `[kv_heads, T, head_dim]` each; the block that has
     ///     them takes the sum, each of the others adds to it. nil at first, and elsewhere.
     /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. It and d are evaluated.
     package func structuredBackward(
         x: MLXArray, _ intermediates: consuming Intermediates, d: inout MLXArray, wantsDx: Bool,
-        shared: inout MixerState.KeyValues?
+        dShared: inout MixerState.KeyValues?
     ) -> MLXArray {
         let shape = x.shape
         let x = x.reshaped([shape[1], shape[2]])
         var gradients = LoRAGradients()
         d = d.reshaped([shape[1], shape[2]]).asType(.float32)
         mlpBackward(intermediates, d: &d, &gradients)
-        mixerBackward(x: x, consume intermediates, d: &d, wantsDx: wantsDx, &gradients, shared: &shared)
+        mixerBackward(x: x, consume intermediates, d: &d, wantsDx: wantsDx, &gradients, dShared: &dShared)
         d = d.reshaped(shape).asType(x.dtype)
         let gradient = layout.packed(gradients)
         eval(d, gradient)
@@ -64,7 +64,7 @@ extension Block {
             let w = g.map { factor($0, mlpIn) }
             let kept = intermediates.gate.flatMap { gate in intermediates.up.map { (gate[rows], $0[rows]) } }
             let d = gatedMLP.backward(
-                mlpIn, kept: kept, dy: dMlpOut, w: w, wantsA: wantsA, tile: (machine.tokens, machine.features),
+                mlpIn, kept: kept, dy: dMlpOut, w: w, wantsA: wantsA, tile: (machine.mlpTileTokens, machine.features),
                 machine: machine)
             gradients.add(d.gradients)
             dMlpIn = machine.stage(d.dx, d.gradients).0
@@ -87,17 +87,17 @@ extension Block {
 
     // MARK: - x_mid = x + norm(mixer_out),  mixer_out = mixer(mixer_in),  mixer_in = RMSNorm(x)
 
-    /// Of a long sequence by segments, the last first: what a segment's tokens give to those before goes from one to the next.
+    /// A long sequence goes by segments, the last first. Each passes gradients on to the one before.
     ///
     /// - Parameter d: d_x_mid `[T, hidden]`, replaced by dx, if that is wanted
     private func mixerBackward(
         x: MLXArray, _ intermediates: consuming Intermediates, d: inout MLXArray, wantsDx: Bool,
-        _ gradients: inout LoRAGradients, shared: inout MixerState.KeyValues?
+        _ gradients: inout LoRAGradients, dShared: inout MixerState.KeyValues?
     ) {
         var carried = CarriedGradients()
         guard !intermediates.segments.isEmpty else {
             let dx = mixerBackward(
-                x: x, consume intermediates, dMid: d, wantsDx: wantsDx, &carried, &gradients, shared: &shared)
+                x: x, consume intermediates, dMid: d, wantsDx: wantsDx, &carried, &gradients, dShared: &dShared)
             if let dx { d = dx }
             return
         }
@@ -109,7 +109,7 @@ extension Block {
             let x = x[segment.rows]
             let dx = mixerBackward(
                 x: x, recompute(segment, x, mixerOut: mixerOut?[segment.rows]), dMid: d[segment.rows],
-                wantsDx: wantsDx, &carried, &own, shared: &shared)
+                wantsDx: wantsDx, &carried, &own, dShared: &dShared)
             gradients.add(own)
             machine.part(gradients)
             if let dx { replace(segment.rows, of: &d, by: dx) }
@@ -120,10 +120,10 @@ extension Block {
     private func mixerBackward(
         x: MLXArray, _ intermediates: consuming Intermediates, dMid: MLXArray, wantsDx: Bool,
         _ carried: inout CarriedGradients,
-        _ gradients: inout LoRAGradients, shared: inout MixerState.KeyValues?
+        _ gradients: inout LoRAGradients, dShared: inout MixerState.KeyValues?
     ) -> MLXArray? {
         let dProjections = projectionGradients(
-            consume intermediates, dMid: dMid, &carried, &gradients, shared: &shared)
+            consume intermediates, dMid: dMid, &carried, &gradients, dShared: &dShared)
         let norm = weights.mixerNorm
         let mixerIn = norm(x).asType(.float32)
         var dMixerIn: MLXArray?
@@ -141,12 +141,12 @@ extension Block {
     private func projectionGradients(
         _ intermediates: consuming Intermediates, dMid: MLXArray, _ carried: inout CarriedGradients,
         _ gradients: inout LoRAGradients,
-        shared: inout MixerState.KeyValues?
+        dShared: inout MixerState.KeyValues?
     ) -> ProjectionGradients {
         let dOut = postNormBackward(weights.mixerPostNorm, intermediates.mixerOut, dy: dMid)
         switch weights.shape.mixer {
         case .attention(let mixer):
-            return attentionBackward(mixer, consume intermediates, dOut: dOut, &carried, &gradients, shared: &shared)
+            return attentionBackward(mixer, consume intermediates, dOut: dOut, &carried, &gradients, dShared: &dShared)
         case .gatedDeltaNet(let mixer):
             return gatedDeltaNetBackward(mixer, consume intermediates, dOut: dOut, &carried, &gradients)
         case .shortConvolution: return shortConvolutionBackward(consume intermediates, dOut: dOut, &gradients)

@@ -148,7 +148,7 @@ struct Attention {
     ///   - start: the position of the first row
     ///   - seen: k̂ and v̂ up to a segment's end, `[kv_heads, N, d]`; nil where these are made of k and v
     ///   - sum: the gradients by k̂ and v̂ of other blocks that take them, which those of this one are added to
-    ///   - behind: see `CarriedGradients`; becomes that for the segment before
+    ///   - carried: see `CarriedGradients.keyValues`; becomes that for the segment before
     /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32; in place of these the sums `[kv_heads, T, d]` of the gradients
     ///   by k̂ and v̂ where they are another block's.
     func backward(

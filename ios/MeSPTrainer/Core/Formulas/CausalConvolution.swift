@@ -21,13 +21,13 @@ struct CausalConvolution {
         sum(of: concatenated([tail, x]), weights)
     }
 
-    /// The tail for the tokens behind x, as a part of 2 (K − 1) rows: a part of x would keep all of it.
+    /// The tail for the tokens after x, as a part of 2 (K − 1) rows: a part of x would keep all of it.
     func tail(after x: MLXArray, tail: MLXArray) -> MLXArray {
         concatenated([tail, x[max(0, x.dim(0) - tail.dim(0))...]])[(-tail.dim(0))...]
     }
 
     /// dx of `[n, F]`, from dy, in float32.
-    /// - Parameter behind: dy of the tokens behind, `[K − 1, F]`, zeros behind the last; nil for these
+    /// - Parameter carried: dy of the next K − 1 tokens, `[K − 1, F]`; nil for zeros, where none follow
     func backward(dy: MLXArray, carried: MLXArray? = nil) -> MLXArray {
         sum(of: concatenated([dy, carried ?? start(dtype: dy.dtype)]), weights.reversed())
     }

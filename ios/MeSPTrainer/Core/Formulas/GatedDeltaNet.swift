@@ -7,7 +7,7 @@ import MeSPBundle
 ///     κ = −exp(A_log) softplus(a + dt_bias)        β = σ(b)        o = the gated delta rule of q̂, k̂, v, κ, β
 ///     y = RMSNorm(o) ∘ silu(z)
 ///
-/// A key head serves value_heads / key_heads value heads, which lie behind each other.
+/// A key head serves value_heads / key_heads value heads, which lie side by side.
 package struct GatedDeltaNet {
     let keyHeads, valueHeads: Int
     /// Of a head: key_dim and value_dim in shapes.
@@ -29,7 +29,7 @@ package struct GatedDeltaNet {
         var arrays: [MLXArray] { [memory, convolved] }
     }
 
-    /// Where no tokens are behind.
+    /// Where no tokens follow.
     var noCarriedGradients: CarriedGradients {
         CarriedGradients(
             memory: MLXArray.zeros([valueHeads, keyDim, valueDim]), convolved: convolution.start(dtype: .float32))
@@ -141,7 +141,7 @@ package struct GatedDeltaNet {
         }
 
         /// The gradient of these features of qkv, in float32.
-        /// - Parameter behind: see `CarriedGradients.convolved`, of these features; becomes that for the tokens before
+        /// - Parameter carried: see `CarriedGradients.convolved`, of these features; becomes that for the tokens before
         func backward(_ qkv: MLXArray, tail: MLXArray, dy: MLXArray, carried: inout MLXArray) -> MLXArray {
             let convolved = convolution(qkv[0..., features], tail: tail[0..., features])
             let d = norm.map { $0.backward(activated(convolved), dy: dy) } ?? dy
@@ -171,7 +171,7 @@ package struct GatedDeltaNet {
     ///   - dO: `[T, value_heads · value_dim]`, in float32
     ///   - records: the rows of each record of the sequence, which has a state of its own; nil for one
     ///   - before: the state before a segment of one record; nil for the start of a sequence
-    ///   - behind: what the segment behind gives, replaced by what this gives to the one before; nil where there are no segments
+    ///   - carried: the gradient that the next segment passes on, replaced by the one for the segment before; nil where there are no segments
     /// - Returns: the gradients of qkv, b and a, in float32.
     func backward(
         qkv: consuming MLXArray, b: MLXArray, a: MLXArray, dO: consuming MLXArray, records: [Range<Int>]? = nil,
@@ -214,7 +214,7 @@ package struct GatedDeltaNet {
         var arrays: [MLXArray] { (gradients.last ?? []) + (carried.last ?? []) }
     }
 
-    /// The part of `behind` for some heads: of the memory, and of what was convolved the features of q, k and v.
+    /// The part of `carried` for some heads: of the memory, and of what was convolved the features of q, k and v.
     private func parts(_ heads: Range<Int>, _ carried: CarriedGradients) -> [MLXArray] {
         [carried.memory[valueHeads(of: heads)]] + inputs(heads).map { carried.convolved[0..., $0.features] }
     }

@@ -15,9 +15,10 @@ package struct Machine {
     var features = Int.max
     /// Tokens of a segment, of a mixer that goes by segments where the sequence is longer.
     var mixerTokens = Int.max
-    /// Tokens that go through the MLP, its derivative and the loss at a time, and the tokens of a tile of that derivative.
+    /// Tokens that go through the MLP, its derivative and the loss at a time.
     var mlpTokens = Int.max
-    var tokens = Int.max
+    /// Tokens in a tile of the MLP's derivative.
+    var mlpTileTokens = Int.max
     /// Query rows of attention, and the key-value heads that they go through at a time.
     var queryRows = Int.max
     var keyHeads = Int.max
@@ -40,7 +41,7 @@ package struct Machine {
     }
 
     /// The machine of a forward pass. It evaluates the parts of a phase together, as they have few arrays.
-    var forward: Machine {
+    var forForwardPass: Machine {
         var machine = self
         machine.evaluatesParts = false
         return machine

@@ -20,7 +20,7 @@ extension QuantizedMatrix {
     /// sum + dy W, `[T, in]`, in sum's dtype; dy W, in dy's, if there is no sum.
     func applyTransposed(_ dy: MLXArray, addedTo sum: MLXArray?) -> MLXArray {
         guard let sum else {
-            // Not by the core's own products: on a GPU this one never has TF32 (metal/quantized.cpp:694).
+            // MLX's own product: on a GPU `quantizedMM` of this shape never uses TF32 (metal/quantized.cpp:694).
             return (dense.map { MLX.matmul(dy.asType(.float32), $0.array) } ?? multiplied(dy, transpose: false))
                 .asType(dy.dtype)
         }

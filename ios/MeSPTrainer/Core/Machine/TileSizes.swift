@@ -54,12 +54,12 @@ extension Machine {
             // Long sequences have scores of more than `bytes`. Tiles of half as much cost them nothing, and save passes over the tokens.
             let wide = processor.dequantizesInProduct ? max(floats, queryRows * heads * length / 2) : floats
             features = max(1, wide / row / group) * group
-            (tokens, lossTokens) = (length, length)
+            (mlpTileTokens, lossTokens) = (length, length)
             vocabularyRows = min(processor.dequantizesInProduct ? .max : 1 << 14, max(64, wide / row))
         case .gpu:
             queryRows = evenly(length, max(8, rows))
             mlpTokens = length
-            tokens = evenly(length, max(8, floats / a.widestMLP))
+            mlpTileTokens = evenly(length, max(8, floats / a.widestMLP))
             lossTokens = min(256, length)
             vocabularyRows = max(64, 2 * floats / lossTokens)
             // An `eval` costs a GPU what writing some 16 MB would.

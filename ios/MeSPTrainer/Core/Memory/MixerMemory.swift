@@ -42,7 +42,7 @@ extension Planner {
     }
 
     /// In the forward pass, besides the block's input and output.
-    func forward(of mixer: Mixer) -> Int {
+    func forwardBytes(of mixer: Mixer) -> Int {
         let others = isCut ? intermediates(of: mixer) : 0
         guard case .attention(let a) = mixer else { return others + inSegment(whole(mixer)) }
         // While attention runs, also q̂, k̂ and v̂, and the tiles that attn_out is joined of, in the place of x, x_mid and y.
@@ -56,9 +56,10 @@ extension Planner {
         let others = isCut ? intermediates(of: mixer) : 0
         switch mixer {
         case .attention(let a):
-            // Of all tokens d_x_mid and, by segments, k̂, v and attn_out, and of the positions that a segment sees the sums of dk and dv before
-            // and after a tile. Of a segment k, v, k̂, dk and dv; the gates, and their gradient; q, d_attn_out and dq, before RoPE and the norm,
-            // behind them in parts, and by token, or q, q̂, d_attn_out and dq with the scores.
+            // All tokens: d_x_mid; by segments also k̂, v and attn_out.
+            // The positions that a segment sees: the sums of dk and dv, before and after a tile.
+            // A segment: k, v, k̂, dk and dv; the gates, and their gradient; q, d_attn_out and dq, and either dq after RoPE and the norm in
+            // parts and by token, or q̂ and the scores.
             let attnOut = lastInput(of: mixer)
             let (keys, gates) = (activation(a.keyValueWidth), activation(2 * a.numAttentionHeads * a.gateDim))
             let seen = min(length, (a.slidingWindow ?? length) + segment)

@@ -43,7 +43,7 @@ extension Planner {
         let isWhole = plan.offload != .all && settings.loraDtype == .float32 && settings.projections == nil
         let logits = 4 * architecture.vocabSize * (min(settings.sequences, CachedModel.mostTexts) + 4)
         return process + (plan.offload == .all ? 0 : vectors) + (isWhole ? 0 : sum { 4 * $0.whole })
-            + max(forward, logits)
+            + max(forwardBytes, logits)
     }
 
     // MARK: - What lives through a step
@@ -113,7 +113,7 @@ extension Planner {
         let machine = makeMachine(plan)
         let ofMLP = plan.keptBlocks > 0 ? 3 * intermediate : 0
         return max(
-            held(plan, but: 1) + forward + ofMLP, held(plan) + loss(machine), baseline ?? backward(plan, machine),
+            held(plan, but: 1) + forwardBytes + ofMLP, held(plan) + loss(machine), baseline ?? backward(plan, machine),
             update(plan))
     }
 
@@ -136,14 +136,14 @@ extension Planner {
             return 4 * (weights.max() ?? 0) + (architecture.hiddenAct == .gelu ? 13 : 11) * intermediate
                 + largest(automatic)
         // z, its multiple and the parameters moved by that, on the way into a block.
-        case .mezo: return forward + 2 * gradientBytes + loraBytes
+        case .mezo: return forwardBytes + 2 * gradientBytes + loraBytes
         }
     }
 
     /// The forward pass of a block: x, mixer_in, x_mid and y, by segments x and x_mid, which y replaces; with post-norms an output before its
     /// norm; what the mixer takes and makes; three weights of its tiles; of embeddings for each layer p, u and m.
-    private var forward: Int {
-        (isCut ? 2 : 4) * hidden + normed + largest(forward(of:)) + 3 * weight(256) + 3 * perLayer
+    private var forwardBytes: Int {
+        (isCut ? 2 : 4) * hidden + normed + largest(forwardBytes(of:)) + 3 * weight(256) + 3 * perLayer
     }
 
     /// y and, in float32, d of all tokens; of the tokens at a time h, dh, and the running sum before and after a tile; of the tile W while it is
@@ -156,7 +156,8 @@ extension Planner {
     /// The backward pass of a block: while d waits and it runs again, by segments without y; the derivative of its MLP, and its mixer's.
     private func backward(_ plan: Plan, _ machine: Machine) -> Int {
         max(
-            forward + (isCut ? 0 : hidden) + 2 * normed, max(held(plan), largest(recomputed)) + mlpBackward(machine),
+            forwardBytes + (isCut ? 0 : hidden) + 2 * normed,
+            max(held(plan), largest(recomputed)) + mlpBackward(machine),
             largest { backward(of: $0, machine) } + normed + gradientBytes)
     }
 

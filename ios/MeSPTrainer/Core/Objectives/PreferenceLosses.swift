@@ -83,14 +83,14 @@ struct PreferenceLoss {
     ///
     /// with + and w = `desirableWeight` for a good one, − and `undesirableWeight` for a bad one. k is what π is away from π₀ anyway: no
     /// less than 0, the mean ρ of the batch's prompts, each with the answer before it. It is not a function of the parameters.
-    init(_ answer: AnswerProbability, kl: Double, _ settings: RunSettings) {
-        let (beta, sign) = (settings.preferenceBeta, answer.answer.isGood ? 1.0 : -1.0)
-        let factor = Double((answer.answer.isGood ? settings.desirableWeight : settings.undesirableWeight) ?? 1)
-        let value = sigmoid(sign * beta * (answer.ratio - kl))
+    init(_ scored: AnswerProbability, kl: Double, _ settings: RunSettings) {
+        let (beta, sign) = (settings.preferenceBeta, scored.answer.isGood ? 1.0 : -1.0)
+        let factor = Double((scored.answer.isGood ? settings.desirableWeight : settings.undesirableWeight) ?? 1)
+        let value = sigmoid(sign * beta * (scored.ratio - kl))
         loss = factor * (1 - value)
         weights = [sign * factor * beta * value * (1 - value)]
-        rewards = [beta * answer.ratio]
-        isRight = (answer.ratio > kl) == answer.answer.isGood
+        rewards = [beta * scored.ratio]
+        isRight = (scored.ratio > kl) == scored.answer.isGood
     }
 
     /// k, of the mismatched answers of a batch.

@@ -15,7 +15,7 @@ extension TokenStream.Sequences {
 
 extension Splits {
     /// The mean loss of a split's first pairs or answers, and what it says of them.
-    func judge(
+    func evaluate(
         _ sequences: TokenStream.Sequences, _ objective: Objective, _ trainer: Trainer, _ record: inout LogRecord.Eval
     ) throws {
         let batches = preferenceBatches(of: sequences, split: record.split == "valid" ? 1 : 2, objective)

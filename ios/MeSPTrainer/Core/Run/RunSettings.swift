@@ -141,7 +141,6 @@ extension RunSettings {
         try requireRange("seq_len", seqLen, least: 1)
         try requireRange("batch_size", batchSize, least: 1, most: 1_000_000)
         try requireRange("grad_accumulation_steps", gradAccumulationSteps, least: 1, most: 1_000_000)
-        try requireRange("seed", seed, least: 0, most: 2_147_483_647)
         try requireRange("rank", rank, least: 1)
         try requireRange("alpha", alpha, above: 0)
         try requireRange("num_layers", numLayers, least: 1)

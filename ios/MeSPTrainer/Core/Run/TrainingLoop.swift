@@ -266,7 +266,7 @@ final class TrainingLoop {
     private func evaluate(_ split: String, _ sequences: TokenStream.Sequences) throws -> Float {
         var record = LogRecord.Eval(step: state.step, split: split, loss: 0, tokens: 0)
         if let objective = settings.objective {
-            try data.judge(sequences, objective, trainer, &record)
+            try data.evaluate(sequences, objective, trainer, &record)
         } else {
             (record.loss, record.tokens) = try sequences.meanLoss(trainer.model, first: settings.valBatches)
         }

@@ -22,8 +22,8 @@ package struct PrivateStep {
         var (result, count, norms) = (StepResult(), 0, Float(0))
         updates.clippedSums?.beginSums()
         for loss in losses {
-            try loss.backpropagate(trainer, into: updates.summing(), &result)
-            let (factor, norm) = try updates.clipping(to: clip, updates.sum)
+            try loss.backpropagate(trainer, into: updates.makeSumSink(), &result)
+            let (factor, norm) = try updates.computeClipping(to: clip, updates.sum)
             for block in trainer.model.trained {
                 try trainer.clock.repeating { try updates.clippedSums?.add(factor * updates.sum(block), block) }
             }

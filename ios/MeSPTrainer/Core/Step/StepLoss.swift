@@ -115,9 +115,9 @@ package struct StepResult {
     ///   - share: its part of the step's loss
     mutating func add(_ preference: PreferenceLoss, of answers: [AnswerProbability], kl: Double? = nil, share: Double) {
         sum += share * preference.loss
-        for (answer, reward) in zip(answers, preference.rewards) {
-            count(answer.answer.example)
-            if answer.answer.isGood { chosen.add(reward) } else { rejected.add(reward) }
+        for (scored, reward) in zip(answers, preference.rewards) {
+            count(scored.answer.example)
+            if scored.answer.isGood { chosen.add(reward) } else { rejected.add(reward) }
         }
         if answers[0].reference != nil { ratios.add(answers.reduce(0) { $0 + $1.ratio } / Double(answers.count)) }
         right.add(preference.isRight ? 1 : 0)

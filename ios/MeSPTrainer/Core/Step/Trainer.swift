@@ -34,7 +34,7 @@ package final class Trainer {
     /// - Throws: `NotFinite`. Some blocks may have been updated then; see `takeStep`.
     package func step(_ losses: [some StepLoss], number: Int) throws -> StepResult {
         let keys = try updates.randomKeys(number)
-        let sink = updates.areSummed ? updates.summing() : updates.updatingAtOnce(number, keys)
+        let sink = updates.areSummed ? updates.makeSumSink() : updates.makeUpdateSink(number, keys)
         var result = StepResult()
         for loss in losses { try loss.backpropagate(self, into: sink, &result) }
         if updates.areSummed { result.gradientNorm = try updates.updateAll(number, keys, gradient: updates.sum) }
@@ -133,20 +133,20 @@ package final class Trainer {
         let areKept = intermediates != nil
         // Keys and values that several blocks take: by the block that has them.
         let owner = model.bundle.architecture.keysOf(block) ?? block
-        var shared = context.gradients.removeValue(forKey: owner)
-        let held = MLXErrors.held((sequence.residual, shared))
+        var dShared = context.gradients.removeValue(forKey: owner)
+        let held = MLXErrors.held((sequence.residual, dShared))
         let gradient = try clock.repeating {
-            if let held { (sequence.residual, shared) = held }
+            if let held { (sequence.residual, dShared) = held }
             let call = try model.makeCall(block, weights, model.parameters(block), context)
             var gradient: MLXArray
             if model.settings.method == .mebp {
-                gradient = try model.automaticGradient(call, x, d: &sequence.residual, shared: &shared)
+                gradient = try model.automaticGradient(call, x, d: &sequence.residual, dShared: &dShared)
             } else {
                 gradient = try withWorkspace(model.workspace) {
                     let recomputed = try intermediates.take() ?? model.recompute(call, x, all: areKept)
                     return model.block(call, x).structuredBackward(
                         x: x, consume recomputed, d: &sequence.residual, wantsDx: block > model.trained[0],
-                        shared: &shared)
+                        dShared: &dShared)
                 }
             }
             if let sum {
@@ -155,7 +155,7 @@ package final class Trainer {
             }
             return gradient
         }
-        if owner >= model.trained[0] { context.gradients[owner] = shared }
+        if owner >= model.trained[0] { context.gradients[owner] = dShared }
         return gradient
     }
 

@@ -35,12 +35,12 @@ package final class Updates {
     var areSummed: Bool { sums != nil }
 
     /// Updates each block at once.
-    func updatingAtOnce(_ number: Int, _ keys: [MLXArray]) -> GradientSink {
+    func makeUpdateSink(_ number: Int, _ keys: [MLXArray]) -> GradientSink {
         { [self] block, gradient in try update(block, number, keys[block]) { gradient } }
     }
 
     /// Begins sums, and adds each gradient to its block's.
-    func summing() -> GradientSink {
+    func makeSumSink() -> GradientSink {
         sums?.beginSums()
         return { [self] block, gradient in try model.clock.repeating { try sums?.add(gradient, block) } }
     }
@@ -83,7 +83,7 @@ package final class Updates {
     ///
     /// - Returns: the norm before, nil where it isn't limited.
     func updateAll(_ number: Int, _ keys: [MLXArray], gradient: (_ block: Int) throws -> MLXArray) throws -> Float? {
-        let (factor, norm) = try settings.maxGradNorm.map { try clipping(to: $0, gradient) } ?? (1, nil)
+        let (factor, norm) = try settings.maxGradNorm.map { try computeClipping(to: $0, gradient) } ?? (1, nil)
         for block in model.trained {
             try model.clock.boundary()
             try update(block, number, keys[block]) { factor * (try gradient(block)) }

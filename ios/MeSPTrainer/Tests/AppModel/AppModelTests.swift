@@ -69,6 +69,12 @@ import Testing
         #expect(form[text: .learningRate] == "0.1")
         form.settings.method = .mezo
         #expect(form.optimizer == .sgd && form[text: .learningRate] == "0.0001")
+        form.settings.method = .mesp
+        #expect(form.optimizer == .adamw8bit)
+        form.optimizer = .adamw
+        form.settings.method = .mezo
+        #expect(form.optimizer == .sgd && form[text: .learningRate] == "0.0001")
+        form.optimizer = .sgd
         form.settings.learningRate = 2e-4
         form.settings.method = .mesp
         form.bundleID = nil

@@ -39,7 +39,7 @@ class LedgerHooks {
 
     /// An array was made from data in memory.
     virtual void created(mlx::core::array &a) = 0;
-    /// Bytes outside of MLX's allocator became the data of an array, or ceased to be.
+    /// Memory that MLX did not allocate is now the data of an array, or no longer is.
     virtual void adopted(const void *buffer, size_t bytes) = 0;
     virtual void released(const void *buffer) = 0;
     virtual void set_memory_limit(size_t limit) = 0;
