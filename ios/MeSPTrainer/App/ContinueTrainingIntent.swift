@@ -7,8 +7,6 @@
     /// Continues with the run that waits or was cut off, while the app is away: for the Shortcuts app, Siri and the Action button.
     @available(iOS 27.0, *)
     struct ContinueTrainingIntent: LongRunningIntent {
-        /// The name by which a shortcut finds it.
-        static let persistentIdentifier = "ContinueTraining"
         static let title: LocalizedStringResource = "Continue Training"
 
         func perform() async throws -> some IntentResult {
