@@ -70,7 +70,7 @@ public struct TrainedPreview: Sendable, Equatable {
 
 /// Reads what a run with the form's settings would train first: of its own text only the first record is tokenized.
 @MainActor @Observable public final class DataPreview {
-    /// What the preview depends on in the form.
+    /// The parts of the form that the preview depends on.
     public struct Inputs: Hashable, Sendable {
         let bundle: StoredBundle.ID?
         let kind: TrainingForm.TextKind

@@ -2,7 +2,7 @@ import Foundation
 import MeSPControl
 import MeSPCore
 
-/// What the lock screen shows of a run, as a Live Activity.
+/// The Live Activity of a run, which the lock screen shows.
 public struct LiveActivityContent: Sendable, Equatable {
     public var progress: RunProgress
     /// Why the run waits and what to do, or how it has ended, in sentences; nil while it trains.

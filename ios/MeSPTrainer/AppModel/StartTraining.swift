@@ -3,7 +3,7 @@ import MeSPBundle
 import MeSPControl
 import MeSPCore
 
-/// What the button *Start* does: it tokenizes the text and begins the run. Joining a federation tokenizes the text too.
+/// The action of the button *Start*: it tokenizes the text and begins the run. Joining a federation tokenizes the text too.
 extension AppModel {
     /// Whether a run with the form's settings can begin now.
     public var canStart: Bool { isFree && (try? form.fit.get().fits) == true }

@@ -3,7 +3,7 @@ import MeSPCore
 /// Where an app is: in front, about to leave or partly covered, or out of sight.
 public enum AppScene: String, Sendable, CaseIterable { case active, inactive, background }
 
-/// What a run depends on outside of it: the app's scene, and the device's temperature, battery and memory. `SystemMonitor` asks the system.
+/// The conditions outside of a run that it depends on: the app's scene, and the device's temperature, battery and memory. `SystemMonitor` asks the system.
 @MainActor public protocol DeviceMonitor: AnyObject {
     var scene: AppScene { get }
     var thermalState: ThermalState { get }

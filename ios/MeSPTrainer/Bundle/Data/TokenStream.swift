@@ -56,7 +56,7 @@ public struct TokenStream: Sendable {
     /// Whether short examples are to share a sequence.
     package let packsExamples: Bool
 
-    /// What a person said of an answer: good or bad, or which of two answers to a prompt they chose. The rejected answer of a pair directly
+    /// A label of an answer: good or bad, or chosen or rejected of two answers to a prompt. The rejected answer of a pair directly
     /// follows the chosen one.
     package enum Label: UInt8 { case bad, good, rejected, chosen }
 
