@@ -244,9 +244,10 @@ def build_program(
             f"{program.name} has not been built, and there is no Swift compiler on PATH to build "
             f"it with: install Swift 6 from https://swift.org/install, or {_set_engine(program)}."
         )
-    folder = scratch or built_program(checkout, program).parent
-    if not (folder / program.name).exists():
-        log.warning("Building %s in %s, once; some minutes.", program.name, folder.parent)
+    built = scratch / "release" / program.name if scratch else built_program(checkout, program)
+    if not built.exists():
+        folder = (scratch or built.parent).parent
+        log.warning("Building %s in %s, once; some minutes.", program.name, folder)
     command = [
         swift,
         "build",
@@ -281,6 +282,5 @@ def build_program(
     if process.returncode != 0:
         log.error("%s", "\n".join(tail))
         raise MespError(f"{program.name} could not be built; the compiler's last lines are above.")
-    built = scratch / "release" / program.name if scratch else built_program(checkout, program)
     built.touch()  # where no source needed compiling, the program keeps its old date
     return built

@@ -27,7 +27,7 @@ def sample_replay_texts(
     bundle: Path, adapters: Path | None, tokenizer: Any, count: int, seq_len: int, seed: int
 ) -> Split:
     """Texts drawn from the bundle's model with `adapters` at temperature 1, an example each, for
-    `count` sequences: of `LENGTH` tokens after their find_opening, or as many as a sequence holds.
+    `count` sequences: of `LENGTH` tokens after their opening, or as many as a sequence holds.
 
     They begin as the chat template begins a conversation, or where there is none as a text does;
     that is not in the loss. Raises MespError where that alone fills a sequence.
