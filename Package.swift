@@ -46,8 +46,12 @@ let package = Package(
             name: "MeSPCore", dependencies: ["MeSPAdapters", "MeSPBundle", "MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/Core"),
         .target(
-            name: "MeSPControl", dependencies: ["MeSPCore", "MeSPFiles", mlxModule],
+            name: "MeSPControl", dependencies: ["MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/Control"),
+        .target(
+            name: "MeSP",
+            dependencies: ["MeSPAdapters", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFiles", "MeSPSentences"],
+            path: "ios/MeSPTrainer/MeSP"),
         .target(
             name: "MeSPBundle", dependencies: ["MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/Bundle",
@@ -71,20 +75,23 @@ let package = Package(
         .target(name: "MeSPSentences", path: "ios/MeSPTrainer/Sentences"),
         .executableTarget(
             name: "mesp-engine",
-            dependencies: ["MeSPBundle", "MeSPCore", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck", mlxModule],
+            dependencies: [
+                "MeSPBundle", "MeSPCore", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck", "MeSPSentences", mlxModule,
+            ],
             path: "ios/MeSPTrainer/Engine",
             swiftSettings: swiftSettings),
         .target(
             name: "MeSPAppModel",
             dependencies: [
-                "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPDownload", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck",
+                "MeSP", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPDownload", "MeSPFederation", "MeSPFiles",
+                "MeSPSelfCheck",
             ],
             path: "ios/MeSPTrainer/AppModel",
             resources: [.process("general.txt"), .process("paper.json")]),
         .testTarget(
             name: "MeSPTests",
             dependencies: [
-                "MeSPAdapters", "MeSPAppModel", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFederation",
+                "MeSP", "MeSPAdapters", "MeSPAppModel", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFederation",
                 "MeSPSelfCheck", "MeSPSentences",
             ] + metal,
             path: "ios/MeSPTrainer/Tests",

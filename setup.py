@@ -21,6 +21,7 @@ FOLDERS = (
     "ios/MeSPTrainer/Engine",
     "ios/MeSPTrainer/Federation",
     "ios/MeSPTrainer/Files",
+    "ios/MeSPTrainer/MeSP",
     "ios/MeSPTrainer/SelfCheck",
     "ios/MeSPTrainer/Sentences",
     "ios/MeSPTrainer/Tests",

@@ -45,6 +45,8 @@ TYPES = {
 }
 # The types that are declared outside of `RunSettings`.
 OUTER = ("method", "objective")
+# The keys that the app's views name. Views are outside of the package.
+SHOWN = ("method", "optimizer", "rank", "schedule", "seq_len")
 KINDS = {int: "Int", float: "Float", bool: "Bool", list: "[String]", str: "String", Path: "String"}
 
 # The keys that mesp-engine does not read: what rewards answers, what is tokenized for a run, and
@@ -106,6 +108,10 @@ class Property:
         return TYPES.get(self.key) or KINDS[self.setting.kind]
 
     @property
+    def access(self) -> str:
+        return "public" if self.key in SHOWN else "package"
+
+    @property
     def doc(self) -> str:
         if self.key in DOCS:
             return DOCS[self.key]
@@ -122,7 +128,7 @@ class Property:
         """Its declaration."""
         kind = self.type + "?" * self.is_optional
         value = "" if self.is_needed or self.is_optional else f" = {self._write_default()}"
-        return [*write_comment(self.doc, "    "), f"    public var {self.name}: {kind}{value}"]
+        return [*write_comment(self.doc, "    "), f"    {self.access} var {self.name}: {kind}{value}"]
 
     def _write_default(self) -> str:
         if self.setting.choices is not None:
@@ -147,7 +153,9 @@ class Property:
         """The enumeration of its choices."""
         assert isinstance(self.setting.choices, Mapping)
         lines = write_comment(re.split("[:;.]", self.setting.help)[0] + ".", indent)
-        lines.append(f"{indent}public enum {self.type}: String, Codable, Sendable, CaseIterable {{")
+        lines.append(
+            f"{indent}{self.access} enum {self.type}: String, Codable, Sendable, CaseIterable {{"
+        )
         for choice, what in self.setting.choices.items():
             lines += write_comment(what, indent + "    ") if what else []
             lines.append(f"{indent}    case {choice}")
@@ -187,7 +195,7 @@ def write_struct(properties: list[Property]) -> list[str]:
         "public struct RunSettings: Codable, Sendable, Equatable {",
         *(line for each in properties for line in each.write()),
         "",
-        f"    public init({', '.join(f'{each.name}: {each.type}' for each in needed)}) {{",
+        f"    package init({', '.join(f'{each.name}: {each.type}' for each in needed)}) {{",
         *(f"        self.{each.name} = {each.name}" for each in needed),
         "    }",
         "}",
@@ -268,7 +276,7 @@ def write_bundle_constants() -> str:
     """The numbers that the exporter writes bundles by, and the app reads them by."""
     lines = write_header("exporter/mesp")
     lines += ["extension Manifest {", "    /// The bundle format this build reads."]
-    lines += [f"    public static let format = {manifest.FORMAT}", ""]
+    lines += [f"    package static let format = {manifest.FORMAT}", ""]
     lines += [
         "    /// The most bytes of a manifest that is read; decoding takes some 16 times as much."
     ]
@@ -280,9 +288,9 @@ def write_bundle_constants() -> str:
     lines += [f'    static let firstMLX = "{mlxfn.MLX}"', ""]
     lines += ["    /// The most bytes of a file of functions."]
     lines += [f"    static let largestFile = {write_whole(reader.FUNCTIONS)}", "}", ""]
-    lines += ["extension TextData {"]
+    lines += ["extension TokenFolder {"]
     lines += ["    /// The characters of a text that are tokenized at a time."]
-    lines += [f"    static let pieceSize = {write_whole(encoder.PIECE)}", "}", ""]
+    lines += [f"    package static let pieceSize = {write_whole(encoder.PIECE)}", "}", ""]
     return "\n".join(lines)
 
 

@@ -501,6 +501,11 @@ def target() -> str:
     return target_info()["target"]["unversionedTriple"]
 
 
+# The parts of the package, each after what it imports: module `MeSP` and the part's name.
+PARTS = ("Sentences", "Files", "Bundle", "Adapters", "Core", "Control", "", "Federation")
+PARTS += ("Download", "SelfCheck", "AppModel")
+
+
 class Compiler:
     """Compiles as for `system`, against the stand-ins in `modules`.
 
@@ -510,6 +515,9 @@ class Compiler:
     `canImport(CryptoKit)` hold, the stand-ins bring about.
     """
 
+    # The modules of the package. The app's is not one: it sees only what is public.
+    PACKAGE = {f"MeSP{part}" for part in PARTS} | {"engine"}
+
     def __init__(self, system: str, folder: Path) -> None:
         self.system, self.folder = system, folder
         self.modules = folder / "modules"
@@ -517,7 +525,6 @@ class Compiler:
         build = find_engine().parent  # where the module MLX was built
         self.options = ["-I", self.modules, "-I", build / "Modules"]
         self.options += ["-Xcc", f"-fmodule-map-file={build / 'CHostMLX.build/module.modulemap'}"]
-        self.options += ["-package-name", "mesp"]
 
     def compile(self, name: str, *sources: Path, version: int = 6) -> subprocess.CompletedProcess:
         """Compiles a module into one file, NAME.sil, and so that others can import it."""
@@ -568,6 +575,8 @@ class Compiler:
     def run(self, name: str, *command: object, version: int = 6) -> subprocess.CompletedProcess:
         first, *others = command
         line = [tool("swiftc"), first, "-module-name", name, "-swift-version", version]
+        if name in self.PACKAGE:
+            line += ["-package-name", "mesp"]
         return subprocess.run(
             [str(part) for part in (*line, *self.options, *others)], capture_output=True, text=True
         )
@@ -590,19 +599,9 @@ class Compiler:
             "import Foundation\nextension Bundle { static let module = Bundle.main }\n",
             encoding="utf-8",
         )
-        return {
-            "MeSPSentences": [*(HOME / "Sentences").glob("*.swift")],
-            "MeSPFiles": [*(HOME / "Files").glob("*.swift")],
-            "MeSPBundle": [*(HOME / "Bundle").rglob("*.swift")],
-            "MeSPAdapters": [*(HOME / "Adapters").glob("*.swift")],
-            "MeSPCore": [*(HOME / "Core").rglob("*.swift")],
-            "MeSPControl": [*(HOME / "Control").glob("*.swift")],
-            "MeSPFederation": [*(HOME / "Federation").glob("*.swift")],
-            "MeSPDownload": [*(HOME / "Download").glob("*.swift")],
-            "MeSPSelfCheck": [*(HOME / "SelfCheck").glob("*.swift")],
-            "MeSPAppModel": [*(HOME / "AppModel").glob("*.swift"), resources],
-            "MeSPTrainer": APP_SOURCES,
-        }
+        modules = {f"MeSP{part}": [*(HOME / (part or "MeSP")).rglob("*.swift")] for part in PARTS}
+        modules["MeSPAppModel"].append(resources)
+        return modules | {"MeSPTrainer": APP_SOURCES}
 
 
 # Faults that must not compile, and the compiler's message for each.

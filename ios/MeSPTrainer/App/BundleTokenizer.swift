@@ -1,6 +1,6 @@
 import Foundation
-import MeSPBundle
-import MeSPCore
+import MeSP
+import MeSPAppModel
 import Tokenizers
 
 /// The tokenizer in a bundle, by swift-transformers.

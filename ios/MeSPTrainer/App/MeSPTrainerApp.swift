@@ -1,7 +1,4 @@
 import MeSPAppModel
-import MeSPControl
-import MeSPCore
-import MeSPDownload
 import SwiftUI
 
 @main struct MeSPTrainerApp: App {

@@ -1,10 +1,12 @@
 import Foundation
+import MeSP
 import MeSPBundle
 import MeSPControl
 import MeSPCore
 import MeSPDownload
 import MeSPFederation
 import MeSPSelfCheck
+import MeSPSentences
 import Observation
 
 #if canImport(FoundationNetworking)
@@ -68,8 +70,6 @@ import Observation
     ///   - network: the network that the device uses; nil where it is not known.
     ///   - refusal: why nothing can be trained here; nil where it can.
     ///   - openDownload: the download of a repository.
-    ///   - openNode: the node of a federation for a server's address, its folder, the most bytes of a message and the networks that may be
-    ///     used.
     ///   - recording: the folder of a run to look at where nothing can be trained.
     ///   - loadTokenizer: reads the tokenizer in a bundle's folder.
     public init(
@@ -78,9 +78,6 @@ import Observation
         activityDisplay: (any LiveActivityDisplay)? = nil, network: (any NetworkPath)? = nil,
         refusal: Sentence? = MLXSupport.refusal, recording: URL? = nil,
         openDownload: @escaping @Sendable (String) throws -> BundleDownload = { try BundleDownload(repository: $0) },
-        openNode: @escaping @Sendable (URL, URL, Int, URLSessionConfiguration) throws -> SuperNode = {
-            try SuperNode(server: $0, folder: $1, mostBytes: $2, configuration: $3)
-        },
         loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer
     ) {
         (self.notificationDisplay, self.refusal, self.recording) = (notificationDisplay, refusal, recording)
@@ -97,7 +94,7 @@ import Observation
         examples = LearnedExamples(monitor: monitor)
         preview = DataPreview(form: form, choices: choices, loadTokenizer: loadTokenizer)
         downloads = DownloadState(folder: folder, monitor: monitor, network: network, open: openDownload)
-        federation = Federation(monitor: monitor, controller: controller, open: openNode)
+        federation = Federation(monitor: monitor, controller: controller)
         controller.observers.append { [weak self] in self?.runChanged() }
         runNotifications = notificationDisplay.map {
             RunNotifications(controller: controller, monitor: monitor, display: $0)

@@ -1,6 +1,7 @@
 import Foundation
 import MeSPControl
 import MeSPCore
+import MeSPSentences
 
 /// A time in the background that the system has given: in the app a `BGTask`.
 @MainActor public protocol BackgroundTime: AnyObject {

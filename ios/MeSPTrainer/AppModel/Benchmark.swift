@@ -3,6 +3,7 @@ import MeSPBundle
 import MeSPControl
 import MeSPCore
 import MeSPFiles
+import MeSPSentences
 import Observation
 
 /// Measures the three methods on this device, a few steps each, to compare with the paper's figures.

@@ -1,4 +1,5 @@
 import Foundation
+import MeSP
 import MeSPBundle
 import Observation
 

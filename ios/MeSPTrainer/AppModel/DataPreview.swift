@@ -1,6 +1,8 @@
 import Foundation
+import MeSP
 import MeSPBundle
 import MeSPCore
+import MeSPSentences
 import Observation
 
 /// The first sequence of a run's data as it is trained.

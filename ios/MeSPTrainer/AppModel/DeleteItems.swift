@@ -1,6 +1,8 @@
 import Foundation
+import MeSP
 import MeSPBundle
 import MeSPCore
+import MeSPSentences
 
 /// How the app deletes an item: it asks, and deletes when the person confirms.
 extension AppModel {

@@ -1,8 +1,10 @@
 import Foundation
+import MeSP
 import MeSPBundle
 import MeSPCore
 import MeSPDownload
 import MeSPFiles
+import MeSPSentences
 
 /// The app's files: bundles in its Documents, and runs in the folder `runs` there, where `tools/collect.py` finds them.
 public struct DocumentsFolder: Sendable {

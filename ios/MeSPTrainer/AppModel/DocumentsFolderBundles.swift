@@ -3,6 +3,7 @@ import MeSPBundle
 import MeSPCore
 import MeSPDownload
 import MeSPFiles
+import MeSPSentences
 
 /// The bundles in the app's folder: those that were imported, downloaded or came with the app, and a download in progress.
 extension DocumentsFolder {

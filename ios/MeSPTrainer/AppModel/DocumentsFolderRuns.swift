@@ -1,6 +1,8 @@
 import Foundation
+import MeSP
 import MeSPBundle
 import MeSPCore
+import MeSPSentences
 
 /// The runs and the reports of self-checks in the app's folder.
 extension DocumentsFolder {

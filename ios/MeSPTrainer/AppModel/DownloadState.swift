@@ -2,6 +2,7 @@ import Foundation
 import MeSPControl
 import MeSPCore
 import MeSPDownload
+import MeSPSentences
 import Observation
 
 /// The network that the device uses now: in the app the system's.

@@ -1,8 +1,10 @@
 import Foundation
+import MeSP
 import MeSPBundle
 import MeSPControl
 import MeSPCore
 import MeSPFiles
+import MeSPSentences
 import Observation
 
 /// The scores of the base model and the fine-tuned one on the same records, by the rules of `mesp evaluate`: the perplexity of texts, how

@@ -1,7 +1,9 @@
 import Foundation
+import MeSP
 import MeSPBundle
 import MeSPCore
 import MeSPFiles
+import MeSPSentences
 
 /// The data on which models are evaluated.
 enum EvaluationRecord: Sendable {

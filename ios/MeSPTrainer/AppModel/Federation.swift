@@ -2,6 +2,7 @@ import Foundation
 import MeSPControl
 import MeSPCore
 import MeSPFederation
+import MeSPSentences
 import Observation
 
 #if canImport(FoundationNetworking)
@@ -68,15 +69,14 @@ import Observation
 
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let controller: RunController
-    @ObservationIgnored private let open: @Sendable (URL, URL, Int, URLSessionConfiguration) throws -> SuperNode
+    /// Opens the node for a server's address, a folder, the most bytes of a message and the networks that may be used.
+    @ObservationIgnored var open: @Sendable (URL, URL, Int, URLSessionConfiguration) throws -> SuperNode = {
+        try SuperNode(server: $0, folder: $1, mostBytes: $2, configuration: $3)
+    }
     @ObservationIgnored private var work: Task<Void, any Error>?
 
-    /// - Parameter open: the node for a server's address, a folder, the most bytes of a message and the networks that may be used.
-    init(
-        monitor: any DeviceMonitor, controller: RunController,
-        open: @escaping @Sendable (URL, URL, Int, URLSessionConfiguration) throws -> SuperNode
-    ) {
-        (self.monitor, self.controller, self.open) = (monitor, controller, open)
+    init(monitor: any DeviceMonitor, controller: RunController) {
+        (self.monitor, self.controller) = (monitor, controller)
         monitor.observers.append { [weak self] _ in self?.followCharger() }
     }
 

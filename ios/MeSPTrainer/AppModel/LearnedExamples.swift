@@ -1,7 +1,9 @@
 import Foundation
+import MeSP
 import MeSPBundle
 import MeSPControl
 import MeSPCore
+import MeSPSentences
 import Observation
 
 /// Two examples of a run's effect: prompts of its held-out data, continued by the base model and by the fine-tuned one.

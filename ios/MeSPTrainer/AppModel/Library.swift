@@ -2,6 +2,7 @@ import Foundation
 import MeSPControl
 import MeSPCore
 import MeSPSelfCheck
+import MeSPSentences
 import Observation
 
 /// The bundles and the runs that are on the device, as lists to show.

@@ -1,6 +1,7 @@
 import Foundation
 import MeSPControl
 import MeSPCore
+import MeSPSentences
 
 /// The Live Activity of a run, which the lock screen shows.
 public struct LiveActivityContent: Sendable, Equatable {

@@ -1,6 +1,7 @@
 import Foundation
 import MeSPCore
 import MeSPFiles
+import MeSPSentences
 
 /// A run's entry in a list. Only the beginning and the end of the log are read, however long it is.
 public struct LogOutline: Sendable {

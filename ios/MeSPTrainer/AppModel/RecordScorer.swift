@@ -1,7 +1,9 @@
 import Foundation
+import MeSP
 import MeSPBundle
 import MeSPCore
 import MeSPFiles
+import MeSPSentences
 
 /// Scores a bundle's model on records.
 struct RecordScorer {

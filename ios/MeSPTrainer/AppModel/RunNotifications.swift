@@ -1,6 +1,7 @@
 import Foundation
 import MeSPControl
 import MeSPCore
+import MeSPSentences
 
 /// A message about a run for a person who has left the app.
 public struct RunNotification: Sendable, Equatable {

@@ -1,6 +1,7 @@
 import Foundation
 import MeSPControl
 import MeSPCore
+import MeSPSentences
 
 /// The progress of a run.
 public struct RunProgress: Sendable, Equatable {

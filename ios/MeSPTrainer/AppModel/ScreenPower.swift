@@ -1,5 +1,6 @@
 import MeSPControl
 import MeSPCore
+import MeSPSentences
 import Observation
 
 /// The brightness of the phone's screen.

@@ -2,6 +2,7 @@ import Foundation
 import MeSPControl
 import MeSPCore
 import MeSPSelfCheck
+import MeSPSentences
 import Observation
 
 /// A self-check of this device, whose report grows as its checks end, on the screen and in a file. While the app is not in front, it

@@ -1,7 +1,9 @@
 import Foundation
+import MeSP
 import MeSPBundle
 import MeSPControl
 import MeSPCore
+import MeSPSentences
 import Observation
 
 /// Texts of the base model and of the fine-tuned one, for a view that shows both side by side: the continuations of a prompt, or a

@@ -1,7 +1,9 @@
 import Foundation
+import MeSP
 import MeSPBundle
 import MeSPControl
 import MeSPCore
+import MeSPSentences
 
 /// The action of the button *Start*: it tokenizes the text and begins the run. Joining a federation tokenizes the text too.
 extension AppModel {

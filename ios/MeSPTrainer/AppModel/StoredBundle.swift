@@ -1,6 +1,7 @@
 import Foundation
 import MeSPBundle
 import MeSPCore
+import MeSPSentences
 
 /// A bundle in the store.
 public struct StoredBundle: Identifiable, Sendable {

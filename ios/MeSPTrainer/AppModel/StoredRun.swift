@@ -1,5 +1,6 @@
 import Foundation
 import MeSPCore
+import MeSPSentences
 
 /// A run in the store.
 public struct StoredRun: Identifiable, Sendable {

@@ -1,7 +1,9 @@
 import Foundation
+import MeSP
 import MeSPBundle
 import MeSPControl
 import MeSPCore
+import MeSPSentences
 import Observation
 
 /// The form for the next run: a bundle, a text, and the settings.

@@ -1,5 +1,6 @@
 import Foundation
 import MeSPCore
+import MeSPSentences
 
 /// A number of the form that a person types.
 public enum NumberField: String, Sendable, CaseIterable {

@@ -5,11 +5,11 @@
 ///     y = x_mid + norm(down(act(gate(mlp_in)) ∘ up(mlp_in))),  mlp_in = RMSNorm(x_mid)
 public struct Architecture: Decodable, Sendable, Equatable {
     /// The name of the family in `config.json`, for people.
-    public let modelType: String
-    public let hiddenSize: Int
-    public let vocabSize: Int
-    public let rmsNormEps: Float
-    public let tieWordEmbeddings: Bool
+    package let modelType: String
+    package let hiddenSize: Int
+    package let vocabSize: Int
+    package let rmsNormEps: Float
+    package let tieWordEmbeddings: Bool
     package let hiddenAct: Activation
     package let postNorms: Bool
     package let finalLogitSoftcapping: Float?
@@ -36,9 +36,9 @@ public struct Architecture: Decodable, Sendable, Equatable {
     public var numHiddenLayers: Int { layers.count }
 
     /// The linear layers by the short names that `RunSettings.projections` has, which are trained by default.
-    public var projectionNames: [String] { unique(modules.map(\.shortName)) }
+    package var projectionNames: [String] { unique(modules.map(\.shortName)) }
     /// All that `RunSettings.projections` may have.
-    public var trainableNames: [String] { unique(trainable.map(\.shortName)) }
+    package var trainableNames: [String] { unique(trainable.map(\.shortName)) }
 }
 
 extension Architecture {

@@ -2,7 +2,7 @@
 
 extension Manifest {
     /// The bundle format this build reads.
-    public static let format = 6
+    package static let format = 6
 
     /// The most bytes of a manifest that is read; decoding takes some 16 times as much.
     package static let largestSize = 4_194_304
@@ -16,7 +16,7 @@ extension AllowedPrimitives {
     static let largestFile = 67_108_864
 }
 
-extension TextData {
+extension TokenFolder {
     /// The characters of a text that are tokenized at a time.
-    static let pieceSize = 16_384
+    package static let pieceSize = 16_384
 }

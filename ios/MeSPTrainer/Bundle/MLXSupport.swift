@@ -10,14 +10,14 @@ import MeSPSentences
 /// takes memory, and where MLX cannot use the GPU it ends the process.
 public enum MLXSupport {
     #if MESP_HOST_MLX
-        public static let version = hostMLXVersion
+        package static let version = hostMLXVersion
     #else
         /// The MLX that mlx-swift 0.32.3 carries.
-        public static let version = "0.32.2"
+        package static let version = "0.32.2"
     #endif
 
     /// Sets the variables of the environment that MLX reads, unless they are set already. To be called before MLX is used.
-    public static func setEnvironment() {
+    package static func setEnvironment() {
         // On GPUs with neural accelerators (A19, M5) MLX 0.32.2 otherwise rounds the operands of float32 products to TF32.
         setenv("MLX_ENABLE_TF32", "0", 0)
         setenv(commandBufferVariable, "\(operationsOfShortBuffer)", 0)
@@ -26,7 +26,7 @@ public enum MLXSupport {
 
     /// The variable of the environment that says how many operations MLX encodes into one of Metal's command buffers before it commits
     /// it. MLX reads it when it first uses Metal.
-    public static let commandBufferVariable = "MLX_MAX_OPS_PER_BUFFER"
+    package static let commandBufferVariable = "MLX_MAX_OPS_PER_BUFFER"
 
     /// So many that several buffers fit into a workspace.
     ///

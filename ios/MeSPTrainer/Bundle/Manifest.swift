@@ -4,97 +4,97 @@ import MeSPSentences
 
 /// `manifest.json`: what a bundle holds. See `docs/formats.md`.
 public struct Manifest: Decodable, Sendable {
-    public struct Model: Decodable, Sendable {
-        public let id: String
-        public let revision: String?
-        public let license: String?
+    package struct Model: Decodable, Sendable {
+        package let id: String
+        package let revision: String?
+        package let license: String?
     }
     /// The quantization of most matrices; each one's arrays say its own.
     public struct Quantization: Decodable, Sendable, Equatable {
         public let bits: Int
-        public let groupSize: Int
-        public let mode: String
+        package let groupSize: Int
+        package let mode: String
     }
     /// The place of an array in a file of words. `offset` counts 32-bit words.
-    public struct PackedArray: Decodable, Sendable {
-        public let name: String
-        public let offset: Int
-        public let shape: [Int]
-        public let dtype: ElementType
+    package struct PackedArray: Decodable, Sendable {
+        package let name: String
+        package let offset: Int
+        package let shape: [Int]
+        package let dtype: ElementType
         /// Of stacked matrices `[number, rows, columns]` the words from one to the next: those of one expert lie together. nil of other
         /// arrays.
-        public let stride: Int?
+        package let stride: Int?
     }
     /// Blocks whose files have one layout and whose mixer and MLP are one.
-    public struct Blocks: Decodable, Sendable {
-        public let layers: [Int]
+    package struct Blocks: Decodable, Sendable {
+        package let layers: [Int]
         /// Files by sequence length: the function that a GPU trains with, and the one in plain operations. On a CPU they are one.
-        public let functions: [String: String]
-        public let plainFunctions: [String: String]
+        package let functions: [String: String]
+        package let plainFunctions: [String: String]
         /// Those that a GPU trains packed records with; nil where the bundle was not exported for such data.
-        public let packedFunctions: [String: String]?
+        package let packedFunctions: [String: String]?
         package var packed: [String: String] { packedFunctions ?? [:] }
         /// Whether a GPU calls functions of these blocks. Those with experts have none, as a function computes the same experts for any
         /// token.
         package var hasFunctions: Bool { !functions.isEmpty }
-        public let words: Int
-        public let arrays: [PackedArray]
+        package let words: Int
+        package let arrays: [PackedArray]
         /// The file of block `index`, one of `layers`.
         package func file(_ index: Int) -> PackedFile {
             PackedFile(file: ModelBundle.blockFile(index), words: words, arrays: arrays)
         }
     }
-    public struct PackedFile: Decodable, Sendable {
-        public let file: String
-        public let words: Int
-        public let arrays: [PackedArray]
+    package struct PackedFile: Decodable, Sendable {
+        package let file: String
+        package let words: Int
+        package let arrays: [PackedArray]
     }
-    public struct Tokens: Codable, Sendable {
-        public let file: String
-        public let tokens: Int
+    package struct Tokens: Codable, Sendable {
+        package let file: String
+        package let tokens: Int
         /// The examples, if the data is one example a sequence.
-        public let examples: Examples?
+        package let examples: Examples?
         /// A file with a byte a token, 1 where its prediction is in the loss; nil where all are.
-        public let mask: String?
+        package let mask: String?
         /// A file with a byte an example, its `TokenStream.Label`; nil where the data has no preferences.
-        public let labels: String?
+        package let labels: String?
         /// The token that takes the place of the first one of each window of a packed stream; nil where it stays.
-        public let begin: Int?
+        package let begin: Int?
         /// Whether short examples are to share a sequence, as records that do not see each other.
-        public let pack: Bool?
+        package let pack: Bool?
 
-        public struct Examples: Codable, Sendable {
-            public let file: String
-            public let count: Int
+        package struct Examples: Codable, Sendable {
+            package let file: String
+            package let count: Int
         }
 
         var files: [String] { [file, examples?.file, mask, labels].compactMap { $0 } }
     }
-    public struct File: Decodable, Sendable {
-        public let path: String
-        public let size: Int
-        public let sha256: String
+    package struct File: Decodable, Sendable {
+        package let path: String
+        package let size: Int
+        package let sha256: String
     }
 
     public let name: String
-    public let model: Model
+    package let model: Model
     public let device: Backend
     /// The type of activations, scales, biases and norms.
-    public let dtype: ElementType
+    package let dtype: ElementType
     public let architecture: Architecture
     public let quantization: Quantization
     public let seqLens: [Int]
     public let ranks: [Int]
-    public let blocks: [Blocks]
-    public let embedding: PackedFile
-    public let head: PackedFile
+    package let blocks: [Blocks]
+    package let embedding: PackedFile
+    package let head: PackedFile
     /// The table of embeddings for each layer, and the projection that is added to them; nil where the model has none.
-    public let perLayerEmbedding: PackedFile?
-    public let perLayerProjection: PackedFile?
-    public let data: [String: Tokens]?
+    package let perLayerEmbedding: PackedFile?
+    package let perLayerProjection: PackedFile?
+    package let data: [String: Tokens]?
     /// The tokens at which answers of the model end, in addition to those of its config.json; nil where the bundle names none.
-    public let endTokens: [Int]?
-    public let files: [File]
+    package let endTokens: [Int]?
+    package let files: [File]
 }
 
 extension Manifest {

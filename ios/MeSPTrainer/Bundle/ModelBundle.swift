@@ -9,9 +9,9 @@ package protocol MapHolder: AnyObject {
 }
 
 /// An exported model, opened and checked. Weights are mapped when they are asked for, never copied.
-public struct ModelBundle {
-    public let url: URL
-    public let manifest: Manifest
+package struct ModelBundle {
+    package let url: URL
+    package let manifest: Manifest
     /// The token streams by split, and the folder that their files are in.
     private let splits: [String: Manifest.Tokens]
     private let dataFolder: URL
@@ -44,7 +44,7 @@ public struct ModelBundle {
         }
     }
 
-    public var architecture: Architecture { manifest.architecture }
+    package var architecture: Architecture { manifest.architecture }
     package var dtype: DType { manifest.dtype.dtype }
 
     /// Opens the bundle at `url` and checks it: its manifest, as `Manifest.read` does, and every file's size and SHA-256. Does not use MLX,
@@ -55,7 +55,7 @@ public struct ModelBundle {
     ///   - text: a folder that `TextData` wrote, to train on in place of the bundle's own text.
     ///   - checksums: whether files are read and their SHA-256 compared, which takes seconds for gigabytes. Without, only the
     ///     manifest may be used.
-    public init(url: URL, text: URL? = nil, checksums: Bool = true) throws {
+    package init(url: URL, text: URL? = nil, checksums: Bool = true) throws {
         MLXSupport.setEnvironment()
         self.url = url
         let path = url.appendingPathComponent("manifest.json")
@@ -65,7 +65,7 @@ public struct ModelBundle {
         manifest = try Manifest.read(json, of: url.path)
         backend = manifest.device
         kinds = manifest.kindOfBlock
-        (splits, dataFolder) = try text.map { (try TextData.entries(in: $0), $0) } ?? (manifest.data ?? [:], url)
+        (splits, dataFolder) = try text.map { (try TokenFolder.entries(in: $0), $0) } ?? (manifest.data ?? [:], url)
         modified = try checkFiles()
         if checksums { try checkSums(of: manifest.files) }
     }
@@ -156,7 +156,7 @@ public struct ModelBundle {
 
     /// As `dataDigest`, of the tokens that `tokens(in:)` reads.
     package func dataDigest(in folder: URL) throws -> String? {
-        try TextData.entries(in: folder)["train"].map { try digest($0, in: folder) }
+        try TokenFolder.entries(in: folder)["train"].map { try digest($0, in: folder) }
     }
 
     /// - Parameter sums: the SHA-256 of files that need not be read.
@@ -177,13 +177,13 @@ public struct ModelBundle {
     // MARK: - Data
 
     /// The tokens of a split (`train`, `valid`, `test`), mapped, or nil where the bundle has none.
-    public func tokens(_ split: String) throws -> TokenStream? {
+    package func tokens(_ split: String) throws -> TokenStream? {
         try splits[split].map { try tokens($0, split, in: dataFolder) }
     }
 
     /// The tokens of a folder that `TextData` or `mesp-train` wrote, mapped, but for those it holds out.
     package func tokens(in folder: URL) throws -> TokenStream {
-        guard let entry = try TextData.entries(in: folder)["train"] else {
+        guard let entry = try TokenFolder.entries(in: folder)["train"] else {
             throw MeSPError("\(folder.path) holds no tokens; tokenize the text again.")
         }
         return try tokens(entry, "train", in: folder)

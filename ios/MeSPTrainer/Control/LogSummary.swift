@@ -1,13 +1,14 @@
 import Foundation
 import MeSPCore
 import MeSPFiles
+import MeSPSentences
 
 /// A run's log so far, by the kind of record.
 public struct LogSummary: Sendable {
     public struct Event: Sendable, Identifiable {
         public let id: Int
         public let time: Date
-        public let name: String
+        package let name: String
         public let message: Sentence
     }
 
@@ -18,22 +19,22 @@ public struct LogSummary: Sendable {
         public let value: Double
     }
 
-    public var start: LogRecord.Start?
+    package var start: LogRecord.Start?
     public var prediction: LogRecord.Prediction?
     public var steps = [LogRecord.Step]()
     public var evals = [LogRecord.Eval]()
     public var events = [Event]()
     public var strength: LogRecord.Strength?
-    public var end: LogRecord.End?
+    package var end: LogRecord.End?
 
-    public init() {}
+    package init() {}
 
     /// Reads the log in a run's folder. A last line that was cut off, as by a kill, is left out.
-    public init(folder: URL) throws {
+    package init(folder: URL) throws {
         for (record, time) in try LogRecord.readAll(in: folder) { append(record, time: time) }
     }
 
-    public mutating func append(_ record: LogRecord, time: Date = .now) {
+    package mutating func append(_ record: LogRecord, time: Date = .now) {
         switch record {
         case .start(let start): self.start = start
         case .plan(_, let prediction): self.prediction = prediction

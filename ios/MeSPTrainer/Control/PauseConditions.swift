@@ -1,4 +1,5 @@
 import MeSPCore
+import MeSPSentences
 
 /// A reason why a run waits, with its sentences; `reasons` below says when each holds. Of several that hold, the first in this order is
 /// told.
@@ -29,7 +30,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
     }
 
     /// The event that ends the pause, as a sentence.
-    public var remedy: Sentence {
+    package var remedy: Sentence {
         switch self {
         case .user: "Press Resume to continue."
         case .away: "Open the app to continue."
@@ -40,7 +41,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
     }
 
     /// The reason and what ends it.
-    public var advice: Sentence { "\(sentence). \(remedy)." }
+    package var advice: Sentence { "\(sentence). \(remedy)." }
 }
 
 extension PauseReason {

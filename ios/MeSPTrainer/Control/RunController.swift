@@ -1,6 +1,7 @@
 import Foundation
 import MeSPCore
 import MeSPFiles
+import MeSPSentences
 import Observation
 
 /// One training run with an explicit state, for views to show and buttons to drive.
@@ -34,15 +35,15 @@ import Observation
     public private(set) var stopWanted = false
 
     /// The time in the background that the system has given; nil without one.
-    public var grant: BackgroundGrant? { didSet { update() } }
+    package var grant: BackgroundGrant? { didSet { update() } }
     /// Called when the state or the log has changed.
-    @ObservationIgnored public var observers = [() -> Void]()
+    @ObservationIgnored package var observers = [() -> Void]()
 
     /// Whether the present or last run's bundle is for the GPU; true until the run has opened it.
-    public var usesGPU: Bool { log.start?.device != .cpu }
+    package var usesGPU: Bool { log.start?.device != .cpu }
 
     /// The number of blocks of the step in progress that have begun.
-    public var blocksOfStep: Int { gate.boundaries - blocksAtLastStep }
+    package var blocksOfStep: Int { gate.boundaries - blocksAtLastStep }
 
     public var isRunning: Bool {
         switch state {
@@ -70,7 +71,7 @@ import Observation
     /// - Parameters:
     ///   - monitor: the source of scene, temperature, battery and memory; `SystemMonitor` in an app.
     ///   - clock: times the pause after a memory warning.
-    public init(monitor: any DeviceMonitor, clock: any Clock<Duration> = ContinuousClock()) {
+    package init(monitor: any DeviceMonitor, clock: any Clock<Duration> = ContinuousClock()) {
         (self.monitor, self.clock) = (monitor, clock)
         monitor.observers.append { [weak self] event in
             switch event {
@@ -83,7 +84,7 @@ import Observation
     // MARK: - What a person does
 
     /// Begins or resumes a run (`settings.resume`). Does nothing while another is in progress.
-    public func start(_ settings: RunSettings) {
+    package func start(_ settings: RunSettings) {
         if !isRunning { _ = start(settings, records: nil) }
     }
 
@@ -134,7 +135,7 @@ import Observation
     /// - Parameters:
     ///   - folder: the recorded run's.
     ///   - interval: between two records.
-    public func replay(_ folder: URL, interval: Duration = .milliseconds(100)) {
+    package func replay(_ folder: URL, interval: Duration = .milliseconds(100)) {
         guard !isRunning else { return }
         (settings, log) = (nil, LogSummary())
         (pauseWanted, stopWanted, state) = (false, false, .preparing)

@@ -19,7 +19,7 @@ public struct BundleDownload: Sendable {
     /// A bundle on the Hub, before it is downloaded. It can be stored, so that another process can resume the download.
     public struct Offer: Sendable, Codable {
         /// As `owner/name`.
-        public let repository: String
+        package let repository: String
         public let manifest: Manifest
         /// The manifest's bytes, unchanged.
         let json: Data
@@ -54,7 +54,7 @@ public struct BundleDownload: Sendable {
     }
 
     /// As `owner/name`.
-    public let repository: String
+    package let repository: String
     private let hub: URL
     /// The timeout of a silent connection, in seconds.
     private let patience: Double
@@ -87,12 +87,12 @@ public struct BundleDownload: Sendable {
     }
 
     /// The bundle's name, as its folder gets it.
-    public var name: String { String(repository.split(separator: "/")[1]).replacing(/[-_.]mesp$/, with: "") }
+    package var name: String { String(repository.split(separator: "/")[1]).replacing(/[-_.]mesp$/, with: "") }
 
     // MARK: - Fetching
 
     /// Asks for the manifest, and checks that this build can use such a bundle.
-    public func fetchOffer() async throws -> Offer {
+    package func fetchOffer() async throws -> Offer {
         let file = FileManager.default.temporaryDirectory.appendingPathComponent("manifest-\(UUID().uuidString).json")
         defer { try? FileManager.default.removeItem(at: file) }
         let requested = requested("manifest.json", of: "main", into: file, limit: Manifest.largestSize)
@@ -115,7 +115,7 @@ public struct BundleDownload: Sendable {
     ///   - usesAnyNetwork: whether it may come over networks that cost extra or are in Low Data Mode. In the background files wait for
     ///     another, elsewhere they fail.
     ///   - progress: called with the number of received bytes.
-    public func fetch(
+    package func fetch(
         _ offer: Offer, to folder: URL, usesAnyNetwork: Bool = true,
         progress: @escaping @Sendable (_ bytes: Int) -> Void = { _ in }
     ) async throws {

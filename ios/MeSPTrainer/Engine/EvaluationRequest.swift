@@ -1,6 +1,7 @@
 import Foundation
 import MeSPCore
 import MeSPFiles
+import MeSPSentences
 
 /// A request to `mesp-engine evaluate`, a line of JSON. `type` says which.
 enum EvaluationRequest: Decodable, Sendable {

@@ -2,6 +2,7 @@ import Foundation
 import MeSPCore
 import MeSPFederation
 import MeSPFiles
+import MeSPSentences
 
 /// The input of `mesp-engine federate`: which SuperLink to join, and what to train on.
 struct FederationSettings: Decodable {

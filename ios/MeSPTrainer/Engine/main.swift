@@ -10,6 +10,7 @@ import MeSPBundle
 import MeSPCore
 import MeSPFiles
 import MeSPSelfCheck
+import MeSPSentences
 
 #if MESP_HOST_MLX && os(Linux)
     import MLX

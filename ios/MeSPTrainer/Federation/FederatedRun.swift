@@ -5,6 +5,7 @@ import MeSPBundle
 import MeSPControl
 import MeSPCore
 import MeSPFiles
+import MeSPSentences
 
 /// A device's part of a round of a federation: a run from the adapters in a message of the server's app, on data that stays here.
 ///
@@ -17,11 +18,11 @@ import MeSPFiles
 /// The message's content is described in `docs/federation.md`: the LoRA matrices of a module in all blocks that have it as one array
 /// `[blocks, in, rank]` or `[blocks, rank, out]`, counts, a mean loss and a peak of memory. `mesp federate`'s
 /// clients in Python answer alike, to the last bit of the matrices.
-public struct FederatedRun {
+package struct FederatedRun {
     /// The run's settings. Where a run for the same message was ended before, it is resumed.
-    public let settings: RunSettings
+    package let settings: RunSettings
     /// When the server no longer waits for the answer. The system's clock may be set while the run trains.
-    public let deadline: ContinuousClock.Instant
+    package let deadline: ContinuousClock.Instant
     private let question: SuperNode.Question
     private let architecture: Architecture
     private let received: [String: FlowerArray]
@@ -30,7 +31,7 @@ public struct FederatedRun {
     /// The most bytes that a message about a bundle's model can have: all matrices of the largest rank in float32, and the rest.
     ///
     /// - Throws: `MeSPError` where there is not a bundle.
-    public static func mostBytes(_ bundle: URL) throws -> Int {
+    package static func mostBytes(_ bundle: URL) throws -> Int {
         let manifest = try ModelBundle(url: bundle, checksums: false).manifest
         let layouts = manifest.architecture.layouts(rank: manifest.ranks.max() ?? 0, withExperts: true)
         return layouts.reduce(1 << 20) { $0 + 4 * $1.count }
@@ -42,7 +43,7 @@ public struct FederatedRun {
     ///   - data: a folder of tokens that `TextData` wrote; nil for the bundle's own text
     ///   - memoryLimit: the peak footprint to stay below, in bytes; nil for what the server asks
     /// - Throws: `MeSPError` where the message asks for what is not training of this model.
-    public init(_ question: SuperNode.Question, bundle: URL, data: URL? = nil, memoryLimit: Int? = nil) throws {
+    package init(_ question: SuperNode.Question, bundle: URL, data: URL? = nil, memoryLimit: Int? = nil) throws {
         guard question.type == "train", let config = question.records.configs["config"],
             let received = question.records.arrays["arrays"]
         else { throw MeSPError("The server asks for \(question.type), which this version cannot do.") }
@@ -76,7 +77,7 @@ public struct FederatedRun {
     ///
     /// - Parameter name: what the server calls this device; nil for the node's number
     /// - Throws: `CancellationError` where the run was stopped, `MeSPError`
-    public func answer(as name: String? = nil) throws -> FlowerRecords {
+    package func answer(as name: String? = nil) throws -> FlowerRecords {
         let output = URL(fileURLWithPath: settings.output)
         let summary = try LogSummary(folder: output)
         guard summary.end?.reason == .finished else { throw CancellationError() }

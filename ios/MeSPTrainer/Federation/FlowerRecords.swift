@@ -2,12 +2,12 @@ import Foundation
 import MeSPSentences
 
 /// The content of a Flower message: records of arrays, of metrics and of settings, each by its name.
-public struct FlowerRecords: Sendable, Equatable {
-    public var arrays = [String: [String: FlowerArray]]()
-    public var metrics = [String: [String: FlowerValue]]()
-    public var configs = [String: [String: FlowerValue]]()
+package struct FlowerRecords: Sendable, Equatable {
+    package var arrays = [String: [String: FlowerArray]]()
+    package var metrics = [String: [String: FlowerValue]]()
+    package var configs = [String: [String: FlowerValue]]()
 
-    public init(
+    package init(
         arrays: [String: [String: FlowerArray]] = [:], metrics: [String: [String: FlowerValue]] = [:],
         configs: [String: [String: FlowerValue]] = [:]
     ) {
@@ -16,7 +16,7 @@ public struct FlowerRecords: Sendable, Equatable {
 }
 
 /// A number, or in a record of settings also a flag, a text, bytes or texts. Other lists are passed over.
-public enum FlowerValue: Sendable, Equatable {
+package enum FlowerValue: Sendable, Equatable {
     case double(Double)
     case int(Int64)
     case unsigned(UInt64)
@@ -59,9 +59,9 @@ public enum FlowerValue: Sendable, Equatable {
 }
 
 /// An array of numbers as NumPy keeps them in a `.npy` file, row-major and little-endian.
-public struct FlowerArray: Sendable, Equatable {
+package struct FlowerArray: Sendable, Equatable {
     /// The kinds of numbers that adapters travel in.
-    public enum Kind: String, Sendable {
+    package enum Kind: String, Sendable {
         case float32 = "<f4"
         /// bfloat16, which NumPy lacks, by its bits.
         case uint16 = "<u2"
@@ -69,13 +69,13 @@ public struct FlowerArray: Sendable, Equatable {
         var name: String { self == .float32 ? "float32" : "uint16" }
         var size: Int { self == .float32 ? 4 : 2 }
     }
-    public let kind: Kind
-    public let shape: [Int]
+    package let kind: Kind
+    package let shape: [Int]
     /// The numbers, little-endian.
-    public let data: Data
+    package let data: Data
 
     /// - Precondition: `data` has as many numbers as the shape says.
-    public init(_ kind: Kind, shape: [Int], data: Data) {
+    package init(_ kind: Kind, shape: [Int], data: Data) {
         precondition(data.count == shape.reduce(kind.size, *))
         (self.kind, self.shape, self.data) = (kind, shape, data)
     }

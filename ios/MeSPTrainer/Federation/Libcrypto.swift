@@ -1,3 +1,5 @@
+import MeSPSentences
+
 #if !canImport(CryptoKit)
     import Foundation
     import MeSPFiles

@@ -6,13 +6,13 @@ import MeSPSentences
 #endif
 
 /// The identity of a node at a SuperLink: a key pair on P-256, which signs each of its calls.
-public struct NodeKey: Sendable {
+package struct NodeKey: Sendable {
     private let key: P256Key
 
     /// The node's key, which is made if there is none: in the Keychain on iOS, elsewhere in a file that its owner alone can read.
     ///
     /// - Throws: `MeSPError` where it cannot be read or kept, or is not a key.
-    public init(file: URL) throws {
+    package init(file: URL) throws {
         do {
             let store = KeyStore(file: file)
             if try store.read() == nil { try store.add(try P256Key().representation) }
@@ -24,13 +24,13 @@ public struct NodeKey: Sendable {
     }
 
     /// The public key in PEM, as it is registered.
-    public var publicKey: String {
+    package var publicKey: String {
         let base64 = key.publicKey.base64EncodedString(options: [.lineLength64Characters, .endLineWithLineFeed])
         return "-----BEGIN PUBLIC KEY-----\n\(base64)\n-----END PUBLIC KEY-----\n"
     }
 
     /// The public key in OpenSSH's form, which `flwr supernode register` takes from a file.
-    public var openSSH: String {
+    package var openSSH: String {
         let parts = [Data("ecdsa-sha2-nistp256".utf8), Data("nistp256".utf8), key.publicKey.suffix(65)]
         let blob = parts.reduce(into: Data()) { blob, part in
             withUnsafeBytes(of: UInt32(part.count).bigEndian) { blob.append(contentsOf: $0) }

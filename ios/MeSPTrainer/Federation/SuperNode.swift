@@ -15,9 +15,9 @@ import MeSPSentences
 /// Received and unsent messages are kept in files: a restarted node continues, with messages that the server considers delivered, and
 /// sends no byte twice. It drops messages whose answers the server no longer awaits, and answers one
 /// that cannot be read as failed.
-public struct SuperNode: Sendable {
+package struct SuperNode: Sendable {
     /// An event, for people.
-    public enum Event: Sendable, Equatable {
+    package enum Event: Sendable, Equatable {
         case joined(node: UInt64)
         /// A message of this many bytes has arrived.
         case received(Question, bytes: Int)
@@ -35,20 +35,20 @@ public struct SuperNode: Sendable {
     }
 
     /// A message's request.
-    public struct Question: Sendable, Equatable {
-        public let id: String
+    package struct Question: Sendable, Equatable {
+        package let id: String
         /// Which node it is for: this one.
-        public let node: UInt64
+        package let node: UInt64
         /// `train`, `evaluate` or `query`, perhaps with a dot and a name after it.
-        public let type: String
-        public let run: UInt64
+        package let type: String
+        package let run: UInt64
         /// The round, as the server's app calls it.
-        public let group: String
+        package let group: String
         /// When the server's app made it, by the server's clock.
-        public let created: Date
-        public internal(set) var records = FlowerRecords()
+        package let created: Date
+        package internal(set) var records = FlowerRecords()
         /// A folder for this message alone, which lasts until its answer was sent: to continue in, where the process ended.
-        public let folder: URL
+        package let folder: URL
     }
 
     let api: FleetAPI
@@ -72,7 +72,7 @@ public struct SuperNode: Sendable {
     ///   - mostBytes: the most that a message may have, on disk and in memory
     ///   - configuration: the allowed networks
     /// - Throws: `MeSPError` where the address is not valid, or the key cannot be read or written.
-    public init(
+    package init(
         server: URL, folder: URL, mostBytes: Int, configuration: URLSessionConfiguration = .ephemeral
     ) throws {
         try self.init(
@@ -110,7 +110,7 @@ public struct SuperNode: Sendable {
     ///   - answer: makes the answer to a message; one at a time
     /// - Throws: `MeSPError` where the server does not let it in or speaks another protocol, or another node is at work in the
     ///   folder; `CancellationError`.
-    public func run(
+    package func run(
         report: @escaping @Sendable (Event) -> Void,
         answer: @escaping @Sendable (Question) async throws -> FlowerRecords
     ) async throws {

@@ -2,6 +2,7 @@ import Foundation
 import MLX
 import MeSPBundle
 import MeSPCore
+import MeSPSentences
 
 /// The checks of a self-check, and the state that they share. Extensions in other files have the checks, by what they examine.
 final class CheckSuite {

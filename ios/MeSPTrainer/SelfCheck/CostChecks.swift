@@ -1,6 +1,7 @@
 import Foundation
 import MLX
 import MeSPCore
+import MeSPSentences
 
 /// The device's times of the parts of a step.
 extension CheckSuite {

@@ -3,6 +3,7 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 import MeSPCore
+import MeSPSentences
 
 /// Whether the device computes what the formulas say, and the same each time.
 extension CheckSuite {

@@ -3,6 +3,7 @@ import MLX
 import MeSPBundle
 import MeSPCore
 import MeSPFiles
+import MeSPSentences
 
 #if canImport(Metal)
     import Metal

@@ -3,6 +3,7 @@ import MLX
 import MeSPBundle
 import MeSPCore
 import MeSPFiles
+import MeSPSentences
 
 /// Measures what training depends on: whether weights are mapped without a copy, the cost of an `eval`, a kernel and a buffer,
 /// whether gradients are those of the CPU, and whether a step's peak is the predicted one.
@@ -11,20 +12,20 @@ import MeSPFiles
 public struct SelfCheck {
     public struct Settings: Codable, Sendable, Equatable {
         /// The bundle's folder.
-        public var bundle: String
+        package var bundle: String
         /// The number of repeats of a gradient, which must be equal to the last bit.
-        public var repeats = 50
+        package var repeats = 50
         /// The duration of one measurement, in seconds.
-        public var seconds = 1.0
+        package var seconds = 1.0
         /// Minutes of training without a pause, to see whether the machine slows down; 0 for none.
-        public var minutes = 0.0
+        package var minutes = 0.0
         /// The names of the checks to run; nil for all.
-        public var checks: [String]?
+        package var checks: [String]?
 
-        public init(bundle: String) { self.bundle = bundle }
+        package init(bundle: String) { self.bundle = bundle }
 
         /// Reads a settings file: JSON with `bundle`; a key that is absent has its default.
-        public init(contentsOf url: URL) throws {
+        package init(contentsOf url: URL) throws {
             struct Given: Decodable {
                 let bundle: String
                 let repeats: Int?
@@ -47,9 +48,9 @@ public struct SelfCheck {
         }
     }
 
-    public let settings: Settings
+    package let settings: Settings
 
-    public init(_ settings: Settings) { self.settings = settings }
+    package init(_ settings: Settings) { self.settings = settings }
 
     /// Runs every check, one after the other.
     ///
@@ -58,7 +59,7 @@ public struct SelfCheck {
     ///   - report: gets each part of the report as it comes.
     /// - Returns: all of it.
     /// - Throws: `MeSPError`, where the bundle cannot be used; `CancellationError`. A check that fails throws nothing.
-    @discardableResult public func run(
+    @discardableResult package func run(
         atBlock: @escaping () throws -> Void = {}, report: (SelfCheckRecord) throws -> Void = { _ in }
     ) throws -> SelfCheckReport {
         let begin = ContinuousClock.now

@@ -2,34 +2,35 @@ import Foundation
 import MeSPBundle
 import MeSPCore
 import MeSPFiles
+import MeSPSentences
 
 /// A machine's self-check: one finding a line, and the constants that it measured.
 public struct SelfCheckReport: Codable, Sendable {
     /// The machine and the model of the run.
-    public var start: Start
+    package var start: Start
     public var checks = [Check]()
     /// nil until every check has run. A report that stays so is of a process that was ended: by the check after the last one here.
-    public var end: End?
+    package var end: End?
 
-    public struct Start: Codable, Sendable {
-        public var version: String
-        public var mlxVersion: String
+    package struct Start: Codable, Sendable {
+        package var version: String
+        package var mlxVersion: String
         /// Machine and system.
-        public var host: String
+        package var host: String
         /// The GPU's name and architecture, as the system has them; nil where MLX's GPU is not Apple's, or there is none.
-        public var gpu: String?
-        public var gpuArchitecture: String?
+        package var gpu: String?
+        package var gpuArchitecture: String?
         /// The bundle's name.
-        public var bundle: String
+        package var bundle: String
         /// `cpu` or `gpu`: where the bundle runs.
-        public var device: String
-        public var dtype: String
+        package var device: String
+        package var dtype: String
         /// How MLX used the GPU's neural accelerators: `absent`, `off` until a self-check has passed, `checking`,
         /// `failed` or `on`.
-        public var neuralAccelerators: String
-        public var settings: SelfCheck.Settings
+        package var neuralAccelerators: String
+        package var settings: SelfCheck.Settings
         /// The checks to come, in their order.
-        public var names: [String]
+        package var names: [String]
     }
 
     /// The result of one check.
@@ -38,9 +39,9 @@ public struct SelfCheckReport: Codable, Sendable {
         public var verdict: Verdict
         /// The finding, or why the check was left out.
         public var sentence: Sentence
-        public var measured: [Measurement]
+        package var measured: [Measurement]
         /// The time of the check.
-        public var seconds: Double
+        package var seconds: Double
 
         public var id: String { name }
     }
@@ -52,12 +53,12 @@ public struct SelfCheckReport: Codable, Sendable {
         case skipped
     }
 
-    public struct Measurement: Codable, Sendable, Equatable {
-        public var name: String
+    package struct Measurement: Codable, Sendable, Equatable {
+        package var name: String
         /// nil where it is not finite.
-        public var value: Double?
+        package var value: Double?
         /// `s`, `bytes`, `bytes/s`, `FLOP/s`, or empty for a number without one.
-        public var unit: String
+        package var unit: String
 
         init(_ name: String, _ value: Double, _ unit: String = "") {
             (self.name, self.value, self.unit) = (name, value.isFinite ? value : nil, unit)
@@ -68,35 +69,35 @@ public struct SelfCheckReport: Codable, Sendable {
     ///
     ///     seconds = evals · evalSeconds + kernels · kernelSeconds + new buffers · newBufferSeconds + maps · mapSeconds
     ///               + the larger of  bytes / bytesPerSecond  and  FLOP / flopsPerSecond
-    public struct Constants: Codable, Sendable, Equatable {
+    package struct Constants: Codable, Sendable, Equatable {
         /// An `eval`, without its kernels.
-        public var evalSeconds: Double?
+        package var evalSeconds: Double?
         /// A kernel that waits for the one before it.
-        public var kernelSeconds: Double?
+        package var kernelSeconds: Double?
         /// A buffer of 1 MiB that MLX's cache does not have.
-        public var newBufferSeconds: Double?
+        package var newBufferSeconds: Double?
         /// Mapping a block's file, and its first use.
-        public var mapSeconds: Double?
+        package var mapSeconds: Double?
         /// Reading and writing memory.
-        public var bytesPerSecond: Double?
+        package var bytesPerSecond: Double?
         /// The memory that MLX adds to the footprint besides its arrays, after a step: on a GPU Metal's libraries, kernels and command
         /// buffers.
-        public var metalBytes: Double?
+        package var metalBytes: Double?
         /// The products that training uses on the device, at the tile where they are fastest: the slower of x Wᵀ and dy W.
-        public var flopsPerSecond: Double?
+        package var flopsPerSecond: Double?
     }
 
-    public struct End: Codable, Sendable {
+    package struct End: Codable, Sendable {
         /// `fail` where a check failed.
-        public var verdict: Verdict
-        public var constants: Constants
-        public var seconds: Double
+        package var verdict: Verdict
+        package var constants: Constants
+        package var seconds: Double
     }
 
-    public init(_ start: Start) { self.start = start }
+    package init(_ start: Start) { self.start = start }
 
     /// The report as one JSON document, with snake-case keys.
-    public var json: Data {
+    package var json: Data {
         get throws {
             let encoder = JSONEncoder.snakeCase
             encoder.outputFormatting = [.prettyPrinted, .sortedKeys, .withoutEscapingSlashes]
@@ -131,7 +132,7 @@ extension SelfCheckReport {
 }
 
 /// A part of a report, as it comes.
-public enum SelfCheckRecord: Sendable {
+package enum SelfCheckRecord: Sendable {
     case start(SelfCheckReport.Start)
     case check(SelfCheckReport.Check)
     case end(SelfCheckReport.End)

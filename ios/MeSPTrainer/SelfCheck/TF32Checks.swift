@@ -1,6 +1,7 @@
 import Foundation
 import MLX
 import MeSPCore
+import MeSPSentences
 
 /// Measures the precision of float32 products, and the effect of TF32 on gradients.
 extension CheckSuite {

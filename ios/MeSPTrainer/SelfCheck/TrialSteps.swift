@@ -4,9 +4,9 @@ import MeSPCore
 
 /// Training steps that are counted or measured and leave no files. They train the first example of the data, or the first sequence of
 /// packed examples; for text and preference data, tokens without a meaning.
-public final class TrialSteps {
-    public let planner: Planner
-    public let plan: Plan
+package final class TrialSteps {
+    package let planner: Planner
+    package let plan: Plan
     private let trainer: Trainer
     private let example: Example
     private var number = 0
@@ -15,7 +15,7 @@ public final class TrialSteps {
     ///   - settings: their output is not used.
     ///   - plan: chooses the plan.
     /// - Throws: `MeSPError`, as a run would at its start.
-    public init(_ settings: RunSettings, plan: (Planner) throws -> Plan = { try $0.plan() }) throws {
+    package init(_ settings: RunSettings, plan: (Planner) throws -> Plan = { try $0.plan() }) throws {
         try settings.check()
         let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle), checksums: false)
         try bundle.manifest.check(settings)
@@ -40,15 +40,15 @@ public final class TrialSteps {
     }
 
     /// Whether the bundle's functions are for a GPU.
-    public var isForGPU: Bool { trainer.model.bundle.manifest.device == .gpu }
+    package var isForGPU: Bool { trainer.model.bundle.manifest.device == .gpu }
 
     /// Whether its tokens choose experts.
-    public var hasExperts: Bool { trainer.model.bundle.architecture.hasExperts }
+    package var hasExperts: Bool { trainer.model.bundle.architecture.hasExperts }
 
     /// A step of the settings' sequences; with an objective, of one.
     ///
     /// - Parameter atBlock: called at each block boundary, where a run may pause.
-    public func step(atBlock: @escaping () -> Void = {}) throws {
+    package func step(atBlock: @escaping () -> Void = {}) throws {
         trainer.clock.atBlock = atBlock
         let settings = trainer.model.settings
         let examples = Array(

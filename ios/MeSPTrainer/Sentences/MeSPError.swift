@@ -7,7 +7,7 @@ package protocol SentenceError: Error {
 
 /// A failure that a person can act on: one plain sentence that names the thing and the remedy.
 public struct MeSPError: LocalizedError, SentenceError, Sendable, Equatable {
-    public let sentence: Sentence
+    package let sentence: Sentence
 
     public init(_ sentence: Sentence) { self.sentence = sentence }
 

@@ -1,8 +1,10 @@
 import Foundation
 import MLX
 import MeSPAppModel
+import MeSPSentences
 import Testing
 
+@testable import MeSP
 @testable import MeSPAdapters
 @testable import MeSPBundle
 @testable import MeSPControl
@@ -273,7 +275,7 @@ import Testing
                 #expect(try FileManager.default.contentsOfDirectory(atPath: folder.path) == ["text.jsonl"])
                 throw error
             }
-            for entry in try TextData.entries(in: target).values {
+            for entry in try TokenFolder.entries(in: target).values {
                 let examples = try entry.examples.map { try Data(contentsOf: target.appendingPathComponent($0.file)) }
                 let mask = try entry.mask.map { try Data(contentsOf: target.appendingPathComponent($0)) }
                 let tokens = try Data(contentsOf: target.appendingPathComponent(entry.file))

@@ -1,3 +1,5 @@
+import MeSPSentences
+
 @testable import MeSPAdapters
 @testable import MeSPBundle
 

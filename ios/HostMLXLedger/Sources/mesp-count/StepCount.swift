@@ -3,6 +3,7 @@ import HostMLXLedger
 import MeSPBundle
 import MeSPCore
 import MeSPSelfCheck
+import MeSPSentences
 
 /// The cost of a step of a bundle for the GPU on a phone, counted without one: see docs/ledger.md.
 struct StepCount: Encodable {

@@ -5,6 +5,7 @@
 import Foundation
 import MeSPBundle
 import MeSPCore
+import MeSPSentences
 
 func fail(_ message: String) -> Never {
     FileHandle.standardError.write(Data((message + "\n").utf8))

@@ -1,5 +1,5 @@
+import MeSP
 import MeSPAppModel
-import MeSPBundle
 import SwiftUI
 
 /// The answers that the person took, each with the one that it was taken over.

@@ -1,5 +1,4 @@
 import MeSPAppModel
-import MeSPCore
 import SwiftUI
 
 /// The scores of the base model and the fine-tuned one on the records of a file.

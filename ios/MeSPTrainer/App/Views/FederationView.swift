@@ -1,5 +1,4 @@
 import MeSPAppModel
-import MeSPCore
 import SwiftUI
 
 /// Training a model together with others, whose texts stay with them.

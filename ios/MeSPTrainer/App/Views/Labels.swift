@@ -1,5 +1,4 @@
 import MeSPAppModel
-import MeSPCore
 import SwiftUI
 
 /// A sentence beside a symbol. The symbol alone has the color, so that the text stays legible.

@@ -1,5 +1,4 @@
 import MeSPAppModel
-import MeSPCore
 import SwiftUI
 
 /// Two examples of a run's effect, and the button to try it.

@@ -1,7 +1,5 @@
 import Charts
 import MeSPAppModel
-import MeSPControl
-import MeSPCore
 import SwiftUI
 
 /// The run in progress, or the last one.

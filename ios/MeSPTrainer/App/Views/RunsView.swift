@@ -1,6 +1,4 @@
 import MeSPAppModel
-import MeSPControl
-import MeSPCore
 import SwiftUI
 
 /// All runs, to look at, continue, share and delete.

@@ -1,6 +1,4 @@
 import MeSPAppModel
-import MeSPCore
-import MeSPSelfCheck
 import SwiftUI
 
 /// The self-check of this phone with the chosen model.

@@ -1,5 +1,4 @@
 import MeSPAppModel
-import MeSPCore
 import SwiftUI
 import UniformTypeIdentifiers
 

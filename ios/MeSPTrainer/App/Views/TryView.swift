@@ -1,5 +1,4 @@
 import MeSPAppModel
-import MeSPCore
 import SwiftUI
 
 /// A prompt or a conversation, base beside fine-tuned.

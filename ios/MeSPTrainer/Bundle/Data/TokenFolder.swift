@@ -2,7 +2,8 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-extension TextData {
+/// A folder of token streams, by split, that a run trains on in place of its bundle's: `data.json` and the files that it names.
+package enum TokenFolder {
     /// The token files of a folder, by split.
     static func entries(in folder: URL) throws -> [String: Manifest.Tokens] {
         guard let json = regularFile(folder.appendingPathComponent("data.json")), json.count <= Manifest.largestSize,
@@ -12,7 +13,8 @@ extension TextData {
         return entries
     }
 
-    static func write(_ splits: [String: TokenStream], to folder: URL) throws {
+    /// Writes the folder, all or nothing.
+    package static func write(_ splits: [String: TokenStream], to folder: URL) throws {
         let partial = folder.deletingLastPathComponent().appendingPathComponent(".partial-\(UUID().uuidString)")
         defer { try? FileManager.default.removeItem(at: partial) }
         do {

@@ -2,11 +2,11 @@ import Foundation
 import MeSPSentences
 
 /// One sequence of T inputs: token i is the input at position i, token i + 1 its target.
-public struct Example: Sendable, Equatable {
+package struct Example: Sendable, Equatable {
     /// T + 1 token ids, padded at the end.
-    public let tokens: [Int32]
+    package let tokens: [Int32]
     /// The positions in `0 ..< T` whose targets count in the loss, ascending; not empty.
-    public let counted: [Int]
+    package let counted: [Int]
     /// The inputs of each record of a packed sequence, together `0 ..< T`; nil where the sequence is one. A record's tokens see no others,
     /// and its positions begin at 0.
     package let records: [Range<Int>]?
@@ -42,7 +42,7 @@ public struct Example: Sendable, Equatable {
 /// sequence, cut to its first T + 1 tokens; of data to be packed, examples share a sequence as records that do not see each other. An
 /// example's first token is not a target, whatever the mask says. What follows a sequence's last target that counts changes nothing, so it
 /// is as short as a length allows that holds that target, and padded to it.
-public struct TokenStream: Sendable {
+package struct TokenStream: Sendable {
     /// Little-endian `uint32`, mapped.
     let tokens: Data
     /// Pairs of little-endian `uint32`, mapped: where an example starts, and its length.
@@ -60,7 +60,7 @@ public struct TokenStream: Sendable {
     /// follows the chosen one.
     package enum Label: UInt8 { case bad, good, rejected, chosen }
 
-    public init(
+    package init(
         tokens: Data, examples: Data? = nil, mask: Data? = nil, labels: Data? = nil, begin: Int? = nil,
         packsExamples: Bool = false
     ) {
@@ -69,7 +69,7 @@ public struct TokenStream: Sendable {
         self.packsExamples = packsExamples
     }
 
-    public var tokenCount: Int { tokens.count / 4 }
+    package var tokenCount: Int { tokens.count / 4 }
 
     func token(_ index: Int) -> Int { number(tokens, index) }
 
@@ -137,7 +137,7 @@ public struct TokenStream: Sendable {
     /// - Parameters:
     ///   - lengths: in tokens, not empty.
     ///   - packed: whether several examples go into a sequence of the last of `lengths`.
-    public func sequences(lengths: [Int], packed: Bool = false) -> Sequences {
+    package func sequences(lengths: [Int], packed: Bool = false) -> Sequences {
         guard let length = lengths.last else { preconditionFailure("sequences of no length") }
         let all = examples == nil ? max(0, tokenCount - 1) / length : exampleCount
         if examples == nil, mask == nil {
@@ -207,11 +207,11 @@ public struct TokenStream: Sendable {
         }
     }
 
-    public struct Sequences: Sendable {
+    package struct Sequences: Sendable {
         fileprivate let stream: TokenStream
         /// The possible values of T, ascending.
         package let lengths: [Int]
-        public let count: Int
+        package let count: Int
         /// The sequences' examples or windows; nil for every window.
         fileprivate let usable: [Int]?
         /// Where those of each begin in `usable`, and their end, if they are records that share a sequence; nil for one each.
@@ -223,7 +223,7 @@ public struct TokenStream: Sendable {
             return usable[starts[index]..<starts[index + 1]]
         }
 
-        public subscript(index: Int) -> Example {
+        package subscript(index: Int) -> Example {
             let longest = lengths[lengths.count - 1]
             var (tokens, counted, begins) = ([Int32](), [Int](), [Int]())
             for number in examples(index) {
@@ -242,7 +242,7 @@ public struct TokenStream: Sendable {
 
         /// The `position`th sequence of training (from 0): `(position · stride + seed) mod count`, with a stride near the golden
         /// ratio of the count and coprime to it. Each epoch visits every sequence once, scattered; the position is the whole state.
-        public func training(_ position: Int, seed: UInt64) -> Example {
+        package func training(_ position: Int, seed: UInt64) -> Example {
             self[Self.scattered(position, of: count, seed: seed)]
         }
 

@@ -1,7 +1,7 @@
 import MLX
 
 /// The types of arrays in a bundle's files and functions, by their names there.
-public enum ElementType: String, Codable, CodingKeyRepresentable, Sendable {
+package enum ElementType: String, Codable, CodingKeyRepresentable, Sendable {
     case bool, uint8, uint32, uint64, int32, float32, bfloat16
 
     package var dtype: DType {

@@ -1,6 +1,7 @@
 import Foundation
 import MLX
 import MeSPBundle
+import MeSPSentences
 
 /// Log-likelihoods of texts by a bundle's model, with or without adapters. Weights are mapped block by block, as for a `Generator`.
 ///
@@ -8,23 +9,23 @@ import MeSPBundle
 ///     let scores = try evaluator.scores(of: [yes, no], after: question)
 ///
 /// Not for use from several threads at once.
-public struct Evaluator {
+package struct Evaluator {
     /// The likelihood of a continuation.
-    public struct Score: Sendable, Equatable {
+    package struct Score: Sendable, Equatable {
         /// log p(continuation | prompt), in nats, the sum over its tokens.
-        public var logLikelihood = 0.0
+        package var logLikelihood = 0.0
         /// Whether each of its tokens is the likeliest after those before it, as greedy decoding would choose.
-        public var isGreedy = true
+        package var isGreedy = true
     }
 
     /// Generates text from a prompt with the same model.
-    public let generator: Generator
+    package let generator: Generator
     private let model: CachedModel
 
     /// - Parameters:
     ///   - bundle: the model.
     ///   - folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
-    public init(_ bundle: ModelBundle, adapters folder: URL? = nil) throws {
+    package init(_ bundle: ModelBundle, adapters folder: URL? = nil) throws {
         self.init(try CachedModel(bundle, adapters: folder))
     }
 
@@ -37,7 +38,7 @@ public struct Evaluator {
     ///   - prompt: token ids, at least one.
     ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait, or throw.
     /// - Throws: `MeSPError`, also where the model gives no finite number; what `atBlock` throws.
-    public func scores(
+    package func scores(
         of continuations: [[Int]], after prompt: [Int], atBlock: () throws -> Void = {}
     ) throws -> [Score] {
         try check(prompt, "The prompt")
@@ -79,7 +80,7 @@ public struct Evaluator {
     ///   - window: at least 1.
     ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait, or throw.
     /// - Throws: `MeSPError`, also where the model gives no finite number; what `atBlock` throws.
-    public func logLikelihood(of text: [Int], window: Int, atBlock: () throws -> Void = {}) throws -> Double {
+    package func logLikelihood(of text: [Int], window: Int, atBlock: () throws -> Void = {}) throws -> Double {
         try check(text, "The text")
         guard text.count >= 2 else { throw MeSPError("The text must be at least two tokens long.") }
         guard window >= 1 else { throw MeSPError("window must be at least 1.") }

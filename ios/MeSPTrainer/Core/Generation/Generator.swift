@@ -1,6 +1,7 @@
 import Foundation
 import MLX
 import MeSPBundle
+import MeSPSentences
 
 /// Writes on from a prompt, with a bundle's model and, where they are given, adapters. Weights are mapped, so the footprint is that of
 /// the adapters, the keys and values of the tokens so far, and one block's activations.
@@ -11,36 +12,36 @@ import MeSPBundle
 /// Not for use from several threads at once.
 public struct Generator {
     /// The prompt, and how to choose tokens.
-    public struct Request: Codable, Sendable, Equatable {
+    package struct Request: Codable, Sendable, Equatable {
         /// Token ids, at least one.
-        public var prompt: [Int]
-        public var maxTokens = 256
+        package var prompt: [Int]
+        package var maxTokens = 256
         /// 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature).
-        public var temperature: Float = 0
+        package var temperature: Float = 0
         /// Draws only from the fewest tokens whose probabilities, before the temperature, add up to this.
-        public var topP: Float = 1
+        package var topP: Float = 1
         /// The same seed draws the same tokens.
-        public var seed: UInt64 = 0
+        package var seed: UInt64 = 0
         /// Tokens that end the text; they are not part of it.
-        public var stop: [Int] = []
+        package var stop: [Int] = []
 
-        public init(prompt: [Int]) { self.prompt = prompt }
+        package init(prompt: [Int]) { self.prompt = prompt }
     }
 
     /// The result of a generation.
     public struct Summary: Codable, Sendable, Equatable {
-        public let reason: Reason
+        package let reason: Reason
         public let tokens: Int
         /// Until the first token could be chosen.
-        public let promptSeconds: Double
+        package let promptSeconds: Double
         /// From then on.
         public let seconds: Double
-        public let footprintPeakBytes: Int
+        package let footprintPeakBytes: Int
         /// The token of `stop` that ended the text.
-        public let stopToken: Int?
+        package let stopToken: Int?
 
         /// A token of `stop`, `maxTokens` reached, or `CancellationError`.
-        public enum Reason: String, Codable, Sendable { case stop, length, stopped }
+        package enum Reason: String, Codable, Sendable { case stop, length, stopped }
     }
 
     private let model: CachedModel
@@ -48,7 +49,7 @@ public struct Generator {
     /// - Parameters:
     ///   - bundle: the model.
     ///   - folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
-    public init(_ bundle: ModelBundle, adapters folder: URL? = nil) throws {
+    package init(_ bundle: ModelBundle, adapters folder: URL? = nil) throws {
         self.init(try CachedModel(bundle, adapters: folder))
     }
 
@@ -64,7 +65,7 @@ public struct Generator {
     /// - Returns: how many tokens, how fast, and why the text ended.
     /// - Throws: `MeSPError`, and what `onToken` throws.
     @discardableResult
-    public func generate(
+    package func generate(
         _ request: Request, atBlock: () throws -> Void = {}, onToken: (Int) throws -> Void
     ) throws -> Summary {
         var cache = PromptCache()
@@ -82,7 +83,7 @@ public struct Generator {
     /// - Returns: how many tokens, how fast, and why the text ended.
     /// - Throws: `MeSPError`, and what `onToken` throws.
     @discardableResult
-    public func generate(
+    package func generate(
         _ request: Request, continuing cache: inout PromptCache, atBlock: () throws -> Void = {},
         onToken: (Int) throws -> Void
     ) throws -> Summary {
@@ -114,7 +115,7 @@ public struct Generator {
     ///   - onToken: gets the index of a request and the next token's id; `CancellationError` from it ends this text as `stopped`.
     ///   - onEnd: gets the index of a request and how its text went, in the order in which they end.
     /// - Throws: `MeSPError`, and what the functions throw.
-    public func generate(
+    package func generate(
         _ requests: [Request], atOnce: Int, cacheLimit: Int = Generator.cacheLimit, atBlock: () throws -> Void = {},
         onToken: (_ request: Int, _ token: Int) throws -> Void, onEnd: (_ request: Int, Summary) throws -> Void
     ) throws {
@@ -130,7 +131,7 @@ public struct Generator {
     }
 
     /// A quarter of what the process may take, in bytes.
-    public static var cacheLimit: Int {
+    package static var cacheLimit: Int {
         min(systemMemoryLimit() ?? .max, Int(ProcessInfo.processInfo.physicalMemory)) / 4
     }
 

@@ -10,7 +10,7 @@ import MLX
 /// so the text can be cut back to any beginning. A recurrent block leaves one state. Where there is such a block, two beginnings are
 /// kept: all of the text, and a mark shortly before the end of the last prompt, where a conversation continues if its template shows an
 /// answer otherwise than it opened it. A text that differs earlier is read from the start.
-public struct PromptCache {
+package struct PromptCache {
     private(set) var tokens = [Int]()
     /// nil before the first token.
     package var blocks = [MixerState?]()
@@ -23,13 +23,13 @@ public struct PromptCache {
     static let opening = 16
 
     /// - Parameter limit: what is kept at most when a text has ended, in bytes: the beginning of the text that fits.
-    public init(limit: Int = .max) { self.limit = limit }
+    package init(limit: Int = .max) { self.limit = limit }
 
     /// A cache with the same limit that has read nothing.
     func emptied() -> PromptCache { PromptCache(limit: limit) }
 
     /// In bytes.
-    public var size: Int { (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1?.size ?? 0) } }
+    package var size: Int { (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1?.size ?? 0) } }
 
     /// The states of recurrent blocks after the last token.
     var recurrentStates: [MLXArray] { blocks.compactMap { $0 }.filter(\.isRecurrent).flatMap(\.arrays) }

@@ -5,7 +5,7 @@ public enum ThermalState: String, Sendable, CaseIterable {
     case nominal, fair, serious, critical
 
     /// The device's present state; on Linux always `nominal`.
-    public static var current: ThermalState {
+    package static var current: ThermalState {
         #if canImport(Darwin)
             switch ProcessInfo.processInfo.thermalState {
             case .fair: .fair
@@ -21,11 +21,11 @@ public enum ThermalState: String, Sendable, CaseIterable {
 
 public struct Battery: Codable, Sendable, Equatable {
     /// 0 to 1
-    public var level: Float
+    package var level: Float
     /// On the charger, also where it is full.
-    public var isCharging: Bool
+    package var isCharging: Bool
 
-    public init(level: Float, isCharging: Bool) {
+    package init(level: Float, isCharging: Bool) {
         (self.level, self.isCharging) = (level, isCharging)
     }
 }

@@ -1,6 +1,7 @@
 import Foundation
 import MeSPBundle
 import MeSPFiles
+import MeSPSentences
 
 /// One line of `metrics.jsonl`. See `docs/formats.md` for the fields.
 public enum LogRecord: Sendable {
@@ -13,96 +14,96 @@ public enum LogRecord: Sendable {
     case end(End)
 
     public struct Start: Codable, Sendable {
-        public var version: String
-        public var mlxVersion: String
-        public var device: Backend
-        public var host: String
-        public var model: Model
-        public var settings: RunSettings
+        package var version: String
+        package var mlxVersion: String
+        package var device: Backend
+        package var host: String
+        package var model: Model
+        package var settings: RunSettings
         /// nil if there is none, or nobody knows.
-        public var battery: Battery?
-        public var thermalState: String?
+        package var battery: Battery?
+        package var thermalState: String?
 
-        public struct Model: Codable, Sendable {
-            public var name: String
-            public var id: String
-            public var layers: Int
+        package struct Model: Codable, Sendable {
+            package var name: String
+            package var id: String
+            package var layers: Int
         }
     }
     /// The run that a plan is for, and its predicted memory.
     public struct Prediction: Codable, Sendable {
-        public var method: GradientMethod
-        public var seqLen: Int
-        public var rank: Int
+        package var method: GradientMethod
+        package var seqLen: Int
+        package var rank: Int
         public var predictedPeakBytes: Int
-        public var leastPeakBytes: Int
-        public var metalBytes: Int?
-        public var mappedBytes: Int
-        public var readWeightBytes: Int?
-        public var examples: Int?
+        package var leastPeakBytes: Int
+        package var metalBytes: Int?
+        package var mappedBytes: Int
+        package var readWeightBytes: Int?
+        package var examples: Int?
     }
     public struct Step: Codable, Sendable {
         public var step: Int
         public var loss: Float
-        public var seconds: Double
-        public var forwardSeconds: Double
-        public var lossSeconds: Double
-        public var backwardSeconds: Double
-        public var tokens: Int
-        public var inputTokens: Int?
-        public var gradNorm: Float?
-        public var learningRate: Float
-        public var footprintBytes: Int
+        package var seconds: Double
+        package var forwardSeconds: Double
+        package var lossSeconds: Double
+        package var backwardSeconds: Double
+        package var tokens: Int
+        package var inputTokens: Int?
+        package var gradNorm: Float?
+        package var learningRate: Float
+        package var footprintBytes: Int
         public var footprintPeakBytes: Int
-        public var mlxActiveBytes: Int
-        public var mlxPeakBytes: Int
-        public var mlxCacheBytes: Int
-        public var writtenBytes: Int
+        package var mlxActiveBytes: Int
+        package var mlxPeakBytes: Int
+        package var mlxCacheBytes: Int
+        package var writtenBytes: Int
         public var thermalState: String
         /// The number of sequences that were replayed; nil where none ever are.
-        public var replayed: Int?
+        package var replayed: Int?
         // Of a step on preference data.
-        public var margin: Float?
-        public var accuracy: Float?
-        public var rewardChosen: Float?
-        public var rewardRejected: Float?
-        public var kl: Float?
+        package var margin: Float?
+        package var accuracy: Float?
+        package var rewardChosen: Float?
+        package var rewardRejected: Float?
+        package var kl: Float?
         // Of a step on answers that were sampled.
-        public var reward: Float?
-        public var sampledTokens: Int?
+        package var reward: Float?
+        package var sampledTokens: Int?
         public var samplingSeconds: Double?
     }
     public struct Eval: Codable, Sendable {
         public var step: Int
         public var split: String
         public var loss: Float
-        public var tokens: Int
+        package var tokens: Int
         // On preference data.
-        public var margin: Float?
-        public var accuracy: Float?
+        package var margin: Float?
+        package var accuracy: Float?
     }
     public struct Event: Codable, Sendable {
-        public var event: String
-        public var message: Sentence
+        package var event: String
+        package var message: Sentence
 
         package init(event: String, message: Sentence) { (self.event, self.message) = (event, message) }
     }
     /// The strength that the adapters were given at the end, 0 where none were kept; losses before the run and with them, nats a token.
     public struct Strength: Codable, Sendable {
-        public var step: Int
-        public var strength: Float
-        public var lossBefore: Float
-        public var lossAfter: Float
-        public var generalBefore: Float
-        public var generalAfter: Float
+        package var step: Int
+        package var strength: Float
+        package var lossBefore: Float
+        package var lossAfter: Float
+        package var generalBefore: Float
+        package var generalAfter: Float
     }
     public struct End: Codable, Sendable {
-        public var reason: Reason
-        public var step: Int
-        public var seconds: Double
-        public var footprintPeakBytes: Int
-        public var battery: Battery?
-        public var thermalState: String?
+        package var reason: Reason
+        package var step: Int
+        package var seconds: Double
+        package var footprintPeakBytes: Int
+        package var battery: Battery?
+        package var thermalState: String?
 
         public enum Reason: String, Codable, Sendable { case finished, stopped, failed }
     }

@@ -1,5 +1,6 @@
 import Foundation
 import MeSPFiles
+import MeSPSentences
 
 /// `metrics.jsonl` in a run's output folder: a line a record, handed to the system at once.
 package struct LogWriter {

@@ -1,6 +1,7 @@
 import Foundation
 import MLX
 import MeSPBundle
+import MeSPSentences
 
 extension ModelBundle {
     /// The device that the functions were exported for, and that everything runs on.

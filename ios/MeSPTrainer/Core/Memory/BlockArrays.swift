@@ -2,6 +2,7 @@ import Foundation
 import MLX
 import MeSPBundle
 import MeSPFiles
+import MeSPSentences
 
 /// Arrays up to a size, kept in a file instead of in memory: written whole, read back as a mapping.
 ///

@@ -10,7 +10,7 @@ import Foundation
 
 /// The memory that counts against the process, in bytes: `phys_footprint` on Apple's systems, anonymous memory (`RssAnon +
 /// VmSwap`) on Linux. Mapped weight files are in neither.
-public func memoryFootprint() -> Int {
+package func memoryFootprint() -> Int {
     #if canImport(Darwin)
         Int(ownMemory()?.phys_footprint ?? 0)
     #else

@@ -1,22 +1,23 @@
 import Foundation
 import MeSPBundle
+import MeSPSentences
 
 /// The choices of a step between time and memory. No choice changes the mathematics, only the order of sums.
 public struct Plan: Codable, Sendable, Equatable {
     /// The size that temporaries are cut to, in bytes.
-    public var tileBytes: Int
+    package var tileBytes: Int
     /// The last blocks, whose intermediates stay in memory from the forward to the backward pass and aren't recomputed (MeSP).
-    public var keptBlocks = 0
+    package var keptBlocks = 0
     /// The arrays that are kept in a file instead of in memory.
-    public var offload = RunSettings.Offload.none
+    package var offload = RunSettings.Offload.none
     /// The order of a step's sequences through the model; nil for a step of one.
-    public var order: RunSettings.Order?
+    package var order: RunSettings.Order?
     /// Whether of a pair the block inputs of the answer that is scored first are kept too, so that it runs forward once.
-    public var keepsAnswer = false
+    package var keepsAnswer = false
     /// The freed buffers that MLX may keep from one block to the next, on a GPU, in bytes.
-    public var cacheBytes = 0
+    package var cacheBytes = 0
     /// Whether weights stay mapped from one use to the next.
-    public var keepsMaps = false
+    package var keepsMaps = false
 
     /// The sequences whose block inputs are there at once.
     func sequences(of settings: RunSettings) -> Int {
@@ -32,7 +33,7 @@ public struct Plan: Codable, Sendable, Equatable {
 }
 
 /// Chooses the plan of a step by its predicted peak footprint (`StepMemory.swift`).
-public struct Planner: Sendable {
+package struct Planner: Sendable {
     let manifest: Manifest
     let settings: RunSettings
     let machineMemory: MachineMemory
@@ -47,7 +48,7 @@ public struct Planner: Sendable {
     /// The memory that the system allows the process, in bytes; nil for all there is.
     private let systemLimit: Int?
 
-    public init(_ manifest: Manifest, _ settings: RunSettings, systemLimit: Int? = systemMemoryLimit()) {
+    package init(_ manifest: Manifest, _ settings: RunSettings, systemLimit: Int? = systemMemoryLimit()) {
         (self.manifest, self.settings, self.systemLimit) = (manifest, settings, systemLimit)
         machineMemory = manifest.device.processor.memory
         let layouts = settings.layouts(of: manifest.architecture)
@@ -76,7 +77,7 @@ public struct Planner: Sendable {
     /// in memory. `offload` restricts the choice; it is the planner's last resort.
     ///
     /// - Throws: `MeSPError` with the least possible peak, where the limit is below it.
-    public func plan() throws -> Plan {
+    package func plan() throws -> Plan {
         let asked = settings.memoryLimitMb.map { Int($0 * 1e6) }
         var plan = try plan(within: asked)
         let roomForMaps = machineMemory.roomForMaps(after: withMargin(peak(plan)), limit: asked, room: room)
@@ -109,7 +110,7 @@ public struct Planner: Sendable {
     }
 
     /// The next plan that takes less memory, nil where none does.
-    public func cheaper(than plan: Plan) -> Plan? {
+    package func cheaper(than plan: Plan) -> Plan? {
         let limit = peak(plan)
         guard var cheaper = plans.first(where: { peak($0) < limit }) else { return nil }
         cheaper.keepsMaps = plan.keepsMaps && machineMemory.mapsAreClean
@@ -211,7 +212,7 @@ public struct Planner: Sendable {
     }
 
     /// The lowest limit that some plan stays within, in bytes.
-    public var leastPeak: Int { withMargin(plans.map(peak).min() ?? 0) }
+    package var leastPeak: Int { withMargin(plans.map(peak).min() ?? 0) }
 
     /// A prediction with a margin, so that it holds as a limit: a prediction is some 8% off.
     private func withMargin(_ bytes: Int) -> Int { bytes + bytes / 100 * 8 }

@@ -4,13 +4,13 @@ import MeSPBundle
 /// depends on the machine is in `machineMemory`.
 extension Planner {
     /// The predicted peak footprint of a step, in bytes.
-    public func peak(_ plan: Plan) -> Int { max(peakOfPasses(plan), sampling(plan) + answerCaches(plan)) }
+    package func peak(_ plan: Plan) -> Int { max(peakOfPasses(plan), sampling(plan) + answerCaches(plan)) }
 
     /// Where the step's answers are there already, or are the data's.
     private func peakOfPasses(_ plan: Plan) -> Int { process + arrays(plan) }
 
     /// What MLX's arrays and its cache take at a step's peak, in bytes, with what the allocator keeps.
-    public func arrays(_ plan: Plan) -> Int { lasting(plan) + machineMemory.working(self, plan) }
+    package func arrays(_ plan: Plan) -> Int { lasting(plan) + machineMemory.working(self, plan) }
 
     /// The part of a predicted peak that is Metal's, in bytes; nil where MLX does not start it.
     package var metalBytes: Int? { machineMemory.metal }

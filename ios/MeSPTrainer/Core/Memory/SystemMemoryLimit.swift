@@ -8,7 +8,7 @@ import Foundation
 ///
 /// On Linux the lower of `RLIMIT_DATA` and the memory limits of the process's control groups. The first counts memory that was asked for,
 /// used or not, so what is reserved and not used is taken off.
-public func systemMemoryLimit() -> Int? {
+package func systemMemoryLimit() -> Int? {
     #if os(iOS)
         // Memory that the app already holds is not the run's.
         let available = Int(os_proc_available_memory())

@@ -1,4 +1,5 @@
 import MLX
+import MeSPSentences
 
 /// π₀, the model as it was when the run began: without adapters, or with those that the run began with.
 final class ReferenceModel {

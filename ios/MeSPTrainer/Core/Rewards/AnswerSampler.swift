@@ -2,13 +2,13 @@ import MLX
 import MeSPBundle
 
 /// A prompt with answers that were sampled for it, for a function that rewards them.
-public struct AnswerGroup: Encodable, Sendable {
+package struct AnswerGroup: Encodable, Sendable {
     /// Token ids.
-    public let prompt: [Int]
+    package let prompt: [Int]
     /// The answer in the data, without the token that ends it.
-    public let reference: [Int]
+    package let reference: [Int]
     /// The sampled ones, without the token that ends them.
-    public let answers: [[Int]]
+    package let answers: [[Int]]
 }
 
 extension BlockwiseModel {

@@ -1,4 +1,5 @@
 import MeSPBundle
+import MeSPSentences
 
 /// A step on answers that are sampled to prompts from the model as it is, and rewarded.
 struct RewardedStep {

@@ -5,15 +5,15 @@ import MeSPBundle
 
 extension RunSettings {
     /// The optimizer that is set, or the default of the method.
-    public var effectiveOptimizer: OptimizerKind { optimizer ?? (method == .mezo ? .sgd : .adamw8bit) }
+    package var effectiveOptimizer: OptimizerKind { optimizer ?? (method == .mezo ? .sgd : .adamw8bit) }
 
     /// The learning rate that is set, or the default.
-    public func effectiveLearningRate(for architecture: Architecture) -> Float {
+    package func effectiveLearningRate(for architecture: Architecture) -> Float {
         learningRate ?? defaultLearningRate(for: architecture)
     }
 
     /// The default learning rate for the method, the optimizer, the model and the objective, or sampled answers.
-    public func defaultLearningRate(for architecture: Architecture) -> Float {
+    package func defaultLearningRate(for architecture: Architecture) -> Float {
         let rate: Float
         switch (method, effectiveOptimizer) {
         case (.mezo, _): return Self.paperLearningRate
@@ -24,7 +24,7 @@ extension RunSettings {
     }
 
     /// Sets the paper's optimizer and learning rate, with which a model learns slowly. A settings file that names none means these.
-    public mutating func usePaperUpdate() { (optimizer, learningRate) = (.sgd, Self.paperLearningRate) }
+    package mutating func usePaperUpdate() { (optimizer, learningRate) = (.sgd, Self.paperLearningRate) }
 
     private static let paperLearningRate: Float = 1e-4
 

@@ -1,11 +1,12 @@
 import Foundation
 import MeSPBundle
 import MeSPFiles
+import MeSPSentences
 
 /// One training run from settings to adapters.
-public enum Run {
+package enum Run {
     /// The version of the trainer, that of the Python package.
-    public static let version = "0.1.0"
+    package static let version = "0.1.0"
 
     /// Trains with `settings`: evaluates, steps, saves, and appends each record to the log.
     ///
@@ -21,7 +22,7 @@ public enum Run {
     ///     better one.
     ///   - battery: asked at the run's beginning and end, for the log.
     /// - Throws: `MeSPError`. Earlier saves stay valid.
-    public static func run(
+    package static func run(
         _ settings: RunSettings, report: @escaping (LogRecord, Data) throws -> Void = { _, _ in },
         atBlock: @escaping (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in },
         besideBytes: Int = 0, memoryIsShort: @escaping () -> Bool = { false },

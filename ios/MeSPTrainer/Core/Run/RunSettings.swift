@@ -3,127 +3,127 @@
 /// Everything that a run depends on: the app's form and `mesp-engine`'s settings file.
 public struct RunSettings: Codable, Sendable, Equatable {
     /// Folder of the bundle.
-    public var bundle: String
+    package var bundle: String
     /// Folder that gets `metrics.jsonl` and `adapters/`.
-    public var output: String
+    package var output: String
     /// Folder of tokens to train on; nil: the bundle's own text.
-    public var data: String?
+    package var data: String?
     /// Updates of the adapters; 0: evaluate and save the adapters that the run starts from.
-    public var steps: Int = 100
+    package var steps: Int = 100
     /// The method that computes gradients.
     public var method: GradientMethod = .mesp
     /// Tokens a sequence.
     public var seqLen: Int = 256
     /// Sequences of a batch.
-    public var batchSize: Int = 1
+    package var batchSize: Int = 1
     /// Batches of an update, which is the mean over the targets of all of them.
-    public var gradAccumulationSteps: Int = 1
+    package var gradAccumulationSteps: Int = 1
     /// Seed of the initial adapters and the order of the data.
-    public var seed: UInt64 = 0
+    package var seed: UInt64 = 0
     /// LoRA rank.
     public var rank: Int = 8
     /// Numerator of the adapters' scale, alpha / rank.
-    public var alpha: Float = 16
+    package var alpha: Float = 16
     /// Whether to scale the adapters by alpha / √rank.
-    public var rslora: Bool = false
+    package var rslora: Bool = false
     /// Linear layers to train, as in q,v or, where q, k and v are one, qkv; experts are a mixture's; nil: all but
     /// experts.
-    public var projections: [String]?
+    package var projections: [String]?
     /// Number of blocks to train, the model's last; nil: all.
-    public var numLayers: Int?
+    package var numLayers: Int?
     /// Type of the adapters; bfloat16 takes half the memory and rounds stochastically.
-    public var loraDtype: LoRADtype = .float32
+    package var loraDtype: LoRADtype = .float32
     /// Whether to train each B only, and freeze A (FFA-LoRA).
-    public var freezeA: Bool = false
+    package var freezeA: Bool = false
     /// Folder of adapters to start from, in mlx-lm's or PEFT's format; nil: none.
-    public var adapters: String?
+    package var adapters: String?
     /// Objective on preference data: dpo, ipo, simpo or orpo on pairs, kto on single answers; nil: none.
-    public var objective: Objective?
+    package var objective: Objective?
     /// β, the scale of an objective's rewards, or ipo's τ; nil: 0.1.
-    public var beta: Float?
+    package var beta: Float?
     /// γ, simpo's margin; nil: 0.5.
-    public var gamma: Float?
+    package var gamma: Float?
     /// Weight of kto's good answers; nil: 1.
-    public var desirableWeight: Float?
+    package var desirableWeight: Float?
     /// Weight of kto's bad answers; nil: 1.
-    public var undesirableWeight: Float?
+    package var undesirableWeight: Float?
     /// Answers that are sampled to each prompt, to be rewarded (GRPO, arXiv:2402.03300); nil: train on the data's
     /// answers.
-    public var groupSize: Int?
+    package var groupSize: Int?
     /// Most tokens of a sampled answer.
-    public var maxTokens: Int = 128
+    package var maxTokens: Int = 128
     /// Whether to leave out GRPO's divisions by the rewards' deviation and an answer's length (Dr. GRPO).
-    public var drGrpo: Bool = false
+    package var drGrpo: Bool = false
     /// Optimizer: adamw keeps 8 bytes a parameter of the adapters, adamw8bit 2, sgd none; nil: adamw8bit; of mezo sgd.
     public var optimizer: OptimizerKind?
     /// Learning rate, before the schedule; nil: of AdamW 0.007 / √hidden size, of SGD 0.1, a tenth of these with an
     /// objective, a third with a reward; of mezo 1e-4.
-    public var learningRate: Float?
+    package var learningRate: Float?
     /// Momentum of SGD.
-    public var momentum: Float = 0
+    package var momentum: Float = 0
     /// AdamW's β₁.
-    public var beta1: Float = 0.9
+    package var beta1: Float = 0.9
     /// AdamW's β₂.
-    public var beta2: Float = 0.999
+    package var beta2: Float = 0.999
     /// AdamW's ε.
-    public var epsilon: Float = 1e-08
+    package var epsilon: Float = 1e-08
     /// Weight decay.
-    public var weightDecay: Float = 0
+    package var weightDecay: Float = 0
     /// Decay of the learning rate to zero after the warm-up.
     public var schedule: Schedule = .constant
     /// Steps over which the learning rate rises from zero.
-    public var warmup: Int = 0
+    package var warmup: Int = 0
     /// Norm over all blocks that gradients are clipped to; nil: none.
-    public var maxGradNorm: Float?
+    package var maxGradNorm: Float?
     /// Whether to undo a step whose loss or gradient is not finite, and continue; keeps the parameters twice.
-    public var skipBadSteps: Bool = false
+    package var skipBadSteps: Bool = false
     /// Size of MeZO's perturbation.
-    public var mezoEpsilon: Float = 0.001
+    package var mezoEpsilon: Float = 0.001
     /// Differential privacy (DP-SGD): the norm that each example's gradient is clipped to; a step draws `batchSize`
     /// examples in the mean; nil: none.
-    public var dpClip: Float?
+    package var dpClip: Float?
     /// Standard deviation of the noise on their sum, as a multiple of `dpClip`; nil: none.
-    public var dpNoise: Float?
+    package var dpNoise: Float?
     /// Held-out sequences of an evaluation.
-    public var valBatches: Int = 25
+    package var valBatches: Int = 25
     /// Steps between evaluations, of which the best is kept; 0: before and after.
-    public var evalEvery: Int = 0
+    package var evalEvery: Int = 0
     /// Evaluations without a better one after which a run ends; 0: never.
-    public var earlyStopping: Int = 0
+    package var earlyStopping: Int = 0
     /// Whether to evaluate on the test data at the end.
-    public var test: Bool = false
+    package var test: Bool = false
     /// Share of a run's sequences that are of `replay` instead of the training data, so that less is forgotten; nil:
     /// none.
-    public var replayShare: Double?
+    package var replayShare: Double?
     /// Most that the perplexity of `general` may rise, in percent: at the end the adapters are weakened to that, or
     /// none are kept; nil: keep them as they were trained.
-    public var maxForgetting: Double?
+    package var maxForgetting: Double?
     /// Steps between saves, beside one after a minute and then every three; 0: at the end only.
-    public var saveEvery: Int = 100
+    package var saveEvery: Int = 100
     /// Peak footprint to stay below, in 10⁶ bytes; room to spare is used for speed; nil: none.
-    public var memoryLimitMb: Double?
+    package var memoryLimitMb: Double?
     /// What is kept in a file on disk: block inputs, or the optimizer's state too; nil: what the limit asks for.
-    public var offload: Offload?
+    package var offload: Offload?
     /// Whether to resume from the state in the output folder.
-    public var resume: Bool = false
+    package var resume: Bool = false
     /// Whether to report the plan and end.
-    public var dryRun: Bool = false
+    package var dryRun: Bool = false
     /// Steps that others have taken before this run, as in the rounds of a federation: the order of the data and every
     /// random number continue from there.
-    public var firstStep: Int = 0
+    package var firstStep: Int = 0
     /// μ of FedProx (arXiv:1812.06127): μ (w − w₀) is added to the gradient, where w₀ are the run's initial adapters;
     /// nil: none.
-    public var proximalMu: Float?
+    package var proximalMu: Float?
     /// Tokens that end a sampled answer, and count in its loss.
-    public var stop: [Int] = []
+    package var stop: [Int] = []
     /// Folder of tokens to replay: older records, or what the model itself writes; nil: none.
-    public var replay: String?
+    package var replay: String?
     /// Folder of tokens of a text that the run is not about; nil: none.
-    public var general: String?
+    package var general: String?
     /// Order of a step's sequences through the model; nil: what the planner finds faster.
-    public var order: Order?
+    package var order: Order?
 
-    public init(bundle: String, output: String) {
+    package init(bundle: String, output: String) {
         self.bundle = bundle
         self.output = output
     }
@@ -197,7 +197,7 @@ extension RunSettings {
     }
 
     /// Type of the adapters.
-    public enum LoRADtype: String, Codable, Sendable, CaseIterable {
+    package enum LoRADtype: String, Codable, Sendable, CaseIterable {
         case float32
         /// Updates are rounded stochastically.
         case bfloat16
@@ -224,7 +224,7 @@ extension RunSettings {
     }
 
     /// What is kept in a file on disk.
-    public enum Offload: String, Codable, Sendable, CaseIterable {
+    package enum Offload: String, Codable, Sendable, CaseIterable {
         /// No array.
         case none
         /// The block inputs, from the forward to the backward pass.
@@ -234,7 +234,7 @@ extension RunSettings {
     }
 
     /// Order of a step's sequences through the model.
-    public enum Order: String, Codable, Sendable, CaseIterable {
+    package enum Order: String, Codable, Sendable, CaseIterable {
         /// Each through all blocks, forward and backward, before the next.
         case sequences
         /// All through each block before the next block, so that its weights are read once a pass.
@@ -253,7 +253,7 @@ public enum GradientMethod: String, Codable, Sendable, CaseIterable {
 }
 
 /// Objective on preference data.
-public enum Objective: String, Codable, Sendable, CaseIterable {
+package enum Objective: String, Codable, Sendable, CaseIterable {
     /// Direct preference optimization, of a chosen and a rejected answer to a prompt.
     case dpo
     /// Identity preference optimization, of such pairs.

@@ -3,6 +3,7 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 import MeSPFiles
+import MeSPSentences
 
 /// The state with which a run continues as if it had never ended: `state.safetensors` in its output folder. The order of the data and every
 /// random number follow from the number of the step.

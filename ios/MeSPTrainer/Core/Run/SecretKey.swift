@@ -1,6 +1,7 @@
 import Foundation
 import MeSPBundle
 import MeSPFiles
+import MeSPSentences
 
 #if canImport(CryptoKit)
     import CryptoKit

@@ -1,8 +1,9 @@
 import MeSPBundle
+import MeSPSentences
 
 extension RunSettings {
     /// Throws a sentence about a setting that is out of range, or does not go with another.
-    public func check() throws {
+    package func check() throws {
         try checkRanges()
         let product = "batch_size · grad_accumulation_steps" + (groupSize == nil ? "" : " · group_size")
         try require(sequences <= Self.maxSequences, product, "at most \(Self.maxSequences)")

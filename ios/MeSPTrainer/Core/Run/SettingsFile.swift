@@ -1,12 +1,13 @@
 import Foundation
 import MeSPFiles
+import MeSPSentences
 
 // Reads settings from files and messages: programs leave out what has its default.
 
 extension RunSettings {
     /// Reads a settings file: snake-case JSON with `bundle` and `output`; a key that is absent has its default, and where
     /// the optimizer or the learning rate is absent, it is the paper's.
-    public init(contentsOf url: URL) throws {
+    package init(contentsOf url: URL) throws {
         guard let json = try? Data(contentsOf: url) else {
             throw MeSPError("Cannot read the settings file \(url.path).")
         }

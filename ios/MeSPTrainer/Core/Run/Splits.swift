@@ -1,5 +1,6 @@
 import Foundation
 import MeSPBundle
+import MeSPSentences
 
 /// The sequences of a run.
 struct Splits {

@@ -1,6 +1,7 @@
 import Foundation
 import MLX
 import MeSPBundle
+import MeSPSentences
 
 /// A run from its first step, or the one it was saved after, to its last: steps, evaluates, saves, and logs all of it.
 final class TrainingLoop {

@@ -1,6 +1,7 @@
 import MLX
 import MeSPAdapters
 import MeSPBundle
+import MeSPSentences
 
 /// A number in a training step that is NaN or infinite.
 package struct NotFinite: Error {

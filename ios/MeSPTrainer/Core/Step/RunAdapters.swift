@@ -2,6 +2,7 @@ import Foundation
 import MeSPAdapters
 import MeSPBundle
 import MeSPFiles
+import MeSPSentences
 
 extension RunSettings {
     /// The layout of each block, with the modules that the run trains; a block before the trained ones has none.

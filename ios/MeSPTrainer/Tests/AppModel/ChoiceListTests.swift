@@ -1,6 +1,7 @@
 import Foundation
 import Testing
 
+@testable import MeSP
 @testable import MeSPAppModel
 @testable import MeSPBundle
 @testable import MeSPCore

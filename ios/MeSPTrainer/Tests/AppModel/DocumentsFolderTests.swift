@@ -1,6 +1,8 @@
 import Foundation
+import MeSPSentences
 import Testing
 
+@testable import MeSP
 @testable import MeSPAppModel
 @testable import MeSPBundle
 @testable import MeSPControl

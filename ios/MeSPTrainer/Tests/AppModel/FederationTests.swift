@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 import Testing
 
 @testable import MeSPAdapters
@@ -25,11 +26,12 @@ import Testing
         monitor.battery = Battery(level: 0.9, isCharging: true)
         let model = AppModel(
             monitor: monitor, folder: DocumentsFolder(documents: documents), scheduler: scheduler,
-            openNode: { server, folder, mostBytes, _ in
-                try SuperNode(
-                    server: server, folder: folder, mostBytes: mostBytes, configuration: SuperLink.configuration(),
-                    seconds: .init(heartbeat: heartbeat, poll: 0.01, lease: 0))
-            }, loadTokenizer: { _ in ByteTokenizer() })
+            loadTokenizer: { _ in ByteTokenizer() })
+        model.federation.open = { server, folder, mostBytes, _ in
+            try SuperNode(
+                server: server, folder: folder, mostBytes: mostBytes, configuration: SuperLink.configuration(),
+                seconds: .init(heartbeat: heartbeat, poll: 0.01, lease: 0))
+        }
         let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
         await model.importBundle(at: fixture)
         model.federation.address = "https://\(host):8000"

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 import Testing
 
 @testable import MeSPAppModel

@@ -1,9 +1,12 @@
 import Foundation
-// Not @testable: the example is what an app of your own can write.
 import MeSPBundle
 import MeSPControl
 import MeSPCore
+import MeSPSentences
 import Testing
+
+// Not @testable: the example is what an app of your own can write.
+@testable import MeSP
 
 /// Fine-tunes a bundle on a text file and returns the folder with the adapters. Cancelling the task stops the run and keeps what it
 /// has learned.

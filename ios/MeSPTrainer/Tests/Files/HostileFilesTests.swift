@@ -1,8 +1,10 @@
 import Foundation
 import MLX
 import MeSPAppModel
+import MeSPSentences
 import Testing
 
+@testable import MeSP
 @testable import MeSPBundle
 @testable import MeSPControl
 @testable import MeSPCore
@@ -219,7 +221,7 @@ import Testing
         let sentences = await Task.detached {
             [
                 message { _ = try BundleDownload.Offer(repository: "a/b", json: json, commit: nil) },
-                message { _ = try TextData.entries(in: folder) },
+                message { _ = try TokenFolder.entries(in: folder) },
                 message { _ = try LogRecord.read(json) },
                 message { _ = try RunSettings(contentsOf: folder.appendingPathComponent("data.json")) },
             ]

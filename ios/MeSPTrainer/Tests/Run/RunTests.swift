@@ -1,6 +1,7 @@
 import Foundation
 import MLX
 import MeSPAppModel
+import MeSPSentences
 import Testing
 
 @testable import MeSPBundle

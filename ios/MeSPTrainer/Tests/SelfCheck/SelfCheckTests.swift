@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPSentences
 import Testing
 
 @testable import MeSPBundle

@@ -1,5 +1,7 @@
 import MeSPBundle
 
+@testable import MeSP
+
 /// A token a byte.
 struct ByteTokenizer: TextTokenizer {
     var beginOfText: Int?

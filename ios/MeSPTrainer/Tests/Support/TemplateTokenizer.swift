@@ -1,6 +1,9 @@
 import Foundation
 import MeSPBundle
 import MeSPCore
+import MeSPSentences
+
+@testable import MeSP
 
 /// A token a byte, but for special tokens and words, and a chat template.
 struct TemplateTokenizer: TextTokenizer {

@@ -5,7 +5,7 @@ import MeSPFiles
 /// Every token at which a text of the model in a bundle's folder ends, once each: those that mlx-lm takes, which are those of
 /// `generation_config.json` or, where it names none, of `config.json`; those of the bundle's manifest; the tokenizer's; and the one that its
 /// chat template writes after an answer, which is what the model learns to end with.
-public func endTokens(of bundle: URL, _ tokenizer: any TextTokenizer) -> [Int] {
+package func endTokens(of bundle: URL, _ tokenizer: any TextTokenizer) -> [Int] {
     struct Config: Decodable {
         let tokens: [Int]
 

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPBundle
 import MeSPSentences
 
 /// The tokens of choices between two answers: preference data.

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPBundle
 import MeSPSentences
 
 /// An answer that a person took, and one to the same conversation that they did not.
@@ -11,7 +12,7 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
     public let rejected: String
 
     /// - Throws: `MeSPError` where nothing can be learned from it: an empty answer, two that are equal, or nothing asked.
-    public init(prompt: [ChatMessage], chosen: String, rejected: String, date: Date = .now) throws {
+    package init(prompt: [ChatMessage], chosen: String, rejected: String, date: Date = .now) throws {
         func isBlank(_ text: String) -> Bool { !text.contains { !$0.isWhitespace } }
         guard let last = prompt.last, last.role != "assistant" else {
             throw MeSPError("A choice needs the message that both answers reply to.")
@@ -55,14 +56,14 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
 ///
 /// The file is what `mesp data --data` and TRL take as preferences, and `TextData` makes the next run's tokens of it
 /// (``TextData/Source/choices(_:)``).
-public struct ChoiceStore: Sendable {
-    public let url: URL
+package struct ChoiceStore: Sendable {
+    package let url: URL
 
     /// - Parameter url: of the file, which need not be there yet.
-    public init(url: URL) { self.url = url }
+    package init(url: URL) { self.url = url }
 
     /// All choices, the oldest first. A last line that a crash cut short is passed over.
-    public func all() throws -> [Choice] {
+    package func all() throws -> [Choice] {
         guard FileManager.default.fileExists(atPath: url.path) else { return [] }
         let lines = try attempt("read") { try Data(contentsOf: url) }.split(separator: Self.lineFeed)
         let decoder = JSONDecoder()
@@ -80,12 +81,12 @@ public struct ChoiceStore: Sendable {
     }
 
     /// Adds a choice at the end, and removes those with these identifiers.
-    public func append(_ choice: Choice, replacing ids: Set<Choice.ID> = []) throws {
+    package func append(_ choice: Choice, replacing ids: Set<Choice.ID> = []) throws {
         try write(all().filter { !ids.contains($0.id) } + [choice])
     }
 
     /// Removes those with these identifiers.
-    public func remove(_ ids: Set<Choice.ID>) throws { try write(all().filter { !ids.contains($0.id) }) }
+    package func remove(_ ids: Set<Choice.ID>) throws { try write(all().filter { !ids.contains($0.id) }) }
 
     private static let lineFeed = UInt8(ascii: "\n")
 

@@ -1,6 +1,7 @@
 import Foundation
 import Testing
 
+@testable import MeSP
 @testable import MeSPBundle
 @testable import MeSPCore
 
@@ -49,7 +50,7 @@ import Testing
         for ids in expected.tokenizers {
             try write("text.txt", expected.file, tokenizer: ids.tokenizer)
             #expect(try words("train.bin") + words("valid.bin") == ids.file)
-            let entries = try TextData.entries(in: target)
+            let entries = try TokenFolder.entries(in: target)
             #expect(entries.count == 2 && entries.values.allSatisfy { $0.begin == ids.begin })
             let record = "{\"text\": \"\(expected.words)\"}\n"
             try write("text.jsonl", record + record, tokenizer: ids.tokenizer)
@@ -106,7 +107,7 @@ import Testing
         #expect(tokens.count == mask.count)
         let counted = String(decoding: zip(tokens, mask).filter { $1 == 1 }.map { UInt8($0.0) }, as: UTF8.self)
         #expect(counted == expected.joined())
-        let stream = try #require(try TextData.entries(in: target)["train"])
+        let stream = try #require(try TokenFolder.entries(in: target)["train"])
         #expect(stream.mask == "train.mask.bin")
     }
 

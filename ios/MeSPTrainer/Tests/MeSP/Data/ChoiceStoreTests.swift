@@ -1,9 +1,11 @@
 import Foundation
-// Not @testable: the example is what an app of your own can write.
 import MeSPBundle
 import MeSPControl
 import MeSPCore
 import Testing
+
+// Not @testable: the example is what an app of your own can write.
+@testable import MeSP
 
 /// Notes that a person took `taken` where the app had suggested `suggested`, and trains on all such choices once there are enough.
 @MainActor func learn(

@@ -1,5 +1,6 @@
 import Testing
 
+@testable import MeSP
 @testable import MeSPBundle
 
 /// What people write has no special tokens, and is otherwise as the tokenizer has it.

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPBundle
 import MeSPSentences
 
 /// Encodes what people wrote, in which a special token is text.

@@ -1,3 +1,4 @@
+import MeSPBundle
 import MeSPSentences
 
 /// The place of a record, as messages name it.

@@ -1,7 +1,8 @@
+import MeSPBundle
 import MeSPSentences
 
 /// Notices on a person's text: the parts that are not trained, and the tokens that are added.
-public struct DataNotices: Sendable, Equatable {
+package struct DataNotices: Sendable, Equatable {
     /// T, the tokens of a sequence.
     let length: Int
     /// The records that ask not to be trained.
@@ -33,7 +34,7 @@ public struct DataNotices: Sendable, Equatable {
     }
 
     /// The notices, a sentence each.
-    public var sentences: [Sentence] {
+    package var sentences: [Sentence] {
         var sentences = [Sentence]()
         if addsEnd {
             sentences.append(

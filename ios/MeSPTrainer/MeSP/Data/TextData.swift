@@ -1,4 +1,5 @@
 import Foundation
+import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
@@ -8,8 +9,8 @@ import MeSPSentences
 /// the chat template and are one example a sequence, cut to the sequence's length; their answers alone are in the loss, unless all is
 /// asked for. Without a template a completion follows its prompt as both are written. The last tenth is held out. What of a record would be
 /// neither trained nor known to change nothing is refused by its name. The same rules as `mesp-export --data`.
-public struct TextData: Sendable {
-    public enum Source: Sendable {
+package struct TextData: Sendable {
+    package enum Source: Sendable {
         /// A UTF-8 file: `.txt` and `.md` are text, `.jsonl` and `.ndjson` have a record a line, `.json` may be one list of records too.
         case file(URL)
         case text(String)
@@ -30,7 +31,7 @@ public struct TextData: Sendable {
     /// Whether only answers count in the loss, of records that have some.
     let answersOnly: Bool
 
-    public init(tokenizer: any TextTokenizer, length: Int, answersOnly: Bool = true) {
+    package init(tokenizer: any TextTokenizer, length: Int, answersOnly: Bool = true) {
         (self.tokenizer, self.length, self.answersOnly) = (tokenizer, length, answersOnly)
     }
 
@@ -44,7 +45,7 @@ public struct TextData: Sendable {
     /// - Throws: `MeSPError` where the text cannot be read, is too short, or has records that cannot be trained as they are meant, and what
     ///   `progress` throws.
     @discardableResult
-    public func write(
+    package func write(
         _ source: Source, to folder: URL, progress: (Double) throws -> Void = { _ in }
     ) throws -> DataNotices {
         var notices = DataNotices(length: length)
@@ -55,7 +56,7 @@ public struct TextData: Sendable {
             let (name, contents) = try TextDocuments.read(source)
             splits = try self.splits(of: contents, name, &notices, progress)
         }
-        try Self.write(splits, to: folder)
+        try TokenFolder.write(splits, to: folder)
         return notices
     }
 
@@ -63,7 +64,7 @@ public struct TextData: Sendable {
     /// the rest is tokenized.
     ///
     /// - Throws: `MeSPError` as `write` does, but for what is wrong with later records' tokens.
-    public func first(of source: Source) throws -> (example: Example, notices: DataNotices) {
+    package func first(of source: Source) throws -> (example: Example, notices: DataNotices) {
         var notices = DataNotices(length: length)
         if case .choices(let choices) = source {
             try needTemplate()
@@ -169,7 +170,7 @@ public struct TextData: Sendable {
     }
 
     /// A long text, cut at starts of lines: tokenizing it whole takes much memory, and byte-level BPE cuts there too.
-    static func pieces(_ text: String, size: Int = pieceSize) -> [Substring] {
+    static func pieces(_ text: String, size: Int = TokenFolder.pieceSize) -> [Substring] {
         var (pieces, rest) = ([Substring](), text[...])
         while let limit = rest.unicodeScalars.index(rest.startIndex, offsetBy: size, limitedBy: rest.endIndex),
             let cut = startOfLine(in: rest.unicodeScalars[limit...])

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPBundle
 import MeSPSentences
 
 /// Makes tokens of conversations, and says which of them are of answers.
