@@ -51,7 +51,8 @@ let package = Package(
         .target(
             name: "MeSP",
             dependencies: ["MeSPAdapters", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFiles", "MeSPSentences"],
-            path: "ios/MeSPTrainer/MeSP"),
+            path: "ios/MeSPTrainer/MeSP",
+            resources: [.process("general.txt")]),
         .target(
             name: "MeSPBundle", dependencies: ["MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/Bundle",
@@ -87,7 +88,7 @@ let package = Package(
                 "MeSPSelfCheck",
             ],
             path: "ios/MeSPTrainer/AppModel",
-            resources: [.process("general.txt"), .process("paper.json")]),
+            resources: [.process("paper.json")]),
         .testTarget(
             name: "MeSPTests",
             dependencies: [

@@ -301,7 +301,7 @@ def write_all() -> dict[Path, str]:
         SWIFT / "Bundle" / "BundleConstants.swift": write_bundle_constants(),
         SWIFT / "Bundle" / "Functions" / "AllowedPrimitivesTable.swift": write_allowed_primitives(),
         SWIFT / "Adapters" / "AdapterFieldsTable.swift": write_adapter_fields(),
-        SWIFT / "AppModel" / "general.txt": (PYTHON / "data" / "general.txt").read_text("utf-8"),
+        SWIFT / "MeSP" / "general.txt": (PYTHON / "data" / "general.txt").read_text("utf-8"),
     }
 
 

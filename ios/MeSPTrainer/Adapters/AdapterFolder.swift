@@ -5,7 +5,7 @@ import MeSPFiles
 import MeSPSentences
 
 /// Adapters that were read.
-package struct Adapters {
+package struct LoadedAdapters {
     package let rank: Int
     /// The factor of a projection's adapter: α / rank.
     package let scale: Float
@@ -77,7 +77,7 @@ package func saveAdapterFolder(
 package func loadAdapters(
     from folder: URL, architecture: Architecture, withExperts: Bool = false, onlyB: Bool = false,
     absent: (LoRALayout, _ block: Int) -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
-) throws -> Adapters {
+) throws -> LoadedAdapters {
     try explaining {
         let config = try AdapterConfig(folder, of: architecture)
         let (format, rank) = (config.format, config.rank)
@@ -146,7 +146,7 @@ package func loadAdapters(
         if let name = names.min() {
             throw MeSPError("it holds \(name), which is not a LoRA matrix of one of this model's layers")
         }
-        return Adapters(rank: rank, scale: config.scale, lora: lora, layouts: layouts)
+        return LoadedAdapters(rank: rank, scale: config.scale, lora: lora, layouts: layouts)
     } as: {
         "Cannot load the adapters in \(folder.path): \($0)."
     }

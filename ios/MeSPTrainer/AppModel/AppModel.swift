@@ -80,6 +80,7 @@ import Observation
         openDownload: @escaping @Sendable (String) throws -> BundleDownload = { try BundleDownload(repository: $0) },
         loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer
     ) {
+        MLXSupport.setEnvironment()
         (self.notificationDisplay, self.refusal, self.recording) = (notificationDisplay, refusal, recording)
         (self.monitor, self.loadTokenizer) = (monitor, loadTokenizer)
         library = Library(folder)

@@ -66,7 +66,7 @@ import Observation
             (settings.valBatches, settings.saveEvery) = (0, 0)
             let before = memoryFootprint()
             do {
-                for try await _ in try controller.train(settings) {}
+                try await controller.run(settings)
             } catch {
                 problem = error.plainSentence
                 return

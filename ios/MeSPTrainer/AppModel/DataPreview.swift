@@ -5,68 +5,10 @@ import MeSPCore
 import MeSPSentences
 import Observation
 
-/// The first sequence of a run's data as it is trained.
-public struct TrainedPreview: Sendable, Equatable {
-    /// Consecutive tokens that are alike: all in the loss or all not, all special or all not.
-    public struct Span: Sendable, Equatable, Identifiable {
-        public let id: Int
-        /// Their text, with a sign for each line end, tab and control character.
-        public let text: String
-        /// Whether they are in the loss.
-        public let isCounted: Bool
-        /// Whether they are special tokens, and no text.
-        public let isSpecial: Bool
-    }
-
-    public let spans: [Span]
-    /// Notices on all of the data, a sentence each.
-    public let notices: [Sentence]
-
+extension TrainingPreview {
     /// The spans for VoiceOver, each with whether it is in the loss.
     public var spoken: [Sentence] {
-        spans.map { $0.isCounted ? "In the loss: \($0.text)" : "Not in the loss: \($0.text)" }
-    }
-
-    init(_ example: Example, notices: [Sentence] = [], tokenizer: any TextTokenizer) {
-        self.notices = notices
-        // What follows the last token in the loss is padding, or changes nothing.
-        let ids = example.tokens.prefix((example.counted.last ?? -1) + 2).map { Int($0) }
-        let counted = Set(example.counted.map { $0 + 1 })
-        var pieces = [Int: [UInt8]]()
-        let text = DecodedText(ids, tokenizer, pieces: &pieces)
-        var isSpecial = [Int: Bool]()
-        for id in ids where isSpecial[id] == nil { isSpecial[id] = tokenizer.isSpecial(id) }
-        var (spans, start) = ([Span](), 0)
-        for index in ids.indices {
-            let next = index + 1
-            let isLast = next == ids.count
-            if !isLast, counted.contains(index) == counted.contains(next), isSpecial[ids[index]] == isSpecial[ids[next]]
-            {
-                continue
-            }
-            let bytes = text.bytes[text.bounds[start]..<text.bounds[next]]
-            spans.append(
-                Span(
-                    id: spans.count, text: Self.visible(String(decoding: bytes, as: UTF8.self)),
-                    isCounted: counted.contains(index), isSpecial: isSpecial[ids[index]] ?? false))
-            start = next
-        }
-        self.spans = spans
-    }
-
-    /// A text with a sign before each line end, and in place of what else is not seen.
-    private static func visible(_ text: String) -> String {
-        var visible = String.UnicodeScalarView()
-        for scalar in text.unicodeScalars {
-            switch scalar {
-            case "\n": visible += "⏎\n".unicodeScalars
-            case "\t": visible.append("⇥")
-            case let control where control.value < 0x20:
-                visible.append(Unicode.Scalar(0x2400 + control.value) ?? control)
-            default: visible.append(scalar)
-            }
-        }
-        return String(visible)
+        spans.map { $0.isTrained ? "In the loss: \($0.text)" : "Not in the loss: \($0.text)" }
     }
 }
 
@@ -84,14 +26,14 @@ public struct TrainedPreview: Sendable, Equatable {
     }
 
     /// The preview of the form's present inputs; nil until it is read.
-    public var current: TrainedPreview? { inputs == last ? try? result?.get() : nil }
+    public var current: TrainingPreview? { inputs == last ? try? result?.get() : nil }
     /// Why the text that the form names cannot be trained on as it is.
     public var problem: Sentence? {
         guard inputs == last, case .failure(let error) = result else { return nil }
         return error.sentence
     }
 
-    private var result: Result<TrainedPreview, MeSPError>?
+    private var result: Result<TrainingPreview, MeSPError>?
     /// The data that is being read, or was read last.
     private var last: Inputs?
 
@@ -130,12 +72,12 @@ public struct TrainedPreview: Sendable, Equatable {
                 try await Task.detached {
                     if let source {
                         let (example, notices) = try data.first(of: source)
-                        return TrainedPreview(example, notices: notices.sentences, tokenizer: tokenizer)
+                        return TrainingPreview(example, notices: notices.sentences, tokenizer: tokenizer)
                     }
                     let tokens = try ModelBundle(url: bundle, checksums: false).tokens("train")
                     guard let sequences = tokens?.sequences(lengths: [length]), sequences.count > 0 else { return nil }
-                    return TrainedPreview(sequences[0], tokenizer: tokenizer)
-                }.value as TrainedPreview?
+                    return TrainingPreview(sequences[0], tokenizer: tokenizer)
+                }.value as TrainingPreview?
             if inputs == last { result = preview.map { .success($0) } }
         } catch {
             // The tokens of a bundle can be trained without being read.

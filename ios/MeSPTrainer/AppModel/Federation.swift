@@ -134,7 +134,7 @@ import Observation
             controller.stop()
         }
         defer { limit.cancel() }
-        for try await _ in try controller.train(round.settings) {}
+        try await controller.run(round.settings)
         guard .now < round.deadline else { throw late }
         return try round.answer(as: name.isEmpty ? nil : name)
     }

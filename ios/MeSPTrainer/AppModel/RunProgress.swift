@@ -16,7 +16,7 @@ public struct RunProgress: Sendable, Equatable {
 
     public init(_ log: LogSummary, steps: Int, blocks: Int = 0) {
         (step, self.steps, self.blocks, loss) = (log.lastStep, steps, blocks, log.steps.last?.loss)
-        secondsLeft = log.stepSeconds.map { $0 * Double(max(0, steps - log.lastStep)) }
+        secondsLeft = log.secondsLeft(of: steps)
     }
 
     /// From 0 to 1.

@@ -40,7 +40,8 @@ extension AppModel {
             }
             if let general = form.generalText {
                 settings.general = try await tokenize(
-                    general, for: bundle, into: folder, named: TextData.generalName, length: 64
+                    general, for: bundle, into: folder, named: TextData.generalName,
+                    length: TextData.generalLength
                 ).path
                 settings.maxForgetting = TrainingForm.mostForgetting
             }

@@ -138,10 +138,7 @@ import Observation
     public func select(_ bundle: StoredBundle?) {
         self.bundle = bundle
         guard let manifest = bundle?.manifest else { return }
-        if !manifest.seqLens.contains(settings.seqLen) {
-            settings.seqLen = manifest.seqLens.filter { $0 <= settings.seqLen }.max() ?? manifest.seqLens.min() ?? 1
-        }
-        if !manifest.ranks.contains(settings.rank) { settings.rank = manifest.ranks.first ?? 1 }
+        settings.takeNearest(in: manifest)
         settings.projections = settings.projections.flatMap { chosen in
             let known = projections.filter { chosen.contains($0) }
             return known.isEmpty || known == standard ? nil : known
@@ -187,10 +184,9 @@ import Observation
     var generalText: TextData.Source? {
         guard keepsKnowledge, settings.objective == nil, settings.valBatches > 0, let bundle,
             textKind != .bundle || bundle.manifest?.data?["valid"].map({ holdsSequence($0) }) == true,
-            FileManager.default.fileExists(atPath: bundle.url.appendingPathComponent("tokenizer.json").path),
-            let page = Bundle.module.url(forResource: "general", withExtension: "txt")
+            FileManager.default.fileExists(atPath: bundle.url.appendingPathComponent("tokenizer.json").path)
         else { return nil }
-        return .file(page)
+        return TextData.generalText
     }
 
     private func holdsSequence(_ tokens: Manifest.Tokens) -> Bool {

@@ -16,12 +16,13 @@ public enum MLXSupport {
         package static let version = "0.32.2"
     #endif
 
-    /// Sets the variables of the environment that MLX reads, unless they are set already. To be called before MLX is used.
+    /// Sets the variables of the environment that MLX reads, unless they are set already. They are of the whole process, so this is for a
+    /// process that trains and does little else. To be called before MLX is used.
     package static func setEnvironment() {
         // On GPUs with neural accelerators (A19, M5) MLX 0.32.2 otherwise rounds the operands of float32 products to TF32.
         setenv("MLX_ENABLE_TF32", "0", 0)
         setenv(commandBufferVariable, "\(operationsOfShortBuffer)", 0)
-        _ = NeuralAccelerators.current  // which names the GPU
+        NeuralAccelerators.current.hide()
     }
 
     /// The variable of the environment that says how many operations MLX encodes into one of Metal's command buffers before it commits
@@ -35,10 +36,10 @@ public enum MLXSupport {
     /// `eval` then polls for its end and keeps a core busy, where it sleeps while two or more run (scheduler.h:56).
     private static let operationsOfShortBuffer = 4
 
-    /// Whether several command buffers fit into a workspace.
+    /// Whether several command buffers fit into a workspace. Where the variable is not set, MLX's own number is larger.
     package static var hasShortCommandBuffers: Bool {
         let set = getenv(commandBufferVariable).flatMap { Int(String(cString: $0)) }
-        return set ?? operationsOfShortBuffer <= operationsOfShortBuffer
+        return set.map { $0 <= operationsOfShortBuffer } ?? false
     }
 
     /// Why MLX cannot run here; nil where it can.

@@ -56,7 +56,6 @@ package struct ModelBundle {
     ///   - checksums: whether files are read and their SHA-256 compared, which takes seconds for gigabytes. Without, only the
     ///     manifest may be used.
     package init(url: URL, text: URL? = nil, checksums: Bool = true) throws {
-        MLXSupport.setEnvironment()
         self.url = url
         let path = url.appendingPathComponent("manifest.json")
         guard let json = regularFile(path) else {

@@ -8,7 +8,7 @@ import MeSPSentences
 
 /// The neural accelerators of the GPUs of A19, M5 and later chips.
 ///
-/// MLX multiplies 16-bit matrices on them, whatever `MLX_ENABLE_TF32` says. Until a self-check has passed on the device, MLX is told that
+/// MLX multiplies 16-bit matrices on them, whatever `MLX_ENABLE_TF32` says. Until a self-check has passed on the device, `hide` tells MLX that
 /// the GPU is of the generation before, so it takes other kernels. MLX reads the name when it makes its device.
 package final class NeuralAccelerators: @unchecked Sendable {
     /// The device's, for this process.
@@ -50,7 +50,11 @@ package final class NeuralAccelerators: @unchecked Sendable {
         }
         let passed = regularFile(record).map { String(decoding: $0, as: UTF8.self) }
         present = passed == Self.line(self.architecture) ? .on : .off
-        if present == .off { setenv(Self.variable, Self.generationBefore(self.architecture), 1) }
+    }
+
+    /// Names the generation before to MLX, where no self-check has passed. To be called before anything in the process has used MLX.
+    func hide() {
+        lock.withLock { if present == .off { setenv(Self.variable, Self.generationBefore(architecture), 1) } }
     }
 
     package var state: State { lock.withLock { present } }

@@ -65,14 +65,19 @@ package final class BoundaryGate: @unchecked Sendable {
 
     /// Waits while there is a reason to pause. Calls `tell` with the reason, with each reason that follows it, and with nil at the end.
     package func pass(tell: (PauseReason?) throws -> Void) throws {
-        var told: PauseReason?
-        while let reason = next(after: told) {
+        if let first = next(after: nil) {
             // iOS first ends apps that hold memory while they do nothing.
-            if told == nil { Memory.clearCache() }
-            try tell(reason)
-            told = reason
+            Memory.clearCache()
+            try MLXLimits.giveBack {
+                var reason = first
+                try tell(reason)
+                while let other = next(after: reason) {
+                    try tell(other)
+                    reason = other
+                }
+            }
+            try tell(nil)
         }
-        if told != nil { try tell(nil) }
         if condition.withLock({ stopped }) { throw CancellationError() }
     }
 
@@ -114,6 +119,11 @@ package final class BoundaryGate: @unchecked Sendable {
             condition.withLock { isAtRest = true }
         }
         return messages
+    }
+
+    /// Returns when the thread waits at a boundary, or there is none.
+    package func restBegins() async {
+        await withCheckedContinuation { rest in atWork.notify(queue: .global()) { rest.resume() } }
     }
 
     package func waitUntilAtRest(seconds: Double) { _ = atWork.wait(timeout: .now() + seconds) }

@@ -4,7 +4,7 @@ import MeSPCore
 public enum AppScene: String, Sendable, CaseIterable { case active, inactive, background }
 
 /// The conditions outside of a run that it depends on: the app's scene, and the device's temperature, battery and memory. `SystemMonitor` asks the system.
-@MainActor public protocol DeviceMonitor: AnyObject {
+@MainActor public protocol DeviceMonitor: AnyObject, Sendable {
     var scene: AppScene { get }
     var thermalState: ThermalState { get }
     /// nil if there is no battery, or it is not known.

@@ -61,6 +61,9 @@ public struct LogSummary: Sendable {
         return last.isEmpty ? nil : last[last.count / 2]
     }
 
+    /// The time until the last of `steps` steps; nil where the time of a step is not known yet.
+    package func secondsLeft(of steps: Int) -> Double? { stepSeconds.map { $0 * Double(max(0, steps - lastStep)) } }
+
     /// Tokens that the model reads in a second, over the last 20 steps.
     public var tokensPerSecond: Double? { perSecond { $0.inputTokens ?? $0.tokens } }
 

@@ -6,6 +6,8 @@ import MeSPSentences
 public enum PauseReason: String, Sendable, CaseIterable {
     /// The person asked for it.
     case user
+    /// The app that the run is in uses MLX itself.
+    case app
     /// The app is not in front, and may not train where it is.
     case away
     /// The system ran short of memory.
@@ -21,6 +23,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
     public var sentence: Sentence {
         switch self {
         case .user: "Paused by hand."
+        case .app: "The app is busy with other work."
         case .away: "The app is not in front, and iOS gives it no time to train."
         case .memory: "The phone is short of memory."
         case .heat: "The phone is too warm."
@@ -33,6 +36,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
     package var remedy: Sentence {
         switch self {
         case .user: "Press Resume to continue."
+        case .app: "Training continues when the app is done."
         case .away: "Open the app to continue."
         case .memory: "Training continues when there is more."
         case .heat: "Training continues when it has cooled down."

@@ -64,6 +64,10 @@ import Observation
     /// The number of blocks that had begun when the last step was logged.
     @ObservationIgnored private var blocksAtLastStep = 0
     @ObservationIgnored private var memoryIsShort = false
+    /// The number of parts of the app that use MLX now.
+    @ObservationIgnored private var holds = 0
+    /// Takes what the run's thread sends, until that has ended.
+    @ObservationIgnored private var receiving: Task<Void, Never>?
     /// The footprint without the run, in bytes.
     @ObservationIgnored private var besideBytes = 0
     @ObservationIgnored private var memoryCheck: Task<Void, Never>?
@@ -84,15 +88,10 @@ import Observation
     // MARK: - What a person does
 
     /// Begins or resumes a run (`settings.resume`). Does nothing while another is in progress.
-    package func start(_ settings: RunSettings) {
-        if !isRunning { _ = start(settings, records: nil) }
-    }
-
-    /// - Parameter records: gets the records too.
-    /// - Returns: a handle that stops this run, and no later one.
-    func start(
-        _ settings: RunSettings, records: AsyncThrowingStream<LogRecord, any Error>.Continuation?
-    ) -> @Sendable () -> Void {
+    ///
+    /// - Returns: a function that stops this run, and no later one.
+    @discardableResult package func start(_ settings: RunSettings) -> @Sendable () -> Void {
+        guard !isRunning else { return {} }
         self.settings = settings
         (pauseWanted, stopWanted, state) = (false, false, .preparing)
         log = LogSummary()
@@ -113,17 +112,12 @@ import Observation
                     }
                 }, besideBytes: beside, memoryIsShort: gate.takeMemoryWarning, battery: { gate.battery })
         }
-        Task {
+        receiving = Task {
             do {
-                for try await message in messages {
-                    receive(message)
-                    if case .record(let record) = message { records?.yield(record) }
-                }
-                records?.finish()
+                for try await message in messages { receive(message) }
             } catch {
                 state = .failed(error.plainSentence)
                 memoryCheck?.cancel()
-                records?.finish(throwing: MeSPError(error.plainSentence))
             }
         }
         return { gate.stop() }
@@ -162,6 +156,32 @@ import Observation
                 state = .failed(error.plainSentence)
             }
         }
+    }
+
+    /// Runs until the end, or, where the task is cancelled, until the adapters are saved.
+    ///
+    /// - Throws: `MeSPError`, where the run fails or another is in progress.
+    package func run(_ settings: RunSettings) async throws {
+        guard !isRunning else { throw MeSPError("A run is in progress; stop it first.") }
+        let stop = start(settings)
+        await withTaskCancellationHandler {
+            await receiving?.value
+        } onCancel: {
+            stop()
+        }
+        if case .failed(let problem) = state { throw MeSPError(problem) }
+    }
+
+    /// Makes the run wait at the next block while the app uses MLX. Returns when it waits, or there is none. `release()` ends one such time.
+    package func hold() async {
+        holds += 1
+        update()
+        await gate.restBegins()
+    }
+
+    package func release() {
+        holds -= 1
+        update()
     }
 
     /// Waits at the next block until `resume()`.
@@ -209,6 +229,7 @@ import Observation
             battery: monitor.battery
         )
         if pauseWanted { reasons.insert(.user) }
+        if holds > 0 { reasons.insert(.app) }
         if memoryIsShort { reasons.insert(.memory) }
         gate.battery = monitor.battery
         gate.set(reasons)

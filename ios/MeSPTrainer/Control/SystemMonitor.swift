@@ -4,8 +4,7 @@
 
     /// The device that the app runs on, as the system describes it.
     @MainActor public final class SystemMonitor: DeviceMonitor {
-        /// The system may have started the app for work in the background: it is in front when it says so.
-        public private(set) var scene = AppScene.background
+        public private(set) var scene: AppScene
         public var observers = [(DeviceEvent) -> Void]()
 
         public var thermalState: ThermalState { .current }
@@ -18,7 +17,9 @@
 
         public var availableMemory: Int? { systemMemoryLimit() }
 
-        public init() {
+        /// - Parameter scene: where the app is now. The system may have started it for work in the background: it is in front when it says so.
+        public init(scene: AppScene = .background) {
+            self.scene = scene
             UIDevice.current.isBatteryMonitoringEnabled = true
             observe(UIApplication.willResignActiveNotification) { $0.enter(.inactive) }
             observe(UIApplication.didEnterBackgroundNotification) { monitor in
@@ -37,6 +38,15 @@
             _ = NotificationCenter.default.addObserver(
                 forName: ProcessInfo.thermalStateDidChangeNotification, object: nil, queue: nil
             ) { [weak self] _ in Task { @MainActor [weak self] in self?.tell(.change) } }
+        }
+
+        /// The monitor of an app that has been launched.
+        package static var ofLaunchedApp: SystemMonitor {
+            switch UIApplication.shared.applicationState {
+            case .active: SystemMonitor(scene: .active)
+            case .inactive: SystemMonitor(scene: .inactive)
+            default: SystemMonitor(scene: .background)
+            }
         }
 
         private func enter(_ scene: AppScene) {
@@ -58,11 +68,11 @@
             }
         }
     }
-#elseif os(macOS)
+#else
     import Foundation
     import MeSPCore
 
-    /// The Mac that the app runs on, which trains whether the app is in front or not.
+    /// The computer that the process runs on, which trains whether an app is in front or not.
     @MainActor public final class SystemMonitor: DeviceMonitor {
         public var observers = [(DeviceEvent) -> Void]()
 
@@ -72,21 +82,28 @@
         public var battery: Battery? { nil }
         public var availableMemory: Int? { systemMemoryLimit() }
 
-        private let pressure = DispatchSource.makeMemoryPressureSource(eventMask: [.warning, .critical], queue: .main)
+        package static var ofLaunchedApp: SystemMonitor { SystemMonitor() }
 
-        public init() {
-            pressure.setEventHandler { [weak self] in
-                MainActor.assumeIsolated { self?.tell(.memoryWarning) }
+        #if canImport(Darwin)
+            private let pressure = DispatchSource.makeMemoryPressureSource(
+                eventMask: [.warning, .critical], queue: .main)
+
+            public init() {
+                pressure.setEventHandler { [weak self] in
+                    MainActor.assumeIsolated { self?.tell(.memoryWarning) }
+                }
+                pressure.activate()
+                // Posted on any thread.
+                _ = NotificationCenter.default.addObserver(
+                    forName: ProcessInfo.thermalStateDidChangeNotification, object: nil, queue: nil
+                ) { [weak self] _ in Task { @MainActor [weak self] in self?.tell(.change) } }
             }
-            pressure.activate()
-            // Posted on any thread.
-            _ = NotificationCenter.default.addObserver(
-                forName: ProcessInfo.thermalStateDidChangeNotification, object: nil, queue: nil
-            ) { [weak self] _ in Task { @MainActor [weak self] in self?.tell(.change) } }
-        }
 
-        private func tell(_ event: DeviceEvent) {
-            for observer in observers { observer(event) }
-        }
+            private func tell(_ event: DeviceEvent) {
+                for observer in observers { observer(event) }
+            }
+        #else
+            public init() {}
+        #endif
     }
 #endif

@@ -57,6 +57,9 @@ func fail(_ message: String) -> Never {
     leave(2)
 }
 
+// MLX reads them when it is first used.
+MLXSupport.setEnvironment()
+
 func checkStop() throws { if stopRequested != 0 { throw CancellationError() } }
 
 func train(_ file: URL) throws {

@@ -16,6 +16,7 @@ guard CommandLine.arguments.count == 2 else { fail("usage: mesp-count SETTINGS.j
 if CommandLine.arguments[1] == "--version" {
     print("mesp-count \(Run.version) with MLX \(MLXSupport.version)")
 } else {
+    MLXSupport.setEnvironment()
     do {
         let encoder = JSONEncoder()
         encoder.keyEncodingStrategy = .convertToSnakeCase

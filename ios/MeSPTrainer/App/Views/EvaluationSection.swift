@@ -37,7 +37,7 @@ struct EvaluationSection: View {
             if let problem = evaluation.problem {
                 ProblemLabel(problem.localized)
             }
-            if let notice = evaluation.notice { NoticeRows(notices: [notice]) }
+            if let notice = evaluation.notice { NoticeRows(notices: [notice.localized]) }
             if let score = evaluation.score { ScoreRows(score: score) }
         } header: {
             Text("Base and fine-tuned")

@@ -31,10 +31,10 @@ struct ProblemLabel: View {
 
 /// Notices on a person's data, a row each.
 struct NoticeRows: View {
-    let notices: [Sentence]
+    let notices: [String]
 
     var body: some View {
-        ForEach(notices, id: \.english) { Label($0.localized, systemImage: "info.circle").font(.footnote) }
+        ForEach(notices, id: \.self) { Label($0, systemImage: "info.circle").font(.footnote) }
     }
 }
 

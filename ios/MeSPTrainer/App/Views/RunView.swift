@@ -22,7 +22,9 @@ struct RunView: View {
                 }
                 if controller.isRunning { buttons }
             }
-            if !model.textNotices.isEmpty { Section("Text") { NoticeRows(notices: model.textNotices) } }
+            if !model.textNotices.isEmpty {
+                Section("Text") { NoticeRows(notices: model.textNotices.map(\.localized)) }
+            }
             if let run = model.shownRun { LearnedSection(run: run) }
             LogSections(log: controller.log)
             if controller.isRunning {

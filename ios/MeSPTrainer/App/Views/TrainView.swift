@@ -72,7 +72,7 @@ struct SetupView: View {
 
 /// The first record as it is trained, and what else there is to know of the data.
 private struct PreviewSection: View {
-    let preview: TrainedPreview
+    let preview: TrainingPreview
 
     var body: some View {
         Section {
@@ -87,9 +87,9 @@ private struct PreviewSection: View {
         }
     }
 
-    private func shown(_ run: TrainedPreview.Span) -> Text {
+    private func shown(_ run: TrainingPreview.Span) -> Text {
         let text = run.isSpecial ? Text(verbatim: run.text).italic() : Text(verbatim: run.text)
-        return run.isCounted ? text.bold() : text.foregroundStyle(.secondary)
+        return run.isTrained ? text.bold() : text.foregroundStyle(.secondary)
     }
 }
 

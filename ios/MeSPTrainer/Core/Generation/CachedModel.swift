@@ -9,7 +9,7 @@ package struct CachedModel {
     package let bundle: ModelBundle
     /// Tokens that go through the blocks together.
     let chunk: Int
-    private let adapters: Adapters?
+    private let adapters: LoadedAdapters?
     private let kept: Kept
     private let isRecurrent: Bool
     /// The manifest's, cached: it searches its layouts for it.
@@ -65,7 +65,7 @@ package struct CachedModel {
         self.init(bundle, with: adapters, chunk: chunk)
     }
 
-    init(_ bundle: ModelBundle, with adapters: Adapters?, chunk: Int = 256) {
+    init(_ bundle: ModelBundle, with adapters: LoadedAdapters?, chunk: Int = 256) {
         (self.bundle, self.adapters, self.chunk) = (bundle, adapters, chunk)
         kept = Kept(compiled: bundle.processor.numbersWithKernels(0...Int.bitWidth))
         featureGroup = bundle.manifest.featureGroup

@@ -20,10 +20,7 @@ package enum MetalMemory {
     /// Calls `body`, in which MLX works on a CPU.
     static func withSmallCache<R>(_ body: () throws -> R) rethrows -> R {
         guard Processor.cpu.startsMetal else { return try body() }
-        let before = Memory.cacheLimit
-        Memory.cacheLimit = min(cacheOnCPU, before)
-        defer { Memory.cacheLimit = before }
-        return try body()
+        return try MLXLimits.set(.cache, to: min(cacheOnCPU, Memory.cacheLimit), body)
     }
 
     private static let known = Known()
@@ -55,8 +52,5 @@ package enum MetalMemory {
 func withWorkspace<R>(_ bytes: Int?, _ body: () throws -> R) rethrows -> R {
     guard let bytes else { return try body() }
     Stream.defaultStream(Device.isCPU ? .cpu : .gpu).synchronize()
-    let before = Memory.memoryLimit
-    Memory.memoryLimit = Memory.activeMemory + bytes
-    defer { Memory.memoryLimit = before }
-    return try body()
+    return try MLXLimits.set(.memory, to: Memory.activeMemory + bytes, body)
 }

@@ -103,7 +103,7 @@ private func require<Value>(
 }
 
 /// Throws a sentence about a setting that is out of range.
-func require(_ condition: Bool, _ name: String, _ wanted: Sentence) throws {
+package func require(_ condition: Bool, _ name: String, _ wanted: Sentence) throws {
     guard condition else { throw MeSPError("\(name) must be \(wanted).") }
 }
 

@@ -78,9 +78,9 @@ package final class BlockwiseModel {
     }
 
     /// The parameters as they are now, as adapters of a model that generates.
-    func adapters() throws -> Adapters {
+    func adapters() throws -> LoadedAdapters {
         let lora = try blocks.map { block in try clock.confirmed { layouts[block].whole(try parameters(block)) } }
-        return Adapters(rank: settings.rank, scale: scale, lora: lora, layouts: layouts.map(\.whole))
+        return LoadedAdapters(rank: settings.rank, scale: scale, lora: lora, layouts: layouts.map(\.whole))
     }
 
     /// The embeddings `[1, T, hidden]` of a sequence's inputs.

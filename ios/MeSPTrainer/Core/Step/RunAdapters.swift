@@ -18,7 +18,7 @@ extension RunSettings {
     }
 
     /// The adapters that a run begins with. Where each A is frozen, a folder with B alone has the A of the run's seed.
-    func loadAdapters(from folder: URL, architecture: Architecture) throws -> Adapters {
+    func loadAdapters(from folder: URL, architecture: Architecture) throws -> LoadedAdapters {
         let trainsExperts = layouts(of: architecture).contains { $0.modules.contains(where: \.isStacked) }
         return try MeSPAdapters.loadAdapters(
             from: folder, architecture: architecture, withExperts: trainsExperts, onlyB: freezeA
@@ -36,7 +36,7 @@ extension BlockwiseModel {
         }
     }
 
-    private func take(_ adapters: Adapters, of folder: URL) throws {
+    private func take(_ adapters: LoadedAdapters, of folder: URL) throws {
         guard adapters.rank == settings.rank else {
             throw MeSPError(
                 "The adapters in \(folder.path) have rank \(adapters.rank), the run has \(settings.rank); choose theirs."

@@ -22,6 +22,12 @@ package struct TextData: Sendable {
     package static let folderName = "data"
     /// That of the run's general text.
     package static let generalName = "general"
+    /// A page of English, by which a run measures what a model forgets.
+    package static var generalText: Source? {
+        Bundle.module.url(forResource: "general", withExtension: "txt").map { .file($0) }
+    }
+    /// The length of the general text's sequences, in tokens.
+    package static let generalLength = 64
     /// One part in this many is held out.
     static let heldOut = 10
 

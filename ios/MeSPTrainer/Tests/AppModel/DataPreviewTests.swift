@@ -44,7 +44,7 @@ import Testing
         #expect(
             preview.spans.map(\.text).joined()
                 == "<|im_start|>user⏎\na<|im_end|>⏎\n<|im_start|>assistant⏎\nb⇥c⏎\nd<|im_end|>⏎\n")
-        #expect(preview.spans.filter(\.isCounted).map(\.text) == ["b⇥c⏎\nd", "<|im_end|>", "⏎\n"])
+        #expect(preview.spans.filter(\.isTrained).map(\.text) == ["b⇥c⏎\nd", "<|im_end|>", "⏎\n"])
         #expect(preview.spans.filter(\.isSpecial).count == 4)
         #expect(preview.spoken.map(\.english).filter { $0.hasPrefix("In the loss: ") }.count == 3)
         #expect(preview.spoken.first == "Not in the loss: <|im_start|>")
@@ -57,7 +57,7 @@ import Testing
         model.form.answersOnly = false
         #expect(model.preview.current == nil)
         await model.updatePreview()
-        #expect(model.preview.current?.spans.dropFirst().allSatisfy { $0.isCounted } == true)
+        #expect(model.preview.current?.spans.dropFirst().allSatisfy { $0.isTrained } == true)
     }
 
     @Test func aRecordThatCannotBeTrainedIsSaidBeforeTheStart() async throws {
@@ -87,7 +87,7 @@ import Testing
             (0x2400..<0x2420).contains($0.value) ? $0.value - 0x2400 : $0.value
         }
         #expect(seen == text.unicodeScalars.map(\.value))
-        #expect(spans.dropFirst().allSatisfy { $0.isCounted }, "all but the first token, which nothing predicts")
+        #expect(spans.dropFirst().allSatisfy { $0.isTrained }, "all but the first token, which nothing predicts")
 
         (model.form.textKind, model.form.pasted) = (.pasted, "")
         await model.preview.read(pause: .zero)

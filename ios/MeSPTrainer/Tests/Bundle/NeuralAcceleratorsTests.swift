@@ -15,9 +15,13 @@ import Testing
     }
 
     private func make(_ architecture: String?, _ major: Int = 26, _ minor: Int = 2) -> NeuralAccelerators {
-        NeuralAccelerators(
+        let before = told
+        let accelerators = NeuralAccelerators(
             architecture: architecture,
             system: OperatingSystemVersion(majorVersion: major, minorVersion: minor, patchVersion: 0), record: record)
+        #expect(told == before, "only hide() sets it")
+        accelerators.hide()
+        return accelerators
     }
 
     /// The architecture that MLX is told.

@@ -24,7 +24,7 @@ import Testing
     let tokens = folder.appendingPathComponent("tokens")
     try TextData(tokenizer: tokenizer, length: settings.seqLen).write(.choices(choices), to: tokens)
     settings.data = tokens.path
-    for try await _ in try RunController(monitor: monitor).train(settings) {}
+    try await RunController(monitor: monitor).run(settings)
     return folder.appendingPathComponent("run/adapters")
 }
 

@@ -1,0 +1,54 @@
+import MLX
+
+/// MLX's limits of memory, in bytes. MLX has them once in a process, where other code may use MLX too: while the trainer waits or has ended,
+/// they are what that code has set.
+package enum MLXLimits {
+    /// A limit that the trainer sets.
+    struct Limit: Hashable, Sendable {
+        /// The freed buffers that MLX keeps.
+        static let cache = Limit(name: "cache")
+        /// The memory of arrays above which MLX waits for the GPU.
+        static let memory = Limit(name: "memory")
+
+        let name: String
+
+        var value: Int {
+            get { self == .cache ? Memory.cacheLimit : Memory.memoryLimit }
+            nonmutating set {
+                if self == .cache { Memory.cacheLimit = newValue } else { Memory.memoryLimit = newValue }
+            }
+        }
+    }
+
+    // Only the thread that works on MLX uses these two (`MLXWork`).
+
+    /// The values that the trainer has set, the innermost last.
+    nonisolated(unsafe) private static var own = [Limit: [Int]]()
+    /// The values of the process, of limits that the trainer has set.
+    nonisolated(unsafe) private static var ofProcess = [Limit: Int]()
+
+    /// Calls `body` with another limit. Afterwards it is what it was, or what other code has set meanwhile.
+    static func set<R>(_ limit: Limit, to bytes: Int, _ body: () throws -> R) rethrows -> R {
+        if own[limit]?.isEmpty ?? true { ofProcess[limit] = limit.value }
+        own[limit, default: []].append(bytes)
+        limit.value = bytes
+        defer {
+            own[limit]?.removeLast()
+            if limit.value == bytes, let before = own[limit]?.last ?? ofProcess[limit] { limit.value = before }
+        }
+        return try body()
+    }
+
+    /// Calls `body`, during which other code may use MLX, with the limits of the process.
+    package static func giveBack<R>(during body: () throws -> R) rethrows -> R {
+        let limits = own.compactMapValues(\.last)
+        for limit in limits.keys { limit.value = ofProcess[limit] ?? limit.value }
+        defer {
+            for (limit, bytes) in limits {
+                ofProcess[limit] = limit.value
+                limit.value = bytes
+            }
+        }
+        return try body()
+    }
+}

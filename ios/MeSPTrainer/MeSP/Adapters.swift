@@ -1,0 +1,39 @@
+import Foundation
+import MeSPFiles
+import MeSPSentences
+
+/// Trained LoRA adapters in a folder.
+///
+/// The folder has `adapters.safetensors` and `adapter_config.json`, which mlx-swift-lm and mlx-lm load, and a folder `peft` with the same adapters
+/// as PEFT loads them. The matrices are float32.
+public struct Adapters: Sendable, Equatable {
+    /// The folder. It stays until the next run has ended.
+    public let url: URL
+
+    /// Copies the adapters to `folder`, which is made or replaced: it has all of them or is as it was.
+    ///
+    /// - Throws: ``FineTuningError`` where the folder cannot be written.
+    public func write(to folder: URL) throws {
+        let parent = folder.deletingLastPathComponent()
+        let (partial, former) = (parent.hidden(".partial"), parent.hidden(".former"))
+        let files = FileManager.default
+        defer { for copy in [partial, former] { try? files.removeItem(at: copy) } }
+        do {
+            try makeFolder(parent)
+            try files.copyItem(at: url, to: partial)
+            let isThere = files.fileExists(atPath: folder.path)
+            if isThere { try files.moveItem(at: folder, to: former) }
+            do { try files.moveItem(at: partial, to: folder) } catch {
+                if isThere { try files.moveItem(at: former, to: folder) }
+                throw error
+            }
+        } catch {
+            throw FineTuningError("Cannot write the adapters to \(folder.path): \(error.plainSentence).")
+        }
+    }
+}
+
+extension URL {
+    /// The place of a hidden file in this folder, whose name no other has.
+    fileprivate func hidden(_ name: String) -> URL { appendingPathComponent("\(name)-\(UUID().uuidString)") }
+}

@@ -1,0 +1,316 @@
+import Foundation
+import MeSPBundle
+import MeSPControl
+import MeSPCore
+import MeSPFiles
+import MeSPSentences
+
+/// Fine-tunes a model on the device: LoRA adapters, with exact gradients, in tens of megabytes.
+///
+/// ```swift
+/// let tuner = try await FineTuner(bundle: url, tokenizer: tokenizer)
+/// for try await update in tuner.train(on: conversations, .init(steps: 200, memory: .megabytes(80))) {
+///     progress = update.fraction
+/// }
+/// try tuner.adapters.write(to: folder)
+/// ```
+///
+/// It trains on a thread of its own, one run at a time in a process. A run waits at the next block of the model while the app may not train in
+/// the background, the device is too warm, short of memory or low on battery, and continues by itself. Nothing that takes time is done
+/// on the main actor.
+///
+/// MLX is one for a process. An app that also generates text with it does that within ``whilePaused(_:)``, or while no run is in progress.
+public final class FineTuner: Sendable {
+    /// The folder of the model to train, as `mesp-export` writes it.
+    public let bundle: URL
+    /// The folder of the run: its log, its tokens, its saved state and its adapters.
+    public let folder: URL
+
+    private let tokenizer: any TextTokenizer
+    private let manifest: Manifest
+    private let runs: RunFolders
+    private let controller: RunController
+    private let turn = Turn()
+    /// Takes the updates of the run in progress, with what of its data is to be told.
+    @MainActor private var receiver:
+        (sender: AsyncThrowingStream<TrainingUpdate, any Error>.Continuation, told: [String])?
+
+    /// Opens a bundle.
+    ///
+    /// - Parameters:
+    ///   - bundle: the folder of the model.
+    ///   - tokenizer: the model's tokenizer.
+    ///   - folder: the folder of the run, which is made where it is not there. nil: one with the bundle's name in `MeSP` in the folder for
+    ///     application support. Two fine-tuners must not have the same.
+    /// - Throws: ``FineTuningError`` where `bundle` is no bundle, is damaged, or is of another format.
+    public convenience init(bundle: URL, tokenizer: any TextTokenizer, folder: URL? = nil) async throws {
+        try await self.init(bundle: bundle, tokenizer: tokenizer, folder: folder, monitor: SystemMonitor.ofLaunchedApp)
+    }
+
+    /// - Parameter monitor: the state of the device; nil for the system's.
+    package init(
+        bundle: URL, tokenizer: any TextTokenizer, folder: URL? = nil,
+        monitor: @autoclosure @MainActor () -> any DeviceMonitor
+    ) async throws {
+        (self.bundle, self.tokenizer) = (bundle, tokenizer)
+        manifest = try FineTuningError.describing { try ModelBundle(url: bundle, checksums: false).manifest }
+        self.folder = folder ?? Self.folder(of: bundle)
+        runs = RunFolders(folder: self.folder)
+        controller = await RunController(monitor: monitor())
+        await MainActor.run { controller.observers.append { [weak self] in self?.send() } }
+    }
+
+    private static func folder(of bundle: URL) -> URL {
+        let support = FileManager.default.urls(for: .applicationSupportDirectory, in: .userDomainMask).first
+        let name = bundle.deletingPathExtension().lastPathComponent
+        return (support ?? FileManager.default.temporaryDirectory).appendingPathComponent("MeSP/\(name)")
+    }
+
+    // MARK: - Training
+
+    /// Begins a run on the records of a file. Its last tenth is held out.
+    ///
+    /// - Parameters:
+    ///   - file: UTF-8 text (`.txt`, `.md`), or records (`.jsonl`, `.ndjson`, `.json`) with `messages`, with `prompt` and `completion`, or with
+    ///     `text`. The rules are those of `mesp-export --data`.
+    ///   - options: the choices of the run.
+    /// - Returns: the updates of the run, which end with it. Where the file, an option or the memory is not fit, they throw a
+    ///   ``FineTuningError`` before anything is trained; likewise where another run is in progress.
+    public func train(on file: URL, _ options: TrainingOptions = .init()) -> TrainingUpdates {
+        train(.file(file), options)
+    }
+
+    /// Begins a run of direct preference optimization on answers that a person chose over others. The last tenth is held out.
+    ///
+    /// - Parameters:
+    ///   - choices: some hundred choices.
+    ///   - options: the choices of the run.
+    /// - Returns: as ``train(on:_:)-(URL,_)``.
+    public func train(on choices: [Choice], _ options: TrainingOptions = .init()) -> TrainingUpdates {
+        train(.choices(choices), options)
+    }
+
+    private func train(_ source: TextData.Source, _ options: TrainingOptions) -> TrainingUpdates {
+        updates { [self] in
+            let output = runs.next
+            var settings = try options.settings(bundle, manifest, output: output)
+            var notices = [String]()
+            do {
+                notices = try write(source, options, &settings, in: output)
+            } catch {
+                try? FileManager.default.removeItem(at: output)
+                throw error
+            }
+            return (settings, notices)
+        }
+    }
+
+    /// Whether the last run was stopped, or its process ended, before its last step.
+    public var canContinueTraining: Bool { runs.settingsToContinue(with: bundle) != nil }
+
+    /// Continues the last run, with its data and options, from its last saved state, or from its beginning where it had saved none. The result
+    /// is to the last bit that of a run that was not interrupted, on the same processor and with the same memory limit.
+    ///
+    /// - Returns: as ``train(on:_:)-(URL,_)``. They throw where there is no such run.
+    public func continueTraining() -> TrainingUpdates {
+        updates { [self] in
+            guard let settings = runs.settingsToContinue(with: bundle) else {
+                throw MeSPError("There is no training to continue in \(folder.path); begin one.")
+            }
+            return (settings, [])
+        }
+    }
+
+    /// Writes the tokens of a run into its folder.
+    ///
+    /// - Returns: what of the data is to be told.
+    private func write(
+        _ source: TextData.Source, _ options: TrainingOptions, _ settings: inout RunSettings, in output: URL
+    ) throws -> [String] {
+        try makeFolder(output)
+        let tokens = output.appendingPathComponent(TextData.folderName)
+        settings.data = tokens.path
+        let notices = try data(options, settings.seqLen).write(source, to: tokens) { _ in try Task.checkCancellation() }
+        if case .choices = source { settings.objective = .dpo }
+        if let limit = options.maxForgetting, let general = TextData.generalText {
+            let tokens = output.appendingPathComponent(TextData.generalName)
+            try data(options, TextData.generalLength).write(general, to: tokens)
+            (settings.general, settings.maxForgetting) = (tokens.path, limit)
+        }
+        try settings.check()
+        return notices.sentences.map(\.localized)
+    }
+
+    private func data(_ options: TrainingOptions, _ length: Int) -> TextData {
+        TextData(tokenizer: tokenizer, length: length, answersOnly: options.trainsAnswersOnly)
+    }
+
+    /// The updates of a run.
+    ///
+    /// - Parameter prepare: makes its data; returns its settings and what of the data is to be told.
+    private func updates(
+        of prepare: @escaping @Sendable () throws -> (RunSettings, [String])
+    ) -> TrainingUpdates {
+        let (updates, sender) = AsyncThrowingStream.makeStream(of: TrainingUpdate.self)
+        let work = turn.take { [self] in
+            do {
+                let (settings, told) = try prepare()
+                try await run(settings, told, sender)
+                return { sender.finish() }
+            } catch is CancellationError {
+                return { sender.finish() }
+            } catch {
+                return { sender.finish(throwing: FineTuningError(error)) }
+            }
+        }
+        if work == nil { sender.finish(throwing: FineTuningError("A run is in progress; stop it first.")) }
+        return TrainingUpdates(updates) { work?.cancel() }
+    }
+
+    @MainActor private func run(
+        _ settings: RunSettings, _ told: [String], _ sender: AsyncThrowingStream<TrainingUpdate, any Error>.Continuation
+    ) async throws {
+        receiver = (sender, told)
+        defer { receiver = nil }
+        try await controller.run(settings)
+        if controller.state == .finished(.finished) { runs.removeAll(but: URL(fileURLWithPath: settings.output)) }
+    }
+
+    @MainActor private func send() {
+        guard let receiver, let settings = controller.settings else { return }
+        receiver.sender.yield(TrainingUpdate(controller, steps: settings.steps, told: receiver.told))
+    }
+
+    /// Ends the run in progress at the next block, or after the step if that has begun to change the adapters. Returns when it has saved its
+    /// adapters and ended.
+    public func stop() async {
+        let work = turn.work
+        work?.cancel()
+        await work?.value
+    }
+
+    // MARK: - Pauses
+
+    /// Makes the run wait at the next block, until ``resume()``.
+    public func pause() async { await controller.pause() }
+
+    /// Ends a pause that ``pause()`` began.
+    public func resume() async { await controller.resume() }
+
+    /// Calls `body`, which may use MLX, while the run waits between two blocks. Where no run is in progress, it calls `body` at once, and a run
+    /// that begins meanwhile waits.
+    ///
+    /// Within `body` MLX has the limits of memory and of its cache that it had before the run, and limits that `body` sets stay. A generation must
+    /// have ended when `body` returns: read its stream to the end.
+    public func whilePaused<R>(
+        isolation: isolated (any Actor)? = #isolation, _ body: () async throws -> R
+    ) async rethrows -> R {
+        await controller.hold()
+        do {
+            let result = try await body()
+            await controller.release()
+            return result
+        } catch {
+            await controller.release()
+            throw error
+        }
+    }
+
+    /// Says what time in the background the system has given: a run goes on in it instead of waiting for the app to be in front.
+    ///
+    /// - Parameters:
+    ///   - isGranted: whether the app's task in the background (`BGContinuedProcessingTask`) runs now.
+    ///   - hasGPU: whether the task was given the GPU, which a bundle for the GPU needs.
+    public func setBackgroundTime(isGranted: Bool, hasGPU: Bool = false) async {
+        await MainActor.run { controller.grant = isGranted ? hasGPU ? .continuedOnGPU : .continued : nil }
+    }
+
+    /// Sets three variables of the process's environment that MLX reads when it is first used, unless they are set: float32 products keep all
+    /// their bits on A19, M5 and later (`MLX_ENABLE_TF32`), the neural accelerators stay off until the self-check has passed
+    /// (`MLX_METAL_GPU_ARCH`), and a step takes the same memory on every device (`MLX_MAX_OPS_PER_BUFFER`).
+    ///
+    /// Inference in the same process becomes slower by that, so no fine-tuner does it by itself. Without it a step takes more memory on a GPU,
+    /// which the prediction counts, and gradients on A19, M5 and later are those of rounded products. To be called before the first use of
+    /// MLX.
+    public static func prepareProcess() { MLXSupport.setEnvironment() }
+
+    // MARK: - Before and after
+
+    /// Makes the first sequence of a file's data as it would be trained.
+    ///
+    /// - Throws: ``FineTuningError`` as ``train(on:_:)-(URL,_)``, but for what is wrong with later records.
+    public func preview(of file: URL, _ options: TrainingOptions = .init()) async throws -> TrainingPreview {
+        try await preview(.file(file), options)
+    }
+
+    private func preview(_ source: TextData.Source, _ options: TrainingOptions) async throws -> TrainingPreview {
+        try await Task.detached { [self] in
+            try FineTuningError.describing {
+                let settings = try options.settings(bundle, manifest)
+                let (example, notices) = try data(options, settings.seqLen).first(of: source)
+                return TrainingPreview(example, notices: notices.sentences, tokenizer: tokenizer)
+            }
+        }.value
+    }
+
+    /// Predicts the most that training takes beside the rest of the process, in bytes.
+    ///
+    /// - Throws: ``FineTuningError`` where no step stays within the limit of `options`, or an option is out of range.
+    public func predictedPeak(_ options: TrainingOptions = .init()) throws -> Int {
+        try FineTuningError.describing {
+            let planner = Planner(manifest, try options.settings(bundle, manifest))
+            return planner.peak(try planner.plan())
+        }
+    }
+
+    /// The adapters that a run has saved last, also one in progress.
+    ///
+    /// - Throws: ``FineTuningError`` where none has.
+    public var adapters: Adapters {
+        get throws {
+            guard let url = runs.adapters else {
+                throw FineTuningError("No run in \(folder.path) has saved adapters; train first.")
+            }
+            return Adapters(url: url)
+        }
+    }
+}
+
+/// The work of a fine-tuner, which does one thing at a time.
+private final class Turn: @unchecked Sendable {
+    private let lock = NSLock()
+    private var current: Task<Void, Never>?
+
+    /// What is being done; nil for nothing.
+    var work: Task<Void, Never>? { lock.withLock { current } }
+
+    /// Begins `body`, unless other work is being done. When that has ended, other work may begin, and what `body` returned is called.
+    func take(_ body: @escaping @Sendable () async -> @Sendable () -> Void) -> Task<Void, Never>? {
+        lock.withLock {
+            guard current == nil else { return nil }
+            let work = Task.detached {
+                let end = await body()
+                self.lock.withLock { self.current = nil }
+                end()
+            }
+            current = work
+            return work
+        }
+    }
+}
+
+extension TrainingUpdate {
+    @MainActor fileprivate init(_ controller: RunController, steps: Int, told: [String]) {
+        let log = controller.log
+        (step, self.steps) = (log.lastStep, steps)
+        fraction = controller.state == .finished(.finished) ? 1 : min(Double(log.lastStep) / Double(max(steps, 1)), 1)
+        loss = log.steps.last?.loss
+        heldOutLoss = log.evals.last { $0.split == "valid" }?.loss
+        footprint = log.steps.last?.footprintBytes ?? memoryFootprint()
+        peakFootprint = log.steps.map(\.footprintPeakBytes).max() ?? footprint
+        predictedPeak = log.prediction?.predictedPeakBytes
+        timeRemaining = log.secondsLeft(of: steps).map { .seconds($0) }
+        if case .paused(let reason) = controller.state { pause = .init(rawValue: reason.rawValue) } else { pause = nil }
+        notices = told + log.events.filter { !["pause", "resume"].contains($0.name) }.map(\.message.localized)
+    }
+}

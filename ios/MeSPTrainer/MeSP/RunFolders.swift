@@ -1,0 +1,48 @@
+import Foundation
+import MeSPControl
+import MeSPCore
+import MeSPFiles
+import MeSPSentences
+
+/// The runs of a fine-tuner, numbered folders. There is one, and beside it a new one until that has ended.
+struct RunFolders: Sendable {
+    let folder: URL
+
+    private var numbers: [Int] {
+        let names = (try? FileManager.default.contentsOfDirectory(atPath: folder.path)) ?? []
+        return names.compactMap { Int($0) }.sorted()
+    }
+
+    private func url(_ number: Int) -> URL { folder.appendingPathComponent(String(number)) }
+
+    /// The folder of the last run; nil where there was none.
+    var last: URL? { numbers.last.map(url) }
+
+    /// A folder for a new run, which is not there yet.
+    var next: URL { url((numbers.last ?? 0) + 1) }
+
+    /// The adapters that were saved last; nil where none were.
+    var adapters: URL? {
+        numbers.reversed().map { url($0).appendingPathComponent("adapters") }
+            .first { FileManager.default.fileExists(atPath: $0.path) }
+    }
+
+    func removeAll(but kept: URL) {
+        for number in numbers where url(number) != kept { try? FileManager.default.removeItem(at: url(number)) }
+    }
+
+    /// The settings with which the last run goes on, where that was stopped or its process ended; nil where it has finished.
+    ///
+    /// - Parameter bundle: the bundle's present place. An app's folders move when it is updated.
+    func settingsToContinue(with bundle: URL) -> RunSettings? {
+        guard let last, let log = try? LogSummary(folder: last), log.end?.reason != .finished,
+            var settings = log.start?.settings
+        else { return nil }
+        settings.bundle = bundle.path
+        settings.output = last.path
+        settings.data = last.appendingPathComponent(TextData.folderName).path
+        if settings.general != nil { settings.general = last.appendingPathComponent(TextData.generalName).path }
+        settings.resume = true
+        return settings
+    }
+}

@@ -1,0 +1,91 @@
+import Foundation
+import MeSPBundle
+import MeSPCore
+
+/// The most memory that training may take.
+public struct MemoryLimit: Sendable, Equatable {
+    let megabytes: Double?
+
+    /// What the system allows the process.
+    public static let system = MemoryLimit(megabytes: nil)
+
+    /// A peak of `count` · 10⁶ bytes beside what the process has when training begins.
+    public static func megabytes(_ count: Double) -> MemoryLimit { MemoryLimit(megabytes: count) }
+}
+
+/// The choices of a training run. The defaults learn within some hundred steps.
+public struct TrainingOptions: Sendable, Equatable {
+    /// The number of updates of the adapters.
+    public var steps: Int
+    /// The memory that a step may take. A limit that cannot be kept is refused before training begins.
+    public var memory: MemoryLimit
+    /// The tokens of a sequence, one of the lengths that the bundle was exported for. nil: the longest of these up to 256.
+    public var sequenceLength: Int?
+    /// The rank r of the adapters, one of those that the bundle was exported for. nil: 8, or the bundle's first.
+    public var rank: Int?
+    /// The learning rate of AdamW with moments in 8 bits. nil: 0.007 / √d of a model of hidden size d, and a tenth of it for choices.
+    public var learningRate: Float?
+    /// The sequences of an update.
+    public var batchSize = 1
+    /// Whether only answers are in the loss, of data that has some.
+    public var trainsAnswersOnly = true
+    /// The steps between two measurements of the held-out loss. 0: at the beginning and the end alone.
+    public var evaluationInterval = 0
+    /// The most that perplexity on a page of English may rise, in percent. The adapters are weakened as much as that takes. nil: no limit.
+    public var maxForgetting: Double?
+    /// Adapters to go on from: a folder as mlx-lm, mlx-swift-lm or PEFT writes it. nil: B = 0, the model as it is.
+    public var initialAdapters: URL?
+    /// The seed of the order of sequences and of the initial A.
+    public var seed: UInt64 = 0
+
+    public init(
+        steps: Int = 100, memory: MemoryLimit = .system, sequenceLength: Int? = nil, rank: Int? = nil,
+        learningRate: Float? = nil
+    ) {
+        (self.steps, self.memory, self.sequenceLength) = (steps, memory, sequenceLength)
+        (self.rank, self.learningRate) = (rank, learningRate)
+    }
+}
+
+extension TrainingOptions {
+    /// The settings of a run of `bundle` with these options, but for the data.
+    ///
+    /// - Throws: `MeSPError` about an option that is out of range, or that the bundle was not exported for.
+    func settings(_ bundle: URL, _ manifest: Manifest, output: URL = URL(fileURLWithPath: "")) throws -> RunSettings {
+        try check()
+        var settings = RunSettings(bundle: bundle.path, output: output.path)
+        settings.takeNearest(in: manifest)
+        settings.steps = steps
+        settings.memoryLimitMb = memory.megabytes
+        settings.seqLen = sequenceLength ?? settings.seqLen
+        settings.rank = rank ?? settings.rank
+        settings.learningRate = learningRate
+        settings.batchSize = batchSize
+        settings.evalEvery = evaluationInterval
+        settings.adapters = initialAdapters?.path
+        settings.seed = seed
+        try settings.check()
+        try manifest.check(settings)
+        return settings
+    }
+
+    /// Throws a sentence about an option that is out of range, by the name that it has here.
+    private func check() throws {
+        try require(steps > 0, "steps", "at least 1")
+        try require(memory.megabytes.map { $0 > 0 } ?? true, "memory", "above 0 megabytes")
+        try require(learningRate.map { $0 > 0 && $0.isFinite } ?? true, "learningRate", "a finite number above 0")
+        try require(batchSize > 0, "batchSize", "at least 1")
+        try require(evaluationInterval >= 0, "evaluationInterval", "at least 0")
+        try require(maxForgetting.map { $0 > 0 && $0.isFinite } ?? true, "maxForgetting", "a finite number above 0")
+    }
+}
+
+extension RunSettings {
+    /// Takes the length and the rank that `manifest` has, nearest to the present ones.
+    package mutating func takeNearest(in manifest: Manifest) {
+        if !manifest.seqLens.contains(seqLen) {
+            seqLen = manifest.seqLens.filter { $0 <= seqLen }.max() ?? manifest.seqLens.min() ?? 1
+        }
+        if !manifest.ranks.contains(rank) { rank = manifest.ranks.first ?? 1 }
+    }
+}

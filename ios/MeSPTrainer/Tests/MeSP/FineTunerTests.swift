@@ -1,0 +1,326 @@
+import Foundation
+import MLX
+// Not @testable: what an app of one's own can write, but for the device's state.
+import MeSP
+import Testing
+
+@testable import MeSPBundle
+@testable import MeSPControl
+@testable import MeSPCore
+
+@Suite(.serialized) final class FineTunerTests: Sendable {
+    private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    private var runs: URL { folder.appendingPathComponent("tuner") }
+
+    deinit { try? FileManager.default.removeItem(at: folder) }
+
+    private func tuner(
+        tokenizer: any TextTokenizer = ByteTokenizer(), monitor: TestMonitor? = nil
+    ) async throws -> FineTuner {
+        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
+        guard let monitor else { return try await FineTuner(bundle: bundle, tokenizer: tokenizer, folder: runs) }
+        return try await FineTuner(bundle: bundle, tokenizer: tokenizer, folder: runs, monitor: monitor)
+    }
+
+    private func text() throws -> URL {
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let file = folder.appendingPathComponent("text.txt")
+        try String(repeating: "The quick brown fox jumps over the lazy dog.\n", count: 40)
+            .write(to: file, atomically: true, encoding: .utf8)
+        return file
+    }
+
+    private func options(steps: Int) -> TrainingOptions { TrainingOptions(steps: steps, sequenceLength: 32) }
+
+    private func contents(_ adapters: Adapters) throws -> Data {
+        try Data(contentsOf: adapters.url.appendingPathComponent("adapters.safetensors"))
+    }
+
+    private func sentence(_ updates: TrainingUpdates) async throws -> String {
+        do {
+            for try await _ in updates {}
+            return "no error"
+        } catch let error as FineTuningError {
+            return try #require(error.errorDescription)
+        }
+    }
+
+    // MARK: - A whole run
+
+    @Test func itLearnsAndItsAdaptersAreWritten() async throws {
+        let tuner = try await tuner()
+        var updates = [TrainingUpdate]()
+        for try await update in tuner.train(on: try text(), options(steps: 20)) { updates.append(update) }
+        #expect(Set(updates.map(\.step)) == Set(0...20))
+        #expect(updates.map(\.fraction) == updates.map(\.fraction).sorted())
+        let last = try #require(updates.last)
+        #expect(last.fraction == 1 && last.steps == 20 && last.pause == nil)
+        let heldOut = updates.compactMap(\.heldOutLoss)
+        #expect(try #require(heldOut.last) < #require(heldOut.first))
+        #expect(last.peakFootprint > 1_000_000 && last.footprint > 1_000_000)
+        #expect(try last.predictedPeak == tuner.predictedPeak(options(steps: 20)))
+
+        let copy = folder.appendingPathComponent("copy")
+        try tuner.adapters.write(to: copy)
+        try tuner.adapters.write(to: copy)  // replaces it
+        for file in ["adapters.safetensors", "adapter_config.json", "peft/adapter_model.safetensors"] {
+            #expect(FileManager.default.fileExists(atPath: copy.appendingPathComponent(file).path))
+        }
+        #expect(!tuner.canContinueTraining)
+        #expect(
+            try await sentence(tuner.continueTraining())
+                == "There is no training to continue in \(runs.path); begin one.")
+    }
+
+    /// The optimizer and the learning rate are those of `mesp train`.
+    @Test func theDefaultsAreTheRules() async throws {
+        let tuner = try await tuner()
+        for try await _ in tuner.train(on: try text(), options(steps: 1)) {}
+        let log = try LogSummary(folder: runs.appendingPathComponent("1"))
+        let settings = try #require(log.start?.settings)
+        #expect(settings.optimizer == .adamw8bit)
+        let manifest = try ModelBundle(url: tuner.bundle, checksums: false).manifest
+        var plain = RunSettings(bundle: settings.bundle, output: settings.output)
+        #expect(settings.learningRate == plain.defaultLearningRate(for: manifest.architecture))
+        (plain.seqLen, plain.steps, plain.data, plain.rank) = (32, 1, settings.data, settings.rank)
+        (plain.optimizer, plain.learningRate) = (settings.optimizer, settings.learningRate)
+        #expect(settings == plain, "an option has another default")
+    }
+
+    @Test func choicesAreLearned() async throws {
+        let tuner = try await tuner()
+        let choices = try (0..<8).map { number in
+            try Choice(
+                prompt: [.init(role: "user", content: "Hi \(number)")], chosen: "Good day", rejected: "Go away")
+        }
+        for try await _ in tuner.train(on: choices, options(steps: 5)) {}
+        let log = try LogSummary(folder: runs.appendingPathComponent("1"))
+        #expect(log.start?.settings.objective == .dpo && log.steps.last?.margin != nil)
+    }
+
+    @Test func whatTheModelForgetsIsLimited() async throws {
+        let tuner = try await tuner()
+        var options = options(steps: 2)
+        options.maxForgetting = 3
+        for try await _ in tuner.train(on: try text(), options) {}
+        #expect(try LogSummary(folder: runs.appendingPathComponent("1")).strength != nil)
+    }
+
+    @Test func aPreviewShowsWhatIsTrained() async throws {
+        let file = folder.appendingPathComponent("records.jsonl")
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let record = #"{"prompt": "Hi", "completion": "Hello"}"# + "\n"
+        try String(repeating: record, count: 4).write(to: file, atomically: true, encoding: .utf8)
+        let preview = try await tuner().preview(of: file, options(steps: 1))
+        #expect(preview.spans.filter(\.isTrained).map(\.text).joined().hasPrefix("Hello"))
+        #expect(preview.spans.first?.isTrained == false)
+        let notice = "The chat template writes no token after an answer, so the token that ends a text is added there."
+        #expect(preview.notices == [notice])
+    }
+
+    /// A tokenizer that is never called on the main thread.
+    private struct AwayFromMain: TextTokenizer {
+        let bytes = ByteTokenizer()
+        var beginOfText: Int? { bytes.beginOfText }
+        var endOfText: Int? { bytes.endOfText }
+        var hasChatTemplate: Bool { bytes.hasChatTemplate }
+        func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
+            #expect(!Thread.isMainThread)
+            return bytes.encode(text, addsSpecialTokens: addsSpecialTokens)
+        }
+        func decode(_ tokens: [Int]) -> String { bytes.decode(tokens) }
+        func isSpecial(_ token: Int) -> Bool { bytes.isSpecial(token) }
+        func encode(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int] {
+            #expect(!Thread.isMainThread)
+            return bytes.encode(messages, opensAnswer: opensAnswer)
+        }
+    }
+
+    @MainActor @Test func nothingThatTakesTimeIsOnTheMainActor() async throws {
+        let (tuner, text) = (try await tuner(tokenizer: AwayFromMain()), try text())
+        _ = try await tuner.preview(of: text, options(steps: 1))
+        for try await _ in tuner.train(on: text, options(steps: 1)) {}
+    }
+
+    // MARK: - Ends
+
+    @Test func aCancelledTaskKeepsWhatWasLearnedAndGoesOnToTheSameBits() async throws {
+        let (tuner, text) = (try await tuner(), try text())
+        for try await _ in tuner.train(on: text, options(steps: 12)) {}
+        let whole = try contents(tuner.adapters)
+
+        let (steps, sender) = AsyncStream.makeStream(of: Int.self)
+        let task = Task { [self] in
+            for try await update in tuner.train(on: text, options(steps: 12)) { sender.yield(update.step) }
+        }
+        for await step in steps where step >= 3 { break }
+        task.cancel()
+        try await task.value
+        let part = try contents(tuner.adapters)
+        #expect(part != whole)
+        #expect(tuner.canContinueTraining)
+        // As after the process has ended.
+        let other = try await self.tuner()
+        var last: TrainingUpdate?
+        for try await update in other.continueTraining() { last = update }
+        #expect(last?.fraction == 1)
+        #expect(try contents(other.adapters) == whole)
+        #expect(!other.canContinueTraining)
+    }
+
+    @Test func leavingTheLoopStopsTheRun() async throws {
+        let tuner = try await tuner()
+        for try await update in tuner.train(on: try text(), options(steps: 1_000_000)) where update.step == 3 { break }
+        await tuner.stop()
+        let log = try LogSummary(folder: runs.appendingPathComponent("1"))
+        #expect(log.end?.reason == .stopped && log.lastStep >= 3)
+        #expect(try !contents(tuner.adapters).isEmpty)
+    }
+
+    @Test func aRunThatIsStoppedBeforeItBeginsLeavesNothing() async throws {
+        let tuner = try await tuner()
+        let updates = tuner.train(on: try text(), options(steps: 1_000_000))
+        await tuner.stop()
+        for try await _ in updates {}
+        #expect(try FileManager.default.contentsOfDirectory(atPath: runs.path).count <= 1)
+    }
+
+    @Test func theAdaptersOfBeforeStayUntilThereAreNew() async throws {
+        let (tuner, text) = (try await tuner(), try text())
+        #expect(throws: FineTuningError.self) { try tuner.adapters }
+        for try await _ in tuner.train(on: text, options(steps: 2)) {}
+        let before = try contents(tuner.adapters)
+        let none = folder.appendingPathComponent("none.txt")
+        #expect(try await sentence(tuner.train(on: none)) == "none.txt cannot be read.")
+        #expect(try contents(tuner.adapters) == before)
+        var options = options(steps: 3)
+        options.initialAdapters = try tuner.adapters.url
+        for try await _ in tuner.train(on: text, options) {}
+        #expect(try contents(tuner.adapters) != before)
+        #expect(try FileManager.default.contentsOfDirectory(atPath: runs.path) == ["2"])
+    }
+
+    // MARK: - What is refused
+
+    @Test func aFolderThatIsNoBundleIsRefused() async throws {
+        let problem = "/nowhere is not a bundle: it has no manifest.json. Make one with mesp-export."
+        let error = await #expect(throws: FineTuningError.self) {
+            try await FineTuner(bundle: URL(fileURLWithPath: "/nowhere"), tokenizer: ByteTokenizer(), folder: self.runs)
+        }
+        #expect(error?.errorDescription == problem)
+    }
+
+    @Test func optionsOutOfRangeAreRefusedByName() async throws {
+        let (tuner, text) = (try await tuner(), try text())
+        func refusal(_ change: (inout TrainingOptions) -> Void) async throws -> String {
+            var options = options(steps: 1)
+            change(&options)
+            #expect(throws: FineTuningError.self) { try tuner.predictedPeak(options) }
+            return try await sentence(tuner.train(on: text, options))
+        }
+        #expect(try await refusal { $0.steps = 0 } == "steps must be at least 1.")
+        #expect(try await refusal { $0.learningRate = -1 } == "learningRate must be a finite number above 0.")
+        #expect(try await refusal { $0.learningRate = .nan } == "learningRate must be a finite number above 0.")
+        #expect(try await refusal { $0.batchSize = 0 } == "batchSize must be at least 1.")
+        #expect(try await refusal { $0.batchSize = 1 << 40 }.hasPrefix("batch_size"))
+        #expect(try await refusal { $0.evaluationInterval = -1 } == "evaluationInterval must be at least 0.")
+        #expect(try await refusal { $0.maxForgetting = 0 } == "maxForgetting must be a finite number above 0.")
+        #expect(try await refusal { $0.memory = .megabytes(0) } == "memory must be above 0 megabytes.")
+        #expect(try await refusal { $0.sequenceLength = 33 }.contains("has no trace for sequences of 33 tokens"))
+        let limit = try await refusal { $0.memory = .megabytes(1) }
+        #expect(limit.hasPrefix("A memory limit of ") && limit.contains("MB is too low"))
+        #expect(!tuner.canContinueTraining)
+        #expect(try FileManager.default.contentsOfDirectory(atPath: runs.path).isEmpty, "a run has left something")
+    }
+
+    @Test func oneRunAtATime() async throws {
+        let (tuner, text) = (try await tuner(), try text())
+        let updates = tuner.train(on: text, options(steps: 1_000_000))
+        #expect(try await sentence(tuner.train(on: text)) == "A run is in progress; stop it first.")
+        for try await _ in updates { break }
+        await tuner.stop()
+    }
+
+    // MARK: - Beside the app's own work
+
+    @MainActor @Test func theRunWaitsWhileTheAppUsesMLX() async throws {
+        let monitor = TestMonitor()
+        let tuner = try await tuner(monitor: monitor)
+        let updates = tuner.train(on: try text(), options(steps: 1_000_000))
+        for try await update in updates where update.step == 2 { break }
+        let controller = tuner
+        let result = await tuner.whilePaused { () -> Float in
+            let before = try? LogSummary(folder: self.runs.appendingPathComponent("1")).lastStep
+            let sum = (MLXArray([1, 2] as [Float]) + 1).sum().item(Float.self)
+            try? await Task.sleep(for: .milliseconds(200))
+            let after = try? LogSummary(folder: self.runs.appendingPathComponent("1")).lastStep
+            #expect(before == after)
+            return sum
+        }
+        #expect(result == 5)
+        await controller.stop()
+    }
+
+    @MainActor @Test func aPauseSaysWhyAndTheRunGoesOn() async throws {
+        let monitor = TestMonitor()
+        let tuner = try await tuner(monitor: monitor)
+        var (pauses, after): ([MeSP.PauseReason], Int) = ([], 0)
+        for try await update in tuner.train(on: try text(), options(steps: 1_000_000)) {
+            if update.step == 2, pauses.isEmpty { monitor.thermalState = .serious }
+            if let pause = update.pause, pauses.last != pause {
+                pauses.append(pause)
+                if pause == .heat {
+                    monitor.thermalState = .nominal
+                    await tuner.pause()
+                } else {
+                    await tuner.resume()
+                }
+            }
+            if pauses.contains(.user), update.pause == nil { after += 1 }
+            if after > 3 { break }
+        }
+        await tuner.stop()
+        #expect(pauses == [.heat, .user] || pauses == [.heat, .user, .heat])
+        #expect(MeSP.PauseReason.allCases.map(\.rawValue) == MeSPControl.PauseReason.allCases.map(\.rawValue))
+        #expect(MeSP.PauseReason.heat.message == "The phone is too warm. Training continues when it has cooled down.")
+    }
+
+    @Test func itSetsNoVariableOfTheProcess() async throws {
+        // In a process of its own the engine sets them.
+        let names = ["MLX_ENABLE_TF32", "MLX_MAX_OPS_PER_BUFFER", "MLX_METAL_GPU_ARCH"]
+        let before = names.map { getenv($0).map { String(cString: $0) } }
+        for name in names { unsetenv(name) }
+        defer { for (name, value) in zip(names, before) { if let value { setenv(name, value, 1) } } }
+        let tuner = try await tuner()
+        for try await _ in tuner.train(on: try text(), options(steps: 1)) {}
+        #expect(names.allSatisfy { getenv($0) == nil })
+        FineTuner.prepareProcess()
+        #expect(getenv("MLX_ENABLE_TF32") != nil && getenv("MLX_MAX_OPS_PER_BUFFER") != nil)
+        for name in names { unsetenv(name) }
+    }
+}
+
+/// The limits of MLX, which are the process's.
+@Suite(.serialized) struct MLXLimitsTests {
+    @Test func ofTheProcessComeBack() {
+        let before = (Memory.cacheLimit, Memory.memoryLimit)
+        defer { (Memory.cacheLimit, Memory.memoryLimit) = before }
+        (Memory.cacheLimit, Memory.memoryLimit) = (1000, 2000)
+        MLXLimits.set(.cache, to: 10) {
+            MLXLimits.set(.memory, to: 20) {
+                MLXLimits.set(.memory, to: 30) {
+                    MLXLimits.giveBack {
+                        #expect((Memory.cacheLimit, Memory.memoryLimit) == (1000, 2000))
+                        Memory.memoryLimit = 3000
+                    }
+                    #expect((Memory.cacheLimit, Memory.memoryLimit) == (10, 30))
+                }
+                #expect((Memory.cacheLimit, Memory.memoryLimit) == (10, 20))
+                // As other code may do on another thread.
+                Memory.cacheLimit = 4000
+            }
+            #expect((Memory.cacheLimit, Memory.memoryLimit) == (4000, 3000))
+        }
+        #expect((Memory.cacheLimit, Memory.memoryLimit) == (4000, 3000))
+    }
+}
