@@ -18,6 +18,9 @@ let mlxModule: Target.Dependency = .product(name: "MLX", package: hostMLX ? "Hos
 /// mlx-swift's MLX is known, the wheel's is asked for.
 let swiftSettings: [SwiftSetting] = hostMLX ? [.define("MESP_HOST_MLX")] : []
 
+/// A wheel carries an engine without `federate`: on Linux, Foundation's networking needs a libcurl, which no wheel may expect.
+let isForWheel = Context.environment["MESP_WHEEL"] != nil
+
 /// The tests of an optimized core need not be optimized: that takes a third of the build.
 let quickly: [SwiftSetting] = hostMLX ? [.unsafeFlags(["-Onone"], .when(configuration: .release))] : []
 
@@ -71,9 +74,11 @@ let package = Package(
         .target(name: "MeSPSentences", path: "ios/MeSPTrainer/Sentences"),
         .executableTarget(
             name: "mesp-engine",
-            dependencies: ["MeSPBundle", "MeSPCore", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck", mlxModule],
+            dependencies: ["MeSPBundle", "MeSPCore", "MeSPFiles", "MeSPSelfCheck", mlxModule]
+                + (isForWheel ? [] : ["MeSPFederation"]),
             path: "ios/MeSPTrainer/Engine",
-            swiftSettings: swiftSettings),
+            exclude: isForWheel ? ["Federate.swift"] : [],
+            swiftSettings: swiftSettings + (isForWheel ? [.define("MESP_WHEEL")] : [])),
         .target(
             name: "MeSPAppModel",
             dependencies: [
