@@ -18,7 +18,7 @@ import pytest
 import mesp
 from helpers.paths import ROOT
 from helpers.sources import copy_sources
-from mesp.engine.build import find_engine
+from mesp.engine.build import find_engine, mlx_folder
 
 pytestmark = pytest.mark.wheel
 
@@ -88,7 +88,7 @@ def test_the_commands_work_away_from_a_checkout(programs: Path, work: Path):
 FIVE_LINES = """
 from helpers.paths import ROOT
 from helpers.sources import copy_sources
-from mesp.engine.build import find_engine
+from mesp.engine.build import find_engine, mlx_folder
 import mesp
 bundle = mesp.export("demo", "five.mesp", seq_len=64)
 run = mesp.train(bundle, steps=5, memory_limit=60)
@@ -114,6 +114,8 @@ def test_a_wheel_of_this_platform_needs_no_compiler(work: Path):
     call([sys.executable, "-m", "venv", environment], work)
     call([environment / "bin" / "pip", "install", "--quiet", wheel], work)
     program = environment / "bin" / "mesp"
+    (carried,) = environment.rglob("programs/mesp-engine")
+    assert str(mlx_folder()).encode() not in carried.read_bytes()  # it finds its own environment's
     alone = {"PATH": "/nowhere", "XDG_CACHE_HOME": str(work / "ready-cache")}
     for command in (
         ["export", "--model", "demo", "--seq-len", 64, "--out", "ready.mesp"],
@@ -128,11 +130,5 @@ def test_a_wheel_of_this_platform_needs_no_compiler(work: Path):
     train = ["train", "ready.mesp", "--steps", 5, "--val-batches", 2, "--out"]
     engine = {"MESP_ENGINE": str(find_engine())}
     call([program, *train, "checkout-run"], work, **engine)
-    assert losses(work / "ready-run") == losses(work / "checkout-run")
-
-
-def losses(run: Path) -> list[float]:
-    lines = map(json.loads, (run / "log.jsonl").read_text(encoding="utf-8").splitlines())
-    found = [line["loss"] for line in lines if line["type"] == "step"]
-    assert len(found) == 5
-    return found
+    ready, other = (mesp.RunLog.load(work / name).losses for name in ("ready-run", "checkout-run"))
+    assert ready == other and len(ready) == 5
