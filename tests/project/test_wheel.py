@@ -125,6 +125,8 @@ def test_a_wheel_of_this_platform_needs_no_compiler(work: Path):
         done = call([program, *command], work, **alone)
         assert done.returncode == 0 and "Building" not in done.stderr, done.stderr
     assert not (work / "ready-cache" / "mesp").exists()
+    refused = call([carried, "federate", "settings.json"], work, **alone)
+    assert refused.returncode == 2 and "takes no part in federations" in refused.stderr
 
     # The same numbers as the engine that Swift's own libraries are loaded for.
     train = ["train", "ready.mesp", "--steps", 5, "--val-batches", 2, "--out"]
