@@ -10,7 +10,7 @@
 # make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU, and records a run of it
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
 # make first-hour  measures this machine, and packs one file to send back (docs/first-hour.md)
-# make dist    writes the wheel and the sdist to dist/
+# make dist    writes to dist/ the sdist, a wheel that builds the engine where it is used, and one for this platform that carries it
 # make generated  writes the files in Swift that say what Python declares
 # make setup   makes .venv with everything the others need (each calls it)
 # make lock    resolves the versions that CI and the image install
@@ -87,6 +87,8 @@ ledger: $(READY)
 
 dist: $(READY)
 	$(BIN)/python -m build
+	$(BIN)/python tools/platform_wheel.py
+	@ls -l dist
 
 demo: $(READY)
 	$(BIN)/python tools/demo.py

@@ -18,6 +18,9 @@ let mlxModule: Target.Dependency = .product(name: "MLX", package: hostMLX ? "Hos
 /// mlx-swift's MLX is known, the wheel's is asked for.
 let swiftSettings: [SwiftSetting] = hostMLX ? [.define("MESP_HOST_MLX")] : []
 
+/// A wheel carries an engine without `federate`: on Linux, Foundation's networking needs a libcurl, which no wheel may expect.
+let isForWheel = Context.environment["MESP_WHEEL"] != nil
+
 /// The tests of an optimized core need not be optimized: that takes a third of the build.
 let quickly: [SwiftSetting] = hostMLX ? [.unsafeFlags(["-Onone"], .when(configuration: .release))] : []
 
@@ -28,13 +31,9 @@ let package = Package(
     name: "MeSP",
     platforms: [.iOS(.v17), .macOS(.v14)],
     products: [
-        .library(name: "MeSPBundle", targets: ["MeSPBundle"]),
-        .library(name: "MeSPCore", targets: ["MeSPCore"]),
-        .library(name: "MeSPControl", targets: ["MeSPControl"]),
+        .library(name: "MeSP", targets: ["MeSP"]),
+        // For the app of this repository.
         .library(name: "MeSPAppModel", targets: ["MeSPAppModel"]),
-        .library(name: "MeSPDownload", targets: ["MeSPDownload"]),
-        .library(name: "MeSPFederation", targets: ["MeSPFederation"]),
-        .library(name: "MeSPSelfCheck", targets: ["MeSPSelfCheck"]),
         .executable(name: "mesp-engine", targets: ["mesp-engine"]),
     ],
     dependencies: [mlx],
@@ -76,11 +75,11 @@ let package = Package(
         .target(name: "MeSPSentences", path: "ios/MeSPTrainer/Sentences"),
         .executableTarget(
             name: "mesp-engine",
-            dependencies: [
-                "MeSPBundle", "MeSPCore", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck", "MeSPSentences", mlxModule,
-            ],
+            dependencies: ["MeSPBundle", "MeSPCore", "MeSPFiles", "MeSPSelfCheck", "MeSPSentences", mlxModule]
+                + (isForWheel ? [] : ["MeSPFederation"]),
             path: "ios/MeSPTrainer/Engine",
-            swiftSettings: swiftSettings),
+            exclude: isForWheel ? ["Federate.swift"] : [],
+            swiftSettings: swiftSettings + (isForWheel ? [.define("MESP_WHEEL")] : [])),
         .target(
             name: "MeSPAppModel",
             dependencies: [

@@ -1,9 +1,13 @@
-"""Puts what the programs in Swift are built from into wheels and sdists; pyproject.toml says all
-else."""
+"""Puts what the programs in Swift are built from into wheels and sdists, a built engine into a
+wheel of one platform, and the README into all as PyPI can show it; pyproject.toml says all else."""
 
+import re
+import tomllib
 from pathlib import Path
+from typing import ClassVar
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 # The whole packages of SwiftPM: a manifest whose targets are not all there does not load.
@@ -34,6 +38,8 @@ SOURCES += sorted(
     for path in Path(folder).rglob("*")
     if path.suffix in SUFFIXES
 )
+# What a wheel with programs contains; tools/platform_wheel_notice.txt has the notices.
+LICENSE_OF_PROGRAMS = "MIT AND Apache-2.0 WITH Swift-exception AND Unicode-3.0"
 
 
 class BuildWithEngineSources(build_py):
@@ -52,4 +58,64 @@ class BuildWithEngineSources(build_py):
         return [*super().get_source_files(), *SOURCES]
 
 
-setup(cmdclass={"build_py": BuildWithEngineSources})
+class WheelWithPrograms(bdist_wheel):
+    """Makes, where `--programs` names a folder of built programs, a wheel of the platform
+    `--plat-name` that carries them. `tools/platform_wheel.py` asks for it.
+
+    They are compiled with one version of MLX, which the folder's file `mlx-version` names: the
+    wheel requires that one.
+    """
+
+    user_options: ClassVar = [
+        *bdist_wheel.user_options,
+        ("programs=", None, "folder of built programs"),
+    ]
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.programs = None
+
+    def finalize_options(self) -> None:
+        if self.programs:
+            package = self.distribution
+            package.has_ext_modules = lambda: True  # setuptools asks nothing else
+            package.metadata.license_expression = LICENSE_OF_PROGRAMS
+            version = Path(self.programs, "mlx-version").read_text(encoding="utf-8").strip()
+            package.install_requires = package.metadata.install_requires = [
+                re.sub(r"^(mlx(\[cpu\])?)[<>=][^;]*", rf"\1=={version}", requirement)
+                for requirement in package.install_requires
+            ]
+        super().finalize_options()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        tag = super().get_tag()
+        return ("py3", "none", tag[2]) if self.programs else tag  # for every Python
+
+    def run(self) -> None:
+        if self.programs:
+            self.run_command("build")
+            built = Path(self.get_finalized_command("build").build_lib)
+            self.copy_tree(self.programs, str(built / "mesp" / "engine" / "programs"))
+        super().run()
+
+
+def description(readme: str, source: str | None) -> str:
+    """The README for PyPI, which shows one page: links lead to the repository `source`, or, where
+    it has no address, are plain text, and pictures are left out."""
+    if source:
+        to_file = rf"{source}/blob/HEAD/"
+        readme = re.sub(r"\]\((?!https?:|#)", f"]({to_file}", readme)
+        return re.sub(r'src="(?!https?:)', f'src="{source}/raw/HEAD/', readme)
+    # A picture stands with the note below it.
+    readme = re.sub(r"<img [^>]*>\n\n(\*[^*]+\*\n\n)?", "", readme)
+    return re.sub(r"\[([^][]*)\]\((?!https?:|#)[^)]*\)", r"\1", readme)
+
+
+project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+setup(
+    cmdclass={"build_py": BuildWithEngineSources, "bdist_wheel": WheelWithPrograms},
+    long_description=description(
+        Path("README.md").read_text(encoding="utf-8"), project.get("urls", {}).get("Source")
+    ),
+    long_description_content_type="text/markdown",
+)

@@ -19,20 +19,23 @@ guard let wheel = Context.environment["MESP_HOST_MLX"] else {
 }
 
 #if os(Linux)
-    let openBLAS = wheel + "/../scipy_openblas32/lib"
-    let hasOpenBLAS = FileManager.default.fileExists(atPath: openBLAS + "/libscipy_openblas.so")
+    let openBLAS = "/../scipy_openblas32/lib"
+    let hasOpenBLAS = FileManager.default.fileExists(atPath: wheel + openBLAS + "/libscipy_openblas.so")
 #else
     let openBLAS = ""
     let hasOpenBLAS = false  // the macOS wheel uses Accelerate
 #endif
 
+/// Where a program looks for the wheel's libraries: there, or, where MESP_WHEEL says so, from its own folder on.
+let whenRun = Context.environment["MESP_WHEEL"] ?? wheel
+
 func link(_ folder: String) -> [String] {
-    ["-L" + folder, "-Xlinker", "-rpath", "-Xlinker", folder]
+    ["-L" + wheel + folder, "-Xlinker", "-rpath", "-Xlinker", whenRun + folder]
 }
 
 // MLX's headers call std::bind, for which GCC 12's library uses what C++20 deprecates.
 var cxxSettings: [CXXSetting] = [.unsafeFlags(["-isystem", wheel + "/include", "-Wno-deprecated-declarations"])]
-var linkerSettings: [LinkerSetting] = [.unsafeFlags(link(wheel + "/lib")), .linkedLibrary("mlx")]
+var linkerSettings: [LinkerSetting] = [.unsafeFlags(link("/lib")), .linkedLibrary("mlx")]
 if hasOpenBLAS {
     cxxSettings.append(.define("HOST_OPENBLAS"))
     linkerSettings += [.unsafeFlags(link(openBLAS)), .linkedLibrary("scipy_openblas")]

@@ -15,7 +15,7 @@ from helpers.paths import ROOT
 
 HOME = ROOT / "ios" / "MeSPTrainer"
 PAGES = [
-    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"),
     *(ROOT / "tools" / "README.md", ROOT / "tools" / "studies" / "README.md"),
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(HOME.rglob("*.docc/*.md")),

@@ -65,15 +65,24 @@ def installed(fakes: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def start(folder: Path, search: str = "find_engine") -> subprocess.Popen:
-    """Finds a program of a checkout or of installed sources."""
+@pytest.fixture
+def carried(fakes: Path, tmp_path: Path) -> Path:
+    """The engine of a wheel of one platform."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    shutil.copy(FAKE_ENGINE, folder / "mesp-engine")
+    (folder / "mlx-version").write_text(metadata.version("mlx") + "\n")
+    return folder
+
+
+def start(folder: Path, search: str = "find_engine", *carried: Path) -> subprocess.Popen:
+    """Finds a program of a checkout or of installed sources, or an engine that came with them."""
     program = "import sys, pathlib, mesp.engine.build, mesp.errors\n"
-    program += "checkout, sources = map(pathlib.Path, sys.argv[1:])\n"
-    program += f"try: print(mesp.engine.build.{search}(checkout, sources))\n"
+    program += f"try: print(mesp.engine.build.{search}(*map(pathlib.Path, sys.argv[1:])))\n"
     program += "except mesp.errors.MespError as error: sys.exit(error.message)\n"
     where = (folder, "/nowhere") if folder.name == "checkout" else ("/nowhere", folder)
     return subprocess.Popen(
-        [sys.executable, "-c", program, *where],
+        [sys.executable, "-c", program, *where, *carried],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -81,8 +90,8 @@ def start(folder: Path, search: str = "find_engine") -> subprocess.Popen:
     )
 
 
-def find(folder: Path, search: str = "find_engine") -> subprocess.CompletedProcess:
-    process = start(folder, search)
+def find(folder: Path, search: str = "find_engine", *carried: Path) -> subprocess.CompletedProcess:
+    process = start(folder, search, *carried)
     return subprocess.CompletedProcess(
         process.args, process.wait(), process.stdout.read(), process.stderr.read()
     )
@@ -202,6 +211,59 @@ def test_a_missing_compiler_is_named(place: str, request, monkeypatch: pytest.Mo
 
 def test_without_sources_the_way_out_is_named(fakes: Path, tmp_path: Path):
     assert "or set MESP_ENGINE" in find(tmp_path).stderr
+
+
+# Installed with a built engine: a wheel of one platform.
+
+
+def find_carried(installed: Path, carried: Path) -> subprocess.CompletedProcess:
+    return find(installed, "find_engine", carried)
+
+
+def test_the_engine_of_a_wheel_is_taken_as_it_is(
+    installed: Path, carried: Path, fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    found = find_carried(installed, carried)
+    assert (found.stdout.strip(), found.stderr) == (str(carried / "mesp-engine"), "")
+    assert calls(fakes) == [] and not (tmp_path / "cache").exists()
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}")  # of the stand-in's `env python3`
+    assert find_carried(installed, carried).stdout == found.stdout
+
+
+def test_the_engine_of_a_wheel_runs_with_the_mlx_of_its_headers_alone(
+    installed: Path, carried: Path, fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It would say that it fits: it names the MLX that it has loaded."""
+    (carried / "mlx-version").write_text("0.32.3\n")
+    engine = Path(find_carried(installed, carried).stdout.strip())
+    assert engine.parents[1] == tmp_path / "cache" / "mesp" and len(calls(fakes)) == 1
+    monkeypatch.setenv("PATH", "/nowhere")
+    said = f"runs with MLX 0.32.3, and {metadata.version('mlx')} is installed: install the package"
+    assert said in find_carried(installed, carried).stderr
+
+
+@pytest.mark.parametrize(
+    "does, said",
+    [
+        ("echo cannot load libmlx.so >&2; exit 127", "does not start (it says cannot load libmlx"),
+        ("echo mesp-engine 0.0.1 with MLX 0.1", "(it says mesp-engine 0.0.1 with MLX 0.1)"),
+        ("exit 1", "does not start (it says nothing)"),
+    ],
+)
+def test_an_engine_of_a_wheel_that_does_not_start_is_built_or_named(
+    does: str,
+    said: str,
+    installed: Path,
+    carried: Path,
+    fakes: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    (carried / "mesp-engine").write_text(f"#!/bin/sh\n{does}\n")
+    assert find_carried(installed, carried).stdout.strip() not in ("", str(carried / "mesp-engine"))
+    assert len(calls(fakes)) == 1
+    monkeypatch.setenv("PATH", "/nowhere")
+    found = find_carried(installed, carried)
+    assert found.returncode == 1 and said in found.stderr and "install Swift 6" in found.stderr
 
 
 # Installed without a checkout: the engine is built once, in the user's cache.

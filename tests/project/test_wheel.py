@@ -2,20 +2,23 @@
 
 A wheel is built from what a Docker image is built from, and installed into an environment of its
 own, with everything that it needs from PyPI. Swift builds the engine once, in a cache of its own.
+Of `make dist`'s wheel for this platform, nothing is built where it is installed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import mesp
 from helpers.paths import ROOT
+from helpers.sources import copy_sources
+from mesp.engine.build import find_engine, mlx_folder
 
 pytestmark = pytest.mark.wheel
 
@@ -29,15 +32,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def programs(work: Path) -> Path:
     """The folder of the installed commands."""
     context, environment = work / "context", work / "environment"
-    context.mkdir()
-    for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines():
-        if line.startswith("!"):
-            source, target = ROOT / line[1:], context / line[1:]
-            target.parent.mkdir(exist_ok=True)
-            if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns(".build"))
-            else:
-                shutil.copy(source, target)
+    copy_sources(context)
     call([sys.executable, "-m", "build", "--outdir", work / "dist", context], work)
     (wheel,) = (work / "dist").glob("*.whl")
     call([sys.executable, "-m", "venv", environment], work)
@@ -91,7 +86,6 @@ def test_the_commands_work_away_from_a_checkout(programs: Path, work: Path):
 
 
 FIVE_LINES = """
-from helpers.paths import ROOT
 import mesp
 bundle = mesp.export("demo", "five.mesp", seq_len=64)
 run = mesp.train(bundle, steps=5, memory_limit=60)
@@ -108,3 +102,33 @@ def test_five_lines_of_python_work_away_from_a_checkout(programs: Path, work: Pa
     notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     call([programs / "python", "-c", "\n".join(cells)], work)
+
+
+def test_a_wheel_of_this_platform_needs_no_compiler(work: Path):
+    call(["make", "--directory", ROOT, "dist"], work)
+    (wheel,) = (ROOT / "dist").glob(f"mesp-{mesp.__version__}-py3-none-m*.whl")  # of its platform
+    environment = work / "ready"
+    call([sys.executable, "-m", "venv", environment], work)
+    call([environment / "bin" / "pip", "install", "--quiet", wheel], work)
+    program = environment / "bin" / "mesp"
+    (carried,) = environment.rglob("programs/mesp-engine")
+    names_ours = str(mlx_folder()).encode() in carried.read_bytes()
+    assert not names_ours  # it finds its own environment's
+    alone = {"PATH": "/nowhere", "XDG_CACHE_HOME": str(work / "ready-cache")}
+    for command in (
+        ["export", "--model", "demo", "--seq-len", 64, "--out", "ready.mesp"],
+        ["train", "ready.mesp", "--steps", 5, "--val-batches", 2, "--out", "ready-run"],
+        ["generate", "ready.mesp", "--adapters", "ready-run/adapters", "--prompt", "My fellow"],
+    ):
+        done = call([program, *command], work, **alone)
+        assert done.returncode == 0 and "Building" not in done.stderr, done.stderr
+    assert not (work / "ready-cache" / "mesp").exists()
+    refused = call([carried, "federate", "settings.json"], work, **alone)
+    assert refused.returncode == 2 and "takes no part in federations" in refused.stderr
+
+    # The same numbers as the engine that Swift's own libraries are loaded for.
+    train = ["train", "ready.mesp", "--steps", 5, "--val-batches", 2, "--out"]
+    engine = {"MESP_ENGINE": str(find_engine())}
+    call([program, *train, "checkout-run"], work, **engine)
+    ready, other = (mesp.RunLog.load(work / name).losses for name in ("ready-run", "checkout-run"))
+    assert ready == other and len(ready) == 5

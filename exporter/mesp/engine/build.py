@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 CHECKOUT = Path(__file__).resolve().parents[3]
 # The folder into which `setup.py` puts the Swift package, laid out as in a checkout.
 SOURCES = Path(__file__).with_name("sources")
+# The folder into which it puts a built engine, and `mlx-version`, the MLX that it is built with.
+CARRIED = Path(__file__).with_name("programs")
+# From there to the `mlx` package beside this one, as the loader of programs writes it.
+MLX_FROM_CARRIED = f"{'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}/../../../mlx"
 
 
 class Program(NamedTuple):
@@ -41,10 +45,13 @@ ENGINE = Program("mesp-engine", ".")
 COUNTER = Program("mesp-count", "ios/HostMLXLedger")
 
 
-def find_engine(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
-    """A ready engine: MESP_ENGINE, the checkout's, or the one in the user's cache.
+def find_engine(
+    checkout: Path = CHECKOUT, sources: Path = SOURCES, carried: Path = CARRIED
+) -> Path:
+    """A ready engine: MESP_ENGINE, the checkout's, the wheel's, or the one in the user's cache.
 
-    The last two are built first where they are missing or old. Raises MespError where that fails.
+    The checkout's and the cache's are built first where they are missing or old. Raises
+    MespError where that fails.
     """
     if named := os.environ.get("MESP_ENGINE"):
         engine = Path(named)
@@ -56,7 +63,34 @@ def find_engine(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
                 f"{said or 'nothing'}. Build it again, or unset MESP_ENGINE."
             )
         return engine
+    if not has_sources(checkout) and has_engine(carried):
+        if not (reason := misfit(carried)):
+            return carried / ENGINE.name
+        if shutil.which("swift") is None:
+            raise MespError(
+                f"The mesp-engine that came with this package {reason}: install the package again, "
+                "into an environment of its own, or install Swift 6 from https://swift.org/install "
+                "to build another."
+            )
     return _find(ENGINE, checkout, sources)
+
+
+def has_engine(carried: Path) -> bool:
+    """Whether the package came with a built engine."""
+    return (carried / ENGINE.name).is_file()
+
+
+def misfit(carried: Path) -> str:
+    """Why the engine that came with the package cannot be used here; empty where it can.
+
+    It is compiled with the headers of one version of MLX, which go with that version's library
+    alone.
+    """
+    wanted = (carried / "mlx-version").read_text(encoding="utf-8").strip()
+    if wanted != (installed := metadata.version("mlx")):
+        return f"runs with MLX {wanted}, and {installed} is installed"
+    said = version_of(carried / ENGINE.name)
+    return "" if said == expected_version() else f"does not start (it says {said or 'nothing'})"
 
 
 def find_counter(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
@@ -90,6 +124,8 @@ def engine_path() -> Path:
         return Path(named)
     if has_sources(CHECKOUT):
         return built_program(CHECKOUT)
+    if has_engine(CARRIED) and not misfit(CARRIED):
+        return CARRIED / ENGINE.name
     return cached_program(SOURCES, mlx_folder())
 
 
@@ -231,12 +267,17 @@ def mlx_folder() -> Path:
 
 
 def build_program(
-    checkout: Path = CHECKOUT, scratch: Path | None = None, program: Program = ENGINE
+    checkout: Path = CHECKOUT,
+    scratch: Path | None = None,
+    program: Program = ENGINE,
+    *,
+    for_wheel: bool = False,
 ) -> Path:
     """Builds a program for release and returns its path. Only what has changed is compiled.
 
     `checkout`: the folder of the first Package.swift; `scratch`: of what the compiler writes, where
-    that is not the package's .build.
+    that is not the package's .build; `for_wheel`: it needs no Swift where it runs, and finds MLX
+    from the folder CARRIED.
     """
     swift = shutil.which("swift")
     if swift is None:
@@ -262,6 +303,12 @@ def build_program(
     ]
     # On macOS too: SwiftPM does not compile Metal shaders, and the wheel brings them compiled.
     environment = {"MESP_HOST_MLX": str(mlx_folder()), **os.environ}
+    if for_wheel:
+        environment["MESP_WHEEL"] = MLX_FROM_CARRIED
+        # Messages of MLX's headers name them.
+        command += ["-Xcxx", f"-ffile-prefix-map={environment['MESP_HOST_MLX']}=mlx"]
+        if sys.platform == "linux":  # a Mac has Swift's libraries
+            command += ["--static-swift-stdlib", "-Xlinker", "-s"]
     tail: deque[str] = deque(maxlen=40)
     with subprocess.Popen(
         command,

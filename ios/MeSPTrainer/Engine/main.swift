@@ -172,7 +172,12 @@ do {
     let arguments = CommandLine.arguments.dropFirst()
     switch (arguments.count, arguments.first) {
     case (2, "evaluate"): try evaluate(URL(fileURLWithPath: arguments[2]))
-    case (2, "federate"): try FederationSettings(contentsOf: URL(fileURLWithPath: arguments[2])).run()
+    case (2, "federate"):
+        #if MESP_WHEEL
+            fail("A wheel's mesp-engine takes no part in federations: build one in a checkout, with `make engine`.")
+        #else
+            try FederationSettings(contentsOf: URL(fileURLWithPath: arguments[2])).run()
+        #endif
     case (2, "generate"): try generate(URL(fileURLWithPath: arguments[2]))
     case (2, "self-check"): try checkMachine(URL(fileURLWithPath: arguments[2]))
     case (1, "--version"): print("mesp-engine \(Run.version) with MLX \(MLXSupport.version)")
