@@ -99,3 +99,17 @@ let package = Package(
             swiftSettings: quickly),
     ]
 )
+
+// The tokenizer in a bundle, for apps. Where MESP_HOST_MLX is set, nothing needs it and nothing is fetched.
+if !hostMLX {
+    package.dependencies.append(
+        .package(url: "https://github.com/huggingface/swift-transformers", from: "1.3.4"))
+    package.products.append(.library(name: "MeSPTokenizers", targets: ["MeSPTokenizers"]))
+    package.targets.append(
+        .target(
+            name: "MeSPTokenizers",
+            dependencies: [
+                "MeSP", "MeSPSentences", .product(name: "Tokenizers", package: "swift-transformers"),
+            ],
+            path: "ios/MeSPTrainer/Tokenizers"))
+}

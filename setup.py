@@ -10,7 +10,8 @@ from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-# The whole packages of SwiftPM: a manifest whose targets are not all there does not load.
+# The whole packages of SwiftPM: a manifest whose targets are not all there does not load. All but
+# MeSPTokenizers, which is no target where MESP_HOST_MLX is set, as it is where these are built.
 FOLDERS = (
     "ios/HostMLX/Sources",
     "ios/HostMLX/Tests",

@@ -503,7 +503,7 @@ def target() -> str:
 
 # The parts of the package, each after what it imports: module `MeSP` and the part's name.
 PARTS = ("Sentences", "Files", "Bundle", "Adapters", "Core", "Control", "", "Federation")
-PARTS += ("Download", "SelfCheck", "AppModel")
+PARTS += ("Download", "SelfCheck", "AppModel", "Tokenizers")
 
 
 class Compiler:

@@ -1,10 +1,11 @@
-"""The packages that a first build in Xcode takes, without a Mac: what the manifest and the project
-ask for and what Package.resolved pins agree with each other and with what the packages' releases
+"""The packages that a first build in Xcode takes, without a Mac: what the manifest asks for and
+what the project's Package.resolved pins agree with each other and with what the packages' releases
 say of themselves (package_releases.json), and the oldest Xcode that docs/app.md names builds them.
-An app can take mlx-swift-lm beside MeSPCore.
+An app can take mlx-swift-lm beside this package.
 """
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -20,7 +21,6 @@ WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 RECORD = json.loads((Path(__file__).parent / "package_releases.json").read_text())
 PACKAGES = RECORD["packages"]
 OLDEST = RECORD["oldest_xcode"]
-MANIFEST = (ROOT / "Package.swift").read_text(encoding="utf-8")
 APP_PAGE = (ROOT / "docs" / "app.md").read_text(encoding="utf-8")
 
 
@@ -28,13 +28,35 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(".")))
 
 
-def mlx_swift_range() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The first mlx-swift that Package.swift takes, and the first that it does not."""
-    requirements = re.findall(r'\.package\(url: "(.+?)", (.+)\)\n', MANIFEST)
-    ((url, requirement),) = requirements
-    assert url == PACKAGES["mlx-swift"]["location"]
-    first = version(re.fullmatch(r'\.upToNextMinor\(from: "(.+)"\)', requirement)[1])
-    return first, (first[0], first[1] + 1, 0)
+def manifest(folder: Path, wheel: str | None) -> dict:
+    """Package.swift as SwiftPM reads it, with MESP_HOST_MLX set to `wheel`, or not set."""
+    environment = {name: value for name, value in os.environ.items() if name != "MESP_HOST_MLX"}
+    if wheel:
+        environment["MESP_HOST_MLX"] = wheel
+    command = ["swift", "package", "--package-path", ROOT, "--scratch-path", folder, "dump-package"]
+    return json.loads(subprocess.check_output(command, env=environment, text=True))
+
+
+@pytest.fixture(scope="module")
+def app_manifest(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """As an app's project reads it."""
+    return manifest(tmp_path_factory.mktemp("app"), None)
+
+
+@pytest.fixture(scope="module")
+def ranges(app_manifest: dict) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The first version of each package that Package.swift takes, and the first that it does not.
+
+    All are ranges: SwiftPM refuses a package with a version that requires another's commit.
+    """
+    found = {}
+    for dependency in app_manifest["dependencies"]:
+        (package,) = dependency["sourceControl"]
+        (url,) = package["location"]["remote"]
+        assert url["urlString"] == PACKAGES[package["identity"]]["location"]
+        (bounds,) = package["requirement"]["range"]
+        found[package["identity"]] = version(bounds["lowerBound"]), version(bounds["upperBound"])
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +70,7 @@ def releases(pins: dict[str, dict]) -> dict[str, dict]:
     """The recorded release that each package is pinned to."""
     found = {}
     for name, pin in pins.items():
-        state = pin["state"]
-        found[name] = PACKAGES[name]["releases"][state.get("version", state["revision"])]
+        found[name] = PACKAGES[name]["releases"][pin["state"]["version"]]
     return found
 
 
@@ -61,8 +82,17 @@ def test_every_pin_is_the_commit_of_its_release(pins: dict, releases: dict):
         assert re.fullmatch(r"[0-9a-f]{40}", pin["state"]["revision"])
 
 
-def test_what_is_required_is_pinned_and_nothing_else(pins: dict, releases: dict):
-    required = {"mlx-swift", "swift-transformers"}
+def test_where_the_wheel_has_mlx_no_package_is_fetched(app_manifest: dict, tmp_path: Path):
+    """And only the tokenizer of an app needs a package that is left out there."""
+    here = manifest(tmp_path, "/wheel/mlx")
+    assert [list(each) for each in here["dependencies"]] == [["fileSystem"]]
+    for part in ("products", "targets"):
+        names = [{each["name"] for each in read[part]} for read in (app_manifest, here)]
+        assert names[0] - names[1] == {"MeSPTokenizers"} and names[1] <= names[0]
+
+
+def test_what_is_required_is_pinned_and_nothing_else(ranges: dict, pins: dict, releases: dict):
+    required = set(ranges)
     for release in releases.values():
         for name, (first, below) in release["requires"].items():
             required.add(name)
@@ -70,8 +100,9 @@ def test_what_is_required_is_pinned_and_nothing_else(pins: dict, releases: dict)
     assert required == set(pins)
 
 
-def test_the_pinned_mlx_swift_is_the_first_in_the_manifests_range(pins: dict):
-    assert version(pins["mlx-swift"]["state"]["version"]) == mlx_swift_range()[0]
+def test_what_the_manifest_requires_is_pinned_to_the_first_of_its_range(ranges: dict, pins: dict):
+    for name, (first, _) in ranges.items():
+        assert version(pins[name]["state"]["version"]) == first, name
 
 
 def test_the_pinned_mlx_swift_carries_the_mlx_that_the_core_names(releases: dict):
@@ -80,24 +111,23 @@ def test_the_pinned_mlx_swift_carries_the_mlx_that_the_core_names(releases: dict
     assert RECORD["mlx"][releases["mlx-swift"]["mlx"]] == named
 
 
-@pytest.mark.parametrize("name", RECORD["beside_the_core"])
-def test_an_app_can_take_this_package_beside_the_core(name: str):
-    """Both require mlx-swift alone together, and some version of it suits both."""
-    theirs = RECORD["beside_the_core"][name]["requires"]
-    (first, below) = map(version, theirs["mlx-swift"])
-    our_first, our_below = mlx_swift_range()
-    latest_first = max(first, our_first)
-    assert latest_first < min(below, our_below)
-    assert ".".join(map(str, latest_first)) in PACKAGES["mlx-swift"]["releases"]
+@pytest.mark.parametrize("name", RECORD["beside_this"])
+def test_an_app_can_take_this_package_beside_another(name: str, ranges: dict, pins: dict):
+    """Of each package that both require, the pinned version suits both."""
+    other = RECORD["beside_this"][name]
+    theirs = other["requires"] | other["its_readme_requires"]
+    common = theirs.keys() & (ranges.keys() | pins.keys())
+    assert common >= {"mlx-swift", "swift-transformers"}
+    for package in common:
+        first, below = map(version, theirs[package])
+        assert first <= version(pins[package]["state"]["version"]) < below, package
 
 
-def test_the_project_asks_for_the_pinned_swift_transformers(pins: dict):
+def test_the_project_takes_packages_by_the_manifest_alone():
+    """A second requirement would differ from it one day."""
     project = (PROJECT / "project.pbxproj").read_text(encoding="utf-8")
-    (requirement,) = re.findall(r"requirement = \{(.*?)\};", project, flags=re.S)
-    settings = dict(re.findall(r"(\w+) = (\S+);", requirement))
-    pinned = pins["swift-transformers"]["state"]
-    assert settings == {"kind": "revision", "revision": pinned["revision"]}
-    assert f'repositoryURL = "{pins["swift-transformers"]["location"]}"' in project
+    assert "XCLocalSwiftPackageReference" in project
+    assert "XCRemoteSwiftPackageReference" not in project
 
 
 def test_the_oldest_xcode_builds_the_pins_without_trust_in_a_plug_in(releases: dict):

@@ -1,8 +1,7 @@
 // Xcode 27 and newer have the protocol.
 #if os(iOS) && compiler(>=6.4)
     import AppIntents
-    import MeSPControl
-    import MeSPCore
+    import MeSPAppModel
 
     /// Continues with the run that waits or was cut off, while the app is away: for the Shortcuts app, Siri and the Action button.
     @available(iOS 27.0, *)

@@ -1,8 +1,6 @@
 #if os(iOS)
     import Foundation
     import MeSPAppModel
-    import MeSPControl
-    import MeSPCore
 
     /// The time that the system gives the intent, until the run has ended or the intent is cancelled.
     @MainActor final class IntentBackgroundTime: BackgroundTime {

@@ -1,4 +1,5 @@
 import MeSPAppModel
+import MeSPTokenizers
 import SwiftUI
 
 @main struct MeSPTrainerApp: App {
@@ -19,13 +20,13 @@ import SwiftUI
                 notificationDisplay: SystemNotifications(), activityDisplay: SystemLiveActivity(),
                 network: SystemNetwork(), recording: recording,
                 openDownload: { try BundleDownload(repository: $0, background: background) },
-                loadTokenizer: { try await BundleTokenizer(bundle: $0) })
+                loadTokenizer: { try await loadTokenizer(bundle: $0) })
         #else
             model = AppModel(
                 monitor: SystemMonitor(), folder: folder, notificationDisplay: SystemNotifications(),
                 network: SystemNetwork(),
                 recording: recording
-            ) { try await BundleTokenizer(bundle: $0) }
+            ) { try await loadTokenizer(bundle: $0) }
         #endif
     }
 

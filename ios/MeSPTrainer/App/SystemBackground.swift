@@ -2,8 +2,6 @@
     @preconcurrency import BackgroundTasks
     import Foundation
     import MeSPAppModel
-    import MeSPControl
-    import MeSPCore
 
     /// Time in the background from `BGTaskScheduler`. Info.plist permits the identifiers.
     @MainActor final class SystemBackground: BackgroundScheduler {

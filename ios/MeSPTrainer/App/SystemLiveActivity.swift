@@ -2,7 +2,6 @@
     import ActivityKit
     import Foundation
     import MeSPAppModel
-    import MeSPCore
 
     /// The run on the lock screen, as a Live Activity.
     @MainActor final class SystemLiveActivity: LiveActivityDisplay {

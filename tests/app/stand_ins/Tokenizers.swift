@@ -1,4 +1,4 @@
-// What the app uses of swift-transformers 1.3.3’s Tokenizers.
+// What MeSPTokenizers uses of swift-transformers 1.3.3’s Tokenizers.
 
 import Foundation
 

@@ -1,4 +1,3 @@
-import MeSP
 import MeSPAppModel
 import SwiftUI
 

@@ -1,9 +1,14 @@
 import Foundation
 import MeSP
-import MeSPAppModel
+import MeSPSentences
 import Tokenizers
 
-/// The tokenizer in a bundle, by swift-transformers.
+/// Loads the tokenizer in the bundle at `bundle`, by swift-transformers. Throws an error that names the bundle where its files cannot be read.
+public func loadTokenizer(bundle: URL) async throws -> any TextTokenizer {
+    try await BundleTokenizer(bundle: bundle)
+}
+
+/// A bundle's tokenizer, of swift-transformers.
 struct BundleTokenizer: TextTokenizer {
     private let tokenizer: any Tokenizer
 
@@ -31,9 +36,11 @@ struct BundleTokenizer: TextTokenizer {
         tokenizer.decode(tokens: [token], skipSpecialTokens: true).isEmpty && !decode([token]).isEmpty
     }
 
-    func encode(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int] {
+    func applyChatTemplate(
+        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+    ) throws -> [Int] {
         try tokenizer.applyChatTemplate(
-            messages: messages.map { ["role": $0.role, "content": $0.content] }, chatTemplate: nil,
-            addGenerationPrompt: opensAnswer, truncation: false, maxLength: nil, tools: nil)
+            messages: messages, chatTemplate: nil, addGenerationPrompt: addsGenerationPrompt, truncation: false,
+            maxLength: nil, tools: tools)
     }
 }
