@@ -40,7 +40,7 @@ public protocol UserInputProcessor: Sendable {
 }
 public protocol LanguageModel: Module {}
 public struct GenerateParameters: Sendable {
-    public init() {}
+    public init(maxTokens: Int? = nil) {}
 }
 public enum Generation: Sendable {
     case chunk(String)
