@@ -30,7 +30,10 @@ APP = HOME / "App"
 PROJECT = HOME / "MeSPTrainer.xcodeproj"
 HERE = Path(__file__).parent
 # The modules of a system, each after those that it imports.
-BOTH = ("Tokenizers", "UniformTypeIdentifiers", "CoreTransferable", "SwiftUI", "Charts")
+BOTH = (
+    *("Tokenizers", "UniformTypeIdentifiers", "CoreTransferable", "SwiftUI", "Charts"),
+    *("MLXNN", "MLXLMCommon", "FoundationModels", "MLXFoundationModels"),
+)
 STAND_INS = {
     "macOS": ("Darwin", "CryptoKit", "Metal", "AppKit", *BOTH, "UserNotifications", "Network"),
     "iOS": (
@@ -567,7 +570,8 @@ class Compiler:
             copy.parent.mkdir(parents=True, exist_ok=True)
             text = re.sub(r"\b(?:os|targetEnvironment)\((\w+)\)", self.condition, text)
             # What only the newest Xcode has is compiled too.
-            text = re.sub(r"\bcompiler\(>=[\d.]+\)", "true", text)
+            newest = r"\bcompiler\(>=[\d.]+\)|\bcanImport\(\w+, _version: \d+\)"
+            text = re.sub(newest, "true", text)
             copy.write_text(text, encoding="utf-8")
             made.append(copy)
         return made
@@ -641,6 +645,7 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
             assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
         compile("MeSPTrainer", *views)
     compile("Example", library_examples(tmp_path / "Example.swift"))
+    compile("BesideMLXSwiftLM", example_beside_mlx_swift_lm(tmp_path / "BesideMLXSwiftLM.swift"))
     if system == "macOS":
         sil = compile("engine", *sorted((HOME / "Engine").glob("*.swift")))
         # A closure in main.swift is isolated to the main actor unless it says otherwise. Where the
@@ -692,6 +697,15 @@ def library_examples(source: Path) -> Path:
     examples = re.findall(r"```swift\n(.*?)```", text, flags=re.S)
     assert len(examples) == 3
     source.write_text("import Foundation\n" + "".join(examples), encoding="utf-8")
+    return source
+
+
+def example_beside_mlx_swift_lm(source: Path) -> Path:
+    """The example of an app that runs mlx-swift-lm, as one source."""
+    text = (ROOT / "docs" / "mlx-swift-lm.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```swift\n(.*?)```", text, flags=re.S)
+    assert len(blocks) == 4
+    source.write_text("\n".join(blocks), encoding="utf-8")
     return source
 
 

@@ -1,0 +1,410 @@
+"""Adapters as the engine writes them, by the rules of mlx-swift-lm's loader.
+
+No Swift of mlx-swift-lm runs here. Its rules and the names of its models were read in
+github.com/ml-explore/mlx-swift-lm at 14414441fa44f45eee35a61e9fa0bab577cf9734 (22 August 2026),
+paths below Libraries/: MLXLMCommon/Adapters/LoRA/LoRAContainer.swift and PEFTAdapter.swift, the
+models in the file that each `Model` names, and their `model_type`s in MLXLLM/LLMModelFactory.swift
+and MLXVLM/VLMModelFactory.swift. `Module.update` is mlx-swift's, Source/MLXNN/Module.swift at
+09051ed1986b6f2c69b6fda4e32ca42dd7dcdec3.
+"""
+
+import json
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import pytest
+
+from helpers.commands import call
+from helpers.models import FAMILIES, TEXT, write_model
+from helpers.paths import ROOT
+from mesp.models import families
+from mesp.models.architecture import Architecture
+
+PAGE = ROOT / "docs" / "mlx-swift-lm.md"
+RANK, ALPHA = 4, 12
+CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
+
+
+class Model(NamedTuple):
+    """A model of mlx-swift-lm: its file, what the names of its blocks begin with, the linear layers
+    of a block, the module of a block that alone takes adapters (none: the block), and whether its
+    decoding keeps the weights of the first token that it generates."""
+
+    file: str
+    prefix: str
+    linear: set[str]
+    within: str = ""
+    keeps_weights: bool = False
+
+
+def named(module: str, *names: str) -> set[str]:
+    return {f"{module}.{name}" for name in names}
+
+
+WHOLE, TEXT_OF_SEVERAL = "model", "language_model.model"  # the prefixes of a text
+ATTENTION = named("self_attn", "q_proj", "k_proj", "v_proj", "o_proj")
+MLP = named("mlp", "gate_proj", "up_proj", "down_proj")
+DENSE = ATTENTION | MLP
+FUSED = named("self_attn", "qkv_proj", "o_proj") | named("mlp", "gate_up_proj", "down_proj")
+DELTA_NET = named(
+    *("linear_attn", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+)
+SHARED_EXPERT = named("mlp.shared_expert", "gate_proj", "up_proj", "down_proj")
+LFM2 = named("self_attn", "q_proj", "k_proj", "v_proj", "out_proj")
+LFM2 |= named("conv", "in_proj", "out_proj")
+GRANITE4 = DENSE | named("mamba", "in_proj", "out_proj")
+GRANITE4 |= named("shared_mlp", "input_linear", "output_linear")
+GEMMA4 = DENSE | {"per_layer_input_gate", "per_layer_projection"}
+
+# By `model_type` the models of MLXLLM and MLXVLM, for each that MeSP exports. Experts are no
+# `Linear` there (SwitchLinear in MLXLMCommon/SwitchLayers.swift), and take no adapters.
+MODELS: dict[str, dict[str, Model]] = {
+    "qwen2": {"MLXLLM": Model("MLXLLM/Models/Qwen2.swift", WHOLE, DENSE)},
+    "qwen2_5_vl": {"MLXVLM": Model("MLXVLM/Models/Qwen25VL.swift", TEXT_OF_SEVERAL, DENSE)},
+    "qwen3": {"MLXLLM": Model("MLXLLM/Models/Qwen3.swift", WHOLE, DENSE)},
+    "qwen3_vl": {"MLXVLM": Model("MLXVLM/Models/Qwen3VL.swift", TEXT_OF_SEVERAL, DENSE)},
+    "qwen3_moe": {"MLXLLM": Model("MLXLLM/Models/Qwen3MoE.swift", WHOLE, DENSE)},
+    "qwen3_5": {
+        "MLXLLM": Model(
+            *("MLXLLM/Models/Qwen35.swift", TEXT_OF_SEVERAL, DENSE | DELTA_NET), keeps_weights=True
+        ),
+        "MLXVLM": Model("MLXVLM/Models/Qwen35.swift", TEXT_OF_SEVERAL, DENSE | DELTA_NET),
+    },
+    "qwen3_5_text": {
+        "MLXLLM": Model(
+            *("MLXLLM/Models/Qwen35.swift", WHOLE, DENSE | DELTA_NET), keeps_weights=True
+        )
+    },
+    "qwen3_5_moe": {
+        "MLXLLM": Model(
+            *("MLXLLM/Models/Qwen35.swift", TEXT_OF_SEVERAL),
+            ATTENTION | DELTA_NET | SHARED_EXPERT,
+            keeps_weights=True,
+        ),
+        "MLXVLM": Model(
+            *("MLXVLM/Models/Qwen35.swift", TEXT_OF_SEVERAL), ATTENTION | DELTA_NET | SHARED_EXPERT
+        ),
+    },
+    "qwen3_5_moe_text": {},
+    "llama": {"MLXLLM": Model("MLXLLM/Models/Llama.swift", WHOLE, DENSE)},
+    "smollm3": {"MLXLLM": Model("MLXLLM/Models/SmolLM3.swift", WHOLE, DENSE)},
+    "granite": {"MLXLLM": Model("MLXLLM/Models/Granite.swift", WHOLE, DENSE)},
+    "granitemoehybrid": {
+        "MLXLLM": Model("MLXLLM/Models/GraniteMoeHybrid.swift", WHOLE, GRANITE4),
+    },
+    "minicpm": {"MLXLLM": Model("MLXLLM/Models/MiniCPM.swift", WHOLE, DENSE)},
+    "mistral": {"MLXLLM": Model("MLXLLM/Models/Llama.swift", WHOLE, DENSE)},
+    "ministral3": {},
+    "mistral3": {
+        "MLXLLM": Model("MLXLLM/Models/Mistral3Text.swift", WHOLE, DENSE),
+        "MLXVLM": Model("MLXVLM/Models/Mistral3.swift", TEXT_OF_SEVERAL, DENSE),
+    },
+    "gemma2": {"MLXLLM": Model("MLXLLM/Models/Gemma2.swift", WHOLE, DENSE)},
+    "gemma3_text": {"MLXLLM": Model("MLXLLM/Models/Gemma3Text.swift", WHOLE, DENSE)},
+    "gemma3": {
+        "MLXLLM": Model("MLXLLM/Models/Gemma3Text.swift", WHOLE, DENSE),
+        "MLXVLM": Model("MLXVLM/Models/Gemma3.swift", TEXT_OF_SEVERAL, DENSE),
+    },
+    "gemma4_text": {
+        "MLXLLM": Model("MLXLLM/Models/Gemma4Text.swift", WHOLE, GEMMA4, within="self_attn")
+    },
+    "gemma4": {
+        "MLXLLM": Model("MLXLLM/Models/Gemma4.swift", TEXT_OF_SEVERAL, GEMMA4, within="self_attn"),
+        "MLXVLM": Model("MLXVLM/Models/Gemma4.swift", TEXT_OF_SEVERAL, GEMMA4),
+    },
+    "lfm2": {
+        "MLXLLM": Model(
+            "MLXLLM/Models/LFM2.swift", WHOLE, LFM2 | named("feed_forward", "w1", "w2", "w3")
+        )
+    },
+    "lfm2_moe": {
+        "MLXLLM": Model(
+            *("MLXLLM/Models/LFM2MoE.swift", WHOLE),
+            LFM2 | named("feed_forward", "gate_proj", "up_proj", "down_proj"),
+        )
+    },
+    "lfm3": {},
+    "phi3": {"MLXLLM": Model("MLXLLM/Models/Phi3.swift", WHOLE, FUSED)},
+}
+# What the page says of a model_type in a library.
+LOADS, FITTED, FIRST, NOT, LACKS = "yes", "fitted", "before the first token", "no", "none"
+
+
+class Refused(Exception):
+    """What the loader throws."""
+
+
+class Loaded(NamedTuple):
+    """The factor of each product, and A [in, rank] and B [rank, out] by the linear layer's path."""
+
+    scale: float
+    matrices: dict[str, tuple[mx.array, mx.array]]
+
+
+def decoded(holder: dict[str, Any], key: str, *kinds: type) -> Any:
+    """A value of a Codable struct that must be there, of one of these types."""
+    if not isinstance(value := holder.get(key), kinds) or isinstance(value, bool):
+        raise Refused(f"{key} does not decode")
+    return value
+
+
+def load(folder: Path, model: Model, arch: Architecture, fit: bool = False) -> Loaded:
+    """`LoRAContainer.from(directory:)` and `load(into:)`; with `fit`, as the page's `fitted(to:)`
+    names the matrices."""
+    config = json.loads((folder / CONFIG).read_text())
+    if decoded(config, "fine_tune_type", str) not in ("lora", "dora"):
+        raise Refused("fine_tune_type does not decode")
+    lora = decoded(config, "lora_parameters", dict)
+    rank, scale = decoded(lora, "rank", int), decoded(lora, "scale", float, int)
+    if not 0 <= lora.get("dropout", 0) < 1:
+        raise Refused("dropout does not decode")
+    keys = decoded(lora, "keys", list) if lora.get("keys") is not None else None
+    weights = mx.load(str(folder / WEIGHTS))
+    if fit and model.prefix == WHOLE:
+        weights = {name.removeprefix("language_model."): each for name, each in weights.items()}
+    return put(weights, keys, decoded(config, "num_layers", int), rank, scale, model, arch)
+
+
+def put(
+    weights: dict[str, mx.array],
+    keys: list[str] | None,
+    num_layers: int,
+    rank: int,
+    scale: float,
+    model: Model,
+    arch: Architecture,
+) -> Loaded:
+    """`load(into:)`: replaces the linear layers of the last blocks that a key names, by the name
+    below what takes adapters, and updates with `.noUnusedKeys`."""
+    shapes = {}
+    for i, block in list(enumerate(arch.blocks))[max(0, len(arch.blocks) - num_layers) :]:
+        for name, (outputs, inputs) in block.sizes().items():
+            is_below = name.startswith(f"{model.within}.") if model.within else True
+            key = name.removeprefix(f"{model.within}.")
+            if name in model.linear and is_below and (keys is None or key in keys):
+                shapes[f"{model.prefix}.layers.{i}.{name}"] = inputs, outputs
+    matrices = {path: {} for path in shapes}
+    for name, array in sorted(weights.items()):
+        path, _, part = name.rpartition(".")
+        if path not in shapes or part not in ("lora_a", "lora_b"):
+            raise Refused(f"unhandled key {name}")
+        # `.noUnusedKeys` lets other shapes through; the first product of them ends the process.
+        inputs, outputs = shapes[path]
+        if array.shape != ((inputs, rank) if part == "lora_a" else (rank, outputs)):
+            raise Refused(f"{name} has the shape {array.shape}")
+        matrices[path][part] = array
+    # A layer that was replaced without both matrices has a random A.
+    for path, parts in matrices.items():
+        if len(parts) != 2:
+            raise Refused(f"{path} lacks a matrix")
+    return Loaded(scale, {path: (m["lora_a"], m["lora_b"]) for path, m in matrices.items()})
+
+
+def load_peft(folder: Path, model: Model, arch: Architecture) -> Loaded:
+    """`LoRAContainer.fromPEFT(directory:)` and `load(into:)`."""
+    config = json.loads((folder / CONFIG).read_text())
+    rank, alpha = decoded(config, "r", int), decoded(config, "lora_alpha", float, int)
+    decoded(config, "target_modules", list)
+    weights, keys = {}, set()
+    for name, array in mx.load(str(folder / "adapter_model.safetensors")).items():
+        found = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight", name)
+        if found:
+            weights[f"{found[1]}.lora_{found[2].lower()}"] = array.T
+            keys |= set(re.findall(r"\.layers\.\d+\.(.+)", found[1]))
+    blocks = {int(each) for name in weights for each in re.findall(r"\.layers\.(\d+)\.", name)}
+    # Its default is 1,024 layers; those before the trained ones then have a random A and a B of 0.
+    count = len(arch.blocks) - min(blocks)
+    return put(weights, sorted(keys), count, rank, alpha / rank, model, arch)
+
+
+def config_of(name: str) -> dict:
+    """A tiny config.json of a row of FAMILIES, or of a `model_type` that has none."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    same = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "ministral3": "mistral3"}
+    return FAMILIES[same.get(name, name.removesuffix("_text"))] | {"model_type": name}
+
+
+# Every row of FAMILIES, and every other `model_type` that is exported.
+TYPES = {each["model_type"] for each in FAMILIES.values()}
+NAMES = [*FAMILIES, *sorted(families.FAMILIES.keys() - TYPES)]
+
+
+class Trained(NamedTuple):
+    adapters: Path
+    arch: Architecture
+    models: dict[str, Model]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
+    """Exports a model of a family and trains it for a step, each once."""
+    bundles: dict[str, Path] = {}
+
+    @cache
+    def trained(name: str, *options: object) -> Trained:
+        folder, config = tmp_path_factory.mktemp(name), config_of(name)
+        if name not in bundles:
+            text, bundles[name] = folder / "text.txt", folder / "b.mesp"
+            text.write_text(TEXT)
+            source = write_model(folder / "model", config)
+            size = ("--seq-len", 8, "--rank", RANK, "--quantize", "nearest", "--head-bits", 4)
+            call("export", "--model", source, "--data", text, "--out", bundles[name], *size)
+        run = ("--out", folder / "run", "--steps", 1, "--val-batches", 0, "--alpha", ALPHA)
+        call("train", bundles[name], *run, *options)
+        arch = Architecture.from_config(config)
+        return Trained(folder / "run" / "adapters", arch, MODELS[config["model_type"]])
+
+    return trained
+
+
+def outcome(trained: Trained, model: Model) -> str:
+    """What the page says of it."""
+    for fit, said in ((False, FIRST if model.keeps_weights else LOADS), (True, FITTED)):
+        try:
+            load(trained.adapters, model, trained.arch, fit)
+        except Refused:
+            continue
+        return f"{said}, {FIRST}" if fit and model.keeps_weights else said
+    return NOT
+
+
+def test_every_model_type_that_is_exported_is_looked_up():
+    assert MODELS.keys() == families.FAMILIES.keys()
+
+
+def test_the_page_says_of_every_family_what_loads(train: Callable[..., Trained]):
+    """What the engine wrote of each loads as the page says, with the run's scale."""
+    found: dict[str, tuple[str, str]] = {}
+    for name in NAMES:
+        trained = train(name)
+        for library, model in trained.models.items():
+            for fit in (False, True):
+                try:
+                    loaded = load(trained.adapters, model, trained.arch, fit)
+                except Refused:
+                    continue
+                blocks = enumerate(trained.arch.blocks)
+                expected = {
+                    f"{model.prefix}.layers.{i}.{each}"
+                    for i, block in blocks
+                    for each in block.modules
+                }
+                assert loaded.matrices.keys() == expected, (name, library)
+                assert loaded.scale == ALPHA / RANK
+        row = tuple(
+            outcome(trained, trained.models[library]) if library in trained.models else LACKS
+            for library in ("MLXLLM", "MLXVLM")
+        )
+        kind = config_of(name)["model_type"]
+        assert found.setdefault(kind, row) == row, name
+
+    (table,) = re.findall(r"<!-- families -->\n(.+?)<!-- /", PAGE.read_text("utf-8"), flags=re.S)
+    said: dict[str, tuple[str, str]] = {}
+    for line in table.splitlines()[2:]:
+        kinds, llm, vlm = (cell.strip() for cell in line.strip("|").split("|"))
+        said |= dict.fromkeys(re.findall(r"`(\w+)`", kinds), (llm, vlm))
+    grouped = defaultdict(list)
+    for kind, row in found.items():
+        grouped[row].append(kind)
+    assert said == found, dict(grouped)
+
+
+def test_the_last_blocks_alone_load(train: Callable[..., Trained]):
+    trained = train("qwen3", "--num-layers", 1, "--projections", "q,down")
+    loaded = load(trained.adapters, trained.models["MLXLLM"], trained.arch)
+    assert sorted(loaded.matrices) == [
+        "model.layers.1.mlp.down_proj",
+        "model.layers.1.self_attn.q_proj",
+    ]
+
+
+@pytest.mark.parametrize("name", [n for n in FAMILIES if config_of(n).get("num_experts")])
+def test_adapters_of_experts_are_refused(name: str, train: Callable[..., Trained]):
+    trained = train(name, "--projections", "experts")
+    for model in trained.models.values():
+        with pytest.raises(Refused, match=r"unhandled key .*switch_mlp"):
+            load(trained.adapters, model, trained.arch)
+
+
+def test_the_folder_of_peft_loads_where_the_page_says(train: Callable[..., Trained]):
+    """With the same numbers."""
+    loading = set()
+    for name in NAMES:
+        trained = train(name)
+        for model in trained.models.values():
+            try:
+                theirs = load_peft(trained.adapters / "peft", model, trained.arch)
+            except Refused:
+                continue
+            loading.add(config_of(name)["model_type"])
+            ours = load(trained.adapters, model, trained.arch, fit=True)
+            assert theirs.scale == ours.scale and theirs.matrices.keys() == ours.matrices.keys()
+            for path, pair in ours.matrices.items():
+                assert all(map(mx.array_equal, pair, theirs.matrices[path])), path
+    (said,) = re.findall(r"`fromPEFT` takes the folder `peft` of([^.]*)\.", PAGE.read_text("utf-8"))
+    assert set(re.findall(r"`(\w+)`", said)) == loading, loading
+
+
+def change_config(folder: Path, change: Callable[[dict], object]) -> None:
+    config = json.loads((folder / CONFIG).read_text())
+    change(config)
+    (folder / CONFIG).write_text(json.dumps(config))
+
+
+def change_weights(folder: Path, change: Callable[[str, mx.array], tuple[str, mx.array]]) -> None:
+    weights = mx.load(str(folder / WEIGHTS))
+    mx.eval(weights)
+    changed = dict(change(name, array) for name, array in weights.items())
+    mx.save_safetensors(str(folder / WEIGHTS), changed)
+
+
+LORA = "lora_parameters"
+# Each makes adapters that must not load.
+FAULTS: dict[str, Callable[[Path], None]] = {
+    "fewer layers": lambda folder: change_config(folder, lambda c: c.update(num_layers=1)),
+    "no layers": lambda folder: change_config(folder, lambda c: c.pop("num_layers")),
+    "another type": lambda folder: change_config(folder, lambda c: c.update(fine_tune_type="full")),
+    "no type": lambda folder: change_config(folder, lambda c: c.pop("fine_tune_type")),
+    "no scale": lambda folder: change_config(folder, lambda c: c[LORA].pop("scale")),
+    "a scale in text": lambda folder: change_config(folder, lambda c: c[LORA].update(scale="3")),
+    "another rank": lambda folder: change_config(folder, lambda c: c[LORA].update(rank=RANK + 1)),
+    "a key less": lambda folder: change_config(folder, lambda c: c[LORA]["keys"].pop()),
+    "short keys": lambda folder: change_config(
+        folder,
+        lambda c: c[LORA].update(keys=[key.rpartition(".")[2] for key in c[LORA]["keys"]]),
+    ),
+    "whole keys": lambda folder: change_config(
+        folder, lambda c: c[LORA].update(keys=[f"model.layers.0.{k}" for k in c[LORA]["keys"]])
+    ),
+    "another prefix": lambda folder: change_weights(
+        folder, lambda name, array: (f"language_model.{name}", array)
+    ),
+    "no prefix": lambda folder: change_weights(
+        folder, lambda name, array: (name.removeprefix("model."), array)
+    ),
+    "names of PEFT": lambda folder: change_weights(
+        folder, lambda name, array: (name.replace("lora_a", "lora_A.weight"), array)
+    ),
+    "turned matrices": lambda folder: change_weights(folder, lambda name, array: (name, array.T)),
+    "a matrix of the head": lambda folder: change_weights(
+        folder, lambda name, array: (name.replace("layers.1.mlp.up_proj", "lm_head"), array)
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_rules_refuse_other_adapters(fault: str, train: Callable[..., Trained], tmp_path: Path):
+    trained = train("qwen3")
+    model, folder = trained.models["MLXLLM"], tmp_path / "adapters"
+    shutil.copytree(trained.adapters, folder)
+    load(folder, model, trained.arch)
+    FAULTS[fault](folder)
+    with pytest.raises(Refused):
+        load(folder, model, trained.arch)
