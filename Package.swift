@@ -27,6 +27,11 @@ let quickly: [SwiftSetting] = hostMLX ? [.unsafeFlags(["-Onone"], .when(configur
 /// Metal's behaviour, for the core's tests.
 let metal: [Target.Dependency] = hostMLX ? [.product(name: "HostMLXMetal", package: "HostMLX")] : []
 
+/// What ios/HostMLXLedger counts.
+let forLedger: [Product] =
+    hostMLX
+    ? [.library(name: "Trainer", targets: ["MeSPBundle", "MeSPCore", "MeSPSelfCheck", "MeSPSentences"])] : []
+
 let package = Package(
     name: "MeSP",
     platforms: [.iOS(.v17), .macOS(.v14)],
@@ -35,7 +40,7 @@ let package = Package(
         // For the app of this repository.
         .library(name: "MeSPAppModel", targets: ["MeSPAppModel"]),
         .executable(name: "mesp-engine", targets: ["mesp-engine"]),
-    ],
+    ] + forLedger,
     dependencies: [mlx],
     targets: [
         .target(

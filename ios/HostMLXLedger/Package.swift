@@ -16,7 +16,7 @@ let cxxSettings: [CXXSetting] = [
     .unsafeFlags(["-isystem", wheel + "/include", "-Wno-deprecated-declarations", "-fno-cxx-modules"])
 ]
 
-func trainer(_ name: String) -> Target.Dependency { .product(name: name, package: "MeSP") }
+let trainer: Target.Dependency = .product(name: "Trainer", package: "MeSP")
 let mlx: Target.Dependency = .product(name: "MLX", package: "HostMLX")
 let hooks: Target.Dependency = .product(name: "CHostMLX", package: "HostMLX")
 
@@ -37,12 +37,12 @@ let package = Package(
         .target(name: "HostMLXLedger", dependencies: ["CLedger", mlx]),
         .executableTarget(
             name: "mesp-count",
-            dependencies: ["HostMLXLedger", trainer("MeSPBundle"), trainer("MeSPCore"), trainer("MeSPSelfCheck")]),
+            dependencies: ["HostMLXLedger", trainer]),
         .target(name: "CLedgerProbe", dependencies: [hooks], path: "Tests/CLedgerProbe", cxxSettings: cxxSettings),
         .testTarget(name: "LedgerTests", dependencies: ["CLedgerProbe", "HostMLXLedger", mlx]),
         .testTarget(
             name: "StepTests",
-            dependencies: ["HostMLXLedger", mlx, trainer("MeSPBundle"), trainer("MeSPCore"), trainer("MeSPSelfCheck")]),
+            dependencies: ["HostMLXLedger", mlx, trainer]),
     ],
     cxxLanguageStandard: .cxx20
 )

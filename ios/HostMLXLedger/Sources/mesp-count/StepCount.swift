@@ -1,9 +1,10 @@
 import Foundation
 import HostMLXLedger
-import MeSPBundle
-import MeSPCore
-import MeSPSelfCheck
-import MeSPSentences
+
+@testable import MeSPBundle
+@testable import MeSPCore
+@testable import MeSPSelfCheck
+@testable import MeSPSentences
 
 /// The cost of a step of a bundle for the GPU on a phone, counted without one: see docs/ledger.md.
 struct StepCount: Encodable {

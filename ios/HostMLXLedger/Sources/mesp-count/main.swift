@@ -3,9 +3,10 @@
 // mesp-count --version: prints its version and MLX's, which the Python package compares with its own.
 
 import Foundation
-import MeSPBundle
-import MeSPCore
-import MeSPSentences
+
+@testable import MeSPBundle
+@testable import MeSPCore
+@testable import MeSPSentences
 
 func fail(_ message: String) -> Never {
     FileHandle.standardError.write(Data((message + "\n").utf8))

@@ -1,11 +1,11 @@
 import Foundation
 import HostMLXLedger
 import MLX
-import MeSPSelfCheck
 import Testing
 
 @testable import MeSPBundle
 @testable import MeSPCore
+@testable import MeSPSelfCheck
 
 /// The memory of the demo bundle for the GPU on Metal, by the ledger's strictest rules.
 @Suite(.serialized, .enabled(if: Ledger.isAvailable, "A ledger is recorded on Linux only"))
