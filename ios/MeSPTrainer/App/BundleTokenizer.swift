@@ -31,9 +31,11 @@ struct BundleTokenizer: TextTokenizer {
         tokenizer.decode(tokens: [token], skipSpecialTokens: true).isEmpty && !decode([token]).isEmpty
     }
 
-    func encode(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int] {
+    func applyChatTemplate(
+        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+    ) throws -> [Int] {
         try tokenizer.applyChatTemplate(
-            messages: messages.map { ["role": $0.role, "content": $0.content] }, chatTemplate: nil,
-            addGenerationPrompt: opensAnswer, truncation: false, maxLength: nil, tools: nil)
+            messages: messages, chatTemplate: nil, addGenerationPrompt: addsGenerationPrompt, truncation: false,
+            maxLength: nil, tools: tools)
     }
 }
