@@ -40,6 +40,8 @@ struct ConversationEncoder {
         var rendering: Marked
         /// Of each answer that is trained, or takes itself out of the loss, by its message.
         var answers = [Int: Answer]()
+        /// Why they cannot be told; nil where they can, or need not.
+        var fault: MeSPError?
         /// The first tool that it leaves out.
         var lostTool: String?
         /// The first value in a tool call that it leaves out.
@@ -86,6 +88,7 @@ struct ConversationEncoder {
         let shape = try shape(of: marked)
         var result = Result()
         result.dropsThoughts = try check(marked, shape)
+        if let fault = shape.fault { throw fault }
         let ids = try plainIDs(conversation, shape.argumentsAreText, addsGenerationPrompt: false)
         let whole = decoded(ids)
         let places = try self.places(of: marked, in: whole, shape)
@@ -220,7 +223,7 @@ struct ConversationEncoder {
         for text in conversation.besideTexts where shape.special == nil { shape.special = plain.special(in: text) }
         do { shape.answers = try answers(of: marked, shape) } catch let error as MeSPError {
             // Where all is trained nobody asks where an answer is.
-            if answersOnly || !conversation.untrained.isEmpty { throw error }
+            if answersOnly || !conversation.untrained.isEmpty { shape.fault = error }
         }
         if shapes.count >= 256 { shapes = [:] }
         shapes[conversation] = shape
