@@ -38,7 +38,7 @@ HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 # Optimized: otherwise the core's tests take more than twice as long. As mesp.engine builds the engine, so
 # that what both have is compiled once.
 OPTIMIZED := --configuration release -Xswiftc -enable-testing
-SWIFT_TEST = $(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --skip-build $(OPTIMIZED) --no-parallel
+SWIFT_TEST = $(HOST_MLX) MESP_FIXTURES=$(FIXTURES) MESP_PYTHON=$(CURDIR)/$(BIN)/python swift test --skip-build $(OPTIMIZED) --no-parallel
 
 .PHONY: setup lock generated engine engine-and-tests ledger dist demo demo-real demo-rewards demo-federate app-bundle check check-gpu first-hour test test-slow test-format test-python test-swift test-ledger clean
 
@@ -179,6 +179,7 @@ test-slow: engine-and-tests $(FIXTURES).ready
 	rm -rf $(VENV)/trl
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/trl trl==1.16.0
 	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -q -s -m trl tests/data/test_trl.py
+	PYTHONPATH=$(CURDIR)/$(VENV)/trl $(SWIFT_TEST) --filter ChatTemplateTests
 	@echo "== Tests of lm-evaluation-harness's tasks"
 	$(BIN)/python -m venv $(VENV)/harness
 	$(VENV)/harness/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,harness]'

@@ -11,7 +11,7 @@ enum EvaluationRecord: Sendable {
     /// `answer` is the index of the right choice.
     case question(prompt: String, choices: [String], answer: Int)
     /// A conversation, and the answer that should follow.
-    case task([ChatMessage], answer: String)
+    case task(Conversation, answer: String)
 
     var kind: Evaluation.Score.Kind {
         switch self {
@@ -46,11 +46,12 @@ enum EvaluationRecord: Sendable {
         let wrong = MeSPError(
             "it is not a record to evaluate; records have \"text\", \"prompt\", \"choices\" and \"answer\", \"prompt\" and \"completion\", or \"messages\"."
         )
-        try TextRecords.refuseTools(in: fields)
+        try TextRecords.refuseUnusable(in: fields)
         if let choices = fields["choices"] {
             let texts = choices.array?.compactMap(\.string) ?? []
             let answer: Int? =
                 switch fields["answer"] {
+                case .integer(let index): index
                 case .number(let index): Int(exactly: index)
                 case .string(let text): texts.firstIndex(of: text)
                 default: nil
@@ -61,26 +62,32 @@ enum EvaluationRecord: Sendable {
             else { throw wrong }
             return (.question(prompt: prompt, choices: texts, answer: answer), ["prompt", "choices", "answer"])
         }
+        let tools = try TextRecords.tools(fields)
         if let prompt = fields["prompt"], let completion = fields["completion"], !prompt.isEmpty {
             let asked = try messages(prompt, "user", in: "prompt")
-            return (try task(asked + messages(completion, "assistant", in: "completion")), ["prompt", "completion"])
+            let answer = try messages(completion, "assistant", in: "completion")
+            return (try task(asked + answer, tools), ["prompt", "completion", "tools"])
         }
         if let messages = fields["messages"], !messages.isEmpty {
-            return (try task(TextRecords.messages(messages, in: "messages").map(\.message)), ["messages"])
+            return (try task(TextRecords.messages(messages, in: "messages"), tools), ["messages", "tools"])
         }
         guard let text = fields["text"]?.string, !text.isEmpty else { throw wrong }
         return (.text(text), ["text"])
     }
 
-    private static func messages(_ value: JSONValue, _ role: String, in key: String) throws -> [ChatMessage] {
-        if let text = value.string { return [ChatMessage(role: role, content: text)] }
-        return try TextRecords.messages(value, in: key).map(\.message)
+    private static func messages(_ value: JSONValue, _ role: String, in key: String) throws -> [Message] {
+        if let text = value.string { return [Message(role: role, content: text)] }
+        return try TextRecords.messages(value, in: key)
     }
 
-    private static func task(_ messages: [ChatMessage]) throws -> EvaluationRecord {
+    private static func task(_ messages: [Message], _ tools: [String]) throws -> EvaluationRecord {
         guard messages.count > 1, let last = messages.last, last.role == "assistant" else {
             throw MeSPError("the last message is not an answer; add an assistant message.")
         }
-        return .task(messages.dropLast(), answer: last.content)
+        guard last.toolCalls.isEmpty else {
+            throw MeSPError("the last message calls a tool, which is not compared; leave the record out.")
+        }
+        if TextRecords.isBlank(last.content) { throw TextRecords.emptyAnswer }
+        return .task(Conversation(messages.dropLast(), tools: tools), answer: last.content)
     }
 }

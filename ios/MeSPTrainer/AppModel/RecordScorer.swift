@@ -43,8 +43,8 @@ struct RecordScorer {
             let scores = try evaluator.scores(of: continuations, after: before.suffix(room), atBlock: atBlock)
             let best = scores.indices.max { scores[$0].logLikelihood < scores[$1].logLikelihood }
             return ScorePart(sum: best == answer ? 1 : 0)
-        case .task(let messages, let answer):
-            let prompt = try tokenizer.encode(upToAnswer: messages)
+        case .task(let conversation, let answer):
+            let prompt = try tokenizer.encode(upToAnswer: conversation)
             var request = Generator.Request(prompt: prompt.suffix(max(1, window - 256)))
             request.stop = endTokens(of: bundle, tokenizer)
             var written = [Int]()
@@ -87,13 +87,13 @@ extension TextTokenizer {
     }
 
     /// The ids of a conversation up to where its answer begins; of a single message, without a template where the model has none.
-    func encode(upToAnswer messages: [ChatMessage]) throws -> [Int] {
-        if hasChatTemplate { return try encode(prompt: messages) }
-        guard messages.count == 1 else {
+    func encode(upToAnswer conversation: Conversation) throws -> [Int] {
+        if hasChatTemplate { return try encode(prompt: conversation) }
+        guard conversation.messages.count == 1, conversation.tools.isEmpty else {
             throw MeSPError("The model has no chat template, which a conversation needs; take an -Instruct model.")
         }
         var plain = PlainEncoder(self)
-        return try plain.encode(messages[0].content, addsSpecialTokens: true)
+        return try plain.encode(conversation.messages[0].content, addsSpecialTokens: true)
     }
 }
 

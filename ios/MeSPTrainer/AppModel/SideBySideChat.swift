@@ -139,7 +139,7 @@ import Observation
         let (gate, read) = (BoundaryGate(), read)
         self.gate = gate
         update()
-        let messages = gate.start("writing", sending: Message.self) { send in
+        let messages = gate.start("writing", sending: Progress.self) { send in
             let url = bundle
             let bundle = try ModelBundle(url: url)
             var generation = Generator.Request(prompt: [])
@@ -154,7 +154,8 @@ import Observation
                 try gate.pass { _ in }
                 generation.prompt =
                     request.isChat
-                    ? try plain.encode(request.messages(after: history, text), opensAnswer: true)
+                    ? try plain.encode(
+                        Conversation(request.messages(after: history, text)), addsGenerationPrompt: true)
                     : try plain.encode(request.prompt, addsSpecialTokens: true)
                 let generator = try Generator(bundle, adapters: side == .tuned ? adapters : nil)
                 send(.begins(side))
@@ -221,13 +222,13 @@ import Observation
 
     private func update() { gate.pauseUnlessInFront(monitor) }
 
-    private enum Message: Sendable {
+    private enum Progress: Sendable {
         case begins(Side)
         case token(Side, Int)
         case ends(Side, Generator.Summary)
     }
 
-    private func receive(_ message: Message, _ tokenizer: any TextTokenizer) {
+    private func receive(_ message: Progress, _ tokenizer: any TextTokenizer) {
         switch message {
         case .begins(let side): writing = side
         case .token(let side, let token): change(side) { $0.append(token, tokenizer) }
@@ -250,13 +251,13 @@ extension SideBySideChat.Request {
     /// - Parameter text: that side's answer of a turn. A turn without one is left out: messages and answers alternate.
     fileprivate func messages(
         after history: [SideBySideChat.Turn], _ text: KeyPath<SideBySideChat.Turn, SideBySideChat.Text>
-    ) -> [ChatMessage] {
-        var messages = system.isEmpty ? [] : [ChatMessage(role: "system", content: system)]
+    ) -> [Message] {
+        var messages = system.isEmpty ? [] : [Message.system(system)]
         for turn in history where !turn[keyPath: text].text.isEmpty {
-            messages.append(ChatMessage(role: "user", content: turn.prompt))
-            messages.append(ChatMessage(role: "assistant", content: turn[keyPath: text].text))
+            messages.append(Message.user(turn.prompt))
+            messages.append(Message.assistant(turn[keyPath: text].text))
         }
-        return messages + [ChatMessage(role: "user", content: prompt)]
+        return messages + [Message.user(prompt)]
     }
 }
 

@@ -1,9 +1,11 @@
 import Foundation
 
 /// A JSON value of any kind: of a file in which other keys than the known ones are to be named.
-package enum JSONValue: Decodable, Sendable, Hashable {
+package enum JSONValue: Codable, Sendable, Hashable {
     case null
     case bool(Bool)
+    case integer(Int)
+    /// A number with a fraction or an exponent, or a whole one that `Int` has no room for.
     case number(Double)
     case string(String)
     case array([JSONValue])
@@ -11,7 +13,7 @@ package enum JSONValue: Decodable, Sendable, Hashable {
     /// An array or an object further inside than any value that is read.
     case deep
 
-    /// The levels that are read. Each takes stack, and a file may have hundreds.
+    /// The levels that a decoder reads. Each takes stack, and a file may have hundreds.
     private static let levels = 16
 
     private struct Key: CodingKey {
@@ -29,6 +31,8 @@ package enum JSONValue: Decodable, Sendable, Hashable {
             self = .null
         } else if let truth = try? value.decode(Bool.self) {
             self = .bool(truth)
+        } else if let number = try? value.decode(Int.self) {
+            self = .integer(number)
         } else if let number = try? value.decode(Double.self) {
             self = .number(number)
         } else if decoder.codingPath.count >= Self.levels {
@@ -44,6 +48,19 @@ package enum JSONValue: Decodable, Sendable, Hashable {
         }
     }
 
+    package func encode(to encoder: any Encoder) throws {
+        var container = encoder.singleValueContainer()
+        switch self {
+        case .null, .deep: try container.encodeNil()
+        case .bool(let truth): try container.encode(truth)
+        case .integer(let number): try container.encode(number)
+        case .number(let number): try container.encode(number)
+        case .string(let text): try container.encode(text)
+        case .array(let values): try container.encode(values)
+        case .object(let fields): try container.encode(fields)
+        }
+    }
+
     /// Whether it says nothing: null, an empty text, list or object.
     package var isEmpty: Bool {
         switch self {
@@ -51,7 +68,7 @@ package enum JSONValue: Decodable, Sendable, Hashable {
         case .string(let text): text.isEmpty
         case .array(let values): values.isEmpty
         case .object(let fields): fields.isEmpty
-        case .bool, .number, .deep: false
+        case .bool, .integer, .number, .deep: false
         }
     }
 

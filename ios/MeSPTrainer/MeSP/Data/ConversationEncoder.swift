@@ -1,12 +1,13 @@
 import Foundation
 import MeSPBundle
+import MeSPFiles
 import MeSPSentences
 
-/// Makes tokens of conversations, and says which of them are of answers.
+/// Makes tokens of conversations, and says which of them are of answers, as `mesp/data/loss_mask.py` does.
 ///
-/// The rendering of a conversation is compared with R, the rendering with a word in the place of each message's text.
-/// So each text is found where it is, and none can be lost unseen. An answer begins where R and the opening of an answer to the messages
-/// before it part, and ends where R and a conversation that ends with it part; with whole tokens each.
+/// The rendering of a conversation is compared with the marked rendering, that of a `MarkedConversation`. So each text is found where it
+/// is, and none can be lost unseen. An answer begins where the marked rendering and the opening of an answer to the messages before it
+/// part, and ends where it and a conversation that ends with the answer part; with whole tokens each.
 struct ConversationEncoder {
     struct Result {
         var tokens = [Int]()
@@ -25,78 +26,117 @@ struct ConversationEncoder {
     let answersOnly: Bool
     private var plain: PlainEncoder
     private var pieces = [Int: [UInt8]]()
-    private var shapes = [[Slot]: Shape]()
+    /// Of marked conversations that were met: most are alike but for their texts.
+    private var shapes = [Conversation: Shape]()
+    private var knownEnds: TemplateEnds?
 
     init(tokenizer: any TextTokenizer, answersOnly: Bool) {
         (self.tokenizer, self.answersOnly, plain) = (tokenizer, answersOnly, PlainEncoder(tokenizer))
     }
 
-    /// A message as far as the template's text around it depends on it.
-    private struct Slot: Hashable {
-        let role: String
-        /// What stays of its text: thoughts before an answer, or white space alone.
-        let kept: String
-        /// Whether it has a text that is looked for.
-        let hasText: Bool
-    }
-
-    /// The template's own text around the texts of messages.
+    /// What a template makes of a marked conversation.
     private struct Shape {
-        /// The messages with texts, as the template writes them one after the other: a system message may be in a later one.
-        var order = [Int]()
-        /// Before, between and after the texts: one more than these are.
-        var pieces = [[UInt8]]()
-        /// Of each answer, by its message.
+        var argumentsAreText = false
+        var rendering: Marked
+        /// Of each answer that is trained, or takes itself out of the loss, by its message.
         var answers = [Int: Answer]()
+        /// Why they cannot be told; nil where they can, or need not.
+        var fault: MeSPError?
+        /// The first tool that it leaves out.
+        var lostTool: String?
+        /// The first value in a tool call that it leaves out.
+        var lostValue: (value: JSONValue, message: Int)?
+        /// A special token outside of the texts.
+        var special: String?
     }
 
+    private struct Marked {
+        let text: DecodedText
+        let marks: [(number: Int, range: Range<Int>)]
+
+        init(_ text: DecodedText) { (self.text, marks) = (text, MarkedConversation.marks(in: text.bytes)) }
+    }
+
+    /// An answer's bytes in the marked rendering.
     private struct Answer {
-        /// The bytes before its text and after it that are of the answer.
-        var lead = 0
-        var tail = 0
-        /// The token in the tail at which generation stops; nil where the template writes none.
-        var end: Int?
+        var start: Int
+        /// The end of its last text, after which the template's own text is.
+        var said: Int
+        var stop: Int
+        /// Whether the template ends it with no token at which generation stops.
+        var isEndless = false
+    }
+
+    /// The tokens that a template ends an answer with.
+    private struct TemplateEnds {
+        /// Of the last answer, and of one that a question follows: generation stops there.
+        var stops = [Int]()
+        /// Of one that a question follows.
+        var followed = [Int]()
     }
 
     // MARK: - Encoding
 
     /// - Throws: `MeSPError`, which continues the record's place, where a message or an answer is not what it was.
-    mutating func encode(_ conversation: [TrainingMessage]) throws -> Result {
-        let messages = conversation.map(\.message)
-        let (slots, texts) = Self.split(messages)
-        let shape = try shape(of: slots)
-        let whole = decoded(try render(messages, opensAnswer: false))
-        let places = try self.places(of: texts, in: whole, shape, messages)
-        var result = Result()
-        result.dropsThoughts = slots.contains { slot in
-            let thoughts = slot.role == "assistant" && slot.hasText ? Array(Self.thoughts(slot.kept).utf8) : []
-            return !thoughts.isEmpty && whole.bytes.places(of: thoughts).isEmpty
+    mutating func encode(_ conversation: Conversation) throws -> Result {
+        let trained = conversation.trained
+        for message in trained.map({ conversation.messages[$0] })
+        where message.toolCalls.isEmpty && TextRecords.isBlank(message.content) {
+            throw TextRecords.emptyAnswer
         }
+        let marked = try MarkedConversation(conversation)
+        let shape = try shape(of: marked)
+        var result = Result()
+        result.dropsThoughts = try check(marked, shape)
+        if let fault = shape.fault { throw fault }
+        let ids = try plainIDs(conversation, shape.argumentsAreText, addsGenerationPrompt: false)
+        let whole = decoded(ids)
+        let places = try self.places(of: marked, in: whole, shape)
         var counted = [Bool](repeating: !answersOnly, count: whole.ids.count)
-        // The token to put after others, by their index.
+        // The token to put before others, by their index.
         var additions = [Int: Int]()
-        try checkTexts(places, in: whole, shape)
+        let stops = Set(try templateEnds().stops + [tokenizer.endOfText].compactMap { $0 })
         for (index, answer) in shape.answers {
-            guard let place = places[index] else { throw TextRecords.emptyAnswer }
-            let isTrained = conversation[index].isTrained && !(answersOnly && conversation[index].isAsked)
-            let span = try tokens(of: answer, at: place, in: whole)
-            for token in span { counted[token] = isTrained }
-            guard isTrained, answer.end == nil else { continue }
+            let isTrained = trained.contains(index)
+            let (start, said, stop) = (places(answer.start), places(answer.said), places(answer.stop))
+            let within = whole.tokens(in: start..<stop)
+            guard let last = within.lastIndex(of: true) else { throw Self.rewrites }
+            // What the last of them has of the next message.
+            let over = whole.bounds[last + 1]
+            guard over <= stop || whole.bytes[stop..<over].allSatisfy({ $0 <= 0x20 }) else {
+                throw MeSPError(
+                    "one token holds the end of an answer and the start of the next text; end the answer with a full stop."
+                )
+            }
+            for token in within.indices where within[token] { counted[token] = isTrained }
+            if isTrained {
+                let spoken = whole.tokens(in: start..<said)
+                if let end = whole.ids.indices.first(where: { spoken[$0] && stops.contains(whole.ids[$0]) }) {
+                    throw MeSPError(
+                        "a message holds \(tokenizer.decode([whole.ids[end]])), which ends an answer; remove it from the text."
+                    )
+                }
+            }
+            guard answer.isEndless else { continue }
             guard let end = tokenizer.endOfText else {
                 throw MeSPError(
                     "the chat template writes no token after an answer, and the model has none that ends a text; take another model."
                 )
             }
-            additions[span.upperBound - 1] = end
+            additions[last + 1] = end
+            if isTrained { result.addsEnd = true }
         }
-        for (index, id) in whole.ids.enumerated() {
-            result.tokens.append(id)
-            result.counted.append(counted[index])
+        if answersOnly, conversation.prompt > 0, let first = trained.first, first > 0 {
+            try checkAsked(conversation, first, ids.prefix(counted.firstIndex(of: true) ?? 0), shape)
+        }
+        for index in 0...whole.ids.count {
             if let end = additions[index] {
                 result.tokens.append(end)
-                result.counted.append(true)
-                result.addsEnd = true
+                result.counted.append(counted[index - 1])
             }
+            guard index < whole.ids.count else { break }
+            result.tokens.append(whole.ids[index])
+            result.counted.append(counted[index])
         }
         result.hasSplit = plain.hasSplit
         return result
@@ -105,225 +145,409 @@ struct ConversationEncoder {
     /// The ids of a conversation that is to be answered.
     ///
     /// - Throws: `MeSPError` where a message is not in what the template writes.
-    mutating func prompt(_ messages: [ChatMessage]) throws -> [Int] {
-        let ids = try render(messages, opensAnswer: true)
-        let (slots, texts) = Self.split(messages)
-        let shape = try around(in: decoded(try render(words(slots), opensAnswer: true)), slots)
-        _ = try places(of: texts, in: decoded(ids), shape, messages)
-        return ids
+    mutating func prompt(_ conversation: Conversation) throws -> [Int] {
+        var asked = conversation
+        asked.prompt = asked.messages.count
+        let marked = try MarkedConversation(asked)
+        let shape = try shape(of: marked)
+        _ = try check(marked, shape)
+        let whole = decoded(try plainIDs(asked, shape.argumentsAreText, addsGenerationPrompt: false))
+        _ = try places(of: marked, in: whole, shape)
+        return try plainIDs(asked, shape.argumentsAreText, addsGenerationPrompt: true)
     }
 
-    /// The token that the template writes after an answer, at which generation stops; nil where it writes none.
-    mutating func endOfAnswers() -> Int? {
-        guard tokenizer.hasChatTemplate else { return nil }
-        let turns = ["user", "assistant", "user"].map { ChatMessage(role: $0, content: "MeSP") }
+    /// The tokens that the template ends an answer with, at which generation stops.
+    mutating func endsOfAnswers() -> [Int] {
         // One that takes no such conversation takes no other.
-        return try? shape(of: Self.split(turns).slots).answers[1]?.end
+        tokenizer.hasChatTemplate ? (try? templateEnds().stops) ?? [] : []
+    }
+
+    /// Throws unless the tokens before an answer are those with which the model is asked for it.
+    private mutating func checkAsked(
+        _ conversation: Conversation, _ index: Int, _ prompt: some Sequence<Int>, _ shape: Shape
+    ) throws {
+        let before = conversation.beginning(index)
+        guard try plainIDs(before, shape.argumentsAreText, addsGenerationPrompt: true).starts(with: prompt) else {
+            throw MeSPError(
+                "the opening of the answer in message \(index + 1) is not how the chat template begins the conversation; leave it out."
+            )
+        }
     }
 
     // MARK: - What the template writes
 
     private mutating func decoded(_ ids: [Int]) -> DecodedText { DecodedText(ids, tokenizer, pieces: &pieces) }
 
-    private mutating func render(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int] {
-        do { return try plain.encode(messages, opensAnswer: opensAnswer) } catch let error as MeSPError {
+    private mutating func plainIDs(
+        _ conversation: Conversation, _ argumentsAreText: Bool, addsGenerationPrompt: Bool
+    ) throws -> [Int] {
+        try Self.render {
+            try plain.encode(
+                conversation, argumentsAreText: argumentsAreText, addsGenerationPrompt: addsGenerationPrompt)
+        }
+    }
+
+    /// The rendering of a conversation that has marks for texts.
+    private mutating func marked(
+        _ conversation: Conversation, _ argumentsAreText: Bool, asks: Bool = false
+    ) throws -> Marked {
+        let ids = try Self.render {
+            try conversation.applied(
+                to: tokenizer, argumentsAreText: argumentsAreText, addsGenerationPrompt: asks)
+        }
+        return Marked(decoded(ids))
+    }
+
+    private static func render(_ body: () throws -> [Int]) throws -> [Int] {
+        do { return try body() } catch let error as MeSPError {
             throw error
         } catch {
             throw MeSPError("the chat template refuses it (\(error.plainSentence)); change its messages to fit.")
         }
     }
 
-    /// Messages as slots and the texts in them, nil where there is only white space.
-    private static func split(_ messages: [ChatMessage]) -> (slots: [Slot], texts: [String?]) {
-        var (slots, texts) = ([Slot](), [String?]())
-        for message in messages {
-            var (kept, text) = ("", message.content)
-            if message.role == "assistant", text.drop(while: \.isWhitespace).hasPrefix("<think>"),
-                let end = text.range(of: "</think>", options: .backwards)
-            {
-                let space = text[end.upperBound...].prefix(while: \.isWhitespace)
-                kept = String(text[..<space.endIndex])
-                text = String(text[space.endIndex...])
-            }
-            let hasText = !TextRecords.isBlank(text)
-            slots.append(Slot(role: message.role, kept: hasText ? kept : kept + text, hasText: hasText))
-            texts.append(hasText ? text : nil)
+    private mutating func shape(of marked: MarkedConversation) throws -> Shape {
+        let conversation = marked.conversation
+        if let known = shapes[conversation] { return known }
+        var shape: Shape
+        do {
+            shape = Shape(rendering: try self.marked(conversation, false))
+        } catch {
+            guard conversation.messages.contains(where: { !$0.toolCalls.isEmpty }),
+                let rendering = try? self.marked(conversation, true)
+            else { throw error }
+            shape = Shape(argumentsAreText: true, rendering: rendering)
         }
-        return (slots, texts)
-    }
-
-    /// The thoughts in what is kept of an answer.
-    private static func thoughts(_ kept: String) -> String {
-        let inside = kept.trimmingCharacters(in: .whitespacesAndNewlines).dropFirst("<think>".count)
-        return inside.dropLast("</think>".count).trimmingCharacters(in: .whitespacesAndNewlines)
-    }
-
-    /// The word that stands for the text of a message.
-    private static func word(_ index: Int) -> String { "MeSP\(index)z" }
-
-    private func words(_ slots: some Sequence<Slot>) -> [ChatMessage] {
-        slots.enumerated().map { index, slot in
-            ChatMessage(role: slot.role, content: slot.kept + (slot.hasText ? Self.word(index) : ""))
+        shape.lostTool = try lostTool(of: conversation, shape)
+        shape.lostValue = try lostValue(of: conversation, shape)
+        for text in conversation.besideTexts where shape.special == nil { shape.special = plain.special(in: text) }
+        do { shape.answers = try answers(of: marked, shape) } catch let error as MeSPError {
+            // Where all is trained nobody asks where an answer is.
+            if answersOnly || !conversation.untrained.isEmpty { shape.fault = error }
         }
-    }
-
-    private mutating func shape(of slots: [Slot]) throws -> Shape {
-        if let known = shapes[slots] { return known }
-        let messages = words(slots)
-        let whole = decoded(try render(messages, opensAnswer: false))
-        var shape = try around(in: whole, slots)
-        for (number, index) in shape.order.enumerated() where slots[index].role == "assistant" {
-            let end = try endOfWord(index, in: whole)
-            let start = end - Self.word(index).utf8.count
-            let piece = (start - shape.pieces[number].count)..<start
-            let former = number > 0 ? shape.order[number - 1] : nil
-            var answer = Answer()
-            answer.lead = piece.count - (try opening(before: index, messages, in: whole, piece, after: former))
-            let last = decoded(try render(Array(messages[...index]), opensAnswer: false))
-            let other = try endOfWord(index, in: last)
-            // Not into the next message's word.
-            answer.tail = min(whole.agreed(from: end, with: last, from: other), shape.pieces[number + 1].count)
-            answer.end = whole.ids.indices.first {
-                whole.bounds[$0] >= end && whole.bounds[$0 + 1] <= end + answer.tail && isEnd(whole.ids[$0])
-            }.map { whole.ids[$0] }
-            shape.answers[index] = answer
-        }
-        // Of each answer that has no text there is no place.
-        for index in slots.indices where slots[index].role == "assistant" && !slots[index].hasText {
-            shape.answers[index] = Answer()
-        }
-        if slots.allSatisfy({ $0.kept.isEmpty }) { shapes[slots] = shape }
+        if shapes.count >= 256 { shapes = [:] }
+        shapes[conversation] = shape
         return shape
     }
 
-    private func isEnd(_ token: Int) -> Bool { token == tokenizer.endOfText || tokenizer.isSpecial(token) }
-
-    /// The bytes of the piece before an answer's text that ask for it: as far as it agrees with the opening of an answer to the messages
-    /// before.
-    private mutating func opening(
-        before index: Int, _ messages: [ChatMessage], in whole: DecodedText, _ piece: Range<Int>, after former: Int?
-    ) throws -> Int {
-        guard index > 0 else {
-            // No template can be asked to begin a conversation.
-            let question = [ChatMessage(role: "user", content: Self.word(0))]
-            guard let asked = try? decoded(render(question, opensAnswer: true)),
-                let told = try? decoded(render(question, opensAnswer: false)),
-                let (from, other) = try? (endOfWord(0, in: asked), endOfWord(0, in: told))
-            else { return piece.count }
-            let opening = Array(asked.bytes[(from + asked.agreed(from: from, with: told, from: other))...])
-            let text = Array(whole.bytes[piece])
-            return text.places(of: opening).last.map { $0 + opening.count } ?? piece.count
+    /// - Returns: whether the template leaves out thoughts, which it may of answers before the last question.
+    /// - Throws: `MeSPError` where it leaves out something else.
+    private func check(_ marked: MarkedConversation, _ shape: Shape) throws -> Bool {
+        let seen = Set(shape.rendering.marks.map(\.number))
+        let conversation = marked.conversation
+        let question = conversation.messages.lastIndex { $0.role == "user" } ?? -1
+        let trained = conversation.trained
+        var dropsThoughts = false
+        for (number, text) in marked.texts.enumerated() where !seen.contains(number) {
+            let (role, place) = (conversation.messages[text.message].role, text.message + 1)
+            switch text.kind {
+            case .thought where role == "assistant" && (text.message < question || !trained.contains(text.message)):
+                dropsThoughts = true
+            case .thought:
+                throw MeSPError(
+                    "the chat template leaves out the thoughts of message \(place); write them into its content, without tags."
+                )
+            case .content:
+                throw MeSPError("the chat template leaves out the message of \(role); take it out.")
+            case .call:
+                throw MeSPError(
+                    "the chat template leaves out the tool call of message \(place) (\(Self.short(text.text))); take a model whose template writes it."
+                )
+            case .argument:
+                throw MeSPError(
+                    "the chat template leaves out the arguments of a tool call of message \(place) (\(Self.short(text.text))); take a model whose template writes them."
+                )
+            }
         }
-        let asked = decoded(try render(Array(messages[..<index]), opensAnswer: true))
-        let from = try former.map { try endOfWord($0, in: asked) } ?? 0
-        return min(whole.agreed(from: piece.lowerBound, with: asked, from: from), piece.count)
+        if let tool = shape.lostTool {
+            throw MeSPError(
+                "the chat template leaves out the tools, such as \(Self.short(tool)); take a model whose template has them, or leave them out."
+            )
+        }
+        if let (value, message) = shape.lostValue {
+            throw MeSPError(
+                "the chat template leaves out \(value.json) in a tool call of message \(message + 1); take a model whose template writes it."
+            )
+        }
+        if let special = shape.special {
+            throw MeSPError(
+                "it has the special token \(special) outside of its texts, as in its tools, where it stays one; take it out."
+            )
+        }
+        return dropsThoughts
     }
 
-    private func endOfWord(_ index: Int, in text: DecodedText) throws -> Int {
-        let word = Array(Self.word(index).utf8)
-        let places = text.bytes.places(of: word)
-        guard places.count == 1 else { throw Self.rewrites }
-        return places[0] + word.count
+    private static func short(_ text: String) -> String {
+        let text = text.split(whereSeparator: \.isWhitespace).joined(separator: " ")
+        return text.count > 30 ? "\(text.prefix(29))…" : text
     }
+
+    private mutating func lostTool(of conversation: Conversation, _ shape: Shape) throws -> String? {
+        guard !conversation.tools.isEmpty else { return nil }
+        // Marks with numbers that texts have too, so these are counted.
+        var (renamed, names) = (conversation, [String]())
+        for (number, tool) in conversation.tools.enumerated() {
+            var fields = try JSONValue.object(text: tool)
+            let mark = JSONValue.string(MarkedConversation.mark(number))
+            if case .object(var function)? = fields["function"] {
+                names.append(function["name"]?.string ?? "")
+                function["name"] = mark
+                fields["function"] = .object(function)
+            } else {
+                names.append(fields["name"]?.string ?? "")
+                fields["name"] = mark
+            }
+            renamed.tools[number] = JSONValue.object(fields).json
+        }
+        func counts(_ rendering: Marked) -> [Int] {
+            names.indices.map { number in rendering.marks.count { $0.number == number } }
+        }
+        let (before, after) = (counts(shape.rendering), counts(try marked(renamed, shape.argumentsAreText)))
+        return names.indices.first { before[$0] == after[$0] }.map { names[$0] }
+    }
+
+    private mutating func lostValue(
+        of conversation: Conversation, _ shape: Shape
+    ) throws -> (value: JSONValue, message: Int)? {
+        for (message, value, changed) in try conversation.otherValues
+        where try marked(changed, shape.argumentsAreText).text.ids == shape.rendering.text.ids {
+            return (value, message)
+        }
+        return nil
+    }
+
+    // MARK: - Where texts are
 
     private static var rewrites: MeSPError {
         MeSPError("the chat template rewrites the messages, so an answer cannot be located; take it out.")
     }
 
-    /// The text around the words that stand for texts.
-    private func around(in whole: DecodedText, _ slots: [Slot]) throws -> Shape {
-        var found = [(start: Int, message: Int)]()
-        for index in slots.indices where slots[index].hasText {
-            let places = whole.bytes.places(of: Array(Self.word(index).utf8))
-            guard let start = places.first else {
-                throw MeSPError("the chat template leaves out the message of \(slots[index].role); take it out.")
-            }
-            guard places.count == 1 else { throw Self.rewrites }
-            found.append((start, index))
-        }
-        var (shape, place) = (Shape(), 0)
-        for (start, message) in found.sorted(by: { $0.start < $1.start }) {
-            shape.order.append(message)
-            shape.pieces.append(Array(whole.bytes[place..<start]))
-            place = start + Self.word(message).utf8.count
-        }
-        shape.pieces.append(Array(whole.bytes[place...]))
-        return shape
-    }
-
-    // MARK: - Where texts are
-
-    /// The bytes of each message's text in what the template makes of all.
+    /// Finds each text in what the template makes of all.
+    ///
+    /// - Returns: the place in `whole` of one in the marked rendering that is not within a mark.
     private func places(
-        of texts: [String?], in whole: DecodedText, _ shape: Shape, _ messages: [ChatMessage]
-    ) throws -> [Int: Range<Int>] {
-        func fault(_ index: Int) -> MeSPError {
-            MeSPError(
-                "the chat template does not write all of the message of \(messages[index].role) as it is; shorten or change it."
-            )
-        }
-        guard whole.bytes.starts(with: shape.pieces[0]) else { throw Self.rewrites }
-        var (places, place) = ([Int: Range<Int>](), shape.pieces[0].count)
-        for (number, index) in shape.order.enumerated() {
-            let (piece, isLast) = (shape.pieces[number + 1], number + 1 == shape.order.count)
-            let end = variants(texts[index] ?? "").lazy.compactMap { text -> Int? in
-                let end = place + text.count
-                guard whole.bytes[place...].starts(with: text), whole.bytes[end...].starts(with: piece),
-                    !isLast || end + piece.count == whole.bytes.count
+        of marked: MarkedConversation, in whole: DecodedText, _ shape: Shape
+    ) throws -> (Int) -> Int {
+        let (bytes, marks) = (shape.rendering.text.bytes, shape.rendering.marks)
+        var ends = [(marked: Int, whole: Int)]()
+        var (place, from) = (0, 0)
+        for (index, mark) in marks.enumerated() {
+            let piece = bytes[from..<mark.range.lowerBound]
+            guard whole.bytes[place...].starts(with: piece), marked.texts.indices.contains(mark.number) else {
+                throw Self.rewrites
+            }
+            place += piece.count
+            let isLast = index + 1 == marks.count
+            let following = bytes[mark.range.upperBound..<(isLast ? bytes.count : marks[index + 1].range.lowerBound)]
+            let text = marked.texts[mark.number]
+            let end = variants(text.text).lazy.compactMap { form -> Int? in
+                let end = place + form.count
+                guard whole.bytes[place...].starts(with: form), whole.bytes[end...].starts(with: following),
+                    !isLast || end + following.count == whole.bytes.count
                 else { return nil }
                 return end
             }.first
-            guard let end else { throw fault(index) }
-            places[index] = place..<end
-            place = end + piece.count
+            guard let end else {
+                throw MeSPError(
+                    "the chat template does not write all of the message of \(marked.conversation.messages[text.message].role) as it is; shorten or change it."
+                )
+            }
+            (place, from) = (end, mark.range.upperBound)
+            ends.append((from, end))
         }
-        guard !shape.order.isEmpty || whole.bytes == shape.pieces[0] else { throw Self.rewrites }
-        return places
+        guard whole.bytes[place...].elementsEqual(bytes[from...]) else { throw Self.rewrites }
+        return { position in
+            guard let last = ends.last(where: { $0.marked <= position }) else { return position }
+            return position - last.marked + last.whole
+        }
     }
 
-    /// A text as a template may write it: as it is or without white space at its ends, and as the tokenizer reads it back.
+    /// A text as a template may write it, and as the tokenizer reads that back.
     private func variants(_ text: String) -> some Sequence<[UInt8]> {
-        func trimmed(_ text: String) -> [String] {
-            let end = String(text.reversed().drop { $0.isWhitespace }.reversed())
-            let start = String(text.drop { $0.isWhitespace })
-            return [text, end, start, text.trimmingCharacters(in: .whitespacesAndNewlines)]
-        }
         // Most are as they are written: to read a text back is for others.
-        return (0..<2).lazy.flatMap { pass in
-            trimmed(pass == 0 ? text : tokenizer.decode(tokenizer.encode(text, addsSpecialTokens: false)))
-                .map { Array($0.utf8) }
-        }
-    }
-
-    /// Throws where a text holds a token that ends an answer: generation would stop there.
-    private func checkTexts(_ places: [Int: Range<Int>], in whole: DecodedText, _ shape: Shape) throws {
-        let ends = Set(shape.answers.values.compactMap { $0.end ?? tokenizer.endOfText })
-        guard whole.ids.contains(where: ends.contains) else { return }
-        for place in places.values {
-            let within = whole.tokens(in: place)
-            if let index = whole.ids.indices.first(where: { within[$0] && ends.contains(whole.ids[$0]) }) {
-                let end = tokenizer.decode([whole.ids[index]])
-                throw MeSPError("a message holds \(end), which ends an answer; remove it from the text.")
+        (0..<2).lazy.flatMap { pass in
+            MarkedConversation.forms(text).lazy.map { form in
+                Array((pass == 0 ? form : tokenizer.decode(tokenizer.encode(form, addsSpecialTokens: false))).utf8)
             }
         }
     }
 
-    /// The tokens of an answer whose text lies at `place`.
-    private func tokens(of answer: Answer, at place: Range<Int>, in whole: DecodedText) throws -> Range<Int> {
-        let end = place.upperBound + answer.tail
-        let within = whole.tokens(in: (place.lowerBound - answer.lead)..<place.upperBound)
-        guard let first = within.firstIndex(of: true), var last = within.lastIndex(of: true) else {
-            throw Self.rewrites
+    // MARK: - Where answers are
+
+    private mutating func answers(of marked: MarkedConversation, _ shape: Shape) throws -> [Int: Answer] {
+        let (conversation, rendering) = (marked.conversation, shape.rendering)
+        let ends = try templateEnds()
+        let isEnd = Set(ends.stops + ends.followed + [tokenizer.endOfText].compactMap { $0 })
+        func message(_ number: Int) -> Int? {
+            marked.texts.indices.contains(number) ? marked.texts[number].message : nil
         }
-        // What the last of them has of the next message.
-        let over = whole.bounds[last + 1]
-        guard over <= end || whole.bytes[end..<over].allSatisfy({ $0 <= 0x20 }) else {
-            throw MeSPError(
-                "one token holds the end of an answer and the start of the next text; end the answer with a full stop.")
+        var answers = [Int: Answer]()
+        for index in Set(conversation.trained).union(answersOnly ? [] : conversation.untrained).sorted() {
+            let said = rendering.marks.filter { message($0.number) == index }
+            guard let first = said.first else { throw Self.notFound(index) }
+            let start = try start(of: index, conversation, shape, first.range.lowerBound)
+            let stop = try stop(of: index, conversation, shape)
+            let inside = rendering.marks.filter { $0.range.lowerBound < stop && $0.range.upperBound > start }
+            // A template may write a text elsewhere too, as a tool's name in what the tool answers.
+            guard start < stop, Set(inside.map(\.number)).isSuperset(of: said.map(\.number)),
+                inside.allSatisfy({ message($0.number) == index }),
+                let last = said.map(\.range.upperBound).filter({ $0 <= stop }).max()
+            else { throw Self.notFound(index) }
+            var answer = Answer(start: start, said: last, stop: stop)
+            let tail = string(rendering.text.bytes[last..<stop])
+            if tokenizer.encode(Self.withoutSpaceAtEnd(tail), addsSpecialTokens: false).last.map(isEnd.contains) != true
+            {
+                // Else the template's end of the answer opens the next turn too.
+                if let end = endToken(beginning: rendering.text.bytes[stop...], isEnd) {
+                    answer.stop += end
+                } else {
+                    answer.isEndless = true
+                }
+            }
+            answers[index] = answer
         }
-        while last + 1 < whole.ids.count, whole.bounds[last + 2] <= end { last += 1 }
-        if let token = answer.end, !whole.ids[first...last].contains(token) { throw Self.rewrites }
-        return first..<last + 1
+        return answers
+    }
+
+    private static func notFound(_ index: Int) -> MeSPError {
+        MeSPError(
+            "the chat template does not tell where the answer in message \(index + 1) begins and ends; leave the record out."
+        )
+    }
+
+    /// Where an answer begins whose first text is at `first`: where the rendering ceases to agree with what asks for the answer.
+    private mutating func start(
+        of index: Int, _ conversation: Conversation, _ shape: Shape, _ first: Int
+    ) throws -> Int {
+        let rendering = shape.rendering
+        let header: [UInt8]
+        let anchor: Int
+        // None can be asked to begin a conversation, and some templates want a question first.
+        if index > 0, let asked = try? beginning(index, of: conversation, shape, asks: true), !asked.text.bytes.isEmpty
+        {
+            let after: Int
+            (anchor, after) = Self.lastMark(rendering, asked)
+            let agreed = rendering.text.agreed(from: anchor, to: first, with: asked.text, from: after)
+            if after + agreed == asked.text.bytes.count { return anchor + agreed }
+            let told = try beginning(index, of: conversation, shape)
+            let same = told.text.agreed(from: after, with: asked.text, from: after)
+            if agreed >= same { return anchor + agreed }
+            header = Array(asked.text.bytes[(after + same)...])
+        } else {
+            var probe = conversation
+            probe.messages = [.user("MeSP")]
+            let asked = try marked(probe, shape.argumentsAreText, asks: true).text
+            let told = try marked(probe, shape.argumentsAreText).text
+            header = Array(asked.bytes[told.agreed(from: 0, with: asked, from: 0)...])
+            anchor = rendering.marks.last { $0.range.upperBound <= first }?.range.upperBound ?? 0
+        }
+        // The turn before ends differently here, or there is none. A template may write less of the header than it asks with, but a
+        // special token of it at least.
+        let gap = Array(rendering.text.bytes[anchor..<max(anchor, first)])
+        let opened = decoded(tokenizer.encode(string(header), addsSpecialTokens: false))
+        for count in stride(from: opened.ids.count, to: 0, by: -1) {
+            let isWhole = count == opened.ids.count
+            let part = Array(opened.bytes[..<opened.bounds[count]])
+            if let at = gap.places(of: part).last, isWhole || opened.ids[..<count].contains(where: isSpecial) {
+                return anchor + at + part.count
+            }
+        }
+        throw Self.notFound(index)
+    }
+
+    /// Where an answer ends: where the rendering ceases to agree with that of the messages up to it.
+    private mutating func stop(of index: Int, _ conversation: Conversation, _ shape: Shape) throws -> Int {
+        let rendering = shape.rendering
+        guard index + 1 < conversation.messages.count else { return rendering.text.bytes.count }
+        let until = try beginning(index + 1, of: conversation, shape)
+        let (anchor, after) = Self.lastMark(rendering, until)
+        return anchor + rendering.text.agreed(from: anchor, with: until.text, from: after)
+    }
+
+    /// The first messages, after a question where there is none and the template wants one.
+    private mutating func beginning(
+        _ count: Int, of conversation: Conversation, _ shape: Shape, asks: Bool = false
+    ) throws -> Marked {
+        var beginning = conversation.beginning(count)
+        do { return try marked(beginning, shape.argumentsAreText, asks: asks) } catch {
+            guard !beginning.messages.contains(where: { $0.role == "user" }) else { throw error }
+            let hasSystem = beginning.messages.first.map { ["system", "developer"].contains($0.role) } ?? false
+            beginning.messages.insert(.user("MeSP"), at: hasSystem ? 1 : 0)
+            return try marked(beginning, shape.argumentsAreText, asks: asks)
+        }
+    }
+
+    /// The last text in the rendering of a conversation's beginning that is in the whole one too: where it ends in the whole one, and in
+    /// the beginning. 0 and 0 where there is none.
+    private static func lastMark(_ whole: Marked, _ beginning: Marked) -> (whole: Int, beginning: Int) {
+        for (index, mark) in beginning.marks.enumerated().reversed() {
+            // A template may write the name of a tool again in what the tool answers.
+            let before = beginning.marks[..<index].count { $0.number == mark.number }
+            let there = whole.marks.filter { $0.number == mark.number }
+            if there.count > before { return (there[before].range.upperBound, mark.range.upperBound) }
+        }
+        return (0, 0)
+    }
+
+    // MARK: - Where answers end
+
+    /// The number of bytes up to the end of the end token that a text begins with, after white space; nil where it does not.
+    private mutating func endToken(beginning text: ArraySlice<UInt8>, _ isEnd: Set<Int>) -> Int? {
+        let read = decoded(tokenizer.encode(string(text.prefix(200)), addsSpecialTokens: false))
+        for (index, id) in read.ids.enumerated() {
+            if isEnd.contains(id) { return read.bounds[index + 1] }
+            guard read.bytes[..<read.bounds[index + 1]].allSatisfy({ $0 <= 0x20 }) else { return nil }
+        }
+        return nil
+    }
+
+    private mutating func templateEnds() throws -> TemplateEnds {
+        if let knownEnds { return knownEnds }
+        let turns = ["user", "assistant", "user"].enumerated().map {
+            Message(role: $1, content: MarkedConversation.mark($0))
+        }
+        /// The ids of what the template writes after a message, up to the next one.
+        func tail(_ count: Int, _ number: Int) throws -> [Int] {
+            let rendering = try marked(Conversation(Array(turns.prefix(count))), false)
+            guard let at = rendering.marks.firstIndex(where: { $0.number == number }) else { return [] }
+            let next = at + 1 < rendering.marks.count ? rendering.marks[at + 1].range.lowerBound : nil
+            let text = rendering.text.bytes[rendering.marks[at].range.upperBound..<(next ?? rendering.text.bytes.count)]
+            return tokenizer.encode(string(text), addsSpecialTokens: false)
+        }
+        var ends = TemplateEnds()
+        if let asked = try? tail(2, 0), let last = try? tail(2, 1), let followed = try? tail(3, 1),
+            let end = last.last(where: isSpecial)
+        {
+            let shared = zip(last, followed).prefix { $0 == $1 }.map(\.0).last(where: isSpecial)
+            let turn = followed.first(where: isSpecial)
+            ends.stops = [end] + (shared.map { [$0] } ?? [])
+            // What ends each message, and does not begin the next.
+            ends.followed = [shared ?? (turn == asked.first(where: isSpecial) ? turn : nil)].compactMap { $0 }
+        }
+        knownEnds = ends
+        return ends
+    }
+
+    private func isSpecial(_ token: Int) -> Bool { token == tokenizer.endOfText || tokenizer.isSpecial(token) }
+
+    private func string(_ bytes: some Collection<UInt8>) -> String { String(decoding: bytes, as: UTF8.self) }
+
+    private static func withoutSpaceAtEnd(_ text: String) -> String {
+        let scalars = text.unicodeScalars
+        let end = scalars.lastIndex { !$0.properties.isWhitespace }.map { scalars.index(after: $0) }
+        return String(text[..<(end ?? text.startIndex)])
+    }
+}
+
+extension Conversation {
+    /// The indices of the answers that take themselves out of the loss.
+    var untrained: [Int] { messages.indices.filter { messages[$0].isAnswer && !messages[$0].isTrained } }
+
+    /// Its first messages.
+    fileprivate func beginning(_ count: Int) -> Conversation {
+        var beginning = self
+        beginning.messages = Array(messages.prefix(count))
+        return beginning
     }
 }
 
@@ -331,14 +555,14 @@ extension TextTokenizer {
     /// The tokens that end an answer or a text in what is trained: what the chat template writes after an answer, and the tokenizer's.
     package var trainedEnds: [Int] {
         var encoder = ConversationEncoder(tokenizer: self, answersOnly: true)
-        return [encoder.endOfAnswers(), endOfText].compactMap { $0 }
+        return encoder.endsOfAnswers() + [endOfText].compactMap { $0 }
     }
 
     /// The ids of a conversation in the model's chat template, with the opening of an answer.
     ///
     /// - Throws: `MeSPError` where a message is not in what the template writes.
-    package func encode(prompt messages: [ChatMessage]) throws -> [Int] {
+    package func encode(prompt conversation: Conversation) throws -> [Int] {
         var encoder = ConversationEncoder(tokenizer: self, answersOnly: true)
-        return try encoder.prompt(messages)
+        return try encoder.prompt(conversation)
     }
 }

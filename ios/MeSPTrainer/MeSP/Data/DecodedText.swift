@@ -77,9 +77,12 @@ package struct DecodedText: Sendable {
         return low < bounds.count && bounds[low] == place
     }
 
-    /// The number of bytes from `start` on that another text has too, from its own start on, as far as whole tokens of both go.
-    func agreed(from start: Int, with other: DecodedText, from otherStart: Int) -> Int {
-        var same = zip(bytes[start...], other.bytes[otherStart...]).prefix { $0 == $1 }.count
+    /// The number of bytes from `start` on, at most up to `end`, that another text has too, from its own start on: all where one of both
+    /// ends there, else as far as whole tokens of both go.
+    func agreed(from start: Int, to end: Int? = nil, with other: DecodedText, from otherStart: Int) -> Int {
+        let (mine, others) = (bytes[start..<max(start, end ?? bytes.count)], other.bytes[otherStart...])
+        var same = zip(mine, others).prefix { $0 == $1 }.count
+        if same == min(mine.count, others.count) { return same }
         while same > 0, !hasBound(start + same) || !other.hasBound(otherStart + same) { same -= 1 }
         return same
     }

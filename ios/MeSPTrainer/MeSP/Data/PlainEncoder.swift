@@ -9,9 +9,6 @@ import MeSPSentences
 /// conversation the template's special tokens stay, and each of a person's is encoded by itself, as by `mesp data
 /// --split-special-tokens`.
 package struct PlainEncoder {
-    /// Tags around thoughts, which templates look for.
-    private static let tags = Set(["<think>", "</think>"].map { Array($0.utf8) })
-
     private let tokenizer: any TextTokenizer
     /// The text of each special token that was met, and an empty one for each other token.
     private var specials = [Int: [UInt8]]()
@@ -39,24 +36,33 @@ package struct PlainEncoder {
         return whole[..<start] + ids + whole.dropFirst(start + bare.count)
     }
 
-    /// The ids of a conversation in the chat template, as those of `TextTokenizer`.
+    /// The ids of a conversation in the chat template, as `TextTokenizer.applyChatTemplate` makes them.
     ///
+    /// - Parameter argumentsAreText: whether the template takes the arguments of tool calls as JSON in a string.
     /// - Throws: `MeSPError` where it has a special token that cannot be taken as text, and what the tokenizer throws.
-    package mutating func encode(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int] {
-        let ids = try tokenizer.encode(messages, opensAnswer: opensAnswer)
-        let known = Set(specialTexts(of: ids))
-        let texts = messages.map { (bytes: Array($0.content.utf8), kept: $0.role == "assistant" ? Self.tags : []) }
-        let written = texts.lazy.compactMap { text in
-            known.subtracting(text.kept).first { !text.bytes.places(of: $0).isEmpty }
+    package mutating func encode(
+        _ conversation: Conversation, argumentsAreText: Bool = false, addsGenerationPrompt: Bool
+    ) throws -> [Int] {
+        func ids(_ conversation: Conversation) throws -> [Int] {
+            try conversation.applied(
+                to: tokenizer, argumentsAreText: argumentsAreText, addsGenerationPrompt: addsGenerationPrompt)
         }
-        guard let token = written.first else { return ids }
+        let whole = try ids(conversation)
+        let known = Set(specialTexts(of: whole))
+        var (written, texts) = ([UInt8]?.none, [String]())
+        _ = try conversation.mapTexts { _, _, text in
+            texts.append(text)
+            let bytes = Array(text.utf8)
+            written = written ?? known.first { !bytes.places(of: $0).isEmpty }
+            return text
+        }
+        guard let token = written else { return whole }
         hasSplit = true
-        let mark = Self.mark(for: messages)
-        let marked = try zip(messages, texts).map { message, text in
-            let cut = try self.pieces(of: text.bytes, keeping: text.kept, apart: true)
-            return ChatMessage(role: message.role, content: cut.map(Self.string).joined(separator: mark))
+        let mark = Self.mark(for: texts)
+        let marked = try conversation.mapTexts { _, _, text in
+            try self.pieces(of: Array(text.utf8), apart: true).map(Self.string).joined(separator: mark)
         }
-        let rendered = try tokenizer.encode(marked, opensAnswer: opensAnswer)
+        let rendered = try ids(marked)
         let text = tokenizer.decode(rendered)
         let pieces = text.components(separatedBy: mark).map { Array($0.utf8) }
         let split = encode(pieces)
@@ -67,6 +73,9 @@ package struct PlainEncoder {
         else { throw Self.refusal(of: token) }
         return split
     }
+
+    /// The text of a special token that the tokenizer finds in a text; nil where there is none.
+    mutating func special(in text: String) -> String? { specials(in: Array(text.utf8)).first.map(Self.string) }
 
     // MARK: - Special tokens
 
@@ -93,14 +102,11 @@ package struct PlainEncoder {
 
     // MARK: - Pieces
 
-    /// Cuts a text into pieces, none of which has a special token but those that are kept. With `apart` no piece has a part of a special
-    /// token and other text.
-    private mutating func pieces(
-        of text: [UInt8], keeping kept: Set<[UInt8]> = [], apart: Bool = false
-    ) throws -> [[UInt8]] {
+    /// Cuts a text into pieces, none of which has a special token. With `apart` no piece has a part of a special token and other text.
+    private mutating func pieces(of text: [UInt8], apart: Bool = false) throws -> [[UInt8]] {
         var (done, rest) = ([[UInt8]](), [text])
         while let piece = rest.popLast() {
-            let found = specials(in: piece).filter { !kept.contains($0) }
+            let found = specials(in: piece)
             if found.isEmpty { done.append(piece) } else { rest += try split(piece, at: found, apart).reversed() }
         }
         return done
@@ -157,11 +163,11 @@ package struct PlainEncoder {
         }
     }
 
-    /// A word that is in no message.
-    private static func mark(for messages: [ChatMessage]) -> String {
+    /// A word that is in none of these texts.
+    private static func mark(for texts: [String]) -> String {
         var mark = "MeSPcut0z"
         var number = 0
-        while messages.contains(where: { $0.content.contains(mark) }) {
+        while texts.contains(where: { $0.contains(mark) }) {
             number += 1
             mark = "MeSPcut\(number)z"
         }

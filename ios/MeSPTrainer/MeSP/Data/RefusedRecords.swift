@@ -3,7 +3,7 @@ import MeSPSentences
 
 /// The place of a record, as messages name it.
 package struct RecordPlace: Sendable {
-    package enum Kind: Sendable { case line, record, choice }
+    package enum Kind: Sendable { case line, record, choice, conversation }
 
     /// From 1.
     package let number: Int
@@ -19,6 +19,7 @@ package struct RecordPlace: Sendable {
         case (.line, nil): "Line \(number)"
         case (.record, nil): "Record \(number)"
         case (.choice, _): "Choice \(number)"
+        case (.conversation, _): "Conversation \(number)"
         }
     }
 }

@@ -14,6 +14,8 @@ package struct TextData: Sendable {
         /// A UTF-8 file: `.txt` and `.md` are text, `.jsonl` and `.ndjson` have a record a line, `.json` may be one list of records too.
         case file(URL)
         case text(String)
+        /// Conversations, by the rules of a file's records.
+        case conversations([Conversation])
         /// Pairs of answers, for a run with an objective; the answers alone count, as with `mesp-export --data`.
         case choices([Choice])
     }
@@ -228,23 +230,20 @@ package struct TextData: Sendable {
         case .answer(let answer, let prompt) where !tokenizer.hasChatTemplate:
             let (ids, counted) = try joined(prompt, answer, &notices)
             return cut(ids, counted, &notices)
-        case .answer(let answer, let prompt):
-            let turns = [ChatMessage(role: "user", content: prompt), .init(role: "assistant", content: answer)]
-            return try encode(.conversation(turns.map { TrainingMessage($0) }), &encoder, &notices)
-        case .conversation(let messages):
-            let answers = messages.filter(\.isAnswer)
+        case .answer, .conversation:
+            guard let conversation = document.conversation else { return nil }
             if answersOnly {
-                guard !answers.isEmpty else {
+                guard conversation.messages.contains(where: \.isAnswer) else {
                     throw MeSPError(
                         "it has no assistant message; add one, or turn off Learn only from answers."
                     )
                 }
-                guard answers.contains(where: { $0.isTrained && !$0.isAsked }) else {
+                guard !conversation.trained.isEmpty else {
                     notices.leftOut += 1
                     return nil
                 }
             }
-            let result = try encoder.encode(messages)
+            let result = try encoder.encode(conversation)
             notices.take(result)
             return cut(result.tokens, result.counted, &notices)
         }

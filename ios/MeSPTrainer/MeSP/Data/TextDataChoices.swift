@@ -36,10 +36,11 @@ extension TextData {
     func pair(
         _ choice: Choice, _ encoder: inout ConversationEncoder, _ notices: inout DataNotices
     ) throws -> [Encoded]? {
-        let asked = choice.prompt.map { TrainingMessage($0, isAsked: true) }
         var (pair, unseen) = ([Encoded](), DataNotices(length: length))
         for answer in [choice.chosen, choice.rejected] {
-            let result = try encoder.encode(asked + [TrainingMessage(ChatMessage(role: "assistant", content: answer))])
+            var conversation = try TextDocuments.conversation(Conversation(choice.prompt + [.assistant(answer)]).fields)
+            conversation.prompt = choice.prompt.count
+            let result = try encoder.encode(conversation)
             notices.take(result)
             if let example = cut(result.tokens, result.counted, &unseen) { pair.append(example) }
         }

@@ -31,7 +31,7 @@ struct TextDocuments: Sendable {
         case text(String, isRecord: Bool)
         /// A prompt and its completion, for the chat template where the model has one.
         case answer(String, prompt: String)
-        case conversation([TrainingMessage])
+        case conversation(Conversation)
     }
 
     private(set) var documents = [Document]()
@@ -45,9 +45,9 @@ struct TextDocuments: Sendable {
     init(text: String) { documents = [.text(text, isRecord: false)] }
 
     /// - Throws: `MeSPError` for the first record that is refused, with how many are.
-    init(records data: Data, of file: String, isList: Bool) throws {
+    init(_ records: [(place: RecordPlace, fields: [String: JSONValue]?)]) throws {
         var refusals = RefusedRecords()
-        for (place, fields) in TextRecords.objects(in: data, of: file, isList: isList) {
+        for (place, fields) in records {
             try refusals.collect(place) {
                 guard let fields else { throw TextRecords.noObject }
                 guard try TextRecords.isTrained(fields) else {
@@ -70,6 +70,14 @@ struct TextDocuments: Sendable {
     static func read(_ source: TextData.Source) throws -> (name: Sentence, contents: TextDocuments) {
         switch source {
         case .choices: preconditionFailure("choices are no documents")
+        case .conversations(let conversations):
+            let records = conversations.enumerated().map { index, conversation in
+                (
+                    place: RecordPlace(number: index + 1, kind: .conversation, file: nil),
+                    fields: Optional(conversation.fields)
+                )
+            }
+            return ("The data", try TextDocuments(records))
         case .text(let text):
             guard !TextRecords.isBlank(text) else { throw MeSPError("There is no text yet.") }
             return ("The text", TextDocuments(text: text))
@@ -85,7 +93,8 @@ struct TextDocuments: Sendable {
             switch kind {
             case .text: return ("\(name)", TextDocuments(text: text))
             case .lines, .list:
-                return ("\(name)", try TextDocuments(records: Data(text.utf8), of: name, isList: kind == .list))
+                let records = TextRecords.objects(in: Data(text.utf8), of: name, isList: kind == .list)
+                return ("\(name)", try TextDocuments(records))
             }
         }
     }
@@ -98,17 +107,21 @@ struct TextDocuments: Sendable {
     }
 
     private static func document(_ fields: [String: JSONValue]) throws -> (Document, read: [String]) {
-        try TextRecords.refuseTools(in: fields)
+        try TextRecords.refuseUnusable(in: fields)
         let label = fields["completion"] == nil ? nil : "label"
         for key in ["chosen", "rejected", label].compactMap({ $0 }) where fields[key] != nil {
             throw MeSPError(
                 "it has \"\(key)\", a preference, which the app does not train of files; train it with mesp on a Mac.")
         }
         if let prompt = fields["prompt"], let completion = fields["completion"] {
-            return (try answer(completion, prompt: prompt), ["prompt", "completion"])
+            return (
+                try answer(completion, prompt: prompt, tools: TextRecords.tools(fields)),
+                ["prompt", "completion", "tools"]
+            )
         }
         if let messages = fields["messages"], !messages.isEmpty {
-            return (.conversation(try TextRecords.messages(messages, in: "messages")), ["messages"])
+            let said = try TextRecords.messages(messages, in: "messages")
+            return (.conversation(Conversation(said, tools: try TextRecords.tools(fields))), ["messages", "tools"])
         }
         if let text = fields["text"] {
             guard let text = text.string else { throw MeSPError("\"text\" is not a text; make it one.") }
@@ -119,26 +132,47 @@ struct TextDocuments: Sendable {
         )
     }
 
+    /// The conversation in a record's fields.
+    static func conversation(_ fields: [String: JSONValue]) throws -> Conversation {
+        guard let conversation = try document(fields).0.conversation else {
+            throw MeSPError("it has no conversation; records have \"messages\", or \"prompt\" and \"completion\".")
+        }
+        return conversation
+    }
+
     /// A prompt and a completion, each a text or a list of messages. Answers within the prompt are not trained.
-    private static func answer(_ completion: JSONValue, prompt: JSONValue) throws -> Document {
-        if let prompt = prompt.string, let completion = completion.string {
+    private static func answer(_ completion: JSONValue, prompt: JSONValue, tools: [String]) throws -> Document {
+        if let prompt = prompt.string, let completion = completion.string, tools.isEmpty {
             if TextRecords.isBlank(completion) { throw TextRecords.emptyAnswer }
             return .answer(completion, prompt: prompt)
         }
-        func messages(_ value: JSONValue, _ role: String, _ key: String) throws -> [TrainingMessage] {
-            if let text = value.string {
-                if role == "assistant", TextRecords.isBlank(text) { throw TextRecords.emptyAnswer }
-                return [TrainingMessage(ChatMessage(role: role, content: text))]
-            }
+        func messages(_ value: JSONValue, _ role: String, _ key: String) throws -> [Message] {
+            if let text = value.string { return [Message(role: role, content: text)] }
             return try TextRecords.messages(value, in: key)
         }
-        var asked = try messages(prompt, "user", "prompt")
-        for index in asked.indices { asked[index].isAsked = true }
-        return .conversation(asked + (try messages(completion, "assistant", "completion")))
+        let asked = try messages(prompt, "user", "prompt")
+        let answer = try messages(completion, "assistant", "completion")
+        // Some programs repeat the prompt in the completion.
+        var conversation = Conversation(
+            asked + answer.dropFirst(answer.starts(with: asked) ? asked.count : 0), tools: tools)
+        conversation.prompt = asked.count
+        return .conversation(conversation)
     }
 }
 
 extension TextDocuments.Document {
+    /// It as a conversation; nil for a text.
+    var conversation: Conversation? {
+        switch self {
+        case .text: return nil
+        case .answer(let answer, let prompt):
+            var conversation = Conversation([.user(prompt), .assistant(answer)])
+            conversation.prompt = 1
+            return conversation
+        case .conversation(let conversation): return conversation
+        }
+    }
+
     /// The kind of record, as all of a file must be of one kind.
     fileprivate var kind: Int {
         switch self {

@@ -3,21 +3,6 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// A message of a conversation to train on.
-package struct TrainingMessage: Sendable, Equatable {
-    package var message: ChatMessage
-    /// Whether it is an answer to learn; of others it says nothing.
-    package var isTrained: Bool
-    /// Whether it is of a prompt, of which no answer is to be learned where only answers are.
-    package var isAsked: Bool
-
-    package init(_ message: ChatMessage, isTrained: Bool = true, isAsked: Bool = false) {
-        (self.message, self.isTrained, self.isAsked) = (message, isTrained, isAsked)
-    }
-
-    package var isAnswer: Bool { message.role == "assistant" }
-}
-
 /// Reads the records of files, in training and in evaluation.
 package enum TextRecords {
     /// The records in a file's bytes, with their places. Lines without anything are passed over.
@@ -34,7 +19,7 @@ package enum TextRecords {
         var records = [(RecordPlace, [String: JSONValue]?)]()
         for (index, line) in data.split(separator: UInt8(ascii: "\n"), omittingEmptySubsequences: false).enumerated() {
             guard line.contains(where: { $0 > 0x20 }) else { continue }
-            let fields = (try? JSONDecoder().decode(JSONValue.self, from: line))?.fields
+            let fields = (try? JSONValue(json: line))?.fields
             records.append((RecordPlace(number: index + 1, kind: .line, file: file), fields))
         }
         return records
@@ -43,7 +28,7 @@ package enum TextRecords {
     /// All of a file as one value: a list, or one object over several lines; nil where it has a record a line.
     private static func whole(_ data: Data) -> JSONValue? {
         guard let start = data.firstIndex(where: { $0 > 0x20 }) else { return nil }
-        func read(_ bytes: Data) -> JSONValue? { try? JSONDecoder().decode(JSONValue.self, from: bytes) }
+        func read(_ bytes: Data) -> JSONValue? { try? JSONValue(json: bytes) }
         let line = data[start...].prefix { $0 != UInt8(ascii: "\n") }
         return data[start] == UInt8(ascii: "[") || read(line) == nil ? read(data) : nil
     }
@@ -55,25 +40,31 @@ package enum TextRecords {
         "model": "assistant", "bot": "assistant", "gpt": "assistant", "chatgpt": "assistant", "ai": "assistant",
         "human": "user", "usr": "user",
     ]
-    private static let roles = ["system", "user", "assistant", "developer", "tool"]
+    private static let roles = ["system", "user", "assistant", "developer", "tool", "function"]
     /// Keys of a message that change nothing.
-    private static let identifiers: Set = ["id", "name", "tool_call_id"]
-    /// Keys that name tools, which no tokens are made of here.
-    private static let tools = ["tools", "tool_calls", "functions", "function_call"]
+    private static let identifiers: Set = ["id", "index"]
+    /// Keys of a message that only some have.
+    private static let others: Set = ["role", "content", "tool_calls", "name", "tool_call_id"]
+    /// Keys of a record that an answer depends on, and that no tokens are made of.
+    private static let unusable = [
+        "images", "image", "audios", "audio", "videos", "video", "documents", "functions", "function_call",
+        "tool_calls",
+        "history", "system", "system_prompt",
+    ]
     /// Keys that say whether something is trained; of `masked` the opposite.
     private static let weights = ["weight", "train", "training", "trainable", "loss", "masked"]
 
     /// The messages in a record's field.
     ///
     /// - Throws: `MeSPError`, which continues the record's place, for what is not a message, and for anything of one that would be lost.
-    package static func messages(_ value: JSONValue, in key: String) throws -> [TrainingMessage] {
+    package static func messages(_ value: JSONValue, in key: String) throws -> [Message] {
         guard let list = value.array, !list.isEmpty else {
             throw MeSPError("\"\(key)\" is not a list of messages; write each with \"role\" and \"content\".")
         }
         return try list.map(message)
     }
 
-    private static func message(_ value: JSONValue) throws -> TrainingMessage {
+    static func message(_ value: JSONValue) throws -> Message {
         guard let fields = value.fields else {
             throw MeSPError("a message is not an object; write each with \"role\" and \"content\".")
         }
@@ -82,7 +73,6 @@ package enum TextRecords {
         }
         guard let role = given.string else { throw MeSPError("the \"role\" of a message is not a text; make it one.") }
         try check(role: role)
-        try refuseTools(in: fields)
         let isTrained = try isTrained(fields)
         // A weight of 1, which some programs write on every message, asks for nothing.
         if role != "assistant", isTrained, let key = weights.dropFirst().first(where: { fields[$0] != nil }),
@@ -90,21 +80,87 @@ package enum TextRecords {
         {
             throw MeSPError("\"\(key)\" asks to train a message of \(role), and only answers are; remove it.")
         }
+        let calls = try fields["tool_calls"].map(calls) ?? []
         for (key, value) in fields.sorted(by: { $0.key < $1.key }) where !value.isEmpty {
-            guard ["role", "content"].contains(key) || identifiers.contains(key) || weights.contains(key) else {
-                guard fields["content"] != nil else {
+            guard others.contains(key) || identifiers.contains(key) || weights.contains(key) else {
+                if key == "function_call" {
+                    throw MeSPError("a message has \"function_call\", which is not read; write it as \"tool_calls\".")
+                }
+                guard fields["content"] != nil || !calls.isEmpty else {
                     throw MeSPError("a message has no \"content\" but \"\(key)\"; name its text \"content\".")
                 }
                 throw MeSPError("a message has \"\(key)\", which is not read; write it into \"content\", or remove it.")
             }
         }
-        guard let content = fields["content"] else {
-            if role == "assistant" { throw emptyAnswer }
+        var message = Message(role: role, content: "", toolCalls: calls, isTrained: isTrained)
+        if let content = fields["content"] {
+            message.content = try self.content(content)
+        } else if role != "assistant" {
             throw MeSPError("a message of \(role) has no \"content\"; write it, or remove the message.")
+        } else if calls.isEmpty {
+            throw emptyAnswer
         }
-        let text = try self.content(content)
-        if role == "assistant", isBlank(text) { throw emptyAnswer }
-        return TrainingMessage(ChatMessage(role: role, content: text), isTrained: isTrained)
+        message.name = try text("name", of: fields)
+        message.toolCallID = try text("tool_call_id", of: fields)
+        return message
+    }
+
+    /// What names a message, a tool or a call.
+    private static func text(_ key: String, of fields: [String: JSONValue]) throws -> String? {
+        guard let value = fields[key] else { return nil }
+        guard let text = value.string else { throw MeSPError("\"\(key)\" is not a text; make it one.") }
+        return text
+    }
+
+    // MARK: - Tools
+
+    private static func calls(_ value: JSONValue) throws -> [ToolCall] {
+        guard let list = value.array else { throw MeSPError("\"tool_calls\" is not a list; make it one.") }
+        return try list.map(call)
+    }
+
+    /// A call, with or without `function` around it.
+    static func call(_ value: JSONValue) throws -> ToolCall {
+        let outer = value.fields ?? [:]
+        let function = outer["function"] == nil ? outer : outer["function"]?.fields ?? [:]
+        guard let name = try text("name", of: function) else {
+            throw MeSPError("a tool call has no \"name\"; give it one.")
+        }
+        let around: Set = ["id", "type", "index"]
+        let known: Set = ["name", "arguments"]
+        let unread = Set(function.keys).subtracting(outer["function"] == nil ? known.union(around) : known)
+            .union(outer["function"] == nil ? [] : Set(outer.keys).subtracting(around.union(["function"])))
+        if let key = unread.sorted().first {
+            throw MeSPError(
+                "a tool call has \"\(key)\", which is not read; a call has \"name\" and \"arguments\".")
+        }
+        let arguments: JSONValue? =
+            switch function["arguments"] {
+            case nil: .object([:])
+            case .string(let text): text.isEmpty ? .object([:]) : try? JSONValue(json: text.utf8)
+            case let value?: value.withoutNull
+            }
+        guard case .object = arguments, let arguments else {
+            throw MeSPError("the arguments of a tool call are not a JSON object; write one.")
+        }
+        _ = try arguments.templateValue()
+        return ToolCall(name: name, arguments: arguments.json, id: try text("id", of: outer))
+    }
+
+    /// The definitions of a record's tools: a list, also as JSON in a text.
+    package static func tools(_ fields: [String: JSONValue]) throws -> [String] {
+        guard var value = fields["tools"]?.withoutNull, !value.isEmpty else { return [] }
+        if let text = value.string { value = (try? JSONValue(json: text.utf8)) ?? value }
+        guard let list = value.array else { throw MeSPError("\"tools\" is not a list; write one of JSON objects.") }
+        return try list.map { tool in
+            guard let fields = tool.fields else {
+                throw MeSPError("a tool is not a JSON object; write each with a \"name\".")
+            }
+            let function = fields["function"] == nil ? fields : fields["function"]?.fields ?? [:]
+            guard function["name"]?.string != nil else { throw MeSPError("a tool has no \"name\"; give it one.") }
+            _ = try tool.templateValue()
+            return tool.json
+        }
     }
 
     package static var noObject: MeSPError { MeSPError("it is not a JSON object; write the record as one.") }
@@ -119,7 +175,7 @@ package enum TextRecords {
         if let other = otherRoles[plain] ?? roles.first(where: { $0 == plain }) {
             throw MeSPError("the role \(role) is not known; write \(other).")
         }
-        throw MeSPError("the role \(role) is not known; write system, user, assistant, developer or tool.")
+        throw MeSPError("the role \(role) is not known; write system, user, assistant, developer, tool or function.")
     }
 
     /// A message's text, of one string or of a list of parts.
@@ -159,8 +215,8 @@ package enum TextRecords {
             switch fields[key] {
             case nil: continue
             case .bool(let truth): says = truth
-            case .number(1): says = true
-            case .number(0): says = false
+            case .integer(1), .number(1): says = true
+            case .integer(0), .number(0): says = false
             default:
                 throw MeSPError("\"\(key)\" is neither 1 nor 0, true nor false; other weights are not supported.")
             }
@@ -169,15 +225,16 @@ package enum TextRecords {
         return isTrained
     }
 
-    package static func refuseTools(in fields: [String: JSONValue]) throws {
-        for key in tools where fields[key].map({ !$0.isEmpty }) ?? false {
-            throw MeSPError("it has \"\(key)\", which the app does not train; train it with mesp on a Mac.")
+    /// - Throws: `MeSPError` where a record has what its answer depends on, and nothing can use.
+    package static func refuseUnusable(in fields: [String: JSONValue]) throws {
+        if let key = unusable.first(where: { fields[$0].map { !$0.isEmpty } ?? false }) {
+            throw MeSPError("it has \"\(key)\", which cannot be used; write its text as messages, or remove it.")
         }
     }
 
     /// The keys of a record that are not read, of those that say something.
     package static func unread(_ fields: [String: JSONValue], but known: [String]) -> Set<String> {
-        Set(fields.filter { !$0.value.isEmpty }.keys).subtracting(known).subtracting(weights).subtracting(tools)
+        Set(fields.filter { !$0.value.isEmpty }.keys).subtracting(known).subtracting(weights)
     }
 
     static func names(_ fields: [String: JSONValue]) -> String {

@@ -13,15 +13,16 @@ public protocol TextTokenizer: Sendable {
     func isSpecial(_ token: Int) -> Bool
     /// Whether the model knows conversations.
     var hasChatTemplate: Bool { get }
-    /// The ids of a conversation in the model's chat template, with the opening of an answer where `opensAnswer` is set.
-    func encode(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int]
-}
-
-public struct ChatMessage: Codable, Sendable, Equatable {
-    public var role: String
-    public var content: String
-
-    public init(role: String, content: String) {
-        (self.role, self.content) = (role, content)
-    }
+    /// The ids of a conversation in the model's chat template.
+    ///
+    /// - Parameters:
+    ///   - messages: in the form of Hugging Face's templates: `role` and `content`, and where a message has them `tool_calls`, `name` and
+    ///     `tool_call_id`. Objects are dictionaries, a null is an `Optional` without a value. Their keys are to be written in the same
+    ///     order each time, as swift-transformers writes them in that of their names.
+    ///   - tools: the definitions of tools; nil where there are none.
+    ///   - addsGenerationPrompt: whether the opening of an answer follows the last message.
+    /// - Throws: where the template refuses the conversation.
+    func applyChatTemplate(
+        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+    ) throws -> [Int]
 }

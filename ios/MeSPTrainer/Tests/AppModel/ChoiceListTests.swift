@@ -80,7 +80,7 @@ import Testing
         for number in 0..<4 {
             try model.choices.add(
                 Choice(
-                    prompt: [ChatMessage(role: "user", content: "Q\(number)")], chosen: "yes \(number)", rejected: "no")
+                    prompt: [.user("Q\(number)")], chosen: "yes \(number)", rejected: "no")
             )
         }
         let architecture = try #require(form.bundle?.manifest).architecture

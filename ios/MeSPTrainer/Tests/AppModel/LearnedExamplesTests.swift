@@ -178,8 +178,10 @@ import Testing
         func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
             bytes.encode(text, addsSpecialTokens: addsSpecialTokens)
         }
-        func encode(_ messages: [ChatMessage], opensAnswer: Bool) -> [Int] {
-            bytes.encode(messages, opensAnswer: opensAnswer)
+        func applyChatTemplate(
+            messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+        ) -> [Int] {
+            bytes.applyChatTemplate(messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt)
         }
         func isSpecial(_ token: Int) -> Bool { bytes.isSpecial(token) }
         func decode(_ tokens: [Int]) -> String {

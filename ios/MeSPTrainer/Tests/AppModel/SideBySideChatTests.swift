@@ -32,7 +32,9 @@ import Testing
         }
         func decode(_ tokens: [Int]) -> String { tokens.map(String.init).joined(separator: " ") }
         func isSpecial(_ token: Int) -> Bool { false }
-        func encode(_ messages: [ChatMessage], opensAnswer: Bool) -> [Int] { [] }
+        func applyChatTemplate(
+            messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+        ) -> [Int] { [] }
     }
 
     private func written() async throws {
@@ -60,15 +62,18 @@ import Testing
         let endOfText: Int? = nil
         let hasChatTemplate = true
         private let lock = NSLock()
-        private var all = [[ChatMessage]]()
+        private var all = [[Said]]()
         /// Without those that ask how the template ends an answer.
-        var conversations: [[ChatMessage]] {
-            lock.withLock { all.filter { !($0.first?.content.hasPrefix("MeSP") ?? false) } }
+        var conversations: [[Said]] {
+            lock.withLock { all.filter { !($0.first?.content.hasPrefix("Mk0") ?? false) } }
         }
         func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] { text.utf8.map { Int($0) } }
         func decode(_ tokens: [Int]) -> String { tokens.map(String.init).joined(separator: " ") }
         func isSpecial(_ token: Int) -> Bool { false }
-        func encode(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int] {
+        func applyChatTemplate(
+            messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+        ) throws -> [Int] {
+            let messages = Said.read(messages)
             lock.withLock { all.append(messages) }
             if messages.last?.content == "refused" { throw MeSPError("The template takes no such message.") }
             return encode(messages.map(\.content).joined(), addsSpecialTokens: false)
@@ -98,7 +103,7 @@ import Testing
         try await say("One")
         try await say("Two")
         let first = try #require(chat.turns.first)
-        func conversation(_ answer: String) -> [ChatMessage] {
+        func conversation(_ answer: String) -> [Said] {
             [
                 .init(role: "system", content: "Be brief."), .init(role: "user", content: "One"),
                 .init(role: "assistant", content: answer), .init(role: "user", content: "Two"),

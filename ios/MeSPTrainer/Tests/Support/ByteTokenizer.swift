@@ -17,11 +17,24 @@ struct ByteTokenizer: TextTokenizer {
     }
     func decode(_ tokens: [Int]) -> String { String(decoding: tokens.map { UInt8($0 % 256) }, as: UTF8.self) }
     func isSpecial(_ token: Int) -> Bool { token == beginOfText || token == endOfText }
-    func encode(_ messages: [ChatMessage], opensAnswer: Bool) -> [Int] {
+    func applyChatTemplate(
+        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+    ) -> [Int] {
+        let messages = Said.read(messages)
         let question = messages.lastIndex { $0.role == "user" } ?? messages.count
         let texts = messages.enumerated().map { index, message in
             "<\(message.role)>\(thinks && index > question ? "(hm)" : "")\(message.content)\n"
         }
-        return encode(texts.joined() + (opensAnswer ? "<assistant>" : ""), addsSpecialTokens: false)
+        return encode(texts.joined() + (addsGenerationPrompt ? "<assistant>" : ""), addsSpecialTokens: false)
+    }
+}
+
+/// The role and the text of a message, as a chat template gets them.
+struct Said: Equatable {
+    var role: String
+    var content: String
+
+    static func read(_ messages: [[String: any Sendable]]) -> [Said] {
+        messages.map { Said(role: $0["role"] as? String ?? "", content: $0["content"] as? String ?? "") }
     }
 }

@@ -7,7 +7,7 @@ import MeSPSentences
 
 /// A token a byte, but for special tokens and words, and a chat template.
 struct TemplateTokenizer: TextTokenizer {
-    typealias Template = @Sendable ([ChatMessage], Bool) -> String
+    typealias Template = @Sendable ([Said], Bool) -> String
 
     static let specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|user|>"]
 
@@ -50,9 +50,11 @@ struct TemplateTokenizer: TextTokenizer {
         return addsSpace && text.hasPrefix(" ") ? String(text.dropFirst()) : text
     }
 
-    func encode(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int] {
+    func applyChatTemplate(
+        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+    ) throws -> [Int] {
         guard let template else { throw MeSPError("There is no template.") }
-        let text = template(messages, opensAnswer)
+        let text = template(Said.read(messages), addsGenerationPrompt)
         var bare = self
         bare.addsSpace = false
         return bare.encode(text, addsSpecialTokens: false)
@@ -103,7 +105,7 @@ struct TemplateTokenizer: TextTokenizer {
             }.joined()
     }
     static let inCapitals: Template = { messages, opens in
-        chatML(messages.map { ChatMessage(role: $0.role, content: $0.content.uppercased()) }, opens)
+        chatML(messages.map { Said(role: $0.role, content: $0.content.uppercased()) }, opens)
     }
 }
 

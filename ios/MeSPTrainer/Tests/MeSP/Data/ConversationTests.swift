@@ -194,18 +194,68 @@ import Testing
 
     @Test func choicesAreAnswersToo() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
-        let prompt = [ChatMessage(role: "user", content: "a")]
+        let prompt = [Message.user("a")]
         let choices = try (0..<2).map { _ in try Choice(prompt: prompt, chosen: "<b", rejected: "c") }
         let tokenizer = TemplateTokenizer(template: TemplateTokenizer.asksForThoughts)
         let data = TextData(tokenizer: tokenizer, length: 64)
         try data.write(.choices(choices), to: target)
         #expect(try read(tokenizer).spans == ["<b<|im_end|>\n", "c<|im_end|>\n"])
-        let system = [ChatMessage(role: "system", content: "s")] + prompt
+        let system = [Message.system("s")] + prompt
         let lost = try (0..<2).map { _ in try Choice(prompt: system, chosen: "b", rejected: "c") }
         let passes = TextData(tokenizer: TemplateTokenizer(template: TemplateTokenizer.passesOver), length: 64)
         #expect(
             message { try passes.write(.choices(lost), to: target) }.hasPrefix(
                 "Choice 1: the chat template leaves out the message of system"))
+    }
+
+    // MARK: - Tools
+
+    /// A template without tools writes none of them.
+    @Test func whatATemplateLeavesOutOfToolsIsRefused() throws {
+        let call = #"{"role": "assistant", "tool_calls": [{"name": "clock", "arguments": {"zone": "UTC"}}]}"#
+        #expect(
+            refusal(#"{"messages": [\#(asked), \#(call)]}"#).hasPrefix(
+                "Line 1 of a.jsonl: the chat template leaves out the tool call of message 2 (clock)"))
+        let tools = #"[{"type": "function", "function": {"name": "clock"}}]"#
+        let answer = #"{"role": "assistant", "content": "Noon."}"#
+        #expect(
+            refusal(#"{"messages": [\#(asked), \#(answer)], "tools": \#(tools)}"#).hasPrefix(
+                "Line 1 of a.jsonl: the chat template leaves out the tools, such as clock"))
+        let typed = Conversation([.user("a"), .assistant("", toolCalls: [ToolCall(name: "clock")])])
+        let data = TextData(tokenizer: chatML, length: 64)
+        #expect(
+            message { _ = try data.first(of: .conversations([typed])) }.hasPrefix(
+                "Conversation 1: the chat template leaves out the tool call of message 2 (clock)"))
+        let broken = Conversation([.user("a"), .assistant("b")], tools: ["{"])
+        #expect(
+            message { _ = try data.first(of: .conversations([broken])) }
+                == "Conversation 1: a tool is not a JSON object; write each with a \"name\"."
+        )
+    }
+
+    @Test func typedConversationsAreRecords() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        var untrained = Message.assistant("b")
+        untrained.isTrained = false
+        let conversation = Conversation([.system("s"), .user("a"), untrained, .user("c"), .assistant("d")])
+        let data = TextData(tokenizer: chatML, length: 64)
+        try data.write(.conversations([conversation, conversation]), to: target)
+        #expect(try read(chatML).spans == ["d<|im_end|>\n"])
+        let file = folder.appendingPathComponent("a.jsonl")
+        try JSONEncoder().encode(conversation).write(to: file)
+        #expect(try Conversation.read(contentsOf: file) == [conversation])
+        var named = Message.tool("noon")
+        (named.name, named.toolCallID) = ("clock", "1")
+        let call = ToolCall(name: "clock", arguments: #"{"a": 1.0, "b": [1, null, "é"]}"#, id: "1")
+        let tools = Conversation(
+            [.user("a"), .assistant("", toolCalls: [call]), named], tools: [#"{"name": "clock"}"#])
+        let json = try JSONEncoder().encode(tools)
+        #expect(try JSONDecoder().decode(Conversation.self, from: json) == tools)
+        try Data(#"{"text": "a"}"#.utf8).write(to: file)
+        #expect(
+            message { _ = try Conversation.read(contentsOf: file) }.hasPrefix("a.jsonl has texts, and no conversations")
+        )
+        #expect(message { try data.write(.conversations([]), to: target) }.hasPrefix("The data has 0 usable records"))
     }
 
     // MARK: - Without a template
@@ -279,7 +329,25 @@ import Testing
         (#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]"#, "an answer is empty"),
         (#"[{"role": "user", "content": null}]"#, "a message of user has no \"content\""),
         (#"[{"role": "user", "content": "a", "reasoning": "b"}]"#, "a message has \"reasoning\""),
-        (#"[{"role": "assistant", "content": "", "tool_calls": [{}]}]"#, "it has \"tool_calls\""),
+        (#"[{"role": "assistant", "content": "", "tool_calls": [{}]}]"#, "a tool call has no \"name\""),
+        (#"[{"role": "assistant", "tool_calls": 1}]"#, "\"tool_calls\" is not a list"),
+        (
+            #"[{"role": "assistant", "tool_calls": [{"name": "x", "arguments": "[]"}]}]"#,
+            "the arguments of a tool call are not a JSON object"
+        ),
+        (
+            #"[{"role": "assistant", "tool_calls": [{"name": "x", "arguments": {"a": 1e30}}]}]"#,
+            "a tool, or the arguments of a call, have a number that is too large"
+        ),
+        (
+            #"[{"role": "assistant", "tool_calls": [{"function": {"name": "x"}, "name": "y"}]}]"#,
+            "a tool call has \"name\", which is not read"
+        ),
+        (
+            #"[{"role": "assistant", "content": "a", "function_call": {"name": "x"}}]"#,
+            "a message has \"function_call\""
+        ),
+        (#"[{"role": "tool", "content": "a", "tool_call_id": 7}]"#, "\"tool_call_id\" is not a text"),
         (#"[{"role": "user", "content": "a", "train": true}]"#, "\"train\" asks to train a message of user"),
         (#"[{"role": "user", "content": "a"}]"#, "it has no assistant message"),
         (#""a""#, "\"messages\" is not a list of messages"),
@@ -291,7 +359,11 @@ import Testing
     @Test(arguments: [
         (#"{"prompt": "a", "chosen": "b", "rejected": "c"}"#, "it has \"chosen\", a preference"),
         (#"{"prompt": "a", "completion": "b", "label": true}"#, "it has \"label\", a preference"),
-        (#"{"messages": [], "text": "a", "tools": [1]}"#, "it has \"tools\", which the app does not train"),
+        (#"{"prompt": "a", "completion": "b", "tools": [1]}"#, "a tool is not a JSON object"),
+        (#"{"prompt": "a", "completion": "b", "tools": "x"}"#, "\"tools\" is not a list"),
+        (#"{"prompt": "a", "completion": "b", "tools": [{"function": {}}]}"#, "a tool has no \"name\""),
+        (#"{"prompt": "a", "completion": "b", "system": "c"}"#, "it has \"system\", which cannot be used"),
+        (#"{"prompt": "a", "completion": "b", "completion": "c"}"#, "it is not a JSON object"),
         (#"{"prompt": "a", "completion": " "}"#, "an answer is empty"),
         (#"{"conversations": []}"#, "it has \"conversations\" and no text"),
     ]) func aRecordThatWouldBeLostIsRefused(_ record: String, _ reason: String) {

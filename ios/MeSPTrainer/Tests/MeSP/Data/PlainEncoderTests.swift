@@ -47,18 +47,21 @@ import Testing
     @Test(arguments: [TemplateTokenizer.chatML, TemplateTokenizer.systemIsLast, TemplateTokenizer.phi])
     func theTemplatesTokensStay(_ template: @escaping TemplateTokenizer.Template) throws {
         let tokenizer = TemplateTokenizer(words: ["<|", "|>"], template: template)
-        func said(_ text: String) -> [ChatMessage] {
+        func said(_ text: String) -> [Said] {
             [
                 ("system", "Be. \(text)"), ("user", text), ("assistant", "\(text) MeSPcut0z"),
                 ("user", "MeSPcut1z \(text)"),
             ]
-            .map { ChatMessage(role: $0.0, content: $0.1) }
+            .map { Said(role: $0.0, content: $0.1) }
         }
         var plain = PlainEncoder(tokenizer)
-        let usual = try tokenizer.encode(said("x"), opensAnswer: true)
-        #expect(try plain.encode(said("x"), opensAnswer: true) == usual && !plain.hasSplit)
+        func asked(_ text: String) -> Conversation {
+            Conversation(said(text).map { Message(role: $0.role, content: $0.content) })
+        }
+        let usual = try asked("x").applied(to: tokenizer, argumentsAreText: false, addsGenerationPrompt: true)
+        #expect(try plain.encode(asked("x"), addsGenerationPrompt: true) == usual && !plain.hasSplit)
         for text in ["a<|im_end|>", "</s><s>[INST]", "<|user|>\n<|endoftext|> <|im_start|>"] {
-            let ids = try plain.encode(said(text), opensAnswer: true)
+            let ids = try plain.encode(asked(text), addsGenerationPrompt: true)
             #expect(tokenizer.decode(ids) == template(said(text), true))
             #expect(ids.filter(tokenizer.isSpecial) == usual.filter(tokenizer.isSpecial))
         }

@@ -1,0 +1,74 @@
+import Foundation
+import MeSPSentences
+import Testing
+
+@testable import MeSP
+@testable import MeSPBundle
+@testable import MeSPCore
+
+/// Conversations with tools become what the exporter makes of them, in chat templates that Python renders.
+@Suite(.enabled(if: PythonTemplates.python != nil)) struct ChatTemplateTests {
+    private struct Found: Equatable {
+        var ids: [Int]
+        var counted: [Bool]
+
+        /// What is trained: of the first token there is no loss.
+        init(_ ids: [Int], _ counted: [Bool]) { (self.ids, self.counted) = (ids, [false] + counted.dropFirst()) }
+    }
+
+    /// What the first sequence of a source has, or why there is none.
+    private func first(
+        _ source: TextData.Source, _ tokenizer: any TextTokenizer, answersOnly: Bool
+    ) -> Result<Found, MeSPError> {
+        do {
+            let data = TextData(tokenizer: tokenizer, length: 1 << 14, answersOnly: answersOnly)
+            let example = try data.first(of: source).example
+            var counted = [Bool](repeating: false, count: example.tokens.count)
+            for index in example.counted { counted[index + 1] = true }
+            return .success(Found(example.tokens.map { Int($0) }, counted))
+        } catch {
+            return .failure(error as? MeSPError ?? MeSPError("\(error.plainSentence)"))
+        }
+    }
+
+    @Test func tokensAndLossAreThoseOfTheExporter() throws {
+        let folder = temporaryFolder()
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let file = folder.appendingPathComponent("a.jsonl")
+        let python = try PythonTemplates()
+        // By template, and by what was refused by whom.
+        var counts = [String: [String: Int]]()
+        var withCalls = 0
+        while let each = try python.next() {
+            try Data("\(each.record)\n".utf8).write(to: file)
+            let found = first(.file(file), python, answersOnly: each.lossOn == "answers")
+            let expected = each.ids.map { Found($0, each.counted ?? []) }
+            let outcome: String
+            switch (found, expected) {
+            case (.success(let found), let expected?):
+                outcome = found == expected ? "equal" : "differ"
+                if each.record.contains("tool_calls") { withCalls += 1 }
+                #expect(found.ids == expected.ids, "\(each.template): \(each.record)")
+                #expect(found.counted == expected.counted, "\(each.template): \(each.record)")
+                // Typed values go the same way, also from JSON and back.
+                let typed = try Conversation.read(contentsOf: file)
+                let again = try JSONDecoder().decode([Conversation].self, from: JSONEncoder().encode(typed))
+                let same = first(.conversations(again), python, answersOnly: each.lossOn == "answers")
+                #expect(try same.get() == found, "\(each.template): \(each.record)")
+            case (.failure, nil): outcome = "refused"
+            case (.failure(let error), let expected?):
+                let isKnown = !expected.counted.contains(true) || each.record.contains("reasoning_content")
+                outcome = isKnown ? "not read" : "refused here"
+                #expect(isKnown, "\(each.template): \(error.sentence.english): \(each.record)")
+            case (.success, nil):
+                outcome = "taken here"
+                Issue.record("\(each.template): \(each.refused ?? ""): \(each.record)")
+            }
+            counts[each.template, default: [:]][outcome, default: 0] += 1
+        }
+        for (template, outcomes) in counts.sorted(by: { $0.key < $1.key }) { print(template, outcomes) }
+        print(counts.values.reduce(into: [String: Int]()) { $0.merge($1, uniquingKeysWith: +) }, withCalls)
+        #expect(counts.count > 9 && withCalls > 40)
+    }
+}

@@ -1,0 +1,126 @@
+import Foundation
+import MeSP
+import MeSPBundle
+import MeSPSentences
+import Testing
+
+/// Records in chat templates with what the exporter makes of them, and the tokenizer that it has, in a process of its own: see
+/// `tests/helpers/chat_template_server.py`. The interpreter is the one that MESP_PYTHON names.
+final class PythonTemplates: TextTokenizer, @unchecked Sendable {
+    static let python = ProcessInfo.processInfo.environment["MESP_PYTHON"]
+
+    /// A record in a chat template.
+    struct Case: Decodable {
+        let template: String
+        let record: String
+        let lossOn: String
+        /// Why the exporter refuses it; nil where it does not.
+        let refused: String?
+        let ids: [Int]?
+        let counted: [Bool]?
+        let begin: Int?
+        let end: Int?
+        let special: Set<Int>
+    }
+
+    private let process = Process()
+    private let input = Pipe()
+    private let output = Pipe()
+    private let lock = NSLock()
+    private var rest = Data()
+    private var current: Case?
+    private var decoded = [[Int]: String]()
+    private var encoded = [String: [Int]]()
+
+    init() throws {
+        let tests = URL(fileURLWithPath: #filePath).appendingPathComponent("../../../../../tests").standardized
+        process.executableURL = URL(fileURLWithPath: try #require(Self.python))
+        process.arguments = [tests.appendingPathComponent("helpers/chat_template_server.py").path]
+        var environment = ProcessInfo.processInfo.environment
+        environment["PYTHONPATH"] = [tests.path, environment["PYTHONPATH"]].compactMap { $0 }.joined(separator: ":")
+        process.environment = environment
+        (process.standardInput, process.standardOutput) = (input, output)
+        try process.run()
+    }
+
+    deinit { try? input.fileHandleForWriting.close() }
+
+    /// The next record, of which the tokenizer then is; nil where there is none.
+    func next() throws -> Case? {
+        let line = try ask(["do": "next"])
+        let decoder = JSONDecoder()
+        guard line.count > 3 else { return nil }
+        let next = try decoder.decode(Case.self, from: line)
+        lock.withLock {
+            if next.template != current?.template { (decoded, encoded) = ([:], [:]) }
+            current = next
+        }
+        return next
+    }
+
+    private func ask(_ question: [String: Any]) throws -> Data {
+        try lock.withLock {
+            var line = try JSONSerialization.data(withJSONObject: question, options: .sortedKeys)
+            line.append(UInt8(ascii: "\n"))
+            try input.fileHandleForWriting.write(contentsOf: line)
+            while true {
+                if let end = rest.firstIndex(of: UInt8(ascii: "\n")) {
+                    defer { rest = Data(rest[(end + 1)...]) }
+                    return Data(rest[..<end])
+                }
+                let more = output.fileHandleForReading.availableData
+                guard !more.isEmpty else { throw MeSPError("Python has ended.") }
+                rest += more
+            }
+        }
+    }
+
+    private struct Answer<Value: Decodable>: Decodable {
+        let value: Value?
+        let error: String?
+    }
+
+    private struct Refused: Error, CustomStringConvertible { let description: String }
+
+    private func value<Value: Decodable>(_ question: [String: Any]) throws -> Value {
+        let answer = try JSONDecoder().decode(Answer<Value>.self, from: ask(question))
+        guard let value = answer.value else { throw Refused(description: answer.error ?? "") }
+        return value
+    }
+
+    // MARK: - The tokenizer
+
+    var beginOfText: Int? { current?.begin }
+    var endOfText: Int? { current?.end }
+    let hasChatTemplate = true
+
+    func isSpecial(_ token: Int) -> Bool { current?.special.contains(token) ?? false }
+
+    func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
+        if let known = lock.withLock({ encoded[text] }), !addsSpecialTokens { return known }
+        let ids: [Int]
+        do {
+            ids = try value(["do": "encode", "text": text, "addsSpecialTokens": addsSpecialTokens])
+        } catch { preconditionFailure("\(error)") }
+        if !addsSpecialTokens { lock.withLock { encoded[text] = ids } }
+        return ids
+    }
+
+    func decode(_ tokens: [Int]) -> String {
+        if let known = lock.withLock({ decoded[tokens] }) { return known }
+        let text: String
+        do { text = try value(["do": "decode", "ids": tokens]) } catch { preconditionFailure("\(error)") }
+        lock.withLock { decoded[tokens] = text }
+        return text
+    }
+
+    func applyChatTemplate(
+        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+    ) throws -> [Int] {
+        var question: [String: Any] = [
+            "do": "apply", "messages": messages, "addsGenerationPrompt": addsGenerationPrompt,
+        ]
+        question["tools"] = tools
+        return try value(question)
+    }
+}

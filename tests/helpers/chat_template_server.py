@@ -1,0 +1,223 @@
+"""What the exporter makes of made-up conversations, and its tokenizer, for tests of Swift.
+
+Reads a JSON object a line, and answers each with one: Swift has no Jinja here. The next case is a
+record in a chat template, with what `mesp-export --split-special-tokens` makes of it, and an empty
+object where there is none; what else is asked is of its tokenizer. Where TRL is installed, its
+templates are among them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import re
+import sys
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from helpers.chat_templates import SPECIAL, TEMPLATES, unmarked
+from helpers.conversations import conversations
+from helpers.paths import DEMO_MODEL
+from mesp.data.encoder import Encoder
+from mesp.data.records import read_record
+from mesp.data.tokenizer import load_tokenizer
+from mesp.errors import MespError
+
+SEED = 1
+EACH = int(os.environ.get("MESP_FUZZ_CASES", 30))  # conversations for each template
+
+# Arguments as JSON in a string, as DeepSeek's has them, and the identifiers of calls, as Mistral's.
+AS_TEXT = """\
+{{- bos_token }}
+{%- for tool in tools or [] %}{{- tool | tojson + '\\n' }}{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{- '<|assistant|>' + m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>' + call.function.name + ' ' + call.function.arguments + '</tool_call>' }}
+{%- endfor %}{{- '<|end|>' }}
+{%- else %}{{- '<|user|>' + m.role + ': ' + m.content + '<|end|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+WITH_IDS = """\
+{{- bos_token }}
+{%- for tool in tools or [] %}{{- '[TOOL] ' + tool | tojson }}{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{- ' ' + m.content }}
+{%- for call in m.tool_calls or [] %}{%- if not call.id %}
+{{- raise_exception('A call needs an id.') }}{%- endif %}
+{{- '[CALL] ' + call.id + ' ' + {'name': call.function.name} | tojson }}
+{{- call.function.arguments | string }}{%- endfor %}{{- '</s>' }}
+{%- elif m.role == 'tool' %}{{- '[RESULT] ' + m.tool_call_id + ' ' + m.content + '[/RESULT]' }}
+{%- else %}{{- '[INST] ' + m.content + ' [/INST]' }}{%- endif %}
+{%- endfor %}"""
+# Passes over arguments that are numbers.
+LOSES = """\
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- for call in m.tool_calls or [] %}{{- call.function.name }}
+{%- for key, value in call.function.arguments.items() %}
+{%- if value is not number or value is boolean %}{{- key + value | tojson }}{%- endif %}
+{%- endfor %}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+OWN = {"as text": AS_TEXT, "with ids": WITH_IDS, "loses": LOSES}
+WRITTEN = re.compile(r"<[|｜][^|｜<>\n]{1,30}[|｜]>|</?s>|<(?:start|end)_of_turn>")  # noqa: RUF001
+
+
+def templates() -> dict[str, str]:
+    found = {name: unmarked(template) for name, template in TEMPLATES.items()} | OWN
+    if trl := importlib.util.find_spec("trl"):  # which does not import it
+        (folder,) = trl.submodule_search_locations or ["."]
+        for file in sorted((Path(folder) / "chat_templates").glob("*.jinja")):
+            text = re.sub(r"{%-?\s*(?:end)?generation\s*-?%}", "", file.read_text())
+            found[file.stem] = text
+    return found
+
+
+@cache
+def tokenizer_of(template: str) -> Any:
+    """The demo model's tokenizer with a template, and its tokens."""
+    tokenizer = load_tokenizer(DEMO_MODEL)._tokenizer
+    special = sorted({*SPECIAL, *WRITTEN.findall(template), "<|bos|>"})
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    tokenizer.bos_token = "<|bos|>"
+    tokenizer.chat_template = template
+    return TokenizerWrapper(tokenizer, eos_token_ids=[tokenizer.eos_token_id])
+
+
+def sort_keys(value: Any) -> Any:
+    """A value with the keys of its objects, in strings too, in the order of swift-transformers."""
+    if isinstance(value, dict):
+        return {key: sort_keys(value[key]) for key in sorted(value)}
+    if isinstance(value, list):
+        return [sort_keys(each) for each in value]
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            return json.dumps(sort_keys(json.loads(value)), ensure_ascii=False)
+        except ValueError:
+            return value
+    return value
+
+
+def write_special(value: Any, chance: random.Random) -> Any:
+    """A record in which some texts have special tokens."""
+    if isinstance(value, dict):
+        kept = ("role", "type", "tools", "id", "tool_call_id", "name")
+        return {k: v if k in kept else write_special(v, chance) for k, v in value.items()}
+    if isinstance(value, list):
+        return [write_special(each, chance) for each in value]
+    if not isinstance(value, str) or value.startswith("{") or chance.random() > 0.3:
+        return value
+    return value.replace(" ", f" {chance.choice(SPECIAL)} ", 1)
+
+
+def without_reasoning(record: dict) -> dict:
+    """A record whose answers have thoughts in their content alone: the app reads no others."""
+    messages = [
+        each
+        for value in record.values()
+        if isinstance(value, list)
+        for each in value
+        if isinstance(each, dict)
+    ]
+    for message in messages:
+        message.pop("reasoning_content", None)
+    return record
+
+
+def records() -> list[tuple[dict, str]]:
+    """Records, every other one with tools, and what of each is in the loss."""
+    chance = random.Random(SEED)
+    found: dict[bool, list[dict]] = {False: [], True: []}
+
+    @seed(SEED)
+    @settings(
+        max_examples=5 * EACH, phases=[Phase.generate], database=None, deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(conversations())
+    def collect(record: dict) -> None:
+        record = deepcopy(record)
+        if chance.random() < 0.97:
+            record = without_reasoning(record)
+        if chance.random() < 0.15:
+            record = write_special(record, chance)
+        found["tools" in record].append(sort_keys(record))
+
+    collect()
+    mixed = [each for both in zip(found[True], found[False], strict=False) for each in both]
+    return [(each, "all" if chance.random() < 0.2 else "answers") for each in mixed[:EACH]]
+
+
+def expected(template: str, record: dict, loss_on: str) -> dict[str, Any]:
+    """The ids and the mask of a record, or why it is refused."""
+    try:
+        document = read_record("It", deepcopy(record), {})
+        encoder = Encoder(document.kind, tokenizer_of(template), loss_on, True, split_special=True)
+        encoded = encoder(document)
+    except MespError as error:
+        return {"refused": str(error)}
+    return {"ids": list(encoded.ids), "counted": encoded.mask.tolist()}
+
+
+def cases() -> Iterator[dict[str, Any]]:
+    made = records()
+    for name, template in templates().items():
+        for record, loss_on in made:
+            yield {
+                "template": name, "text": template, "record": json.dumps(record), "lossOn": loss_on,
+            } | expected(template, record, loss_on)  # fmt: skip
+
+
+def answer(asked: dict[str, Any], template: str) -> Any:
+    """The answer to what is asked of a tokenizer. Raises what a template raises."""
+    tokenizer = tokenizer_of(template)
+    if asked["do"] == "encode":
+        return list(tokenizer.encode(asked["text"], add_special_tokens=asked["addsSpecialTokens"]))
+    if asked["do"] == "decode":
+        return tokenizer.decode(asked["ids"])
+    text = tokenizer.apply_chat_template(
+        asked["messages"],
+        tools=asked.get("tools"),
+        tokenize=False,
+        add_generation_prompt=asked["addsGenerationPrompt"],
+    )
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def main() -> None:
+    def say(value: Any) -> None:
+        print(json.dumps(value), flush=True)
+
+    waiting, template = cases(), ""
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if asked["do"] == "next":
+            case = next(waiting, {})
+            template = case.pop("text", template)
+            if case:
+                tokenizer = tokenizer_of(template)
+                special = {*tokenizer.all_special_ids}
+                special |= {i for i, each in tokenizer.added_tokens_decoder.items() if each.special}
+                case |= {"begin": tokenizer.bos_token_id, "end": tokenizer.eos_token_id}
+                case |= {"special": sorted(special)}
+            say(case)
+            continue
+        try:
+            say({"value": answer(asked, template)})
+        except Exception as error:  # a template can raise anything
+            say({"error": f"{type(error).__name__}: {error}"})
+
+
+if __name__ == "__main__":
+    main()
