@@ -60,6 +60,8 @@ public final class FineTuner: Sendable {
         await MainActor.run { controller.observers.append { [weak self] in self?.send() } }
     }
 
+    private static let isBusy: Sentence = "A run is in progress; stop it first."
+
     private static func folder(of bundle: URL) -> URL {
         let support = FileManager.default.urls(for: .applicationSupportDirectory, in: .userDomainMask).first
         let name = bundle.deletingPathExtension().lastPathComponent
@@ -68,14 +70,25 @@ public final class FineTuner: Sendable {
 
     // MARK: - Training
 
+    /// Begins a run on conversations. The last tenth of them is held out.
+    ///
+    /// - Parameters:
+    ///   - conversations: two or more. Each is one sequence, cut to the sequence's length. Answers of the assistant are in the loss, whole, with
+    ///     their tool calls and the token that ends them.
+    ///   - options: the choices of the run.
+    /// - Returns: the updates of the run, which end with it. Where a conversation, an option or the memory is not fit, they throw a
+    ///   ``FineTuningError`` before anything is trained; likewise where another run is in progress.
+    public func train(on conversations: [Conversation], _ options: TrainingOptions = .init()) -> TrainingUpdates {
+        train(.conversations(conversations), options)
+    }
+
     /// Begins a run on the records of a file. Its last tenth is held out.
     ///
     /// - Parameters:
     ///   - file: UTF-8 text (`.txt`, `.md`), or records (`.jsonl`, `.ndjson`, `.json`) with `messages`, with `prompt` and `completion`, or with
     ///     `text`. The rules are those of `mesp-export --data`.
     ///   - options: the choices of the run.
-    /// - Returns: the updates of the run, which end with it. Where the file, an option or the memory is not fit, they throw a
-    ///   ``FineTuningError`` before anything is trained; likewise where another run is in progress.
+    /// - Returns: as ``train(on:_:)-([Conversation],_)``.
     public func train(on file: URL, _ options: TrainingOptions = .init()) -> TrainingUpdates {
         train(.file(file), options)
     }
@@ -85,7 +98,7 @@ public final class FineTuner: Sendable {
     /// - Parameters:
     ///   - choices: some hundred choices.
     ///   - options: the choices of the run.
-    /// - Returns: as ``train(on:_:)-(URL,_)``.
+    /// - Returns: as ``train(on:_:)-([Conversation],_)``.
     public func train(on choices: [Choice], _ options: TrainingOptions = .init()) -> TrainingUpdates {
         train(.choices(choices), options)
     }
@@ -94,14 +107,9 @@ public final class FineTuner: Sendable {
         updates { [self] in
             let output = runs.next
             var settings = try options.settings(bundle, manifest, output: output)
-            var notices = [String]()
-            do {
-                notices = try write(source, options, &settings, in: output)
-            } catch {
-                try? FileManager.default.removeItem(at: output)
-                throw error
-            }
-            return (settings, notices)
+            if case .choices = source { settings.objective = .dpo }
+            _ = try Planner(manifest, settings).plan()
+            return (settings, try write(source, options, &settings, in: output))
         }
     }
 
@@ -111,7 +119,7 @@ public final class FineTuner: Sendable {
     /// Continues the last run, with its data and options, from its last saved state, or from its beginning where it had saved none. The result
     /// is to the last bit that of a run that was not interrupted, on the same processor and with the same memory limit.
     ///
-    /// - Returns: as ``train(on:_:)-(URL,_)``. They throw where there is no such run.
+    /// - Returns: as ``train(on:_:)-([Conversation],_)``. They throw where there is no such run.
     public func continueTraining() -> TrainingUpdates {
         updates { [self] in
             guard let settings = runs.settingsToContinue(with: bundle) else {
@@ -131,7 +139,6 @@ public final class FineTuner: Sendable {
         let tokens = output.appendingPathComponent(TextData.folderName)
         settings.data = tokens.path
         let notices = try data(options, settings.seqLen).write(source, to: tokens) { _ in try Task.checkCancellation() }
-        if case .choices = source { settings.objective = .dpo }
         if let limit = options.maxForgetting, let general = TextData.generalText {
             let tokens = output.appendingPathComponent(TextData.generalName)
             try data(options, TextData.generalLength).write(general, to: tokens)
@@ -153,6 +160,7 @@ public final class FineTuner: Sendable {
     ) -> TrainingUpdates {
         let (updates, sender) = AsyncThrowingStream.makeStream(of: TrainingUpdate.self)
         let work = turn.take { [self] in
+            defer { runs.removeUnbegun() }
             do {
                 let (settings, told) = try prepare()
                 try await run(settings, told, sender)
@@ -163,7 +171,7 @@ public final class FineTuner: Sendable {
                 return { sender.finish(throwing: FineTuningError(error)) }
             }
         }
-        if work == nil { sender.finish(throwing: FineTuningError("A run is in progress; stop it first.")) }
+        if work == nil { sender.finish(throwing: FineTuningError(Self.isBusy)) }
         return TrainingUpdates(updates) { work?.cancel() }
     }
 
@@ -192,10 +200,10 @@ public final class FineTuner: Sendable {
     // MARK: - Pauses
 
     /// Makes the run wait at the next block, until ``resume()``.
-    public func pause() async { await controller.pause() }
+    @MainActor public func pause() { controller.pause() }
 
     /// Ends a pause that ``pause()`` began.
-    public func resume() async { await controller.resume() }
+    @MainActor public func resume() { controller.resume() }
 
     /// Calls `body`, which may use MLX, while the run waits between two blocks. Where no run is in progress, it calls `body` at once, and a run
     /// that begins meanwhile waits.
@@ -221,8 +229,8 @@ public final class FineTuner: Sendable {
     /// - Parameters:
     ///   - isGranted: whether the app's task in the background (`BGContinuedProcessingTask`) runs now.
     ///   - hasGPU: whether the task was given the GPU, which a bundle for the GPU needs.
-    public func setBackgroundTime(isGranted: Bool, hasGPU: Bool = false) async {
-        await MainActor.run { controller.grant = isGranted ? hasGPU ? .continuedOnGPU : .continued : nil }
+    @MainActor public func setBackgroundTime(isGranted: Bool, hasGPU: Bool = false) {
+        controller.grant = isGranted ? hasGPU ? .continuedOnGPU : .continued : nil
     }
 
     /// Sets three variables of the process's environment that MLX reads when it is first used, unless they are set: float32 products keep all
@@ -236,9 +244,18 @@ public final class FineTuner: Sendable {
 
     // MARK: - Before and after
 
+    /// Makes the first sequence of conversations as it would be trained.
+    ///
+    /// - Throws: ``FineTuningError`` as ``train(on:_:)-([Conversation],_)``, but for what is wrong with later conversations.
+    public func preview(
+        of conversations: [Conversation], _ options: TrainingOptions = .init()
+    ) async throws -> TrainingPreview {
+        try await preview(.conversations(conversations), options)
+    }
+
     /// Makes the first sequence of a file's data as it would be trained.
     ///
-    /// - Throws: ``FineTuningError`` as ``train(on:_:)-(URL,_)``, but for what is wrong with later records.
+    /// - Throws: ``FineTuningError`` as ``train(on:_:)-([Conversation],_)``, but for what is wrong with later records.
     public func preview(of file: URL, _ options: TrainingOptions = .init()) async throws -> TrainingPreview {
         try await preview(.file(file), options)
     }
@@ -260,6 +277,61 @@ public final class FineTuner: Sendable {
         try FineTuningError.describing {
             let planner = Planner(manifest, try options.settings(bundle, manifest))
             return planner.peak(try planner.plan())
+        }
+    }
+
+    /// Writes the model's answer to a conversation, in the memory of a few blocks. One answer or run is in progress at a time.
+    ///
+    /// - Parameters:
+    ///   - conversation: its last message is not an answer.
+    ///   - usesAdapters: whether the adapters that were saved last are used; without them the model answers as it was exported.
+    ///   - maxTokens: the most tokens of the answer.
+    ///   - temperature: 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature).
+    /// - Returns: the pieces of the answer. Where the task that reads them is cancelled, or the loop is left, it ends at the next block. They throw
+    ///   a ``FineTuningError`` where a message would be lost in the model's chat template, or a run is in progress.
+    public func answer(
+        to conversation: Conversation, usesAdapters: Bool = true, maxTokens: Int = 256, temperature: Float = 0
+    ) -> AsyncThrowingStream<String, any Error> {
+        let (pieces, sender) = AsyncThrowingStream.makeStream(of: String.self)
+        let work = turn.take { [self] in
+            do {
+                let adapters = usesAdapters ? try adapters.url : nil
+                var request = Generator.Request(prompt: try tokenizer.encode(prompt: conversation))
+                (request.maxTokens, request.temperature) = (maxTokens, temperature)
+                request.stop = endTokens(of: bundle, tokenizer)
+                try await write(request, with: adapters) { sender.yield($0) }
+                return { sender.finish() }
+            } catch is CancellationError {
+                return { sender.finish() }
+            } catch {
+                return { sender.finish(throwing: FineTuningError(error)) }
+            }
+        }
+        if work == nil { sender.finish(throwing: FineTuningError(Self.isBusy)) }
+        sender.onTermination = { _ in work?.cancel() }
+        return pieces
+    }
+
+    private func write(
+        _ request: Generator.Request, with adapters: URL?, to send: @escaping @Sendable (String) -> Void
+    ) async throws {
+        let (gate, bundle, tokenizer) = (BoundaryGate(), bundle, tokenizer)
+        let tokens = gate.start("writing", sending: Int.self) { send in
+            try Generator(ModelBundle(url: bundle), adapters: adapters)
+                .generate(request, atBlock: { try gate.pass { _ in } }, onToken: send)
+        }
+        try await withTaskCancellationHandler {
+            var (all, written) = ([Int](), "")
+            for try await token in tokens {
+                all.append(token)
+                let text = tokenizer.decode(all)
+                // A token can end within a character, which is sent when it is whole.
+                guard !text.hasSuffix("\u{FFFD}"), text.hasPrefix(written) else { continue }
+                send(String(text.dropFirst(written.count)))
+                written = text
+            }
+        } onCancel: {
+            gate.abandon()
         }
     }
 

@@ -27,6 +27,13 @@ struct RunFolders: Sendable {
             .first { FileManager.default.fileExists(atPath: $0.path) }
     }
 
+    /// Removes runs that have not begun.
+    func removeUnbegun() {
+        for folder in numbers.map(url) where !FileManager.default.fileExists(atPath: LogWriter.url(in: folder).path) {
+            try? FileManager.default.removeItem(at: folder)
+        }
+    }
+
     func removeAll(but kept: URL) {
         for number in numbers where url(number) != kept { try? FileManager.default.removeItem(at: url(number)) }
     }

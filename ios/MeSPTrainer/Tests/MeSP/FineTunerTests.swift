@@ -98,6 +98,30 @@ import Testing
         #expect(log.start?.settings.objective == .dpo && log.steps.last?.margin != nil)
     }
 
+    @Test func conversationsAreLearnedAndAnswered() async throws {
+        let tuner = try await tuner()
+        let conversation = Conversation([.user("Hi"), .assistant("Good day")])
+        let preview = try await tuner.preview(of: [conversation], options(steps: 1))
+        #expect(preview.spans.filter(\.isTrained).map(\.text).joined().hasPrefix("Good day"))
+        var options = options(steps: 60)
+        options.batchSize = 2
+        for try await _ in tuner.train(on: Array(repeating: conversation, count: 4), options) {}
+        var answer = ""
+        for try await piece in tuner.answer(to: Conversation([.user("Hi")])) { answer += piece }
+        #expect(answer.hasPrefix("Good day"))
+        var base = ""
+        for try await piece in tuner.answer(to: Conversation([.user("Hi")]), usesAdapters: false, maxTokens: 8) {
+            base += piece
+        }
+        #expect(base != answer && base.utf8.count <= 8 * 4)
+        // The turn is free again.
+        for try await _ in tuner.answer(to: Conversation([.user("Hi")]), maxTokens: 100_000) { break }
+        await tuner.stop()
+        await #expect(throws: FineTuningError.self) {
+            for try await _ in tuner.answer(to: Conversation([])) {}
+        }
+    }
+
     @Test func whatTheModelForgetsIsLimited() async throws {
         let tuner = try await tuner()
         var options = options(steps: 2)
@@ -130,9 +154,12 @@ import Testing
         }
         func decode(_ tokens: [Int]) -> String { bytes.decode(tokens) }
         func isSpecial(_ token: Int) -> Bool { bytes.isSpecial(token) }
-        func encode(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int] {
+        func applyChatTemplate(
+            messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+        ) throws -> [Int] {
             #expect(!Thread.isMainThread)
-            return bytes.encode(messages, opensAnswer: opensAnswer)
+            return try bytes.applyChatTemplate(
+                messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt)
         }
     }
 
