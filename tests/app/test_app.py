@@ -30,10 +30,9 @@ APP = HOME / "App"
 PROJECT = HOME / "MeSPTrainer.xcodeproj"
 HERE = Path(__file__).parent
 # The modules of a system, each after those that it imports.
-BOTH = (
-    *("Tokenizers", "UniformTypeIdentifiers", "CoreTransferable", "SwiftUI", "Charts"),
-    *("MLXNN", "MLXLMCommon", "FoundationModels", "MLXFoundationModels"),
-)
+# What an app with mlx-swift-lm has beside them.
+BESIDE = ("MLXNN", "MLXLMCommon", "FoundationModels", "MLXFoundationModels")
+BOTH = ("Tokenizers", "UniformTypeIdentifiers", "CoreTransferable", "SwiftUI", "Charts", *BESIDE)
 STAND_INS = {
     "macOS": ("Darwin", "CryptoKit", "Metal", "AppKit", *BOTH, "UserNotifications", "Network"),
     "iOS": (
@@ -282,7 +281,7 @@ def test_the_packages_and_their_products_exist(objects: dict[str, dict]):
 def test_what_the_views_import_is_linked(objects: dict[str, dict]):
     linked = {each["productName"] for each in of(objects, "XCSwiftPackageProductDependency")}
     elsewhere = {"Darwin", "CryptoKit", "Metal", "Security", "UIKit", "os"}
-    elsewhere |= {"Tokenizers", "WidgetKit"}
+    elsewhere |= {"Tokenizers", "WidgetKit", *BESIDE}
     system = {"Foundation", *STAND_INS["iOS"]} - elsewhere
 
     def imports(sources: list[Path]) -> set[str]:
@@ -604,7 +603,8 @@ class Compiler:
             encoding="utf-8",
         )
         modules = {f"MeSP{part}": [*(HOME / (part or "MeSP")).rglob("*.swift")] for part in PARTS}
-        modules["MeSPAppModel"].append(resources)
+        for name in ("MeSP", "MeSPAppModel"):
+            modules[name].append(resources)
         return modules | {"MeSPTrainer": APP_SOURCES}
 
 

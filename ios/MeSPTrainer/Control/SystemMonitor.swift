@@ -45,7 +45,8 @@
             switch UIApplication.shared.applicationState {
             case .active: SystemMonitor(scene: .active)
             case .inactive: SystemMonitor(scene: .inactive)
-            default: SystemMonitor(scene: .background)
+            case .background: SystemMonitor(scene: .background)
+            @unknown default: SystemMonitor(scene: .background)
             }
         }
 

@@ -109,7 +109,8 @@ public final class FineTuner: Sendable {
             var settings = try options.settings(bundle, manifest, output: output)
             if case .choices = source { settings.objective = .dpo }
             _ = try Planner(manifest, settings).plan()
-            return (settings, try write(source, options, &settings, in: output))
+            let notices = try write(source, options, &settings, in: output)
+            return (settings, notices)
         }
     }
 
@@ -295,6 +296,9 @@ public final class FineTuner: Sendable {
         let (pieces, sender) = AsyncThrowingStream.makeStream(of: String.self)
         let work = turn.take { [self] in
             do {
+                guard let last = conversation.messages.last, !last.isAnswer else {
+                    throw MeSPError("There is no message to answer: the conversation must end with one.")
+                }
                 let adapters = usesAdapters ? try adapters.url : nil
                 var request = Generator.Request(prompt: try tokenizer.encode(prompt: conversation))
                 (request.maxTokens, request.temperature) = (maxTokens, temperature)
