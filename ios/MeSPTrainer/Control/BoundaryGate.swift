@@ -94,9 +94,10 @@ package final class BoundaryGate: @unchecked Sendable {
         }
     }
 
-    /// A stopped run does not pause, but a step whose updates have begun has to finish, which is impossible in the background.
+    /// A stopped run does not pause, but a step whose updates have begun has to finish, which is impossible in the background, and while the
+    /// app uses MLX.
     private var reason: PauseReason? {
-        let counted = isAbandoned ? [] : stopped ? reasons.intersection([.away]) : reasons
+        let counted = isAbandoned ? [] : stopped ? reasons.intersection([.away, .app]) : reasons
         return PauseReason.allCases.first { counted.contains($0) }
     }
 

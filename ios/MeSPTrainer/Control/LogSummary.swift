@@ -26,6 +26,8 @@ public struct LogSummary: Sendable {
     public var events = [Event]()
     public var strength: LogRecord.Strength?
     package var end: LogRecord.End?
+    /// The highest footprint of a step, in bytes.
+    package private(set) var peakFootprintBytes = 0
 
     package init() {}
 
@@ -42,6 +44,7 @@ public struct LogSummary: Sendable {
             // A resumed run does again what came after its last saved state.
             if let last = steps.last, last.step >= step.step { steps.removeAll { $0.step >= step.step } }
             steps.append(step)
+            peakFootprintBytes = max(peakFootprintBytes, step.footprintPeakBytes)
         case .eval(let eval):
             evals.removeAll { $0.step >= eval.step && $0.split == eval.split }
             evals.append(eval)

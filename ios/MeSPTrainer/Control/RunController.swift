@@ -64,6 +64,8 @@ import Observation
     /// The number of blocks that had begun when the last step was logged.
     @ObservationIgnored private var blocksAtLastStep = 0
     @ObservationIgnored private var memoryIsShort = false
+    /// The gates of work that is no run.
+    @ObservationIgnored private var others = [BoundaryGate]()
     /// The number of parts of the app that use MLX now.
     @ObservationIgnored private var holds = 0
     /// Takes what the run's thread sends, until that has ended.
@@ -172,16 +174,25 @@ import Observation
         if case .failed(let problem) = state { throw MeSPError(problem) }
     }
 
-    /// Makes the run wait at the next block while the app uses MLX. Returns when it waits, or there is none. `release()` ends one such time.
+    /// Makes the run, and other work, wait at the next block while the app uses MLX. Returns when all wait. `release()` ends one such time.
     package func hold() async {
         holds += 1
         update()
-        await gate.restBegins()
+        for gate in [gate] + others { await gate.restBegins() }
     }
 
     package func release() {
         holds -= 1
         update()
+    }
+
+    /// Does other work than a run, from `body`, with a gate at which it waits while the app is not in front, or uses MLX.
+    package func doOther(_ body: (BoundaryGate) async throws -> Void) async rethrows {
+        let gate = BoundaryGate()
+        others.append(gate)
+        update()
+        defer { others.removeAll { $0 === gate } }
+        try await body(gate)
     }
 
     /// Waits at the next block until `resume()`.
@@ -233,8 +244,12 @@ import Observation
         if memoryIsShort { reasons.insert(.memory) }
         gate.battery = monitor.battery
         gate.set(reasons)
+        for other in others { other.set(reasons.intersection([.app]).union(monitor.scene == .active ? [] : [.away])) }
         // After this call iOS may refuse the GPU or suspend the app. A block that has ended by then need not be done again.
-        if monitor.scene == .background, reasons.contains(.away) { gate.waitUntilAtRest(seconds: Self.secondsToLeave) }
+        if monitor.scene == .background {
+            if reasons.contains(.away) { gate.waitUntilAtRest(seconds: Self.secondsToLeave) }
+            for other in others { other.waitUntilAtRest(seconds: Self.secondsToLeave) }
+        }
     }
 
     // MARK: - What the run does

@@ -316,26 +316,34 @@ public final class FineTuner: Sendable {
         return pieces
     }
 
-    private func write(
+    @MainActor private func write(
         _ request: Generator.Request, with adapters: URL?, to send: @escaping @Sendable (String) -> Void
     ) async throws {
-        let (gate, bundle, tokenizer) = (BoundaryGate(), bundle, tokenizer)
-        let tokens = gate.start("writing", sending: Int.self) { send in
-            try Generator(ModelBundle(url: bundle), adapters: adapters)
-                .generate(request, atBlock: { try gate.pass { _ in } }, onToken: send)
-        }
-        try await withTaskCancellationHandler {
-            var (all, written) = ([Int](), "")
-            for try await token in tokens {
-                all.append(token)
-                let text = tokenizer.decode(all)
-                // A token can end within a character, which is sent when it is whole.
-                guard !text.hasSuffix("\u{FFFD}"), text.hasPrefix(written) else { continue }
-                send(String(text.dropFirst(written.count)))
-                written = text
+        let (bundle, tokenizer) = (bundle, tokenizer)
+        try await controller.doOther { gate in
+            let tokens = gate.start("writing", sending: Int.self) { send in
+                try Generator(ModelBundle(url: bundle), adapters: adapters)
+                    .generate(request, atBlock: { try gate.pass { _ in } }, onToken: send)
             }
-        } onCancel: {
-            gate.abandon()
+            try await withTaskCancellationHandler {
+                try await Self.send(tokens, by: tokenizer, to: send)
+            } onCancel: {
+                gate.abandon()
+            }
+        }
+    }
+
+    /// Sends the text of tokens, each piece once it is whole: a token can end within a character.
+    private static func send(
+        _ tokens: AsyncThrowingStream<Int, any Error>, by tokenizer: any TextTokenizer, to send: (String) -> Void
+    ) async throws {
+        var (all, written) = ([Int](), "")
+        for try await token in tokens {
+            all.append(token)
+            let text = tokenizer.decode(all)
+            guard !text.hasSuffix("\u{FFFD}"), text.hasPrefix(written) else { continue }
+            send(String(text.dropFirst(written.count)))
+            written = text
         }
     }
 
@@ -383,7 +391,7 @@ extension TrainingUpdate {
         loss = log.steps.last?.loss
         heldOutLoss = log.evals.last { $0.split == "valid" }?.loss
         footprint = log.steps.last?.footprintBytes ?? memoryFootprint()
-        peakFootprint = log.steps.map(\.footprintPeakBytes).max() ?? footprint
+        peakFootprint = max(log.peakFootprintBytes, footprint)
         predictedPeak = log.prediction?.predictedPeakBytes
         timeRemaining = log.secondsLeft(of: steps).map { .seconds($0) }
         if case .paused(let reason) = controller.state { pause = .init(rawValue: reason.rawValue) } else { pause = nil }

@@ -15,8 +15,12 @@ struct RunFolders: Sendable {
 
     private func url(_ number: Int) -> URL { folder.appendingPathComponent(String(number)) }
 
-    /// The folder of the last run; nil where there was none.
-    var last: URL? { numbers.last.map(url) }
+    /// The folder of the last run that has begun; nil where none has.
+    private var last: URL? { numbers.last { hasBegun(url($0)) }.map(url) }
+
+    private func hasBegun(_ run: URL) -> Bool {
+        FileManager.default.fileExists(atPath: LogWriter.url(in: run).path)
+    }
 
     /// A folder for a new run, which is not there yet.
     var next: URL { url((numbers.last ?? 0) + 1) }
@@ -29,9 +33,7 @@ struct RunFolders: Sendable {
 
     /// Removes runs that have not begun.
     func removeUnbegun() {
-        for folder in numbers.map(url) where !FileManager.default.fileExists(atPath: LogWriter.url(in: folder).path) {
-            try? FileManager.default.removeItem(at: folder)
-        }
+        for run in numbers.map(url) where !hasBegun(run) { try? FileManager.default.removeItem(at: run) }
     }
 
     func removeAll(but kept: URL) {
@@ -42,7 +44,7 @@ struct RunFolders: Sendable {
     ///
     /// - Parameter bundle: the bundle's present place. An app's folders move when it is updated.
     func settingsToContinue(with bundle: URL) -> RunSettings? {
-        guard let last, let log = try? LogSummary(folder: last), log.end?.reason != .finished,
+        guard let last, let log = try? LogOutline(folder: last), log.end != .finished,
             var settings = log.start?.settings
         else { return nil }
         settings.bundle = bundle.path

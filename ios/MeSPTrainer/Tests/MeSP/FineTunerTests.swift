@@ -187,7 +187,9 @@ import Testing
         let part = try contents(tuner.adapters)
         #expect(part != whole)
         #expect(tuner.canContinueTraining)
-        // As after the process has ended.
+        // As after the process has ended, while it made the tokens of another run.
+        let unbegun = runs.appendingPathComponent("3/data")
+        try FileManager.default.createDirectory(at: unbegun, withIntermediateDirectories: true)
         let other = try await self.tuner()
         var last: TrainingUpdate?
         for try await update in other.continueTraining() { last = update }
@@ -288,6 +290,44 @@ import Testing
         }
         #expect(result == 5)
         await controller.stop()
+    }
+
+    /// A run that is stopped meanwhile saves its adapters afterwards; an answer waits too.
+    @MainActor @Test func whatEndsOrAnswersWaitsWhileTheAppUsesMLX() async throws {
+        let tuner = try await tuner(monitor: TestMonitor())
+        for try await update in tuner.train(on: try text(), options(steps: 1_000_000)) where update.step == 2 {
+            await tuner.whilePaused {
+                Task { await tuner.stop() }
+                try? await Task.sleep(for: .milliseconds(200))
+                #expect(throws: FineTuningError.self) { try tuner.adapters }
+            }
+            break
+        }
+        await tuner.stop()
+        _ = try tuner.adapters
+
+        let count = Count()
+        let answer = Task {
+            for try await _ in tuner.answer(to: Conversation([.user("Hi")]), maxTokens: 1_000_000) { count.add() }
+        }
+        while count.value < 3 { try await Task.sleep(for: .milliseconds(1)) }
+        try await tuner.whilePaused {
+            try await Task.sleep(for: .milliseconds(50))  // what was written before arrives
+            let before = count.value
+            try await Task.sleep(for: .milliseconds(200))
+            #expect(count.value == before)
+        }
+        let before = count.value
+        while count.value == before { try await Task.sleep(for: .milliseconds(1)) }
+        await tuner.stop()
+        try await answer.value
+    }
+
+    private final class Count: @unchecked Sendable {
+        private let lock = NSLock()
+        private var number = 0
+        var value: Int { lock.withLock { number } }
+        func add() { lock.withLock { number += 1 } }
     }
 
     @MainActor @Test func aPauseSaysWhyAndTheRunGoesOn() async throws {

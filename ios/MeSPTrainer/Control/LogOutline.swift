@@ -5,19 +5,19 @@ import MeSPSentences
 
 /// A run's entry in a list. Only the beginning and the end of the log are read, however long it is.
 public struct LogOutline: Sendable {
-    public let start: LogRecord.Start?
+    package let start: LogRecord.Start?
     /// The last finished step.
     public let lastStep: Int
     /// That step's, in nats a token.
     public let lastLoss: Float?
     /// The reason of the run's end; nil if it has not ended or was cut off.
-    public let end: LogRecord.End.Reason?
+    package let end: LogRecord.End.Reason?
 
     /// Some hundred lines.
     private static let piece = 1 << 16
 
     /// Reads the log in a run's folder. A last line that was cut off, as by a kill, is left out.
-    public init(folder: URL) throws {
+    package init(folder: URL) throws {
         let url = LogWriter.url(in: folder)
         guard let opened = try? openRegularFile(url, O_RDONLY) else {
             throw MeSPError("\(folder.path) holds no run: there is no metrics.jsonl in it.")
