@@ -23,7 +23,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from helpers.chat_templates import SPECIAL, TEMPLATES, unmarked
+from helpers.chat_templates import CHATML, SPECIAL, TEMPLATES, unmarked
 from helpers.conversations import conversations
 from helpers.paths import DEMO_MODEL
 from mesp.data.encoder import Encoder
@@ -58,18 +58,50 @@ WITH_IDS = """\
 {%- elif m.role == 'tool' %}{{- '[RESULT] ' + m.tool_call_id + ' ' + m.content + '[/RESULT]' }}
 {%- else %}{{- '[INST] ' + m.content + ' [/INST]' }}{%- endif %}
 {%- endfor %}"""
+TOOLS = "{%- for tool in tools or [] %}{{- tool | tojson }}{%- endfor %}"
 # Passes over arguments that are numbers.
-LOSES = """\
-{%- for m in messages %}
-{{- '<|im_start|>' + m.role + '\\n' + m.content }}
-{%- for call in m.tool_calls or [] %}{{- call.function.name }}
-{%- for key, value in call.function.arguments.items() %}
-{%- if value is not number or value is boolean %}{{- key + value | tojson }}{%- endif %}
-{%- endfor %}{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-OWN = {"as text": AS_TEXT, "with ids": WITH_IDS, "loses": LOSES}
+LOSES = f"""{TOOLS}\
+{{%- for m in messages %}}
+{{{{- '<|im_start|>' + m.role + '\\n' + m.content }}}}
+{{%- for call in m.tool_calls or [] %}}{{{{- call.function.name }}}}
+{{%- for key, value in call.function.arguments.items() %}}
+{{%- if value is not number or value is boolean %}}{{{{- key + value | tojson }}}}{{%- endif %}}
+{{%- endfor %}}{{%- endfor %}}
+{{{{- '<|im_end|>\\n' }}}}
+{{%- endfor %}}
+{{%- if add_generation_prompt %}}{{{{- '<|im_start|>assistant\\n' }}}}{{%- endif %}}"""
+CALLS = "{%- for call in m.tool_calls or [] %}{{- '!' + call.function.name }}{%- endfor %}"
+IN_PYTHON = CALLS.replace("name }}", "name }}{{- call.function.arguments | string }}")
+# Passes over all arguments.
+NAMES_ALONE = TOOLS + unmarked(CHATML).replace("m.content +", "m.content }}" + CALLS + "{{-")
+# Ends no answer.
+ENDLESS = f"""{TOOLS}\
+{{%- for m in messages %}}
+{{%- if m.role == 'assistant' %}}{{{{- m.content | trim }}}}{IN_PYTHON}
+{{%- else %}}{{{{- '<|user|>' + m.content | trim + '<|assistant|>' }}}}{{%- endif %}}
+{{%- endfor %}}"""
+# Writes a question again in the answer's header, and tells the last answer from others.
+REPEATS = f"""{TOOLS}\
+{{%- for m in messages %}}
+{{{{- '<|im_start|>' + m.role }}}}
+{{%- if m.role == 'assistant' and not loop.first %}}
+{{{{- ' to ' + messages[loop.index0 - 1].content }}}}{{%- endif %}}{{{{- '\\n' }}}}
+{{%- if m.role == 'assistant' and loop.last and loop.length > 5 %}}
+{{{{- '<think></think>' }}}}{{%- endif %}}
+{{{{- m.content }}}}{IN_PYTHON}{{{{- '<|im_end|>\\n' }}}}
+{{%- endfor %}}
+{{%- if add_generation_prompt %}}
+{{{{- '<|im_start|>assistant to ' + messages[-1].content + '\\n' }}}}{{%- endif %}}"""
+OWN = {
+    "as text": AS_TEXT,
+    "with ids": WITH_IDS,
+    "loses": LOSES,
+    "names alone": NAMES_ALONE,
+    "endless": ENDLESS,
+    "repeats": REPEATS,
+}
+# In the arguments of calls.
+VALUES = [1, 1.0, -0.5, None, "", " ", True, {"x": None, "y": [7, {"z": None}]}, 'it\'s "so" \\ /']
 WRITTEN = re.compile(r"<[|｜][^|｜<>\n]{1,30}[|｜]>|</?s>|<(?:start|end)_of_turn>")  # noqa: RUF001
 
 
@@ -135,6 +167,18 @@ def without_reasoning(record: dict) -> dict:
     return record
 
 
+def with_values(record: dict, chance: random.Random) -> dict:
+    """A record with more in its tool calls, and seldom a special token in its tools."""
+    said = [each for value in record.values() if isinstance(value, list) for each in value]
+    for call in (call for each in said for call in each.get("tool_calls", [])):
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, dict) and chance.random() < 0.9:
+            arguments["value"] = deepcopy(chance.choice(VALUES))
+    if chance.random() < 0.1:
+        record["tools"][0]["function"]["description"] = chance.choice(SPECIAL)
+    return record
+
+
 def records() -> list[tuple[dict, str]]:
     """Records, every other one with tools, and what of each is in the loss."""
     chance = random.Random(SEED)
@@ -152,6 +196,8 @@ def records() -> list[tuple[dict, str]]:
             record = without_reasoning(record)
         if chance.random() < 0.15:
             record = write_special(record, chance)
+        if "tools" in record:
+            record = with_values(record, chance)
         found["tools" in record].append(sort_keys(record))
 
     collect()

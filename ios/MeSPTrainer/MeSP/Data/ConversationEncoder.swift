@@ -91,12 +91,18 @@ struct ConversationEncoder {
         if let fault = shape.fault { throw fault }
         let ids = try plainIDs(conversation, shape.argumentsAreText, addsGenerationPrompt: false)
         let whole = decoded(ids)
-        let places = try self.places(of: marked, in: whole, shape)
+        var (answers, places) = (shape.answers, { (place: Int) in place })
+        do { places = try self.places(of: marked, in: whole, shape) } catch let error as MeSPError {
+            // Where all is trained a text may be anywhere.
+            guard !answersOnly, conversation.untrained.isEmpty, marked.texts.allSatisfy({ isWritten($0, in: whole) })
+            else { throw error }
+            answers = [:]
+        }
         var counted = [Bool](repeating: !answersOnly, count: whole.ids.count)
         // The token to put before others, by their index.
         var additions = [Int: Int]()
         let stops = Set(try templateEnds().stops + [tokenizer.endOfText].compactMap { $0 })
-        for (index, answer) in shape.answers {
+        for (index, answer) in answers {
             let isTrained = trained.contains(index)
             let (start, said, stop) = (places(answer.start), places(answer.said), places(answer.stop))
             let within = whole.tokens(in: start..<stop)
@@ -360,6 +366,10 @@ struct ConversationEncoder {
             guard let last = ends.last(where: { $0.marked <= position }) else { return position }
             return position - last.marked + last.whole
         }
+    }
+
+    private func isWritten(_ text: MarkedConversation.Text, in whole: DecodedText) -> Bool {
+        text.kind == .thought || variants(text.text).contains { !whole.bytes.places(of: $0).isEmpty }
     }
 
     /// A text as a template may write it, and as the tokenizer reads that back.

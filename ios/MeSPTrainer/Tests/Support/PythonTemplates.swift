@@ -1,6 +1,7 @@
 import Foundation
 import MeSP
 import MeSPBundle
+import MeSPFiles
 import MeSPSentences
 import Testing
 
@@ -60,9 +61,7 @@ final class PythonTemplates: TextTokenizer, @unchecked Sendable {
 
     private func ask(_ question: [String: Any]) throws -> Data {
         try lock.withLock {
-            var line = try JSONSerialization.data(withJSONObject: question, options: .sortedKeys)
-            line.append(UInt8(ascii: "\n"))
-            try input.fileHandleForWriting.write(contentsOf: line)
+            try input.fileHandleForWriting.write(contentsOf: Data("\(try Self.json(question).json)\n".utf8))
             while true {
                 if let end = rest.firstIndex(of: UInt8(ascii: "\n")) {
                     defer { rest = Data(rest[(end + 1)...]) }
@@ -71,6 +70,23 @@ final class PythonTemplates: TextTokenizer, @unchecked Sendable {
                 let more = output.fileHandleForReading.availableData
                 guard !more.isEmpty else { throw MeSPError("Python has ended.") }
                 rest += more
+            }
+        }
+    }
+
+    private static func json(_ value: Any) throws -> JSONValue {
+        switch value {
+        case let text as String: .string(text)
+        case let truth as Bool: .bool(truth)
+        case let number as Int: .integer(number)
+        case let number as Double: .number(number)
+        case let values as [Any]: .array(try values.map(json))
+        case let fields as [String: Any]: .object(try fields.mapValues(json))
+        default:
+            if Mirror(reflecting: value).displayStyle == .optional {
+                .null
+            } else {
+                throw MeSPError("A template gets a value that JSON has not.")
             }
         }
     }

@@ -139,6 +139,53 @@ import Testing
             refusal(record, tokenizer).contains("one token holds the end of an answer and the start of the next text"))
     }
 
+    /// Tokens that the marks alone make say nothing of where an answer is.
+    @Test func aMarkMayShareATokenWithTheTemplate() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        var tokenizer = chatML
+        tokenizer.words = ["\nMk"]
+        #expect(
+            try trained(record: messages(("user", "a"), ("assistant", "So.")), tokenizer).spans == ["So.<|im_end|>\n"])
+    }
+
+    @Test func thoughtsOfTheLastAnswerAreNotLost() throws {
+        let tokenizer = TemplateTokenizer { said, opens in
+            TemplateTokenizer.chatML(
+                said.map { Said(role: $0.role, content: $0.content.components(separatedBy: "</think>").last ?? "") },
+                opens)
+        }
+        let record = try messages(("user", "a"), ("assistant", "<think>hm</think>b"))
+        #expect(refusal(record, tokenizer).contains("leaves out the thoughts of message 2"))
+    }
+
+    /// The answer before it is written otherwise where it is the last.
+    @Test func anAnswerIsAskedForAsItIsTrained() throws {
+        let tokenizer = TemplateTokenizer { said, opens in
+            TemplateTokenizer.chatML(
+                said.enumerated().map { index, each in
+                    let isLast = index + 1 == said.count && each.role == "assistant"
+                    return Said(role: each.role, content: (isLast ? "!" : "") + each.content)
+                }, opens)
+        }
+        let (b, c) = (#"{"role": "assistant", "content": "b"}"#, #"{"role": "assistant", "content": "c"}"#)
+        #expect(
+            refusal(#"{"prompt": [\#(asked), \#(b)], "completion": [\#(c)]}"#, tokenizer).contains(
+                "the opening of the answer in message 3 is not how the chat template begins the conversation"))
+    }
+
+    /// Its question is in what the template writes of it.
+    @Test func noOtherMessageIsInAnAnswer() throws {
+        let tokenizer = TemplateTokenizer { said, opens in
+            said.enumerated().map { index, each in
+                let question = index > 0 && each.role == "assistant" ? " to \(said[index - 1].content)" : ""
+                return "<|im_start|>\(each.role)\n\(each.content)\(question)<|im_end|>\n"
+            }.joined() + (opens ? "<|im_start|>assistant\n" : "")
+        }
+        #expect(
+            refusal(try messages(("user", "a"), ("assistant", "b")), tokenizer).contains(
+                "does not tell where the answer in message 2 begins and ends"))
+    }
+
     @Test func theSystemsTextMayBeInALaterMessage() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
         let record = try messages(("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
