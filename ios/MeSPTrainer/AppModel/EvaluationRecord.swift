@@ -75,12 +75,12 @@ enum EvaluationRecord: Sendable {
         return (.text(text), ["text"])
     }
 
-    private static func messages(_ value: JSONValue, _ role: String, in key: String) throws -> [Message] {
-        if let text = value.string { return [Message(role: role, content: text)] }
+    private static func messages(_ value: JSONValue, _ role: String, in key: String) throws -> [Conversation.Message] {
+        if let text = value.string { return [Conversation.Message(role: role, content: text)] }
         return try TextRecords.messages(value, in: key)
     }
 
-    private static func task(_ messages: [Message], _ tools: [String]) throws -> EvaluationRecord {
+    private static func task(_ messages: [Conversation.Message], _ tools: [String]) throws -> EvaluationRecord {
         guard messages.count > 1, let last = messages.last, last.role == "assistant" else {
             throw MeSPError("the last message is not an answer; add an assistant message.")
         }

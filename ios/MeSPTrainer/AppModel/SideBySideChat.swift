@@ -251,13 +251,13 @@ extension SideBySideChat.Request {
     /// - Parameter text: that side's answer of a turn. A turn without one is left out: messages and answers alternate.
     fileprivate func messages(
         after history: [SideBySideChat.Turn], _ text: KeyPath<SideBySideChat.Turn, SideBySideChat.Text>
-    ) -> [Message] {
-        var messages = system.isEmpty ? [] : [Message.system(system)]
+    ) -> [Conversation.Message] {
+        var messages = system.isEmpty ? [] : [Conversation.Message.system(system)]
         for turn in history where !turn[keyPath: text].text.isEmpty {
-            messages.append(Message.user(turn.prompt))
-            messages.append(Message.assistant(turn[keyPath: text].text))
+            messages.append(.user(turn.prompt))
+            messages.append(.assistant(turn[keyPath: text].text))
         }
-        return messages + [Message.user(prompt)]
+        return messages + [.user(prompt)]
     }
 }
 

@@ -7,18 +7,20 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
     public let id: UUID
     public let date: Date
     /// The conversation that is answered; its last message is not an answer.
-    public let prompt: [Message]
+    public let prompt: [Conversation.Message]
     public let chosen: String
     public let rejected: String
 
-    /// - Throws: `MeSPError` where nothing can be learned from it: an empty answer, two that are equal, or nothing asked.
-    package init(prompt: [Message], chosen: String, rejected: String, date: Date = .now) throws {
+    /// - Throws: ``FineTuningError`` where nothing can be learned from it: an empty answer, two that are equal, or nothing asked.
+    public init(prompt: [Conversation.Message], chosen: String, rejected: String, date: Date = .now) throws {
         func isBlank(_ text: String) -> Bool { !text.contains { !$0.isWhitespace } }
         guard let last = prompt.last, last.role != "assistant" else {
-            throw MeSPError("A choice needs the message that both answers reply to.")
+            throw FineTuningError("A choice needs the message that both answers reply to.")
         }
-        guard !isBlank(chosen), !isBlank(rejected) else { throw MeSPError("One of the two answers is empty.") }
-        guard chosen != rejected else { throw MeSPError("The two answers are equal, so there is nothing to choose.") }
+        guard !isBlank(chosen), !isBlank(rejected) else { throw FineTuningError("One of the two answers is empty.") }
+        guard chosen != rejected else {
+            throw FineTuningError("The two answers are equal, so there is nothing to choose.")
+        }
         (id, self.date) = (UUID(), date)
         (self.prompt, self.chosen, self.rejected) = (prompt, chosen, rejected)
     }
@@ -30,7 +32,7 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
     public init(from decoder: any Decoder) throws {
         let fields = try decoder.container(keyedBy: Key.self)
         func answer(_ key: Key) throws -> String {
-            let messages = try fields.decode([Message].self, forKey: key)
+            let messages = try fields.decode([Conversation.Message].self, forKey: key)
             guard messages.count == 1 else {
                 throw DecodingError.dataCorruptedError(forKey: key, in: fields, debugDescription: "not one message")
             }
@@ -38,7 +40,7 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
         }
         id = try fields.decode(UUID.self, forKey: .id)
         date = try fields.decode(Date.self, forKey: .date)
-        prompt = try fields.decode([Message].self, forKey: .prompt)
+        prompt = try fields.decode([Conversation.Message].self, forKey: .prompt)
         (chosen, rejected) = (try answer(.chosen), try answer(.rejected))
     }
 
@@ -47,8 +49,8 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
         try fields.encode(id, forKey: .id)
         try fields.encode(date, forKey: .date)
         try fields.encode(prompt, forKey: .prompt)
-        try fields.encode([Message.assistant(chosen)], forKey: .chosen)
-        try fields.encode([Message.assistant(rejected)], forKey: .rejected)
+        try fields.encode([Conversation.Message.assistant(chosen)], forKey: .chosen)
+        try fields.encode([Conversation.Message.assistant(rejected)], forKey: .rejected)
     }
 }
 

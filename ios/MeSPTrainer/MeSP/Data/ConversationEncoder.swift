@@ -514,7 +514,7 @@ struct ConversationEncoder {
     private mutating func templateEnds() throws -> TemplateEnds {
         if let knownEnds { return knownEnds }
         let turns = ["user", "assistant", "user"].enumerated().map {
-            Message(role: $1, content: MarkedConversation.mark($0))
+            Conversation.Message(role: $1, content: MarkedConversation.mark($0))
         }
         /// The ids of what the template writes after a message, up to the next one.
         func tail(_ count: Int, _ number: Int) throws -> [Int] {

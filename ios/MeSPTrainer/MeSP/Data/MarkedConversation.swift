@@ -115,7 +115,8 @@ extension Conversation {
                 let name = try change(index, .call, call.name)
                 let arguments = try JSONValue.object(JSONValue.object(text: call.arguments))
                     .mapStrings { try change(index, .argument, $0) }
-                changed.messages[index].toolCalls[number] = ToolCall(name: name, arguments: arguments.json, id: call.id)
+                changed.messages[index].toolCalls[number] = Conversation.ToolCall(
+                    name: name, arguments: arguments.json, id: call.id)
             }
         }
         return changed

@@ -18,7 +18,7 @@ extension Conversation {
     }
 }
 
-extension Message {
+extension Conversation.Message {
     fileprivate func templateFields(_ argumentsAreText: Bool) throws -> [String: any Sendable] {
         var fields: [String: any Sendable] = ["role": role, "content": content]
         if !toolCalls.isEmpty { fields["tool_calls"] = try toolCalls.map { try $0.templateFields(argumentsAreText) } }
@@ -28,7 +28,7 @@ extension Message {
     }
 }
 
-extension ToolCall {
+extension Conversation.ToolCall {
     fileprivate func templateFields(_ argumentsAreText: Bool) throws -> [String: any Sendable] {
         let object = try JSONValue.object(text: arguments)
         let given: any Sendable =

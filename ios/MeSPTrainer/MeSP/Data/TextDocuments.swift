@@ -146,8 +146,8 @@ struct TextDocuments: Sendable {
             if TextRecords.isBlank(completion) { throw TextRecords.emptyAnswer }
             return .answer(completion, prompt: prompt)
         }
-        func messages(_ value: JSONValue, _ role: String, _ key: String) throws -> [Message] {
-            if let text = value.string { return [Message(role: role, content: text)] }
+        func messages(_ value: JSONValue, _ role: String, _ key: String) throws -> [Conversation.Message] {
+            if let text = value.string { return [Conversation.Message(role: role, content: text)] }
             return try TextRecords.messages(value, in: key)
         }
         let asked = try messages(prompt, "user", "prompt")

@@ -57,14 +57,14 @@ package enum TextRecords {
     /// The messages in a record's field.
     ///
     /// - Throws: `MeSPError`, which continues the record's place, for what is not a message, and for anything of one that would be lost.
-    package static func messages(_ value: JSONValue, in key: String) throws -> [Message] {
+    package static func messages(_ value: JSONValue, in key: String) throws -> [Conversation.Message] {
         guard let list = value.array, !list.isEmpty else {
             throw MeSPError("\"\(key)\" is not a list of messages; write each with \"role\" and \"content\".")
         }
         return try list.map(message)
     }
 
-    static func message(_ value: JSONValue) throws -> Message {
+    static func message(_ value: JSONValue) throws -> Conversation.Message {
         guard let fields = value.fields else {
             throw MeSPError("a message is not an object; write each with \"role\" and \"content\".")
         }
@@ -92,7 +92,7 @@ package enum TextRecords {
                 throw MeSPError("a message has \"\(key)\", which is not read; write it into \"content\", or remove it.")
             }
         }
-        var message = Message(role: role, content: "", toolCalls: calls, isTrained: isTrained)
+        var message = Conversation.Message(role: role, content: "", toolCalls: calls, isTrained: isTrained)
         if let content = fields["content"] {
             message.content = try self.content(content)
         } else if role != "assistant" {
@@ -114,13 +114,13 @@ package enum TextRecords {
 
     // MARK: - Tools
 
-    private static func calls(_ value: JSONValue) throws -> [ToolCall] {
+    private static func calls(_ value: JSONValue) throws -> [Conversation.ToolCall] {
         guard let list = value.array else { throw MeSPError("\"tool_calls\" is not a list; make it one.") }
         return try list.map(call)
     }
 
     /// A call, with or without `function` around it.
-    static func call(_ value: JSONValue) throws -> ToolCall {
+    static func call(_ value: JSONValue) throws -> Conversation.ToolCall {
         let outer = value.fields ?? [:]
         let function = outer["function"] == nil ? outer : outer["function"]?.fields ?? [:]
         guard let name = try text("name", of: function) else {
@@ -144,7 +144,7 @@ package enum TextRecords {
             throw MeSPError("the arguments of a tool call are not a JSON object; write one.")
         }
         _ = try arguments.templateValue()
-        return ToolCall(name: name, arguments: arguments.json, id: try text("id", of: outer))
+        return Conversation.ToolCall(name: name, arguments: arguments.json, id: try text("id", of: outer))
     }
 
     /// The definitions of a record's tools: a list, also as JSON in a text.

@@ -1,19 +1,22 @@
-/// The tokenizer of a bundle's model, which turns text into token ids and back: in the app, swift-transformers' `Tokenizer`.
+/// The tokenizer of a bundle's model, which turns text into token ids and back.
+///
+/// The library `MeSPTokenizers` has one that reads the bundle's files by swift-transformers. An app that has loaded the model with mlx-swift-lm
+/// adapts the tokenizer that it has. Token ids are those of the model's vocabulary, from 0.
 public protocol TextTokenizer: Sendable {
     /// The id of the token that begins a text; nil where the model has none.
     var beginOfText: Int? { get }
     /// The id of the token that ends a text; nil where the model has none.
     var endOfText: Int? { get }
-    /// The ids of `text`; where `addsSpecialTokens` is set, with what the model wants around a text. That may be `beginOfText`: some
+    /// Encodes a text: the ids of `text`; where `addsSpecialTokens` is set, with what the model wants around a text. That may be `beginOfText`: some
     /// models that have it do not want it.
     func encode(_ text: String, addsSpecialTokens: Bool) -> [Int]
-    /// The text of ids, with that of special tokens.
+    /// Decodes ids to their text, with that of special tokens.
     func decode(_ tokens: [Int]) -> String
-    /// Whether a token is special, as one that ends a message is, and no text.
+    /// Tells whether a token is special, as one that ends a message is, and no text.
     func isSpecial(_ token: Int) -> Bool
     /// Whether the model knows conversations.
     var hasChatTemplate: Bool { get }
-    /// The ids of a conversation in the model's chat template.
+    /// Encodes a conversation in the model's chat template.
     ///
     /// - Parameters:
     ///   - messages: in the form of Hugging Face's templates: `role` and `content`, and where a message has them `tool_calls`, `name` and
@@ -21,7 +24,8 @@ public protocol TextTokenizer: Sendable {
     ///     order each time, as swift-transformers writes them in that of their names.
     ///   - tools: the definitions of tools; nil where there are none.
     ///   - addsGenerationPrompt: whether the opening of an answer follows the last message.
-    /// - Throws: where the template refuses the conversation.
+    /// - Returns: the ids.
+    /// - Throws: an error where the template refuses the conversation.
     func applyChatTemplate(
         messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
     ) throws -> [Int]

@@ -12,7 +12,7 @@ import Testing
     from taken: String, over suggested: String, after message: String, with store: ChoiceStore, _ bundle: URL,
     tokenizer: any TextTokenizer, in folder: URL, monitor: any DeviceMonitor
 ) async throws -> URL? {
-    let prompt = [Message.user(message)]
+    let prompt = [Conversation.Message.user(message)]
     try store.append(Choice(prompt: prompt, chosen: taken, rejected: suggested))
     let choices = try store.all()
     guard choices.count >= 4 else { return nil }
@@ -37,7 +37,7 @@ import Testing
     deinit { try? FileManager.default.removeItem(at: folder) }
 
     private func choice(_ chosen: String, _ rejected: String) throws -> Choice {
-        try Choice(prompt: [Message.user("Hi")], chosen: chosen, rejected: rejected)
+        try Choice(prompt: [Conversation.Message.user("Hi")], chosen: chosen, rejected: rejected)
     }
 
     @Test func choicesAreKeptAndRemoved() throws {
@@ -99,7 +99,7 @@ import Testing
     }
 
     @Test func whatDoesNotFitIsLeftOut() throws {
-        let long = [Message.user(String(repeating: "long ", count: 20))]
+        let long = [Conversation.Message.user(String(repeating: "long ", count: 20))]
         let choices = try [choice("a", "b"), Choice(prompt: long, chosen: "a", rejected: "b")]
         let data = TextData(tokenizer: ByteTokenizer(), length: 32)
         let said = message { try data.write(.choices(choices), to: folder.appendingPathComponent("tokens")) }

@@ -241,13 +241,13 @@ import Testing
 
     @Test func choicesAreAnswersToo() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
-        let prompt = [Message.user("a")]
+        let prompt = [Conversation.Message.user("a")]
         let choices = try (0..<2).map { _ in try Choice(prompt: prompt, chosen: "<b", rejected: "c") }
         let tokenizer = TemplateTokenizer(template: TemplateTokenizer.asksForThoughts)
         let data = TextData(tokenizer: tokenizer, length: 64)
         try data.write(.choices(choices), to: target)
         #expect(try read(tokenizer).spans == ["<b<|im_end|>\n", "c<|im_end|>\n"])
-        let system = [Message.system("s")] + prompt
+        let system = [Conversation.Message.system("s")] + prompt
         let lost = try (0..<2).map { _ in try Choice(prompt: system, chosen: "b", rejected: "c") }
         let passes = TextData(tokenizer: TemplateTokenizer(template: TemplateTokenizer.passesOver), length: 64)
         #expect(
@@ -268,7 +268,7 @@ import Testing
         #expect(
             refusal(#"{"messages": [\#(asked), \#(answer)], "tools": \#(tools)}"#).hasPrefix(
                 "Line 1 of a.jsonl: the chat template leaves out the tools, such as clock"))
-        let typed = Conversation([.user("a"), .assistant("", toolCalls: [ToolCall(name: "clock")])])
+        let typed = Conversation([.user("a"), .assistant("", toolCalls: [Conversation.ToolCall(name: "clock")])])
         let data = TextData(tokenizer: chatML, length: 64)
         #expect(
             message { _ = try data.first(of: .conversations([typed])) }.hasPrefix(
@@ -282,7 +282,7 @@ import Testing
 
     @Test func typedConversationsAreRecords() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
-        var untrained = Message.assistant("b")
+        var untrained = Conversation.Message.assistant("b")
         untrained.isTrained = false
         let conversation = Conversation([.system("s"), .user("a"), untrained, .user("c"), .assistant("d")])
         let data = TextData(tokenizer: chatML, length: 64)
@@ -291,9 +291,9 @@ import Testing
         let file = folder.appendingPathComponent("a.jsonl")
         try JSONEncoder().encode(conversation).write(to: file)
         #expect(try Conversation.read(contentsOf: file) == [conversation])
-        var named = Message.tool("noon")
+        var named = Conversation.Message.tool("noon")
         (named.name, named.toolCallID) = ("clock", "1")
-        let call = ToolCall(name: "clock", arguments: #"{"a": 1.0, "b": [1, null, "é"]}"#, id: "1")
+        let call = Conversation.ToolCall(name: "clock", arguments: #"{"a": 1.0, "b": [1, null, "é"]}"#, id: "1")
         let tools = Conversation(
             [.user("a"), .assistant("", toolCalls: [call]), named], tools: [#"{"name": "clock"}"#])
         let json = try JSONEncoder().encode(tools)

@@ -56,7 +56,7 @@ import Testing
         }
         var plain = PlainEncoder(tokenizer)
         func asked(_ text: String) -> Conversation {
-            Conversation(said(text).map { Message(role: $0.role, content: $0.content) })
+            Conversation(said(text).map { Conversation.Message(role: $0.role, content: $0.content) })
         }
         let usual = try asked("x").applied(to: tokenizer, argumentsAreText: false, addsGenerationPrompt: true)
         #expect(try plain.encode(asked("x"), addsGenerationPrompt: true) == usual && !plain.hasSplit)
