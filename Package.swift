@@ -113,8 +113,6 @@ if !hostMLX {
     package.targets.append(
         .target(
             name: "MeSPTokenizers",
-            dependencies: [
-                "MeSP", "MeSPSentences", .product(name: "Tokenizers", package: "swift-transformers"),
-            ],
+            dependencies: ["MeSP", .product(name: "Tokenizers", package: "swift-transformers")],
             path: "ios/MeSPTrainer/Tokenizers"))
 }

@@ -298,9 +298,12 @@ def build_program(
         program.name,
         "--package-path",
         str(checkout / program.package),
-        # In a checkout as `make` compiles the tests, which then share what is compiled.
-        *(["--scratch-path", str(scratch)] if scratch else ["-Xswiftc", "-enable-testing"]),
+        *(["--scratch-path", str(scratch)] if scratch else []),
     ]
+    if not scratch or program == COUNTER:
+        # In a checkout as `make` compiles the tests, which then share what is compiled. And
+        # mesp-count is of another package than the trainer, whose parts it counts.
+        command += ["-Xswiftc", "-enable-testing"]
     # On macOS too: SwiftPM does not compile Metal shaders, and the wheel brings them compiled.
     environment = {"MESP_HOST_MLX": str(mlx_folder()), **os.environ}
     if for_wheel:

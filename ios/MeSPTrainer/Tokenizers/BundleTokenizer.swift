@@ -1,9 +1,11 @@
 import Foundation
 import MeSP
-import MeSPSentences
 import Tokenizers
 
-/// Loads the tokenizer in the bundle at `bundle`, by swift-transformers. Throws an error that names the bundle where its files cannot be read.
+/// Loads the tokenizer of a bundle by swift-transformers.
+///
+/// - Parameter bundle: the folder of the model.
+/// - Throws: `FineTuningError` where its files cannot be read.
 public func loadTokenizer(bundle: URL) async throws -> any TextTokenizer {
     try await BundleTokenizer(bundle: bundle)
 }
@@ -16,7 +18,7 @@ struct BundleTokenizer: TextTokenizer {
         do {
             tokenizer = try await AutoTokenizer.from(modelFolder: bundle)
         } catch {
-            throw MeSPError(
+            throw FineTuningError(
                 "The tokenizer in \(bundle.lastPathComponent) cannot be read: \(error.localizedDescription) Train on the bundle's own text, or export the bundle again."
             )
         }

@@ -2,10 +2,12 @@ import Foundation
 import MeSP
 
 extension FineTuner {
-    /// Opens and checks the bundle at `bundle`, with the tokenizer in it.
+    /// Opens a bundle with the tokenizer in it.
     ///
-    /// `folder` keeps the run: its log, its saved state and the adapters. Without one, that is a folder of the bundle's in Application Support.
-    /// Throws an error that says what is wrong with the bundle or its tokenizer, and what to do.
+    /// - Parameters:
+    ///   - bundle: the folder of the model.
+    ///   - folder: the folder of the run. nil: one with the bundle's name in `MeSP` in the folder for application support.
+    /// - Throws: `FineTuningError` where `bundle` is no bundle, is damaged, or has a tokenizer that cannot be read.
     public convenience init(bundle: URL, folder: URL? = nil) async throws {
         try await self.init(bundle: bundle, tokenizer: loadTokenizer(bundle: bundle), folder: folder)
     }
