@@ -128,7 +128,10 @@ class Property:
         """Its declaration."""
         kind = self.type + "?" * self.is_optional
         value = "" if self.is_needed or self.is_optional else f" = {self._write_default()}"
-        return [*write_comment(self.doc, "    "), f"    {self.access} var {self.name}: {kind}{value}"]
+        return [
+            *write_comment(self.doc, "    "),
+            f"    {self.access} var {self.name}: {kind}{value}",
+        ]
 
     def _write_default(self) -> str:
         if self.setting.choices is not None:

@@ -88,7 +88,8 @@ def test_where_the_wheel_has_mlx_no_package_is_fetched(app_manifest: dict, tmp_p
     assert [list(each) for each in here["dependencies"]] == [["fileSystem"]]
     for part in ("products", "targets"):
         names = [{each["name"] for each in read[part]} for read in (app_manifest, here)]
-        assert names[0] - names[1] == {"MeSPTokenizers"} and names[1] <= names[0]
+        assert names[0] - names[1] == {"MeSPTokenizers"}
+        assert names[1] - names[0] <= {"Trainer"}, "what the ledger counts, on Linux alone"
 
 
 def test_what_is_required_is_pinned_and_nothing_else(ranges: dict, pins: dict, releases: dict):

@@ -37,10 +37,10 @@ def changed(name: str, monkeypatch: pytest.MonkeyPatch, **others: object) -> str
 @pytest.mark.parametrize(
     ("name", "others", "line"),
     [
-        ("val_batches", {"default": 26}, "public var valBatches: Int = 26"),
+        ("val_batches", {"default": 26}, "package var valBatches: Int = 26"),
         ("group_size", {"most": 9}, 'requireRange("group_size", groupSize, least: 2, most: 9)'),
-        ("warmup", {"key": "warm_up"}, "public var warmUp: Int = 0"),
-        ("alpha", {"kind": int}, "public var alpha: Int = 16"),
+        ("warmup", {"key": "warm_up"}, "package var warmUp: Int = 0"),
+        ("alpha", {"kind": int}, "package var alpha: Int = 16"),
         ("dp_clip", {"may_change": True}, "dpClip = other.dpClip"),
         ("dr_grpo", {"federated": True}, '"dr_grpo"'),
         ("schedule", {"choices": {"constant": "", "step": "In steps."}}, "case step\n"),

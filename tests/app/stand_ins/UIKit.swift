@@ -27,6 +27,8 @@ public typealias CGFloat = Foundation.CGFloat
 public struct UIBackgroundTaskIdentifier: Sendable {}
 @MainActor open class UIApplication {
     public static let shared = UIApplication()
+    public enum State: Int, Sendable { case active, inactive, background }
+    public var applicationState: State { .active }
     public var isIdleTimerDisabled = false
     public var connectedScenes: Set<UIScene> { [] }
     public nonisolated static let willResignActiveNotification = Notification.Name("a"),
