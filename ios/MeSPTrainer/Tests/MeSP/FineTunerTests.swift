@@ -1,6 +1,6 @@
 import Foundation
 import MLX
-// Not @testable: what your own app can write, but for the device's state.
+// Not @testable: what an app of one's own can write, but for the device's state.
 import MeSP
 import Testing
 

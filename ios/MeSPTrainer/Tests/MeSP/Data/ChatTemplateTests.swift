@@ -53,8 +53,8 @@ import Testing
                 #expect(found.counted == expected.counted, "\(each.template): \(each.record)")
                 // Typed values go the same way, also from JSON and back.
                 let typed = try Conversation.read(contentsOf: file)
-                let decoded = try JSONDecoder().decode([Conversation].self, from: JSONEncoder().encode(typed))
-                let same = first(.conversations(decoded), python, answersOnly: each.lossOn == "answers")
+                let again = try JSONDecoder().decode([Conversation].self, from: JSONEncoder().encode(typed))
+                let same = first(.conversations(again), python, answersOnly: each.lossOn == "answers")
                 #expect(try same.get() == found, "\(each.template): \(each.record)")
             case (.failure, nil): outcome = "refused"
             case (.failure(let error), let expected?):
