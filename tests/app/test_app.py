@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -22,6 +23,7 @@ from tokenizers import Tokenizer
 
 import phone
 from helpers.paths import ROOT
+from helpers.swift_package import PARTS, RESOURCES, sources, target_info, tool
 from mesp.engine.build import find_engine
 from mesp.runs.log import RunLog
 
@@ -485,29 +487,6 @@ def test_the_demo_bundles_that_come_with_the_app_are_whole(name, device):
     assert text.count("Python") > 20 and "An assignment statement evaluates" in text
 
 
-def tool(name: str) -> str:
-    """A program of the Swift toolchain; on a Mac it is not in the path."""
-    found = shutil.which(name)
-    if not found and shutil.which("xcrun"):
-        found = subprocess.check_output(["xcrun", "--find", name], text=True).strip()
-    assert found, "install Swift 6"
-    return found
-
-
-def target_info() -> dict:
-    return json.loads(subprocess.check_output([tool("swiftc"), "-print-target-info"], text=True))
-
-
-def target() -> str:
-    """The compiler's target triple."""
-    return target_info()["target"]["unversionedTriple"]
-
-
-# The parts of the package, each after what it imports: module `MeSP` and the part's name.
-PARTS = ("Sentences", "Files", "Bundle", "Adapters", "Core", "Control", "", "Federation")
-PARTS += ("Download", "SelfCheck", "AppModel", "Tokenizers")
-
-
 class Compiler:
     """Compiles as for `system`, against the stand-ins in `modules`.
 
@@ -596,13 +575,9 @@ class Compiler:
 
     def app_modules(self) -> dict[str, list[Path]]:
         """The sources of the app's modules, each after what it imports."""
-        # As SwiftPM makes it of a target with resources.
         resources = self.folder / "Resources.swift"
-        resources.write_text(
-            "import Foundation\nextension Bundle { static let module = Bundle.main }\n",
-            encoding="utf-8",
-        )
-        modules = {f"MeSP{part}": [*(HOME / (part or "MeSP")).rglob("*.swift")] for part in PARTS}
+        resources.write_text(RESOURCES, encoding="utf-8")
+        modules = {f"MeSP{part}": sources(part) for part in PARTS}
         for name in ("MeSP", "MeSPAppModel"):
             modules[name].append(resources)
         return modules | {"MeSPTrainer": APP_SOURCES}
@@ -644,7 +619,11 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
             done = compiler.compile_what_differs(name, *sources)
             assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
         compile("MeSPTrainer", *views)
-    compile("Example", library_examples(tmp_path / "Example.swift"))
+    # As an app has them: outside of the package.
+    for example in library_examples(tmp_path):
+        compile(example.stem, example)
+    compile("Landing", short_example(tmp_path / "Landing.swift", CATALOGUE / "MeSP.md", 0))
+    compile("Moved", short_example(tmp_path / "Moved.swift", ROOT / "docs" / "migration.md", 1))
     compile("BesideMLXSwiftLM", example_beside_mlx_swift_lm(tmp_path / "BesideMLXSwiftLM.swift"))
     if system == "macOS":
         sil = compile("engine", *sorted((HOME / "Engine").glob("*.swift")))
@@ -691,41 +670,83 @@ def test_the_ui_test_looks_for_what_the_app_shows():
     assert tabs and tabs <= set(re.findall(r'as: "(\w+)"\)', text))
 
 
-def library_examples(source: Path) -> Path:
-    """The examples of the library's documentation, as one source."""
-    text = (HOME / "Core" / "MeSPCore.docc" / "FineTuning.md").read_text(encoding="utf-8")
-    examples = re.findall(r"```swift\n(.*?)```", text, flags=re.S)
-    assert len(examples) == 3
-    source.write_text("import Foundation\n" + "".join(examples), encoding="utf-8")
+CATALOGUE = HOME / "MeSP" / "MeSP.docc"
+# Of the catalogue's pages, those that no symbol has.
+ARTICLES = [
+    page for page in sorted(CATALOGUE.glob("*.md")) if "# ``" not in page.read_text("utf-8")
+]
+
+
+def swift_blocks(page: Path) -> list[str]:
+    blocks = re.findall(r"```swift\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
+    assert blocks, page.name
+    return blocks
+
+
+def library_examples(folder: Path) -> Iterator[Path]:
+    """The examples of each article of the library's documentation, as one source."""
+    assert len(ARTICLES) == 3
+    for article in ARTICLES:
+        source = folder / f"{article.stem}Example.swift"
+        source.write_text("\n".join(swift_blocks(article)), encoding="utf-8")
+        yield source
+
+
+# Values that short examples use without declaring them.
+GIVEN = """import Foundation
+import MeSP
+
+@MainActor final class Given {
+    private var progress = 0.0
+    private let (url, folder, bundle, text): (URL, URL, URL, URL)
+    private let tokenizer: any TextTokenizer
+    private let conversations: [Conversation]
+
+    init(_ url: URL, _ tokenizer: any TextTokenizer, _ conversations: [Conversation]) {
+        (self.url, folder, bundle, text) = (url, url, url, url)
+        (self.tokenizer, self.conversations) = (tokenizer, conversations)
+    }
+
+    func run() async throws {
+"""
+
+
+def short_example(source: Path, page: Path, place: int) -> Path:
+    """A block without declarations around it, as the body of a function."""
+    lines = [line for line in swift_blocks(page)[place].splitlines() if line != "import MeSP"]
+    source.write_text("\n".join([GIVEN, *lines, "} }"]), encoding="utf-8")
     return source
 
 
 def example_beside_mlx_swift_lm(source: Path) -> Path:
     """The example of an app that runs mlx-swift-lm, as one source."""
-    text = (ROOT / "docs" / "mlx-swift-lm.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```swift\n(.*?)```", text, flags=re.S)
+    blocks = swift_blocks(ROOT / "docs" / "mlx-swift-lm.md")
     assert len(blocks) == 4
     source.write_text("\n".join(blocks), encoding="utf-8")
     return source
 
 
-@pytest.mark.parametrize("folder", ["Bundle", "Control", "Core"])
-def test_a_librarys_documentation_builds(folder: str, tmp_path: Path):
+def test_the_examples_that_swift_tests_run_are_those_of_the_articles():
+    """All of them but views, which Linux has none of."""
+    run = (HOME / "Tests" / "MeSP" / "Examples.swift").read_text(encoding="utf-8")
+    blocks = [
+        re.sub(r"^import \w+\n", "", block, flags=re.M).strip()
+        for article in ARTICLES
+        for block in swift_blocks(article)
+        if "import SwiftUI\n" not in block
+    ]
+    assert [block for block in blocks if block not in run] == []
+
+
+def test_the_librarys_documentation_builds(symbol_graphs: Path, tmp_path: Path):
     """Every link leads somewhere, and every parameter of what is public is documented."""
-    build = find_engine().parent
-    module_map = build / "CHostMLX.build" / "module.modulemap"
-    name = f"MeSP{folder}"
-    module = ["-module-name", name, "-I", build / "Modules"]
-    module += ["-Xcc", f"-fmodule-map-file={module_map}"]
-    graphs = ["-minimum-access-level", "public", "-output-dir", tmp_path, "-target", target()]
-    if shutil.which("xcrun"):
-        sdk = subprocess.check_output(["xcrun", "--show-sdk-path"], text=True).strip()
-        graphs += ["-sdk", sdk]
-    subprocess.run([tool("swift-symbolgraph-extract"), *module, *graphs], check=True)
-    options = ["--additional-symbol-graph-dir", tmp_path, "--output-path", tmp_path / "archive"]
-    options += ["--fallback-display-name", name, "--fallback-bundle-identifier", "org.mesp"]
-    catalogue = HOME / folder / f"{name}.docc"
-    convert = [tool("docc"), "convert", catalogue, *options, "--warnings-as-errors"]
+    graphs = tmp_path / "graphs"
+    graphs.mkdir()
+    for graph in symbol_graphs.glob("MeSP[.@]*"):
+        shutil.copy(graph, graphs)
+    options = ["--additional-symbol-graph-dir", graphs, "--output-path", tmp_path / "archive"]
+    options += ["--fallback-display-name", "MeSP", "--fallback-bundle-identifier", "org.mesp"]
+    convert = [tool("docc"), "convert", CATALOGUE, *options, "--warnings-as-errors"]
     done = subprocess.run(convert, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -24,7 +24,8 @@ PAGES = [
 PLACES = {
     **dict.fromkeys(("docs", "exporter", "ios", "tests", "tools"), ROOT),
     **dict.fromkeys(("Adapters", "App", "AppModel", "Bundle", "Control", "Core"), HOME),
-    **dict.fromkeys(("Download", "Engine", "Federation", "SelfCheck", "UITests"), HOME),
+    **dict.fromkeys(("Download", "Engine", "Federation", "MeSP", "SelfCheck", "Tokenizers"), HOME),
+    "UITests": HOME,
     "mesp": ROOT / "exporter",
 }
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

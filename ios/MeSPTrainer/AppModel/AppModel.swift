@@ -43,7 +43,7 @@ import Observation
         set { if !newValue { problem = nil } }
     }
     /// The item that is deleted when the person confirms; nil while nothing is asked.
-    public internal(set) var deletion: Deletion?
+    package internal(set) var deletion: Deletion?
     /// The part of the text that is tokenized, from 0 to 1; nil while no text is being tokenized.
     public internal(set) var tokenized: Double?
     /// Notices on the text of the last run, once it is tokenized: what was left out, added or cut.

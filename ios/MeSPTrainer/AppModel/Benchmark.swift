@@ -16,7 +16,7 @@ import Observation
         public var rank: Int
         public var steps: Int
         /// Machine and system.
-        public var host: String
+        package var host: String
         /// `cpu` or `gpu`.
         public var device: Backend
         /// The median of the steps.
@@ -27,7 +27,7 @@ import Observation
         public var footprintPeakBytes: Int
         /// The process before the run.
         public var footprintBeforeBytes: Int
-        public var mlxPeakBytes: Int
+        package var mlxPeakBytes: Int
         public var predictedPeakBytes: Int
         /// The paper's peak of MeSP on an iPhone 17 Pro, and its time as a multiple of MeBP's; nil where the paper has none.
         public var paperBytes: Int?
@@ -39,7 +39,7 @@ import Observation
     }
 
     /// In the order in which they run.
-    public static let methods: [GradientMethod] = [.mesp, .mebp, .mezo]
+    package static let methods: [GradientMethod] = [.mesp, .mebp, .mezo]
 
     public private(set) var rows = [Row]()
     /// The method that runs; nil where none does.

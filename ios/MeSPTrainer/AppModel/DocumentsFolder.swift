@@ -46,9 +46,9 @@ public struct DocumentsFolder: Sendable {
         (self.freeBytes, self.applyPolicy, self.read, self.list) = (freeBytes, applyPolicy, read, list)
     }
 
-    public var runsFolder: URL { documents.appendingPathComponent("runs") }
+    package var runsFolder: URL { documents.appendingPathComponent("runs") }
     /// The folder in which `tools/collect.py` finds reports of self-checks.
-    public var selfChecksFolder: URL { documents.appendingPathComponent("self-check") }
+    package var selfChecksFolder: URL { documents.appendingPathComponent("self-check") }
 
     /// Makes the folder of a federation's node, unless it is there. It holds the node's key, the tokens of the text, and the message that the
     /// node has to answer.

@@ -17,7 +17,7 @@ extension DocumentsFolder {
     }
 
     /// A folder for a new run, which is not there yet: by the bundle, the method and the time.
-    public func newRun(
+    package func newRun(
         bundle: String, method: GradientMethod, isBenchmark: Bool = false, at date: Date = .now
     ) -> URL {
         unusedURL(
@@ -58,7 +58,7 @@ extension DocumentsFolder {
     }
 
     /// A file for the report of a new self-check, which is not there yet: by the bundle and the time.
-    public func newSelfCheck(bundle: String, at date: Date = .now) -> URL {
+    package func newSelfCheck(bundle: String, at date: Date = .now) -> URL {
         unusedURL(in: selfChecksFolder, bundle, at: date, ending: ".json")
     }
 
@@ -77,7 +77,7 @@ extension DocumentsFolder {
     }
 
     /// The settings to resume a run from its last saved state. The app's folders may have moved since, as they do in an update.
-    public func settingsToResume(_ run: StoredRun) throws -> RunSettings {
+    package func settingsToResume(_ run: StoredRun) throws -> RunSettings {
         guard run.canResume, var settings = run.log?.start?.settings else {
             throw MeSPError("\(run.name) cannot be resumed: it has ended, or it has no saved state.")
         }

@@ -32,7 +32,7 @@ import Observation
     public private(set) var state = State.off
     public var isOn: Bool { state != .off }
     /// Why the server cannot be reached now, whatever else happens; nil where it can.
-    public private(set) var unreachable: Sentence?
+    package private(set) var unreachable: Sentence?
     /// Why the last message could not even be answered; nil where it could.
     public private(set) var passedOver: Sentence?
     /// Its present activity, in words.

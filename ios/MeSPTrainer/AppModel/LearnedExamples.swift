@@ -19,7 +19,7 @@ import Observation
         /// The fine-tuned model's text.
         public let after: String
         /// Whether the prompt is a message in the model's chat template.
-        public let isMessage: Bool
+        package let isMessage: Bool
 
         public var id: String { prompt }
     }

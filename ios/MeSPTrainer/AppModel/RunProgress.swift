@@ -10,7 +10,7 @@ public struct RunProgress: Sendable, Equatable {
     /// In nats a token; nil before the first step.
     public var loss: Float?
     /// nil before the first step.
-    public var secondsLeft: Double?
+    package var secondsLeft: Double?
     /// The number of blocks of the current step that have begun.
     public var blocks: Int
 

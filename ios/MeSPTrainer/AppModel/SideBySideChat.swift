@@ -40,7 +40,7 @@ import Observation
         /// 0 takes the likeliest token each time.
         public var temperature: Float = 0
         public var topP: Float = 1
-        public var seed: UInt64 = 0
+        package var seed: UInt64 = 0
 
         public init() {}
     }

@@ -3,10 +3,10 @@ import Foundation
 /// Whether backups have a file that the app writes, and when the file can be read.
 public struct StoragePolicy: Sendable, Equatable {
     /// Whether a backup of the phone has it.
-    public var isInBackup: Bool
+    package var isInBackup: Bool
     /// Whether it can be read only while the phone is not locked. Other files can be read from the first unlock after the phone was turned
     /// on: a run in the night reads and writes while the phone is locked.
-    public var isUnreadableWhileLocked: Bool
+    package var isUnreadableWhileLocked: Bool
 
     /// A bundle: gigabytes that can be downloaded again, and that a run in the night reads.
     static let bundle = StoragePolicy(isInBackup: false, isUnreadableWhileLocked: false)

@@ -43,7 +43,7 @@ public struct StoredRun: Identifiable, Sendable {
     public var id: String { url.lastPathComponent }
     public var name: String { id }
     /// Whether it is of a benchmark, which trains a few steps for the time and the memory that they take.
-    public var isBenchmark: Bool { url.pathExtension == DocumentsFolder.benchmark }
+    package var isBenchmark: Bool { url.pathExtension == DocumentsFolder.benchmark }
 
     /// The adapters saved last; nil if there are none yet.
     public var adapters: URL? { existing("adapters") }

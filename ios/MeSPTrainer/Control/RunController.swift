@@ -95,8 +95,8 @@ import Observation
     @discardableResult package func start(_ settings: RunSettings) -> @Sendable () -> Void {
         guard !isRunning else { return {} }
         self.settings = settings
+        log = LogSummary()  // before the state, whose observers read it
         (pauseWanted, stopWanted, state) = (false, false, .preparing)
-        log = LogSummary()
 
         let (gate, beside) = (BoundaryGate(), memoryFootprint())
         (self.gate, besideBytes, blocksAtLastStep) = (gate, beside, 0)

@@ -19,7 +19,7 @@ import MeSPSentences
 /// the background, the device is too warm, short of memory or low on battery, and continues by itself. Nothing that takes time is done
 /// on the main actor.
 ///
-/// MLX is one for a process. An app that also generates text with it does that within ``whilePaused(_:)``, or while no run is in progress.
+/// MLX is one for a process. An app that also generates text with it does that within ``whilePaused(isolation:_:)``, or while no run is in progress.
 public final class FineTuner: Sendable {
     /// The folder of the model to train, as `mesp-export` writes it.
     public let bundle: URL
@@ -191,7 +191,7 @@ public final class FineTuner: Sendable {
     }
 
     /// Ends the run in progress at the next block, or after the step if that has begun to change the adapters. Returns when it has saved its
-    /// adapters and ended.
+    /// adapters and ended. Where it waits for the app to be in front (``PauseReason/away``), it ends when the app is.
     public func stop() async {
         let work = turn.work
         work?.cancel()

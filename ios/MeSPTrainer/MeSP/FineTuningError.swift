@@ -12,6 +12,7 @@ public struct FineTuningError: LocalizedError, SentenceError, CustomStringConver
 
     init(_ error: any Error) { sentence = error.plainSentence }
 
+    /// The sentence in the language of the app.
     public var errorDescription: String? { sentence.localized }
     /// The sentence in English.
     public var description: String { sentence.english }

@@ -3,19 +3,26 @@ import MeSPBundle
 import MeSPCore
 
 /// The most memory that training may take.
+///
+/// A run chooses its plan by the limit: how much of a matrix it computes at once, what it keeps and what it recomputes. A lower limit makes
+/// steps slower, and the losses stay the same but for rounding. ``FineTuner/predictedPeak(_:)`` says what a run would take.
 public struct MemoryLimit: Sendable, Equatable {
     let megabytes: Double?
 
-    /// What the system allows the process.
+    /// What the system allows the process at the moment when training begins.
     public static let system = MemoryLimit(megabytes: nil)
 
     /// A peak of `count` · 10⁶ bytes beside what the process has when training begins.
+    ///
+    /// A run that cannot keep it is refused before it begins, by a ``FineTuningError`` with the least that it needs.
     public static func megabytes(_ count: Double) -> MemoryLimit { MemoryLimit(megabytes: count) }
 }
 
-/// The choices of a training run. The defaults learn within some hundred steps.
+/// The options of a training run. The defaults learn within some hundred steps.
+///
+/// A value that is out of range is refused when a run begins, by a ``FineTuningError`` with the option's name.
 public struct TrainingOptions: Sendable, Equatable {
-    /// The number of updates of the adapters.
+    /// The number of updates of the adapters, at least 1.
     public var steps: Int
     /// The memory that a step may take. A limit that cannot be kept is refused before training begins.
     public var memory: MemoryLimit
@@ -25,11 +32,11 @@ public struct TrainingOptions: Sendable, Equatable {
     public var rank: Int?
     /// The learning rate of AdamW with moments in 8 bits. nil: 0.007 / √d of a model of hidden size d, and a tenth of it for choices.
     public var learningRate: Float?
-    /// The sequences of an update.
+    /// The sequences, or choices, of an update, at least 1. They are computed one after another.
     public var batchSize = 1
     /// Whether only answers are in the loss, of data that has some.
     public var trainsAnswersOnly = true
-    /// The steps between two measurements of the held-out loss. 0: at the beginning and the end alone.
+    /// The number of steps between two measurements of the held-out loss. 0: at the beginning and the end alone.
     public var evaluationInterval = 0
     /// The most that perplexity on a page of English may rise, in percent. The adapters are weakened as much as that takes. nil: no limit.
     public var maxForgetting: Double?
@@ -38,6 +45,14 @@ public struct TrainingOptions: Sendable, Equatable {
     /// The seed of the order of sequences and of the initial A.
     public var seed: UInt64 = 0
 
+    /// Makes the options that are mostly set; the others are variables.
+    ///
+    /// - Parameters:
+    ///   - steps: the number of updates of the adapters, at least 1.
+    ///   - memory: the memory that a step may take.
+    ///   - sequenceLength: the tokens of a sequence, one of the lengths that the bundle was exported for; nil for ``sequenceLength``'s default.
+    ///   - rank: the rank r of the adapters, one of those that the bundle was exported for; nil for ``rank``'s default.
+    ///   - learningRate: the learning rate of AdamW; nil for ``learningRate``'s default.
     public init(
         steps: Int = 100, memory: MemoryLimit = .system, sequenceLength: Int? = nil, rank: Int? = nil,
         learningRate: Float? = nil

@@ -10,9 +10,10 @@ public struct TrainingUpdate: Sendable, Equatable {
     public let steps: Int
     /// The part of the run that is done, from 0 to 1.
     public let fraction: Double
-    /// The loss of the last step, in nats a token; nil before the first.
+    /// The loss of the last step, in nats a token; nil before the first. For choices it is the loss of DPO, which is ln 2 before anything is
+    /// learned.
     public let loss: Float?
-    /// The last measured loss on held-out data, in nats a token; nil before the first measurement.
+    /// The last measured loss on held-out data, of the same kind as ``loss``; nil before the first measurement.
     public let heldOutLoss: Float?
     /// The process's `phys_footprint` after the last step, in bytes.
     public let footprint: Int
@@ -33,7 +34,7 @@ public struct TrainingUpdate: Sendable, Equatable {
 public enum PauseReason: String, Sendable, CaseIterable {
     /// ``FineTuner/pause()`` was called.
     case user
-    /// The app uses MLX, in ``FineTuner/whilePaused(_:)``.
+    /// The app uses MLX, in ``FineTuner/whilePaused(isolation:_:)``.
     case app
     /// The app is not in front, and the system gives it no time to train.
     case away
@@ -64,8 +65,11 @@ public final class TrainingUpdates: AsyncSequence, AsyncIteratorProtocol, Sendab
 
     deinit { stop() }
 
+    /// The updates themselves: there is one iterator.
     public func makeAsyncIterator() -> TrainingUpdates { self }
 
+    /// The next update, when something has changed; nil when the run has ended.
+    ///
     /// - Throws: ``FineTuningError``, where the run fails. The adapters that it has saved stay.
     public func next() async throws -> TrainingUpdate? {
         try await withTaskCancellationHandler {

@@ -24,7 +24,7 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
     public init(stringInterpolation literal: Interpolation) { (key, values) = (literal.key, literal.values) }
 
     /// The English words, whatever the language of the app.
-    public var english: String { filled(key, locale: nil) { $0.english } }
+    package var english: String { filled(key, locale: nil) { $0.english } }
 
     /// The words in the language of the app, or in English where the table `Sentences` of the main bundle has none.
     public var localized: String { localized(by: .main) }

@@ -71,7 +71,7 @@ public enum LogRecord: Sendable {
         // Of a step on answers that were sampled.
         package var reward: Float?
         package var sampledTokens: Int?
-        public var samplingSeconds: Double?
+        package var samplingSeconds: Double?
     }
     public struct Eval: Codable, Sendable {
         public var step: Int

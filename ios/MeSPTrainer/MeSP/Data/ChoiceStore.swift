@@ -3,15 +3,29 @@ import MeSPBundle
 import MeSPSentences
 
 /// An answer that a person took, and one to the same conversation that they did not.
+///
+/// As JSON it is a record that TRL and `mesp data` take: `prompt`, `chosen` and `rejected` are lists of messages, and `id` and `date` are
+/// beside them. ``FineTuner/train(on:_:)-([Choice],_)`` learns from some hundred choices.
 public struct Choice: Codable, Sendable, Equatable, Identifiable {
+    /// The identifier of the choice.
     public let id: UUID
+    /// The moment at which the person chose.
     public let date: Date
     /// The conversation that is answered; its last message is not an answer.
     public let prompt: [Conversation.Message]
+    /// The text of the answer that the person took.
     public let chosen: String
+    /// The text of the answer that they did not take.
     public let rejected: String
 
-    /// - Throws: ``FineTuningError`` where nothing can be learned from it: an empty answer, two that are equal, or nothing asked.
+    /// Notes that a person took `chosen` where they could have taken `rejected`.
+    ///
+    /// - Parameters:
+    ///   - prompt: the conversation so far, which ends with the message that both texts answer.
+    ///   - chosen: the text of the answer that the person took, or wrote.
+    ///   - rejected: the text of the answer that they did not take.
+    ///   - date: the moment at which they chose.
+    /// - Throws: ``FineTuningError`` where nothing can be learned from it: an answer is empty, both are equal, or no message is answered.
     public init(prompt: [Conversation.Message], chosen: String, rejected: String, date: Date = .now) throws {
         func isBlank(_ text: String) -> Bool { !text.contains { !$0.isWhitespace } }
         guard let last = prompt.last, last.role != "assistant" else {

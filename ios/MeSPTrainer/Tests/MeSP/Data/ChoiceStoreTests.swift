@@ -1,32 +1,7 @@
 import Foundation
-import MeSPBundle
-import MeSPControl
-import MeSPCore
 import Testing
 
-// Not @testable: the example is what an app of your own can write.
 @testable import MeSP
-
-/// Notes that a person took `taken` where the app had suggested `suggested`, and trains on all such choices once there are enough.
-@MainActor func learn(
-    from taken: String, over suggested: String, after message: String, with store: ChoiceStore, _ bundle: URL,
-    tokenizer: any TextTokenizer, in folder: URL, monitor: any DeviceMonitor
-) async throws -> URL? {
-    let prompt = [Conversation.Message.user(message)]
-    try store.append(Choice(prompt: prompt, chosen: taken, rejected: suggested))
-    let choices = try store.all()
-    guard choices.count >= 4 else { return nil }
-
-    var settings = RunSettings(bundle: bundle.path, output: folder.appendingPathComponent("run").path)
-    settings.objective = .dpo
-    (settings.seqLen, settings.steps) = (32, 20)
-
-    let tokens = folder.appendingPathComponent("tokens")
-    try TextData(tokenizer: tokenizer, length: settings.seqLen).write(.choices(choices), to: tokens)
-    settings.data = tokens.path
-    try await RunController(monitor: monitor).run(settings)
-    return folder.appendingPathComponent("run/adapters")
-}
 
 @Suite(.serialized) @MainActor final class ChoiceStoreTests {
     private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
@@ -77,25 +52,6 @@ import Testing
         #expect(message { _ = try choice("Hello", "Hello") }.contains("are equal"))
         #expect(message { _ = try choice("Hello", " \n") }.contains("is empty"))
         #expect(message { _ = try Choice(prompt: [], chosen: "a", rejected: "b") }.contains("needs the message"))
-    }
-
-    @Test func theExampleLearnsWhatPeopleTake() async throws {
-        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
-        var adapters: URL?
-        for word in ["one", "two", "three", "four"] {
-            #expect(adapters == nil, "too few choices")
-            adapters = try await learn(
-                from: "\(word) is", over: "not \(word)", after: word, with: store, bundle, tokenizer: ByteTokenizer(),
-                in: folder, monitor: TestMonitor())
-        }
-        let log = try Data(contentsOf: folder.appendingPathComponent("run/metrics.jsonl"))
-        let evaluations = try log.split(separator: UInt8(ascii: "\n")).compactMap {
-            let record = try JSONSerialization.jsonObject(with: $0) as? [String: Any]
-            return record?["type"] as? String == "step" ? record?["accuracy"] as? Double : nil
-        }
-        #expect(evaluations.last == 1, "the chosen answer is the likelier one")
-        let written = try #require(adapters).appendingPathComponent("adapters.safetensors")
-        #expect(FileManager.default.fileExists(atPath: written.path))
     }
 
     @Test func whatDoesNotFitIsLeftOut() throws {

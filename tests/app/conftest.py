@@ -1,0 +1,13 @@
+"""Fixtures of the app's tests."""
+
+from pathlib import Path
+
+import pytest
+
+from helpers.swift_package import write_symbol_graphs
+
+
+@pytest.fixture(scope="session")
+def symbol_graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the symbol graphs of the package's modules."""
+    return write_symbol_graphs(tmp_path_factory.mktemp("package"))

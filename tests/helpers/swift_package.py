@@ -1,0 +1,151 @@
+"""The modules of the Swift package, and what is public in them."""
+
+import json
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from helpers.paths import APP, ROOT
+from mesp.engine.build import find_engine
+
+# The parts of the package, each after what it imports: module `MeSP` and the part's name.
+PARTS = ("Sentences", "Files", "Bundle", "Adapters", "Core", "Control", "", "Federation")
+PARTS += ("Download", "SelfCheck", "AppModel", "Tokenizers")
+STAND_INS = ROOT / "tests" / "app" / "stand_ins"
+# As SwiftPM makes it of a target with resources.
+RESOURCES = "import Foundation\nextension Bundle { static let module = Bundle.main }\n"
+TYPES = {"class", "struct", "enum", "protocol", "actor"}
+# Of every type that does not say otherwise.
+IMPLICIT = {"Copyable", "Escapable", "SendableMetatype"}
+
+
+def tool(name: str) -> str:
+    """A program of the Swift toolchain; on a Mac it is not in the path."""
+    found = shutil.which(name)
+    if not found and shutil.which("xcrun"):
+        found = subprocess.check_output(["xcrun", "--find", name], text=True).strip()
+    assert found, "install Swift 6"
+    return found
+
+
+def target_info() -> dict:
+    return json.loads(subprocess.check_output([tool("swiftc"), "-print-target-info"], text=True))
+
+
+def sources(part: str) -> list[Path]:
+    """The Swift files of a part of the package."""
+    return sorted((APP / (part or "MeSP")).rglob("*.swift"))
+
+
+def write_symbol_graphs(folder: Path) -> Path:
+    """Compiles the modules without the bodies of functions; the folder with their symbol graphs."""
+    build = find_engine().parent  # where the module MLX was built
+    modules, graphs, resources = folder / "modules", folder / "graphs", folder / "Resources.swift"
+    modules.mkdir(parents=True)
+    graphs.mkdir()
+    resources.write_text(RESOURCES, encoding="utf-8")
+    common = ["-I", modules, "-I", build / "Modules"]
+    common += ["-Xcc", f"-fmodule-map-file={build / 'CHostMLX.build/module.modulemap'}"]
+    if shutil.which("xcrun"):
+        sdk = subprocess.check_output(["xcrun", "--show-sdk-path"], text=True).strip()
+        common += ["-sdk", sdk]
+
+    def compile(name: str, files: list[Path], *options: str) -> None:
+        command = [tool("swiftc"), "-emit-module", "-emit-module-path"]
+        command += [modules / f"{name}.swiftmodule", "-module-name", name, *options, *common]
+        command += ["-whole-module-optimization", "-parse-as-library", "-package-name", "mesp"]
+        run([*command, "-Xfrontend", "-experimental-skip-all-function-bodies", *files])
+
+    compile("Tokenizers", [STAND_INS / "Tokenizers.swift"], "-swift-version", "5")
+    for part in PARTS:
+        name = f"MeSP{part}"
+        compile(name, [*sources(part), resources], "-swift-version", "6")
+        command = [tool("swift-symbolgraph-extract"), "-module-name", name, *common]
+        command += ["-minimum-access-level", "public", "-output-dir", graphs]
+        run([*command, "-target", target_info()["target"]["triple"]])
+    return graphs
+
+
+def run(command: list) -> None:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+class Symbol(NamedTuple):
+    """A public declaration, as a symbol graph has it."""
+
+    identifier: str
+    module: str
+    kind: str  # without the language: "struct", "method", "enum.case"
+    path: tuple[str, ...]
+    declaration: str
+    # Whether it has a comment of its own, or that of the requirement that it meets.
+    is_documented: bool
+    # Whether a protocol or a superclass asks for it.
+    is_required: bool
+    # The identifiers in its declaration.
+    references: frozenset[str]
+    # The protocols that a type conforms to.
+    conformances: tuple[str, ...]
+    # Whether what it extends is of a module outside of the package.
+    is_in_foreign_type: bool
+
+    @property
+    def is_type(self) -> bool:
+        return self.kind in TYPES
+
+    @property
+    def name(self) -> str:
+        """Without argument labels."""
+        return self.path[-1].partition("(")[0]
+
+
+def public_symbols(graphs: Path) -> list[Symbol]:
+    """All public declarations that somebody wrote, module by module."""
+    found = []
+    for file in sorted(graphs.glob("*.symbols.json")):
+        module, _, extended = file.name.removesuffix(".symbols.json").partition("@")
+        graph = json.loads(file.read_text(encoding="utf-8"))
+        relations: dict[str, list[dict]] = {}
+        for each in graph["relationships"]:
+            relations.setdefault(each["source"], []).append(each)
+        for each in graph["symbols"]:
+            identifier, kind = each["identifier"]["precise"], each["kind"]["identifier"]
+            if "::SYNTHESIZED::" in identifier or kind == "swift.extension":
+                continue
+            fragments, related = each["declarationFragments"], relations.get(identifier, [])
+            asks = {"requirementOf", "optionalRequirementOf", "overrides"}
+            # A protocol of the same module has no fallback; its own line is in the list.
+            conforms = (r.get("targetFallback") for r in related if r["kind"] == "conformsTo")
+            found.append(
+                Symbol(
+                    identifier,
+                    module,
+                    kind.removeprefix("swift."),
+                    tuple(each["pathComponents"]),
+                    " ".join("".join(part["spelling"] for part in fragments).split()),
+                    "docComment" in each,
+                    any("sourceOrigin" in r or r["kind"] in asks for r in related),
+                    frozenset(f.get("preciseIdentifier", "") for f in fragments),
+                    tuple(sorted({c.split(".")[-1] for c in conforms if c} - IMPLICIT)),
+                    bool(extended) and not extended.startswith("MeSP"),
+                )
+            )
+    return found
+
+
+def public_api(symbols: list[Symbol]) -> str:
+    """The declarations of the products for apps, a line each."""
+    lines = []
+    for each in symbols:
+        if each.module in ("MeSP", "MeSPTokenizers"):
+            conformances = f": {', '.join(each.conformances)}" if each.conformances else ""
+            lines.append(f"{each.module}  {'.'.join(each.path)}  {each.declaration}{conformances}")
+    return "\n".join(sorted(lines)) + "\n"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        print(public_api(public_symbols(write_symbol_graphs(Path(temporary)))), end="")
