@@ -215,6 +215,25 @@ import Testing
         try await end()
     }
 
+    /// Also where nobody reads what it sends any more, as after a cancellation.
+    @Test func otherWorkHasEndedWhenItsCallerGoesOn() async throws {
+        let hasEnded = Flag()
+        await controller.doOther { gate in
+            _ = gate.start("other", sending: Int.self) { _ in
+                Thread.sleep(forTimeInterval: 0.2)
+                hasEnded.set()
+            }
+        }
+        #expect(hasEnded.isSet)
+    }
+
+    private final class Flag: @unchecked Sendable {
+        private let lock = NSLock()
+        private var value = false
+        var isSet: Bool { lock.withLock { value } }
+        func set() { lock.withLock { value = true } }
+    }
+
     @Test func theNextReasonTakesThePlaceOfOneThatIsOver() async throws {
         try await train()
         controller.pause()
