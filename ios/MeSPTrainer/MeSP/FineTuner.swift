@@ -136,7 +136,9 @@ public final class FineTuner: Sendable {
     private func write(
         _ source: TextData.Source, _ options: TrainingOptions, _ settings: inout RunSettings, in output: URL
     ) throws -> [String] {
-        try makeFolder(output)
+        do { try makeFolder(output) } catch {
+            throw MeSPError("Cannot make the folder \(output.path): \(error.plainSentence).")
+        }
         let tokens = output.appendingPathComponent(TextData.folderName)
         settings.data = tokens.path
         let notices = try data(options, settings.seqLen).write(source, to: tokens) { _ in try Task.checkCancellation() }
@@ -395,6 +397,8 @@ extension TrainingUpdate {
         predictedPeak = log.prediction?.predictedPeakBytes
         timeRemaining = log.secondsLeft(of: steps).map { .seconds($0) }
         if case .paused(let reason) = controller.state { pause = .init(rawValue: reason.rawValue) } else { pause = nil }
-        notices = told + log.events.filter { !["pause", "resume"].contains($0.name) }.map(\.message.localized)
+        // Other members and the thrown error say these.
+        let others = ["pause", "resume", "resumed", "error"]
+        notices = told + log.events.filter { !others.contains($0.name) }.map(\.message.localized)
     }
 }
