@@ -19,7 +19,8 @@ import MeSPSentences
 /// the background, the device is too warm, short of memory or low on battery, and continues by itself. Nothing that takes time is done
 /// on the main actor.
 ///
-/// MLX is one for a process. An app that also generates text with it does that within ``whilePaused(_:)``, or while no run is in progress.
+/// MLX is one for a process, so one run or answer of all fine-tuners is in progress at a time, and what makes a run wait is said to any of
+/// them. An app that also generates text with MLX does that within ``whilePaused(_:)``, or while no run is in progress.
 public final class FineTuner: Sendable {
     /// The folder of the model to train, as `mesp-export` writes it.
     public let bundle: URL
@@ -30,10 +31,7 @@ public final class FineTuner: Sendable {
     private let manifest: Manifest
     private let runs: RunFolders
     private let controller: RunController
-    private let turn = Turn()
-    /// Takes the updates of the run in progress, with what of its data is to be told.
-    @MainActor private var receiver:
-        (sender: AsyncThrowingStream<TrainingUpdate, any Error>.Continuation, told: [String])?
+    private static let turn = Turn()
 
     /// Opens a bundle.
     ///
@@ -44,20 +42,19 @@ public final class FineTuner: Sendable {
     ///     application support. Two fine-tuners must not have the same.
     /// - Throws: ``FineTuningError`` where `bundle` is no bundle, is damaged, or is of another format.
     public convenience init(bundle: URL, tokenizer: any TextTokenizer, folder: URL? = nil) async throws {
-        try await self.init(bundle: bundle, tokenizer: tokenizer, folder: folder, monitor: SystemMonitor.ofLaunchedApp)
+        try await self.init(bundle: bundle, tokenizer: tokenizer, folder: folder, controller: .ofProcess)
     }
 
-    /// - Parameter monitor: the state of the device; nil for the system's.
+    /// - Parameter controller: of the runs of all fine-tuners in the process.
     package init(
         bundle: URL, tokenizer: any TextTokenizer, folder: URL? = nil,
-        monitor: @autoclosure @MainActor () -> any DeviceMonitor
+        controller: @autoclosure @MainActor @Sendable () -> RunController
     ) async throws {
         (self.bundle, self.tokenizer) = (bundle, tokenizer)
         manifest = try FineTuningError.describing { try ModelBundle(url: bundle, checksums: false).manifest }
         self.folder = folder ?? Self.folder(of: bundle)
         runs = RunFolders(folder: self.folder)
-        controller = await RunController(monitor: monitor())
-        await MainActor.run { controller.observers.append { [weak self] in self?.send() } }
+        self.controller = await controller()
     }
 
     private static let isBusy: Sentence = "A run is in progress; stop it first."
@@ -162,7 +159,7 @@ public final class FineTuner: Sendable {
         of prepare: @escaping @Sendable () throws -> (RunSettings, [String])
     ) -> TrainingUpdates {
         let (updates, sender) = AsyncThrowingStream.makeStream(of: TrainingUpdate.self)
-        let work = turn.take { [self] in
+        let work = Self.turn.take(for: self) { [self] in
             defer { runs.removeUnbegun() }
             do {
                 let (settings, told) = try prepare()
@@ -181,21 +178,18 @@ public final class FineTuner: Sendable {
     @MainActor private func run(
         _ settings: RunSettings, _ told: [String], _ sender: AsyncThrowingStream<TrainingUpdate, any Error>.Continuation
     ) async throws {
-        receiver = (sender, told)
-        defer { receiver = nil }
+        controller.observers.append { [unowned controller] in
+            sender.yield(TrainingUpdate(controller, steps: settings.steps, told: told))
+        }
+        defer { controller.observers.removeLast() }
         try await controller.run(settings)
         if controller.state == .finished(.finished) { runs.removeAll(but: URL(fileURLWithPath: settings.output)) }
     }
 
-    @MainActor private func send() {
-        guard let receiver, let settings = controller.settings else { return }
-        receiver.sender.yield(TrainingUpdate(controller, steps: settings.steps, told: receiver.told))
-    }
-
-    /// Ends the run in progress at the next block, or after the step if that has begun to change the adapters. Returns when it has saved its
+    /// Ends the run or the answer of this fine-tuner at the next block, or after the step if that has begun to change the adapters. Returns when it has saved its
     /// adapters and ended.
     public func stop() async {
-        let work = turn.work
+        let work = Self.turn.work(of: self)
         work?.cancel()
         await work?.value
     }
@@ -210,6 +204,8 @@ public final class FineTuner: Sendable {
 
     /// Calls `body`, which may use MLX, while the run waits between two blocks. Where no run is in progress, it calls `body` at once, and a run
     /// that begins meanwhile waits.
+    ///
+    /// `body` must not wait for the run, as by ``stop()``, nor for an answer: these wait for `body`.
     ///
     /// Within `body` MLX has the limits of memory and of its cache that it had before the run, and limits that `body` sets stay. A generation must
     /// have ended when `body` returns: read its stream to the end.
@@ -296,7 +292,7 @@ public final class FineTuner: Sendable {
         to conversation: Conversation, usesAdapters: Bool = true, maxTokens: Int = 256, temperature: Float = 0
     ) -> AsyncThrowingStream<String, any Error> {
         let (pieces, sender) = AsyncThrowingStream.makeStream(of: String.self)
-        let work = turn.take { [self] in
+        let work = Self.turn.take(for: self) { [self] in
             do {
                 guard let last = conversation.messages.last, !last.isAnswer else {
                     throw MeSPError("There is no message to answer: the conversation must end with one.")
@@ -362,16 +358,25 @@ public final class FineTuner: Sendable {
     }
 }
 
-/// The work of a fine-tuner, which does one thing at a time.
+extension RunController {
+    /// That of the fine-tuners of an app.
+    fileprivate static let ofProcess = RunController(monitor: SystemMonitor.ofLaunchedApp)
+}
+
+/// The work of all fine-tuners, which do one thing at a time.
 private final class Turn: @unchecked Sendable {
     private let lock = NSLock()
-    private var current: Task<Void, Never>?
+    private var current: (owner: ObjectIdentifier, work: Task<Void, Never>)?
 
-    /// What is being done; nil for nothing.
-    var work: Task<Void, Never>? { lock.withLock { current } }
+    /// What `owner` is doing; nil for nothing.
+    func work(of owner: FineTuner) -> Task<Void, Never>? {
+        lock.withLock { current?.owner == ObjectIdentifier(owner) ? current?.work : nil }
+    }
 
     /// Begins `body`, unless other work is being done. When that has ended, other work may begin, and what `body` returned is called.
-    func take(_ body: @escaping @Sendable () async -> @Sendable () -> Void) -> Task<Void, Never>? {
+    func take(
+        for owner: FineTuner, _ body: @escaping @Sendable () async -> @Sendable () -> Void
+    ) -> Task<Void, Never>? {
         lock.withLock {
             guard current == nil else { return nil }
             let work = Task.detached {
@@ -379,7 +384,7 @@ private final class Turn: @unchecked Sendable {
                 self.lock.withLock { self.current = nil }
                 end()
             }
-            current = work
+            current = (ObjectIdentifier(owner), work)
             return work
         }
     }

@@ -19,7 +19,8 @@ import Testing
     ) async throws -> FineTuner {
         let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
         guard let monitor else { return try await FineTuner(bundle: bundle, tokenizer: tokenizer, folder: runs) }
-        return try await FineTuner(bundle: bundle, tokenizer: tokenizer, folder: runs, monitor: monitor)
+        return try await FineTuner(
+            bundle: bundle, tokenizer: tokenizer, folder: runs, controller: RunController(monitor: monitor))
     }
 
     private func text() throws -> URL {
@@ -336,6 +337,26 @@ import Testing
         #expect(try await sentence(tuner.train(on: text)) == "A run is in progress; stop it first.")
         for try await _ in updates { break }
         await tuner.stop()
+    }
+
+    @Test func twoFineTunersHaveOneTurn() async throws {
+        let (tuner, text) = (try await tuner(), try text())
+        let other = try await FineTuner(
+            bundle: tuner.bundle, tokenizer: ByteTokenizer(), folder: folder.appendingPathComponent("other"))
+        let run = runs.appendingPathComponent("run-1")
+        for try await update in tuner.train(on: text, options(steps: 1_000_000)) where update.step == 2 {
+            #expect(try await sentence(other.train(on: text)) == "A run is in progress; stop it first.")
+            await other.stop()
+            try await other.whilePaused {
+                let before = try LogSummary(folder: run)
+                try await Task.sleep(for: .milliseconds(200))
+                let after = try LogSummary(folder: run)
+                #expect(before.lastStep == after.lastStep && after.end == nil)
+            }
+            break
+        }
+        await tuner.stop()
+        for try await _ in other.train(on: text, options(steps: 1)) {}
     }
 
     // MARK: - Beside the app's own work
