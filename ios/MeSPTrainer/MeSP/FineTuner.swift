@@ -285,7 +285,7 @@ public final class FineTuner: Sendable {
     ///   - conversation: its last message is not an answer.
     ///   - usesAdapters: whether the adapters that were saved last are used; without them the model answers as it was exported.
     ///   - maxTokens: the most tokens of the answer.
-    ///   - temperature: 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature).
+    ///   - temperature: 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature), others each time.
     /// - Returns: the pieces of the answer. Where the task that reads them is cancelled, or the loop is left, it ends at the next block. They throw
     ///   a ``FineTuningError`` where a message would be lost in the model's chat template, or a run is in progress.
     public func answer(
@@ -297,10 +297,11 @@ public final class FineTuner: Sendable {
                 guard let last = conversation.messages.last, !last.isAnswer else {
                     throw MeSPError("There is no message to answer: the conversation must end with one.")
                 }
+                try require(maxTokens > 0, "maxTokens", "at least 1")
                 let adapters = usesAdapters ? try adapters.url : nil
                 var request = Generator.Request(prompt: try tokenizer.encode(prompt: conversation))
                 (request.maxTokens, request.temperature) = (maxTokens, temperature)
-                request.stop = endTokens(of: bundle, tokenizer)
+                (request.stop, request.seed) = (endTokens(of: bundle, tokenizer), .random(in: 0 ... .max))
                 try await write(request, with: adapters) { sender.yield($0) }
                 return { sender.finish() }
             } catch is CancellationError {

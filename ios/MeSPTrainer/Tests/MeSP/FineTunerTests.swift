@@ -116,6 +116,19 @@ import Testing
             base += piece
         }
         #expect(base != answer && base.utf8.count <= 8 * 4)
+        var drawn = Set<String>()
+        for _ in 0..<2 {
+            var text = ""
+            for try await piece in tuner.answer(to: Conversation([.user("Hi")]), usesAdapters: false, temperature: 1) {
+                text += piece
+            }
+            drawn.insert(text)
+        }
+        #expect(drawn.count == 2)
+        let none = await #expect(throws: FineTuningError.self) {
+            for try await _ in tuner.answer(to: Conversation([.user("Hi")]), maxTokens: 0) {}
+        }
+        #expect(none?.errorDescription == "maxTokens must be at least 1.")
         // The turn is free again.
         for try await _ in tuner.answer(to: Conversation([.user("Hi")]), maxTokens: .max) { break }
         await tuner.stop()
