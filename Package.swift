@@ -93,6 +93,7 @@ let package = Package(
             ],
             path: "ios/MeSPTrainer/AppModel",
             resources: [.process("paper.json")]),
+        .executableTarget(name: "tutor", dependencies: ["MeSP"], path: "ios/MeSPTrainer/Example"),
         .testTarget(
             name: "MeSPTests",
             dependencies: [

@@ -24,6 +24,7 @@ FOLDERS = (
     "ios/MeSPTrainer/Core",
     "ios/MeSPTrainer/Download",
     "ios/MeSPTrainer/Engine",
+    "ios/MeSPTrainer/Example",
     "ios/MeSPTrainer/Federation",
     "ios/MeSPTrainer/Files",
     "ios/MeSPTrainer/MeSP",

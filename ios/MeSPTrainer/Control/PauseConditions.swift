@@ -25,17 +25,17 @@ public enum PauseReason: String, Sendable, CaseIterable {
         case .user: "Paused by hand."
         case .app: "The app is busy with other work."
         case .away: "The app is not in front, and iOS gives it no time to train."
-        case .memory: "The phone is short of memory."
-        case .heat: "The phone is too warm."
+        case .memory: "The device is short of memory."
+        case .heat: "The device is too warm."
         case .battery: "The battery is below 20% and not charging."
-        case .charger: "The phone is not on its charger."
+        case .charger: "The device is not on its charger."
         }
     }
 
     /// The event that ends the pause, as a sentence.
     package var remedy: Sentence {
         switch self {
-        case .user: "Press Resume to continue."
+        case .user: "Resume it to continue."
         case .app: "Training continues when the app is done."
         case .away: "Open the app to continue."
         case .memory: "Training continues when there is more."

@@ -24,7 +24,12 @@ import Observation
         case failed(Sentence)
     }
 
-    public private(set) var state = State.idle { didSet { tellObservers() } }
+    public private(set) var state = State.idle {
+        didSet {
+            if !isRunning { endPauses() }
+            tellObservers()
+        }
+    }
     /// The settings of the present or last run.
     public private(set) var settings: RunSettings?
     /// The run's log so far.
@@ -95,8 +100,9 @@ import Observation
     @discardableResult package func start(_ settings: RunSettings) -> @Sendable () -> Void {
         guard !isRunning else { return {} }
         self.settings = settings
-        log = LogSummary()  // before the state, whose observers read it
-        (pauseWanted, stopWanted, state) = (false, false, .preparing)
+        // Observers hear of the state, and the log is this run's by then.
+        (stopWanted, log) = (false, LogSummary())
+        state = .preparing
 
         let (gate, beside) = (BoundaryGate(), memoryFootprint())
         (self.gate, besideBytes, blocksAtLastStep) = (gate, beside, 0)
@@ -119,7 +125,6 @@ import Observation
                 for try await message in messages { receive(message) }
             } catch {
                 state = .failed(error.plainSentence)
-                memoryCheck?.cancel()
             }
         }
         return { gate.stop() }
@@ -133,8 +138,8 @@ import Observation
     ///   - interval: between two records.
     package func replay(_ folder: URL, interval: Duration = .milliseconds(100)) {
         guard !isRunning else { return }
-        (settings, log) = (nil, LogSummary())
-        (pauseWanted, stopWanted, state) = (false, false, .preparing)
+        (settings, log, stopWanted) = (nil, LogSummary(), false)
+        state = .preparing
         Task {
             do {
                 for record in try await Task.detached(operation: { try LogRecord.readAll(in: folder).map(\.record) })
@@ -186,16 +191,25 @@ import Observation
         update()
     }
 
-    /// Does other work than a run, from `body`, with a gate at which it waits while the app is not in front, or uses MLX.
+    /// Does other work than a run, from `body`, with a gate at which it waits while the app is not in front, or uses MLX. Returns when the gate's
+    /// thread does nothing more on MLX, also where `body` has left it at work.
     package func doOther(_ body: (BoundaryGate) async throws -> Void) async rethrows {
         let gate = BoundaryGate()
         others.append(gate)
         update()
-        defer { others.removeAll { $0 === gate } }
-        try await body(gate)
+        do { try await body(gate) } catch {
+            await end(gate)
+            throw error
+        }
+        await end(gate)
     }
 
-    /// Waits at the next block until `resume()`.
+    private func end(_ gate: BoundaryGate) async {
+        await gate.restBegins()
+        others.removeAll { $0 === gate }
+    }
+
+    /// Waits at the next block until `resume()`; without a run, the next one does.
     public func pause() {
         pauseWanted = true
         update()
@@ -226,6 +240,12 @@ import Observation
             memoryIsShort = false
             update()
         }
+    }
+
+    /// Ends the pauses that are a run's, when that has ended.
+    private func endPauses() {
+        (pauseWanted, memoryIsShort) = (false, false)
+        memoryCheck?.cancel()
     }
 
     /// Whether the phone has the memory that a step needs beyond the run's present one.
@@ -270,6 +290,7 @@ import Observation
             update()
             tellObservers()
         case .record(let record):
+            if case .start = record { log = LogSummary() }  // a run that has saved nothing begins again
             log.append(record)
             switch record {
             case .start: update()  // it says which device the bundle is for
@@ -285,7 +306,6 @@ import Observation
             }
         case .waits(let reason): state = reason.map { .paused($0) } ?? .training
         }
-        if !isRunning { memoryCheck?.cancel() }
     }
 
     private func tellObservers() {

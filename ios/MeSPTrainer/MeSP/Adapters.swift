@@ -7,26 +7,35 @@ import MeSPSentences
 /// The folder has `adapters.safetensors` and `adapter_config.json`, which mlx-swift-lm and mlx-lm load, and a folder `peft` with the same adapters
 /// as PEFT loads them. The matrices are float32.
 public struct Adapters: Sendable, Equatable {
-    /// The folder. It stays until the next run has ended.
+    /// The folder. The next run removes it when it has finished: copy it with ``write(to:)``.
     public let url: URL
 
-    /// Copies the adapters to `folder`, which is made or replaced: it has all of them or is as it was.
+    /// Copies the adapters to `folder`, which is made, or replaced where it is empty or has adapters. Where that fails, it is as it was.
     ///
-    /// - Throws: ``FineTuningError`` where the folder cannot be written.
+    /// - Throws: ``FineTuningError`` where something else is there, or the folder cannot be written.
     public func write(to folder: URL) throws {
         let parent = folder.deletingLastPathComponent()
         let (partial, former) = (parent.hidden(".partial"), parent.hidden(".former"))
         let files = FileManager.default
-        defer { for copy in [partial, former] { try? files.removeItem(at: copy) } }
+        let isThere = files.fileExists(atPath: folder.path)
+        let names = isThere ? (try? files.contentsOfDirectory(atPath: folder.path)) : []
+        guard let names, names.isEmpty || names.contains("adapter_config.json") else {
+            throw FineTuningError("\(folder.path) is no folder of adapters, and is not replaced; choose another.")
+        }
+        guard url.hasAdapters else {
+            throw FineTuningError(
+                "The adapters in \(url.path) are no longer there: a later run has finished; take the present ones.")
+        }
+        defer { try? files.removeItem(at: partial) }
         do {
             try makeFolder(parent)
             try files.copyItem(at: url, to: partial)
-            let isThere = files.fileExists(atPath: folder.path)
             if isThere { try files.moveItem(at: folder, to: former) }
             do { try files.moveItem(at: partial, to: folder) } catch {
                 if isThere { try files.moveItem(at: former, to: folder) }
                 throw error
             }
+            try? files.removeItem(at: former)
         } catch {
             throw FineTuningError("Cannot write the adapters to \(folder.path): \(error.plainSentence).")
         }
@@ -34,6 +43,12 @@ public struct Adapters: Sendable, Equatable {
 }
 
 extension URL {
+    /// Whether this is a folder with all files of adapters.
+    var hasAdapters: Bool {
+        ["adapters.safetensors", "adapter_config.json", "peft/adapter_model.safetensors", "peft/adapter_config.json"]
+            .allSatisfy { FileManager.default.fileExists(atPath: appendingPathComponent($0).path) }
+    }
+
     /// The place of a hidden file in this folder, whose name no other has.
     fileprivate func hidden(_ name: String) -> URL { appendingPathComponent("\(name)-\(UUID().uuidString)") }
 }

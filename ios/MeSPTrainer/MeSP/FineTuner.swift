@@ -19,7 +19,10 @@ import MeSPSentences
 /// the background, the device is too warm, short of memory or low on battery, and continues by itself. Nothing that takes time is done
 /// on the main actor.
 ///
-/// MLX is one for a process. An app that also generates text with it does that within ``whilePaused(isolation:_:)``, or while no run is in progress.
+/// MLX is one for a process, so one run or answer of all fine-tuners is in progress at a time, and what makes a run wait is said to any of
+/// them. An app that also generates text with MLX does that within ``whilePaused(isolation:_:)``, or while no run is in progress.
+///
+/// A run tells the main actor of its state, so the main thread must not be blocked until something of a fine-tuner has ended.
 public final class FineTuner: Sendable {
     /// The folder of the model to train, as `mesp-export` writes it.
     public let bundle: URL
@@ -30,10 +33,7 @@ public final class FineTuner: Sendable {
     private let manifest: Manifest
     private let runs: RunFolders
     private let controller: RunController
-    private let turn = Turn()
-    /// Takes the updates of the run in progress, with what of its data is to be told.
-    @MainActor private var receiver:
-        (sender: AsyncThrowingStream<TrainingUpdate, any Error>.Continuation, told: [String])?
+    private static let turn = Turn()
 
     /// Opens a bundle.
     ///
@@ -44,20 +44,29 @@ public final class FineTuner: Sendable {
     ///     application support. Two fine-tuners must not have the same.
     /// - Throws: ``FineTuningError`` where `bundle` is no bundle, is damaged, or is of another format.
     public convenience init(bundle: URL, tokenizer: any TextTokenizer, folder: URL? = nil) async throws {
-        try await self.init(bundle: bundle, tokenizer: tokenizer, folder: folder, monitor: SystemMonitor.ofLaunchedApp)
+        try await self.init(bundle: bundle, tokenizer: tokenizer, folder: folder, controller: .ofProcess)
     }
 
-    /// - Parameter monitor: the state of the device; nil for the system's.
+    /// - Parameter controller: of the runs of all fine-tuners in the process.
     package init(
         bundle: URL, tokenizer: any TextTokenizer, folder: URL? = nil,
-        monitor: @autoclosure @MainActor () -> any DeviceMonitor
+        controller: @autoclosure @MainActor @Sendable () -> RunController
     ) async throws {
         (self.bundle, self.tokenizer) = (bundle, tokenizer)
         manifest = try FineTuningError.describing { try ModelBundle(url: bundle, checksums: false).manifest }
         self.folder = folder ?? Self.folder(of: bundle)
         runs = RunFolders(folder: self.folder)
-        controller = await RunController(monitor: monitor())
-        await MainActor.run { controller.observers.append { [weak self] in self?.send() } }
+        self.controller = await controller()
+    }
+
+    /// Whether this is within `whilePaused`.
+    @TaskLocal private static var isHolding = false
+
+    /// Why no work can begin now.
+    private static var refusal: FineTuningError {
+        isHolding
+            ? FineTuningError("A run or an answer would wait for the end of whilePaused; begin it afterwards.")
+            : FineTuningError(isBusy)
     }
 
     private static let isBusy: Sentence = "A run is in progress; stop it first."
@@ -136,10 +145,20 @@ public final class FineTuner: Sendable {
     private func write(
         _ source: TextData.Source, _ options: TrainingOptions, _ settings: inout RunSettings, in output: URL
     ) throws -> [String] {
-        try makeFolder(output)
+        do { try makeFolder(output) } catch {
+            throw MeSPError("Cannot make the folder \(output.path): \(error.plainSentence).")
+        }
         let tokens = output.appendingPathComponent(TextData.folderName)
         settings.data = tokens.path
         let notices = try data(options, settings.seqLen).write(source, to: tokens) { _ in try Task.checkCancellation() }
+        if let initial = options.initialAdapters {
+            // A copy: a run that goes on before it has saved reads them again.
+            let copy = output.appendingPathComponent(RunFolders.initialAdapters)
+            do { try FileManager.default.copyItem(at: initial, to: copy) } catch {
+                throw MeSPError("Cannot read the adapters in \(initial.path): \(error.plainSentence).")
+            }
+            settings.adapters = copy.path
+        }
         if let limit = options.maxForgetting, let general = TextData.generalText {
             let tokens = output.appendingPathComponent(TextData.generalName)
             try data(options, TextData.generalLength).write(general, to: tokens)
@@ -160,42 +179,44 @@ public final class FineTuner: Sendable {
         of prepare: @escaping @Sendable () throws -> (RunSettings, [String])
     ) -> TrainingUpdates {
         let (updates, sender) = AsyncThrowingStream.makeStream(of: TrainingUpdate.self)
-        let work = turn.take { [self] in
-            defer { runs.removeUnbegun() }
-            do {
-                let (settings, told) = try prepare()
-                try await run(settings, told, sender)
-                return { sender.finish() }
-            } catch is CancellationError {
-                return { sender.finish() }
-            } catch {
-                return { sender.finish(throwing: FineTuningError(error)) }
+        let work =
+            Self.isHolding
+            ? nil
+            : Self.turn.take(for: self) { [self] in
+                defer { runs.removeUnbegun() }
+                do {
+                    let (settings, told) = try prepare()
+                    try await run(settings, told, sender)
+                    return { sender.finish() }
+                } catch is CancellationError {
+                    return { sender.finish() }
+                } catch {
+                    return { sender.finish(throwing: FineTuningError(error)) }
+                }
             }
-        }
-        if work == nil { sender.finish(throwing: FineTuningError(Self.isBusy)) }
+        if work == nil { sender.finish(throwing: Self.refusal) }
         return TrainingUpdates(updates) { work?.cancel() }
     }
 
     @MainActor private func run(
         _ settings: RunSettings, _ told: [String], _ sender: AsyncThrowingStream<TrainingUpdate, any Error>.Continuation
     ) async throws {
-        receiver = (sender, told)
-        defer { receiver = nil }
+        controller.observers.append { [unowned controller] in
+            guard controller.state != .preparing else { return }  // there is nothing to tell yet
+            sender.yield(TrainingUpdate(controller, steps: settings.steps, told: told))
+        }
+        defer { controller.observers.removeLast() }
         try await controller.run(settings)
         if controller.state == .finished(.finished) { runs.removeAll(but: URL(fileURLWithPath: settings.output)) }
     }
 
-    @MainActor private func send() {
-        guard let receiver, let settings = controller.settings else { return }
-        receiver.sender.yield(TrainingUpdate(controller, steps: settings.steps, told: receiver.told))
-    }
-
-    /// Ends the run in progress at the next block, or after the step if that has begun to change the adapters. Returns when it has saved its
-    /// adapters and ended. Where it waits for the app to be in front (``PauseReason/away``), it ends when the app is.
+    /// Ends the run or the answer of this fine-tuner at the next block, or after the step if that has begun to change the adapters. Returns when
+    /// it has saved its adapters and ended; within ``whilePaused(isolation:_:)``, for which it waits, at once. Where it waits for the app to be in
+    /// front (``PauseReason/away``), it ends when the app is.
     public func stop() async {
-        let work = turn.work
+        let work = Self.turn.work(of: self)
         work?.cancel()
-        await work?.value
+        if !Self.isHolding { await work?.value }
     }
 
     // MARK: - Pauses
@@ -209,6 +230,8 @@ public final class FineTuner: Sendable {
     /// Calls `body`, which may use MLX, while the run waits between two blocks. Where no run is in progress, it calls `body` at once, and a run
     /// that begins meanwhile waits.
     ///
+    /// A run or an answer that is begun within `body` is refused, as it would wait for `body`.
+    ///
     /// Within `body` MLX has the limits of memory and of its cache that it had before the run, and limits that `body` sets stay. A generation must
     /// have ended when `body` returns: read its stream to the end.
     public func whilePaused<R>(
@@ -216,7 +239,7 @@ public final class FineTuner: Sendable {
     ) async rethrows -> R {
         await controller.hold()
         do {
-            let result = try await body()
+            let result = try await Self.$isHolding.withValue(true) { try await body() }
             await controller.release()
             return result
         } catch {
@@ -287,31 +310,35 @@ public final class FineTuner: Sendable {
     ///   - conversation: its last message is not an answer.
     ///   - usesAdapters: whether the adapters that were saved last are used; without them the model answers as it was exported.
     ///   - maxTokens: the most tokens of the answer.
-    ///   - temperature: 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature).
+    ///   - temperature: 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature), others each time.
     /// - Returns: the pieces of the answer. Where the task that reads them is cancelled, or the loop is left, it ends at the next block. They throw
     ///   a ``FineTuningError`` where a message would be lost in the model's chat template, or a run is in progress.
     public func answer(
         to conversation: Conversation, usesAdapters: Bool = true, maxTokens: Int = 256, temperature: Float = 0
     ) -> AsyncThrowingStream<String, any Error> {
         let (pieces, sender) = AsyncThrowingStream.makeStream(of: String.self)
-        let work = turn.take { [self] in
-            do {
-                guard let last = conversation.messages.last, !last.isAnswer else {
-                    throw MeSPError("There is no message to answer: the conversation must end with one.")
+        let work =
+            Self.isHolding
+            ? nil
+            : Self.turn.take(for: self) { [self] in
+                do {
+                    guard let last = conversation.messages.last, !last.isAnswer else {
+                        throw MeSPError("There is no message to answer: the conversation must end with one.")
+                    }
+                    try require(maxTokens > 0, "maxTokens", "at least 1")
+                    let adapters = usesAdapters ? try adapters.url : nil
+                    var request = Generator.Request(prompt: try tokenizer.encode(prompt: conversation))
+                    (request.maxTokens, request.temperature) = (maxTokens, temperature)
+                    (request.stop, request.seed) = (endTokens(of: bundle, tokenizer), .random(in: 0 ... .max))
+                    try await write(request, with: adapters) { sender.yield($0) }
+                    return { sender.finish() }
+                } catch is CancellationError {
+                    return { sender.finish() }
+                } catch {
+                    return { sender.finish(throwing: FineTuningError(error)) }
                 }
-                let adapters = usesAdapters ? try adapters.url : nil
-                var request = Generator.Request(prompt: try tokenizer.encode(prompt: conversation))
-                (request.maxTokens, request.temperature) = (maxTokens, temperature)
-                request.stop = endTokens(of: bundle, tokenizer)
-                try await write(request, with: adapters) { sender.yield($0) }
-                return { sender.finish() }
-            } catch is CancellationError {
-                return { sender.finish() }
-            } catch {
-                return { sender.finish(throwing: FineTuningError(error)) }
             }
-        }
-        if work == nil { sender.finish(throwing: FineTuningError(Self.isBusy)) }
+        if work == nil { sender.finish(throwing: Self.refusal) }
         sender.onTermination = { _ in work?.cancel() }
         return pieces
     }
@@ -349,7 +376,7 @@ public final class FineTuner: Sendable {
 
     /// The adapters that a run has saved last, also one in progress.
     ///
-    /// - Throws: ``FineTuningError`` where none has.
+    /// - Throws: ``FineTuningError`` where none has saved what it learned.
     public var adapters: Adapters {
         get throws {
             guard let url = runs.adapters else {
@@ -360,16 +387,25 @@ public final class FineTuner: Sendable {
     }
 }
 
-/// The work of a fine-tuner, which does one thing at a time.
+extension RunController {
+    /// That of the fine-tuners of an app.
+    fileprivate static let ofProcess = RunController(monitor: SystemMonitor.ofLaunchedApp)
+}
+
+/// The work of all fine-tuners, which do one thing at a time.
 private final class Turn: @unchecked Sendable {
     private let lock = NSLock()
-    private var current: Task<Void, Never>?
+    private var current: (owner: ObjectIdentifier, work: Task<Void, Never>)?
 
-    /// What is being done; nil for nothing.
-    var work: Task<Void, Never>? { lock.withLock { current } }
+    /// What `owner` is doing; nil for nothing.
+    func work(of owner: FineTuner) -> Task<Void, Never>? {
+        lock.withLock { current?.owner == ObjectIdentifier(owner) ? current?.work : nil }
+    }
 
     /// Begins `body`, unless other work is being done. When that has ended, other work may begin, and what `body` returned is called.
-    func take(_ body: @escaping @Sendable () async -> @Sendable () -> Void) -> Task<Void, Never>? {
+    func take(
+        for owner: FineTuner, _ body: @escaping @Sendable () async -> @Sendable () -> Void
+    ) -> Task<Void, Never>? {
         lock.withLock {
             guard current == nil else { return nil }
             let work = Task.detached {
@@ -377,7 +413,7 @@ private final class Turn: @unchecked Sendable {
                 self.lock.withLock { self.current = nil }
                 end()
             }
-            current = work
+            current = (ObjectIdentifier(owner), work)
             return work
         }
     }
@@ -395,6 +431,8 @@ extension TrainingUpdate {
         predictedPeak = log.prediction?.predictedPeakBytes
         timeRemaining = log.secondsLeft(of: steps).map { .seconds($0) }
         if case .paused(let reason) = controller.state { pause = .init(rawValue: reason.rawValue) } else { pause = nil }
-        notices = told + log.events.filter { !["pause", "resume"].contains($0.name) }.map(\.message.localized)
+        // Other members and the thrown error say these.
+        let others = ["pause", "resume", "resumed", "error"]
+        notices = told + log.events.filter { !others.contains($0.name) }.map(\.message.localized)
     }
 }

@@ -88,6 +88,7 @@ extension TrainingOptions {
     private func check() throws {
         try require(steps > 0, "steps", "at least 1")
         try require(memory.megabytes.map { $0 > 0 } ?? true, "memory", "above 0 megabytes")
+        try require(memory.megabytes.map(\.isFinite) ?? true, "memory", "a finite number")
         try require(learningRate.map { $0 > 0 && $0.isFinite } ?? true, "learningRate", "a finite number above 0")
         try require(batchSize > 0, "batchSize", "at least 1")
         try require(evaluationInterval >= 0, "evaluationInterval", "at least 0")

@@ -53,8 +53,9 @@ public enum PauseReason: String, Sendable, CaseIterable {
 
 /// The updates of a run in progress, one for each change. One loop can read them.
 ///
-/// Where the task that reads them is cancelled, the run saves its adapters and ends, and then the updates end. Where the loop is left, the run
-/// does the same; ``FineTuner/stop()`` returns when it has.
+/// Where the task that reads them is cancelled, the run saves its adapters and ends, and then the updates end. Where the loop is left and nothing
+/// else has the updates, the run does the same. At the top level of a script compiled for debugging the loop keeps them, so call
+/// ``FineTuner/stop()``, which returns when the run has ended.
 public final class TrainingUpdates: AsyncSequence, AsyncIteratorProtocol, Sendable {
     private let updates: AsyncThrowingStream<TrainingUpdate, any Error>
     private let stop: @Sendable () -> Void

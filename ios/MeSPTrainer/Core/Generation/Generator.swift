@@ -270,10 +270,14 @@ public struct Generator {
 
     /// Whether a text's cache at its longest fits beside those that continue. One alone is never refused.
     private func hasRoom(for next: Text, beside texts: [Text], _ limit: Int) -> Bool {
+        guard !texts.isEmpty else { return true }
+        // No text is longer than this, and the size of as many places is a number that there is.
+        let longest = 1 << 32
         let sizes = (texts + [next]).map {
-            model.cacheSize(tokens: $0.request.prompt.count + $0.request.maxTokens, like: texts.first?.cache)
+            model.cacheSize(
+                tokens: $0.request.prompt.count + min($0.request.maxTokens, longest), like: texts.first?.cache)
         }
-        return texts.isEmpty || sizes.reduce(0, +) <= limit
+        return sizes.reduce(0, +) <= limit
     }
 
     /// A text's next token, confirmed.

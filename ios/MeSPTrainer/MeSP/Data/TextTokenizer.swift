@@ -10,7 +10,7 @@ public protocol TextTokenizer: Sendable {
     /// Encodes a text: the ids of `text`; where `addsSpecialTokens` is set, with what the model wants around a text. That may be `beginOfText`: some
     /// models that have it do not want it.
     func encode(_ text: String, addsSpecialTokens: Bool) -> [Int]
-    /// Decodes ids to their text, with that of special tokens.
+    /// Decodes ids to their text, with that of special tokens, which ``encode(_:addsSpecialTokens:)`` turns into the same ids again.
     func decode(_ tokens: [Int]) -> String
     /// Tells whether a token is special, as one that ends a message is, and no text.
     func isSpecial(_ token: Int) -> Bool
@@ -20,7 +20,8 @@ public protocol TextTokenizer: Sendable {
     ///
     /// - Parameters:
     ///   - messages: in the form of Hugging Face's templates: `role` and `content`, and where a message has them `tool_calls`, `name` and
-    ///     `tool_call_id`. Objects are dictionaries, a null is an `Optional` without a value. Their keys are to be written in the same
+    ///     `tool_call_id`. A call is `{"type": "function", "function": {"name": …, "arguments": {…}}}`; where the template refuses that, it is asked
+    ///     again with arguments that are JSON text. Some messages that it is asked for have invented texts, by which the places of texts are found. Objects are dictionaries, a null is an `Optional` without a value. Their keys are to be written in the same
     ///     order each time, as swift-transformers writes them in that of their names.
     ///   - tools: the definitions of tools; nil where there are none.
     ///   - addsGenerationPrompt: whether the opening of an answer follows the last message.

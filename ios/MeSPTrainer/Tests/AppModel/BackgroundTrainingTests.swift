@@ -335,7 +335,7 @@ import Testing
                     delay: RunNotifications.patience))
         _ = scheduler.give(.continued)
         try await reach(.paused(.heat))
-        #expect(board.shown?.text == "The phone is too warm. Training continues when it has cooled down.")
+        #expect(board.shown?.text == "The device is too warm. Training continues when it has cooled down.")
         monitor.thermalState = .nominal
         try await reach(.training)
         #expect(board.shown == nil, "it waits no more")

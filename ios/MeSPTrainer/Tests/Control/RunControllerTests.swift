@@ -215,6 +215,25 @@ import Testing
         try await end()
     }
 
+    /// Also where nobody reads what it sends any more, as after a cancellation.
+    @Test func otherWorkHasEndedWhenItsCallerGoesOn() async throws {
+        let hasEnded = Flag()
+        await controller.doOther { gate in
+            _ = gate.start("other", sending: Int.self) { _ in
+                Thread.sleep(forTimeInterval: 0.2)
+                hasEnded.set()
+            }
+        }
+        #expect(hasEnded.isSet)
+    }
+
+    private final class Flag: @unchecked Sendable {
+        private let lock = NSLock()
+        private var value = false
+        var isSet: Bool { lock.withLock { value } }
+        func set() { lock.withLock { value = true } }
+    }
+
     @Test func theNextReasonTakesThePlaceOfOneThatIsOver() async throws {
         try await train()
         controller.pause()
@@ -230,7 +249,7 @@ import Testing
         try await end()
         #expect(
             try events().map { String($0.prefix { $0 != "." }) } == [
-                "pause: Paused by hand", "pause: The phone is too warm",
+                "pause: Paused by hand", "pause: The device is too warm",
                 "pause: The app is not in front, and iOS gives it no time to train", "resume: Training continues",
             ])
     }

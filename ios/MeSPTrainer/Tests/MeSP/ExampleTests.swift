@@ -16,7 +16,8 @@ import Testing
     private func tuner(monitor: TestMonitor = TestMonitor()) async throws -> FineTuner {
         let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
         return try await FineTuner(
-            bundle: bundle, tokenizer: ByteTokenizer(), folder: folder.appendingPathComponent("tuner"), monitor: monitor
+            bundle: bundle, tokenizer: ByteTokenizer(), folder: folder.appendingPathComponent("tuner"),
+            controller: RunController(monitor: monitor)
         )
     }
 
@@ -143,7 +144,7 @@ import Testing
             #expect(hasLearned == (index == 3))
         }
         #expect(try file.choices().map(\.chosen) == ["one is", "two is", "three is", "four is"])
-        let log = try LogSummary(folder: folder.appendingPathComponent("tuner/1"))
+        let log = try LogSummary(folder: folder.appendingPathComponent("tuner/run-1"))
         #expect(log.steps.last?.accuracy == 1, "the chosen answer is the likelier one")
         #expect(try abs(#require(log.steps.first).loss - 0.6931) < 1e-3, "ln 2")
     }

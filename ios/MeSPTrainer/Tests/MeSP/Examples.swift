@@ -84,17 +84,20 @@ func summary(
 /// Answers with the app's own model, also while a run is in progress.
 func answer(
     _ prompt: String, beside tuner: FineTuner,
-    generate: @Sendable (String) async throws -> AsyncThrowingStream<String, any Error>
+    generate: @escaping @Sendable (String) async throws -> AsyncThrowingStream<String, any Error>
 ) async throws -> String {
     try await tuner.whilePaused {
-        var answer = ""
-        for try await piece in try await generate(prompt) { answer += piece }
-        return answer
+        // In a task that is not cancelled with the caller: training would go on beside the rest.
+        try await Task {
+            var answer = ""
+            for try await piece in try await generate(prompt) { answer += piece }
+            return answer
+        }.value
     }
 }
 
-/// The options that take most memory of those that a run can keep beside the app, and its peak in
-/// bytes; nil where it can keep none of them.
+/// Options with the highest of some memory limits that a run can keep now, and the run's predicted
+/// peak in bytes; nil where it can keep none.
 func options(
     for tuner: FineTuner, megabytes: [Double], steps: Int = 200
 ) -> (options: TrainingOptions, peak: Int)? {

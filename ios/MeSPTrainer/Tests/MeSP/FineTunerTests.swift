@@ -19,7 +19,8 @@ import Testing
     ) async throws -> FineTuner {
         let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
         guard let monitor else { return try await FineTuner(bundle: bundle, tokenizer: tokenizer, folder: runs) }
-        return try await FineTuner(bundle: bundle, tokenizer: tokenizer, folder: runs, monitor: monitor)
+        return try await FineTuner(
+            bundle: bundle, tokenizer: tokenizer, folder: runs, controller: RunController(monitor: monitor))
     }
 
     private func text() throws -> URL {
@@ -76,7 +77,7 @@ import Testing
     @Test func theDefaultsAreTheRules() async throws {
         let tuner = try await tuner()
         for try await _ in tuner.train(on: try text(), options(steps: 1)) {}
-        let log = try LogSummary(folder: runs.appendingPathComponent("1"))
+        let log = try LogSummary(folder: runs.appendingPathComponent("run-1"))
         let settings = try #require(log.start?.settings)
         #expect(settings.optimizer == .adamw8bit)
         let manifest = try ModelBundle(url: tuner.bundle, checksums: false).manifest
@@ -94,7 +95,7 @@ import Testing
                 prompt: [.init(role: "user", content: "Hi \(number)")], chosen: "Good day", rejected: "Go away")
         }
         for try await _ in tuner.train(on: choices, options(steps: 5)) {}
-        let log = try LogSummary(folder: runs.appendingPathComponent("1"))
+        let log = try LogSummary(folder: runs.appendingPathComponent("run-1"))
         #expect(log.start?.settings.objective == .dpo && log.steps.last?.margin != nil)
     }
 
@@ -115,8 +116,21 @@ import Testing
             base += piece
         }
         #expect(base != answer && base.utf8.count <= 8 * 4)
+        var drawn = Set<String>()
+        for _ in 0..<2 {
+            var text = ""
+            for try await piece in tuner.answer(to: Conversation([.user("Hi")]), usesAdapters: false, temperature: 1) {
+                text += piece
+            }
+            drawn.insert(text)
+        }
+        #expect(drawn.count == 2)
+        let none = await #expect(throws: FineTuningError.self) {
+            for try await _ in tuner.answer(to: Conversation([.user("Hi")]), maxTokens: 0) {}
+        }
+        #expect(none?.errorDescription == "maxTokens must be at least 1.")
         // The turn is free again.
-        for try await _ in tuner.answer(to: Conversation([.user("Hi")]), maxTokens: 100_000) { break }
+        for try await _ in tuner.answer(to: Conversation([.user("Hi")]), maxTokens: .max) { break }
         await tuner.stop()
         await #expect(throws: FineTuningError.self) {
             for try await _ in tuner.answer(to: Conversation([])) {}
@@ -128,7 +142,7 @@ import Testing
         var options = options(steps: 2)
         options.maxForgetting = 3
         for try await _ in tuner.train(on: try text(), options) {}
-        #expect(try LogSummary(folder: runs.appendingPathComponent("1")).strength != nil)
+        #expect(try LogSummary(folder: runs.appendingPathComponent("run-1")).strength != nil)
     }
 
     @Test func aPreviewShowsWhatIsTrained() async throws {
@@ -188,7 +202,7 @@ import Testing
         #expect(part != whole)
         #expect(tuner.canContinueTraining)
         // As after the process has ended, while it made the tokens of another run.
-        let unbegun = runs.appendingPathComponent("3/data")
+        let unbegun = runs.appendingPathComponent("run-3/data")
         try FileManager.default.createDirectory(at: unbegun, withIntermediateDirectories: true)
         let other = try await self.tuner()
         var last: TrainingUpdate?
@@ -202,7 +216,7 @@ import Testing
         let tuner = try await tuner()
         for try await update in tuner.train(on: try text(), options(steps: 1_000_000)) where update.step == 3 { break }
         await tuner.stop()
-        let log = try LogSummary(folder: runs.appendingPathComponent("1"))
+        let log = try LogSummary(folder: runs.appendingPathComponent("run-1"))
         #expect(log.end?.reason == .stopped && log.lastStep >= 3)
         #expect(try !contents(tuner.adapters).isEmpty)
     }
@@ -227,10 +241,74 @@ import Testing
         options.initialAdapters = try tuner.adapters.url
         for try await _ in tuner.train(on: text, options) {}
         #expect(try contents(tuner.adapters) != before)
-        #expect(try FileManager.default.contentsOfDirectory(atPath: runs.path) == ["2"])
+        #expect(try FileManager.default.contentsOfDirectory(atPath: runs.path) == ["run-2"])
+    }
+
+    /// By whatever URL the folder is named, and whatever else is in it.
+    @Test func nothingButFormerRunsIsRemoved() async throws {
+        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
+        let own = runs.appendingPathComponent("2024")
+        try FileManager.default.createDirectory(at: own, withIntermediateDirectories: true)
+        let place = try #require(URL(string: "file://localhost\(runs.path)"))
+        let tuner = try await FineTuner(bundle: bundle, tokenizer: ByteTokenizer(), folder: place)
+        for _ in 0..<2 { for try await _ in tuner.train(on: try text(), options(steps: 1)) {} }
+        #expect(try !contents(tuner.adapters).isEmpty)
+        #expect(try FileManager.default.contentsOfDirectory(atPath: runs.path).sorted() == ["2024", "run-2"])
+    }
+
+    @Test func adaptersThatAreNotWholeAreNone() async throws {
+        let tuner = try await tuner()
+        for try await _ in tuner.train(on: try text(), options(steps: 1)) {}
+        let before = try tuner.adapters
+        // As after a first save for which the disk was too full.
+        let part = runs.appendingPathComponent("run-2/adapters/peft")
+        try FileManager.default.createDirectory(at: part, withIntermediateDirectories: true)
+        #expect(try tuner.adapters == before)
+    }
+
+    @Test func adaptersReplaceAdaptersAlone() async throws {
+        let tuner = try await tuner()
+        for try await _ in tuner.train(on: try text(), options(steps: 1)) {}
+        let (adapters, file) = (try tuner.adapters, folder.appendingPathComponent("text.txt"))
+        for place in [file, runs, runs.appendingPathComponent("run-1"), folder] {
+            let error = #expect(throws: FineTuningError.self) { try adapters.write(to: place) }
+            let sentence = "\(place.path) is no folder of adapters, and is not replaced; choose another."
+            #expect(error?.errorDescription == sentence)
+        }
+        let before = try contents(adapters)
+        try adapters.write(to: adapters.url)
+        #expect(try contents(adapters) == before)
+        #expect(FileManager.default.fileExists(atPath: file.path))
+        #expect(try FileManager.default.contentsOfDirectory(atPath: folder.path).count == 2, "a copy is left")
+    }
+
+    /// No update is of the run before.
+    @Test func updatesAreOfTheirRun() async throws {
+        let tuner = try await tuner()
+        for try await _ in tuner.train(on: try text(), options(steps: 3)) {}
+        var first: TrainingUpdate?
+        for try await update in tuner.train(on: try text(), options(steps: 2)) where first == nil { first = update }
+        #expect(first?.step == 0 && first?.fraction == 0 && first?.loss == nil && first?.heldOutLoss == nil)
+    }
+
+    @Test func aRunThatGoesOnTellsNoMoreThanHappened() async throws {
+        let tuner = try await tuner()
+        for try await update in tuner.train(on: try text(), options(steps: 6)) where update.step == 2 { break }
+        await tuner.stop()
+        var last: TrainingUpdate?
+        for try await update in tuner.continueTraining() { last = update }
+        #expect(last?.step == 6 && last?.notices == [])
     }
 
     // MARK: - What is refused
+
+    @Test func aFolderThatCannotBeMadeIsNamed() async throws {
+        let file = try text()
+        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
+        let tuner = try await FineTuner(bundle: bundle, tokenizer: ByteTokenizer(), folder: file)
+        let problem = try await sentence(tuner.train(on: file, options(steps: 1)))
+        #expect(problem.hasPrefix("Cannot make the folder \(file.path)/run-1: "))
+    }
 
     @Test func aFolderThatIsNoBundleIsRefused() async throws {
         let problem = "/nowhere is not a bundle: it has no manifest.json. Make one with mesp-export."
@@ -256,12 +334,14 @@ import Testing
         #expect(try await refusal { $0.evaluationInterval = -1 } == "evaluationInterval must be at least 0.")
         #expect(try await refusal { $0.maxForgetting = 0 } == "maxForgetting must be a finite number above 0.")
         #expect(try await refusal { $0.memory = .megabytes(0) } == "memory must be above 0 megabytes.")
+        #expect(try await refusal { $0.memory = .megabytes(.infinity) } == "memory must be a finite number.")
         #expect(try await refusal { $0.sequenceLength = 33 }.contains("has no trace for sequences of 33 tokens"))
         let limit = try await refusal { $0.memory = .megabytes(1) }
         #expect(limit.hasPrefix("A memory limit of ") && limit.contains("MB is too low"))
         #expect(!tuner.canContinueTraining)
         #expect(
-            !FileManager.default.fileExists(atPath: runs.appendingPathComponent("1").path), "a run has left something")
+            !FileManager.default.fileExists(atPath: runs.appendingPathComponent("run-1").path),
+            "a run has left something")
     }
 
     @Test func oneRunAtATime() async throws {
@@ -272,23 +352,45 @@ import Testing
         await tuner.stop()
     }
 
+    @Test func twoFineTunersHaveOneTurn() async throws {
+        let (tuner, text) = (try await tuner(), try text())
+        let other = try await FineTuner(
+            bundle: tuner.bundle, tokenizer: ByteTokenizer(), folder: folder.appendingPathComponent("other"))
+        let run = runs.appendingPathComponent("run-1")
+        for try await update in tuner.train(on: text, options(steps: 1_000_000)) where update.step == 2 {
+            #expect(try await sentence(other.train(on: text)) == "A run is in progress; stop it first.")
+            await other.stop()
+            try await other.whilePaused {
+                let before = try LogSummary(folder: run)
+                try await Task.sleep(for: .milliseconds(200))
+                let after = try LogSummary(folder: run)
+                #expect(before.lastStep == after.lastStep && after.end == nil)
+            }
+            break
+        }
+        await tuner.stop()
+        for try await _ in other.train(on: text, options(steps: 1)) {}
+    }
+
     // MARK: - Beside the app's own work
 
     @MainActor @Test func theRunWaitsWhileTheAppUsesMLX() async throws {
         let monitor = TestMonitor()
         let tuner = try await tuner(monitor: monitor)
         let updates = tuner.train(on: try text(), options(steps: 1_000_000))
+        defer { withExtendedLifetime(updates) {} }
         for try await update in updates where update.step == 2 { break }
         let controller = tuner
         let result = await tuner.whilePaused { () -> Float in
-            let before = try? LogSummary(folder: self.runs.appendingPathComponent("1")).lastStep
+            let before = try? LogSummary(folder: self.runs.appendingPathComponent("run-1")).lastStep
             let sum = (MLXArray([1, 2] as [Float]) + 1).sum().item(Float.self)
             try? await Task.sleep(for: .milliseconds(200))
-            let after = try? LogSummary(folder: self.runs.appendingPathComponent("1")).lastStep
+            let after = try? LogSummary(folder: self.runs.appendingPathComponent("run-1")).lastStep
             #expect(before == after)
             return sum
         }
         #expect(result == 5)
+        #expect(try LogSummary(folder: runs.appendingPathComponent("run-1")).end == nil, "the run had ended")
         await controller.stop()
     }
 
@@ -323,11 +425,102 @@ import Testing
         try await answer.value
     }
 
+    /// It would wait for ever.
+    @Test func nothingBeginsWhereItWouldWaitForItself() async throws {
+        let (tuner, text) = (try await tuner(), try text())
+        let refusal = "A run or an answer would wait for the end of whilePaused; begin it afterwards."
+        try await tuner.whilePaused {
+            let said = try await sentence(tuner.train(on: text, options(steps: 1)))
+            #expect(said == refusal)
+            await #expect(throws: FineTuningError.self) {
+                for try await _ in tuner.answer(to: Conversation([.user("Hi")]), usesAdapters: false) {}
+            }
+        }
+        for try await update in tuner.train(on: text, options(steps: 1_000_000)) where update.step == 2 {
+            await tuner.whilePaused { await tuner.stop() }
+            break
+        }
+        await tuner.stop()
+        #expect(tuner.canContinueTraining)
+    }
+
+    /// A run that is cancelled before its first step has learned nothing, and its adapters take the place of none.
+    @Test func adaptersOfNoStepAreNone() async throws {
+        let (tuner, text) = (try await tuner(), try text())
+        for try await _ in tuner.train(on: text, options(steps: 2)) {}
+        let before = try contents(tuner.adapters)
+        for try await update in tuner.train(on: text, options(steps: 1_000_000)) where update.step == 0 { break }
+        await tuner.stop()
+        let log = try LogSummary(folder: runs.appendingPathComponent("run-2"))
+        if log.lastStep == 0 { #expect(try contents(tuner.adapters) == before) }
+    }
+
+    /// The run goes on also where the adapters that it began with are gone.
+    @Test func initialAdaptersAreKept() async throws {
+        let (tuner, text) = (try await tuner(), try text())
+        for try await _ in tuner.train(on: text, options(steps: 2)) {}
+        let initial = folder.appendingPathComponent("initial")
+        try tuner.adapters.write(to: initial)
+        var options = options(steps: 1_000_000)
+        options.initialAdapters = initial
+        for try await _ in tuner.train(on: text, options) { break }
+        await tuner.stop()
+        try FileManager.default.removeItem(at: initial)
+        for try await update in tuner.continueTraining() where update.step > 0 { break }
+        await tuner.stop()
+        options.initialAdapters = initial
+        #expect(try await sentence(tuner.train(on: text, options)).hasPrefix("Cannot read the adapters in "))
+    }
+
+    /// The updates of a run that goes on do not begin at the first step again.
+    @Test func updatesNeverGoBack() async throws {
+        let (tuner, text) = (try await tuner(), try text())
+        for try await update in tuner.train(on: text, options(steps: 12)) where update.step == 4 { break }
+        await tuner.stop()
+        var steps = [Int]()
+        for try await update in tuner.continueTraining() { steps.append(update.step) }
+        #expect(steps == steps.sorted() && steps.first ?? 0 >= 4 && steps.last == 12)
+    }
+
     private final class Count: @unchecked Sendable {
         private let lock = NSLock()
         private var number = 0
         var value: Int { lock.withLock { number } }
         func add() { lock.withLock { number += 1 } }
+    }
+
+    /// Also one that comes while the tokens are made.
+    @MainActor @Test func aPauseHoldsTheNextRun() async throws {
+        let tuner = try await tuner(monitor: TestMonitor())
+        tuner.pause()
+        var pauses = Set<MeSP.PauseReason>()
+        for try await update in tuner.train(on: try text(), options(steps: 3)) {
+            guard let pause = update.pause else { continue }
+            #expect(update.step == 0)
+            pauses.insert(pause)
+            tuner.resume()
+        }
+        #expect(pauses == [.user])
+    }
+
+    /// The memory is the run's, and free when that has ended.
+    @MainActor @Test(.timeLimit(.minutes(1))) func aMemoryWarningHoldsNoLaterRun() async throws {
+        let monitor = TestMonitor()
+        let tuner = try await tuner(monitor: monitor)
+        for try await update in tuner.train(on: try text(), options(steps: 1_000_000)) {
+            if update.step == 2, update.pause == nil { monitor.tell(.memoryWarning) }
+            if update.pause == .memory { break }
+        }
+        await tuner.stop()
+        var pauses = Set<MeSP.PauseReason>()
+        for try await update in tuner.train(on: try text(), options(steps: 2)) {
+            if let pause = update.pause {
+                pauses.insert(pause)
+                break
+            }
+        }
+        await tuner.stop()
+        #expect(pauses.isEmpty)
     }
 
     @MainActor @Test func aPauseSaysWhyAndTheRunGoesOn() async throws {
@@ -351,7 +544,7 @@ import Testing
         await tuner.stop()
         #expect(pauses == [.heat, .user] || pauses == [.heat, .user, .heat])
         #expect(MeSP.PauseReason.allCases.map(\.rawValue) == MeSPControl.PauseReason.allCases.map(\.rawValue))
-        #expect(MeSP.PauseReason.heat.message == "The phone is too warm. Training continues when it has cooled down.")
+        #expect(MeSP.PauseReason.heat.message == "The device is too warm. Training continues when it has cooled down.")
     }
 
     @Test func itSetsNoVariableOfTheProcess() async throws {
