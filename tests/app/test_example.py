@@ -12,6 +12,7 @@ from mesp.engine.build import find_engine
 
 def test_the_example_trains_as_an_app_does(tmp_path: Path):
     program = find_engine().with_name("tutor")
+    assert program.is_file(), "make engine-and-tests builds it"
     bundle = ROOT / "ios/MeSPTrainer/Demo.mesp"
     done = subprocess.run([program, bundle, tmp_path], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
