@@ -63,8 +63,8 @@ extension Processor {
 extension Planner {
     /// What malloc keeps on Linux: a sixteenth of what lasts, at most 2 MB, and gaps of the size of the widest arrays. Arrays of less than 0.9 MB
     /// fill these, and arrays of 8 MiB leave none, as each is mapped by itself. There are three gaps of the tokens that go through the MLP at a
-    /// time, at most 3 MB; with experts four of all tokens; or three and a half of a mixer that is wider than the model. Smaller tiles
-    /// leave as much as they save.
+    /// time, at most 3 MB; with experts four of all tokens; or three of a mixer that is wider than the model. Smaller tiles leave as much
+    /// as they save.
     fileprivate func gapsOfMalloc(_ plan: Plan) -> Int {
         func gaps(_ array: Int) -> Int { array < 8 << 20 ? 3 * max(0, array - 900_000) : 0 }
         let mixer = largest(lastInput)
@@ -72,7 +72,7 @@ extension Planner {
             architecture.hasExperts
             ? 4 * gaps(hidden) / 3 : min(3_000_000, gaps(hidden / length * makeMachine(plan).mlpTokens))
         return min(2_000_000, (lasting(plan) + held(plan)) / 16)
-            + max(ofMLP, mixer > hidden ? 7 * gaps(mixer) / 6 : 0)
+            + max(ofMLP, mixer > hidden ? gaps(mixer) : 0)
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)
     }
 
