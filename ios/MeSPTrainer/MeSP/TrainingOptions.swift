@@ -9,7 +9,7 @@ import MeSPCore
 public struct MemoryLimit: Sendable, Equatable {
     let megabytes: Double?
 
-    /// What the system allows the process at the moment when training begins.
+    /// The memory that the system allows the process at the moment when training begins.
     public static let system = MemoryLimit(megabytes: nil)
 
     /// A peak of `count` · 10⁶ bytes beside what the process has when training begins.

@@ -34,7 +34,7 @@ struct ConversationEncoder {
         (self.tokenizer, self.answersOnly, plain) = (tokenizer, answersOnly, PlainEncoder(tokenizer))
     }
 
-    /// What a template makes of a marked conversation.
+    /// A template's rendering of a marked conversation.
     private struct Shape {
         var argumentsAreText = false
         var rendering: Marked

@@ -134,7 +134,7 @@ extension Conversation {
         return parts + [String(rest)]
     }
 
-    /// What it has beside its texts, in which special tokens stay what they are.
+    /// The values beside its texts. Special tokens in them stay special.
     var besideTexts: [String] {
         let calls = messages.flatMap(\.toolCalls)
         return tools + messages.compactMap(\.name) + messages.compactMap(\.toolCallID) + calls.map(\.arguments)

@@ -2,7 +2,7 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// What a chat template is given of a conversation.
+/// The arguments of a chat template for a conversation.
 extension Conversation {
     /// The ids of the conversation in a tokenizer's chat template.
     ///

@@ -3,7 +3,7 @@ import Foundation
 import MeSP
 import Observation
 
-/// What a person has taught the app, to train on.
+/// The conversations that a person has taught the app.
 func lessons() -> [Conversation] {
     let light = """
         {"type": "function", "function": {"name": "set_light", "parameters": {"type": "object",

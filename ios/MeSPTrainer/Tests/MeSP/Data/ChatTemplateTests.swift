@@ -12,11 +12,11 @@ import Testing
         var ids: [Int]
         var counted: [Bool]
 
-        /// What is trained: of the first token there is no loss.
+        /// The tokens and the loss's mask. The first token has no loss.
         init(_ ids: [Int], _ counted: [Bool]) { (self.ids, self.counted) = (ids, [false] + counted.dropFirst()) }
     }
 
-    /// What the first sequence of a source has, or why there is none.
+    /// The first sequence of a source, or why there is none.
     private func first(
         _ source: TextData.Source, _ tokenizer: any TextTokenizer, answersOnly: Bool
     ) -> Result<Found, MeSPError> {
