@@ -40,7 +40,7 @@ SOURCES += sorted(
     for path in Path(folder).rglob("*")
     if path.suffix in SUFFIXES
 )
-# What a wheel with programs contains; tools/platform_wheel_notice.txt has the notices.
+# The license of a wheel with programs; tools/platform_wheel_notice.txt has the notices.
 LICENSE_OF_PROGRAMS = "MIT AND Apache-2.0 WITH Swift-exception AND Unicode-3.0"
 
 

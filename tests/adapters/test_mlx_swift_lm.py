@@ -132,7 +132,7 @@ MODELS: dict[str, dict[str, Model]] = {
     "lfm3": {},
     "phi3": {"MLXLLM": Model("MLXLLM/Models/Phi3.swift", WHOLE, FUSED)},
 }
-# What the page says of a model_type in a library.
+# The words of the page for a model_type in a library.
 LOADS, FITTED, FIRST, NOT, LACKS = "yes", "fitted", "before the first token", "no", "none"
 
 

@@ -179,23 +179,34 @@ public final class FineTuner: Sendable {
         of prepare: @escaping @Sendable () throws -> (RunSettings, [String])
     ) -> TrainingUpdates {
         let (updates, sender) = AsyncThrowingStream.makeStream(of: TrainingUpdate.self)
-        let work =
-            Self.isHolding
-            ? nil
-            : Self.turn.take(for: self) { [self] in
-                defer { runs.removeUnbegun() }
-                do {
-                    let (settings, told) = try prepare()
-                    try await run(settings, told, sender)
-                    return { sender.finish() }
-                } catch is CancellationError {
-                    return { sender.finish() }
-                } catch {
-                    return { sender.finish(throwing: FineTuningError(error)) }
-                }
-            }
-        if work == nil { sender.finish(throwing: Self.refusal) }
+        let work = begin(sender) { [self] in
+            defer { runs.removeUnbegun() }
+            let (settings, told) = try prepare()
+            try await run(settings, told, sender)
+        }
         return TrainingUpdates(updates) { work?.cancel() }
+    }
+
+    /// Begins `body` as the work of this fine-tuner. With it the stream of `sender` ends, by its error where it has one; where no work can begin
+    /// now, at once.
+    private func begin<Element>(
+        _ sender: AsyncThrowingStream<Element, any Error>.Continuation,
+        _ body: @escaping @Sendable () async throws -> Void
+    ) -> Task<Void, Never>? {
+        guard !Self.isHolding,
+            let work = Self.turn.take(
+                for: self,
+                {
+                    do { try await body() } catch is CancellationError {} catch {
+                        return { sender.finish(throwing: FineTuningError(error)) }
+                    }
+                    return { sender.finish() }
+                })
+        else {
+            sender.finish(throwing: Self.refusal)
+            return nil
+        }
+        return work
     }
 
     @MainActor private func run(
@@ -317,28 +328,17 @@ public final class FineTuner: Sendable {
         to conversation: Conversation, usesAdapters: Bool = true, maxTokens: Int = 256, temperature: Float = 0
     ) -> AsyncThrowingStream<String, any Error> {
         let (pieces, sender) = AsyncThrowingStream.makeStream(of: String.self)
-        let work =
-            Self.isHolding
-            ? nil
-            : Self.turn.take(for: self) { [self] in
-                do {
-                    guard let last = conversation.messages.last, !last.isAnswer else {
-                        throw MeSPError("There is no message to answer: the conversation must end with one.")
-                    }
-                    try require(maxTokens > 0, "maxTokens", "at least 1")
-                    let adapters = usesAdapters ? try adapters.url : nil
-                    var request = Generator.Request(prompt: try tokenizer.encode(prompt: conversation))
-                    (request.maxTokens, request.temperature) = (maxTokens, temperature)
-                    (request.stop, request.seed) = (endTokens(of: bundle, tokenizer), .random(in: 0 ... .max))
-                    try await write(request, with: adapters) { sender.yield($0) }
-                    return { sender.finish() }
-                } catch is CancellationError {
-                    return { sender.finish() }
-                } catch {
-                    return { sender.finish(throwing: FineTuningError(error)) }
-                }
+        let work = begin(sender) { [self] in
+            guard let last = conversation.messages.last, !last.isAnswer else {
+                throw MeSPError("There is no message to answer: the conversation must end with one.")
             }
-        if work == nil { sender.finish(throwing: Self.refusal) }
+            try require(maxTokens > 0, "maxTokens", "at least 1")
+            let adapters = usesAdapters ? try adapters.url : nil
+            var request = Generator.Request(prompt: try tokenizer.encode(prompt: conversation))
+            (request.maxTokens, request.temperature) = (maxTokens, temperature)
+            (request.stop, request.seed) = (endTokens(of: bundle, tokenizer), .random(in: 0 ... .max))
+            try await write(request, with: adapters) { sender.yield($0) }
+        }
         sender.onTermination = { _ in work?.cancel() }
         return pieces
     }

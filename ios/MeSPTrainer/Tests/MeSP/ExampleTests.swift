@@ -3,7 +3,7 @@ import MeSP
 import MeSPControl
 import Testing
 
-/// What the examples of the documentation do (Examples.swift).
+/// The documentation's examples at work (Examples.swift).
 @Suite(.serialized) @MainActor final class ExampleTests {
     private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
     private var adapters: URL { folder.appendingPathComponent("adapters") }

@@ -46,7 +46,7 @@ final class PythonTemplates: TextTokenizer, @unchecked Sendable {
 
     deinit { try? input.fileHandleForWriting.close() }
 
-    /// The next record, of which the tokenizer then is; nil where there is none.
+    /// Goes to the next record, which the tokenizer then belongs to, and returns it; nil after the last.
     func next() throws -> Case? {
         let line = try ask(["do": "next"])
         let decoder = JSONDecoder()
