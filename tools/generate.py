@@ -7,6 +7,7 @@ what is checked in.
 from __future__ import annotations
 
 import json
+import math
 import re
 import textwrap
 from collections.abc import Mapping
@@ -16,13 +17,15 @@ from typing import Any
 
 import click
 
-from mesp import files
+from mesp import files, hub_download
 from mesp.block_function import mlxfn
 from mesp.bundle import manifest, reader
 from mesp.data import encoder
+from mesp.models import config_json, families, rope_scaling, tensor_names
 from mesp.settings.declaration import Setting
 from mesp.settings.engine_settings import EngineSettings
 from mesp.settings.train_settings import MAX_SEQUENCES, MAX_STEPS, TrainSettings
+from mesp.source_model import copied_files
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON, SWIFT = ROOT / "exporter" / "mesp", ROOT / "ios" / "MeSPTrainer"
@@ -297,6 +300,47 @@ def write_bundle_constants() -> str:
     return "\n".join(lines)
 
 
+# The fields of a family that Swift has no use for: what no plain family has, and mlx-lm's.
+NOT_PLAIN = (
+    "experts", "beside_experts", "per_layer", "v_norm", "hf_modules", "hf_experts", "read",
+    "output_gate", "rope_by_type", "other_layers",
+)  # fmt: skip
+
+
+def write_plain_families() -> str:
+    """What `mesp.models` says of the plain families and of any config.json."""
+
+    def write_family(family: families.Family) -> dict[str, Any]:
+        found = {each.name: getattr(family, each.name) for each in fields(family)}
+        return {
+            key: None if value == math.inf else value
+            for key, value in found.items()
+            if key not in NOT_PLAIN
+        }
+
+    plain = {name: each for name, each in families.FAMILIES.items() if each.is_plain}
+    table = {
+        "families": {name: write_family(each) for name, each in plain.items()},
+        "names": [*families.FAMILIES],
+        "lacking": families.LACKING,
+        "variants": families.VARIANTS,
+        "defaults": config_json.DEFAULTS,
+        "most": config_json.MOST,
+        "rope": {
+            "common": sorted(rope_scaling.COMMON),
+            **{name: sorted(each.keys) for name, each in rope_scaling.SCALINGS.items()},
+        },
+        "text": tensor_names.TEXT,
+        "unused": tensor_names.UNUSED,
+        "limits": tensor_names.LIMITS,
+        "headless": tensor_names.HEADLESS,
+        "buffers": tensor_names.BUFFERS,
+        "tokenizer_files": hub_download.TOKENIZER_FILES,
+        "code": copied_files.CODE,
+    }
+    return write_json("exporter/mesp/models", "PlainFamilies", table)
+
+
 def write_all() -> dict[Path, str]:
     """The text of each file that is generated."""
     return {
@@ -304,6 +348,7 @@ def write_all() -> dict[Path, str]:
         SWIFT / "Bundle" / "BundleConstants.swift": write_bundle_constants(),
         SWIFT / "Bundle" / "Functions" / "AllowedPrimitivesTable.swift": write_allowed_primitives(),
         SWIFT / "Adapters" / "AdapterFieldsTable.swift": write_adapter_fields(),
+        SWIFT / "Import" / "PlainFamiliesTable.swift": write_plain_families(),
         SWIFT / "MeSP" / "general.txt": (PYTHON / "data" / "general.txt").read_text("utf-8"),
     }
 

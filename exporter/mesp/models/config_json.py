@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +11,9 @@ from mesp.errors import MespError
 from mesp.models.families import FAMILIES, LACKING
 from mesp.models.rope_scaling import COMMON, SCALINGS, complete_scaling, type_of
 
-# The types of lists' elements, before they are checked.
-_MOST = {"num_hidden_layers": 1024, "head_dim": 4096, "partial_rotary_factor": 1}
-_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False}
+# The largest values, checked before lists of such lengths are made.
+MOST = {"num_hidden_layers": 1024, "head_dim": 4096, "partial_rotary_factor": 1}
+DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False}
 _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
@@ -46,15 +47,15 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         config = {**whole, **text, "model_type": model_type}
         if "tie_word_embeddings" in whole:
             config["tie_word_embeddings"] = whole["tie_word_embeddings"]
-    config = {**_DEFAULTS, **family.defaults, **config}
-    for key, most in _MOST.items():
+    config = {**DEFAULTS, **family.defaults, **config}
+    for key, most in MOST.items():
         if isinstance(config.get(key), int | float) and not 0 < config[key] <= most:
             raise unsupported(key, config[key])
     if family.experts and config.get("num_local_experts"):  # as transformers 5 names it
         config.setdefault("num_experts", config["num_local_experts"])
         if config["num_experts"] != config["num_local_experts"]:
             raise unsupported("num_local_experts", config["num_local_experts"])
-    config |= family.read(config)
+    config |= family.read(config) if family.read else {}
     rope = by_type = config.pop("rope_parameters", None) or {}
     if "full_attention" in rope:
         sliding, rope = rope.get("sliding_attention"), rope["full_attention"]
@@ -157,7 +158,8 @@ def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
 
 def unsupported(key: str, value: object) -> MespError:
     """The error for a config.json that asks for something the trainer lacks."""
+    said = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return MespError(
-        f"The model's config.json sets {key} to {value!r}, which is not supported; take a model "
+        f"The model's config.json sets {key} to {said}, which is not supported; take a model "
         "without it."
     )

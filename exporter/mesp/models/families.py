@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -69,6 +69,10 @@ TRAINABLE = (
 )  # fmt: skip
 
 
+# The factor of the embedding: 1, √hidden, or √hidden in bfloat16.
+EmbeddingFactor = Literal["one", "root", "rounded_root"]
+
+
 @dataclass(frozen=True)
 class Family:
     """The properties that a ``model_type`` implies; the rest is in the config.json."""
@@ -100,10 +104,24 @@ class Family:
     activation: str = "silu"
     full_every: float = 1  # each how many-th layer has full attention; inf: none
     other_layers: str = "sliding_attention"  # what the others are in `layer_types`
-    embedding_scale: Callable[[int], float] = lambda hidden: 1.0
+    has_no_rope_layers: bool = False  # whether a config.json may name blocks without RoPE
+    embedding_factor: EmbeddingFactor = "one"
     takes: tuple[str, ...] = ()  # of VARIANTS
     defaults: dict[str, Any] = field(default_factory=dict)  # of keys that may be missing
-    read: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: {}  # keys of another name
+    read: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # keys of another name
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its blocks are attention and one MLP, by a config.json's own keys: what the app
+        reads without this package."""
+        special = (self.read, self.experts, self.per_layer, self.v_norm, self.hf_modules)
+        return not any(special) and self.other_layers == "sliding_attention"
+
+    def embedding_scale(self, hidden: int) -> float:
+        """The factor of the embedding of a model of this width."""
+        root = math.sqrt(hidden)
+        rounded = mx.array(root, mx.bfloat16).item()
+        return {"one": 1.0, "root": root, "rounded_root": rounded}[self.embedding_factor]
 
 
 def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
@@ -237,7 +255,7 @@ _GEMMA = Family(
     norm_offset=1,
     activation="gelu_pytorch_tanh",
     full_every=2,
-    embedding_scale=math.sqrt,
+    embedding_factor="root",
     takes=("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
     defaults=_TIED
     | {
@@ -274,7 +292,7 @@ _GEMMA3 = replace(
     _GEMMA,
     qk_norm=True,
     full_every=6,
-    embedding_scale=lambda hidden: mx.array(math.sqrt(hidden), mx.bfloat16).item(),
+    embedding_factor="rounded_root",
     takes=("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern"),
     defaults=_TIED
     | {
@@ -296,7 +314,7 @@ _GEMMA4 = Family(
     post_norms=True,
     rope_by_type=True,
     activation="gelu_pytorch_tanh",
-    embedding_scale=_GEMMA3.embedding_scale,
+    embedding_factor="rounded_root",
     takes=(
         "final_logit_softcapping",
         "query_pre_attn_scalar",
@@ -388,7 +406,11 @@ FAMILIES = {
     ),
     "qwen3_vl": _in_several(_QWEN3, "qwen3_vl_text"),
     "llama": _LLAMA,
-    "smollm3": replace(_LLAMA, defaults={**_TIED, "num_key_value_heads": 4, "rope_theta": 2e6}),
+    "smollm3": replace(
+        _LLAMA,
+        has_no_rope_layers=True,
+        defaults={**_TIED, "num_key_value_heads": 4, "rope_theta": 2e6},
+    ),
     "granite": replace(
         _LLAMA,
         takes=(*_LLAMA.takes, *_GRANITE_FACTORS),

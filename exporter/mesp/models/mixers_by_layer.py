@@ -27,7 +27,7 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
     ]
     interval = config.get("no_rope_layer_interval", 4)
     has_rope = [True] * count
-    if config["model_type"] == "smollm3":
+    if family.has_no_rope_layers:
         has_rope = config.get("no_rope_layers") or [(i + 1) % interval for i in range(count)]
     if config.get("position_embedding_type") == "nope":
         has_rope = [False] * count

@@ -8,9 +8,9 @@ from mesp.models.architecture import Architecture
 from mesp.models.families import FAMILIES
 
 # Before the text's part in a model of several modalities, in Hugging Face's form and in mlx-lm's.
-_TEXT = {"model.language_model.": "model.", "language_model.": ""}
+TEXT = {"model.language_model.": "model.", "language_model.": ""}
 # Parts of such a model besides its text, and layers that predict more than the next token.
-_UNUSED = (
+UNUSED = (
     "mtp.", "language_model.mtp.", "visual.", "model.visual.",
     "vision_tower.", "model.vision_tower.", "multi_modal_projector.",
     "model.multi_modal_projector.", "audio_tower.", "model.audio_tower.", "embed_vision.",
@@ -18,14 +18,15 @@ _UNUSED = (
     "model.vision_embedder.",
 )  # fmt: skip
 # The limits of what goes into a linear layer and comes out, which Gemma 4's training left.
-_LIMITS = (".input_min", ".input_max", ".output_min", ".output_max")
+LIMITS = (".input_min", ".input_max", ".output_min", ".output_max")
 # What changes nothing: RoPE's frequencies and masks, which older checkpoints hold, and the scales
 # of a cache of keys and values in 8 bits.
-_NOTHING = re.compile(
-    r".*(rotary_emb\.(inv_freq|cos_cached|sin_cached)|\.masked_bias|self_attn\.(k|v|kv)_scale)"
-)
+BUFFERS = (
+    "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias",
+    "self_attn.k_scale", "self_attn.v_scale", "self_attn.kv_scale",
+)  # fmt: skip
 # The beginnings of names in the checkpoint of a model without its head.
-_HEADLESS = ("layers.", "embed_tokens.", "norm.", "embedding_norm.")
+HEADLESS = ("layers.", "embed_tokens.", "norm.", "embedding_norm.")
 # An expert's matrices in checkpoints that have each by itself, and LFM2's names of them.
 _EXPERT = re.compile(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(.*)")
 _KEYS = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)")
@@ -38,14 +39,14 @@ CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 def name_here(name: str, model_type: str) -> str | None:
     """The name of a checkpoint's tensor or module; None where it takes no part in the training."""
     family = FAMILIES[model_type]
-    if name.startswith(_UNUSED) or name.endswith(_LIMITS):
+    if name.startswith(UNUSED) or name.endswith(LIMITS):
         return None
     if family.texts:
-        for prefix, ours in _TEXT.items():
+        for prefix, ours in TEXT.items():
             if name.startswith(prefix):
                 name = ours + name.removeprefix(prefix)
                 break
-    if name.startswith(_HEADLESS):
+    if name.startswith(HEADLESS):
         name = f"model.{name}"
     for ours, theirs in family.names.items():
         name = _renamed(name, theirs, ours)
@@ -55,7 +56,7 @@ def name_here(name: str, model_type: str) -> str | None:
 def changes_nothing(name: str, arch: Architecture) -> bool:
     """Whether a checkpoint's tensor is one that no model of the family computes with: a buffer, or
     keys and values of a block that takes those of another."""
-    if _NOTHING.fullmatch(name):
+    if name.endswith(BUFFERS):
         return True
     if found := _KEYS.fullmatch(name_here(name, arch.model_type) or ""):
         layer = int(found[1])

@@ -15,7 +15,7 @@ from mesp.license import is_terms
 
 _CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json")
 # Keys that name Python code for transformers or mlx-lm to run.
-_CODE = ("auto_map", "custom_pipelines", "model_file")
+CODE = ("auto_map", "custom_pipelines", "model_file")
 
 
 def files_to_copy(names: Iterable[str]) -> list[str]:
@@ -74,5 +74,5 @@ def write_config(path: Path, config: dict[str, Any]) -> None:
 def without_code(value: Any) -> Any:
     """A JSON value without what names Python code, at any depth."""
     if isinstance(value, dict):
-        return {key: without_code(each) for key, each in value.items() if key not in _CODE}
+        return {key: without_code(each) for key, each in value.items() if key not in CODE}
     return [*map(without_code, value)] if isinstance(value, list) else value

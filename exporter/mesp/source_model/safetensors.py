@@ -24,6 +24,7 @@ TENSOR_DTYPES = {
     "U32": (np.uint32, mx.uint32),
     "U8": (np.uint8, mx.uint8),
 }
+FLOATS = ("F32", "F16", "BF16")
 
 
 HEADER = 16 << 20  # bytes: of a file with 100,000 tensors
@@ -45,6 +46,7 @@ class SafetensorsWeights:
         for file in _files(folder):
             self._map(file)
         self._find_head()
+        self._check_types()
         if missing := self.expected - self.tensors.keys():
             raise MespError(
                 f"The weights in {folder} lack {min(missing)}, which its config.json asks for; "
@@ -63,7 +65,7 @@ class SafetensorsWeights:
                 start = 8 + int.from_bytes(opened.read(8), "little")
                 if start > HEADER:
                     raise ValueError("a header that is too long")
-                header = parse_json(opened.read(start - 8))
+                header = parse_json(opened.read(start - 8), strict=True)
             data = np.memmap(file, mode="r", offset=start)
             header.pop("__metadata__", None)
             for theirs, tensor in header.items():
@@ -166,6 +168,23 @@ class SafetensorsWeights:
         ):
             self.tensors |= {_HEAD + part: array for part, array in head.items()}
             self.arch = replace(self.arch, tie_word_embeddings=False)
+
+    def _check_types(self) -> None:
+        """Raises MespError unless packed weights are of 32 bits, scales without biases of 8, and
+        all others are numbers with a fraction."""
+        for name, (_, dtype) in self.tensors.items():
+            stem, _, part = name.rpartition(".")
+            allowed = FLOATS
+            if part == "weight" and self.is_quantized(stem):
+                allowed = ("U32",)
+            elif part == "scales" and f"{stem}.biases" not in self.tensors:
+                allowed = ("U8",)
+            its = next(theirs for theirs, (_, each) in TENSOR_DTYPES.items() if each == dtype)
+            if its not in allowed:
+                raise MespError(
+                    f"The weights in {self.folder} do not fit its config.json: {name} is of type "
+                    f"{its}, not {' or '.join(allowed)}."
+                )
 
     def is_quantized(self, name: str) -> bool:
         return name + ".scales" in self.tensors
