@@ -64,6 +64,10 @@ let package = Package(
         .target(
             name: "MeSPDownload", dependencies: ["MeSPBundle", "MeSPFiles", "MeSPSentences"],
             path: "ios/MeSPTrainer/Download"),
+        .target(
+            name: "MeSPImport", dependencies: ["MeSPBundle", "MeSPFiles", "MeSPSentences"],
+            path: "ios/MeSPTrainer/Import",
+            swiftSettings: swiftSettings),
         .target(name: "MeSPFiles", dependencies: ["MeSPSentences"], path: "ios/MeSPTrainer/Files"),
         .target(
             name: "MeSPSelfCheck",
@@ -80,7 +84,7 @@ let package = Package(
         .target(name: "MeSPSentences", path: "ios/MeSPTrainer/Sentences"),
         .executableTarget(
             name: "mesp-engine",
-            dependencies: ["MeSPBundle", "MeSPCore", "MeSPFiles", "MeSPSelfCheck", "MeSPSentences", mlxModule]
+            dependencies: ["MeSPBundle", "MeSPCore", "MeSPFiles", "MeSPImport", "MeSPSelfCheck", "MeSPSentences", mlxModule]
                 + (isForWheel ? [] : ["MeSPFederation"]),
             path: "ios/MeSPTrainer/Engine",
             exclude: isForWheel ? ["Federate.swift"] : [],

@@ -140,20 +140,4 @@ extension URL {
     var isBundle: Bool { pathExtension == "mesp" }
 
     fileprivate var resourceSize: Int? { try? resourceValues(forKeys: [.fileSizeKey]).fileSize }
-
-    /// The space that the system would free for something that a person has asked for.
-    public var freeBytes: Int? {
-        #if os(iOS) || os(macOS)
-            let values = try? resourceValues(forKeys: [.volumeAvailableCapacityForImportantUsageKey])
-            return values?.volumeAvailableCapacityForImportantUsage.map { Int($0) }
-        #else
-            let attributes = try? FileManager.default.attributesOfFileSystem(forPath: path)
-            return (attributes?[.systemFreeSize] as? NSNumber)?.intValue
-        #endif
-    }
-}
-
-extension Int {
-    /// Bytes as a size in words.
-    var megabytes: String { "\((Double(self) / 1e6).formatted(.number.precision(.fractionLength(0)))) MB" }
 }

@@ -114,7 +114,7 @@ extension Architecture {
     }
 
     /// Whether the sizes can be a model's, and every part of a block is there. No product of the sizes, here or in a plan, overflows.
-    var isConsistent: Bool {
+    package var isConsistent: Bool {
         let widths = [hiddenSize, vocabSize]
         let factors = [embeddingScale, finalLogitSoftcapping].compactMap { $0 }
         return (1...(1 << 12)).contains(numHiddenLayers) && widths.allSatisfy { (1...(1 << 20)).contains($0) }

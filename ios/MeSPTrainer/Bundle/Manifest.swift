@@ -99,7 +99,7 @@ public struct Manifest: Decodable, Sendable {
 
 extension Manifest {
     /// The files of weights. Those of a model with tied embeddings name one twice.
-    var weightFiles: [PackedFile] {
+    package var weightFiles: [PackedFile] {
         blocks.flatMap { kind in kind.layers.map(kind.file) }
             + [embedding, head, perLayerEmbedding, perLayerProjection].compactMap { $0 }
     }
@@ -107,7 +107,8 @@ extension Manifest {
     /// The files with the model's licence, notices and rules of use, which go with what is made of it.
     package var terms: [String] { files.map(\.path).filter(Self.isTerms) }
 
-    private static func isTerms(_ name: String) -> Bool {
+    /// Whether a file in a model's folder is to go with what is made of it.
+    package static func isTerms(_ name: String) -> Bool {
         let begins = ["LICENSE", "LICENCE", "COPYING", "NOTICE", "USE_POLICY", "TERMS_OF_USE", "GEMMA_TERMS"]
         let contains = ["_LICENSE", "_LICENCE", "_NOTICE", "_USE_POLICY", "_TERMS_OF_USE"]
         let suffix = URL(fileURLWithPath: name).pathExtension.lowercased()

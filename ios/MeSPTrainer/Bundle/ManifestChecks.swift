@@ -47,7 +47,7 @@ extension Manifest {
         }
         for length in seqLens {
             for blocks in blocks
-            where architecture.block(blocks.layers[0]).mlp.experts == nil
+            where !(blocks.functions.isEmpty && blocks.plainFunctions.isEmpty && blocks.packed.isEmpty)
                 && [blocks.functions, blocks.plainFunctions, blocks.packedFunctions ?? blocks.functions]
                     .contains(where: { $0["\(length)"] == nil })
             {

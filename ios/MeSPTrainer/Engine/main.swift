@@ -2,6 +2,7 @@
 // mesp-engine federate SETTINGS.json: takes part in a federation until a signal comes. Prints a record for what happens.
 // mesp-engine generate SETTINGS.json: writes on from a prompt. Prints a record for each token; mesp generate drives it.
 // mesp-engine evaluate SETTINGS.json: reads requests from standard input. Prints a record for each; mesp evaluate drives it.
+// mesp-engine import SETTINGS.json: makes a bundle of a model in MLX's format. Prints a record for each part that is written.
 // mesp-engine self-check SETTINGS.json: asks the machine. Prints a record for each check; tools/check_gpu.py drives it.
 // mesp-engine --version: prints its version and MLX's, which the Python package compares with its own.
 
@@ -9,6 +10,7 @@ import Foundation
 import MeSPBundle
 import MeSPCore
 import MeSPFiles
+import MeSPImport
 import MeSPSelfCheck
 import MeSPSentences
 
@@ -152,6 +154,48 @@ func evaluate(_ file: URL) throws {
     try print("end", ["requests": count])
 }
 
+func importModel(_ file: URL) throws {
+    struct Settings: Decodable {
+        let model: String
+        let bundle: String
+        let id: String?
+        let revision: String?
+        let device: Backend?
+        let dtype: ElementType?
+    }
+    struct Model: Encodable {
+        let name: String
+        let modelType: String
+        let bytes: Int
+        let notices: [String]
+    }
+    struct End: Encodable {
+        let bytes: Int
+        let keptBytes: Int
+        let seconds: Double
+        let footprintPeakBytes: Int
+    }
+    let settings: Settings = try readSettings(file)
+    let start = ContinuousClock.now
+    let model = try ModelImport(
+        model: URL(fileURLWithPath: settings.model), id: settings.id, revision: settings.revision,
+        device: settings.device, dtype: settings.dtype)
+    let manifest = model.manifest
+    try print(
+        "model",
+        Model(
+            name: manifest.name, modelType: manifest.architecture.modelType, bytes: model.size,
+            notices: model.notices.map(\.english)))
+    var (keptBytes, peak) = (0, memoryFootprint())
+    try model.write(to: URL(fileURLWithPath: settings.bundle)) { bytes, kept in
+        try checkStop()
+        (keptBytes, peak) = (kept, max(peak, memoryFootprint()))
+        try print("progress", ["bytes": bytes])
+    }
+    let seconds = (ContinuousClock.now - start) / .seconds(1)
+    try print("end", End(bytes: model.size, keptBytes: keptBytes, seconds: seconds, footprintPeakBytes: peak))
+}
+
 func checkMachine(_ file: URL) throws {
     try SelfCheck(SelfCheck.Settings(contentsOf: file)).run(atBlock: checkStop) { record in
         switch record {
@@ -179,14 +223,19 @@ do {
             try FederationSettings(contentsOf: URL(fileURLWithPath: arguments[2])).run()
         #endif
     case (2, "generate"): try generate(URL(fileURLWithPath: arguments[2]))
+    case (2, "import"): try importModel(URL(fileURLWithPath: arguments[2]))
     case (2, "self-check"): try checkMachine(URL(fileURLWithPath: arguments[2]))
     case (1, "--version"): print("mesp-engine \(Run.version) with MLX \(MLXSupport.version)")
     case (1, let file?): try train(URL(fileURLWithPath: file))
     default:
-        fail("usage: mesp-engine [evaluate|federate|generate|self-check] SETTINGS.json, or mesp-engine --version")
+        fail("usage: mesp-engine [evaluate|federate|generate|import|self-check] SETTINGS.json, or mesp-engine --version")
     }
 } catch is CancellationError {
-    fail(CommandLine.arguments[1] == "evaluate" ? "The evaluation was stopped." : "The self-check was stopped.")
+    switch CommandLine.arguments[1] {
+    case "evaluate": fail("The evaluation was stopped.")
+    case "import": fail("The import was stopped; the next one continues it.")
+    default: fail("The self-check was stopped.")
+    }
 } catch {
     fail(error.plainSentence.english)
 }

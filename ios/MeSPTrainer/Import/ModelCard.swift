@@ -1,0 +1,55 @@
+import Foundation
+import MeSPFiles
+
+/// What the front matter of a model's card, README.md, says of its licence.
+struct ModelCard {
+    /// An identifier, or `other` with a name and a link; nil where the card names none.
+    private(set) var license: String?
+    private(set) var licenseName: String?
+    private(set) var licenseLink: String?
+
+    init() {}
+
+    /// - Parameter text: of the card; what is no scalar on a line of the front matter is passed over.
+    init(_ text: String) {
+        let lines = text.split(omittingEmptySubsequences: false, whereSeparator: \.isNewline)
+        guard lines.first?.trimmingCharacters(in: .whitespaces) == "---" else { return }
+        for line in lines.dropFirst() {
+            if line.hasPrefix("---") { break }
+            guard let colon = line.firstIndex(of: ":") else { continue }
+            let value = Self.scalar(line[line.index(after: colon)...])
+            switch line[..<colon] {
+            case "license": license = value
+            case "license_name": licenseName = value
+            case "license_link": licenseLink = value
+            default: break
+            }
+        }
+    }
+
+    /// A YAML scalar on the rest of a line; nil for none and for other values.
+    private static func scalar(_ rest: Substring) -> String? {
+        var text = rest.trimmingCharacters(in: .whitespaces)
+        for quote in ["\"", "'"] where text.hasPrefix(quote) {
+            guard let end = text.dropFirst().firstIndex(of: Character(quote)) else { return nil }
+            return isLine(String(text[text.index(after: text.startIndex)..<end]))
+        }
+        if let comment = text.range(of: " #") { text = String(text[..<comment.lowerBound]) }
+        text = text.trimmingCharacters(in: .whitespaces)
+        let isOther = text.first.map { "[{|>&*!#%@`".contains($0) } ?? true
+        return isOther || ["null", "~", "true", "false"].contains(text) || Double(text) != nil ? nil : isLine(text)
+    }
+
+    /// A text on one line: it goes to screens and into model cards.
+    private static func isLine(_ text: String) -> String? {
+        let isPrintable = text.unicodeScalars.allSatisfy { !CharacterSet.controlCharacters.contains($0) }
+        return !text.isEmpty && isPrintable ? text : nil
+    }
+
+    /// The fields of a manifest's `model`.
+    func fields(id: String, revision: String?) -> [String: JSONValue] {
+        func value(_ text: String?) -> JSONValue { text.map(JSONValue.string) ?? .null }
+        let more = ["license_name": value(licenseName), "license_link": value(licenseLink)].filter { $0.value != .null }
+        return ["id": .string(id), "revision": value(revision), "license": value(license)].merging(more) { $1 }
+    }
+}

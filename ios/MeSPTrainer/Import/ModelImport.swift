@@ -1,0 +1,251 @@
+import Foundation
+import MeSPBundle
+import MeSPFiles
+import MeSPSentences
+
+/// A model in MLX's format (https://huggingface.co/mlx-community), checked, and the bundle that it becomes on the device.
+///
+///     let model = try ModelImport(model: folder)
+///     print(model.size)
+///     try model.write(to: bundle) { bytes in … }
+///
+/// It takes the plain families (`PlainFamilies`). Weights are the same bytes that `mesp-export` writes of the same files. The bundle has no
+/// functions: a GPU runs it by the trainer's formulas.
+package struct ModelImport: Sendable {
+    /// The bundle's manifest, without the files that are copied and without digests.
+    package let manifest: Manifest
+    /// What is to be told before the model is trained.
+    package let notices: [Sentence]
+
+    let folder: URL
+    let source: SourceTensors
+    let family: PlainFamily
+    let entry: [String: JSONValue]
+    let config: JSONValue
+    /// The names of files that are copied beside the weights.
+    let copied: [String]
+    /// What the bundle follows from, as a digest: the files of weights, and all that is said of them.
+    let identity: String
+
+    /// The sequence lengths, in tokens, and the ranks of a bundle. Without functions each is as good as another.
+    private static let (lengths, ranks) = ([64, 128, 256, 512, 1024, 2048], [4, 8, 16, 32, 64])
+
+    /// Reads what is in a model's folder.
+    ///
+    /// - Parameters:
+    ///   - model: the folder, with config.json, model*.safetensors and tokenizer.json.
+    ///   - id: the model's name on the Hub; nil: the folder's.
+    ///   - revision: its commit there, where known.
+    ///   - device: the device that the bundle is for; nil: the one here.
+    ///   - dtype: the type of activations, scales and norms; nil: bfloat16 for a GPU, float32 for a CPU.
+    /// - Throws: `MeSPError` that names what is not supported or damaged.
+    package init(
+        model: URL, id: String? = nil, revision: String? = nil, device: Backend? = nil, dtype: ElementType? = nil
+    ) throws {
+        let file = model.appendingPathComponent("config.json")
+        guard FileManager.default.fileExists(atPath: file.path) else {
+            throw MeSPError("\(model.path) is not a Hugging Face model: it has no config.json.")
+        }
+        guard let fields = try? readObject(file) else {
+            throw MeSPError("\(file.path) cannot be read as a JSON object.")
+        }
+        folder = model
+        let root = model.resolvingSymlinksInPath()
+        let id = id ?? root.lastPathComponent
+        let card = Self.text(model.appendingPathComponent("README.md")).map(ModelCard.init) ?? ModelCard()
+        let names = try FileManager.default.contentsOfDirectory(atPath: model.path).sorted()
+        try Self.checkTokenizer(names, id)
+        let described = try Description(fields, id: id, source: model.path, device: device, dtype: dtype)
+        source = try described.readTensors(model)
+        let made = try described.entry(isTied: source.isTied, card.fields(id: id, revision: revision))
+        (family, entry) = (described.config.family, made.fields)
+        config = described.configToWrite(isTied: source.isTied)
+        manifest = try Manifest.read(Data(JSONValue.object(entry).json.utf8), of: id)
+        copied = names.filter { PlainFamilies.tokenizerFiles.contains($0) || Manifest.isTerms($0) }
+        var notices = [Sentence]()
+        if source.hasFloat16Scales, manifest.dtype == .bfloat16 {
+            notices.append("The model's scales are float16, and lose 3 bits of their mantissa in bfloat16.")
+        }
+        if source.leftOut > 0 {
+            notices.append(
+                "\(source.leftOut) tensors are left out: the text alone is trained, without layers that predict several tokens."
+            )
+        }
+        self.notices = notices
+        let files = source.files.map { "\($0.url.lastPathComponent) \($0.size) \($0.modified)" }
+        let text = ([JSONValue.object(entry).json, config.json] + files + copied).joined(separator: "\n")
+        identity = sha256(Data(text.utf8))
+        for weights in manifest.weightFiles { _ = try arrays(of: weights) }
+    }
+
+    /// The size of the bundle's weight files, in bytes. A tokenizer is beside them.
+    package var size: Int { manifest.mappedBytes }
+
+    /// Makes the manifest that a model with this config.json would get: of a repository, before its weights are downloaded.
+    ///
+    /// - Parameters:
+    ///   - config: the contents of config.json.
+    ///   - card: those of README.md, where there is one.
+    ///   - id: the repository, as `owner/name`.
+    package static func manifest(
+        config: Data, card: Data?, of id: String, revision: String?, device: Backend? = nil
+    ) throws -> Manifest {
+        guard config.count <= Manifest.largestSize, let fields = try? JSONValue(json: config).object else {
+            throw MeSPError("config.json of \(id) cannot be read as a JSON object.")
+        }
+        let described = try Description(fields, id: id, source: id, device: device, dtype: nil)
+        let card = card.flatMap { String(data: $0, encoding: .utf8) }.map(ModelCard.init) ?? ModelCard()
+        let made = try described.entry(isTied: described.isTied, card.fields(id: id, revision: revision))
+        return try Manifest.read(Data(made.json.utf8), of: id)
+    }
+
+    /// The files that an import needs, of those in a repository.
+    package static func neededFiles(_ names: [String]) -> [String] {
+        let weights = names.filter { $0.hasPrefix("model") && $0.hasSuffix(".safetensors") && !$0.contains("/") }
+        let whole = weights.filter { $0 == "model.safetensors" }
+        let others = ["config.json", "README.md"] + (whole.isEmpty ? ["model.safetensors.index.json"] : [])
+        let kept = names.filter {
+            others.contains($0) || PlainFamilies.tokenizerFiles.contains($0) || Manifest.isTerms($0)
+        }
+        return kept + (whole.isEmpty ? weights : whole)
+    }
+
+    private static func text(_ url: URL) -> String? {
+        guard let data = regularFile(url, followsLinks: true), data.count <= Manifest.largestSize else { return nil }
+        return String(data: Data(data), encoding: .utf8)
+    }
+
+    private static func checkTokenizer(_ names: [String], _ model: String) throws {
+        let others = ["tokenizer.model", "tekken.json", "tiktoken.model", "spiece.model", "vocab.json"]
+        guard names.contains("tokenizer.json") || !names.contains(where: others.contains) else {
+            throw MeSPError(
+                "\(model) has no tokenizer.json, which only mesp-export can write; take a model that has one.")
+        }
+    }
+
+    /// What a config.json says of a bundle.
+    private struct Description {
+        let config: ConfigJSON
+        private let name: String
+        private let quantizations: Quantizations
+        private let lengths: [Int]
+        private let device: Backend
+        private let dtype: ElementType
+
+        init(_ fields: [String: JSONValue], id: String, source: String, device: Backend?, dtype: ElementType?) throws {
+            name = id.split(separator: "/").last.map(String.init) ?? id
+            config = try ConfigJSON(fields, of: name, source: source)
+            let most = try config.optional("max_position_embeddings").map { Int(min($0, 1e6)) }
+            let limit = [most, config.longest].compactMap { $0 }.min() ?? .max
+            let possible = ModelImport.lengths.filter { $0 <= limit }
+            lengths = possible.isEmpty ? [min(limit, ModelImport.lengths[0])] : possible
+            quantizations = try Quantizations(config, of: name, source: source)
+            #if MESP_HOST_MLX
+                let here = Backend.cpu
+            #else
+                let here = Backend.gpu
+            #endif
+            self.device = device ?? here
+            self.dtype = dtype ?? (self.device == .gpu ? .bfloat16 : .float32)
+        }
+
+        var isTied: Bool { config["tie_word_embeddings"] == .bool(true) }
+
+        private func architecture(isTied: Bool) throws -> (entry: JSONValue, architecture: Architecture) {
+            try config.architecture(length: lengths.max() ?? 1, isTied: isTied)
+        }
+
+        func readTensors(_ folder: URL) throws -> SourceTensors {
+            let architecture = try config.architecture(length: lengths.max() ?? 1).architecture
+            var names: Set = ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"]
+            for index in 0..<architecture.numHiddenLayers {
+                let block = architecture.block(index)
+                let its = block.plainArrays.map(\.name) + block.matrices.map { "\($0.name).weight" }
+                names.formUnion(its.map { "model.layers.\(index).\($0)" })
+            }
+            return try SourceTensors(folder, config, isTied: isTied, known: names)
+        }
+
+        /// The manifest, without the files that are copied and without digests.
+        func entry(isTied: Bool, _ model: [String: JSONValue]) throws -> (fields: [String: JSONValue], json: String) {
+            let (described, architecture) = try architecture(isTied: isTied)
+            let layers = 0..<architecture.numHiddenLayers
+            let layouts = try layers.map { try BundleLayout(architecture.block($0), $0, quantizations, dtype) }
+            var groups = [[Int]]()
+            for layer in layers {
+                let same = groups.firstIndex { group in
+                    layouts[group[0]] == layouts[layer] && architecture.block(group[0]) == architecture.block(layer)
+                }
+                if let same { groups[same].append(layer) } else { groups.append([layer]) }
+            }
+            let embedding = try BundleLayout(
+                architecture, table: "model.embed_tokens", quantizations, dtype, hasNorm: isTied)
+            let head =
+                isTied
+                ? embedding : try BundleLayout(architecture, table: "lm_head", quantizations, dtype, hasNorm: true)
+            let headFile = isTied ? "embedding.bin" : "head.bin"
+            var sizes = ["embedding.bin": embedding.words * 4, headFile: head.words * 4]
+            for layer in layers { sizes[ModelBundle.blockFile(layer)] = layouts[layer].words * 4 }
+            func integers(_ numbers: [Int]) -> JSONValue { .array(numbers.map(JSONValue.integer)) }
+            let noFunctions = ["functions": JSONValue.object([:]), "plain_functions": .object([:])]
+            let fields: [String: JSONValue] = [
+                "format": .integer(Manifest.format),
+                "name": .string(name),
+                "model": .object(model),
+                "device": .string(device.rawValue),
+                "dtype": .string(dtype.rawValue),
+                "architecture": described,
+                "quantization": quantizations.main.entry,
+                "seq_lens": integers(lengths),
+                "ranks": integers(ModelImport.ranks),
+                "blocks": .array(
+                    groups.map { group in
+                        let layers = ["layers": integers(group)].merging(noFunctions) { $1 }
+                        return .object(layers.merging(layouts[group[0]].fields) { $1 })
+                    }),
+                "embedding": .object(embedding.fields.merging(["file": .string("embedding.bin")]) { $1 }),
+                "head": .object(head.fields.merging(["file": .string(headFile)]) { $1 }),
+                "data": .object([:]),
+                "files": .array(
+                    sizes.sorted { $0.key < $1.key }.map { path, size in
+                        BundleFile(path: path, size: size, sha256: "").entry
+                    }),
+            ]
+            return (fields, JSONValue.object(fields).json)
+        }
+
+        /// The bundle's config.json, which mlx-lm reads with its weights.
+        func configToWrite(isTied: Bool) -> JSONValue {
+            var fields = config.fields
+            fields["tie_word_embeddings"] = .bool(isTied && config.family.mlxTies)
+            if let usual = config.family.texts.first {
+                let text = config.original["text_config"]?.object?["model_type"] ?? .string(usual)
+                fields["text_config"] = .object(fields.merging(["model_type": text]) { $1 })
+            }
+            fields["model_type"] = .string(config.family.mlxType ?? config.modelType)
+            fields["quantization"] = quantizations.entry
+            return withoutCode(.object(fields))
+        }
+    }
+}
+
+/// A file of a bundle, as a manifest lists it.
+struct BundleFile: Codable {
+    let path: String
+    let size: Int
+    let sha256: String
+
+    var entry: JSONValue {
+        .object(["path": .string(path), "size": .integer(size), "sha256": .string(sha256)])
+    }
+}
+
+/// A JSON value without what names Python code, at any depth.
+func withoutCode(_ value: JSONValue) -> JSONValue {
+    switch value {
+    case .object(let fields):
+        .object(fields.filter { !PlainFamilies.code.contains($0.key) }.mapValues(withoutCode))
+    case .array(let values): .array(values.map(withoutCode))
+    default: value
+    }
+}

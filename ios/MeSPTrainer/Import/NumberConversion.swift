@@ -1,0 +1,64 @@
+/// The bits of a number in bfloat16, the nearest, of two the even one, as MLX rounds.
+func bfloat16(_ number: Float) -> UInt16 {
+    guard !number.isNaN else { return 0x7FC0 }
+    let bits = number.bitPattern
+    return UInt16(truncatingIfNeeded: (bits &+ (bits >> 16 & 1) &+ 0x7FFF) >> 16)
+}
+
+/// The number of these bits in float16. (`Float16` is not there on every Mac that the package is built for.)
+func float32(ofFloat16 bits: UInt16) -> Float {
+    let sign = UInt32(bits & 0x8000) << 16
+    let (exponent, fraction) = (UInt32(bits >> 10 & 0x1F), UInt32(bits & 0x3FF))
+    switch exponent {
+    case 0:
+        let magnitude = Float(fraction) * 0x1p-24
+        return sign == 0 ? magnitude : -magnitude
+    case 0x1F: return Float(bitPattern: sign | 0x7F80_0000 | fraction << 13)
+    default: return Float(bitPattern: sign | (exponent + 112) << 23 | fraction << 13)
+    }
+}
+
+/// How the numbers of a tensor become those of a bundle's array: (x + offset) / divisor, in float32.
+struct NumberConversion {
+    let from: TensorType
+    /// Whether the array is bfloat16; float32 otherwise.
+    let toBFloat16: Bool
+    var offset: Float = 0
+    var divisor: Float = 1
+
+    /// Whether the bytes stay.
+    var isIdentity: Bool {
+        offset == 0 && divisor == 1 && from == (toBFloat16 ? .bfloat16 : .float32)
+    }
+
+    /// The bytes of the converted numbers.
+    func convert(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
+        let count = bytes.count / from.size
+        return [UInt8](unsafeUninitializedCapacity: count * (toBFloat16 ? 2 : 4)) { made, length in
+            for index in 0..<count {
+                let number = (number(bytes, index) + offset) / divisor
+                if toBFloat16 {
+                    let bits = bfloat16(number).littleEndian
+                    UnsafeMutableRawBufferPointer(made).storeBytes(of: bits, toByteOffset: 2 * index, as: UInt16.self)
+                } else {
+                    let bits = number.bitPattern.littleEndian
+                    UnsafeMutableRawBufferPointer(made).storeBytes(of: bits, toByteOffset: 4 * index, as: UInt32.self)
+                }
+            }
+            length = count * (toBFloat16 ? 2 : 4)
+        }
+    }
+
+    private func number(_ bytes: UnsafeRawBufferPointer, _ index: Int) -> Float {
+        func half() -> UInt16 {
+            UInt16(littleEndian: bytes.loadUnaligned(fromByteOffset: 2 * index, as: UInt16.self))
+        }
+        return switch from {
+        case .float16: float32(ofFloat16: half())
+        case .bfloat16: Float(bitPattern: UInt32(half()) << 16)
+        case .float32, .uint32, .uint8:
+            Float(
+                bitPattern: UInt32(littleEndian: bytes.loadUnaligned(fromByteOffset: 4 * index, as: UInt32.self)))
+        }
+    }
+}

@@ -1,0 +1,138 @@
+import Foundation
+import MeSPFiles
+import MeSPSentences
+
+/// RoPE's frequencies, and how a `rope_scaling` changes them, as in `mesp.models.rope_scaling`.
+enum RoPEScaling {
+    /// The type that a `rope_scaling` names.
+    static func type(of scaling: [String: JSONValue]) -> String {
+        let named = ["rope_type", "type"].lazy.compactMap { scaling[$0] }.first(where: \.isTruthy)
+        let type = named.map { $0.string ?? $0.json } ?? "default"
+        return type == "su" ? "longrope" : type  // an older name
+    }
+
+    /// Throws for a type or a key that no formula reads.
+    static func check(_ scaling: [String: JSONValue], _ key: String) throws {
+        let type = type(of: scaling)
+        guard type != "common", let its = PlainFamilies.rope[type], let common = PlainFamilies.rope["common"] else {
+            throw unsupported(key, .object(scaling))
+        }
+        for (name, value) in scaling.sorted(by: { $0.key < $1.key })
+        where value != .null && !its.contains(name) && !common.contains(name) {
+            throw unsupported("\(name) of \(key) (of the type '\(type)')", value)
+        }
+    }
+
+    /// A `rope_scaling` with what it leaves out, by the config.json.
+    static func complete(_ scaling: [String: JSONValue], _ config: ConfigJSON) throws -> [String: JSONValue] {
+        let type = type(of: scaling)
+        guard ["llama3", "longrope", "yarn"].contains(type) else { return scaling }
+        var scaling = scaling
+        let key = "original_max_position_embeddings"
+        let said = [config[key], scaling[key] ?? .null].first(where: \.isTruthy)
+        let length = try said ?? config.value("max_position_embeddings")
+        scaling[key] = length
+        let original = try config.positive(key, of: scaling)
+        if type != "llama3", (scaling["factor"] ?? .null) == .null {
+            scaling["factor"] = .number(try config.positive("max_position_embeddings") / original)
+        }
+        guard type != "llama3" else { return scaling }
+        let factor = try config.positive("factor", of: scaling)
+        if type == "yarn" {
+            let magnitude = try attentionFactor(scaling, factor, config)
+            scaling["attention_factor"] = .number(magnitude)
+            // mlx-lm has no attention_factor: 0.1 · mscale · ln factor + 1 is the same.
+            scaling["mscale"] = .number((magnitude - 1) / (factor > 1 ? 0.1 * log(factor) : .infinity))
+            scaling["mscale_all_dim"] = .integer(0)
+        } else if (scaling["attention_factor"] ?? .null) == .null {
+            scaling["attention_factor"] = .number((1 + (factor > 1 ? log(factor) / log(original) : 0)).squareRoot())
+        }
+        return scaling
+    }
+
+    /// YaRN's factor of q and k: what is said, or else by `mscale` and `mscale_all_dim` together.
+    private static func attentionFactor(
+        _ scaling: [String: JSONValue], _ factor: Double, _ config: ConfigJSON
+    ) throws -> Double {
+        if (scaling["attention_factor"] ?? .null) != .null {
+            return try config.positive("attention_factor", of: scaling)
+        }
+        func magnitude(_ weight: Double) -> Double { factor <= 1 ? 1 : 0.1 * weight * log(factor) + 1 }
+        let keys = ["mscale", "mscale_all_dim"]
+        guard keys.allSatisfy({ scaling[$0]?.isTruthy == true }) else { return magnitude(1) }
+        let weights = try keys.map { try config.positive($0, of: scaling) }
+        return magnitude(weights[0]) / magnitude(weights[1])
+    }
+
+    /// The frequencies of the rotated pairs, in radians a position, and the factor of the pairs.
+    ///
+    /// θ^(−2i/D) for i < D/2 with D = headDim · partial_rotary_factor, scaled by `rope_scaling`. Where sliding windows have a base of their
+    /// own (`isLocal`), that base with D = headDim and no scaling.
+    ///
+    /// - Parameter length: of the longest sequence, in tokens: LongRoPE has other factors in long ones.
+    static func frequencies(
+        _ config: ConfigJSON, headDim: Int, isLocal: Bool, length: Int
+    ) throws -> (frequencies: [Double], scale: Double) {
+        let hasBase = isLocal && config.fields["rope_local_base_freq"] != nil
+        let theta = try config.positive(hasBase ? "rope_local_base_freq" : "rope_theta")
+        let scaling = hasBase ? [:] : config["rope_scaling"].object ?? [:]
+        let type = type(of: scaling)
+        let share = hasBase ? 1 : try config.optional("partial_rotary_factor") ?? 1
+        let turned = type == "proportional" ? Double(headDim) : Double(headDim) * share
+        guard turned <= 4096 else { throw unusable("head_dim") }
+        let rotated = Int(turned)
+        let base = stride(from: 0, to: rotated, by: 2).map { pow(theta, -Double($0) / Double(rotated)) }
+        func number(_ key: String) throws -> Double { try config.positive(key, of: scaling) }
+
+        switch type {
+        case "linear":
+            let factor = try number("factor")
+            return (base.map { $0 / factor }, 1)
+        case "proportional":
+            // The first pairs turn, the others stay.
+            let factor = scaling["factor"] == nil ? 1 : try number("factor")
+            let turning = Int(min(share, 1) * Double(base.count))
+            return (base.enumerated().map { $0 < turning ? $1 / factor : 0 }, 1)
+        case "llama3":
+            // Slow pairs turn slower by `factor`, fast ones as ever, and between them in between.
+            let (low, high) = (try number("low_freq_factor"), try number("high_freq_factor"))
+            let (length, factor) = (try number("original_max_position_embeddings"), try number("factor"))
+            let frequencies = base.map { frequency in
+                let turns = length * frequency / (2 * .pi)
+                let kept = min(max((turns - low) / (high - low), 0), 1)
+                return frequency * (kept + (1 - kept) / factor)
+            }
+            return (frequencies, 1)
+        case "longrope":
+            let isLong = Double(length) > (try number("original_max_position_embeddings"))
+            let key = isLong ? "long_factor" : "short_factor"
+            let factors = try config.value(key, of: scaling).array?.compactMap(\.double) ?? []
+            guard factors.count == base.count else { throw unusable("rope_scaling") }
+            return (zip(base, factors).map(/), try number("attention_factor"))
+        case "yarn":
+            return (try yarn(base, theta, scaling, config), try number("attention_factor"))
+        default: return (base, 1)
+        }
+    }
+
+    /// A ramp over the pairs, from those that turn as ever to those slowed down.
+    private static func yarn(
+        _ base: [Double], _ theta: Double, _ scaling: [String: JSONValue], _ config: ConfigJSON
+    ) throws -> [Double] {
+        let (factor, size) = (try config.positive("factor", of: scaling), Double(2 * base.count))
+        let length = try config.positive("original_max_position_embeddings", of: scaling)
+        func bound(_ key: String, _ usual: Double) throws -> Double {
+            // The pair that turns so often within the original length.
+            let turns = scaling[key]?.isTruthy == true ? try config.positive(key, of: scaling) : usual
+            return size * log(length / (turns * 2 * .pi)) / (2 * log(theta))
+        }
+        var (low, high) = (try bound("beta_fast", 32), try bound("beta_slow", 1))
+        if scaling["truncate"]?.isTruthy ?? true { (low, high) = (low.rounded(.down), high.rounded(.up)) }
+        (low, high) = (max(low, 0), min(high, size - 1))
+        let width = high - low == 0 ? 0.001 : high - low
+        return base.enumerated().map { index, frequency in
+            let ramp = min(max((Double(index) - low) / width, 0), 1)
+            return frequency * (1 - ramp + ramp / factor)
+        }
+    }
+}

@@ -1,0 +1,287 @@
+import Foundation
+import MeSPBundle
+import MeSPFiles
+import MeSPSentences
+
+#if canImport(CryptoKit)
+    import CryptoKit
+#endif
+
+/// A type of numbers in a safetensors file.
+enum TensorType: String {
+    case float32 = "F32"
+    case float16 = "F16"
+    case bfloat16 = "BF16"
+    case uint32 = "U32"
+    case uint8 = "U8"
+
+    static let all = [float32, float16, bfloat16, uint32, uint8]
+    static let floats = [float32, float16, bfloat16]
+
+    var size: Int {
+        switch self {
+        case .float32, .uint32: 4
+        case .float16, .bfloat16: 2
+        case .uint8: 1
+        }
+    }
+}
+
+/// A tensor in a file of the model: where its numbers lie.
+struct SourceTensor: Equatable {
+    let file: URL
+    /// The byte of the file at which its numbers begin.
+    let offset: Int
+    let type: TensorType
+    let shape: [Int]
+
+    var size: Int { shape.reduce(type.size, *) }
+
+    /// Calls `body` with its bytes, in pieces of at most 1 MiB.
+    func read(_ body: (UnsafeRawBufferPointer) throws -> Void) throws {
+        let opened = try openRegularFile(file, O_RDONLY, followsLinks: true)
+        defer { close(opened) }
+        let piece = UnsafeMutableRawBufferPointer.allocate(byteCount: 1 << 20, alignment: 16)
+        defer { piece.deallocate() }
+        var (place, end) = (offset, offset + size)
+        while place < end {
+            let count = pread(opened, piece.baseAddress, min(piece.count, end - place), off_t(place))
+            guard count > 0 else { throw MeSPError("\(count < 0 ? lastError() : "it became shorter")") }
+            // Whole numbers only.
+            let whole = count - count % type.size
+            guard whole > 0 else { throw MeSPError("it became shorter") }
+            try body(UnsafeRawBufferPointer(rebasing: piece[..<whole]))
+            place += whole
+        }
+    }
+}
+
+extension SourceTensor {
+    /// The SHA-256 of its bytes.
+    fileprivate func sha256() throws -> String {
+        var hash = SHA256()
+        try read { hash.update(data: Data($0)) }
+        return hexadecimal(hash.finalize())
+    }
+}
+
+/// The tensors of a model's folder, by their names here.
+struct SourceTensors {
+    private let folder: URL
+    private(set) var tensors = [String: SourceTensor]()
+    /// The files, each with its size and when it was modified last: both tell whether it has changed.
+    private(set) var files = [(url: URL, size: Int, modified: Duration)]()
+    /// The number of tensors that take no part, of vision for example.
+    private(set) var leftOut = 0
+    /// Whether the output projection is the embedding.
+    private(set) var isTied: Bool
+
+    /// The longest header that is read, in bytes: of a file with 30,000 tensors.
+    private static let longestHeader = 4 << 20
+    private static let (embedding, head) = ("model.embed_tokens.", "lm_head.")
+
+    /// Reads the headers of a model's files.
+    ///
+    /// - Parameter known: the names of the model's tensors here, with a head of its own.
+    init(_ folder: URL, _ config: ConfigJSON, isTied: Bool, known: Set<String>) throws {
+        (self.folder, self.isTied) = (folder, isTied)
+        for file in try Self.files(folder) { try add(file, config, known) }
+        try findHead()
+        try checkTypes()
+        let expected = self.isTied ? known.subtracting([Self.head + "weight"]) : known
+        if let missing = expected.subtracting(tensors.keys).min() {
+            throw MeSPError(
+                "The weights in \(folder.path) lack \(missing), which its config.json asks for; take all files of the model, unchanged."
+            )
+        }
+    }
+
+    /// A tensor in this shape.
+    func tensor(_ name: String, _ shape: [Int]) throws -> SourceTensor {
+        guard let tensor = tensors[name] else {
+            throw MeSPError(
+                "The weights in \(folder.path) lack \(name); take all files of the model, unchanged.")
+        }
+        guard tensor.shape == shape else {
+            throw doNotFit("\(name) is \(Self.list(tensor.shape)), not \(Self.list(shape))")
+        }
+        return tensor
+    }
+
+    /// Whether a file holds the matrix as it is.
+    func isStoredUnquantized(_ name: String) -> Bool {
+        tensors[name + ".weight"] != nil && tensors[name + ".scales"] == nil
+    }
+
+    /// Whether some scales are float16, which lose 3 bits of their mantissa in bfloat16.
+    var hasFloat16Scales: Bool { tensors.contains { $0.key.hasSuffix(".scales") && $0.value.type == .float16 } }
+
+    // MARK: - Files
+
+    /// The files of a folder's weights, as transformers chooses: one for all, or else those of the index; without an index all that there
+    /// are.
+    private static func files(_ folder: URL) throws -> [URL] {
+        func url(_ name: String) -> URL { folder.appendingPathComponent(name) }
+        func exists(_ name: String) -> Bool { FileManager.default.fileExists(atPath: url(name).path) }
+        if exists("model.safetensors") { return [url("model.safetensors")] }
+        let index = url("model.safetensors.index.json")
+        guard exists(index.lastPathComponent) else {
+            let names = ((try? FileManager.default.contentsOfDirectory(atPath: folder.path)) ?? []).filter {
+                $0.hasPrefix("model") && $0.hasSuffix(".safetensors")
+            }
+            guard !names.isEmpty else { throw MeSPError("\(folder.path) holds no weights (model*.safetensors).") }
+            return names.sorted().map(url)
+        }
+        let entries = try? readObject(index)["weight_map"]?.object?.values.map(\.string)
+        let names = Set((entries ?? []).map { $0 ?? "" })
+        guard !names.isEmpty, names.allSatisfy(isName) else {
+            throw MeSPError("\(index.path) cannot be read; download the model again.")
+        }
+        for name in names.sorted() where !exists(name) {
+            throw MeSPError("\(index.path) names \(name), which is not in the folder; add that file.")
+        }
+        return names.sorted().map(url)
+    }
+
+    /// Whether it is a file's name, without a folder.
+    private static func isName(_ name: String) -> Bool {
+        !["", ".", ".."].contains(name) && !name.contains("/") && !name.contains("\0")
+    }
+
+    /// Adds a file's tensors: after its length, a JSON header says where in the rest each lies.
+    private mutating func add(_ file: URL, _ config: ConfigJSON, _ known: Set<String>) throws {
+        let damaged = MeSPError("The weights \(file.path) are truncated or damaged; download the model again.")
+        let opened: Int32
+        do { opened = try openRegularFile(file, O_RDONLY, followsLinks: true) } catch {
+            throw MeSPError(
+                "The weights \(file.path) cannot be read (\(error.plainSentence)); download the model again.")
+        }
+        let handle = FileHandle(fileDescriptor: opened, closeOnDealloc: true)
+        guard let status = status(of: opened), let first = try? handle.read(upToCount: 8), first.count == 8 else {
+            throw damaged
+        }
+        let length = first.withUnsafeBytes { UInt64(littleEndian: $0.loadUnaligned(as: UInt64.self)) }
+        guard length <= Self.longestHeader, Int(length) + 8 <= status.size,
+            let text = try? handle.read(upToCount: Int(length)), text.count == Int(length),
+            let header = try? JSONValue(json: text), let entries = header.object
+        else { throw damaged }
+        files.append((file, status.size, status.modified))
+        for (name, entry) in entries.sorted(by: { $0.key < $1.key }) where name != "__metadata__" {
+            guard !TensorNames.changesNothing(name) else { continue }
+            guard let here = TensorNames.here(name, config.family) else {
+                leftOut += 1
+                continue
+            }
+            try checkIsKnown(here, name, config, known)
+            guard let code = entry.object?["dtype"]?.string else { throw damaged }
+            guard let type = TensorType(rawValue: code) else {
+                throw MeSPError(
+                    "\(name) in \(folder.path) is of type \(code), which is not supported; take a model of one of \(TensorType.all.map(\.rawValue).joined(separator: ", "))."
+                )
+            }
+            guard
+                let tensor = Self.tensor(
+                    entry, type, file, start: 8 + Int(length), count: status.size - 8 - Int(length))
+            else { throw damaged }
+            guard tensors.updateValue(tensor, forKey: here) == nil else {
+                throw MeSPError("The weights in \(folder.path) hold \(name) twice; take the files of one model.")
+            }
+        }
+    }
+
+    /// A tensor by its entry in a header; nil where its numbers do not lie in the file.
+    private static func tensor(
+        _ entry: JSONValue, _ type: TensorType, _ file: URL, start: Int, count: Int
+    ) -> SourceTensor? {
+        func numbers(_ key: String) -> [Int]? {
+            guard let values = entry.object?[key]?.array else { return nil }
+            let numbers = values.compactMap { if case .integer(let number) = $0 { number } else { nil } }
+            return numbers.count == values.count && numbers.allSatisfy { (0...count).contains($0) } ? numbers : nil
+        }
+        guard let shape = numbers("shape"), let ends = numbers("data_offsets"), ends.count == 2, ends[0] <= ends[1]
+        else { return nil }
+        var size = type.size
+        for dimension in shape {
+            let (product, overflows) = size.multipliedReportingOverflow(by: dimension)
+            guard !overflows else { return nil }
+            size = product
+        }
+        guard size == ends[1] - ends[0] else { return nil }
+        return SourceTensor(file: file, offset: start + ends[0], type: type, shape: shape)
+    }
+
+    private func checkIsKnown(_ here: String, _ name: String, _ config: ConfigJSON, _ known: Set<String>) throws {
+        let (stem, part) = Self.parts(here)
+        let isPart = ["scales", "biases"].contains(part)
+        guard known.contains(isPart ? "\(stem).weight" : here) else {
+            if name.hasPrefix("language_model.") {
+                throw MeSPError(
+                    "The weights in \(folder.path) are part of a multimodal model; take a text-only one.")
+            }
+            throw MeSPError(
+                "The weights in \(folder.path) have \(name), which a \(config.modelType) model with its config.json does not use; take a model without it."
+            )
+        }
+    }
+
+    /// Takes what is stored: where the config.json ties the head to the embedding, one of them may be missing, or both may be there and
+    /// differ.
+    private mutating func findHead() throws {
+        let heads = tensors.filter { $0.key.hasPrefix(Self.head) }
+        guard isTied, !heads.isEmpty else { return }
+        let tables = tensors.filter { $0.key.hasPrefix(Self.embedding) }
+        for name in heads.keys { tensors[name] = nil }
+        func part(_ name: String) -> String { Self.parts(name).part }
+        if tables.isEmpty {
+            for (name, tensor) in heads { tensors[Self.embedding + part(name)] = tensor }
+        } else if try Set(heads.keys.map(part)) != Set(tables.keys.map(part))
+            || heads.contains(where: { try !areEqual($0.value, tables[Self.embedding + part($0.key)]) })
+        {
+            tensors.merge(heads) { $1 }
+            isTied = false
+        }
+    }
+
+    /// Whether two tensors hold the same numbers.
+    private func areEqual(_ one: SourceTensor, _ other: SourceTensor?) throws -> Bool {
+        guard let other, one.type == other.type, one.shape == other.shape else { return false }
+        return try one.sha256() == other.sha256()
+    }
+
+    /// Throws unless packed weights are of 32 bits, scales without biases of 8, and all others are numbers with a fraction.
+    private func checkTypes() throws {
+        for (name, tensor) in tensors.sorted(by: { $0.key < $1.key }) {
+            let (stem, part) = Self.parts(name)
+            let allowed: [TensorType] =
+                if part == "weight", tensors["\(stem).scales"] != nil {
+                    [.uint32]
+                } else if part == "scales", tensors["\(stem).biases"] == nil { [.uint8] } else { TensorType.floats }
+            guard allowed.contains(tensor.type) else {
+                let names = allowed.map(\.rawValue).joined(separator: " or ")
+                throw doNotFit("\(name) is of type \(tensor.type.rawValue), not \(names)")
+            }
+        }
+    }
+
+    private func doNotFit(_ reason: Sentence) -> MeSPError {
+        MeSPError("The weights in \(folder.path) do not fit its config.json: \(reason).")
+    }
+
+    /// A name without its last part, and that.
+    private static func parts(_ name: String) -> (stem: String, part: String) {
+        guard let dot = name.lastIndex(of: ".") else { return ("", name) }
+        return (String(name[..<dot]), String(name[name.index(after: dot)...]))
+    }
+
+    private static func list(_ shape: [Int]) -> String { "[\(shape.map(String.init).joined(separator: ", "))]" }
+}
+
+/// The object in a JSON file of at most 4 MiB.
+func readObject(_ url: URL, longest: Int = Manifest.largestSize) throws -> [String: JSONValue] {
+    let file = FileHandle(fileDescriptor: try openRegularFile(url, O_RDONLY, followsLinks: true), closeOnDealloc: true)
+    var text = try file.read(upToCount: longest + 1) ?? Data()
+    guard text.count <= longest else { throw MeSPError("it has more than \(longest >> 20) MiB") }
+    if text.starts(with: [0xEF, 0xBB, 0xBF]) { text = text.dropFirst(3) }
+    guard let object = try? JSONValue(json: text).object else { throw MeSPError("it is not a JSON object") }
+    return object
+}
