@@ -184,7 +184,8 @@ package struct ModelImport: Sendable {
                 isTied
                 ? embedding : try BundleLayout(architecture, table: "lm_head", quantizations, dtype, hasNorm: true)
             let headFile = isTied ? "embedding.bin" : "head.bin"
-            var sizes = ["embedding.bin": embedding.words * 4, headFile: head.words * 4]
+            var sizes = ["embedding.bin": embedding.words * 4]
+            sizes[headFile] = head.words * 4
             for layer in layers { sizes[ModelBundle.blockFile(layer)] = layouts[layer].words * 4 }
             func integers(_ numbers: [Int]) -> JSONValue { .array(numbers.map(JSONValue.integer)) }
             let noFunctions = ["functions": JSONValue.object([:]), "plain_functions": .object([:])]
