@@ -54,7 +54,9 @@ let package = Package(
             path: "ios/MeSPTrainer/Control"),
         .target(
             name: "MeSP",
-            dependencies: ["MeSPAdapters", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFiles", "MeSPSentences"],
+            dependencies: [
+                "MeSPAdapters", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFiles", "MeSPImport", "MeSPSentences",
+            ],
             path: "ios/MeSPTrainer/MeSP",
             resources: [.process("general.txt")]),
         .target(

@@ -94,6 +94,8 @@ public struct Manifest: Decodable, Sendable {
     package let data: [String: Tokens]?
     /// The tokens at which answers of the model end, in addition to those of its config.json; nil where the bundle names none.
     package let endTokens: [Int]?
+    /// What a bundle that was made on a device follows from, as a digest; nil of others.
+    package let source: String?
     package let files: [File]
 }
 

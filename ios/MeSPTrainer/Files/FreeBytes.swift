@@ -2,7 +2,7 @@ import Foundation
 
 extension URL {
     /// The space that the system would free where a folder is, for something that a person has asked for; nil where it says nothing.
-    package var freeBytes: Int? {
+    public var freeBytes: Int? {
         #if os(iOS) || os(macOS)
             let values = try? resourceValues(forKeys: [.volumeAvailableCapacityForImportantUsageKey])
             return values?.volumeAvailableCapacityForImportantUsage.map { Int($0) }

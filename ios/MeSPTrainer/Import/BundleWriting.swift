@@ -63,6 +63,7 @@ extension ModelImport {
         try described(bundle) {
             let files = try Array(record.files.values) + writeOthers(into: partial)
             var entry = entry
+            entry["source"] = .string(identity)
             entry["files"] = .array(files.sorted { $0.path < $1.path }.map(\.entry))
             let json = Data(JSONValue.object(entry).json.utf8)
             _ = try Manifest.read(json, of: bundle.lastPathComponent)
@@ -75,6 +76,11 @@ extension ModelImport {
             }
             try replace(bundle, with: partial)
         }
+    }
+
+    /// Whether a bundle is there that was made of this model with these options.
+    package func hasWritten(_ bundle: URL) -> Bool {
+        (try? ModelBundle(url: bundle, checksums: false))?.manifest.source == identity
     }
 
     /// The folder in which a bundle is while it is written.

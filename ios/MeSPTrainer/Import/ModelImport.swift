@@ -143,7 +143,7 @@ package struct ModelImport: Sendable {
             #if MESP_HOST_MLX
                 let here = Backend.cpu
             #else
-                let here = Backend.gpu
+                let here: Backend = MLXSupport.gpuRefusal == nil ? .gpu : .cpu
             #endif
             self.device = device ?? here
             self.dtype = dtype ?? (self.device == .gpu ? .bfloat16 : .float32)

@@ -11,4 +11,21 @@ extension FineTuner {
     public convenience init(bundle: URL, folder: URL? = nil) async throws {
         try await self.init(bundle: bundle, tokenizer: loadTokenizer(bundle: bundle), folder: folder)
     }
+
+    /// Opens a model in MLX's 4-bit format with the tokenizer in its folder, as `init(model:tokenizer:bundle:folder:progress:)`.
+    ///
+    /// - Parameters:
+    ///   - model: the folder, with `config.json`, `model.safetensors` and `tokenizer.json`.
+    ///   - bundle: the folder of the bundle that is made of it. nil: one with the model's name in `MeSP/Models` in the folder for application
+    ///     support.
+    ///   - folder: the folder of the run. nil: one with the bundle's name in `MeSP` in the folder for application support.
+    ///   - progress: called with the share of the bundle that is written, from 0 to 1, on any thread.
+    /// - Throws: `FineTuningError` where no bundle can be made of the model, or its tokenizer cannot be read.
+    public convenience init(
+        model: URL, bundle: URL? = nil, folder: URL? = nil,
+        progress: @escaping @Sendable (Double) -> Void = { _ in }
+    ) async throws {
+        try await self.init(
+            model: model, tokenizer: loadTokenizer(bundle: model), bundle: bundle, folder: folder, progress: progress)
+    }
 }
