@@ -12,10 +12,21 @@ import Testing
 struct StepTests {
     private static let demo = URL(fileURLWithPath: #filePath).deletingLastPathComponent()
         .appendingPathComponent("../../../MeSPTrainer/Demo-GPU.mesp").standardizedFileURL
+    /// The same without functions.
+    private let bare: URL
     private static let demoForTheCPU = demo.deletingLastPathComponent().appendingPathComponent("Demo.mesp")
     private typealias Change = (inout RunSettings) -> Void
 
-    init() { MLXSupport.setEnvironment() }
+    init() throws {
+        MLXSupport.setEnvironment()
+        bare = FileManager.default.temporaryDirectory.appendingPathComponent("bare-\(getpid()).mesp")
+        guard !FileManager.default.fileExists(atPath: bare.path) else { return }
+        try FileManager.default.copyItem(at: Self.demo, to: bare)
+        let file = bare.appendingPathComponent("manifest.json")
+        let manifest = try String(contentsOf: file, encoding: .utf8)
+        try manifest.replacing(#/functions": {[^}]*}/#, with: "functions\": {}").write(
+            to: file, atomically: true, encoding: .utf8)
+    }
 
     private func settings(_ length: Int = 128, _ change: Change = { _ in }) throws -> RunSettings {
         var settings = RunSettings(bundle: Self.demo.path, output: "")
@@ -44,10 +55,12 @@ struct StepTests {
 
     @Test(
         arguments: ["", "keepCache", "all", "mezo", "batch", "q and v", "B alone"].map { (128, $0) }
-            + [(256, ""), (256, "all")])
+            + [(256, ""), (256, "all")] + ["", "kept", "all", "mezo", "batch"].map { (256, "formulas \($0)") })
     func thePredictionCoversTheStrictestRules(_ length: Int, _ choice: String) throws {
         let settings = try settings(length) {
-            switch choice {
+            if choice.hasPrefix("formulas") { $0.bundle = bare.path }
+            switch choice.replacing("formulas ", with: "") {
+            case "kept": $0.memoryLimitMb = 500
             case "all": $0.offload = .all
             case "mezo": $0.method = .mezo
             case "batch": $0.batchSize = 2
@@ -59,6 +72,19 @@ struct StepTests {
         for rules in [LedgerRules.strictPhone, .slowPhone, .strictPad, .strictMac] {
             let (ledger, planner, plan) = try step(settings, rules, keepsCache: choice == "keepCache")
             #expect(ledger.peakBytes <= planner.arrays(plan))
+            #expect((plan.keptBlocks > 0) == choice.hasSuffix("kept"))
+        }
+    }
+
+    /// The formulas of blocks without functions leave the peak where it is: in the backward pass.
+    @Test func thePeakIsTheSameWithoutFunctions() throws {
+        for rules in [LedgerRules.phone, .strictPhone] {
+            let (with, planner, plan) = try step(settings(256), rules)
+            let (without, bareOnes, samePlan) = try step(settings(256) { $0.bundle = bare.path }, rules)
+            #expect(abs(without.peakBytes - with.peakBytes) < with.peakBytes / 20)
+            #expect(plan == samePlan && planner.arrays(plan) == bareOnes.arrays(plan))
+            // The functions' graphs.
+            #expect(planner.peak(plan) > bareOnes.peak(plan))
         }
     }
 
@@ -130,8 +156,8 @@ struct StepTests {
     }
 
     /// A pause waits for the kernels that a block or the head compiles.
-    @Test func theFirstStepCompilesFewKernelsBetweenBoundaries() throws {
-        let (ledger, _, _) = try step(settings())
+    @Test(arguments: [true, false]) func theFirstStepCompilesFewKernelsBetweenBoundaries(_ hasFunctions: Bool) throws {
+        let (ledger, _, _) = try step(settings { $0.bundle = (hasFunctions ? Self.demo : bare).path })
         #expect(ledger.firstKernels <= 80)
         #expect(ledger.mostFirstKernels <= 30)
     }
