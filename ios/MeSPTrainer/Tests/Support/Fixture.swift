@@ -40,11 +40,13 @@ struct Fixture {
     private let arrays: [String: MLXArray]
     private let metadata: [String: String]
 
-    /// - Parameter other: in place of the folder's bundle.
-    init(_ folder: URL, _ name: String, bundle other: URL? = nil) throws {
+    /// - Parameters:
+    ///   - other: in place of the folder's bundle.
+    ///   - onGPU: whether it goes the GPU's way; nil for what the folder's name says.
+    init(_ folder: URL, _ name: String, bundle other: URL? = nil, onGPU: Bool? = nil) throws {
         // Hashing is most of the time that opening takes in a debug build; runs, which tests start too, hash.
         var bundle = try ModelBundle(url: other ?? folder.appendingPathComponent("bundle.mesp"), checksums: false)
-        if folder.lastPathComponent.contains("gpu") { bundle.backend = .gpu }
+        if onGPU ?? folder.lastPathComponent.contains("gpu") { bundle.backend = .gpu }
         self.bundle = bundle
         (arrays, metadata) = try loadArraysAndMetadata(url: folder.appendingPathComponent("\(name).safetensors"))
     }
