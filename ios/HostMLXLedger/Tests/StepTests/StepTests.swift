@@ -9,7 +9,7 @@ import Testing
 
 /// The memory of the demo bundle for the GPU on Metal, by the ledger's strictest rules.
 @Suite(.serialized, .enabled(if: Ledger.isAvailable, "A ledger is recorded on Linux only"))
-struct StepTests {
+final class StepTests {
     private static let demo = URL(fileURLWithPath: #filePath).deletingLastPathComponent()
         .appendingPathComponent("../../../MeSPTrainer/Demo-GPU.mesp").standardizedFileURL
     /// The same without functions.
@@ -19,14 +19,15 @@ struct StepTests {
 
     init() throws {
         MLXSupport.setEnvironment()
-        bare = FileManager.default.temporaryDirectory.appendingPathComponent("bare-\(getpid()).mesp")
-        guard !FileManager.default.fileExists(atPath: bare.path) else { return }
+        bare = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
         try FileManager.default.copyItem(at: Self.demo, to: bare)
         let file = bare.appendingPathComponent("manifest.json")
         let manifest = try String(contentsOf: file, encoding: .utf8)
         try manifest.replacing(#/functions": {[^}]*}/#, with: "functions\": {}").write(
             to: file, atomically: true, encoding: .utf8)
     }
+
+    deinit { try? FileManager.default.removeItem(at: bare) }
 
     private func settings(_ length: Int = 128, _ change: Change = { _ in }) throws -> RunSettings {
         var settings = RunSettings(bundle: Self.demo.path, output: "")
