@@ -62,8 +62,11 @@ let package = Package(
             path: "ios/MeSPTrainer/Bundle",
             swiftSettings: swiftSettings),
         .target(
-            name: "MeSPDownload", dependencies: ["MeSPBundle", "MeSPFiles", "MeSPSentences"],
+            name: "MeSPDownload", dependencies: ["MeSPBundle", "MeSPFiles", "MeSPImport", "MeSPSentences"],
             path: "ios/MeSPTrainer/Download"),
+        .target(
+            name: "MeSPImport", dependencies: ["MeSPBundle", "MeSPFiles", "MeSPSentences"],
+            path: "ios/MeSPTrainer/Import"),
         .target(name: "MeSPFiles", dependencies: ["MeSPSentences"], path: "ios/MeSPTrainer/Files"),
         .target(
             name: "MeSPSelfCheck",
@@ -89,7 +92,7 @@ let package = Package(
             name: "MeSPAppModel",
             dependencies: [
                 "MeSP", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPDownload", "MeSPFederation", "MeSPFiles",
-                "MeSPSelfCheck",
+                "MeSPImport", "MeSPSelfCheck",
             ],
             path: "ios/MeSPTrainer/AppModel",
             resources: [.process("paper.json")]),
@@ -98,7 +101,7 @@ let package = Package(
             name: "MeSPTests",
             dependencies: [
                 "MeSP", "MeSPAdapters", "MeSPAppModel", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFederation",
-                "MeSPSelfCheck", "MeSPSentences",
+                "MeSPImport", "MeSPSelfCheck", "MeSPSentences",
             ] + metal,
             path: "ios/MeSPTrainer/Tests",
             exclude: ["Download/hub_server.py"],
