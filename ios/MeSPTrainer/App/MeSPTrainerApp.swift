@@ -19,7 +19,7 @@ import SwiftUI
                 monitor: SystemMonitor(), folder: folder, display: WindowDisplay(), scheduler: SystemBackground(),
                 notificationDisplay: SystemNotifications(), activityDisplay: SystemLiveActivity(),
                 network: SystemNetwork(), recording: recording,
-                openDownload: { try BundleDownload(repository: $0, background: background) },
+                openDownload: { try HubDownload(repository: $0, background: background) },
                 loadTokenizer: { try await loadTokenizer(bundle: $0) })
         #else
             model = AppModel(

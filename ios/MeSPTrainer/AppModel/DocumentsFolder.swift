@@ -20,6 +20,10 @@ public struct DocumentsFolder: Sendable {
     let applyPolicy: @Sendable (URL, StoragePolicy) -> Void
     let read: @Sendable (URL) throws -> Data
     private let list: @Sendable (URL) throws -> [URL]
+    /// A part of the names of hidden folders that this start of the app makes.
+    let launch = UUID().uuidString
+    /// Rewrites one model at a time.
+    let rewriting = SerialWork()
 
     /// The suffix of the name of a benchmark's run.
     static let benchmark = "benchmark"

@@ -295,6 +295,9 @@ public struct SharePreview {
     public init(_ k: LocalizedStringKey) {}
     @_disfavoredOverload public init<S: StringProtocol>(_ s: S) {}
 }
+public struct Link<L: View>: Prim {
+    public init<S: StringProtocol>(_ title: S, destination: URL) where L == Text {}
+}
 public struct ShareLink<L: View>: Prim {
     public init<I: Transferable>(
         item: I, subject: Text? = nil, message: Text? = nil, preview: SharePreview, @ViewBuilder label: () -> L

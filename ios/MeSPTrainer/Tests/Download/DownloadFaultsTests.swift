@@ -59,7 +59,7 @@
             monitor.availableMemory = 1 << 40
             let model = AppModel(
                 monitor: monitor, folder: DocumentsFolder(documents: documents),
-                openDownload: { try BundleDownload(repository: $0, hub: hub) }, loadTokenizer: { _ in ByteTokenizer() })
+                openDownload: { try HubDownload(repository: $0, hub: hub) }, loadTokenizer: { _ in ByteTokenizer() })
             await model.refresh()
             await model.finishDownload()
             if model.problem == nil, model.library.bundles.isEmpty {
