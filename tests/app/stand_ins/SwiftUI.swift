@@ -290,7 +290,7 @@ public struct AnyLayout: Layout {
     public func callAsFunction<V: View>(@ViewBuilder _ c: () -> V) -> some View { Stub() }
 }
 
-// developer.apple.com/documentation/swiftui/sharelink, …/sharepreview
+// developer.apple.com/documentation/swiftui/sharelink, …/sharepreview, …/link
 public struct SharePreview {
     public init(_ k: LocalizedStringKey) {}
     @_disfavoredOverload public init<S: StringProtocol>(_ s: S) {}

@@ -8,7 +8,6 @@ struct BundlesView: View {
     @State private var choosesBundle = false
 
     var body: some View {
-        @Bindable var model = model
         NavigationStack {
             List {
                 Section {
@@ -57,12 +56,6 @@ struct BundlesView: View {
                 case .success(let url): Task { await url.accessed { await model.importBundle(at: url) } }
                 case .failure(let error): model.problem = "\(error.localizedDescription)"
                 }
-            }
-            .alert("Rewrite This Model?", isPresented: $model.asksToImport) {
-                Button("Rewrite") { model.answerImport(true) }
-                Button("Cancel", role: .cancel) { model.answerImport(false) }
-            } message: {
-                Text(model.importQuestion.map(\.localized).joined(separator: " "))
             }
             .refreshable { await model.refresh() }
         }

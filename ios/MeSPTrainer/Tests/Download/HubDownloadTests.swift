@@ -168,10 +168,10 @@ enum Way: CaseIterable { case foreground, background }
     @Test(
         arguments: [
             (["flip", "flip"], "blocks/00.bin of someone/tied-mesp is damaged: its SHA-256 differs."),
-            (["long"], "blocks/00.bin of someone/tied-mesp is longer than its manifest says."),
+            (["long"], "blocks/00.bin of someone/tied-mesp is longer than it may be."),
             (
                 [404],
-                "There is no blocks/00.bin of someone/tied-mesp on the Hub; write the repository as owner/name, of one that holds a bundle."
+                "There is no blocks/00.bin of someone/tied-mesp on the Hub; look the repository up again, or take another."
             ),
             (
                 [403],
