@@ -143,7 +143,10 @@ public struct DocumentsFolder: Sendable {
 extension URL {
     var isBundle: Bool { pathExtension == "mesp" }
 
-    fileprivate var resourceSize: Int? { try? resourceValues(forKeys: [.fileSizeKey]).fileSize }
+    /// The size of a file in bytes; nil of a folder.
+    fileprivate var resourceSize: Int? {
+        hasDirectoryPath ? nil : try? resourceValues(forKeys: [.fileSizeKey]).fileSize
+    }
 
     /// The space that the system would free for something that a person has asked for.
     public var freeBytes: Int? {

@@ -255,6 +255,8 @@ public struct HubDownload: Sendable {
         progress: @escaping @Sendable (Int) -> Void
     ) async throws {
         let partial = target.appendingPathExtension("part")
+        // What a power failure leaves has its length and may be anything; without a SHA-256 nothing would say so.
+        if file.sha256 == nil { try? FileManager.default.removeItem(at: partial) }
         try attempt("written") { close(try openRegularFile(partial, O_WRONLY | O_CREAT)) }
         let requested = requested(
             file.path, at: url(file.path, of: commit), into: partial, limit: file.size, usesAnyNetwork: usesAnyNetwork)

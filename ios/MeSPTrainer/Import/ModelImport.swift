@@ -35,7 +35,8 @@ package struct ModelImport: Sendable {
             let target = partial.appendingPathComponent(file.0)
             try files.createDirectory(at: target.deletingLastPathComponent(), withIntermediateDirectories: true)
             if !files.fileExists(atPath: target.path) {
-                try files.copyItem(at: Self.fixture.appendingPathComponent(file.0), to: target)
+                let data = try Data(contentsOf: Self.fixture.appendingPathComponent(file.0))
+                try writeWhole(target) { try $0.write(contentsOf: data) }
             }
             bytes += file.1
             try progress(bytes)

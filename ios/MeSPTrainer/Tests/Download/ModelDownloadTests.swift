@@ -187,18 +187,16 @@ import Testing
     }
 
     @Test func whatIsNoListOfFilesIsRefused() async throws {
-        let deep = String(repeating: "{\"siblings\":[", count: 100_000)
-        for answer in ["<html>Sign in to this network</html>", "", "[]", "{}", "{\"sha\":1,\"siblings\":[]}", deep] {
+        for answer in ["<html>Sign in to this network</html>", "", "[]", "{}", "{\"sha\":1,\"siblings\":[]}"] {
             let (problem, requests) = try await lookUp(["api": [["answer": answer]]])
-            #expect(
-                problem == "The file list of someone/tiny-4bit is not one; check the network and try again.",
-                "\(answer.prefix(40))")
+            #expect(problem == "The file list of someone/tiny-4bit is not one; check the network and try again.")
             #expect(requests == ["manifest.json whole", "api whole"])
         }
-        let long = String(repeating: " ", count: Manifest.largestSize + 1)
+        let deep = ["answer": "{\"siblings\":[", "times": 100_000] as [String: Any]
+        #expect(try await lookUp(["api": [deep]]).problem?.contains("is not one") == true)
+        let long = ["answer": " ", "times": Manifest.largestSize + 1] as [String: Any]
         #expect(
-            try await lookUp(["api": [["answer": long]]]).problem
-                == "file list of someone/tiny-4bit is longer than it may be.")
+            try await lookUp(["api": [long]]).problem == "file list of someone/tiny-4bit is longer than it may be.")
     }
 
     @Test(arguments: ["config.json", "README.md"]) func aTextThatIsNotAsLongAsListedIsRefused(_ name: String)
@@ -234,7 +232,8 @@ import Testing
 
     @Test func whatBreaksOffGoesOnFromThereAndIsChecked() async throws {
         let weights = "model-00002-of-00002.safetensors"
-        let hub = try Hub(source, [weights: ["cut", "flip", "flip"], "tokenizer.json": ["short", "short", "short"]])
+        let hub = try Hub(
+            source, [weights: ["flip", "flip", "cut"], "tokenizer.json": ["short", "short", "short", "short"]])
         let model = model(hub)
         await model.lookUp()
         await model.download()

@@ -6,9 +6,9 @@ FAULTS is a JSON object: for a path the faults of its answers, one after the oth
 the connection in the middle, `stall` falls silent there, `flip` changes a byte, `long` and `short`
 send more and less than there is, `whole` forgets that a part was asked for, `other` sends another
 part, `trickle` sends byte after byte until `/go-on` is asked for, `expired` leads to another host
-that refuses, a number is the answer's status, and an object has in `answer` another body. Prints
-its port, and then each request with its Range; the list of files is `api`. It has files of one
-commit, and the manifest of the newest.
+that refuses, a number is the answer's status, and an object has in `answer` another body, which is
+sent so many `times`. Prints its port, and then each request with its Range; the list of files is
+`api`. It has the files of one commit, and the newest manifest.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(302, f"http://localhost:{server.server_address[1]}/expired")
         data = file_list() if is_list else file.read_bytes()
         if isinstance(fault, dict):
-            data = fault["answer"].encode()
+            data = fault["answer"].encode() * fault.get("times", 1)
         if fault == "flip":
             data = bytes([data[0] ^ 1]) + data[1:]
         start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
