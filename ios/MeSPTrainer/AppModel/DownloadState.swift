@@ -95,20 +95,6 @@ import Observation
         [name, identifier].compactMap { $0 }.first { !$0.isEmpty }.map { "\($0)" } ?? "not named"
     }
 
-    /// Where the licence can be read; nil where it is not known.
-    public var licenseLink: URL? {
-        offer.flatMap { Self.licenseLink($0.manifest.model.licenseLink, repository: $0.repository) }
-    }
-
-    /// - Parameter link: an address, or a file of the repository.
-    static func licenseLink(_ link: String?, repository: String) -> URL? {
-        guard let link, !link.isEmpty else { return nil }
-        guard let url = URL(string: link), let scheme = url.scheme else {
-            return URL(string: "https://huggingface.co/\(repository)/blob/main/")?.appendingPathComponent(link)
-        }
-        return ["https", "http"].contains(scheme) ? url : nil
-    }
-
     /// Whether such a bundle trains on this phone, in a sentence.
     public var fit: Sentence {
         guard let manifest = offer?.manifest else { return "" }

@@ -55,6 +55,22 @@ extension HubDownload {
             return files.filter { !$0.path.hasSuffix(".safetensors") }.reduce(manifest.mappedBytes) { $0 + $1.size }
         }
 
+        /// Where the licence can be read; nil where it is not known.
+        public var licenseLink: URL? {
+            Self.link(manifest.model.licenseLink, in: "https://huggingface.co/\(repository)/blob/\(commit ?? "main")/")
+        }
+
+        /// - Parameters:
+        ///   - link: an address, or a file of the repository.
+        ///   - files: the address of the repository's files.
+        static func link(_ link: String?, in files: String) -> URL? {
+            guard let link, !link.isEmpty else { return nil }
+            guard let scheme = URL(string: link)?.scheme else {
+                return URL(string: files)?.appendingPathComponent(link)
+            }
+            return scheme == "https" ? URL(string: link) : nil
+        }
+
         /// Checks that this build can use such a bundle.
         init(repository: String, json: Data, commit: String?) throws {
             (self.repository, self.json, self.commit, model) = (repository, json, commit, nil)

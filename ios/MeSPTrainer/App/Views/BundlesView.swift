@@ -99,7 +99,7 @@ private struct DownloadSection: View {
                         LabeledContent("While It Is Rewritten", value: space.bytes)
                     }
                     LabeledContent("License") {
-                        if let link = downloads.licenseLink {
+                        if let link = offer.licenseLink {
                             Link(downloads.license.localized, destination: link)
                         } else {
                             Text(downloads.license.localized)

@@ -98,10 +98,10 @@ import Testing
         #expect(DownloadState.license("other", name: "gemma") == "gemma")
         #expect(DownloadState.license(nil, name: "") == "not named")
         func link(_ link: String?) -> String? {
-            DownloadState.licenseLink(link, repository: "a/b")?.absoluteString
+            HubDownload.Offer.link(link, in: "https://huggingface.co/a/b/blob/0123456/")?.absoluteString
         }
         #expect(link("https://example.org/terms") == "https://example.org/terms")
-        #expect(link("LICENSE") == "https://huggingface.co/a/b/blob/main/LICENSE")
+        #expect(link("LICENSE") == "https://huggingface.co/a/b/blob/0123456/LICENSE")
         for other in [nil, "", "javascript:alert(1)", "file:///etc/passwd", "tel:1"] { #expect(link(other) == nil) }
     }
 
