@@ -133,9 +133,10 @@ public struct HubDownload: Sendable {
         let files = list.siblings.map { file in
             Offer.File(path: file.rfilename, size: file.lfs?.size ?? file.size ?? -1, sha256: file.lfs?.sha256)
         }
-        guard Offer.isCommit(list.sha), files.count <= Self.mostFiles, Set(files.map(\.path)).count == files.count,
-            files.allSatisfy(\.isPossible)
-        else { throw MeSPError("The file list of \(repository) cannot be a model's; take another repository.") }
+        guard files.count <= Self.mostFiles else {
+            throw MeSPError("\(repository) has more files than a model needs; take another repository.")
+        }
+        try Offer.check(files, commit: list.sha, of: repository)
         return (list.sha, files)
     }
 

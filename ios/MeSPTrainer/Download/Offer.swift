@@ -81,11 +81,16 @@ extension HubDownload {
         /// Checks that this build can rewrite such a model.
         init(repository: String, model: Model) throws {
             (self.repository, json, commit, self.model, files) = (repository, nil, model.commit, model, model.files)
-            guard Self.isCommit(model.commit), files.allSatisfy(\.isPossible),
-                Set(files.map(\.path)).count == files.count
-            else { throw MeSPError("The file list of \(repository) cannot be a model's; take another repository.") }
+            try Self.check(files, commit: model.commit, of: repository)
             manifest = try ModelImport.manifest(
                 config: model.config, card: model.card, of: repository, revision: model.commit, device: model.device)
+        }
+
+        /// Throws unless a commit of a repository can have these files.
+        static func check(_ files: [File], commit: String, of repository: String) throws {
+            guard isCommit(commit), files.allSatisfy(\.isPossible), Set(files.map(\.path)).count == files.count else {
+                throw MeSPError("The file list of \(repository) cannot be a model's; take another repository.")
+            }
         }
 
         static func isCommit(_ text: String) -> Bool { (7...64).contains(text.count) && isHexadecimal(text) }

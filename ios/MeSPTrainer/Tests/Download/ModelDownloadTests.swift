@@ -173,7 +173,10 @@ import Testing
             lists.append(try list([config, large]))
         }
         lists.append(try list([config, weights, weights]))
-        lists.append(try list([config, weights] + (0..<1000).map { Entry(rfilename: "\($0).txt") }))
+        let many = try list([config, weights] + (0..<999).map { Entry(rfilename: "\($0).txt") })
+        #expect(
+            try await lookUp(many).problem
+                == "someone/tiny-4bit has more files than a model needs; take another repository.")
         for commit in ["", "main", "../../..", "0123", String(repeating: "0", count: 65)] {
             lists.append(try list([config, weights], commit: commit))
         }
@@ -303,6 +306,11 @@ import Testing
         let hub = try Hub(source)
         let model = model(hub)
         await model.lookUp()
+        let both = try #require(model.downloads.spaceWhileRewriting) + DocumentsFolder.spareBytes
+        let small = self.model(hub, freeBytes: both - 1)
+        await small.lookUp()
+        await small.download()
+        #expect(small.problem?.english.hasSuffix("make room for it first.") == true, "they are no part of it")
         await model.download()
         #expect(model.problem == nil)
         #expect(try hasBundleAlone())
