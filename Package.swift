@@ -64,7 +64,7 @@ let package = Package(
             path: "ios/MeSPTrainer/Bundle",
             swiftSettings: swiftSettings),
         .target(
-            name: "MeSPDownload", dependencies: ["MeSPBundle", "MeSPFiles", "MeSPSentences"],
+            name: "MeSPDownload", dependencies: ["MeSPBundle", "MeSPFiles", "MeSPImport", "MeSPSentences"],
             path: "ios/MeSPTrainer/Download"),
         .target(
             name: "MeSPImport", dependencies: ["MeSPBundle", "MeSPFiles", "MeSPSentences"],
@@ -95,7 +95,7 @@ let package = Package(
             name: "MeSPAppModel",
             dependencies: [
                 "MeSP", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPDownload", "MeSPFederation", "MeSPFiles",
-                "MeSPSelfCheck",
+                "MeSPImport", "MeSPSelfCheck",
             ],
             path: "ios/MeSPTrainer/AppModel",
             resources: [.process("paper.json")]),
@@ -104,7 +104,7 @@ let package = Package(
             name: "MeSPTests",
             dependencies: [
                 "MeSP", "MeSPAdapters", "MeSPAppModel", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFederation",
-                "MeSPSelfCheck", "MeSPSentences",
+                "MeSPImport", "MeSPSelfCheck", "MeSPSentences",
             ] + metal,
             path: "ios/MeSPTrainer/Tests",
             exclude: ["Download/hub_server.py"],

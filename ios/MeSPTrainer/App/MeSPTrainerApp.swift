@@ -19,7 +19,7 @@ import SwiftUI
                 monitor: SystemMonitor(), folder: folder, display: WindowDisplay(), scheduler: SystemBackground(),
                 notificationDisplay: SystemNotifications(), activityDisplay: SystemLiveActivity(),
                 network: SystemNetwork(), recording: recording,
-                openDownload: { try BundleDownload(repository: $0, background: background) },
+                openDownload: { try HubDownload(repository: $0, background: background) },
                 loadTokenizer: { try await loadTokenizer(bundle: $0) })
         #else
             model = AppModel(
@@ -31,7 +31,7 @@ import SwiftUI
     }
 
     #if os(iOS)
-        /// The system's session that brings bundles.
+        /// The system's session that brings bundles and models.
         private static let downloads = "downloads"
 
         var body: some Scene {
@@ -78,6 +78,12 @@ struct RootView: View {
             Button("OK") {}
         } message: {
             Text(model.problem?.localized ?? "")
+        }
+        .alert("Rewrite This Model?", isPresented: $model.asksToImport) {
+            Button("Rewrite") { model.answerImport(true) }
+            Button("Cancel", role: .cancel) { model.answerImport(false) }
+        } message: {
+            Text(model.importQuestion.map(\.localized).joined(separator: " "))
         }
         .onOpenURL { url in Task { await url.accessed { await model.open(url) } } }
         .confirmationDialog(

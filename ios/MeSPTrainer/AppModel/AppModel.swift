@@ -44,6 +44,8 @@ import Observation
     }
     /// The item that is deleted when the person confirms; nil while nothing is asked.
     package internal(set) var deletion: Deletion?
+    /// The model that is rewritten when the person confirms; nil while nothing is asked.
+    var importRequest: ImportRequest?
     /// The part of the text that is tokenized, from 0 to 1; nil while no text is being tokenized.
     public internal(set) var tokenized: Double?
     /// Notices on the text of the last run, once it is tokenized: what was left out, added or cut.
@@ -77,7 +79,7 @@ import Observation
         scheduler: (any BackgroundScheduler)? = nil, notificationDisplay: (any NotificationDisplay)? = nil,
         activityDisplay: (any LiveActivityDisplay)? = nil, network: (any NetworkPath)? = nil,
         refusal: Sentence? = MLXSupport.refusal, recording: URL? = nil,
-        openDownload: @escaping @Sendable (String) throws -> BundleDownload = { try BundleDownload(repository: $0) },
+        openDownload: @escaping @Sendable (String) throws -> HubDownload = { try HubDownload(repository: $0) },
         loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer
     ) {
         MLXSupport.setEnvironment()
@@ -114,8 +116,12 @@ import Observation
 
     /// Looks for bundles and runs again.
     public func refresh() async {
-        // A process that was ended has left files without them.
-        if !library.hasLooked { applyStoragePolicies() }
+        // A process that was ended has left files without them, and parts of imports.
+        if !library.hasLooked {
+            applyStoragePolicies()
+            let folder = library.folder
+            await Task.detached { folder.removeInterruptedImports() }.value
+        }
         await attempt {
             try await library.refresh(
                 running: controller.isRunning ? controller.settings.map { URL(fileURLWithPath: $0.output) } : nil)

@@ -20,6 +20,10 @@ public struct DocumentsFolder: Sendable {
     let applyPolicy: @Sendable (URL, StoragePolicy) -> Void
     let read: @Sendable (URL) throws -> Data
     private let list: @Sendable (URL) throws -> [URL]
+    /// A part of the names of hidden folders that this start of the app makes.
+    let launch = UUID().uuidString
+    /// Rewrites one model at a time.
+    let rewriting = SerialWork()
 
     /// The suffix of the name of a benchmark's run.
     static let benchmark = "benchmark"
@@ -139,5 +143,8 @@ public struct DocumentsFolder: Sendable {
 extension URL {
     var isBundle: Bool { pathExtension == "mesp" }
 
-    fileprivate var resourceSize: Int? { try? resourceValues(forKeys: [.fileSizeKey]).fileSize }
+    /// The size of a file in bytes; nil of a folder.
+    fileprivate var resourceSize: Int? {
+        hasDirectoryPath ? nil : try? resourceValues(forKeys: [.fileSizeKey]).fileSize
+    }
 }

@@ -3,6 +3,7 @@ import MeSPBundle
 import MeSPCore
 import MeSPDownload
 import MeSPFiles
+import MeSPImport
 import MeSPSentences
 
 /// The bundles in the app's folder: those that were imported, downloaded or came with the app, and a download in progress.
@@ -27,12 +28,7 @@ extension DocumentsFolder {
     public func importBundle(at source: URL) throws -> StoredBundle {
         let name = source.lastPathComponent
         let target = documents.appendingPathComponent(name)
-        guard source.isBundle else {
-            throw MeSPError("\(name) is not a bundle: bundles are folders whose names end in .mesp.")
-        }
-        guard !FileManager.default.fileExists(atPath: target.path) else {
-            throw MeSPError("There is a bundle \(name) already; delete it first.")
-        }
+        try checkIsNew(target)
         func open(_ url: URL, checksums: Bool) throws -> ModelBundle {
             do {
                 return try ModelBundle(url: url, checksums: checksums)
@@ -41,12 +37,8 @@ extension DocumentsFolder {
             }
         }
         let files = try open(source, checksums: false).manifest.files
-        let size = files.reduce(0) { $0 + $1.size }
-        if let free = freeBytes(documents), free < size + Self.spareBytes {
-            throw MeSPError(
-                "\(name) takes \(size.megabytes), and the phone has \(free.megabytes) free; make room for it first.")
-        }
-        let partial = documents.appendingPathComponent(".importing-\(UUID().uuidString)")
+        try checkRoom(for: files.reduce(0) { $0 + $1.size }, of: name)
+        let partial = importFolder()
         defer { try? FileManager.default.removeItem(at: partial) }
         do {
             try FileManager.default.createDirectory(at: partial, withIntermediateDirectories: true)
@@ -61,59 +53,193 @@ extension DocumentsFolder {
             throw MeSPError("\(name) cannot be copied: \(error.plainSentence).")
         }
         _ = try open(partial, checksums: true)
-        try FileManager.default.moveItem(at: partial, to: target)
+        return try move(partial, to: target)
+    }
+
+    /// Checks a model in MLX's format that is to become a bundle in Documents, and that there is room for the bundle.
+    func openModel(at source: URL) throws -> ModelImport {
+        let name = source.lastPathComponent
+        guard FileManager.default.fileExists(atPath: source.appendingPathComponent("config.json").path) else {
+            throw MeSPError(
+                "\(name) is neither a bundle, a folder whose name ends in .mesp, nor a model's folder with a config.json."
+            )
+        }
+        try checkIsNew(target(of: source))
+        let model = try ModelImport(model: source, device: importDevice)
+        try checkRoom(for: model.size, of: name)
+        return model
+    }
+
+    /// Rewrites a model into a bundle in Documents. The model's own files are only read. An import that is cancelled or fails leaves nothing.
+    func importModel(_ model: ModelImport, at source: URL, progress: @escaping @Sendable (Int) -> Void) async throws
+        -> StoredBundle
+    {
+        let folder = importFolder()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        try make(folder, for: source.lastPathComponent)
+        let target = target(of: source)
+        let whole = folder.appendingPathComponent(target.lastPathComponent)
+        try await rewrite(model, to: whole, progress: progress)
+        return try move(whole, to: target)
+    }
+
+    /// What a model is rewritten for, where `ModelImport` would choose what this device cannot use.
+    var importDevice: Backend? { gpuRefusal == nil ? nil : .cpu }
+
+    /// Deletes what imports from other apps left during which the app was ended.
+    func removeInterruptedImports() {
+        let names = (try? FileManager.default.contentsOfDirectory(atPath: documents.path)) ?? []
+        for name in names where name.hasPrefix(Self.importing) && !name.contains(launch) {
+            try? FileManager.default.removeItem(at: documents.appendingPathComponent(name))
+        }
+    }
+
+    private static let importing = ".importing-"
+
+    /// The hidden folder of an import, which is not there yet.
+    private func importFolder() -> URL {
+        documents.appendingPathComponent("\(Self.importing)\(launch)-\(UUID().uuidString)")
+    }
+
+    private func target(of model: URL) -> URL {
+        documents.appendingPathComponent("\(model.lastPathComponent).mesp")
+    }
+
+    /// Rewrites a model into a bundle in a hidden folder; nothing else is rewritten meanwhile.
+    private func rewrite(_ model: ModelImport, to bundle: URL, progress: @escaping @Sendable (Int) -> Void) async throws
+    {
+        try await rewriting.run {
+            try model.write(to: bundle) { bytes, _ in
+                try Task.checkCancellation()
+                progress(bytes)
+            }
+        }
+        // Its hidden folder does not keep it out of backups any longer.
+        applyPolicy(bundle, .bundle)
+    }
+
+    private func move(_ whole: URL, to target: URL) throws -> StoredBundle {
+        try FileManager.default.moveItem(at: whole, to: target)
         return StoredBundle(url: target, isIncluded: false, gpuRefusal: gpuRefusal)
     }
 
-    /// The size of what has not been downloaded yet of a bundle on the Hub, in bytes.
-    func missing(_ offer: BundleDownload.Offer, of download: BundleDownload) -> Int {
-        max(0, offer.size - Self.size(partial(of: download)))
-    }
-
-    /// Downloads a bundle into Documents, or continues with one that was begun. Its files are checked as they come.
-    func download(
-        _ offer: BundleDownload.Offer, by download: BundleDownload, usesAnyNetwork: Bool,
-        progress: @escaping @Sendable (Int) -> Void
-    ) async throws -> StoredBundle {
-        let target = target(of: download)
+    private func checkIsNew(_ target: URL) throws {
         guard !FileManager.default.fileExists(atPath: target.path) else {
             throw MeSPError("There is a bundle \(target.lastPathComponent) already; delete it first.")
         }
-        let partial = partial(of: download)
-        let missing = missing(offer, of: download)
-        if let free = freeBytes(documents), free < missing + Self.spareBytes {
-            throw MeSPError(
-                "\(download.repository) takes \(missing.megabytes) more, and the phone has \(free.megabytes) free; make room for it first."
-            )
-        }
-        // It is left out of backups before gigabytes are in it.
-        try? FileManager.default.createDirectory(at: partial, withIntermediateDirectories: true)
-        applyPolicy(partial, .bundle)
-        try await download.fetch(offer, to: partial, usesAnyNetwork: usesAnyNetwork, progress: progress)
-        try FileManager.default.moveItem(at: partial, to: target)
-        return StoredBundle(url: target, isIncluded: false, gpuRefusal: gpuRefusal)
     }
 
-    private func target(of download: BundleDownload) -> URL {
+    private func checkRoom(for size: Int, of name: String) throws {
+        if let free = freeBytes(documents), free < size + Self.spareBytes {
+            throw MeSPError(
+                "\(name) takes \(size.megabytes), and the phone has \(free.megabytes) free; make room for it first.")
+        }
+    }
+
+    /// Makes a hidden folder, and leaves it out of backups before gigabytes are in it.
+    private func make(_ folder: URL, for name: String) throws {
+        do {
+            try makeFolder(folder)
+        } catch {
+            throw MeSPError("\(name) cannot be written: \(error.plainSentence).")
+        }
+        applyPolicy(folder, .bundle)
+    }
+
+    // MARK: - Downloads
+
+    /// The size of what has not been downloaded yet of an offer of the Hub, in bytes.
+    func missing(_ offer: HubDownload.Offer, of download: HubDownload) -> Int {
+        max(0, offer.size - Self.size(place(of: offer, download)))
+    }
+
+    /// How much of an offer is there, in bytes.
+    enum DownloadProgress: Sendable {
+        case downloaded(Int)
+        /// All was downloaded, and so much of the bundle is written.
+        case rewritten(Int)
+    }
+
+    /// Downloads an offer into Documents, or continues with what was begun. Files are checked as they come. A model is then rewritten, and
+    /// its own files are deleted.
+    ///
+    /// - Returns: the bundle, and what is to be told about the model.
+    func download(
+        _ offer: HubDownload.Offer, by download: HubDownload, usesAnyNetwork: Bool,
+        progress: @escaping @Sendable (DownloadProgress) -> Void
+    ) async throws -> (bundle: StoredBundle, notices: [Sentence]) {
+        let (target, partial) = (target(of: download), partial(of: download))
+        try checkIsNew(target)
+        let place = place(of: offer, download)
+        guard let model = offer.model else {
+            try prepare(offer, download)
+            try await download.fetch(offer, to: place, usesAnyNetwork: usesAnyNetwork) { progress(.downloaded($0)) }
+            return (try move(place, to: target), [])
+        }
+        let whole = place.deletingLastPathComponent().appendingPathComponent(target.lastPathComponent)
+        var notices = [Sentence]()
+        // The app may have been ended when all was written.
+        if !FileManager.default.fileExists(atPath: whole.path) {
+            for other in (try? FileManager.default.contentsOfDirectory(atPath: partial.path)) ?? []
+            where other != model.commit {
+                try? FileManager.default.removeItem(at: partial.appendingPathComponent(other))
+            }
+            try prepare(offer, download)
+            try make(place.deletingLastPathComponent(), for: offer.repository)
+            try await download.fetch(offer, to: place, usesAnyNetwork: usesAnyNetwork) { progress(.downloaded($0)) }
+            let opened = try ModelImport(
+                model: place, id: offer.repository, revision: model.commit, device: model.device)
+            notices = opened.notices
+            progress(.rewritten(0))
+            try await rewrite(opened, to: whole) { progress(.rewritten($0)) }
+        }
+        try? FileManager.default.removeItem(at: place)
+        let bundle = try move(whole, to: target)
+        removeRest(of: download)
+        return (bundle, notices)
+    }
+
+    /// Checks that there is room for an offer, and makes its hidden folder.
+    private func prepare(_ offer: HubDownload.Offer, _ download: HubDownload) throws {
+        let partial = partial(of: download)
+        let needed = offer.size + (offer.isModel ? offer.bundleSize : 0) - Self.size(partial)
+        if let free = freeBytes(documents), free < needed + Self.spareBytes {
+            throw MeSPError(
+                "\(offer.repository) takes \(needed.megabytes) more, and the phone has \(free.megabytes) free; make room for it first."
+            )
+        }
+        try make(partial, for: offer.repository)
+    }
+
+    /// Deletes the folder of a download that has ended, where the app was ended before.
+    func removeRest(of download: HubDownload) { try? FileManager.default.removeItem(at: partial(of: download)) }
+
+    private func target(of download: HubDownload) -> URL {
         documents.appendingPathComponent("\(download.name).mesp")
     }
 
-    private func partial(of download: BundleDownload) -> URL {
+    private func partial(of download: HubDownload) -> URL {
         documents.appendingPathComponent(
             ".downloading-\(download.repository.replacingOccurrences(of: "/", with: "--"))")
     }
 
+    /// The folder with an offer's files. Those of a model are in a folder of their commit, as the SHA-256 of some is not known; beside them
+    /// its bundle is written.
+    private func place(of offer: HubDownload.Offer, _ download: HubDownload) -> URL {
+        let partial = partial(of: download)
+        return offer.model.map { partial.appendingPathComponent($0.commit).appendingPathComponent("model") } ?? partial
+    }
+
     /// Whether all of a download is there: the app was ended between its last file and `forgetDownload`.
-    func hasEnded(_ download: BundleDownload) -> Bool {
-        FileManager.default.fileExists(atPath: target(of: download).path)
-            && !FileManager.default.fileExists(atPath: partial(of: download).path)
+    func hasEnded(_ download: HubDownload) -> Bool {
+        FileManager.default.fileExists(atPath: target(of: download).path) && Self.size(partial(of: download)) == 0
     }
 
     private var downloadFile: URL { documents.appendingPathComponent(".download.json") }
 
     /// A download in progress.
     struct BegunDownload: Codable {
-        let offer: BundleDownload.Offer
+        let offer: HubDownload.Offer
         /// Whether the person lets it use networks that cost extra or are in Low Data Mode.
         let usesAnyNetwork: Bool
     }
@@ -125,7 +251,7 @@ extension DocumentsFolder {
             return try JSONDecoder().decode(BegunDownload.self, from: Data(contentsOf: downloadFile))
         } catch {
             forgetDownload()
-            throw MeSPError("The download cannot continue: \(error.plainSentence). Look up the bundle again.")
+            throw MeSPError("The download cannot continue: \(error.plainSentence). Look up the repository again.")
         }
     }
 

@@ -13,16 +13,21 @@ import Observation
     var onChange: (() -> Void)? { get set }
 }
 
-/// A bundle of the Hugging Face Hub as the app shows it: what it is before it is downloaded, and how far its download is.
+/// A bundle or a model of the Hugging Face Hub as the app shows it: what it is before it is downloaded, how far its download is, and how
+/// far a model is rewritten.
 @MainActor @Observable public final class DownloadState {
     /// The text that the person typed: `owner/name`.
     public var repository = ""
     /// The repository on the Hub under that name; nil until it was looked up.
-    public private(set) var offer: BundleDownload.Offer?
+    public private(set) var offer: HubDownload.Offer?
     /// Whether the Hub is asked.
     public private(set) var isLooking = false
-    /// The part that is there, from 0 to 1; nil while nothing is downloaded.
+    /// The part of the files, or of the bundle that a model is rewritten into, that is there, from 0 to 1; nil while nothing is downloaded.
     public private(set) var progress: Double?
+    /// Whether the files are there, and the model is rewritten.
+    public private(set) var isRewriting = false
+    /// What is to be told about the model that was rewritten last.
+    public private(set) var notices = [Sentence]()
 
     /// Whether the network costs extra or is in Low Data Mode; false where it is not known.
     private var isCostly = false
@@ -36,8 +41,8 @@ import Observation
     @ObservationIgnored private let folder: DocumentsFolder
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let network: (any NetworkPath)?
-    @ObservationIgnored private let open: @Sendable (String) throws -> BundleDownload
-    @ObservationIgnored private var work: Task<StoredBundle, any Error>?
+    @ObservationIgnored private let open: @Sendable (String) throws -> HubDownload
+    @ObservationIgnored private var work: Task<(bundle: StoredBundle, notices: [Sentence]), any Error>?
     /// Whether the person has stopped the download in progress.
     @ObservationIgnored private var isStopped = false
 
@@ -49,7 +54,7 @@ import Observation
     ///   - open: the download of a repository.
     init(
         folder: DocumentsFolder, monitor: any DeviceMonitor, network: (any NetworkPath)?,
-        open: @escaping @Sendable (String) throws -> BundleDownload
+        open: @escaping @Sendable (String) throws -> HubDownload
     ) {
         (self.folder, self.monitor, self.network, self.open) = (folder, monitor, network, open)
         network?.onChange = { [weak self] in self?.readNetwork() }
@@ -61,7 +66,7 @@ import Observation
     /// The question whether so much may come over this network; nil where there is none. A download in progress waits for another
     /// network.
     public var networkQuestion: Sentence? {
-        guard isCostly, !usesAnyNetwork, progress != nil || waitsForAnswer && missing >= askedFrom else {
+        guard isCostly, !usesAnyNetwork, !isRewriting, progress != nil || waitsForAnswer && missing >= askedFrom else {
             return nil
         }
         return
@@ -71,13 +76,24 @@ import Observation
     /// Looks up what is on the Hub.
     func lookUp() async throws {
         guard !isLooking, progress == nil else { return }
-        (offer, isLooking, waitsForAnswer, usesAnyNetwork) = (nil, true, false, false)
+        (offer, notices, isLooking, waitsForAnswer, usesAnyNetwork) = (nil, [], true, false, false)
         defer { isLooking = false }
-        offer = try await open(repository.trimmingCharacters(in: .whitespaces)).fetchOffer()
+        offer = try await open(repository.trimmingCharacters(in: .whitespaces)).fetchOffer(for: folder.importDevice)
     }
 
+    /// The space that the offer takes while it is rewritten, in bytes: its files and the bundle are there at once. nil of a bundle.
+    public var spaceWhileRewriting: Int? { offer.flatMap { $0.isModel ? $0.size + $0.bundleSize : nil } }
+
     /// The licence, as far as it is known.
-    public var license: Sentence { offer?.manifest.model.license.map { "\($0)" } ?? "not named" }
+    public var license: Sentence {
+        guard let model = offer?.manifest.model else { return "not named" }
+        return Self.license(model.license, name: model.licenseName)
+    }
+
+    /// A licence by its name where it has one, or by the Hub's identifier.
+    static func license(_ identifier: String?, name: String?) -> Sentence {
+        [name, identifier].compactMap { $0 }.first { !$0.isEmpty }.map { "\($0)" } ?? "not named"
+    }
 
     /// Whether such a bundle trains on this phone, in a sentence.
     public var fit: Sentence {
@@ -96,7 +112,7 @@ import Observation
         }
     }
 
-    /// Downloads what was looked up, or continues with it, unless `networkQuestion` is to be answered first. Until it has ended, or was
+    /// Downloads what was looked up and rewrites a model, or continues with it, unless `networkQuestion` is to be answered first. Until it has ended, or was
     /// stopped, it is a download that a later start of the app continues with.
     ///
     /// - Returns: the bundle; nil where it was stopped, or waits for an answer.
@@ -117,10 +133,10 @@ import Observation
         return nil
     }
 
-    private func begin(_ offer: BundleDownload.Offer) async throws -> StoredBundle? {
+    private func begin(_ offer: HubDownload.Offer) async throws -> StoredBundle? {
         (waitsForAnswer, isStopped, progress) = (false, false, 0)
         defer {
-            (progress, work) = (nil, nil)
+            (progress, isRewriting, work) = (nil, false, nil)
             folder.forgetDownload()
         }
         if missing < askedFrom { usesAnyNetwork = true }
@@ -134,20 +150,28 @@ import Observation
         }
     }
 
-    private func fetch(_ offer: BundleDownload.Offer, usesAnyNetwork: Bool) async throws -> StoredBundle {
+    private func fetch(_ offer: HubDownload.Offer, usesAnyNetwork: Bool) async throws -> StoredBundle {
         let (download, folder) = (try open(offer.repository), folder)
         try folder.save(.init(offer: offer, usesAnyNetwork: usesAnyNetwork))
-        let (bytes, sender) = AsyncStream.makeStream(of: Int.self, bufferingPolicy: .bufferingNewest(1))
+        let (bytes, sender) = AsyncStream.makeStream(
+            of: DocumentsFolder.DownloadProgress.self, bufferingPolicy: .bufferingNewest(1))
         let work = Task.detached {
             defer { sender.finish() }
             return try await folder.download(offer, by: download, usesAnyNetwork: usesAnyNetwork) { sender.yield($0) }
         }
         self.work = work
-        for await count in bytes {
-            progress = Double(count) / Double(max(offer.size, 1))
-            missing = offer.size - count
+        for await step in bytes {
+            switch step {
+            case .downloaded(let count):
+                progress = Double(count) / Double(max(offer.size, 1))
+                missing = offer.size - count
+            case .rewritten(let count):
+                isRewriting = true
+                progress = min(1, Double(count) / Double(max(offer.bundleSize, 1)))
+            }
         }
-        let bundle = try await work.value
+        let bundle: StoredBundle
+        (bundle, notices) = try await work.value
         self.offer = nil
         return bundle
     }
@@ -158,6 +182,7 @@ import Observation
         let download = try open(begun.offer.repository)
         guard !folder.hasEnded(download) else {
             folder.forgetDownload()
+            folder.removeRest(of: download)
             return nil
         }
         (offer, repository, usesAnyNetwork) = (begun.offer, begun.offer.repository, begun.usesAnyNetwork)
@@ -165,7 +190,7 @@ import Observation
         return try await begin(begun.offer)
     }
 
-    /// Ends the download. Received files stay, for the next time.
+    /// Ends the download or the rewriting. What is there stays, for the next time.
     public func stop() {
         isStopped = true
         work?.cancel()

@@ -11,8 +11,11 @@ import Observation
     public private(set) var bundles = [StoredBundle]()
     /// The newest first.
     public private(set) var runs = [StoredRun]()
-    /// The bundle that is being copied and checked.
+    /// The bundle that is being copied and checked, or the model that is being rewritten.
     public private(set) var importing: String?
+    /// The part of the model that is rewritten, from 0 to 1; nil while none is.
+    public private(set) var rewritten: Double?
+    @ObservationIgnored private var rewriting: Task<StoredBundle, any Error>?
     /// Whether it is known what is on the device.
     public private(set) var hasLooked = false
 
@@ -58,19 +61,45 @@ import Observation
     /// The runs with adapters to write with, the newest first.
     public var trained: [StoredRun] { runs.filter { !$0.isBenchmark && $0.adapters != nil && bundle(of: $0) != nil } }
 
-    /// Copies a bundle that the person chose into the app. One that is in Documents already is only found, and what AirDrop put into
-    /// the inbox moves from there.
+    /// Copies a bundle that the person chose into the app, or rewrites a model. A bundle that is in Documents already is only found, and
+    /// what AirDrop put into the inbox moves from there.
     ///
-    /// - Returns: the bundle's identifier.
-    func importBundle(at url: URL) async throws -> StoredBundle.ID {
-        if folder.documents.holds(url) { return url.lastPathComponent }
-        importing = url.lastPathComponent
-        defer { importing = nil }
+    /// - Parameter confirm: asks whether a model is to be rewritten into a bundle of so many bytes.
+    /// - Returns: the bundle's identifier; nil where the person has decided against it.
+    func importBundle(
+        at url: URL, confirm: (_ name: String, _ size: Int, _ notices: [Sentence]) async -> Bool
+    ) async throws -> StoredBundle.ID? {
+        if url.isBundle && folder.documents.holds(url) { return url.lastPathComponent }
+        if let importing { throw MeSPError("\(importing) is being imported; wait for it.") }
+        let name = url.lastPathComponent
+        importing = name
+        defer { (importing, rewritten, rewriting) = (nil, nil, nil) }
         let folder = folder
-        let bundle = try await Task.detached { try folder.importBundle(at: url) }.value
-        emptyInbox(of: url)
-        return bundle.id
+        guard !url.isBundle else {
+            let bundle = try await Task.detached { try folder.importBundle(at: url) }.value
+            emptyInbox(of: url)
+            return bundle.id
+        }
+        let model = try await Task.detached { try folder.openModel(at: url) }.value
+        guard await confirm(name, model.size, model.notices) else { return nil }
+        let (bytes, sender) = AsyncStream.makeStream(of: Int.self, bufferingPolicy: .bufferingNewest(1))
+        let work = Task.detached {
+            defer { sender.finish() }
+            return try await folder.importModel(model, at: url) { sender.yield($0) }
+        }
+        (rewriting, rewritten) = (work, 0)
+        for await count in bytes { rewritten = Double(count) / Double(max(model.size, 1)) }
+        do {
+            let bundle = try await work.value
+            emptyInbox(of: url)
+            return bundle.id
+        } catch is CancellationError {
+            return nil
+        }
     }
+
+    /// Ends the rewriting of a model. Nothing of its bundle stays.
+    public func stopImport() { rewriting?.cancel() }
 
     /// The file of the text that was copied last.
     @ObservationIgnored private var textFolder: URL?

@@ -155,7 +155,8 @@ import Observation
     /// The predicted peak and whether it fits now, or why there can be no such run.
     public var fit: Result<MemoryFit, MeSPError> {
         guard let manifest = bundle?.manifest else {
-            return .failure(MeSPError("Import a bundle first, by AirDrop, the Files app or tools/push.py."))
+            return .failure(
+                MeSPError("Add a model first, under Models: from the Hugging Face Hub, the Files app or by AirDrop."))
         }
         if let (field, text) = unreadable.min(by: { $0.key.rawValue < $1.key.rawValue }) {
             let typed: Sentence = text.isEmpty ? "nothing" : "\(text)"

@@ -125,7 +125,7 @@ extension Manifest {
 }
 
 /// Whether a path from a file is relative and, unless a folder on it is a symbolic link, leads into the folder that it starts from.
-private func leadsDown(_ path: String) -> Bool {
+package func leadsDown(_ path: String) -> Bool {
     let parts = path.split(separator: "/", omittingEmptySubsequences: false)
     return !parts.contains { $0.isEmpty || $0 == ".." || $0 == "." || $0.contains("\0") }
 }

@@ -16,7 +16,7 @@ struct RequestedFile: Sendable {
     let repository: String
 
     var what: Sentence { "\(path) of \(repository)" }
-    var isTooLong: MeSPError { MeSPError("\(what) is longer than its manifest says.") }
+    var isTooLong: MeSPError { MeSPError("\(what) is longer than it may be.") }
 
     /// Checks the response to a request.
     ///
@@ -43,9 +43,9 @@ struct RequestedFile: Sendable {
             }
             throw MeSPError("\(repository) is not open to everybody; see \(page), or take another repository.")
         case 404:
-            throw MeSPError(
-                "There is no \(what) on the Hub; write the repository as owner/name, of one that holds a bundle.")
-        case 416: throw RetryableFailure(sentence: "\(what) is not as long as its manifest says.")
+            throw FileNotFound(
+                sentence: "There is no \(what) on the Hub; look the repository up again, or take another.")
+        case 416: throw RetryableFailure(sentence: "\(what) is not as long as its repository says.")
         case 429, 500...599:
             throw RetryableFailure(sentence: "The Hub is busy (\(response.statusCode)); try again later.")
         default: throw MeSPError("The Hub answers \(response.statusCode) for \(what); see \(page).")

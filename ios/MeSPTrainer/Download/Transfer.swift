@@ -22,6 +22,11 @@ struct RetryableFailure: Error {
     let sentence: Sentence
 }
 
+/// The Hub's answer that there is no such file.
+struct FileNotFound: SentenceError {
+    let sentence: Sentence
+}
+
 extension URLRequest {
     /// Whether it may use networks that cost extra, as most mobile ones, and those in Low Data Mode. Foundation for Linux knows of none.
     var usesAnyNetwork: Bool {

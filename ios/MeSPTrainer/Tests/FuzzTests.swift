@@ -145,7 +145,7 @@ import Testing
         defer { try? FileManager.default.removeItem(at: folder) }
         try fuzz(seed: 8) { random in
             let json = try mutatedJSON(manifest, &random)
-            let offer = try BundleDownload.Offer(repository: "a/b", json: json, commit: nil)
+            let offer = try HubDownload.Offer(repository: "a/b", json: json, commit: nil)
             #expect(offer.size >= json.count)
             var settings = settings(folder)
             settings.seqLen = try #require(offer.manifest.seqLens.min())

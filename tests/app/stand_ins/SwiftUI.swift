@@ -290,10 +290,13 @@ public struct AnyLayout: Layout {
     public func callAsFunction<V: View>(@ViewBuilder _ c: () -> V) -> some View { Stub() }
 }
 
-// developer.apple.com/documentation/swiftui/sharelink, …/sharepreview
+// developer.apple.com/documentation/swiftui/sharelink, …/sharepreview, …/link
 public struct SharePreview {
     public init(_ k: LocalizedStringKey) {}
     @_disfavoredOverload public init<S: StringProtocol>(_ s: S) {}
+}
+public struct Link<L: View>: Prim {
+    public init<S: StringProtocol>(_ title: S, destination: URL) where L == Text {}
 }
 public struct ShareLink<L: View>: Prim {
     public init<I: Transferable>(

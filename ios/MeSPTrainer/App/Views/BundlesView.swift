@@ -30,10 +30,17 @@ struct BundlesView: View {
                     .onDelete { rows in
                         if let row = rows.first { model.askToDelete(.bundle(model.library.bundles[row])) }
                     }
-                    if let name = model.library.importing { ProgressView("Copying and checking \(name)") }
+                    if let name = model.library.importing {
+                        if let rewritten = model.library.rewritten {
+                            ProgressView("Rewriting \(name)", value: rewritten)
+                            Button("Stop", systemImage: "stop.fill", role: .destructive) { model.library.stopImport() }
+                        } else {
+                            ProgressView("Copying and checking \(name)")
+                        }
+                    }
                 } footer: {
                     Text(
-                        "Make a bundle with mesp-export on a computer. Bring it here by AirDrop, from Files, or with tools/push.py."
+                        "Get a model from the Hugging Face Hub below, or from Files with +: a folder in MLX's 4-bit format. Bundles that mesp-export has written also come by AirDrop."
                     )
                 }
                 DownloadSection()
@@ -55,7 +62,7 @@ struct BundlesView: View {
     }
 }
 
-/// A bundle from the Hub: by name, with what there is to know before it is downloaded.
+/// A bundle or a model from the Hub: by name, with what there is to know before it is downloaded.
 private struct DownloadSection: View {
     @Environment(AppModel.self) private var model
 
@@ -75,24 +82,41 @@ private struct DownloadSection: View {
             if downloads.isLooking {
                 ProgressView("Asking the Hub")
             } else if let progress = downloads.progress {
-                ProgressView("Downloading", value: progress)
+                if downloads.isRewriting {
+                    ProgressView("Rewriting", value: progress)
+                } else {
+                    ProgressView("Downloading", value: progress)
+                }
                 Button("Stop", systemImage: "stop.fill", role: .destructive) { downloads.stop() }
             } else {
                 Button("Look It Up", systemImage: "magnifyingglass") { Task { await model.lookUp() } }
                     .disabled(downloads.repository.isEmpty)
                 if let offer = downloads.offer {
                     LabeledContent("Model", value: offer.manifest.name)
-                    LabeledContent("Size", value: offer.size.bytes)
-                    LabeledContent("License", value: downloads.license.localized)
+                    LabeledContent("Download", value: offer.size.bytes)
+                    if let space = downloads.spaceWhileRewriting {
+                        LabeledContent("On This Device", value: offer.bundleSize.bytes)
+                        LabeledContent("While It Is Rewritten", value: space.bytes)
+                    }
+                    LabeledContent("License") {
+                        if let link = offer.licenseLink {
+                            Link(downloads.license.localized, destination: link)
+                        } else {
+                            Text(downloads.license.localized)
+                        }
+                    }
                     Text(downloads.fit.localized).font(.caption).foregroundStyle(.secondary)
                     Button("Download", systemImage: "arrow.down.circle") { Task { await model.download() } }
+                }
+                ForEach(downloads.notices, id: \.localized) { notice in
+                    Label(notice.localized, systemImage: "info.circle").font(.caption).foregroundStyle(.secondary)
                 }
             }
         } header: {
             Text("From the Hugging Face Hub")
         } footer: {
             Text(
-                "Each file is checked. A download continues while you use other apps. If it stops, the next one starts from the files that have arrived."
+                "A bundle, or a model in MLX's 4-bit format such as those of mlx-community. Each file is checked, a model is rewritten into a bundle, and its download is deleted. A download continues while you use other apps. If it stops, the next one starts from what is there."
             )
         }
     }

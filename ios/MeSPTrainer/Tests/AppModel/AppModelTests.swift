@@ -33,7 +33,10 @@ import Testing
 
     @Test func withoutABundleItSaysWhatToDo() async {
         #expect(model.form.bundle == nil)
-        #expect(throws: MeSPError("Import a bundle first, by AirDrop, the Files app or tools/push.py.")) {
+        #expect(
+            throws: MeSPError(
+                "Add a model first, under Models: from the Hugging Face Hub, the Files app or by AirDrop.")
+        ) {
             _ = try model.form.fit.get()
         }
         await model.startTraining()

@@ -267,9 +267,6 @@ import Testing
                 "blocks/00.bin in \(name) is damaged (its SHA-256 differs); copy or export the bundle again.")
         ) { _ = try store.importBundle(at: source) }
         #expect(try files.contentsOfDirectory(atPath: documents.path).isEmpty)
-        #expect(throws: MeSPError("text.txt is not a bundle: bundles are folders whose names end in .mesp.")) {
-            _ = try store.importBundle(at: documents.appendingPathComponent("text.txt"))
-        }
     }
 
     @Test func aBadBundleSaysWhy() throws {

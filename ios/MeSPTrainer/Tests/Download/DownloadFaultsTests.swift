@@ -19,8 +19,13 @@
 
         enum Kind: String, CaseIterable { case full, crash, power }
 
-        @Test(arguments: Kind.allCases) func aDownloadGoesOnFromWhicheverCallFailed(_ kind: Kind) async throws {
-            let source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+        @Test(arguments: Kind.allCases, [false, true])
+        func aDownloadGoesOnFromWhicheverCallFailed(_ kind: Kind, isModel: Bool) async throws {
+            var source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+            if isModel {
+                source = folder.appendingPathComponent("model")
+                try TinyModel.write(to: source)
+            }
             let hub = try Hub(source)
             defer { _ = hub.end() }
             try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -43,7 +48,8 @@
                     #expect(problem == "" || kind == .full && problem.contains("space"), "call \(number): \(problem)")
                 }
                 for bundle in try bundles(documents) { _ = try ModelBundle(url: bundle) }
-                #expect(try download(hub, into: documents, library) == .said(""), "call \(number)")
+                let next = try download(hub, into: documents, library)
+                #expect(next == .said(""), "call \(number)")
                 #expect(try bundles(documents).map { try ModelBundle(url: $0).url.lastPathComponent } == ["tied.mesp"])
                 let rest = try FileManager.default.subpathsOfDirectory(atPath: documents.path)
                 #expect(rest.filter { $0.hasPrefix(".") || $0.contains(".part") } == [], "call \(number)")
@@ -59,7 +65,7 @@
             monitor.availableMemory = 1 << 40
             let model = AppModel(
                 monitor: monitor, folder: DocumentsFolder(documents: documents),
-                openDownload: { try BundleDownload(repository: $0, hub: hub) }, loadTokenizer: { _ in ByteTokenizer() })
+                openDownload: { try HubDownload(repository: $0, hub: hub) }, loadTokenizer: { _ in ByteTokenizer() })
             await model.refresh()
             await model.finishDownload()
             if model.problem == nil, model.library.bundles.isEmpty {

@@ -6,20 +6,38 @@ FAULTS is a JSON object: for a path the faults of its answers, one after the oth
 the connection in the middle, `stall` falls silent there, `flip` changes a byte, `long` and `short`
 send more and less than there is, `whole` forgets that a part was asked for, `other` sends another
 part, `trickle` sends byte after byte until `/go-on` is asked for, `expired` leads to another host
-that refuses, and a number is the answer's status. Prints its port, and then each request with its
-Range.
+that refuses, a number is the answer's status, and an object has in `answer` another body, which is
+sent so many `times`. Prints its port, and then each request with its Range; the list of files is
+`api`. It has the files of one commit, and the newest manifest.
 """
 
+import hashlib
 import json
 import os
+import re
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+COMMIT = "0123456789abcdef"
 going = threading.Event()
 folder, faults = Path(sys.argv[1]), json.loads(sys.argv[2])
+
+
+def file_list() -> bytes:
+    """What the Hub answers of a model: its files, with the SHA-256 of large ones alone."""
+    siblings = []
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            data = file.read_bytes()
+            entry = {"rfilename": file.relative_to(folder).as_posix(), "size": len(data)}
+            if file.suffix == ".safetensors":
+                digest = hashlib.sha256(data).hexdigest()
+                entry["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 134}
+            siblings.append({**entry, "blobId": hashlib.sha1(data).hexdigest()})
+    return json.dumps({"id": "someone/model", "sha": COMMIT, "siblings": siblings}).encode()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -29,17 +47,24 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/go-on":
             going.set()
             return self.answer(200)
-        path = self.path.partition("/resolve/")[2].partition("/")[2]
+        is_list = re.fullmatch(r"/api/models/\w+/[\w.-]+/revision/main\?blobs=true", self.path)
+        revision, _, path = self.path.partition("/resolve/")[2].partition("/")
+        if is_list:
+            path = "api"
+        elif revision != COMMIT and path != "manifest.json":
+            path = "of another commit"
         asked = self.headers.get("Range")
         print(f"{path} {asked or 'whole'}\n", end="", flush=True)  # in one piece: others print too
         left = faults.get(path, [])
         fault = left.pop(0) if left else None
         file = folder / path
-        if isinstance(fault, int) or not file.is_file():
+        if isinstance(fault, int) or not (is_list or file.is_file()):
             return self.answer(fault if isinstance(fault, int) else 404)
         if fault == "expired":
             return self.answer(302, f"http://localhost:{server.server_address[1]}/expired")
-        data = file.read_bytes()
+        data = file_list() if is_list else file.read_bytes()
+        if isinstance(fault, dict):
+            data = fault["answer"].encode() * fault.get("times", 1)
         if fault == "flip":
             data = bytes([data[0] ^ 1]) + data[1:]
         start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
@@ -56,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
             data += b"more"
         if fault == "short":
             data = data[:-1]
-        self.send_header("X-Repo-Commit", "0123456789abcdef")
+        self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         half = len(data) // 2

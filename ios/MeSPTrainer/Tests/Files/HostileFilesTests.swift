@@ -163,7 +163,7 @@ import Testing
         "a length of zero", "a rank of 2⁶²", "a size of 2⁶²",
     ]) func whatIsLookedUpIsChecked(_ damage: String) throws {
         func offer(_ json: Data) throws {
-            let offer = try BundleDownload.Offer(repository: "a/b", json: json, commit: nil)
+            let offer = try HubDownload.Offer(repository: "a/b", json: json, commit: nil)
             _ = offer.size
             var settings = RunSettings(bundle: "", output: "")
             (settings.seqLen, settings.rank) = (offer.manifest.seqLens.min() ?? 1, offer.manifest.ranks.min() ?? 1)
@@ -209,7 +209,7 @@ import Testing
         let sampler = FootprintSampler()
         defer { sampler.stop() }
         let before = memoryFootprint()
-        #expect(throws: MeSPError.self) { _ = try BundleDownload.Offer(repository: "a/b", json: json, commit: nil) }
+        #expect(throws: MeSPError.self) { _ = try HubDownload.Offer(repository: "a/b", json: json, commit: nil) }
         #expect(sampler.takePeak() - before < 100_000_000)
     }
 
@@ -220,7 +220,7 @@ import Testing
         // On a thread of the concurrency runtime, whose stack is small.
         let sentences = await Task.detached {
             [
-                message { _ = try BundleDownload.Offer(repository: "a/b", json: json, commit: nil) },
+                message { _ = try HubDownload.Offer(repository: "a/b", json: json, commit: nil) },
                 message { _ = try TokenFolder.entries(in: folder) },
                 message { _ = try LogRecord.read(json) },
                 message { _ = try RunSettings(contentsOf: folder.appendingPathComponent("data.json")) },

@@ -3,41 +3,14 @@ import MeSP
 import Testing
 
 @testable import MeSPBundle
-@testable import MeSPFiles
 
-/// A bundle's weights as a model in MLX's format: the inverse of what an import does.
 @Suite(.serialized) final class ModelsInMLXFormatTests: Sendable {
     private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
     private var model: URL { folder.appendingPathComponent("Tiny-4bit") }
     private var bundle: URL { folder.appendingPathComponent("tiny.mesp") }
 
     init() throws {
-        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
-        let manifest = try ModelBundle(url: bundle, checksums: false).manifest
-        try FileManager.default.createDirectory(at: model, withIntermediateDirectories: true)
-        for name in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
-            try? FileManager.default.copyItem(
-                at: bundle.appendingPathComponent(name), to: model.appendingPathComponent(name))
-        }
-        let dtypes = [ElementType.uint32: "U32", .uint8: "U8", .float32: "F32", .bfloat16: "BF16"]
-        var (header, data) = ([String: JSONValue](), Data())
-        for file in manifest.blocks.flatMap({ kind in kind.layers.map(kind.file) }) + [manifest.head] {
-            let words = try Data(contentsOf: bundle.appendingPathComponent(file.file))
-            let block = file.file.hasPrefix("blocks/") ? Int(file.file.dropFirst(7).dropLast(4)) : nil
-            for array in file.arrays {
-                let name = block.map { "model.layers.\($0).\(array.name)" } ?? "model.embed_tokens.\(array.name)"
-                let size = array.shape.reduce(array.dtype.dtype.size, *)
-                header[array.name == "norm" ? "model.norm.weight" : name] = .object([
-                    "dtype": .string(try #require(dtypes[array.dtype])),
-                    "shape": .array(array.shape.map(JSONValue.integer)),
-                    "data_offsets": .array([.integer(data.count), .integer(data.count + size)]),
-                ])
-                data += words[(4 * array.offset)..<(4 * array.offset + size)]
-            }
-        }
-        let text = Data(JSONValue.object(header).json.utf8)
-        let length = withUnsafeBytes(of: UInt64(text.count).littleEndian) { Data($0) }
-        try (length + text + data).write(to: model.appendingPathComponent("model.safetensors"))
+        try TinyModel.write(to: model)
     }
 
     deinit { try? FileManager.default.removeItem(at: folder) }
@@ -80,7 +53,7 @@ import Testing
         _ = try await tuner { fractions.append($0) }
         #expect(fractions.values.isEmpty)
         // Another model by the same name is not trained in its place.
-        let file = model.appendingPathComponent("model.safetensors")
+        let file = model.appendingPathComponent("model-00001-of-00002.safetensors")
         try FileManager.default.setAttributes(
             [.modificationDate: Date(timeIntervalSince1970: 0)], ofItemAtPath: file.path)
         let error = await #expect(throws: FineTuningError.self) { _ = try await self.tuner() }

@@ -46,7 +46,7 @@ final class Hub {
 /// A transfer of files. The system's own session is on phones only: here another has its place.
 enum Way: CaseIterable { case foreground, background }
 
-@Suite(.serialized) @MainActor final class BundleDownloadTests {
+@Suite(.serialized) @MainActor final class HubDownloadTests {
     private let folder = temporaryFolder()
     private let transfer = BackgroundTransfer(.ephemeral, home: FileManager.default.temporaryDirectory)
     deinit {
@@ -69,7 +69,7 @@ enum Way: CaseIterable { case foreground, background }
         let stalls = faults.values.joined().contains { $0 as? String == "stall" }
         var problem: String?
         do {
-            let download = try BundleDownload(
+            let download = try HubDownload(
                 repository: "someone/tied-mesp", hub: hub.url, patience: stalls ? 2 : 60,
                 background: way == .background ? transfer : nil)
             try await download.fetch(try await download.fetchOffer(), to: folder)
@@ -126,7 +126,7 @@ enum Way: CaseIterable { case foreground, background }
     /// As after the app was ended: the system has brought one file and is bringing another, and nobody waits.
     @Test func whatTheSystemBringsMeanwhileIsNotAskedForAgain() async throws {
         let hub = try Hub(try fixture(), ["blocks/01.bin": ["trickle"]])
-        let download = try BundleDownload(
+        let download = try HubDownload(
             repository: "someone/tied-mesp", hub: hub.url, patience: 60, background: transfer)
         let offer = try await download.fetchOffer()
         try FileManager.default.createDirectory(
@@ -168,10 +168,10 @@ enum Way: CaseIterable { case foreground, background }
     @Test(
         arguments: [
             (["flip", "flip"], "blocks/00.bin of someone/tied-mesp is damaged: its SHA-256 differs."),
-            (["long"], "blocks/00.bin of someone/tied-mesp is longer than its manifest says."),
+            (["long"], "blocks/00.bin of someone/tied-mesp is longer than it may be."),
             (
                 [404],
-                "There is no blocks/00.bin of someone/tied-mesp on the Hub; write the repository as owner/name, of one that holds a bundle."
+                "There is no blocks/00.bin of someone/tied-mesp on the Hub; look the repository up again, or take another."
             ),
             (
                 [403],
@@ -277,12 +277,12 @@ enum Way: CaseIterable { case foreground, background }
         _ name: String
     ) {
         #expect(throws: MeSPError("\(name) is not a repository; write it as owner/name.")) {
-            _ = try BundleDownload(repository: name)
+            _ = try HubDownload(repository: name)
         }
     }
 
     @Test func theHubsAddressWillDo() throws {
-        let download = try BundleDownload(repository: "https://huggingface.co/someone/Qwen2.5-0.5B-mesp")
+        let download = try HubDownload(repository: "https://huggingface.co/someone/Qwen2.5-0.5B-mesp")
         #expect(download.repository == "someone/Qwen2.5-0.5B-mesp" && download.name == "Qwen2.5-0.5B")
     }
 
@@ -304,7 +304,7 @@ enum Way: CaseIterable { case foreground, background }
         monitor.availableMemory = 1 << 40
         return AppModel(
             monitor: monitor, folder: documents, network: network,
-            openDownload: { try BundleDownload(repository: $0, hub: url, patience: 2) },
+            openDownload: { try HubDownload(repository: $0, hub: url, patience: 2) },
             loadTokenizer: { _ in ByteTokenizer() })
     }
 

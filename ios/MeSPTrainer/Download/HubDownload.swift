@@ -1,58 +1,23 @@
 import Foundation
 import MeSPBundle
 import MeSPFiles
+import MeSPImport
 import MeSPSentences
 
 #if canImport(FoundationNetworking)
     import FoundationNetworking
 #endif
 
-/// A download of a bundle from a repository of the Hugging Face Hub.
+/// A download from a repository of the Hugging Face Hub: of a bundle, or of a model in MLX's format that `MeSPImport` can rewrite.
 ///
-///     let download = try BundleDownload(repository: "someone/Qwen2.5-0.5B-mesp")
+///     let download = try HubDownload(repository: "mlx-community/Qwen2.5-0.5B-Instruct-4bit")
 ///     let offer = try await download.fetchOffer()
 ///     try await download.fetch(offer, to: folder) { bytes in … }
 ///
-/// The manifest is downloaded first, and then the files that it lists and no others. A file that has not the size and the SHA-256 of the
-/// manifest is refused. `fetch` resumes a download that ended early.
-public struct BundleDownload: Sendable {
-    /// A bundle on the Hub, before it is downloaded. It can be stored, so that another process can resume the download.
-    public struct Offer: Sendable, Codable {
-        /// As `owner/name`.
-        package let repository: String
-        public let manifest: Manifest
-        /// The manifest's bytes, unchanged.
-        let json: Data
-        /// The commit of the files; nil if the server names none.
-        let commit: String?
-
-        /// The size of all files, in bytes.
-        public var size: Int { manifest.files.reduce(json.count) { $0 + $1.size } }
-
-        /// Checks that this build can use such a bundle.
-        init(repository: String, json: Data, commit: String?) throws {
-            (self.repository, self.json, self.commit) = (repository, json, commit)
-            manifest = try Manifest.read(json, of: repository)
-        }
-
-        private enum Key: String, CodingKey { case repository, json, commit }
-
-        public init(from decoder: any Decoder) throws {
-            let container = try decoder.container(keyedBy: Key.self)
-            try self.init(
-                repository: container.decode(String.self, forKey: .repository),
-                json: container.decode(Data.self, forKey: .json),
-                commit: container.decodeIfPresent(String.self, forKey: .commit))
-        }
-
-        public func encode(to encoder: any Encoder) throws {
-            var container = encoder.container(keyedBy: Key.self)
-            try container.encode(repository, forKey: .repository)
-            try container.encode(json, forKey: .json)
-            try container.encodeIfPresent(commit, forKey: .commit)
-        }
-    }
-
+/// A repository with a manifest.json holds a bundle: the files that the manifest lists are downloaded. Of another one the Hub's list of
+/// files is read, and those that an import needs are downloaded. A file is refused that has not the size and, where it is known, the
+/// SHA-256 that were named. `fetch` resumes a download that ended early.
+public struct HubDownload: Sendable {
     /// As `owner/name`.
     package let repository: String
     private let hub: URL
@@ -91,27 +56,109 @@ public struct BundleDownload: Sendable {
 
     // MARK: - Fetching
 
-    /// Asks for the manifest, and checks that this build can use such a bundle.
-    package func fetchOffer() async throws -> Offer {
-        let file = FileManager.default.temporaryDirectory.appendingPathComponent("manifest-\(UUID().uuidString).json")
-        defer { try? FileManager.default.removeItem(at: file) }
-        let requested = requested("manifest.json", of: "main", into: file, limit: Manifest.largestSize)
+    /// Asks what the repository holds, and checks that this build can use it.
+    ///
+    /// - Parameter device: what a model is rewritten for; nil as `ModelImport` has it.
+    package func fetchOffer(for device: Backend? = nil) async throws -> Offer {
         do {
-            let answer = try await ForegroundTransfer().receive(requested) { _ in }
-            let commit = answer.value(forHTTPHeaderField: "X-Repo-Commit").flatMap { commit in
-                commit.count >= 7 && commit.allSatisfy(\.isHexDigit) ? commit : nil
+            do {
+                let (json, answer) = try await read("manifest.json", of: "main", limit: Manifest.largestSize)
+                let commit = answer.value(forHTTPHeaderField: "X-Repo-Commit").flatMap { Offer.isCommit($0) ? $0 : nil }
+                return try Offer(repository: repository, json: json, commit: commit)
+            } catch is FileNotFound {
+                return try await fetchModelOffer(for: device)
             }
-            return try Offer(repository: repository, json: try Data(contentsOf: file), commit: commit)
         } catch let error as RetryableFailure {
             throw MeSPError(error.sentence)
         }
+    }
+
+    private func fetchModelOffer(for device: Backend?) async throws -> Offer {
+        let list = try await fetchFileList()
+        let names = ModelImport.neededFiles(list.files.map(\.path))
+        guard names.contains("config.json"), names.contains(where: { $0.hasSuffix(".safetensors") }) else {
+            throw MeSPError(
+                "\(repository) has neither a bundle nor a model in MLX's format, with config.json and safetensors; take another repository."
+            )
+        }
+        let files = list.files.filter { names.contains($0.path) }
+        func small(_ path: String) async throws -> Data? {
+            guard let file = files.first(where: { $0.path == path }) else { return nil }
+            guard file.size <= Self.largestText else {
+                throw MeSPError("\(path) of \(repository) is longer than it may be.")
+            }
+            let data = try await read(path, of: list.commit, limit: file.size).data
+            guard data.count == file.size else { throw isTooShort(path) }
+            return data
+        }
+        guard let config = try await small("config.json") else { throw isTooShort("config.json") }
+        let card = try await small("README.md")
+        return try Offer(
+            repository: repository,
+            model: .init(commit: list.commit, config: config, card: card, device: device, files: files))
+    }
+
+    /// The most bytes of a config.json or a README.md.
+    private static let largestText = 1 << 20
+    /// The most files of a repository.
+    private static let mostFiles = 1000
+
+    /// Asks for the names and the sizes of a repository's files, and for the commit that has them.
+    private func fetchFileList() async throws -> (commit: String, files: [Offer.File]) {
+        struct List: Decodable {
+            struct File: Decodable {
+                struct LargeFile: Decodable {
+                    let sha256: String
+                    let size: Int
+                }
+                let rfilename: String
+                let size: Int?
+                /// nil of a file that Git has itself.
+                let lfs: LargeFile?
+            }
+            let sha: String
+            let siblings: [File]
+        }
+        let url = hub.appendingPathComponent("api/models/\(repository)/revision/main")
+            .appending(queryItems: [URLQueryItem(name: "blobs", value: "true")])
+        let json: Data
+        do {
+            json = try await read("file list", at: url, limit: Manifest.largestSize).data
+        } catch is FileNotFound {
+            throw MeSPError("There is no \(repository) on the Hub; write the repository as owner/name.")
+        }
+        guard let list = try? JSONDecoder().decode(List.self, from: json) else {
+            throw MeSPError("The file list of \(repository) is not one; check the network and try again.")
+        }
+        let files = list.siblings.map { file in
+            Offer.File(path: file.rfilename, size: file.lfs?.size ?? file.size ?? -1, sha256: file.lfs?.sha256)
+        }
+        guard files.count <= Self.mostFiles else {
+            throw MeSPError("\(repository) has more files than a model needs; take another repository.")
+        }
+        try Offer.check(files, commit: list.sha, of: repository)
+        return (list.sha, files)
+    }
+
+    /// Reads a small file.
+    private func read(_ path: String, of commit: String, limit: Int) async throws -> (
+        data: Data, answer: HTTPURLResponse
+    ) {
+        try await read(path, at: url(path, of: commit), limit: limit)
+    }
+
+    private func read(_ path: String, at url: URL, limit: Int) async throws -> (data: Data, answer: HTTPURLResponse) {
+        let file = FileManager.default.temporaryDirectory.appendingPathComponent("hub-\(UUID().uuidString)")
+        defer { try? FileManager.default.removeItem(at: file) }
+        let answer = try await ForegroundTransfer().receive(requested(path, at: url, into: file, limit: limit)) { _ in }
+        return (try Data(contentsOf: file), answer)
     }
 
     /// Downloads the files that `folder` lacks. Cancelling the task ends it; the next call resumes.
     ///
     /// - Parameters:
     ///   - offer: the result of `fetchOffer()`.
-    ///   - folder: gets the bundle; it need not be there yet.
+    ///   - folder: gets the files; it need not be there yet. What it has of a model is of the offer's commit.
     ///   - usesAnyNetwork: whether it may come over networks that cost extra or are in Low Data Mode. In the background files wait for
     ///     another, elsewhere they fail.
     ///   - progress: called with the number of received bytes.
@@ -124,10 +171,10 @@ public struct BundleDownload: Sendable {
             // In a folder that is not new, a link could lead out of it.
             try removeFiles(in: folder) { $0 == .typeSymbolicLink }
         }
-        let count = ByteCount(offer.json.count, progress)
+        let count = ByteCount(offer.json?.count ?? 0, progress)
         try await withThrowingTaskGroup(of: Void.self) { group in
             var begun = 0
-            for file in offer.manifest.files {
+            for file in offer.files {
                 let target = folder.appendingPathComponent(file.path)
                 try attempt("written") {
                     try FileManager.default.createDirectory(
@@ -152,9 +199,11 @@ public struct BundleDownload: Sendable {
         }
         try attempt("written") {
             // Of another commit, from which the download was begun.
-            try removeFiles(in: folder, but: Set(offer.manifest.files.map(\.path))) { $0 != .typeDirectory }
+            try removeFiles(in: folder, but: Set(offer.files.map(\.path))) { $0 != .typeDirectory }
             // Last: a folder with a manifest is a bundle that is whole.
-            try writeWhole(folder.appendingPathComponent("manifest.json")) { try $0.write(contentsOf: offer.json) }
+            if let json = offer.json {
+                try writeWhole(folder.appendingPathComponent("manifest.json")) { try $0.write(contentsOf: json) }
+            }
         }
     }
 
@@ -168,10 +217,13 @@ public struct BundleDownload: Sendable {
         }
     }
 
-    private func requested(
-        _ path: String, of commit: String, into file: URL, limit: Int, usesAnyNetwork: Bool = true
-    ) -> RequestedFile {
-        let url = hub.appendingPathComponent("\(repository)/resolve/\(commit)/\(path)")
+    private func url(_ path: String, of commit: String) -> URL {
+        hub.appendingPathComponent("\(repository)/resolve/\(commit)/\(path)")
+    }
+
+    private func requested(_ path: String, at url: URL, into file: URL, limit: Int, usesAnyNetwork: Bool = true)
+        -> RequestedFile
+    {
         var request = URLRequest(url: url, cachePolicy: .reloadIgnoringLocalCacheData, timeoutInterval: patience)
         // Ranges are of the file as it is, and not of one that was compressed for the way.
         request.setValue("identity", forHTTPHeaderField: "Accept-Encoding")
@@ -179,24 +231,36 @@ public struct BundleDownload: Sendable {
         return RequestedFile(request: request, file: file, limit: limit, path: path, repository: repository)
     }
 
+    private func isTooShort(_ path: String) -> MeSPError {
+        MeSPError("\(path) of \(repository) is shorter than its repository says.")
+    }
+
     /// Whether a file is there already, and not of another commit.
-    private static func isThere(_ url: URL, _ file: Manifest.File) async throws -> Bool {
+    private static func isThere(_ url: URL, _ file: Offer.File) async throws -> Bool {
         let attributes = try? FileManager.default.attributesOfItem(atPath: url.path)
         guard let attributes, attributes[.type] as? FileAttributeType == .typeRegular,
             attributes[.size] as? Int == file.size
         else { return false }
-        return try await Task.detached { try sha256(of: url) }.value == file.sha256
+        return try await isSound(url, file)
+    }
+
+    /// Whether the contents are the right ones, as far as their SHA-256 is known.
+    private static func isSound(_ url: URL, _ file: Offer.File) async throws -> Bool {
+        guard let digest = file.sha256 else { return true }
+        return try await Task.detached { try sha256(of: url) }.value == digest
     }
 
     /// Downloads a file. What has arrived is in a file of the same name that ends in `.part`, which becomes the file when it is whole.
     private func fetch(
-        _ file: Manifest.File, of commit: String, to target: URL, usesAnyNetwork: Bool,
+        _ file: Offer.File, of commit: String, to target: URL, usesAnyNetwork: Bool,
         progress: @escaping @Sendable (Int) -> Void
     ) async throws {
         let partial = target.appendingPathExtension("part")
+        // What a power failure leaves has its length and may be anything; without a SHA-256 nothing would say so.
+        if file.sha256 == nil { try? FileManager.default.removeItem(at: partial) }
         try attempt("written") { close(try openRegularFile(partial, O_WRONLY | O_CREAT)) }
         let requested = requested(
-            file.path, of: commit, into: partial, limit: file.size, usesAnyNetwork: usesAnyNetwork)
+            file.path, at: url(file.path, of: commit), into: partial, limit: file.size, usesAnyNetwork: usesAnyNetwork)
         var (failures, damaged) = (0, false)
         while true {
             let had = Self.size(partial)
@@ -211,14 +275,11 @@ public struct BundleDownload: Sendable {
                 }
                 if Self.size(partial) < file.size {  // the server takes this for all of it
                     failures = Self.size(partial) > had ? 0 : failures + 1
-                    guard failures < attempts else {
-                        throw MeSPError("\(file.path) of \(repository) is shorter than its manifest says.")
-                    }
+                    guard failures < attempts else { throw isTooShort(file.path) }
                     continue
                 }
             }
-            let digest = try await Task.detached { [partial] in try sha256(of: partial) }.value
-            if digest == file.sha256 { break }
+            if try await Self.isSound(partial, file) { break }
             try? FileManager.default.removeItem(at: partial)
             if damaged { throw MeSPError("\(file.path) of \(repository) is damaged: its SHA-256 differs.") }
             // It may have been damaged on the way.
