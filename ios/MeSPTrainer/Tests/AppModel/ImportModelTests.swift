@@ -66,7 +66,7 @@ import Testing
         #expect(try contents() == ["tiny-4bit.mesp"])
         _ = try ModelBundle(url: documents.appendingPathComponent("tiny-4bit.mesp"))
         #expect(try digests() == original)
-        await model.importBundle(at: source)
+        _ = try await begin(model)
         #expect(model.problem == "There is a bundle tiny-4bit.mesp already; delete it first.")
     }
 
