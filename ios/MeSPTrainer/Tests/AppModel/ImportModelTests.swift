@@ -36,10 +36,16 @@ import Testing
 
     private func contents() throws -> [String] { try files.contentsOfDirectory(atPath: documents.path) }
 
-    /// Begins an import, and waits for its question.
-    private func begin(_ model: AppModel) async throws -> Task<Void, Never> {
-        let work = Task { await model.importBundle(at: source) }
-        while !model.asksToImport && model.problem == nil { try await Task.sleep(for: .milliseconds(1)) }
+    private var hasEnded = false
+
+    /// Begins an import, and waits for its question, or for its end where it asks nothing.
+    private func begin(_ model: AppModel, at url: URL? = nil) async throws -> Task<Void, Never> {
+        hasEnded = false
+        let work = Task {
+            await model.importBundle(at: url ?? source)
+            hasEnded = true
+        }
+        while !model.asksToImport && !hasEnded { try await Task.sleep(for: .milliseconds(1)) }
         return work
     }
 
@@ -60,7 +66,7 @@ import Testing
         #expect(try contents() == ["tiny-4bit.mesp"])
         _ = try ModelBundle(url: documents.appendingPathComponent("tiny-4bit.mesp"))
         #expect(try digests() == original)
-        await model.importBundle(at: source)
+        _ = try await begin(model)
         #expect(model.problem == "There is a bundle tiny-4bit.mesp already; delete it first.")
     }
 
@@ -83,8 +89,7 @@ import Testing
         let inside = documents.appendingPathComponent("tiny-4bit")
         try files.moveItem(at: source, to: inside)
         let model = model()
-        let work = Task { await model.importBundle(at: inside) }
-        while !model.asksToImport { try await Task.sleep(for: .milliseconds(1)) }
+        let work = try await begin(model, at: inside)
         model.answerImport(true)
         await work.value
         #expect(model.problem == nil && model.form.bundle?.id == "tiny-4bit.mesp")
