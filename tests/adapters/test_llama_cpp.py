@@ -38,6 +38,7 @@ from helpers.adapters import write_adapters
 from helpers.commands import call
 from helpers.gguf_files import INTERLEAVED, MODELS, q8_0, write_gguf
 from helpers.models import FAMILIES, random_tensors, write_model
+from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
 from mesp.data.prompts import encode_prompt
 from mesp.data.tokenizer import load_bundle_tokenizer
@@ -210,7 +211,7 @@ def check(
     expected = log_probabilities(model, case.prompt, [step["id"] for step in steps])
     assert [step["logprob"] for step in steps] == pytest.approx(expected, abs=tolerance)
 
-    settings = {"adapters": adapters, "max_tokens": COUNT, "stop": [END]}
+    settings = {"adapters": weigh(adapters), "max_tokens": COUNT, "stop": [END]}
     *records, _ = generate(case.bundle, case.prompt, **settings)
     tokens = [record["token"] for record in records]
     tokens += [END] * (len(tokens) < COUNT)  # llama.cpp gives it too

@@ -17,6 +17,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
 from helpers.commands import call, command, run
 from helpers.models import FAMILIES, TINY, write_model
+from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
 from mesp.data.prompts import encode_prompt
 from mesp.data.tokenizer import load_bundle_tokenizer
@@ -62,8 +63,11 @@ def copy(adapters: Path, tmp_path: Path) -> Path:
     return shutil.copytree(adapters, tmp_path / "adapters")
 
 
-def ours(bundle: Path, prompt: list[int], count: int, **options: object) -> list[int]:
-    *tokens, end = generate(bundle, prompt, max_tokens=count, **options)
+def ours(
+    bundle: Path, prompt: list[int], count: int, adapters: Path | None = None, **options: object
+) -> list[int]:
+    options |= {"adapters": weigh(adapters), "max_tokens": count}
+    *tokens, end = generate(bundle, prompt, **options)
     assert end["tokens"] == len(tokens)
     return [record["token"] for record in tokens]
 
@@ -479,7 +483,7 @@ def test_rslora_adapters_of_peft_count_alpha_by_the_root(bundle: Path, copy: Pat
     ],
 )
 def test_bad_requests_are_one_sentence(bundle: Path, tmp_path: Path, request_: dict, said: str):
-    settings = {"bundle": str(bundle), "adapters": None, "prompt": [1], "max_tokens": 5}
+    settings = {"bundle": str(bundle), "adapters": [], "prompt": [1], "max_tokens": 5}
     settings |= {"temperature": 0, "top_p": 1, "seed": 0, "stop": []}
     done = engine(tmp_path, "generate", **(settings | request_))
     assert done.returncode == 2

@@ -24,6 +24,7 @@ from helpers.commands import call, command, run
 from mesp.bundle.reader import Bundle
 from mesp.data.prompts import encode_prompt
 from mesp.data.tokenizer import load_bundle_tokenizer
+from mesp.adapters.weighted import weigh
 from mesp.engine.build import find_engine
 from mesp.engine.process import evaluator
 from mesp.evaluation.records import read_records
@@ -127,7 +128,7 @@ def test_log_likelihoods_are_mlx_lms(bundle: Path, adapters: Path, tuned: bool):
     assert len(text) > 300  # more than go through the blocks at once
     greedy = int(model(mx.array([text[:40]]))[0, -1].argmax())
     choices = [[5], [6, 7, 8], [greedy], text[40:43], text[40:], [9] * 30]
-    with evaluator(bundle, folder) as engine:
+    with evaluator(bundle, weigh(folder)) as engine:
         assert engine.text(text[:9], 1 << 62) == engine.text(text[:9], 8)
         scores = engine.choices(text[:40], choices)
         for choice, score in zip(choices, scores, strict=True):
@@ -156,7 +157,7 @@ def test_log_likelihoods_are_mlx_lms(bundle: Path, adapters: Path, tuned: bool):
 )
 def test_a_bad_request_is_one_sentence(bundle: Path, tmp_path: Path, line: str, said: str):
     settings = tmp_path / "settings.json"
-    settings.write_text(json.dumps({"bundle": str(bundle), "adapters": None}))
+    settings.write_text(json.dumps({"bundle": str(bundle), "adapters": []}))
     done = subprocess.run(
         [find_engine(), "evaluate", settings], input=line + "\n", capture_output=True, text=True
     )
