@@ -21,10 +21,10 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import dequantize_model
 
 from helpers.commands import call, command, run
+from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
 from mesp.data.prompts import encode_prompt
 from mesp.data.tokenizer import load_bundle_tokenizer
-from mesp.adapters.weighted import weigh
 from mesp.engine.build import find_engine
 from mesp.engine.process import evaluator
 from mesp.evaluation.records import read_records
@@ -483,7 +483,7 @@ def test_bad_records_are_named(bundle: Path, tmp_path: Path, kind: str):
         (["DATA", "--tasks", "arc"], "Name either"),
         (["DATA", "--json"], '--json is for records with "prompt" and "completion"'),
         (["DATA", "--num-fewshot", 0], "--num-fewshot needs --tasks"),
-        (["--tasks", ","], "Name either"),
+        (["--tasks", ","], "--tasks has no value; give one, or leave it out."),
         (["TEXTS", "--chat"], "--chat is for records with a prompt"),
         (["TALKS", "--no-chat"], "messages go through the chat template"),
         (["missing.jsonl"], "missing.jsonl cannot be read: No such file or directory."),
