@@ -16,11 +16,11 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.utils import dequantize_model
+from mlx import nn
+from mlx.utils import tree_flatten
 
 import mesp
-from helpers.adapters import write_adapters
+from helpers.adapters import with_weighted_sum, write_adapters
 from helpers.commands import call, refused, run
 from helpers.models import FAMILIES, write_model
 from helpers.paths import FAKE_ENGINE
@@ -92,22 +92,9 @@ def test_adapters_for_llama_cpp_add_the_weighted_sum(family: Path, tmp_path: Pat
         assert relative_error(matrix, expected) <= EXACT, module
 
 
-def with_sum(folder: Path, weights: dict[str, float]):
-    """mlx-lm's model in float32, of whole matrices with the weighted sum in them."""
-    model = Bundle(folder / "bundle.mesp").to_mlx_lm()
-    model.set_dtype(mx.float32)
-    model = dequantize_model(model)
-    matrices = dict(tree_flatten(model.parameters()))
-    for name, weight in weights.items():
-        config = json.loads((folder / name / "adapter_config.json").read_text())
-        scale = weight * config["lora_parameters"]["scale"]
-        arrays = mx.load(str(folder / name / "adapters.safetensors"))
-        for key in (key for key in arrays if key.endswith(".lora_a")):
-            a, b = arrays[key], arrays[f"{key[:-1]}b"]
-            matrix = f"{key.removesuffix('.lora_a')}.weight"
-            matrices[matrix] = matrices[matrix] + scale * (b @ a if a.ndim == 3 else (a @ b).T)
-    model.update(tree_unflatten([*matrices.items()]))
-    return model
+def with_sum(folder: Path, weights: dict[str, float]) -> nn.Module:
+    named = {folder / name: weight for name, weight in weights.items()}
+    return with_weighted_sum(folder / "bundle.mesp", named)
 
 
 @pytest.mark.parametrize("weights", [WEIGHTS, {"first": 0.5}])

@@ -20,6 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import dequantize_model
 
+from helpers.adapters import with_weighted_sum, write_adapters
 from helpers.commands import call, command, run
 from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
@@ -191,6 +192,20 @@ def test_perplexity_is_mlx_lms(bundle: Path, adapters: Path, tmp_path: Path):
     values = [results["perplexity", folder]["value"] for folder in (None, str(adapters))]
     assert difference["value"] == pytest.approx(values[1] - values[0])
     assert results["perplexity", None]["difference"] is None
+
+
+def test_the_sum_of_several_adapters_is_measured(bundle: Path, adapters: Path, tmp_path: Path):
+    other = write_adapters(tmp_path / "other", bundle, 0.02, rank=3, seed=2, without=("q_proj",))
+    options = ("--adapters", f"{adapters},{other}", "--weights", "0.7,2", "--no-base")
+    _, results = evaluate(bundle, [{"text": TEXTS[0]}], tmp_path, *options)
+    tokenizer, model = (
+        load_bundle_tokenizer(bundle),
+        with_weighted_sum(bundle, {adapters: 0.7, other: 2.0}),
+    )
+    tokens = [tokenizer.eos_token_id, *tokenizer.encode(TEXTS[0])]
+    expected = math.exp(-theirs(model, tokens, 1)[0] / (len(tokens) - 1))
+    found = results["perplexity", f"0.7 * {adapters} + 2 * {other}"]
+    assert found["value"] == pytest.approx(expected, rel=PER_TOKEN)
 
 
 @pytest.mark.parametrize("chat", [False, True])
