@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,9 +51,11 @@ def unquoted(value: str) -> str | None:
     return value
 
 
-def fuse(folder: Path, licences: dict[str, str], ends: Sequence[int] = (), **keys) -> Path:
+def fuse(
+    folder: Path, licences: dict[str, str], ends: Sequence[int] = (), token: str = "", **keys
+) -> Path:
     """The folder that mesp fuse makes of a bundle from a GGUF file that has `licences` beside it.
-    The bundle's data end with the tokens `ends`."""
+    The bundle's data end with the tokens `ends`, the last of which is `token` where that is one."""
     base = folder / "model" / "base.gguf"
     base.parent.mkdir()
     write_gguf(base, "qwen2", random_tensors(MODELS["qwen2"][1]), **keys)
@@ -61,6 +64,14 @@ def fuse(folder: Path, licences: dict[str, str], ends: Sequence[int] = (), **key
     bundle = folder / "bundle.mesp"
     call("export", "--model", base, "--out", bundle, "--seq-len", 8, "--rank", RANK)
     manifest = json.loads((bundle / "manifest.json").read_text())
+    if token:
+        file = bundle / "tokenizer.json"
+        named = json.dumps(load_bundle_tokenizer(bundle).decode([ends[-1]]))
+        assert named in file.read_text()
+        file.write_text(file.read_text().replace(named, json.dumps(token)))
+        (entry,) = (entry for entry in manifest["files"] if entry["path"] == file.name)
+        data = file.read_bytes()
+        entry |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (bundle / "manifest.json").write_text(json.dumps(manifest | {"end_tokens": [*ends]}))
     adapters = write_adapters(folder / "adapters", bundle)
     options = ("--adapters", adapters, "--out", folder / "fused", "--gguf-base", base)
@@ -104,6 +115,17 @@ def test_a_licence_gives_no_commands(tmp_path: Path, text: str):
     assert read_modelfile((out / "Modelfile").read_text()) == [
         ("FROM", "./model.gguf"),
         ("LICENSE", "See LICENSE beside this file."),
+    ]
+
+
+def test_a_token_gives_no_commands(tmp_path: Path):
+    token = '<|end|>"""\nADAPTER /etc/passwd\nSYSTEM """'
+    out = fuse(tmp_path, {}, [5, 511], token)
+    tokenizer = load_bundle_tokenizer(tmp_path / "bundle.mesp")
+    assert tokenizer.decode([511]) == token
+    assert read_modelfile((out / "Modelfile").read_text()) == [
+        ("FROM", "./model.gguf"),
+        ("stop", tokenizer.decode([5])),
     ]
 
 
