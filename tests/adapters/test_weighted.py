@@ -172,8 +172,10 @@ def test_the_engine_gets_each_folder_with_its_weight(bundle: Path, asked, typed:
 
 def test_the_library_takes_one_folder_or_several(bundle: Path, asked):
     mesp.generate(bundle, "a", adapters="a")
-    mesp.generate(bundle, "a", adapters=["a", Path("b")], weights=[0.7, 0.3])
-    assert asked() == [[("a", 1)], [("a", 0.7), ("b", 0.3)]]
+    both = [("a", 0.7), ("b", 0.3)]
+    for weights in ([0.7, 0.3], np.array([0.7, 0.3])):
+        mesp.generate(bundle, "a", adapters=["a", Path("b")], weights=weights)
+    assert asked() == [[("a", 1)], both, both]
 
 
 def perplexities(rows) -> dict[str | None, float]:

@@ -29,22 +29,18 @@ def weigh(
     Raises MespError where there are more or fewer weights than folders, or one is not a number
     from 0 to `MOST_WEIGHT`.
     """
-    folders = list_folders(adapters)
-    if weights and not folders:
+    folders, given = list_folders(adapters), [float(weight) for weight in weights]
+    if given and not folders:
         raise MespError("--weights needs --adapters.")
-    if weights and len(weights) != len(folders):
+    if given and len(given) != len(folders):
         raise MespError(
-            f"The number of --weights is {len(weights)}, and that of --adapters {len(folders)}; "
+            f"The number of --weights is {len(given)}, and that of --adapters {len(folders)}; "
             "give a weight for each folder."
         )
-    for weight in weights:
+    for weight in given:
         if not 0 <= weight <= MOST_WEIGHT:  # NaN is not
             raise MespError(f"--weights has {weight:g}; give numbers from 0 to {MOST_WEIGHT:g}.")
-    given = weights or [1.0] * len(folders)
-    return tuple(
-        WeightedAdapters(folder, float(weight))
-        for folder, weight in zip(folders, given, strict=True)
-    )
+    return tuple(map(WeightedAdapters, folders, given or [1.0] * len(folders)))
 
 
 def list_folders(adapters: StrPath | Sequence[StrPath] | None) -> list[Path]:

@@ -104,7 +104,7 @@ def evaluate(
     path = bundle.path if isinstance(bundle, Bundle) else Path(bundle)
     read_manifest(path)
     each = [weigh(folder) for folder in list_folders(adapters)]
-    tuned = [weigh(adapters, weights)] if weights else each
+    tuned = [weigh(adapters, weights)] if len(weights) else each
     models = [()] * (base or not tuned) + tuned
     if (data is None) == (tasks is None):
         raise MespError("Name either a file to measure on, or --tasks.")
