@@ -182,7 +182,7 @@ def test_five_lines_export_train_write_and_measure(
     assert isinstance(text, str) and text
     found = mesp.evaluate(bundle, "test.jsonl", adapters=on.adapters)
     base, adapted = (row for row in found.rows if row.metric == "perplexity")
-    assert base.adapters is None and adapted.adapters == on.adapters
+    assert base.adapters is None and adapted.adapters == str(on.adapters)
     assert adapted.difference.value == adapted.estimate.value - base.estimate.value
     said = capfd.readouterr()
     assert (said.out, said.err) == ("", "")

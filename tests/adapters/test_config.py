@@ -18,6 +18,7 @@ from helpers.models import FAMILIES, write_model
 from mesp.adapters import config
 from mesp.adapters.config import FIELDS
 from mesp.adapters.load import read_adapters
+from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
 from mesp.engine.process import generate
 from mesp.errors import MespError
@@ -70,7 +71,7 @@ def check_refused(bundle: Path, adapters: Path, said: str) -> None:
         read_adapters(adapters, Bundle(bundle).architecture)
     assert str(error.value) == expected
     with pytest.raises(MespError) as error:
-        list(generate(bundle, [5, 6], max_tokens=1, adapters=adapters))
+        list(generate(bundle, [5, 6], max_tokens=1, adapters=weigh(adapters)))
     assert str(error.value) == expected
 
 
@@ -216,9 +217,9 @@ def test_what_changes_no_number_is_read(qwen, copy: Path, values: dict):
     change(copy / "peft", **values)
     read = read_adapters(copy / "peft", Bundle(qwen[0]).architecture)
     assert read.matrices.keys() == {"model.layers.1.self_attn.q_proj"}
-    expected = list(generate(qwen[0], [5, 6], max_tokens=9, adapters=copy / "peft"))
+    expected = list(generate(qwen[0], [5, 6], max_tokens=9, adapters=weigh(copy / "peft")))
     keep_only(copy, "model.layers.1.self_attn.q_proj.lora_a")
-    found = list(generate(qwen[0], [5, 6], max_tokens=9, adapters=copy))
+    found = list(generate(qwen[0], [5, 6], max_tokens=9, adapters=weigh(copy)))
     assert [each["token"] for each in found[:-1]] == [each["token"] for each in expected[:-1]]
 
 
@@ -226,7 +227,7 @@ def test_all_keys_that_a_training_leaves_are_read(qwen, copy: Path):
     change(copy, **(CONFIG_DEFAULTS | {"lora_parameters": {"rank": RANK, "scale": SCALE}}))
     read = read_adapters(copy, Bundle(qwen[0]).architecture)
     assert read.scale == SCALE and read.matrices
-    list(generate(qwen[0], [5, 6], max_tokens=1, adapters=copy))
+    list(generate(qwen[0], [5, 6], max_tokens=1, adapters=weigh(copy)))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
@@ -280,8 +281,8 @@ def test_the_text_of_several_modalities_may_have_been_trained_alone(tmp_path: Pa
     arch = Bundle(bundle).architecture
     ours, theirs = (read_adapters(each, arch) for each in (adapters, adapters / "peft"))
     assert ours.matrices.keys() == theirs.matrices.keys()
-    expected = list(generate(bundle, [5, 6], max_tokens=9, adapters=adapters))
-    found = list(generate(bundle, [5, 6], max_tokens=9, adapters=adapters / "peft"))
+    expected = list(generate(bundle, [5, 6], max_tokens=9, adapters=weigh(adapters)))
+    found = list(generate(bundle, [5, 6], max_tokens=9, adapters=weigh(adapters / "peft")))
     assert [each["token"] for each in found[:-1]] == [each["token"] for each in expected[:-1]]
 
 
@@ -315,7 +316,10 @@ def test_one_parameter_of_experts_may_have_adapters_alone(tmp_path: Path, kept: 
     }
     mx.save_safetensors(str(adapters / MLX), mlx)
     tokens = [
-        [each.get("token") for each in generate(bundle, [5, 6], max_tokens=9, adapters=folder)]
+        [
+            each.get("token")
+            for each in generate(bundle, [5, 6], max_tokens=9, adapters=weigh(folder))
+        ]
         for folder in (adapters, adapters / "peft")
     ]
     assert tokens[0] == tokens[1]

@@ -13,7 +13,7 @@ import random
 import unicodedata
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,10 +34,11 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import dequantize_model
 from tokenizers import Tokenizer
 
-from helpers.adapters import write_adapters
+from helpers.adapters import with_weighted_sum, write_adapters
 from helpers.commands import call
 from helpers.gguf_files import INTERLEAVED, MODELS, q8_0, write_gguf
 from helpers.models import FAMILIES, random_tensors, write_model
+from mesp.adapters.weighted import WeightedAdapters, weigh
 from mesp.bundle.reader import Bundle
 from mesp.data.prompts import encode_prompt
 from mesp.data.tokenizer import load_bundle_tokenizer
@@ -65,13 +66,13 @@ BFLOAT16 = 0.1
 # The differences of a tiny model of each family from FAMILIES: no scaled RoPE, which GGUF keeps
 # in tensors of its own; windows longer than the text, as mlx-lm leaves some out; and what llama.cpp
 # knows without asking: which blocks have no RoPE, the scale of attention, the local RoPE's base.
-_GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 64, "rope_local_base_freq": 10000.0}
+_GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 64}
 TINY = {
     "qwen3": {},
     "llama": {"rope_scaling": None},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
     "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA,
+    "gemma3_text": {**_GEMMA, "rope_local_base_freq": 10000.0},
     "mistral": {"rope_scaling": None, "sliding_window": 64},
     "phi3": {"rope_scaling": None, "sliding_window": 64},
 }
@@ -199,7 +200,11 @@ def log_probabilities(model: nn.Module, prompt: list[int], tokens: list[int]) ->
 
 
 def check(
-    case: Case, steps: list[dict], model: nn.Module, adapters: Path | None, rounding: float = 0
+    case: Case,
+    steps: list[dict],
+    model: nn.Module,
+    adapters: Sequence[WeightedAdapters],
+    rounding: float = 0,
 ) -> None:
     """Holds what llama.cpp wrote to `model`'s log-probabilities, and to mesp generate's tokens.
 
@@ -226,15 +231,27 @@ def test_adapters(case: Case, tmp_path: Path):
     base = write_base(tmp_path / "base.gguf", case.model(), case.bundle)
     plain = write(base, case.prompt)
     tuned = write(base, case.prompt, case.fused / "adapters.gguf")
-    check(case, plain, case.model(), None)
-    check(case, tuned, case.adapted(), case.adapters)
+    check(case, plain, case.model(), ())
+    check(case, tuned, case.adapted(), weigh(case.adapters))
     assert [step["id"] for step in plain] != [step["id"] for step in tuned]
+
+
+def test_several_adapters_with_weights(case: Case, tmp_path: Path):
+    other = write_adapters(tmp_path / "other", case.bundle, rank=3, seed=2, without=("q_proj",))
+    weights = {case.adapters: 0.7, other: 0.3}
+    options = ("--weights", "0.7,0.3", "--gguf", "--val-batches", 0)
+    folders = f"{case.adapters},{other}"
+    call("fuse", case.bundle, "--adapters", folders, *options, "--out", tmp_path / "fused")
+    base = write_base(tmp_path / "base.gguf", case.model(), case.bundle)
+    steps = write(base, case.prompt, tmp_path / "fused" / "adapters.gguf")
+    model = with_weighted_sum(case.bundle, weights)
+    check(case, steps, model, weigh([*weights], [*weights.values()]))
 
 
 def test_a_fused_model(case: Case, tmp_path: Path):
     fused, _ = mlx_lm.load(str(case.fused))
     steps = write(write_base(tmp_path / "fused.gguf", fused, case.fused), case.prompt)
-    check(case, steps, fused, case.adapters, BFLOAT16)
+    check(case, steps, fused, weigh(case.adapters), BFLOAT16)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -255,7 +272,7 @@ def test_a_gguf_file_and_its_bundle_agree(name: str, tmp_path: Path):
     tolerance = TOLERANCE[Bundle(bundle).architecture.hidden_act]
     assert [step["logprob"] for step in steps] == pytest.approx(expected, abs=tolerance)
 
-    size = 0.3 if "gemma" in name else 0.1
+    size = 0.3 if name.startswith(("gemma", "granite")) else 0.1
     adapters, fused = write_adapters(tmp_path / "adapters", bundle, size), tmp_path / "fused"
     options = ("--bits", "bfloat16", "--gguf", "--gguf-base", base)
     call("fuse", bundle, "--adapters", adapters, "--out", fused, *options)

@@ -39,6 +39,7 @@ from helpers.commands import call
 from helpers.models import FAMILIES, TEXT, write_model
 from mesp.adapters.config import CONFIG, FIELDS, check_fields
 from mesp.adapters.load import apply_adapters, read_adapters
+from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
 from mesp.engine.process import evaluator
 from mesp.errors import MespError
@@ -183,7 +184,7 @@ def probabilities(model: torch.nn.Module) -> np.ndarray:
 
 def of_the_trainer(bundle: Path, folder: Path, vocabulary: int) -> np.ndarray:
     """Those after the last of the tokens."""
-    with evaluator(bundle, folder) as engine:
+    with evaluator(bundle, weigh(folder)) as engine:
         scores = engine.choices(TOKENS, [[token] for token in range(vocabulary)])
     return np.array([score.log_likelihood for score in scores])
 
@@ -192,7 +193,7 @@ def of_the_fusion(bundle: Path, folder: Path) -> np.ndarray:
     opened = Bundle(bundle)
     model = opened.to_mlx_lm()
     model.set_dtype(mx.float32)
-    apply_adapters(model, read_adapters(folder, opened.architecture), folder)
+    apply_adapters(model, read_adapters(folder, opened.architecture), str(folder))
     return of_mlx(model)
 
 

@@ -49,7 +49,7 @@ def model_with(bundle: Path, adapters: Path | None) -> nn.Module:
     model.set_dtype(mx.float32)
     model = dequantize_model(model)
     if adapters is not None:
-        apply_adapters(model, read_adapters(adapters, opened.architecture), adapters)
+        apply_adapters(model, read_adapters(adapters, opened.architecture), str(adapters))
     return model
 
 

@@ -15,8 +15,11 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
-from helpers.commands import call, command, run
+import mesp
+from helpers.adapters import with_weighted_sum, write_adapters
+from helpers.commands import call, command, refused, run
 from helpers.models import FAMILIES, TINY, write_model
+from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
 from mesp.data.prompts import encode_prompt
 from mesp.data.tokenizer import load_bundle_tokenizer
@@ -62,8 +65,11 @@ def copy(adapters: Path, tmp_path: Path) -> Path:
     return shutil.copytree(adapters, tmp_path / "adapters")
 
 
-def ours(bundle: Path, prompt: list[int], count: int, **options: object) -> list[int]:
-    *tokens, end = generate(bundle, prompt, max_tokens=count, **options)
+def ours(
+    bundle: Path, prompt: list[int], count: int, adapters: Path | None = None, **options: object
+) -> list[int]:
+    options |= {"adapters": weigh(adapters), "max_tokens": count}
+    *tokens, end = generate(bundle, prompt, **options)
     assert end["tokens"] == len(tokens)
     return [record["token"] for record in tokens]
 
@@ -190,6 +196,37 @@ def test_the_command_prints_mlx_lms_text(bundle: Path, adapters: Path):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == expected + "\n"
     assert run("generate", bundle, "--prompt", "-", *options, input=PROMPT).stdout == done.stdout
+
+
+@pytest.mark.parametrize("form", ["", "peft"])
+def test_several_adapters_give_the_text_of_their_sum(
+    bundle: Path, adapters: Path, tmp_path: Path, form: str
+):
+    """Of other ranks, scales, modules and forms."""
+    without = ("q_proj", "up_proj")
+    other = write_adapters(tmp_path / "other", bundle, 0.1, 3, 1.5, seed=2, without=without)
+    tokenizer = load_bundle_tokenizer(bundle)
+    texts = []
+    for weights in ([0.7, 2.0], [0.2, 2.0], [0.7, 0.0]):
+        model = with_weighted_sum(bundle, dict(zip((adapters, other), weights, strict=True)))
+        expected = mlx_lm.generate(model.eval() or model, tokenizer, PROMPT, max_tokens=60)
+        found = mesp.generate(
+            bundle, PROMPT, adapters=[adapters / form, other], weights=weights, max_tokens=60,
+            chat=False,
+        )  # fmt: skip
+        assert found == expected
+        texts.append(found)
+    assert len(set(texts)) == 3
+    one = ("--prompt", PROMPT, "--no-chat", "--max-tokens", 60, "--weights", 0.7)
+    done = call("generate", bundle, *one, "--adapters", adapters)
+    assert done.stdout == texts[-1] + "\n"
+
+
+def test_one_folder_of_several_that_does_not_fit_is_named(bundle: Path, copy: Path, adapters: Path):
+    change_weights(copy, lambda weights: weights.update({"model.layers.77.x": mx.zeros(3)}))
+    options = ("--adapters", f"{adapters},{copy}", "--weights", "1,0.5")
+    said = refused(run("generate", bundle, "--prompt", PROMPT, *options))
+    assert said.startswith(f"Cannot load the adapters in {copy}: it holds model.layers.77.x")
 
 
 def test_special_tokens_in_a_prompt_become_text_where_asked(bundle: Path):
@@ -479,7 +516,7 @@ def test_rslora_adapters_of_peft_count_alpha_by_the_root(bundle: Path, copy: Pat
     ],
 )
 def test_bad_requests_are_one_sentence(bundle: Path, tmp_path: Path, request_: dict, said: str):
-    settings = {"bundle": str(bundle), "adapters": None, "prompt": [1], "max_tokens": 5}
+    settings = {"bundle": str(bundle), "adapters": [], "prompt": [1], "max_tokens": 5}
     settings |= {"temperature": 0, "top_p": 1, "seed": 0, "stop": []}
     done = engine(tmp_path, "generate", **(settings | request_))
     assert done.returncode == 2

@@ -20,7 +20,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import dequantize_model
 
+from helpers.adapters import with_weighted_sum, write_adapters
 from helpers.commands import call, command, run
+from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
 from mesp.data.prompts import encode_prompt
 from mesp.data.tokenizer import load_bundle_tokenizer
@@ -127,7 +129,7 @@ def test_log_likelihoods_are_mlx_lms(bundle: Path, adapters: Path, tuned: bool):
     assert len(text) > 300  # more than go through the blocks at once
     greedy = int(model(mx.array([text[:40]]))[0, -1].argmax())
     choices = [[5], [6, 7, 8], [greedy], text[40:43], text[40:], [9] * 30]
-    with evaluator(bundle, folder) as engine:
+    with evaluator(bundle, weigh(folder)) as engine:
         assert engine.text(text[:9], 1 << 62) == engine.text(text[:9], 8)
         scores = engine.choices(text[:40], choices)
         for choice, score in zip(choices, scores, strict=True):
@@ -156,7 +158,7 @@ def test_log_likelihoods_are_mlx_lms(bundle: Path, adapters: Path, tuned: bool):
 )
 def test_a_bad_request_is_one_sentence(bundle: Path, tmp_path: Path, line: str, said: str):
     settings = tmp_path / "settings.json"
-    settings.write_text(json.dumps({"bundle": str(bundle), "adapters": None}))
+    settings.write_text(json.dumps({"bundle": str(bundle), "adapters": []}))
     done = subprocess.run(
         [find_engine(), "evaluate", settings], input=line + "\n", capture_output=True, text=True
     )
@@ -190,6 +192,20 @@ def test_perplexity_is_mlx_lms(bundle: Path, adapters: Path, tmp_path: Path):
     values = [results["perplexity", folder]["value"] for folder in (None, str(adapters))]
     assert difference["value"] == pytest.approx(values[1] - values[0])
     assert results["perplexity", None]["difference"] is None
+
+
+def test_the_sum_of_several_adapters_is_measured(bundle: Path, adapters: Path, tmp_path: Path):
+    other = write_adapters(tmp_path / "other", bundle, 0.02, rank=3, seed=2, without=("q_proj",))
+    options = ("--adapters", f"{adapters},{other}", "--weights", "0.7,2", "--no-base")
+    _, results = evaluate(bundle, [{"text": TEXTS[0]}], tmp_path, *options)
+    tokenizer, model = (
+        load_bundle_tokenizer(bundle),
+        with_weighted_sum(bundle, {adapters: 0.7, other: 2.0}),
+    )
+    tokens = [tokenizer.eos_token_id, *tokenizer.encode(TEXTS[0])]
+    expected = math.exp(-theirs(model, tokens, 1)[0] / (len(tokens) - 1))
+    found = results["perplexity", f"0.7 * {adapters} + 2 * {other}"]
+    assert found["value"] == pytest.approx(expected, rel=PER_TOKEN)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -482,7 +498,7 @@ def test_bad_records_are_named(bundle: Path, tmp_path: Path, kind: str):
         (["DATA", "--tasks", "arc"], "Name either"),
         (["DATA", "--json"], '--json is for records with "prompt" and "completion"'),
         (["DATA", "--num-fewshot", 0], "--num-fewshot needs --tasks"),
-        (["--tasks", ","], "Name either"),
+        (["--tasks", ","], "--tasks has no value; give one, or leave it out."),
         (["TEXTS", "--chat"], "--chat is for records with a prompt"),
         (["TALKS", "--no-chat"], "messages go through the chat template"),
         (["missing.jsonl"], "missing.jsonl cannot be read: No such file or directory."),

@@ -1,11 +1,15 @@
-"""Adapters of bundles, written as mlx-lm writes them."""
+"""Adapters of bundles, written as mlx-lm writes them, and their sum in a model."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.utils import dequantize_model
 
 from mesp import reference
 from mesp.bundle.reader import Bundle
@@ -13,23 +17,53 @@ from mesp.bundle.reader import Bundle
 RANK, SCALE = 2, 3.0
 
 
-def write_adapters(folder: Path, bundle: Path, size: float = 0.1) -> Path:
-    """Adapters that matter, of all modules and experts, as mlx-lm writes them."""
+def write_adapters(
+    folder: Path,
+    bundle: Path,
+    size: float = 0.1,
+    rank: int = RANK,
+    scale: float = SCALE,
+    seed: int = 1,
+    without: Collection[str] = (),
+) -> Path:
+    """Adapters that matter, of all modules and experts but those `without`, by their last names, as
+    mlx-lm writes them."""
     arch = Bundle(bundle, to_run=False).architecture.training_experts()
     matrices = {}
-    for i, flat in enumerate(reference.init_lora(arch, RANK, seed=1)):
-        flat = flat + size * mx.random.normal(flat.shape, key=mx.random.key(i))
+    for i, flat in enumerate(reference.init_lora(arch, rank, seed)):
+        flat = flat + size * mx.random.normal(flat.shape, key=mx.random.key(1000 * (seed - 1) + i))
         for name, pair in reference.unpack_lora(flat, arch.blocks[i]).items():
+            if name.rpartition(".")[2] in without:
+                continue
             for part, matrix in zip("ab", pair, strict=True):
                 matrix = matrix.swapaxes(1, 2) if matrix.ndim == 3 else matrix
                 matrices[f"{arch.mlx_prefix}.layers.{i}.{name}.lora_{part}"] = matrix
     folder.mkdir()
     mx.save_safetensors(str(folder / "adapters.safetensors"), matrices)
     keys = [*{name for block in arch.kinds for name in block.adapted()}]
-    lora = {"rank": RANK, "scale": SCALE, "dropout": 0.0, "keys": keys}
+    lora = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys}
     config = {"num_layers": arch.num_hidden_layers, "lora_parameters": lora}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+def with_weighted_sum(bundle: Path, weights: Mapping[Path, float]) -> nn.Module:
+    """mlx-lm's model of a bundle in float32, of whole matrices, each with the weighted sum of what
+    some folders of adapters in mlx-lm's form add to it."""
+    model = Bundle(bundle).to_mlx_lm()
+    model.set_dtype(mx.float32)
+    model = dequantize_model(model)
+    matrices = dict(tree_flatten(model.parameters()))
+    for folder, weight in weights.items():
+        config = json.loads((folder / "adapter_config.json").read_text())
+        scale = weight * config["lora_parameters"]["scale"]
+        arrays = mx.load(str(folder / "adapters.safetensors"))
+        for key in (key for key in arrays if key.endswith(".lora_a")):
+            a, b = arrays[key], arrays[f"{key[:-1]}b"]
+            matrix = f"{key.removesuffix('.lora_a')}.weight"
+            matrices[matrix] = matrices[matrix] + scale * (b @ a if a.ndim == 3 else (a @ b).T)
+    model.update(tree_unflatten([*matrices.items()]))
+    return model
 
 
 def write_peft(folder: Path, bundle: Path, adapters: Path) -> Path:

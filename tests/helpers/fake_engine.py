@@ -6,6 +6,9 @@ and signals are ignored), `refuse` (fails before it has a log), `fail` (fails af
 `crash` (after three steps) or `noisy` (a line that is no record, and a warning). Every SIGINT and
 SIGTERM is noted in OUTPUT/signals.
 
+`generate` and `evaluate` write no text, and note their settings as a line of FAKE_ENGINE_NOTES. A
+text's log-likelihood is the sum of the adapters' weights, less one for each of its tokens.
+
 A dry run predicts 1,000 bytes for each byte of the block functions and each token, and the bytes of
 the weights.
 """
@@ -21,6 +24,19 @@ from pathlib import Path
 if sys.argv[1] == "--version":
     sys.exit(print("mesp-engine 0.1.0 with MLX 0.32.4"))
 how = os.environ.get("FAKE_ENGINE", "")
+if sys.argv[1] in ("generate", "evaluate"):
+    settings = json.loads(Path(sys.argv[2]).read_text())
+    with open(os.environ["FAKE_ENGINE_NOTES"], "a") as notes:
+        print(json.dumps(settings), file=notes)
+    if sys.argv[1] == "generate":
+        end = {"reason": "stop", "tokens": 0, "prompt_seconds": 1, "seconds": 1}
+        sys.exit(print(json.dumps({"type": "end", **end, "footprint_peak_bytes": 1})))
+    gained, requests = sum(each["weight"] for each in settings["adapters"]), 0
+    for line in sys.stdin:
+        loss = len(json.loads(line)["tokens"]) - 1
+        print(json.dumps({"type": "text", "log_likelihood": gained - loss}), flush=True)
+        requests += 1
+    sys.exit(print(json.dumps({"type": "end", "requests": requests})))
 settings = json.loads(Path(sys.argv[1]).read_text())
 if settings.get("dry_run"):
     bundle = Path(settings["bundle"])

@@ -17,6 +17,7 @@ from helpers.commands import call, run
 from helpers.models import FAMILIES, TEXT, write_mixed_model, write_model
 from mesp import reference
 from mesp.adapters.held_out_loss import measure_held_out_loss
+from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
 from mesp.engine.process import generate
 from mesp.models.architecture import Architecture
@@ -90,7 +91,7 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(
     # The errors of a recurrent state add up.
     count = 200 if family in ("qwen3_5", "lfm2", "granite-mamba") else 20
     theirs = [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
-    *ours, _ = generate(bundle, prompt, max_tokens=count, adapters=output / "adapters")
+    *ours, _ = generate(bundle, prompt, max_tokens=count, adapters=weigh(output / "adapters"))
     assert [record["token"] for record in ours] == theirs
 
 

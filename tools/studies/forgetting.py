@@ -31,6 +31,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import mesp
 from demo_real import find_model
 from demo_rewards import cases as sentences
+from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
 from mesp.commands.command import Command
 from mesp.data.prompts import encode_prompt
@@ -226,7 +227,9 @@ def perplexities(
         folders = () if adapters is None else (adapters,)
         rows = mesp.evaluate(bundle, file, adapters=folders, base=not folders, max_length=256).rows
         (found[name],) = [row.estimate.value for row in rows if row.metric == "perplexity"]
-    with running_model(bundle.path, adapters, load_bundle_tokenizer(bundle.path), 1024) as model:
+    with running_model(
+        bundle.path, weigh(adapters), load_bundle_tokenizer(bundle.path), 1024
+    ) as model:
         scores = [model.scores(asked, [answer])[0].log_likelihood for asked, answer in answers]
     tokens = sum(len(answer) for _, answer in answers)
     return {**found, "answers": math.exp(-sum(scores) / tokens)}

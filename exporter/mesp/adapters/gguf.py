@@ -34,12 +34,11 @@ def write_gguf(
     where the gguf package is missing, or the architecture is not one of llama.cpp's.
     """
     gguf = _package()
-    rank = next(iter(adapters.matrices.values()))[0].shape[1]
     tensors = _tensors(adapters, arch)
     writer = gguf.GGUFWriter(path, _names(arch).architecture)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, adapters.scale * rank)
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, adapters.scale * adapters.rank)
     if model is not None:
         for key in ("license", "license_name", "license_link"):
             if value := getattr(model, key):

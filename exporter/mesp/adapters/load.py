@@ -1,9 +1,10 @@
-"""Adapters as mlx-lm or PEFT keeps them, read from a folder and put on mlx-lm's model."""
+"""Adapters as mlx-lm or PEFT keeps them, read from a folder, stacked and put on mlx-lm's model."""
 
 from __future__ import annotations
 
 import math
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,10 @@ class Adapters:
     matrices: dict[str, tuple[mx.array, mx.array]]
     scale: float
 
+    @property
+    def rank(self) -> int:
+        return next(iter(self.matrices.values()))[0].shape[1]
+
 
 def read_adapters(folder: Path, arch: Architecture) -> Adapters:
     """Reads a folder of adapters as mlx-lm or PEFT writes it.
@@ -60,6 +65,37 @@ def read_adapters(folder: Path, arch: Architecture) -> Adapters:
         said = error.strerror if isinstance(error, OSError) else error
         raise MespError(f"Cannot load the adapters in {folder}: {said}.") from error
     return Adapters(matrices, config.scale)
+
+
+def stack_adapters(weighted: Sequence[tuple[Adapters, float]]) -> Adapters | None:
+    """Adapters whose product is the sum of those that are given, each times its weight.
+
+    Those of weight 0 are left out; None where none are left. Several become one set of the scale 1
+    whose rank is the sum of theirs, with zeros where one of them lacks a module.
+    """
+    kept = [(each, weight) for each, weight in weighted if weight]
+    if len(kept) < 2:
+        return next((Adapters(each.matrices, each.scale * weight) for each, weight in kept), None)
+    paths = dict.fromkeys(path for each, _ in kept for path in each.matrices)
+    return Adapters({path: _stack(kept, path) for path in paths}, scale=1.0)
+
+
+def _stack(kept: Sequence[tuple[Adapters, float]], path: str) -> tuple[mx.array, mx.array]:
+    """A and B of a module in the stack."""
+    one = next(each.matrices[path] for each, _ in kept if path in each.matrices)
+    down, up = (-2, -1) if one[0].ndim == 3 else (-1, -2)  # the axes of the rank
+
+    def zeros(array: mx.array, axis: int, rank: int) -> mx.array:
+        shape = list(array.shape)
+        shape[axis] = rank
+        return mx.zeros(shape)
+
+    parts = [
+        each.matrices.get(path) or (zeros(one[0], down, each.rank), zeros(one[1], up, each.rank))
+        for each, _ in kept
+    ]
+    scaled = [weight * each.scale * b for (each, weight), (_, b) in zip(kept, parts, strict=True)]
+    return mx.concatenate([a for a, _ in parts], down), mx.concatenate(scaled, up)
 
 
 @dataclass(frozen=True)
@@ -204,11 +240,11 @@ def _array(tensor: dict[str, Any]) -> mx.array:
     return mx.array(array).view(dtype).astype(mx.float32)
 
 
-def apply_adapters(model: nn.Module, adapters: Adapters, folder: Path) -> None:
+def apply_adapters(model: nn.Module, adapters: Adapters, name: str) -> None:
     """Puts them beside the model's linear layers, as mlx-lm's `LoRALinear`, and its stacked ones of
     experts, as its `LoRASwitchLinear`.
 
-    Raises MespError where a matrix has no place in the model.
+    Raises MespError, which calls them by `name`, where a matrix has no place in the model.
     """
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
     from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
@@ -224,7 +260,7 @@ def apply_adapters(model: nn.Module, adapters: Adapters, folder: Path) -> None:
         linear = modules.get(path)
         if not isinstance(linear, kinds) or _shape(linear) != (*a.shape[:-2], outputs, inputs):
             raise MespError(
-                f"The adapters in {folder} are of another model: this one has no {path} of "
+                f"The adapters in {name} are of another model: this one has no {path} of "
                 f"{inputs} inputs and {outputs} outputs."
             )
         kind = LoRASwitchLinear if stacked else LoRALinear

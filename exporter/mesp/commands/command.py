@@ -102,8 +102,10 @@ class Several(click.ParamType[list[Any]]):
     ) -> list[Any]:
         if isinstance(value, list):
             return value
-        parts = [part.strip() for part in re.split(self.comma, str(value))]
-        return [self.kind.convert(part, param, ctx) for part in parts if part]
+        parts = [part for part in map(str.strip, re.split(self.comma, str(value))) if part]
+        if not parts and param is not None:  # as of a variable of the shell that is not set
+            raise MespError(f"{param.opts[0]} has no value; give one, or leave it out.")
+        return [self.kind.convert(part, param, ctx) for part in parts]
 
 
 def several(

@@ -19,9 +19,14 @@ from mesp.evaluation.results import check_writable, format_table, write_results
 @click.command(cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("data", required=False)
-@click.option(
-    "--adapters", multiple=True, type=click.Path(path_type=Path), metavar="FOLDER",
-    help="Adapters of mesp-train, mlx-lm or PEFT to compare with the base model; repeatable.",
+@several(
+    "--adapters", kind=click.Path(path_type=Path), metavar="FOLDER,...",
+    help="Adapters of mesp-train, mlx-lm or PEFT to compare with the base model.",
+)  # fmt: skip
+@several(
+    "--weights", kind=click.FLOAT, metavar="NUMBER,...",
+    help="A factor from 0 to 10 for each of --adapters: measure the model with their sum, and not "
+    "with each.",
 )  # fmt: skip
 @click.option("--base/--no-base", default=True, help="Whether the base model is measured too.")
 @click.option(
@@ -118,8 +123,8 @@ def main(
     # Without a terminal there is no width to keep to, and cut-off figures help nobody.
     click.echo(format_table(found.rows, console.width if console.is_terminal else 200))
     if out is not None:
-        folders = dict.fromkeys(row.adapters for row in found.rows)
-        what: dict[str, Any] = {"bundle": str(bundle), "adapters": list(folders), "data": data}
+        names = dict.fromkeys(row.adapters for row in found.rows)
+        what: dict[str, Any] = {"bundle": str(bundle), "adapters": list(names), "data": data}
         what |= {"tasks": list(tasks), "max_length": found.max_length}
         write_results(out, what, found.rows, found.samples)
         click.echo(f"Figures: {out}")

@@ -11,9 +11,11 @@ import mlx.nn as nn
 from mesp.adapters.fuse import BFLOAT16, fuse, save
 from mesp.adapters.gguf import read_base, write_fused_gguf, write_gguf
 from mesp.adapters.held_out_loss import measure_held_out_loss
-from mesp.adapters.load import apply_adapters, read_adapters
+from mesp.adapters.load import apply_adapters, read_adapters, stack_adapters
+from mesp.adapters.modelfile import write_modelfile
+from mesp.adapters.weighted import describe, weigh
 from mesp.bundle.reader import Bundle
-from mesp.commands.command import Command
+from mesp.commands.command import Command, several
 from mesp.commands.progress_bars import export_progress
 from mesp.errors import MespError, plain_os_errors
 from mesp.folders import replacing
@@ -21,6 +23,7 @@ from mesp.formatting import decimal
 from mesp.progress import ProgressCallback, Task
 
 MOST_LOST = 0.1  # the part of what the adapters gained that quantizing may take without a word
+FUSED_GGUF = "model.gguf"
 WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 
 
@@ -28,9 +31,13 @@ WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
     cls=Command,
 )
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option(
-    "--adapters", required=True, type=click.Path(path_type=Path),
-    help="Folder of adapters, of mesp-train, mlx-lm or PEFT.",
+@several(
+    "--adapters", required=True, kind=click.Path(path_type=Path), metavar="FOLDER,...",
+    help="Folder of adapters, of mesp-train, mlx-lm or PEFT, or several, to fuse their sum.",
+)  # fmt: skip
+@several(
+    "--weights", kind=click.FLOAT, metavar="NUMBER,...", show_default="1 for each",
+    help="A factor from 0 to 10 for each of --adapters.",
 )  # fmt: skip
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder.")
 @click.option(
@@ -42,24 +49,30 @@ WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 @click.option(
     "--gguf-base", type=click.Path(path_type=Path), metavar="FILE.gguf",
     help="The GGUF file that BUNDLE was exported from: write model.gguf too, which is it with the "
-    "adapters in its weights. These become Q8_0, with --bits 4 Q4_1, or BF16.",
+    "adapters in its weights, and a Modelfile for Ollama. The weights become Q8_0, with --bits 4 "
+    "Q4_1, or BF16.",
 )  # fmt: skip
 @click.option(
     "--val-batches", type=click.IntRange(min=0), default=8,
     help="Held-out sequences to measure the loss on, before and after; 0 for none.",
 )  # fmt: skip
 def main(
-    bundle: Path, adapters: Path, out: Path, bits: str, gguf: bool, gguf_base: Path | None,
-    val_batches: int,
+    bundle: Path, adapters: tuple[Path, ...], weights: tuple[float, ...], out: Path, bits: str,
+    gguf: bool, gguf_base: Path | None, val_batches: int,
 ) -> None:  # fmt: skip
-    """Write the model in BUNDLE with its adapters fused into the weights, as mlx-lm reads it.
+    """Write the model in BUNDLE with adapters fused into the weights, as mlx-lm reads it.
 
     Prints the adapters' gain on held-out data, and the rest of it after quantizing.
     """
     if out.exists():
         raise MespError(f"{out} exists; name another --out.")
+    weighted = weigh(adapters, weights)
     opened = Bundle(bundle, to_run=False)
-    matrices = read_adapters(adapters, opened.architecture)
+    matrices = stack_adapters(
+        [(read_adapters(folder, opened.architecture), weight) for folder, weight in weighted]
+    )
+    if matrices is None:
+        raise MespError("Every one of --weights is 0, which leaves nothing to fuse; raise one.")
     measured = val_batches if "valid" in opened.manifest.data else 0
     with (
         plain_os_errors(f"Cannot write {out}"),
@@ -73,16 +86,18 @@ def main(
             write_gguf(written, matrices, opened.architecture, opened.manifest.model)
         if gguf_base is not None:
             base = read_base(gguf_base, opened)
-            target = folder / "model.gguf"
+            target = folder / FUSED_GGUF
             write_fused_gguf(target, base, matrices, opened.architecture, WIDTHS[bits])
         model = opened.to_mlx_lm()
         model.set_dtype(mx.float32)
         losses = [measure_with_progress(progress, "base", model, opened, measured)]
-        apply_adapters(model, matrices, adapters)
+        apply_adapters(model, matrices, describe(weighted))
         losses.append(measure_with_progress(progress, "with adapters", model, opened, measured))
         Task(progress, "Fusing")
         quantized = fuse(model, WIDTHS[bits])
         save(folder, model, opened, quantized)
+        if gguf_base is not None:
+            write_modelfile(folder, FUSED_GGUF, opened)
         model.set_dtype(mx.float32)  # weights as written, in the arithmetic of the others
         losses.append(measure_with_progress(progress, "fused", model, opened, measured))
     if measured:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from mesp.commands.command import Command
+from mesp.commands.command import Command, several
 from mesp.data.records import read_utf8
 from mesp.engine.generate import TextStream
 from mesp.formatting import decimal, megabytes, printable
@@ -17,9 +17,14 @@ from mesp.formatting import decimal, megabytes, printable
 
 @click.command(cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option(
-    "--adapters", type=click.Path(path_type=Path), show_default="the base model",
-    help="Folder of adapters, from mesp-train, mlx-lm or PEFT.",
+@several(
+    "--adapters", kind=click.Path(path_type=Path), metavar="FOLDER,...",
+    show_default="the base model",
+    help="Folder of adapters, from mesp-train, mlx-lm or PEFT, or several, to add their sum.",
+)  # fmt: skip
+@several(
+    "--weights", kind=click.FLOAT, metavar="NUMBER,...", show_default="1 for each",
+    help="A factor from 0 to 10 for each of --adapters.",
 )  # fmt: skip
 @click.option("--prompt", required=True, help="The text to continue; - reads standard input.")
 @click.option(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mesp.adapters.weighted import StrPath, weigh
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.data.prompts import encode_prompt
@@ -13,8 +13,6 @@ from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine import process
 from mesp.engine.process import Record
 from mesp.errors import plain_errors
-
-StrPath = str | os.PathLike[str]
 
 
 class TextStream:
@@ -30,7 +28,8 @@ class TextStream:
         bundle: Bundle | StrPath,
         prompt: str,
         *,
-        adapters: StrPath | None = None,
+        adapters: StrPath | Sequence[StrPath] | None = None,
+        weights: Sequence[float] = (),
         max_tokens: int = 256,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -39,6 +38,7 @@ class TextStream:
         chat: bool | None = None,
         split_special_tokens: bool = False,
     ) -> None:
+        stack = weigh(adapters, weights)
         path = bundle.path if isinstance(bundle, Bundle) else Path(bundle)
         read_manifest(path)
         self._tokenizer = load_bundle_tokenizer(path)
@@ -48,7 +48,7 @@ class TextStream:
         self._records = process.generate(
             path,
             tokens,
-            adapters=None if adapters is None else Path(adapters),
+            adapters=stack,
             max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,
@@ -73,7 +73,8 @@ def generate(
     bundle: Bundle | StrPath,
     prompt: str,
     *,
-    adapters: StrPath | None = None,
+    adapters: StrPath | Sequence[StrPath] | None = None,
+    weights: Sequence[float] = (),
     max_tokens: int = 256,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -87,7 +88,10 @@ def generate(
     Args:
         bundle: A bundle or its folder.
         prompt: The text to continue.
-        adapters: A folder of adapters, of `Run.adapters`, mlx-lm or PEFT; None for the base model.
+        adapters: A folder of adapters, of `RunLog.adapters`, mlx-lm or PEFT, or several, whose
+            sum is added to the model; None for the base model.
+        weights: A factor from 0 to 10 for each folder of `adapters`, 1 where none are given; 0
+            leaves it out.
         max_tokens: The most tokens of the text.
         temperature: From 0, which takes the likeliest token each time, to 100.
         top_p: Draw from the fewest tokens that are together as likely as this, above 0 up to 1.
@@ -98,13 +102,14 @@ def generate(
             template's stay.
 
     Raises:
-        MespError: The bundle, the adapters or the prompt cannot be used.
+        MespError: The bundle, the adapters, their weights or the prompt cannot be used.
         KeyboardInterrupt: Ctrl-C ended the text.
     """
     stream = TextStream(
         bundle,
         prompt,
         adapters=adapters,
+        weights=weights,
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mesp.adapters.weighted import WeightedAdapters
 from mesp.engine.build import find_counter, find_engine
 from mesp.errors import EngineError, MespError, plain_os_errors
 from mesp.settings.declaration import is_held
@@ -285,7 +286,7 @@ def generate(
     bundle: Path,
     prompt: Sequence[int],
     *,
-    adapters: Path | None = None,
+    adapters: Sequence[WeightedAdapters] = (),
     max_tokens: int = 256,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -298,7 +299,7 @@ def generate(
     """
     settings = {
         "bundle": str(bundle.resolve()),
-        "adapters": None if adapters is None else str(adapters.resolve()),
+        "adapters": _named(adapters),
         "prompt": list(prompt),
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -307,6 +308,11 @@ def generate(
         "stop": list(stop),
     }
     return stream_records("generate", settings)
+
+
+def _named(adapters: Sequence[WeightedAdapters]) -> list[Settings]:
+    """Adapters as the engine's settings have them."""
+    return [{"folder": str(each.folder.resolve()), "weight": each.weight} for each in adapters]
 
 
 class Score(NamedTuple):
@@ -364,12 +370,9 @@ class Evaluator:
 
 
 @contextmanager
-def evaluator(bundle: Path, adapters: Path | None) -> Iterator[Evaluator]:
+def evaluator(bundle: Path, adapters: Sequence[WeightedAdapters] = ()) -> Iterator[Evaluator]:
     """An engine with the model of `bundle` and `adapters`. Raises MespError where it fails."""
-    settings = {
-        "bundle": str(bundle.resolve()),
-        "adapters": None if adapters is None else str(adapters.resolve()),
-    }
+    settings = {"bundle": str(bundle.resolve()), "adapters": _named(adapters)}
     with running(["evaluate"], settings, stdin=subprocess.PIPE) as started:
         try:
             yield Evaluator(started)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mesp.adapters.weighted import StrPath, weigh
 from mesp.data.examples import Split
 from mesp.engine.process import evaluator
 from mesp.errors import MespError
@@ -24,7 +25,7 @@ AT_ONCE = 8
 
 
 def sample_replay_texts(
-    bundle: Path, adapters: Path | None, tokenizer: Any, count: int, seq_len: int, seed: int
+    bundle: Path, adapters: StrPath | None, tokenizer: Any, count: int, seq_len: int, seed: int
 ) -> Split:
     """Texts drawn from the bundle's model with `adapters` at temperature 1, an example each, for
     `count` sequences: of `LENGTH` tokens after their opening, or as many as a sequence holds.
@@ -46,7 +47,7 @@ def sample_replay_texts(
         texts[index].append(token)
         return True
 
-    with evaluator(bundle, adapters) as engine:
+    with evaluator(bundle, weigh(adapters)) as engine:
         written = engine.generate(prompts, length - len(start), (), AT_ONCE, take, 1.0, seed << 16)
         for _ in written:
             pass

@@ -165,7 +165,7 @@ class TrainingJob:
         log.info("Sampling texts of the model to replay")
         return sample_replay_texts(
             self.bundle,
-            None if settings.adapters is None else Path(settings.adapters),
+            settings.adapters,
             tokenizer,
             math.ceil(sequences * settings.replay),
             settings.seq_len,

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mesp.adapters.weighted import StrPath, describe, list_folders, weigh
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.data.tokenizer import load_bundle_tokenizer
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 # Tokens that a model is given at once where nobody says: keys and values of all of them are held.
 MAX_LENGTH = 2048
 MAX_TOKENS = 256  # of an answer
-
-StrPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ def evaluate(
     data: StrPath | None = None,
     *,
     adapters: StrPath | Sequence[StrPath] = (),
+    weights: Sequence[float] = (),
     base: bool = True,
     tasks: Tasks | None = None,
     limit: int | None = None,
@@ -79,6 +79,8 @@ def evaluate(
         bundle: A bundle or its folder.
         data: A file of records or of text, or ``-`` for JSON lines on standard input.
         adapters: A folder of adapters, or several, to compare with the base model.
+        weights: A factor from 0 to 10 for each folder of `adapters`: the model is measured with
+            their sum, and not with each.
         base: Whether the base model is measured too.
         tasks: Tasks of lm-evaluation-harness, in place of `data`.
         limit: The number of records, the first ones.
@@ -101,9 +103,9 @@ def evaluate(
     """
     path = bundle.path if isinstance(bundle, Bundle) else Path(bundle)
     read_manifest(path)
-    given = [adapters] if isinstance(adapters, str | os.PathLike) else adapters
-    folders: list[Path | None] = [None] * (base or not given)
-    folders += [Path(each) for each in given]
+    each = [weigh(folder) for folder in list_folders(adapters)]
+    tuned = [weigh(adapters, weights)] if len(weights) else each
+    models = [()] * (base or not tuned) + tuned
     if (data is None) == (tasks is None):
         raise MespError("Name either a file to measure on, or --tasks.")
     written = {"--max-tokens": max_tokens, "--stop": stop, "--extract": extract, "--json": is_json}
@@ -129,17 +131,18 @@ def evaluate(
 
     tokenizer = load_bundle_tokenizer(path)
     max_length = max_length or min(read_context_length(path), MAX_LENGTH)
-    for folder in folders[1:]:  # what cannot be loaded is said before the others take hours
-        with running_model(path, folder, tokenizer, max_length):
+    for weighted in models[1:]:  # what cannot be loaded is said before the others take hours
+        with running_model(path, weighted, tokenizer, max_length):
             pass
+    names = [describe(weighted) or None for weighted in models]
     measured, cut = [], 0
-    for folder in folders:
-        shown = Task(progress, "base" if folder is None else str(folder), total)
-        with running_model(path, folder, tokenizer, max_length, at_once) as model:
+    for weighted, name in zip(models, names, strict=True):
+        shown = Task(progress, name or "base", total)
+        with running_model(path, weighted, tokenizer, max_length, at_once) as model:
             measured.append(one(model, shown.advance))
         cut = max(cut, model.cut)
     return Evaluation(
-        make_rows(folders, [metrics for metrics, _ in measured]),
+        make_rows(names, [metrics for metrics, _ in measured]),
         tuple(samples for _, samples in measured),
         max_length,
         cut,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mesp.adapters.weighted import WeightedAdapters
 from mesp.engine.process import Evaluator, Score, evaluator
 from mesp.errors import MespError
 
@@ -122,7 +123,11 @@ class EvaluatedModel:
 
 @contextmanager
 def running_model(
-    bundle: Path, adapters: Path | None, tokenizer: Any, max_length: int, at_once: int = AT_ONCE
+    bundle: Path,
+    adapters: Sequence[WeightedAdapters],
+    tokenizer: Any,
+    max_length: int,
+    at_once: int = AT_ONCE,
 ) -> Iterator[EvaluatedModel]:
     """The model of `bundle`, with adapters or without. Raises MespError where the engine fails."""
     with evaluator(bundle, adapters) as engine:

@@ -19,19 +19,20 @@ from mesp.formatting import decimal
 
 @dataclass(frozen=True)
 class Row:
-    """A metric of a model. `difference` is to the base model's, None where that was not measured,
+    """A metric of a model. `adapters` is their folder, or those of a sum with their weights, and
+    None of the base model. `difference` is to the base model's, None where that was not measured,
     and of itself."""
 
     task: str | None
     metric: str
     higher_is_better: bool
-    adapters: Path | None
+    adapters: str | None
     estimate: Estimate
     difference: Estimate | None
 
 
 def make_rows(
-    adapters: Sequence[Path | None], metrics: Sequence[Sequence[Metric]]
+    adapters: Sequence[str | None], metrics: Sequence[Sequence[Metric]]
 ) -> tuple[Row, ...]:
     """A row for each metric of each model, which are named by their adapters. Where the first has
     none, it is what the others are compared with."""
@@ -40,14 +41,12 @@ def make_rows(
             metric.task,
             metric.name,
             metric.higher_is_better,
-            folder,
+            name,
             estimate,
             difference if adapters[0] is None else None,
         )
         for same in zip(*metrics, strict=True)
-        for folder, metric, (estimate, difference) in zip(
-            adapters, same, compare(same), strict=True
-        )
+        for name, metric, (estimate, difference) in zip(adapters, same, compare(same), strict=True)
     )
 
 
@@ -69,7 +68,7 @@ def format_table(found: Sequence[Row], width: int = 200) -> str:
         cells = [*_estimate(row.estimate), *_estimate(row.difference, "+")]
         label = name if name != before else ("", "")
         before = name
-        model = "base" if row.adapters is None else str(row.adapters)
+        model = row.adapters or "base"
         grid.add_row(*[*label[not has_tasks :], model, *cells][: len(grid.columns)])
     text = io.StringIO()
     Console(file=text, highlight=False, markup=False, width=width).print(grid)

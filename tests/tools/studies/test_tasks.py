@@ -64,7 +64,7 @@ def test_an_answer_is_right_to_the_letter(monkeypatch: pytest.MonkeyPatch, wrong
                 yield index
 
     def evaluator(bundle, adapters):
-        assert (bundle, adapters) == (DEMO_BUNDLE, None)
+        assert (bundle, adapters) == (DEMO_BUNDLE, ())
         return contextlib.nullcontext(Engine())
 
     monkeypatch.setattr(model_answers, "evaluator", evaluator)

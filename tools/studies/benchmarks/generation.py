@@ -130,7 +130,7 @@ def measure_generation(
         def start(command: list[str | Path], settings: dict[str, Any], preload: str = "") -> Writer:
             return stack.enter_context(running(command, settings, work, threads, preload))
 
-        mesp = start(engine, {"bundle": bundle, "adapters": None})
+        mesp = start(engine, {"bundle": bundle, "adapters": []})
         writers = {("mesp", 1): mesp, ("mesp", TOGETHER): mesp}
         writers[("mlx-lm", 1)] = start(python, {"bundle": bundle}, find_openblas() or "")
         if gguf and llama:

@@ -50,7 +50,7 @@ def model_with(bundle: Bundle, adapters: Path | None, base: Path | None = None) 
     model.set_dtype(mx.float32)
     model = dequantize_model(model)
     if adapters is not None:
-        apply_adapters(model, read_adapters(adapters, bundle.architecture), adapters)
+        apply_adapters(model, read_adapters(adapters, bundle.architecture), str(adapters))
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from mesp.adapters.weighted import weigh
 from mesp.data.loss_mask import encode_conversation
 from mesp.data.records import Conversation
 from mesp.data.tokenizer import load_bundle_tokenizer
@@ -44,7 +45,7 @@ def answers(
         so_far = right[number][: len(written[number])]
         return len(so_far) < len(right[number]) and (number < whole or written[number] == so_far)
 
-    with evaluator(bundle, adapters) as engine:
+    with evaluator(bundle, weigh(adapters)) as engine:
         for _ in engine.generate(prompts, max(map(len, right), default=1), [], AT_ONCE, go_on):
             pass
     texts = [tokenizer.decode(tokens).partition(tokenizer.eos_token)[0] for tokens in written]

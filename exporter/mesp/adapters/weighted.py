@@ -1,0 +1,58 @@
+"""Folders of adapters and their weights: what a model is run with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mesp.errors import MespError
+
+MOST_WEIGHT = 10.0
+
+StrPath = str | os.PathLike[str]
+
+
+class WeightedAdapters(NamedTuple):
+    """A folder of adapters, and the factor of what they add to the model; 0 leaves them out."""
+
+    folder: Path
+    weight: float
+
+
+def weigh(
+    adapters: StrPath | Sequence[StrPath] | None, weights: Sequence[float] = ()
+) -> tuple[WeightedAdapters, ...]:
+    """Gives each folder its weight, 1 where no weights are given.
+
+    Raises MespError where there are more or fewer weights than folders, or one is not a number
+    from 0 to `MOST_WEIGHT`.
+    """
+    folders, given = list_folders(adapters), [float(weight) for weight in weights]
+    if given and not folders:
+        raise MespError("--weights needs --adapters.")
+    if given and len(given) != len(folders):
+        raise MespError(
+            f"The number of --weights is {len(given)}, and that of --adapters {len(folders)}; "
+            "give a weight for each folder."
+        )
+    for weight in given:
+        if not 0 <= weight <= MOST_WEIGHT:  # NaN is not
+            raise MespError(f"--weights has {weight:g}; give numbers from 0 to {MOST_WEIGHT:g}.")
+    return tuple(map(WeightedAdapters, folders, given or [1.0] * len(folders)))
+
+
+def list_folders(adapters: StrPath | Sequence[StrPath] | None) -> list[Path]:
+    """The folders of adapters that a function was given: none, one or several."""
+    if adapters is None:
+        return []
+    given = [adapters] if isinstance(adapters, str | os.PathLike) else adapters
+    return [Path(each) for each in given]
+
+
+def describe(adapters: Sequence[WeightedAdapters]) -> str:
+    """The folders and weights as a text, such as `0.7 * runs/a/adapters + runs/b/adapters`."""
+    return " + ".join(
+        str(folder) if weight == 1 else f"{weight:g} * {folder}" for folder, weight in adapters
+    )
