@@ -10,7 +10,7 @@ package struct LoadedAdapters {
     /// The factor of a projection's adapter: α / rank.
     package let scale: Float
     /// One flat vector `[P]` a block, and its layout.
-    package let lora: [MLXArray]
+    package internal(set) var lora: [MLXArray]
     package let layouts: [LoRALayout]
 
     package init(rank: Int, scale: Float, lora: [MLXArray], layouts: [LoRALayout]) {
