@@ -24,47 +24,48 @@ package func loadAdapters(_ adapters: [WeightedAdapters], architecture: Architec
         throw MeSPError(
             "The weight of the adapters in \(each.folder.path) is \(each.weight); it must be from 0 to 10.")
     }
-    var loaded = try adapters.filter { $0.weight != 0 }.map { each in
-        let adapters = try loadAdapters(from: each.folder, architecture: architecture)
-        return LoadedAdapters(
-            rank: adapters.rank, scale: adapters.scale * each.weight, lora: adapters.lora, layouts: adapters.layouts)
+    let used = adapters.filter { $0.weight != 0 }
+    guard used.count > 1 else {
+        return try used.first.map { only in
+            let its = try loadAdapters(from: only.folder, architecture: architecture)
+            return LoadedAdapters(rank: its.rank, scale: its.scale * only.weight, lora: its.lora, layouts: its.layouts)
+        }
     }
-    return loaded.count > 1 ? joined(&loaded, architecture) : loaded.first
-}
-
-/// One set of adapters that adds what `parts` add together. It takes their vectors block by block, so that memory holds about the size of
-/// the result.
-private func joined(_ parts: inout [LoadedAdapters], _ architecture: Architecture) -> LoadedAdapters {
-    let rank = parts.reduce(0) { $0 + $1.rank }
-    let layouts = architecture.layouts(rank: rank, withExperts: parts.contains(where: \.hasExperts))
-    let lora = layouts.enumerated().map { block, layout in
+    var readers = try used.map { try AdapterReader($0.folder, of: architecture) }
+    let rank = readers.reduce(0) { $0 + $1.rank }
+    let layouts = architecture.layouts(rank: rank, withExperts: readers.contains(where: \.hasExperts))
+    // Block by block, so that memory holds little more than the result.
+    let lora = try layouts.enumerated().map { block, layout in
+        let parts = try readers.indices.map { try readers[$0].read(block) }
         let matrices = layout.modules.map { module in
-            let each = parts.map { $0.scaledMatrices(module, block) }
-            return LoRAMatrices(
-                a: concatenated(each.map(\.a), axis: -1), b: concatenated(each.map(\.b), axis: -2))
+            let each = readers.indices.map { i in
+                readers[i].matrices(module, block, in: parts[i], timesB: readers[i].scale * used[i].weight)
+            }
+            return LoRAMatrices(a: concatenated(each.map(\.a), axis: -1), b: concatenated(each.map(\.b), axis: -2))
         }
         let flat = layout.packed(matrices)
         eval(flat)
-        for i in parts.indices { parts[i].lora[block] = MLXArray.zeros([0]) }
         Memory.clearCache()
         return flat
     }
+    for reader in readers { try reader.checkEnd() }
     return LoadedAdapters(rank: rank, scale: 1, lora: lora, layouts: layouts)
 }
 
-extension LoadedAdapters {
-    /// Whether experts' matrices have adapters.
+extension AdapterReader {
     fileprivate var hasExperts: Bool { layouts.contains { $0.modules.contains(where: \.isStacked) } }
 
-    /// A, and B times the scale, of a module; zeros where it has none.
-    fileprivate func scaledMatrices(_ module: Module, _ block: Int) -> LoRAMatrices {
+    /// A and B of a module, B times a factor; zeros where the folder has no adapters of experts.
+    fileprivate func matrices(
+        _ module: Module, _ block: Int, in flat: MLXArray, timesB factor: Float
+    ) -> LoRAMatrices {
         let layout = layouts[block]
         guard layout.modules.contains(module) else {
             let (a, b) = layout.block.shapes([module], rank: rank)
             return LoRAMatrices(a: MLXArray.zeros(a), b: MLXArray.zeros(b))
         }
-        let matrices = layout.matrices(module, in: lora[block])
-        return LoRAMatrices(a: matrices.a, b: matrices.b * scale)
+        let matrices = layout.matrices(module, in: flat)
+        return LoRAMatrices(a: matrices.a, b: matrices.b * factor)
     }
 }
 

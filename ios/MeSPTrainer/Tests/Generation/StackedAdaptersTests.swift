@@ -159,7 +159,7 @@ import Testing
         let (bundle, prompt) = (fixture.bundle, [7, 1, 2, 8])
         let (a, b) = (try adapters("a", of: fixture, rank: 4), try adapters("b", of: fixture, rank: 2))
         let selections: [[WeightedAdapters]] = [
-            [.init(a)], [], [.init(b), .init(a, weight: 0.5)], [.init(b, weight: 0.5)], [.init(a)],
+            [.init(a)], [], [.init(b), .init(a, weight: 0.5)], [.init(b, weight: 4)], [.init(a)],
         ]
         var generator = try Generator(bundle)
         let first = try text(generator, prompt)
