@@ -13,6 +13,9 @@ package struct LoadedAdapters {
     package let lora: [MLXArray]
     package let layouts: [LoRALayout]
 
+    /// The size of the vectors, which have float32 matrices of every linear layer, and of every expert where one has any.
+    package var bytes: Int { layouts.reduce(0) { $0 + 4 * $1.count } }
+
     package init(rank: Int, scale: Float, lora: [MLXArray], layouts: [LoRALayout]) {
         (self.rank, self.scale, self.lora, self.layouts) = (rank, scale, lora, layouts)
     }

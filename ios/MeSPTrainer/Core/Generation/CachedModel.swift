@@ -147,6 +147,9 @@ package struct CachedModel {
         return x
     }
 
+    /// What the adapters take, in bytes.
+    var adapterBytes: Int { adapters?.bytes ?? 0 }
+
     /// Lets go of what is made of the weights once: after an error of MLX it may not be whole.
     func forget() { kept.forget() }
 

@@ -39,6 +39,8 @@ public struct Generator {
         /// From then on.
         public let seconds: Double
         package let footprintPeakBytes: Int
+        /// What the adapters' matrices take of it.
+        package let adapterBytes: Int
         /// The token of `stop` that ended the text.
         package let stopToken: Int?
 
@@ -206,7 +208,7 @@ public struct Generator {
                 reason: reason, tokens: text.written.count,
                 promptSeconds: (start - (text.begin ?? start)) / .seconds(1),
                 seconds: (ContinuousClock.now - start) / .seconds(1), footprintPeakBytes: sampler.takePeak(),
-                stopToken: reason == .stop ? text.last : nil)
+                adapterBytes: model.adapterBytes, stopToken: reason == .stop ? text.last : nil)
             try onEnd(text, summary)
         }
         var (waiting, texts) = (all[...], [Text]())

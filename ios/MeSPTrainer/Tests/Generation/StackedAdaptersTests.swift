@@ -221,6 +221,25 @@ import Testing
         try check([.init(a)], known: 0)
     }
 
+    /// Of any number of adapters, and of such with experts' matrices.
+    @Test(arguments: cases.filter { ["tied-32", "qwen3_moe", "gemma4"].contains($0.lastPathComponent) })
+    func memoryIsThatOfTheRanksTogether(_ place: URL) throws {
+        let fixture = try Fixture(place, "gradients")
+        let (bundle, architecture) = (fixture.bundle, fixture.bundle.architecture)
+        let folders = try [3, 5, 2].enumerated().map { index, rank in
+            try adapters("\(index)", of: fixture, rank: rank, modules: index == 2 ? architecture.trainable : nil)
+        }
+        for count in 0...3 {
+            var model = try CachedModel(bundle)
+            let before = Memory.activeMemory
+            try model.use(folders.prefix(count).map { WeightedAdapters($0, weight: 0.5) })
+            let measured = Memory.activeMemory - before
+            #expect(abs(measured - model.adapterBytes) <= model.adapterBytes / 10)
+            let parameters = architecture.layouts(rank: [0, 3, 8, 10][count], withExperts: count == 3)
+            #expect(model.adapterBytes == 4 * parameters.reduce(0) { $0 + $1.count })
+        }
+    }
+
     // MARK: - What cannot be
 
     @Test func whatDoesNotFitIsSaid() throws {
