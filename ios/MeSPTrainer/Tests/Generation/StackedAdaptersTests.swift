@@ -192,7 +192,7 @@ import Testing
         func check(_ selection: [WeightedAdapters], known: Int) throws {
             var (request, text, blocks) = (Generator.Request(prompt: prompt), [Int](), 0)
             request.maxTokens = 3
-            try generator.generate(request, continuing: &cache, atBlock: { blocks += 1 }) { text.append($0) }
+            try generator.generate(request, continuing: &cache, atBlock: { blocks += 1 }, onToken: { text.append($0) })
             var alone = [Int]()
             try Generator(fixture.bundle, adapters: selection).generate(request) { alone.append($0) }
             #expect(text == alone)
