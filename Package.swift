@@ -86,16 +86,18 @@ let package = Package(
         .target(name: "MeSPSentences", path: "ios/MeSPTrainer/Sentences"),
         .executableTarget(
             name: "mesp-engine",
-            dependencies: ["MeSPBundle", "MeSPCore", "MeSPFiles", "MeSPImport", "MeSPSelfCheck", "MeSPSentences", mlxModule]
-                + (isForWheel ? [] : ["MeSPFederation"]),
+            dependencies: [
+                "MeSPAdapters", "MeSPBundle", "MeSPCore", "MeSPFiles", "MeSPImport", "MeSPSelfCheck", "MeSPSentences",
+                mlxModule,
+            ] + (isForWheel ? [] : ["MeSPFederation"]),
             path: "ios/MeSPTrainer/Engine",
             exclude: isForWheel ? ["Federate.swift"] : [],
             swiftSettings: swiftSettings + (isForWheel ? [.define("MESP_WHEEL")] : [])),
         .target(
             name: "MeSPAppModel",
             dependencies: [
-                "MeSP", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPDownload", "MeSPFederation", "MeSPFiles",
-                "MeSPImport", "MeSPSelfCheck",
+                "MeSP", "MeSPAdapters", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPDownload", "MeSPFederation",
+                "MeSPFiles", "MeSPImport", "MeSPSelfCheck",
             ],
             path: "ios/MeSPTrainer/AppModel",
             resources: [.process("paper.json")]),

@@ -17,7 +17,8 @@ Tables, each with its own defaults for the options that apply to it:
   time          MeSP's time against MeBP's, by memory limit
   gpu           what a step on a phone's GPU would take, counted on any machine
   generation    tokens a second of prompts and of decoding, beside mlx-lm's and llama.cpp's
-  functions     the same with a bundle's block functions, and without
+  functions     a step on a phone's GPU with a bundle's block functions, and without
+  adapters      tokens a second with several adapters at once, and the memory of these
   h             what storing h = xA would take, and what recomputing it costs
   mezo-quality  MeZO's estimate of each block's gradient against the exact gradient
   preferences   a step on preference data by objective, beside a supervised one
@@ -131,7 +132,7 @@ def memory_limit(value: str) -> str:
 @click.option(
     "--steps",
     type=click.IntRange(min=1),
-    help="Steps of a run; of mezo-quality, draws of z; of generation, tokens.",
+    help="Steps of a run; of mezo-quality, draws of z; of generation and adapters, tokens.",
 )
 @click.option("--data", metavar="FILE|DIR|NAME", help="Text for convergence and defaults.")
 @click.option(

@@ -124,6 +124,19 @@ def test_generation_is_measured_alone_and_together(model: Path, tmp_path: Path):
 
 @pytest.mark.slow
 @needs_engine
+def test_generation_is_measured_with_adapters(model: Path, tmp_path: Path):
+    size = ("--model", model, "--seq-len", 8, "--steps", 4, "--work", tmp_path / "work")
+    done = bench("--table", "adapters", *size, "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["adapters"] for row in rows] == [0, 1, 2, 4]
+    sizes = [row["adapter_bytes"] for row in rows]
+    assert sizes == [count * sizes[1] for count in (0, 1, 2, 4)] and sizes[1] > 0
+    assert rows[0]["to_base"] == 1 and all(row["decoded_per_second"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@needs_engine
 def test_the_whole_model_is_extrapolated(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 16, "--layers", "1,2", "--work", tmp_path / "work")
     files = ("--json", tmp_path / "rows.json", "--plot", tmp_path / "rows.png")

@@ -13,6 +13,9 @@ package struct LoadedAdapters {
     package let lora: [MLXArray]
     package let layouts: [LoRALayout]
 
+    /// The size of the vectors, which have float32 matrices of every linear layer, and of every expert where one has any.
+    package var bytes: Int { layouts.reduce(0) { $0 + 4 * $1.count } }
+
     package init(rank: Int, scale: Float, lora: [MLXArray], layouts: [LoRALayout]) {
         (self.rank, self.scale, self.lora, self.layouts) = (rank, scale, lora, layouts)
     }
@@ -78,46 +81,65 @@ package func loadAdapters(
     from folder: URL, architecture: Architecture, withExperts: Bool = false, onlyB: Bool = false,
     absent: (LoRALayout, _ block: Int) -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
 ) throws -> LoadedAdapters {
-    try explaining {
-        let config = try AdapterConfig(folder, of: architecture)
-        let (format, rank) = (config.format, config.rank)
-        guard rank <= architecture.hiddenSize else {
-            throw MeSPError("their rank, \(rank), is above the model's width of \(architecture.hiddenSize)")
-        }
-        let tensors = try Safetensors(folder.appendingPathComponent(format.file))
-        var names = tensors.names
-        guard !names.isEmpty else { throw MeSPError("\(format.file) is empty") }
-        let prefix = format.prefix(of: architecture, in: names)
+    var reader = try AdapterReader(folder, of: architecture, withExperts: withExperts)
+    let lora = try reader.layouts.enumerated().map { block, layout in
+        try reader.read(block, onlyB: onlyB, absent: absent(layout, block))
+    }
+    try reader.checkEnd()
+    return LoadedAdapters(rank: reader.rank, scale: reader.scale, lora: lora, layouts: reader.layouts)
+}
 
-        func tensor(_ matrix: String, _ layer: AdaptedLayer, _ block: Int) -> String {
-            let others = format.layers(of: architecture.block(block)).filter { $0.isStacked && $0.name != layer.name }
-            let isNested = others.contains { config.adapts($0, block, prefix: prefix) }
-            return format.name(matrix, layer, block, of: architecture, prefix: prefix, isNested: isNested)
+/// A folder of adapters, of which a block at a time is read. Errors name the folder.
+struct AdapterReader {
+    private(set) var layouts = [LoRALayout]()
+    var rank: Int { config.rank }
+    var scale: Float { config.scale }
+    private let folder: URL
+    private let architecture: Architecture
+    private let config: AdapterConfig
+    private let tensors: Safetensors
+    private let prefix: String
+    /// The tensors that were not read yet.
+    private var names: Set<String>
+    private var format: AdapterFormat { config.format }
+
+    /// - Parameter withExperts: whether the layouts have experts' matrices even if the folder has none of their adapters
+    init(_ folder: URL, of architecture: Architecture, withExperts: Bool = false) throws {
+        (self.folder, self.architecture) = (folder, architecture)
+        (config, tensors) = try Self.naming(folder) {
+            let config = try AdapterConfig(folder, of: architecture)
+            guard config.rank <= architecture.hiddenSize else {
+                throw MeSPError("their rank, \(config.rank), is above the model's width of \(architecture.hiddenSize)")
+            }
+            let file = config.format.file
+            let tensors = try Safetensors(folder.appendingPathComponent(file))
+            guard !tensors.names.isEmpty else { throw MeSPError("\(file) is empty") }
+            return (config, tensors)
         }
-        func take(_ matrix: String, _ layer: AdaptedLayer, _ block: Int, _ shape: [Int]) throws -> MLXArray? {
-            let name = tensor(matrix, layer, block)
-            guard names.remove(name) != nil, let found = tensors.shape(name) else { return nil }
-            guard config.adapts(layer, block, prefix: prefix) else {
-                throw MeSPError("it holds \(name), which its \(AdapterFormat.configFile) gives no place")
-            }
-            guard found == format.turned(shape, matrix), let array = tensors[name] else {
-                throw MeSPError(
-                    "\(name) has the shape \(found), where the model needs \(format.turned(shape, matrix))")
-            }
-            // Of a number that is not finite the product is NaN.
-            guard try (array.asType(.float32) * 0).sum().number(Float.self) == 0 else {
-                throw MeSPError("\(name) has numbers that are not finite; train them again")
-            }
-            return format.turnedBack(array, matrix, to: shape)
-        }
+        names = tensors.names
+        let (format, prefix) = (config.format, config.format.prefix(of: architecture, in: names))
+        self.prefix = prefix
         let hasExperts = architecture.layers.indices.contains { block in
             format.layers(of: architecture.block(block)).contains {
                 $0.isStacked && names.contains(tensor("B", $0, block))
             }
         }
-        let layouts = architecture.layouts(rank: rank, withExperts: withExperts || hasExperts)
-        let lora = try layouts.enumerated().map { block, layout in
-            let absent = absent(layout, block)
+        layouts = architecture.layouts(rank: config.rank, withExperts: withExperts || hasExperts)
+    }
+
+    private static func naming<R>(_ folder: URL, _ body: () throws -> R) throws -> R {
+        try explaining(body, as: { "Cannot load the adapters in \(folder.path): \($0)." })
+    }
+
+    /// A block's parameters `[P]`, evaluated.
+    ///
+    /// - Parameters:
+    ///   - onlyB: whether a module's B may come without its A
+    ///   - absent: from which the matrices that the folder lacks are taken; nil for zeros
+    mutating func read(_ block: Int, onlyB: Bool = false, absent: MLXArray? = nil) throws -> MLXArray {
+        try Self.naming(folder) {
+            let layout = layouts[block]
+            let absent = absent ?? MLXArray.zeros([layout.count])
             var matrices = [String: LoRAMatrices]()
             for layer in format.layers(of: layout.block) where layer.modules.allSatisfy(layout.modules.contains) {
                 let shapes = layout.block.shapes(
@@ -143,11 +165,39 @@ package func loadAdapters(
             eval(flat)
             return flat
         }
-        if let name = names.min() {
-            throw MeSPError("it holds \(name), which is not a LoRA matrix of one of this model's layers")
+    }
+
+    /// Throws where the folder holds a tensor that is in none of the blocks which were read.
+    func checkEnd() throws {
+        try Self.naming(folder) {
+            if let name = names.min() {
+                throw MeSPError("it holds \(name), which is not a LoRA matrix of one of this model's layers")
+            }
         }
-        return LoadedAdapters(rank: rank, scale: config.scale, lora: lora, layouts: layouts)
-    } as: {
-        "Cannot load the adapters in \(folder.path): \($0)."
+    }
+
+    private func tensor(_ matrix: String, _ layer: AdaptedLayer, _ block: Int) -> String {
+        let others = format.layers(of: architecture.block(block)).filter { $0.isStacked && $0.name != layer.name }
+        let isNested = others.contains { config.adapts($0, block, prefix: prefix) }
+        return format.name(matrix, layer, block, of: architecture, prefix: prefix, isNested: isNested)
+    }
+
+    private mutating func take(
+        _ matrix: String, _ layer: AdaptedLayer, _ block: Int, _ shape: [Int]
+    ) throws -> MLXArray? {
+        let name = tensor(matrix, layer, block)
+        guard names.remove(name) != nil, let found = tensors.shape(name) else { return nil }
+        guard config.adapts(layer, block, prefix: prefix) else {
+            throw MeSPError("it holds \(name), which its \(AdapterFormat.configFile) gives no place")
+        }
+        guard found == format.turned(shape, matrix), let array = tensors[name] else {
+            throw MeSPError(
+                "\(name) has the shape \(found), where the model needs \(format.turned(shape, matrix))")
+        }
+        // Of a number that is not finite the product is NaN.
+        guard try (array.asType(.float32) * 0).sum().number(Float.self) == 0 else {
+            throw MeSPError("\(name) has numbers that are not finite; train them again")
+        }
+        return format.turnedBack(array, matrix, to: shape)
     }
 }

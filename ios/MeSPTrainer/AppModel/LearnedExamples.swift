@@ -1,5 +1,6 @@
 import Foundation
 import MeSP
+import MeSPAdapters
 import MeSPBundle
 import MeSPControl
 import MeSPCore
@@ -89,7 +90,7 @@ import Observation
                     try gate.pass { _ in }
                     let bundle = try ModelBundle(url: bundle, text: data, checksums: false)
                     let source = HeldOutPrompts(tokenizer: tokenizer)
-                    let writers = try [nil, adapters].map { try Generator(bundle, adapters: $0) }
+                    let writers = try [[], [.init(adapters)]].map { try Generator(bundle, adapters: $0) }
                     let stop = endTokens(of: bundle.url, tokenizer)
                     for prompt in try source.choose(Self.count, from: bundle, length: settings.seqLen) {
                         var request = Generator.Request(prompt: prompt.tokens)

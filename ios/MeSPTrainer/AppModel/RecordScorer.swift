@@ -1,5 +1,6 @@
 import Foundation
 import MeSP
+import MeSPAdapters
 import MeSPBundle
 import MeSPCore
 import MeSPFiles
@@ -16,7 +17,7 @@ struct RecordScorer {
     /// - Throws: `MeSPError`, also of a record that cannot be taken; what `atBlock` throws.
     func score(_ records: [EvaluationRecord], adapters: URL?, report: (Int) -> Void) throws -> [ScorePart] {
         try atBlock()
-        let evaluator = try Evaluator(ModelBundle(url: bundle), adapters: adapters)
+        let evaluator = try Evaluator(ModelBundle(url: bundle), adapters: adapters.map { [.init($0)] } ?? [])
         let window = contextLength(of: bundle)
         return try records.enumerated().map { index, record in
             defer { report(index + 1) }

@@ -1,5 +1,6 @@
 import Foundation
 import MeSP
+import MeSPAdapters
 import MeSPBundle
 import MeSPControl
 import MeSPCore
@@ -157,7 +158,8 @@ import Observation
                     ? try plain.encode(
                         Conversation(request.messages(after: history, text)), addsGenerationPrompt: true)
                     : try plain.encode(request.prompt, addsSpecialTokens: true)
-                let generator = try Generator(bundle, adapters: side == .tuned ? adapters : nil)
+                let generator = try Generator(
+                    bundle, adapters: side == .tuned ? adapters.map { [.init($0)] } ?? [] : [])
                 send(.begins(side))
                 let summary = try generator.generate(
                     generation, continuing: &read[keyPath: cache], atBlock: { try gate.pass { _ in } }

@@ -7,6 +7,7 @@
 // mesp-engine --version: prints its version and MLX's, which the Python package compares with its own.
 
 import Foundation
+import MeSPAdapters
 import MeSPBundle
 import MeSPCore
 import MeSPFiles
@@ -102,16 +103,20 @@ func reward(_ groups: [AnswerGroup]) throws -> [[Float]] {
     return rewards
 }
 
-/// Opens the model that a settings file names: a bundle's folder, and a folder of adapters or null.
+/// Opens the model that a settings file names: a bundle's folder, and folders of adapters with their weights.
 func openModel(_ file: URL) throws -> Evaluator {
     struct Settings: Decodable {
+        struct Adapters: Decodable {
+            let folder: String
+            let weight: Float
+        }
         let bundle: String
-        let adapters: String?
+        let adapters: [Adapters]
     }
     let settings: Settings = try readSettings(file)
     return try Evaluator(
         ModelBundle(url: URL(fileURLWithPath: settings.bundle)),
-        adapters: settings.adapters.map { URL(fileURLWithPath: $0) })
+        adapters: settings.adapters.map { .init(URL(fileURLWithPath: $0.folder), weight: $0.weight) })
 }
 
 func generate(_ file: URL) throws {
@@ -228,7 +233,8 @@ do {
     case (1, "--version"): print("mesp-engine \(Run.version) with MLX \(MLXSupport.version)")
     case (1, let file?): try train(URL(fileURLWithPath: file))
     default:
-        fail("usage: mesp-engine [evaluate|federate|generate|import|self-check] SETTINGS.json, or mesp-engine --version")
+        fail(
+            "usage: mesp-engine [evaluate|federate|generate|import|self-check] SETTINGS.json, or mesp-engine --version")
     }
 } catch is CancellationError {
     switch CommandLine.arguments[1] {

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPAdapters
 import MeSPBundle
 import MeSPControl
 import MeSPCore
@@ -327,13 +328,41 @@ public final class FineTuner: Sendable {
     public func answer(
         to conversation: Conversation, usesAdapters: Bool = true, maxTokens: Int = 256, temperature: Float = 0
     ) -> AsyncThrowingStream<String, any Error> {
+        answer(to: conversation, maxTokens, temperature) { [self] in
+            usesAdapters ? [WeightedAdapters(try adapters.url)] : []
+        }
+    }
+
+    /// Writes the model's answer to a conversation with several adapters at once, as ``answer(to:usesAdapters:maxTokens:temperature:)`` does
+    /// with those that were saved last.
+    ///
+    /// - Parameters:
+    ///   - conversation: its last message is not an answer.
+    ///   - adapters: folders of adapters of this model, of mlx-lm's or PEFT's form and of any ranks, each with its strength: the factor, from
+    ///     0 to 10, of what it adds to the model. What they add is summed.
+    ///   - maxTokens: the most tokens of the answer.
+    ///   - temperature: 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature), others each time.
+    /// - Returns: the pieces of the answer, likewise. They throw a ``FineTuningError`` also where adapters do not fit the model.
+    public func answer(
+        to conversation: Conversation, adapters: [URL: Float], maxTokens: Int = 256, temperature: Float = 0
+    ) -> AsyncThrowingStream<String, any Error> {
+        answer(to: conversation, maxTokens, temperature) {
+            // In one order each time, so that sums have the same last bits.
+            adapters.sorted { $0.key.path < $1.key.path }.map { WeightedAdapters($0.key, weight: $0.value) }
+        }
+    }
+
+    private func answer(
+        to conversation: Conversation, _ maxTokens: Int, _ temperature: Float,
+        adapters: @escaping @Sendable () throws -> [WeightedAdapters]
+    ) -> AsyncThrowingStream<String, any Error> {
         let (pieces, sender) = AsyncThrowingStream.makeStream(of: String.self)
         let work = begin(sender) { [self] in
             guard let last = conversation.messages.last, !last.isAnswer else {
                 throw MeSPError("There is no message to answer: the conversation must end with one.")
             }
             try require(maxTokens > 0, "maxTokens", "at least 1")
-            let adapters = usesAdapters ? try adapters.url : nil
+            let adapters = try adapters()
             var request = Generator.Request(prompt: try tokenizer.encode(prompt: conversation))
             (request.maxTokens, request.temperature) = (maxTokens, temperature)
             (request.stop, request.seed) = (endTokens(of: bundle, tokenizer), .random(in: 0 ... .max))
@@ -344,7 +373,7 @@ public final class FineTuner: Sendable {
     }
 
     @MainActor private func write(
-        _ request: Generator.Request, with adapters: URL?, to send: @escaping @Sendable (String) -> Void
+        _ request: Generator.Request, with adapters: [WeightedAdapters], to send: @escaping @Sendable (String) -> Void
     ) async throws {
         let (bundle, tokenizer) = (bundle, tokenizer)
         try await controller.doOther { gate in

@@ -90,7 +90,7 @@ extension CheckSuite {
             let folder = Self.temporaryFolder.appendingPathComponent("tiny.\(UUID().uuidString)")
             defer { try? FileManager.default.removeItem(at: folder) }
             let tiny = try TinyBundle(mixer: mixer).write(to: folder, like: bundle)
-            let model = try CachedModel(tiny, adapters: nil)
+            let model = try CachedModel(tiny)
             let (whole, single) = (try read(model, pieces: Self.decoded), try read(model, pieces: 1))
             return [
                 Measurement("\(variant): y", error(tamper("decode.\(name)", single.y), whole.y)),

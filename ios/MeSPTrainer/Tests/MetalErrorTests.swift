@@ -354,7 +354,8 @@ import MeSPSentences
             try inFolder { adapters in
                 try fixture.bundle.withDevice { try fixture.trainer(.mesp).model.saveAdapters(to: adapters) }
                 func evaluate() throws -> Double {
-                    try Evaluator(fixture.bundle, adapters: adapters).logLikelihood(of: Array(1...9), window: 4)
+                    try Evaluator(fixture.bundle, adapters: [.init(adapters)]).logLikelihood(
+                        of: Array(1...9), window: 4)
                 }
                 let (expected, report) = withMetal(.init()) { try evaluate() }
                 for buffer in stride(from: 1, through: report.evaluations, by: 3) {

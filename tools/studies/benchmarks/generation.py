@@ -1,4 +1,4 @@
-"""Tokens a second of generation: the engine's beside mlx-lm's and llama.cpp's."""
+"""Tokens a second of generation, beside mlx-lm's and llama.cpp's or with several adapters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import numpy as np
 
 from mesp.bundle.manifest import read_manifest
+from mesp.bundle.reader import Bundle
 from mesp.errors import MespError
 from studies.benchmarks.cells import Cell, Row
 from studies.benchmarks.processes import (
@@ -26,9 +28,11 @@ from studies.benchmarks.processes import (
     find_openblas,
     with_threads,
 )
+from studies.in_peft.inputs import first_adapters
 
 ROUNDS = 5  # which alternate
 TOGETHER = 8
+ADAPTERS = (0, 1, 2, 4)  # at once
 
 
 class Use(NamedTuple):
@@ -37,6 +41,7 @@ class Use(NamedTuple):
     seconds: float
     cpu_seconds: float | None
     peak_bytes: int
+    adapter_bytes: int
 
 
 class Writer:
@@ -48,10 +53,12 @@ class Writer:
     def write(self, prompts: list[list[int]], tokens: int) -> Use:
         """Writes so many of the likeliest tokens after each of the prompts, together."""
         began, cpu = time.perf_counter(), self._cpu_seconds()
-        peak = self._ask_engine(prompts, tokens) if self.is_engine else self._ask(prompts, tokens)
+        peak, adapters = (
+            self._ask_engine(prompts, tokens) if self.is_engine else (self._ask(prompts, tokens), 0)
+        )
         after = self._cpu_seconds()
         used = None if cpu is None or after is None else after - cpu
-        return Use(time.perf_counter() - began, used, peak)
+        return Use(time.perf_counter() - began, used, peak, adapters)
 
     def _ask(self, prompts: list[list[int]], tokens: int) -> int:
         self._send({"prompts": prompts, "tokens": tokens})
@@ -60,18 +67,19 @@ class Writer:
             raise MespError(f"{answer['written']} tokens were written in place of {tokens} each.")
         return answer["peak_bytes"]
 
-    def _ask_engine(self, prompts: list[list[int]], tokens: int) -> int:
+    def _ask_engine(self, prompts: list[list[int]], tokens: int) -> tuple[int, int]:
         how = {"max_tokens": tokens, "temperature": 0, "top_p": 1, "seed": 0, "stop": []}
         requests = [{"prompt": prompt, **how} for prompt in prompts]
         self._send({"type": "generate", "at_once": len(prompts), "requests": requests})
-        ended, peak = 0, 0
+        ended, peak, adapters = 0, 0, 0
         while ended < len(prompts):
             record = self._receive()
             if record["type"] == "token":
                 self._send(True)
             else:
                 ended, peak = ended + 1, max(peak, record["footprint_peak_bytes"])
-        return peak
+                adapters = record["adapter_bytes"]
+        return peak, adapters
 
     def _send(self, request: Any) -> None:
         assert self.process.stdin is not None
@@ -139,35 +147,94 @@ def measure_generation(
                 settings |= {"context": cell.seq_len + tokens + 8}
                 command = [llama.absolute(), "-m", "studies.in_llama.generate"]
                 writers[("llama.cpp", at_once)] = start(command, settings)
-        vocabulary = read_manifest(cell.bundle).architecture.vocab_size
-        random = np.random.default_rng(0)
-        uses: dict[tuple[str, int], list[tuple[Use, Use]]] = {key: [] for key in writers}
-        for index in range(ROUNDS + 1):  # the first warms up
-            for (name, at_once), writer in writers.items():
-                prompts = random.integers(vocabulary, size=(at_once, cell.seq_len)).tolist()
-                use = (writer.write(prompts, 1), writer.write(prompts, 1 + tokens))
-                if index:
-                    uses[name, at_once].append(use)
-            tell(index)
+        uses = _measure(cell, writers, tokens, tell)
     alone: dict[str, float] = {}
     for (name, at_once), pairs in uses.items():
-        prompt = median(first.seconds for first, _ in pairs)
-        decoding = median(whole.seconds - first.seconds for first, whole in pairs)
-        row = cell.row() | {
-            "variant": name,
-            "texts": at_once,
-            "threads": threads,
-            "rounds": len(pairs),
-            "prompt_per_second": at_once * cell.seq_len / prompt,
-            "decoded_per_second": at_once * tokens / decoding,
-            "prompt_cpu_seconds": None,
-            "decoded_cpu_seconds": None,
-            "footprint_peak_bytes": max(use.peak_bytes for pair in pairs for use in pair),
-        }
-        if pairs[0][0].cpu_seconds is not None:
-            prompt_cpu = median(first.cpu_seconds for first, _ in pairs)
-            whole_cpu = median(whole.cpu_seconds - first.cpu_seconds for first, whole in pairs)
-            row["prompt_cpu_seconds"] = prompt_cpu / (at_once * cell.seq_len)
-            row["decoded_cpu_seconds"] = whole_cpu / (at_once * tokens)
+        row = _row(cell, at_once, tokens, threads, pairs) | {"variant": name}
         alone.setdefault(name, row["decoded_per_second"])
         yield row | {"to_one": row["decoded_per_second"] / alone[name]}
+
+
+def measure_adapters(
+    cell: Cell, tokens: int, threads: int | None, work: Path, tell: Callable[[int], None]
+) -> Iterator[Row]:
+    """Rows for one text at a time with no adapters and with several, which round by round
+    alternate. The adapters are those that runs of the cell's rank begin with."""
+    threads = threads or blas_threads()
+    bundle = str(cell.bundle.resolve())
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="adapters-", dir=work)))
+        write_adapters(folder, cell)
+        each = {"folder": str(folder.resolve()), "weight": 1 / max(ADAPTERS)}
+        writers = {
+            (str(count), 1): stack.enter_context(
+                running(
+                    [engine_program(), "evaluate"],
+                    {"bundle": bundle, "adapters": [each] * count}, work, threads,
+                )
+            )
+            for count in ADAPTERS
+        }  # fmt: skip
+        uses = _measure(cell, writers, tokens, tell)
+    rows = {count: _row(cell, 1, tokens, threads, uses[str(count), 1]) for count in ADAPTERS}
+    for count, row in rows.items():
+        measured = row["footprint_peak_bytes"] - rows[0]["footprint_peak_bytes"]
+        predicted = max(use.adapter_bytes for pair in uses[str(count), 1] for use in pair)
+        yield row | {
+            "adapters": count,
+            "to_base": row["decoded_per_second"] / rows[0]["decoded_per_second"],
+            "beyond_base_bytes": measured if count else None,
+            "adapter_bytes": predicted,
+            "prediction_error": predicted / measured - 1 if count else None,
+        }
+
+
+def write_adapters(folder: Path, cell: Cell) -> None:
+    """Writes adapters of the cell's rank, as mlx-lm does."""
+    config = {
+        "fine_tune_type": "lora",
+        "num_layers": cell.blocks,
+        "lora_parameters": {"rank": cell.rank, "scale": 2.0, "dropout": 0.0},
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    arrays = first_adapters(Bundle(cell.bundle), cell.rank, seed=0)
+    mx.save_safetensors(str(folder / "adapters.safetensors"), arrays)
+
+
+def _measure(
+    cell: Cell, writers: dict[tuple[str, int], Writer], tokens: int, tell: Callable[[int], None]
+) -> dict[tuple[str, int], list[tuple[Use, Use]]]:
+    """By writer and number of texts together the costs of prompts alone and with `tokens` after
+    them."""
+    vocabulary = read_manifest(cell.bundle).architecture.vocab_size
+    random = np.random.default_rng(0)
+    uses: dict[tuple[str, int], list[tuple[Use, Use]]] = {key: [] for key in writers}
+    for index in range(ROUNDS + 1):  # the first warms up
+        for (name, at_once), writer in writers.items():
+            prompts = random.integers(vocabulary, size=(at_once, cell.seq_len)).tolist()
+            use = (writer.write(prompts, 1), writer.write(prompts, 1 + tokens))
+            if index:
+                uses[name, at_once].append(use)
+        tell(index)
+    return uses
+
+
+def _row(cell: Cell, at_once: int, tokens: int, threads: int, pairs: list[tuple[Use, Use]]) -> Row:
+    prompt = median(first.seconds for first, _ in pairs)
+    decoding = median(whole.seconds - first.seconds for first, whole in pairs)
+    row = cell.row() | {
+        "texts": at_once,
+        "threads": threads,
+        "rounds": len(pairs),
+        "prompt_per_second": at_once * cell.seq_len / prompt,
+        "decoded_per_second": at_once * tokens / decoding,
+        "prompt_cpu_seconds": None,
+        "decoded_cpu_seconds": None,
+        "footprint_peak_bytes": max(use.peak_bytes for pair in pairs for use in pair),
+    }
+    if pairs[0][0].cpu_seconds is not None:
+        prompt_cpu = median(first.cpu_seconds for first, _ in pairs)
+        whole_cpu = median(whole.cpu_seconds - first.cpu_seconds for first, whole in pairs)
+        row["prompt_cpu_seconds"] = prompt_cpu / (at_once * cell.seq_len)
+        row["decoded_cpu_seconds"] = whole_cpu / (at_once * tokens)
+    return row

@@ -24,7 +24,7 @@ from mesp.settings.optimizer_defaults import choose_learning_rate, choose_optimi
 from studies.benchmarks import paper
 from studies.benchmarks.cells import Cell, Row, find_cells, without_functions
 from studies.benchmarks.columns import SIZE, grouped
-from studies.benchmarks.generation import measure_generation
+from studies.benchmarks.generation import measure_adapters, measure_generation
 from studies.benchmarks.preferences import measure_objectives
 from studies.benchmarks.processes import Tell, engine_program, run_program, run_python
 from studies.benchmarks.rows import compare, engine_settings, extrapolate, measure
@@ -94,6 +94,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "records": {**_DEMO, "seq_lens": (128, 256, 512), "layers": (), "steps": 60},
     "packing": {**_SIZE, "seq_lens": (64, 128, 256, 512), "steps": 24},
     "generation": {**_SIZE, "seq_lens": (128,), "steps": 128, "threads": (), "llama": None},
+    "adapters": {**_SIZE, "seq_lens": (128,), "steps": 128, "threads": ()},
     "packing-gpu": {
         "models": SIZES[:1],
         "seq_lens": (64, 128, 256, 512),
@@ -393,6 +394,14 @@ def generation_rows(bench: Bench) -> Iterator[Row]:
             )
 
 
+def adapters_rows(bench: Bench) -> Iterator[Row]:
+    """A row for the base model and for each number of adapters at once."""
+    for cell in bench.cells():
+        for threads in bench.options["threads"] or (None,):
+            tell = bench.doing(cell, "writing with adapters")
+            yield from measure_adapters(cell, bench.steps, threads, bench.work, tell)
+
+
 def preferences_rows(bench: Bench) -> Iterator[Row]:
     """A row for supervised steps and one for each objective."""
     for cell in bench.cells():
@@ -500,6 +509,14 @@ zero at first, so is A's gradient).""",
         """Prompts of random tokens and so many of the likeliest after them, medians of rounds that
 alternate. CPU: user and system time of all threads. llama.cpp multiplies with activations in 8
 bits, the others in float32. mlx-lm's linear layers are MLX's own.""",
+    ),
+    "adapters": Kind(
+        adapters_rows,
+        None,
+        ("decoded tokens/s",),
+        """Prompts of random tokens and so many of the likeliest after them with several adapters
+at once, medians of rounds that alternate. Beyond none: the peak without that of the base model.
+Predicted: the adapters' matrices.""",
     ),
     "preferences": Kind(
         preferences_rows,

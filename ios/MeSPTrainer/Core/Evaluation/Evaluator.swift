@@ -1,11 +1,12 @@
 import Foundation
 import MLX
+import MeSPAdapters
 import MeSPBundle
 import MeSPSentences
 
 /// Log-likelihoods of texts by a bundle's model, with or without adapters. Weights are mapped block by block, as for a `Generator`.
 ///
-///     let evaluator = try Evaluator(bundle, adapters: folder)
+///     let evaluator = try Evaluator(bundle, adapters: [.init(folder)])
 ///     let scores = try evaluator.scores(of: [yes, no], after: question)
 ///
 /// Not for use from several threads at once.
@@ -24,9 +25,9 @@ package struct Evaluator {
 
     /// - Parameters:
     ///   - bundle: the model.
-    ///   - folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
-    package init(_ bundle: ModelBundle, adapters folder: URL? = nil) throws {
-        self.init(try CachedModel(bundle, adapters: folder))
+    ///   - adapters: whose sum the model takes; none for the base model.
+    package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = []) throws {
+        self.init(try CachedModel(bundle, adapters: adapters))
     }
 
     init(_ model: CachedModel) { (self.model, generator) = (model, Generator(model)) }

@@ -9,8 +9,10 @@ package struct CachedModel {
     package let bundle: ModelBundle
     /// Tokens that go through the blocks together.
     let chunk: Int
-    private let adapters: LoadedAdapters?
-    private let kept: Kept
+    private var adapters: LoadedAdapters?
+    /// The adapters' folders; nil for those of a run in memory.
+    private(set) var selection: AdapterSelection?
+    private var kept: Kept
     private let isRecurrent: Bool
     /// The manifest's, cached: it searches its layouts for it.
     private let featureGroup: Int
@@ -44,6 +46,13 @@ package struct CachedModel {
 
         init(compiled: Set<Int>) { self.compiled = compiled }
 
+        /// With the same views, for other adapters.
+        func withoutLayers() -> Kept {
+            let other = Kept(compiled: compiled)
+            other.views = views
+            return other
+        }
+
         /// The last block's output, where nothing has waited for it: until it is evaluated, it needs the maps.
         var pending: MLXArray?
 
@@ -55,14 +64,10 @@ package struct CachedModel {
         func forget() { (pending, views, layers) = (nil, [:], [:]) }
     }
 
-    /// - Parameter folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
-    package init(_ bundle: ModelBundle, adapters folder: URL?, chunk: Int = 256) throws {
-        let adapters = try folder.map { folder in
-            try bundle.withDevice {
-                try MLXErrors.repeating { try loadAdapters(from: folder, architecture: bundle.architecture) }
-            }
-        }
-        self.init(bundle, with: adapters, chunk: chunk)
+    /// - Parameter adapters: none for the base model.
+    package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = [], chunk: Int = 256) throws {
+        self.init(bundle, with: nil, chunk: chunk)
+        try use(adapters)
     }
 
     init(_ bundle: ModelBundle, with adapters: LoadedAdapters?, chunk: Int = 256) {
@@ -71,6 +76,17 @@ package struct CachedModel {
         featureGroup = bundle.manifest.featureGroup
         isRecurrent = bundle.architecture.isRecurrent
         bundle.maps.areKept = bundle.manifest.mappedBytes <= bundle.processor.roomForMaps
+        bundle.maps.add(kept)
+    }
+
+    /// Takes other adapters; weights stay mapped. Where that fails, the model keeps those that it has.
+    mutating func use(_ adapters: [WeightedAdapters]) throws {
+        let selection = AdapterSelection(adapters)
+        self.adapters = try bundle.withDevice {
+            try MLXErrors.repeating { try loadAdapters(adapters, architecture: bundle.architecture) }
+        }
+        self.selection = selection
+        kept = kept.withoutLayers()
         bundle.maps.add(kept)
     }
 
@@ -130,6 +146,9 @@ package struct CachedModel {
         for (text, token) in tokens.enumerated() { caches[text].add([token]) }
         return x
     }
+
+    /// What the adapters take, in bytes.
+    var adapterBytes: Int { adapters?.bytes ?? 0 }
 
     /// Lets go of what is made of the weights once: after an error of MLX it may not be whole.
     func forget() { kept.forget() }

@@ -1,13 +1,15 @@
 import Foundation
 import MLX
+import MeSPAdapters
 import MeSPBundle
 import MeSPSentences
 
 /// Writes on from a prompt, with a bundle's model and, where they are given, adapters. Weights are mapped, so the footprint is that of
 /// the adapters, the keys and values of the tokens so far, and one block's activations.
 ///
-///     let generator = try Generator(bundle, adapters: folder)
+///     var generator = try Generator(bundle, adapters: [.init(folder)])
 ///     try generator.generate(.init(prompt: tokens), atBlock: Task.checkCancellation) { show($0) }
+///     try generator.use([.init(folder, weight: 0.7), .init(other, weight: 0.3)])
 ///
 /// Not for use from several threads at once.
 public struct Generator {
@@ -37,6 +39,8 @@ public struct Generator {
         /// From then on.
         public let seconds: Double
         package let footprintPeakBytes: Int
+        /// What the adapters' matrices take of it.
+        package let adapterBytes: Int
         /// The token of `stop` that ended the text.
         package let stopToken: Int?
 
@@ -44,16 +48,24 @@ public struct Generator {
         package enum Reason: String, Codable, Sendable { case stop, length, stopped }
     }
 
-    private let model: CachedModel
+    private var model: CachedModel
 
     /// - Parameters:
     ///   - bundle: the model.
-    ///   - folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
-    package init(_ bundle: ModelBundle, adapters folder: URL? = nil) throws {
-        self.init(try CachedModel(bundle, adapters: folder))
+    ///   - adapters: whose sum the model takes; none for the base model.
+    /// - Throws: `MeSPError` where adapters do not fit the model, or a weight is out of range.
+    package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = []) throws {
+        self.init(try CachedModel(bundle, adapters: adapters))
     }
 
     init(_ model: CachedModel) { self.model = model }
+
+    /// Takes other adapters for the next texts. Weights stay mapped, and the adapters before go. A `PromptCache` keeps nothing that others
+    /// have read.
+    ///
+    /// - Parameter adapters: whose sum the model takes; none for the base model.
+    /// - Throws: as `init`; the generator keeps the adapters that it has.
+    package mutating func use(_ adapters: [WeightedAdapters]) throws { try model.use(adapters) }
 
     /// Calls `onToken` with each token as it is chosen.
     ///
@@ -76,7 +88,7 @@ public struct Generator {
     ///
     /// - Parameters:
     ///   - request: the prompt, and how tokens are chosen.
-    ///   - cache: of the same model and adapters, or empty. It then has this prompt and its text, but for the last token.
+    ///   - cache: of the same model, or empty. It then has this prompt and its text, but for the last token.
     ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait. `CancellationError` from it,
     ///     or from `onToken`, ends the text as `stopped`.
     ///   - onToken: gets the token's id.
@@ -88,6 +100,7 @@ public struct Generator {
         onToken: (Int) throws -> Void
     ) throws -> Summary {
         try request.check(vocabulary: model.bundle.architecture.vocabSize)
+        cache.ready(for: model.selection)
         do {
             return try model.bundle.withDevice {
                 defer { cache.end() }
@@ -195,7 +208,7 @@ public struct Generator {
                 reason: reason, tokens: text.written.count,
                 promptSeconds: (start - (text.begin ?? start)) / .seconds(1),
                 seconds: (ContinuousClock.now - start) / .seconds(1), footprintPeakBytes: sampler.takePeak(),
-                stopToken: reason == .stop ? text.last : nil)
+                adapterBytes: model.adapterBytes, stopToken: reason == .stop ? text.last : nil)
             try onEnd(text, summary)
         }
         var (waiting, texts) = (all[...], [Text]())

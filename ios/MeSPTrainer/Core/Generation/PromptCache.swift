@@ -1,4 +1,5 @@
 import MLX
+import MeSPAdapters
 
 /// The tokens of a text that a model has read, and the state they left in each block. A text that begins with the same tokens is read from
 /// there on; each next turn of a conversation is one.
@@ -6,7 +7,7 @@ import MLX
 ///     var cache = PromptCache(limit: 1 << 26)
 ///     try generator.generate(turn, continuing: &cache) { show($0) }
 ///
-/// It is good for one model with one set of adapters. Attention leaves keys and values of each token, those before a block's window too,
+/// It is good for one bundle's model. Where that has other adapters than those that read the text, it begins with nothing. Attention leaves keys and values of each token, those before a block's window too,
 /// so the text can be cut back to any beginning. A recurrent block leaves one state. Where there is such a block, two beginnings are
 /// kept: all of the text, and a mark shortly before the end of the last prompt, where a conversation continues if its template shows an
 /// answer otherwise than it opened it. A text that differs earlier is read from the start.
@@ -15,6 +16,8 @@ package struct PromptCache {
     /// nil before the first token.
     package var blocks = [MixerState?]()
     let limit: Int
+    /// The adapters of the model that read the text; nil for those of a run in memory.
+    private var adapters: AdapterSelection?
     /// A beginning of the text, of so many tokens, that blocks which can't be cut go back to, with their states; nil for the other blocks'.
     private var mark: (count: Int, states: [MixerState?])?
     /// The place of the next mark.
@@ -25,8 +28,18 @@ package struct PromptCache {
     /// - Parameter limit: what is kept at most when a text has ended, in bytes: the beginning of the text that fits.
     package init(limit: Int = .max) { self.limit = limit }
 
-    /// A cache with the same limit that has read nothing.
-    func emptied() -> PromptCache { PromptCache(limit: limit) }
+    /// A cache of the same model and limit that has read nothing.
+    func emptied() -> PromptCache {
+        var cache = PromptCache(limit: limit)
+        cache.adapters = adapters
+        return cache
+    }
+
+    /// Readies it for a model with these adapters: what others have read is let go.
+    mutating func ready(for adapters: AdapterSelection?) {
+        if adapters == nil || adapters != self.adapters { forget() }
+        self.adapters = adapters
+    }
 
     /// In bytes.
     package var size: Int { (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1?.size ?? 0) } }

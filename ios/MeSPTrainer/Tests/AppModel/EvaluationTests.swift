@@ -2,6 +2,7 @@ import Foundation
 import Testing
 
 @testable import MeSP
+@testable import MeSPAdapters
 @testable import MeSPAppModel
 @testable import MeSPBundle
 @testable import MeSPCore
@@ -35,8 +36,9 @@ import Testing
         try await measure(#"{"text": "The quick"}"#, "", #"{"text": "dog, lazy"}"#, adapters: adapters)
         let score = try #require(evaluation.score)
         #expect(evaluation.problem == nil && score.kind == .perplexity && score.records == 2)
-        for (folder, found) in [(nil, score.base), (adapters, try #require(score.tuned))] {
-            let evaluator = try Evaluator(ModelBundle(url: try bundle()), adapters: folder)
+        for (folders, found) in [([], score.base), ([adapters], try #require(score.tuned))] {
+            let evaluator = try Evaluator(
+                ModelBundle(url: try bundle()), adapters: folders.map { WeightedAdapters($0) })
             let sum = try ["The quick", "dog, lazy"].reduce(0) { sum, text in
                 sum + (try evaluator.logLikelihood(of: [0] + text.utf8.map { Int($0) }, window: 2048))
             }

@@ -34,7 +34,7 @@ import Testing
         let tokens = try fixture.array("tokens").asArray(Int32.self).map { Int($0) }
         let expected = try expected(fixture, tokens)
         try fixture.withAdapters { adapters in
-            let evaluator = Evaluator(try CachedModel(fixture.bundle, adapters: adapters, chunk: chunk))
+            let evaluator = Evaluator(try CachedModel(fixture.bundle, adapters: [.init(adapters)], chunk: chunk))
             for first in [1, tokens.count - 3] {
                 let targets = expected[(first - 1)...]
                 let sum = targets.reduce(0) { $0 + $1.logProbability }
@@ -56,7 +56,7 @@ import Testing
     /// Of one token and of several, of more together than go through the blocks at once, and of more by themselves.
     @Test(arguments: [2, 4, 256]) func choicesAreScoredAsIfAlone(_ chunk: Int) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
-        let evaluator = Evaluator(try CachedModel(fixture.bundle, adapters: nil, chunk: chunk))
+        let evaluator = Evaluator(try CachedModel(fixture.bundle, chunk: chunk))
         let prompt = [7, 1, 2, 8, 2]
         let choices = [[5], [6, 7], [1, 2, 3, 4, 5, 6], [9], [8, 8, 8], [5, 6]]
         let together = try evaluator.scores(of: choices, after: prompt)
@@ -115,7 +115,7 @@ import Testing
     @Test func aLikelihoodThatIsNoNumberIsSaid() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         try fixture.withAdapters(scaledBy: 1e30) { adapters in
-            let evaluator = try Evaluator(fixture.bundle, adapters: adapters)
+            let evaluator = try Evaluator(fixture.bundle, adapters: [.init(adapters)])
             #expect(message { _ = try evaluator.scores(of: [[1], [2]], after: [1]) }.contains("is not finite"))
             #expect(message { _ = try evaluator.logLikelihood(of: [1, 2], window: 4) }.contains("is not finite"))
         }

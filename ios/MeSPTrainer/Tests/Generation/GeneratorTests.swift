@@ -17,7 +17,7 @@ import Testing
         let adapters = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: adapters) }
         try fixture.saveAdapters(to: adapters)
-        let model = try CachedModel(fixture.bundle, adapters: adapters, chunk: chunk)
+        let model = try CachedModel(fixture.bundle, adapters: [.init(adapters)], chunk: chunk)
         let generator = Generator(model)
         let tokens = try fixture.array("tokens").asArray(Int32.self).dropLast().map { Int($0) }
 
@@ -46,7 +46,7 @@ import Testing
         let lengths = [3, 7]
         let next = (0..<40).map { [$0 % 9 + 1, $0 % 5 + 2] }
         func compare() throws {
-            let model = try CachedModel(fixture.bundle, adapters: nil)
+            let model = try CachedModel(fixture.bundle)
             let generator = Generator(model)
             try fixture.bundle.withDevice {
                 var caches = [PromptCache(), PromptCache()]
@@ -101,7 +101,7 @@ import Testing
                 return try Addresses.$areUsedUp.withValue(areUsedUp) {
                     var (tokens, request) = ([Int](), Generator.Request(prompt: prompt))
                     request.maxTokens = 4
-                    _ = try Generator(CachedModel(bundle, adapters: nil)).generate(request) { tokens.append($0) }
+                    _ = try Generator(CachedModel(bundle)).generate(request) { tokens.append($0) }
                     return (tokens, last.held)
                 }
             }
@@ -118,7 +118,7 @@ import Testing
         let adapters = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: adapters) }
         try fixture.saveAdapters(to: adapters)
-        let generator = try Generator(fixture.bundle, adapters: adapters)
+        let generator = try Generator(fixture.bundle, adapters: [.init(adapters)])
         let requests = (0..<7).map { i in
             var request = Generator.Request(prompt: Array(1...3 + 2 * min(i, 4)))
             (request.maxTokens, request.temperature, request.seed) = (4 + 3 * (i % 3), i % 2 == 0 ? 0 : 1, UInt64(i))
@@ -156,7 +156,7 @@ import Testing
     @Test(arguments: cases) func aTurnReadsOnlyWhatIsNew(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         // So a block is called for each token.
-        let generator = Generator(try CachedModel(fixture.bundle, adapters: nil, chunk: 1))
+        let generator = Generator(try CachedModel(fixture.bundle, chunk: 1))
         let whole = try Generator(fixture.bundle)
         let tokens = Array(1...10)
         var cache = PromptCache()
@@ -202,7 +202,7 @@ import Testing
     @Test(arguments: cases.filter { ["qwen3_5", "lfm2", "granite-mamba"].contains($0.lastPathComponent) }, [1, 256])
     func aRecurrentModelGoesBackToItsMark(_ folder: URL, _ chunk: Int) throws {
         let fixture = try Fixture(folder, "gradients")
-        let generator = Generator(try CachedModel(fixture.bundle, adapters: nil, chunk: chunk))
+        let generator = Generator(try CachedModel(fixture.bundle, chunk: chunk))
         let whole = try Generator(fixture.bundle)
         func text(_ prompt: [Int], _ write: (Generator.Request, (Int) -> Void) throws -> Void) rethrows -> [Int] {
             var (request, text) = (Generator.Request(prompt: prompt), [Int]())

@@ -116,6 +116,22 @@ import Testing
             base += piece
         }
         #expect(base != answer && base.utf8.count <= 8 * 4)
+        func said(_ adapters: [URL: Float], maxTokens: Int = 256) async throws -> String {
+            var text = ""
+            for try await piece in tuner.answer(
+                to: Conversation([.user("Hi")]), adapters: adapters, maxTokens: maxTokens)
+            { text += piece }
+            return text
+        }
+        let (learned, copy) = (try tuner.adapters.url, folder.appendingPathComponent("copy"))
+        try tuner.adapters.write(to: copy)
+        for adapters in [[learned: 1], [learned: 0.5, copy: 0.5]] as [[URL: Float]] {
+            #expect(try await said(adapters) == answer)
+        }
+        for adapters in [[:], [copy: 0]] as [[URL: Float]] {
+            #expect(try await said(adapters, maxTokens: 8) == base)
+        }
+        await #expect(throws: FineTuningError.self) { try await said([copy: 1, self.folder: 1]) }
         var drawn = Set<String>()
         for _ in 0..<2 {
             var text = ""

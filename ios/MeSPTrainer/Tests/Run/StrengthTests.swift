@@ -2,6 +2,7 @@ import Foundation
 import MLX
 import Testing
 
+@testable import MeSPAdapters
 @testable import MeSPBundle
 @testable import MeSPControl
 @testable import MeSPCore
@@ -81,7 +82,9 @@ import Testing
     /// A text that is less likely after a run than before it.
     private func forgotten(of run: URL) throws -> [Int] {
         let bundle = try ModelBundle(url: URL(fileURLWithPath: try RunSettings.ofATest(run).bundle))
-        let evaluators = try [nil, run.appendingPathComponent("adapters")].map { try Evaluator(bundle, adapters: $0) }
+        let evaluators = try [[], [WeightedAdapters(run.appendingPathComponent("adapters"))]].map {
+            try Evaluator(bundle, adapters: $0)
+        }
         let texts = (1..<60).map { step in (0..<50).map { $0 * step % 60 } }
         return try #require(
             try texts.first { text in
