@@ -27,6 +27,7 @@ FOLDERS = (
     "ios/MeSPTrainer/Example",
     "ios/MeSPTrainer/Federation",
     "ios/MeSPTrainer/Files",
+    "ios/MeSPTrainer/Import",
     "ios/MeSPTrainer/MeSP",
     "ios/MeSPTrainer/SelfCheck",
     "ios/MeSPTrainer/Sentences",

@@ -11,8 +11,8 @@ from helpers.paths import APP, ROOT
 from mesp.engine.build import find_engine
 
 # The parts of the package, each after what it imports: module `MeSP` and the part's name.
-PARTS = ("Sentences", "Files", "Bundle", "Adapters", "Core", "Control", "", "Federation")
-PARTS += ("Download", "SelfCheck", "AppModel", "Tokenizers")
+PARTS = ("Sentences", "Files", "Bundle", "Import", "Adapters", "Core", "Control", "")
+PARTS += ("Federation", "Download", "SelfCheck", "AppModel", "Tokenizers")
 STAND_INS = ROOT / "tests" / "app" / "stand_ins"
 # As SwiftPM makes it of a target with resources.
 RESOURCES = "import Foundation\nextension Bundle { static let module = Bundle.main }\n"

@@ -356,7 +356,7 @@ def test_rope_as_transformers_5_writes_it():
     [
         ("qwen2", {"model_type": "falcon"}, "'falcon' is not supported; supported are qwen2, "),
         ("qwen2", {"model_type": None}, "None"),
-        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob to False"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob to false"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "not valid .*experts' sizes"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "not valid .*experts' sizes"),
         ("qwen3", {"num_experts": 8}, "num_experts to 8"),
@@ -366,7 +366,7 @@ def test_rope_as_transformers_5_writes_it():
         (
             "mistral3",
             {"text_config": {"model_type": "mistral4"}},
-            "text_config's model_type to 'mistral4'",
+            'text_config\'s model_type to "mistral4"',
         ),
         (
             "gemma2",

@@ -86,7 +86,7 @@ class Architecture:
     @classmethod
     def _from_complete(cls, config: dict[str, Any]) -> Architecture:
         family = FAMILIES[config["model_type"]]
-        for key, neutral in VARIANTS.items():
+        for key, neutral in sorted(VARIANTS.items()):
             if key not in family.takes and config.get(key) not in (None, neutral):
                 raise unsupported(key, config[key])
         activation = config.get("hidden_activation") or config.get("hidden_act")

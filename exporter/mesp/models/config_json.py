@@ -98,7 +98,7 @@ def _check_scaling(scaling: dict[str, Any], key: str) -> None:
     kind = type_of(scaling)
     if kind not in SCALINGS:
         raise unsupported(key, scaling)
-    for name, value in scaling.items():
+    for name, value in sorted(scaling.items()):
         if value is not None and name not in COMMON | SCALINGS[kind].keys:
             raise unsupported(f"{name} of {key} (of the type {kind!r})", value)
 

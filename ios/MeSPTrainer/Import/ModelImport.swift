@@ -135,7 +135,7 @@ package struct ModelImport: Sendable {
         init(_ fields: [String: JSONValue], id: String, source: String, device: Backend?, dtype: ElementType?) throws {
             name = id.split(separator: "/").last.map(String.init) ?? id
             config = try ConfigJSON(fields, of: name, source: source)
-            let most = try config.optional("max_position_embeddings").map { Int(min($0, 1e6)) }
+            let most = config["max_position_embeddings"].double.flatMap { $0 >= 1 ? Int(min($0, 1e6)) : nil }
             let limit = [most, config.longest].compactMap { $0 }.min() ?? .max
             let possible = ModelImport.lengths.filter { $0 <= limit }
             lengths = possible.isEmpty ? [min(limit, ModelImport.lengths[0])] : possible
