@@ -181,15 +181,14 @@ def _vary_tensors(tensors: Tensors, config: dict[str, Any], draw: random.Random)
         tensors["vision_tower.patch_embedding.weight"] = mx.ones((4, 3, 2, 2), mx.bfloat16)
         tensors["multi_modal_projector.linear.weight"] = mx.ones((4, 4), mx.float16)
         tensors["visual.blocks.0.attn.qkv.weight"] = mx.ones((4, 4), mx.int32)
-    stored = draw.choice(["none", "none", "equal", "other", "alone", "part"])
+    stored = draw.choice(["none", "none", "equal", "other", "alone"])
     embedding = f"{prefix}model.embed_tokens."
     if config["tie_word_embeddings"] and stored != "none":
         for name in [name for name in tensors if name.startswith(embedding)]:
             array = tensors.pop(name) if stored == "alone" else tensors[name]
             part = name.removeprefix(embedding)
-            if stored != "part" or part == "weight":
-                head = array[::-1] if stored == "other" else array
-                tensors[f"{prefix}lm_head.{part}"] = mx.contiguous(head)
+            head = array[::-1] if stored == "other" else array
+            tensors[f"{prefix}lm_head.{part}"] = mx.contiguous(head)
     if draw.random() < 0.1:  # one is of a type of its own
         names = [name for name in tensors if name.endswith("norm.weight")]
         name = draw.choice(names)
@@ -207,8 +206,10 @@ _SCALINGS: list[dict[str, Any]] = [
     {"type": "yarn", "factor": 2.5},
     {"rope_type": "yarn", **_YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
     {"rope_type": "yarn", **_YARN, "attention_factor": 1.25},
-    {"rope_type": "dynamic", "factor": 2.0},
+    {"type": "default"},
+    {"type": "mrope", "mrope_section": [4, 6, 6]},
 ]
+_UNKNOWN = {"rope_type": "dynamic", "factor": 2.0}
 # With other values where a family has the key, or without it.
 _CHANGED = {
     "rms_norm_eps": 1e-5,
@@ -234,7 +235,7 @@ _CHANGED = {
 def _vary_config(text: dict[str, Any], draw: random.Random) -> None:
     """What changes no shape: RoPE in every spelling, and keys that are missing or changed."""
     if draw.random() < 0.6:
-        scaling = dict(draw.choice(_SCALINGS))
+        scaling = dict(draw.choice(_SCALINGS) if draw.random() < 0.95 else _UNKNOWN)
         if draw.random() < 0.5:
             text["rope_scaling"] = scaling
         else:  # as transformers 5 writes it
