@@ -83,6 +83,11 @@ def run_import(
     return Done(done.returncode, [*map(json.loads, done.stdout.splitlines())], done.stderr)
 
 
+def partial(bundle: Path) -> Path:
+    """The folder in which a bundle is while it is written."""
+    return bundle.with_name(f".importing-{bundle.name}")
+
+
 def state(folder: Path) -> dict[str, tuple]:
     """The files of a model's folder: names, contents and times."""
     return {
@@ -130,10 +135,14 @@ def others(bundle: Path) -> dict[str, Any]:
 
 
 def reason(sentence: str) -> str:
-    """A refusal as far as both programs say the same. Of a config.json that is the whole sentence,
-    but for which of its values cannot be used; of weights, that they do not fit."""
-    beginnings = ("The model's config.json is not valid (", "The weights in ", "The weights ")
-    return next((each for each in beginnings if sentence.startswith(each)), sentence)
+    """A refusal as far as an import and an export say the same: what is about config.json, but for
+    which of its values cannot be used, and for how a family's name is quoted."""
+    not_valid = "The model's config.json is not valid ("
+    if sentence.startswith(not_valid):
+        return not_valid
+    if sentence.startswith("The architecture "):
+        return "".join(sentence.partition(" is not supported")[1:])
+    return sentence if sentence.startswith("The model's config.json ") else ""
 
 
 def compare(model: Path, folder: Path, **options: str) -> str | None:
@@ -142,7 +151,7 @@ def compare(model: Path, folder: Path, **options: str) -> str | None:
     `described` leaves out. Or both refuse it; then the import's sentence is returned.
     """
     imported, exported = folder / "imported.mesp", folder / "exported.mesp"
-    for bundle in (imported, exported):
+    for bundle in (imported, exported, partial(imported)):
         shutil.rmtree(bundle, ignore_errors=True)
     before = state(model)
     done = run_import(model, imported, **options)
@@ -158,7 +167,7 @@ def compare(model: Path, folder: Path, **options: str) -> str | None:
         assert refused is not None, f"only the import refuses: {done}"
         assert done.status, f"only the exporter refuses: {refused}"
         assert reason(done.sentence) == reason(refused)
-        assert not imported.exists() and not (folder / ".importing-imported.mesp").exists()
+        assert not imported.exists() and not partial(imported).exists()
         return done.sentence
     assert weights(imported) == weights(exported)
     assert described(imported) == described(exported)
@@ -529,11 +538,6 @@ def test_indices_and_other_files_are_refused_alike(
 
 
 # Interrupted
-
-
-def partial(bundle: Path) -> Path:
-    """The folder in which a bundle is while it is written."""
-    return bundle.with_name(f".importing-{bundle.name}")
 
 
 def whole_files(folder: Path) -> dict[tuple, int]:

@@ -81,7 +81,9 @@ class Architecture:
         except KeyError as error:
             raise MespError(f"The model's config.json lacks {error.args[0]!r}.") from error
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise MespError(f"The model's config.json is not valid ({error}).") from error
+            raise MespError(
+                f"The model's config.json is not valid ({error}); take an unchanged config.json."
+            ) from error
 
     @classmethod
     def _from_complete(cls, config: dict[str, Any]) -> Architecture:
