@@ -17,6 +17,7 @@ Tables, each with its own defaults for the options that apply to it:
   time          MeSP's time against MeBP's, by memory limit
   gpu           what a step on a phone's GPU would take, counted on any machine
   generation    tokens a second of prompts and of decoding, beside mlx-lm's and llama.cpp's
+  functions     the same with a bundle's block functions, and without
   h             what storing h = xA would take, and what recomputing it costs
   mezo-quality  MeZO's estimate of each block's gradient against the exact gradient
   preferences   a step on preference data by objective, beside a supervised one

@@ -156,6 +156,21 @@ def test_a_run_that_fails_leaves_the_others(model: Path, tmp_path: Path):
 @pytest.mark.slow
 @needs_engine
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
+def test_what_block_functions_bring(tmp_path: Path):
+    size = ("--model", "demo", "--seq-len", 256, "--work", tmp_path)
+    done = bench("--table", "functions", *size, "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["forward_pass"] for row in rows] == ["functions", "formulas"]
+    functions, formulas = rows
+    assert functions["modelled_seconds"] < formulas["modelled_seconds"]
+    assert functions["evals"] < formulas["evals"]
+    assert functions["moved_bytes"] < formulas["moved_bytes"]
+
+
+@pytest.mark.slow
+@needs_engine
+@pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
     size = ("--model", "demo", "--work", tmp_path, "--json", tmp_path / "rows.json")
     done = bench("--table", "gpu", *size)

@@ -101,7 +101,9 @@ class ModelName:
 class BlockGroup:
     """Blocks of one layout, one mixer and one MLP, and their functions' files by length.
 
-    `packed_functions` are those that a GPU trains packed records with; there may be none.
+    `packed_functions` are those that a GPU trains packed records with; there may be none. Blocks
+    with experts have no functions at all, nor have those of a bundle that mesp-export did not
+    write: a GPU computes them by the trainer's formulas.
     """
 
     layers: tuple[int, ...]
@@ -120,9 +122,10 @@ class BlockGroup:
 
     @property
     def files(self) -> list[dict[str, str]]:
-        """The functions of each kind that there is."""
+        """The functions of each kind that there is; those of the first two are there together."""
         packed = [self.packed_functions] if self.packed_functions else []
-        return [self.functions, self.plain_functions, *packed]
+        kinds = [self.functions, self.plain_functions, *packed]
+        return kinds if any(kinds) else []
 
     def to_json(self) -> dict[str, Any]:
         functions = {"functions": self.functions, "plain_functions": self.plain_functions}
@@ -228,8 +231,10 @@ class Manifest:
 
     @property
     def takes_packed(self) -> bool:
-        """Whether several records may share a sequence: a CPU needs no functions for it."""
-        return self.device == "cpu" or all(group.packed_functions for group in self.blocks)
+        """Whether several records may share a sequence: the formulas need no functions for it."""
+        return self.device == "cpu" or all(
+            group.packed_functions or not group.files for group in self.blocks
+        )
 
     @classmethod
     def of(cls, entries: dict[str, Any]) -> Manifest:
@@ -345,7 +350,7 @@ def read_manifest(
         manifest = Manifest.of(entries)
     except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
         raise damaged(path) from error
-    if to_run:
+    if to_run and any(group.files for group in manifest.blocks):
         check_mlx()
     for entry in manifest.files:
         try:

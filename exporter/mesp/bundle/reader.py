@@ -111,8 +111,6 @@ class Bundle:
             file: size for split in manifest.data.values() for file, size in split.sizes.items()
         }
         for group in manifest.blocks:
-            if not any(group.files):
-                continue  # of experts, or imported
             for functions in group.files:
                 if not functions.keys() >= set(map(str, manifest.seq_lens)):
                     raise ValueError("it lacks a function")
@@ -310,11 +308,15 @@ class Bundle:
         """Block `index`'s function, or its plain one: (x, lora, scale, weights) to its arrays. The
         one for packed records takes starts too.
 
-        Raises MespError where `check_block_functions` refuses it.
+        Raises MespError where there is none, or `check_block_functions` refuses it.
         """
         group = self.group(index)
-        if not group.functions:
+        if not group.files and self.architecture.blocks[index].mlp.experts:
             raise MespError(f"Block {index} of {self.path} mixes experts and has no function.")
+        if not group.files:
+            raise MespError(
+                f"Block {index} of {self.path} has no function; add one with mesp-export --from."
+            )
         files = group.plain_functions if plain else group.functions
         files = group.packed_functions if packed else files
         path = self.path / files[str(seq_len)]
@@ -396,7 +398,7 @@ class Bundle:
 def load(path: str | os.PathLike[str], to_run: bool = True) -> Bundle:
     """Opens the bundle in a folder; its contents are checked by `Bundle.verify`.
 
-    Raises MespError if it is not valid, or damaged, or, unless it is not `to_run`, where it was
-    no functions for this MLX are in it, or they are for a GPU that is not there.
+    Raises MespError if it is not valid, or damaged, or, unless it is not `to_run`, where this MLX
+    does not read its functions, or it is for a GPU that is not there.
     """
     return Bundle(path, to_run)

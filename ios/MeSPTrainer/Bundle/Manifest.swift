@@ -8,6 +8,9 @@ public struct Manifest: Decodable, Sendable {
         package let id: String
         package let revision: String?
         package let license: String?
+        /// Of the model's card, where the licence is one of its own.
+        package let licenseName: String?
+        package let licenseLink: String?
     }
     /// The quantization of most matrices; each one's arrays say its own.
     public struct Quantization: Decodable, Sendable, Equatable {
@@ -28,14 +31,15 @@ public struct Manifest: Decodable, Sendable {
     /// Blocks whose files have one layout and whose mixer and MLP are one.
     package struct Blocks: Decodable, Sendable {
         package let layers: [Int]
-        /// Files by sequence length: the function that a GPU trains with, and the one in plain operations. On a CPU they are one.
+        /// Files by sequence length: the function that a GPU trains with, and the one in plain operations. On a CPU they are one. Either all
+        /// kinds of functions are there for each length, or none.
         package let functions: [String: String]
         package let plainFunctions: [String: String]
         /// Those that a GPU trains packed records with; nil where the bundle was not exported for such data.
         package let packedFunctions: [String: String]?
         package var packed: [String: String] { packedFunctions ?? [:] }
-        /// Whether a GPU calls functions of these blocks. Those with experts have none, as a function computes the same experts for any
-        /// token.
+        /// Whether a GPU calls functions of these blocks; it computes others by the formulas. Blocks with experts have none, as a function
+        /// computes the same experts for any token, and blocks of a bundle that mesp-export did not write have none.
         package var hasFunctions: Bool { !functions.isEmpty }
         package let words: Int
         package let arrays: [PackedArray]
@@ -150,7 +154,7 @@ extension Manifest {
         } catch {
             throw MeSPError("\(bundle)/manifest.json is damaged (\(error.plainSentence)); export the bundle again.")
         }
-        guard hasFunctionLayout(mlx: MLXSupport.version) else {
+        guard hasFunctionLayout(mlx: MLXSupport.version) || !manifest.blocks.contains(where: \.hasFunctions) else {
             throw MeSPError(
                 "The layout of the functions of MLX \(MLXSupport.version) is not known; use MLX \(AllowedPrimitives.firstMLX) or later, below 0.33."
             )
@@ -159,7 +163,7 @@ extension Manifest {
         return manifest
     }
 
-    /// Whether several records may share a sequence: a CPU needs no functions for it.
+    /// Whether several records may share a sequence: the formulas need no functions for it.
     package var takesPacked: Bool {
         device == .cpu || blocks.allSatisfy { $0.packedFunctions != nil || !$0.hasFunctions }
     }

@@ -45,12 +45,10 @@ extension Manifest {
         guard listed.count == files.count else {
             throw MeSPError("\(bundle): the manifest names a file twice; do not use the bundle.")
         }
-        for length in seqLens {
-            for blocks in blocks
-            where !(blocks.functions.isEmpty && blocks.plainFunctions.isEmpty && blocks.packed.isEmpty)
-                && [blocks.functions, blocks.plainFunctions, blocks.packedFunctions ?? blocks.functions]
-                    .contains(where: { $0["\(length)"] == nil })
-            {
+        for blocks in blocks {
+            let kinds = [blocks.functions, blocks.plainFunctions, blocks.packedFunctions ?? blocks.functions]
+            guard kinds.contains(where: { !$0.isEmpty }) else { continue }
+            for length in seqLens where kinds.contains(where: { $0["\(length)"] == nil }) {
                 throw MeSPError(
                     "\(bundle): the manifest has no function for \(length) tokens; export the bundle again.")
             }

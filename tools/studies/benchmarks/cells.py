@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import platform
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mesp
-from mesp.bundle.manifest import read_manifest
+from mesp.bundle.manifest import BlockGroup, read_manifest
+from mesp.bundle.reader import Bundle
+from mesp.bundle.rewriter import link
 from mesp.errors import MespError
 from mesp.models.short_names import KNOWN
 from studies.benchmarks.machine import cpu
@@ -97,3 +101,15 @@ def export(model: str, options: dict[str, Any], layers: int | None, work: Path) 
         said = done.stderr.strip().splitlines() or ["mesp-export failed."]
         raise MespError(said[-1].removeprefix("Error: "))
     return path
+
+
+def without_functions(bundle: Path, out: Path) -> Path:
+    """Writes the bundle `out` with the same weights and data, and without block functions."""
+    old = Bundle(bundle, to_run=False)
+    files = tuple(e for e in old.manifest.files if e.path not in old.function_files())
+    blocks = tuple(BlockGroup(each.layers, {}, {}, each.layout) for each in old.manifest.blocks)
+    shutil.rmtree(out, ignore_errors=True)
+    for entry in files:
+        link(bundle / entry.path, out / entry.path)
+    replace(old.manifest, blocks=blocks, files=files).write(out)
+    return out

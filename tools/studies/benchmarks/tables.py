@@ -22,7 +22,7 @@ from mesp.engine.process import find_count
 from mesp.errors import MespError
 from mesp.settings.optimizer_defaults import choose_learning_rate, choose_optimizer
 from studies.benchmarks import paper
-from studies.benchmarks.cells import Cell, Row, find_cells
+from studies.benchmarks.cells import Cell, Row, find_cells, without_functions
 from studies.benchmarks.columns import SIZE, grouped
 from studies.benchmarks.generation import measure_generation
 from studies.benchmarks.preferences import measure_objectives
@@ -80,6 +80,12 @@ TABLES: dict[str, dict[str, Any]] = {
         "limits": ("auto", "bar", "mebp", "all"),
     },
     "gpu": {"models": SIZES[:1], "seq_lens": (256, 1024), "ranks": (paper.RANK,), "device": "gpu"},
+    "functions": {
+        "models": SIZES[:1],
+        "seq_lens": (64, 256),
+        "ranks": (paper.RANK,),
+        "device": "gpu",
+    },
     "h": {**_SIZE, "models": SIZES, "steps": 10},
     "mezo-quality": {**_DEMO, "layers": (), "steps": 10},
     "preferences": {**_SIZE, "layers": (), "steps": 4},
@@ -141,13 +147,27 @@ def run_rows(bench: Bench) -> Iterator[Row]:
 def gpu_rows(bench: Bench) -> Iterator[Row]:
     """A row for each step that is counted; MespError where a bundle is not for the GPU."""
     for cell in bench.cells():
-        bench.doing(cell, "counting")
-        count = find_count(engine_settings(cell, Variant("mesp")))
-        row = cell.row() | {name: count[name] for name in COUNTED}
-        for rules in ("fast", "strict", "slow"):
-            row |= {f"{rules}_{name}": value for name, value in count[rules].items()}
-        del row["cpu"], row["os"]  # no matter where it is counted
-        yield row
+        yield count_step(bench, cell)
+
+
+def count_step(bench: Bench, cell: Cell) -> Row:
+    """The row of a step that is counted."""
+    bench.doing(cell, "counting")
+    count = find_count(engine_settings(cell, Variant("mesp")))
+    row = cell.row() | {name: count[name] for name in COUNTED}
+    row["moved_bytes"] = count["read_bytes"] + count["written_bytes"]
+    for rules in ("fast", "strict", "slow"):
+        row |= {f"{rules}_{name}": value for name, value in count[rules].items()}
+    del row["cpu"], row["os"]  # no matter where it is counted
+    return row
+
+
+def functions_rows(bench: Bench) -> Iterator[Row]:
+    """Two rows for each step that is counted: with the bundle's functions, and without."""
+    for cell in bench.cells():
+        bare = cell._replace(bundle=without_functions(cell.bundle, bench.work / "bare.mesp"))
+        for forward_pass, these in (("functions", cell), ("formulas", bare)):
+            yield count_step(bench, these) | {"forward_pass": forward_pass}
 
 
 def python_rows(bench: Bench) -> Iterator[Row]:
@@ -451,6 +471,13 @@ command buffers in place of MLX's own. Fast: each is complete at once. Strict: n
 before it must be, and the last one's completion handlers are late. Slow: those of many are late.
 Modelled: the seconds, from the counts and a phone's supposed speeds.
 See docs/ledger.md.""",
+    ),
+    "functions": Kind(
+        functions_rows,
+        None,
+        ("kernels", "ledger peak MB", "modelled s"),
+        """The counts of the table gpu, of a bundle with block functions and of one without, whose
+forward passes are the trainer's formulas. Moved: what kernels read and write.""",
     ),
     "h": Kind(
         python_rows,

@@ -9,13 +9,25 @@ import Testing
 
 /// The memory of the demo bundle for the GPU on Metal, by the ledger's strictest rules.
 @Suite(.serialized, .enabled(if: Ledger.isAvailable, "A ledger is recorded on Linux only"))
-struct StepTests {
+final class StepTests {
     private static let demo = URL(fileURLWithPath: #filePath).deletingLastPathComponent()
         .appendingPathComponent("../../../MeSPTrainer/Demo-GPU.mesp").standardizedFileURL
+    /// The same without functions.
+    private let bare: URL
     private static let demoForTheCPU = demo.deletingLastPathComponent().appendingPathComponent("Demo.mesp")
     private typealias Change = (inout RunSettings) -> Void
 
-    init() { MLXSupport.setEnvironment() }
+    init() throws {
+        MLXSupport.setEnvironment()
+        bare = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+        try FileManager.default.copyItem(at: Self.demo, to: bare)
+        let file = bare.appendingPathComponent("manifest.json")
+        let manifest = try String(contentsOf: file, encoding: .utf8)
+        try manifest.replacing(#/functions": {[^}]*}/#, with: "functions\": {}").write(
+            to: file, atomically: true, encoding: .utf8)
+    }
+
+    deinit { try? FileManager.default.removeItem(at: bare) }
 
     private func settings(_ length: Int = 128, _ change: Change = { _ in }) throws -> RunSettings {
         var settings = RunSettings(bundle: Self.demo.path, output: "")
@@ -44,10 +56,12 @@ struct StepTests {
 
     @Test(
         arguments: ["", "keepCache", "all", "mezo", "batch", "q and v", "B alone"].map { (128, $0) }
-            + [(256, ""), (256, "all")])
+            + [(256, ""), (256, "all")] + ["", "kept", "all", "mezo", "batch"].map { (256, "formulas \($0)") })
     func thePredictionCoversTheStrictestRules(_ length: Int, _ choice: String) throws {
         let settings = try settings(length) {
-            switch choice {
+            if choice.hasPrefix("formulas") { $0.bundle = bare.path }
+            switch choice.replacing("formulas ", with: "") {
+            case "kept": $0.memoryLimitMb = 500
             case "all": $0.offload = .all
             case "mezo": $0.method = .mezo
             case "batch": $0.batchSize = 2
@@ -59,7 +73,17 @@ struct StepTests {
         for rules in [LedgerRules.strictPhone, .slowPhone, .strictPad, .strictMac] {
             let (ledger, planner, plan) = try step(settings, rules, keepsCache: choice == "keepCache")
             #expect(ledger.peakBytes <= planner.arrays(plan))
+            #expect((plan.keptBlocks > 0) == choice.hasSuffix("kept"))
         }
+    }
+
+    /// The formulas in their place take less in the forward pass than a block's backward pass, which is the peak.
+    @Test func aPlanWithoutFunctionsLacksTheirGraphsAlone() throws {
+        let settings = try settings(256)
+        let planners = try [Self.demo, bare].map { Planner(try ModelBundle(url: $0).manifest, settings) }
+        let plan = try planners[0].plan()
+        #expect(try planners[1].plan() == plan && planners[1].arrays(plan) == planners[0].arrays(plan))
+        #expect(planners[1].peak(plan) < planners[0].peak(plan))
     }
 
     /// With MLX's own command buffers a core would poll for most of the step.
@@ -130,8 +154,8 @@ struct StepTests {
     }
 
     /// A pause waits for the kernels that a block or the head compiles.
-    @Test func theFirstStepCompilesFewKernelsBetweenBoundaries() throws {
-        let (ledger, _, _) = try step(settings())
+    @Test(arguments: [true, false]) func theFirstStepCompilesFewKernelsBetweenBoundaries(_ hasFunctions: Bool) throws {
+        let (ledger, _, _) = try step(settings { $0.bundle = (hasFunctions ? Self.demo : bare).path })
         #expect(ledger.firstKernels <= 80)
         #expect(ledger.mostFirstKernels <= 30)
     }

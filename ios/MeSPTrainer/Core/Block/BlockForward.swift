@@ -49,12 +49,8 @@ extension Block: BlockForward {
 
     package func outputs(_ x: MLXArray) -> BlockOutputs {
         var intermediates = toXMid(x.squeezed(axis: 0))
-        let mlpIn = weights.mlpNorm(intermediates.xMid)
         let mlpOut: MLXArray
-        (mlpOut, intermediates.gate, intermediates.up) = {
-            let inner = weights.shape.mlp.modules.isEmpty ? nil : gatedMLP.inner(mlpIn)
-            return machine.part(inForwardPass.mlp(mlpIn, inner), inner?.gate.asType(x.dtype), inner?.up.asType(x.dtype))
-        }()
+        (mlpOut, intermediates.gate, intermediates.up) = mlpWithInner(weights.mlpNorm(intermediates.xMid))
         let y = machine.phase(addMLP(to: intermediates.xMid, mlpOut, side.perLayer).expandedDimensions(axis: 0))
         if weights.mlpPostNorm != nil { intermediates.mlpOut = machine.part(mlpOut.asType(x.dtype)) }
         return BlockOutputs(y: y, mixerIn: weights.mixerNorm(x).squeezed(axis: 0), intermediates: intermediates)
@@ -182,6 +178,22 @@ extension Block: BlockForward {
         }
         guard let mixture, let g = weights.mlpGate else { return output(addedTo: mixture) }
         return mixture + factor(g, mlpIn) * output(addedTo: nil)
+    }
+
+    /// The output of `mlp`, and gate and up of the MLP as they are stored, nil where there is none.
+    private func mlpWithInner(_ mlpIn: MLXArray) -> (out: MLXArray, gate: MLXArray?, up: MLXArray?) {
+        let shape = weights.shape.mlp
+        // Experts take their tokens of all of them.
+        let tokens = tiles(of: mlpIn.dim(0), size: shape.experts == nil ? machine.mlpTileTokens : .max)
+        var inputs = [mlpIn]
+        let parts = machine.reduce(tokens, [[MLXArray]](), reading: &inputs) { parts, tokens, inputs in
+            let x = inputs[0][tokens]
+            let inner = shape.modules.isEmpty ? nil : gatedMLP.inner(x)
+            parts.append(
+                [inForwardPass.mlp(x, inner)] + [inner?.gate, inner?.up].compactMap { $0?.asType(mlpIn.dtype) })
+        }
+        func whole(_ index: Int) -> MLXArray { concatenated(parts.map { $0[index] }) }
+        return shape.modules.isEmpty ? (whole(0), nil, nil) : (whole(0), whole(1), whole(2))
     }
 
     /// The gated MLP, where there is one.

@@ -4,7 +4,7 @@ import MeSPBundle
 
 /// A gated MLP, or an expert:  y = w down(H),  H = act(gate(x)) ∘ up(x),  with a factor w of each token, or 1.
 ///
-/// It is computed by tiles of the features of H, whose products with down's columns add up, and in the derivative of tokens.
+/// It is computed by tiles of the features of H, whose products with down's columns add up, and of tokens.
 struct GatedMLP {
     let gate, up, down: LoRALinear
     /// Their names among the block's projections.
@@ -17,6 +17,19 @@ struct GatedMLP {
     ///   - x: `[n, hidden]`
     ///   - size: of a tile of features; nil for the machine's
     func callAsFunction(_ x: MLXArray, by size: Int? = nil, addedTo sum: MLXArray?, machine: Machine) -> MLXArray {
+        let tokens = tiles(of: x.dim(0), size: machine.mlpTileTokens)
+        guard tokens.count > 1 else { return byFeatures(x, size, addedTo: sum, machine) }
+        var inputs = [x] + sum.arrays
+        return concatenated(
+            machine.reduce(tokens, [MLXArray](), reading: &inputs) { parts, t, inputs in
+                let sum = inputs.count > 1 ? inputs[1][t] : nil
+                parts.append(byFeatures(inputs[0][t], size, addedTo: sum, machine))
+            })
+    }
+
+    private func byFeatures(
+        _ x: MLXArray, _ size: Int?, addedTo sum: consuming MLXArray?, _ machine: Machine
+    ) -> MLXArray {
         let features = tiles(of: gate.weight.rows, size: size ?? machine.features)
         var none = [MLXArray]()
         let y = machine.reduce(features, sum, reading: &none) { sum, f, _ in

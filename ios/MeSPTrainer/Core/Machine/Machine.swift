@@ -17,7 +17,7 @@ package struct Machine {
     var mixerTokens = Int.max
     /// Tokens that go through the MLP, its derivative and the loss at a time.
     var mlpTokens = Int.max
-    /// Tokens in a tile of the MLP's derivative.
+    /// Tokens in a tile of the MLP and of its derivative.
     var mlpTileTokens = Int.max
     /// Query rows of attention, and the key-value heads that they go through at a time.
     var queryRows = Int.max

@@ -75,9 +75,11 @@ extension Manifest {
                 "The last \(settings.numLayers ?? 0) blocks have none of the projections that are to be trained; train more blocks or other projections."
             )
         }
-        if settings.method == .mebp, architecture.hasExperts {
+        if settings.method == .mebp, !blocks.allSatisfy(\.hasFunctions) {
             throw MeSPError(
-                "\(name) mixes experts, and MeBP differentiates a function, which such blocks have not; take another method."
+                architecture.hasExperts
+                    ? "\(name) mixes experts, and MeBP differentiates a function, which such blocks have not; take another method."
+                    : "\(name) has no functions of its blocks, which MeBP differentiates; take another method, or add them with mesp-export --from BUNDLE --device \(device.rawValue) --overwrite."
             )
         }
         guard seqLens.contains(length) else {

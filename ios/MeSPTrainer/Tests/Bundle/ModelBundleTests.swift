@@ -106,6 +106,45 @@ import Testing
         #expect(sentence.hasSuffix("export the bundle again."), "\(sentence)")
     }
 
+    /// A kind of blocks has all functions, or none.
+    @Test(arguments: ["functions", "plain_functions", "packed_functions"])
+    func refusesAKindWithSomeFunctions(_ kind: String) throws {
+        let demo = URL(fileURLWithPath: #filePath + "/../../../Demo-GPU.mesp").standardizedFileURL
+        let folder = try copyWithoutFunctions(demo)
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let url = folder.appendingPathComponent("manifest.json")
+        let bare = try ModelBundle(url: folder).manifest
+        #expect(bare.blocks.allSatisfy { !$0.hasFunctions } && bare.takesPacked)
+        #expect(try !ModelBundle(url: demo, checksums: false).manifest.takesPacked)
+        let length = try #require(bare.seqLens.first)
+        func write(_ kinds: [String]) throws {
+            var manifest = try #require(try JSONSerialization.jsonObject(with: Data(contentsOf: url)) as? [String: Any])
+            var blocks = try #require(manifest["blocks"] as? [[String: Any]])
+            for kind in kinds {
+                blocks[0][kind] = Dictionary(uniqueKeysWithValues: bare.seqLens.map { ("\($0)", "block.\($0).mlxfn") })
+            }
+            manifest["blocks"] = blocks
+            try JSONSerialization.data(withJSONObject: manifest).write(to: url)
+        }
+        try write([kind])
+        let sentence = message { _ = try ModelBundle(url: folder) }
+        #expect(sentence.hasSuffix("no function for \(length) tokens; export the bundle again."), "\(sentence)")
+        try write(["functions", "plain_functions", "packed_functions"])
+        #expect(try ModelBundle(url: folder).manifest.blocks.allSatisfy(\.hasFunctions))
+    }
+
+    @Test func theLicenceOfAModelsOwnHasNameAndLink() throws {
+        let folder = try copy()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        #expect(try ModelBundle(url: folder).manifest.model.licenseName == nil)
+        let url = folder.appendingPathComponent("manifest.json")
+        let manifest = try String(contentsOf: url, encoding: .utf8)
+        let named = "\"model\": {\"license_name\": \"gemma\", \"license_link\": \"https://ai.google.dev/gemma/terms\", "
+        try manifest.replacing("\"model\": {", with: named).write(to: url, atomically: true, encoding: .utf8)
+        let model = try ModelBundle(url: folder).manifest.model
+        #expect(model.licenseName == "gemma" && model.licenseLink == "https://ai.google.dev/gemma/terms")
+    }
+
     @Test(arguments: [[-1], [0, 0], [0, 1 << 20], ["0"], 0] as [any Sendable])
     func refusesEndTokensThatAreNone(_ tokens: any Sendable) throws {
         let folder = try copy()

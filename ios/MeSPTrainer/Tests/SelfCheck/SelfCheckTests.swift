@@ -89,6 +89,20 @@ import Testing
         }
     }
 
+    /// Where a bundle has no functions there is nothing to differentiate automatically.
+    @Test func checksOfFunctionsAreSkippedWithoutThem() throws {
+        let bare = try copyWithoutFunctions(#require(Fixture.tied).appendingPathComponent("bundle.mesp"))
+        defer { try? FileManager.default.removeItem(at: bare) }
+        var settings = SelfCheck.Settings(bundle: bare.path)
+        (settings.repeats, settings.seconds) = (3, 0.02)
+        let suite = try makeSuite(settings)
+        for name in ["block.outputs", "gradients.mebp", "gradients.cpu", "repeats", "resume"] {
+            let found = try result(name, suite)
+            let needsFunctions = ["block.outputs", "gradients.mebp"].contains(name)
+            #expect(found.verdict == (needsFunctions ? .skipped : .pass), "\(name): \(found.sentence.english)")
+        }
+    }
+
     @Test(arguments: [
         "map.no_copy", "block.outputs", "gradients.cpu", "gradients.mebp", "gradients.differences", "head.few_targets",
         "repeats", "resume", "decode.attention", "decode.gated_delta_net", "decode.short_convolution",

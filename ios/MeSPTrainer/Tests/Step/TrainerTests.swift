@@ -121,6 +121,69 @@ import Testing
         }
     }
 
+    /// A CPU's run does not call the functions. Of each family, and of a mixture some blocks of which have none.
+    @Test(
+        arguments: Fixture.cases.filter { ["tied-32", "gemma3", "qwen3_5", "lfm2_moe"].contains($0.lastPathComponent) })
+    func aRunOnACPUNeedsNoFunctions(_ folder: URL) throws {
+        let bare = try copyWithoutFunctions(folder.appendingPathComponent("bundle.mesp"))
+        let output = temporaryFolder()
+        defer { for folder in [bare, output] { try? FileManager.default.removeItem(at: folder) } }
+        let losses = try [folder.appendingPathComponent("bundle.mesp"), bare].map { bundle in
+            let manifest = try ModelBundle(url: bundle).manifest
+            var settings = RunSettings(bundle: bundle.path, output: output.path)
+            settings.usePaperUpdate()
+            (settings.seqLen, settings.rank) = (try #require(manifest.seqLens.max()), manifest.ranks[0])
+            (settings.steps, settings.learningRate, settings.valBatches) = (2, 0.1, 2)
+            var losses = [Float]()
+            try Run.run(
+                settings,
+                report: { record, _ in
+                    if case .step(let step) = record { losses.append(step.loss) }
+                })
+            try FileManager.default.removeItem(at: output)
+            return losses
+        }
+        #expect(losses[0].count == 2 && losses[0] == losses[1], "\(losses)")
+    }
+
+    /// A GPU runs blocks without functions by the formulas, whose gradients are those of the reference and of automatic
+    /// differentiation.
+    @Test(arguments: Fixture.cases) func aGPUTrainsWithoutFunctions(_ folder: URL) throws {
+        let url = try copyWithoutFunctions(folder.appendingPathComponent("bundle.mesp"))
+        defer { try? FileManager.default.removeItem(at: url) }
+        let fixture = try Fixture(folder, "gradients")
+        let bare = try Fixture(folder, "gradients", bundle: url, onGPU: true)
+        #expect(bare.exactMethods == [.mesp])
+        func backpropagate(_ fixture: Fixture, _ method: GradientMethod) throws -> (Float, [Int: MLXArray]) {
+            var gradients = [Int: MLXArray]()
+            let loss = try fixture.backpropagate(fixture.trainer(method, plan: Plan(tileBytes: 1 << 12))) {
+                gradients[$0] = $1
+            }
+            return (loss, gradients)
+        }
+        let (loss, gradients) = try backpropagate(bare, .mesp)
+        #expect(gradients.count == fixture.layers)
+        #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < tolerance)
+        for (block, gradient) in gradients {
+            #expect(relativeError(gradient, try fixture.array("grad.\(block)")) < tolerance, "block \(block)")
+        }
+        for method in fixture.exactMethods {
+            let (with, expected) = try backpropagate(fixture, method)
+            #expect(abs(loss - with) < 1e-5 * abs(with), "\(method)")
+            for (block, gradient) in gradients {
+                #expect(relativeError(gradient, try #require(expected[block])) < tolerance, "\(method), block \(block)")
+            }
+        }
+        var settings = try bare.trainer(.mesp).model.settings
+        settings.method = .mebp
+        let sentence = message { try bare.bundle.manifest.check(settings) }
+        #expect(sentence.contains("take another method"), "\(sentence)")
+        #expect(
+            bare.bundle.architecture.hasExperts
+                || sentence.hasSuffix("mesp-export --from BUNDLE --device cpu --overwrite."),
+            "\(sentence)")
+    }
+
     /// Tiles, kept intermediates and offloading change nothing but the order of sums.
     @Test(arguments: Fixture.cases) func everyPlanGivesTheSameGradients(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")

@@ -40,16 +40,21 @@ struct Fixture {
     private let arrays: [String: MLXArray]
     private let metadata: [String: String]
 
-    init(_ folder: URL, _ name: String) throws {
+    /// - Parameters:
+    ///   - other: in place of the folder's bundle.
+    ///   - onGPU: whether it goes the GPU's way; nil for what the folder's name says.
+    init(_ folder: URL, _ name: String, bundle other: URL? = nil, onGPU: Bool? = nil) throws {
         // Hashing is most of the time that opening takes in a debug build; runs, which tests start too, hash.
-        var bundle = try ModelBundle(url: folder.appendingPathComponent("bundle.mesp"), checksums: false)
-        if folder.lastPathComponent.contains("gpu") { bundle.backend = .gpu }
+        var bundle = try ModelBundle(url: other ?? folder.appendingPathComponent("bundle.mesp"), checksums: false)
+        if onGPU ?? folder.lastPathComponent.contains("gpu") { bundle.backend = .gpu }
         self.bundle = bundle
         (arrays, metadata) = try loadArraysAndMetadata(url: folder.appendingPathComponent("\(name).safetensors"))
     }
 
     /// The exact methods that can train it.
-    var exactMethods: [GradientMethod] { bundle.architecture.hasExperts ? [.mesp] : [.mesp, .mebp] }
+    var exactMethods: [GradientMethod] {
+        bundle.manifest.blocks.allSatisfy(\.hasFunctions) ? [.mesp, .mebp] : [.mesp]
+    }
 
     var layers: Int { bundle.architecture.numHiddenLayers }
     var length: Int { metadata["seq_len"].flatMap(Int.init) ?? 0 }
@@ -101,6 +106,17 @@ func message(_ body: () throws -> Void) -> String {
 
 func temporaryFolder() -> URL {
     FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+}
+
+/// Copies a bundle to a temporary folder, with a manifest that names no functions of blocks.
+func copyWithoutFunctions(_ bundle: URL) throws -> URL {
+    let copy = temporaryFolder()
+    try FileManager.default.copyItem(at: bundle.resolvingSymlinksInPath(), to: copy)
+    let file = copy.appendingPathComponent("manifest.json")
+    let manifest = try String(contentsOf: file, encoding: .utf8)
+    try manifest.replacing(#/functions": {[^}]*}/#, with: "functions\": {}").write(
+        to: file, atomically: true, encoding: .utf8)
+    return copy
 }
 
 extension RunSettings {
