@@ -12,6 +12,7 @@ import signal
 import struct
 import subprocess
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,10 +146,13 @@ def reason(sentence: str) -> str:
     return sentence if sentence.startswith("The model's config.json ") else ""
 
 
-def compare(model: Path, folder: Path, **options: str) -> str | None:
+def compare(
+    model: Path, folder: Path, *, in_the_same_words: bool = True, **options: str
+) -> str | None:
     """Imports a model and exports it with the same device and dtype to ``imported.mesp`` and
     ``exported.mesp`` in a folder: the weights have equal bytes, and all else is equal but for what
-    `described` leaves out. Or both refuse it; then the import's sentence is returned.
+    `described` leaves out. Or both refuse it, for the same `reason`, and the import leaves nothing;
+    then its sentence is returned. A model that is not quantized is refused by the import alone.
     """
     imported, exported = folder / "imported.mesp", folder / "exported.mesp"
     for bundle in (imported, exported, partial(imported)):
@@ -156,6 +160,8 @@ def compare(model: Path, folder: Path, **options: str) -> str | None:
     before = state(model)
     done = run_import(model, imported, **options)
     assert state(model) == before
+    if "is not quantized; take one of mlx-community" in done.said:
+        return done.sentence
     # The longest decides which frequencies LongRoPE has.
     longest = manifest_of(imported)["seq_lens"][-1] if done.status == 0 else 64
     refused = None
@@ -166,7 +172,8 @@ def compare(model: Path, folder: Path, **options: str) -> str | None:
     if done.status or refused is not None:
         assert refused is not None, f"only the import refuses: {done}"
         assert done.status, f"only the exporter refuses: {refused}"
-        assert reason(done.sentence) == reason(refused)
+        if in_the_same_words:
+            assert reason(done.sentence) == reason(refused)
         assert not imported.exists() and not partial(imported).exists()
         return done.sentence
     assert weights(imported) == weights(exported)
@@ -210,7 +217,7 @@ def test_a_variation_is_imported_as_exported(family: str, tmp_path: Path):
         given = {"device": ("cpu", "gpu")[seed % 2]}
         given |= {"dtype": ("float32", "bfloat16")[seed % 3 % 2]} if seed % 3 else {}
         accepted += compare(model, tmp_path, **given) is None
-    assert accepted >= SEEDS // 2
+    assert accepted >= 3
 
 
 def test_what_an_import_says(tmp_path: Path):
@@ -347,8 +354,9 @@ def test_a_bundle_is_checked_and_written_again_with_functions(model: Path, tmp_p
     call("export", "--from", bundle, "--out", again, *length)
     call("export", "--model", model, "--out", exported, *length)
     assert weights(again) == weights(exported)
-    for name in ("block.64.mlxfn", "block.plain.64.mlxfn", "config.json"):
-        assert (again / name).read_bytes() == (exported / name).read_bytes(), name
+    assert described(again) == described(exported)
+    assert others(again) == others(exported)
+    Bundle(again, to_run=False).verify()
 
 
 # What is refused
@@ -499,9 +507,44 @@ def compare_changed(model: Path, name: str, content: bytes, folder: Path) -> Non
     before = file.read_bytes()
     try:
         file.write_bytes(content)
-        compare(model, folder, device="cpu", dtype="float32")
+        # Of several faults each names one.
+        compare(model, folder, in_the_same_words=False, device="cpu", dtype="float32")
     finally:
         file.write_bytes(before)
+
+
+# Of the keys of a config.json that are read: values that some have, and that none has.
+KEYS = (
+    *("attention_bias", "hidden_act", "hidden_size", "intermediate_size", "layer_types"),
+    *("max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads", "num_experts"),
+    *("num_hidden_layers", "num_key_value_heads", "partial_rotary_factor", "quantization_config"),
+    *("query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_parameters"),
+    *("rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings", "vocab_size"),
+    *("head_dim", "use_sliding_window", "final_logit_softcapping", "rope_local_base_freq"),
+)
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1, 3.0, 0.5, 1 << 40, 1e300, "x", "32", [], [1], {}, {"a": 1}),
+    *({"rope_type": "default"}, {"rope_type": "ntk"}, {"rope_type": "linear", "a": 2}),
+    *(["full_attention"], ["sliding_attention"], ["conv"], ["full_attention"] * 2),
+)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_one_value_is_refused_in_the_same_words(key: str, victims: dict[str, Path], tmp_path: Path):
+    """Or used by both; and a key that is missing."""
+    refused = 0
+    for number, (family, value) in enumerate(product(victims, (..., *VALUES))):
+        if (number + KEYS.index(key)) % 5:  # a fifth of all pairs
+            continue
+        model = shutil.copytree(victims[family], tmp_path / str(number))
+        config = config_of(model)
+        text = config.get("text_config", config)
+        text[key] = value
+        if value is ...:
+            del text[key]
+        (model / "config.json").write_text(json.dumps(config))
+        refused += compare(model, tmp_path, device="cpu", dtype="float32") is not None
+    assert refused
 
 
 @FEWER_CASES

@@ -105,8 +105,8 @@ def write_mlx_model(
 
 def write_variation(folder: Path, family: str, seed: int) -> Path:
     """Writes a model of a family with everything varied that a checkpoint may have: most are in
-    order."""
-    draw = random.Random(f"{family} {seed}")
+    order, three or more of the first four of each family."""
+    draw = random.Random(f"{family} {seed} 3")
     config = dict(CONFIGS[family])
     _vary_shapes(config, draw)
     mode = draw.choice(["affine"] * 5 + ["mxfp4", "nvfp4", "mxfp8"])

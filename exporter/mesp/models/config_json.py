@@ -16,10 +16,9 @@ from mesp.models.rope_scaling import COMMON, SCALINGS, complete_scaling, type_of
 MOST = {"num_hidden_layers": 1024, "head_dim": 4096, "partial_rotary_factor": 1}
 # Numbers above 0, where they are said and not 0, which means the same as none.
 _POSITIVE = (
-    "rms_norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor",
-    "original_max_position_embeddings", "query_pre_attn_scalar", "attn_logit_softcapping",
-    "final_logit_softcapping", "embedding_multiplier", "attention_multiplier",
-    "residual_multiplier", "logits_scaling", "sliding_window_pattern", "full_attention_interval",
+    "rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+    "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
+    "sliding_window_pattern", "full_attention_interval",
 )  # fmt: skip
 # And those of `rope_scaling`, which may not be 0.
 _POSITIVE_OF_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor")
@@ -61,9 +60,9 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
             config["tie_word_embeddings"] = whole["tie_word_embeddings"]
     config = {**DEFAULTS, **family.defaults, **config}
     for key, most in MOST.items():
-        if isinstance(config.get(key), int | float) and not 0 < config[key] <= most:
+        if type(config.get(key)) in (int, float) and not 0 < config[key] <= most:
             raise unsupported(key, config[key])
-    _check_positive({key: config.get(key) or None for key in _POSITIVE})
+    refuse_unsound({"num_hidden_layers": type(config.get("num_hidden_layers", 1)) is int})
     if family.experts and config.get("num_local_experts"):  # as transformers 5 names it
         config.setdefault("num_experts", config["num_local_experts"])
         if config["num_experts"] != config["num_local_experts"]:
@@ -86,8 +85,6 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get("rope_scaling") or rope
     _check_scaling(scaling, key)
-    limit = "original_max_position_embeddings"
-    _check_positive({limit: scaling.get(limit) or None})
     _check_positive({key: scaling.get(key) for key in _POSITIVE_OF_ROPE})
     kind = type_of(scaling)
     named = {**scaling, "type": kind, "rope_type": kind}
@@ -109,6 +106,11 @@ def _plain(value: Any) -> Any:
             return _NUMBERS[value["__float__"]]
         return {key: _plain(each) for key, each in value.items()}
     return [*map(_plain, value)] if isinstance(value, list) else value
+
+
+def check_numbers(config: dict[str, Any]) -> None:
+    """Raises ValueError for a number that no model has, of those beside RoPE's and sizes."""
+    _check_positive({key: config.get(key) or None for key in _POSITIVE})
 
 
 def _check_positive(values: dict[str, Any]) -> None:
