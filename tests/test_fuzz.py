@@ -19,10 +19,11 @@ import mlx.core as mx
 import numpy as np
 import pyarrow.parquet
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.adapters import write_adapters, write_peft
+from helpers.damage import CASES, changed, damaged, texts
 from helpers.exports import export
 from helpers.gguf_files import MODELS, write_gguf
 from helpers.models import FAMILIES, TEXT, TINY, random_tensors, write_model
@@ -53,64 +54,7 @@ from mesp.source_model.gguf.weights import GGUFWeights
 from mesp.source_model.safetensors import SafetensorsWeights
 
 pytestmark = pytest.mark.slow
-CASES = settings(
-    max_examples=int(os.environ.get("MESP_FUZZ_CASES", 200)),  # 10,000 in `make test-slow`
-    deadline=None,
-    derandomize=True,  # the same cases each time
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**65), 2**65)
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from(["../x", "/etc/passwd", "blocks/00.bin", "blocks", "a\0b", "uint32"])
-)
 TYPES = {(code, dtype.size): dtype for code, dtype in enumerate(DTYPES)}
-JSON = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
-    max_leaves=8,
-)
-
-
-def paths(value: object, path: tuple = ()) -> list[tuple]:
-    """Where every part of a JSON value lies."""
-    inner = []
-    if isinstance(value, dict):
-        inner = value.items()
-    elif isinstance(value, list):
-        inner = enumerate(value)
-    return [path, *(each for key, part in inner for each in paths(part, (*path, key)))]
-
-
-@st.composite
-def changed(draw: st.DrawFn, value: object) -> object:
-    """A JSON value with one or two parts replaced or removed."""
-    value = json.loads(json.dumps(value))
-    for _ in range(draw(st.integers(1, 2))):
-        inner = [path for path in paths(value) if path]
-        if not inner:
-            break
-        path = draw(st.sampled_from(inner))
-        parent = value
-        for key in path[:-1]:
-            parent = parent[key]
-        if draw(st.booleans()) and isinstance(parent, dict):
-            del parent[path[-1]]
-        else:
-            parent[path[-1]] = draw(JSON)
-    return value
-
-
-@st.composite
-def damaged(draw: st.DrawFn, data: bytes) -> bytes:
-    """Bytes cut off somewhere, or with some overwritten."""
-    at = draw(st.integers(0, len(data)))
-    middle = draw(st.binary(max_size=9))
-    rest = data[at + len(middle) :] if draw(st.booleans()) else b""
-    return data[:at] + middle + rest
 
 
 @st.composite
@@ -122,12 +66,6 @@ def overwritten(draw: st.DrawFn, data: bytes) -> bytes:
         value = draw(st.integers(-4, 4) | st.sampled_from([10, 12, 256, 2**31 - 1, -(2**31)]))
         data[at : at + 4] = struct.pack("<i", value)
     return bytes(data)
-
-
-def texts(original: bytes) -> st.SearchStrategy[bytes]:
-    """A JSON text damaged, or with parts of its value changed."""
-    values = changed(json.loads(original)).map(lambda value: json.dumps(value).encode())
-    return st.just(original) | damaged(original) | values
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import multiprocessing
 import os
@@ -22,7 +21,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from helpers.commands import call, command
+from helpers.commands import call, command, without_privileges
 from helpers.models import TEXT, TINY, write_model
 from helpers.paths import ROOT
 from mesp.bundle.reader import Bundle
@@ -509,13 +508,6 @@ def test_a_run_goes_on_from_whichever_call_failed(
         assert RunLog.load(engine.output).state() == "finished"
         assert not [r for r in engine.records() if r.get("event") == "log_cut_off"], number
         shutil.rmtree(tmp_path / f"{kind}-{number}")
-
-
-def without_privileges() -> None:
-    """Root may write where it is forbidden: this gives that up (CAP_DAC_OVERRIDE, _READ_SEARCH)."""
-    if os.geteuid() == 0:
-        for capability in (1, 2):
-            ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
 
 
 @pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may write anywhere")

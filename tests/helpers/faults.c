@@ -1,9 +1,11 @@
 // Has the system fail a process on Linux (LD_PRELOAD): counts its calls that change files below FAULTS_UNDER, and before
 // call number FAULTS_AT does what FAULTS_KIND says. Without them, the file FAULTS_COUNT gets the number of calls at the end.
+// Every disk has FAULTS_FREE bytes free.
 //
-//   full   there is no room on the disk from then on
-//   crash  the process is killed
-//   power  the process is killed, and what was written and not synchronized is lost: the rest of a file, or zeros in its place
+//   full       there is no room on the disk from then on
+//   crash      the process is killed
+//   power      the process is killed, and what was written and not synchronized is lost: the rest of a file, or zeros in its place
+//   interrupt  the process gets SIGINT
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -17,6 +19,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
@@ -70,6 +73,10 @@ static int fails(int needs_room) {
     if (strcmp(kind, "full") == 0) {
         errno = ENOSPC;
         return needs_room;
+    }
+    if (strcmp(kind, "interrupt") == 0) {
+        if (number == atoi(at)) raise(SIGINT);
+        return 0;
     }
     if (strcmp(kind, "power") == 0) lose();
     kill(getpid(), SIGKILL);
@@ -152,7 +159,14 @@ int mkdir(const char *path, mode_t mode) {
     return REAL(mkdir)(path, mode);
 }
 
-__attribute__((destructor)) static void tell(void) {
+int statvfs(const char *path, struct statvfs *disk) {
+    const char *free = getenv("FAULTS_FREE");
+    int status = REAL(statvfs)(path, disk);
+    if (free && status == 0) disk->f_bfree = disk->f_bavail = atoll(free) / disk->f_frsize;
+    return status;
+}
+
+static void tell(void) {
     const char *path = getenv("FAULTS_COUNT");
     if (!path) return;
     FILE *file = fopen(path, "w");
@@ -160,4 +174,12 @@ __attribute__((destructor)) static void tell(void) {
         fprintf(file, "%d", calls);
         fclose(file);
     }
+}
+
+__attribute__((destructor)) static void tell_at_exit(void) { tell(); }
+
+__attribute__((noreturn)) void _exit(int status) {
+    tell();
+    REAL(_exit)(status);
+    __builtin_unreachable();
 }

@@ -234,7 +234,7 @@ def number(value: int) -> gguf.GGUFValue:
         ("qwen2", "tokenizer.ggml.model", SEVERAL, "has a tokenizer of kind ''"),
         ("minicpm", "minicpm.logit_scale", number(0), "is not above 0"),
         ("minicpm", "minicpm.nextn_predict_layers", number(7), "is not above 0"),
-        ("granite", "granite.logit_scale", number(1 << 63), "its numbers cannot be used"),
+        ("granite", "granite.logit_scale", number(1 << 63), "its logits_scaling cannot be used"),
         ("qwen3_5_text", "qwen35.ssm.inner_size", number(1 << 26), "does not fit its metadata"),
     ],
 )

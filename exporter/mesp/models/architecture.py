@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from mesp.errors import MespError
-from mesp.models.config_json import complete, unsupported
+from mesp.models.config_json import check_numbers, complete, unsupported
 from mesp.models.families import EXPERTS, FAMILIES, VARIANTS, short
 from mesp.models.mixers import (
     AttentionMixer,
@@ -81,7 +81,9 @@ class Architecture:
         except KeyError as error:
             raise MespError(f"The model's config.json lacks {error.args[0]!r}.") from error
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise MespError(f"The model's config.json is not valid ({error}).") from error
+            raise MespError(
+                f"The model's config.json is not valid ({error}); take an unchanged config.json."
+            ) from error
 
     @classmethod
     def _from_complete(cls, config: dict[str, Any]) -> Architecture:
@@ -92,6 +94,7 @@ class Architecture:
         activation = config.get("hidden_activation") or config.get("hidden_act")
         if activation not in (None, family.activation):
             raise unsupported("hidden_act", activation)
+        check_numbers(config)
         by_layer = mixers_by_layer(config)
         # A norm does not see how long its input is. So where what a block adds is multiplied by
         # m, x + m·out(…), that is x/m + out(…), with ε/m² in the norms.

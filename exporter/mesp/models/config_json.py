@@ -9,10 +9,19 @@ from typing import Any
 
 from mesp.errors import MespError
 from mesp.models.families import FAMILIES, LACKING
+from mesp.models.mixers import is_positive, refuse_unsound
 from mesp.models.rope_scaling import COMMON, SCALINGS, complete_scaling, type_of
 
 # The largest values, checked before lists of such lengths are made.
 MOST = {"num_hidden_layers": 1024, "head_dim": 4096, "partial_rotary_factor": 1}
+# Numbers above 0, where they are said and not 0, which means the same as none.
+_POSITIVE = (
+    "rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+    "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
+    "sliding_window_pattern", "full_attention_interval",
+)  # fmt: skip
+# And those of `rope_scaling`, which may not be 0.
+_POSITIVE_OF_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor")
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False}
 _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
@@ -25,6 +34,8 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     """
     config = _plain(config)
     model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        model_type = ""
     if model_type not in FAMILIES:
         missing = ""
         if model_type in LACKING:
@@ -49,14 +60,17 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
             config["tie_word_embeddings"] = whole["tie_word_embeddings"]
     config = {**DEFAULTS, **family.defaults, **config}
     for key, most in MOST.items():
-        if isinstance(config.get(key), int | float) and not 0 < config[key] <= most:
+        if type(config.get(key)) in (int, float) and not 0 < config[key] <= most:
             raise unsupported(key, config[key])
+    refuse_unsound({"num_hidden_layers": type(config.get("num_hidden_layers", 1)) is int})
     if family.experts and config.get("num_local_experts"):  # as transformers 5 names it
         config.setdefault("num_experts", config["num_local_experts"])
         if config["num_experts"] != config["num_local_experts"]:
             raise unsupported("num_local_experts", config["num_local_experts"])
     config |= family.read(config) if family.read else {}
     rope = by_type = config.pop("rope_parameters", None) or {}
+    if not isinstance(rope, dict):
+        raise ValueError("its rope_parameters cannot be used")
     if "full_attention" in rope:
         sliding, rope = rope.get("sliding_attention"), rope["full_attention"]
         if sliding:
@@ -71,6 +85,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get("rope_scaling") or rope
     _check_scaling(scaling, key)
+    _check_positive({key: scaling.get(key) for key in _POSITIVE_OF_ROPE})
     kind = type_of(scaling)
     named = {**scaling, "type": kind, "rope_type": kind}
     config["rope_scaling"] = None if kind == "default" else complete_scaling(named, config)
@@ -91,6 +106,17 @@ def _plain(value: Any) -> Any:
             return _NUMBERS[value["__float__"]]
         return {key: _plain(each) for key, each in value.items()}
     return [*map(_plain, value)] if isinstance(value, list) else value
+
+
+def check_numbers(config: dict[str, Any]) -> None:
+    """Raises ValueError for a number that no model has, of those beside RoPE's and sizes."""
+    _check_positive({key: config.get(key) or None for key in _POSITIVE})
+
+
+def _check_positive(values: dict[str, Any]) -> None:
+    """Raises ValueError naming the first value, of those that are not None, that is no number above
+    0."""
+    refuse_unsound({key: value is None or is_positive(value) for key, value in values.items()})
 
 
 def _check_scaling(scaling: dict[str, Any], key: str) -> None:

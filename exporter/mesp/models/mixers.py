@@ -296,8 +296,8 @@ def is_size(value: Any) -> bool:
 
 
 def is_positive(value: Any) -> bool:
-    """Whether it is a number above 0 that MLX takes: of an integer these are 64 bits."""
-    return type(value) in (int, float) and 0 < value < 1 << 63
+    """Whether it is a number above 0 that MLX takes: as float32, and of an integer 64 bits."""
+    return type(value) in (int, float) and 2**-126 <= value < 1 << 63
 
 
 def refuse_unsound(checks: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from mesp.models.mixers import (
     Mamba2Mixer,
     Mixer,
     ShortConvolution,
+    refuse_unsound,
 )
 from mesp.models.rope_scaling import rope_frequencies
 
@@ -32,6 +33,7 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
     if config.get("position_embedding_type") == "nope":
         has_rope = [False] * count
     for key, each in (("layer_types", types), ("no_rope_layers", has_rope)):
+        refuse_unsound({key: isinstance(each, list)})
         if len(each) != count:
             raise MespError(
                 f"The model's config.json is not valid: {key} has {len(each)} entries for "

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from mesp.models.mixers import is_positive, refuse_unsound
+
 
 def rope_frequencies(
     config: dict[str, Any], head_dim: int, local: bool = False
@@ -17,8 +19,11 @@ def rope_frequencies(
     """
     theta, scaling = config["rope_theta"], config["rope_scaling"] or {"type": "default"}
     share = config.get("partial_rotary_factor") or 1.0
+    base_key = "rope_theta"
     if local and "rope_local_base_freq" in config:
-        theta, scaling, share = config["rope_local_base_freq"], {"type": "default"}, 1.0
+        base_key = "rope_local_base_freq"
+        theta, scaling, share = config[base_key], {"type": "default"}, 1.0
+    refuse_unsound({base_key: is_positive(theta), "partial_rotary_factor": is_positive(share)})
     rotated = head_dim if scaling["type"] == "proportional" else int(head_dim * share)
     if rotated > 4096:
         raise ValueError(f"RoPE turns {rotated:,} numbers of a head")
@@ -39,9 +44,12 @@ def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[st
     length = config.get("original_max_position_embeddings")
     length = length or scaling.get("original_max_position_embeddings")
     length = length or config["max_position_embeddings"]
+    refuse_unsound({"original_max_position_embeddings": is_positive(length)})
     scaling = {**scaling, "original_max_position_embeddings": length}
     if kind != "llama3" and scaling.get("factor") is None:
-        scaling["factor"] = config["max_position_embeddings"] / length
+        longest = config["max_position_embeddings"]
+        refuse_unsound({"max_position_embeddings": is_positive(longest)})
+        scaling["factor"] = longest / length
     if kind == "yarn":
         scaling["attention_factor"] = _yarn_attention_factor(scaling)
         # mlx-lm has no attention_factor: 0.1 · mscale · ln factor + 1 is the same.

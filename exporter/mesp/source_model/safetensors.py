@@ -97,6 +97,10 @@ class SafetensorsWeights:
             )
         stored, dtype = TENSOR_DTYPES[tensor["dtype"]]
         begin, end = tensor["data_offsets"]
+        if not all(
+            type(number) is int and number >= 0 for number in (begin, end, *tensor["shape"])
+        ):
+            raise ValueError("a shape or an offset that is no count")
         array = data[begin:end].view(stored).reshape(tensor["shape"])
         if names[0].endswith(CONVOLUTIONS) and array.ndim == 3:
             # [channels, 1, kernel], or as mlx-lm has it [channels, kernel, 1]

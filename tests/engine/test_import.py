@@ -1,0 +1,748 @@
+"""Bundles that the engine makes of models in MLX's format, against the exporter's of the same
+folders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mesp
+from helpers.commands import call, without_privileges
+from helpers.damage import CASES, changed, damaged, texts
+from helpers.mlx_models import (
+    CONFIGS,
+    add_terms,
+    config_of,
+    write_mlx_model,
+    write_variation,
+)
+from helpers.models import FAMILIES, TEXT, published, write_model
+from mesp.bundle.reader import Bundle
+from mesp.engine.build import find_engine
+from mesp.errors import MespError
+from mesp.models import families
+from mesp.runs.log import RunLog
+
+pytestmark = pytest.mark.slow
+SEEDS = 4
+ENGINE = cache(find_engine)
+DEADLINE = 120  # seconds
+# Of a folder that is hostile an import and an export are made, which takes ten times as long as
+# other cases.
+FEWER_CASES = settings(CASES, max_examples=max(CASES.max_examples // 2, 1))
+
+
+class Done(NamedTuple):
+    """How an import ended."""
+
+    status: int
+    records: list[dict[str, Any]]
+    said: str
+
+    @property
+    def end(self) -> dict[str, Any]:
+        assert (self.status, self.said) == (0, ""), self
+        return self.records[-1]
+
+    @property
+    def sentence(self) -> str:
+        """The one that it was refused with."""
+        assert self.status == 2 and len(self.said.splitlines()) == 1, self
+        return self.said.strip()
+
+
+def run_import(
+    model: Path, bundle: Path, environment: dict[str, object] | None = None, /, **given: Any
+) -> Done:
+    """Imports a model; `given` are more settings, and `preexec_fn` subprocess's."""
+    before = given.pop("preexec_fn", None)
+    file = bundle.with_name(f"{bundle.name}.json")
+    file.write_text(json.dumps({"model": str(model), "bundle": str(bundle), **given}))
+    done = subprocess.run(
+        [ENGINE(), "import", file],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        preexec_fn=before,
+        env=os.environ | {name: str(value) for name, value in (environment or {}).items()},
+    )
+    return Done(done.returncode, [*map(json.loads, done.stdout.splitlines())], done.stderr)
+
+
+def partial(bundle: Path) -> Path:
+    """The folder in which a bundle is while it is written."""
+    return bundle.with_name(f".importing-{bundle.name}")
+
+
+def state(folder: Path) -> dict[str, tuple]:
+    """The files of a model's folder: names, contents and times."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def weights(bundle: Path) -> dict[str, str]:
+    """The digests of a bundle's weight files."""
+    return {
+        str(file.relative_to(bundle)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in bundle.rglob("*.bin")
+    }
+
+
+def manifest_of(bundle: Path) -> dict[str, Any]:
+    return json.loads((bundle / "manifest.json").read_text())
+
+
+def described(bundle: Path) -> dict[str, Any]:
+    """A bundle's manifest without what an import has otherwise: functions and what they are for,
+    the list of files, data, and the digest of the source."""
+    manifest = manifest_of(bundle)
+    for key in ("seq_lens", "ranks", "files", "data", "source"):
+        manifest.pop(key, None)
+    kinds = ("functions", "plain_functions", "packed_functions")
+    for group in manifest["blocks"]:
+        for kind in kinds:
+            group.pop(kind, None)
+    return manifest
+
+
+def others(bundle: Path) -> dict[str, Any]:
+    """What lies beside the weights and the manifest: configurations as JSON, other files as they
+    are."""
+    files = {
+        file.name: file.read_bytes()
+        for file in bundle.iterdir()
+        if file.is_file() and file.suffix not in (".bin", ".mlxfn") and file.name != "manifest.json"
+    }
+    configs = ("config.json", "tokenizer_config.json", "generation_config.json")
+    return {name: json.loads(data) if name in configs else data for name, data in files.items()}
+
+
+def reason(sentence: str) -> str:
+    """A refusal as far as an import and an export say the same: what is about config.json, but for
+    which of its values cannot be used, and for how a family's name is quoted."""
+    not_valid = "The model's config.json is not valid ("
+    if sentence.startswith(not_valid):
+        return not_valid
+    if sentence.startswith("The architecture "):
+        return "".join(sentence.partition(" is not supported")[1:])
+    return sentence if sentence.startswith("The model's config.json ") else ""
+
+
+def compare(
+    model: Path, folder: Path, *, in_the_same_words: bool = True, **options: str
+) -> str | None:
+    """Imports a model and exports it with the same device and dtype to ``imported.mesp`` and
+    ``exported.mesp`` in a folder: the weights have equal bytes, and all else is equal but for what
+    `described` leaves out. Or both refuse it, for the same `reason`, and the import leaves nothing;
+    then its sentence is returned. A model that is not quantized is refused by the import alone.
+    """
+    imported, exported = folder / "imported.mesp", folder / "exported.mesp"
+    for bundle in (imported, exported, partial(imported)):
+        shutil.rmtree(bundle, ignore_errors=True)
+    before = state(model)
+    done = run_import(model, imported, **options)
+    assert state(model) == before
+    if "is not quantized; take one of mlx-community" in done.said:
+        return done.sentence
+    # The longest decides which frequencies LongRoPE has.
+    longest = manifest_of(imported)["seq_lens"][-1] if done.status == 0 else 64
+    refused = None
+    try:
+        mesp.export(model, exported, seq_len=longest, **options)
+    except MespError as error:
+        refused = error.message
+    if done.status or refused is not None:
+        assert refused is not None, f"only the import refuses: {done}"
+        assert done.status, f"only the exporter refuses: {refused}"
+        if in_the_same_words:
+            assert reason(done.sentence) == reason(refused)
+        assert not imported.exists() and not partial(imported).exists()
+        return done.sentence
+    assert weights(imported) == weights(exported)
+    assert described(imported) == described(exported)
+    assert others(imported) == others(exported)
+    Bundle(imported, to_run=False).verify()
+    sizes = {file: (imported / file).stat().st_size for file in weights(imported)}
+    assert done.end["bytes"] == done.records[0]["bytes"] == sum(sizes.values())
+    counts = [record["bytes"] for record in done.records if record["type"] == "progress"]
+    assert counts == sorted(counts) and counts[-1] == done.end["bytes"]
+    return None
+
+
+# The same bytes
+
+
+def test_every_plain_family_has_a_checkpoint_here():
+    plain = {name for name, family in families.FAMILIES.items() if family.is_plain}
+    assert plain == {config["model_type"] for config in CONFIGS.values()}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_import_is_the_export(family: str, tmp_path: Path):
+    model = write_mlx_model(tmp_path / "model", CONFIGS[family])
+    add_terms(model)
+    for device, dtype in (("cpu", "float32"), ("gpu", "bfloat16")):
+        assert compare(model, tmp_path, device=device, dtype=dtype) is None
+    manifest = manifest_of(tmp_path / "imported.mesp")
+    assert all(each["functions"] == each["plain_functions"] == {} for each in manifest["blocks"])
+    longest = config_of(model).get("max_position_embeddings", 2048)
+    assert manifest["seq_lens"] == [n for n in manifest["seq_lens"] if n <= longest]
+    assert manifest["ranks"] == [4, 8, 16, 32, 64]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_variation_is_imported_as_exported(family: str, tmp_path: Path):
+    """Of heads, types, bits, groups, modes, RoPE, files, and tensors beside the model's."""
+    accepted = 0
+    for seed in range(SEEDS):
+        model = write_variation(tmp_path / f"model-{seed}", family, seed)
+        given = {"device": ("cpu", "gpu")[seed % 2]}
+        given |= {"dtype": ("float32", "bfloat16")[seed % 3 % 2]} if seed % 3 else {}
+        accepted += compare(model, tmp_path, **given) is None
+    assert accepted >= 3
+
+
+def test_what_an_import_says(tmp_path: Path):
+    """Of what changes or is left out; and the model's name on the Hub."""
+
+    def add_vision(tensors: dict) -> None:
+        tensors["vision_tower.a.weight"] = tensors["multi_modal_projector.b.weight"] = mx.ones(4)
+
+    model = write_mlx_model(tmp_path / "model", CONFIGS["gemma3"], dtype="float16", edit=add_vision)
+    name = {"id": "mlx-community/Tiny-4bit", "revision": "5f0b02c75b57c5855da9ae460ce51323ea669d8a"}
+    done = run_import(model, tmp_path / "a.mesp", device="gpu", dtype="bfloat16", **name)
+    kinds = [record["type"] for record in done.records]
+    assert kinds[0] == "model" and kinds[-1] == "end" and set(kinds[1:-1]) == {"progress"}
+    first = done.records[0]
+    assert (first["name"], first["model_type"]) == ("Tiny-4bit", "gemma3")
+    float16, left_out = first["notices"]
+    assert "float16" in float16 and left_out.startswith("2 tensors are left out")
+    assert done.end["kept_bytes"] == 0 and done.end["seconds"] > 0
+    assert 0 < done.end["footprint_peak_bytes"] < 50e6
+    manifest = manifest_of(tmp_path / "a.mesp")
+    assert manifest["name"] == "Tiny-4bit"
+    assert manifest["model"] == {**name, "license": None}
+    done = run_import(model, tmp_path / "b.mesp", device="gpu", dtype="float32")
+    assert not [each for each in done.records[0]["notices"] if "float16" in each]
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        "---\nlicense: apache-2.0\n---\n",
+        "---\nlicense: other\nlicense_name: 'a: b'\nlicense_link: LICENSE\n---\nlicense: mit\n",
+        '---\nlicense: "gemma" # as Google has it\nlicense_name: a#b\n---\n',
+        "---\nbase_model: x/y\nlicense:\n- mit\n- apache-2.0\n---\n",
+        "---\nlicense: null\nlicense_name: 3\nlicense_link: ''\n---\n",
+        "---\nlicense: 1.0\nlicense_name: yes\nlicense_link: 2024-01-02\n---\n",
+        "---\nmodel-index:\n  license: mit\n  license_name: inner\nlicense: llama3.2\n---\n",
+        "---\nlicense: mit\nlicense: bsd\n---\n",
+        "---\nlicense: [broken\n---\n",
+        "license: mit\n",
+        "\n---\nlicense: mit\n---\n",
+        "---\r\nlicense: mit\r\n---\r\n",
+        "---\nlicense: a\x1bb\n---\n",
+        "---\nlicense: Lizenz für alle\n---\n",
+        "---\n",
+        "",
+    ],
+)
+def test_the_licence_is_the_card_s(card: str, tmp_path: Path):
+    """As the exporter reads its front matter."""
+    model = write_mlx_model(tmp_path / "model", CONFIGS["llama"] | {"num_hidden_layers": 1})
+    (model / "README.md").write_bytes(card.encode())
+    assert compare(model, tmp_path, device="cpu", dtype="float32") is None
+
+
+def test_the_terms_go_with_the_bundle(tmp_path: Path):
+    model = write_mlx_model(tmp_path / "model", CONFIGS["llama"])
+    terms = add_terms(model)
+    assert compare(model, tmp_path, device="cpu", dtype="float32") is None
+    bundle = tmp_path / "imported.mesp"
+    for name in terms:
+        assert (bundle / name).read_bytes() == (model / name).read_bytes()
+    assert not list(bundle.rglob("*.py"))
+    assert manifest_of(bundle)["model"] == {
+        "id": "model",
+        "revision": None,
+        "license": "other",
+        "license_name": "a-licence",
+        "license_link": "https://example.org/licence",
+    }
+
+
+def test_a_snapshot_in_the_cache_of_the_hub(tmp_path: Path):
+    """Whose files are links to a folder beside it; links that lead elsewhere are refused."""
+    root = tmp_path / "models--owner--tiny"
+    snapshot, blobs = root / "snapshots" / ("a" * 40), root / "blobs"
+    source = write_mlx_model(tmp_path / "model", CONFIGS["qwen3"], shards=2)
+    add_terms(source)
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(source.iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert compare(snapshot, tmp_path, device="cpu", dtype="float32") is None
+    (tmp_path / "secret").write_text("{}")
+    (snapshot / "LICENSE").unlink()
+    (snapshot / "LICENSE").symlink_to(tmp_path / "secret")
+    bundle = tmp_path / "imported.mesp"
+    shutil.rmtree(bundle)
+    assert "leads out of its folder" in run_import(snapshot, bundle, device="cpu").sentence
+    assert not bundle.exists()
+
+
+# Training
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In three files, with terms."""
+    folder = tmp_path_factory.mktemp("mlx") / "model"
+    config = CONFIGS["llama"] | {"tie_word_embeddings": False, "num_hidden_layers": 3}
+    add_terms(write_mlx_model(folder, config, shards=3))
+    return folder
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_training_is_that_of_the_exporter_s_bundle(family: str, tmp_path: Path):
+    """To the last bit, on a CPU: text of both bundles, two steps, the losses and the adapters."""
+    model = write_mlx_model(tmp_path / "model", CONFIGS[family])
+    (tmp_path / "text.txt").write_text(TEXT * 4)
+    losses, adapters = [], []
+    for name in ("imported", "exported"):
+        bundle, run = tmp_path / f"{name}.mesp", tmp_path / name
+        if name == "imported":
+            assert run_import(model, bundle, device="cpu").end
+            manifest = manifest_of(bundle)
+        else:
+            lengths, ranks = manifest["seq_lens"], manifest["ranks"]
+            mesp.export(model, bundle, seq_len=lengths, rank=ranks, device="cpu")
+        call("data", bundle, "--data", tmp_path / "text.txt")
+        options = ("--steps", 2, "--seq-len", 64, "--rank", 8, "--val-batches", 1)
+        call("train", bundle, *options, "--out", run)
+        losses.append(RunLog.load(run).losses)
+        adapters.append((run / "adapters" / "adapters.safetensors").read_bytes())
+    assert len(losses[0]) == 2 and losses[0] == losses[1]
+    assert adapters[0] == adapters[1]
+
+
+def test_a_bundle_is_checked_and_written_again_with_functions(model: Path, tmp_path: Path):
+    """By the commands that take any bundle."""
+    bundle, again, exported = (tmp_path / f"{name}.mesp" for name in ("a", "b", "c"))
+    assert run_import(model, bundle, device="cpu").end
+    assert "none of" in call("check", bundle).stdout
+    length = ("--seq-len", 64, "--rank", 8, "--device", "gpu", "--dtype", "bfloat16")
+    call("export", "--from", bundle, "--out", again, *length)
+    call("export", "--model", model, "--out", exported, *length)
+    assert weights(again) == weights(exported)
+    assert described(again) == described(exported)
+    assert others(again) == others(exported)
+    Bundle(again, to_run=False).verify()
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name for name in FAMILIES if not families.FAMILIES[FAMILIES[name]["model_type"]].is_plain],
+)
+def test_a_family_that_is_not_plain_is_refused_by_name(family: str, tmp_path: Path):
+    """With the command that exports it."""
+    model = tmp_path / "model"
+    model.mkdir()
+    config, _ = published(FAMILIES[family], {})
+    (model / "config.json").write_text(json.dumps(config))
+    sentence = run_import(model, tmp_path / "a.mesp").sentence
+    assert f"model is a {config['model_type']} model, which " in sentence
+    assert sentence.endswith(f"mesp-export --model {model}")
+    assert [each.name for each in tmp_path.glob("*.mesp")] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "olmo2"}, "norm what comes out"),
+        ({"model_type": "new", "num_experts": 4}, "experts in a way of its own"),
+        ({"model_type": "new", "text_config": {}}, "of several modalities"),
+        ({"model_type": "new"}, "'new' is not supported"),
+        ({}, "supported are qwen2, "),
+        ({"model_type": None}, "supported are qwen2, "),
+    ],
+)
+def test_an_unknown_family_is_refused_as_the_exporter_does(config: dict, said: str, tmp_path: Path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "model.safetensors").touch()
+    assert said in (compare(model, tmp_path, device="cpu") or "")
+
+
+def test_a_model_that_is_not_quantized_is_refused(tmp_path: Path):
+    """The exporter quantizes it: the sentence names the command."""
+    model = write_model(tmp_path / "model", FAMILIES["qwen3"])
+    sentence = run_import(model, tmp_path / "a.mesp").sentence
+    assert "is not quantized" in sentence and f"mesp-export --model {model}" in sentence
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ({"quant_method": "gptq"}, "is quantized by gptq, which is not supported"),
+        ({"quant_method": "mxfp4", "group_size": 32}, "is quantized by mxfp4"),
+        ("gptq", "its quantization_config cannot be used"),
+    ],
+)
+def test_another_quantization_is_refused_as_the_exporter_does(
+    method: object, said: str, tmp_path: Path
+):
+    model = write_mlx_model(tmp_path / "model", CONFIGS["llama"])
+    (model / "config.json").write_text(
+        json.dumps(config_of(model) | {"quantization_config": method})
+    )
+    assert said in (compare(model, tmp_path, device="cpu") or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("no folder", "is not a Hugging Face model"),
+        ("no config", "is not a Hugging Face model"),
+        ("no weights", "holds no weights"),
+        ("no shard", "which is not in the folder; add that file"),
+        ("no tensors", "lack model."),
+        ("a shard twice", "twice"),
+        ("a pipe", "cannot be read"),
+        ("a pipe as config", "cannot be read as a JSON object"),
+    ],
+)
+def test_what_is_missing_is_named(change: str, said: str, model: Path, tmp_path: Path):
+    copy = shutil.copytree(model, tmp_path / "copy")
+    shards = sorted(copy.glob("*.safetensors"))
+    index = copy / "model.safetensors.index.json"
+    match change:
+        case "no folder":
+            copy = tmp_path / "nowhere"
+        case "no config":
+            (copy / "config.json").unlink()
+        case "no weights":
+            for file in (*shards, index):
+                file.unlink()
+        case "no shard":
+            shards[1].unlink()
+        case "no tensors":
+            shards[1].unlink()
+            index.unlink()
+        case "a shard twice":
+            shutil.copy(shards[0], copy / "model-again.safetensors")
+            index.unlink()
+        case "a pipe":
+            shards[1].unlink()
+            os.mkfifo(shards[1])
+        case "a pipe as config":
+            (copy / "config.json").unlink()
+            os.mkfifo(copy / "config.json")
+    assert said in run_import(copy, tmp_path / "a.mesp", device="cpu").sentence
+    assert not list(tmp_path.glob("*.mesp")) and not list(tmp_path.glob(".importing*"))
+
+
+def test_a_bundle_that_is_there_stays(model: Path, tmp_path: Path):
+    bundle = tmp_path / "a.mesp"
+    assert run_import(model, bundle, device="cpu").end
+    before = state(bundle)
+    assert "already" in run_import(model, bundle, device="cpu").sentence
+    assert state(bundle) == before
+
+
+@pytest.mark.parametrize(
+    "given", [{"device": "tpu"}, {"dtype": "float16"}, {"id": 3}, {"model": None}, {"bundle": None}]
+)
+def test_settings_that_cannot_be_used_are_refused(given: dict, model: Path, tmp_path: Path):
+    assert run_import(model, tmp_path / "a.mesp", **given).sentence
+    assert not list(tmp_path.glob("*.mesp"))
+
+
+# Hostile folders
+
+
+@pytest.fixture(scope="module")
+def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small model of some families; tests change their files and put them back."""
+    folder = tmp_path_factory.mktemp("victims")
+    small = {"num_hidden_layers": 1, "vocab_size": 260}
+    names = ("llama", "qwen3", "gemma3", "mistral3", "phi3")
+    return {
+        name: write_mlx_model(folder / name, CONFIGS[name] | small, bits=3, shards=2)
+        for name in names
+    }
+
+
+def no_number(text: bytes) -> bool:
+    """Whether a JSON text has what Python's reader takes for a number, and JSON has not."""
+    return any(word in text for word in (b"NaN", b"Infinity"))
+
+
+def compare_changed(model: Path, name: str, content: bytes, folder: Path) -> None:
+    """`compare` with a file changed, which is put back."""
+    file = model / name
+    before = file.read_bytes()
+    try:
+        file.write_bytes(content)
+        # Of several faults each names one.
+        compare(model, folder, in_the_same_words=False, device="cpu", dtype="float32")
+    finally:
+        file.write_bytes(before)
+
+
+# Of the keys of a config.json that are read: values that some have, and that none has.
+KEYS = (
+    *("attention_bias", "hidden_act", "hidden_size", "intermediate_size", "layer_types"),
+    *("max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads", "num_experts"),
+    *("num_hidden_layers", "num_key_value_heads", "partial_rotary_factor", "quantization_config"),
+    *("query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_parameters"),
+    *("rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings", "vocab_size"),
+    *("head_dim", "use_sliding_window", "final_logit_softcapping", "rope_local_base_freq"),
+)
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1, 3.0, 0.5, 1 << 40, 1e300, "x", "32", [], [1], {}, {"a": 1}),
+    *({"rope_type": "default"}, {"rope_type": "ntk"}, {"rope_type": "linear", "a": 2}),
+    *(["full_attention"], ["sliding_attention"], ["conv"], ["full_attention"] * 2),
+)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_one_value_is_refused_in_the_same_words(key: str, victims: dict[str, Path], tmp_path: Path):
+    """Or used by both; and a key that is missing."""
+    refused = 0
+    for number, (family, value) in enumerate(product(victims, (..., *VALUES))):
+        if (number + KEYS.index(key)) % 5:  # a fifth of all pairs
+            continue
+        model = shutil.copytree(victims[family], tmp_path / str(number))
+        config = config_of(model)
+        text = config.get("text_config", config)
+        text[key] = value
+        if value is ...:
+            del text[key]
+        (model / "config.json").write_text(json.dumps(config))
+        refused += compare(model, tmp_path, device="cpu", dtype="float32") is not None
+    assert refused
+
+
+@FEWER_CASES
+@given(data=st.data())
+def test_configs_are_refused_alike(victims: dict[str, Path], tmp_path: Path, data: st.DataObject):
+    model = data.draw(st.sampled_from(sorted(victims)).map(victims.get))
+    text = data.draw(texts((model / "config.json").read_bytes()).filter(lambda t: not no_number(t)))
+    compare_changed(model, "config.json", text, tmp_path)
+
+
+@FEWER_CASES
+@given(data=st.data())
+def test_headers_of_weights_are_refused_alike(
+    victims: dict[str, Path], tmp_path: Path, data: st.DataObject
+):
+    """And files that are cut off or overwritten."""
+    model = data.draw(st.sampled_from(sorted(victims)).map(victims.get))
+    (file, *_) = sorted(model.glob("*.safetensors"))
+    content = file.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps(data.draw(changed(json.loads(content[8:start])))).encode()
+    relabelled = struct.pack("<Q", len(header)) + header + content[start:]
+    compare_changed(model, file.name, data.draw(st.just(relabelled) | damaged(content)), tmp_path)
+
+
+@FEWER_CASES
+@given(data=st.data())
+def test_indices_and_other_files_are_refused_alike(
+    victims: dict[str, Path], tmp_path: Path, data: st.DataObject
+):
+    model = data.draw(st.sampled_from(sorted(victims)).map(victims.get))
+    name = data.draw(st.sampled_from(["model.safetensors.index.json", "tokenizer_config.json"]))
+    compare_changed(model, name, data.draw(texts((model / name).read_bytes())), tmp_path)
+
+
+# Interrupted
+
+
+def whole_files(folder: Path) -> dict[tuple, int]:
+    """The size of each weight file that is whole, by what a file that is written again has not."""
+    found = [(file.name, file.stat()) for file in folder.rglob("*.bin")]
+    return {(name, each.st_ino, each.st_mtime_ns): each.st_size for name, each in found}
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of an import that nothing interrupted."""
+    bundle = tmp_path_factory.mktemp("whole") / "whole.mesp"
+    assert run_import(model, bundle, device="cpu").end
+    return bundle
+
+
+def content(bundle: Path) -> dict[str, bytes]:
+    return {name: data for name, (_, data) in state(bundle).items()}
+
+
+@pytest.fixture(scope="module")
+def calls(model: Path, faults: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
+    """The number of calls to the system by which an import changes files."""
+    folder = tmp_path_factory.mktemp("calls")
+    count = folder / "count"
+    under = {"LD_PRELOAD": faults, "FAULTS_UNDER": folder, "FAULTS_COUNT": count}
+    assert run_import(model, folder / "a.mesp", under, device="cpu").end
+    return int(count.read_text())
+
+
+@pytest.mark.parametrize("kind", ["crash", "power", "interrupt", "full"])
+def test_an_import_goes_on_where_it_was_interrupted(
+    kind: str, model: Path, whole: Path, faults: Path, calls: int, tmp_path: Path
+):
+    """Before any call that changes a file. What was whole is not written again."""
+    before = state(model)
+    some = 0
+    for number in range(1 + ("crash", "power", "interrupt", "full").index(kind), calls + 1, 4):
+        bundle = tmp_path / f"{number}" / "a.mesp"
+        bundle.parent.mkdir()
+        under = {"LD_PRELOAD": faults, "FAULTS_UNDER": bundle.parent}
+        failing = {"FAULTS_KIND": kind, "FAULTS_AT": number}
+        done = run_import(model, bundle, under | failing, device="cpu")
+        if kind in ("crash", "power"):
+            assert done.status == -signal.SIGKILL
+        elif done.status:
+            said = {"full": "space", "interrupt": "was stopped"}[kind]
+            assert said in done.sentence
+        if not bundle.exists():
+            left = whole_files(partial(bundle))
+            again = run_import(model, bundle, device="cpu").end
+            kept = whole_files(bundle)
+            kept = {file: kept[file] for file in left.keys() & kept.keys()}
+            assert again["kept_bytes"] == sum(kept.values()), number
+            # All but one that was renamed and is not on record yet.
+            assert len(kept) >= len(left) - 1, number
+            some += len(kept)
+        assert content(bundle) == content(whole), number
+        assert [each.name for each in bundle.parent.iterdir()] in (
+            [["a.mesp", "a.mesp.json"], ["a.mesp.json", "a.mesp"]]
+        )
+        shutil.rmtree(bundle.parent)
+    assert some > 0
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("change", ["time", "weights", "config", "dtype", "device", "id"])
+def test_an_import_of_another_source_begins_again(
+    change: str, model: Path, faults: Path, calls: int, tmp_path: Path
+):
+    copy = shutil.copytree(model, tmp_path / "model")
+    bundle = tmp_path / "a.mesp"
+    given = {"device": "cpu", "dtype": "float32"}
+    under = {"LD_PRELOAD": faults, "FAULTS_UNDER": tmp_path}
+    failing = {"FAULTS_KIND": "crash", "FAULTS_AT": calls // 2}
+    assert run_import(copy, bundle, under | failing, **given).status == -signal.SIGKILL
+    assert whole_files(partial(bundle))
+    shard = sorted(copy.glob("*.safetensors"))[0]
+    match change:
+        case "time":
+            os.utime(shard)
+        case "weights":
+            data = bytearray(shard.read_bytes())
+            data[-1] ^= 1
+            shard.write_bytes(data)
+        case "config":
+            text = json.dumps(config_of(copy) | {"rms_norm_eps": 1e-4})
+            (copy / "config.json").write_text(text)
+        case _:
+            given |= {change: {"dtype": "bfloat16", "device": "gpu", "id": "owner/other"}[change]}
+    assert run_import(copy, bundle, **given).end["kept_bytes"] == 0
+    fresh = tmp_path / "fresh.mesp"
+    assert run_import(copy, fresh, **given).end
+    assert content(bundle) == content(fresh)
+
+
+def test_a_kept_file_that_is_shorter_is_found(
+    model: Path, faults: Path, calls: int, tmp_path: Path
+):
+    bundle = tmp_path / "a.mesp"
+    under = {"LD_PRELOAD": faults, "FAULTS_UNDER": tmp_path}
+    failing = {"FAULTS_KIND": "crash", "FAULTS_AT": calls // 2}
+    assert run_import(model, bundle, under | failing, device="cpu").status == -signal.SIGKILL
+    first, *others = sorted(partial(bundle).rglob("*.bin"))
+    os.truncate(first, 100)
+    size = sum(file.stat().st_size for file in others)
+    assert run_import(model, bundle, device="cpu").end["kept_bytes"] <= size
+    Bundle(bundle, to_run=False).verify()
+
+
+# Disks
+
+
+@pytest.mark.parametrize("limit", [100, 4_000, 40_000])
+def test_a_file_for_which_there_is_no_room(limit: int, model: Path, whole: Path, tmp_path: Path):
+    """A limit on the size of files stands in for a full disk."""
+    bundle = tmp_path / "a.mesp"
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    sentence = run_import(model, bundle, device="cpu", preexec_fn=limited).sentence
+    assert sentence.startswith(f"Cannot write {bundle}")
+    assert not bundle.exists()
+    assert run_import(model, bundle, device="cpu").end
+    assert content(bundle) == content(whole)
+
+
+def test_a_disk_is_asked_first(model: Path, faults: Path, whole: Path, tmp_path: Path):
+    """By what is missing: what is kept needs no room again."""
+    bundle = tmp_path / "a.mesp"
+    under = {"LD_PRELOAD": faults, "FAULTS_UNDER": tmp_path}
+    size = sum((whole / file).stat().st_size for file in weights(whole))
+    done = run_import(model, bundle, under | {"FAULTS_FREE": size // 2}, device="cpu")
+    assert "free; make room for it first" in done.sentence
+    assert not list(tmp_path.rglob("*.bin"))
+    assert run_import(model, bundle, under | {"FAULTS_FREE": size + 4096}, device="cpu").end
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="there are no rights")
+def test_a_folder_that_is_read_only_is_one_sentence(model: Path, tmp_path: Path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    (tmp_path / "closed.json").touch()
+    bundle = closed / "a.mesp"
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"model": str(model), "bundle": str(bundle), "device": "cpu"}))
+    done = subprocess.run(
+        [ENGINE(), "import", file],
+        capture_output=True,
+        text=True,
+        preexec_fn=without_privileges,
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert str(closed) in done.stderr and not list(closed.iterdir())
+
+
+def test_a_model_that_is_read_only_is_imported(model: Path, whole: Path, tmp_path: Path):
+    copy = shutil.copytree(model, tmp_path / "model")
+    for path in (copy, *copy.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    given = {"device": "cpu", "preexec_fn": without_privileges}
+    assert run_import(copy, tmp_path / "a.mesp", **given).end
+    assert weights(tmp_path / "a.mesp") == weights(whole)
+    copy.chmod(0o755)
