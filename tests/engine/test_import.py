@@ -437,6 +437,8 @@ def test_another_quantization_is_refused_as_the_exporter_does(
         ("a shard twice", "twice"),
         ("a pipe", "cannot be read"),
         ("a pipe as config", "cannot be read as a JSON object"),
+        ("a broken tokenizer_config", "cannot be read as a JSON object"),
+        ("a link as licence", "leads out of its folder"),
     ],
 )
 def test_what_is_missing_is_named(change: str, said: str, model: Path, tmp_path: Path):
@@ -465,6 +467,11 @@ def test_what_is_missing_is_named(change: str, said: str, model: Path, tmp_path:
         case "a pipe as config":
             (copy / "config.json").unlink()
             os.mkfifo(copy / "config.json")
+        case "a broken tokenizer_config":
+            (copy / "tokenizer_config.json").write_text("{")
+        case "a link as licence":
+            (copy / "LICENSE").unlink()
+            (copy / "LICENSE").symlink_to(model / "LICENSE")
     assert said in run_import(copy, tmp_path / "a.mesp", device="cpu").sentence
     assert not list(tmp_path.glob("*.mesp")) and not list(tmp_path.glob(".importing*"))
 
