@@ -62,7 +62,7 @@ class Done(NamedTuple):
     @property
     def sentence(self) -> str:
         """The one that it was refused with."""
-        assert self.status == 2 and len(self.said.splitlines()) == 1, self
+        assert self.status == 2 and self.said.count("\n") == 1, self
         return self.said.strip()
 
 
@@ -152,7 +152,8 @@ def compare(
     """Imports a model and exports it with the same device and dtype to ``imported.mesp`` and
     ``exported.mesp`` in a folder: the weights have equal bytes, and all else is equal but for what
     `described` leaves out. Or both refuse it, for the same `reason`, and the import leaves nothing;
-    then its sentence is returned. A model that is not quantized is refused by the import alone.
+    then its sentence is returned. A model that is not quantized is refused by the import alone, and
+    what the exporter says of a tokenizer, which an import copies without reading it, by it alone.
     """
     imported, exported = folder / "imported.mesp", folder / "exported.mesp"
     for bundle in (imported, exported, partial(imported)):
@@ -169,6 +170,8 @@ def compare(
         mesp.export(model, exported, seq_len=longest, **options)
     except MespError as error:
         refused = error.message
+    if refused is not None and refused.startswith("The tokenizer "):
+        return None
     if done.status or refused is not None:
         assert refused is not None, f"only the import refuses: {done}"
         assert done.status, f"only the exporter refuses: {refused}"
