@@ -20,8 +20,6 @@ _POSITIVE = (
     "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
     "sliding_window_pattern", "full_attention_interval",
 )  # fmt: skip
-# And those of `rope_scaling`, which may not be 0.
-_POSITIVE_OF_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor")
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False}
 _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
@@ -85,7 +83,6 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get("rope_scaling") or rope
     _check_scaling(scaling, key)
-    _check_positive({key: scaling.get(key) for key in _POSITIVE_OF_ROPE})
     kind = type_of(scaling)
     named = {**scaling, "type": kind, "rope_type": kind}
     config["rope_scaling"] = None if kind == "default" else complete_scaling(named, config)
@@ -110,13 +107,7 @@ def _plain(value: Any) -> Any:
 
 def check_numbers(config: dict[str, Any]) -> None:
     """Raises ValueError for a number that no model has, of those beside RoPE's and sizes."""
-    _check_positive({key: config.get(key) or None for key in _POSITIVE})
-
-
-def _check_positive(values: dict[str, Any]) -> None:
-    """Raises ValueError naming the first value, of those that are not None, that is no number above
-    0."""
-    refuse_unsound({key: value is None or is_positive(value) for key, value in values.items()})
+    refuse_unsound({key: is_positive(config[key]) for key in _POSITIVE if config.get(key)})
 
 
 def _check_scaling(scaling: dict[str, Any], key: str) -> None:

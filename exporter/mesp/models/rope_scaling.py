@@ -24,6 +24,7 @@ def rope_frequencies(
         base_key = "rope_local_base_freq"
         theta, scaling, share = config[base_key], {"type": "default"}, 1.0
     refuse_unsound({base_key: is_positive(theta), "partial_rotary_factor": is_positive(share)})
+    _check_numbers(scaling)
     rotated = head_dim if scaling["type"] == "proportional" else int(head_dim * share)
     if rotated > 4096:
         raise ValueError(f"RoPE turns {rotated:,} numbers of a head")
@@ -50,6 +51,8 @@ def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[st
         longest = config["max_position_embeddings"]
         refuse_unsound({"max_position_embeddings": is_positive(longest)})
         scaling["factor"] = longest / length
+    if kind != "llama3":
+        _check_numbers(scaling)
     if kind == "yarn":
         scaling["attention_factor"] = _yarn_attention_factor(scaling)
         # mlx-lm has no attention_factor: 0.1 · mscale · ln factor + 1 is the same.
@@ -61,6 +64,14 @@ def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[st
         longer = math.log(factor) / math.log(length) if factor > 1 else 0
         scaling["attention_factor"] = math.sqrt(1 + longer)
     return scaling
+
+
+def _check_numbers(scaling: dict[str, Any]) -> None:
+    """Raises ValueError for a number that is not above 0, but for one that may be 0."""
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor")
+    refuse_unsound({k: is_positive(scaling[k]) for k in keys if scaling.get(k) is not None})
+    keys = ("beta_fast", "beta_slow")
+    refuse_unsound({k: is_positive(scaling[k]) for k in keys if scaling.get(k)})
 
 
 def _linear(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
@@ -124,8 +135,11 @@ def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
 
     if scaling.get("attention_factor") is not None:
         return scaling["attention_factor"]
-    weights = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    return magnitude(weights[0]) / magnitude(weights[1]) if all(weights) else magnitude(1)
+    weights = {key: scaling.get(key) for key in ("mscale", "mscale_all_dim")}
+    if not all(weights.values()):
+        return magnitude(1)
+    refuse_unsound({key: is_positive(weight) for key, weight in weights.items()})
+    return magnitude(weights["mscale"]) / magnitude(weights["mscale_all_dim"])
 
 
 class Scaling(NamedTuple):
