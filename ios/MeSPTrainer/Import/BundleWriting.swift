@@ -35,7 +35,11 @@ extension ModelImport {
         let lock = try FolderLock(partial)
         defer { withExtendedLifetime(lock) {} }
         Backups.leaveOut(partial)
-        let recordFile = partial.appendingPathComponent("import.json")
+        if hasWritten(partial) {  // the earlier call ended before the last rename
+            try progress(size, size)
+            return try described(bundle) { try finish(partial, bundle) }
+        }
+        let recordFile = partial.appendingPathComponent(Self.recordName)
         var record = Record.read(recordFile, identity) ?? Record(identity: identity)
         record.files = record.files.filter { Self.size(partial.appendingPathComponent($0.key)) == $0.value.size }
         try described(bundle) { try Self.removeFiles(in: partial, but: Set(record.files.keys)) }
@@ -68,15 +72,23 @@ extension ModelImport {
             let json = Data(JSONValue.object(entry).json.utf8)
             _ = try Manifest.read(json, of: bundle.lastPathComponent)
             try writeWhole(partial.appendingPathComponent("manifest.json")) { try $0.write(contentsOf: json) }
-            for name in [recordFile.lastPathComponent, ".lock"] {
-                try FileManager.default.removeItem(at: partial.appendingPathComponent(name))
-            }
-            for folder in [partial.appendingPathComponent("blocks"), partial] {
-                guard synchronize(folder: folder) == 0 else { throw MeSPError("\(lastError())") }
-            }
-            try replace(bundle, with: partial)
+            try finish(partial, bundle)
         }
     }
+
+    /// Gives a whole bundle its name.
+    private func finish(_ partial: URL, _ bundle: URL) throws {
+        for name in [Self.recordName, ".lock"] {
+            let file = partial.appendingPathComponent(name)
+            if FileManager.default.fileExists(atPath: file.path) { try FileManager.default.removeItem(at: file) }
+        }
+        for folder in [partial.appendingPathComponent("blocks"), partial] {
+            guard synchronize(folder: folder) == 0 else { throw MeSPError("\(lastError())") }
+        }
+        try replace(bundle, with: partial)
+    }
+
+    private static let recordName = "import.json"
 
     /// Whether a bundle is there that was made of this model with these options.
     package func hasWritten(_ bundle: URL) -> Bool {
@@ -237,7 +249,7 @@ extension ModelImport {
     /// Removes what an earlier import has left, but for its lock and files that are kept.
     private static func removeFiles(in folder: URL, but kept: Set<String>) throws {
         for path in try FileManager.default.subpathsOfDirectory(atPath: folder.path)
-        where !kept.contains(path) && ![".lock", "import.json", "blocks"].contains(path) {
+        where !kept.contains(path) && ![".lock", recordName, "blocks"].contains(path) {
             try? FileManager.default.removeItem(at: folder.appendingPathComponent(path))
         }
     }

@@ -174,7 +174,7 @@ struct ConfigJSON {
 /// The error for a config.json that asks for something that the trainer lacks.
 func unsupported(_ key: String, _ value: JSONValue) -> MeSPError {
     MeSPError(
-        "The model's config.json sets \(key) to \(value.json), which is not supported; take a model without it.")
+        "The model's config.json sets \(JSONValue.escaped(key)) to \(value.json), which is not supported; take a model without it.")
 }
 
 /// The error for a value that no model has.

@@ -12,7 +12,7 @@ struct ModelCard {
 
     /// - Parameter text: of the card; what is no scalar on a line of the front matter is passed over.
     init(_ text: String) {
-        let lines = text.split(omittingEmptySubsequences: false, whereSeparator: \.isNewline)
+        let lines = text.trimmingPrefix(while: \.isWhitespace).split(whereSeparator: \.isNewline)
         guard lines.first?.trimmingCharacters(in: .whitespaces) == "---" else { return }
         for line in lines.dropFirst() {
             if line.hasPrefix("---") { break }
@@ -37,7 +37,9 @@ struct ModelCard {
         if let comment = text.range(of: " #") { text = String(text[..<comment.lowerBound]) }
         text = text.trimmingCharacters(in: .whitespaces)
         let isOther = text.first.map { "[{|>&*!#%@`".contains($0) } ?? true
-        return isOther || ["null", "~", "true", "false"].contains(text) || Double(text) != nil ? nil : isLine(text)
+        let isConstant = ["null", "~", "true", "false", "yes", "no", "on", "off"].contains(text.lowercased())
+        let isNumber = text.wholeMatch(of: /[-+.]?[0-9][0-9_.:eE+-]*/) != nil  // or a date
+        return isOther || isConstant || isNumber ? nil : isLine(text)
     }
 
     /// A text on one line: it goes to screens and into model cards.

@@ -166,7 +166,8 @@ struct SourceTensors {
             let header = try? JSONValue(json: text), let entries = header.object
         else { throw damaged }
         files.append((file, status.size, status.modified))
-        for (name, entry) in entries.sorted(by: { $0.key < $1.key }) where name != "__metadata__" {
+        for (key, entry) in entries.sorted(by: { $0.key < $1.key }) where key != "__metadata__" {
+            let name = JSONValue.escaped(key)  // it goes into sentences
             guard !TensorNames.changesNothing(name) else { continue }
             guard let here = TensorNames.here(name, config.family) else {
                 leftOut += 1

@@ -139,14 +139,14 @@ import Testing
     @Test(arguments: cases) func oneOfWeightOneIsAsItIsAndOneOfWeightZeroIsLeftOut(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")
         let bundle = fixture.bundle
-        let (one, other) = (try adapters("one", of: fixture, rank: 4), try adapters("other", of: fixture, rank: 2))
+        let (one, unread) = (try adapters("one", of: fixture, rank: 4), folder.appendingPathComponent("unread"))
         let loaded = try bundle.withDevice { try loadAdapters(from: one, architecture: bundle.architecture) }
         let alone = try logits(CachedModel(bundle, with: loaded))
-        for stack in [[WeightedAdapters(one)], [.init(other, weight: 0), .init(one)]] {
+        for stack in [[WeightedAdapters(one)], [.init(unread, weight: 0), .init(one)]] {
             #expect(try logits(CachedModel(bundle, adapters: stack)).arrayEqual(alone).item(Bool.self))
         }
         let base = try logits(CachedModel(bundle, with: nil))
-        let none = try logits(CachedModel(bundle, adapters: [.init(one, weight: 0), .init(other, weight: 0)]))
+        let none = try logits(CachedModel(bundle, adapters: [.init(one, weight: 0), .init(unread, weight: 0)]))
         #expect(none.arrayEqual(base).item(Bool.self) && !alone.arrayEqual(base).item(Bool.self))
     }
 
