@@ -72,9 +72,10 @@ import Testing
         try await app.importTied()
         var request = SideBySideChat.Request()
         (request.prompt, request.isChat, request.maxTokens) = ("Hello", true, 2)
-        await model.write(request, with: nil)
+        await model.write(request)
         try await app.ended()
-        #expect(model.chat.bundleName == "bundle" && model.chat.runName == nil)
+        let turn = try #require(model.chat.turns.first)
+        #expect(model.chat.bundleName == "bundle" && model.chat.tunedName(of: turn) == nil)
         model.askToDelete(.conversation)
         #expect(model.deletionQuestion.english == "Begin a new conversation? This one is deleted.")
         model.asksToDelete = false
