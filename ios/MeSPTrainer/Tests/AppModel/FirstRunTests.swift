@@ -15,7 +15,9 @@ import Testing
         #expect(!model.library.hasLooked && model.startProblem == nil && !model.canStart)
         await model.refresh()
         #expect(model.library.hasLooked)
-        #expect(model.startProblem == "Import a bundle first, by AirDrop, the Files app or tools/push.py.")
+        #expect(
+            model.startProblem
+                == "Add a model first, under Models: from the Hugging Face Hub, the Files app or by AirDrop.")
     }
 
     @Test func whyItCannotStartIsSaid() async throws {
