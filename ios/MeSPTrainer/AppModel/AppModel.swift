@@ -1,5 +1,6 @@
 import Foundation
 import MeSP
+import MeSPAdapters
 import MeSPBundle
 import MeSPControl
 import MeSPCore
@@ -198,10 +199,28 @@ import Observation
     public var writingRun: StoredRun? { library.trained.first { $0.id == chosenRun } ?? library.trained.first }
     /// The bundle that writes.
     public var writingBundle: StoredBundle? { writingRun.flatMap(library.bundle(of:)) ?? form.bundle }
+    /// The runs that can write together with `writingRun`: the others of its model.
+    public var secondRuns: [StoredRun] {
+        guard let first = writingRun else { return [] }
+        return library.trained.filter { $0.id != first.id && library.bundle(of: $0)?.id == writingBundle?.id }
+    }
+    /// The run that writes together with `writingRun`; nil for none. A run that is not one of `secondRuns` counts as none.
+    public var secondRun: StoredRun.ID? {
+        get { secondRuns.first { $0.id == chosenSecondRun }?.id }
+        set { chosenSecondRun = newValue }
+    }
+    private var chosenSecondRun: StoredRun.ID?
+    /// The one or two runs whose adapters write.
+    public var writingRuns: [StoredRun] {
+        let second = secondRun
+        return [writingRun].compactMap { $0 } + secondRuns.filter { $0.id == second }
+    }
+    /// The strengths of the adapters of the first run and of the second, from 0 to 1.
+    public var strengths: [Float] = [1, 1]
 
-    /// Shows the tab *Try* with a run's adapters chosen, and one of its examples as the prompt.
+    /// Shows the tab *Try* with a run's adapters chosen alone and in full strength, and one of its examples as the prompt.
     public func openChat(with run: StoredRun) {
-        chosenRun = run.id
+        (chosenRun, chosenSecondRun, strengths) = (run.id, nil, [1, 1])
         if chat.draft.prompt.isEmpty, let sample = examples.of(run).first {
             (chat.draft.prompt, chat.draft.isChat) = (sample.prompt, sample.isMessage)
         }
@@ -274,12 +293,15 @@ import Observation
         }
     }
 
-    /// Has the base model, and the one with the adapters of `run`, write a text each.
-    public func write(_ request: SideBySideChat.Request, with run: StoredRun?) async {
-        guard isFree, let bundle = run.flatMap(library.bundle(of:)) ?? form.bundle else { return }
+    /// Has the base model, and the one with the adapters of the chosen runs, write a text each.
+    public func write(_ request: SideBySideChat.Request) async {
+        guard isFree, let bundle = writingBundle else { return }
+        let adapters = zip(writingRuns, strengths).compactMap { run, strength in
+            run.adapters.map { WeightedAdapters($0, weight: strength) }
+        }
         await prepare(bundle) {
             let tokenizer = try await loadTokenizer(bundle.url)
-            chat.start(request, bundle: bundle.url, adapters: run?.adapters, tokenizer: tokenizer)
+            chat.start(request, bundle: bundle.url, adapters: adapters, tokenizer: tokenizer)
         }
     }
 

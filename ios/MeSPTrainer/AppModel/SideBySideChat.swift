@@ -28,6 +28,8 @@ import Observation
         public let prompt: String
         public fileprivate(set) var base = Text()
         public fileprivate(set) var tuned = Text()
+        /// Of the adapters of each run, in the order of the runs' names.
+        fileprivate var strengths = [Float]()
     }
 
     /// The text to continue, and the models and settings.
@@ -52,8 +54,8 @@ import Observation
     public var draft = Request()
     /// The bundle that the turns are of.
     public private(set) var bundleName = ""
-    /// The run whose adapters the fine-tuned model of the turns has; nil where only the base model writes.
-    public private(set) var runName: String?
+    /// The runs whose adapters the fine-tuned model of the turns has; none where only the base model writes.
+    private var runNames = [String]()
     /// Whether the turns are messages and answers.
     public var isConversation: Bool { !partners.isEmpty }
     public var base: Text { turns.last?.base ?? Text() }
@@ -68,10 +70,10 @@ import Observation
     @ObservationIgnored private let folder: DocumentsFolder?
     /// Whether the saved conversation was read or cleared. Until then it is not replaced.
     @ObservationIgnored private var hasReadSaved = false
-    /// The bundle, adapters and settings of the conversation; with others its cache is of no use.
+    /// The bundle, runs and system message of the conversation, each in a line; another conversation begins with others.
     @ObservationIgnored private var partners = ""
     @ObservationIgnored private var gate = BoundaryGate()
-    /// The part of the conversation that each side has read.
+    /// The model, and the part of the conversation that each side has read.
     @ObservationIgnored private var read = Read()
 
     /// Used by one thread at a time, the one that writes a text.
@@ -79,8 +81,24 @@ import Observation
         /// For one side, in bytes: with float32 keys and values, some 2,600 tokens of Qwen2.5-0.5B.
         static let limit = 1 << 26
 
+        let bundle: URL?
         var base = PromptCache(limit: limit)
         var tuned = PromptCache(limit: limit)
+        private var generator: Generator?
+
+        init(_ bundle: URL? = nil) { self.bundle = bundle }
+
+        /// The model with these adapters. It is opened once; then only adapters are loaded.
+        func model(_ url: URL, with adapters: [WeightedAdapters]) throws -> Generator {
+            var model = try generator ?? Generator(ModelBundle(url: url))
+            generator = nil  // so that the adapters before go
+            try model.use(adapters)
+            generator = model
+            return model
+        }
+
+        /// Lets go of the adapters until the next text.
+        func freeAdapters() { try? generator?.use([]) }
     }
 
     public init(monitor: any DeviceMonitor, folder: DocumentsFolder? = nil) {
@@ -98,9 +116,11 @@ import Observation
         if let stored = try folder?.readChat() {
             partners = stored.partners
             let names = partners.split(separator: "\n", maxSplits: 2, omittingEmptySubsequences: false).map(String.init)
-            if names.count == 3 { name(bundle: names[0], run: names[1]) }
+            if names.count == 3 { name(bundle: names[0], runs: names[1]) }
             turns = stored.turns.enumerated().map { index, turn in
-                Turn(id: index, prompt: turn.prompt, base: Text(text: turn.base), tuned: Text(text: turn.tuned))
+                Turn(
+                    id: index, prompt: turn.prompt, base: Text(text: turn.base), tuned: Text(text: turn.tuned),
+                    strengths: turn.strengths ?? [])
             }
         }
         hasReadSaved = true
@@ -109,14 +129,14 @@ import Observation
     /// The caches of the text that the models have read.
     var bytesRead: Int { read.base.size + read.tuned.size }
 
-    /// Frees what the models keep of the conversation. The next message is then read with all that was said before.
+    /// Frees the model and what is kept of the conversation. The next message is then read with all that was said before.
     func freeCaches() { read = Read() }
 
     /// Writes both texts, the base model's first. Does nothing while another is being written. A message continues the conversation,
-    /// where that is with the same models.
+    /// where that is with the same bundle and runs, at any strengths.
     ///
-    /// - Parameter adapters: of the fine-tuned model; without them only the base model writes.
-    public func start(_ request: Request, bundle: URL, adapters: URL?, tokenizer: any TextTokenizer) {
+    /// - Parameter adapters: of the runs of the fine-tuned model, with their strengths; without them only the base model writes.
+    func start(_ request: Request, bundle: URL, adapters: [WeightedAdapters], tokenizer: any TextTokenizer) {
         guard writing == nil else { return }
         do {
             try readSaved()
@@ -125,41 +145,39 @@ import Observation
             return
         }
         let names = [
-            bundle.lastPathComponent, adapters?.deletingLastPathComponent().lastPathComponent ?? "", request.system,
+            bundle.lastPathComponent,
+            adapters.map { $0.folder.deletingLastPathComponent().lastPathComponent }.joined(separator: "/"),
+            request.system,
         ]
         let partners = request.isChat ? names.joined(separator: "\n") : ""
-        if !request.isChat || partners != self.partners {
-            turns = []
-            freeCaches()
-        }
+        if !request.isChat || partners != self.partners { turns = [] }
+        if read.bundle != bundle { read = Read(bundle) }
         self.partners = partners
-        name(bundle: names[0], run: names[1])
+        name(bundle: names[0], runs: names[1])
         let history = turns
-        turns.append(Turn(id: history.count, prompt: request.prompt))
+        turns.append(Turn(id: history.count, prompt: request.prompt, strengths: adapters.map(\.weight)))
         (problem, writing) = (nil, .base)
         let (gate, read) = (BoundaryGate(), read)
         self.gate = gate
         update()
         let messages = gate.start("writing", sending: Progress.self) { send in
-            let url = bundle
-            let bundle = try ModelBundle(url: url)
+            defer { read.freeAdapters() }
             var generation = Generator.Request(prompt: [])
             generation.maxTokens = request.maxTokens
             (generation.temperature, generation.topP) = (request.temperature, request.topP)
             generation.seed = request.seed
-            generation.stop = endTokens(of: url, tokenizer)
+            generation.stop = endTokens(of: bundle, tokenizer)
             var plain = PlainEncoder(tokenizer)
             for (side, text, cache) in [
                 (Side.base, \Turn.base, \Read.base), (.tuned, \.tuned, \.tuned),
-            ] where side == .base || adapters != nil {
+            ] where side == .base || !adapters.isEmpty {
                 try gate.pass { _ in }
                 generation.prompt =
                     request.isChat
                     ? try plain.encode(
                         Conversation(request.messages(after: history, text)), addsGenerationPrompt: true)
                     : try plain.encode(request.prompt, addsSpecialTokens: true)
-                let generator = try Generator(
-                    bundle, adapters: side == .tuned ? adapters.map { [.init($0)] } ?? [] : [])
+                let generator = try read.model(bundle, with: side == .tuned ? adapters : [])
                 send(.begins(side))
                 let summary = try generator.generate(
                     generation, continuing: &read[keyPath: cache], atBlock: { try gate.pass { _ in } }
@@ -210,13 +228,25 @@ import Observation
 
     private func save() {
         let stored = StoredChat(
-            partners: partners, turns: turns.map { .init(prompt: $0.prompt, base: $0.base.text, tuned: $0.tuned.text) })
+            partners: partners,
+            turns: turns.map {
+                .init(prompt: $0.prompt, base: $0.base.text, tuned: $0.tuned.text, strengths: $0.strengths)
+            })
         folder?.save(partners.isEmpty ? nil : stored)
     }
 
-    private func name(bundle: String, run: String) {
+    /// The runs whose adapters wrote the fine-tuned answer of a turn, with their strengths where these are not 1; nil where none did.
+    public func tunedName(of turn: Turn) -> String? {
+        guard !runNames.isEmpty else { return nil }
+        return runNames.enumerated().map { index, name in
+            let strength = index < turn.strengths.count ? turn.strengths[index] : 1
+            return strength == 1 ? name : "\(name) × \(strength.formatted(.number.precision(.fractionLength(2))))"
+        }.joined(separator: " + ")
+    }
+
+    private func name(bundle: String, runs: String) {
         bundleName = bundle.hasSuffix(".mesp") ? String(bundle.dropLast(5)) : bundle
-        runName = run.isEmpty ? nil : run
+        runNames = runs.split(separator: "/").map(String.init)
     }
 
     /// Ends both texts at the next block.
@@ -269,9 +299,11 @@ struct StoredChat: Codable, Equatable {
         var prompt: String
         var base: String
         var tuned: String
+        /// Of the runs' adapters; 1 where there are none.
+        var strengths: [Float]?
     }
 
-    /// The bundle, adapters and settings.
+    /// The bundle, runs and system message, each in a line.
     var partners: String
     var turns: [Turn]
 }

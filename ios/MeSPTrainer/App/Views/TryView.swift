@@ -54,6 +54,15 @@ struct TryView: View {
                             Text("The latest").tag(StoredRun.ID?.none)
                             ForEach(trained) { Text($0.name).tag(Optional($0.id)) }
                         }
+                        if !model.secondRuns.isEmpty {
+                            Picker("Together with", selection: $model.secondRun) {
+                                Text("None").tag(StoredRun.ID?.none)
+                                ForEach(model.secondRuns) { Text($0.name).tag(Optional($0.id)) }
+                            }
+                        }
+                        ForEach(Array(model.writingRuns.enumerated()), id: \.element.id) { index, run in
+                            slider("Strength of \(run.name)", $model.strengths[index], in: 0...1)
+                        }
                     }
                 }
                 Section {
@@ -85,7 +94,7 @@ struct TryView: View {
         let wanted = request
         isTyping = false
         if wanted.isChat { chat.draft.prompt = "" }
-        Task { await model.write(wanted, with: model.writingRun) }
+        Task { await model.write(wanted) }
     }
 
     private func slider(
@@ -110,10 +119,10 @@ struct TryView: View {
                     title: "Base model", name: chat.bundleName, text: turn.base, isWriting: writing == .base)
                 choiceButtons(.base, turn.base.text, of: turn)
             }
-            if let run = chat.runName {
+            if let runs = chat.tunedName(of: turn) {
                 Divider()
                 VStack(alignment: .leading) {
-                    WrittenText(title: "Fine-tuned", name: run, text: turn.tuned, isWriting: writing == .tuned)
+                    WrittenText(title: "Fine-tuned", name: runs, text: turn.tuned, isWriting: writing == .tuned)
                     choiceButtons(.tuned, turn.tuned.text, of: turn)
                 }
             }
@@ -179,7 +188,7 @@ private struct CorrectionView: View {
 /// The text that one model has written so far.
 private struct WrittenText: View {
     let title: LocalizedStringKey
-    /// The bundle's, or the run's.
+    /// The bundle's, or those of the runs.
     let name: String
     let text: SideBySideChat.Text
     let isWriting: Bool

@@ -209,7 +209,7 @@ import Testing
         let begun = Task {
             switch job {
             case .train: await model.startTraining()
-            case .write: await model.write(asked, with: nil)
+            case .write: await model.write(asked)
             case .measure: await model.evaluate(file, with: nil)
             }
         }
@@ -293,7 +293,7 @@ import Testing
         (request.prompt, request.isChat, request.maxTokens) = ("Hello", true, 2)
         func say() async throws {
             model.tab = .tryIt
-            await model.write(request, with: nil)
+            await model.write(request)
             try await ended()
             #expect(model.chat.bytesRead > 0)
         }
@@ -337,9 +337,61 @@ import Testing
         #expect(model.library.bundle(of: run)?.id == model.form.bundle?.id)
         var request = SideBySideChat.Request()
         (request.prompt, request.maxTokens) = ("The", 1)
-        await model.write(request, with: run)
+        await model.write(request)
         try await ended()
         #expect(model.chat.base.summary != nil && model.chat.tuned.summary != nil)
+    }
+
+    @Test func oneOrTwoRunsOfAModelWriteEachWithItsStrength() async throws {
+        try await prepare(steps: 3)
+        let other = documents.appendingPathComponent("other.mesp")
+        try FileManager.default.copyItem(at: try fixture(), to: other)
+        await model.refresh()
+        for (seed, bundle) in ["bundle.mesp", "bundle.mesp", "other.mesp"].enumerated() {
+            model.form.select(try #require(model.library.usableBundles.first { $0.id == bundle }))
+            (model.form.settings.steps, model.form.settings.valBatches) = (3, 0)
+            (model.form.settings.optimizer, model.form.settings.learningRate) = (.sgd, 1)
+            model.form.settings.seed = UInt64(seed)
+            await model.startTraining()
+            try await ended()
+            await model.refresh()
+        }
+        let runs = model.library.trained
+        try #require(runs.count == 3 && runs[0].log?.start?.settings.bundle.hasSuffix("other.mesp") == true)
+        #expect(model.writingRuns.map(\.id) == [runs[0].id] && model.secondRuns.isEmpty, "the latest, alone")
+        model.secondRun = runs[1].id
+        #expect(model.secondRun == nil && model.writingRuns.map(\.id) == [runs[0].id], "it is of another model")
+
+        model.chosenRun = runs[2].id
+        #expect(model.secondRuns.map(\.id) == [runs[1].id] && model.writingBundle?.id == "bundle.mesp")
+        model.secondRun = runs[0].id
+        #expect(model.secondRun == nil && model.writingRuns.map(\.id) == [runs[2].id])
+        model.secondRun = runs[2].id
+        #expect(model.secondRun == nil, "a run is not stacked on itself")
+        model.secondRun = runs[1].id
+        #expect(model.writingRuns.map(\.id) == [runs[2].id, runs[1].id])
+
+        var request = SideBySideChat.Request()
+        (request.prompt, request.maxTokens) = ("The quick", 24)
+        func texts(_ strengths: [Float]) async throws -> (base: String, tuned: String) {
+            model.strengths = strengths
+            await model.write(request)
+            try await ended()
+            #expect(model.problem == nil && model.chat.problem == nil && model.chat.tuned.summary != nil)
+            return (model.chat.base.text, model.chat.tuned.text)
+        }
+        let none = try await texts([0, 0])
+        #expect(none.tuned == none.base && !none.base.isEmpty)
+        let both = try await texts([1, 0.5])
+        #expect(both.base == none.base && both.tuned != none.base)
+        let second = try await texts([0, 1]).tuned
+        #expect(second != both.tuned && second != none.base)
+
+        model.openChat(with: runs[1])
+        #expect(model.writingRuns.map(\.id) == [runs[1].id] && model.strengths == [1, 1])
+        await model.write(request)
+        try await ended()
+        #expect(model.chat.tuned.text == second, "a stack of one is that one")
     }
 
     @Test func theScreenHasItsBrightnessAgainWhenTheAppIsLeftOrTheRunEnds() async throws {

@@ -23,7 +23,7 @@ import Testing
         for turn in 0..<turns {
             var request = SideBySideChat.Request()
             (request.prompt, request.isChat, request.maxTokens, request.system) = ("Q\(turn)", true, 6, "Brief.")
-            await model.write(request, with: model.library.trained.first)
+            await model.write(request)
             try await app.ended()
         }
         #expect(model.problem == nil && model.chat.problem == nil)

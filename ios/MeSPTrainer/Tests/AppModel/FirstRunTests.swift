@@ -15,7 +15,9 @@ import Testing
         #expect(!model.library.hasLooked && model.startProblem == nil && !model.canStart)
         await model.refresh()
         #expect(model.library.hasLooked)
-        #expect(model.startProblem == "Import a bundle first, by AirDrop, the Files app or tools/push.py.")
+        #expect(
+            model.startProblem
+                == "Add a model first, under Models: from the Hugging Face Hub, the Files app or by AirDrop.")
     }
 
     @Test func whyItCannotStartIsSaid() async throws {
@@ -72,9 +74,10 @@ import Testing
         try await app.importTied()
         var request = SideBySideChat.Request()
         (request.prompt, request.isChat, request.maxTokens) = ("Hello", true, 2)
-        await model.write(request, with: nil)
+        await model.write(request)
         try await app.ended()
-        #expect(model.chat.bundleName == "bundle" && model.chat.runName == nil)
+        let turn = try #require(model.chat.turns.first)
+        #expect(model.chat.bundleName == "bundle" && model.chat.tunedName(of: turn) == nil)
         model.askToDelete(.conversation)
         #expect(model.deletionQuestion.english == "Begin a new conversation? This one is deleted.")
         model.asksToDelete = false

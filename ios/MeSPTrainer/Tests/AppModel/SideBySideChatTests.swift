@@ -3,6 +3,7 @@ import MeSPSentences
 import Testing
 
 @testable import MeSP
+@testable import MeSPAdapters
 @testable import MeSPAppModel
 @testable import MeSPBundle
 @testable import MeSPCore
@@ -41,13 +42,18 @@ import Testing
         while chat.writing != nil { try await Task.sleep(for: .milliseconds(2)) }
     }
 
-    @Test func bothModelsWrite() async throws {
-        var settings = RunSettings(bundle: try bundle().path, output: folder.path)
-        (settings.optimizer, settings.learningRate) = (.sgd, 1)
+    /// The adapters of a run.
+    private func train(in output: URL, seed: UInt64 = 0) throws -> URL {
+        var settings = RunSettings(bundle: try bundle().path, output: output.path)
+        (settings.optimizer, settings.learningRate, settings.seed) = (.sgd, 1, seed)
         (settings.seqLen, settings.steps, settings.valBatches) = (32, 3, 0)
         try Run.run(settings)
-        chat.start(
-            request(6), bundle: try bundle(), adapters: folder.appendingPathComponent("adapters"), tokenizer: Numbers())
+        return output.appendingPathComponent("adapters")
+    }
+
+    @Test func bothModelsWrite() async throws {
+        let adapters = WeightedAdapters(try train(in: folder))
+        chat.start(request(6), bundle: try bundle(), adapters: [adapters], tokenizer: Numbers())
         #expect(chat.writing == .base)
         try await written()
         #expect(chat.problem == nil)
@@ -90,12 +96,8 @@ import Testing
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let documents = DocumentsFolder(documents: folder)
         chat = SideBySideChat(monitor: monitor, folder: documents)
-        let output = folder.appendingPathComponent("runs/run")
-        var settings = RunSettings(bundle: try bundle().path, output: output.path)
-        (settings.optimizer, settings.learningRate) = (.sgd, 1)
-        (settings.seqLen, settings.steps, settings.valBatches) = (32, 3, 0)
-        try Run.run(settings)
-        let (asked, adapters) = (Asked(), output.appendingPathComponent("adapters"))
+        let adapters = [WeightedAdapters(try train(in: folder.appendingPathComponent("runs/run")))]
+        let asked = Asked()
         func say(_ text: String) async throws {
             chat.start(message(text), bundle: try bundle(), adapters: adapters, tokenizer: asked)
             try await written()
@@ -122,16 +124,57 @@ import Testing
         // It is there again when the app is, and continues.
         chat = SideBySideChat(monitor: monitor, folder: documents)
         #expect(chat.turns.map(\.base.text).first == first.base.text)
-        #expect(chat.bundleName == "bundle" && chat.runName == "run", "who answers is said")
+        #expect(chat.bundleName == "bundle" && chat.turns.map(chat.tunedName) == ["run", "run"], "who answers is said")
         try await say("Three")
         #expect(chat.turns.count == 3 && asked.conversations.last?.count == 6)
 
         // With other models it begins again.
-        chat.start(message("Four"), bundle: try bundle(), adapters: nil, tokenizer: asked)
+        chat.start(message("Four"), bundle: try bundle(), adapters: [], tokenizer: asked)
         try await written()
         #expect(chat.turns.map(\.prompt) == ["Four"])
         chat.clear()
         #expect(try chat.turns.isEmpty && documents.readChat() == nil)
+    }
+
+    /// Each answer is the one of a chat that reads the conversation anew, and the bundle is not opened for it: its manifest is away.
+    @Test func aConversationGoesOnWithOtherStrengths() async throws {
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let documents = DocumentsFolder(documents: folder)
+        chat = SideBySideChat(monitor: monitor, folder: documents)
+        let (copy, away) = (folder.appendingPathComponent("copy.mesp"), folder.appendingPathComponent("away"))
+        try FileManager.default.copyItem(at: try bundle().resolvingSymlinksInPath(), to: copy)
+        let folders = try ["a", "b"].map { name in
+            try train(in: folder.appendingPathComponent("runs/\(name)"), seed: name == "a" ? 1 : 2)
+        }
+        func say(_ text: String, _ strengths: [Float]) async throws -> SideBySideChat.Turn {
+            let adapters = zip(folders, strengths).map { WeightedAdapters($0, weight: $1) }
+            var asked = message(text)
+            asked.maxTokens = 16
+            chat.start(asked, bundle: copy, adapters: adapters, tokenizer: Asked())
+            try await written()
+            #expect(chat.problem == nil)
+            return try #require(chat.turns.last)
+        }
+        let first = try await say("One", [0, 0])
+        #expect(!first.base.text.isEmpty && first.tuned.text == first.base.text, "it is the base model")
+
+        try FileManager.default.moveItem(at: copy.appendingPathComponent("manifest.json"), to: away)
+        let strengths: [[Float]] = [[1, 0.5], [0.25, 0.5], [0, 1]]
+        var answers = [String]()
+        for strengths in strengths { try await answers.append(say("Again", strengths).tuned.text) }
+        try #require(chat.turns.count == 4)
+        #expect(Set(answers).count > 1 && answers[0] != chat.turns[1].base.text, "\(answers)")
+        let half = Float(0.5).formatted(.number.precision(.fractionLength(2)))
+        #expect(chat.tunedName(of: chat.turns[1]) == "a + b × \(half)")
+
+        try FileManager.default.moveItem(at: away, to: copy.appendingPathComponent("manifest.json"))
+        let kept = try #require(try documents.readChat())
+        for (index, strengths) in strengths.enumerated() {
+            documents.save(StoredChat(partners: kept.partners, turns: Array(kept.turns.prefix(1 + index))))
+            chat = SideBySideChat(monitor: monitor, folder: documents)
+            #expect(try await say("Again", strengths).tuned.text == answers[index])
+        }
+        #expect(chat.tunedName(of: chat.turns[1]) == "a + b × \(half)", "it is kept who answered")
     }
 
     /// The system starts the app in the night, or when a download has come, while the phone is locked and the file cannot be read.
@@ -146,7 +189,7 @@ import Testing
             })
         chat = SideBySideChat(monitor: monitor, folder: documents)
         func say(_ text: String) async throws {
-            chat.start(message(text), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
+            chat.start(message(text), bundle: try bundle(), adapters: [], tokenizer: ByteTokenizer())
             try await written()
         }
         try await say("One")
@@ -170,7 +213,7 @@ import Testing
     @Test func aConversationThatIsDamagedIsNotSaidToBeLocked() throws {
         let error = CocoaError(.fileReadCorruptFile)
         chat = SideBySideChat(monitor: monitor, folder: DocumentsFolder(documents: folder, read: { _ in throw error }))
-        chat.start(message("One"), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
+        chat.start(message("One"), bundle: try bundle(), adapters: [], tokenizer: ByteTokenizer())
         #expect(chat.problem?.english == error.localizedDescription && chat.turns.isEmpty)
     }
 
@@ -181,7 +224,7 @@ import Testing
         let documents = DocumentsFolder(documents: folder)
         chat = SideBySideChat(monitor: monitor, folder: documents)
         func say(_ text: String) async throws -> String {
-            chat.start(message(text), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
+            chat.start(message(text), bundle: try bundle(), adapters: [], tokenizer: ByteTokenizer())
             try await written()
             return chat.base.text
         }
@@ -204,13 +247,13 @@ import Testing
         #expect(chat.bytesRead > 0)
         chat.clear()
         #expect(chat.bytesRead == 0)
-        chat.start(request(2), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
+        chat.start(request(2), bundle: try bundle(), adapters: [], tokenizer: Numbers())
         try await written()
         #expect(chat.bytesRead == 0, "what is written on from is no conversation")
     }
 
     @Test func everyEndTokenThatTheModelNamesEndsTheText() async throws {
-        chat.start(request(8), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
+        chat.start(request(8), bundle: try bundle(), adapters: [], tokenizer: Numbers())
         try await written()
         let tokens = chat.base.text.split(separator: " ").compactMap { Int($0) }
         let copy = folder.appendingPathComponent("copy.mesp")
@@ -221,7 +264,7 @@ import Testing
         }
         try config("generation_config.json", "{\"eos_token_id\": [100000, \(tokens[3])]}")
         #expect(endTokens(of: copy, Numbers()) == [100000, tokens[3], 0], "the last is the manifest's")
-        chat.start(request(8), bundle: copy, adapters: nil, tokenizer: Numbers())
+        chat.start(request(8), bundle: copy, adapters: [], tokenizer: Numbers())
         try await written()
         #expect(chat.base.summary?.reason == .stop)
         #expect(chat.base.summary?.tokens == tokens.firstIndex(of: tokens[3]))
@@ -259,7 +302,7 @@ import Testing
             let tokenizer = Numbers(bytes: ids.tokenizer)
             var asked = request(24)
             asked.prompt = expected.words
-            chat.start(asked, bundle: try bundle(), adapters: nil, tokenizer: tokenizer)
+            chat.start(asked, bundle: try bundle(), adapters: [], tokenizer: tokenizer)
             try await written()
             var (request, tokens) = (Generator.Request(prompt: ids.prompt), [Int]())
             request.maxTokens = 24
@@ -271,13 +314,13 @@ import Testing
     }
 
     @Test func withoutAdaptersOnlyTheBaseModelWrites() async throws {
-        chat.start(request(3), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
+        chat.start(request(3), bundle: try bundle(), adapters: [], tokenizer: Numbers())
         try await written()
         #expect(chat.base.summary?.reason == .length && chat.tuned.summary == nil)
     }
 
     @Test func stopsBoth() async throws {
-        chat.start(request(1_000_000), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
+        chat.start(request(1_000_000), bundle: try bundle(), adapters: [], tokenizer: Numbers())
         while chat.base.text.isEmpty { try await Task.sleep(for: .milliseconds(2)) }
         chat.stop()
         try await written()
@@ -285,7 +328,7 @@ import Testing
     }
 
     @Test func waitsWhileTheAppIsNotInFront() async throws {
-        chat.start(request(1_000_000), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
+        chat.start(request(1_000_000), bundle: try bundle(), adapters: [], tokenizer: Numbers())
         while chat.base.text.isEmpty { try await Task.sleep(for: .milliseconds(2)) }
         monitor.scene = .background
         var text = ""
@@ -300,7 +343,7 @@ import Testing
     }
 
     @Test func aBundleThatIsGoneGivesASentence() async throws {
-        chat.start(request(1), bundle: URL(fileURLWithPath: "/nowhere"), adapters: nil, tokenizer: Numbers())
+        chat.start(request(1), bundle: URL(fileURLWithPath: "/nowhere"), adapters: [], tokenizer: Numbers())
         try await written()
         #expect(chat.problem?.english.hasPrefix("/nowhere is not a bundle") == true)
     }
