@@ -46,7 +46,7 @@ extension HubDownload {
         let files: [File]
 
         /// Whether it is a model, which is rewritten after the download.
-        public var isModel: Bool { model != nil }
+        package var isModel: Bool { model != nil }
         /// The size of the download, in bytes.
         public var size: Int { files.reduce(json?.count ?? 0) { $0 + $1.size } }
         /// The size of the bundle on the device, in bytes; of a model it is a little more than the bundle will have.
