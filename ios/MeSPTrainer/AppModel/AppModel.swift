@@ -196,7 +196,7 @@ import Observation
     /// The run that the person wants to write with; nil for the latest.
     public var chosenRun: StoredRun.ID?
     /// The run whose adapters write; nil if there is none yet.
-    public var writingRun: StoredRun? { library.trained.first { $0.id == chosenRun } ?? library.trained.first }
+    package var writingRun: StoredRun? { library.trained.first { $0.id == chosenRun } ?? library.trained.first }
     /// The bundle that writes.
     public var writingBundle: StoredBundle? { writingRun.flatMap(library.bundle(of:)) ?? form.bundle }
     /// The runs that can write together with `writingRun`: the others of its model.

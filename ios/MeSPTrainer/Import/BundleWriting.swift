@@ -191,32 +191,31 @@ extension ModelImport {
 
     /// Writes config.json, and copies the tokenizer and the terms.
     private func writeOthers(into partial: URL) throws -> [BundleFile] {
-        let parent = folder.resolvingSymlinksInPath().deletingLastPathComponent()
-        // In the cache of the Hugging Face Hub files are links to a folder beside the snapshots.
-        let root =
-            parent.lastPathComponent == "snapshots"
-            ? parent.deletingLastPathComponent() : folder.resolvingSymlinksInPath()
-        let configs = ["tokenizer_config.json", "generation_config.json"]
         func write(_ name: String, _ data: Data) throws -> BundleFile {
             try writeWhole(partial.appendingPathComponent(name)) { try $0.write(contentsOf: data) }
             return BundleFile(path: name, size: data.count, sha256: sha256(data))
         }
-        return try [write("config.json", Data(config.json.utf8))]
-            + copied.map { name in
-                let url = folder.appendingPathComponent(name)
-                guard url.resolvingSymlinksInPath().path.hasPrefix(root.path + "/") else {
-                    throw MeSPError("\(url.path) is a link that leads out of its folder; put the file there")
-                }
-                guard let data = regularFile(url, followsLinks: true) else {
-                    throw MeSPError("\(url.path) is not a regular file; put one in its place")
-                }
-                guard configs.contains(name) else { return try write(name, data) }
-                guard let value = try? readObject(url) else {
-                    throw MeSPError("\(url.path) cannot be read as a JSON object")
-                }
-                let clean = withoutCode(.object(value))
-                return try write(name, clean == .object(value) ? Data(data) : Data(clean.json.utf8))
-            }
+        return try [write("config.json", Data(config.json.utf8))] + copied.map { try write($0, contents($0)) }
+    }
+
+    /// The contents of a file that is copied, of a configuration without the code that it names.
+    func contents(_ name: String) throws -> Data {
+        let (url, real) = (folder.appendingPathComponent(name), folder.resolvingSymlinksInPath())
+        let parent = real.deletingLastPathComponent()
+        // In the cache of the Hugging Face Hub files are links to a folder beside the snapshots.
+        let root = parent.lastPathComponent == "snapshots" ? parent.deletingLastPathComponent() : real
+        guard url.resolvingSymlinksInPath().path.hasPrefix(root.path + "/") else {
+            throw MeSPError("\(url.path) is a link that leads out of its folder; put the file there.")
+        }
+        guard let data = regularFile(url, followsLinks: true) else {
+            throw MeSPError("\(url.path) is not a regular file; put one in its place.")
+        }
+        guard ["tokenizer_config.json", "generation_config.json"].contains(name) else { return data }
+        guard let value = try? readObject(url) else {
+            throw MeSPError("\(url.path) cannot be read as a JSON object.")
+        }
+        let clean = withoutCode(.object(value))
+        return clean == .object(value) ? data : Data(clean.json.utf8)
     }
 
     // MARK: - The record

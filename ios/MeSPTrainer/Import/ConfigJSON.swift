@@ -57,7 +57,7 @@ struct ConfigJSON {
         return count
     }
 
-    /// A number above 0.
+    /// A number above 0, as float32 and as an integer of 64 bits.
     func positive(_ key: String) throws -> Double { try positive(key, of: fields) }
 
     func positive(_ key: String, of fields: [String: JSONValue]) throws -> Double {
@@ -174,7 +174,8 @@ struct ConfigJSON {
 /// The error for a config.json that asks for something that the trainer lacks.
 func unsupported(_ key: String, _ value: JSONValue) -> MeSPError {
     MeSPError(
-        "The model's config.json sets \(JSONValue.escaped(key)) to \(value.json), which is not supported; take a model without it.")
+        "The model's config.json sets \(JSONValue.escaped(key)) to \(value.json), which is not supported; take a model without it."
+    )
 }
 
 /// The error for a value that no model has.

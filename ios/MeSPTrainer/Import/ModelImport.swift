@@ -76,6 +76,7 @@ package struct ModelImport: Sendable {
         let text = ([JSONValue.object(entry).json, config.json] + files + copied).joined(separator: "\n")
         identity = sha256(Data(text.utf8))
         for weights in manifest.weightFiles { _ = try arrays(of: weights) }
+        for name in copied { _ = try contents(name) }
     }
 
     /// The size of the bundle's weight files, in bytes. A tokenizer is beside them.

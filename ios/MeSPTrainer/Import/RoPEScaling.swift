@@ -96,6 +96,7 @@ enum RoPEScaling {
         case "llama3":
             // Slow pairs turn slower by `factor`, fast ones as ever, and between them in between.
             let (low, high) = (try number("low_freq_factor"), try number("high_freq_factor"))
+            guard low != high else { throw unusable("rope_scaling") }
             let (length, factor) = (try number("original_max_position_embeddings"), try number("factor"))
             let frequencies = base.map { frequency in
                 let turns = length * frequency / (2 * .pi)

@@ -136,7 +136,7 @@ import Testing
         #expect(try chat.turns.isEmpty && documents.readChat() == nil)
     }
 
-    /// Each answer is the one of a chat that reads the conversation anew, and the bundle is not opened for it: its manifest is away.
+    /// Each answer is the one of a chat that reads the conversation again, and the bundle is not opened for it: its manifest is away.
     @Test func aConversationGoesOnWithOtherStrengths() async throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let documents = DocumentsFolder(documents: folder)
