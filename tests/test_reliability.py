@@ -388,7 +388,14 @@ def test_a_command_that_is_ended_leaves_nothing(
 
 def test_an_ended_engine_computes_nothing_more(bundle: Path, large: Path, tmp_path: Path):
     """A text ends at a block, and MLX's threads may still compute then."""
-    prompt = {"prompt": [5] * 40, "max_tokens": 1000, "temperature": 0.0, "top_p": 1.0, "seed": 0}
+    prompt = {
+        "adapters": [],
+        "prompt": [5] * 40,
+        "max_tokens": 1000,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "seed": 0,
+    }
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps({"bundle": str(large), **prompt, "stop": []}))
     for number in range(20):
@@ -433,7 +440,14 @@ def test_a_clock_that_is_set_back_changes_no_measured_time(
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
-    text = {"prompt": [5, 6], "max_tokens": 5, "temperature": 0.0, "top_p": 1.0, "seed": 0}
+    text = {
+        "adapters": [],
+        "prompt": [5, 6],
+        "max_tokens": 5,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "seed": 0,
+    }
     end = record("generate", **text, stop=[])
     assert 0 < end["prompt_seconds"] < DEADLINE and 0 < end["seconds"] < DEADLINE
     # Checks that measure for a time end.
