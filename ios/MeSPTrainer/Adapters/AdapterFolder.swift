@@ -89,7 +89,7 @@ package func loadAdapters(
     return LoadedAdapters(rank: reader.rank, scale: reader.scale, lora: lora, layouts: reader.layouts)
 }
 
-/// A folder of adapters, of which a block at a time is read. Errors name the folder.
+/// A folder of adapters that is read block by block. Errors name the folder.
 struct AdapterReader {
     private(set) var layouts = [LoRALayout]()
     var rank: Int { config.rank }

@@ -83,7 +83,7 @@ extension DocumentsFolder {
         return try move(whole, to: target)
     }
 
-    /// What a model is rewritten for, where `ModelImport` would choose what this device cannot use.
+    /// The device to rewrite models for, where this one cannot use the default of `ModelImport`.
     var importDevice: Backend? { gpuRefusal == nil ? nil : .cpu }
 
     /// Deletes what imports from other apps left during which the app was ended.

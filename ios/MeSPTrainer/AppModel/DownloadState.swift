@@ -26,7 +26,7 @@ import Observation
     public private(set) var progress: Double?
     /// Whether the files are there, and the model is rewritten.
     public private(set) var isRewriting = false
-    /// What is to be told about the model that was rewritten last.
+    /// The notices about the model that was rewritten last.
     public private(set) var notices = [Sentence]()
 
     /// Whether the network costs extra or is in Low Data Mode; false where it is not known.
@@ -190,7 +190,7 @@ import Observation
         return try await begin(begun.offer)
     }
 
-    /// Ends the download or the rewriting. What is there stays, for the next time.
+    /// Ends the download or the rewriting. The next one continues with the files that are there.
     public func stop() {
         isStopped = true
         work?.cancel()

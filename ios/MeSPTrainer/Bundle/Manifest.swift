@@ -98,7 +98,7 @@ public struct Manifest: Decodable, Sendable {
     package let data: [String: Tokens]?
     /// The tokens at which answers of the model end, in addition to those of its config.json; nil where the bundle names none.
     package let endTokens: [Int]?
-    /// What a bundle that was made on a device follows from, as a digest; nil of others.
+    /// The digest of the model and the options that a bundle was made of on a device; nil of other bundles.
     package let source: String?
     package let files: [File]
 }

@@ -158,7 +158,7 @@ public struct HubDownload: Sendable {
     ///
     /// - Parameters:
     ///   - offer: the result of `fetchOffer()`.
-    ///   - folder: gets the files; it need not be there yet. What it has of a model is of the offer's commit.
+    ///   - folder: gets the files; it need not be there yet. Files of a model in it must be of the offer's commit.
     ///   - usesAnyNetwork: whether it may come over networks that cost extra or are in Low Data Mode. In the background files wait for
     ///     another, elsewhere they fail.
     ///   - progress: called with the number of received bytes.

@@ -147,7 +147,7 @@ package struct CachedModel {
         return x
     }
 
-    /// What the adapters take, in bytes.
+    /// The size of the adapters, in bytes.
     var adapterBytes: Int { adapters?.bytes ?? 0 }
 
     /// Lets go of what is made of the weights once: after an error of MLX it may not be whole.

@@ -39,7 +39,7 @@ public struct Generator {
         /// From then on.
         public let seconds: Double
         package let footprintPeakBytes: Int
-        /// What the adapters' matrices take of it.
+        /// The part of the adapters' matrices.
         package let adapterBytes: Int
         /// The token of `stop` that ended the text.
         package let stopToken: Int?
