@@ -27,7 +27,7 @@ extension HubDownload {
             let config: Data
             /// The README.md; nil where there is none.
             let card: Data?
-            /// What it is rewritten for; nil as `ModelImport` has it.
+            /// The device to rewrite it for; nil: the default of `ModelImport`.
             package let device: Backend?
             let files: [File]
         }

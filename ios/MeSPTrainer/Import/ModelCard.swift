@@ -1,7 +1,7 @@
 import Foundation
 import MeSPFiles
 
-/// What the front matter of a model's card, README.md, says of its licence.
+/// The licence in the front matter of a model's card, README.md.
 struct ModelCard {
     /// An identifier, or `other` with a name and a link; nil where the card names none.
     private(set) var license: String?

@@ -14,7 +14,7 @@ import MeSPSentences
 package struct ModelImport: Sendable {
     /// The bundle's manifest, without the files that are copied and without digests.
     package let manifest: Manifest
-    /// What is to be told before the model is trained.
+    /// The notices to show before the model is trained.
     package let notices: [Sentence]
 
     let folder: URL
@@ -24,7 +24,7 @@ package struct ModelImport: Sendable {
     let config: JSONValue
     /// The names of files that are copied beside the weights.
     let copied: [String]
-    /// What the bundle follows from, as a digest: the files of weights, and all that is said of them.
+    /// The digest of the model's files and of the options. Equal digests make equal bundles.
     let identity: String
 
     /// The sequence lengths, in tokens, and the ranks of a bundle. Without functions each is as good as another.
@@ -58,7 +58,7 @@ package struct ModelImport: Sendable {
         let described = try Description(fields, id: id, source: model.path, device: device, dtype: dtype)
         source = try described.readTensors(model)
         let made = try described.entry(isTied: source.isTied, card.fields(id: id, revision: revision))
-        (family, entry) = (described.config.family, made.fields)
+        (family, entry) = (described.config.family, made)
         config = described.configToWrite(isTied: source.isTied)
         manifest = try Manifest.read(Data(JSONValue.object(entry).json.utf8), of: id)
         copied = names.filter { PlainFamilies.tokenizerFiles.contains($0) || Manifest.isTerms($0) }
@@ -97,7 +97,7 @@ package struct ModelImport: Sendable {
         let described = try Description(fields, id: id, source: id, device: device, dtype: nil)
         let card = card.flatMap { String(data: $0, encoding: .utf8) }.map(ModelCard.init) ?? ModelCard()
         let made = try described.entry(isTied: described.isTied, card.fields(id: id, revision: revision))
-        return try Manifest.read(Data(made.json.utf8), of: id)
+        return try Manifest.read(Data(JSONValue.object(made).json.utf8), of: id)
     }
 
     /// The files that an import needs, of those in a repository.
@@ -124,7 +124,7 @@ package struct ModelImport: Sendable {
         }
     }
 
-    /// What a config.json says of a bundle.
+    /// The description of a bundle by a config.json.
     private struct Description {
         let config: ConfigJSON
         private let name: String
@@ -168,7 +168,7 @@ package struct ModelImport: Sendable {
         }
 
         /// The manifest, without the files that are copied and without digests.
-        func entry(isTied: Bool, _ model: [String: JSONValue]) throws -> (fields: [String: JSONValue], json: String) {
+        func entry(isTied: Bool, _ model: [String: JSONValue]) throws -> [String: JSONValue] {
             let (described, architecture) = try architecture(isTied: isTied)
             let layers = 0..<architecture.numHiddenLayers
             let layouts = try layers.map { try BundleLayout(architecture.block($0), $0, quantizations, dtype) }
@@ -190,7 +190,7 @@ package struct ModelImport: Sendable {
             for layer in layers { sizes[ModelBundle.blockFile(layer)] = layouts[layer].words * 4 }
             func integers(_ numbers: [Int]) -> JSONValue { .array(numbers.map(JSONValue.integer)) }
             let noFunctions = ["functions": JSONValue.object([:]), "plain_functions": .object([:])]
-            let fields: [String: JSONValue] = [
+            return [
                 "format": .integer(Manifest.format),
                 "name": .string(name),
                 "model": .object(model),
@@ -213,7 +213,6 @@ package struct ModelImport: Sendable {
                         BundleFile(path: path, size: size, sha256: "").entry
                     }),
             ]
-            return (fields, JSONValue.object(fields).json)
         }
 
         /// The bundle's config.json, which mlx-lm reads with its weights.

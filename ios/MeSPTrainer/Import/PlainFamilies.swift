@@ -1,6 +1,6 @@
 import MeSPFiles
 
-/// What a `model_type` of the plain families implies. Blocks of these are attention and one MLP, by the keys of a `config.json` alone.
+/// The properties that a `model_type` of the plain families implies. Their blocks are attention and one MLP, as the `config.json` alone says.
 /// `mesp.models.families` declares them.
 struct PlainFamily: Sendable {
     /// The linear layers, each the pair of its name and its projections, as a manifest has them.

@@ -73,9 +73,13 @@ public final class FineTuner: Sendable {
     private static let isBusy: Sentence = "A run is in progress; stop it first."
 
     private static func folder(of bundle: URL) -> URL {
+        inSupport(bundle.deletingPathExtension().lastPathComponent)
+    }
+
+    /// A folder of the library in the folder for application support.
+    static func inSupport(_ path: String) -> URL {
         let support = FileManager.default.urls(for: .applicationSupportDirectory, in: .userDomainMask).first
-        let name = bundle.deletingPathExtension().lastPathComponent
-        return (support ?? FileManager.default.temporaryDirectory).appendingPathComponent("MeSP/\(name)")
+        return (support ?? FileManager.default.temporaryDirectory).appendingPathComponent("MeSP/\(path)")
     }
 
     // MARK: - Training

@@ -55,8 +55,6 @@ extension FineTuner {
     }
 
     private static func bundle(of model: URL) -> URL {
-        let support = FileManager.default.urls(for: .applicationSupportDirectory, in: .userDomainMask).first
-        let name = model.resolvingSymlinksInPath().lastPathComponent
-        return (support ?? FileManager.default.temporaryDirectory).appendingPathComponent("MeSP/Models/\(name).mesp")
+        inSupport("Models/\(model.resolvingSymlinksInPath().lastPathComponent).mesp")
     }
 }

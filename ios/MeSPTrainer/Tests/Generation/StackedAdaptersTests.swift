@@ -53,8 +53,8 @@ import Testing
 
     // MARK: - What a stack computes
 
-    /// Three of other ranks, scales, forms, projections and blocks, of which one has experts where the model has: the sum of w s A B, as one
-    /// matrix by each W, of which the rank is not a bottleneck.
+    /// Three folders of different ranks, scales, forms, projections and blocks. One has experts where the model has. The sum of w s A B is
+    /// given to the model as one adapter of full rank.
     @Test(arguments: cases, [1, 256]) func aStackIsTheFusedSum(_ place: URL, _ chunk: Int) throws {
         let fixture = try Fixture(place, "gradients")
         let (bundle, architecture) = (fixture.bundle, fixture.bundle.architecture)
@@ -181,7 +181,7 @@ import Testing
         #expect(bundle.maps.mapped == mapped)
     }
 
-    /// What a model with some adapters has read is of use to one with the same, and to no other.
+    /// A prompt is read again by a model with other adapters, and not by one with the same.
     @Test(arguments: cases.filter { ["tied-32", "qwen3_5"].contains($0.lastPathComponent) })
     func aPromptIsReadAgainWithOtherAdapters(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")
