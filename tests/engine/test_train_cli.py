@@ -40,6 +40,7 @@ DEFAULTS = {
     "alpha": 16.0,
     "rslora": False,
     "freeze_a": False,
+    "dropout": 0.0,
     "projections": None,
     "num_layers": None,
     "lora_dtype": "float32",
@@ -268,8 +269,6 @@ def test_a_config_that_is_not_there_is_named(bundle: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
-        (["--dropout", 0.1], "LoRA dropout"),
-        (["--lora-dropout", 0.1], "LoRA dropout"),
         (["--dora"], "DoRA"),
         (["--use-dora"], "DoRA"),
         (["--fine-tune-type", "dora"], "--fine-tune-type dora"),
@@ -279,7 +278,7 @@ def test_a_config_that_is_not_there_is_named(bundle: Path, tmp_path: Path):
 def test_what_a_block_has_no_place_for_is_refused_by_name(
     bundle: Path, tmp_path: Path, arguments: list, name: str
 ):
-    (tmp_path / "run.yaml").write_text("dropout: 0.0\nuse_dora: true\n")
+    (tmp_path / "run.yaml").write_text("use_dora: true\n")
     done = train(bundle, "--steps", 5, *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"Error: {name} ") and done.stderr.count("\n") == 1
@@ -305,6 +304,22 @@ def test_what_a_block_has_no_place_for_is_refused_by_name(
         (
             ["--paper", "--learning-rate", 1e-3],
             "--paper has --learning-rate 0.0001, not 0.001: leave out one of them.",
+        ),
+        *(
+            (
+                ["--dropout", 0.1, *other],
+                f"{' '.join(other)} does not go together with --dropout: leave out one of them.",
+            )
+            for other in (
+                ["--method", "mezo"],
+                ["--method", "mebp"],
+                ["--objective", "dpo"],
+                ["--objective", "kto"],
+            )
+        ),
+        (
+            ["--dropout", 0.1, "--reward", "exact"],
+            "--reward does not go together with --dropout: leave out one of them.",
         ),
         (["--mezo-epsilon", 1], "--mezo-epsilon has no use without --method mezo: leave it out."),
         (["--warmup", 5], "--warmup 5 does not end within --steps 5."),

@@ -13,7 +13,6 @@ from mesp.errors import MespError
 def refuse(context: click.Context, parameter: click.Parameter, value: object) -> None:
     """Refuses an option that other trainers have and a MeSP block cannot have."""
     why = {
-        "dropout": "LoRA dropout needs a random mask at each projection's input",
         "dora": "DoRA needs the length of each column of W + s A B",
         "fine_tune_type": "--fine-tune-type {} is not LoRA",
     }
@@ -28,7 +27,6 @@ def refused_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds what other trainers have and a MeSP block cannot: it is refused in a sentence."""
     hidden: dict[str, Any] = {"hidden": True, "expose_value": False, "callback": refuse}
     for option in (
-        click.option("--dropout", "--lora-dropout", type=float, **hidden),
         click.option("--dora", "--use-dora", is_flag=True, **hidden),
         click.option("--fine-tune-type", **hidden),
     ):

@@ -113,7 +113,7 @@ def _option(name: str, declared: Setting, default: Any) -> Decorator:
     is_required = default is MISSING
     metavar = declared.metavar or {list: "NAME,...", int: "N", float: "NUMBER"}.get(declared.kind)
     return click.option(
-        typed, key, type=make_type(declared),
+        typed, *declared.aliases, key, type=make_type(declared),
         default=None if is_required else default,
         show_default=declared.default_text or True,
         metavar=None if declared.choices and declared.kind is str else metavar,

@@ -31,6 +31,7 @@ class Setting:
     default_text: str | None = None  # of a default that is None
     key: str = ""  # in settings.json, where that is not the name
     metavar: str | None = None
+    aliases: Collection[str] = ()  # names of its option that other trainers have
     federated: bool = False  # whether the server of a federation may set it
     may_change: bool = False  # when a run is resumed: no result depends on it
     can_be_refused: bool = False  # whether there is an option with --no- too

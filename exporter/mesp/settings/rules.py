@@ -49,6 +49,15 @@ def check_use(settings: TrainSettings, manifest: Manifest) -> None:
     layers = arch.num_hidden_layers
     if (settings.num_layers or 1) > layers:
         raise MespError(f"--num-layers {settings.num_layers} is more than the {layers} blocks.")
+    if settings.dropout:
+        # MeZO's two losses and an objective's likelihoods are compared, and the function that MeBP
+        # differentiates has no input for a mask.
+        refused = {
+            f"--method {settings.method}": settings.method != "mesp",
+            f"--objective {settings.objective}": settings.objective is not None,
+            "--reward": settings.reward is not None,
+        }
+        _refuse_beside("--dropout", refused)
 
 
 def _check_goal(settings: TrainSettings, manifest: Manifest) -> None:

@@ -116,6 +116,12 @@ class TrainSettings(Settings):
         bool, False, "Train each B only, and freeze A (FFA-LoRA).", federated=True,
         can_be_refused=True,
     )  # fmt: skip
+    dropout: float = setting(
+        float, 0.0,
+        "Share of the inputs of each adapter that are set to zero while it is trained, others for "
+        "every token (LoRA dropout).",
+        least=0, below=1, federated=True, aliases=("--lora-dropout",),
+    )  # fmt: skip
     adapters: str | None = setting(
         Path, None, "Folder of adapters to start from, in mlx-lm's or PEFT's format."
     )

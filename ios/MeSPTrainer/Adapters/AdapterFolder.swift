@@ -29,10 +29,11 @@ package struct LoadedAdapters {
 ///   - modules: those of them that were trained; only these are written
 ///   - model: the Hugging Face id of the base model
 ///   - strength: the factor that each B is written with
+///   - dropout: the run's, which the configurations say
 ///   - lora: a block's parameters of these modules `[P]`
 package func saveAdapterFolder(
     _ architecture: Architecture, rank: Int, blocks: Range<Int>, modules: [Module], scale: Float, model: String,
-    strength: Float = 1, to folder: URL, lora: @escaping (_ block: Int) throws -> MLXArray
+    strength: Float = 1, dropout: Float = 0, to folder: URL, lora: @escaping (_ block: Int) throws -> MLXArray
 ) throws {
     func tensors(_ format: AdapterFormat) -> [NewTensor] {
         blocks.flatMap { block in
@@ -57,7 +58,8 @@ package func saveAdapterFolder(
         try makeFolder(folder)
         let matrices = try safetensors(tensors(format), metadata: ["format": "pt"])
         let config = format.config(
-            rank: rank, scale: Double(scale), blocks: blocks, of: architecture, modules: modules, model: model)
+            rank: rank, scale: Double(scale), dropout: Double(dropout), blocks: blocks, of: architecture,
+            modules: modules, model: model)
         let json = try JSONSerialization.data(withJSONObject: config, options: [.prettyPrinted, .sortedKeys])
         return [
             (folder.appendingPathComponent(format.file), matrices),

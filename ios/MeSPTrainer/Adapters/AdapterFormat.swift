@@ -88,16 +88,17 @@ package enum AdapterFormat {
         }
     }
 
-    /// The folder's configuration for adapters on some `modules` of some `blocks`.
+    /// The folder's configuration for adapters on some `modules` of some `blocks`, trained with this `dropout`.
     func config(
-        rank: Int, scale: Double, blocks: Range<Int>, of architecture: Architecture, modules: [Module], model: String
+        rank: Int, scale: Double, dropout: Double, blocks: Range<Int>, of architecture: Architecture,
+        modules: [Module], model: String
     ) -> [String: Any] {
         switch self {
         case .mlx:
             return [
                 "fine_tune_type": "lora", "num_layers": blocks.count,
                 "lora_parameters": [
-                    "rank": rank, "scale": scale, "dropout": 0.0, "keys": modules.map(\.name),
+                    "rank": rank, "scale": scale, "dropout": dropout, "keys": modules.map(\.name),
                 ] as [String: Any],
             ]
         case .peft:
@@ -115,7 +116,7 @@ package enum AdapterFormat {
             }
             return [
                 "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "r": rank,
-                "lora_alpha": scale * Double(rank), "use_rslora": false, "use_dora": false, "lora_dropout": 0.0,
+                "lora_alpha": scale * Double(rank), "use_rslora": false, "use_dora": false, "lora_dropout": dropout,
                 "bias": "none", "fan_in_fan_out": false, "inference_mode": true,
                 "rank_pattern": Dictionary(uniqueKeysWithValues: joined),
                 "alpha_pattern": Dictionary(uniqueKeysWithValues: joined).mapValues { scale * Double($0) },

@@ -35,6 +35,9 @@ public struct RunSettings: Codable, Sendable, Equatable {
     package var loraDtype: LoRADtype = .float32
     /// Whether to train each B only, and freeze A (FFA-LoRA).
     package var freezeA: Bool = false
+    /// Share of the inputs of each adapter that are set to zero while it is trained, others for every token (LoRA
+    /// dropout).
+    package var dropout: Float = 0
     /// Folder of adapters to start from, in mlx-lm's or PEFT's format; nil: none.
     package var adapters: String?
     /// Objective on preference data: dpo, ipo, simpo or orpo on pairs, kto on single answers; nil: none.
@@ -144,6 +147,7 @@ extension RunSettings {
         try requireRange("rank", rank, least: 1)
         try requireRange("alpha", alpha, above: 0)
         try requireRange("num_layers", numLayers, least: 1)
+        try requireRange("dropout", dropout, least: 0, below: 1)
         try requireRange("beta", beta, above: 0)
         try requireRange("gamma", gamma, least: 0)
         try requireRange("desirable_weight", desirableWeight, above: 0)
@@ -175,9 +179,9 @@ extension RunSettings {
     /// The keys that the server of a federation may set; none is a path.
     package static let federated: Set<String> = [
         "steps", "method", "seq_len", "batch_size", "grad_accumulation_steps", "seed", "rank", "alpha", "rslora",
-        "projections", "num_layers", "lora_dtype", "freeze_a", "optimizer", "learning_rate", "momentum", "beta1",
-        "beta2", "epsilon", "weight_decay", "schedule", "warmup", "max_grad_norm", "skip_bad_steps", "mezo_epsilon",
-        "memory_limit_mb", "offload",
+        "projections", "num_layers", "lora_dtype", "freeze_a", "dropout", "optimizer", "learning_rate", "momentum",
+        "beta1", "beta2", "epsilon", "weight_decay", "schedule", "warmup", "max_grad_norm", "skip_bad_steps",
+        "mezo_epsilon", "memory_limit_mb", "offload",
     ]
 
     /// Takes the settings that may change when a run is resumed: no result depends on them.

@@ -14,9 +14,17 @@ extension RunSettings {
         // KTO's estimate of the divergence takes each prompt with the answer of another record.
         try require(objective != .kto || batchSize >= 2, "batch_size", "at least 2 with kto")
         try require(objective != .kto || valBatches != 1, "val_batches", "0, or at least 2 with kto")
+        try checkDropout()
         try checkForgetting()
         try checkRewards()
         try checkPrivacy()
+    }
+
+    private func checkDropout() throws {
+        guard dropout > 0 else { return }
+        // MeZO's two losses and an objective's likelihoods are compared, and the function that MeBP differentiates has no input for a mask.
+        try require(method == .mesp, "method", "mesp with dropout")
+        try require(["objective": objective == nil, "group_size": groupSize == nil], "left out with dropout") { $0 }
     }
 
     private func checkForgetting() throws {

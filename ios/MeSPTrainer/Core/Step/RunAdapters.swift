@@ -69,7 +69,8 @@ extension BlockwiseModel {
         try MLXErrors.repeating(beforeRetry: clock.wait) {
             try saveAdapterFolder(
                 bundle.architecture, rank: settings.rank, blocks: trained[0]..<blocks.upperBound, modules: modules,
-                scale: settings.scale, model: bundle.manifest.model.id, strength: strength, to: folder, lora: lora.read)
+                scale: settings.scale, model: bundle.manifest.model.id, strength: strength, dropout: settings.dropout,
+                to: folder, lora: lora.read)
         }
         try copyTerms(to: [folder, folder.appendingPathComponent("peft")])
     }

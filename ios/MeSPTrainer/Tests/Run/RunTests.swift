@@ -52,6 +52,21 @@ import Testing
         #expect(Set(files) == ["adapters.safetensors", "adapter_config.json", "peft"])
     }
 
+    @Test func adaptersSayTheirDropoutAsBothLibrariesDo() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        var settings = try settings(output)
+        (settings.steps, settings.dropout) = (0, 0.25)
+        try Run.run(settings)
+        func config(_ folder: String) throws -> [String: Any] {
+            let file = output.appendingPathComponent("\(folder)/adapter_config.json")
+            return try #require(try JSONSerialization.jsonObject(with: Data(contentsOf: file)) as? [String: Any])
+        }
+        let parameters = try #require(try config("adapters")["lora_parameters"] as? [String: Any])
+        #expect(parameters["dropout"] as? Double == 0.25)
+        #expect(try config("adapters/peft")["lora_dropout"] as? Double == 0.25)
+    }
+
     @Test func aRunOfNoStepsEvaluatesAndSavesWhatItStartsFrom() throws {
         let output = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: output) }
@@ -496,6 +511,12 @@ import Testing
         BadSetting("steps must be at most 1000000") { $0.steps = 1_000_001 },
         BadSetting("momentum must be below 1") { $0.momentum = 1 },
         BadSetting("group_size must be at most 1024") { $0.groupSize = 1025 },
+        BadSetting("dropout must be below 1") { $0.dropout = 1 },
+        BadSetting("dropout must be at least 0") { $0.dropout = -0.1 },
+        BadSetting("method must be mesp with dropout") { ($0.dropout, $0.method) = (0.1, .mezo) },
+        BadSetting("method must be mesp with dropout") { ($0.dropout, $0.method) = (0.1, .mebp) },
+        BadSetting("objective must be left out with dropout") { ($0.dropout, $0.objective) = (0.1, .dpo) },
+        BadSetting("group_size must be left out with dropout") { ($0.dropout, $0.groupSize) = (0.1, 2) },
         BadSetting("warmup must be less than steps") { $0.warmup = 6 },
         BadSetting("--rank 3") { $0.rank = 3 },
         BadSetting("--seq-len 5") { $0.seqLen = 5 }, BadSetting("learning_rate") { $0.learningRate = -1 },
