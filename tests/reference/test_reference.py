@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.tuner.trainer import default_loss
 
 from helpers.derivatives import TOLERANCE, assert_close, check, normal, relative_error
@@ -47,11 +47,13 @@ QUANTIZATIONS += [Quantization(4, 64), Quantization(4, 128), Quantization(4, 32,
 QUANTIZATIONS += [Quantization(4, 16, "nvfp4"), Quantization(8, 32, "mxfp8")]
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=lambda q: f"{q.mode}-{q.bits}")
 @pytest.mark.parametrize(("T", "out_size", "rank"), [(1, 8, 1), (33, 40, 8)])
-def test_linear(T, out_size, rank, quantization, bias):
+def test_linear(T, out_size, rank, quantization, bias, p):
     in_size = 128
+    M = reference.dropout_mask(7, p, T, in_size) if p else None
     layer = nn.Linear(in_size, out_size, bias)
     layer = layer.to_quantized(quantization.group_size, quantization.bits, quantization.mode)
     weights = {f"p.{name}": array for name, array in layer.parameters().items()}
@@ -59,17 +61,21 @@ def test_linear(T, out_size, rank, quantization, bias):
     b = weights.get("p.bias")
 
     def forward(x, A, B):
-        return reference.linear(x, reference.Projection(W, b, A, B), SCALE)
+        return reference.linear(x, reference.Projection(W, b, A, B, M=M), SCALE)
 
     def oracle(x, A, B):
         adapted = LoRALinear.from_base(layer, rank, scale=SCALE)
         adapted.lora_a, adapted.lora_b = A, B
+        if p:
+            adapted.dropout = Masked(M)
         return adapted(x)
 
     x, A, B = normal(1, T, in_size), normal(in_size, rank), normal(rank, out_size)
     check(
         forward,
-        lambda y, dy: reference.linear_backward(x, dy, reference.Projection(W, b, A, B), SCALE),
+        lambda y, dy: reference.linear_backward(
+            x, dy, reference.Projection(W, b, A, B, M=M), SCALE
+        ),
         oracle,
         {"x": x, "A": A, "B": B},
     )
@@ -331,6 +337,39 @@ def assert_same_gradient(actual, expected, block: Block, T: int) -> None:
                 assert_close(f"{name} {matrix}", a, b)
 
 
+class Masked(nn.Module):
+    """A given mask in place of mlx-lm's `nn.Dropout`: M [T, in], or [experts, T, in]."""
+
+    def __init__(self, M: mx.array):
+        super().__init__()
+        self._M = M  # not a parameter
+        self._chosen = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self._M.ndim == 2:
+            return x * self._M
+        # A token's row of x, [1, T, 1 or k, 1, in], is each of its experts' input.
+        assert self._chosen.shape[:2] == x.shape[:2], "mlx-lm sorts the tokens of many choices"
+        tokens = mx.arange(x.shape[1])[:, None]
+        return x * self._M[self._chosen[0], tokens][None, :, :, None]
+
+
+def put_in_place_of_dropout(
+    masks: reference.Masks, layer: nn.Module, patch: pytest.MonkeyPatch
+) -> None:
+    """Lets mlx-lm's LoRA layers of a block have these masks."""
+    call = LoRASwitchLinear.__call__
+
+    def with_choice(self: LoRASwitchLinear, x: mx.array, indices: mx.array, **others) -> mx.array:
+        self.dropout._chosen = indices
+        return call(self, x, indices, **others)
+
+    patch.setattr(LoRASwitchLinear, "__call__", with_choice)
+    modules = dict(layer.named_modules())
+    for name, M in masks.items():
+        modules[name].dropout = Masked(M)
+
+
 SHAPES = [
     (1, 8, 32, {}),
     (7, 1, 32, {"num_attention_heads": 1, "num_key_value_heads": 1}),
@@ -346,8 +385,9 @@ CASES += [
 ]
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize(("T", "rank", "group_size", "config"), CASES)
-def test_block(T, rank, group_size, config):
+def test_block(T, rank, group_size, config, p, monkeypatch):
     arch = Architecture.from_config(config)
     if config.get("trained"):
         arch = arch.training_experts()
@@ -357,10 +397,13 @@ def test_block(T, rank, group_size, config):
         described, weights, lora = arch.blocks[i], ours.blocks[i], random_lora(arch, rank)[i]
         x, dy = normal(1, T, arch.hidden_size), normal(1, T, arch.hidden_size)
         block, given = (lora, SCALE, weights, described), given_to(described, T)
+        masks = reference.Dropout(p, seed=5, step=3).masks(i, described, T) if p else None
 
-        y = reference.block_forward(x, *block, **given)[0]
-        dx, d_lora, by_shared = reference.mesp_block_gradient(x, dy, *block, **given)
-        dx_vjp, d_lora_vjp, by_shared_vjp = reference.mebp_block_gradient(x, dy, *block, **given)
+        y = reference.block_forward(x, *block, **given, masks=masks)[0]
+        (dx, d_lora, by_shared), (dx_vjp, d_lora_vjp, by_shared_vjp) = (
+            gradient(x, dy, *block, **given, masks=masks)
+            for gradient in (reference.mesp_block_gradient, reference.mebp_block_gradient)
+        )
         assert_close("dx (vjp)", dx, dx_vjp)
         assert_same_gradient(d_lora, d_lora_vjp, described, T)
         if by_shared:
@@ -370,6 +413,8 @@ def test_block(T, rank, group_size, config):
 
         layer = model.layers[i]
         load_lora(layer, lora, described, SCALE)
+        if masks:
+            put_in_place_of_dropout(masks, layer, monkeypatch)
 
         def mlx_lm_block(x, parameters, layer=layer, described=described, dy=dy, given=given):
             layer.update(parameters)
@@ -393,7 +438,8 @@ def test_the_gradient_by_shared_keys_and_values_is_a_sum():
     expected = mx.grad(lambda lora: reference.loss(ours, lora, window, SCALE))(lora)
 
     def without_sums(*given):
-        return reference.mesp_block_gradient(*given[:-1], None)
+        *others, _, masks = given
+        return reference.mesp_block_gradient(*others, None, masks)
 
     found, lost = (
         reference.gradients(ours, lora, window, SCALE, gradient)
@@ -493,6 +539,50 @@ def test_packed_records_train_as_a_batch(config, block_gradient):
             # Sums of float32 in another order, which with AVX2 differ by up to 1.4e-6.
             for a, b in zip(actual[name], expected[name], strict=True):
                 assert relative_error(a, b) <= 2e-6, name
+
+
+@pytest.mark.parametrize("config", [pytest.param(c, id=n) for n, c in PACKED.items()])
+def test_a_step_with_dropout(config):
+    """The gradients of a whole model against automatic differentiation with the same masks, of two
+    records in a sequence: each has its part of the sequence's masks."""
+    arch = Architecture.from_config(config).training_experts()
+    model, lora = reference_model(quantized(config), arch), random_lora(arch, 4)
+    window, starts = mx.random.randint(0, arch.vocab_size, (14,)), [0, 8]
+    weights = mx.array([0.0 if i in starts else 1 / 12 for i in range(1, window.size)])
+    dropout = reference.Dropout(0.3, seed=5, step=3, sequence=1)
+    given = {"weights": weights, "starts": starts}
+
+    found = reference.gradients(model, lora, window, SCALE, **given, dropout=dropout)
+    loss, expected = mx.value_and_grad(
+        lambda lora: reference.loss(model, lora, window, SCALE, **given, dropout=dropout)
+    )(lora)
+    assert found.loss == loss
+    for i, block in enumerate(arch.blocks):
+        assert_same_gradient(found.lora[i], expected[i], block, 13)
+    others = (None, dropout._replace(step=4), dropout._replace(sequence=0), dropout._replace(p=0.2))
+    losses = [
+        reference.loss(model, lora, window, SCALE, **given, dropout=other) for other in others
+    ]
+    assert len({found.loss.item(), *(each.item() for each in losses)}) == 5
+
+    i = arch.num_hidden_layers - 1
+    block, x = arch.blocks[i], normal(1, 13, arch.hidden_size)
+    others, masks = given_to(block, 13), dropout.masks(i, block, 13)
+    operands = (lora[i], SCALE, model.blocks[i], block)
+    whole = reference.block_forward(x, *operands, starts=starts, **others, masks=masks)[0]
+    alone = []
+    for record in (slice(0, 8), slice(8, 13)):
+        of_record = {name: rows(array, record) for name, array in others.items()}
+        of_masks = {name: M[..., record, :] for name, M in masks.items()}
+        alone += reference.block_forward(x[:, record], *operands, **of_record, masks=of_masks)[:1]
+    assert_close("y", whole, mx.concatenate(alone, axis=1))
+
+
+def rows(given, record: slice):
+    """A record's rows of what a block takes besides x."""
+    if isinstance(given, tuple):
+        return tuple(rows(each, record) for each in given)
+    return given[..., record, :]
 
 
 @pytest.mark.parametrize("config", [SMALL, FAMILIES["gemma2"], FAMILIES["phi3"]])

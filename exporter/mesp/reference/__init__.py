@@ -3,7 +3,7 @@
 Right below each formula is its derivative, the backward pass, in which `dy` is the gradient of the
 loss by `y`. Read
 
-- `pieces`: what is shared, such as a linear layer with LoRA;
+- `pieces`: what is shared, such as a linear layer with LoRA, and `dropout`, its masks;
 - `attention`, `gated_delta_net`, `short_convolution`, `mamba2`: the mixers of a block;
 - `experts`: a mixture of experts, frozen;
 - `per_layer`: embeddings for each layer;
@@ -20,6 +20,7 @@ queries), kv_heads (of keys and values), D = head_dim, V = vocabulary; ∘ is th
 from mesp.reference.adamw8bit import *
 from mesp.reference.attention import *
 from mesp.reference.block import *
+from mesp.reference.dropout import *
 from mesp.reference.experts import *
 from mesp.reference.gated_delta_net import *
 from mesp.reference.head import *

@@ -16,6 +16,7 @@ from mesp.reference.attention import (
     mix_by_attention_backward,
     output_of_attention,
 )
+from mesp.reference.dropout import Masks
 from mesp.reference.experts import (
     mix_by_experts,
     mix_by_experts_backward,
@@ -91,6 +92,7 @@ def block_forward(
     starts: Sequence[int] = (0,),
     per_layer: mx.array | None = None,
     shared: Shared | None = None,
+    masks: Masks | None = None,
 ) -> list[mx.array]:
     """[y, mixer_in, the four of `MIXER_INTERMEDIATES`, x_mid, gate, up]: see docs/formats.md.
 
@@ -107,15 +109,23 @@ def block_forward(
     Gate and up are empty in a block whose MLP has experts alone, which `mix_by_experts` has.
 
     `per_layer` is p of `add_per_layer`, which then ends the block, and `shared` are the keys and
-    values of another block, where it has none of its own: see `shared_keys_and_values`.
+    values of another block, where it has none of its own: see `shared_keys_and_values`. `masks` are
+    those of `Dropout.masks`, where there is dropout: their rows are the sequence's tokens.
     """
-    parts, arch, mixer = Parts.of(weights, lora, block), block.arch, block.mixer
+    parts, arch, mixer = Parts.of(weights, lora, block, masks), block.arch, block.mixer
     p, vector, eps = parts
 
     mixer_in = stored(rms_norm(x, vector["input_layernorm.weight"], eps))
     mix, output, _ = MIXERS[type(mixer)]
     of_records = [
-        mix(mixer_in[:, record], scale, parts, mixer, stored, *_of_record(shared, record))
+        mix(
+            mixer_in[:, record],
+            scale,
+            parts.of_record(record),
+            mixer,
+            stored,
+            *_of_record(shared, record),
+        )
         for record in records(starts, x.shape[1])
     ]
     of_mixer = [mx.concatenate(arrays, axis=-2) for arrays in zip(*of_records, strict=True)]
@@ -139,7 +149,7 @@ def block_forward(
         experts = block.mlp.experts
         matrices = experts_lora(lora, block)
         mlp_out = mlp_out + mix_by_experts(
-            mlp_in, weights, matrices, scale, experts, arch.hidden_act
+            mlp_in, weights, matrices, scale, experts, arch.hidden_act, masks
         )
     if not arch.post_norms:
         return [stored(x_mid + mlp_out), mixer_in, *of_mixer, x_mid, gate, up]
@@ -184,14 +194,15 @@ def block_backward(
     starts: Sequence[int] = (0,),
     per_layer: mx.array | None = None,
     d_shared: Shared | None = None,
+    masks: Masks | None = None,
 ) -> tuple[mx.array, mx.array, Shared | None]:
     """dx [1, T, hidden], the gradient [P] by the flat LoRA vector, and that by `shared`.
 
-    From x and the intermediates of `block_forward`, last formula first. `starts` and `per_layer`
-    are its; `d_shared` is the gradient by the block's keys and values, summed over all blocks that
-    took them.
+    From x and the intermediates of `block_forward`, last formula first. `starts`, `per_layer` and
+    `masks` are its; `d_shared` is the gradient by the block's keys and values, summed over all
+    blocks that took them.
     """
-    parts, arch, mixer = Parts.of(weights, lora, block), block.arch, block.mixer
+    parts, arch, mixer = Parts.of(weights, lora, block, masks), block.arch, block.mixer
     p, vector, eps = parts
     mixer_in, *of_mixer, x_mid, gate, up = intermediates[:8]
     grad, of_experts = {}, {}
@@ -229,6 +240,7 @@ def block_backward(
             scale,
             block.mlp.experts,
             arch.hidden_act,
+            masks,
         )
         d_mlp_in = d_mlp_in + d_by_experts
     d_x_mid = dy + rms_norm_backward(x_mid, d_mlp_in, mlp_norm, eps)
@@ -249,7 +261,7 @@ def block_backward(
             of_record[1:-1],
             of_record[-1],
             scale,
-            parts,
+            parts.of_record(record),
             mixer,
             *_of_record(d_shared, record),
         )

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from mesp.models.mlps import MLP, Experts
+from mesp.reference.dropout import Masks
 from mesp.reference.model import Matrices, Weights, dequantize
 from mesp.reference.pieces import Projection, gated, gated_backward, linear, linear_backward
 
@@ -43,18 +44,25 @@ def weigh_backward(z: mx.array, dw: mx.array, experts: Experts) -> mx.array:
 
 
 def mix_by_experts(
-    x: mx.array, weights: Weights, lora: Matrices, scale: float, experts: Experts, hidden_act: str
+    x: mx.array,
+    weights: Weights,
+    lora: Matrices,
+    scale: float,
+    experts: Experts,
+    hidden_act: str,
+    masks: Masks | None = None,
 ) -> mx.array:
     """y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts.   x, y [1, T, hidden]
 
     Each expert computes the tokens that chose it, and no others. `lora` has A [experts, in, rank]
-    and B [experts, rank, out] of each stacked matrix, where the experts are trained.
+    and B [experts, rank, out] of each stacked matrix, where the experts are trained, and `masks`
+    M [experts, T, in] of it, where there is dropout too.
     """
     x = x[0]
     chosen, w = _route(x, weights, experts)
     y = mx.zeros(x.shape)
     for e, rows, slots in _by_expert(chosen, experts):
-        gate, up, down = _projections(weights, lora, experts, e, x.shape[-1])
+        gate, up, down = _projections(weights, lora, experts, e, rows, x.shape[-1], masks)
         g, u = linear(x[rows], gate, scale), linear(x[rows], up, scale)
         out = linear(gated(g, u, hidden_act), down, scale)
         y = y.at[rows].add(w[rows, slots][:, None] * out)
@@ -69,6 +77,7 @@ def mix_by_experts_backward(
     scale: float,
     experts: Experts,
     hidden_act: str,
+    masks: Masks | None = None,
 ) -> tuple[mx.array, Matrices]:
     """dx, and the gradients of `lora`. Of the rows X of an expert's tokens, with gate and up of X,
     and H = act(gate) ∘ up:
@@ -84,7 +93,7 @@ def mix_by_experts_backward(
     dx, dw = mx.zeros(x.shape), mx.zeros(w.shape)
     grad = {name: (mx.zeros(A.shape), mx.zeros(B.shape)) for name, (A, B) in lora.items()}
     for e, rows, slots in _by_expert(chosen, experts):
-        gate, up, down = _projections(weights, lora, experts, e, x.shape[-1])
+        gate, up, down = _projections(weights, lora, experts, e, rows, x.shape[-1], masks)
         g, u = linear(x[rows], gate, scale), linear(x[rows], up, scale)
         h, w_e = gated(g, u, hidden_act), w[rows, slots][:, None]
         q, *_ = linear_backward(h, dy[rows], down, scale)
@@ -150,13 +159,21 @@ def _by_expert(chosen: mx.array, experts: Experts) -> list[tuple[int, mx.array, 
 
 
 def _projections(
-    weights: Weights, lora: Matrices, experts: Experts, e: int, hidden: int
+    weights: Weights,
+    lora: Matrices,
+    experts: Experts,
+    e: int,
+    tokens: mx.array,
+    hidden: int,
+    masks: Masks | None,
 ) -> list[Projection]:
-    """An expert's gate, up and down; where it is frozen with adapters that are 0."""
+    """An expert's gate, up and down for its tokens; where it is frozen with adapters that are 0."""
     found = []
     for name, (rows, columns) in experts.stacked(hidden).items():
         prefix = f"{name}."
         own = {part: array[e] for part, array in weights.items() if part.startswith(prefix)}
         A, B = lora.get(name, (mx.zeros((e + 1, columns, 1)), mx.zeros((e + 1, 1, rows))))
-        found.append(Projection(dequantize(own, prefix, columns), None, A[e], B[e]))
+        W, M = dequantize(own, prefix, columns), masks.get(name) if masks else None
+        of_tokens = None if M is None else M[e, tokens]
+        found.append(Projection(W, None, A[e], B[e], M=of_tokens))
     return found

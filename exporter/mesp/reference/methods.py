@@ -11,9 +11,11 @@ import mlx.core as mx
 from mesp.models.architecture import Block
 from mesp.reference.attention import Shared
 from mesp.reference.block import block_backward, block_forward, shared_keys_and_values
+from mesp.reference.dropout import Dropout, Masks
 from mesp.reference.head import cross_entropy, cross_entropy_backward
 from mesp.reference.model import Model, Weights, dequantize
 from mesp.reference.per_layer import per_layer_input
+from mesp.reference.pieces import scattered
 
 
 def embed(model: Model, tokens: mx.array) -> mx.array:
@@ -28,12 +30,14 @@ def forward(
     tokens: mx.array,
     scale: float,
     starts: Sequence[int] = (0,),
+    dropout: Dropout | None = None,
 ) -> list[mx.array]:
     """The input of each block and the output of the last, [1, T, hidden] each.   tokens [T] int
 
-    The records of a packed sequence begin at the positions `starts`.
+    The records of a packed sequence begin at the positions `starts`. `dropout` is of training
+    alone: a loss that is only evaluated has none.
     """
-    return forward_with_shared(model, lora, tokens, scale, starts)[0]
+    return forward_with_shared(model, lora, tokens, scale, starts, dropout)[0]
 
 
 def forward_with_shared(
@@ -42,6 +46,7 @@ def forward_with_shared(
     tokens: mx.array,
     scale: float,
     starts: Sequence[int] = (0,),
+    dropout: Dropout | None = None,
 ) -> tuple[list[mx.array], dict[int, Shared]]:
     """The block inputs, as of `forward`, and the keys and values that later blocks took, by the
     block that has them. Where there are none, a block takes its input alone of the others.
@@ -58,11 +63,17 @@ def forward_with_shared(
             starts=starts,
             per_layer=per_layer,
             shared=shared.get(block.keys_of),
+            masks=_masks(dropout, i, block, tokens.size),
         )
         if i in model.arch.owners:
             shared[i] = shared_keys_and_values(intermediates, lora[i], weights, block, starts)
         hidden.append(y)
     return hidden, shared
+
+
+def _masks(dropout: Dropout | None, index: int, block: Block, T: int) -> Masks | None:
+    """The masks of a block, where there is dropout."""
+    return dropout.masks(index, block, T) if dropout else None
 
 
 def layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) -> mx.array | None:
@@ -77,12 +88,13 @@ def loss(
     scale: float,
     weights: mx.array | None = None,
     starts: Sequence[int] = (0,),
+    dropout: Dropout | None = None,
 ) -> mx.array:
     """Cross-entropy [] of a window of T + 1 tokens: T inputs and, shifted by one, T targets.
 
-    The targets' weights are as `cross_entropy` has them, `starts` as `forward` has them.
+    The targets' weights are as `cross_entropy` has them, `starts` and `dropout` as `forward` has.
     """
-    y = forward(model, lora, window[:-1], scale, starts)[-1]
+    y = forward(model, lora, window[:-1], scale, starts, dropout)[-1]
     return cross_entropy(y, window[1:], model.head, model.arch, weights)
 
 
@@ -101,11 +113,12 @@ def mesp_block_gradient(
     per_layer: mx.array | None = None,
     shared: Shared | None = None,
     d_shared: Shared | None = None,
+    masks: Masks | None = None,
 ) -> tuple[mx.array, mx.array, Shared | None]:
     """MeSP: dx, the flat LoRA gradient and that by `shared` of a block by hand. Recomputes the
-    intermediates.
+    intermediates, with the masks that the forward pass had.
     """
-    given = {"starts": starts, "per_layer": per_layer}
+    given = {"starts": starts, "per_layer": per_layer, "masks": masks}
     _, *intermediates = block_forward(x, lora, scale, weights, block, shared=shared, **given)
     return block_backward(
         x, intermediates, dy, lora, scale, weights, block, d_shared=d_shared, **given
@@ -123,12 +136,13 @@ def mebp_block_gradient(
     per_layer: mx.array | None = None,
     shared: Shared | None = None,
     d_shared: Shared | None = None,
+    masks: Masks | None = None,
 ) -> tuple[mx.array, mx.array, Shared | None]:
     """MeBP: the same by automatic differentiation."""
 
     def outputs(x: mx.array, lora: mx.array, *shared: mx.array) -> list[mx.array]:
         y, *intermediates = block_forward(
-            x, lora, scale, weights, block, starts=starts, per_layer=per_layer,
+            x, lora, scale, weights, block, starts=starts, per_layer=per_layer, masks=masks,
             shared=(shared[0], shared[1]) if shared else None,
         )  # fmt: skip
         return [
@@ -163,16 +177,17 @@ def gradients(
     block_gradient: BlockGradient = mesp_block_gradient,
     weights: mx.array | None = None,
     starts: Sequence[int] = (0,),
+    dropout: Dropout | None = None,
 ) -> Gradients:
     """Forward keeping only block inputs, then backward from the last block.   window [T + 1] int
 
-    The targets' weights are as `cross_entropy` has them, `starts` as `forward` has them.
+    The targets' weights are as `cross_entropy` has them, `starts` and `dropout` as `forward` has.
 
     Keys and values that several blocks take are kept too, until their own block: the sum of the
     gradients by these, which each of the others adds to, is its d_shared.
     """
     arch, targets = model.arch, window[1:]
-    x, shared = forward_with_shared(model, lora, window[:-1], scale, starts)
+    x, shared = forward_with_shared(model, lora, window[:-1], scale, starts, dropout)
     window_loss = cross_entropy(x[-1], targets, model.head, arch, weights)
     dx = [cross_entropy_backward(x[-1], targets, model.head, arch, weights)]
     d_lora: list[mx.array] = []
@@ -188,6 +203,7 @@ def gradients(
             layer_input(model, window[:-1], x[0], i),
             shared.get(owner),
             sums.get(i),
+            _masks(dropout, i, arch.blocks[i], targets.size),
         )
         if by_shared:
             dk, dv = sums.get(owner, (0, 0))
@@ -204,8 +220,9 @@ def _sgd_step(
     scale: float,
     learning_rate: float,
     block_gradient: BlockGradient,
+    dropout: Dropout | None = None,
 ) -> float:
-    g = gradients(model, lora, window, scale, block_gradient)
+    g = gradients(model, lora, window, scale, block_gradient, dropout=dropout)
     for i, d_lora in enumerate(g.lora):
         lora[i] = lora[i] - learning_rate * d_lora
     mx.eval(g.loss, lora)
@@ -213,10 +230,15 @@ def _sgd_step(
 
 
 def mesp_step(
-    model: Model, lora: list[mx.array], window: mx.array, scale: float, learning_rate: float
+    model: Model,
+    lora: list[mx.array],
+    window: mx.array,
+    scale: float,
+    learning_rate: float,
+    dropout: Dropout | None = None,
 ) -> float:
     """One MeSP step with SGD. Updates `lora` in place; the loss before the update."""
-    return _sgd_step(model, lora, window, scale, learning_rate, mesp_block_gradient)
+    return _sgd_step(model, lora, window, scale, learning_rate, mesp_block_gradient, dropout)
 
 
 def mebp_step(
@@ -224,18 +246,6 @@ def mebp_step(
 ) -> float:
     """One MeBP step with SGD. Updates `lora` in place; the loss before the update."""
     return _sgd_step(model, lora, window, scale, learning_rate, mebp_block_gradient)
-
-
-def scattered(seed: int) -> int:
-    """The first output of SplitMix64 with this state, in 64 bits.
-
-    Neighbouring seeds lie so far apart afterwards that counting steps from one does not lead to the
-    other.
-    """
-    z = (seed + 0x9E3779B97F4A7C15) % 2**64
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-    return z ^ (z >> 31)
 
 
 def mezo_noise(lora: list[mx.array], seed: int, step: int) -> list[mx.array]:
@@ -337,10 +347,11 @@ def train(
     learning_rate: float,
     seed: int = 0,
     epsilon: float = 1e-3,
+    dropout: float = 0.0,
 ) -> list[float]:
     """Trains `lora` in place on the stream `tokens` [N] int; the loss of each step.
 
-    `method` is `mesp`, `mebp` or `mezo`.
+    `method` is `mesp`, `mebp` or `mezo`; `mesp` alone has `dropout`.
     """
     windows = (tokens.size - 1) // seq_len
     losses = []
@@ -348,7 +359,8 @@ def train(
         window = _window(tokens, step_window(step, seed, windows), seq_len)
         settings = (model, lora, window, scale, learning_rate)
         if method == "mesp":
-            losses.append(mesp_step(*settings))
+            of_step = Dropout(dropout, seed, step) if dropout else None
+            losses.append(mesp_step(*settings, of_step))
         elif method == "mebp":
             losses.append(mebp_step(*settings))
         elif method == "mezo":

@@ -12,6 +12,7 @@ import mlx.core as mx
 from mesp.bundle.reader import Bundle
 from mesp.models.architecture import Architecture, Block
 from mesp.models.quantization_formats import Quantization
+from mesp.reference.dropout import Masks
 from mesp.reference.pieces import Projection
 
 Weights = dict[str, mx.array]
@@ -125,8 +126,11 @@ class Parts(NamedTuple):
     eps: float
 
     @classmethod
-    def of(cls, weights: Weights, lora: mx.array, block: Block) -> Parts:
-        """A projection of a fused module takes its rows of W and bias, and its columns of B."""
+    def of(
+        cls, weights: Weights, lora: mx.array, block: Block, masks: Masks | None = None
+    ) -> Parts:
+        """A projection of a fused module takes its rows of W and bias, and its columns of B; A and
+        the mask of dropout are the module's."""
         matrices = unpack_lora(lora, block)
         projections = {}
         for name, (module, rows, (_, in_size)) in block.projections().items():
@@ -138,11 +142,21 @@ class Parts(NamedTuple):
                 A,
                 B[:, rows],
                 weights.get(f"{name}.h"),
+                masks[module] if masks else None,
             )
         vectors = {
             name: weights[name].astype(mx.float32) for name in (*block.norms(), *block.vectors())
         }
         return cls(projections, vectors, block.arch.rms_norm_eps)
+
+    def of_record(self, record: slice) -> Parts:
+        """Those of some tokens of the sequence, which have their rows of the masks."""
+        return self._replace(
+            p={
+                name: each if each.M is None else each._replace(M=each.M[record])
+                for name, each in self.p.items()
+            }
+        )
 
 
 def fuse(gradients: Matrices, block: Block) -> Matrices:

@@ -12,7 +12,7 @@ class Projection(NamedTuple):
     """Frozen W [out, in] and bias [out] or None; trained A [in, rank] and B [rank, out].
 
     h = x A [..., rank] where it was stored, which nothing in the package does: it is there for
-    comparison.
+    comparison. M [T, in] is the mask of LoRA dropout, where there is dropout.
     """
 
     W: mx.array
@@ -20,28 +20,35 @@ class Projection(NamedTuple):
     A: mx.array
     B: mx.array
     h: mx.array | None = None
+    M: mx.array | None = None
 
 
 def linear(x: mx.array, p: Projection, scale: float) -> mx.array:
-    """y = x Wᵀ + bias + s (x A) B.   x [..., in] -> y [..., out]"""
-    y = x @ p.W.T + scale * ((x @ p.A) @ p.B)
+    """y = x Wᵀ + bias + s ((x ∘ M) A) B.   x [..., T, in] -> y [..., T, out]"""
+    y = x @ p.W.T + scale * ((_masked(x, p.M) @ p.A) @ p.B)
     return y if p.bias is None else y + p.bias
 
 
 def linear_backward(
     x: mx.array, dy: mx.array, p: Projection, scale: float
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """dx, dA and dB. W and bias are frozen. h = x A is computed again where it was not stored.
+    """dx, dA and dB. W and bias are frozen. h is computed again where it was not stored.
 
-    dh = s dy Bᵀ        dB = s hᵀ dy        dA = xᵀ dh        dx = dy W + dh Aᵀ
+    h = (x ∘ M) A     dh = s dy Bᵀ     dB = s hᵀ dy     dA = (x ∘ M)ᵀ dh     dx = dy W + (dh Aᵀ) ∘ M
     """
-    h = x @ p.A if p.h is None else p.h
+    kept = _masked(x, p.M)
+    h = kept @ p.A if p.h is None else p.h
     dh = scale * (dy @ p.B.T)
     dB = scale * (_rows(h).T @ _rows(dy))
-    dA = _rows(x).T @ _rows(dh)
+    dA = _rows(kept).T @ _rows(dh)
     dx_base = dy @ p.W
-    dx_lora = dh @ p.A.T
+    dx_lora = _masked(dh @ p.A.T, p.M)
     return dx_base + dx_lora, dA, dB
+
+
+def _masked(x: mx.array, M: mx.array | None) -> mx.array:
+    """x ∘ M, or x where there is no dropout."""
+    return x if M is None else x * M
 
 
 def _rows(x: mx.array) -> mx.array:
@@ -123,3 +130,15 @@ def gated_backward(
     """d_gate = dy ∘ up ∘ act'(gate)        d_up = dy ∘ act(gate)"""
     act, derivative = ACTIVATIONS[hidden_act]
     return dy * up * derivative(gate), dy * act(gate)
+
+
+def scattered(seed: int) -> int:
+    """The first output of SplitMix64 with this state, in 64 bits.
+
+    Neighbouring seeds lie so far apart afterwards that counting steps from one does not lead to the
+    other.
+    """
+    z = (seed + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)

@@ -147,8 +147,12 @@ import Testing
         let whole = architecture.layouts(rank: rank, withExperts: true)
         try saveAdapterFolder(
             architecture, rank: rank, blocks: blocks, modules: architecture.trainable, scale: 2, model: "a model",
-            to: output
+            dropout: 0.25, to: output
         ) { try fixture.array("lora.\($0)") }
+        let config = try String(contentsOf: output.appendingPathComponent("adapter_config.json"), encoding: .utf8)
+        let ofPEFT = try String(contentsOf: output.appendingPathComponent("peft/adapter_config.json"), encoding: .utf8)
+        // PEFT refuses to load adapters of parameters with a dropout.
+        #expect(config.contains(#""dropout" : 0.25"#) && ofPEFT.contains(#""lora_dropout" : 0,"#))
         for from in [output, output.appendingPathComponent("peft")] {
             let loaded = try loadAdapters(from: from, architecture: architecture)
             #expect(loaded.rank == rank && loaded.scale == 2)

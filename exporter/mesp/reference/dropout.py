@@ -1,0 +1,76 @@
+"""LoRA dropout: which inputs of a LoRA layer a training step drops.
+
+A mask follows from the seed, the step, the sequence, the block and the layer, and from the numbers
+of a token and an input: it is computed again wherever it is needed, and never stored.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mesp.models.architecture import Block
+from mesp.reference.pieces import scattered
+
+Masks = dict[str, mx.array]  # M [T, in] of a LoRA layer, of stacked experts [experts, T, in]
+
+
+class Dropout(NamedTuple):
+    """The dropout of a sequence in a step of training."""
+
+    p: float  # probability of an input to be dropped, 0 < p < 1
+    seed: int
+    step: int  # from 0
+    sequence: int = 0  # of the step, from 0
+
+    def masks(self, block: int, described: Block, T: int) -> Masks:
+        """The masks of all linear layers of a block that can have an adapter, whichever have one.
+
+        An expert has a mask of its own for all tokens, of which it reads those that chose it.
+        """
+        masks = {}
+        for layer, (name, (*stack, _, in_size)) in enumerate(described.adapted().items()):
+            key = self.key(block, layer)
+            keys = [key] if not stack else [scattered(key + 1 + e) for e in range(stack[0])]
+            each = [dropout_mask(key, self.p, T, in_size) for key in keys]
+            masks[name] = mx.stack(each) if stack else each[0]
+        return masks
+
+    def key(self, block: int, layer: int) -> int:
+        """The key of a LoRA layer's mask, 64 bits: s(s(s(s(s(seed) + step) + sequence) + block) +
+        layer), where s is `scattered`."""
+        key = scattered(self.seed)
+        for number in (self.step, self.sequence, block, layer):
+            key = scattered(key + number)
+        return key
+
+
+def dropout_mask(key: int, p: float, T: int, in_size: int) -> mx.array:
+    """M [T, in]: 0 with the probability p, and else 1 / (1 - p), so that its mean is 1.
+
+    r_t = hash(t + low half of key)        c_j = hash(j + high half of key)
+
+    M_tj = 0 where mix(r_t ⊕ c_j) < p 2³²
+
+    In unsigned integers of 32 bits, which wrap. p is a float32, as the trainer has it.
+    """
+    p = np.float32(p)
+    r = hash_32(mx.arange(T, dtype=mx.uint32) + _uint32(key & 0xFFFFFFFF))
+    c = hash_32(mx.arange(in_size, dtype=mx.uint32) + _uint32(key >> 32))
+    e = (r[:, None] ^ c) * _uint32(0x9E3779B1)
+    e = (e ^ (e >> 15)) * _uint32(0x85EBCA77)
+    limit = _uint32(int(float(p) * 2**32))
+    return mx.where(e >= limit, mx.array(np.float32(1) / (np.float32(1) - p)), mx.array(0.0))
+
+
+def hash_32(x: mx.array) -> mx.array:
+    """A bijection of uint32 in which each bit of x changes about half of the bits."""
+    x = (x ^ (x >> 16)) * _uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * _uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _uint32(number: int) -> mx.array:
+    return mx.array(number, dtype=mx.uint32)
