@@ -72,7 +72,9 @@ package struct Block {
     /// The layer of an expert's projection, for the tokens at these positions of the block's.
     func linear(_ weight: QuantizedMatrix, _ projection: Projection, expert: Int, tokens: [Int]) -> LoRALinear {
         let lora = matrices(projection).map { LoRAMatrices(a: $0.a[expert], b: $0.b[expert]) }
-        let dropout = dropoutKey(projection).map { Dropout(key: $0[1 + expert], tokens: tokens.map { firstToken + $0 }) }
+        let dropout = dropoutKey(projection).map {
+            Dropout(key: $0[1 + expert], tokens: tokens.map { firstToken + $0 })
+        }
         return LoRALinear(weight: weight, bias: nil, lora: lora, scale: scale, dropout: dropout)
     }
 

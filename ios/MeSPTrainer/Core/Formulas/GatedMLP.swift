@@ -136,14 +136,11 @@ struct GatedMLP {
                 let part = (q * act).sum(axis: -1, keepDims: true)
                 own.dw = own.dw.map { $0 + part } ?? part
             }
-            let actKept = downF.kept(act)
-            own.hDown = product(actKept, downF.lora?.a, addedTo: own.hDown)
+            let dyBT = dyBT?[t]
+            (own.hDown, ofF.dADown) = downF.products(
+                act, wantsA ? w.flatMap { w in dyBT.map { w[t] * $0 } } ?? dyBT : nil, addedTo: (own.hDown, ofF.dADown))
             own.dGateBT = product(dGate, gateF.lora?.b.T, addedTo: own.dGateBT)
             own.dUpBT = product(dUp, upF.lora?.b.T, addedTo: own.dUpBT)
-            if wantsA {
-                let dyBT = dyBT?[t]
-                ofF.dADown = product(actKept.T, w.flatMap { w in dyBT.map { w[t] * $0 } } ?? dyBT, addedTo: ofF.dADown)
-            }
             ofF.dBGate = product(hGate?[t].T, dGate, addedTo: ofF.dBGate)
             ofF.dBUp = product(hUp?[t].T, dUp, addedTo: ofF.dBUp)
             own.dx = upF.weight.applyTransposed(
@@ -169,8 +166,8 @@ struct GatedMLP {
         var gradients = LoRAGradients()
         if wantsA {
             let x = x.asType(.float32)
-            gradients.a[names.gate] = product(gate.kept(x).T, dGateBT)
-            gradients.a[names.up] = product(up.kept(x).T, dUpBT)
+            gradients.a[names.gate] = gate.products(x, dGateBT).xTg
+            gradients.a[names.up] = up.products(x, dUpBT).xTg
             gradients.a[names.down] = whole(sums.features.map(\.dADown), axis: 0)
         }
         gradients.b[names.gate] = whole(sums.features.map(\.dBGate), axis: 1)

@@ -38,10 +38,29 @@ struct LoRALinear {
     }
 
     /// s x̂ A `[T, rank]`, in float32.
-    func h(_ x: MLXArray) -> MLXArray? { lora.map { matmul(kept(x.asType(.float32)), $0.a) * factor } }
+    func h(_ x: MLXArray) -> MLXArray? { products(x, nil).xA.map { $0 * factor } }
 
-    /// x ∘ K.
-    func kept(_ x: MLXArray) -> MLXArray { dropout.map { $0(x) } ?? x }
+    /// (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` where there is a g `[T, rank]`, added to the sums where there are such.
+    func products(
+        _ x: MLXArray, _ g: MLXArray?, addedTo sums: (xA: MLXArray?, xTg: MLXArray?) = (nil, nil)
+    ) -> (xA: MLXArray?, xTg: MLXArray?) {
+        guard let lora else { return (nil, nil) }
+        var (xA, xTg) = ([MLXArray](), sums.xTg)
+        for rows in rowsAtOnce(of: x.dim(0), inputs: x.dim(1)) {
+            let x = kept(x[rows].asType(.float32), rows)
+            xA += product(x, lora.a, addedTo: sums.xA?[rows]).arrays
+            xTg = product(x.T, g?[rows], addedTo: xTg)
+        }
+        return (concatenated(xA), xTg)
+    }
+
+    /// Some rows of x ∘ K from those of x.
+    private func kept(_ x: MLXArray, _ rows: Range<Int>) -> MLXArray { dropout.map { $0.rows(rows)(x) } ?? x }
+
+    /// The rows of x that are multiplied with K at a time: on a CPU as many as stay in a core's cache.
+    private func rowsAtOnce(of count: Int, inputs: Int) -> [Range<Int>] {
+        tiles(of: count, size: dropout == nil || !Device.isCPU ? count : max(1, (1 << 16) / inputs))
+    }
 
     /// The projection to some of the outputs.
     func outputs(_ range: Range<Int>) -> LoRALinear {
@@ -84,8 +103,8 @@ extension LoRALinear {
         _ x: MLXArray, dy: MLXArray, machine: Machine, wantsA: Bool, wantsDx: Bool, addedTo sum: MLXArray?
     ) -> (dx: MLXArray?, dA: MLXArray?, dB: MLXArray?) {
         let dyBT = dyBT(dy)
-        let dA = wantsA ? product(kept(x).T, dyBT) : nil
-        let dB = product(h(x)?.T, dy)
+        let (xA, dA) = products(x, wantsA ? dyBT : nil)
+        let dB = product(xA.map { $0 * factor }?.T, dy)
         guard wantsDx else { return machine.part(nil, dA, dB) }
         var dx = adapterDx(dyBT, addedTo: sum)
         if let first = dx, lora != nil { dx = machine.inputs([first], after: [first, dA, dB].arrays)[0] }
@@ -100,8 +119,12 @@ extension LoRALinear {
 
     /// sum + (s dy Bᵀ) Aᵀ ∘ M `[T, in]`, from `dyBT`; or the sum.
     func adapterDx(_ dyBT: MLXArray?, addedTo sum: MLXArray?) -> MLXArray? {
-        guard dropout != nil, let dx = product(dyBT, lora?.a.T) else { return product(dyBT, lora?.a.T, addedTo: sum) }
-        return sum.map { $0 + kept(dx) } ?? kept(dx)
+        guard dropout != nil, let dyBT, let a = lora?.a else { return product(dyBT, lora?.a.T, addedTo: sum) }
+        return concatenated(
+            rowsAtOnce(of: dyBT.dim(0), inputs: a.dim(0)).map { rows in
+                let dx = kept(matmul(dyBT[rows], a.T), rows)
+                return sum.map { $0[rows] + dx } ?? dx
+            })
     }
 }
 
