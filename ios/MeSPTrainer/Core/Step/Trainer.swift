@@ -26,7 +26,7 @@ package final class Trainer {
     private let inputsFile: ArrayFile?
 
     /// The key of a step's dropout, and the number of its sequences so far; nil without dropout.
-    private var dropout: (key: DropoutKey, sequences: Int)?
+    var dropout: (key: DropoutKey, sequences: Int)?
 
     /// A sequence of a step, and the weight of each of its targets in the step's loss.
     package typealias WeightedExample = (example: Example, weight: Float)
