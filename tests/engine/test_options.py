@@ -226,6 +226,16 @@ CASES = {
         ("--freeze-a", "--max-grad-norm", 0.5),
         Recipe(SGD(RATE), freeze_a=True, max_grad_norm=0.5),
     ),
+    "dropout": (
+        ("--dropout", 0.2, "--batch-size", 2),
+        Recipe(SGD(RATE), dropout=0.2, sequences=2),
+    ),
+    "dropout of some, clipped, on disk": (
+        ("--dropout", 0.1, "--projections", "v,down", "--freeze-a", "--grad-accumulation-steps", 2,
+         "--max-grad-norm", 0.5, "--offload", "all"),
+        Recipe(SGD(RATE), dropout=0.1, projections=("v", "down"), freeze_a=True, sequences=2,
+               max_grad_norm=0.5),
+    ),
     "rank-stabilized": (("--rslora",), Recipe(SGD(RATE), scale=ALPHA / math.sqrt(RANK))),
     "MeBP with nearly all": (
         ("--method", "mebp", "--projections", "k,down", "--num-layers", 3, "--max-grad-norm", 0.2,

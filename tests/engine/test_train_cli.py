@@ -158,7 +158,7 @@ SGD |= {
 }
 SGD |= {"batch-size": 2, "grad-accumulation-steps": 3, "max-grad-norm": 1.5, "num-layers": 2}
 SGD |= {"val-batches": 2, "eval-every": 1, "early-stopping": 4, "save-every": 2}
-SGD |= {"lora-dtype": "bfloat16", "offload": "all", "memory-limit": 60.0}
+SGD |= {"lora-dtype": "bfloat16", "offload": "all", "memory-limit": 60.0, "dropout": 0.1}
 ADAMW = {"steps": 3, "method": "mezo", "mezo-epsilon": 0.01, "optimizer": "adamw", "beta1": 0.5}
 ADAMW |= {"learning-rate": 0.25, "beta2": 0.75, "epsilon": 1e-3, "schedule": "cosine"}
 
@@ -183,6 +183,16 @@ def test_options_reach_the_engine(bundle: Path, tmp_path: Path, options: dict):
     others = {"rslora": True, "test": True, "projections": ["q", "v"], "adapters": str(tmp_path)}
     where = {"bundle": str(bundle), "output": str(run)}
     assert settings(run) == DEFAULTS | where | others | passed_on(options)
+
+
+def test_dropout_has_the_name_that_other_trainers_give_it_too(bundle: Path, tmp_path: Path):
+    done = train(bundle, "--steps", 1, "--lora-dropout", 0.25, "--out", tmp_path / "typed")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "run.yaml").write_text("lora_dropout: 0.25\n")
+    of_file = ("--config", tmp_path / "run.yaml", "--out", tmp_path / "of a file")
+    assert train(bundle, "--steps", 1, *of_file).returncode == 0
+    assert settings(tmp_path / "typed")["dropout"] == settings(tmp_path / "of a file")["dropout"]
+    assert settings(tmp_path / "typed")["dropout"] == 0.25
 
 
 def test_fused_modules_are_trained_as_one(bundle: Path, tmp_path: Path):
@@ -587,6 +597,10 @@ def test_default_output_names_bundle_method_and_time(bundle: Path, tmp_path: Pat
         (
             ["--learning-rate", "nan"],
             "Invalid value for '--learning-rate': nan is not a finite number.",
+        ),
+        (
+            ["--dropout", 1],
+            "Invalid value for '--dropout' / '--lora-dropout': 1.0 is not in the range 0<=x<1.",
         ),
         (["--alpha", "inf"], "Invalid value for '--alpha': inf is not a finite number."),
         (

@@ -31,6 +31,7 @@ class Recipe:
     projections: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     num_layers: int | None = None
     freeze_a: bool = False
+    dropout: float = 0.0
     scale: float = ALPHA / RANK
     start: Parameters | None = None
     seed: int = 0
@@ -88,8 +89,14 @@ class Oracle:
                     parameters[f"model.layers.{index}.{name}.lora_b"] = b
         return parameters | (recipe.start or {})
 
-    def loss(self, parameters: Parameters, records: list, scale: float) -> mx.array:
-        """Mean over all targets of a step's records that count."""
+    def loss(
+        self,
+        parameters: Parameters,
+        records: list,
+        scale: float,
+        dropout: reference.Dropout | None = None,
+    ) -> mx.array:
+        """Mean over all targets of a step's records that count; with dropout each is a sequence."""
         arch, losses = self.model.arch, []
         lora = []
         for index, block in enumerate(arch.blocks):
@@ -102,8 +109,9 @@ class Oracle:
                 for name, (out, inp) in block.sizes().items()
             }
             lora.append(reference.pack_lora(matrices, block))
-        for tokens, positions in records:
-            y = reference.forward(self.model, lora, tokens[:-1], scale)[-1]
+        for number, (tokens, positions) in enumerate(records):
+            own = dropout and dropout._replace(sequence=number)
+            y = reference.forward(self.model, lora, tokens[:-1], scale, dropout=own)[-1]
             counted = y[:, positions - 1]
             mean = reference.cross_entropy(counted, tokens[positions], self.model.head, arch)
             losses.append((mean * counted.shape[1], counted.shape[1]))
@@ -114,14 +122,16 @@ class Oracle:
         trained = Trained(parameters, parameters)
         gradient = mx.value_and_grad(self.loss)
         taken = 0
-        for _ in range(steps):
+        for step in range(steps):
             records = []
             for _ in range(recipe.sequences):
                 records += self.sequences[
                     reference.step_window(taken, recipe.seed, len(self.sequences))
                 ]
                 taken += 1
-            loss, gradients = gradient(parameters, records, recipe.scale)
+            dropout = reference.Dropout(recipe.dropout, recipe.seed, step)
+            own = dropout if recipe.dropout else None
+            loss, gradients = gradient(parameters, records, recipe.scale, own)
             if recipe.freeze_a:
                 gradients = {n: each * n.endswith("lora_b") for n, each in gradients.items()}
             if recipe.max_grad_norm:

@@ -53,6 +53,13 @@ def test_a_mask_follows_from_its_key(key, p):
     assert np.array_equal(np.array(mask), np.array(expected, np.float32))
 
 
+def test_the_limit_is_that_of_a_float32():
+    """As the trainer has p: 0.9 is less there than in 64 bits, and one input in 40 million lies
+    between the two limits."""
+    key, number = 378, 24699
+    assert reference.dropout_mask(key, 0.9, 1, number + 1)[0, number] > 0
+
+
 def test_a_mask_is_a_part_of_a_larger_one():
     """So it does not depend on the tiles that it is computed in."""
     whole = reference.dropout_mask(5, 0.3, 40, 60)
