@@ -158,24 +158,28 @@ struct GatedMLP {
             let parts = parts.arrays
             return parts.isEmpty ? nil : concatenated(parts, axis: axis)
         }
-        let (dGateBT, dUpBT) = (
-            whole(sums.tokens.map(\.dGateBT), axis: 0).map { $0 * gate.factor },
-            whole(sums.tokens.map(\.dUpBT), axis: 0).map { $0 * up.factor }
-        )
+        let (dGateBT, dUpBT) = (whole(sums.tokens.map(\.dGateBT), axis: 0), whole(sums.tokens.map(\.dUpBT), axis: 0))
+        let factor = down.factor
         var gradients = LoRAGradients()
         if wantsA {
             let x = x.asType(.float32)
-            gradients.a[names.gate] = gate.products(x, dGateBT).xTg
-            gradients.a[names.up] = up.products(x, dUpBT).xTg
+            gradients.a[names.gate] = gate.products(x, dGateBT).xTg.map { $0 * factor }
+            gradients.a[names.up] = up.products(x, dUpBT).xTg.map { $0 * factor }
             gradients.a[names.down] = whole(sums.features.map(\.dADown), axis: 0)
         }
         gradients.b[names.gate] = whole(sums.features.map(\.dBGate), axis: 1)
         gradients.b[names.up] = whole(sums.features.map(\.dBUp), axis: 1)
         gradients.b[names.down] = whole(sums.tokens.map(\.hDown), axis: 0).map {
-            matmul(($0 * down.factor).T, w.map { $0 * dy } ?? dy)
+            matmul(($0 * factor).T, w.map { $0 * dy } ?? dy)
         }
-        let dxW = concatenated(sums.tokens.compactMap(\.dx))
-        let dx = up.adapterDx(dUpBT, addedTo: gate.adapterDx(dGateBT, addedTo: dxW)) ?? dxW
+        var dx = concatenated(sums.tokens.compactMap(\.dx))
+        if gate.hasDropout {
+            let (ofGate, ofUp) = (dGateBT.map { $0 * factor }, dUpBT.map { $0 * factor })
+            dx = up.adapterDx(ofUp, addedTo: gate.adapterDx(ofGate, addedTo: dx)) ?? dx
+        } else if let dyBT = whole([dGateBT, dUpBT], axis: 1), let a = whole([gate.lora?.a, up.lora?.a], axis: 1) {
+            // s d_gate Bᵀ Aᵀ of gate, and the same of up.
+            dx = addMM(dx, dyBT, a.T, alpha: factor)
+        }
         var dw = whole(sums.tokens.map(\.dw), axis: 0)
         if let sum = dw, let bias = down.bias { dw = sum + matmul(dy, bias.asType(.float32)[0..., .newAxis]) }
         return (dx, dw, gradients)

@@ -15,6 +15,8 @@ struct LoRALinear {
         (self.weight, self.bias, self.lora, self.scale, self.dropout) = (weight, bias, lora, scale, dropout)
     }
 
+    var hasDropout: Bool { dropout != nil }
+
     /// s, with dropout s / (1 − p).
     var factor: Float { dropout.map { scale / (1 - $0.key.rate) } ?? scale }
 
@@ -59,7 +61,7 @@ struct LoRALinear {
 
     /// The rows of x that are multiplied with K at a time: on a CPU as many as stay in a core's cache.
     private func rowsAtOnce(of count: Int, inputs: Int) -> [Range<Int>] {
-        tiles(of: count, size: dropout == nil || !Device.isCPU ? count : max(1, (1 << 16) / inputs))
+        tiles(of: count, size: !hasDropout || !Device.isCPU ? count : max(1, (1 << 16) / inputs))
     }
 
     /// The projection to some of the outputs.
@@ -119,7 +121,7 @@ extension LoRALinear {
 
     /// sum + (s dy Bᵀ) Aᵀ ∘ M `[T, in]`, from `dyBT`; or the sum.
     func adapterDx(_ dyBT: MLXArray?, addedTo sum: MLXArray?) -> MLXArray? {
-        guard dropout != nil, let dyBT, let a = lora?.a else { return product(dyBT, lora?.a.T, addedTo: sum) }
+        guard hasDropout, let dyBT, let a = lora?.a else { return product(dyBT, lora?.a.T, addedTo: sum) }
         return concatenated(
             rowsAtOnce(of: dyBT.dim(0), inputs: a.dim(0)).map { rows in
                 let dx = kept(matmul(dyBT[rows], a.T), rows)
