@@ -37,6 +37,9 @@ StrPath = str | os.PathLike[str]
 QUANTIZERS = ("least-squares", "nearest")
 MEASURE_SEQUENCES = 8  # that `ExportJob.measure` reads, of `MEASURE_LENGTH` tokens each
 MEASURE_LENGTH = 256
+ONE_BIT_NOTICE = (
+    "The model has codes of 1 bit, which the bundle stores in 2 bits, with the same values."
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class ExportJob:
                 "Note: the model's scales are float16, and lose 3 bits of their mantissa in "
                 "bfloat16; --dtype float32 keeps them."
             )
+        if self.options.quantizations.has_one_bit:
+            log.warning("Note: %s", ONE_BIT_NOTICE)
         return manifest
 
     def describe_gguf(self) -> str | None:

@@ -106,7 +106,7 @@ def write_model(
         device=options.device,
         dtype=options.dtype,
         architecture=arch,
-        quantization=options.quantizations.main,
+        quantization=options.quantizations.main.in_bundle,
         seq_lens=tuple(options.seq_lens),
         ranks=tuple(options.ranks),
         blocks=tuple(groups),
@@ -184,7 +184,7 @@ def write_config_and_tokenizer(
         text = source.config.get("text_config", {}).get("model_type", family.texts[0])
         config["text_config"] = config | {"model_type": text}
     config["model_type"] = family.mlx_type or arch.model_type
-    config["quantization"] = quantizations.config or quantizations.to_config(arch)
+    config["quantization"] = quantizations.to_config_of_bundle(arch)
     write_config(folder / "config.json", config)
     if source.folder:
         files = [file.name for file in source.folder.iterdir() if file.is_file()]
