@@ -63,16 +63,12 @@ class Quantizations:
             others[f"{prefix}lm_head"] = others[f"{prefix}model.embed_tokens"]
         return asdict(self.main) | others
 
-    def to_config_of_bundle(self, arch: Architecture) -> dict[str, Any]:
-        """``quantization`` as a bundle's config.json has it: the model's own, where it has one,
-        with 2 bits in place of 1."""
-        own = self.config or self.to_config(arch)
-        own = {k: _in_2_bits(v) if isinstance(v, dict) else v for k, v in own.items()}
-        return _in_2_bits(own)
 
-
-def _in_2_bits(entry: dict[str, Any]) -> dict[str, Any]:
-    return entry | {"bits": 2} if entry.get("bits") == ONE_BIT else entry
+def in_2_bits(section: dict[str, Any]) -> dict[str, Any]:
+    """``quantization`` of a model's config.json as its bundle's has it: with 2 bits in place of
+    1."""
+    section = {k: in_2_bits(v) if isinstance(v, dict) else v for k, v in section.items()}
+    return section | {"bits": 2} if section.get("bits") == ONE_BIT else section
 
 
 def not_quantized(module: str) -> MespError:
