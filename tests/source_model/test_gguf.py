@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from helpers.adapters import write_adapters
+from helpers.adapters import SCALE, write_adapters
 from helpers.commands import call, run
 from helpers.gguf_files import MODELS, q8_0, write_gguf
 from helpers.models import TEXT, random_tensors, write_model
@@ -358,6 +358,30 @@ def test_pieces_that_are_made_in_many_ways_take_no_memory(tmp_path: Path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 10 << 20
+
+
+@pytest.mark.parametrize("kind", ["Q1_0", "TQ1_0", *UNKNOWN])
+def test_adapters_are_fused_into_a_file_of_few_bits(kind: str, tmp_path: Path):
+    """Other tensors keep their type, by its number, and their blocks."""
+    blocks = Blocks(kind)
+    file, out = write_blocks(tmp_path / "base.gguf", blocks), tmp_path / "b.mesp"
+    export(file, out)
+    adapters, fused = write_adapters(tmp_path / "adapters", out), tmp_path / "fused"
+    options = ("--out", fused, "--gguf-base", file, "--val-batches", 0)
+    done = call("fuse", out, "--adapters", adapters, *options)
+    assert "In model.gguf the matrices with adapters are Q8_0; all other" in done.stdout
+    before, after = GGUF.read(file), GGUF.read(fused / "model.gguf")
+    for name, tensor in before.tensors.items():
+        if "token_embd" in name or "norm" in name:
+            assert after.tensors[name].number == tensor.number
+            assert np.array_equal(after.tensors[name].data, tensor.data)
+    matrices = mx.load(str(adapters / "adapters.safetensors"))
+    path = "model.layers.0.mlp.down_proj.lora"
+    change = SCALE * np.array((matrices[f"{path}_a"] @ matrices[f"{path}_b"]).T)
+    found = after.tensors["blk.0.ffn_down.weight"]
+    expected = gguf.quantize(blocks.values["blk.0.ffn_down.weight"] + change, Type.Q8_0)
+    error = gguf.dequantize(found.data, Type.Q8_0) - gguf.dequantize(expected, Type.Q8_0)
+    assert found.type == "Q8_0" and np.linalg.norm(error) < 1e-3 * np.linalg.norm(change)
 
 
 def test_a_tensor_of_an_unknown_type_is_not_copied(tmp_path: Path):
