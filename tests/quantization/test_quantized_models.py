@@ -200,6 +200,7 @@ def test_what_a_quantization_says_beside_is_refused(sections: dict, said: str):
 def test_what_changes_nothing_in_a_quantization_is_taken():
     """Modules of vision, keys without a value, and mlx-lm's copy of it."""
     more = {"rotation": None, "global_scale": False, "vision_tower.a": False}
+    more |= {"vision_tower.b": True, "vision_tower.c": {"bits": 8, "group_size": 64}}
     folder = write_few_bits(Path("few"), 2, 128, **more)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = config["quantization"]

@@ -34,12 +34,16 @@ enum Conversion {
 
 /// Packed codes of 1 bit, the lowest bits first, as codes of 2 bits.
 private func packedIn2Bits(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
-    bytes.flatMap { byte -> [UInt8] in
-        var wide = UInt16(byte)
-        wide = (wide | wide << 4) & 0x0F0F
-        wide = (wide | wide << 2) & 0x3333
-        wide = (wide | wide << 1) & 0x5555
-        return [UInt8(truncatingIfNeeded: wide), UInt8(wide >> 8)]
+    [UInt8](unsafeUninitializedCapacity: 2 * bytes.count) { made, length in
+        for (index, byte) in bytes.enumerated() {
+            var wide = UInt16(byte)
+            wide = (wide | wide << 4) & 0x0F0F
+            wide = (wide | wide << 2) & 0x3333
+            wide = (wide | wide << 1) & 0x5555
+            made[2 * index] = UInt8(truncatingIfNeeded: wide)
+            made[2 * index + 1] = UInt8(wide >> 8)
+        }
+        length = 2 * bytes.count
     }
 }
 
