@@ -436,7 +436,7 @@ def test_a_model_that_is_not_quantized_is_refused(tmp_path: Path):
         ({"quant_method": "gptq"}, "is quantized by gptq, which is not supported"),
         ({"quant_method": "mxfp4", "group_size": 32}, "is quantized by mxfp4"),
         ("gptq", "its quantization_config cannot be used"),
-        ({"quant_method": "bitnet"}, "which rounds activations to 8 bits too"),
+        ({"quant_method": "bitnet"}, "whose activations are not rounded here"),
         ({"rotation": {"r1": True}}, 'quantization_config\'s rotation to {"r1": true}'),
         ({"lm_head": {"bits": 2, "hadamard": 128}}, "config's hadamard of lm_head to 128"),
     ],

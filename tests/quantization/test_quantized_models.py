@@ -182,7 +182,7 @@ def test_bits_that_a_model_does_not_have_are_refused(bits: int):
         ),
         ({"quantization_config": {"rotated": 1}}, "quantization_config's rotated to 1"),
         ({"quantization_config": {"quant_method": "spinquant"}}, "quantized by spinquant, which"),
-        ({"quantization_config": {"quant_method": "bitnet"}}, "which rounds activations to 8 bits"),
+        ({"quantization_config": {"quant_method": "bitnet"}}, "whose activations are not rounded"),
         ({"text_config": {"quantization_config": {"quant_method": "quip"}}}, "quantized by quip"),
         ({"model_type": "prism_hadamard_qwen35"}, "that a Hadamard transform rotates"),
         ({"model_type": "bitnet"}, "its activation is a squared ReLU"),

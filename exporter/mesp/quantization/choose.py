@@ -119,8 +119,8 @@ def _check_sections(name: str, config: dict[str, Any]) -> None:
 def _not_of_mlx(name: str, method: object) -> MespError:
     if method == "bitnet":
         return MespError(
-            f"{name} is quantized by bitnet, which rounds activations to 8 bits too, and this is "
-            "not supported; take a GGUF file of it with blocks of TQ1_0 or TQ2_0, or a model "
+            f"{name} is quantized by bitnet, which is not supported; take a GGUF file of it with "
+            "blocks of TQ1_0 or TQ2_0, whose activations are not rounded here, or a model "
             "quantized by mlx-lm."
         )
     return MespError(

@@ -135,7 +135,7 @@ struct Quantizations {
     private static func notOfMLX(_ model: String, _ method: JSONValue) -> MeSPError {
         if method == .string("bitnet") {
             return MeSPError(
-                "\(model) is quantized by bitnet, which rounds activations to 8 bits too, and this is not supported; take a GGUF file of it with blocks of TQ1_0 or TQ2_0, or a model quantized by mlx-lm."
+                "\(model) is quantized by bitnet, which is not supported; take a GGUF file of it with blocks of TQ1_0 or TQ2_0, whose activations are not rounded here, or a model quantized by mlx-lm."
             )
         }
         return MeSPError(
