@@ -37,9 +37,6 @@ StrPath = str | os.PathLike[str]
 QUANTIZERS = ("least-squares", "nearest")
 MEASURE_SEQUENCES = 8  # that `ExportJob.measure` reads, of `MEASURE_LENGTH` tokens each
 MEASURE_LENGTH = 256
-ONE_BIT_NOTICE = (
-    "The model has codes of 1 bit, which the bundle stores in 2 bits, with the same values."
-)
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,10 @@ class ExportJob:
             )
         is_random = isinstance(self.weights, RandomWeights)
         if self.options.quantizations.has_one_bit and not is_random:
-            log.warning("Note: %s", ONE_BIT_NOTICE)
+            log.warning(
+                "Note: the model has codes of 1 bit, which the bundle stores in 2 bits, with the "
+                "same values."
+            )
         return manifest
 
     def describe_gguf(self) -> str | None:

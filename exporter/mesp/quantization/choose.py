@@ -9,7 +9,6 @@ from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import unsupported
 from mesp.models.quantization_formats import (
-    AFFINE,
     MODES,
     ONE_BIT,
     Quantization,
@@ -157,8 +156,7 @@ def find_quantizations(
             raise _not_in_order("quantization")
         default = MODES.get(mode) or (4, 64)
         quantization = Quantization(size or default[0], group or default[1], mode)
-        is_one_bit = quantization.mode == "affine" and quantization.bits == ONE_BIT
-        if not quantization.is_of_mlx and not (is_one_bit and group in AFFINE[1]):
+        if not quantization.in_bundle.is_of_mlx:
             raise MespError(
                 f"{name} is quantized to {describe_quantization(quantization)}, which MLX "
                 "does not have; take the model it was made from."
