@@ -15,7 +15,8 @@ from mlx_lm.tuner.utils import load_adapters
 
 from helpers.adapters import RANK, SCALE, write_adapters
 from helpers.commands import call, run
-from helpers.models import FAMILIES, text_of, write_model
+from helpers.mlx_models import with_few_values
+from helpers.models import FAMILIES, random_tensors, text_of, write_model
 from mesp import reference
 from mesp.adapters.load import read_adapters
 from mesp.bundle.reader import Bundle
@@ -69,6 +70,34 @@ def test_the_fused_model_is_the_one_with_adapters(family, tmp_path, bits, tolera
     assert relative_error(base, expected) > 0.5
     quantized = {name for name, _ in tree_flatten(fused.parameters()) if name.endswith(".scales")}
     assert bool(quantized) == (bits != "bfloat16")
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_a_fused_model_of_few_bits_says_what_it_has(tmp_path, bits):
+    """What adapters change has more values than three, and gets the bits that are asked for."""
+    config = FAMILIES["qwen3"] | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    tensors = with_few_values(random_tensors(config), bits, 128)
+    config["quantization"] = {"bits": bits, "group_size": 128}
+    model, bundle = write_model(tmp_path / "model", config, tensors), tmp_path / "bundle.mesp"
+    size = ("--seq-len", 8, "--rank", RANK, "--data", "python-docs")
+    call("export", "--model", model, "--out", bundle, *size)
+    adapters = write_adapters(tmp_path / "adapters", bundle)
+    opened = Bundle(bundle)
+    tokens = mx.array(opened.tokens("train")[:4])
+    expected = logits(load_adapters(opened.to_mlx_lm(), str(adapters)), tokens)
+    for width, said, tolerance in (
+        ("8", "14 of 2 bits in groups of 128 now have 8 bits in groups of 64; the other matrices "
+            "keep their codes, with scales in bfloat16.", 0.05),
+        ("bfloat16", "No matrix is quantized any more: they had 2 bits in groups of 128.", 0.02),
+    ):  # fmt: skip
+        done = fuse(bundle, adapters, tmp_path / width, "--bits", width, "--val-batches", 0)
+        assert said in done.stdout, done
+        fused, _ = mlx_lm.load(str(tmp_path / width))
+        assert relative_error(logits(fused, tokens), expected) <= tolerance
+    again = tmp_path / "again.mesp"
+    call("export", "--model", tmp_path / "8", "--out", again, "--seq-len", 8)
+    whole = Bundle(again).to_mlx_lm()
+    assert relative_error(logits(whole, tokens), expected) <= 0.05
 
 
 def test_layers_without_adapters_stay_as_they_are(family, tmp_path):

@@ -232,3 +232,12 @@ def test_the_decays_of_a_bundle_keep_their_digits():
     assert first[name].dtype == mx.float32 and mx.array_equal(first[name], second[name])
     assert first["linear_attn.dt_bias"].dtype == mx.bfloat16
     assert second["linear_attn.dt_bias"].dtype == mx.float32
+
+
+def test_what_bfloat16_rounds_is_said(tiny):
+    options = ("--model", tiny, "--seq-len", 8, "--out", "old.mesp", "--dtype", "float32")
+    assert export(*options).exit_code == 0
+    for dtype, noted in (("float32", False), ("bfloat16", True)):
+        done = export("--from", "old.mesp", "--out", f"{dtype}.mesp", "--dtype", dtype)
+        assert done.exit_code == 0, done.output
+        assert ("are rounded to bfloat16, by up to 0.4%" in done.stderr) == noted

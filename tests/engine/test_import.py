@@ -28,10 +28,11 @@ from helpers.mlx_models import (
     CONFIGS,
     add_terms,
     config_of,
+    with_few_values,
     write_mlx_model,
     write_variation,
 )
-from helpers.models import FAMILIES, TEXT, published, write_model
+from helpers.models import FAMILIES, TEXT, published, random_tensors, write_model
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
@@ -224,6 +225,25 @@ def test_a_variation_is_imported_as_exported(family: str, tmp_path: Path):
     assert accepted >= 2
 
 
+@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_a_model_of_few_bits_is_imported_as_exported(bits: int, group: int, tmp_path: Path):
+    """As published, with scales in float16; codes of 1 bit become 2 bits, as a notice says."""
+    config = CONFIGS["qwen3"] | {"tie_word_embeddings": False}
+    tensors = with_few_values(random_tensors(config), bits, group)
+    config["quantization"] = config["quantization_config"] = {"bits": bits, "group_size": group}
+    model = write_model(tmp_path / "model", config, tensors)
+    for device, dtype in (("cpu", "float32"), ("gpu", "bfloat16")):
+        assert compare(model, tmp_path, device=device, dtype=dtype) is None
+    bundle = tmp_path / "imported.mesp"
+    written = json.loads((bundle / "config.json").read_text())
+    of_2_bits = {"bits": 2, "group_size": group}
+    assert written["quantization"] == written["quantization_config"] == of_2_bits
+    done = run_import(model, tmp_path / "again.mesp", device="cpu")
+    assert len(done.records[0]["notices"]) == (bits == 1)
+    assert all("codes of 1 bit" in notice for notice in done.records[0]["notices"])
+
+
 def test_what_an_import_says(tmp_path: Path):
     """Of what changes or is left out; and the model's name on the Hub."""
 
@@ -386,6 +406,8 @@ def test_a_family_that_is_not_plain_is_refused_by_name(family: str, tmp_path: Pa
     ("config", "said"),
     [
         ({"model_type": "olmo2"}, "norm what comes out"),
+        ({"model_type": "prism_hadamard_qwen35"}, "that a Hadamard transform rotates"),
+        ({"model_type": "bitnet"}, "its activation is a squared ReLU"),
         ({"model_type": "new", "num_experts": 4}, "experts in a way of its own"),
         ({"model_type": "new", "text_config": {}}, "of several modalities"),
         ({"model_type": "new"}, "'new' is not supported"),
@@ -414,6 +436,9 @@ def test_a_model_that_is_not_quantized_is_refused(tmp_path: Path):
         ({"quant_method": "gptq"}, "is quantized by gptq, which is not supported"),
         ({"quant_method": "mxfp4", "group_size": 32}, "is quantized by mxfp4"),
         ("gptq", "its quantization_config cannot be used"),
+        ({"quant_method": "bitnet"}, "whose activations are not rounded here"),
+        ({"rotation": {"r1": True}}, 'quantization_config\'s rotation to {"r1": true}'),
+        ({"lm_head": {"bits": 2, "hadamard": 128}}, "config's hadamard of lm_head to 128"),
     ],
 )
 def test_another_quantization_is_refused_as_the_exporter_does(
@@ -424,6 +449,36 @@ def test_another_quantization_is_refused_as_the_exporter_does(
         json.dumps(config_of(model) | {"quantization_config": method})
     )
     assert said in (compare(model, tmp_path, device="cpu") or "")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"rotation": True}, "quantization's rotation to true"),
+        ({"global_scale": True, "a": None}, "quantization's global_scale to true"),
+        ({"model.layers.0.mlp.up_proj": {"bits": 4, "signs": [1]}}, "signs of model.layers.0.mlp"),
+        ({"vision_tower.a": False, "rotation": None, "lm_head": True}, ""),
+    ],
+)
+def test_what_a_quantization_says_beside_is_refused_as_the_exporter_does(
+    more: dict[str, Any], said: str, tmp_path: Path
+):
+    model = write_mlx_model(tmp_path / "model", CONFIGS["llama"])
+    config = config_of(model)
+    config["quantization"] |= more
+    (model / "config.json").write_text(json.dumps(config))
+    found = compare(model, tmp_path, device="cpu", dtype="float32")
+    assert said in (found or "") and bool(said) == bool(found)
+
+
+def test_a_quantization_of_the_text_alone_is_refused_as_the_exporter_does(tmp_path: Path):
+    """mlx-lm reads that of the whole model."""
+    model = write_mlx_model(tmp_path / "model", CONFIGS["gemma3"])
+    config = config_of(model)
+    config["text_config"]["quantization"] = config.pop("quantization")
+    config.pop("quantization_config", None)
+    (model / "config.json").write_text(json.dumps(config))
+    assert "sets quantization to {" in (compare(model, tmp_path, device="cpu") or "")
 
 
 @pytest.mark.parametrize(

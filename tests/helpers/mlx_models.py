@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_lm import utils
 
 from helpers.models import FAMILIES, mlx_lm_model, published, write_tokenizer
+from mesp.block_function.dequantize import pack
 
 Tensors = dict[str, mx.array]
 # Rows that groups of any size divide.
@@ -116,7 +117,7 @@ def write_variation(folder: Path, family: str, seed: int) -> Path:
         config,
         dtype=draw.choice(["float16", "bfloat16", "float32"]),
         mode=mode,
-        bits=draw.choice([2, 3, 4, 4, 4, 5, 6, 8]) if is_affine else None,
+        bits=draw.choice([1, 2, 3, 4, 4, 4, 5, 6, 8]) if is_affine else None,
         group_size=draw.choice([32, 64, 64, 128]) if is_affine else None,
         own=_vary_quantizations(draw, is_affine),
         shards=draw.choice([1, 1, 2, 5]),
@@ -124,6 +125,25 @@ def write_variation(folder: Path, family: str, seed: int) -> Path:
         say=lambda text: _vary_config(text, draw),
         seed=seed,
     )
+
+
+def with_few_values(tensors: Tensors, bits: int, group_size: int) -> Tensors:
+    """Matrices [out, in] as published models have them: of ±d, in codes of 1 bit, or of 0 and ±d,
+    in 2 bits, with scales and biases in float16 for each d."""
+    found = dict(tensors)
+    for name, matrix in tensors.items():
+        if matrix.ndim != 2:
+            continue
+        groups = matrix.reshape(len(matrix), -1, group_size)
+        d = mx.abs(groups).mean(axis=-1).astype(mx.float16)
+        if bits == 1:
+            codes, scales = groups > 0, 2 * d
+        else:
+            codes, scales = mx.clip(mx.round(groups / d[..., None]), -1, 1) + 1, d
+        module = name.removesuffix(".weight")
+        found[name] = pack(codes.reshape(matrix.shape).astype(mx.uint32), bits)
+        found |= {f"{module}.scales": scales, f"{module}.biases": -d}
+    return found
 
 
 _LAYER_TYPES = ("llama", "gemma3_text", "gemma3")  # that mlx-lm reads
@@ -162,7 +182,10 @@ def _vary_quantizations(
             is_head = path.endswith(("embed_tokens", "lm_head"))
             return {"bits": 8, "group_size": 64} if is_head and is_affine else True
         if kind == "mixed" and is_affine:
-            return {"bits": own.choice([2, 3, 4, 5, 6, 8]), "group_size": own.choice([32, 64, 128])}
+            return {
+                "bits": own.choice([1, 2, 3, 4, 5, 6, 8]),
+                "group_size": own.choice([32, 64, 128]),
+            }
         if kind == "mode" and "mlp" in path:
             return {"mode": "mxfp4", "bits": 4, "group_size": 32}
         return True

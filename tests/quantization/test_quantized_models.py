@@ -5,11 +5,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from helpers.exports import export, exported, refused
+from helpers.mlx_models import with_few_values
 from helpers.models import (
     FAMILIES,
     TINY,
@@ -18,7 +20,10 @@ from helpers.models import (
     write_mixed_model,
     write_model,
 )
+from mesp.bundle.compare_with_source import compare_with_source
+from mesp.bundle.reader import Bundle
 from mesp.models.quantization_formats import Quantization
+from mesp.source_model.find import find_source
 
 pytestmark = pytest.mark.usefixtures("working_folder")
 
@@ -81,6 +86,134 @@ def test_quantized_checkpoints_are_taken_as_they_are(name):
     assert len(bundle.manifest.blocks) == (2 if isinstance(how, str) else 1)
     other = "some matrices otherwise" in export("--model", folder, "--out", "b.mesp").stdout
     assert other == isinstance(how, str)
+
+
+FEW_BITS = {**FAMILIES["qwen3"], "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+FEW_BITS |= {"tie_word_embeddings": False}
+
+
+def write_few_bits(folder: Path, bits: int, group: int, **more: object) -> Path:
+    quantization = {"bits": bits, "group_size": group, **more}
+    tensors = with_few_values(random_tensors(FEW_BITS), bits, group)
+    return write_model(folder, {**FEW_BITS, "quantization": quantization}, tensors)
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_matrices_of_two_and_three_values_are_carried_over(bits: int, group: int):
+    """To the last bit in float32; in bfloat16 their values stay ±d, 0 and d, of a rounded d."""
+    folder = write_few_bits(Path("few"), bits, group)
+    given = mx.load(str(folder / "model.safetensors"))
+    done = export("--model", folder, "--seq-len", 8, "--out", "out.mesp")
+    assert done.exit_code == 0, done.output
+    assert ("codes of 1 bit" in done.stderr) == (bits == 1)
+    assert f"2 bits in groups of {group}, float32" in done.stdout
+    bundle = Bundle("out.mesp")
+    config = json.loads(Path("out.mesp/config.json").read_text())
+    assert config["quantization"] == {"bits": 2, "group_size": group}
+    found = dict(tree_flatten(bundle.to_mlx_lm().parameters()))
+    matrices = [name.removesuffix("scales") for name in given if name.endswith(".scales")]
+    assert len(matrices) == 7 * FEW_BITS["num_hidden_layers"] + 2
+    for name in matrices:
+        theirs = [given[name + part] for part in ("weight", "scales", "biases")]
+        ours = [found[name + part] for part in ("weight", "scales", "biases")]
+        assert ours[1].dtype == mx.float32
+        assert mx.array_equal(ours[1], theirs[1]) and mx.array_equal(ours[2], theirs[2])
+        expected = mx.dequantize(
+            theirs[0], *(a.astype(mx.float32) for a in theirs[1:]), group, bits
+        )
+        assert mx.array_equal(mx.dequantize(*ours, group, 2), expected)
+        levels = mx.unflatten(expected, 1, (-1, group)) / -theirs[2].astype(mx.float32)[..., None]
+        assert set(np.unique(np.array(levels))) == ({-1, 1} if bits == 1 else {-1, 0, 1})
+
+    rounded = exported("--model", folder, "--seq-len", 8, "--dtype", "bfloat16", "--overwrite")
+    for name, array in rounded.block(0).items():
+        if name.endswith(".scales"):
+            exact, biases = found[f"model.layers.0.{name}"], rounded.block(0)[name[:-6] + "biases"]
+            scale = array.astype(mx.float32)
+            assert mx.array_equal(scale, -(2 if bits == 1 else 1) * biases.astype(mx.float32))
+            assert 0 < mx.abs(scale / exact - 1).max() <= 2**-8
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_a_model_of_few_bits_computes_as_in_mlx_lm(bits: int):
+    folder = write_few_bits(Path("few"), bits, 128)
+    bundle = exported("--model", folder, "--seq-len", 8)
+    found = compare_with_source(bundle, find_source("few", False))
+    assert max(found.read, found.written) < 1e-5 and found.loss.kl.max() < 1e-6
+
+
+def test_modules_of_other_bits_become_2_bits_each():
+    """As a mixture may have them: a head of 1 bit in a model of 4 bits."""
+
+    def of(path: str) -> Quantization:
+        return Quantization(1 if path == "lm_head" else 4, 64)
+
+    tensors = dict(tree_flatten(mlx_lm_model(FEW_BITS, of).parameters()))
+    quantization = {"bits": 4, "group_size": 64, "lm_head": {"bits": 1}}
+    write_model(Path("few"), {**FEW_BITS, "quantization": quantization}, tensors)
+    bundle = exported("--model", "few", "--seq-len", 8)
+    config = json.loads(Path("out.mesp/config.json").read_text())["quantization"]
+    assert config == quantization | {"lm_head": {"bits": 2}}
+    head = [tensors[f"lm_head.{part}"] for part in ("weight", "scales", "biases")]
+    ours = [bundle.head()[part] for part in ("weight", "scales", "biases")]
+    assert mx.array_equal(mx.dequantize(*ours, 64, 2), mx.dequantize(*head, 64, 1))
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_bits_that_a_model_does_not_have_are_refused(bits: int):
+    """Its files have the other ones."""
+    folder = write_few_bits(Path("few"), bits, 64)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization"]["bits"] = 3 - bits
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "do not fit its config.json" in refused("--model", folder)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"quantization": {"hadamard": {"block": 128}}}, "quantization's hadamard to "),
+        ({"quantization": {"rotation": True}}, "quantization's rotation to true"),
+        ({"quantization": {"global_scale": True}}, "quantization's global_scale to true"),
+        (
+            {"quantization": {"lm_head": {"bits": 2, "group_size": 128, "rotation": "r1"}}},
+            'quantization\'s rotation of lm_head to "r1"',
+        ),
+        ({"quantization_config": {"rotated": 1}}, "quantization_config's rotated to 1"),
+        ({"quantization_config": {"quant_method": "spinquant"}}, "quantized by spinquant, which"),
+        ({"quantization_config": {"quant_method": "bitnet"}}, "whose activations are not rounded"),
+        ({"text_config": {"quantization_config": {"quant_method": "quip"}}}, "quantized by quip"),
+        ({"model_type": "prism_hadamard_qwen35"}, "that a Hadamard transform rotates"),
+        ({"model_type": "bitnet"}, "its activation is a squared ReLU"),
+    ],
+)
+def test_what_a_quantization_says_beside_is_refused(sections: dict, said: str):
+    folder = write_few_bits(Path("few"), 2, 128)
+    config = json.loads((folder / "config.json").read_text())
+    for key, value in sections.items():
+        config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
+    (folder / "config.json").write_text(json.dumps(config))
+    assert said in refused("--model", folder)
+
+
+def test_what_changes_nothing_in_a_quantization_is_taken():
+    """Modules of vision, keys without a value, and mlx-lm's copy of it."""
+    more = {"rotation": None, "global_scale": False, "vision_tower.a": False}
+    more |= {"vision_tower.b": True, "vision_tower.c": {"bits": 8, "group_size": 64}}
+    folder = write_few_bits(Path("few"), 2, 128, **more)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = config["quantization"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert export("--model", folder, "--seq-len", 8).exit_code == 0
+
+
+def test_a_quantization_that_mlx_lm_does_not_read_is_refused():
+    folder = write_few_bits(Path("few"), 2, 128)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = config.pop("quantization")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "sets quantization_config to {" in refused("--model", folder)
 
 
 def test_gemma_3_with_a_head_of_its_own():

@@ -6,6 +6,7 @@ import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import gguf
 import mlx.core as mx
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from helpers.adapters import write_adapters
+from helpers.adapters import SCALE, write_adapters
 from helpers.commands import call, run
 from helpers.gguf_files import MODELS, q8_0, write_gguf
 from helpers.models import TEXT, random_tensors, write_model
@@ -80,26 +81,53 @@ BLOCKS = {
     "Q4_0": ([0], 4, 32), "Q4_1": ([0, 2], 4, 32), "Q5_0": ([0], 5, 32), "Q5_1": ([0, 2], 5, 32),
     "Q8_0": ([0], 8, 32), "Q3_K": ([108], 8, 128), "Q4_K": ([0, 2], 4, 32), "Q5_K": ([0, 2], 5, 32),
     "MXFP4": ([], 4, 32), "Q6_K": ([208], 8, 32), "Q2_K": ([80, 82], 8, 32),
+    "Q1_0": ([0], 2, 128), "Q2_0": ([0], 2, 64), "PQ2_0": ([0], 2, 128),
+    "Q2_0 of 128": ([0], 2, 128), "TQ1_0": ([52], 2, 128), "TQ2_0": ([64], 2, 128),
 }  # fmt: skip
+# Types that the gguf package does not know: their numbers, and the weights and bytes of a block.
+UNKNOWN = {"Q2_0": (42, 64, 18), "PQ2_0": (142, 128, 34), "Q2_0 of 128": (42, 128, 34)}
+
+
+def in_words_of_ggml(data: np.ndarray, block: int, size: int, bits: int) -> np.ndarray:
+    """The values of blocks of Q1_0 or Q2_0, one by one as ggml-quants.c computes them."""
+    values = []
+    for row in data.reshape(len(data), -1, size):
+        for each in row:
+            d = np.frombuffer(each[:2].tobytes(), np.float16).astype(np.float32)[0]
+            for j in range(block):
+                code = int(each[2 + j * bits // 8]) >> j * bits % 8 & 2**bits - 1
+                values.append(d * np.float32(2 * code - 1 if bits == 1 else code - 1))
+    return np.array(values, np.float32).reshape(len(data), -1)
 
 
 class Blocks:
     """Random blocks of a type; `values` are those of each tensor."""
 
     def __init__(self, kind: str):
-        self.kind, self.values = Type[kind], {}
+        self.kind, self.values = kind, {}
         self.random = np.random.default_rng(0)
 
-    def __call__(self, name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
-        block, size = gguf.GGML_QUANT_SIZES[self.kind]
+    def __call__(self, name: str, matrix: np.ndarray) -> tuple[np.ndarray, int]:
+        number = UNKNOWN[self.kind][0] if self.kind in UNKNOWN else Type[self.kind]
+        block, size = gguf.GGML_QUANT_SIZES[number]
         shape = (len(matrix), matrix.shape[1] // block, size)
         data = self.random.integers(0, 255, shape, dtype=np.uint8)
-        for at in BLOCKS[self.kind.name][0]:
+        for at in BLOCKS[self.kind][0]:
             factors = self.random.normal(size=(*shape[:2], 1), scale=0.01).astype(np.float16)
             data[..., at : at + 2] = factors.view(np.uint8)
         data = data.reshape(len(matrix), -1)
-        self.values[name] = gguf.dequantize(data, self.kind)
-        return data, self.kind
+        if self.kind in UNKNOWN or self.kind == "Q1_0":
+            self.values[name] = in_words_of_ggml(data, block, size, 1 if self.kind == "Q1_0" else 2)
+        else:
+            self.values[name] = gguf.dequantize(data, Type[self.kind])
+        return data, number
+
+
+def write_blocks(path: Path, blocks: Blocks) -> Path:
+    """Writes a model of whole blocks of a type."""
+    number, *sizes = UNKNOWN.get(blocks.kind, (0, 1, 4))
+    with mock.patch.dict(gguf.GGML_QUANT_SIZES, {number: tuple(sizes)} if number else {}):
+        return write_gguf(path, "wide", random_tensors(MODELS["wide"][1]), blocks)
 
 
 def values(
@@ -112,7 +140,7 @@ def values(
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_the_values_of_blocks_are_kept(kind: str, tmp_path: Path):
     blocks = Blocks(kind)
-    file = write_gguf(tmp_path / "tiny.gguf", "wide", random_tensors(MODELS["wide"][1]), blocks)
+    file = write_blocks(tmp_path / "tiny.gguf", blocks)
     bundle = export(file, tmp_path / "out.mesp")
     _, bits, group = BLOCKS[kind]
     how = (bits, group, "mxfp4" if kind == "MXFP4" else "affine")
@@ -141,9 +169,37 @@ def test_the_summary_says_what_was_carried_over(dtype: str, tmp_path: Path):
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("  GGUF"))
     exact = "63.6% of the weights (Q4_K) carried over"
     again = "18.2% of the weights (Q6_K) quantized again to 8 bits"
-    assert exact in line and again in line and "18.2% of the weights (F16) quantized" in line
+    assert (
+        exact in line and again in line and "18.2% of the weights (F16) quantized to 8 bits" in line
+    )
     assert ("exactly" in line) == (dtype == "float32")
     assert ("rounded to bfloat16" in line) == (dtype == "bfloat16")
+
+
+def test_a_ternary_file_keeps_its_types_beside_others(tmp_path: Path):
+    """As published: an embedding of Q6_K, which is the head, and blocks of TQ2_0."""
+
+    def encode(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
+        return Blocks("Q6_K" if "token_embd" in name else "TQ2_0")(name, matrix)
+
+    file = write_gguf(tmp_path / "tiny.gguf", "wide", random_tensors(MODELS["wide"][1]), encode)
+    done = call("export", "--model", file, "--out", tmp_path / "o.mesp", *SIZE)
+    assert "of the weights (TQ2_0) carried over exactly; 18.2% of the weights (Q6_K)" in done.stdout
+    assert "2 bits in groups of 128, the head 8 bits in groups of 32" in done.stdout
+
+
+def test_a_rotated_basis_is_refused_by_name(tmp_path: Path):
+    key = "prism.hadamard.block_size"
+    tensors = random_tensors(MODELS["qwen2"][1])
+    file = write_gguf(tmp_path / "t.gguf", "qwen2", tensors, changed={key: number(1024)})
+    assert f"has weights in a rotated basis ('{key}')" in refused(file, tmp_path / "out.mesp")
+
+
+def test_blocks_of_q2_0_that_fit_neither_size_are_refused(tmp_path: Path):
+    """Their number stands for two sizes: the room of each tensor says which."""
+    with mock.patch.dict(UNKNOWN, {"Q2_0": (42, 64, 24)}):
+        file = write_blocks(tmp_path / "tiny.gguf", Blocks("Q2_0"))
+    assert "which blocks of Q2_0 they have" in refused(file, tmp_path / "out.mesp")
 
 
 def test_a_router_keeps_8_bits(tmp_path: Path):
@@ -302,6 +358,30 @@ def test_pieces_that_are_made_in_many_ways_take_no_memory(tmp_path: Path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 10 << 20
+
+
+@pytest.mark.parametrize("kind", ["Q1_0", "TQ1_0", *UNKNOWN])
+def test_adapters_are_fused_into_a_file_of_few_bits(kind: str, tmp_path: Path):
+    """Other tensors keep their type, by its number, and their blocks."""
+    blocks = Blocks(kind)
+    file, out = write_blocks(tmp_path / "base.gguf", blocks), tmp_path / "b.mesp"
+    export(file, out)
+    adapters, fused = write_adapters(tmp_path / "adapters", out), tmp_path / "fused"
+    options = ("--out", fused, "--gguf-base", file, "--val-batches", 0)
+    done = call("fuse", out, "--adapters", adapters, *options)
+    assert "In model.gguf the matrices with adapters are Q8_0; all other" in done.stdout
+    before, after = GGUF.read(file), GGUF.read(fused / "model.gguf")
+    for name, tensor in before.tensors.items():
+        if "token_embd" in name or "norm" in name:
+            assert after.tensors[name].number == tensor.number
+            assert np.array_equal(after.tensors[name].data, tensor.data)
+    matrices = mx.load(str(adapters / "adapters.safetensors"))
+    path = "model.layers.0.mlp.down_proj.lora"
+    change = SCALE * np.array((matrices[f"{path}_a"] @ matrices[f"{path}_b"]).T)
+    found = after.tensors["blk.0.ffn_down.weight"]
+    expected = gguf.quantize(blocks.values["blk.0.ffn_down.weight"] + change, Type.Q8_0)
+    error = gguf.dequantize(found.data, Type.Q8_0) - gguf.dequantize(expected, Type.Q8_0)
+    assert found.type == "Q8_0" and np.linalg.norm(error) < 1e-3 * np.linalg.norm(change)
 
 
 def test_a_tensor_of_an_unknown_type_is_not_copied(tmp_path: Path):

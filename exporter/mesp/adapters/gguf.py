@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mesp.source_model.gguf.header import GGUF
 
 # The type of a matrix with adapters in a GGUF file, by --bits.
-_TYPES = {4: "Q4_1", 6: "Q8_0", 8: "Q8_0", BFLOAT16: "BF16"}
+TYPES = {4: "Q4_1", 6: "Q8_0", 8: "Q8_0", BFLOAT16: "BF16"}
 
 
 def write_gguf(
@@ -101,7 +101,7 @@ def write_fused_gguf(
 
     tensors = _tensors(adapters, arch)
     changed = {name: partial(fuse, tensor) for name, tensor in tensors.items()}
-    copy(base, path, changed, GGMLQuantizationType[_TYPES[bits]])
+    copy(base, path, changed, GGMLQuantizationType[TYPES[bits]])
 
 
 def _tensors(

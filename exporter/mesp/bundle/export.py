@@ -59,6 +59,12 @@ class ExportJob:
                 "Note: the model's scales are float16, and lose 3 bits of their mantissa in "
                 "bfloat16; --dtype float32 keeps them."
             )
+        is_random = isinstance(self.weights, RandomWeights)
+        if self.options.quantizations.has_one_bit and not is_random:
+            log.warning(
+                "Note: the model has codes of 1 bit, which the bundle stores in 2 bits, with the "
+                "same values."
+            )
         return manifest
 
     def describe_gguf(self) -> str | None:
@@ -266,6 +272,11 @@ def rewrite(
         overwrite=overwrite,
     )
     rewrite_bundle(old, options, progress)
+    if (has.dtype, options.dtype) == ("float32", "bfloat16"):
+        log.warning(
+            "Note: scales, biases and norms in float32 are rounded to bfloat16, by up to 0.4%; "
+            "--dtype float32 keeps them."
+        )
     return Bundle(options.out, to_run=False)
 
 

@@ -30,7 +30,7 @@ from mesp.models.config_json import check_lengths, complete
 from mesp.models.families import FAMILIES
 from mesp.models.weights import Weights
 from mesp.progress import ProgressCallback, Task
-from mesp.quantization.choose import Quantizations, check_quantizations
+from mesp.quantization.choose import Quantizations, check_quantizations, in_2_bits
 from mesp.source_model.calibration import (
     CALIBRATION_SEQUENCES,
     LENGTH,
@@ -106,7 +106,7 @@ def write_model(
         device=options.device,
         dtype=options.dtype,
         architecture=arch,
-        quantization=options.quantizations.main,
+        quantization=options.quantizations.main.in_bundle,
         seq_lens=tuple(options.seq_lens),
         ranks=tuple(options.ranks),
         blocks=tuple(groups),
@@ -177,6 +177,9 @@ def write_config_and_tokenizer(
     }
     if "num_kv_shared_layers" in config:
         config["num_kv_shared_layers"] = sum(each.keys_of is not None for each in arch.blocks)
+    for key in ("quantization", "quantization_config"):
+        if config.get(key):
+            config[key] = in_2_bits(config[key])
     for key in ("layer_types", "no_rope_layers"):  # one entry a block
         if isinstance(config.get(key), list):
             config[key] = config[key][: arch.num_hidden_layers]
@@ -184,7 +187,8 @@ def write_config_and_tokenizer(
         text = source.config.get("text_config", {}).get("model_type", family.texts[0])
         config["text_config"] = config | {"model_type": text}
     config["model_type"] = family.mlx_type or arch.model_type
-    config["quantization"] = quantizations.config or quantizations.to_config(arch)
+    own = quantizations.config
+    config["quantization"] = quantizations.to_config(arch) if own is None else in_2_bits(own)
     write_config(folder / "config.json", config)
     if source.folder:
         files = [file.name for file in source.folder.iterdir() if file.is_file()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -9,17 +10,19 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mesp.adapters.fuse import BFLOAT16, fuse, save
-from mesp.adapters.gguf import read_base, write_fused_gguf, write_gguf
+from mesp.adapters.gguf import TYPES, read_base, write_fused_gguf, write_gguf
 from mesp.adapters.held_out_loss import measure_held_out_loss
 from mesp.adapters.load import apply_adapters, read_adapters, stack_adapters
 from mesp.adapters.modelfile import write_modelfile
 from mesp.adapters.weighted import describe, weigh
 from mesp.bundle.reader import Bundle
+from mesp.bundle.to_source_model import BundleWeights
 from mesp.commands.command import Command, several
 from mesp.commands.progress_bars import export_progress
 from mesp.errors import MespError, plain_os_errors
 from mesp.folders import replacing
 from mesp.formatting import decimal
+from mesp.models.quantization_formats import Quantization, describe_quantization
 from mesp.progress import ProgressCallback, Task
 
 MOST_LOST = 0.1  # the part of what the adapters gained that quantizing may take without a word
@@ -102,6 +105,12 @@ def main(
         losses.append(measure_with_progress(progress, "fused", model, opened, measured))
     if measured:
         click.echo(describe_losses(losses[0], losses[1], losses[2], bits))
+    click.echo(describe_changes(opened, quantized))
+    if gguf_base is not None:
+        click.echo(
+            f"In {FUSED_GGUF} the matrices with adapters are {TYPES[WIDTHS[bits]]}; all other "
+            f"tensors are those of {gguf_base.name}."
+        )
     click.echo(f"Model: {out}")
 
 
@@ -113,6 +122,28 @@ def measure_with_progress(
         return float("nan")
     task = Task(progress, f"Held-out loss, {what}", count)
     return measure_held_out_loss(model, bundle, max(bundle.manifest.seq_lens), count, task.advance)
+
+
+def describe_changes(bundle: Bundle, quantized: dict[str, dict[str, int]]) -> str:
+    """How the matrices were quantized and are now, in words; `quantized` is what `fuse` returns."""
+    had = BundleWeights(bundle).quantizations()
+    if not quantized:
+        kinds = dict.fromkeys(describe_quantization(had.of(name)) for name in had.others)
+        return f"No matrix is quantized any more: they had {', or '.join(kinds)}."
+    prefix = bundle.architecture.mlx_prefix.removesuffix("model")
+    changes = Counter(
+        (had.of(path.removeprefix(prefix)), Quantization(now["bits"], now["group_size"]))
+        for path, now in quantized.items()
+    )
+    with_adapters = ", ".join(
+        f"{count} of {describe_quantization(before)} now have {describe_quantization(now)}"
+        for (before, now), count in changes.items()
+    )
+    is_rounded = bundle.manifest.dtype == "float32" and any(
+        each.mode == "affine" for each in had.all if each
+    )
+    rest = "keep their codes, with scales in bfloat16" if is_rounded else "stay as they were"
+    return f"With the adapters in them, {with_adapters}; the other matrices {rest}."
 
 
 def describe_losses(base: float, tuned: float, fused: float, bits: str) -> str:

@@ -621,4 +621,7 @@ LACKING = {
         ("olmo", "cohere", "cohere2", "phi", "stablelm", "starcoder2", "gpt2", "gpt_neox"),
         "its norms are LayerNorms",
     ),
+    "bitnet": "its blocks norm what goes into o_proj and down_proj, and its activation is a "
+    "squared ReLU",
+    "prism_hadamard_qwen35": "its weights are in a basis that a Hadamard transform rotates",
 }

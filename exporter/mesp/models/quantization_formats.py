@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 # MLX's modes: their (bits, group size), where the mode leaves no choice.
 MODES = {"affine": None, "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
 AFFINE = {2, 3, 4, 5, 6, 8}, {32, 64, 128}  # bits and group sizes of the one that does
+# The MLX of phones has no 1 bit: a model's codes of 1 bit become 2 bits in a bundle.
+ONE_BIT = 1
 
 
 class Arrays(Protocol):
@@ -54,6 +56,14 @@ class Quantization:
         return MODES.get(self.mode) == (self.bits, self.group_size)
 
     @property
+    def in_bundle(self) -> Quantization:
+        """The quantization that a bundle stores it in, with the same values: scale · code + bias.
+
+        It is another one for 1 bit alone.
+        """
+        return replace(self, bits=2) if self.bits == ONE_BIT else self
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """The arrays of a quantized matrix."""
         return ("weight", "scales", "biases")[: 3 if self.mode == "affine" else 2]
@@ -72,4 +82,5 @@ class Quantization:
 def describe_quantization(quantization: Quantization) -> str:
     """As in `4 bits in groups of 64`."""
     mode = "" if quantization.mode == "affine" else f"{quantization.mode}, "
-    return f"{mode}{quantization.bits} bits in groups of {quantization.group_size}"
+    unit = "bit" if quantization.bits == ONE_BIT else "bits"
+    return f"{mode}{quantization.bits} {unit} in groups of {quantization.group_size}"

@@ -7,7 +7,13 @@ from typing import Any
 
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
-from mesp.models.quantization_formats import MODES, Quantization, describe_quantization
+from mesp.models.config_json import unsupported
+from mesp.models.quantization_formats import (
+    MODES,
+    ONE_BIT,
+    Quantization,
+    describe_quantization,
+)
 from mesp.models.tensor_names import name_here
 
 BITS = (4, 5, 6, 8)  # that a model is quantized to here
@@ -19,7 +25,7 @@ ROUTER_BITS = 8  # of what chooses experts, as in mlx-lm: with 4 it would choose
 class Quantizations:
     """Of a model's matrices: the main one, and those of modules that differ, by their names.
 
-    A module that is named with None is not quantized.
+    They are as the model's files have them. A module that is named with None is not quantized.
     """
 
     main: Quantization
@@ -27,7 +33,21 @@ class Quantizations:
     config: dict[str, Any] | None = None  # the model's own ``quantization``
 
     def of(self, module: str) -> Quantization:
-        """Raises MespError where the module is not quantized."""
+        """The quantization of a module in a bundle. Raises MespError where it is not quantized."""
+        return self.in_files(module).in_bundle
+
+    @property
+    def has_one_bit(self) -> bool:
+        """Whether the files have codes of 1 bit, which a bundle stores in 2 bits."""
+        return any(each is not None and each.bits == ONE_BIT for each in self.all)
+
+    @property
+    def all(self) -> tuple[Quantization | None, ...]:
+        return self.main, *self.others.values()
+
+    def in_files(self, module: str) -> Quantization:
+        """The quantization of a module in the model's files. Raises MespError where it is not
+        quantized."""
         quantization = self.others.get(module, self.main)
         if quantization is None:
             raise not_quantized(module)
@@ -43,6 +63,13 @@ class Quantizations:
         return asdict(self.main) | others
 
 
+def in_2_bits(section: dict[str, Any]) -> dict[str, Any]:
+    """``quantization`` of a model's config.json as its bundle's has it: with 2 bits in place of
+    1."""
+    section = {k: in_2_bits(v) if isinstance(v, dict) else v for k, v in section.items()}
+    return section | {"bits": 2} if section.get("bits") == ONE_BIT else section
+
+
 def not_quantized(module: str) -> MespError:
     """The error for a matrix that is not quantized in a model that is."""
     return MespError(
@@ -55,6 +82,49 @@ def _not_in_order(key: str) -> MespError:
     return MespError(
         f"The model's config.json is not valid (its {key} cannot be used); take an unchanged "
         "config.json."
+    )
+
+
+_KEYS = ("bits", "group_size", "mode")  # of a quantization
+_MODULES = ("lm_head", "embed_tokens")  # whose paths have no dot
+
+
+def _check_sections(name: str, config: dict[str, Any]) -> None:
+    """Raises MespError where a config.json says something of how its model is quantized that is not
+    read here, such as a rotation of the weights' basis.
+
+    Of a model of several modalities, the text's part may say it too.
+    """
+    text = config.get("text_config")
+    parts = [config, text] if isinstance(text, dict) else [config]
+    for key in ("quantization_config", "quantization"):
+        for section in (part[key] for part in parts if part.get(key)):
+            if not isinstance(section, dict):
+                raise _not_in_order(key)
+            if method := section.get("quant_method"):
+                raise _not_of_mlx(name, method)
+            for each, value in sorted(section.items()):
+                if isinstance(value, dict | bool) and ("." in each or each in _MODULES):
+                    of_module = sorted(value.items()) if isinstance(value, dict) else ()
+                    for inner, its in of_module:
+                        if inner not in _KEYS and its:
+                            raise unsupported(f"{key}'s {inner} of {each}", its)
+                elif each not in _KEYS and value:
+                    raise unsupported(f"{key}'s {each}", value)
+            if not config.get("quantization"):  # which alone mlx-lm reads
+                raise unsupported(key, section)
+
+
+def _not_of_mlx(name: str, method: object) -> MespError:
+    if method == "bitnet":
+        return MespError(
+            f"{name} is quantized by bitnet, which is not supported; take a GGUF file of it with "
+            "blocks of TQ1_0 or TQ2_0, whose activations are not rounded here, or a model "
+            "quantized by mlx-lm."
+        )
+    return MespError(
+        f"{name} is quantized by {method}, which is not supported; take the model it "
+        "was made from, or one quantized by mlx-lm."
     )
 
 
@@ -73,16 +143,8 @@ def find_quantizations(
 
     Raises MespError where MLX lacks it, or where a model that has one is asked for another.
     """
-    for key in ("quantization_config", "quantization"):
-        if not isinstance(config.get(key) or {}, dict):
-            raise _not_in_order(key)
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    if method:
-        raise MespError(
-            f"{name} is quantized by {method}, which is not supported; take the model it "
-            "was made from, or one quantized by mlx-lm."
-        )
     given = config.get("quantization")
+    _check_sections(name, config)
     asked = (mode, bits, group_size)
     if not given:
         return choose_quantizations(arch, choose_quantization(*asked), head_bits)
@@ -94,7 +156,7 @@ def find_quantizations(
             raise _not_in_order("quantization")
         default = MODES.get(mode) or (4, 64)
         quantization = Quantization(size or default[0], group or default[1], mode)
-        if not quantization.is_of_mlx:
+        if not quantization.in_bundle.is_of_mlx:
             raise MespError(
                 f"{name} is quantized to {describe_quantization(quantization)}, which MLX "
                 "does not have; take the model it was made from."

@@ -11,6 +11,7 @@ from itertools import cycle
 
 import mlx.core as mx
 
+from mesp.block_function.dequantize import pack, unpack
 from mesp.block_function.tiles import cut
 from mesp.models.layout import DTYPES, Layout, Piece
 from mesp.models.quantization_formats import Quantization
@@ -63,7 +64,7 @@ def matrix_pieces(
 
     A bfloat16 bundle rounds float16 scales and biases, by 3 bits of their mantissa.
     """
-    quantization = quantizations.of(source)
+    quantization, in_files = quantizations.of(source), quantizations.in_files(source)
     parts = quantization.parts
     shapes = [layout[prefix + part].shape[-2:] for part in parts]
     first = 0
@@ -74,19 +75,30 @@ def matrix_pieces(
         raise not_quantized(source)
     dtype = DTYPES[layout[prefix + "scales"].dtype]
 
-    def pack(rows: slice) -> tuple[mx.array, ...]:
+    def of_rows(rows: slice) -> tuple[mx.array, ...]:
         if weights.is_quantized(source):
-            return tuple(
-                weights.rows(f"{source}.{part}", shape, rows)
-                for part, shape in zip(parts, shapes, strict=True)
-            )
+            return read_rows(weights, source, (count, columns), in_files, rows)
         matrix = weights.rows(f"{source}.weight", (count, columns), rows)
         return quantize(matrix, quantization, dtype)
 
     tiles = cut(count, max(TILE // columns, 1))
-    for rows, arrays in _on_every_core(pack, tiles):
+    for rows, arrays in _on_every_core(of_rows, tiles):
         for part, array in zip(parts, arrays, strict=True):
             yield prefix + part, first + rows.start, array
+
+
+def read_rows(
+    weights: Weights, name: str, shape: tuple[int, int], in_files: Quantization, rows: slice
+) -> tuple[mx.array, ...]:
+    """The arrays of some rows of a matrix that comes quantized, as a bundle has them: the codes of
+    1 bit in 2, with the scales and biases that they have, and so the same values."""
+    packed, *others = (
+        weights.rows(array, its_shape, rows)
+        for array, its_shape, _ in in_files.arrays(f"{name}.", *shape, "float32")
+    )
+    if in_files != in_files.in_bundle:
+        packed = pack(unpack(packed, in_files.bits), in_files.in_bundle.bits)
+    return packed, *others
 
 
 def _on_every_core(

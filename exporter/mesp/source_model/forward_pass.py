@@ -20,6 +20,7 @@ from mesp.models.architecture import Architecture
 from mesp.models.tensor_names import name_of_expert
 from mesp.models.weights import Weights, read_norm
 from mesp.quantization.choose import Quantizations
+from mesp.quantization.quantize_rows import read_rows
 
 TILE = 1 << 22  # elements of a matrix that are multiplied at a time
 
@@ -73,13 +74,9 @@ class SourceModel:
         stacked, name = name, name if expert is None else name_of_expert(name, expert)
         if not self.weights.is_quantized(name):
             return self.weights.rows(f"{name}.weight", shape, rows).astype(mx.float32)
-        quantization = self.quantizations.of(stacked)
-        arrays = {
-            array: self.weights.rows(array, its_shape, rows)
-            for array, its_shape, _ in quantization.arrays(f"{name}.", *shape, "float32")
-        }
-        packed = (arrays.get(f"{name}.{part}") for part in ("weight", "scales", "biases"))
-        return dequantize(*packed, quantization)
+        quantization = self.quantizations.in_files(stacked)
+        packed, scales, *biases = read_rows(self.weights, name, shape, quantization, rows)
+        return dequantize(packed, scales, *(biases or [None]), quantization.in_bundle)
 
     def embed(self, tokens: Sequence[int]) -> mx.array:
         """The input of the first block, float32 [1, T, hidden]."""

@@ -13,7 +13,7 @@ extension ModelImport {
         let array: Manifest.PackedArray
         let tensor: SourceTensor
         /// nil: its bytes as they are.
-        let conversion: NumberConversion?
+        let conversion: Conversion?
     }
 
     /// Writes the bundle. The model's files are only read.
@@ -138,6 +138,10 @@ extension ModelImport {
         if array.name.hasSuffix("scales") || array.name.hasSuffix("biases") || array.dtype == .uint32 {
             let stem = String(name[..<(name.lastIndex(of: ".") ?? name.endIndex)])
             guard !source.isStoredUnquantized(stem) else { throw notQuantized(stem) }
+            if array.dtype == .uint32, try quantizations.inFiles(stem).isOneBit {
+                let tensor = try source.tensor(name, [array.shape[0], array.shape[1] / 2])
+                return SourcedArray(array: array, tensor: tensor, conversion: .to2Bits)
+            }
         }
         let tensor = try source.tensor(name, array.shape)
         guard array.dtype == .float32 || array.dtype == .bfloat16 else {
@@ -148,7 +152,8 @@ extension ModelImport {
             conversion.offset = family.normOffset
             if array.name == "norm" { conversion.divisor = divisor }
         }
-        return SourcedArray(array: array, tensor: tensor, conversion: conversion.isIdentity ? nil : conversion)
+        return SourcedArray(
+            array: array, tensor: tensor, conversion: conversion.isIdentity ? nil : .numbers(conversion))
     }
 
     /// The divisor of the logits, which the last norm takes.

@@ -22,6 +22,7 @@ package struct ModelImport: Sendable {
     let family: PlainFamily
     let entry: [String: JSONValue]
     let config: JSONValue
+    let quantizations: Quantizations
     /// The names of files that are copied beside the weights.
     let copied: [String]
     /// The digest of the model's files and of the options. Equal digests make equal bundles.
@@ -58,13 +59,17 @@ package struct ModelImport: Sendable {
         let described = try Description(fields, id: id, source: model.path, device: device, dtype: dtype)
         source = try described.readTensors(model)
         let made = try described.entry(isTied: source.isTied, card.fields(id: id, revision: revision))
-        (family, entry) = (described.config.family, made)
+        (family, entry, quantizations) = (described.config.family, made, described.quantizations)
         config = described.configToWrite(isTied: source.isTied)
         manifest = try Manifest.read(Data(JSONValue.object(entry).json.utf8), of: id)
         copied = names.filter { PlainFamilies.tokenizerFiles.contains($0) || Manifest.isTerms($0) }
         var notices = [Sentence]()
         if source.hasFloat16Scales, manifest.dtype == .bfloat16 {
             notices.append("The model's scales are float16, and lose 3 bits of their mantissa in bfloat16.")
+        }
+        if quantizations.hasOneBit {
+            notices.append(
+                "The model has codes of 1 bit, which the bundle stores in 2 bits, with the same values.")
         }
         if source.leftOut > 0 {
             notices.append(
@@ -128,7 +133,7 @@ package struct ModelImport: Sendable {
     private struct Description {
         let config: ConfigJSON
         private let name: String
-        private let quantizations: Quantizations
+        let quantizations: Quantizations
         private let lengths: [Int]
         private let device: Backend
         private let dtype: ElementType
@@ -197,7 +202,7 @@ package struct ModelImport: Sendable {
                 "device": .string(device.rawValue),
                 "dtype": .string(dtype.rawValue),
                 "architecture": described,
-                "quantization": quantizations.main.entry,
+                "quantization": quantizations.main.inBundle.entry,
                 "seq_lens": integers(lengths),
                 "ranks": integers(ModelImport.ranks),
                 "blocks": .array(
@@ -219,6 +224,7 @@ package struct ModelImport: Sendable {
         func configToWrite(isTied: Bool) -> JSONValue {
             var fields = config.fields
             fields["tie_word_embeddings"] = .bool(isTied && config.family.mlxTies)
+            for key in ["quantization", "quantization_config"] { fields[key] = fields[key].map(Quantizations.in2Bits) }
             if let usual = config.family.texts.first {
                 let text = config.original["text_config"]?.object?["model_type"] ?? .string(usual)
                 fields["text_config"] = .object(fields.merging(["model_type": text]) { $1 })

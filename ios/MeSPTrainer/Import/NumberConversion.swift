@@ -18,6 +18,35 @@ func float32(ofFloat16 bits: UInt16) -> Float {
     }
 }
 
+/// How the bytes of a tensor become those of a bundle's array.
+enum Conversion {
+    case numbers(NumberConversion)
+    /// Packed codes of 1 bit become codes of 2 bits.
+    case to2Bits
+
+    func convert(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
+        switch self {
+        case .numbers(let conversion): conversion.convert(bytes)
+        case .to2Bits: packedIn2Bits(bytes)
+        }
+    }
+}
+
+/// Packed codes of 1 bit, the lowest bits first, as codes of 2 bits.
+private func packedIn2Bits(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
+    [UInt8](unsafeUninitializedCapacity: 2 * bytes.count) { made, length in
+        for (index, byte) in bytes.enumerated() {
+            var wide = UInt16(byte)
+            wide = (wide | wide << 4) & 0x0F0F
+            wide = (wide | wide << 2) & 0x3333
+            wide = (wide | wide << 1) & 0x5555
+            made[2 * index] = UInt8(truncatingIfNeeded: wide)
+            made[2 * index + 1] = UInt8(wide >> 8)
+        }
+        length = 2 * bytes.count
+    }
+}
+
 /// How the numbers of a tensor become those of a bundle's array: (x + offset) / divisor, in float32.
 struct NumberConversion {
     let from: TensorType

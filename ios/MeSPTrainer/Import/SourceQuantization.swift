@@ -13,9 +13,19 @@ struct Quantization: Equatable {
 
     var hasBiases: Bool { mode == "affine" }
 
-    private var isOfMLX: Bool {
-        if hasBiases { return [2, 3, 4, 5, 6, 8].contains(bits) && [32, 64, 128].contains(groupSize) }
+    /// Whether its codes are of 1 bit, which the MLX of phones lacks.
+    var isOneBit: Bool { bits == 1 }
+
+    /// The quantization that a bundle stores it in, with the same values: scale · code + bias. It is another one for 1 bit alone.
+    var inBundle: Self { isOneBit ? Self(bits: 2, groupSize: groupSize, mode: mode) : self }
+
+    private var isSupported: Bool {
+        if hasBiases { return [1, 2, 3, 4, 5, 6, 8].contains(bits) && [32, 64, 128].contains(groupSize) }
         return Self.modes[mode].map { $0 == (bits, groupSize) } ?? false
+    }
+
+    private init(bits: Int, groupSize: Int, mode: String) {
+        (self.bits, self.groupSize, self.mode) = (bits, groupSize, mode)
     }
 
     /// Reads an entry of a config.json.
@@ -31,9 +41,10 @@ struct Quantization: Equatable {
         let usual = Self.modes[mode] ?? (4, 64)
         self.mode = mode
         (bits, groupSize) = (try number("bits") ?? usual.0, try number("group_size") ?? usual.1)
-        guard isOfMLX else {
+        guard isSupported else {
+            let size: Sentence = isOneBit ? "1 bit" : "\(String(bits)) bits"
             throw MeSPError(
-                "\(model) is quantized to \(mode == "affine" ? "" : "\(mode), ")\(String(bits)) bits in groups of \(String(groupSize)), which MLX does not have; take the model it was made from."
+                "\(model) is quantized to \(mode == "affine" ? "" : "\(mode), ")\(size) in groups of \(String(groupSize)), which MLX does not have; take the model it was made from."
             )
         }
     }
@@ -53,26 +64,25 @@ struct Quantization: Equatable {
     }
 }
 
-/// The quantizations of a model's matrices, by its config.json.
+/// The quantizations of a model's matrices, as its files have them, by its config.json.
 struct Quantizations {
     let main: Quantization
     /// Of modules that differ, by their names here; one with nil is not quantized.
     private let others: [String: Quantization?]
-    /// The model's own `quantization`.
+    /// The model's own `quantization`, as a bundle's config.json has it.
     let entry: JSONValue
+    /// Whether the files have codes of 1 bit, which a bundle stores in 2 bits.
+    let hasOneBit: Bool
+
+    private static let keys = ["bits", "group_size", "mode"]
+    /// The modules whose paths have no dot.
+    private static let modules = ["lm_head", "embed_tokens"]
 
     /// - Parameters:
     ///   - model: the model's name, for messages.
     ///   - source: what `mesp-export` takes it by.
     init(_ config: ConfigJSON, of model: String, source: String) throws {
-        for key in ["quantization_config", "quantization"] where config.original[key]?.isTruthy == true {
-            guard config.original[key]?.object != nil else { throw unusable("\(key)") }
-        }
-        if let method = config.original["quantization_config"]?.object?["quant_method"], method.isTruthy {
-            throw MeSPError(
-                "\(model) is quantized by \(method.string ?? method.json), which is not supported; take the model it was made from, or one quantized by mlx-lm."
-            )
-        }
+        try Self.checkSections(config.original, of: model)
         guard let given = config.original["quantization"]?.object, !given.isEmpty else {
             throw MeSPError(
                 "\(model) is not quantized; take one of mlx-community that is, or export it on a computer: mesp-export --model \(source)"
@@ -90,18 +100,67 @@ struct Quantizations {
             }
             if let here = TensorNames.here(name, config.family) { others[here] = .some(own) }
         }
-        (self.main, self.others, self.entry) = (main, others, .object(given))
+        (self.main, self.others, entry) = (main, others, Self.in2Bits(.object(given)))
+        hasOneBit = main.isOneBit || others.values.contains { $0?.isOneBit == true }
     }
 
-    func of(_ module: String) throws -> Quantization {
+    /// Throws where a config.json says something of how its model is quantized that is not read here, such as a rotation of the weights'
+    /// basis. Of a model of several modalities, the text's part may say it too.
+    private static func checkSections(_ config: [String: JSONValue], of model: String) throws {
+        let parts = [config] + (config["text_config"]?.object.map { [$0] } ?? [])
+        for key in ["quantization_config", "quantization"] {
+            for section in parts.compactMap({ $0[key] }) where section.isTruthy {
+                guard let section = section.object else { throw unusable("\(key)") }
+                if let method = section["quant_method"], method.isTruthy { throw notOfMLX(model, method) }
+                for (name, value) in section.sorted(by: { $0.key < $1.key }) {
+                    switch value {
+                    case .object(let own) where name.contains(".") || modules.contains(name):
+                        for (inner, its) in own.sorted(by: { $0.key < $1.key })
+                        where !keys.contains(inner) && its.isTruthy {
+                            throw unsupported("\(key)'s \(inner) of \(name)", its)
+                        }
+                    case .bool where name.contains(".") || modules.contains(name): break
+                    default:
+                        guard keys.contains(name) || !value.isTruthy else {
+                            throw unsupported("\(key)'s \(name)", value)
+                        }
+                    }
+                }
+                // mlx-lm reads the `quantization` of the whole model alone.
+                guard config["quantization"]?.isTruthy == true else { throw unsupported(key, .object(section)) }
+            }
+        }
+    }
+
+    private static func notOfMLX(_ model: String, _ method: JSONValue) -> MeSPError {
+        if method == .string("bitnet") {
+            return MeSPError(
+                "\(model) is quantized by bitnet, which is not supported; take a GGUF file of it with blocks of TQ1_0 or TQ2_0, whose activations are not rounded here, or a model quantized by mlx-lm."
+            )
+        }
+        return MeSPError(
+            "\(model) is quantized by \(method.string ?? method.json), which is not supported; take the model it was made from, or one quantized by mlx-lm."
+        )
+    }
+
+    /// `quantization` of a model's config.json as its bundle's has it: with 2 bits in place of 1.
+    static func in2Bits(_ section: JSONValue) -> JSONValue {
+        guard case .object(var fields) = section else { return section }
+        fields = fields.mapValues { if case .object = $0 { in2Bits($0) } else { $0 } }
+        if fields["bits"] == .integer(1) { fields["bits"] = .integer(2) }
+        return .object(fields)
+    }
+
+    /// The quantization of a module in the model's files.
+    func inFiles(_ module: String) throws -> Quantization {
         guard let own = others[module] else { return main }
         guard let own else { throw notQuantized(module) }
         return own
     }
 
-    /// The quantization of a matrix with these columns, which whole groups must fill.
+    /// The quantization that a bundle has of a matrix with these columns, which whole groups must fill.
     func of(_ module: String, columns: Int) throws -> Quantization {
-        let quantization = try of(module)
+        let quantization = try inFiles(module).inBundle
         guard columns % quantization.groupSize == 0 else {
             throw MeSPError(
                 "Groups of \(quantization.groupSize) weights do not divide the rows of \(columns) of \(module); take another --group-size, such as 32."

@@ -1,13 +1,15 @@
 """The block types of GGUF whose values MLX's quantizations hold, and their arrays there.
 
-A row is blocks of 32 or 256 weights, each with scales of its own. https://github.com/ggml-org/ggml
-defines the types in ggml-common.h and their values in ggml-quants.c.
+A row is blocks of 32 to 256 weights, each with scales of its own. https://github.com/ggml-org/ggml
+defines the types in ggml-common.h and their values in ggml-quants.c, and
+https://github.com/PrismML-Eng/llama.cpp those that begin with P.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import gguf
 import numpy as np
 
 from mesp.models.quantization_formats import Quantization
@@ -106,6 +108,53 @@ def _mxfp4(blocks: np.ndarray) -> Arrays:
     return _nibbles(blocks[..., 1:]), blocks[..., 0]
 
 
+def _q1_0(blocks: np.ndarray) -> Arrays:
+    """A code of 0 is -d, and of 1 d."""
+    scale = _half(blocks[..., :2])
+    return np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little"), 2 * scale, -scale
+
+
+def _quarters(fields: np.ndarray) -> np.ndarray:
+    """Bytes [..., n] as codes [..., 4, n] of 2 bits: the lowest bits of all come first."""
+    return fields[..., None, :] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+
+
+def _q2_0(blocks: np.ndarray) -> Arrays:
+    """A code of 0 is -d, of 1 0, of 2 d and of 3 2 d. Each byte has neighbours."""
+    scale = _half(blocks[..., :2])
+    codes = np.swapaxes(_quarters(blocks[..., 2:]), -1, -2)
+    return codes.reshape(*blocks.shape[:-1], -1), scale, -scale
+
+
+def _of_two_groups(codes: np.ndarray, fields: np.ndarray) -> Arrays:
+    """Blocks of 256 codes with one scale d as two groups of 128."""
+    scale = np.repeat(_half(fields)[..., None], 2, axis=-1)
+    return codes, scale, -scale
+
+
+def _tq2_0(blocks: np.ndarray) -> Arrays:
+    """As in Q2_0. Each 32 bytes have the lowest bits of 32 codes, then the next bits."""
+    codes = _quarters(blocks[..., :64].reshape(*blocks.shape[:-1], 2, 32))
+    return _of_two_groups(codes.reshape(*blocks.shape[:-1], 256), blocks[..., 64:])
+
+
+def _trits(fields: np.ndarray, count: int) -> np.ndarray:
+    """Bytes [..., n] as codes 0 to 2 [..., count · n]: the first of all bytes, then the second.
+
+    A byte is a fraction of 256 whose digits in base 3 are the codes.
+    """
+    powers = 3 ** np.arange(count, dtype=np.uint8)[:, None]
+    fractions = (fields[..., None, :] * powers.astype(np.uint8)).astype(np.uint16)
+    return (fractions * 3 >> 8).astype(np.uint8).reshape(*fields.shape[:-1], -1)
+
+
+def _tq1_0(blocks: np.ndarray) -> Arrays:
+    """As in TQ2_0, of codes 0 to 2: five in a byte, but for the last 16."""
+    parts = [_trits(blocks[..., :32], 5), _trits(blocks[..., 32:48], 5)]
+    codes = np.concatenate([*parts, _trits(blocks[..., 48:52], 4)], axis=-1)
+    return _of_two_groups(codes, blocks[..., 52:])
+
+
 # By llama.cpp's names: bytes of a block, MLX's quantization, and what makes its arrays.
 CARRIED: dict[str, tuple[int, Quantization, Callable[[np.ndarray], Arrays]]] = {
     "Q4_0": (18, Quantization(4, 32), _q4_0),
@@ -117,7 +166,13 @@ CARRIED: dict[str, tuple[int, Quantization, Callable[[np.ndarray], Arrays]]] = {
     "Q4_K": (144, Quantization(4, 32), _q4_k),
     "Q5_K": (176, Quantization(5, 32), _q5_k),
     "MXFP4": (17, Quantization(4, 32, "mxfp4"), _mxfp4),
+    "Q1_0": (18, Quantization(2, 128), _q1_0),
+    "Q2_0": (18, Quantization(2, 64), _q2_0),
+    "PQ2_0": (34, Quantization(2, 128), _q2_0),
+    "TQ1_0": (54, Quantization(2, 128), _tq1_0),
+    "TQ2_0": (66, Quantization(2, 128), _tq2_0),
 }
+_NOT_OF_THE_PACKAGE = ("Q1_0", "Q2_0", "PQ2_0")  # which the gguf package may not decode
 
 
 def arrays(kind: str, data: np.ndarray) -> Arrays:
@@ -125,3 +180,12 @@ def arrays(kind: str, data: np.ndarray) -> Arrays:
     size, _, decode = CARRIED[kind]
     parts = decode(data.reshape(len(data), -1, size))
     return tuple(np.ascontiguousarray(part.reshape(len(data), -1)) for part in parts)
+
+
+def numbers(kind: str, data: np.ndarray) -> np.ndarray:
+    """Rows of blocks of any type as float32."""
+    if kind not in _NOT_OF_THE_PACKAGE:
+        return gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
+    codes, *others = arrays(kind, data)
+    scales, biases = (np.repeat(each, CARRIED[kind][1].group_size, axis=1) for each in others)
+    return scales * codes + biases

@@ -75,6 +75,11 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
 
     Raises MespError where the architecture is not supported, or a key is missing.
     """
+    if rotation := next((key for key in sorted(gguf.metadata) if "hadamard" in key), None):
+        raise MespError(
+            f"{gguf.path} has weights in a rotated basis ({rotation!r:.60}), which is not "
+            "supported; take a file of the model without a rotation."
+        )
     name, kind = gguf.text("general.architecture"), gguf.text("general.type", "model")
     if kind != "model":
         raise MespError(f"{gguf.path} holds no model ({kind!s:.40}); name the model's file.")

@@ -9,15 +9,17 @@ import math
 import os
 import stat
 import struct
+from bisect import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize, quantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quantize
 
 from mesp.errors import MespError
+from mesp.source_model.gguf.blocks import numbers
 
 VERSIONS = (2, 3)
 ENTRIES = 1 << 16  # the most keys, and the most tensors
@@ -28,16 +30,23 @@ _NUMBERS = {
     11: "<i8", 12: "<f8",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
+_KINDS = {
+    kind.value: (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()
+}  # by number: the name, and the weights and bytes of a block
+_Q2_0 = 42  # llama.cpp's, and that of PrismML's files from before it was llama.cpp's
+_OF_BOTH = [("Q2_0", 64, 18), ("PQ2_0", 128, 34)]
+_KINDS |= {_Q2_0: _OF_BOTH[0], 142: _OF_BOTH[1], 143: ("PTQ1_0", 128, 28)}
 
 
 @dataclass(frozen=True)
 class Tensor:
     """A tensor of the file: `type` is llama.cpp's name of its block type, `shape` is [rows,
-    columns], and `data` has the bytes of each row."""
+    columns], and `data` has the bytes of each row. `number` is the type's in the file."""
 
     type: str
     shape: tuple[int, ...]
-    data: np.ndarray | None  # None: the gguf package does not know the type
+    data: np.ndarray | None  # None: the type is unknown
+    number: int
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,7 @@ def copy(
         out.write(file.keys)
         offset = 0
         for name, tensor in file.tensors.items():
-            number, count = GGMLQuantizationType[tensor.type], tensor.data.size
+            number, count = tensor.number, tensor.data.size
             if name in changed:
                 number, count = kind, math.prod(tensor.shape) // block * size
             text, dimensions = name.encode(), len(tensor.shape)
@@ -102,8 +111,7 @@ def copy(
             out.write(bytes(-out.tell() % file.alignment))
             data = tensor.data
             if name in changed:
-                numbers = dequantize(data, GGMLQuantizationType[tensor.type])
-                data = quantize(changed[name](numbers), kind)
+                data = quantize(changed[name](numbers(tensor.type, data)), kind)
             out.write(np.ascontiguousarray(data))
         out.write(bytes(-out.tell() % file.alignment))
 
@@ -173,22 +181,44 @@ def _read(path: Path, file: np.ndarray) -> GGUF:
     if type(alignment) is not int or not 0 < alignment <= 1 << 16:
         raise ValueError("its general.alignment cannot be used")
     start = math.ceil(cursor.at / alignment) * alignment
-    tensors = {name: _tensor(file[start:], *entry) for name, *entry in found}
+    kinds = _KINDS | _kind_of_q2_0(found, len(file) - start, alignment)
+    tensors = {name: _tensor(file[start:], kinds, *entry) for name, *entry in found}
     if len(tensors) != tensor_count:
         raise ValueError("two tensors have one name")
     return GGUF(path, metadata, tensors, keys, alignment)
 
 
-def _tensor(data: np.ndarray, shape: tuple[int, ...], number: int, offset: int) -> Tensor:
-    try:
-        kind = GGMLQuantizationType(number)
-        block, size = GGML_QUANT_SIZES[kind]
-    except (ValueError, KeyError):
-        return Tensor(f"number {number}", shape, None)
+def _kind_of_q2_0(
+    found: list[tuple[str, tuple[int, ...], int, int]], length: int, alignment: int
+) -> dict[int, tuple[str, int, int]]:
+    """Which of two types the tensors of number 42 have: that whose blocks fill the room of each."""
+    ends = sorted({*(offset for *_, offset in found), length})
+    rooms = [
+        (math.prod(shape), ends[bisect(ends, offset)] - offset)
+        for _, shape, number, offset in found
+        if number == _Q2_0 and offset < length
+    ]
+    fitting = [
+        kind
+        for kind in _OF_BOTH
+        if all(0 <= room - size * kind[2] // kind[1] < alignment for size, room in rooms)
+    ]
+    if rooms and len(fitting) != 1:
+        raise ValueError("its tensors do not say which blocks of Q2_0 they have, of 64 or of 128")
+    return {_Q2_0: fitting[0]}
+
+
+def _tensor(
+    data: np.ndarray, kinds: dict[int, tuple[str, int, int]], shape: tuple[int, ...], number: int,
+    offset: int,
+) -> Tensor:  # fmt: skip
+    if number not in kinds:
+        return Tensor(f"number {number}", shape, None, number)
+    kind, block, size = kinds[number]
     columns, rows = shape[-1], math.prod(shape[:-1])
     if columns % block:
         raise ValueError(f"a tensor's rows of {columns} are not whole blocks of {block}")
     width = columns // block * size
     if offset + rows * width > len(data):
         raise ValueError("it ends within a tensor")
-    return Tensor(kind.name, shape, data[offset : offset + rows * width].reshape(rows, width))
+    return Tensor(kind, shape, data[offset : offset + rows * width].reshape(rows, width), number)

@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from typing import Any
 
-import gguf
 import mlx.core as mx
 import numpy as np
 
@@ -18,7 +17,14 @@ from mesp.models.families import FAMILIES
 from mesp.models.quantization_formats import Quantization
 from mesp.models.tensor_names import name_of_stacked
 from mesp.quantization import least_squares
-from mesp.source_model.gguf.blocks import CARRIED, REQUANTIZED, UNQUANTIZED, WIDE, arrays
+from mesp.source_model.gguf.blocks import (
+    CARRIED,
+    REQUANTIZED,
+    UNQUANTIZED,
+    WIDE,
+    arrays,
+    numbers,
+)
 from mesp.source_model.gguf.header import GGUF, Tensor
 from mesp.source_model.gguf.tensor_names import Names
 
@@ -90,9 +96,11 @@ class GGUFWeights:
             part = sum(self.types[kind] for kind in here) / total
             return f"{part:.1%} of the weights ({', '.join(here)})" if here else ""
 
-        parts = [f"{share(UNQUANTIZED)} quantized"] if share(UNQUANTIZED) else []
         if not self.is_quantized_file:
-            return parts[0]
+            return f"{share(UNQUANTIZED)} quantized"
+        parts = []
+        if share(UNQUANTIZED):
+            parts.append(f"{share(UNQUANTIZED)} quantized to {WIDE.bits} bits")
         if again := share(REQUANTIZED):
             parts.insert(0, f"{again} quantized again to {WIDE.bits} bits")
         if exact := share(tuple(CARRIED)):
@@ -214,7 +222,7 @@ def _numbers(tensor: Tensor, data: np.ndarray) -> mx.array:
         return mx.array(data.view("<u2")).view(mx.bfloat16)
     if tensor.type in UNQUANTIZED:
         return mx.array(data.view("<f4" if tensor.type == "F32" else "<f2"))
-    return mx.array(gguf.dequantize(data, gguf.GGMLQuantizationType[tensor.type]))
+    return mx.array(numbers(tensor.type, data))
 
 
 def _quantization(kind: str) -> Quantization:
