@@ -496,6 +496,8 @@ import Testing
         BadSetting("steps must be at most 1000000") { $0.steps = 1_000_001 },
         BadSetting("momentum must be below 1") { $0.momentum = 1 },
         BadSetting("group_size must be at most 1024") { $0.groupSize = 1025 },
+        BadSetting("loraplus_lr_ratio must be above 0") { $0.loraplusLrRatio = 0 },
+        BadSetting("loraplus_lr_ratio must be 1 with freeze_a") { ($0.freezeA, $0.loraplusLrRatio) = (true, 2) },
         BadSetting("warmup must be less than steps") { $0.warmup = 6 },
         BadSetting("--rank 3") { $0.rank = 3 },
         BadSetting("--seq-len 5") { $0.seqLen = 5 }, BadSetting("learning_rate") { $0.learningRate = -1 },
