@@ -25,7 +25,7 @@ from mesp.bundle.reader import Bundle
 from mesp.commands import data, export
 from mesp.data.encoder import cut_text
 from mesp.data.examples import Split
-from mesp.data.load import DataOptions, make_random_data
+from mesp.data.load import DataOptions, load_additional, make_random_data
 from mesp.data.load import load as load_data
 from mesp.data.python_docs import python_docs
 from mesp.data.tokenizer import load_tokenizer
@@ -72,6 +72,13 @@ def test_folder_with_splits(tokenizer, tmp_path):
     assert list(splits) == ["train", "valid", "test"]
     for split, each in splits.items():
         assert tokenizer.decode(each.tokens[:-1]) == f"{split} " * 50
+
+
+def test_the_words_of_a_text_are_no_columns(tokenizer, tmp_path):
+    text = "A prompt, a completion, what is chosen and what is rejected, and messages. " * 20
+    (tmp_path / "text.txt").write_text(text)
+    split = load_additional(str(tmp_path / "text.txt"), tokenizer, 32, VOCABULARY, {})
+    assert tokenizer.decode(split.tokens[:-1]) == text
 
 
 def test_the_mark_that_windows_begins_a_file_with_is_no_text(tokenizer, tmp_path):

@@ -208,6 +208,22 @@ CASES = {
         ("--optimizer", "adamw8bit", "--max-grad-norm", 0.5, "--offload", "all", *SLOW),
         Recipe(AdamW8bit(1e-3), max_grad_norm=0.5),
     ),
+    "another rate for B, with sgd": (
+        ("--loraplus-lr-ratio", 3, "--momentum", 0.9, "--weight-decay", 0.1, "--warmup", 2),
+        Recipe(
+            SGD(warm_up_and(lambda _: RATE), momentum=0.9, weight_decay=0.1),
+            SGD(warm_up_and(lambda _: 3 * RATE, 3 * RATE), momentum=0.9, weight_decay=0.1),
+        ),
+    ),
+    "another rate for B, with adamw": (
+        ("--loraplus-lr-ratio", 3, "--optimizer", "adamw", "--weight-decay", 0.5, *SLOW,
+         "--max-grad-norm", 0.5, "--offload", "all"),
+        Recipe(ADAMW(1e-3, weight_decay=0.5), ADAMW(3e-3, weight_decay=0.5), max_grad_norm=0.5),
+    ),
+    "another rate for B, with adamw in 8 bits": (
+        ("--loraplus-lr-ratio", 0.5, "--optimizer", "adamw8bit", "--weight-decay", 0.5, *SLOW),
+        Recipe(AdamW8bit(1e-3, weight_decay=0.5), AdamW8bit(5e-4, weight_decay=0.5)),
+    ),
     "cosine": (("--schedule", "cosine"), Recipe(SGD(optim.cosine_decay(RATE, STEPS)))),
     "linear": (("--schedule", "linear"), Recipe(SGD(optim.linear_schedule(RATE, 0, STEPS)))),
     "warm-up": (

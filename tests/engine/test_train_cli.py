@@ -56,6 +56,7 @@ DEFAULTS = {
     "dr_grpo": False,
     "optimizer": "adamw8bit",
     "learning_rate": 0.007 / ARCHITECTURE.hidden_size**0.5,
+    "loraplus_lr_ratio": 1.0,
     "momentum": 0.0,
     "beta1": 0.9,
     "beta2": 0.999,
@@ -160,7 +161,7 @@ SGD |= {"batch-size": 2, "grad-accumulation-steps": 3, "max-grad-norm": 1.5, "nu
 SGD |= {"val-batches": 2, "eval-every": 1, "early-stopping": 4, "save-every": 2}
 SGD |= {"lora-dtype": "bfloat16", "offload": "all", "memory-limit": 60.0, "dropout": 0.1}
 ADAMW = {"steps": 3, "method": "mezo", "mezo-epsilon": 0.01, "optimizer": "adamw", "beta1": 0.5}
-ADAMW |= {"learning-rate": 0.25, "beta2": 0.75, "epsilon": 1e-3, "schedule": "cosine"}
+ADAMW |= {"learning-rate": 0.25, "loraplus-lr-ratio": 16.0, "beta2": 0.75, "epsilon": 1e-3, "schedule": "cosine"}
 
 
 def typed(options: dict) -> list:
@@ -332,6 +333,11 @@ def test_what_a_block_has_no_place_for_is_refused_by_name(
             "--reward does not go together with --dropout: leave out one of them.",
         ),
         (["--mezo-epsilon", 1], "--mezo-epsilon has no use without --method mezo: leave it out."),
+        (
+            ["--freeze-a", "--loraplus-lr-ratio", 2],
+            "--loraplus-lr-ratio has no use with --freeze-a, which trains each B only: set "
+            "--learning-rate.",
+        ),
         (["--warmup", 5], "--warmup 5 does not end within --steps 5."),
         (["--num-layers", 5], "--num-layers 5 is more than the 4 blocks."),
         (

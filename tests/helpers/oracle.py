@@ -26,6 +26,7 @@ class Recipe:
     """The settings of an oracle run; the defaults are mesp-train's."""
 
     optimizer: optim.Optimizer
+    optimizer_of_b: optim.Optimizer | None = None  # where each B has one of its own
     sequences: int = 1  # of a step
     max_grad_norm: float | None = None
     projections: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
@@ -137,9 +138,16 @@ class Oracle:
             if recipe.max_grad_norm:
                 gradients, norm = optim.clip_grad_norm(gradients, recipe.max_grad_norm)
                 trained.norms.append(norm.item())
-            # The optimizer sets the rate of a step while it takes it.
-            parameters = recipe.optimizer.apply_gradients(gradients, parameters)
-            mx.eval(parameters, recipe.optimizer.state)
+            # An optimizer sets the rate of a step while it takes it.
+            of_b = recipe.optimizer_of_b or recipe.optimizer
+            for optimizer in {id(each): each for each in (recipe.optimizer, of_b)}.values():
+                its = {
+                    name: gradient
+                    for name, gradient in gradients.items()
+                    if optimizer is (of_b if name.endswith("lora_b") else recipe.optimizer)
+                }
+                parameters = parameters | optimizer.apply_gradients(its, parameters)
+                mx.eval(parameters, optimizer.state)
             trained.rates.append(recipe.optimizer.learning_rate.item())
             trained.losses.append(loss.item())
         trained.end = parameters

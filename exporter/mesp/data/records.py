@@ -90,9 +90,8 @@ class Document(NamedTuple):
     @property
     def has_messages(self) -> bool:
         """Whether a record of another kind than text has messages, which only a template joins."""
-        return self.kind == "messages" or any(
-            isinstance(self.content[key], list) for key in SAID if key in self.content
-        )
+        content = {} if isinstance(self.content, str) else self.content
+        return self.kind == "messages" or any(isinstance(content.get(key), list) for key in SAID)
 
     @property
     def conversation(self) -> Conversation:

@@ -25,14 +25,14 @@ def shrink(moments: mx.array) -> np.ndarray:
 
 def descend(
     matrix: mx.array, packed: mx.array, scales: mx.array, biases: mx.array, products: np.ndarray,
-    quantization: Quantization,
+    quantization: Quantization, last: int | None = None,
 ) -> mx.array:  # fmt: skip
     """Better codes of W [out, in], packed; its scales and biases stay.
 
     Each in its turn becomes the one that minimizes eᵀ P e of its row's errors e, all else as it is,
-    where P are the `products`.
+    where P are the `products`. Codes go up to `last`; None: to the last that the bits have.
     """
-    size, levels = quantization.group_size, 2**quantization.bits - 1
+    size, levels = quantization.group_size, last or 2**quantization.bits - 1
     squares = np.diagonal(products)
     codes = unpack(packed, quantization.bits).reshape(matrix.shape)
     # By columns of W, so that all rows' codes of one lie together.

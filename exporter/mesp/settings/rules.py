@@ -34,6 +34,11 @@ def check_use(settings: TrainSettings, manifest: Manifest) -> None:
                     f"{name_option(each.name)} has no use without {name_option(other)} "
                     f"{' or '.join(values)}: leave it out."
                 )
+    if settings.freeze_a and settings.loraplus_lr_ratio != 1:
+        raise MespError(
+            "--loraplus-lr-ratio has no use with --freeze-a, which trains each B only: set "
+            "--learning-rate."
+        )
     size = settings.batch_size * settings.grad_accumulation_steps * (settings.group_size or 1)
     if size > MAX_SEQUENCES:
         raise MespError(f"A step of {size:,} sequences is too large: at most {MAX_SEQUENCES:,}.")

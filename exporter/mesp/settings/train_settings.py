@@ -170,6 +170,10 @@ class TrainSettings(Settings):
         default_text="of AdamW 0.007 / √hidden size, of SGD 0.1, a tenth of these with an "
         "objective, a third with a reward; of mezo 1e-4",
     )  # fmt: skip
+    loraplus_lr_ratio: float = setting(
+        float, 1.0, "Learning rate of each B, as a multiple of A's (LoRA+).", above=0,
+        federated=True,
+    )  # fmt: skip
     momentum: float = setting(
         float, 0.0, "Momentum of SGD.", least=0, below=1, federated=True,
         only_with=("optimizer", ("sgd",)),

@@ -98,6 +98,16 @@ package struct LoRALayout {
             })
     }
 
+    /// The factors of the parameters' learning rate, float32 `[P]`: 1 of A and `ratio` of B; nil where all are 1. A is trained.
+    package func rateFactors(ofB ratio: Float) -> MLXArray? {
+        guard ratio != 1 else { return nil }
+        let factors: [MLXArray] = modules.flatMap { module in
+            let (a, b) = shapes(module)
+            return [(Float(1), a), (ratio, b)].map { broadcast(MLXArray($0), to: [$1.reduce(1, *)]) }
+        }
+        return concatenated(factors)
+    }
+
     // MARK: - Vectors of all the block's modules
 
     /// The layout that the block function takes: with all linear layers, and all of the experts' matrices if this one has any.

@@ -62,6 +62,8 @@ public struct RunSettings: Codable, Sendable, Equatable {
     /// Learning rate, before the schedule; nil: of AdamW 0.007 / √hidden size, of SGD 0.1, a tenth of these with an
     /// objective, a third with a reward; of mezo 1e-4.
     package var learningRate: Float?
+    /// Learning rate of each B, as a multiple of A's (LoRA+).
+    package var loraplusLrRatio: Float = 1
     /// Momentum of SGD.
     package var momentum: Float = 0
     /// AdamW's β₁.
@@ -155,6 +157,7 @@ extension RunSettings {
         try requireRange("group_size", groupSize, least: 2, most: 1_024)
         try requireRange("max_tokens", maxTokens, least: 1, most: 1_000_000)
         try requireRange("learning_rate", learningRate, above: 0)
+        try requireRange("loraplus_lr_ratio", loraplusLrRatio, above: 0)
         try requireRange("momentum", momentum, least: 0, below: 1)
         try requireRange("beta1", beta1, least: 0, below: 1)
         try requireRange("beta2", beta2, least: 0, below: 1)
@@ -179,9 +182,9 @@ extension RunSettings {
     /// The keys that the server of a federation may set; none is a path.
     package static let federated: Set<String> = [
         "steps", "method", "seq_len", "batch_size", "grad_accumulation_steps", "seed", "rank", "alpha", "rslora",
-        "projections", "num_layers", "lora_dtype", "freeze_a", "dropout", "optimizer", "learning_rate", "momentum",
-        "beta1", "beta2", "epsilon", "weight_decay", "schedule", "warmup", "max_grad_norm", "skip_bad_steps",
-        "mezo_epsilon", "memory_limit_mb", "offload",
+        "projections", "num_layers", "lora_dtype", "freeze_a", "dropout", "optimizer", "learning_rate",
+        "loraplus_lr_ratio", "momentum", "beta1", "beta2", "epsilon", "weight_decay", "schedule", "warmup",
+        "max_grad_norm", "skip_bad_steps", "mezo_epsilon", "memory_limit_mb", "offload",
     ]
 
     /// Takes the settings that may change when a run is resumed: no result depends on them.

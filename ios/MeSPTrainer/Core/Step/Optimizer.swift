@@ -48,18 +48,22 @@ struct Optimizer {
     ///     SGD     g ← g + λ w,   m ← μ m + g,   w ← w − η m
     ///     AdamW   m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²,   w ← (1 − η λ) w − η m / (√v + ε)
     ///
+    /// With LoRA+ each parameter has a rate η f of its own.
+    ///
     /// AdamW is without bias correction, MLX's default. In 8 bits, w moves by m and v as they are before they are rounded.
     /// - Parameters:
     ///   - w, g: parameters and gradient, float32 `[P]`
     ///   - rate: η
-    func update(_ w: MLXArray, _ g: MLXArray, block: Int, rate: Float) throws -> Update {
+    ///   - factors: f, float32 `[P]`; nil: 1
+    func update(_ w: MLXArray, _ g: MLXArray, block: Int, rate: Float, factors: MLXArray?) throws -> Update {
         let s = settings
+        func scaled(_ step: MLXArray) -> MLXArray { factors.map { $0 * step } ?? step }
         switch s.effectiveOptimizer {
         case .sgd:
             var m = s.weightDecay > 0 ? g + s.weightDecay * w : g
             let previous = try first?.read(block)
             if let previous { m = s.momentum * previous + m }
-            return Update(w: w - rate * m, first: previous == nil ? nil : m, second: nil)
+            return Update(w: w - scaled(rate * m), first: previous == nil ? nil : m, second: nil)
         case .adamw, .adamw8bit:
             guard var m = try first?.read(block), var v = try second?.read(block) else {
                 preconditionFailure("AdamW was made without its moments")
@@ -70,7 +74,9 @@ struct Optimizer {
             }
             m = s.beta1 * m + (1 - s.beta1) * g
             v = s.beta2 * v + (1 - s.beta2) * g.square()
-            let new = w * (1 - rate * s.weightDecay) - rate * m / (v.sqrt() + s.epsilon)
+            let decay = rate * s.weightDecay
+            let decayed = factors.map { w * (1 - decay * $0) } ?? w * (1 - decay)
+            let new = decayed - scaled(rate * m / (v.sqrt() + s.epsilon))
             return Update(w: new, first: maps?.first.quantized(m) ?? m, second: maps?.second.quantized(v) ?? v)
         }
     }

@@ -66,7 +66,8 @@ package final class Updates {
                 gradient = gradient + mu * (old - layout.trained(in: start))
             }
             let rate = settings.learningRate(step: number, of: model.bundle.architecture)
-            var update = try optimizer.update(old, gradient, block: block, rate: rate)
+            var update = try optimizer.update(
+                old, gradient, block: block, rate: rate, factors: layout.rateFactors(ofB: settings.loraplusLrRatio))
             update.w = layout.replacing(in: parameters, trained: update.w)
             if settings.loraDtype == .bfloat16 {
                 update.w = stochasticallyRounded(update.w, key: MLXRandom.split(key: key).0)

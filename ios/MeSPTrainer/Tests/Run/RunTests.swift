@@ -518,6 +518,8 @@ import Testing
         BadSetting("method must be mesp with dropout") { ($0.dropout, $0.method) = (0.1, .mebp) },
         BadSetting("objective must be left out with dropout") { ($0.dropout, $0.objective) = (0.1, .dpo) },
         BadSetting("group_size must be left out with dropout") { ($0.dropout, $0.groupSize) = (0.1, 2) },
+        BadSetting("loraplus_lr_ratio must be above 0") { $0.loraplusLrRatio = 0 },
+        BadSetting("loraplus_lr_ratio must be 1 with freeze_a") { ($0.freezeA, $0.loraplusLrRatio) = (true, 2) },
         BadSetting("warmup must be less than steps") { $0.warmup = 6 },
         BadSetting("--rank 3") { $0.rank = 3 },
         BadSetting("--seq-len 5") { $0.seqLen = 5 }, BadSetting("learning_rate") { $0.learningRate = -1 },

@@ -102,6 +102,38 @@ import Testing
         }
     }
 
+    /// LoRA+: A moves as at its rate, and B as at that times the ratio. The ratio is a power of two, so that both round alike.
+    @Test(arguments: Fixture.cases, RunSettings.OptimizerKind.allCases)
+    func aAndBHaveRatesOfTheirOwn(_ folder: URL, _ optimizer: RunSettings.OptimizerKind) throws {
+        let fixture = try Fixture(folder, "gradients")
+        // How MeBP and MeZO update is the same for every family.
+        let isPlain = folder.lastPathComponent.hasPrefix("tied")
+        for method in isPlain ? GradientMethod.allCases : [.mesp] {
+            func matrices(rate: Float, ratio: Float) throws -> [LoRAMatrices] {
+                let trainer = try fixture.trainer(method) {
+                    ($0.optimizer, $0.learningRate, $0.weightDecay) = (optimizer, rate, 0.5)
+                    ($0.loraplusLrRatio, $0.momentum) = (ratio, optimizer == .sgd ? 0.9 : 0)
+                }
+                for (block, layout) in trainer.model.layouts.enumerated() {
+                    try trainer.model.lora.write(layout.part(of: try fixture.array("lora.\(block)")), block)
+                }
+                _ = try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: 0)
+                return try trainer.model.trained.flatMap { block in
+                    let (layout, vector) = (trainer.model.layouts[block], try trainer.model.parameters(block))
+                    return layout.modules.map { layout.matrices($0, in: vector) }
+                }
+            }
+            let rate: Float = method == .mezo ? 1e-5 : 1e-3
+            let found = try matrices(rate: rate, ratio: 16)
+            let (slow, fast) = (try matrices(rate: rate, ratio: 1), try matrices(rate: 16 * rate, ratio: 1))
+            for (index, each) in found.enumerated() {
+                #expect(each.a.arrayEqual(slow[index].a).item(Bool.self))
+                #expect(each.b.arrayEqual(fast[index].b).item(Bool.self))
+                #expect(!each.b.arrayEqual(slow[index].b).item(Bool.self))
+            }
+        }
+    }
+
     /// The peak of a step falls by at least the size of the vectors that the run does not have, and the planner counts them.
     @Test(
         arguments: [
