@@ -40,7 +40,8 @@ print("|---|---|" + names.map { _ in "---|" }.joined())
 for groupSize in [32, 64, 128] {
     let matrices = widths.map { Matrix(bits: $0, groupSize: groupSize) }
     // Each in its turn, and the least of its times, as the machine may have other work: of wall time, which several threads share.
-    var least = Array(repeating: Array(repeating: Duration.seconds(1), count: inputsOfProducts.count), count: widths.count)
+    var least = Array(
+        repeating: Array(repeating: Duration.seconds(1), count: inputsOfProducts.count), count: widths.count)
     for round in 0..<40 {
         for (j, (transpose, x)) in inputsOfProducts.enumerated() where round % 2 == 0 || x.dim(0) < 256 {
             for (i, matrix) in matrices.enumerated() {
