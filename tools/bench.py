@@ -19,6 +19,7 @@ Tables, each with its own defaults for the options that apply to it:
   generation    tokens a second of prompts and of decoding, beside mlx-lm's and llama.cpp's
   functions     a step on a phone's GPU with a bundle's block functions, and without
   adapters      tokens a second with several adapters at once, and the memory of these
+  bits          a step on weights of 3 and 2 bits beside 4, also with too little memory for these
   h             what storing h = xA would take, and what recomputing it costs
   mezo-quality  MeZO's estimate of each block's gradient against the exact gradient
   preferences   a step on preference data by objective, beside a supervised one

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from mesp.bundle.reader import Bundle
 from mesp.bundle.rewriter import link
 from mesp.errors import MespError
 from mesp.models.short_names import KNOWN
+from mesp.source_model.find import find_source
 from studies.benchmarks.machine import cpu
 
 DEVICE = "cpu"  # that bundles are exported for and run on; a table with another only counts
@@ -43,9 +46,10 @@ class Cell(NamedTuple):
 
 
 def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[Cell]:
-    """Every model with every length and rank of a table's options, its bundle ready."""
+    """Every model with every length and rank of a table's options, its bundle ready; of a table
+    with quantizations, in each of them."""
     cells = []
-    for model in options["models"]:
+    for model in quantized_models(options, work):
         bundle = Path(model)
         if not (bundle / "manifest.json").is_file():
             bundle = export(model, options, layers, work)
@@ -60,6 +64,26 @@ def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[
     return cells
 
 
+def quantized_models(options: dict[str, Any], work: Path) -> Iterator[str]:
+    """The table's models; with quantizations, folders with each geometry's config.json, as models
+    in MLX's format have it where all matrices are in these bits and groups."""
+    for model in options["models"]:
+        if "quantizations" not in options:
+            yield model
+            continue
+        if (Path(model) / "manifest.json").is_file():
+            raise MespError(f"{model} is a bundle: this table quantizes geometries itself.")
+        config = find_source(model, random_weights=True).config
+        for bits, group_size in options["quantizations"]:
+            folder = work / "geometries" / f"{Path(model).name}-{bits}bit-{group_size}"
+            folder.mkdir(parents=True, exist_ok=True)
+            quantization = {"quantization": {"bits": bits, "group_size": group_size}}
+            text, file = json.dumps(config | quantization), folder / "config.json"
+            if not file.exists() or file.read_text(encoding="utf-8") != text:
+                file.write_text(text, encoding="utf-8")
+            yield str(folder)
+
+
 def export(model: str, options: dict[str, Any], layers: int | None, work: Path) -> Path:
     """The model's bundle in `work`: with its weights where the table is about what is learned,
     from data, or it is the demo model or a GGUF file; otherwise with random ones.
@@ -70,16 +94,17 @@ def export(model: str, options: dict[str, Any], layers: int | None, work: Path) 
     learns = "data" in options
     data = options["data"] or "python-docs" if learns else None
     device = options.get("device", DEVICE)
-    parts = [model.strip("/").replace("/", "-"), layers and f"{layers}-blocks", data and "data"]
+    name = Path(model).name if "quantizations" in options else model.strip("/").replace("/", "-")
+    parts = [name, layers and f"{layers}-blocks", data and "data"]
     parts += [device] if device != DEVICE else []
     path = work / ("-".join(part for part in parts if part) + ".mesp")
-    if model in KNOWN:
+    if model in KNOWN or "quantizations" in options:
         with suppress(MespError):
             manifest = read_manifest(path, to_run=device == DEVICE)
             seq_lens, ranks = seq_lens | {*manifest.seq_lens}, ranks | {*manifest.ranks}
             written = (path / "manifest.json").stat().st_mtime
-            code = Path(mesp.__file__).parent.rglob("*.py")
-            current = all(file.stat().st_mtime < written for file in code)
+            sources = [*Path(mesp.__file__).parent.rglob("*.py"), *Path(model).glob("config.json")]
+            current = all(file.stat().st_mtime < written for file in sources)
             covered = (sorted(seq_lens), sorted(ranks)) == (
                 [*manifest.seq_lens],
                 [*manifest.ranks],
@@ -92,6 +117,7 @@ def export(model: str, options: dict[str, Any], layers: int | None, work: Path) 
         command += [option, ",".join(map(str, sorted(numbers)))]
     command += ["--layers", layers] if layers else []
     command += ["--data", data] if data else []
+    command += ["--quantize", "nearest"] if "quantizations" in options else []
     command += [] if model == "demo" or learns or model.endswith(".gguf") else ["--random-weights"]
     program = [sys.executable, "-c", "from mesp.commands.export import main; main()"]
     done = subprocess.run(

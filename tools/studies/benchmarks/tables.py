@@ -22,6 +22,7 @@ from mesp.engine.process import find_count
 from mesp.errors import MespError
 from mesp.settings.optimizer_defaults import choose_learning_rate, choose_optimizer
 from studies.benchmarks import paper
+from studies.benchmarks.bits import HELD, QUANTIZATIONS, measure_bits
 from studies.benchmarks.cells import Cell, Row, find_cells, without_functions
 from studies.benchmarks.columns import SIZE, grouped
 from studies.benchmarks.generation import measure_adapters, measure_generation
@@ -95,6 +96,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "packing": {**_SIZE, "seq_lens": (64, 128, 256, 512), "steps": 24},
     "generation": {**_SIZE, "seq_lens": (128,), "steps": 128, "threads": (), "llama": None},
     "adapters": {**_SIZE, "seq_lens": (128,), "steps": 128, "threads": ()},
+    "bits": {**_SIZE, "layers": (), "steps": 5, "quantizations": QUANTIZATIONS},
     "packing-gpu": {
         "models": SIZES[:1],
         "seq_lens": (64, 128, 256, 512),
@@ -404,6 +406,18 @@ def adapters_rows(bench: Bench) -> Iterator[Row]:
             yield from measure_adapters(cell, bench.steps, threads, bench.work, tell)
 
 
+def bits_rows(bench: Bench) -> Iterator[Row]:
+    """Rows for each quantization of each geometry, those of a geometry together."""
+    cells, count = bench.cells(), len(bench.options["quantizations"])
+    each = len(bench.options["seq_lens"]) * len(bench.options["ranks"])
+    for start in range(0, len(cells), count * each):
+        for size in range(each):
+            these = cells[start : start + count * each][size::each]
+            tell = bench.doing(these[0], "fewer bits")
+            rounds = min(ROUNDS, bench.steps)
+            yield from measure_bits(these, bench.steps, rounds, bench.work, tell)
+
+
 def preferences_rows(bench: Bench) -> Iterator[Row]:
     """A row for supervised steps and one for each objective."""
     for cell in bench.cells():
@@ -520,6 +534,15 @@ bits, the others in float32. mlx-lm's linear layers are MLX's own.""",
         """Prompts of random tokens and so many of the likeliest after them with several adapters
 at once, medians of rounds that alternate. Beyond none: the peak without that of the base model.
 Predicted: the adapters' matrices.""",
+    ),
+    "bits": Kind(
+        bits_rows,
+        None,
+        ("peak MB", "s/step"),
+        f"""Steps by MeSP with SGD on random weights, all matrices quantized to the bits and groups
+in the name: medians of runs that alternate. Of 4 bits: of the first of these lines. Of memory: in a
+control group that holds {HELD:.0%} of what 4 bits take, with the cache of what is read; the files
+were not in memory before. Read: from the disk, a step.""",
     ),
     "preferences": Kind(
         preferences_rows,

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -72,6 +74,15 @@ float factor(const PackedMatrix &w, ptrdiff_t index) {
 /// Reads 16 codes of so many bits, the lowest bits first, the `last` ones of a group or others.
 template <int bits, bool last = true>
 INLINE void read_codes(const uint8_t *packed, Words &codes) {
+    if constexpr (bits == 2) {
+        // One word has them all.
+        uint32_t word;
+        std::memcpy(&word, packed, sizeof word);
+        Words shifts;
+        for (int i = 0; i < 16; i++) shifts[i] = 2 * i;
+        codes = (Words{} + word) >> shifts & 3;
+        return;
+    }
     // Two loads, of 8 and 4 bytes for example, take longer than one of 16. A group of 32 or more codes has these 16 bytes, from the
     // codes on or, of the last codes, up to their end.
     constexpr int size = (bits & (bits - 1)) == 0 ? 2 * bits : 16, before = last ? size - 2 * bits : 0;
@@ -159,117 +170,56 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
 /// The number of rows of W that go together with this many of x, at most 4: their sums fit into the 16 registers of AVX2.
 constexpr int rows_at_once(int most) { return most > 1 ? 1 : 2; }
 
-/// The rows of W from `row` on, as many as go together and are before `end`, times `count` ≤ `most` rows of x, into `y`, whose rows are
-/// `rows` numbers long. The order of a sum does not depend on `most`: a row of x gives the same numbers whichever others come with it.
-template <int bits, int most>
-INLINE void multiply_block(
-    const PackedMatrix &w, ptrdiff_t row, ptrdiff_t end, int columns, const float *x, int stride, int count, float *y,
-    ptrdiff_t rows) {
-    constexpr int block = rows_at_once(most);
-    const uint8_t *codes[block];
-    const float *scales[block], *biases[block];
-    for (int r = 0; r < block; r++) {
-        const ptrdiff_t index = std::min(row + r, end - 1);
-        codes[r] = w.codes + index * w.codes_stride;
-        scales[r] = static_cast<const float *>(w.scales) + index * w.scales_stride;
-        biases[r] = w.biases + index * w.scales_stride;
-    }
-    const float *inputs[most];
-    for (int i = 0; i < most; i++) inputs[i] = x + ptrdiff_t(std::min(i, count - 1)) * stride;
-
-    Floats sums[block][most] = {};
-    for (int group = 0, start = 0; start < columns; group++, start += w.group_size) {
-        const auto add = [&]<bool last>(int column, std::bool_constant<last>) __attribute__((always_inline)) {
-            Floats weights[block];
-#pragma unroll
-            for (int r = 0; r < block; r++) {
-                Words sixteen;
-                read_codes<bits, last>(codes[r] + column / 8 * bits, sixteen);
-                weights[r] = __builtin_convertvector(sixteen, Floats) * scales[r][group] + biases[r][group];
-            }
-#pragma unroll
-            for (int i = 0; i < most; i++) {
-                Floats in;
-                std::memcpy(&in, inputs[i] + column, sizeof in);
-#pragma unroll
-                for (int r = 0; r < block; r++) {
-#pragma clang fp contract(fast)
-                    sums[r][i] = weights[r] * in + sums[r][i];
-                }
-            }
-        };
-        const int last = start + w.group_size - 16;
-        for (int column = start; column < last; column += 16) add(column, std::false_type());
-        add(last, std::true_type());
-    }
-    for (int r = 0; r < std::min<ptrdiff_t>(block, end - row); r++) {
-        for (int i = 0; i < count; i++) {
-            SUM(sum, sums[r][i])
-            y[i * rows + row + r] = sum;
-        }
-    }
-}
-
+/// The codes in a word of 32 bits of W. One that crosses from a word into the next is two fields of so many bits, as its number is the sum of both.
+/// Shifted by the bits that the word before has of its first code, all words have their first `whole` fields in the same places, and that of a
+/// first code is what belongs to it. What is left is one field up to the word's end, and in some words a code before that, the `extra` one.
 template <int bits>
-INLINE void multiply_rows(
-    const PackedMatrix &w, int first, int end, int columns, const float *x, int stride, int m, float *y, int rows) {
-    const auto multiply = [&]<int most>(int i, std::integral_constant<int, most>) __attribute__((always_inline)) {
-        for (ptrdiff_t row = first; row < end; row += rows_at_once(most)) {
-            multiply_block<bits, most>(
-                w, row, end, columns, x + ptrdiff_t(i) * stride, stride, std::min(m - i, most), y + ptrdiff_t(i) * rows,
-                rows);
-        }
-    };
-    for (int i = 0; i < m; i += 4) {
-        switch (m - i) {
-            case 1: multiply(i, std::integral_constant<int, 1>()); break;
-            case 2: multiply(i, std::integral_constant<int, 2>()); break;
-            default: multiply(i, std::integral_constant<int, 4>());
-        }
-    }
-}
+struct Fields {
+    /// The words after which all of it repeats.
+    static constexpr int period = bits / std::gcd(bits, 32);
+    static constexpr int whole = 31 / bits, most_shifted = bits - std::gcd(bits, 32);
+    static constexpr int extra_bit = whole * bits - most_shifted, extra = 32 - extra_bit > bits, slots = whole + extra + 1;
 
-/// y = x Wᵀ for the rows `first` ..< `end` of an affine W: x [m, columns], y [m, rows]
-FOR_EACH_CPU
-void multiply_few(
-    const PackedMatrix &w, int first, int end, int columns, const float *x, int stride, int m, float *y, int rows) {
-    switch (w.bits) {
-        case 3: return multiply_rows<3>(w, first, end, columns, x, stride, m, y, rows);
-        case 5: return multiply_rows<5>(w, first, end, columns, x, stride, m, y, rows);
-        default: return multiply_rows<6>(w, first, end, columns, x, stride, m, y, rows);
-    }
-}
+    static constexpr int shift(int word) { return 32 * word % bits; }
+    static constexpr bool has_extra(int word) { return extra && shift(word) == most_shifted; }
+    /// The first bit of the last field.
+    static constexpr int last_bit(int word) { return whole * bits - shift(word) + has_extra(word) * bits; }
+};
 
-// MARK: - Few rows of x, codes that do not cross a word
-
-/// x for W of 2, 4 or 8 bits, whose words hold 32 / bits codes. A block is 16 words: of these, the numbers that belong to the first code of
-/// each word come first, then those of the second, so that a mask gives 16 codes for 16 numbers of x. The k-th code is taken where it is, times
-/// 2^(bits · k), so that its number is divided by that; the last one is shifted, as an integer has a sign there. A row's last block is its last
-/// 16 words, with zeros for those that the block before has too.
+/// x as it is multiplied with a block of W, 16 words: of these, the numbers that belong to the first field of each word come first, then those of
+/// the second, so that a mask gives 16 fields for 16 numbers of x. A field is taken where it is, times a power of two, by which its number is
+/// divided; the last one is shifted, as an integer has a sign there. A row's last block is its last 16 words, with zeros for those that the block
+/// before has too.
 struct FewRows {
+    /// In the order of a vector in memory, for whole lines of a cache.
+    struct alignas(64) Sixteen {
+        float numbers[16] = {};
+    };
+
     /// The words of a row of W, and its blocks.
     int words, blocks;
-    /// [m, blocks, 32 / bits, 16]
-    std::vector<float> numbers;
-    /// Of the numbers of each word, [m, blocks, 16].
-    std::vector<float> sums;
+    /// [m, blocks, slots]
+    std::vector<Sixteen> numbers;
+    /// Of the numbers whose codes begin in each word, [m, blocks].
+    std::vector<Sixteen> sums;
 
-    FewRows(const float *x, int stride, int m, int columns, int bits)
-        : words(columns * bits / 32), blocks((words + 15) / 16), numbers(size_t(m) * blocks * (512 / bits)),
-          sums(size_t(m) * blocks * 16) {
-        const int codes = 32 / bits;
-        float factors[16];
-        for (int code = 0; code < codes; code++) factors[code] = std::ldexp(1.0f, code < codes - 1 ? -bits * code : 0);
-        float *out = numbers.data(), *sum = sums.data();
+    template <int bits>
+    FewRows(const float *x, int stride, int m, int columns, std::integral_constant<int, bits>)
+        : words(columns * bits / 32), blocks((words + 15) / 16), numbers(size_t(m) * blocks * Fields<bits>::slots),
+          sums(size_t(m) * blocks) {
+        using Fields = Fields<bits>;
+        float factors[Fields::whole + 1];
+        for (int slot = 0; slot < Fields::whole; slot++) factors[slot] = std::ldexp(1.0f, -bits * slot);
+        factors[Fields::whole] = std::ldexp(1.0f, -Fields::extra_bit);
+        Sixteen *out = numbers.data(), *sum = sums.data();
         for (int row = 0; row < m; row++) {
-            for (int block = 0; block < blocks; block++, out += 16 * codes, sum += 16) {
-                const int first = first_word(block);
+            for (int block = 0; block < blocks; block++, out += Fields::slots, sum++) {
                 for (int word = block * 16; word < std::min(words, block * 16 + 16); word++) {
-                    const float *in = x + ptrdiff_t(row) * stride + word * codes;
-                    for (int code = 0; code < codes; code++) {
-                        out[code * 16 + word - first] = in[code] * factors[code];
-                        sum[word - first] += in[code];
-                    }
+                    const int lane = word - first_word(block), before_last = Fields::whole + Fields::has_extra(word);
+                    const float *in = x + ptrdiff_t(row) * stride + 32 * word / bits;
+                    for (int slot = 0; slot < before_last; slot++) out[slot].numbers[lane] = in[slot] * factors[slot];
+                    out[Fields::slots - 1].numbers[lane] = in[before_last];
+                    for (int code = Fields::shift(word) > 0; code <= before_last; code++) sum->numbers[lane] += in[code];
                 }
             }
         }
@@ -278,25 +228,28 @@ struct FewRows {
     int first_word(int block) const { return std::max(0, std::min(block * 16, words - 16)); }
 };
 
-/// 16 numbers, one for each word of a block, from `per_block` groups, or as many as the row has.
-#define BY_WORD(result, of_row, group, have)                                                                  \
+/// 16 numbers, one for each word of a block, of `groups` ones, the groups that it has codes of: two equal loads, of which the second may repeat
+/// some of the first's. `of_word`: the group of the i-th word.
+#define BY_WORD(result, numbers, groups, of_word)                                                             \
     {                                                                                                         \
-        Floats read{};                                                                                        \
-        std::memcpy(&read, of_row + group, (have < per_block ? have : per_block) * sizeof(float));            \
+        constexpr int size = int(std::bit_floor(unsigned(groups))), rest = groups - size;                     \
+        Floats read{}, other{};                                                                               \
+        std::memcpy(&read, numbers, size * sizeof(float));                                                    \
+        if (rest > 0) std::memcpy(&other, numbers + rest, size * sizeof(float));                              \
         [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {                      \
-            result = __builtin_shufflevector(read, read, i * per_block / 16 ...);                             \
+            result = __builtin_shufflevector(read, other, (of_word < size ? of_word : 16 + of_word - rest)...); \
         }(std::make_integer_sequence<int, 16>());                                                             \
     }
 
-/// As `multiply_block`, by Σ (scale · code + bias) x = scale Σ code · x + bias Σ x over the codes of each word. `per_block`: the groups of a block,
-/// or 1 where one is longer.
-template <int bits, int per_block, int most, bool is_short>
-INLINE void multiply_words(
+/// The rows of W from `row` on, as many as go together and are before `end`, times `count` ≤ `most` rows of x from `first` on, into `y`, whose rows
+/// are `rows` numbers long: by Σ (scale · code + bias) x = scale Σ code · x + bias Σ x over the codes of each word. The order of a sum does not
+/// depend on `most`: a row of x gives the same numbers whichever others come with it.
+template <int bits, int group_size, int most, bool is_short>
+INLINE void multiply_block(
     const PackedMatrix &w, ptrdiff_t row, ptrdiff_t end, const FewRows &x, int first, int count, float *y,
     ptrdiff_t rows) {
-    constexpr int block = rows_at_once(most), codes = 32 / bits;
-    // Of a row with less than a block.
-    const int size = is_short ? x.words * 4 : 64, have = is_short ? x.words * codes / w.group_size : per_block;
+    using Fields = Fields<bits>;
+    constexpr int block = rows_at_once(most), slots = Fields::slots, group_words = group_size * bits / 32;
     const uint8_t *packed[block];
     const float *scales[block], *biases[block];
     for (int r = 0; r < block; r++) {
@@ -305,56 +258,75 @@ INLINE void multiply_words(
         scales[r] = static_cast<const float *>(w.scales) + index * w.scales_stride;
         biases[r] = w.biases + index * w.scales_stride;
     }
-    const float *inputs[most], *input_sums[most];
+    const FewRows::Sixteen *inputs[most], *input_sums[most];
     for (int i = 0; i < most; i++) {
-        const ptrdiff_t index = ptrdiff_t(first + std::min(i, count - 1)) * x.blocks * 16;
-        inputs[i] = x.numbers.data() + index * codes;
+        const ptrdiff_t index = ptrdiff_t(first + std::min(i, count - 1)) * x.blocks;
+        inputs[i] = x.numbers.data() + index * slots;
         input_sums[i] = x.sums.data() + index;
     }
     Floats sums[block][most] = {};
-    for (int b = 0; b < x.blocks; b++) {
+    const auto add_block = [&]<int variant>(int b, std::integral_constant<int, variant>) __attribute__((always_inline)) {
 #pragma clang fp contract(fast)
-        const int first_word = x.first_word(b), group = first_word * codes / w.group_size;
-        Words sixteen[block];
+        const int first_word = x.first_word(b), group = first_word / group_words;
+        Words shifts, lasts;
+        [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+            shifts = Words{uint32_t(Fields::shift(16 * variant + i))...};
+            lasts = Words{uint32_t(Fields::last_bit(16 * variant + i))...};
+        }(std::make_integer_sequence<int, 16>());
+        Words sixteen[block], shifted[block];
         Floats products[block][most] = {};
 #pragma unroll
         for (int r = 0; r < block; r++) {
             if (is_short) sixteen[r] = Words{};
-            std::memcpy(&sixteen[r], packed[r] + first_word * 4, size);
+            // Of a row with less than a block.
+            std::memcpy(&sixteen[r], packed[r] + first_word * 4, is_short ? x.words * 4 : 64);
+            shifted[r] = sixteen[r] << shifts;
             // The rows after these: processors that fetch ahead stop at the end of a page of memory.
             __builtin_prefetch(packed[r] + first_word * 4 + block * w.codes_stride);
             __builtin_prefetch(scales[r] + group + block * w.scales_stride);
             __builtin_prefetch(biases[r] + group + block * w.scales_stride);
         }
-        const auto add = [&](int code) __attribute__((always_inline)) {
+        const auto add = [&](int slot) __attribute__((always_inline)) {
+            constexpr uint32_t mask = (1u << bits) - 1;
             Floats weights[block];
 #pragma unroll
             for (int r = 0; r < block; r++) {
-                const Words one = code == codes - 1 ? sixteen[r] >> (32 - bits)
-                                                    : sixteen[r] & (((1u << bits) - 1) << (bits * code));
+                const Words one = slot < Fields::whole ? shifted[r] & mask << bits * slot
+                                  : slot < slots - 1   ? sixteen[r] & mask << Fields::extra_bit
+                                                       : sixteen[r] >> lasts;
                 weights[r] = __builtin_convertvector((Signed)one, Floats);
             }
 #pragma unroll
             for (int i = 0; i < most; i++) {
                 Floats in;
-                std::memcpy(&in, inputs[i] + code * 16, sizeof in);
+                std::memcpy(&in, inputs[i] + slot, sizeof in);
 #pragma unroll
                 for (int r = 0; r < block; r++) products[r][i] = weights[r] * in + products[r][i];
             }
         };
         if constexpr (most <= 2) {
 #pragma unroll
-            for (int code = 0; code < codes; code++) add(code);
+            for (int slot = 0; slot < Fields::whole; slot++) add(slot);
         } else {
-            // Unrolled, the weights of several codes would not fit into the registers.
+            // Unrolled, the weights of several slots would not fit into the registers.
 #pragma clang loop unroll(disable)
-            for (int code = 0; code < codes; code++) add(code);
+            for (int slot = 0; slot < Fields::whole; slot++) add(slot);
         }
 #pragma unroll
+        for (int slot = Fields::whole; slot < slots; slot++) add(slot);
+#pragma unroll
         for (int r = 0; r < block; r++) {
+            constexpr int start = 16 * variant % group_words, groups = (start + 15) / group_words + 1;
             Floats scale, bias;
-            BY_WORD(scale, scales[r], group, have)
-            BY_WORD(bias, biases[r], group, have)
+            if constexpr (is_short) {
+                for (int i = 0; i < 16; i++) {
+                    const int of_word = std::min(i, x.words - 1) / group_words;
+                    scale[i] = scales[r][of_word], bias[i] = biases[r][of_word];
+                }
+            } else {
+                BY_WORD(scale, (scales[r] + group), groups, ((start + i) / group_words))
+                BY_WORD(bias, (biases[r] + group), groups, ((start + i) / group_words))
+            }
 #pragma unroll
             for (int i = 0; i < most; i++) {
                 Floats sum;
@@ -363,9 +335,20 @@ INLINE void multiply_words(
             }
         }
         for (int i = 0; i < most; i++) {
-            inputs[i] += 16 * codes;
-            input_sums[i] += 16;
+            inputs[i] += slots;
+            input_sums[i]++;
         }
+    };
+    if constexpr (is_short) {
+        add_block(0, std::integral_constant<int, 0>());
+    } else {
+        for (int b = 0; b < x.blocks - 1;) {
+            [&]<int... variant>(std::integer_sequence<int, variant...>) __attribute__((always_inline)) {
+                ((b < x.blocks - 1 ? add_block(b++, std::integral_constant<int, variant>()) : void()), ...);
+            }(std::make_integer_sequence<int, Fields::period>());
+        }
+        // A row ends with a group, as 16 · period words do.
+        add_block(x.blocks - 1, std::integral_constant<int, Fields::period - 1>());
     }
     for (int r = 0; r < std::min<ptrdiff_t>(block, end - row); r++) {
         for (int i = 0; i < count; i++) {
@@ -375,15 +358,14 @@ INLINE void multiply_words(
     }
 }
 
-/// `multiply_few` for 2, 4 and 8 bits.
-template <int bits, int per_block>
-INLINE void multiply_rows_by_words(
+template <int bits, int group_size>
+INLINE void multiply_rows(
     const PackedMatrix &w, int first, int end, const FewRows &x, int m, float *y, int rows) {
     const auto multiply = [&]<int most, bool is_short>(
                               int i, std::integral_constant<int, most>,
                               std::bool_constant<is_short>) __attribute__((always_inline)) {
         for (ptrdiff_t row = first; row < end; row += rows_at_once(most)) {
-            multiply_words<bits, per_block, most, is_short>(
+            multiply_block<bits, group_size, most, is_short>(
                 w, row, end, x, i, std::min(m - i, most), y + ptrdiff_t(i) * rows, rows);
         }
     };
@@ -400,18 +382,40 @@ INLINE void multiply_rows_by_words(
     }
 }
 
+/// y = x Wᵀ for the rows `first` ..< `end` of an affine W: x [m, columns], y [m, rows]
+template <int bits>
+INLINE void multiply_groups(
+    const PackedMatrix &w, int first, int end, const FewRows &x, int m, float *y, int rows) {
+    switch (w.group_size) {
+        case 32: return multiply_rows<bits, 32>(w, first, end, x, m, y, rows);
+        case 64: return multiply_rows<bits, 64>(w, first, end, x, m, y, rows);
+        default: return multiply_rows<bits, 128>(w, first, end, x, m, y, rows);
+    }
+}
+
 FOR_EACH_CPU
-void multiply_few_by_words(const PackedMatrix &w, int first, int end, const FewRows &x, int m, float *y, int rows) {
-    // The groups of 16 words.
-    switch (w.bits * 1000 + w.group_size) {
-        case 2032: return multiply_rows_by_words<2, 8>(w, first, end, x, m, y, rows);
-        case 2064: return multiply_rows_by_words<2, 4>(w, first, end, x, m, y, rows);
-        case 2128: return multiply_rows_by_words<2, 2>(w, first, end, x, m, y, rows);
-        case 4032: return multiply_rows_by_words<4, 4>(w, first, end, x, m, y, rows);
-        case 4064: return multiply_rows_by_words<4, 2>(w, first, end, x, m, y, rows);
-        case 4128: return multiply_rows_by_words<4, 1>(w, first, end, x, m, y, rows);
-        case 8032: return multiply_rows_by_words<8, 2>(w, first, end, x, m, y, rows);
-        default: return multiply_rows_by_words<8, 1>(w, first, end, x, m, y, rows);
+void multiply_few(const PackedMatrix &w, int first, int end, const FewRows &x, int m, float *y, int rows) {
+    switch (w.bits) {
+        case 2: return multiply_groups<2>(w, first, end, x, m, y, rows);
+        case 3: return multiply_groups<3>(w, first, end, x, m, y, rows);
+        case 4: return multiply_groups<4>(w, first, end, x, m, y, rows);
+        case 5: return multiply_groups<5>(w, first, end, x, m, y, rows);
+        case 6: return multiply_groups<6>(w, first, end, x, m, y, rows);
+        default: return multiply_groups<8>(w, first, end, x, m, y, rows);
+    }
+}
+
+FewRows few_rows(const float *x, int stride, int m, int columns, int bits) {
+    const auto of = [&]<int bits>(std::integral_constant<int, bits> width) {
+        return FewRows(x, stride, m, columns, width);
+    };
+    switch (bits) {
+        case 2: return of(std::integral_constant<int, 2>());
+        case 3: return of(std::integral_constant<int, 3>());
+        case 4: return of(std::integral_constant<int, 4>());
+        case 5: return of(std::integral_constant<int, 5>());
+        case 6: return of(std::integral_constant<int, 6>());
+        default: return of(std::integral_constant<int, 8>());
     }
 }
 
@@ -519,17 +523,10 @@ void by_rows(
     const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, const Addends &addends, float *y) {
     if (m <= few && w.mode == Mode::Affine) {
         const int part = 64;
-        const auto each = [&](const auto &multiply) {
-            parallel((rows + part - 1) / part, int64_t(rows) * columns * (m + 3) > 1 << 20, [&](int index) {
-                multiply(index * part, std::min(rows, (index + 1) * part));
-            });
-        };
-        if (32 % w.bits != 0) {
-            each([&](int first, int end) { multiply_few(w, first, end, columns, x, stride, m, y, rows); });
-            return;
-        }
-        const FewRows arranged(x, stride, m, columns, w.bits);
-        each([&](int first, int end) { multiply_few_by_words(w, first, end, arranged, m, y, rows); });
+        const FewRows arranged = few_rows(x, stride, m, columns, w.bits);
+        parallel((rows + part - 1) / part, int64_t(rows) * columns * (m + 3) > 1 << 20, [&](int index) {
+            multiply_few(w, index * part, std::min(rows, (index + 1) * part), arranged, m, y, rows);
+        });
         return;
     }
     by_tiles(rows, 16, columns, m, addends, y, [&](int first, int count, int start, int length, float beta, float *tile) {
@@ -547,7 +544,9 @@ void by_columns(
         for (int row = 0; row < length; row++) {
             // The part of a row is too short for a CPU to see where the next begins.
             const uint8_t *later = w.codes + (start + row + 8) * w.codes_stride + first / 8 * w.bits;
-            for (int byte = 0; byte < count * w.bits / 8; byte += 64) __builtin_prefetch(later + byte);
+            const int bytes = count * w.bits / 8;
+            for (int byte = 0; byte < bytes; byte += 64) __builtin_prefetch(later + byte);
+            __builtin_prefetch(later + bytes - 1);
             unpack(w, start + row, first, count, tile + size_t(row) * count);
         }
         scipy_cblas_sgemm(

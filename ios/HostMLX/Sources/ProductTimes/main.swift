@@ -1,12 +1,13 @@
-// Times products with quantized matrices, in nanoseconds of CPU time a weight:
+// Times products with quantized matrices, in nanoseconds a weight, and beside each the ratio to the time of 4 bits:
 //
-//     swift run -c release --package-path ios/HostMLX ProductTimes
+//     OPENBLAS_NUM_THREADS=1 swift run -c release --package-path ios/HostMLX ProductTimes
 
 import Foundation
 import MLX
 
 let (outputs, inputs) = (4096, 1024)
-let rowsOfX = [1, 16, 256]
+let rowsOfX = [1, 16, 64, 256]
+let widths = [4, 2, 3, 5, 6, 8]
 
 struct Matrix {
     let bits, groupSize: Int
@@ -26,9 +27,6 @@ struct Matrix {
     }
 }
 
-let matrices = [32, 64].flatMap { groupSize in
-    [2, 3, 4, 5, 6, 8].map { Matrix(bits: $0, groupSize: groupSize) }
-}
 let inputsOfProducts = rowsOfX.flatMap { rows in
     [(true, inputs), (false, outputs)].map { transpose, width in
         (transpose, MLXRandom.normal([rows, width], key: MLXRandom.key(1)))
@@ -36,23 +34,26 @@ let inputsOfProducts = rowsOfX.flatMap { rows in
 }
 eval(inputsOfProducts.map(\.1))
 
-// Each in its turn, and the least of its times, as the machine may have other work.
-var least = Array(repeating: Array(repeating: Double.infinity, count: inputsOfProducts.count), count: matrices.count)
-for round in 0..<20 {
-    for (i, matrix) in matrices.enumerated() {
-        for (j, (transpose, x)) in inputsOfProducts.enumerated() where round < 5 || x.dim(0) < 256 {
-            let start = clock()
-            eval(matrix.product(x, transpose: transpose))
-            let seconds = Double(clock() - start) / Double(CLOCKS_PER_SEC)
-            least[i][j] = min(least[i][j], seconds * 1e9 / Double(outputs * inputs))
+let names = inputsOfProducts.map { transpose, x in "\(transpose ? "x Wᵀ" : "g W"), \(x.dim(0))" }
+print("| groups | bits | " + names.joined(separator: " | ") + " |")
+print("|---|---|" + names.map { _ in "---|" }.joined())
+for groupSize in [32, 64, 128] {
+    let matrices = widths.map { Matrix(bits: $0, groupSize: groupSize) }
+    // Each in its turn, and the least of its times, as the machine may have other work: of wall time, which several threads share.
+    var least = Array(
+        repeating: Array(repeating: Duration.seconds(1), count: inputsOfProducts.count), count: widths.count)
+    for round in 0..<40 {
+        for (j, (transpose, x)) in inputsOfProducts.enumerated() where round % 2 == 0 || x.dim(0) < 256 {
+            for (i, matrix) in matrices.enumerated() {
+                let time = ContinuousClock().measure { eval(matrix.product(x, transpose: transpose)) }
+                least[i][j] = min(least[i][j], time)
+            }
         }
     }
-}
-
-let names = inputsOfProducts.map { transpose, x in "\(transpose ? "x Wᵀ" : "g W"), \(x.dim(0))" }
-print("| bits | groups | " + names.joined(separator: " | ") + " |")
-print("|---|---|" + names.map { _ in "---|" }.joined())
-for (matrix, times) in zip(matrices, least) {
-    let cells = times.map { String(format: "%.3f", $0) }
-    print("| \(matrix.bits) | \(matrix.groupSize) | " + cells.joined(separator: " | ") + " |")
+    for (matrix, times) in zip(matrices, least) {
+        let cells = zip(times, least[0]).map { time, ofFour in
+            String(format: "%.3f (%.2f)", time / .nanoseconds(outputs * inputs), time / ofFour)
+        }
+        print("| \(groupSize) | \(matrix.bits) | " + cells.joined(separator: " | ") + " |")
+    }
 }

@@ -612,6 +612,41 @@ struct LedgerTests {
             } == ["copy": 1, "dequantize": 1])
     }
 
+    /// The kernels of 4 bits, which read fewer bytes; groups of 128 make fewer parts.
+    @Test func quantizedProductsOfFewBits() throws {
+        func ledger(
+            _ x: [Int], bits: Int, groupSize: Int = 64, transpose: Bool = true, rows: Int = 2048
+        ) throws -> Ledger {
+            try count {
+                let q = quantized(floats(rows, 1024), groupSize: groupSize, bits: bits)
+                let ones = MLXArray.ones(x)
+                eval([ones, q.wq, q.scales] + (q.biases.map { [$0] } ?? []))
+                Ledger.restart()
+                eval(
+                    quantizedMM(
+                        ones, q.wq, scales: q.scales, biases: q.biases, transpose: transpose, groupSize: groupSize,
+                        bits: bits))
+            }
+        }
+        for (x, transpose) in [
+            ([1, 1024], true), ([64, 1024], true), ([256, 1024], true), ([1, 2048], false), ([64, 2048], false),
+        ] {
+            let four = try ledger(x, bits: 4, transpose: transpose)
+            for bits in [2, 3] {
+                let fewer = try ledger(x, bits: bits, transpose: transpose)
+                #expect(counts(fewer) == counts(four))
+                #expect(fewer.flop == four.flop)
+                #expect(four.readBytes - fewer.readBytes == Double((4 - bits) * 2048 * 1024 / 8))
+            }
+            #expect(counts(try ledger(x, bits: 2, groupSize: 128, transpose: transpose)) == counts(four))
+        }
+        // As many parts of k as a row has groups: 16 of 64, and eight of 128.
+        for (groupSize, parts) in [(64, 16), (128, 8)] {
+            let inParts = try ledger([32, 1024], bits: 2, groupSize: groupSize, rows: 512)
+            #expect(inParts.kinds["qmm"]?.writtenBytes == Double(parts * 32 * 512 * 4))
+        }
+    }
+
     @Test func adoptedMemoryIsActiveButNotInThePeak() throws {
         // As MemoryTests maps it: pages behind a word with their length.
         let bytes = 64 * page

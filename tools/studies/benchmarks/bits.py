@@ -1,0 +1,111 @@
+"""A step on weights of fewer bits beside the same on 4, also with less memory than these take."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from mesp.errors import MespError
+from studies.benchmarks.cells import Cell, Row
+from studies.benchmarks.processes import Tell, engine_program, run_program
+from studies.benchmarks.rows import engine_settings
+from studies.benchmarks.variants import Variant
+
+QUANTIZATIONS = ((4, 64), (3, 64), (2, 64), (2, 128))  # bits and groups; the first is compared with
+GROUPS = Path("/sys/fs/cgroup")
+HELD = 0.75  # of the bytes of the first one's weights: what a control group holds
+# Puts the process into a control group, and becomes the program.
+JOIN = ("sh", "-c", 'echo $$ > "$0" && exec "$@"')
+
+
+def measure_bits(
+    cells: list[Cell], steps: int, rounds: int, work: Path, tell: Tell
+) -> Iterator[Row]:
+    """A row for each quantization of a geometry in memory, all on disk, and so in a control group
+    that holds less than the first one's weights. Their runs alternate."""
+    runs: dict[tuple[Cell, str], list] = {}
+    for _ in range(rounds):
+        held = 0
+        for cell in cells:
+            for offload in ("none", "all"):
+                name = str(Variant("mesp", offload=offload))
+                settings = engine_settings(cell, Variant("mesp", offload=offload))
+                settings |= {"steps": steps}
+                run = read_and_run([engine_program()], settings, work, tell)
+                runs.setdefault((cell, name), []).append(run)
+            held = held or int(HELD * run[0].plan["mapped_bytes"])
+            if can_hold():
+                forget(cell.bundle)
+                with control_group(held) as members:
+                    run = read_and_run([*JOIN, members, engine_program()], settings, work, tell)
+                runs.setdefault((cell, f"{name}, {held / 1e6:.0f} MB of memory"), []).append(run)
+    first: dict[str, Row] = {}
+    for (cell, name), each in runs.items():
+        logs = [log for log, _ in each]
+        peak = median(log.peak_bytes for log in logs)
+        plan = logs[0].plan
+        row = cell.row() | {
+            "variant": name,
+            "seconds": median(s["seconds"] for log in logs for s in log.steps[1:] or log.steps),
+            "footprint_peak_bytes": peak,
+            "predicted_peak_bytes": plan["predicted_peak_bytes"],
+            "prediction_error": plan["predicted_peak_bytes"] / peak - 1,
+            "mapped_bytes": plan["mapped_bytes"],
+            "read_bytes": median(read for _, read in each) / steps,
+            "written_bytes": median(s["written_bytes"] for log in logs for s in log.steps),
+            "losses": logs[0].losses,
+        }
+        four = first.setdefault(name, row)
+        row["peak_to_first_bits"] = peak / four["footprint_peak_bytes"]
+        row["time_to_first_bits"] = row["seconds"] / four["seconds"]
+        yield row
+
+
+def read_and_run(
+    command: list[str | Path], settings: dict[str, Any], work: Path, tell: Tell
+) -> tuple[Any, int]:
+    """A run, and the bytes that it read from disks, with those of mapped files."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock
+    run = run_program(command, settings, work, tell)
+    return run, 512 * (resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock - before)
+
+
+def forget(folder: Path) -> None:
+    """Has the system drop a folder's files from its cache: a control group has what it reads."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with open(file, "rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def limit_file() -> Path | None:
+    """Where a control group is limited, below its parent, in the version that is mounted."""
+    for parent, name in ((GROUPS / "memory", "memory.limit_in_bytes"), (GROUPS, "memory.max")):
+        if (parent / "cgroup.procs").exists() and os.access(parent, os.W_OK):
+            return parent / f"mesp-bench-{os.getpid()}" / name
+    return None
+
+
+def can_hold() -> bool:
+    return limit_file() is not None
+
+
+@contextmanager
+def control_group(limit: int) -> Iterator[Path]:
+    """A control group whose processes have so many bytes of memory, with the cache of what they
+    read; yields the file that takes a process into it."""
+    file = limit_file()
+    if file is None:
+        raise MespError("This machine lets nobody make a control group.")
+    file.parent.mkdir()
+    try:
+        file.write_text(str(limit))
+        yield file.parent / "cgroup.procs"
+    finally:
+        file.parent.rmdir()
