@@ -62,7 +62,9 @@ def dropout_mask(key: int, p: float, T: int, in_size: int) -> mx.array:
     r = hash_32(mx.arange(T, dtype=mx.uint32) + _uint32(key & 0xFFFFFFFF))
     c = hash_32(mx.arange(in_size, dtype=mx.uint32) + _uint32(key >> 32)) | _uint32(1)
     limit = _uint32(int(float(p) * 2**32))
-    return mx.where(r[:, None] * c >= limit, mx.array(np.float32(1) / (np.float32(1) - p)), mx.array(0.0))
+    return mx.where(
+        r[:, None] * c >= limit, mx.array(np.float32(1) / (np.float32(1) - p)), mx.array(0.0)
+    )
 
 
 def hash_32(x: mx.array) -> mx.array:
