@@ -143,8 +143,8 @@ def _trits(fields: np.ndarray, count: int) -> np.ndarray:
 
     A byte is a fraction of 256 whose digits in base 3 are the codes.
     """
-    powers = 3 ** np.arange(count, dtype=np.uint8)[:, None]
-    fractions = (fields[..., None, :] * powers.astype(np.uint8)).astype(np.uint16)
+    powers = (3 ** np.arange(count)).astype(np.uint8)[:, None]
+    fractions = (fields[..., None, :] * powers).astype(np.uint16)
     return (fractions * 3 >> 8).astype(np.uint8).reshape(*fields.shape[:-1], -1)
 
 
