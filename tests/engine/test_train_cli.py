@@ -161,13 +161,8 @@ SGD |= {"batch-size": 2, "grad-accumulation-steps": 3, "max-grad-norm": 1.5, "nu
 SGD |= {"val-batches": 2, "eval-every": 1, "early-stopping": 4, "save-every": 2}
 SGD |= {"lora-dtype": "bfloat16", "offload": "all", "memory-limit": 60.0, "dropout": 0.1}
 ADAMW = {"steps": 3, "method": "mezo", "mezo-epsilon": 0.01, "optimizer": "adamw", "beta1": 0.5}
-ADAMW |= {
-    "learning-rate": 0.25,
-    "loraplus-lr-ratio": 16.0,
-    "beta2": 0.75,
-    "epsilon": 1e-3,
-    "schedule": "cosine",
-}
+ADAMW |= {"learning-rate": 0.25, "beta2": 0.75, "epsilon": 1e-3, "schedule": "cosine"}
+ADAMW |= {"loraplus-lr-ratio": 16.0}
 
 
 def typed(options: dict) -> list:

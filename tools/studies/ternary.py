@@ -20,7 +20,6 @@ from pathlib import Path
 
 import click
 import mlx.core as mx
-import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import mesp
@@ -76,23 +75,23 @@ def main(
     models: tuple[str, ...], names: tuple[str, ...], steps: int, seeds: int, calibrate: str
 ) -> None:
     """Compare what ternary and 4-bit forms of a model learn."""
-    print("| model, task | weights | loss before | perplexity | loss after | seeds apart |")
-    print("|---|---|---|---|---|---|")
+    print("| model, task | perplexity before | loss in 4 bits | loss with ternary weights |")
+    print("|---|---|---|---|")
     for model in models or ("demo", str(real_models.hugging_face_folder(real_models.SMOLLM2))):
         source = find_source(model, random_weights=False)
         ternary = write_ternary(source, OUT / f"{source.name}-ternary", calibrate)
         for name in names:
-            for form, of in (("4 bits", model), ("ternary", str(ternary))):
-                bundle = export(
-                    of, name, steps, OUT / f"{source.name}-{name}-{form.replace(' ', '-')}.mesp"
+            forms = {"4-bits": model, "ternary": str(ternary)}
+            perplexities, losses = [], []
+            for form, of in forms.items():
+                bundle = export(of, name, steps, OUT / f"{source.name}-{name}-{form}.mesp")
+                befores, afters = zip(
+                    *(learn(bundle, steps, seed) for seed in range(seeds)), strict=True
                 )
-                losses = [learn(bundle, steps, seed) for seed in range(seeds)]
-                before, afters = losses[0][0], [after for _, after in losses]
-                print(
-                    f"| {source.name}, {name} | {form} | {before:.3f} | {math.exp(before):,.1f} | "
-                    f"{np.mean(afters):.3f} | {max(afters) - min(afters):.3f} |",
-                    flush=True,
-                )
+                perplexities.append(f"{math.exp(befores[0]):,.1f}")
+                losses.append(f"{befores[0]:.3f} → {min(afters):.3f} to {max(afters):.3f}")
+            row = (f"{source.name}, {name}", ", ".join(perplexities), *losses)
+            print(f"| {' | '.join(row)} |", flush=True)
 
 
 def write_ternary(source: Source, folder: Path, calibrate: str) -> Path:

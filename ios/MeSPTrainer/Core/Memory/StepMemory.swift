@@ -180,7 +180,7 @@ extension Planner {
     }
 
     /// The update of a block's parameters: x, d and their like, and arrays as long as the gradient, of which it is made, unless gradients are
-    /// gathered, and the optimizer makes others; with LoRA+ the factors of the rates and what they multiply; where A is frozen, whole vectors.
+    /// gathered, and the optimizer makes others; with LoRA+ the factors of the rates; where A is frozen, whole vectors.
     func update(_ plan: Plan) -> Int {
         guard method.hasBackwardPass else { return 0 }
         let arrays =
@@ -189,7 +189,7 @@ extension Planner {
             case .adamw: 7
             case .adamw8bit: 8
             }
-        let factors = settings.loraplusLrRatio == 1 ? 0 : 2
+        let factors = settings.loraplusLrRatio == 1 ? 0 : 1
         return 3 * hidden + (arrays + factors - (plan.gathersGradients(of: settings) ? 2 : 0)) * gradientBytes
             + (settings.freezeA ? 3 * loraBytes : 0)
     }
