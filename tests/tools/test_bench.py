@@ -15,7 +15,7 @@ from helpers.models import TEXT, TINY, write_model
 from helpers.paths import FAKE_ENGINE
 from mesp.commands.export import main as export
 from mesp.engine.build import CHECKOUT, built_program
-from studies.benchmarks import tables
+from studies.benchmarks import bits, tables
 
 ENGINE = Path(os.environ.get("MESP_ENGINE") or built_program(CHECKOUT))
 # One thread: several, on a machine that is busy, mostly wait for each other.
@@ -133,6 +133,23 @@ def test_generation_is_measured_with_adapters(model: Path, tmp_path: Path):
     sizes = [row["adapter_bytes"] for row in rows]
     assert sizes == [count * sizes[1] for count in (0, 1, 2, 4)] and sizes[1] > 0
     assert rows[0]["to_base"] == 1 and all(row["decoded_per_second"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@needs_engine
+def test_weights_of_few_bits_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bits, "GROUPS", tmp_path)  # no control groups
+    model = write_model(tmp_path / "tiny", TINY | {"intermediate_size": 384})
+    size = ("--model", model, "--seq-len", 16, "--steps", 1, "--work", tmp_path / "work")
+    done = bench("--table", "bits", *size, "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    names = [f"tiny-{each}" for each in ("4bit-64", "3bit-64", "2bit-64", "2bit-128")]
+    assert [row["model"] for row in rows[::2]] == [row["model"] for row in rows[1::2]] == names
+    mapped = [row["mapped_bytes"] for row in rows[::2]]
+    assert mapped == sorted(set(mapped), reverse=True)
+    assert all(row["cpu_seconds"] > 0 and row["footprint_peak_bytes"] > 0 for row in rows)
+    assert rows[0]["peak_to_first_bits"] == rows[1]["time_to_first_bits"] == 1
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from mesp.errors import MespError
+from mesp.runs.log import RunLog
 from studies.benchmarks.cells import Cell, Row
 from studies.benchmarks.processes import Tell, engine_program, run_program
 from studies.benchmarks.rows import engine_settings
@@ -18,7 +19,7 @@ from studies.benchmarks.variants import Variant
 
 QUANTIZATIONS = ((4, 64), (3, 64), (2, 64), (2, 128))  # bits and groups; the first is compared with
 GROUPS = Path("/sys/fs/cgroup")
-HELD = 0.75  # of the bytes of the first one's weights: what a control group holds
+HELD = 0.75  # of the first one's weights: what a control group holds beside the peak
 # Puts the process into a control group, and becomes the program.
 JOIN = ("sh", "-c", 'echo $$ > "$0" && exec "$@"')
 
@@ -27,8 +28,8 @@ def measure_bits(
     cells: list[Cell], steps: int, rounds: int, work: Path, tell: Tell
 ) -> Iterator[Row]:
     """A row for each quantization of a geometry in memory, all on disk, and so in a control group
-    that holds less than the first one's weights. Their runs alternate."""
-    runs: dict[tuple[Cell, str], list] = {}
+    that holds less than the first one's weights and the peak. Their runs alternate."""
+    runs: dict[tuple[Cell, str], list[tuple[RunLog, float, int]]] = {}
     for _ in range(rounds):
         held = 0
         for cell in cells:
@@ -36,27 +37,29 @@ def measure_bits(
                 name = str(Variant("mesp", offload=offload))
                 settings = engine_settings(cell, Variant("mesp", offload=offload))
                 settings |= {"steps": steps}
-                run = read_and_run([engine_program()], settings, work, tell)
+                run = run_and_count([engine_program()], settings, work, tell)
                 runs.setdefault((cell, name), []).append(run)
-            held = held or int(HELD * run[0].plan["mapped_bytes"])
-            if can_hold():
+            plan = run[0].plan
+            held = held or int(HELD * plan["mapped_bytes"] + plan["predicted_peak_bytes"])
+            if limit_file():
                 forget(cell.bundle)
                 with control_group(held) as members:
-                    run = read_and_run([*JOIN, members, engine_program()], settings, work, tell)
+                    run = run_and_count([*JOIN, members, engine_program()], settings, work, tell)
                 runs.setdefault((cell, f"{name}, {held / 1e6:.0f} MB of memory"), []).append(run)
     first: dict[str, Row] = {}
     for (cell, name), each in runs.items():
-        logs = [log for log, _ in each]
+        logs = [log for log, _, _ in each]
         peak = median(log.peak_bytes for log in logs)
         plan = logs[0].plan
         row = cell.row() | {
             "variant": name,
             "seconds": median(s["seconds"] for log in logs for s in log.steps[1:] or log.steps),
+            "cpu_seconds": median(cpu for _, cpu, _ in each) / steps,
             "footprint_peak_bytes": peak,
             "predicted_peak_bytes": plan["predicted_peak_bytes"],
             "prediction_error": plan["predicted_peak_bytes"] / peak - 1,
             "mapped_bytes": plan["mapped_bytes"],
-            "read_bytes": median(read for _, read in each) / steps,
+            "read_bytes": median(read for _, _, read in each) / steps,
             "written_bytes": median(s["written_bytes"] for log in logs for s in log.steps),
             "losses": logs[0].losses,
         }
@@ -66,13 +69,16 @@ def measure_bits(
         yield row
 
 
-def read_and_run(
+def run_and_count(
     command: list[str | Path], settings: dict[str, Any], work: Path, tell: Tell
-) -> tuple[Any, int]:
-    """A run, and the bytes that it read from disks, with those of mapped files."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock
+) -> tuple[RunLog, float, int]:
+    """A run, the processor time of all its threads, and the bytes that it read from disks, with
+    those of mapped files."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = run_program(command, settings, work, tell)
-    return run, 512 * (resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock - before)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return run, cpu, 512 * (after.ru_inblock - before.ru_inblock)
 
 
 def forget(folder: Path) -> None:
@@ -90,10 +96,6 @@ def limit_file() -> Path | None:
         if (parent / "cgroup.procs").exists() and os.access(parent, os.W_OK):
             return parent / f"mesp-bench-{os.getpid()}" / name
     return None
-
-
-def can_hold() -> bool:
-    return limit_file() is not None
 
 
 @contextmanager

@@ -34,6 +34,7 @@ COLUMNS = {
     "offload": ("offload", "{}"),
     "kept": ("kept_blocks", "{}"),
     "s/step": ("seconds", "{:,.2f}"),
+    "CPU s/step": ("cpu_seconds", "{:,.2f}"),
     "backward s": ("backward_seconds", "{:,.2f}"),
     "peak MB": ("footprint_peak_bytes", "{:,.1f}"),
     "growth MB": ("growth_bytes", "{:,.1f}"),
