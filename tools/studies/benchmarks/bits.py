@@ -19,7 +19,7 @@ from studies.benchmarks.variants import Variant
 
 QUANTIZATIONS = ((4, 64), (3, 64), (2, 64), (2, 128))  # bits and groups; the first is compared with
 GROUPS = Path("/sys/fs/cgroup")
-HELD = 0.75  # of the first one's weights: what a control group holds beside the peak
+HELD = 0.75  # of the bytes of the first one's weights: what a control group holds
 # Puts the process into a control group, and becomes the program.
 JOIN = ("sh", "-c", 'echo $$ > "$0" && exec "$@"')
 
@@ -28,7 +28,7 @@ def measure_bits(
     cells: list[Cell], steps: int, rounds: int, work: Path, tell: Tell
 ) -> Iterator[Row]:
     """A row for each quantization of a geometry in memory, all on disk, and so in a control group
-    that holds less than the first one's weights and the peak. Their runs alternate."""
+    that holds less than the first one's weights. Their runs alternate."""
     runs: dict[tuple[Cell, str], list[tuple[RunLog, float, int]]] = {}
     for _ in range(rounds):
         held = 0
@@ -39,8 +39,7 @@ def measure_bits(
                 settings |= {"steps": steps}
                 run = run_and_count([engine_program()], settings, work, tell)
                 runs.setdefault((cell, name), []).append(run)
-            plan = run[0].plan
-            held = held or int(HELD * plan["mapped_bytes"] + plan["predicted_peak_bytes"])
+            held = held or int(HELD * run[0].plan["mapped_bytes"])
             if limit_file():
                 forget(cell.bundle)
                 with control_group(held) as members:

@@ -541,9 +541,9 @@ Predicted: the adapters' matrices.""",
         ("peak MB", "s/step"),
         f"""Steps by MeSP with SGD on random weights, all matrices quantized to the bits and groups
 in the name: medians of runs that alternate. Of 4 bits: of the first of these lines. CPU: of all
-threads, with the program's start. Of memory: in a control group that holds the predicted peak and
-{HELD:.0%} of the 4-bit weights, with the cache of what is read; the files were not in memory
-before. Read: from the disk, a step.""",
+threads, with the program's start. Of memory: in a control group that holds {HELD:.0%} of what 4
+bits take, with the cache of what is read; the files were not in memory before. Read: from the disk,
+a step.""",
     ),
     "preferences": Kind(
         preferences_rows,
