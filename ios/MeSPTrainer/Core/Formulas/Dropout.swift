@@ -42,7 +42,15 @@ struct Dropout {
         let r = positions.map { hash(UInt32(truncatingIfNeeded: $0) &+ k0) }
         let c = (firstInput..<firstInput + x.dim(1)).map { hash(UInt32(truncatingIfNeeded: $0) &+ k1) | 1 }
         let least = UInt32(Double(key.rate) * 0x1p32)
-        return masked([x, MLXArray(r, [r.count, 1]), MLXArray(c), MLXArray(least)])
+        guard Device.isCPU else { return masked([x, MLXArray(r, [r.count, 1]), MLXArray(c), MLXArray(least)]) }
+        // MLX would write an array of products, four times as large as K.
+        let kept = [Bool](unsafeUninitializedCapacity: r.count * c.count) { kept, count in
+            for (row, r) in r.enumerated() {
+                for column in c.indices { kept[row * c.count + column] = r &* c[column] >= least }
+            }
+            count = r.count * c.count
+        }
+        return which(MLXArray(kept, [r.count, c.count]), x, Float(0))
     }
 
     /// The dropout of some rows of x.

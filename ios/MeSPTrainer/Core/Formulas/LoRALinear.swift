@@ -47,22 +47,12 @@ struct LoRALinear {
         _ x: MLXArray, _ g: MLXArray?, addedTo sums: (xA: MLXArray?, xTg: MLXArray?) = (nil, nil)
     ) -> (xA: MLXArray?, xTg: MLXArray?) {
         guard let lora else { return (nil, nil) }
-        var (xA, xTg) = ([MLXArray](), sums.xTg)
-        for rows in rowsAtOnce(of: x.dim(0), inputs: x.dim(1)) {
-            let x = kept(x[rows].asType(.float32), rows)
-            xA += product(x, lora.a, addedTo: sums.xA?[rows]).arrays
-            xTg = product(x.T, g?[rows], addedTo: xTg)
-        }
-        return (concatenated(xA), xTg)
+        let x = kept(x.asType(.float32))
+        return (product(x, lora.a, addedTo: sums.xA), product(x.T, g, addedTo: sums.xTg))
     }
 
-    /// Some rows of x ∘ K from those of x.
-    private func kept(_ x: MLXArray, _ rows: Range<Int>) -> MLXArray { dropout.map { $0.rows(rows)(x) } ?? x }
-
-    /// The rows of x that are multiplied with K at a time: on a CPU as many as stay in a core's cache.
-    private func rowsAtOnce(of count: Int, inputs: Int) -> [Range<Int>] {
-        tiles(of: count, size: !hasDropout || !Device.isCPU ? count : max(1, (1 << 16) / inputs))
-    }
+    /// x ∘ K.
+    private func kept(_ x: MLXArray) -> MLXArray { dropout.map { $0(x) } ?? x }
 
     /// The projection to some of the outputs.
     func outputs(_ range: Range<Int>) -> LoRALinear {
@@ -121,12 +111,10 @@ extension LoRALinear {
 
     /// sum + (s dy Bᵀ) Aᵀ ∘ M `[T, in]`, from `dyBT`; or the sum.
     func adapterDx(_ dyBT: MLXArray?, addedTo sum: MLXArray?) -> MLXArray? {
-        guard hasDropout, let dyBT, let a = lora?.a else { return product(dyBT, lora?.a.T, addedTo: sum) }
-        return concatenated(
-            rowsAtOnce(of: dyBT.dim(0), inputs: a.dim(0)).map { rows in
-                let dx = kept(matmul(dyBT[rows], a.T), rows)
-                return sum.map { $0[rows] + dx } ?? dx
-            })
+        guard hasDropout, let dx = product(dyBT, lora?.a.T).map(kept) else {
+            return product(dyBT, lora?.a.T, addedTo: sum)
+        }
+        return sum.map { $0 + dx } ?? dx
     }
 }
 
