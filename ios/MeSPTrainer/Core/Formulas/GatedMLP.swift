@@ -146,13 +146,13 @@ struct GatedMLP {
                 dUp, addedTo: gateF.weight.applyTransposed(dGate, addedTo: own.dx))
             (sums.tokens[place.0], sums.features[place.1]) = (own, ofF)
         }
-        let (dx, dw, gradients) = total(sums, inputs[0], dy: inputs[1], w: w, wantsA: wantsA)
+        let (dx, dw, gradients) = total(sums, inputs[0], dy: inputs[1], w: w, wantsA: wantsA, machine)
         return machine.part(dx, dw, gradients)
     }
 
     /// The derivative from the sums of all tiles.
     private func total(
-        _ sums: Sums, _ x: MLXArray, dy: MLXArray, w: MLXArray?, wantsA: Bool
+        _ sums: Sums, _ x: MLXArray, dy: MLXArray, w: MLXArray?, wantsA: Bool, _ machine: Machine
     ) -> (dx: MLXArray, dw: MLXArray?, gradients: LoRAGradients) {
         func whole(_ parts: [MLXArray?], axis: Int) -> MLXArray? {
             let parts = parts.arrays
@@ -163,8 +163,8 @@ struct GatedMLP {
         var gradients = LoRAGradients()
         if wantsA {
             let x = x.asType(.float32)
-            gradients.a[names.gate] = gate.products(x, dGateBT).xTg.map { $0 * factor }
-            gradients.a[names.up] = up.products(x, dUpBT).xTg.map { $0 * factor }
+            gradients.a[names.gate] = gate.products(x, dGateBT, machine: machine).xTg.map { $0 * factor }
+            gradients.a[names.up] = up.products(x, dUpBT, machine: machine).xTg.map { $0 * factor }
             gradients.a[names.down] = whole(sums.features.map(\.dADown), axis: 0)
         }
         gradients.b[names.gate] = whole(sums.features.map(\.dBGate), axis: 1)
@@ -175,7 +175,8 @@ struct GatedMLP {
         var dx = concatenated(sums.tokens.compactMap(\.dx))
         if gate.hasDropout {
             let (ofGate, ofUp) = (dGateBT.map { $0 * factor }, dUpBT.map { $0 * factor })
-            dx = up.adapterDx(ofUp, addedTo: gate.adapterDx(ofGate, addedTo: dx)) ?? dx
+            dx = gate.adapterDx(ofGate, addedTo: dx, machine: machine) ?? dx
+            dx = up.adapterDx(ofUp, addedTo: dx, machine: machine) ?? dx
         } else if let dyBT = whole([dGateBT, dUpBT], axis: 1), let a = whole([gate.lora?.a, up.lora?.a], axis: 1) {
             // s d_gate Bᵀ Aᵀ of gate, and the same of up.
             dx = addMM(dx, dyBT, a.T, alpha: factor)

@@ -43,12 +43,24 @@ struct LoRALinear {
     func h(_ x: MLXArray) -> MLXArray? { products(x, nil).xA.map { $0 * factor } }
 
     /// (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` where there is a g `[T, rank]`, added to the sums where there are such.
+    ///
+    /// - Parameter machine: that takes some rows of x ∘ K at a time; nil for all of them.
     func products(
-        _ x: MLXArray, _ g: MLXArray?, addedTo sums: (xA: MLXArray?, xTg: MLXArray?) = (nil, nil)
+        _ x: MLXArray, _ g: MLXArray?, addedTo sums: (xA: MLXArray?, xTg: MLXArray?) = (nil, nil),
+        machine: Machine? = nil
     ) -> (xA: MLXArray?, xTg: MLXArray?) {
         guard let lora else { return (nil, nil) }
-        let x = kept(x.asType(.float32))
-        return (product(x, lora.a, addedTo: sums.xA), product(x.T, g, addedTo: sums.xTg))
+        guard hasDropout, let machine else {
+            let x = kept(x.asType(.float32))
+            return (product(x, lora.a, addedTo: sums.xA), product(x.T, g, addedTo: sums.xTg))
+        }
+        var (xA, xTg) = ([MLXArray](), sums.xTg)
+        for some in tiles(of: x.dim(0), size: machine.rowsAtOnce(of: x)) {
+            let part = rows(some).products(x[some], g?[some], addedTo: (sums.xA?[some], xTg))
+            machine.part(part.xA, part.xTg)
+            (xA, xTg) = (xA + part.xA.arrays, part.xTg)
+        }
+        return (concatenated(xA), xTg)
     }
 
     /// x ∘ K.
@@ -95,10 +107,10 @@ extension LoRALinear {
         _ x: MLXArray, dy: MLXArray, machine: Machine, wantsA: Bool, wantsDx: Bool, addedTo sum: MLXArray?
     ) -> (dx: MLXArray?, dA: MLXArray?, dB: MLXArray?) {
         let dyBT = dyBT(dy)
-        let (xA, dA) = products(x, wantsA ? dyBT : nil)
+        let (xA, dA) = products(x, wantsA ? dyBT : nil, machine: machine)
         let dB = product(xA.map { $0 * factor }?.T, dy)
         guard wantsDx else { return machine.part(nil, dA, dB) }
-        var dx = adapterDx(dyBT, addedTo: sum)
+        var dx = adapterDx(dyBT, addedTo: sum, machine: machine)
         if let first = dx, lora != nil { dx = machine.inputs([first], after: [first, dA, dB].arrays)[0] }
         for rows in tiles(of: weight.rows, size: machine.projectionRows) {
             dx = machine.part(weight.rows(rows).applyTransposed(dy[0..., rows], addedTo: dx))
@@ -110,11 +122,15 @@ extension LoRALinear {
     func dyBT(_ dy: MLXArray) -> MLXArray? { lora.map { matmul(dy, $0.b.T) * factor } }
 
     /// sum + (s dy Bᵀ) Aᵀ ∘ M `[T, in]`, from `dyBT`; or the sum.
-    func adapterDx(_ dyBT: MLXArray?, addedTo sum: MLXArray?) -> MLXArray? {
-        guard hasDropout, let dx = product(dyBT, lora?.a.T).map(kept) else {
-            return product(dyBT, lora?.a.T, addedTo: sum)
+    ///
+    /// - Parameter machine: that takes some rows at a time; nil for all of them.
+    func adapterDx(_ dyBT: MLXArray?, addedTo sum: MLXArray?, machine: Machine? = nil) -> MLXArray? {
+        guard hasDropout, let dyBT, let a = lora?.a else { return product(dyBT, lora?.a.T, addedTo: sum) }
+        var dx = sum ?? MLXArray.zeros([dyBT.dim(0), a.dim(0)])
+        for some in tiles(of: dx.dim(0), size: machine?.rowsAtOnce(of: dx) ?? dx.dim(0)) {
+            replace(some, of: &dx, by: dx[some] + rows(some).kept(matmul(dyBT[some], a.T)))
         }
-        return sum.map { $0 + dx } ?? dx
+        return dx
     }
 }
 

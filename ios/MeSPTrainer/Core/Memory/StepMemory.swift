@@ -108,10 +108,11 @@ extension Planner {
 
     // MARK: - A phase of a step
 
-    /// The phase that takes most, on a CPU. In the forward pass of a block that is kept gate, up and the product of them are whole.
+    /// The phase that takes most, on a CPU. In the forward pass of a block that is kept gate, up and the product of them are whole; with dropout also
+    /// what is left of the product, with its mask.
     func phase(_ plan: Plan) -> Int {
         let machine = makeMachine(plan)
-        let ofMLP = plan.keptBlocks > 0 ? 3 * intermediate : 0
+        let ofMLP = plan.keptBlocks > 0 ? (settings.dropout > 0 ? 5 : 3) * intermediate : 0
         return max(
             held(plan, but: 1) + forwardBytes + ofMLP, held(plan) + loss(machine), baseline ?? backward(plan, machine),
             update(plan))
