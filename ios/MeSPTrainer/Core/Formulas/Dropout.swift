@@ -1,7 +1,7 @@
 import MLX
 
 /// A number from which the masks of dropout follow, and p. By subscript it is that of a step, a sequence, a block, a layer and an expert, so that no
-/// mask is stored: wherever it is needed it is made again.
+/// mask is stored: each use recomputes it.
 package struct DropoutKey {
     /// The probability p with which an input is left out, above 0.
     let rate: Float
@@ -41,16 +41,7 @@ struct Dropout {
         let positions = tokens ?? Array(firstToken..<firstToken + x.dim(0))
         let r = positions.map { hash(UInt32(truncatingIfNeeded: $0) &+ k0) }
         let c = (firstInput..<firstInput + x.dim(1)).map { hash(UInt32(truncatingIfNeeded: $0) &+ k1) | 1 }
-        let least = UInt32(Double(key.rate) * 0x1p32)
-        guard Device.isCPU else { return masked([x, MLXArray(r, [r.count, 1]), MLXArray(c), MLXArray(least)]) }
-        // MLX would write an array of products, four times as large as K.
-        let kept = [Bool](unsafeUninitializedCapacity: r.count * c.count) { kept, count in
-            for (row, r) in r.enumerated() {
-                for column in c.indices { kept[row * c.count + column] = r &* c[column] >= least }
-            }
-            count = r.count * c.count
-        }
-        return which(MLXArray(kept, [r.count, c.count]), x, Float(0))
+        return masked(x, rows: r, columns: c, least: UInt32(Double(key.rate) * 0x1p32))
     }
 
     /// The dropout of some rows of x.
@@ -67,8 +58,6 @@ struct Dropout {
         return part
     }
 }
-
-private let masked = Fused { which($0[1] * $0[2] .>= $0[3], $0[0], Float(0)) }
 
 /// A bijection of 32-bit numbers, each bit of which depends on all bits of x (github.com/skeeto/hash-prospector).
 private func hash(_ x: UInt32) -> UInt32 {

@@ -154,12 +154,14 @@ extension Planner {
         return 4 * (2 * length + 3 * tokens) * architecture.hiddenSize + 3 * weight(rows) + 4 * 4 * tokens * rows
     }
 
-    /// The backward pass of a block: while d waits and it runs again, by segments without y; the derivative of its MLP, and its mixer's.
+    /// The backward pass of a block: while d waits and it runs again, by segments without y; the derivative of its MLP, and its mixer's. With
+    /// dropout dx of an adapter is there beside the sum that it is added to.
     private func backward(_ plan: Plan, _ machine: Machine) -> Int {
-        max(
+        let masked = settings.dropout > 0 ? inSegment(4 * length * architecture.hiddenSize) : 0
+        return max(
             forwardBytes + (isCut ? 0 : hidden) + 2 * normed,
-            max(held(plan), largest(recomputed)) + mlpBackward(machine),
-            largest { backward(of: $0, machine) } + normed + gradientBytes)
+            max(held(plan), largest(recomputed)) + mlpBackward(machine) + masked,
+            largest { backward(of: $0, machine) } + normed + gradientBytes + masked)
     }
 
     /// Those of `MixerIntermediates`, and x_mid; of post-norms the outputs of mixer and MLP.
