@@ -236,6 +236,15 @@ def random_lora(arch: Architecture, rank: int) -> list[mx.array]:
     return [w + 0.05 * normal(*w.shape) for w in lora]
 
 
+def random_dora(flat: mx.array, weights: reference.Weights, block: Block) -> mx.array:
+    """With DoRA's magnitudes, as after some training."""
+    matrices = reference.unpack_lora(reference.add_magnitudes(flat, weights, block), block)
+    for name in block.modules:
+        A, B, m = matrices[name]
+        matrices[name] = (A, B, m * (1 + 0.1 * normal(*m.shape)))
+    return reference.pack_lora(matrices, block)
+
+
 def test_lora_layout():
     arch, rank = architecture(hidden_size=96, num_attention_heads=3, num_key_value_heads=1), 4
     flat = random_lora(arch, rank)[0]
@@ -312,7 +321,8 @@ def flat_gradient(grads: dict, block: Block) -> mx.array:
     for name, shape in block.adapted().items():
         a, b = arrays[f"{name}.lora_a"], arrays[f"{name}.lora_b"]
         # Of experts mlx-lm has A [experts, rank, in] and B [experts, out, rank].
-        matrices[name] = (a.swapaxes(1, 2), b.swapaxes(1, 2)) if len(shape) == 3 else (a, b)
+        pair = (a.swapaxes(1, 2), b.swapaxes(1, 2)) if len(shape) == 3 else (a, b)
+        matrices[name] = (*pair, *([arrays[f"{name}.m"]] if f"{name}.m" in arrays else []))
     return reference.pack_lora(matrices, block)
 
 
@@ -328,7 +338,8 @@ def assert_same_gradient(actual, expected, block: Block, T: int) -> None:
     """Flat LoRA gradients, matrix by matrix."""
     actual, expected = (reference.unpack_lora(g, block) for g in (actual, expected))
     for name in block.adapted():
-        for matrix, a, b in zip("AB", actual[name], expected[name], strict=True):
+        assert len(actual[name]) == len(expected[name])
+        for matrix, a, b in zip("ABm", actual[name], expected[name], strict=False):
             if T == 1 and name in without_gradient(block):
                 *_, down = block.modules
                 limit = TOLERANCE * mx.linalg.norm(expected[down][0])
@@ -385,9 +396,11 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("p", "dora"), [(0.0, False), (0.3, False), (0.3, True)], ids=["lora", "dropout", "dora"]
+)
 @pytest.mark.parametrize(("T", "rank", "group_size", "config"), CASES)
-def test_block(T, rank, group_size, config, p, monkeypatch):
+def test_block(T, rank, group_size, config, p, dora, monkeypatch):
     arch = Architecture.from_config(config)
     if config.get("trained"):
         arch = arch.training_experts()
@@ -395,6 +408,8 @@ def test_block(T, rank, group_size, config, p, monkeypatch):
     ours = reference_model(model, arch)
     for i in map(arch.blocks.index, arch.kinds):
         described, weights, lora = arch.blocks[i], ours.blocks[i], random_lora(arch, rank)[i]
+        if dora:
+            lora = random_dora(lora, weights, described)
         x, dy = normal(1, T, arch.hidden_size), normal(1, T, arch.hidden_size)
         block, given = (lora, SCALE, weights, described), given_to(described, T)
         masks = reference.Dropout(p, seed=5, step=3).masks(i, described, T) if p else None
