@@ -40,9 +40,7 @@ def hash_of(x: int) -> int:
 
 def is_kept(key: int, p: float, token: int, number: int) -> bool:
     of_token, of_input = hash_of(token + key & HALF), hash_of(number + (key >> 32) & HALF)
-    mixed = (of_token ^ of_input) * 0x9E3779B1 & HALF
-    mixed = (mixed ^ mixed >> 15) * 0x85EBCA77 & HALF
-    return mixed >= int(float(np.float32(p)) * 2**32)
+    return of_token * (of_input | 1) & HALF >= int(float(np.float32(p)) * 2**32)
 
 
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.5, 0.9])

@@ -50,19 +50,19 @@ class Dropout(NamedTuple):
 def dropout_mask(key: int, p: float, T: int, in_size: int) -> mx.array:
     """M [T, in]: 0 with the probability p, and else 1 / (1 - p), so that its mean is 1.
 
-    r_t = hash(t + low half of key)        c_j = hash(j + high half of key)
+    r_t = hash(t + low half of key)        c_j = hash(j + high half of key) | 1
 
-    M_tj = 0 where mix(r_t ⊕ c_j) < p 2³²
+    M_tj = 0 where r_t c_j < p 2³²
 
-    In unsigned integers of 32 bits, which wrap. p is a float32, as the trainer has it.
+    In unsigned integers of 32 bits, which wrap. As c_j is odd, the products of a column are as
+    uniform and as independent as the r_t are: multiply-shift hashing (Dietzfelbinger et al. 1997).
+    p is a float32, as the trainer has it.
     """
     p = np.float32(p)
     r = hash_32(mx.arange(T, dtype=mx.uint32) + _uint32(key & 0xFFFFFFFF))
-    c = hash_32(mx.arange(in_size, dtype=mx.uint32) + _uint32(key >> 32))
-    e = (r[:, None] ^ c) * _uint32(0x9E3779B1)
-    e = (e ^ (e >> 15)) * _uint32(0x85EBCA77)
+    c = hash_32(mx.arange(in_size, dtype=mx.uint32) + _uint32(key >> 32)) | _uint32(1)
     limit = _uint32(int(float(p) * 2**32))
-    return mx.where(e >= limit, mx.array(np.float32(1) / (np.float32(1) - p)), mx.array(0.0))
+    return mx.where(r[:, None] * c >= limit, mx.array(np.float32(1) / (np.float32(1) - p)), mx.array(0.0))
 
 
 def hash_32(x: mx.array) -> mx.array:

@@ -42,7 +42,9 @@ public struct TrainingOptions: Sendable, Equatable {
     public var maxForgetting: Double?
     /// Adapters to go on from: a folder as mlx-lm, mlx-swift-lm or PEFT writes it. nil: B = 0, the model as it is.
     public var initialAdapters: URL?
-    /// The seed of the order of sequences and of the initial A.
+    /// The probability, below 1, with which a step leaves out each input of an adapter (LoRA dropout).
+    public var dropout: Float = 0
+    /// The seed of the order of sequences, of the initial A and of the inputs that are left out.
     public var seed: UInt64 = 0
 
     /// Makes the options that are mostly set; the others are variables.
@@ -78,6 +80,7 @@ extension TrainingOptions {
         settings.batchSize = batchSize
         settings.evalEvery = evaluationInterval
         settings.adapters = initialAdapters?.path
+        settings.dropout = dropout
         settings.seed = seed
         try settings.check()
         try manifest.check(settings)

@@ -151,10 +151,10 @@ def gpu_rows(bench: Bench) -> Iterator[Row]:
         yield count_step(bench, cell)
 
 
-def count_step(bench: Bench, cell: Cell) -> Row:
-    """The row of a step that is counted."""
+def count_step(bench: Bench, cell: Cell, **settings: float) -> Row:
+    """The row of a step that is counted, with these settings."""
     bench.doing(cell, "counting")
-    count = find_count(engine_settings(cell, Variant("mesp")))
+    count = find_count(engine_settings(cell, Variant("mesp")) | settings)
     row = cell.row() | {name: count[name] for name in COUNTED}
     row["moved_bytes"] = count["read_bytes"] + count["written_bytes"]
     for rules in ("fast", "strict", "slow"):
@@ -164,11 +164,13 @@ def count_step(bench: Bench, cell: Cell) -> Row:
 
 
 def functions_rows(bench: Bench) -> Iterator[Row]:
-    """Two rows for each step that is counted: with the bundle's functions, and without."""
+    """Three rows for each step that is counted: with the bundle's functions, without, and with
+    LoRA dropout, which functions do not have."""
     for cell in bench.cells():
         bare = cell._replace(bundle=without_functions(cell.bundle, bench.work / "bare.mesp"))
-        for forward_pass, these in (("functions", cell), ("formulas", bare)):
-            yield count_step(bench, these) | {"forward_pass": forward_pass}
+        yield count_step(bench, cell) | {"forward_pass": "functions"}
+        yield count_step(bench, bare) | {"forward_pass": "formulas"}
+        yield count_step(bench, cell, dropout=0.1) | {"forward_pass": "dropout"}
 
 
 def python_rows(bench: Bench) -> Iterator[Row]:
@@ -485,8 +487,9 @@ See docs/ledger.md.""",
         functions_rows,
         None,
         ("kernels", "ledger peak MB", "modelled s"),
-        """The counts of the table gpu, of a bundle with block functions and of one without, whose
-forward passes are the trainer's formulas. Moved: what kernels read and write.""",
+        """The counts of the table gpu, of a bundle with block functions, of one without, whose
+forward passes are the trainer's formulas, and with --dropout 0.1, which takes these too. Moved:
+what kernels read and write.""",
     ),
     "h": Kind(
         python_rows,

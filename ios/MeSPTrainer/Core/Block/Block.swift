@@ -25,6 +25,8 @@ package struct Block {
     /// The linear layers, where a model that generates keeps them from token to token; nil elsewhere.
     var keptLayers: [Projection: LoRALinear]?
     let side: SideInputs
+    /// The position of the first of the tokens that the block takes, for dropout.
+    private var firstToken = 0
     /// The keys and values of another block, one for each sequence; used where `side.shared` is nil.
     var sharedStates = [MixerState.KeyValues]()
 
@@ -56,7 +58,31 @@ package struct Block {
         keptLayers?[projection]
             ?? LoRALinear(
                 weight: weights.matrix(projection), bias: weights.bias(projection),
-                lora: matrices(projection), scale: scale)
+                lora: matrices(projection), scale: scale,
+                dropout: dropoutKey(projection).map { Dropout(key: $0, firstToken: firstToken) })
+    }
+
+    /// The key of a projection's layer, by its place among all that can have adapters; nil without dropout.
+    private func dropoutKey(_ projection: Projection) -> DropoutKey? {
+        guard let key = side.dropout else { return nil }
+        let module = layout.block.place(projection).module
+        return layout.block.trainable.firstIndex(of: module).map { key[$0] }
+    }
+
+    /// The layer of an expert's projection, for the tokens at these positions of the block's.
+    func linear(_ weight: QuantizedMatrix, _ projection: Projection, expert: Int, tokens: [Int]) -> LoRALinear {
+        let lora = matrices(projection).map { LoRAMatrices(a: $0.a[expert], b: $0.b[expert]) }
+        let dropout = dropoutKey(projection).map {
+            Dropout(key: $0[1 + expert], tokens: tokens.map { firstToken + $0 })
+        }
+        return LoRALinear(weight: weight, bias: nil, lora: lora, scale: scale, dropout: dropout)
+    }
+
+    /// The block for tokens that begin at a position of its own.
+    func from(_ token: Int) -> Block {
+        var block = self
+        block.firstToken += token
+        return block
     }
 }
 
@@ -92,12 +118,16 @@ package struct SideInputs {
     var perLayer: MLXArray?
     /// The keys and values of another block, where this has none.
     var shared: MixerState.KeyValues?
+    /// The block's key for a sequence in a step; nil without dropout.
+    package var dropout: DropoutKey?
 
-    package init(records: [Range<Int>]?, perLayer: MLXArray?, shared: MixerState.KeyValues?) {
-        (self.records, self.perLayer, self.shared) = (records, perLayer, shared)
+    package init(
+        records: [Range<Int>]?, perLayer: MLXArray?, shared: MixerState.KeyValues?, dropout: DropoutKey? = nil
+    ) {
+        (self.records, self.perLayer, self.shared, self.dropout) = (records, perLayer, shared, dropout)
     }
 
-    /// In the order of the block function's arguments.
+    /// In the order of the block function's arguments, which has none for dropout.
     var arrays: [MLXArray] {
         let starts = records.map { records in
             MLXArray(records.flatMap { Array(repeating: Int32($0.lowerBound), count: $0.count) })

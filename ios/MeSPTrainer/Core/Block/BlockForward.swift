@@ -32,7 +32,8 @@ extension Block: BlockForward {
             return machine.phase(sum(x, weights.mixerPostNorm, inForwardPass.mixer(x, records(x.dim(0)), &states).out))
         }()
         machine.replaceByTokens(&y) { tokens, xMid in
-            addMLP(to: xMid, inForwardPass.mlp(weights.mlpNorm(xMid)), side.perLayer?[tokens])
+            let block = from(tokens.lowerBound)
+            return block.addMLP(to: xMid, block.inForwardPass.mlp(weights.mlpNorm(xMid)), side.perLayer?[tokens])
         }
         return y.expandedDimensions(axis: 0)
     }
@@ -41,7 +42,9 @@ extension Block: BlockForward {
         var intermediates = toXMid(x.squeezed(axis: 0))
         if weights.mlpPostNorm != nil {
             var mlpOut = intermediates.xMid
-            machine.replaceByTokens(&mlpOut) { _, xMid in inForwardPass.mlp(weights.mlpNorm(xMid)).asType(x.dtype) }
+            machine.replaceByTokens(&mlpOut) { tokens, xMid in
+                from(tokens.lowerBound).inForwardPass.mlp(weights.mlpNorm(xMid)).asType(x.dtype)
+            }
             intermediates.mlpOut = mlpOut
         }
         return intermediates
@@ -84,7 +87,7 @@ extension Block: BlockForward {
             // Attention's, which holds all keys so far, is the same for all segments: that after the last.
             let before = start.isRecurrent ? states[0] : start
             let x = x[rows]
-            let mixer = inForwardPass.mixer(x, [0..<rows.count], &states)
+            let mixer = from(rows.lowerBound).inForwardPass.mixer(x, [0..<rows.count], &states)
             machine.part(states[0].arrays)
             replace(rows, of: &xMid, by: sum(x, weights.mixerPostNorm, mixer.out))
             Memory.clearCache()
@@ -103,12 +106,13 @@ extension Block: BlockForward {
     /// Recomputes a segment's intermediates from its rows of x.
     func recompute(_ segment: Intermediates.Segment, _ x: MLXArray, mixerOut: MLXArray?) -> Intermediates {
         let recomputed: MixerIntermediates
+        let block = from(segment.rows.lowerBound).inForwardPass
         if case .attention(let mixer) = weights.shape.mixer, let attnOut = segment.attnOut {
-            let (q, k, v) = inForwardPass.projectQKV(mixer, weights.mixerNorm(x))
+            let (q, k, v) = block.projectQKV(mixer, weights.mixerNorm(x))
             recomputed = .attention(q: q, k: k, v: v, attnOut: attnOut)
         } else {
             var states = [segment.state]
-            recomputed = inForwardPass.mixer(x, [0..<x.dim(0)], &states).intermediates
+            recomputed = block.mixer(x, [0..<x.dim(0)], &states).intermediates
         }
         machine.part(recomputed)
         return Intermediates(mixer: recomputed, xMid: x, mixerOut: mixerOut, segment: segment)
@@ -187,10 +191,10 @@ extension Block: BlockForward {
         let tokens = tiles(of: mlpIn.dim(0), size: shape.experts == nil ? machine.mlpTileTokens : .max)
         var inputs = [mlpIn]
         let parts = machine.reduce(tokens, [[MLXArray]](), reading: &inputs) { parts, tokens, inputs in
-            let x = inputs[0][tokens]
-            let inner = shape.modules.isEmpty ? nil : gatedMLP.inner(x)
+            let (x, block) = (inputs[0][tokens], from(tokens.lowerBound))
+            let inner = shape.modules.isEmpty ? nil : block.gatedMLP.inner(x)
             parts.append(
-                [inForwardPass.mlp(x, inner)] + [inner?.gate, inner?.up].compactMap { $0?.asType(mlpIn.dtype) })
+                [block.inForwardPass.mlp(x, inner)] + [inner?.gate, inner?.up].compactMap { $0?.asType(mlpIn.dtype) })
         }
         func whole(_ index: Int) -> MLXArray { concatenated(parts.map { $0[index] }) }
         return shape.modules.isEmpty ? (whole(0), nil, nil) : (whole(0), whole(1), whole(2))

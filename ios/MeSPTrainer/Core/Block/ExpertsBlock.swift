@@ -11,11 +11,11 @@ extension Block {
     func mixtureOfExperts(_ experts: Experts, _ mlpIn: MLXArray) -> MLXArray {
         // The tokens that the derivative takes at a time, so that it makes the same choice.
         let parts = tiles(of: mlpIn.dim(0), size: machine.mlpTokens).map { rows in
-            let x = mlpIn[rows].asType(.float32)
+            let (x, block) = (mlpIn[rows].asType(.float32), from(rows.lowerBound))
             let routed = Routed(experts, weights, x, most: most(rows.count), machine)
             var none = [MLXArray]()
             return machine.reduce(routed.byExpert, MLXArray.zeros(x.shape), reading: &none) { y, pairs, _ in
-                let out = expert(experts, pairs.expert)(
+                let out = block.expert(experts, pairs)(
                     x[pairs.tokens], by: features(experts, of: pairs), addedTo: nil, machine: machine)
                 y = y.at[pairs.tokens].add(routed.weights(pairs) * out)
             }
@@ -38,7 +38,7 @@ extension Block {
         let routed = Routed(experts, weights, x, most: most(mlpIn.dim(0)), machine)
         var dws = [MLXArray]()
         for pairs in routed.byExpert {
-            let d = expert(experts, pairs.expert).backward(
+            let d = expert(experts, pairs).backward(
                 x[pairs.tokens], dy: dy[pairs.tokens], w: routed.weights(pairs), wantsA: wantsA,
                 tile: (pairs.count, features(experts, of: pairs)), machine: machine)
             dx = dx.at[pairs.tokens].add(d.dx)
@@ -50,13 +50,12 @@ extension Block {
             weights.router(experts).applyTransposed(routed.backward(dw: concatenated(dws)), addedTo: dx))
     }
 
-    /// An expert with its adapters.
-    private func expert(_ experts: Experts, _ number: Int) -> GatedMLP {
+    /// The expert of some pairs with its adapters.
+    private func expert(_ experts: Experts, _ pairs: Routed.Pairs) -> GatedMLP {
         func linear(_ weight: QuantizedMatrix, _ projection: Projection) -> LoRALinear {
-            let lora = matrices(projection).map { LoRAMatrices(a: $0.a[number], b: $0.b[number]) }
-            return LoRALinear(weight: weight, bias: nil, lora: lora, scale: scale)
+            self.linear(weight, projection, expert: pairs.expert, tokens: pairs.positions)
         }
-        let (gate, up, down) = weights.expert(experts, number)
+        let (gate, up, down) = weights.expert(experts, pairs.expert)
         return GatedMLP(
             gate: linear(gate, .expertGate), up: linear(up, .expertUp), down: linear(down, .expertDown),
             names: (.expertGate, .expertUp, .expertDown), activation: weights.activation)
@@ -77,9 +76,12 @@ private struct Routed {
     /// Tokens of one expert.
     struct Pairs {
         let expert: Int
-        let count: Int
-        /// Their rows `[count]`, and the places of the pairs among all `[T · k]`.
+        /// Their rows.
+        let positions: [Int]
+        /// The same `[count]`, and the places of the pairs among all `[T · k]`.
         let tokens, places: MLXArray
+
+        var count: Int { positions.count }
     }
 
     /// In the experts' order, without those that no token chose; several of an expert with many tokens.
@@ -104,8 +106,9 @@ private struct Routed {
         let perToken = Int32(experts.numExpertsPerTok)
         byExpert = places.enumerated().flatMap { expert, places in
             tiles(of: places.count, size: most).map { some in
-                Pairs(
-                    expert: expert, count: some.count, tokens: MLXArray(places[some].map { $0 / perToken }),
+                let tokens = places[some].map { $0 / perToken }
+                return Pairs(
+                    expert: expert, positions: tokens.map { Int($0) }, tokens: MLXArray(tokens),
                     places: MLXArray(Array(places[some])))
             }
         }

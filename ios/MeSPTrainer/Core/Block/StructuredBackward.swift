@@ -39,7 +39,7 @@ extension Block {
         let intermediates = copy intermediates
         machine.replaceByTokens(&d) { rows, dy in
             var own = LoRAGradients()
-            let dMid = mlpBackward(intermediates, rows, dy: dy, &own)
+            let dMid = from(rows.lowerBound).mlpBackward(intermediates, rows, dy: dy, &own)
             gradients.add(own)
             return machine.phase(dMid, gradients).0
         }
@@ -107,7 +107,7 @@ extension Block {
         while let segment = segments.popLast() {
             var own = LoRAGradients()
             let x = x[segment.rows]
-            let dx = mixerBackward(
+            let dx = from(segment.rows.lowerBound).mixerBackward(
                 x: x, recompute(segment, x, mixerOut: mixerOut?[segment.rows]), dMid: d[segment.rows],
                 wantsDx: wantsDx, &carried, &own, dShared: &dShared)
             gradients.add(own)

@@ -23,8 +23,14 @@ struct GatedMLP {
         return concatenated(
             machine.reduce(tokens, [MLXArray](), reading: &inputs) { parts, t, inputs in
                 let sum = inputs.count > 1 ? inputs[1][t] : nil
-                parts.append(byFeatures(inputs[0][t], size, addedTo: sum, machine))
+                parts.append(rows(t).byFeatures(inputs[0][t], size, addedTo: sum, machine))
             })
+    }
+
+    /// The MLP of some rows of x.
+    private func rows(_ range: Range<Int>) -> GatedMLP {
+        GatedMLP(
+            gate: gate.rows(range), up: up.rows(range), down: down.rows(range), names: names, activation: activation)
     }
 
     private func byFeatures(
@@ -47,7 +53,7 @@ struct GatedMLP {
         biased(applyDown(gate, up, 0..<self.gate.weight.rows, addedTo: sum))
     }
 
-    /// sum + H Wdᵀ + s H Ad Bd, of some features.
+    /// sum + H Wdᵀ + s Ĥ Ad Bd, of some features.
     private func applyDown(_ gate: MLXArray, _ up: MLXArray, _ f: Range<Int>, addedTo sum: MLXArray?) -> MLXArray {
         let y = down.inputs(f)(activation.gated(gate: gate, up: up))
         return sum.map { $0 + y } ?? y
@@ -102,17 +108,12 @@ struct GatedMLP {
         _ x: MLXArray, kept: (gate: MLXArray, up: MLXArray)? = nil, dy: MLXArray, w: MLXArray? = nil,
         wantsA: Bool, tile: (tokens: Int, features: Int), machine: Machine
     ) -> (dx: MLXArray, dw: MLXArray?, gradients: LoRAGradients) {
-        let scale = down.scale
         let (tokens, features) = (
             tiles(of: x.dim(0), size: tile.tokens), tiles(of: gate.weight.rows, size: tile.features)
         )
         let (hGate, hUp, dyBT) = {
             let x = x.asType(.float32)
-            // s x A, and s dy Bᵀ of down
-            return (
-                gate.lora.map { matmul(x, $0.a) * scale }, up.lora.map { matmul(x, $0.a) * scale },
-                down.lora.map { matmul(dy, $0.b.T) * scale }
-            )
+            return (gate.h(x), up.h(x), down.dyBT(dy))
         }()
         var inputs = machine.inputs([x, dy], after: [x] + [hGate, hUp, dyBT].arrays)
         let none = Sums(
@@ -121,12 +122,11 @@ struct GatedMLP {
         let sums = machine.reduce(places, none, reading: &inputs) { sums, place, inputs in
             sums.last = place
             let (t, f, x, dy) = (tokens[place.0], features[place.1], inputs[0], inputs[1])
-            let (gateF, upF, downF) = (gate.outputs(f), up.outputs(f), down.inputs(f))
+            let (gateF, upF, downF) = (gate.outputs(f), up.outputs(f), down.rows(t).inputs(f))
             func terms(_ linear: LoRALinear, _ h: MLXArray?) -> [MLXArray] {
                 [linear.weight.apply(x[t]), product(h?[t], linear.lora?.b), linear.bias].arrays
             }
-            let qW = downF.weight.applyTransposed(dy[t], addedTo: nil)
-            let q = product(dyBT?[t], downF.lora?.a.T, addedTo: qW) ?? qW
+            let q = downF.weight.applyTransposed(dy[t], addedTo: downF.adapterDx(dyBT?[t], addedTo: nil))
             let (act, dGate, dUp) = activation.gatedBackward(
                 gate: kept.map { [$0.gate[t, f]] } ?? terms(gateF, hGate),
                 up: kept.map { [$0.up[t, f]] } ?? terms(upF, hUp), dAct: w.map { $0[t] * q } ?? q)
@@ -135,13 +135,11 @@ struct GatedMLP {
                 let part = (q * act).sum(axis: -1, keepDims: true)
                 own.dw = own.dw.map { $0 + part } ?? part
             }
-            own.hDown = product(act, downF.lora?.a, addedTo: own.hDown)
+            let dyBT = dyBT?[t]
+            (own.hDown, ofF.dADown) = downF.products(
+                act, wantsA ? w.flatMap { w in dyBT.map { w[t] * $0 } } ?? dyBT : nil, addedTo: (own.hDown, ofF.dADown))
             own.dGateBT = product(dGate, gateF.lora?.b.T, addedTo: own.dGateBT)
             own.dUpBT = product(dUp, upF.lora?.b.T, addedTo: own.dUpBT)
-            if wantsA {
-                let dyBT = dyBT?[t]
-                ofF.dADown = product(act.T, w.flatMap { w in dyBT.map { w[t] * $0 } } ?? dyBT, addedTo: ofF.dADown)
-            }
             ofF.dBGate = product(hGate?[t].T, dGate, addedTo: ofF.dBGate)
             ofF.dBUp = product(hUp?[t].T, dUp, addedTo: ofF.dBUp)
             own.dx = upF.weight.applyTransposed(
@@ -156,29 +154,28 @@ struct GatedMLP {
     private func total(
         _ sums: Sums, _ x: MLXArray, dy: MLXArray, w: MLXArray?, wantsA: Bool
     ) -> (dx: MLXArray, dw: MLXArray?, gradients: LoRAGradients) {
-        let scale = down.scale
         func whole(_ parts: [MLXArray?], axis: Int) -> MLXArray? {
             let parts = parts.arrays
             return parts.isEmpty ? nil : concatenated(parts, axis: axis)
         }
-        let (dGateBT, dUpBT) = (whole(sums.tokens.map(\.dGateBT), axis: 0), whole(sums.tokens.map(\.dUpBT), axis: 0))
+        let (dGateBT, dUpBT) = (
+            whole(sums.tokens.map(\.dGateBT), axis: 0).map { $0 * gate.factor },
+            whole(sums.tokens.map(\.dUpBT), axis: 0).map { $0 * up.factor }
+        )
         var gradients = LoRAGradients()
         if wantsA {
             let x = x.asType(.float32)
-            gradients.a[names.gate] = product(x.T, dGateBT).map { $0 * scale }
-            gradients.a[names.up] = product(x.T, dUpBT).map { $0 * scale }
+            gradients.a[names.gate] = gate.products(x, dGateBT).xTg
+            gradients.a[names.up] = up.products(x, dUpBT).xTg
             gradients.a[names.down] = whole(sums.features.map(\.dADown), axis: 0)
         }
         gradients.b[names.gate] = whole(sums.features.map(\.dBGate), axis: 1)
         gradients.b[names.up] = whole(sums.features.map(\.dBUp), axis: 1)
         gradients.b[names.down] = whole(sums.tokens.map(\.hDown), axis: 0).map {
-            matmul(($0 * scale).T, w.map { $0 * dy } ?? dy)
+            matmul(($0 * down.factor).T, w.map { $0 * dy } ?? dy)
         }
-        var dx = concatenated(sums.tokens.compactMap(\.dx))
-        // s d_gate Bᵀ Aᵀ of gate, and the same of up.
-        if let dyBT = whole([dGateBT, dUpBT], axis: 1), let a = whole([gate.lora?.a, up.lora?.a], axis: 1) {
-            dx = addMM(dx, dyBT, a.T, alpha: scale)
-        }
+        let dxW = concatenated(sums.tokens.compactMap(\.dx))
+        let dx = up.adapterDx(dUpBT, addedTo: gate.adapterDx(dGateBT, addedTo: dxW)) ?? dxW
         var dw = whole(sums.tokens.map(\.dw), axis: 0)
         if let sum = dw, let bias = down.bias { dw = sum + matmul(dy, bias.asType(.float32)[0..., .newAxis]) }
         return (dx, dw, gradients)

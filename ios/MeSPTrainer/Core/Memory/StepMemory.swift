@@ -20,8 +20,8 @@ extension Planner {
         let functions = Set(
             manifest.lengths(settings).flatMap { length in manifest.blocks.compactMap { $0.functions["\(length)"] } })
         let files = manifest.files.filter { functions.contains($0.path) }.reduce(0) { $0 + $1.size }
-        return machineMemory.process + (machineMemory.metal ?? 0) + max(
-            machineMemory.functions, method == .mebp ? 1 : 0) * 15 * files / 2
+        let calls = settings.dropout > 0 ? 0 : max(machineMemory.functions, method == .mebp ? 1 : 0)
+        return machineMemory.process + (machineMemory.metal ?? 0) + calls * 15 * files / 2
     }
 
     // MARK: - Answers that are sampled (`Core/Rewards`)

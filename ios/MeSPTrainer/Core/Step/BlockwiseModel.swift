@@ -96,21 +96,26 @@ package final class BlockwiseModel {
     package final class SequenceContext {
         fileprivate let records: [Range<Int>]?
         fileprivate let embeddings: LayerEmbeddings?
+        fileprivate let dropout: DropoutKey?
         /// The keys and values that several blocks take, by the block that has them.
         fileprivate var sharedKeyValues = [Int: MixerState.KeyValues]()
         /// The sums of the gradients by these, of the blocks that took them.
         var gradients = [Int: MixerState.KeyValues]()
 
-        fileprivate init(_ records: [Range<Int>]?, _ embeddings: LayerEmbeddings?) {
-            (self.records, self.embeddings) = (records, embeddings)
+        fileprivate init(_ records: [Range<Int>]?, _ embeddings: LayerEmbeddings?, _ dropout: DropoutKey?) {
+            (self.records, self.embeddings, self.dropout) = (records, embeddings, dropout)
         }
     }
 
-    /// - Parameter x0: the embeddings of the sequence's inputs `[1, T, hidden]`.
-    package func makeContext(_ example: Example, x0: MLXArray) throws -> SequenceContext {
+    /// - Parameters:
+    ///   - x0: the embeddings of the sequence's inputs `[1, T, hidden]`.
+    ///   - dropout: the key of a sequence in a step; nil without dropout.
+    package func makeContext(
+        _ example: Example, x0: MLXArray, dropout: DropoutKey? = nil
+    ) throws -> SequenceContext {
         SequenceContext(
             example.records,
-            try clock.repeating { try bundle.layerEmbeddings(example.inputs, x0: x0.squeezed(axis: 0)) })
+            try clock.repeating { try bundle.layerEmbeddings(example.inputs, x0: x0.squeezed(axis: 0)) }, dropout)
     }
 
     /// A block's call for a sequence.
@@ -125,7 +130,8 @@ package final class BlockwiseModel {
         let shared = bundle.architecture.keysOf(block).flatMap { context.sharedKeyValues[$0] }
         return BlockCall(
             index: block, weights: weights, lora: lora,
-            side: SideInputs(records: context.records, perLayer: perLayer, shared: shared))
+            side: SideInputs(
+                records: context.records, perLayer: perLayer, shared: shared, dropout: context.dropout?[block]))
     }
 
     /// A block's call in the forward pass. Where other blocks take its keys and values too, these are computed from x `[1, T, hidden]`, as a
@@ -179,6 +185,7 @@ package final class BlockwiseModel {
 
     private func forwardPass(_ call: BlockCall, _ x: MLXArray) throws -> any BlockForward {
         try bundle.processor.forwardPass(block(call, x)) {
+            guard call.side.dropout == nil else { return nil }
             let imported = try function(call.index, x, call.side.records == nil ? \.functions : \.packed)
             return imported?(
                 call, layouts[call.index], scale: scale, pause: isWarm ? nil : { [clock] in clock.pause() })

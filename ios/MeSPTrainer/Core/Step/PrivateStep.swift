@@ -20,6 +20,7 @@ package struct PrivateStep {
             preconditionFailure("the settings are not of DP-SGD")
         }
         var (result, count, norms) = (StepResult(), 0, Float(0))
+        trainer.beginStep(number)
         updates.clippedSums?.beginSums()
         for loss in losses {
             try loss.backpropagate(trainer, into: updates.makeSumSink(), &result)

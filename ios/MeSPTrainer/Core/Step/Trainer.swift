@@ -25,6 +25,9 @@ package final class Trainer {
     /// Where block inputs are kept from the forward to the backward pass; nil for memory.
     private let inputsFile: ArrayFile?
 
+    /// The key of a step's dropout, and the number of its sequences so far; nil without dropout.
+    var dropout: (key: DropoutKey, sequences: Int)?
+
     /// A sequence of a step, and the weight of each of its targets in the step's loss.
     package typealias WeightedExample = (example: Example, weight: Float)
 
@@ -33,12 +36,27 @@ package final class Trainer {
     /// - Parameter number: of the step, from 0.
     /// - Throws: `NotFinite`. Some blocks may have been updated then; see `takeStep`.
     package func step(_ losses: [some StepLoss], number: Int) throws -> StepResult {
+        beginStep(number)
         let keys = try updates.randomKeys(number)
         let sink = updates.areSummed ? updates.makeSumSink() : updates.makeUpdateSink(number, keys)
         var result = StepResult()
         for loss in losses { try loss.backpropagate(self, into: sink, &result) }
         if updates.areSummed { result.gradientNorm = try updates.updateAll(number, keys, gradient: updates.sum) }
         return result
+    }
+
+    /// Begins to count the sequences of a step, by which their masks of dropout follow.
+    func beginStep(_ number: Int) {
+        let settings = model.settings
+        dropout =
+            settings.dropout > 0
+            ? (DropoutKey(rate: settings.dropout, seed: settings.seed)[settings.firstStep + number], 0) : nil
+    }
+
+    /// The key of the step's next sequence.
+    private func nextDropoutKey() -> DropoutKey? {
+        defer { dropout?.sequences += 1 }
+        return dropout.map { $0.key[$0.sequences] }
     }
 
     /// One forward and backward pass of some sequences, which go through each block together.
@@ -67,7 +85,7 @@ package final class Trainer {
         var sequences = try examples.enumerated().map { index, example in
             let (x0, place) = (try model.embed(example), waits ? index + 1 : index)
             return SequenceInStep(
-                context: try model.makeContext(example, x0: x0), residual: x0,
+                context: try model.makeContext(example, x0: x0, dropout: nextDropoutKey()), residual: x0,
                 inputs: BlockArrays(count: model.blocks.count, file: inputsFile, place: place))
         }
         let firstKept = model.blocks.upperBound - (waits ? 0 : plan.keptBlocks)

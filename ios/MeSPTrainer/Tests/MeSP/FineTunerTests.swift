@@ -349,6 +349,7 @@ import Testing
         #expect(try await refusal { $0.batchSize = 1 << 40 }.hasPrefix("batch_size"))
         #expect(try await refusal { $0.evaluationInterval = -1 } == "evaluationInterval must be at least 0.")
         #expect(try await refusal { $0.maxForgetting = 0 } == "maxForgetting must be a finite number above 0.")
+        #expect(try await refusal { $0.dropout = 1 } == "dropout must be below 1.")
         #expect(try await refusal { $0.memory = .megabytes(0) } == "memory must be above 0 megabytes.")
         #expect(try await refusal { $0.memory = .megabytes(.infinity) } == "memory must be a finite number.")
         #expect(try await refusal { $0.sequenceLength = 33 }.contains("has no trace for sequences of 33 tokens"))

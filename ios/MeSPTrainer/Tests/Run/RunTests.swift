@@ -84,7 +84,7 @@ import Testing
         let (whole, parts) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [whole, parts] { try? FileManager.default.removeItem(at: folder) } }
         var settings = try settings(whole)
-        settings.freezeA = true
+        (settings.freezeA, settings.dropout) = (true, 0.2)
         try Run.run(settings)
         let half = settings.steps / 2
         settings.steps = half
@@ -128,7 +128,7 @@ import Testing
     /// A run that is stopped and resumed logs the same losses, to the last bit, as one that is not.
     @Test(arguments: [
         "momentum", "adamw", "adamw8bit", "adamw8bit offloaded", "accumulation", "by blocks", "mezo", "bfloat16",
-        "B alone", "B of some", "the last block",
+        "B alone", "B of some", "the last block", "dropout",
     ])
     func resumesAsIfNothingHadHappened(_ kind: String) throws {
         let (whole, parts) = (temporaryFolder(), temporaryFolder())
@@ -151,6 +151,7 @@ import Testing
             case "B alone": settings.freezeA = true
             case "B of some":
                 (settings.freezeA, settings.projections, settings.optimizer) = (true, ["q", "down"], .adamw8bit)
+            case "dropout": (settings.dropout, settings.batchSize, settings.optimizer) = (0.2, 2, .adamw8bit)
             case "the last block": (settings.numLayers, settings.momentum, settings.offload) = (1, 0.9, .all)
             default: break
             }

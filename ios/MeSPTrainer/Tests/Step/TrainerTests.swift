@@ -400,6 +400,7 @@ import Testing
             plan: Plan(tileBytes: 1 << 14, keptBlocks: 2, offload: .inputs)
         ) { $0.numLayers = 2 },
         Ordered(testDescription: "bfloat16, B alone", sequences: 2) { ($0.loraDtype, $0.freezeA) = (.bfloat16, true) },
+        Ordered(testDescription: "dropout", sequences: 4) { $0.dropout = 0.2 },
         Ordered(testDescription: "MeBP", sequences: 2, method: .mebp) { $0.projections = ["q", "down"] },
     ]
 

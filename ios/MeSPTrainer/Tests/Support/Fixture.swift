@@ -61,6 +61,8 @@ struct Fixture {
 
     func array(_ name: String) throws -> MLXArray { try #require(arrays[name], "no \(name) in the fixture") }
 
+    func has(_ name: String) -> Bool { arrays[name] != nil }
+
     func word(_ name: String) throws -> String { try #require(metadata[name], "no \(name) in the fixture") }
 
     func number(_ name: String) throws -> Float { try #require(metadata[name].flatMap(Float.init), "no \(name)") }
@@ -81,14 +83,14 @@ struct Fixture {
 
     func trainer(
         _ method: GradientMethod, plan: Plan = Plan(tileBytes: 1 << 20),
-        _ change: (inout RunSettings) -> Void = { _ in }
+        _ change: (inout RunSettings) throws -> Void = { _ in }
     ) throws -> Trainer {
         var settings = RunSettings(bundle: bundle.url.path, output: "")
         settings.usePaperUpdate()
         (settings.method, settings.seqLen, settings.rank) = (method, length, Int(try number("rank")))
         settings.alpha = try number("alpha")
         settings.mezoEpsilon = (try? number("mezo_epsilon")) ?? settings.mezoEpsilon
-        change(&settings)
+        try change(&settings)
         return try Trainer(
             bundle: bundle, settings: settings, plan: plan, folder: FileManager.default.temporaryDirectory)
     }

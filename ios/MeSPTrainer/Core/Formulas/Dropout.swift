@@ -1,0 +1,71 @@
+import MLX
+
+/// A number from which the masks of dropout follow, and p. By subscript it is that of a step, a sequence, a block, a layer and an expert, so that no
+/// mask is stored: wherever it is needed it is made again.
+package struct DropoutKey {
+    /// The probability p with which an input is left out, above 0.
+    let rate: Float
+    private let number: UInt64
+
+    package init(rate: Float, seed: UInt64) { self.init(rate: rate, number: scattered(seed)) }
+
+    private init(rate: Float, number: UInt64) { (self.rate, self.number) = (rate, number) }
+
+    package subscript(_ index: Int) -> DropoutKey {
+        DropoutKey(rate: rate, number: scattered(number &+ UInt64(index)))
+    }
+
+    fileprivate var halves: (tokens: UInt32, inputs: UInt32) {
+        (UInt32(truncatingIfNeeded: number), UInt32(truncatingIfNeeded: number >> 32))
+    }
+}
+
+/// Dropout of the input x `[n, in]` of a layer's adapter: x ∘ K, where each number of K is 1 with the probability 1 − p, and 0 otherwise. The factor
+/// 1 / (1 − p) is in `LoRALinear.scale`.
+///
+///     K[t, j] = 1 where r[t] c[j] mod 2³² ≥ p 2³²,     r[t] = hash(t + k₀),     c[j] = hash(j + k₁) | 1
+///
+/// k₀ and k₁ are the halves of the key, t is a token's position in its sequence, and j the number of an input. So K depends on no tile. As the c are odd,
+/// the products of a column are as uniform and independent as the r are; this is multiply-shift hashing (Dietzfelbinger et al. 1997).
+struct Dropout {
+    let key: DropoutKey
+    /// The positions of x's rows: one after the other from a first one on, or those listed.
+    var firstToken = 0
+    var tokens: [Int]?
+    /// The number of x's first column.
+    var firstInput = 0
+
+    /// x ∘ K.
+    func callAsFunction(_ x: MLXArray) -> MLXArray {
+        let (k0, k1) = key.halves
+        let positions = tokens ?? Array(firstToken..<firstToken + x.dim(0))
+        let r = positions.map { hash(UInt32(truncatingIfNeeded: $0) &+ k0) }
+        let c = (firstInput..<firstInput + x.dim(1)).map { hash(UInt32(truncatingIfNeeded: $0) &+ k1) | 1 }
+        let least = UInt32(Double(key.rate) * 0x1p32)
+        return masked([x, MLXArray(r, [r.count, 1]), MLXArray(c), MLXArray(least)])
+    }
+
+    /// The dropout of some rows of x.
+    func rows(_ range: Range<Int>) -> Dropout {
+        var part = self
+        if let tokens { part.tokens = Array(tokens[range]) } else { part.firstToken += range.lowerBound }
+        return part
+    }
+
+    /// The dropout of some columns of x.
+    func inputs(_ range: Range<Int>) -> Dropout {
+        var part = self
+        part.firstInput += range.lowerBound
+        return part
+    }
+}
+
+private let masked = Fused { which($0[1] * $0[2] .>= $0[3], $0[0], Float(0)) }
+
+/// A bijection of 32-bit numbers, each bit of which depends on all bits of x (github.com/skeeto/hash-prospector).
+private func hash(_ x: UInt32) -> UInt32 {
+    var x = x
+    x = (x ^ (x >> 16)) &* 0x7feb_352d
+    x = (x ^ (x >> 15)) &* 0x846c_a68b
+    return x ^ (x >> 16)
+}
