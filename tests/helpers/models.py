@@ -14,6 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -553,12 +554,15 @@ def quantizable(module: nn.Module) -> bool:
 
 
 def load_lora(layer: nn.Module, flat: mx.array, block: Block, scale: float) -> None:
-    """Wraps an mlx-lm block's modules in LoRALinear, or LoRASwitchLinear; only `flat`'s parameters
-    are trainable."""
+    """Wraps an mlx-lm block's modules in LoRALinear, LoRASwitchLinear or, where `flat` has DoRA's
+    m, DoRALinear; only `flat`'s parameters are trainable."""
     modules = dict(layer.named_modules())
     wrapped = []
-    for name, (A, B) in reference.unpack_lora(flat, block).items():
-        if A.ndim == 3:
+    for name, (A, B, *m) in reference.unpack_lora(flat, block).items():
+        if m:
+            lora = DoRALinear.from_base(modules[name], r=A.shape[1], scale=scale)
+            lora.m = m[0]
+        elif A.ndim == 3:
             lora = LoRASwitchLinear.from_base(modules[name], r=A.shape[2], scale=scale)
             A, B = A.swapaxes(1, 2), B.swapaxes(1, 2)
         else:

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_causal_mask
+from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.tuner.trainer import default_loss
 
@@ -79,6 +81,37 @@ def test_linear(T, out_size, rank, quantization, bias, p):
         oracle,
         {"x": x, "A": A, "B": B},
     )
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_with_dora(bias, p):
+    """m is a parameter; the norm of W + s A B, which follows from A and B, has no gradient."""
+    T, in_size, out_size, rank = 7, 128, 40, 4
+    layer = nn.Linear(in_size, out_size, bias).to_quantized(32, 4)
+    weights = {f"p.{name}": array for name, array in layer.parameters().items()}
+    W, b = reference.dequantize(weights, "p.", in_size), weights.get("p.bias")
+    M = reference.dropout_mask(7, p, T, in_size) if p else None
+
+    def projection(A, B, m):
+        return reference.Projection(W, b, A, B, M=M, m=m)
+
+    def oracle(x, A, B, m):
+        adapted = DoRALinear.from_base(layer, rank, scale=SCALE)
+        adapted.lora_a, adapted.lora_b, adapted.m = A, B, m
+        if p:
+            adapted.dropout = Masked(M)
+        return adapted(x)
+
+    x, A, B, m = normal(1, T, in_size), normal(in_size, rank), normal(rank, out_size), normal(40)
+    check(
+        lambda x, A, B, m: reference.linear(x, projection(A, B, m), SCALE),
+        lambda y, dy: reference.linear_backward(x, dy, projection(A, B, m), SCALE),
+        oracle,
+        {"x": x, "A": A, "B": B, "m": m},
+    )
+    n = reference.row_norms(projection(A, B, m), SCALE)
+    assert_close("n", n, mx.linalg.norm(W + SCALE * (A @ B).T, axis=1))
 
 
 @pytest.mark.parametrize(("T", "n", "size"), [(1, 64, 1.0), (7, 33, 100.0), (32, 192, 1e-2)])
@@ -236,6 +269,15 @@ def random_lora(arch: Architecture, rank: int) -> list[mx.array]:
     return [w + 0.05 * normal(*w.shape) for w in lora]
 
 
+def random_dora(flat: mx.array, weights: reference.Weights, block: Block) -> mx.array:
+    """With DoRA's magnitudes, as after some training."""
+    matrices = reference.unpack_lora(reference.add_magnitudes(flat, weights, block), block)
+    for name in block.modules:
+        A, B, m = matrices[name]
+        matrices[name] = (A, B, m * (1 + 0.1 * normal(*m.shape)))
+    return reference.pack_lora(matrices, block)
+
+
 def test_lora_layout():
     arch, rank = architecture(hidden_size=96, num_attention_heads=3, num_key_value_heads=1), 4
     flat = random_lora(arch, rank)[0]
@@ -312,7 +354,8 @@ def flat_gradient(grads: dict, block: Block) -> mx.array:
     for name, shape in block.adapted().items():
         a, b = arrays[f"{name}.lora_a"], arrays[f"{name}.lora_b"]
         # Of experts mlx-lm has A [experts, rank, in] and B [experts, out, rank].
-        matrices[name] = (a.swapaxes(1, 2), b.swapaxes(1, 2)) if len(shape) == 3 else (a, b)
+        pair = (a.swapaxes(1, 2), b.swapaxes(1, 2)) if len(shape) == 3 else (a, b)
+        matrices[name] = (*pair, *([arrays[f"{name}.m"]] if f"{name}.m" in arrays else []))
     return reference.pack_lora(matrices, block)
 
 
@@ -328,7 +371,8 @@ def assert_same_gradient(actual, expected, block: Block, T: int) -> None:
     """Flat LoRA gradients, matrix by matrix."""
     actual, expected = (reference.unpack_lora(g, block) for g in (actual, expected))
     for name in block.adapted():
-        for matrix, a, b in zip("AB", actual[name], expected[name], strict=True):
+        assert len(actual[name]) == len(expected[name])
+        for matrix, a, b in zip("ABm", actual[name], expected[name], strict=False):
             if T == 1 and name in without_gradient(block):
                 *_, down = block.modules
                 limit = TOLERANCE * mx.linalg.norm(expected[down][0])
@@ -385,9 +429,11 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("p", "dora"), [(0.0, False), (0.3, False), (0.3, True)], ids=["lora", "dropout", "dora"]
+)
 @pytest.mark.parametrize(("T", "rank", "group_size", "config"), CASES)
-def test_block(T, rank, group_size, config, p, monkeypatch):
+def test_block(T, rank, group_size, config, p, dora, monkeypatch):
     arch = Architecture.from_config(config)
     if config.get("trained"):
         arch = arch.training_experts()
@@ -395,6 +441,8 @@ def test_block(T, rank, group_size, config, p, monkeypatch):
     ours = reference_model(model, arch)
     for i in map(arch.blocks.index, arch.kinds):
         described, weights, lora = arch.blocks[i], ours.blocks[i], random_lora(arch, rank)[i]
+        if dora:
+            lora = random_dora(lora, weights, described)
         x, dy = normal(1, T, arch.hidden_size), normal(1, T, arch.hidden_size)
         block, given = (lora, SCALE, weights, described), given_to(described, T)
         masks = reference.Dropout(p, seed=5, step=3).masks(i, described, T) if p else None
@@ -541,12 +589,15 @@ def test_packed_records_train_as_a_batch(config, block_gradient):
                 assert relative_error(a, b) <= 2e-6, name
 
 
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("config", [pytest.param(c, id=n) for n, c in PACKED.items()])
-def test_a_step_with_dropout(config):
+def test_a_step_with_dropout(config, dora):
     """The gradients of a whole model against automatic differentiation with the same masks, of two
     records in a sequence: each has its part of the sequence's masks."""
     arch = Architecture.from_config(config).training_experts()
     model, lora = reference_model(quantized(config), arch), random_lora(arch, 4)
+    if dora:
+        lora = list(map(random_dora, lora, model.blocks, arch.blocks))
     window, starts = mx.random.randint(0, arch.vocab_size, (14,)), [0, 8]
     weights = mx.array([0.0 if i in starts else 1 / 12 for i in range(1, window.size)])
     dropout = reference.Dropout(0.3, seed=5, step=3, sequence=1)
@@ -654,6 +705,37 @@ def test_mebp_equals_mesp(training):
     for a, b, start in zip(mesp_lora, mebp_lora, initial, strict=True):
         assert_close("LoRA", a, b)
         assert relative_error(a, start) > 1e-3
+
+
+def test_dora_trains_as_in_mlx_lm():
+    """From m = ‖W‖ and B = 0, at which it is LoRA, by SGD."""
+    arch, rate = architecture(), 0.05
+    theirs = quantized(SMALL)
+    model = reference_model(theirs, arch)
+    plain = reference.init_lora(arch, 4, seed=0)
+    lora = list(map(reference.add_magnitudes, plain, model.blocks, arch.blocks))
+    windows = mx.random.randint(0, arch.vocab_size, (5, 16))
+    without = reference.loss(model, plain, windows[0], SCALE)
+    assert_close("loss at first", reference.loss(model, lora, windows[0], SCALE), without)
+
+    theirs.freeze()
+    for layer, flat, block in zip(theirs.layers, lora, arch.blocks, strict=True):
+        load_lora(layer, flat, block, SCALE)
+    update = optim.SGD(rate)
+    gradient, lengths = nn.value_and_grad(theirs, default_loss), mx.array([[1, 15]])
+    start = list(lora)
+    for window in windows:
+        (loss, _), grads = gradient(theirs, window[None], lengths)
+        update.update(theirs, grads)
+        assert reference.mesp_step(model, lora, window, SCALE, rate) == pytest.approx(
+            loss.item(), rel=TOLERANCE
+        )
+    for i, block in enumerate(arch.blocks):
+        parameters = theirs.layers[i].trainable_parameters()
+        assert_close("parameters", lora[i], flat_gradient(parameters, block))
+        after, before = (reference.unpack_lora(each[i], block) for each in (lora, start))
+        for name in block.modules:
+            assert not mx.array_equal(after[name][2], before[name][2]), f"m of {name} is trained"
 
 
 def test_training_lowers_the_loss(training):

@@ -268,7 +268,7 @@ def block_backward(
         d_mixer_in.append(d_in)
         by_shared += [each for each in by_its if each]
         for name, d_matrices in matrices.items():
-            sums = grad.get(name, [0, 0])
+            sums = grad.get(name, [0] * len(d_matrices))
             grad[name] = [a + b for a, b in zip(sums, d_matrices, strict=True)]
     d_mixer_in = mx.concatenate(d_mixer_in, axis=1)
     dx = d_x_mid + rms_norm_backward(x, d_mixer_in, vector["input_layernorm.weight"], eps)

@@ -254,5 +254,5 @@ def mix_by_mamba2_backward(
     *split, o = intermediates
     weights, projected = Mamba2.of(parts, mixer), mx.concatenate(split, axis=-1)
     d_projected = mamba2_backward(projected, o, dy, weights)
-    dx, dA, dB = linear_backward(x, d_projected, parts.p["in"], scale)
-    return dx, {"in": (dA, dB)}
+    dx, *matrices = linear_backward(x, d_projected, parts.p["in"], scale)
+    return dx, {"in": tuple(matrices)}

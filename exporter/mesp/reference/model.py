@@ -66,16 +66,18 @@ def dequantize(weights: Weights, name: str, in_size: int) -> mx.array:
 # LoRA parameters: one flat float32 vector a block, with A [in, rank] then B [rank, out] of each
 # module in the order of `Block.modules`. The projections of a fused module share its A, and
 # each has its columns of B. Of trained experts, A [experts, in, rank] and B [experts, rank, out] of
-# each kind of matrix follow.
+# each kind of matrix follow. With DoRA m [out] comes behind each B; experts have none.
 
-Matrices = dict[str, tuple[mx.array, mx.array]]
+Matrices = dict[str, tuple[mx.array, ...]]
 
 
 def unpack_lora(flat: mx.array, block: Block) -> Matrices:
     """The matrices A and B of each module and, where they are trained, of experts, from the flat
-    vector [P]."""
-    matrices, start = {}, 0
-    rank = flat.size // block.lora_size(1)
+    vector [P]; and m of each module where the vector has them too."""
+    matrices: Matrices = {}
+    start = 0
+    # The magnitudes are fewer numbers than the matrices of one rank.
+    rank, magnitudes = divmod(flat.size, block.lora_size(1))
     for name, (*stack, out_size, in_size) in block.adapted().items():
         middle = start + math.prod(stack) * in_size * rank
         end = middle + math.prod(stack) * out_size * rank
@@ -84,6 +86,9 @@ def unpack_lora(flat: mx.array, block: Block) -> Matrices:
             flat[middle:end].reshape(*stack, rank, out_size),
         )
         start = end
+        if magnitudes and not stack:
+            start = end + out_size
+            matrices[name] += (flat[end:start],)
     return matrices
 
 
@@ -95,7 +100,7 @@ def experts_lora(flat: mx.array, block: Block) -> Matrices:
 
 
 def pack_lora(matrices: Matrices, block: Block) -> mx.array:
-    """The flat vector [P] of each module's A and B (or of their gradients)."""
+    """The flat vector [P] of each module's A, B and, with DoRA, m (or of their gradients)."""
     return mx.concatenate([m.reshape(-1) for name in block.adapted() for m in matrices[name]])
 
 
@@ -113,6 +118,15 @@ def init_lora(arch: Architecture, rank: int, seed: int) -> list[mx.array]:
             matrices[name] = (a, mx.zeros((*stack, rank, out_size)))
         vectors.append(pack_lora(matrices, block))
     return vectors
+
+
+def add_magnitudes(flat: mx.array, weights: Weights, block: Block) -> mx.array:
+    """The vector with DoRA's m behind each B, as training begins: m = ‖W‖ by output."""
+    matrices = unpack_lora(flat, block)
+    for module, (_, in_size) in block.sizes().items():
+        m = mx.linalg.norm(dequantize(weights, f"{module}.", in_size), axis=1)
+        matrices[module] += (m,)
+    return pack_lora(matrices, block)
 
 
 Stored = Callable[[mx.array], mx.array]  # what becomes of an array in memory, such as rounding
@@ -135,7 +149,7 @@ class Parts(NamedTuple):
         projections = {}
         for name, (module, rows, (_, in_size)) in block.projections().items():
             bias = weights.get(f"{module}.bias")
-            A, B = matrices[module]
+            A, B, *m = matrices[module]
             projections[name] = Projection(
                 dequantize(weights, f"{module}.", in_size)[rows],
                 None if bias is None else bias.astype(mx.float32)[rows],
@@ -143,6 +157,7 @@ class Parts(NamedTuple):
                 B[:, rows],
                 weights.get(f"{name}.h"),
                 masks[module] if masks else None,
+                m[0][rows] if m else None,
             )
         vectors = {
             name: weights[name].astype(mx.float32) for name in (*block.norms(), *block.vectors())
@@ -162,10 +177,13 @@ class Parts(NamedTuple):
 def fuse(gradients: Matrices, block: Block) -> Matrices:
     """The gradients by A and B of each module, from those of its projections.
 
-    Its outputs lie side by side, so dB does; they share A, so dA adds up.
+    Its outputs lie side by side, so dB and dm do; they share A, so dA adds up.
     """
     fused = {}
     for module, names in block.modules.items():
-        dA, dB = zip(*(gradients[name] for name in names), strict=True)
-        fused[module] = (sum(dA[1:], dA[0]), mx.concatenate(dB, axis=1))
+        dA, *others = zip(*(gradients[name] for name in names), strict=True)
+        fused[module] = (
+            sum(dA[1:], dA[0]),
+            *(mx.concatenate(each, axis=-1) for each in others),
+        )
     return fused

@@ -12,7 +12,8 @@ class Projection(NamedTuple):
     """Frozen W [out, in] and bias [out] or None; trained A [in, rank] and B [rank, out].
 
     h = x A [..., rank] where it was stored, which nothing in the package does: it is there for
-    comparison. M [T, in] is the mask of LoRA dropout, where there is dropout.
+    comparison. M [T, in] is the mask of LoRA dropout, where there is dropout. m [out] are the
+    trained magnitudes of DoRA, where it is DoRA.
     """
 
     W: mx.array
@@ -21,21 +22,32 @@ class Projection(NamedTuple):
     B: mx.array
     h: mx.array | None = None
     M: mx.array | None = None
+    m: mx.array | None = None
 
 
 def linear(x: mx.array, p: Projection, scale: float) -> mx.array:
-    """y = x Wᵀ + bias + s ((x ∘ M) A) B.   x [..., T, in] -> y [..., T, out]"""
+    """y = z + bias,   z = x Wᵀ + s ((x ∘ M) A) B.   x [..., T, in] -> y [..., T, out]
+
+    With DoRA y = (m / n) ∘ z + bias, where n is `row_norms`.
+    """
     y = x @ p.W.T + scale * ((_masked(x, p.M) @ p.A) @ p.B)
+    if p.m is not None:
+        y = (p.m / row_norms(p, scale)) * y
     return y if p.bias is None else y + p.bias
 
 
-def linear_backward(
-    x: mx.array, dy: mx.array, p: Projection, scale: float
-) -> tuple[mx.array, mx.array, mx.array]:
+def linear_backward(x: mx.array, dy: mx.array, p: Projection, scale: float) -> tuple[mx.array, ...]:
     """dx, dA and dB. W and bias are frozen. h is computed again where it was not stored.
 
     h = (x ∘ M) A     dh = s dy Bᵀ     dB = s hᵀ dy     dA = (x ∘ M)ᵀ dh     dx = dy W + (dh Aᵀ) ∘ M
+
+    With DoRA also dm = Σ_t dy_t ∘ z_t / n, and (m / n) ∘ dy takes the place of dy in the others.
     """
+    dm = []
+    if p.m is not None:
+        n, z = row_norms(p, scale), linear(x, p._replace(bias=None, m=None), scale)
+        dm = [mx.sum(_rows(dy) * _rows(z), axis=0) / n]
+        dy = (p.m / n) * dy
     kept = _masked(x, p.M)
     h = kept @ p.A if p.h is None else p.h
     dh = scale * (dy @ p.B.T)
@@ -43,7 +55,20 @@ def linear_backward(
     dA = _rows(kept).T @ _rows(dh)
     dx_base = dy @ p.W
     dx_lora = _masked(dh @ p.A.T, p.M)
-    return dx_base + dx_lora, dA, dB
+    return dx_base + dx_lora, dA, dB, *dm
+
+
+def row_norms(p: Projection, scale: float) -> mx.array:
+    """n [out], the norm of each output's weights: of the row of W + s (A B)ᵀ. It has no gradient.
+
+    n² = ‖W‖² + 2 s ⟨W, (A B)ᵀ⟩ + s² ‖A B‖² by output, from W A [out, rank] and Aᵀ A [rank, rank]:
+
+    ⟨W, (A B)ᵀ⟩ = rowsum(W A ∘ Bᵀ)        ‖A B‖² = rowsum(Bᵀ Aᵀ A ∘ Bᵀ)
+    """
+    of_w = mx.sum(p.W * p.W, axis=1)
+    of_both = mx.sum((p.W @ p.A) * p.B.T, axis=1)
+    of_lora = mx.sum((p.B.T @ (p.A.T @ p.A)) * p.B.T, axis=1)
+    return mx.stop_gradient(mx.sqrt(of_w + 2 * scale * of_both + scale**2 * of_lora))
 
 
 def _masked(x: mx.array, M: mx.array | None) -> mx.array:

@@ -57,5 +57,5 @@ def mix_by_short_convolution_backward(
     b, c, u, conv_out = intermediates
     d_bu = convolution_backward(dy * c, parts.vector["conv.conv.weight"])
     d_in = mx.concatenate([d_bu * u, dy * conv_out, d_bu * b], axis=-1)
-    dx, dA, dB = linear_backward(x, d_in, parts.p["in"], scale)
-    return dx, {"in": (dA, dB)}
+    dx, *matrices = linear_backward(x, d_in, parts.p["in"], scale)
+    return dx, {"in": tuple(matrices)}

@@ -18,6 +18,8 @@ package struct Block {
     let weights: BlockWeights
     /// The LoRA parameters `[P]`, or nil for the base model.
     let lora: MLXArray?
+    /// The formulas that give A, B̃ and G from `lora`; nil without DoRA, or where `lora` has these.
+    var dora: DoRA?
     let layout: LoRALayout
     /// The factor s of the adapters' output, which `BlockwiseModel.scale` says.
     let scale: Float
@@ -50,7 +52,8 @@ package struct Block {
 
     /// The matrices of a projection's adapter, nil where it has none.
     func matrices(_ projection: Projection) -> LoRAMatrices? {
-        lora.flatMap { layout.matrices(projection, in: $0) }
+        if let dora { return dora.scaled(projection) }
+        return lora.flatMap { layout.matrices(projection, in: $0) }
     }
 
     /// The layer of a projection.
@@ -103,6 +106,8 @@ package struct BlockCall {
     let weights: BlockWeights
     /// The LoRA parameters `[P]`.
     var lora: MLXArray
+    /// nil without DoRA.
+    var dora: DoRA?
     package var side: SideInputs
 
     package init(index: Int, weights: BlockWeights, lora: MLXArray, side: SideInputs) {

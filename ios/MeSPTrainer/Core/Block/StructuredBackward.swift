@@ -23,6 +23,7 @@ extension Block {
         mlpBackward(intermediates, d: &d, &gradients)
         mixerBackward(x: x, consume intermediates, d: &d, wantsDx: wantsDx, &gradients, dShared: &dShared)
         d = d.reshaped(shape).asType(x.dtype)
+        dora?.turn(&gradients)
         let gradient = layout.packed(gradients)
         eval(d, gradient)
         return gradient
@@ -171,7 +172,7 @@ extension Block {
     ) -> MLXArray? {
         let d = linear(name).backward(
             input, dy: dy, machine: machine, wantsA: wantsA, wantsDx: wantsDx, addedTo: sum)
-        (gradients.a[name], gradients.b[name]) = (d.dA, d.dB)
+        (gradients.a[name], gradients.b[name], gradients.m[name]) = (d.dA, d.dB, d.dG)
         return d.dx
     }
 

@@ -13,7 +13,8 @@ extension RunSettings {
         let first = architecture.numHiddenLayers - (numLayers ?? architecture.numHiddenLayers)
         return architecture.layers.indices.map {
             LoRALayout(
-                block: architecture.block($0), rank: rank, modules: $0 < first ? [] : modules, freezesA: freezeA)
+                block: architecture.block($0), rank: rank, modules: $0 < first ? [] : modules, freezesA: freezeA,
+                hasMagnitudes: dora)
         }
     }
 
@@ -47,6 +48,13 @@ extension BlockwiseModel {
                 "The adapters in \(folder.path) are scaled by \(adapters.scale), the run's by \(scale); set alpha to \(settings.alpha * adapters.scale / scale)."
             )
         }
+        guard adapters.layouts.contains(where: \.hasMagnitudes) == settings.dora else {
+            throw MeSPError(
+                settings.dora
+                    ? "The adapters in \(folder.path) are LoRA's and have no magnitudes, which DoRA trains; leave dora out."
+                    : "The adapters in \(folder.path) are DoRA's, and a run without dora would lose their magnitudes; set dora."
+            )
+        }
         for (block, vector) in adapters.lora.enumerated() {
             let (layout, its) = (layouts[block], adapters.layouts[block])
             for module in its.modules where !layout.modules.contains(module) {
@@ -70,7 +78,16 @@ extension BlockwiseModel {
             try saveAdapterFolder(
                 bundle.architecture, rank: settings.rank, blocks: trained[0]..<blocks.upperBound, modules: modules,
                 scale: settings.scale, model: bundle.manifest.model.id, strength: strength, dropout: settings.dropout,
-                to: folder, lora: lora.read)
+                to: folder
+            ) { [lora, layouts] block in
+                let (layout, vector) = (layouts[block], try lora.read(block))
+                guard layout.hasMagnitudes else { return vector }
+                return layout.packed(
+                    layout.modules.map { module in
+                        let matrices = layout.matrices(module, in: vector)
+                        return LoRAMatrices(a: matrices.a, b: matrices.b)
+                    })
+            }
         }
         try copyTerms(to: [folder, folder.appendingPathComponent("peft")])
     }

@@ -183,7 +183,8 @@ package final class Trainer {
     package init(bundle: ModelBundle, settings: RunSettings, plan: Plan, folder: URL) throws {
         let arrays = try TrainingArrays(bundle, settings, plan, in: folder)
         (self.plan, inputsFile) = (plan, arrays.inputsFile)
-        model = try BlockwiseModel(bundle, settings, plan: plan, lora: arrays.lora, clock: clock)
+        model = try BlockwiseModel(
+            bundle, settings, plan: plan, lora: arrays.lora, squaredNorms: arrays.squaredNorms, clock: clock)
         updates = Updates(of: model, arrays)
         reference = ReferenceModel(start: arrays.start)
     }

@@ -128,7 +128,7 @@ import Testing
     /// A run that is stopped and resumed logs the same losses, to the last bit, as one that is not.
     @Test(arguments: [
         "momentum", "adamw", "adamw8bit", "adamw8bit offloaded", "accumulation", "by blocks", "mezo", "bfloat16",
-        "B alone", "B of some", "the last block", "dropout",
+        "B alone", "B of some", "the last block", "dropout", "dora", "dora offloaded",
     ])
     func resumesAsIfNothingHadHappened(_ kind: String) throws {
         let (whole, parts) = (temporaryFolder(), temporaryFolder())
@@ -152,6 +152,10 @@ import Testing
             case "B of some":
                 (settings.freezeA, settings.projections, settings.optimizer) = (true, ["q", "down"], .adamw8bit)
             case "dropout": (settings.dropout, settings.batchSize, settings.optimizer) = (0.2, 2, .adamw8bit)
+            case "dora": (settings.dora, settings.optimizer, settings.learningRate) = (true, .adamw, 1e-3)
+            case "dora offloaded":
+                (settings.dora, settings.dropout, settings.offload) = (true, 0.2, .all)
+                (settings.projections, settings.numLayers, settings.loraDtype) = (["q", "down"], 2, .bfloat16)
             case "the last block": (settings.numLayers, settings.momentum, settings.offload) = (1, 0.9, .all)
             default: break
             }
@@ -520,6 +524,12 @@ import Testing
         BadSetting("group_size must be left out with dropout") { ($0.dropout, $0.groupSize) = (0.1, 2) },
         BadSetting("loraplus_lr_ratio must be above 0") { $0.loraplusLrRatio = 0 },
         BadSetting("loraplus_lr_ratio must be 1 with freeze_a") { ($0.freezeA, $0.loraplusLrRatio) = (true, 2) },
+        BadSetting("method must be mesp or mezo with dora") { ($0.dora, $0.method) = (true, .mebp) },
+        BadSetting("projections must be without experts with dora") { ($0.dora, $0.projections) = (true, ["experts"]) },
+        BadSetting("freeze_a must be left out with dora") { ($0.dora, $0.freezeA) = (true, true) },
+        BadSetting("max_forgetting must be left out with dora") {
+            ($0.dora, $0.maxForgetting, $0.general) = (true, 5, "/nowhere")
+        },
         BadSetting("warmup must be less than steps") { $0.warmup = 6 },
         BadSetting("--rank 3") { $0.rank = 3 },
         BadSetting("--seq-len 5") { $0.seqLen = 5 }, BadSetting("learning_rate") { $0.learningRate = -1 },
