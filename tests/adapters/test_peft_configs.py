@@ -38,7 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from helpers.commands import call
 from helpers.models import FAMILIES, TEXT, write_model
 from mesp.adapters.config import CONFIG, FIELDS, check_fields
-from mesp.adapters.load import apply_adapters, read_adapters
+from mesp.adapters.load import apply_adapters, read_adapters, stack_adapters
 from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
 from mesp.engine.process import evaluator
@@ -193,7 +193,8 @@ def of_the_fusion(bundle: Path, folder: Path) -> np.ndarray:
     opened = Bundle(bundle)
     model = opened.to_mlx_lm()
     model.set_dtype(mx.float32)
-    apply_adapters(model, read_adapters(folder, opened.architecture), str(folder))
+    read = read_adapters(folder, opened.architecture)
+    apply_adapters(model, stack_adapters([(read, 1.0)], model))
     return of_mlx(model)
 
 

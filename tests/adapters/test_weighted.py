@@ -106,7 +106,7 @@ def test_a_stack_is_the_fused_sum(family: Path, weights: dict[str, float]):
     model.set_dtype(mx.float32)
     base = np.array(model(tokens))
     read = [(read_adapters(family / name, opened.architecture), weights[name]) for name in weights]
-    apply_adapters(model, stack_adapters(read), "all")
+    apply_adapters(model, stack_adapters(read, model))
     assert relative_error(np.array(model(tokens)), expected) <= EXACT
     assert relative_error(base, expected) > 0.1
 
