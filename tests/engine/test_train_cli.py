@@ -41,6 +41,7 @@ DEFAULTS = {
     "rslora": False,
     "freeze_a": False,
     "dropout": 0.0,
+    "dora": False,
     "projections": None,
     "num_layers": None,
     "lora_dtype": "float32",
@@ -279,16 +280,14 @@ def test_a_config_that_is_not_there_is_named(bundle: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
-        (["--dora"], "DoRA"),
-        (["--use-dora"], "DoRA"),
-        (["--fine-tune-type", "dora"], "--fine-tune-type dora"),
-        (["--config", "run.yaml"], "DoRA"),
+        (["--fine-tune-type", "full"], "--fine-tune-type full"),
+        (["--config", "run.yaml"], "--fine-tune-type full"),
     ],
 )
 def test_what_a_block_has_no_place_for_is_refused_by_name(
     bundle: Path, tmp_path: Path, arguments: list, name: str
 ):
-    (tmp_path / "run.yaml").write_text("use_dora: true\n")
+    (tmp_path / "run.yaml").write_text("fine_tune_type: full\n")
     done = train(bundle, "--steps", 5, *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"Error: {name} ") and done.stderr.count("\n") == 1
@@ -330,6 +329,18 @@ def test_what_a_block_has_no_place_for_is_refused_by_name(
         (
             ["--dropout", 0.1, "--reward", "exact"],
             "--reward does not go together with --dropout: leave out one of them.",
+        ),
+        *(
+            (
+                ["--dora", *other],
+                f"{' '.join(map(str, other[:shown]))} does not go together with --dora: leave out "
+                "one of them.",
+            )
+            for other, shown in (
+                (["--method", "mebp"], 2),
+                (["--freeze-a"], 1),
+                (["--max-forgetting", 5], 1),
+            )
         ),
         (["--mezo-epsilon", 1], "--mezo-epsilon has no use without --method mezo: leave it out."),
         (["--warmup", 5], "--warmup 5 does not end within --steps 5."),

@@ -12,13 +12,9 @@ from mesp.errors import MespError
 
 def refuse(context: click.Context, parameter: click.Parameter, value: object) -> None:
     """Refuses an option that other trainers have and a MeSP block cannot have."""
-    why = {
-        "dora": "DoRA needs the length of each column of W + s A B",
-        "fine_tune_type": "--fine-tune-type {} is not LoRA",
-    }
     if value and value != "lora":
         raise MespError(
-            f"{why[str(parameter.name)].format(value)}, and the block function, exported as "
+            f"--fine-tune-type {value} is not LoRA, and the block function, exported as "
             "y = x Wᵀ + s (x A) B, has no place for it: leave it out."
         )
 
@@ -26,9 +22,4 @@ def refuse(context: click.Context, parameter: click.Parameter, value: object) ->
 def refused_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds what other trainers have and a MeSP block cannot: it is refused in a sentence."""
     hidden: dict[str, Any] = {"hidden": True, "expose_value": False, "callback": refuse}
-    for option in (
-        click.option("--dora", "--use-dora", is_flag=True, **hidden),
-        click.option("--fine-tune-type", **hidden),
-    ):
-        command = option(command)
-    return command
+    return click.option("--fine-tune-type", **hidden)(command)

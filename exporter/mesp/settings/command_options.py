@@ -105,7 +105,7 @@ def _option(name: str, declared: Setting, default: Any) -> Decorator:
     help = declared.help
     if declared.kind is bool:
         names = f"{typed}/--no-{typed[2:]}" if declared.can_be_refused else typed
-        return click.option(names, key, is_flag=True, default=default, help=help)
+        return click.option(names, *declared.aliases, key, is_flag=True, default=default, help=help)
     if declared.kind is dict:
         return click.option(
             typed, key, multiple=True, callback=_read_numbers, metavar=declared.metavar, help=help

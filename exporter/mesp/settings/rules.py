@@ -58,6 +58,16 @@ def check_use(settings: TrainSettings, manifest: Manifest) -> None:
             "--reward": settings.reward is not None,
         }
         _refuse_beside("--dropout", refused)
+    if settings.dora:
+        # The function that MeBP differentiates has no input for magnitudes, of experts neither
+        # mlx-lm nor PEFT has any, and a factor of B does not weaken what they changed.
+        refused = {
+            "--method mebp": settings.method == "mebp",
+            "--freeze-a": settings.freeze_a,
+            "--projections experts": "experts" in (settings.projections or ()),
+            "--max-forgetting": settings.max_forgetting is not None,
+        }
+        _refuse_beside("--dora", refused)
 
 
 def _check_goal(settings: TrainSettings, manifest: Manifest) -> None:

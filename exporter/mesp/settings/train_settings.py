@@ -122,6 +122,10 @@ class TrainSettings(Settings):
         "every token (LoRA dropout).",
         least=0, below=1, federated=True, aliases=("--lora-dropout",),
     )  # fmt: skip
+    dora: bool = setting(
+        bool, False, "Train the length of each output's weights apart from their direction (DoRA).",
+        aliases=("--use-dora",),
+    )  # fmt: skip
     adapters: str | None = setting(
         Path, None, "Folder of adapters to start from, in mlx-lm's or PEFT's format."
     )

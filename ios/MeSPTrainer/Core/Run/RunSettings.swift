@@ -38,6 +38,8 @@ public struct RunSettings: Codable, Sendable, Equatable {
     /// Share of the inputs of each adapter that are set to zero while it is trained, others for every token (LoRA
     /// dropout).
     package var dropout: Float = 0
+    /// Whether to train the length of each output's weights apart from their direction (DoRA).
+    package var dora: Bool = false
     /// Folder of adapters to start from, in mlx-lm's or PEFT's format; nil: none.
     package var adapters: String?
     /// Objective on preference data: dpo, ipo, simpo or orpo on pairs, kto on single answers; nil: none.

@@ -15,6 +15,7 @@ extension RunSettings {
         try require(objective != .kto || batchSize >= 2, "batch_size", "at least 2 with kto")
         try require(objective != .kto || valBatches != 1, "val_batches", "0, or at least 2 with kto")
         try checkDropout()
+        try checkDoRA()
         try checkForgetting()
         try checkRewards()
         try checkPrivacy()
@@ -25,6 +26,14 @@ extension RunSettings {
         // MeZO's two losses and an objective's likelihoods are compared, and the function that MeBP differentiates has no input for a mask.
         try require(method == .mesp, "method", "mesp with dropout")
         try require(["objective": objective == nil, "group_size": groupSize == nil], "left out with dropout") { $0 }
+    }
+
+    private func checkDoRA() throws {
+        guard dora else { return }
+        // The function that MeBP differentiates has no input for magnitudes, and a factor of B does not weaken what they changed.
+        try require(method != .mebp, "method", "mesp or mezo with dora")
+        try require(projections?.contains("experts") != true, "projections", "without experts with dora")
+        try require(["freeze_a": !freezeA, "max_forgetting": maxForgetting == nil], "left out with dora") { $0 }
     }
 
     private func checkForgetting() throws {

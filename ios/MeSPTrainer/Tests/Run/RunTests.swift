@@ -518,6 +518,12 @@ import Testing
         BadSetting("method must be mesp with dropout") { ($0.dropout, $0.method) = (0.1, .mebp) },
         BadSetting("objective must be left out with dropout") { ($0.dropout, $0.objective) = (0.1, .dpo) },
         BadSetting("group_size must be left out with dropout") { ($0.dropout, $0.groupSize) = (0.1, 2) },
+        BadSetting("method must be mesp or mezo with dora") { ($0.dora, $0.method) = (true, .mebp) },
+        BadSetting("projections must be without experts with dora") { ($0.dora, $0.projections) = (true, ["experts"]) },
+        BadSetting("freeze_a must be left out with dora") { ($0.dora, $0.freezeA) = (true, true) },
+        BadSetting("max_forgetting must be left out with dora") {
+            ($0.dora, $0.maxForgetting, $0.general) = (true, 5, "/nowhere")
+        },
         BadSetting("warmup must be less than steps") { $0.warmup = 6 },
         BadSetting("--rank 3") { $0.rank = 3 },
         BadSetting("--seq-len 5") { $0.seqLen = 5 }, BadSetting("learning_rate") { $0.learningRate = -1 },
