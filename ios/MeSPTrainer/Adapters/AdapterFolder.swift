@@ -30,18 +30,23 @@ package struct LoadedAdapters {
 ///   - model: the Hugging Face id of the base model
 ///   - strength: the factor that each B is written with
 ///   - dropout: the run's, which the configurations say
+///   - isDoRA: whether the parameters have magnitudes, which no module of experts has
 ///   - lora: a block's parameters of these modules `[P]`
 package func saveAdapterFolder(
     _ architecture: Architecture, rank: Int, blocks: Range<Int>, modules: [Module], scale: Float, model: String,
-    strength: Float = 1, dropout: Float = 0, to folder: URL, lora: @escaping (_ block: Int) throws -> MLXArray
+    strength: Float = 1, dropout: Float = 0, isDoRA: Bool = false, to folder: URL,
+    lora: @escaping (_ block: Int) throws -> MLXArray
 ) throws {
     func tensors(_ format: AdapterFormat) -> [NewTensor] {
         blocks.flatMap { block in
-            let layout = LoRALayout(block: architecture.block(block), rank: rank, modules: modules)
+            let layout = LoRALayout(
+                block: architecture.block(block), rank: rank, modules: modules, hasMagnitudes: isDoRA)
             let layers = format.layers(of: layout.block).filter { $0.modules.contains(where: layout.modules.contains) }
             return layers.flatMap { layer -> [NewTensor] in
                 let (a, b) = layout.block.shapes(layer.modules, rank: rank * layer.modules.count)
-                return [("A", a, \LoRAMatrices.a, 1), ("B", b, \.b, strength)].map { matrix, shape, path, factor in
+                var matrices = [("A", a, \LoRAMatrices.a, Float(1)), ("B", b, \.b, strength)]
+                if isDoRA { matrices.append(("m", Array(b.suffix(1)), \.magnitudes, 1)) }
+                return matrices.map { matrix, shape, path, factor in
                     NewTensor(
                         name: format.name(matrix, layer, block, of: architecture),
                         shape: format.turned(shape, matrix), dtype: .float32
@@ -58,8 +63,8 @@ package func saveAdapterFolder(
         try makeFolder(folder)
         let matrices = try safetensors(tensors(format), metadata: ["format": "pt"])
         let config = format.config(
-            rank: rank, scale: Double(scale), dropout: Double(dropout), blocks: blocks, of: architecture,
-            modules: modules, model: model)
+            rank: rank, scale: Double(scale), dropout: Double(dropout), isDoRA: isDoRA, blocks: blocks,
+            of: architecture, modules: modules, model: model)
         let json = try JSONSerialization.data(withJSONObject: config, options: [.prettyPrinted, .sortedKeys])
         return [
             (folder.appendingPathComponent(format.file), matrices),
@@ -126,7 +131,11 @@ struct AdapterReader {
                 $0.isStacked && names.contains(tensor("B", $0, block))
             }
         }
-        layouts = architecture.layouts(rank: config.rank, withExperts: withExperts || hasExperts)
+        try Self.naming(folder) {
+            if config.isDoRA && hasExperts { throw AdapterFormat.unsupported("DoRA for experts") }
+        }
+        layouts = architecture.layouts(
+            rank: config.rank, withExperts: withExperts || hasExperts, hasMagnitudes: config.isDoRA)
     }
 
     private static func naming<R>(_ folder: URL, _ body: () throws -> R) throws -> R {
@@ -148,15 +157,17 @@ struct AdapterReader {
                     layer.modules, rank: config.joins ? rank * layer.modules.count : rank)
                 let a = try take("A", layer, block, shapes.a)
                 let b = try take("B", layer, block, shapes.b)
-                guard (a == nil) == (b == nil) || (onlyB && a == nil) else {
-                    let name = tensor(a == nil ? "A" : "B", layer, block)
-                    throw MeSPError("\(name) is missing")
+                let m = config.isDoRA ? try take("m", layer, block, shapes.b.suffix(1)) : nil
+                let all = [("A", a), ("B", b)] + (config.isDoRA && !layer.isStacked ? [("m", m)] : [])
+                let missing = all.filter { $0.1 == nil }.map(\.0)
+                guard missing.isEmpty || missing.count == all.count || (onlyB && missing == ["A"]) else {
+                    throw MeSPError("\(tensor(missing[0], layer, block)) is missing")
                 }
                 let parts = zip(
-                    layer.modules, layer.parts(a: a, b: b, rank: rank, joins: config.joins, in: layout.block)
+                    layer.modules, layer.parts(a: a, b: b, m: m, rank: rank, joins: config.joins, in: layout.block)
                 ).map { module, part in
                     let initial = layout.matrices(module, in: absent)
-                    return LoRAMatrices(a: part.a ?? initial.a, b: part.b ?? initial.b)
+                    return LoRAMatrices(a: part.a ?? initial.a, b: part.b ?? initial.b, m: part.m ?? initial.m)
                 }
                 if config.joins, let b {
                     try AdapterFormat.checkRanks(layer.joined(parts).b.arrayEqual(b).number(Bool.self))
@@ -181,7 +192,9 @@ struct AdapterReader {
     private func tensor(_ matrix: String, _ layer: AdaptedLayer, _ block: Int) -> String {
         let others = format.layers(of: architecture.block(block)).filter { $0.isStacked && $0.name != layer.name }
         let isNested = others.contains { config.adapts($0, block, prefix: prefix) }
-        return format.name(matrix, layer, block, of: architecture, prefix: prefix, isNested: isNested)
+        let name = format.name(matrix, layer, block, of: architecture, prefix: prefix, isNested: isNested)
+        // PEFT writes a magnitude's name without its end, and reads it with that too.
+        return matrix == "m" && tensors.shape("\(name).weight") != nil ? "\(name).weight" : name
     }
 
     private mutating func take(
@@ -201,5 +214,12 @@ struct AdapterReader {
             throw MeSPError("\(name) has numbers that are not finite; train them again")
         }
         return format.turnedBack(array, matrix, to: shape)
+    }
+}
+
+extension LoRAMatrices {
+    fileprivate var magnitudes: MLXArray {
+        guard let m else { preconditionFailure("no magnitudes in the layout") }
+        return m
     }
 }

@@ -70,7 +70,7 @@ extension BlockwiseModel {
             try saveAdapterFolder(
                 bundle.architecture, rank: settings.rank, blocks: trained[0]..<blocks.upperBound, modules: modules,
                 scale: settings.scale, model: bundle.manifest.model.id, strength: strength, dropout: settings.dropout,
-                to: folder, lora: lora.read)
+                isDoRA: settings.dora, to: folder, lora: lora.read)
         }
         try copyTerms(to: [folder, folder.appendingPathComponent("peft")])
     }
