@@ -350,7 +350,7 @@ DAMAGE = {
     "no JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "not valid"),
     "no weights": (lambda f: (f / "adapters.safetensors").unlink(), "no adapters.safetensors"),
     "no parameters": (lambda f: change_config(f, lora_parameters=None), "lacks lora_parameters"),
-    "dora": (lambda f: change_config(f, fine_tune_type="dora"), 'fine_tune_type "dora"'),
+    "dora": (lambda f: change_config(f, fine_tune_type="dora"), "q_proj.m is missing"),
     "full": (lambda f: change_config(f, fine_tune_type="full"), 'fine_tune_type "full"'),
     "short": (lambda f: truncate(f, 10000), "adapters.safetensors is damaged"),
     "shorter": (lambda f: truncate(f, 100), "adapters.safetensors is damaged"),
@@ -371,7 +371,7 @@ DAMAGE = {
 }
 PEFT_DAMAGE = {
     "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model"),
-    "dora": (lambda f: change_config(f, use_dora=True), "use_dora"),
+    "dora": (lambda f: change_config(f, use_dora=True), "lora_magnitude_vector is missing"),
     "method": (lambda f: change_config(f, peft_type="LOHA"), "LOHA"),
     "bias": (lambda f: change_config(f, bias="all"), 'bias "all"'),
     "embeddings": (lambda f: change_config(f, modules_to_save=["lm_head"]), "modules_to_save"),

@@ -301,13 +301,13 @@ def _check(layers: list[_Layer], shapes: dict[str, list[int]], config: AdapterCo
         missing = [name for name in layer.names if name not in shapes]
         if len(missing) == len(layer.names):
             continue
+        if config.is_dora and layer.stack:
+            raise unsupported("DoRA for experts")
         if missing:
             raise ValueError(f"{missing[0]} is missing")
         for name, needed in zip(layer.names, layer.shapes(config), strict=True):
             if not layer.is_adapted:
                 raise ValueError(f"it holds {name}, which its {CONFIG} gives no place")
-            if config.is_dora and layer.stack:
-                raise unsupported("DoRA for experts")
             if shapes[name] != needed:
                 raise ValueError(
                     f"{name} has the shape {shapes[name]}, where the model needs {needed}"
