@@ -4,7 +4,7 @@ import MeSPBundle
 
 /// The places of a block's LoRA matrices in one flat float32 vector `[count]`: for each module A `[in, rank]`, then B `[rank, out]`, row-major.
 /// The projections of a module share its A and have columns of its B each. Of experts' stacked matrices A is `[experts, in, rank]` and B
-/// `[experts, rank, out]`.
+/// `[experts, rank, out]`. With DoRA m `[out]` follows the B of each module, but of experts.
 ///
 /// Anything made of a gradient, such as the optimizer's state, has a vector `[trainedCount]` of the trained parameters alone.
 package struct LoRALayout {
@@ -14,10 +14,14 @@ package struct LoRALayout {
     package let modules: [Module]
     /// Whether B alone is trained.
     package let freezesA: Bool
+    /// Whether it is DoRA's. Then each A is trained.
+    package let hasMagnitudes: Bool
 
     /// - Parameter modules: nil for all of the block's linear layers.
-    package init(block: BlockShape, rank: Int, modules: [Module]? = nil, freezesA: Bool = false) {
-        (self.block, self.rank, self.freezesA) = (block, rank, freezesA)
+    package init(
+        block: BlockShape, rank: Int, modules: [Module]? = nil, freezesA: Bool = false, hasMagnitudes: Bool = false
+    ) {
+        (self.block, self.rank, self.freezesA, self.hasMagnitudes) = (block, rank, freezesA, hasMagnitudes)
         self.modules = modules.map { block.trainable.filter($0.contains) } ?? block.modules
     }
 
@@ -31,16 +35,33 @@ package struct LoRALayout {
 
     private func size(_ module: Module) -> Int {
         let (a, b) = shapes(module)
-        return a.reduce(1, *) + b.reduce(1, *)
+        return a.reduce(1, *) + b.reduce(1, *) + magnitudes(of: module)
+    }
+
+    /// The number of a module's magnitudes.
+    private func magnitudes(of module: Module) -> Int {
+        hasMagnitudes && !module.isStacked ? block.dimensions(module).outputs : 0
+    }
+
+    /// The number of a block's magnitudes.
+    package var magnitudes: Int { modules.reduce(0) { $0 + magnitudes(of: $1) } }
+
+    /// A module's part of numbers `[magnitudes]`, one for each of the block's; nil where it has none.
+    package func magnitudes(_ module: Module, in all: MLXArray) -> MLXArray? {
+        let (start, count) = (
+            modules.prefix { $0 != module }.reduce(0) { $0 + magnitudes(of: $1) }, magnitudes(of: module)
+        )
+        return count > 0 ? all[start..<start + count] : nil
     }
 
     /// The matrices of one of the modules as views of `flat`.
     package func matrices(_ module: Module, in flat: MLXArray) -> LoRAMatrices {
         let start = modules.prefix { $0 != module }.reduce(0) { $0 + size($1) }
         let (a, b) = shapes(module)
-        let middle = start + a.reduce(1, *)
+        let (middle, end) = (start + a.reduce(1, *), start + size(module))
+        let m = end - magnitudes(of: module)
         return LoRAMatrices(
-            a: flat[start..<middle].reshaped(a), b: flat[middle..<start + size(module)].reshaped(b))
+            a: flat[start..<middle].reshaped(a), b: flat[middle..<m].reshaped(b), m: m < end ? flat[m..<end] : nil)
     }
 
     /// The matrices of one projection, likewise; nil where its module has none.
@@ -48,11 +69,13 @@ package struct LoRALayout {
         let (module, outputs) = block.place(projection)
         guard modules.contains(module) else { return nil }
         let whole = matrices(module, in: flat)
-        return module.projections.count == 1 ? whole : LoRAMatrices(a: whole.a, b: whole.b[0..., outputs])
+        return module.projections.count == 1 ? whole : whole.outputs(outputs)
     }
 
     /// One flat vector from every module's pair of matrices: the inverse of `matrices(_:in:)`.
-    package func packed(_ matrices: [LoRAMatrices]) -> MLXArray { flattened(matrices.flatMap { [$0.a, $0.b] }) }
+    package func packed(_ matrices: [LoRAMatrices]) -> MLXArray {
+        flattened(matrices.flatMap { [$0.a, $0.b] + [$0.m].compactMap { $0 } })
+    }
 
     /// The gradient `[trainedCount]` from every projection's: that of an A which several share is the sum.
     package func packed(_ gradients: LoRAGradients) -> MLXArray {
@@ -61,8 +84,9 @@ package struct LoRALayout {
                 if module.isStacked { return stacked(module, gradients.experts) }
                 let a = module.projections.compactMap { gradients.a[$0] }
                 let b = module.projections.compactMap { gradients.b[$0] }
+                let m = module.projections.compactMap { gradients.m[$0] }
                 let sum = a.first.map { a.dropFirst().reduce($0) { $0 + $1 } }
-                return [sum, b.count == 1 ? b[0] : concatenated(b, axis: 1)].compactMap { $0 }
+                return [sum, b.count == 1 ? b[0] : concatenated(b, axis: 1)].compactMap { $0 } + m
             })
     }
 
@@ -102,17 +126,23 @@ package struct LoRALayout {
 
     /// The layout that the block function takes: with all linear layers, and all of the experts' matrices if this one has any.
     package var whole: LoRALayout {
-        LoRALayout(block: block, rank: rank, modules: modules.contains(where: \.isStacked) ? block.trainable : nil)
+        LoRALayout(
+            block: block, rank: rank, modules: modules.contains(where: \.isStacked) ? block.trainable : nil,
+            hasMagnitudes: hasMagnitudes)
     }
 
-    /// The whole layout's vector, with zeros for the modules that have no matrices.
+    /// The whole layout's vector, with zeros for the modules that have no matrices, and 1 for their factors of `LoRAMatrices.m`.
     package func whole(_ flat: MLXArray) -> MLXArray {
         let all = whole.modules
         guard modules != all else { return flat }
         var start = 0
         return concatenated(
             all.map { module in
-                guard modules.contains(module) else { return MLXArray.zeros([size(module)]) }
+                guard modules.contains(module) else {
+                    let factors = magnitudes(of: module)
+                    let zeros = MLXArray.zeros([size(module) - factors])
+                    return factors > 0 ? concatenated([zeros, MLXArray.ones([factors])]) : zeros
+                }
                 defer { start += size(module) }
                 return flat[start..<start + size(module)]
             })
@@ -124,8 +154,20 @@ package struct LoRALayout {
         return packed(modules.map { other.matrices($0, in: vector) })
     }
 
+    /// Parameters `[P]` with which the block is the base model's: A and B are zero, and m is that of `magnitudes`.
+    package func base(_ magnitudes: MLXArray) -> MLXArray {
+        packed(
+            modules.map { module in
+                let (a, b) = shapes(module)
+                return LoRAMatrices(
+                    a: MLXArray.zeros(a), b: MLXArray.zeros(b), m: self.magnitudes(module, in: magnitudes))
+            })
+    }
+
     /// Initial parameters of the block with this index, float32 `[P]`: A uniform in ±1/√in, B zero, as in mlx-lm.
-    package func initial(seed: UInt64, block index: Int) -> MLXArray {
+    ///
+    /// - Parameter magnitudes: with DoRA m of all modules.
+    package func initial(seed: UInt64, block index: Int, magnitudes: MLXArray? = nil) -> MLXArray {
         let key = MLXRandom.split(key: MLXRandom.key(seed), into: block.architecture.numHiddenLayers)[index]
         let all = whole.modules
         let keys = zip(all, MLXRandom.split(key: key, into: all.count))
@@ -134,23 +176,32 @@ package struct LoRALayout {
                 let (a, b) = shapes(module)
                 let bound = 1 / Float(block.dimensions(module).inputs).squareRoot()
                 return LoRAMatrices(
-                    a: MLXRandom.uniform(low: -bound, high: bound, a, key: key), b: MLXArray.zeros(b))
+                    a: MLXRandom.uniform(low: -bound, high: bound, a, key: key), b: MLXArray.zeros(b),
+                    m: magnitudes.flatMap { self.magnitudes(module, in: $0) })
             })
     }
 }
 
-/// A `[in, rank]` and B `[rank, out]` of one module or projection; of experts stacked.
+/// A `[in, rank]` and B `[rank, out]` of one module or projection; of experts stacked. With DoRA also m `[out]`. A layer is computed with the
+/// factors of x Wᵀ in its place; see `DoRA`.
 package struct LoRAMatrices {
     package let a: MLXArray
     package let b: MLXArray
+    package let m: MLXArray?
 
-    package init(a: MLXArray, b: MLXArray) { (self.a, self.b) = (a, b) }
+    package init(a: MLXArray, b: MLXArray, m: MLXArray? = nil) { (self.a, self.b, self.m) = (a, b, m) }
+
+    /// Those of some of the outputs.
+    package func outputs(_ range: Range<Int>) -> LoRAMatrices {
+        LoRAMatrices(a: a, b: b[0..., range], m: m?[range])
+    }
 }
 
-/// The gradients of the trained A and B, by projection.
+/// The gradients of the trained A, B and m, by projection.
 package struct LoRAGradients {
     package var a = [Projection: MLXArray]()
     package var b = [Projection: MLXArray]()
+    package var m = [Projection: MLXArray]()
     /// Those of each expert that some token chose, by its number.
     package var experts = [Int: LoRAGradients]()
 
@@ -159,6 +210,7 @@ package struct LoRAGradients {
     package mutating func add(_ others: LoRAGradients) {
         a.merge(others.a) { $0 + $1 }
         b.merge(others.b) { $0 + $1 }
+        m.merge(others.m) { $0 + $1 }
         for (number, gradients) in others.experts { experts[number, default: LoRAGradients()].add(gradients) }
     }
 }
@@ -174,8 +226,13 @@ extension BlockShape {
 extension Architecture {
     /// The layout of each block.
     ///
-    /// - Parameter withExperts: whether experts' matrices have adapters too
-    package func layouts(rank: Int, withExperts: Bool = false) -> [LoRALayout] {
-        layers.indices.map { LoRALayout(block: block($0), rank: rank, modules: withExperts ? trainable : nil) }
+    /// - Parameters:
+    ///   - withExperts: whether experts' matrices have adapters too
+    ///   - hasMagnitudes: whether they are DoRA's
+    package func layouts(rank: Int, withExperts: Bool = false, hasMagnitudes: Bool = false) -> [LoRALayout] {
+        layers.indices.map {
+            LoRALayout(
+                block: block($0), rank: rank, modules: withExperts ? trainable : nil, hasMagnitudes: hasMagnitudes)
+        }
     }
 }

@@ -16,7 +16,7 @@ import MeSPBundle
 /// PerLayerBlock.swift those of the term that embeddings for each layer add to y.
 package struct Block {
     let weights: BlockWeights
-    /// The LoRA parameters `[P]`, or nil for the base model.
+    /// The LoRA parameters `[P]`, or nil for the base model. With DoRA those of `DoRA.scaled`.
     let lora: MLXArray?
     let layout: LoRALayout
     /// The factor s of the adapters' output, which `BlockwiseModel.scale` says.
@@ -101,8 +101,10 @@ package struct BlockCall {
     package let index: Int
     /// Mapped.
     let weights: BlockWeights
-    /// The LoRA parameters `[P]`.
+    /// The LoRA parameters `[P]`; with DoRA those of `DoRA.scaled`.
     var lora: MLXArray
+    /// nil without DoRA.
+    var dora: DoRA?
     package var side: SideInputs
 
     package init(index: Int, weights: BlockWeights, lora: MLXArray, side: SideInputs) {

@@ -16,7 +16,12 @@ package struct BlockWeights {
     /// W `[out, in]`
     package func matrix(_ projection: Projection) -> QuantizedMatrix {
         let (module, outputs) = shape.place(projection)
-        return packed.matrix(module.name + ".", inputs: shape.dimensions(projection).inputs).rows(outputs)
+        return matrix(module).rows(outputs)
+    }
+
+    /// Those of a module's projections, one below the other.
+    func matrix(_ module: Module) -> QuantizedMatrix {
+        packed.matrix(module.name + ".", inputs: shape.dimensions(module).inputs)
     }
 
     /// The matrices of an expert.

@@ -171,7 +171,7 @@ extension Block {
     ) -> MLXArray? {
         let d = linear(name).backward(
             input, dy: dy, machine: machine, wantsA: wantsA, wantsDx: wantsDx, addedTo: sum)
-        (gradients.a[name], gradients.b[name]) = (d.dA, d.dB)
+        (gradients.a[name], gradients.b[name], gradients.m[name]) = (d.dA, d.dB, d.dG)
         return d.dx
     }
 

@@ -53,7 +53,7 @@ struct GatedMLP {
         biased(applyDown(gate, up, 0..<self.gate.weight.rows, addedTo: sum))
     }
 
-    /// sum + H Wdᵀ + s Ĥ Ad Bd, of some features.
+    /// sum + G ∘ (H Wdᵀ) + s Ĥ Ad Bd, of some features.
     private func applyDown(_ gate: MLXArray, _ up: MLXArray, _ f: Range<Int>, addedTo sum: MLXArray?) -> MLXArray {
         let y = down.inputs(f)(activation.gated(gate: gate, up: up))
         return sum.map { $0 + y } ?? y
@@ -74,27 +74,29 @@ struct GatedMLP {
 
     /// The sums over the tokens, of a tile of features.
     private struct FeatureSums: Arrays {
-        var dADown, dBGate, dBUp: MLXArray?
+        var dADown, dBGate, dBUp, dGGate, dGUp: MLXArray?
 
-        var arrays: [MLXArray] { [dADown, dBGate, dBUp].arrays }
+        var arrays: [MLXArray] { [dADown, dBGate, dBUp, dGGate, dGUp].arrays }
     }
 
     private struct Sums: Arrays {
         var tokens: [TokenSums]
         var features: [FeatureSums]
+        /// Of all tiles.
+        var dGDown: MLXArray?
         /// The numbers of the last tile.
         var last = (t: 0, f: 0)
 
-        var arrays: [MLXArray] { tokens[last.t].arrays + features[last.f].arrays }
+        var arrays: [MLXArray] { tokens[last.t].arrays + features[last.f].arrays + dGDown.arrays }
     }
 
     /// The derivative:
     ///
-    ///     Q = dy Wd + s (dy Bdᵀ) Adᵀ        dw = rowsum(Q ∘ H) + dy · bias of down        dH = w ∘ Q
+    ///     Q = (G ∘ dy) Wd + s (dy Bdᵀ) Adᵀ        dw = rowsum(Q ∘ H) + dy · bias of down        dH = w ∘ Q
     ///     d_gate, d_up from dH by the activation        dx = by gate of d_gate + by up of d_up
     ///
-    /// so that the output of down is not recomputed. The adapters' gradients are those of `LoRALinear.backward`, where down's output has the
-    /// gradient w ∘ dy; here they are sums over tiles. gate and up are recomputed for a tile from x, where they were not kept.
+    /// so that the output of down is not recomputed, but with DoRA for its dG. The adapters' gradients are those of `LoRALinear.backward`, where down's output has the
+    /// gradient w ∘ dy; here they are sums over tiles. gate and up are recomputed for a tile from x, where they were not kept or dG needs x Wᵀ.
     ///
     /// - Parameters:
     ///   - x: `[n, hidden]`
@@ -111,6 +113,7 @@ struct GatedMLP {
         let (tokens, features) = (
             tiles(of: x.dim(0), size: tile.tokens), tiles(of: gate.weight.rows, size: tile.features)
         )
+        let kept = [gate, up].contains { $0.lora?.m != nil } ? nil : kept
         let (hGate, hUp, dyBT) = {
             let x = x.asType(.float32)
             return (gate.h(x), up.h(x), down.dyBT(dy))
@@ -123,13 +126,14 @@ struct GatedMLP {
             sums.last = place
             let (t, f, x, dy) = (tokens[place.0], features[place.1], inputs[0], inputs[1])
             let (gateF, upF, downF) = (gate.outputs(f), up.outputs(f), down.rows(t).inputs(f))
-            func terms(_ linear: LoRALinear, _ h: MLXArray?) -> [MLXArray] {
-                [linear.weight.apply(x[t]), product(h?[t], linear.lora?.b), linear.bias].arrays
+            func terms(_ linear: LoRALinear, _ xW: MLXArray?, _ h: MLXArray?) -> [MLXArray] {
+                [xW.map(linear.scaled), product(h?[t], linear.lora?.b), linear.bias].arrays
             }
-            let q = downF.weight.applyTransposed(dy[t], addedTo: downF.adapterDx(dyBT?[t], addedTo: nil))
+            let (xGate, xUp) = kept == nil ? (gateF.weight.apply(x[t]), upF.weight.apply(x[t])) : (nil, nil)
+            let q = downF.weight.applyTransposed(downF.scaled(dy[t]), addedTo: downF.adapterDx(dyBT?[t], addedTo: nil))
             let (act, dGate, dUp) = activation.gatedBackward(
-                gate: kept.map { [$0.gate[t, f]] } ?? terms(gateF, hGate),
-                up: kept.map { [$0.up[t, f]] } ?? terms(upF, hUp), dAct: w.map { $0[t] * q } ?? q)
+                gate: kept.map { [$0.gate[t, f]] } ?? terms(gateF, xGate, hGate),
+                up: kept.map { [$0.up[t, f]] } ?? terms(upF, xUp, hUp), dAct: w.map { $0[t] * q } ?? q)
             var (own, ofF) = (sums.tokens[place.0], sums.features[place.1])
             if w != nil {
                 let part = (q * act).sum(axis: -1, keepDims: true)
@@ -143,7 +147,11 @@ struct GatedMLP {
             ofF.dBGate = product(hGate?[t].T, dGate, addedTo: ofF.dBGate)
             ofF.dBUp = product(hUp?[t].T, dUp, addedTo: ofF.dBUp)
             own.dx = upF.weight.applyTransposed(
-                dUp, addedTo: gateF.weight.applyTransposed(dGate, addedTo: own.dx))
+                upF.scaled(dUp), addedTo: gateF.weight.applyTransposed(gateF.scaled(dGate), addedTo: own.dx))
+            ofF.dGGate = joined(ofF.dGGate, xGate.flatMap { gateF.dG(dGate, xW: $0) })
+            ofF.dGUp = joined(ofF.dGUp, xUp.flatMap { upF.dG(dUp, xW: $0) })
+            sums.dGDown = joined(
+                sums.dGDown, downF.dG(w.map { $0[t] * dy[t] } ?? dy[t], xW: downF.weight.apply(act)))
             (sums.tokens[place.0], sums.features[place.1]) = (own, ofF)
         }
         let (dx, dw, gradients) = total(sums, inputs[0], dy: inputs[1], w: w, wantsA: wantsA)
@@ -169,6 +177,9 @@ struct GatedMLP {
             gradients.a[names.up] = up.products(x, dUpBT).xTg
             gradients.a[names.down] = whole(sums.features.map(\.dADown), axis: 0)
         }
+        gradients.m[names.gate] = whole(sums.features.map(\.dGGate), axis: 0)
+        gradients.m[names.up] = whole(sums.features.map(\.dGUp), axis: 0)
+        gradients.m[names.down] = sums.dGDown
         gradients.b[names.gate] = whole(sums.features.map(\.dBGate), axis: 1)
         gradients.b[names.up] = whole(sums.features.map(\.dBUp), axis: 1)
         gradients.b[names.down] = whole(sums.tokens.map(\.hDown), axis: 0).map {
@@ -180,4 +191,10 @@ struct GatedMLP {
         if let sum = dw, let bias = down.bias { dw = sum + matmul(dy, bias.asType(.float32)[0..., .newAxis]) }
         return (dx, dw, gradients)
     }
+}
+
+/// a + b, or the one that there is.
+private func joined(_ a: MLXArray?, _ b: MLXArray?) -> MLXArray? {
+    guard let a, let b else { return a ?? b }
+    return a + b
 }

@@ -1,8 +1,8 @@
 import MLX
 import MeSPAdapters
 
-/// A projection with its adapter, if it has one:  y = x Wᵀ + s (x̂ A) B + b,  with the factor s of `BlockwiseModel.scale`. x̂ is x; with dropout it
-/// is x ∘ K / (1 − p), see `Dropout`.
+/// A projection with its adapter, if it has one:  y = G ∘ (x Wᵀ) + s (x̂ A) B + b,  with the factor s of `BlockwiseModel.scale`. x̂ is x; with
+/// dropout it is x ∘ K / (1 − p), see `Dropout`. G is 1; with DoRA it is the adapter's m `[out]`, see `DoRA`.
 struct LoRALinear {
     private(set) var weight: QuantizedMatrix
     private(set) var bias: MLXArray?
@@ -32,10 +32,13 @@ struct LoRALinear {
 
     /// y from x, and s x̂ A.
     func callAsFunction(_ x: MLXArray, h: MLXArray?) -> MLXArray {
-        var y = weight.apply(x, as: .float32)
+        var y = scaled(weight.apply(x, as: .float32))
         if let h, let lora { y = addMM(y, h, lora.b) }
         return bias.map { y + $0 } ?? y
     }
+
+    /// G ∘ y, of y `[T, out]`.
+    func scaled(_ y: MLXArray) -> MLXArray { lora?.m.map { y * $0 } ?? y }
 
     /// s x̂ A `[T, rank]`, in float32.
     func h(_ x: MLXArray) -> MLXArray? { products(x, nil).xA.map { $0 * factor } }
@@ -67,7 +70,7 @@ struct LoRALinear {
         guard range.count < weight.rows else { return self }
         var part = self
         (part.weight, part.bias) = (weight.rows(range), bias?[range])
-        part.lora = lora.map { LoRAMatrices(a: $0.a, b: $0.b[0..., range]) }
+        part.lora = lora?.outputs(range)
         return part
     }
 
@@ -76,7 +79,7 @@ struct LoRALinear {
     func inputs(_ range: Range<Int>) -> LoRALinear {
         var part = self
         (part.weight, part.bias) = (weight.columns(range), nil)
-        part.lora = lora.map { LoRAMatrices(a: $0.a[range], b: $0.b) }
+        part.lora = lora.map { LoRAMatrices(a: $0.a[range], b: $0.b, m: $0.m) }
         part.dropout = dropout?.inputs(range)
         return part
     }
@@ -92,26 +95,37 @@ struct LoRALinear {
 extension LoRALinear {
     /// The derivative of a projection but for its bias. `h = s x̂ A` of its adapter is recomputed, never stored; with M of `Dropout`, or 1:
     ///
-    ///     dx = dy W + s (dy Bᵀ) Aᵀ ∘ M        dA = s x̂ᵀ (dy Bᵀ)        dB = hᵀ dy
+    ///     dx = (G ∘ dy) W + s (dy Bᵀ) Aᵀ ∘ M        dA = s x̂ᵀ (dy Bᵀ)        dB = hᵀ dy        dG = Σₜ dy ∘ (x Wᵀ)
     ///
     /// W is taken some rows at a time, so that no more of it is dequantized at once.
     /// - Parameters:
     ///   - wantsA: whether dA is wanted
     ///   - wantsDx: whether dx is wanted
-    /// - Returns: dx `[T, in]`, added to the sum where there is one, and the gradients of A and B.
+    /// - Returns: dx `[T, in]`, added to the sum where there is one, and the gradients of A, B and G.
     func backward(
         _ x: MLXArray, dy: MLXArray, machine: Machine, wantsA: Bool, wantsDx: Bool, addedTo sum: MLXArray?
-    ) -> (dx: MLXArray?, dA: MLXArray?, dB: MLXArray?) {
+    ) -> (dx: MLXArray?, dA: MLXArray?, dB: MLXArray?, dG: MLXArray?) {
         let dyBT = dyBT(dy)
         let (xA, dA) = products(x, wantsA ? dyBT : nil)
         let dB = product(xA.map { $0 * factor }?.T, dy)
-        guard wantsDx else { return machine.part(nil, dA, dB) }
-        var dx = adapterDx(dyBT, addedTo: sum)
+        let hasG = lora?.m != nil
+        guard wantsDx || hasG else { return machine.part(nil, dA, dB, nil) }
+        var dx = wantsDx ? adapterDx(dyBT, addedTo: sum) : nil
         if let first = dx, lora != nil { dx = machine.inputs([first], after: [first, dA, dB].arrays)[0] }
+        var dG = [MLXArray]()
         for rows in tiles(of: weight.rows, size: machine.projectionRows) {
-            dx = machine.part(weight.rows(rows).applyTransposed(dy[0..., rows], addedTo: dx))
+            let (part, dy) = (outputs(rows), dy[0..., rows])
+            dG += machine.part(part.dG(dy, xW: part.weight.apply(x))).arrays
+            if wantsDx { dx = machine.part(part.weight.applyTransposed(part.scaled(dy), addedTo: dx)) }
         }
-        return (dx, dA, dB)
+        return (dx, dA, dB, hasG ? concatenated(dG) : nil)
+    }
+
+    /// Σₜ dy ∘ (x Wᵀ) `[out]`; nil where G is 1.
+    ///
+    /// - Parameter xW: x Wᵀ
+    func dG(_ dy: MLXArray, xW: @autoclosure () -> MLXArray) -> MLXArray? {
+        lora?.m == nil ? nil : (dy * xW()).sum(axis: 0)
     }
 
     /// s dy Bᵀ `[T, rank]`, with dropout times 1 / (1 − p).

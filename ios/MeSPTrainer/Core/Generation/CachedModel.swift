@@ -83,7 +83,9 @@ package struct CachedModel {
     mutating func use(_ adapters: [WeightedAdapters]) throws {
         let selection = AdapterSelection(adapters)
         self.adapters = try bundle.withDevice {
-            try MLXErrors.repeating { try loadAdapters(adapters, architecture: bundle.architecture) }
+            try MLXErrors.repeating {
+                try loadAdapters(adapters, architecture: bundle.architecture, dora: bundle.readScaled)
+            }
         }
         self.selection = selection
         kept = kept.withoutLayers()

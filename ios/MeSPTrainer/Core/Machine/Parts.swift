@@ -11,7 +11,7 @@ extension MLXArray: Arrays { var arrays: [MLXArray] { [self] } }
 extension Optional: Arrays where Wrapped: Arrays { var arrays: [MLXArray] { self?.arrays ?? [] } }
 extension Array: Arrays where Element: Arrays { var arrays: [MLXArray] { flatMap(\.arrays) } }
 extension LoRAGradients: Arrays {
-    var arrays: [MLXArray] { Array(a.values) + Array(b.values) + experts.values.flatMap(\.arrays) }
+    var arrays: [MLXArray] { [a, b, m].flatMap(\.values) + experts.values.flatMap(\.arrays) }
 }
 
 /// The ways to compute a formula by parts. A part leaves its results. The memory of its other arrays serves the next part.

@@ -40,6 +40,8 @@ package struct Planner: Sendable {
     /// The numbers of parameters of a block, of its trained ones, and of matrices of every module.
     typealias Parameters = (count: Int, trained: Int, whole: Int)
     let parameters: [Parameters]
+    /// With DoRA the number of all blocks' magnitudes, for each of which there is ‖W‖² too.
+    let magnitudes: Int
     /// The number of gate, up and down that have adapters, of the MLP or of experts.
     let adaptedInMLP: Int
     /// What `StepMemory.swift` computes once: of the process, of the parameters with the optimizer's state, and of the intermediates of the last
@@ -53,6 +55,7 @@ package struct Planner: Sendable {
         machineMemory = manifest.device.processor.memory
         let layouts = settings.layouts(of: manifest.architecture)
         parameters = layouts.map { ($0.count, $0.trainedCount, $0.whole.count) }
+        magnitudes = layouts.reduce(0) { $0 + $1.magnitudes }
         let adapted = Set(layouts.flatMap { $0.modules.flatMap(\.projections) })
         let ofMLPs: [Set<Projection>] = [[.gate, .up, .down], [.expertGate, .expertUp, .expertDown]]
         adaptedInMLP = ofMLPs.map { adapted.intersection($0).count }.max() ?? 0

@@ -20,7 +20,7 @@ extension Planner {
         let functions = Set(
             manifest.lengths(settings).flatMap { length in manifest.blocks.compactMap { $0.functions["\(length)"] } })
         let files = manifest.files.filter { functions.contains($0.path) }.reduce(0) { $0 + $1.size }
-        let calls = settings.dropout > 0 ? 0 : max(machineMemory.functions, method == .mebp ? 1 : 0)
+        let calls = settings.needsFormulas ? 0 : max(machineMemory.functions, method == .mebp ? 1 : 0)
         return machineMemory.process + (machineMemory.metal ?? 0) + calls * 15 * files / 2
     }
 
@@ -74,6 +74,7 @@ extension Planner {
             settings.loraDtype.dtype.size * $0.count + state.count * state.shape($0.trained).reduce(state.dtype.size, *)
         }
         return values * (settings.skipBadSteps ? 2 : 1) + (settings.keepsStart ? sum { 4 * $0.count } : 0)
+            + 4 * magnitudes
     }
 
     /// The gradient of all blocks; of DP-SGD the gradient of an example and their sum.

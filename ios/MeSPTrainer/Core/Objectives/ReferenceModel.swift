@@ -13,8 +13,8 @@ final class ReferenceModel {
     /// log π₀ of an answer, computed once.
     func logProbability(_ answer: PreferenceAnswer, _ model: BlockwiseModel) throws -> Double {
         if let known = known[answer.source] { return Double(known) }
-        let loss = try model.loss(answer.example) { [start] block, lora in
-            try start?.read(block).asType(.float32) ?? MLXArray.zeros(like: lora)
+        let loss = try model.loss(answer.example) { [start] block, _ in
+            try start?.read(block).asType(.float32) ?? model.baseParameters(block)
         }
         guard loss.isFinite else { throw try model.notFinite([answer.example]) }
         known[answer.source] = -loss

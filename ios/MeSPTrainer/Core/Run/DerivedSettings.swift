@@ -9,6 +9,9 @@ extension RunSettings {
     /// Sequences of a step, or pairs or answers of an objective.
     var sequences: Int { batchSize * gradAccumulationSteps * (groupSize ?? 1) }
 
+    /// Whether no block function is called: they have no inputs for masks and magnitudes.
+    var needsFormulas: Bool { dropout > 0 || dora }
+
     /// Whether the initial adapters are kept: as the reference model's, or for FedProx.
     var keepsStart: Bool { adapters != nil && (objective?.hasReference == true || proximalMu != nil) }
 }

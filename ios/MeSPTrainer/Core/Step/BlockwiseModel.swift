@@ -22,6 +22,8 @@ package final class BlockwiseModel {
     let clock: StepClock
     /// The parameters: one flat vector `[P]` for each block that has any, in float32 or bfloat16.
     package var lora: BlockArrays
+    /// With DoRA ‖W‖² of each block with parameters; nil without.
+    private let squaredNorms: BlockArrays?
     /// Whether a whole step was done, so that a GPU has compiled the kernels; see `Machine.pause`.
     var isWarm: Bool
     /// The functions of whose derivative a GPU has compiled the kernels.
@@ -30,9 +32,13 @@ package final class BlockwiseModel {
     private var functions = [KeyPath<Manifest.Blocks, [String: String]>: [Int: [BlockFunction?]]]()
 
     /// - Parameter settings: `Manifest.check` must have found their length and rank in the bundle.
-    init(_ bundle: ModelBundle, _ settings: RunSettings, plan: Plan, lora: BlockArrays, clock: StepClock) throws {
+    init(
+        _ bundle: ModelBundle, _ settings: RunSettings, plan: Plan, lora: BlockArrays, squaredNorms: BlockArrays?,
+        clock: StepClock
+    ) throws {
         let architecture = bundle.architecture
         (self.bundle, self.settings, self.lora, self.clock) = (bundle, settings, lora, clock)
+        self.squaredNorms = squaredNorms
         let layouts = settings.layouts(of: architecture)
         self.layouts = layouts
         trained = layouts.indices.filter { layouts[$0].count > 0 }
@@ -77,9 +83,41 @@ package final class BlockwiseModel {
         return stored.dtype == .float32 ? stored : try clock.confirmed { stored.asType(.float32) }
     }
 
+    /// The parameters with which a block is the base model's, of a block with such.
+    func baseParameters(_ block: Int) throws -> MLXArray {
+        guard let squares = try squaredNorms?.read(block) else { return MLXArray.zeros([layouts[block].count]) }
+        return layouts[block].base(sqrt(squares))
+    }
+
+    /// DoRA's formulas for a block with parameters; nil without DoRA.
+    ///
+    /// - Parameters:
+    ///   - weights: the block's, mapped.
+    ///   - lora: `[P]`
+    private func dora(_ block: Int, _ weights: BlockWeights, _ lora: MLXArray) throws -> DoRA? {
+        guard layouts[block].count > 0, let squares = try squaredNorms?.read(block) else { return nil }
+        return DoRA(
+            weights, lora, layouts[block], scale: scale, squares: squares,
+            machine: Machine(
+                bundle.architecture, group: bundle.manifest.featureGroup, length: settings.seqLen, bytes: tileBytes,
+                processor: bundle.processor))
+    }
+
     /// The parameters as they are now, as adapters of a model that generates.
     func adapters() throws -> LoadedAdapters {
-        let lora = try blocks.map { block in try clock.confirmed { layouts[block].whole(try parameters(block)) } }
+        let lora = try blocks.map { block in
+            try clock.confirmed {
+                var lora = try parameters(block)
+                if squaredNorms != nil {
+                    lora = try bundle.withBlock(block) { weights in
+                        let scaled = try dora(block, weights, lora)?.scaled ?? lora
+                        eval(scaled)
+                        return scaled
+                    }
+                }
+                return layouts[block].whole(lora)
+            }
+        }
         return LoadedAdapters(rank: settings.rank, scale: scale, lora: lora, layouts: layouts.map(\.whole))
     }
 
@@ -128,10 +166,14 @@ package final class BlockwiseModel {
     ) throws -> BlockCall {
         let perLayer = try clock.repeating { try bundle.part(of: context.embeddings, layer: block) }
         let shared = bundle.architecture.keysOf(block).flatMap { context.sharedKeyValues[$0] }
-        return BlockCall(
+        var call = BlockCall(
             index: block, weights: weights, lora: lora,
             side: SideInputs(
                 records: context.records, perLayer: perLayer, shared: shared, dropout: context.dropout?[block]))
+        if let dora = try dora(block, weights, lora) {
+            (call.dora, call.lora) = (dora, try clock.confirmed { dora.scaled })
+        }
+        return call
     }
 
     /// A block's call in the forward pass. Where other blocks take its keys and values too, these are computed from x `[1, T, hidden]`, as a
@@ -185,7 +227,7 @@ package final class BlockwiseModel {
 
     private func forwardPass(_ call: BlockCall, _ x: MLXArray) throws -> any BlockForward {
         try bundle.processor.forwardPass(block(call, x)) {
-            guard call.side.dropout == nil else { return nil }
+            guard !settings.needsFormulas else { return nil }
             let imported = try function(call.index, x, call.side.records == nil ? \.functions : \.packed)
             return imported?(
                 call, layouts[call.index], scale: scale, pause: isWarm ? nil : { [clock] in clock.pause() })

@@ -42,7 +42,8 @@ extension BlockwiseModel {
     private func firstNotFinite(_ vector: MLXArray, _ block: Int) throws -> String? {
         for module in layouts[block].modules {
             let matrices = layouts[block].matrices(module, in: vector)
-            for (name, matrix) in [("A", matrices.a), ("B", matrices.b)] where try !isFinite(matrix) {
+            let all = [("A", matrices.a), ("B", matrices.b)] + (matrices.m.map { [("m", $0)] } ?? [])
+            for (name, matrix) in all where try !isFinite(matrix) {
                 let layer = AdaptedLayer(name: module.name, modules: [module])
                 return AdapterFormat.mlx.name(name, layer, block, of: bundle.architecture)
             }

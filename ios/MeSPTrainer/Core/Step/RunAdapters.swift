@@ -13,7 +13,8 @@ extension RunSettings {
         let first = architecture.numHiddenLayers - (numLayers ?? architecture.numHiddenLayers)
         return architecture.layers.indices.map {
             LoRALayout(
-                block: architecture.block($0), rank: rank, modules: $0 < first ? [] : modules, freezesA: freezeA)
+                block: architecture.block($0), rank: rank, modules: $0 < first ? [] : modules, freezesA: freezeA,
+                hasMagnitudes: dora)
         }
     }
 
@@ -45,6 +46,13 @@ extension BlockwiseModel {
         guard abs(adapters.scale - scale) <= 1e-6 * abs(adapters.scale) else {
             throw MeSPError(
                 "The adapters in \(folder.path) are scaled by \(adapters.scale), the run's by \(scale); set alpha to \(settings.alpha * adapters.scale / scale)."
+            )
+        }
+        guard adapters.layouts.contains(where: \.hasMagnitudes) == settings.dora else {
+            throw MeSPError(
+                settings.dora
+                    ? "The adapters in \(folder.path) are LoRA's and have no magnitudes, which DoRA trains; leave dora out."
+                    : "The adapters in \(folder.path) are DoRA's, and a run without dora would lose their magnitudes; set dora."
             )
         }
         for (block, vector) in adapters.lora.enumerated() {

@@ -14,6 +14,8 @@ struct TrainingArrays {
     let clippedSums: BlockArrays?
     /// The parameters, at first those of the settings' seed.
     let lora: BlockArrays
+    /// With DoRA ‖W‖² of each trained block's outputs; nil without.
+    let squaredNorms: BlockArrays?
     /// The parameters that the run began with, where answers are compared with that model or an update is held near it; nil elsewhere and
     /// without adapters.
     let start: BlockArrays?
@@ -49,7 +51,17 @@ struct TrainingArrays {
         sums = plan.gathersGradients(of: settings) ? try zeros({ [$0] }, .float32) : nil
         clippedSums = settings.dpClip == nil ? nil : try zeros({ [$0] }, .float32)
         let dtype = settings.loraDtype.dtype
-        lora = try arrays(dtype) { $1.initial(seed: settings.seed, block: $0).asType(dtype) }
+        let magnitudes = layouts.map(\.magnitudes).max() ?? 0
+        let squares: BlockArrays? =
+            settings.dora
+            ? try arrays(shape: { _ in [magnitudes] }) { block, layout in
+                try bundle.withBlock(block) { $0.squaredNorms(layout) }
+            } : nil
+        squaredNorms = squares
+        lora = try arrays(dtype) { block, layout in
+            let m = try squares?.read(block)
+            return layout.initial(seed: settings.seed, block: block, magnitudes: m.map { sqrt($0) }).asType(dtype)
+        }
         start =
             try settings.keepsStart
             ? settings.adapters.map { folder in

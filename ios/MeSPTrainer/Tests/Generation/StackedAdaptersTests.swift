@@ -113,7 +113,7 @@ import Testing
         ]
         try bundle.withDevice {
             let parts = try stack.map { ($0.weight, try loadAdapters(from: $0.folder, architecture: architecture)) }
-            let joined = try #require(try loadAdapters(stack, architecture: architecture))
+            let joined = try #require(try loadAdapters(stack, architecture: architecture, dora: bundle.readScaled))
             #expect(joined.rank == 8 && joined.scale == 1)
             for index in architecture.layers.indices {
                 try bundle.withBlock(index) { weights in

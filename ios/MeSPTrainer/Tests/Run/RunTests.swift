@@ -128,7 +128,7 @@ import Testing
     /// A run that is stopped and resumed logs the same losses, to the last bit, as one that is not.
     @Test(arguments: [
         "momentum", "adamw", "adamw8bit", "adamw8bit offloaded", "accumulation", "by blocks", "mezo", "bfloat16",
-        "B alone", "B of some", "the last block", "dropout",
+        "B alone", "B of some", "the last block", "dropout", "dora", "dora offloaded",
     ])
     func resumesAsIfNothingHadHappened(_ kind: String) throws {
         let (whole, parts) = (temporaryFolder(), temporaryFolder())
@@ -152,6 +152,10 @@ import Testing
             case "B of some":
                 (settings.freezeA, settings.projections, settings.optimizer) = (true, ["q", "down"], .adamw8bit)
             case "dropout": (settings.dropout, settings.batchSize, settings.optimizer) = (0.2, 2, .adamw8bit)
+            case "dora": (settings.dora, settings.optimizer, settings.learningRate) = (true, .adamw, 1e-3)
+            case "dora offloaded":
+                (settings.dora, settings.dropout, settings.offload) = (true, 0.2, .all)
+                (settings.projections, settings.numLayers, settings.loraDtype) = (["q", "down"], 2, .bfloat16)
             case "the last block": (settings.numLayers, settings.momentum, settings.offload) = (1, 0.9, .all)
             default: break
             }

@@ -1,0 +1,260 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MeSPAdapters
+@testable import MeSPBundle
+@testable import MeSPCore
+
+/// DoRA against `mesp.reference`: see `tests/fixtures/make_fixtures.py`.
+@Suite(.serialized) struct DoRATests {
+    private static let cases = Fixture.cases.filter(hasDoRA)
+    private static let roundedCases = Fixture.roundedCases.filter(hasDoRA)
+
+    private static func hasDoRA(_ folder: URL) -> Bool {
+        FileManager.default.fileExists(atPath: folder.appendingPathComponent("dora.safetensors").path)
+    }
+
+    /// In float32 the order of sums differs; the bar of the design is 1e-4.
+    private let tolerance: Float = 1e-4
+
+    private func trainer(
+        _ fixture: Fixture, _ method: GradientMethod = .mesp, plan: Plan = Plan(tileBytes: 1 << 20),
+        _ change: (inout RunSettings) throws -> Void = { _ in }
+    ) throws -> Trainer {
+        try fixture.trainer(method, plan: plan) {
+            $0.dora = true
+            try change(&$0)
+        }
+    }
+
+    private func gradients(_ fixture: Fixture, plan: Plan = Plan(tileBytes: 1 << 20)) throws -> (Float, [Int: MLXArray])
+    {
+        var gradients = [Int: MLXArray]()
+        let loss = try fixture.backpropagate(trainer(fixture, plan: plan)) { gradients[$0] = $1 }
+        return (loss, gradients)
+    }
+
+    /// The relative errors of the matrices and magnitudes of a gradient, by name.
+    private func errors(_ gradient: MLXArray, _ expected: MLXArray, _ layout: LoRALayout) throws -> [String: Float] {
+        var errors = [String: Float]()
+        #expect(gradient.shape == expected.shape && gradient.size == layout.count)
+        for module in layout.modules {
+            let (ours, reference) = (layout.matrices(module, in: gradient), layout.matrices(module, in: expected))
+            errors["\(module.name).A"] = relativeError(ours.a, reference.a)
+            errors["\(module.name).B"] = relativeError(ours.b, reference.b)
+            errors["\(module.name).m"] = relativeError(try #require(ours.m), try #require(reference.m))
+        }
+        return errors
+    }
+
+    @Test func fixturesAreThere() { #expect(Self.cases.count > 30 && Self.roundedCases.count > 8) }
+
+    // MARK: - Gradients
+
+    @Test(arguments: cases) func gradientsEqualTheReference(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "dora")
+        let (loss, gradients) = try gradients(fixture)
+        #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < tolerance)
+        #expect(gradients.count == fixture.layers)
+        let layouts = try trainer(fixture).model.layouts
+        for (block, gradient) in gradients {
+            for (name, error) in try errors(gradient, fixture.array("grad.\(block)"), layouts[block]) {
+                #expect(error < tolerance, "block \(block) \(name): \(error)")
+            }
+        }
+    }
+
+    @Test(arguments: cases) func withDropoutToo(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "dora")
+        let trainer = try trainer(fixture) { $0.dropout = try fixture.number("dropout") }
+        trainer.beginStep(Int(try fixture.number("step")))
+        trainer.dropout?.sequences = Int(try fixture.number("sequence"))
+        let loss = try fixture.backpropagate(trainer) { block, gradient in
+            let expected = try fixture.array("dropout.grad.\(block)")
+            for (name, error) in try errors(gradient, expected, trainer.model.layouts[block]) {
+                #expect(error < tolerance, "block \(block) \(name): \(error)")
+            }
+        }
+        #expect(relativeError(MLXArray([loss]), try fixture.array("dropout.loss")) < tolerance)
+    }
+
+    /// In tiles of any size, by segments, with intermediates that are kept, with arrays on disk, and with plain products.
+    @Test(arguments: cases) func theyAreTheSameByAnyPlan(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "dora")
+        let (loss, expected) = try gradients(fixture)
+        var (kept, offloaded) = (Plan(tileBytes: 1 << 20), Plan(tileBytes: 1 << 10))
+        (kept.keptBlocks, offloaded.offload) = (fixture.layers, .all)
+        let found = [
+            "small, offloaded": try gradients(fixture, plan: offloaded), "kept": try gradients(fixture, plan: kept),
+            "plain": try Processor.$cpu.withValue(.plainCPU) { try gradients(fixture, plan: Plan(tileBytes: 1 << 10)) },
+            "segments": try Machine.$segmentTokens.withValue(4) { try gradients(fixture) },
+        ]
+        for (name, (itsLoss, all)) in found {
+            #expect(abs(itsLoss - loss) < 1e-5 * abs(loss), "\(name)")
+            for (block, gradient) in all {
+                #expect(relativeError(gradient, try #require(expected[block])) < tolerance, "\(name), block \(block)")
+            }
+        }
+    }
+
+    /// Storing bfloat16 costs what it costs without DoRA: see `TrainerTests.bfloat16CostsLittleMoreThanStoringIt`.
+    @Test(arguments: roundedCases) func bfloat16CostsLittleMoreThanStoringIt(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "dora")
+        let trainer = try trainer(fixture)
+        _ = try fixture.backpropagate(trainer) { block, gradient in
+            let (exact, layout) = (try fixture.array("grad.\(block)"), trainer.model.layouts[block])
+            let floor = try errors(try fixture.array("floor.\(block)"), exact, layout)
+            for (name, error) in try errors(gradient, exact, layout) {
+                let least = try #require(floor[name])
+                #expect(error <= 4 * least, "block \(block) \(name): \(error), floor \(least)")
+            }
+        }
+    }
+
+    // MARK: - A run
+
+    /// With B = 0 it is LoRA, and so the model: to the last bit.
+    @Test(arguments: cases) func itBeginsAsTheModel(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "dora")
+        let (trainer, lora) = (try trainer(fixture), try fixture.trainer(.mesp))
+        for block in trainer.model.trained {
+            let (layout, found) = (trainer.model.layouts[block], try trainer.model.parameters(block))
+            for (name, error) in try errors(found, fixture.array("start.\(block)"), layout) {
+                #expect(name.hasSuffix(".B") || error < 1e-6, "block \(block) \(name): \(error)")
+            }
+        }
+        if !folder.lastPathComponent.contains("gpu") {  // there LoRA is computed by the block functions
+            #expect(try trainer.model.loss(fixture.example()) == lora.model.loss(fixture.example()))
+        }
+    }
+
+    @Test(arguments: cases) func lossesOfARunEqualTheReference(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "dora")
+        let stream = try #require(try fixture.bundle.tokens("train")).sequences(lengths: [fixture.length])
+        let trainer = try trainer(fixture) { $0.learningRate = try fixture.number("learning_rate") }
+        for (step, expected) in try fixture.array("losses").asArray(Float.self).enumerated() {
+            let loss = try trainer.step([SequenceLoss([stream.training(step, seed: 0)])], number: step).loss
+            #expect(abs(loss - expected) < tolerance * expected, "step \(step): \(loss), \(expected)")
+        }
+    }
+
+    @Test(arguments: cases) func lossesOfMeZOToo(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "dora")
+        let stream = try #require(try fixture.bundle.tokens("train")).sequences(lengths: [fixture.length])
+        let trainer = try trainer(fixture, .mezo) { $0.learningRate = try fixture.number("mezo_learning_rate") }
+        for (step, expected) in try fixture.array("mezo").asArray(Float.self).enumerated() {
+            let loss = try MeZO(trainer: trainer).step([SequenceLoss([stream.training(step, seed: 0)])], number: step).loss
+            #expect(abs(loss - expected) < tolerance * expected, "step \(step): \(loss), \(expected)")
+        }
+    }
+
+    /// Before any step π is π₀: then both answers are as good, and DPO's loss is log 2. After one it is not.
+    @Test(arguments: cases.filter { ["tied-32", "qwen3_moe", "tied-gpu"].contains($0.lastPathComponent) })
+    func theReferenceModelIsTheBase(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "dora")
+        let trainer = try trainer(fixture) { ($0.objective, $0.batchSize) = (.dpo, 2) }
+        let example = try fixture.example()
+        let answers = [true, false].map {
+            PreferenceAnswer(
+                example: example, isGood: $0, source: .init(split: 0, prompt: 0, answer: $0 ? 0 : 1),
+                lengths: [fixture.length])
+        }
+        #expect(abs(try PreferenceBatch(answers, .dpo).evaluated(trainer).loss - log(2)) < 1e-6)
+        let before = try trainer.model.loss(example)
+        try fixture.restore(trainer)
+        let reference = try ReferenceModel(start: nil).logProbability(answers[0], trainer.model)
+        #expect(abs(Float(reference) + before) < 1e-5 * before)
+        #expect(abs(try trainer.model.loss(example) - before) > 1e-4 * before)
+    }
+
+    // MARK: - Generation
+
+    /// A model that generates gives what the training formulas give, also where some projections alone have adapters.
+    @Test(arguments: cases, [nil, ["o", "out", "down"]]) func generationIsTheSame(_ folder: URL, _ some: [String]?) throws {
+        let fixture = try Fixture(folder, "dora")
+        let names = fixture.bundle.architecture.trainableNames
+        let trainer = try trainer(fixture) { $0.projections = some.map { $0.filter(names.contains) } }
+        let rank = Int(try fixture.number("rank"))
+        let example = try fixture.example()
+        try fixture.bundle.withDevice {
+            for block in trainer.model.trained {
+                let layout = trainer.model.layouts[block]
+                let all = LoRALayout(block: layout.block, rank: rank, hasMagnitudes: true)
+                try trainer.model.lora.write(layout.part(of: fixture.array("lora.\(block)"), in: all), block)
+            }
+            let expected = try trainer.model.lastOutput(example) { $1 }[0].asType(.float32)
+            let model = CachedModel(fixture.bundle, with: try trainer.model.adapters(), chunk: 256)
+            let base = CachedModel(fixture.bundle, with: nil)
+            func output(_ model: CachedModel) throws -> MLXArray {
+                var (cache, rows) = (PromptCache(), [MLXArray]())
+                try model.forward(example.inputs.map { Int($0) }[...], &cache, {}) { rows.append($1) }
+                return concatenated(rows).asType(.float32)
+            }
+            #expect(relativeError(try output(model), expected) < tolerance)
+            #expect(relativeError(try output(base), expected) > 100 * tolerance)
+        }
+    }
+
+    /// Of each projection the product with DoRA's and LoRA's adapters, each with a weight, is that with the weighted matrices:
+    /// W + Σ w (W′ − W), where W′ is g ∘ (W + s (A B)ᵀ) or W + s (A B)ᵀ.
+    @Test(arguments: cases) func aStackIsTheFusedSum(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "dora")
+        let (bundle, architecture) = (fixture.bundle, fixture.bundle.architecture)
+        let rank = Int(try fixture.number("rank"))
+        let (ofDoRA, ofLoRA) = (architecture.layouts(rank: rank, hasMagnitudes: true), architecture.layouts(rank: 3))
+        let joined = architecture.layouts(rank: rank + 3, hasMagnitudes: true)
+        let (scales, weights): ([Float], [Float]) = ([2, 0.5], [0.7, 1.5])
+        try bundle.withDevice {
+            for index in architecture.layers.indices {
+                let (dora, lora) = (
+                    try fixture.array("lora.\(index)"),
+                    MLXRandom.normal([ofLoRA[index].count], scale: 0.1, key: MLXRandom.key(7))
+                )
+                let scaled = try bundle.readScaled(index, ofDoRA[index], scale: scales[0]) { _ in dora }
+                let vector = joined[index].joined([
+                    WeightedVector(
+                        layout: ofDoRA[index], vector: scaled, weight: weights[0], factorOfB: scales[0] * weights[0]),
+                    WeightedVector(
+                        layout: ofLoRA[index], vector: lora, weight: weights[1], factorOfB: scales[1] * weights[1]),
+                ])
+                try bundle.withBlock(index) { blockWeights in
+                    let block = Block(
+                        weights: blockWeights, lora: vector, layout: joined[index], scale: 1,
+                        machine: Machine(bundle.processor), side: .nothing)
+                    for projection in blockWeights.shape.modules.flatMap(\.projections) {
+                        let layer = block.linear(projection)
+                        let x = MLXRandom.normal([9, blockWeights.shape.dimensions(projection).inputs])
+                        let w = layer.weight.inFloat32
+                        func changed(_ layout: LoRALayout, _ flat: MLXArray, _ scale: Float) throws -> MLXArray {
+                            let each = try #require(layout.matrices(projection, in: flat))
+                            let sum = w + scale * matmul(each.a, each.b).T
+                            guard let m = each.m else { return sum }
+                            return sum * (m / sum.square().sum(axis: -1).sqrt())[0..., .newAxis]
+                        }
+                        let fused = try w + weights[0] * (changed(ofDoRA[index], dora, scales[0]) - w)
+                            + weights[1] * (changed(ofLoRA[index], lora, scales[1]) - w)
+                        let expected = matmul(x, fused.T) + (layer.bias ?? MLXArray(0 as Float))
+                        #expect(relativeError(layer(x), expected) < 1e-5, "block \(index), \(projection)")
+                    }
+                }
+            }
+        }
+    }
+
+    /// The parameters that `readScaled` gives a reader, for modules that adapters lack, are the base model's.
+    @Test(arguments: cases) func absentModulesAreTheModels(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "dora")
+        let layouts = fixture.bundle.architecture.layouts(rank: 2, hasMagnitudes: true)
+        try fixture.bundle.withDevice {
+            for (block, layout) in layouts.enumerated() {
+                let scaled = try fixture.bundle.readScaled(block, layout, scale: 2) { $0 }
+                for module in layout.modules {
+                    let matrices = layout.matrices(module, in: scaled)
+                    #expect(try #require(matrices.m).arrayEqual(MLXArray.ones([matrices.b.dim(1)])).item(Bool.self))
+                    #expect(matrices.b.abs().max().item(Float.self) == 0)
+                }
+            }
+        }
+    }
+}
