@@ -86,11 +86,11 @@ package func saveAdapterFolder(
 ///   - absent: a block's parameters `[P]`, from which the matrices that the folder lacks are taken; zero by default
 package func loadAdapters(
     from folder: URL, architecture: Architecture, withExperts: Bool = false, onlyB: Bool = false,
-    absent: (LoRALayout, _ block: Int) -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
+    absent: (LoRALayout, _ block: Int) throws -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
 ) throws -> LoadedAdapters {
     var reader = try AdapterReader(folder, of: architecture, withExperts: withExperts)
     let lora = try reader.layouts.enumerated().map { block, layout in
-        try reader.read(block, onlyB: onlyB, absent: absent(layout, block))
+        try reader.read(block, onlyB: onlyB, absent: try absent(layout, block))
     }
     try reader.checkEnd()
     return LoadedAdapters(rank: reader.rank, scale: reader.scale, lora: lora, layouts: reader.layouts)

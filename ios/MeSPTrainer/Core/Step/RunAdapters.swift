@@ -19,12 +19,13 @@ extension RunSettings {
     }
 
     /// The adapters that a run begins with. Where each A is frozen, a folder with B alone has the A of the run's seed.
-    func loadAdapters(from folder: URL, architecture: Architecture) throws -> LoadedAdapters {
-        let trainsExperts = layouts(of: architecture).contains { $0.modules.contains(where: \.isStacked) }
+    func loadAdapters(from folder: URL, of bundle: ModelBundle) throws -> LoadedAdapters {
+        let trainsExperts = layouts(of: bundle.architecture).contains { $0.modules.contains(where: \.isStacked) }
         return try MeSPAdapters.loadAdapters(
-            from: folder, architecture: architecture, withExperts: trainsExperts, onlyB: freezeA
-        ) {
-            $0.initial(seed: seed, block: $1)
+            from: folder, architecture: bundle.architecture, withExperts: trainsExperts, onlyB: freezeA
+        ) { layout, block in
+            let squares = layout.hasMagnitudes ? try bundle.withBlock(block) { $0.squaredNorms(layout) } : nil
+            return layout.initial(seed: seed, block: block, magnitudes: squares.map { sqrt($0) })
         }
     }
 }
@@ -33,7 +34,7 @@ extension BlockwiseModel {
     /// Takes the parameters of adapters, as mlx-lm or PEFT wrote them, instead of the initial ones.
     func startFrom(_ folder: URL) throws {
         try clock.repeating {
-            try take(settings.loadAdapters(from: folder, architecture: bundle.architecture), of: folder)
+            try take(settings.loadAdapters(from: folder, of: bundle), of: folder)
         }
     }
 
