@@ -25,7 +25,7 @@ extension RunSettings {
             from: folder, architecture: bundle.architecture, withExperts: trainsExperts, onlyB: freezeA
         ) { layout, block in
             let squares = layout.hasMagnitudes ? try bundle.withBlock(block) { $0.squaredNorms(layout) } : nil
-            return layout.initial(seed: seed, block: block, magnitudes: squares.map { sqrt($0) })
+            return layout.initial(seed: seed, block: block, magnitudes: squares?.sqrt())
         }
     }
 }

@@ -293,6 +293,44 @@ import Testing
         }
     }
 
+    /// With m, of all layers and of some of the last block; those that a folder lacks are as they were given.
+    @Test(arguments: cases, ["", "peft"]) func magnitudesRoundTrip(_ folder: URL, _ format: String) throws {
+        let architecture = try Fixture(folder, "gradients").bundle.architecture
+        let (last, modules) = (architecture.numHiddenLayers - 1, architecture.modules)
+        let layouts = architecture.layouts(rank: 3, hasMagnitudes: true)
+        let vectors = layouts.map { MLXRandom.normal([$0.count], key: MLXRandom.key(1)) }
+        let some = modules.filter { ["q", "qkv", "down", "out"].contains($0.shortName) }
+        for (blocks, modules) in [(0..<last + 1, modules), (last..<last + 1, some)] {
+            let adapters = temporaryFolder()
+            defer { try? FileManager.default.removeItem(at: adapters) }
+            try saveAdapterFolder(
+                architecture, rank: 3, blocks: blocks, modules: modules, scale: 2, model: "a model", isDoRA: true,
+                to: adapters
+            ) {
+                LoRALayout(block: layouts[$0].block, rank: 3, modules: modules, hasMagnitudes: true).part(
+                    of: vectors[$0])
+            }
+            let loaded = try loadAdapters(
+                from: adapters.appendingPathComponent(format), architecture: architecture
+            ) { MLXArray.ones([$0.count]) * Float($1 + 1) }
+            for (block, layout) in layouts.enumerated() {
+                #expect(loaded.layouts[block].hasMagnitudes && loaded.layouts[block].count == layout.count)
+                for module in layout.modules {
+                    let (found, saved) = (
+                        layout.matrices(module, in: loaded.lora[block]), layout.matrices(module, in: vectors[block])
+                    )
+                    let isThere = blocks.contains(block) && modules.contains(module)
+                    for (one, other) in [(found.a, saved.a), (found.b, saved.b)] + [
+                        (try #require(found.m), try #require(saved.m))
+                    ] {
+                        let expected = isThere ? other : MLXArray.ones(other.shape) * Float(block + 1)
+                        #expect(one.arrayEqual(expected).item(Bool.self), "\(block), \(module.name)")
+                    }
+                }
+            }
+        }
+    }
+
     @Test(arguments: ["", "peft"]) func whatWasNotTrainedIsNotWritten(_ format: String) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let adapters = temporaryFolder()
