@@ -3,9 +3,9 @@
 No Swift of mlx-swift-lm runs here. Its rules and the names of its models were read in
 github.com/ml-explore/mlx-swift-lm at 14414441fa44f45eee35a61e9fa0bab577cf9734 (22 August 2026),
 paths below Libraries/: MLXLMCommon/Adapters/LoRA/LoRAContainer.swift, DoRA+Layers.swift and
-PEFTAdapter.swift, the models in the file that each `Model` names, and their `model_type`s in MLXLLM/LLMModelFactory.swift
-and MLXVLM/VLMModelFactory.swift. `Module.update` is mlx-swift's, Source/MLXNN/Module.swift at
-09051ed1986b6f2c69b6fda4e32ca42dd7dcdec3.
+PEFTAdapter.swift, the models in the file that each `Model` names, and their `model_type`s in
+MLXLLM/LLMModelFactory.swift and MLXVLM/VLMModelFactory.swift. `Module.update` is mlx-swift's,
+Source/MLXNN/Module.swift at 09051ed1986b6f2c69b6fda4e32ca42dd7dcdec3.
 """
 
 import json
