@@ -119,17 +119,18 @@ def test_the_fused_weights_are_those_of_mlx_lm(family, tmp_path: Path):
     bundle, adapters = family
     expected = load_adapters(base(bundle), str(adapters))
     layers = {
-        path: layer.fuse(dequantize=True).weight
+        f"{path}.{name}": array
         for path, layer in expected.named_modules()
         if hasattr(layer, "lora_a")
+        for name, array in layer.fuse(dequantize=True).parameters().items()
     }
     options = ("--bits", "bfloat16", "--val-batches", 0, "--out", tmp_path / "fused")
     call("fuse", bundle, "--adapters", adapters, *options)
     fused = dict(tree_flatten(mlx_lm.load(str(tmp_path / "fused"))[0].parameters()))
     assert layers
-    for path, weight in layers.items():
-        error = mx.abs(fused[f"{path}.weight"].astype(mx.float32) - weight)
-        assert (error <= BFLOAT16 * mx.abs(weight) + 1e-7).all(), path
+    for name, array in layers.items():
+        error = mx.abs(fused[name].astype(mx.float32) - array)
+        assert (error <= BFLOAT16 * mx.abs(array) + 1e-7).all(), name
 
 
 def blocks_in_8_bits(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:

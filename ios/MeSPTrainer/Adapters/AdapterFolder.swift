@@ -30,13 +30,21 @@ package struct LoadedAdapters {
 ///   - model: the Hugging Face id of the base model
 ///   - strength: the factor that each B is written with
 ///   - dropout: the run's, which the configurations say
-///   - isDoRA: whether the parameters have magnitudes, which no module of experts has
+///   - magnitudes: with DoRA gives ‖W‖ `[magnitudes]` of a layout, of modules that were not trained but are written in one layer with some
+///     that were; nil without DoRA
 ///   - lora: a block's parameters of these modules `[P]`
 package func saveAdapterFolder(
     _ architecture: Architecture, rank: Int, blocks: Range<Int>, modules: [Module], scale: Float, model: String,
-    strength: Float = 1, dropout: Float = 0, isDoRA: Bool = false, to folder: URL,
+    strength: Float = 1, dropout: Float = 0,
+    magnitudes: ((_ block: Int, LoRALayout) throws -> MLXArray)? = nil, to folder: URL,
     lora: @escaping (_ block: Int) throws -> MLXArray
 ) throws {
+    let isDoRA = magnitudes != nil
+    func matrices(_ module: Module, _ block: Int, _ layout: LoRALayout) throws -> LoRAMatrices {
+        if layout.modules.contains(module) { return layout.matrices(module, in: try lora(block)) }
+        let own = LoRALayout(block: layout.block, rank: rank, modules: [module], hasMagnitudes: isDoRA)
+        return own.matrices(module, in: own.base(try magnitudes?(block, own) ?? MLXArray.zeros([0])))
+    }
     func tensors(_ format: AdapterFormat) -> [NewTensor] {
         blocks.flatMap { block in
             let layout = LoRALayout(
@@ -44,16 +52,15 @@ package func saveAdapterFolder(
             let layers = format.layers(of: layout.block).filter { $0.modules.contains(where: layout.modules.contains) }
             return layers.flatMap { layer -> [NewTensor] in
                 let (a, b) = layout.block.shapes(layer.modules, rank: rank * layer.modules.count)
-                var matrices = [("A", a, \LoRAMatrices.a, Float(1)), ("B", b, \.b, strength)]
-                if isDoRA { matrices.append(("m", Array(b.suffix(1)), \.magnitudes, 1)) }
-                return matrices.map { matrix, shape, path, factor in
+                var parts = [("A", a, \LoRAMatrices.a, Float(1)), ("B", b, \.b, strength)]
+                if isDoRA { parts.append(("m", Array(b.suffix(1)), \.magnitudes, 1)) }
+                return parts.map { matrix, shape, path, factor in
                     NewTensor(
                         name: format.name(matrix, layer, block, of: architecture),
                         shape: format.turned(shape, matrix), dtype: .float32
                     ) {
-                        let vector = layout.whole(try lora(block))
-                        let matrices = layer.joined(layer.modules.map { layout.whole.matrices($0, in: vector) })
-                        return format.turned(matrices[keyPath: path].asType(.float32) * factor, matrix)
+                        let joined = layer.joined(try layer.modules.map { try matrices($0, block, layout) })
+                        return format.turned(joined[keyPath: path].asType(.float32) * factor, matrix)
                     }
                 }
             }

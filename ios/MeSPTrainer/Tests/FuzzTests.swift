@@ -398,7 +398,7 @@ import Testing
         let adapters = folder.appendingPathComponent("adapters")
         try saveAdapterFolder(
             architecture, rank: 2, blocks: architecture.layers.indices, modules: modules, scale: 2,
-            model: "m", isDoRA: isDoRA, to: adapters,
+            model: "m", magnitudes: isDoRA ? { MLXArray.ones([$1.magnitudes]) } : nil, to: adapters,
             lora: { layouts[$0].initial(seed: 0, block: $0, magnitudes: MLXArray.ones([layouts[$0].magnitudes])) })
         let from = format.isEmpty ? adapters : adapters.appendingPathComponent(format)
         let files = ["adapter_config.json", format.isEmpty ? "adapters.safetensors" : "adapter_model.safetensors"].map {

@@ -1,4 +1,5 @@
 import Foundation
+import MLX
 import MeSPAdapters
 import MeSPBundle
 import MeSPFiles
@@ -24,9 +25,17 @@ extension RunSettings {
         return try MeSPAdapters.loadAdapters(
             from: folder, architecture: bundle.architecture, withExperts: trainsExperts, onlyB: freezeA
         ) { layout, block in
-            let squares = layout.hasMagnitudes ? try bundle.withBlock(block) { $0.squaredNorms(layout) } : nil
-            return layout.initial(seed: seed, block: block, magnitudes: squares?.sqrt())
+            layout.initial(
+                seed: seed, block: block,
+                magnitudes: layout.hasMagnitudes ? try bundle.magnitudes(block, layout) : nil)
         }
+    }
+}
+
+extension ModelBundle {
+    /// ‖W‖ of each output of all modules with magnitudes `[layout.magnitudes]`.
+    fileprivate func magnitudes(_ block: Int, _ layout: LoRALayout) throws -> MLXArray {
+        try withBlock(block) { $0.squaredNorms(layout).sqrt() }
     }
 }
 
@@ -79,7 +88,7 @@ extension BlockwiseModel {
             try saveAdapterFolder(
                 bundle.architecture, rank: settings.rank, blocks: trained[0]..<blocks.upperBound, modules: modules,
                 scale: settings.scale, model: bundle.manifest.model.id, strength: strength, dropout: settings.dropout,
-                isDoRA: settings.dora, to: folder, lora: lora.read)
+                magnitudes: settings.dora ? bundle.magnitudes : nil, to: folder, lora: lora.read)
         }
         try copyTerms(to: [folder, folder.appendingPathComponent("peft")])
     }
