@@ -192,7 +192,7 @@ def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(
 
     run = train(bundle, tmp_path / "run", *options)
     before, after = run.held_out
-    assert abs(after - before) > 0.02, "the adapters count"
+    assert abs(after - before) > (0.02 if "gate" in options else 0.05), "the adapters count"
     assert held_out_loss(model, bundle) == pytest.approx(before, abs=TOLERANCE)
     written = tmp_path / "run" / "adapters" / "peft"
     adapted = PeftModel.from_pretrained(model, written)
