@@ -41,7 +41,8 @@ package func loadAdapters(
     var readers = try used.map { try AdapterReader($0.folder, of: architecture) }
     let isOne = used.count == 1
     let rank = readers.reduce(0) { $0 + $1.rank }
-    let layouts = isOne
+    let layouts =
+        isOne
         ? readers[0].layouts
         : architecture.layouts(
             rank: rank, withExperts: readers.contains(where: \.hasExperts),

@@ -16,8 +16,10 @@ import MeSPBundle
 /// PerLayerBlock.swift those of the term that embeddings for each layer add to y.
 package struct Block {
     let weights: BlockWeights
-    /// The LoRA parameters `[P]`, or nil for the base model. With DoRA those of `DoRA.scaled`.
+    /// The LoRA parameters `[P]`, or nil for the base model.
     let lora: MLXArray?
+    /// The formulas that give A, B̃ and G from `lora`; nil without DoRA, or where `lora` has these.
+    var dora: DoRA?
     let layout: LoRALayout
     /// The factor s of the adapters' output, which `BlockwiseModel.scale` says.
     let scale: Float
@@ -50,7 +52,8 @@ package struct Block {
 
     /// The matrices of a projection's adapter, nil where it has none.
     func matrices(_ projection: Projection) -> LoRAMatrices? {
-        lora.flatMap { layout.matrices(projection, in: $0) }
+        if let dora { return dora.scaled(projection) }
+        return lora.flatMap { layout.matrices(projection, in: $0) }
     }
 
     /// The layer of a projection.
@@ -101,7 +104,7 @@ package struct BlockCall {
     package let index: Int
     /// Mapped.
     let weights: BlockWeights
-    /// The LoRA parameters `[P]`; with DoRA those of `DoRA.scaled`.
+    /// The LoRA parameters `[P]`.
     var lora: MLXArray
     /// nil without DoRA.
     var dora: DoRA?

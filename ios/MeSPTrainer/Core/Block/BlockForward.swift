@@ -184,20 +184,22 @@ extension Block: BlockForward {
         return mixture + factor(g, mlpIn) * output(addedTo: nil)
     }
 
-    /// The output of `mlp`, and gate and up of the MLP as they are stored, nil where there is none.
+    /// The output of `mlp`, and gate and up of the MLP as they are stored, nil where there is none, or with DoRA, whose derivative does not
+    /// read them.
     private func mlpWithInner(_ mlpIn: MLXArray) -> (out: MLXArray, gate: MLXArray?, up: MLXArray?) {
         let shape = weights.shape.mlp
+        let hasInner = !shape.modules.isEmpty && !layout.hasMagnitudes
         // Experts take their tokens of all of them.
         let tokens = tiles(of: mlpIn.dim(0), size: shape.experts == nil ? machine.mlpTileTokens : .max)
         var inputs = [mlpIn]
         let parts = machine.reduce(tokens, [[MLXArray]](), reading: &inputs) { parts, tokens, inputs in
             let (x, block) = (inputs[0][tokens], from(tokens.lowerBound))
-            let inner = shape.modules.isEmpty ? nil : block.gatedMLP.inner(x)
+            let inner = hasInner ? block.gatedMLP.inner(x) : nil
             parts.append(
                 [block.inForwardPass.mlp(x, inner)] + [inner?.gate, inner?.up].compactMap { $0?.asType(mlpIn.dtype) })
         }
         func whole(_ index: Int) -> MLXArray { concatenated(parts.map { $0[index] }) }
-        return shape.modules.isEmpty ? (whole(0), nil, nil) : (whole(0), whole(1), whole(2))
+        return hasInner ? (whole(0), whole(1), whole(2)) : (whole(0), nil, nil)
     }
 
     /// The gated MLP, where there is one.

@@ -23,6 +23,7 @@ extension Block {
         mlpBackward(intermediates, d: &d, &gradients)
         mixerBackward(x: x, consume intermediates, d: &d, wantsDx: wantsDx, &gradients, dShared: &dShared)
         d = d.reshaped(shape).asType(x.dtype)
+        dora?.turn(&gradients)
         let gradient = layout.packed(gradients)
         eval(d, gradient)
         return gradient

@@ -6,13 +6,13 @@ import MeSPBundle
 ///
 ///     y = g ∘ (x Wᵀ + s (x A) B) + b        g = m / n        n = ‖W + s (A B)ᵀ‖
 ///
-/// It is computed by `LoRALinear` from A, B̃ = B ∘ g and G = g. As in the paper, n is a constant in the derivative.
+/// `LoRALinear` computes it from A, B̃ = B ∘ g and G = g. As in the paper, n is a constant in the derivative.
 struct DoRA {
     private let layout: LoRALayout
     /// A, B and m `[P]`.
     private let lora: MLXArray
     /// n of all modules.
-    private let norms: MLXArray
+    let norms: MLXArray
 
     /// - Parameters:
     ///   - squares: ‖W‖² of all modules, which `BlockWeights.squaredNorms` computes.
@@ -36,30 +36,37 @@ struct DoRA {
             })
     }
 
-    /// A, B̃ and G `[P]`.
+    /// A, B̃ and G of all modules `[P]`.
     var scaled: MLXArray {
-        map { _, each, n in
-            guard let n, let m = each.m else { return each }
-            return LoRAMatrices(a: each.a, b: each.b * (m / n), m: m / n)
-        }
+        layout.packed(
+            layout.modules.map { module in
+                scaled(layout.matrices(module, in: lora), n: layout.magnitudes(module, in: norms))
+            })
     }
 
-    /// The gradient by A, B and m `[P]` from that by A, B̃ and G:
+    /// Those of a projection; nil where its module has none.
+    func scaled(_ projection: Projection) -> LoRAMatrices? { parts(projection).map { scaled($0, n: $1) } }
+
+    private func scaled(_ matrices: LoRAMatrices, n: MLXArray?) -> LoRAMatrices {
+        guard let n, let m = matrices.m else { return matrices }
+        return LoRAMatrices(a: matrices.a, b: matrices.b * (m / n), m: m / n)
+    }
+
+    /// Turns the gradients by A, B̃ and G into those by A, B and m:
     ///
     ///     dB = dB̃ ∘ g        dm = (dG + Σ B ∘ dB̃) / n
-    func gradient(byScaled gradient: MLXArray) -> MLXArray {
-        map { module, each, n in
-            let d = layout.matrices(module, in: gradient)
-            guard let n, let m = each.m, let dG = d.m else { return d }
-            return LoRAMatrices(a: d.a, b: d.b * (m / n), m: (dG + (each.b * d.b).sum(axis: 0)) / n)
+    func turn(_ gradients: inout LoRAGradients) {
+        for (projection, dG) in gradients.m {
+            guard let (matrices, n) = parts(projection), let n, let m = matrices.m, let dB = gradients.b[projection]
+            else { continue }
+            gradients.b[projection] = dB * (m / n)
+            gradients.m[projection] = (dG + (matrices.b * dB).sum(axis: 0)) / n
         }
     }
 
-    private func map(_ body: (Module, LoRAMatrices, _ n: MLXArray?) -> LoRAMatrices) -> MLXArray {
-        layout.packed(
-            layout.modules.map {
-                body($0, layout.matrices($0, in: lora), layout.magnitudes($0, in: norms))
-            })
+    private func parts(_ projection: Projection) -> (LoRAMatrices, n: MLXArray?)? {
+        let (module, outputs) = layout.block.place(projection)
+        return layout.matrices(projection, in: lora).map { ($0, layout.magnitudes(module, in: norms)?[outputs]) }
     }
 }
 

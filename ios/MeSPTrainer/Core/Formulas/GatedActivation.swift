@@ -10,30 +10,47 @@ extension Activation {
     ///
     /// - Parameters:
     ///   - gate, up: what they are the sums of; in float32 or as a product left them
+    ///   - factors: of the first of these terms; nil for 1
     /// - Returns: all in float32
-    func gatedBackward(gate: [MLXArray], up: [MLXArray], dAct: MLXArray)
-        -> (act: MLXArray, dGate: MLXArray, dUp: MLXArray)
-    {
+    func gatedBackward(
+        gate: [MLXArray], up: [MLXArray], factors: (gate: MLXArray?, up: MLXArray?) = (nil, nil), dAct: MLXArray
+    ) -> (act: MLXArray, dGate: MLXArray, dUp: MLXArray) {
         let count = max(gate.count, up.count)
         let terms = [gate, up].flatMap { $0 + Array(repeating: MLXArray(Float(0)), count: count - $0.count) }
-        let results = kernels.gatedBackward(terms + [dAct])
+        let hasFactors = factors.gate != nil || factors.up != nil
+        let results =
+            hasFactors
+            ? kernels.scaledBackward(terms + [factors.gate, factors.up].map { $0 ?? MLXArray(Float(1)) } + [dAct])
+            : kernels.gatedBackward(terms + [dAct])
         return (results[0], results[1], results[2])
     }
 
     private struct Kernels {
         let gated: Fused
-        let gatedBackward: FusedResults
+        let gatedBackward, scaledBackward: FusedResults
 
         init(_ activation: Activation) {
             gated = Fused { activation.values($0[0]).f * $0[1] }
             gatedBackward = FusedResults(3) {
                 let (count, dAct) = ($0.count / 2, $0[$0.count - 1])
                 let (gate, up) = (sum($0.prefix(count)), sum($0.dropFirst(count).prefix(count)))
-                let (f, slope) = activation.values(gate)
-                return [f * up, dAct * up * slope, dAct * f]
+                return activation.backward(gate: gate, up: up, dAct: dAct)
+            }
+            scaledBackward = FusedResults(3) { all in
+                let count = (all.count - 3) / 2
+                func scaledSum(_ number: Int) -> MLXArray {
+                    let terms = all[number * count..<(number + 1) * count]
+                    return sum([terms[terms.startIndex].asType(.float32) * all[2 * count + number]] + terms.dropFirst())
+                }
+                return activation.backward(gate: scaledSum(0), up: scaledSum(1), dAct: all[all.count - 1])
             }
         }
     }
+    private func backward(gate: MLXArray, up: MLXArray, dAct: MLXArray) -> [MLXArray] {
+        let (f, slope) = values(gate)
+        return [f * up, dAct * up * slope, dAct * f]
+    }
+
     private var kernels: Kernels { self == .silu ? Self.silus : Self.gelus }
     private static let silus = Kernels(.silu)
     private static let gelus = Kernels(.gelu)

@@ -113,7 +113,8 @@ struct GatedMLP {
         let (tokens, features) = (
             tiles(of: x.dim(0), size: tile.tokens), tiles(of: gate.weight.rows, size: tile.features)
         )
-        let kept = [gate, up].contains { $0.lora?.m != nil } ? nil : kept
+        let hasG = [gate, up, down].contains { $0.lora?.m != nil }
+        let kept = hasG ? nil : kept
         let (hGate, hUp, dyBT) = {
             let x = x.asType(.float32)
             return (gate.h(x), up.h(x), down.dyBT(dy))
@@ -127,14 +128,27 @@ struct GatedMLP {
             let (t, f, x, dy) = (tokens[place.0], features[place.1], inputs[0], inputs[1])
             let (gateF, upF, downF) = (gate.outputs(f), up.outputs(f), down.rows(t).inputs(f))
             func terms(_ linear: LoRALinear, _ xW: MLXArray?, _ h: MLXArray?) -> [MLXArray] {
-                [xW.map(linear.scaled), product(h?[t], linear.lora?.b), linear.bias].arrays
+                [xW, product(h?[t], linear.lora?.b), linear.bias].arrays
             }
             let (xGate, xUp) = kept == nil ? (gateF.weight.apply(x[t]), upF.weight.apply(x[t])) : (nil, nil)
-            let q = downF.weight.applyTransposed(downF.scaled(dy[t]), addedTo: downF.adapterDx(dyBT?[t], addedTo: nil))
+            let q = downF.weight.applyTransposed(
+                dy[t], times: downF.lora?.m, addedTo: downF.adapterDx(dyBT?[t], addedTo: nil))
             let (act, dGate, dUp) = activation.gatedBackward(
                 gate: kept.map { [$0.gate[t, f]] } ?? terms(gateF, xGate, hGate),
-                up: kept.map { [$0.up[t, f]] } ?? terms(upF, xUp, hUp), dAct: w.map { $0[t] * q } ?? q)
+                up: kept.map { [$0.up[t, f]] } ?? terms(upF, xUp, hUp),
+                factors: (gateF.lora?.m, upF.lora?.m), dAct: w.map { $0[t] * q } ?? q)
             var (own, ofF) = (sums.tokens[place.0], sums.features[place.1])
+            if let xGate, let xUp, hasG {
+                machine.part(act, dGate, dUp)
+                func dG(_ linear: LoRALinear, _ dy: MLXArray, _ xW: MLXArray) -> MLXArray? {
+                    linear.lora?.m == nil ? nil : (dy * xW).sum(axis: 0)
+                }
+                ofF.dGGate = joined(ofF.dGGate, dG(gateF, dGate, xGate))
+                ofF.dGUp = joined(ofF.dGUp, dG(upF, dUp, xUp))
+                machine.part(ofF.dGGate, ofF.dGUp)
+                let dyDown = w.map { $0[t] * dy[t] } ?? dy[t]
+                sums.dGDown = joined(sums.dGDown, downF.dG(act, dy: dyDown, machine: machine))
+            }
             if w != nil {
                 let part = (q * act).sum(axis: -1, keepDims: true)
                 own.dw = own.dw.map { $0 + part } ?? part
@@ -147,11 +161,8 @@ struct GatedMLP {
             ofF.dBGate = product(hGate?[t].T, dGate, addedTo: ofF.dBGate)
             ofF.dBUp = product(hUp?[t].T, dUp, addedTo: ofF.dBUp)
             own.dx = upF.weight.applyTransposed(
-                upF.scaled(dUp), addedTo: gateF.weight.applyTransposed(gateF.scaled(dGate), addedTo: own.dx))
-            ofF.dGGate = joined(ofF.dGGate, xGate.flatMap { gateF.dG(dGate, xW: $0) })
-            ofF.dGUp = joined(ofF.dGUp, xUp.flatMap { upF.dG(dUp, xW: $0) })
-            sums.dGDown = joined(
-                sums.dGDown, downF.dG(w.map { $0[t] * dy[t] } ?? dy[t], xW: downF.weight.apply(act)))
+                dUp, times: upF.lora?.m,
+                addedTo: gateF.weight.applyTransposed(dGate, times: gateF.lora?.m, addedTo: own.dx))
             (sums.tokens[place.0], sums.features[place.1]) = (own, ofF)
         }
         let (dx, dw, gradients) = total(sums, inputs[0], dy: inputs[1], w: w, wantsA: wantsA)

@@ -32,13 +32,10 @@ struct LoRALinear {
 
     /// y from x, and s x̂ A.
     func callAsFunction(_ x: MLXArray, h: MLXArray?) -> MLXArray {
-        var y = scaled(weight.apply(x, as: .float32))
+        var y = weight.apply(x, times: lora?.m)
         if let h, let lora { y = addMM(y, h, lora.b) }
         return bias.map { y + $0 } ?? y
     }
-
-    /// G ∘ y, of y `[T, out]`.
-    func scaled(_ y: MLXArray) -> MLXArray { lora?.m.map { y * $0 } ?? y }
 
     /// s x̂ A `[T, rank]`, in float32.
     func h(_ x: MLXArray) -> MLXArray? { products(x, nil).xA.map { $0 * factor } }
@@ -115,17 +112,18 @@ extension LoRALinear {
         var dG = [MLXArray]()
         for rows in tiles(of: weight.rows, size: machine.projectionRows) {
             let (part, dy) = (outputs(rows), dy[0..., rows])
-            dG += machine.part(part.dG(dy, xW: part.weight.apply(x))).arrays
-            if wantsDx { dx = machine.part(part.weight.applyTransposed(part.scaled(dy), addedTo: dx)) }
+            dG += part.dG(x, dy: dy, machine: machine).arrays
+            if wantsDx { dx = machine.part(part.weight.applyTransposed(dy, times: part.lora?.m, addedTo: dx)) }
         }
         return (dx, dA, dB, hasG ? concatenated(dG) : nil)
     }
 
-    /// Σₜ dy ∘ (x Wᵀ) `[out]`; nil where G is 1.
-    ///
-    /// - Parameter xW: x Wᵀ
-    func dG(_ dy: MLXArray, xW: @autoclosure () -> MLXArray) -> MLXArray? {
-        lora?.m == nil ? nil : (dy * xW()).sum(axis: 0)
+    /// Σₜ dy ∘ (x Wᵀ) `[out]`, some outputs at a time; nil where G is 1.
+    func dG(_ x: MLXArray, dy: MLXArray, machine: Machine) -> MLXArray? {
+        guard lora?.m != nil else { return nil }
+        let outputs = tiles(of: weight.rows, size: machine.columnsAtOnce(of: dy))
+        return concatenated(
+            outputs.map { rows in machine.part((dy[0..., rows] * weight.rows(rows).apply(x)).sum(axis: 0)) })
     }
 
     /// s dy Bᵀ `[T, rank]`, with dropout times 1 / (1 − p).

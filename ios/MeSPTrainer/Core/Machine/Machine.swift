@@ -62,4 +62,9 @@ package struct Machine {
     func rowsAtOnce(of x: MLXArray) -> Int {
         evaluatesTiles ? max(1, bytes / 4 * x.dim(0) / x.nbytes) : x.dim(0)
     }
+
+    /// The columns of x `[n, …]`, likewise. Where W is dequantized before a product, x is as wide as the part of W that is.
+    func columnsAtOnce(of x: MLXArray) -> Int {
+        evaluatesTiles && processor.dequantizesInProduct ? max(1, bytes / 4 / (x.nbytes / x.dim(1))) : x.dim(1)
+    }
 }

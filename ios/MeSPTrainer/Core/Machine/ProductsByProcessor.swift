@@ -28,6 +28,27 @@ extension QuantizedMatrix {
         return sum + multiplied(dy, transpose: false).asType(sum.dtype)
     }
 
+    /// g ∘ (x Wᵀ), `[T, out]` in float32, with g `[out]`; nil for 1.
+    func apply(_ x: MLXArray, times g: MLXArray?) -> MLXArray {
+        guard let g else { return apply(x, as: .float32) }
+        return scaled(by: g, rows: x.dim(0))?.apply(x, as: .float32) ?? apply(x, as: .float32) * g
+    }
+
+    /// sum + (g ∘ dy) W, likewise.
+    func applyTransposed(_ dy: MLXArray, times g: MLXArray?, addedTo sum: MLXArray?) -> MLXArray {
+        guard let g else { return applyTransposed(dy, addedTo: sum) }
+        return scaled(by: g, rows: dy.dim(0))?.applyTransposed(dy, addedTo: sum)
+            ?? applyTransposed(dy * g, addedTo: sum)
+    }
+
+    /// The matrix with its rows times g, where a product unpacks W with scales in float32, and these are fewer than the numbers of an array
+    /// with so many rows.
+    private func scaled(by g: MLXArray, rows: Int) -> QuantizedMatrix? {
+        guard Device.isCPU, dense == nil, let biases = wide.biases, 2 * scales.dim(1) < rows else { return nil }
+        let g = g[0..., .newAxis]
+        return part(weight, wide.scales * g, biases * g)
+    }
+
     /// x Wᵀ or x W by `quantizedMM`, the CPU's way in float32, the GPU's in x's dtype. MLX adds up in the operands' dtype on a CPU, and in
     /// float32 on a GPU: on a CPU it gets float32.
     private func multiplied(_ x: MLXArray, transpose: Bool) -> MLXArray {

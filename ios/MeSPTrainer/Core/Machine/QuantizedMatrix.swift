@@ -46,7 +46,7 @@ package struct QuantizedMatrix: Arrays {
         return part(weight[0..., words], scales[0..., groups], biases?[0..., groups])
     }
 
-    private func part(_ weight: MLXArray, _ scales: MLXArray, _ biases: MLXArray?) -> QuantizedMatrix {
+    func part(_ weight: MLXArray, _ scales: MLXArray, _ biases: MLXArray?) -> QuantizedMatrix {
         QuantizedMatrix(
             weight: weight, scales: scales, biases: biases, format: format, processor: processor)
     }

@@ -165,9 +165,9 @@ extension Planner {
     /// Those of `MixerIntermediates`, and x_mid; of post-norms the outputs of mixer and MLP.
     private func recomputed(_ mixer: Mixer) -> Int { intermediates(of: mixer) + hidden + 2 * normed }
 
-    /// The intermediates of a block that is kept: those that it recomputes otherwise, gate and up.
+    /// The intermediates of a block that is kept: those that it recomputes otherwise, and without DoRA gate and up.
     func intermediates(of block: BlockShape) -> Int {
-        recomputed(block.mixer) + activation(2 * block.mlp.intermediateSize)
+        recomputed(block.mixer) + (magnitudes > 0 ? 0 : activation(2 * block.mlp.intermediateSize))
     }
 
     /// The derivative of the MLP, beside what was kept or recomputed: dy; in float32 of the tokens at a time x_mid, mlp_in and d_mlp_in; a tile's arrays and
@@ -176,7 +176,10 @@ extension Planner {
         let features = min(machine.features, architecture.widestMLP)
         let some = 4 * machine.mlpTokens * architecture.hiddenSize
         let arrays = machineMemory.tileArrays(architecture.hiddenAct, adapted: adaptedInMLP)
-        let ofTile = 4 * arrays * machine.mlpTokens * features + 5 * weight(features) + machineMemory.dequantized * some
+        // With DoRA the products with g are arrays too where W is dequantized.
+        let ofTile =
+            4 * arrays * machine.mlpTokens * features + 5 * weight(features)
+            + machineMemory.dequantized * some * (magnitudes > 0 ? 3 : 1)
         return hidden + 3 * some + max(ofTile, 2 * some + 5 * perLayer) + gradientBytes
     }
 

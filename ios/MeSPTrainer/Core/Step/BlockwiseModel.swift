@@ -170,8 +170,10 @@ package final class BlockwiseModel {
             index: block, weights: weights, lora: lora,
             side: SideInputs(
                 records: context.records, perLayer: perLayer, shared: shared, dropout: context.dropout?[block]))
-        if let dora = try dora(block, weights, lora) {
-            (call.dora, call.lora) = (dora, try clock.confirmed { dora.scaled })
+        call.dora = try clock.repeating {
+            let dora = try dora(block, weights, lora)
+            if let dora { eval(dora.norms) }
+            return dora
         }
         return call
     }
@@ -236,9 +238,11 @@ package final class BlockwiseModel {
 
     /// The block's formulas for x `[1, T, hidden]`.
     func block(_ call: BlockCall, _ x: MLXArray) -> Block {
-        Block(
+        var block = Block(
             weights: call.weights, lora: call.lora, layout: layouts[call.index], scale: scale, machine: machine(x),
             side: call.side)
+        block.dora = call.dora
+        return block
     }
 
     /// After a block or the head: gives the buffers back that MLX keeps, unless the plan has room for them.

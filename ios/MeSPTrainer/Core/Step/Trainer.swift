@@ -167,9 +167,10 @@ package final class Trainer {
                         dShared: &dShared)
                 }
             }
-            if let dora = call.dora { gradient = dora.gradient(byScaled: gradient) }
-            if let sum { gradient = sum + gradient }
-            if call.dora != nil || sum != nil { eval(gradient) }
+            if let sum {
+                gradient = sum + gradient
+                eval(gradient)
+            }
             return gradient
         }
         if owner >= model.trained[0] { context.gradients[owner] = dShared }
@@ -182,7 +183,8 @@ package final class Trainer {
     package init(bundle: ModelBundle, settings: RunSettings, plan: Plan, folder: URL) throws {
         let arrays = try TrainingArrays(bundle, settings, plan, in: folder)
         (self.plan, inputsFile) = (plan, arrays.inputsFile)
-        model = try BlockwiseModel(bundle, settings, plan: plan, lora: arrays.lora, squaredNorms: arrays.squaredNorms, clock: clock)
+        model = try BlockwiseModel(
+            bundle, settings, plan: plan, lora: arrays.lora, squaredNorms: arrays.squaredNorms, clock: clock)
         updates = Updates(of: model, arrays)
         reference = ReferenceModel(start: arrays.start)
     }

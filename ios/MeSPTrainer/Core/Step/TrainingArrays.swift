@@ -54,9 +54,9 @@ struct TrainingArrays {
         let magnitudes = layouts.map(\.magnitudes).max() ?? 0
         let squares: BlockArrays? =
             settings.dora
-            ? try arrays(shape: { _ in [magnitudes] }) { block, layout in
-                try bundle.withBlock(block) { $0.squaredNorms(layout) }
-            } : nil
+            ? try arrays(
+                shape: { _ in [magnitudes] },
+                make: { block, layout in try bundle.withBlock(block) { $0.squaredNorms(layout) } }) : nil
         squaredNorms = squares
         lora = try arrays(dtype) { block, layout in
             let m = try squares?.read(block)
