@@ -341,11 +341,11 @@ def test_functions(bundle: Path, tmp_path: Path, data: st.DataObject):
                 mx.eval(mx.import_function(str(path))(*values))
 
 
-@pytest.fixture(scope="module", params=["mlx", "peft"])
+@pytest.fixture(scope="module", params=["mlx", "peft", "mlx-dora", "peft-dora"])
 def adapters(request: pytest.FixtureRequest, bundle: Path) -> Path:
     folder = bundle.with_name(f"adapters-{request.param}")
-    write_adapters(folder, bundle)
-    return folder if request.param == "mlx" else write_peft(folder / "peft", bundle, folder)
+    write_adapters(folder, bundle, dora="dora" in request.param)
+    return write_peft(folder / "peft", bundle, folder) if "peft" in request.param else folder
 
 
 @CASES
@@ -365,8 +365,9 @@ def test_adapters(bundle: Path, adapters: Path, tmp_path: Path, data: st.DataObj
     with contextlib.suppress(MespError):
         read = read_adapters(tmp_path, architecture)
         assert math.isfinite(read.scale) and read.matrices
-        for a, b in read.matrices.values():
-            assert a.shape[1] == b.shape[0] and mx.isfinite(a).all() and mx.isfinite(b).all()
+        for a, b, *m in read.matrices.values():
+            assert a.shape[1] == b.shape[0] and all(each.shape == b.shape[1:] for each in m)
+            assert all(mx.isfinite(each).all() for each in (a, b, *m))
 
 
 @CASES

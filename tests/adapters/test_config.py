@@ -108,7 +108,7 @@ REFUSED = {
     "task_type": ["SEQ_CLS"],
     "trainable_token_indices": [[1, 2], {"embed_tokens": [1]}],
     "use_bdlora": [{"nblocks": 2}],
-    "use_dora": [True],
+    "use_dora": [1, "yes"],
     "use_qalora": [True],
     "velora_config": [{"num_groups": 64}],
     "a_key_of_tomorrow": [True, 0, {}, []],
@@ -149,12 +149,13 @@ def test_ranks_that_are_not_one_are_refused(qwen, copy: Path, values: dict, said
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"fine_tune_type": "dora"}, f'they use fine_tune_type "dora", {PLAIN}'),
+        ({"fine_tune_type": "full"}, f'they use fine_tune_type "full", {PLAIN}'),
+        ({"fine_tune_type": "dora"}, "model.layers.0.self_attn.q_proj.m is missing"),
         ({"use_dora": True}, f"they use use_dora, {PLAIN}"),
         ({"lora_parameters": {"rank": 2, "scale": 1, "alpha": 9}}, f"they use alpha, {PLAIN}"),
         ({"lora_parameters": None}, "adapter_config.json lacks lora_parameters"),
     ],
-    ids=["dora", "unknown", "alpha", "none"],
+    ids=["full", "dora", "unknown", "alpha", "none"],
 )
 def test_what_mlx_lm_reads_in_another_way_is_refused(qwen, copy: Path, values: dict, said: str):
     change(copy, **values)
@@ -249,6 +250,77 @@ def test_a_tensor_that_nothing_uses_is_named(qwen, copy: Path, part: str):
     change_weights(copy / "peft", PEFT, {name: mx.ones(3)})
     said = f"it holds {name}, which is not a LoRA matrix of one of this model's layers"
     check_refused(qwen[0], copy / "peft", said)
+
+
+Q = "self_attn.q_proj"
+MLX_Q, PEFT_Q = f"model.layers.1.{Q}", f"base_model.model.model.layers.1.{Q}"
+VECTOR = f"{PEFT_Q}.lora_magnitude_vector"
+DAMAGED_DORA = {
+    "no m": (".", MLX, {f"{MLX_Q}.m": None}, f"{MLX_Q}.m is missing"),
+    "no vector": ("peft", PEFT, {VECTOR: None}, f"{VECTOR} is missing"),
+    "m alone": (
+        *("peft", PEFT, {f"{PEFT_Q}.lora_A.weight": None, f"{PEFT_Q}.lora_B.weight": None}),
+        f"{PEFT_Q}.lora_A.weight is missing",
+    ),
+    "a shorter m": (
+        *(".", MLX, {f"{MLX_Q}.m": mx.ones(64)}),
+        f"{MLX_Q}.m has the shape [64], where the model needs [128]",
+    ),
+    "a longer vector": (
+        *("peft", PEFT, {VECTOR: mx.ones((128, 1))}),
+        f"{VECTOR} has the shape [128, 1], where the model needs [128]",
+    ),
+    "nan": (
+        *(".", MLX, {f"{MLX_Q}.m": mx.array([float("nan")] * 128)}),
+        f"{MLX_Q}.m has numbers that are not finite; train them again",
+    ),
+    "both names": (
+        *("peft", PEFT, {f"{VECTOR}.weight": mx.ones(128)}),
+        f"it holds {VECTOR}, which is not a LoRA matrix of one of this model's layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED_DORA)
+def test_magnitudes_that_do_not_fit_are_refused(qwen, tmp_path: Path, kind: str):
+    inside, file, changed, said = DAMAGED_DORA[kind]
+    folder = write_adapters(tmp_path / "dora", qwen[0], dora=True)
+    write_peft(folder / "peft", qwen[0], folder)
+    check_read(qwen[0], folder / inside)
+    weights = mx.load(str(folder / inside / file)) | changed
+    weights = {name: array for name, array in weights.items() if array is not None}
+    mx.eval(weights)
+    mx.save_safetensors(str(folder / inside / file), weights)
+    check_refused(qwen[0], folder / inside, said)
+
+
+def check_read(bundle: Path, adapters: Path) -> None:
+    """By both readers."""
+    assert read_adapters(adapters, Bundle(bundle).architecture).matrices
+    assert list(generate(bundle, [5, 6], max_tokens=1, adapters=weigh(adapters)))
+
+
+@pytest.mark.parametrize("form", [".", "peft"])
+def test_dora_of_experts_is_refused(tmp_path: Path, form: str):
+    """mlx-lm and PEFT have none either."""
+    bundle, adapters = exported("lfm2_moe", tmp_path)
+    dora = write_adapters(tmp_path / "dora", bundle, dora=True)
+    write_peft(dora / "peft", bundle, dora)
+    check_read(bundle, dora / form)
+    (file,) = (adapters / form).glob("*.safetensors")
+    experts = {
+        name: array
+        for name, array in mx.load(str(file)).items()
+        if "expert" in name or "switch_mlp" in name
+    }
+    assert experts
+    change_weights(dora / form, file.name, experts)
+    targets = json.loads((adapters / form / config.CONFIG).read_text()).get("target_parameters")
+    change(dora / form, **({"target_parameters": targets} if form == "peft" else {}))
+    if form == ".":
+        parameters = json.loads((adapters / config.CONFIG).read_text())["lora_parameters"]
+        change(dora, lora_parameters=parameters)
+    check_refused(bundle, dora / form, f"they use DoRA for experts, {PLAIN}")
 
 
 def test_adapters_in_pefts_form_are_the_same(family, tmp_path: Path):

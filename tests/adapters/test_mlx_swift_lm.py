@@ -2,10 +2,10 @@
 
 No Swift of mlx-swift-lm runs here. Its rules and the names of its models were read in
 github.com/ml-explore/mlx-swift-lm at 14414441fa44f45eee35a61e9fa0bab577cf9734 (22 August 2026),
-paths below Libraries/: MLXLMCommon/Adapters/LoRA/LoRAContainer.swift and PEFTAdapter.swift, the
-models in the file that each `Model` names, and their `model_type`s in MLXLLM/LLMModelFactory.swift
-and MLXVLM/VLMModelFactory.swift. `Module.update` is mlx-swift's, Source/MLXNN/Module.swift at
-09051ed1986b6f2c69b6fda4e32ca42dd7dcdec3.
+paths below Libraries/: MLXLMCommon/Adapters/LoRA/LoRAContainer.swift, DoRA+Layers.swift and
+PEFTAdapter.swift, the models in the file that each `Model` names, and their `model_type`s in
+MLXLLM/LLMModelFactory.swift and MLXVLM/VLMModelFactory.swift. `Module.update` is mlx-swift's,
+Source/MLXNN/Module.swift at 09051ed1986b6f2c69b6fda4e32ca42dd7dcdec3.
 """
 
 import json
@@ -141,10 +141,11 @@ class Refused(Exception):
 
 
 class Loaded(NamedTuple):
-    """The factor of each product, and A [in, rank] and B [rank, out] by the linear layer's path."""
+    """The factor of each product, and by the linear layer's path A [in, rank], B [rank, out] and,
+    of DoRA, m [out]."""
 
     scale: float
-    matrices: dict[str, tuple[mx.array, mx.array]]
+    matrices: dict[str, tuple[mx.array, ...]]
 
 
 def decoded(holder: dict[str, Any], key: str, *kinds: type) -> Any:
@@ -158,7 +159,8 @@ def load(folder: Path, model: Model, arch: Architecture, fit: bool = False) -> L
     """`LoRAContainer.from(directory:)` and `load(into:)`; with `fit`, as the page's `fitted(to:)`
     names the matrices."""
     config = json.loads((folder / CONFIG).read_text())
-    if decoded(config, "fine_tune_type", str) not in ("lora", "dora"):
+    kind = decoded(config, "fine_tune_type", str)
+    if kind not in ("lora", "dora"):
         raise Refused("fine_tune_type does not decode")
     lora = decoded(config, "lora_parameters", dict)
     rank, scale = decoded(lora, "rank", int), decoded(lora, "scale", float, int)
@@ -168,10 +170,12 @@ def load(folder: Path, model: Model, arch: Architecture, fit: bool = False) -> L
     weights = mx.load(str(folder / WEIGHTS))
     if fit and model.prefix == WHOLE:
         weights = {name.removeprefix("language_model."): each for name, each in weights.items()}
-    return put(weights, keys, decoded(config, "num_layers", int), rank, scale, model, arch)
+    count = decoded(config, "num_layers", int)
+    return put(kind, weights, keys, count, rank, scale, model, arch)
 
 
 def put(
+    kind: str,
     weights: dict[str, mx.array],
     keys: list[str] | None,
     num_layers: int,
@@ -188,22 +192,24 @@ def put(
             is_below = name.startswith(f"{model.within}.") if model.within else True
             key = name.removeprefix(f"{model.within}.")
             if name in model.linear and is_below and (keys is None or key in keys):
-                shapes[f"{model.prefix}.layers.{i}.{name}"] = inputs, outputs
+                shapes[f"{model.prefix}.layers.{i}.{name}"] = {
+                    "lora_a": (inputs, rank),
+                    "lora_b": (rank, outputs),
+                } | ({"m": (outputs,)} if kind == "dora" else {})
     matrices = {path: {} for path in shapes}
     for name, array in sorted(weights.items()):
         path, _, part = name.rpartition(".")
-        if path not in shapes or part not in ("lora_a", "lora_b"):
+        if part not in shapes.get(path, ()):
             raise Refused(f"unhandled key {name}")
         # `.noUnusedKeys` lets other shapes through; the first product of them ends the process.
-        inputs, outputs = shapes[path]
-        if array.shape != ((inputs, rank) if part == "lora_a" else (rank, outputs)):
+        if array.shape != shapes[path][part]:
             raise Refused(f"{name} has the shape {array.shape}")
         matrices[path][part] = array
     # A layer that was replaced without both matrices has a random A.
     for path, parts in matrices.items():
-        if len(parts) != 2:
+        if parts.keys() != shapes[path].keys():
             raise Refused(f"{path} lacks a matrix")
-    return Loaded(scale, {path: (m["lora_a"], m["lora_b"]) for path, m in matrices.items()})
+    return Loaded(scale, {path: tuple(parts.values()) for path, parts in matrices.items()})
 
 
 def load_peft(folder: Path, model: Model, arch: Architecture) -> Loaded:
@@ -220,7 +226,7 @@ def load_peft(folder: Path, model: Model, arch: Architecture) -> Loaded:
     blocks = {int(each) for name in weights for each in re.findall(r"\.layers\.(\d+)\.", name)}
     # Its default is 1,024 layers; those before the trained ones then have a random A and a B of 0.
     count = len(arch.blocks) - min(blocks)
-    return put(weights, sorted(keys), count, rank, alpha / rank, model, arch)
+    return put("lora", weights, sorted(keys), count, rank, alpha / rank, model, arch)
 
 
 def config_of(name: str) -> dict:
@@ -323,6 +329,15 @@ def test_the_last_blocks_alone_load(train: Callable[..., Trained]):
         "model.layers.1.mlp.down_proj",
         "model.layers.1.self_attn.q_proj",
     ]
+
+
+def test_magnitudes_load(train: Callable[..., Trained]):
+    trained = train("qwen3", "--dora", "--projections", "q,down")
+    loaded = load(trained.adapters, trained.models["MLXLLM"], trained.arch)
+    assert {len(matrices) for matrices in loaded.matrices.values()} == {3}
+    weights = mx.load(str(trained.adapters / WEIGHTS))
+    for path, (_, _, m) in loaded.matrices.items():
+        assert mx.array_equal(m, weights[f"{path}.m"])
 
 
 @pytest.mark.parametrize("name", [n for n in FAMILIES if config_of(n).get("num_experts")])

@@ -91,7 +91,9 @@ def here(name: str) -> str:
 def lora_parameters(adapted: PeftModel) -> dict[str, np.ndarray]:
     """By their names in a file."""
     return {
-        name.replace(".default", ""): value.detach().numpy()
+        name.replace("vector.default.weight", "vector").replace(".default", ""): (
+            value.detach().numpy()
+        )
         for name, value in adapted.named_parameters()
         if "lora_" in name
     }
@@ -99,8 +101,14 @@ def lora_parameters(adapted: PeftModel) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("--projections", "q,v,down", "--num-layers", 2), ("--rslora", "--alpha", 8)],
-    ids=["all", "some projections and blocks", "rank-stabilized"],
+    [
+        (),
+        ("--projections", "q,v,down", "--num-layers", 2),
+        ("--rslora", "--alpha", 8),
+        ("--dora",),
+        ("--dora", "--projections", "q,v,down", "--num-layers", 2),
+    ],
+    ids=["all", "some projections and blocks", "rank-stabilized", "dora", "some with dora"],
 )
 def test_peft_finds_the_loss_of_the_engine(
     bundle: Path, model: torch.nn.Module, tmp_path: Path, options: tuple
@@ -115,14 +123,17 @@ def test_peft_finds_the_loss_of_the_engine(
     assert held_out_loss(merged, bundle) == pytest.approx(after, abs=TOLERANCE)
 
 
-def test_peft_has_a_matrix_for_every_tensor(bundle: Path, model: torch.nn.Module, tmp_path: Path):
+@pytest.mark.parametrize("dora", [(), ("--dora",)], ids=["lora", "dora"])
+def test_peft_has_a_matrix_for_every_tensor(
+    bundle: Path, model: torch.nn.Module, tmp_path: Path, dora: tuple
+):
     """PEFT only warns of tensors that fit nothing: the loss alone might not tell."""
-    train(bundle, tmp_path / "run", "--num-layers", 2, "--projections", "o,gate")
+    train(bundle, tmp_path / "run", "--num-layers", 2, "--projections", "o,gate", *dora)
     folder = tmp_path / "run" / "adapters" / "peft"
     adapted = PeftModel.from_pretrained(model, folder)
     saved = mx.load(str(folder / "adapter_model.safetensors"))
     parameters = lora_parameters(adapted)
-    assert saved.keys() == parameters.keys() and len(saved) == 2 * 2 * 2
+    assert saved.keys() == parameters.keys() and len(saved) == 2 * 2 * (3 if dora else 2)
     for name, array in saved.items():
         assert np.array_equal(np.array(array), parameters[name]), name
 
@@ -154,9 +165,12 @@ def test_peft_has_the_adapters_of_a_text_among_several_modalities(tmp_path: Path
         assert np.array_equal(np.array(array), parameters[name]), name
 
 
+@pytest.mark.parametrize(
+    "options", [(), ("--dora",), ("--dora", "--projections", "gate")], ids=" ".join
+)
 @pytest.mark.parametrize(("name", "modules"), [("granitemoehybrid", 12), ("granite-mamba", 10)])
 def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(
-    tmp_path: Path, name: str, modules: int
+    tmp_path: Path, name: str, modules: int, options: tuple
 ):
     """Granite 4's gate and up, also beside Mamba-2: both ways, with the loss of transformers."""
     folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
@@ -176,27 +190,31 @@ def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    run = train(bundle, tmp_path / "run")
+    run = train(bundle, tmp_path / "run", *options)
     before, after = run.held_out
-    assert abs(after - before) > 0.05, "the adapters count"
+    assert abs(after - before) > (0.02 if "gate" in options else 0.05), "the adapters count"
     assert held_out_loss(model, bundle) == pytest.approx(before, abs=TOLERANCE)
     written = tmp_path / "run" / "adapters" / "peft"
     adapted = PeftModel.from_pretrained(model, written)
     saved = mx.load(str(written / "adapter_model.safetensors"))
-    assert saved.keys() == lora_parameters(adapted).keys() and len(saved) == 2 * modules
+    modules = 2 if "gate" in options else modules
+    count = (3 if "--dora" in options else 2) * modules
+    assert saved.keys() == lora_parameters(adapted).keys() and len(saved) == count
     assert held_out_loss(adapted.eval(), bundle) == pytest.approx(after, abs=TOLERANCE)
     model = adapted.unload()
 
-    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "input_linear"])
+    lora = LoraConfig(
+        r=8, lora_alpha=16, target_modules=["q_proj", "input_linear"], use_dora="--dora" in options
+    )
+    torch.manual_seed(0)
     adapted = get_peft_model(model, lora)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
+            torch.nn.init.normal_(parameter, std=0.9 if "--dora" in options else 0.3)
     adapted.save_pretrained(tmp_path / "peft")
     expected = held_out_loss(adapted.eval(), bundle)
-    run = train(
-        bundle, tmp_path / "second", "--adapters", tmp_path / "peft", "--projections", "q,gate,up"
-    )
+    second = ("--adapters", tmp_path / "peft", "--projections", "q,gate,up", *options[:1])
+    run = train(bundle, tmp_path / "second", *second)
     assert abs(expected - before) > 0.05
     assert run.held_out[0] == pytest.approx(expected, abs=TOLERANCE)
 
@@ -325,15 +343,17 @@ def test_lfm3_is_that_of_transformers(tmp_path: Path):
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("rslora", [False, True])
 def test_the_engine_starts_from_what_peft_saved(
-    bundle: Path, model: torch.nn.Module, tmp_path: Path, rslora: bool
+    bundle: Path, model: torch.nn.Module, tmp_path: Path, rslora: bool, dora: bool
 ):
     torch.manual_seed(0)
     config = LoraConfig(
         r=8,
         lora_alpha=16,
         use_rslora=rslora,
+        use_dora=dora,
         target_modules=["q_proj", "up_proj"],
         task_type="CAUSAL_LM",
     )
@@ -343,7 +363,7 @@ def test_the_engine_starts_from_what_peft_saved(
             torch.nn.init.normal_(parameter, std=0.3)
     adapted.save_pretrained(tmp_path / "peft")
     expected = held_out_loss(adapted.eval(), bundle)
-    options = ["--projections", "q,up", *(["--rslora"] if rslora else [])]
+    options = ["--projections", "q,up", *(["--rslora"] * rslora), *(["--dora"] * dora)]
     run = train(bundle, tmp_path / "run", "--adapters", tmp_path / "peft", *options)
     assert abs(expected - held_out_loss(adapted.unload(), bundle)) > 0.05
     assert run.held_out[0] == pytest.approx(expected, abs=TOLERANCE)

@@ -38,7 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from helpers.commands import call
 from helpers.models import FAMILIES, TEXT, write_model
 from mesp.adapters.config import CONFIG, FIELDS, check_fields
-from mesp.adapters.load import apply_adapters, read_adapters
+from mesp.adapters.load import apply_adapters, read_adapters, stack_adapters
 from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
 from mesp.engine.process import evaluator
@@ -193,7 +193,8 @@ def of_the_fusion(bundle: Path, folder: Path) -> np.ndarray:
     opened = Bundle(bundle)
     model = opened.to_mlx_lm()
     model.set_dtype(mx.float32)
-    apply_adapters(model, read_adapters(folder, opened.architecture), str(folder))
+    read = read_adapters(folder, opened.architecture)
+    apply_adapters(model, stack_adapters([(read, 1.0)], model))
     return of_mlx(model)
 
 
@@ -234,11 +235,15 @@ def edit(folder: Path, edits: dict[str, Any], tensor: str) -> None:
         save_file(weights, folder / WEIGHTS, {"format": "pt"})
 
 
-def test_mesp_fuse_merges_as_peft_does(made: tuple[str, Path, torch.nn.Module], tmp_path: Path):
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_mesp_fuse_merges_as_peft_does(
+    made: tuple[str, Path, torch.nn.Module], tmp_path: Path, dora: bool
+):
     """But for rounding to bfloat16, which costs up to 0.23%, where the adapters make 14%."""
     name, bundle, base = made
     fields = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": TARGETS[name]}
-    fields |= {"target_parameters": EXPERTS} if name == "qwen3_moe" else {}
+    fields |= {"target_parameters": EXPERTS} if name == "qwen3_moe" and not dora else {}
+    fields |= {"use_dora": dora}
     saved_by_peft(base, tmp_path / "peft", fields, 0)
     done = call(
         *("fuse", bundle, "--adapters", tmp_path / "peft", "--out", tmp_path / "fused"),

@@ -31,10 +31,14 @@ from mesp.errors import MespError
 EXACT = 1e-5
 BFLOAT16 = 2**-8  # of a number, at most, from rounding it
 WEIGHTS = {"first": 0.7, "second": 0.3, "third": 2.0}
+WITH_DORA = {"dora": 0.6, "second": 0.3, "small": 2.0}
 
 
 def write_all(folder: Path, bundle: Path) -> None:
-    """Three folders of adapters, each of which lacks other modules."""
+    """Folders of adapters, each of which lacks other modules; two of them are DoRA's."""
+    write_adapters(folder / "dora", bundle, seed=4, without=("up_proj",), dora=True)
+    without = ("q_proj", "out_proj")
+    write_adapters(folder / "small", bundle, rank=1, scale=0.5, seed=5, without=without, dora=True)
     write_adapters(folder / "first", bundle, without=("v_proj", "gate_proj"))
     without = ("down_proj", "o_proj", "q_proj")
     write_adapters(folder / "second", bundle, rank=5, scale=0.5, seed=2, without=without)
@@ -97,7 +101,10 @@ def with_sum(folder: Path, weights: dict[str, float]) -> nn.Module:
     return with_weighted_sum(folder / "bundle.mesp", named)
 
 
-@pytest.mark.parametrize("weights", [WEIGHTS, {"first": 0.5}])
+SUMS = [WEIGHTS, {"first": 0.5}, {"dora": 1.0}, {"dora": 0.5}, WITH_DORA]
+
+
+@pytest.mark.parametrize("weights", SUMS, ids=lambda each: "+".join(each))
 def test_a_stack_is_the_fused_sum(family: Path, weights: dict[str, float]):
     opened = Bundle(family / "bundle.mesp")
     tokens = mx.array(opened.tokens("train")[None, :6])
@@ -106,15 +113,16 @@ def test_a_stack_is_the_fused_sum(family: Path, weights: dict[str, float]):
     model.set_dtype(mx.float32)
     base = np.array(model(tokens))
     read = [(read_adapters(family / name, opened.architecture), weights[name]) for name in weights]
-    apply_adapters(model, stack_adapters(read), "all")
+    apply_adapters(model, stack_adapters(read, model))
     assert relative_error(np.array(model(tokens)), expected) <= EXACT
     assert relative_error(base, expected) > 0.1
 
 
-def test_a_model_is_fused_with_the_weighted_sum(family: Path, tmp_path: Path):
-    out = fused(family, tmp_path / "fused", WEIGHTS, "--bits", "bfloat16")
+@pytest.mark.parametrize("weights", [WEIGHTS, WITH_DORA], ids=["lora", "dora"])
+def test_a_model_is_fused_with_the_weighted_sum(family: Path, tmp_path: Path, weights: dict):
+    out = fused(family, tmp_path / "fused", weights, "--bits", "bfloat16")
     model, _ = mlx_lm.load(str(out))
-    expected = dict(tree_flatten(with_sum(family, WEIGHTS).parameters()))
+    expected = dict(tree_flatten(with_sum(family, weights).parameters()))
     for name, array in tree_flatten(model.parameters()):
         whole = np.array(expected[name])
         error = np.abs(np.array(array.astype(mx.float32)) - whole)
@@ -249,6 +257,11 @@ def test_the_library_refuses_weights_in_the_same_words(bundle: Path, asked):
         ("nowhere", "Cannot load the adapters in {}: it has no adapter_config.json."),
         ("another", "Cannot load the adapters in {}: it holds model.layers."),
         ("zero", "Every one of --weights is 0, which leaves nothing to fuse; raise one."),
+        (
+            "dora",
+            "The adapters have DoRA's magnitudes, for which llama.cpp's files of adapters have no "
+            "place; leave out --gguf, or write them into the weights with --gguf-base.",
+        ),
     ],
 )
 def test_what_cannot_be_fused_is_named_and_nothing_is_left(
@@ -259,9 +272,11 @@ def test_what_cannot_be_fused_is_named_and_nothing_is_left(
         write_adapters(tmp_path / "another", bundle)
     if second == "zero":
         shutil.copytree(family / "second", tmp_path / "zero")
+    if second == "dora":
+        shutil.copytree(family / "dora", tmp_path / "dora")
     folders = f"{family / 'first'},{tmp_path / second}"
-    weights = "0,0" if second == "zero" else "1,0"
-    options = ("--adapters", folders, "--weights", weights, "--out", tmp_path / "fused")
+    weights = {"zero": "0,0", "dora": "1,1"}.get(second, "1,0")
+    options = ("--adapters", folders, "--weights", weights, "--out", tmp_path / "fused", "--gguf")
     sentence = refused(run("fuse", family / "bundle.mesp", *options))
     assert sentence.startswith(said.format(tmp_path / second))
     assert not (tmp_path / "fused").exists()

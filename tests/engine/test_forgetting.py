@@ -16,7 +16,7 @@ import mesp
 from helpers.commands import call, run
 from mesp import reference
 from mesp.adapters.held_out_loss import measure_held_out_loss
-from mesp.adapters.load import apply_adapters, read_adapters
+from mesp.adapters.load import apply_adapters, read_adapters, stack_adapters
 from mesp.bundle.reader import Bundle
 from mesp.data.general_text import read_general_text
 from mesp.data.tokenizer import load_bundle_tokenizer
@@ -49,7 +49,8 @@ def model_with(bundle: Path, adapters: Path | None) -> nn.Module:
     model.set_dtype(mx.float32)
     model = dequantize_model(model)
     if adapters is not None:
-        apply_adapters(model, read_adapters(adapters, opened.architecture), str(adapters))
+        read = read_adapters(adapters, opened.architecture)
+        apply_adapters(model, stack_adapters([(read, 1.0)], model))
     return model
 
 

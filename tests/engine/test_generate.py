@@ -111,20 +111,22 @@ def test_tiny_models_give_mlx_lms_text(tmp_path: Path, text: Path, tied: bool):
     assert ours(bundle, [5, 6, 7], 40) == theirs(bundle, [5, 6, 7], 40)
 
 
-def test_adapters_of_some_projections_and_blocks(bundle: Path, tmp_path: Path):
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_of_some_projections_and_blocks(bundle: Path, tmp_path: Path, kind: str):
     """As mlx-lm trains them: another rank and scale, and not every block and projection."""
     keys = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
     parameters = {"rank": 5, "scale": 20.0, "dropout": 0.0, "keys": keys}
     model = Bundle(bundle).to_mlx_lm()
     model.freeze()
-    linear_to_lora_layers(model, 2, parameters)
+    linear_to_lora_layers(model, 2, parameters, use_dora=kind == "dora")
     weights = {
-        name: 0.05 * mx.random.normal(array.shape, key=mx.random.key(i))
+        name: (array if name.endswith(".m") else 0)
+        + 0.05 * mx.random.normal(array.shape, key=mx.random.key(i))
         for i, (name, array) in enumerate(tree_flatten(model.trainable_parameters()))
     }
-    assert len(weights) == 2 * 2 * len(keys)
+    assert len(weights) == (3 if kind == "dora" else 2) * 2 * len(keys)
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), weights)
-    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters}
+    config = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": parameters}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     tokens = ours(bundle, [5, 6, 7], 100, adapters=tmp_path)
     assert tokens == theirs(bundle, [5, 6, 7], 100, tmp_path)
@@ -294,16 +296,35 @@ def test_the_chat_template_is_used_where_there_is_one(bundle: Path, tmp_path: Pa
 # Training from adapters
 
 
+def losses(output: Path) -> list[float]:
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return [r["loss"] for r in map(json.loads, lines) if r["type"] == "eval"]
+
+
 @pytest.mark.parametrize("form", ["", "peft"])
 def test_training_goes_on_from_adapters(bundle: Path, adapters: Path, tmp_path: Path, form: str):
     done = train(bundle, tmp_path / "run", adapters=str(adapters / form), steps=1)
     assert done.returncode == 0, done.stderr
-
-    def losses(output: Path) -> list[float]:
-        lines = (output / "metrics.jsonl").read_text().splitlines()
-        return [r["loss"] for r in map(json.loads, lines) if r["type"] == "eval"]
-
     assert losses(tmp_path / "run")[0] == losses(adapters.parent)[-1]
+
+
+@pytest.mark.parametrize("form", ["", "peft"])
+def test_training_goes_on_from_dora(bundle: Path, adapters: Path, tmp_path: Path, form: str):
+    """Also with more layers than the folder has; a run without `dora` would lose the magnitudes."""
+    done = train(bundle, tmp_path / "first", dora=True, projections=["q", "down"], num_layers=2)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "first" / "adapters" / form
+    done = train(bundle, tmp_path / "on", adapters=str(folder), steps=1, dora=True)
+    assert done.returncode == 0, done.stderr
+    first = losses(tmp_path / "first")
+    assert losses(tmp_path / "on")[0] == pytest.approx(first[-1], rel=1e-6)
+    assert abs(first[0] - first[-1]) > 1e-3
+    for start, dora, said in (
+        (folder, False, "are DoRA's, and a run without dora would lose their magnitudes"),
+        (adapters / form, True, "are LoRA's and have no magnitudes, which DoRA trains"),
+    ):
+        done = train(bundle, tmp_path / "other", adapters=str(start), steps=1, dora=dora)
+        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -350,7 +371,7 @@ DAMAGE = {
     "no JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "not valid"),
     "no weights": (lambda f: (f / "adapters.safetensors").unlink(), "no adapters.safetensors"),
     "no parameters": (lambda f: change_config(f, lora_parameters=None), "lacks lora_parameters"),
-    "dora": (lambda f: change_config(f, fine_tune_type="dora"), 'fine_tune_type "dora"'),
+    "dora": (lambda f: change_config(f, fine_tune_type="dora"), "q_proj.m is missing"),
     "full": (lambda f: change_config(f, fine_tune_type="full"), 'fine_tune_type "full"'),
     "short": (lambda f: truncate(f, 10000), "adapters.safetensors is damaged"),
     "shorter": (lambda f: truncate(f, 100), "adapters.safetensors is damaged"),
@@ -371,7 +392,7 @@ DAMAGE = {
 }
 PEFT_DAMAGE = {
     "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model"),
-    "dora": (lambda f: change_config(f, use_dora=True), "use_dora"),
+    "dora": (lambda f: change_config(f, use_dora=True), "lora_magnitude_vector is missing"),
     "method": (lambda f: change_config(f, peft_type="LOHA"), "LOHA"),
     "bias": (lambda f: change_config(f, bias="all"), 'bias "all"'),
     "embeddings": (lambda f: change_config(f, modules_to_save=["lm_head"]), "modules_to_save"),

@@ -198,6 +198,26 @@ def test_dropout_has_the_name_that_other_trainers_give_it_too(bundle: Path, tmp_
     assert settings(tmp_path / "typed")["dropout"] == 0.25
 
 
+@pytest.mark.parametrize(
+    ("arguments", "dora"),
+    [
+        (["--dora"], True),
+        (["--use-dora"], True),
+        (["--fine-tune-type", "dora"], True),
+        (["--config", "run.yaml"], True),
+        (["--fine-tune-type", "lora"], False),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
+)
+def test_dora_has_the_names_of_other_trainers(
+    bundle: Path, tmp_path: Path, arguments: list, dora: bool
+):
+    (tmp_path / "run.yaml").write_text("fine_tune_type: dora\n")
+    done = train(bundle, "--steps", 1, "--out", "run", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert settings(tmp_path / "run")["dora"] is dora
+
+
 def test_fused_modules_are_trained_as_one(bundle: Path, tmp_path: Path):
     phi3 = Architecture.from_config(FAMILIES["phi3"]).to_manifest()
     (bundle / "manifest.json").write_text(json.dumps(MANIFEST | {"architecture": phi3}))
@@ -286,14 +306,14 @@ def test_a_config_that_is_not_there_is_named(bundle: Path, tmp_path: Path):
         (["--config", "run.yaml"], "--fine-tune-type full"),
     ],
 )
-def test_what_a_block_has_no_place_for_is_refused_by_name(
+def test_training_all_weights_is_refused_by_name(
     bundle: Path, tmp_path: Path, arguments: list, name: str
 ):
     (tmp_path / "run.yaml").write_text("fine_tune_type: full\n")
     done = train(bundle, "--steps", 5, *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"Error: {name} ") and done.stderr.count("\n") == 1
-    assert "block function" in done.stderr
+    assert "weights are frozen" in done.stderr
     assert sorted(tmp_path.iterdir()) == [bundle, tmp_path / "run.yaml"]
 
 

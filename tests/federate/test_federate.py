@@ -595,6 +595,9 @@ def test_a_loss_of_power_at_any_call_leaves_whole_rounds(
         (("--clients", 33), "would get nothing"),
         (("--strategy-options", "eta"), "takes NAME=NUMBER"),
         (("--seq-len", 7), "no sequence length 7"),
+        (("--dora",), "no magnitudes of DoRA"),
+        (("--fine-tune-type", "dora"), "no magnitudes of DoRA"),
+        (("--fine-tune-type", "full"), "weights are frozen"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

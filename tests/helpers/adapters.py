@@ -25,24 +25,32 @@ def write_adapters(
     scale: float = SCALE,
     seed: int = 1,
     without: Collection[str] = (),
+    dora: bool = False,
 ) -> Path:
     """Adapters that matter, of all modules and experts but those `without`, by their last names, as
-    mlx-lm writes them."""
-    arch = Bundle(bundle, to_run=False).architecture.training_experts()
+    mlx-lm writes them; with `dora`, DoRA's, which experts have not."""
+    opened = Bundle(bundle, to_run=False)
+    arch = opened.architecture if dora else opened.architecture.training_experts()
     matrices = {}
     for i, flat in enumerate(reference.init_lora(arch, rank, seed)):
-        flat = flat + size * mx.random.normal(flat.shape, key=mx.random.key(1000 * (seed - 1) + i))
+        key = mx.random.key(1000 * (seed - 1) + i)
+        flat = flat + size * mx.random.normal(flat.shape, key=key)
+        if dora:
+            flat = reference.add_magnitudes(flat, opened.block(i), arch.blocks[i])
         for name, pair in reference.unpack_lora(flat, arch.blocks[i]).items():
             if name.rpartition(".")[2] in without:
                 continue
-            for part, matrix in zip("ab", pair, strict=True):
+            for part, matrix in zip(("lora_a", "lora_b", "m"), pair, strict=False):
                 matrix = matrix.swapaxes(1, 2) if matrix.ndim == 3 else matrix
-                matrices[f"{arch.mlx_prefix}.layers.{i}.{name}.lora_{part}"] = matrix
+                if part == "m":
+                    matrix = matrix * (1 + 0.3 * mx.random.normal(matrix.shape, key=key))
+                matrices[f"{arch.mlx_prefix}.layers.{i}.{name}.{part}"] = matrix
     folder.mkdir()
     mx.save_safetensors(str(folder / "adapters.safetensors"), matrices)
     keys = [*{name for block in arch.kinds for name in block.adapted()}]
     lora = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys}
     config = {"num_layers": arch.num_hidden_layers, "lora_parameters": lora}
+    config |= {"fine_tune_type": "dora"} if dora else {}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
@@ -53,15 +61,20 @@ def with_weighted_sum(bundle: Path, weights: Mapping[Path, float]) -> nn.Module:
     model = Bundle(bundle).to_mlx_lm()
     model.set_dtype(mx.float32)
     model = dequantize_model(model)
-    matrices = dict(tree_flatten(model.parameters()))
+    base = dict(tree_flatten(model.parameters()))
+    matrices = dict(base)
     for folder, weight in weights.items():
         config = json.loads((folder / "adapter_config.json").read_text())
-        scale = weight * config["lora_parameters"]["scale"]
+        scale = config["lora_parameters"]["scale"]
         arrays = mx.load(str(folder / "adapters.safetensors"))
         for key in (key for key in arrays if key.endswith(".lora_a")):
-            a, b = arrays[key], arrays[f"{key[:-1]}b"]
-            matrix = f"{key.removesuffix('.lora_a')}.weight"
-            matrices[matrix] = matrices[matrix] + scale * (b @ a if a.ndim == 3 else (a @ b).T)
+            path = key.removesuffix(".lora_a")
+            a, b, m = arrays[key], arrays[f"{path}.lora_b"], arrays.get(f"{path}.m")
+            W = base[f"{path}.weight"]
+            tuned = W + scale * (b @ a if a.ndim == 3 else (a @ b).T)
+            if m is not None:
+                tuned = (m / mx.linalg.norm(tuned, axis=1))[:, None] * tuned
+            matrices[f"{path}.weight"] = matrices[f"{path}.weight"] + weight * (tuned - W)
     model.update(tree_unflatten([*matrices.items()]))
     return model
 
@@ -71,9 +84,11 @@ def write_peft(folder: Path, bundle: Path, adapters: Path) -> Path:
     has n times the rank."""
     arch = Bundle(bundle, to_run=False).architecture
     ours = mx.load(str(adapters / "adapters.safetensors"))
+    is_dora = any(name.endswith(".m") for name in ours)
+    arch = arch if is_dora else arch.training_experts()
     joined = {name: len(parts) for name, parts in arch.hf_modules if len(parts) > 1}
     matrices, targets, parameters = {}, set(), set()
-    for i, block in enumerate(arch.training_experts().blocks):
+    for i, block in enumerate(arch.blocks):
         shapes = block.adapted()
         layers = {parts[0]: (name, parts) for name, parts in arch.hf_modules}
         inner = {part for _, parts in arch.hf_modules for part in parts[1:]}
@@ -101,9 +116,18 @@ def write_peft(folder: Path, bundle: Path, adapters: Path) -> Path:
                 targets.add(layer)
             matrices[f"base_model.model.{layer}.lora_A.weight"] = mx.contiguous(a)
             matrices[f"base_model.model.{layer}.lora_B.weight"] = mx.contiguous(b)
+            if is_dora:
+                m = [ours[f"{arch.mlx_prefix}.layers.{i}.{part}.m"] for part in parts]
+                matrices[f"base_model.model.{layer}.lora_magnitude_vector"] = mx.concatenate(m)
     folder.mkdir()
     mx.save_safetensors(str(folder / "adapter_model.safetensors"), matrices, {"format": "pt"})
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": SCALE * RANK, "task_type": "CAUSAL_LM"}
+    config = {
+        "peft_type": "LORA",
+        "use_dora": is_dora,
+        "r": RANK,
+        "lora_alpha": SCALE * RANK,
+        "task_type": "CAUSAL_LM",
+    }
     config |= {"target_modules": sorted(targets), "target_parameters": sorted(parameters)}
     config["rank_pattern"] = {name: count * RANK for name, count in joined.items()}
     config["alpha_pattern"] = {name: count * RANK * SCALE for name, count in joined.items()}

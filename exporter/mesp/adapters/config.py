@@ -19,17 +19,18 @@ from mesp.models.mixers import is_positive, is_size
 
 CONFIG = "adapter_config.json"
 FIELDS = read_object(Path(__file__).with_name("fields.json"))
-_UNSUPPORTED = "which is not supported; train plain LoRA adapters"
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
     """What the readers use of an adapter_config.json.
 
-    `joins`: whether a linear layer of PEFT's that is n of mlx-lm's has n times the rank.
+    `is_dora`: whether layers have magnitudes. `joins`: whether a linear layer of PEFT's that is n
+    of mlx-lm's has n times the rank.
     """
 
     is_peft: bool
+    is_dora: bool
     rank: int
     scale: float
     joins: bool
@@ -109,7 +110,9 @@ def read_config(folder: Path, arch: Architecture) -> AdapterConfig:
         raise ValueError(f"{CONFIG} has a rank or scale that is not a positive number")
     if rank > arch.hidden_size:
         raise ValueError(f"their rank, {rank}, is above the model's width of {arch.hidden_size}")
-    return AdapterConfig(config.get("peft_type") is not None, rank, float(scale), joins, config)
+    is_peft = config.get("peft_type") is not None
+    is_dora = config.get("use_dora") is True or config.get("fine_tune_type") == "dora"
+    return AdapterConfig(is_peft, is_dora, rank, float(scale), joins, config)
 
 
 def check_fields(config: dict[str, Any], fields: dict[str, Any]) -> None:
@@ -118,15 +121,18 @@ def check_fields(config: dict[str, Any], fields: dict[str, Any]) -> None:
         allowed = [json.dumps(each) for each in fields["required"].get(key, [None])]
         if key in fields["used"] or key in fields["ignored"] or json.dumps(value) in allowed:
             continue
-        said = f'{key} "{value}"' if isinstance(value, str) else key
-        raise ValueError(f"they use {said}, {_UNSUPPORTED}")
+        raise unsupported(f'{key} "{value}"' if isinstance(value, str) else key)
 
 
 def check_ranks(is_supported: bool) -> None:
     """Raises ValueError for a rank or alpha that is not the whole folder's or, where a layer joins
     n modules, n times that."""
     if not is_supported:
-        raise ValueError(f"they use rank_pattern or alpha_pattern, {_UNSUPPORTED}")
+        raise unsupported("rank_pattern or alpha_pattern")
+
+
+def unsupported(what: str) -> ValueError:
+    return ValueError(f"they use {what}, which is not supported; train plain LoRA adapters")
 
 
 def _joins(config: dict[str, Any], arch: Architecture) -> bool:

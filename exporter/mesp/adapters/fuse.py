@@ -20,7 +20,8 @@ GROUPS = (64, 32)  # weights that share a scale: the first that divides a row
 
 
 def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
-    """Makes each layer with adapters one matrix, W + scale · (A B)ᵀ, quantized to `bits`.
+    """Makes each layer with adapters one matrix, W + scale · (A B)ᵀ, with DoRA G ∘ W + scale ·
+    (A B)ᵀ, quantized to `bits`.
 
     The other layers stay as they are quantized; with 16 bits nothing is quantized. What is
     floating-point becomes bfloat16, but for what mlx-lm keeps as it is.

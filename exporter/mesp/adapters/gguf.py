@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mesp.adapters.fuse import BFLOAT16
-from mesp.adapters.load import Adapters
+from mesp.adapters.load import AdapterSum
 from mesp.bundle.manifest import ModelName
 from mesp.bundle.reader import Bundle
 from mesp.errors import MespError
@@ -24,15 +24,21 @@ TYPES = {4: "Q4_1", 6: "Q8_0", 8: "Q8_0", BFLOAT16: "BF16"}
 
 
 def write_gguf(
-    path: Path, adapters: Adapters, arch: Architecture, model: ModelName | None = None
+    path: Path, adapters: AdapterSum, arch: Architecture, model: ModelName | None = None
 ) -> None:
     """Writes `path`, a GGUF file of the type `adapter`: of each module `blk.N.….lora_a` [rank, in],
     `….lora_b` [out, rank], which of experts are stacked; alpha; the licence of `model`, where that
     is known.
 
     Names, order of rows and keys are those of llama.cpp's convert_lora_to_gguf.py. Raises MespError
-    where the gguf package is missing, or the architecture is not one of llama.cpp's.
+    where the gguf package is missing, the architecture is not one of llama.cpp's, or adapters have
+    magnitudes, for which such a file has no place.
     """
+    if adapters.gains:
+        raise MespError(
+            "The adapters have DoRA's magnitudes, for which llama.cpp's files of adapters have no "
+            "place; leave out --gguf, or write them into the weights with --gguf-base."
+        )
     gguf = _package()
     tensors = _tensors(adapters, arch)
     writer = gguf.GGUFWriter(path, _names(arch).architecture)
@@ -43,7 +49,7 @@ def write_gguf(
         for key in ("license", "license_name", "license_link"):
             if value := getattr(model, key):
                 writer.add_string(f"general.{key.replace('_', '.')}", value)
-    for tensor, (_, down, up) in tensors.items():
+    for tensor, (_, down, up, _) in tensors.items():
         writer.add_tensor(f"{tensor}.lora_a", down)
         writer.add_tensor(f"{tensor}.lora_b", up)
     writer.write_header_to_file()
@@ -87,40 +93,48 @@ def read_base(path: Path, bundle: Bundle) -> GGUF:
 
 
 def write_fused_gguf(
-    path: Path, base: GGUF, adapters: Adapters, arch: Architecture, bits: int
+    path: Path, base: GGUF, adapters: AdapterSum, arch: Architecture, bits: int
 ) -> None:
-    """Writes the file `base` with adapters in its weights: W + scale · (A B)ᵀ in the type that
+    """Writes the file `base` with adapters in its weights: G ∘ W + scale · (A B)ᵀ in the type that
     `bits` are here; all else is copied."""
     from gguf import GGMLQuantizationType
 
     from mesp.source_model.gguf.header import copy
 
-    def fuse(tensor: tuple[float, np.ndarray, np.ndarray], weight: np.ndarray) -> np.ndarray:
-        scale, down, up = tensor
-        return weight.astype(np.float32) + scale * (up @ down).reshape(weight.shape)
+    def fuse(tensor: _Tensor, weight: np.ndarray) -> np.ndarray:
+        scale, down, up, gains = tensor
+        weight = weight.astype(np.float32)
+        if gains is not None:
+            weight = gains[:, None] * weight
+        return weight + scale * (up @ down).reshape(weight.shape)
 
     tensors = _tensors(adapters, arch)
     changed = {name: partial(fuse, tensor) for name, tensor in tensors.items()}
     copy(base, path, changed, GGMLQuantizationType[TYPES[bits]])
 
 
-def _tensors(
-    adapters: Adapters, arch: Architecture
-) -> dict[str, tuple[float, np.ndarray, np.ndarray]]:
-    """By the name there of a matrix: the scale, Aᵀ [rank, in] and Bᵀ [out, rank], whose columns and
-    rows are in the order that they have there; of experts stacked."""
+# The scale, Aᵀ [rank, in], Bᵀ [out, rank] and G [out], or None where it is 1.
+_Tensor = tuple[float, np.ndarray, np.ndarray, np.ndarray | None]
+
+
+def _tensors(adapters: AdapterSum, arch: Architecture) -> dict[str, _Tensor]:
+    """By the name there of a matrix what it gets. Columns and rows are in the order that they have
+    there; of experts stacked."""
     names, found = _names(arch), {}
     for path, (a, b) in adapters.matrices.items():
         layer, _, module = path.removeprefix(f"{arch.mlx_prefix}.layers.").partition(".")
         block, down, up = arch.blocks[int(layer)], np.array(a), np.array(b)
         if a.ndim == 2:  # those of experts are as they are there
             down, up = down.T, up.T
+        gains = np.array(adapters.gains[path]) if path in adapters.gains else None
         if (rows := names.rows(block, module)) is not None:
-            up = up[np.argsort(rows)]
+            order = np.argsort(rows)
+            up, gains = up[order], None if gains is None else gains[order]
         if (columns := names.columns(block, module)) is not None:
             down = down[:, np.argsort(columns)]
         tensor = names.tensor(f"model.layers.{layer}.{module}.weight")
-        found[tensor] = adapters.scale, np.ascontiguousarray(down), np.ascontiguousarray(up)
+        whole = np.ascontiguousarray(down), np.ascontiguousarray(up)
+        found[tensor] = adapters.scale, *whole, gains
     return found
 
 

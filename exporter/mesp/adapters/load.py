@@ -15,7 +15,7 @@ from mlx import nn
 from mlx.utils import tree_unflatten
 from safetensors import SafetensorError, deserialize, safe_open
 
-from mesp.adapters.config import CONFIG, AdapterConfig, check_ranks, read_config
+from mesp.adapters.config import CONFIG, AdapterConfig, check_ranks, read_config, unsupported
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 from mesp.source_model.safetensors import TENSOR_DTYPES
@@ -28,16 +28,29 @@ _TEXT_PREFIX = "model"  # of layers where PEFT trained the text of several modal
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA matrices: of each module, by its path in the model, A [in, rank] and B [rank, out] in
-    float32, of experts A [experts, rank, in] and B [experts, out, rank], and `scale`, alpha over
-    rank, which their product is multiplied by."""
+    """LoRA matrices of a folder: of each module, by its path in the model, A [in, rank], B [rank,
+    out] and, where they are DoRA's, m [out] in float32, of experts A [experts, rank, in] and B
+    [experts, out, rank]; and `scale`, alpha over rank, which the product of A and B is multiplied
+    by."""
 
-    matrices: dict[str, tuple[mx.array, mx.array]]
+    folder: Path
+    matrices: dict[str, tuple[mx.array, ...]]
+    rank: int
     scale: float
 
-    @property
-    def rank(self) -> int:
-        return next(iter(self.matrices.values()))[0].shape[1]
+
+@dataclass(frozen=True)
+class AdapterSum:
+    """What adapters make of a model's linear layers: y = G ∘ (x Wᵀ) + scale · (x A) B + bias.
+
+    A and B are as those of `Adapters`. `gains` has G [out] of the modules that had magnitudes; it
+    is 1 for the others.
+    """
+
+    matrices: dict[str, tuple[mx.array, mx.array]]
+    rank: int
+    scale: float
+    gains: dict[str, mx.array]
 
 
 def read_adapters(folder: Path, arch: Architecture) -> Adapters:
@@ -60,27 +73,83 @@ def read_adapters(folder: Path, arch: Architecture) -> Adapters:
         matrices = {}
         for layer in layers:
             if layer.names[0] in arrays:
-                matrices |= layer.matrices(*(arrays[name] for name in layer.names), config)
+                matrices |= layer.matrices([arrays[name] for name in layer.names], config)
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) else error
         raise MespError(f"Cannot load the adapters in {folder}: {said}.") from error
-    return Adapters(matrices, config.scale)
+    return Adapters(folder, matrices, config.rank, config.scale)
 
 
-def stack_adapters(weighted: Sequence[tuple[Adapters, float]]) -> Adapters | None:
-    """Adapters whose product is the sum of those that are given, each times its weight.
+def stack_adapters(weighted: Sequence[tuple[Adapters, float]], model: nn.Module) -> AdapterSum:
+    """The sum of what adapters add to a model of mlx-lm's, each times its weight.
 
-    Those of weight 0 are left out; None where none are left. Several become one set of the scale 1
-    whose rank is the sum of theirs, with zeros where one of them lacks a module.
+    Those of weight 0 are left out. Several become one set of the scale 1 whose rank is the sum of
+    theirs, with zeros where one of them lacks a module. DoRA's m becomes g = m / ‖W + s (A B)ᵀ‖, by
+    output: such adapters add (g - 1) ∘ W + g ∘ s (A B)ᵀ to a matrix.
+
+    Raises MespError, which names the folder, where a matrix has no place in the model.
     """
-    kept = [(each, weight) for each, weight in weighted if weight]
-    if len(kept) < 2:
-        return next((Adapters(each.matrices, each.scale * weight) for each, weight in kept), None)
+    modules = dict(model.named_modules())
+    kept = [(_with_gains(each, modules), weight) for each, weight in weighted if weight]
+    gains: dict[str, mx.array] = {}
+    for each, weight in kept:
+        for path, gain in each.gains.items():
+            gains[path] = gains.get(path, 1.0) + weight * (gain - 1)
+    if len(kept) == 1:
+        ((only, weight),) = kept
+        return AdapterSum(only.matrices, only.rank, only.scale * weight, gains)
     paths = dict.fromkeys(path for each, _ in kept for path in each.matrices)
-    return Adapters({path: _stack(kept, path) for path in paths}, scale=1.0)
+    matrices = {path: _stack(kept, path) for path in paths}
+    return AdapterSum(matrices, sum(each.rank for each, _ in kept), 1.0, gains)
 
 
-def _stack(kept: Sequence[tuple[Adapters, float]], path: str) -> tuple[mx.array, mx.array]:
+def _with_gains(adapters: Adapters, modules: dict[str, nn.Module]) -> AdapterSum:
+    """Adapters with g of the model's weights in place of m, and B ∘ g in place of B."""
+    matrices, gains = {}, {}
+    for path, (a, b, *m) in adapters.matrices.items():
+        linear = _linear(modules, path, a, b, adapters.folder)
+        if m:
+            whole = dequantized(linear) + adapters.scale * (a @ b).T
+            gains[path] = m[0] / mx.linalg.norm(whole, axis=1)
+            b = gains[path] * b
+            mx.eval(gains[path], b)  # so that one whole matrix at a time is in memory
+        matrices[path] = a, b
+    return AdapterSum(matrices, adapters.rank, adapters.scale, gains)
+
+
+def _linear(
+    modules: dict[str, nn.Module], path: str, a: mx.array, b: mx.array, folder: Path
+) -> nn.Module:
+    """The linear layer that A and B are of. Raises MespError where the model has none like that."""
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+    stacked, linear = a.ndim == 3, modules.get(path)
+    inputs, outputs = (a.shape[2], b.shape[1]) if stacked else (a.shape[0], b.shape[1])
+    kinds = (SwitchLinear, QuantizedSwitchLinear) if stacked else (nn.Linear, nn.QuantizedLinear)
+    if not isinstance(linear, kinds) or _shape(linear) != (*a.shape[:-2], outputs, inputs):
+        raise MespError(
+            f"The adapters in {folder} are of another model: this one has no {path} of "
+            f"{inputs} inputs and {outputs} outputs."
+        )
+    return linear
+
+
+def dequantized(linear: nn.Module) -> mx.array:
+    """W [out, in] of a linear layer, quantized or not."""
+    if not isinstance(linear, nn.QuantizedLinear):
+        return linear.weight
+    return mx.dequantize(
+        linear.weight,
+        linear.scales,
+        linear.biases,
+        group_size=linear.group_size,
+        bits=linear.bits,
+        mode=linear.mode,
+        dtype=mx.float32,
+    )
+
+
+def _stack(kept: Sequence[tuple[AdapterSum, float]], path: str) -> tuple[mx.array, mx.array]:
     """A and B of a module in the stack."""
     one = next(each.matrices[path] for each, _ in kept if path in each.matrices)
     down, up = (-2, -1) if one[0].ndim == 3 else (-1, -2)  # the axes of the rank
@@ -103,10 +172,11 @@ class _Layer:
     """A linear layer that may have adapters: in PEFT's form n of mlx-lm's, whose outputs lie behind
     each other, or a parameter of experts' matrices.
 
-    `names` are of A's and B's tensors, `paths` of mlx-lm's layers, `stack` is the experts' number.
+    `names` are of A's, B's and DoRA's m's tensors, `paths` of mlx-lm's layers, `stack` is the
+    experts' number.
     """
 
-    names: tuple[str, str]
+    names: tuple[str, ...]
     paths: tuple[str, ...]
     stack: tuple[int, ...]
     inputs: int
@@ -117,21 +187,23 @@ class _Layer:
         return config.rank * (len(self.paths) if config.joins else 1)
 
     def shapes(self, config: AdapterConfig) -> list[list[int]]:
-        """Those that A and B have in the file."""
+        """Those that A, B and DoRA's m have in the file."""
         rank, outputs, stack = self.rank(config), sum(self.outputs), self.stack
+        magnitudes = [[outputs]] * (len(self.names) - 2)
         if not config.is_peft and not stack:
-            return [[self.inputs, rank], [rank, outputs]]
+            return [[self.inputs, rank], [rank, outputs], *magnitudes]
         if not config.is_peft:
             return [[*stack, rank, self.inputs], [*stack, outputs, rank]]
         count = math.prod(stack)
-        return [[count * rank, self.inputs], [outputs, rank * count]]
+        return [[count * rank, self.inputs], [outputs, rank * count], *magnitudes]
 
     def matrices(
-        self, a: mx.array, b: mx.array, config: AdapterConfig
-    ) -> dict[str, tuple[mx.array, mx.array]]:
-        """mlx-lm's A and B by the layer's path."""
+        self, arrays: list[mx.array], config: AdapterConfig
+    ) -> dict[str, tuple[mx.array, ...]]:
+        """mlx-lm's A, B and DoRA's m by the layer's path."""
         if not config.is_peft:
-            return {self.paths[0]: (a, b)}
+            return {self.paths[0]: tuple(arrays)}
+        a, b, *magnitudes = arrays
         if self.stack:  # as mlx-lm has it: A [experts, rank, in], B [experts, out, rank]
             a = a.reshape(*self.stack, -1, self.inputs)
             b = b.reshape(sum(self.outputs), -1, *self.stack).transpose(2, 0, 1)
@@ -141,9 +213,11 @@ class _Layer:
             rows = b[..., start : start + size, :]
             part = rows[..., first : first + rank]
             check_ranks(mx.array_equal((rows != 0).sum(), (part != 0).sum()).item())
-            found[path] = a[..., first : first + rank, :], part
+            a_part = a[..., first : first + rank, :]
+            found[path] = (a_part, part) if self.stack else (a_part.T, part.T)
+            found[path] += tuple(m[start : start + size] for m in magnitudes)
             start += size
-        return found if self.stack else {path: (a.T, b.T) for path, (a, b) in found.items()}
+        return found
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
@@ -184,7 +258,8 @@ def _layers(
             name, parts = there.get(first, (first, (first,)))
             *stack, _, inputs = adapted[first]
             layer = f"{blocks}{name}"
-            names = (f"{layer}.lora_a", f"{layer}.lora_b")
+            names: tuple[str, ...] = (f"{layer}.lora_a", f"{layer}.lora_b")
+            magnitudes = f"{layer}.m"
             if config.is_peft:
                 # A parameter's wrapper has the name of the module; where both have one, the first
                 # one's is in the next.
@@ -193,6 +268,11 @@ def _layers(
                 inside = ".base_layer" if len(parts) > 1 and is_nested else ""
                 place = f"{layer.rpartition('.')[0]}{inside}" if stack else layer
                 names = (f"{_PEFT}{place}.lora_A.weight", f"{_PEFT}{place}.lora_B.weight")
+                magnitudes = f"{_PEFT}{place}.lora_magnitude_vector"
+                if f"{magnitudes}.weight" in shapes:  # as PEFT reads them, too
+                    magnitudes += ".weight"
+            if config.is_dora and not stack:
+                names += (magnitudes,)
             by_name = config.adapts_parameter(layer)
             is_adapted = config.adapts(layer, index, arch.num_hidden_layers)
             found.append(
@@ -210,21 +290,22 @@ def _layers(
 
 
 def _check(layers: list[_Layer], shapes: dict[str, list[int]], config: AdapterConfig) -> None:
-    """Raises ValueError that names a tensor which is no matrix of one of the layers, or lacks the
-    other of its pair."""
+    """Raises ValueError that names a tensor which is no matrix of one of the layers, or which is
+    missing beside the others of its layer."""
     known = {name for layer in layers for name in layer.names}
     for name in sorted(shapes.keys() - known):
         raise ValueError(
             f"it holds {name}, which is not a LoRA matrix of one of this model's layers"
         )
     for layer in layers:
-        for name, other, needed in zip(
-            layer.names, layer.names[::-1], layer.shapes(config), strict=True
-        ):
-            if name not in shapes:
-                continue
-            if other not in shapes:
-                raise ValueError(f"{other} is missing")
+        missing = [name for name in layer.names if name not in shapes]
+        if len(missing) == len(layer.names):
+            continue
+        if config.is_dora and layer.stack:
+            raise unsupported("DoRA for experts")
+        if missing:
+            raise ValueError(f"{missing[0]} is missing")
+        for name, needed in zip(layer.names, layer.shapes(config), strict=True):
             if not layer.is_adapted:
                 raise ValueError(f"it holds {name}, which its {CONFIG} gives no place")
             if shapes[name] != needed:
@@ -240,32 +321,23 @@ def _array(tensor: dict[str, Any]) -> mx.array:
     return mx.array(array).view(dtype).astype(mx.float32)
 
 
-def apply_adapters(model: nn.Module, adapters: Adapters, name: str) -> None:
-    """Puts them beside the model's linear layers, as mlx-lm's `LoRALinear`, and its stacked ones of
-    experts, as its `LoRASwitchLinear`.
-
-    Raises MespError, which calls them by `name`, where a matrix has no place in the model.
-    """
-    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+def apply_adapters(model: nn.Module, adapters: AdapterSum) -> None:
+    """Puts a sum that was made for the model beside its linear layers, as mlx-lm's `LoRALinear` or
+    with gains, and its stacked ones of experts, as its `LoRASwitchLinear`."""
     from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
+
+    from mesp.adapters.layer_with_gains import LoRALinearWithGains
 
     modules = dict(model.named_modules())
     layers = []
     for path, (a, b) in adapters.matrices.items():
-        stacked = a.ndim == 3
-        (inputs, rank), outputs = a.shape[:0:-1] if stacked else a.shape, b.shape[1]
-        kinds = (
-            (SwitchLinear, QuantizedSwitchLinear) if stacked else (nn.Linear, nn.QuantizedLinear)
-        )
-        linear = modules.get(path)
-        if not isinstance(linear, kinds) or _shape(linear) != (*a.shape[:-2], outputs, inputs):
-            raise MespError(
-                f"The adapters in {name} are of another model: this one has no {path} of "
-                f"{inputs} inputs and {outputs} outputs."
-            )
-        kind = LoRASwitchLinear if stacked else LoRALinear
-        layer = kind.from_base(linear, r=rank, scale=adapters.scale)
-        layer.lora_a, layer.lora_b = a, b
+        linear, gains = modules[path], adapters.gains.get(path)
+        if gains is None:
+            kind = LoRASwitchLinear if a.ndim == 3 else LoRALinear
+            layer = kind.from_base(linear, r=adapters.rank, scale=adapters.scale)
+            layer.lora_a, layer.lora_b = a, b
+        else:
+            layer = LoRALinearWithGains(linear, a, b, adapters.scale, gains)
         layers.append((path, layer))
     model.update_modules(tree_unflatten(layers))
 

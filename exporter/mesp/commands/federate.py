@@ -21,7 +21,7 @@ from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.commands.command import Command
 from mesp.commands.config import config_option
 from mesp.commands.data_options import data_options, data_options_of, given_data_options
-from mesp.commands.refused_options import refused_options
+from mesp.commands.fine_tune_type import no_dora_options
 from mesp.data.load import DataOptions, tokenize
 from mesp.data.tokenizer import load_tokenizer
 from mesp.engine.train import SETTINGS_NAME, default_folder, not_settings, read_recorded_settings
@@ -64,7 +64,7 @@ TRAINED = {
 )
 @add_options(TrainSettings, TRAINING, TRAINED)
 @paper_option
-@refused_options
+@no_dora_options
 @click.pass_context
 def main(
     context: click.Context, /, bundle: Path | None, output: Path | None, resume: bool, app: bool,

@@ -14,7 +14,7 @@ from mesp.adapters.gguf import TYPES, read_base, write_fused_gguf, write_gguf
 from mesp.adapters.held_out_loss import measure_held_out_loss
 from mesp.adapters.load import apply_adapters, read_adapters, stack_adapters
 from mesp.adapters.modelfile import write_modelfile
-from mesp.adapters.weighted import describe, weigh
+from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
 from mesp.bundle.to_source_model import BundleWeights
 from mesp.commands.command import Command, several
@@ -71,10 +71,10 @@ def main(
         raise MespError(f"{out} exists; name another --out.")
     weighted = weigh(adapters, weights)
     opened = Bundle(bundle, to_run=False)
-    matrices = stack_adapters(
-        [(read_adapters(folder, opened.architecture), weight) for folder, weight in weighted]
-    )
-    if matrices is None:
+    adapters_read = [
+        (read_adapters(folder, opened.architecture), weight) for folder, weight in weighted
+    ]
+    if not any(weight for _, weight in weighted):
         raise MespError("Every one of --weights is 0, which leaves nothing to fuse; raise one.")
     measured = val_batches if "valid" in opened.manifest.data else 0
     with (
@@ -84,17 +84,18 @@ def main(
     ):
         Task(progress, f"Checking {bundle.name}")
         opened.verify()
+        model = opened.to_mlx_lm()
+        model.set_dtype(mx.float32)
+        summed = stack_adapters(adapters_read, model)
         if gguf:
             written = folder / "adapters.gguf"
-            write_gguf(written, matrices, opened.architecture, opened.manifest.model)
+            write_gguf(written, summed, opened.architecture, opened.manifest.model)
         if gguf_base is not None:
             base = read_base(gguf_base, opened)
             target = folder / FUSED_GGUF
-            write_fused_gguf(target, base, matrices, opened.architecture, WIDTHS[bits])
-        model = opened.to_mlx_lm()
-        model.set_dtype(mx.float32)
+            write_fused_gguf(target, base, summed, opened.architecture, WIDTHS[bits])
         losses = [measure_with_progress(progress, "base", model, opened, measured)]
-        apply_adapters(model, matrices, describe(weighted))
+        apply_adapters(model, summed)
         losses.append(measure_with_progress(progress, "with adapters", model, opened, measured))
         Task(progress, "Fusing")
         quantized = fuse(model, WIDTHS[bits])

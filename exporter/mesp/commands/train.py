@@ -12,8 +12,8 @@ from click.core import ParameterSource
 
 from mesp.commands.command import Command
 from mesp.commands.config import config_option
+from mesp.commands.fine_tune_type import fine_tune_type_option
 from mesp.commands.progress_bars import TrainingProgress
-from mesp.commands.refused_options import refused_options
 from mesp.engine.build import find_engine
 from mesp.engine.plan import (
     describe_count,
@@ -55,11 +55,11 @@ log = logging.getLogger(__name__)
     "--dry-run", is_flag=True,
     help="Print the plan, its predicted memory and what a step counts on a phone's GPU, and end.",
 )  # fmt: skip
-@refused_options
+@fine_tune_type_option
 @click.pass_context
 def main(
     context: click.Context, /, bundle: Path | None, output: Path | None, paper: bool, resume: bool,
-    dry_run: bool, **_: Any,
+    dry_run: bool, fine_tune_type: str | None, **_: Any,
 ) -> None:  # fmt: skip
     """Fine-tune BUNDLE, a folder that mesp-export wrote, with LoRA.
 
@@ -68,6 +68,8 @@ def main(
     if not resume:
         require_values(context, "bundle", "steps")
     settings = find_given(context, TrainSettings)
+    if fine_tune_type == "dora":
+        settings["dora"] = True
     is_typed = context.get_parameter_source("reward") is ParameterSource.COMMANDLINE
     job = prepare_training(
         bundle, output, resume, paper, settings, not dry_run, may_import=is_typed

@@ -11,6 +11,8 @@ struct AdapterConfig {
     let scale: Float
     /// Whether a layer that joins n modules has n times the rank.
     let joins: Bool
+    /// Whether layers have magnitudes.
+    let isDoRA: Bool
     private let fields: Fields
     private let blocks: Int
 
@@ -21,6 +23,7 @@ struct AdapterConfig {
             let keys: [String]?
         }
         // mlx-lm
+        let fineTuneType: String?
         let loraParameters: Parameters?
         let numLayers: Int?
         // PEFT
@@ -28,6 +31,7 @@ struct AdapterConfig {
         let r: Int?
         let loraAlpha: Float?
         let useRslora: Bool?
+        let useDora: Bool?
         let rankPattern: [String: Int]?
         let alphaPattern: [String: Float]?
         let targetModules: OneOrMore<String>?
@@ -77,6 +81,7 @@ struct AdapterConfig {
             throw MeSPError("\(file) is not valid: \(error.plainSentence)")
         }
         blocks = architecture.numHiddenLayers
+        isDoRA = fields.fineTuneType == "dora" || fields.useDora == true
         if fields.peftType == nil {
             guard let parameters = fields.loraParameters else { throw MeSPError("\(file) lacks lora_parameters") }
             (format, joins, rank, scale) = (.mlx, false, parameters.rank, parameters.scale)

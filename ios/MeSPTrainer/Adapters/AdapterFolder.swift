@@ -30,25 +30,37 @@ package struct LoadedAdapters {
 ///   - model: the Hugging Face id of the base model
 ///   - strength: the factor that each B is written with
 ///   - dropout: the run's, which the configurations say
+///   - magnitudes: with DoRA gives ‖W‖ `[magnitudes]` of a layout, of modules that were not trained but are written in one layer with some
+///     that were; nil without DoRA
 ///   - lora: a block's parameters of these modules `[P]`
 package func saveAdapterFolder(
     _ architecture: Architecture, rank: Int, blocks: Range<Int>, modules: [Module], scale: Float, model: String,
-    strength: Float = 1, dropout: Float = 0, to folder: URL, lora: @escaping (_ block: Int) throws -> MLXArray
+    strength: Float = 1, dropout: Float = 0,
+    magnitudes: ((_ block: Int, LoRALayout) throws -> MLXArray)? = nil, to folder: URL,
+    lora: @escaping (_ block: Int) throws -> MLXArray
 ) throws {
+    let isDoRA = magnitudes != nil
+    func matrices(_ module: Module, _ block: Int, _ layout: LoRALayout) throws -> LoRAMatrices {
+        if layout.modules.contains(module) { return layout.matrices(module, in: try lora(block)) }
+        let own = LoRALayout(block: layout.block, rank: rank, modules: [module], hasMagnitudes: isDoRA)
+        return own.matrices(module, in: own.base(try magnitudes?(block, own) ?? MLXArray.zeros([0])))
+    }
     func tensors(_ format: AdapterFormat) -> [NewTensor] {
         blocks.flatMap { block in
-            let layout = LoRALayout(block: architecture.block(block), rank: rank, modules: modules)
+            let layout = LoRALayout(
+                block: architecture.block(block), rank: rank, modules: modules, hasMagnitudes: isDoRA)
             let layers = format.layers(of: layout.block).filter { $0.modules.contains(where: layout.modules.contains) }
             return layers.flatMap { layer -> [NewTensor] in
                 let (a, b) = layout.block.shapes(layer.modules, rank: rank * layer.modules.count)
-                return [("A", a, \LoRAMatrices.a, 1), ("B", b, \.b, strength)].map { matrix, shape, path, factor in
+                var parts = [("A", a, \LoRAMatrices.a, Float(1)), ("B", b, \.b, strength)]
+                if isDoRA { parts.append(("m", Array(b.suffix(1)), \.magnitudes, 1)) }
+                return parts.map { matrix, shape, path, factor in
                     NewTensor(
                         name: format.name(matrix, layer, block, of: architecture),
                         shape: format.turned(shape, matrix), dtype: .float32
                     ) {
-                        let vector = layout.whole(try lora(block))
-                        let matrices = layer.joined(layer.modules.map { layout.whole.matrices($0, in: vector) })
-                        return format.turned(matrices[keyPath: path].asType(.float32) * factor, matrix)
+                        let joined = layer.joined(try layer.modules.map { try matrices($0, block, layout) })
+                        return format.turned(joined[keyPath: path].asType(.float32) * factor, matrix)
                     }
                 }
             }
@@ -58,8 +70,8 @@ package func saveAdapterFolder(
         try makeFolder(folder)
         let matrices = try safetensors(tensors(format), metadata: ["format": "pt"])
         let config = format.config(
-            rank: rank, scale: Double(scale), dropout: Double(dropout), blocks: blocks, of: architecture,
-            modules: modules, model: model)
+            rank: rank, scale: Double(scale), dropout: Double(dropout), isDoRA: isDoRA, blocks: blocks,
+            of: architecture, modules: modules, model: model)
         let json = try JSONSerialization.data(withJSONObject: config, options: [.prettyPrinted, .sortedKeys])
         return [
             (folder.appendingPathComponent(format.file), matrices),
@@ -81,11 +93,11 @@ package func saveAdapterFolder(
 ///   - absent: a block's parameters `[P]`, from which the matrices that the folder lacks are taken; zero by default
 package func loadAdapters(
     from folder: URL, architecture: Architecture, withExperts: Bool = false, onlyB: Bool = false,
-    absent: (LoRALayout, _ block: Int) -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
+    absent: (LoRALayout, _ block: Int) throws -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
 ) throws -> LoadedAdapters {
     var reader = try AdapterReader(folder, of: architecture, withExperts: withExperts)
     let lora = try reader.layouts.enumerated().map { block, layout in
-        try reader.read(block, onlyB: onlyB, absent: absent(layout, block))
+        try reader.read(block, onlyB: onlyB, absent: try absent(layout, block))
     }
     try reader.checkEnd()
     return LoadedAdapters(rank: reader.rank, scale: reader.scale, lora: lora, layouts: reader.layouts)
@@ -126,7 +138,11 @@ struct AdapterReader {
                 $0.isStacked && names.contains(tensor("B", $0, block))
             }
         }
-        layouts = architecture.layouts(rank: config.rank, withExperts: withExperts || hasExperts)
+        try Self.naming(folder) {
+            if config.isDoRA && hasExperts { throw AdapterFormat.unsupported("DoRA for experts") }
+        }
+        layouts = architecture.layouts(
+            rank: config.rank, withExperts: withExperts || hasExperts, hasMagnitudes: config.isDoRA)
     }
 
     private static func naming<R>(_ folder: URL, _ body: () throws -> R) throws -> R {
@@ -148,15 +164,17 @@ struct AdapterReader {
                     layer.modules, rank: config.joins ? rank * layer.modules.count : rank)
                 let a = try take("A", layer, block, shapes.a)
                 let b = try take("B", layer, block, shapes.b)
-                guard (a == nil) == (b == nil) || (onlyB && a == nil) else {
-                    let name = tensor(a == nil ? "A" : "B", layer, block)
-                    throw MeSPError("\(name) is missing")
+                let m = config.isDoRA ? try take("m", layer, block, shapes.b.suffix(1)) : nil
+                let all = [("A", a), ("B", b)] + (config.isDoRA && !layer.isStacked ? [("m", m)] : [])
+                let missing = all.filter { $0.1 == nil }.map(\.0)
+                guard missing.isEmpty || missing.count == all.count || (onlyB && missing == ["A"]) else {
+                    throw MeSPError("\(tensor(missing[0], layer, block)) is missing")
                 }
                 let parts = zip(
-                    layer.modules, layer.parts(a: a, b: b, rank: rank, joins: config.joins, in: layout.block)
+                    layer.modules, layer.parts(a: a, b: b, m: m, rank: rank, joins: config.joins, in: layout.block)
                 ).map { module, part in
                     let initial = layout.matrices(module, in: absent)
-                    return LoRAMatrices(a: part.a ?? initial.a, b: part.b ?? initial.b)
+                    return LoRAMatrices(a: part.a ?? initial.a, b: part.b ?? initial.b, m: part.m ?? initial.m)
                 }
                 if config.joins, let b {
                     try AdapterFormat.checkRanks(layer.joined(parts).b.arrayEqual(b).number(Bool.self))
@@ -181,7 +199,9 @@ struct AdapterReader {
     private func tensor(_ matrix: String, _ layer: AdaptedLayer, _ block: Int) -> String {
         let others = format.layers(of: architecture.block(block)).filter { $0.isStacked && $0.name != layer.name }
         let isNested = others.contains { config.adapts($0, block, prefix: prefix) }
-        return format.name(matrix, layer, block, of: architecture, prefix: prefix, isNested: isNested)
+        let name = format.name(matrix, layer, block, of: architecture, prefix: prefix, isNested: isNested)
+        // PEFT writes a magnitude's name without its end, and reads it with that too.
+        return matrix == "m" && tensors.shape("\(name).weight") != nil ? "\(name).weight" : name
     }
 
     private mutating func take(
@@ -201,5 +221,12 @@ struct AdapterReader {
             throw MeSPError("\(name) has numbers that are not finite; train them again")
         }
         return format.turnedBack(array, matrix, to: shape)
+    }
+}
+
+extension LoRAMatrices {
+    fileprivate var magnitudes: MLXArray {
+        guard let m else { preconditionFailure("no magnitudes in the layout") }
+        return m
     }
 }

@@ -4,7 +4,7 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// The names and the layout of adapters in a folder, of two libraries.
+/// The names and the layout of adapters in a folder, of two libraries. DoRA's m is `[out]` in both.
 package enum AdapterFormat {
     /// mlx-lm and mlx-swift-lm: A `[in, rank]`, B `[rank, out]`, and the scale in the configuration. Of experts A `[experts, rank, in]` and B
     /// `[experts, out, rank]`.
@@ -31,7 +31,7 @@ package enum AdapterFormat {
     }
 
     /// - Parameters:
-    ///   - matrix: A or B
+    ///   - matrix: A, B or m
     ///   - layer: one of `layers(of:)`
     ///   - prefix: of the blocks; nil for the architecture's
     ///   - isNested: whether both of the experts' parameters have adapters, in wrappers of PEFT's
@@ -40,9 +40,12 @@ package enum AdapterFormat {
         isNested: Bool = true
     ) -> String {
         let blocks = "\(prefix ?? self.prefix(of: architecture)).layers.\(block)."
-        switch self {
-        case .mlx: return "\(blocks)\(layer.name).lora_\(matrix.lowercased())"
-        case .peft: return "base_model.model.\(blocks)\(layer.wrapper(isNested: isNested)).lora_\(matrix).weight"
+        let place = "base_model.model.\(blocks)\(layer.wrapper(isNested: isNested))"
+        switch (self, matrix) {
+        case (.mlx, "m"): return "\(blocks)\(layer.name).m"
+        case (.mlx, _): return "\(blocks)\(layer.name).lora_\(matrix.lowercased())"
+        case (.peft, "m"): return "\(place).lora_magnitude_vector"
+        case (.peft, _): return "\(place).lora_\(matrix).weight"
         }
     }
 
@@ -58,7 +61,7 @@ package enum AdapterFormat {
         return isAlone ? "model" : prefix
     }
 
-    /// A matrix, A or B, as the trainer has it, in this format.
+    /// A matrix, A, B or m, as the trainer has it, in this format.
     func turned(_ array: MLXArray, _ matrix: String) -> MLXArray {
         guard array.ndim == 3 else { return self == .mlx ? array : array.T }
         switch (self, matrix) {
@@ -88,15 +91,15 @@ package enum AdapterFormat {
         }
     }
 
-    /// The folder's configuration for adapters on some `modules` of some `blocks`, trained with this `dropout`.
+    /// The folder's configuration for adapters on some `modules` of some `blocks`, trained with this `dropout`, with DoRA or without.
     func config(
-        rank: Int, scale: Double, dropout: Double, blocks: Range<Int>, of architecture: Architecture,
+        rank: Int, scale: Double, dropout: Double, isDoRA: Bool, blocks: Range<Int>, of architecture: Architecture,
         modules: [Module], model: String
     ) -> [String: Any] {
         switch self {
         case .mlx:
             return [
-                "fine_tune_type": "lora", "num_layers": blocks.count,
+                "fine_tune_type": isDoRA ? "dora" : "lora", "num_layers": blocks.count,
                 "lora_parameters": [
                     "rank": rank, "scale": scale, "dropout": dropout, "keys": modules.map(\.name),
                 ] as [String: Any],
@@ -116,7 +119,7 @@ package enum AdapterFormat {
             }
             return [
                 "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "r": rank,
-                "lora_alpha": scale * Double(rank), "use_rslora": false, "use_dora": false,
+                "lora_alpha": scale * Double(rank), "use_rslora": false, "use_dora": isDoRA,
                 // PEFT's layers of parameters take no dropout, and of no other is it read but in training.
                 "lora_dropout": parameters.isEmpty ? dropout : 0,
                 "bias": "none", "fan_in_fan_out": false, "inference_mode": true,
@@ -173,28 +176,31 @@ package struct AdaptedLayer {
         return name[..<end] + (isNested && modules.contains { $0.projections == [.expertGate] } ? ".base_layer" : "")
     }
 
-    /// One A and B from those of the modules, whose products are the same: each A beside the others, each B on the diagonal.
+    /// One A and B from those of the modules, whose products are the same: each A beside the others, each B on the diagonal; and their m.
     func joined(_ parts: [LoRAMatrices]) -> LoRAMatrices {
         guard parts.count > 1 else { return parts[0] }
+        let magnitudes = parts.compactMap(\.m)
         let rows = parts.indices.map { row in
             let blocks = parts.indices.map {
                 $0 == row ? parts[row].b : MLXArray.zeros(parts[row].b.shape.dropLast() + [parts[$0].b.dim(-1)])
             }
             return concatenated(blocks, axis: -1)
         }
-        return LoRAMatrices(a: concatenated(parts.map(\.a), axis: -1), b: concatenated(rows, axis: -2))
+        return LoRAMatrices(
+            a: concatenated(parts.map(\.a), axis: -1), b: concatenated(rows, axis: -2),
+            m: magnitudes.isEmpty ? nil : concatenated(magnitudes))
     }
 
-    /// The matrices of each module, from A or B of the layer: its rows of B where all have `rank` of their own, all rows otherwise.
+    /// The matrices of each module, from A, B or m of the layer: its rows of B where all have `rank` of their own, all rows otherwise.
     func parts(
-        a: MLXArray?, b: MLXArray?, rank: Int, joins: Bool, in block: BlockShape
-    ) -> [(a: MLXArray?, b: MLXArray?)] {
+        a: MLXArray?, b: MLXArray?, m: MLXArray?, rank: Int, joins: Bool, in block: BlockShape
+    ) -> [(a: MLXArray?, b: MLXArray?, m: MLXArray?)] {
         var start = 0
         return modules.enumerated().map { index, module in
             let first = joins ? index * rank : 0
             let outputs = start..<start + block.dimensions(module).outputs
             start = outputs.upperBound
-            return (a?[.ellipsis, first..<first + rank], b?[.ellipsis, first..<first + rank, outputs])
+            return (a?[.ellipsis, first..<first + rank], b?[.ellipsis, first..<first + rank, outputs], m?[outputs])
         }
     }
 }

@@ -387,18 +387,19 @@ import Testing
         }
     }
 
-    @Test(arguments: ["", "peft"]) func adapters(_ format: String) throws {
+    @Test(arguments: ["", "peft"], [false, true]) func adapters(_ format: String, _ isDoRA: Bool) throws {
         let (folder, _) = try bundle()
         defer { try? FileManager.default.removeItem(at: folder) }
         let architecture = try ModelBundle(url: folder, checksums: false).architecture
         let modules = [architecture.modules[0]]
         let layouts = architecture.layers.indices.map {
-            LoRALayout(block: architecture.block($0), rank: 2, modules: modules)
+            LoRALayout(block: architecture.block($0), rank: 2, modules: modules, hasMagnitudes: isDoRA)
         }
         let adapters = folder.appendingPathComponent("adapters")
         try saveAdapterFolder(
             architecture, rank: 2, blocks: architecture.layers.indices, modules: modules, scale: 2,
-            model: "m", to: adapters, lora: { layouts[$0].initial(seed: 0, block: $0) })
+            model: "m", magnitudes: isDoRA ? { MLXArray.ones([$1.magnitudes]) } : nil, to: adapters,
+            lora: { layouts[$0].initial(seed: 0, block: $0, magnitudes: MLXArray.ones([layouts[$0].magnitudes])) })
         let from = format.isEmpty ? adapters : adapters.appendingPathComponent(format)
         let files = ["adapter_config.json", format.isEmpty ? "adapters.safetensors" : "adapter_model.safetensors"].map {
             from.appendingPathComponent($0)

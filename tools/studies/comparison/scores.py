@@ -14,7 +14,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import dequantize_model, load_model
 
 from mesp.adapters.held_out_loss import read_sequences
-from mesp.adapters.load import apply_adapters, read_adapters
+from mesp.adapters.load import apply_adapters, read_adapters, stack_adapters
 from mesp.bundle.reader import Bundle
 from mesp.data.python_docs import python_docs
 from mesp.data.source_files import read_text
@@ -50,7 +50,8 @@ def model_with(bundle: Bundle, adapters: Path | None, base: Path | None = None) 
     model.set_dtype(mx.float32)
     model = dequantize_model(model)
     if adapters is not None:
-        apply_adapters(model, read_adapters(adapters, bundle.architecture), str(adapters))
+        read = read_adapters(adapters, bundle.architecture)
+        apply_adapters(model, stack_adapters([(read, 1.0)], model))
     return model
 
 

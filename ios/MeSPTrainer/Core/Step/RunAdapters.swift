@@ -1,4 +1,5 @@
 import Foundation
+import MLX
 import MeSPAdapters
 import MeSPBundle
 import MeSPFiles
@@ -19,13 +20,22 @@ extension RunSettings {
     }
 
     /// The adapters that a run begins with. Where each A is frozen, a folder with B alone has the A of the run's seed.
-    func loadAdapters(from folder: URL, architecture: Architecture) throws -> LoadedAdapters {
-        let trainsExperts = layouts(of: architecture).contains { $0.modules.contains(where: \.isStacked) }
+    func loadAdapters(from folder: URL, of bundle: ModelBundle) throws -> LoadedAdapters {
+        let trainsExperts = layouts(of: bundle.architecture).contains { $0.modules.contains(where: \.isStacked) }
         return try MeSPAdapters.loadAdapters(
-            from: folder, architecture: architecture, withExperts: trainsExperts, onlyB: freezeA
-        ) {
-            $0.initial(seed: seed, block: $1)
+            from: folder, architecture: bundle.architecture, withExperts: trainsExperts, onlyB: freezeA
+        ) { layout, block in
+            layout.initial(
+                seed: seed, block: block,
+                magnitudes: layout.hasMagnitudes ? try bundle.magnitudes(block, layout) : nil)
         }
+    }
+}
+
+extension ModelBundle {
+    /// ‖W‖ of each output of all modules with magnitudes `[layout.magnitudes]`.
+    fileprivate func magnitudes(_ block: Int, _ layout: LoRALayout) throws -> MLXArray {
+        try withBlock(block) { $0.squaredNorms(layout).sqrt() }
     }
 }
 
@@ -33,7 +43,7 @@ extension BlockwiseModel {
     /// Takes the parameters of adapters, as mlx-lm or PEFT wrote them, instead of the initial ones.
     func startFrom(_ folder: URL) throws {
         try clock.repeating {
-            try take(settings.loadAdapters(from: folder, architecture: bundle.architecture), of: folder)
+            try take(settings.loadAdapters(from: folder, of: bundle), of: folder)
         }
     }
 
@@ -78,16 +88,7 @@ extension BlockwiseModel {
             try saveAdapterFolder(
                 bundle.architecture, rank: settings.rank, blocks: trained[0]..<blocks.upperBound, modules: modules,
                 scale: settings.scale, model: bundle.manifest.model.id, strength: strength, dropout: settings.dropout,
-                to: folder
-            ) { [lora, layouts] block in
-                let (layout, vector) = (layouts[block], try lora.read(block))
-                guard layout.hasMagnitudes else { return vector }
-                return layout.packed(
-                    layout.modules.map { module in
-                        let matrices = layout.matrices(module, in: vector)
-                        return LoRAMatrices(a: matrices.a, b: matrices.b)
-                    })
-            }
+                magnitudes: settings.dora ? bundle.magnitudes : nil, to: folder, lora: lora.read)
         }
         try copyTerms(to: [folder, folder.appendingPathComponent("peft")])
     }

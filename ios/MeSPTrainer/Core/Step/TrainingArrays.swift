@@ -65,8 +65,7 @@ struct TrainingArrays {
         start =
             try settings.keepsStart
             ? settings.adapters.map { folder in
-                let adapters = try settings.loadAdapters(
-                    from: URL(fileURLWithPath: folder), architecture: architecture)
+                let adapters = try settings.loadAdapters(from: URL(fileURLWithPath: folder), of: bundle)
                 return try arrays { $1.part(of: adapters.lora[$0], in: adapters.layouts[$0]) }
             } : nil
     }

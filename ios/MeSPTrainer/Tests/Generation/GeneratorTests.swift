@@ -293,6 +293,49 @@ import Testing
         }
     }
 
+    /// With m, of all layers and of some of the last block. Those that were not trained are the base model's, also where PEFT has one layer in
+    /// place of several of which some were.
+    @Test(arguments: cases, ["", "peft"]) func magnitudesRoundTrip(_ folder: URL, _ format: String) throws {
+        let architecture = try Fixture(folder, "gradients").bundle.architecture
+        let (last, all) = (architecture.numHiddenLayers - 1, architecture.modules)
+        func layouts(_ modules: [Module]) -> [LoRALayout] {
+            architecture.layers.indices.map {
+                LoRALayout(block: architecture.block($0), rank: 3, modules: modules, hasMagnitudes: true)
+            }
+        }
+        func magnitudes(_ block: Int, _ layout: LoRALayout) -> MLXArray {
+            MLXArray.ones([layout.magnitudes]) * Float(block + 2)
+        }
+        let vectors = layouts(all).map { MLXRandom.normal([$0.count], key: MLXRandom.key(1)) }
+        let some = all.filter { ["q", "qkv", "gate", "down", "out"].contains($0.shortName) }
+        for (blocks, modules) in [(0..<last + 1, all), (last..<last + 1, some)] {
+            let adapters = temporaryFolder()
+            defer { try? FileManager.default.removeItem(at: adapters) }
+            let trained = layouts(modules)
+            try saveAdapterFolder(
+                architecture, rank: 3, blocks: blocks, modules: modules, scale: 2, model: "a model",
+                magnitudes: magnitudes, to: adapters
+            ) { trained[$0].part(of: vectors[$0], in: layouts(all)[$0]) }
+            let loaded = try loadAdapters(from: adapters.appendingPathComponent(format), architecture: architecture) {
+                $0.base(magnitudes($1, $0))
+            }
+            for (block, layout) in layouts(all).enumerated() {
+                #expect(loaded.layouts[block].hasMagnitudes)
+                let base = layout.base(magnitudes(block, layout))
+                for module in layout.modules {
+                    let isTrained = blocks.contains(block) && modules.contains(module)
+                    let found = layout.matrices(module, in: loaded.lora[block])
+                    let expected = layout.matrices(module, in: isTrained ? vectors[block] : base)
+                    let isEqual = [
+                        found.a.arrayEqual(expected.a), found.b.arrayEqual(expected.b),
+                        try #require(found.m).arrayEqual(try #require(expected.m)),
+                    ]
+                    #expect(isEqual.allSatisfy { $0.item(Bool.self) }, "block \(block), \(module.name)")
+                }
+            }
+        }
+    }
+
     @Test(arguments: ["", "peft"]) func whatWasNotTrainedIsNotWritten(_ format: String) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let adapters = temporaryFolder()

@@ -1,0 +1,35 @@
+"""A linear layer of mlx-lm's with adapters that DoRA trained."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.tuner.lora import LoRALinear
+
+from mesp.adapters.load import dequantized
+
+
+class LoRALinearWithGains(LoRALinear):
+    """y = G ∘ (x Wᵀ) + scale · (x A) B + bias,   G [out]"""
+
+    def __init__(
+        self, linear: nn.Module, a: mx.array, b: mx.array, scale: float, gains: mx.array
+    ) -> None:
+        nn.Module.__init__(self)  # mlx-lm's would make a layer and random matrices
+        self.linear, self.lora_a, self.lora_b = linear, a, b
+        self.scale, self.gains = scale, gains
+
+    def __call__(self, x: mx.array) -> mx.array:
+        bias = self.linear.get("bias", 0.0)
+        y = self.gains * (self.linear(x) - bias) + bias
+        return y + self.scale * ((x @ self.lora_a) @ self.lora_b)
+
+    def fuse(self, dequantize: bool = True) -> nn.Linear:
+        """One linear layer, of G ∘ W + scale · (A B)ᵀ in float32."""
+        weight = dequantized(self.linear).astype(mx.float32)
+        outputs, inputs = weight.shape
+        fused = nn.Linear(inputs, outputs, bias="bias" in self.linear)
+        fused.weight = self.gains[:, None] * weight + self.scale * (self.lora_a @ self.lora_b).T
+        if "bias" in self.linear:
+            fused.bias = self.linear.bias
+        return fused

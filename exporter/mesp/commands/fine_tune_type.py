@@ -1,0 +1,39 @@
+"""`--fine-tune-type`, by which mlx-lm chooses what is trained: lora, dora or full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from mesp.errors import MespError
+
+Command = Callable[..., Any]
+
+
+def fine_tune_type_option(command: Command) -> Command:
+    """Adds the option, for a command that trains DoRA too. Training all weights is refused."""
+    return click.option("--fine-tune-type", hidden=True, callback=_check)(command)
+
+
+def no_dora_options(command: Command) -> Command:
+    """Adds what asks for DoRA, for a command that refuses it in a sentence."""
+    hidden: dict[str, Any] = {"hidden": True, "expose_value": False, "callback": _refuse_dora}
+    for names in (["--dora", "--use-dora"], ["--fine-tune-type"]):
+        command = click.option(*names, is_flag="--dora" in names, **hidden)(command)
+    return command
+
+
+def _check(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    if value not in (None, "lora", "dora"):
+        raise MespError(
+            f"--fine-tune-type {value} is neither lora nor dora, and a bundle's weights are "
+            "frozen: leave it out."
+        )
+    return value
+
+
+def _refuse_dora(context: click.Context, option: click.Parameter, value: Any) -> None:
+    if value is True or _check(context, option, value or None) == "dora":
+        raise MespError("A federation averages A and B, and no magnitudes of DoRA: leave it out.")
