@@ -126,7 +126,8 @@ struct GatedMLP {
             func terms(_ linear: LoRALinear, _ h: MLXArray?) -> [MLXArray] {
                 [linear.weight.apply(x[t]), product(h?[t], linear.lora?.b), linear.bias].arrays
             }
-            let q = downF.weight.applyTransposed(dy[t], addedTo: downF.adapterDx(dyBT?[t], addedTo: nil))
+            let qW = downF.weight.applyTransposed(dy[t], addedTo: nil)
+            let q = downF.adapterDx(dyBT?[t], addedTo: qW) ?? qW
             let (act, dGate, dUp) = activation.gatedBackward(
                 gate: kept.map { [$0.gate[t, f]] } ?? terms(gateF, hGate),
                 up: kept.map { [$0.up[t, f]] } ?? terms(upF, hUp), dAct: w.map { $0[t] * q } ?? q)
