@@ -131,8 +131,8 @@ struct GatedMLP {
                 [xW, product(h?[t], linear.lora?.b), linear.bias].arrays
             }
             let (xGate, xUp) = kept == nil ? (gateF.weight.apply(x[t]), upF.weight.apply(x[t])) : (nil, nil)
-            let q = downF.weight.applyTransposed(
-                dy[t], times: downF.lora?.m, addedTo: downF.adapterDx(dyBT?[t], addedTo: nil))
+            let qW = downF.weight.applyTransposed(dy[t], times: downF.lora?.m, addedTo: nil)
+            let q = downF.adapterDx(dyBT?[t], addedTo: qW) ?? qW
             let (act, dGate, dUp) = activation.gatedBackward(
                 gate: kept.map { [$0.gate[t, f]] } ?? terms(gateF, xGate, hGate),
                 up: kept.map { [$0.up[t, f]] } ?? terms(upF, xUp, hUp),
