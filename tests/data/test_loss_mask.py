@@ -189,7 +189,7 @@ def test_the_demo_model_takes_conversations():
     assert text == " b b<|endoftext|>\n  d\n<|endoftext|>\n f<|endoftext|>\n"
 
 
-# What is refused, and what is said of it. The templates are made up for it.
+# Refusals and their messages, of templates that are made up for them.
 
 PLAIN = CHATML.replace("⟦", "").replace("⟧", "")
 WEATHER = [{"type": "function", "function": {"name": "weather", "arguments": {"day": 3}}}]

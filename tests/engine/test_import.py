@@ -383,7 +383,7 @@ def test_a_bundle_is_checked_and_written_again_with_functions(model: Path, tmp_p
     Bundle(again, to_run=False).verify()
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(a.ravel(), b.ravel())[0, 1])
 
 
-# What a mask is, in Python's integers, which do not wrap by themselves.
+# The definition of a mask in Python's integers, which are cut to 32 bits here.
 
 
 def hash_of(x: int) -> int:

@@ -120,7 +120,7 @@ package enum AdapterFormat {
             return [
                 "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "r": rank,
                 "lora_alpha": scale * Double(rank), "use_rslora": false, "use_dora": isDoRA,
-                // PEFT's layers of parameters take no dropout, and of no other is it read but in training.
+                // PEFT refuses dropout for parameters (experts). It reads the value in training alone.
                 "lora_dropout": parameters.isEmpty ? dropout : 0,
                 "bias": "none", "fan_in_fan_out": false, "inference_mode": true,
                 "rank_pattern": Dictionary(uniqueKeysWithValues: joined),

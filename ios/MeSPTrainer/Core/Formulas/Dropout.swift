@@ -21,7 +21,7 @@ package struct DropoutKey {
 }
 
 /// Dropout of the input x `[n, in]` of a layer's adapter: x ∘ K, where each number of K is 1 with the probability 1 − p, and 0 otherwise. The factor
-/// 1 / (1 − p) is in `LoRALinear.scale`.
+/// 1 / (1 − p) is in `LoRALinear.factor`.
 ///
 ///     K[t, j] = 1 where r[t] c[j] mod 2³² ≥ p 2³²,     r[t] = hash(t + k₀),     c[j] = hash(j + k₁) | 1
 ///

@@ -170,10 +170,12 @@ package final class BlockwiseModel {
             index: block, weights: weights, lora: lora,
             side: SideInputs(
                 records: context.records, perLayer: perLayer, shared: shared, dropout: context.dropout?[block]))
-        call.dora = try clock.repeating {
-            let dora = try dora(block, weights, lora)
-            if let dora { eval(dora.norms) }
-            return dora
+        if settings.dora {
+            call.dora = try clock.repeating {
+                let dora = try dora(block, weights, lora)
+                if let dora { eval(dora.norms) }
+                return dora
+            }
         }
         return call
     }

@@ -1,0 +1,40 @@
+import MLX
+import MeSPAdapters
+import MeSPBundle
+
+extension BlockWeights {
+    /// ‖W‖² of each output of all modules with magnitudes `[layout.magnitudes]`, evaluated.
+    ///
+    /// - Parameter bytes: of the rows of W that are dequantized at a time.
+    func squaredNorms(_ layout: LoRALayout, bytes: Int = 1 << 20) -> MLXArray {
+        let parts = layout.modules.filter { !$0.isStacked }.flatMap { module in
+            let w = matrix(module)
+            return tiles(of: w.rows, size: max(1, bytes / 4 / shape.dimensions(module).inputs)).map { rows in
+                let squares = w.rows(rows).inFloat32.square().sum(axis: -1)
+                eval(squares)
+                return squares
+            }
+        }
+        let all = concatenated(parts)
+        eval(all)
+        return all
+    }
+}
+
+extension ModelBundle {
+    /// Reads the parameters of a block with DoRA and returns A, B̃ and G `[P]`, evaluated; see `DoRAReading`.
+    func readScaled(
+        _ block: Int, _ layout: LoRALayout, scale: Float, _ read: (_ base: MLXArray) throws -> MLXArray
+    ) throws -> MLXArray {
+        try withBlock(block) { weights in
+            let squares = weights.squaredNorms(layout)
+            let machine = Machine(
+                architecture, group: manifest.featureGroup, length: 1, bytes: 1 << 20, processor: processor)
+            let scaled = DoRA(
+                weights, try read(layout.base(sqrt(squares))), layout, scale: scale, squares: squares, machine: machine
+            ).scaled
+            eval(scaled)
+            return scaled
+        }
+    }
+}
