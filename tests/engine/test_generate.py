@@ -327,6 +327,20 @@ def test_training_goes_on_from_dora(bundle: Path, adapters: Path, tmp_path: Path
         assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_magnitudes_that_a_run_does_not_train_are_not_lost(bundle: Path, tmp_path: Path):
+    """Those of a layer whose B is 0."""
+    done = train(bundle, tmp_path / "first", dora=True, projections=["q"], steps=1)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "first" / "adapters"
+    tensors = mx.load(str(folder / "adapters.safetensors"))
+    zeros = {name: mx.zeros_like(t) for name, t in tensors.items() if name.endswith("lora_b")}
+    mx.save_safetensors(str(folder / "adapters.safetensors"), tensors | zeros)
+    done = train(
+        bundle, tmp_path / "on", adapters=str(folder), steps=1, dora=True, projections=["v"]
+    )
+    assert done.returncode == 2 and "does not train" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

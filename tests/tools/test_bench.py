@@ -191,10 +191,10 @@ def test_what_block_functions_bring(tmp_path: Path):
     done = bench("--table", "functions", *size, "--json", tmp_path / "rows.json")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [row["forward_pass"] for row in rows] == ["functions", "formulas", "dropout"]
-    functions, formulas, dropout = rows
+    assert [row["forward_pass"] for row in rows] == ["functions", "formulas", "dropout", "dora"]
+    functions, formulas, *others = rows
     for name in ("modelled_seconds", "evals", "moved_bytes"):
-        assert functions[name] < formulas[name] <= dropout[name]
+        assert functions[name] < formulas[name] <= min(other[name] for other in others)
 
 
 @pytest.mark.slow

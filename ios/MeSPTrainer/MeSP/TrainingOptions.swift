@@ -44,6 +44,8 @@ public struct TrainingOptions: Sendable, Equatable {
     public var initialAdapters: URL?
     /// The probability, below 1, with which a step leaves out each input of an adapter (LoRA dropout).
     public var dropout: Float = 0
+    /// Whether to train the length of each output's weights apart from their direction (DoRA). It excludes ``maxForgetting``.
+    public var usesDoRA = false
     /// The seed of the order of sequences, of the initial A and of the inputs that are left out.
     public var seed: UInt64 = 0
 
@@ -81,6 +83,7 @@ extension TrainingOptions {
         settings.evalEvery = evaluationInterval
         settings.adapters = initialAdapters?.path
         settings.dropout = dropout
+        settings.dora = usesDoRA
         settings.seed = seed
         try settings.check()
         try manifest.check(settings)
@@ -96,6 +99,7 @@ extension TrainingOptions {
         try require(batchSize > 0, "batchSize", "at least 1")
         try require(evaluationInterval >= 0, "evaluationInterval", "at least 0")
         try require(maxForgetting.map { $0 > 0 && $0.isFinite } ?? true, "maxForgetting", "a finite number above 0")
+        try require(maxForgetting == nil || !usesDoRA, "maxForgetting", "nil with usesDoRA")
     }
 }
 

@@ -166,13 +166,14 @@ def count_step(bench: Bench, cell: Cell, **settings: float) -> Row:
 
 
 def functions_rows(bench: Bench) -> Iterator[Row]:
-    """Three rows for each step that is counted: with the bundle's functions, without, and with
-    LoRA dropout, which functions do not have."""
+    """Yield four rows for each step: with the bundle's functions, without, and with LoRA dropout
+    and DoRA, which functions do not have."""
     for cell in bench.cells():
         bare = cell._replace(bundle=without_functions(cell.bundle, bench.work / "bare.mesp"))
         yield count_step(bench, cell) | {"forward_pass": "functions"}
         yield count_step(bench, bare) | {"forward_pass": "formulas"}
         yield count_step(bench, cell, dropout=0.1) | {"forward_pass": "dropout"}
+        yield count_step(bench, cell, dora=True) | {"forward_pass": "dora"}
 
 
 def python_rows(bench: Bench) -> Iterator[Row]:
@@ -502,8 +503,8 @@ See docs/ledger.md.""",
         None,
         ("kernels", "ledger peak MB", "modelled s"),
         """The counts of the table gpu, of a bundle with block functions, of one without, whose
-forward passes are the trainer's formulas, and with --dropout 0.1, which takes these too. Moved:
-what kernels read and write.""",
+forward passes are the trainer's formulas, and with --dropout 0.1 and --dora, which take these too.
+Moved: what kernels read and write.""",
     ),
     "h": Kind(
         python_rows,

@@ -68,7 +68,7 @@ extension BlockwiseModel {
         for (block, vector) in adapters.lora.enumerated() {
             let (layout, its) = (layouts[block], adapters.layouts[block])
             for module in its.modules where !layout.modules.contains(module) {
-                guard try its.matrices(module, in: vector).b.abs().max().number(Float.self) == 0 else {
+                guard try isBase(its, module, vector, block) else {
                     throw MeSPError(
                         "The adapters in \(folder.path) have adapters of \(module.shortName) in block \(block), which this run does not train and would lose; train it too."
                     )
@@ -77,6 +77,17 @@ extension BlockwiseModel {
             guard layout.count > 0 else { continue }
             try lora.write(layout.part(of: vector, in: its).asType(settings.loraDtype.dtype), block)
         }
+    }
+
+    /// Returns whether the adapters `[P]` of a block leave a module as it is in the base model.
+    private func isBase(_ layout: LoRALayout, _ module: Module, _ vector: MLXArray, _ block: Int) throws -> Bool {
+        let matrices = layout.matrices(module, in: vector)
+        guard try matrices.b.abs().max().number(Float.self) == 0 else { return false }
+        guard let m = matrices.m else { return true }
+        let own = LoRALayout(block: layout.block, rank: layout.rank, modules: [module], hasMagnitudes: true)
+        let lengths = try bundle.magnitudes(block, own)
+        // Norms of W in bfloat16 are within 2⁻⁸ of those in float32.
+        return try (m - lengths).abs().max().number(Float.self) <= lengths.max().number(Float.self) / 256
     }
 
     /// Writes the trained adapters, at the model's strength, for mlx-lm and PEFT.

@@ -349,6 +349,9 @@ import Testing
         #expect(try await refusal { $0.batchSize = 1 << 40 }.hasPrefix("batch_size"))
         #expect(try await refusal { $0.evaluationInterval = -1 } == "evaluationInterval must be at least 0.")
         #expect(try await refusal { $0.maxForgetting = 0 } == "maxForgetting must be a finite number above 0.")
+        #expect(
+            try await refusal { ($0.maxForgetting, $0.usesDoRA) = (3, true) }
+                == "maxForgetting must be nil with usesDoRA.")
         #expect(try await refusal { $0.dropout = 1 } == "dropout must be below 1.")
         #expect(try await refusal { $0.memory = .megabytes(0) } == "memory must be above 0 megabytes.")
         #expect(try await refusal { $0.memory = .megabytes(.infinity) } == "memory must be a finite number.")
@@ -470,6 +473,22 @@ import Testing
         await tuner.stop()
         let log = try LogSummary(folder: runs.appendingPathComponent("run-2"))
         if log.lastStep == 0 { #expect(try contents(tuner.adapters) == before) }
+    }
+
+    @Test func magnitudesAreTrainedWrittenAndContinued() async throws {
+        let (tuner, text) = (try await tuner(), try text())
+        var options = options(steps: 2)
+        options.usesDoRA = true
+        for try await _ in tuner.train(on: text, options) {}
+        let copy = folder.appendingPathComponent("copy")
+        try tuner.adapters.write(to: copy)
+        let config = try String(contentsOf: copy.appendingPathComponent("adapter_config.json"), encoding: .utf8)
+        #expect(config.contains("\"dora\""))
+        for try await _ in tuner.answer(to: Conversation([.user("Hi")]), maxTokens: 2) {}
+        options.initialAdapters = copy
+        for try await _ in tuner.train(on: text, options) {}
+        options.usesDoRA = false
+        #expect(try await sentence(tuner.train(on: text, options)).hasSuffix("lose their magnitudes; set dora."))
     }
 
     /// The run goes on also where the adapters that it began with are gone.
