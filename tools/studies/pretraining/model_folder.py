@@ -36,8 +36,8 @@ library_name: transformers
 # MeSP demo model
 
 A tiny language model of the Qwen2.5 architecture, pretrained from scratch. It writes recognisable
-English prose and knows nothing. It exists to try and test on-device fine-tuning without a
-download; it is not useful for anything else.
+English prose and knows nothing. It serves to try and test on-device fine-tuning without a
+download. It is not useful for anything else.
 
 | | |
 |---|---|
@@ -52,7 +52,7 @@ download; it is not useful for anything else.
 | Text | {facts["text"]} |
 | Held-out loss | {facts["loss"]} |
 
-Made by:
+This command made it:
 
 ```sh
 {facts["command"]}
