@@ -95,7 +95,7 @@ def page(rows: dict[str, list[Row]], command: str) -> str:
         "# The paper's exhibits, in short",
         f"`{command}` measured this with MeSP {mesp.__version__} and MLX {machine['mlx_version']}, "
         f"on {machine['cores']} cores of {machine['cpu']}. The paper's figures are of another "
-        f"machine: {paper.TABLE['name']}.",
+        f"machine ({paper.TABLE['name']}): compare ratios.",
         markdown(list(compared(rows))),
     ]
     for exhibit in EXHIBITS:
