@@ -29,6 +29,7 @@ Tables, each with its own defaults for the options that apply to it:
   packing       short records packed into one sequence against one a step
   packing-gpu   the same on a phone's GPU, by what a step is modelled to take
   convergence   losses of the three methods on the demo model
+  paper         a short form of every exhibit of the paper; writes build/bench/paper/paper.md
 
 \b
 Methods:
@@ -64,6 +65,7 @@ import click
 from mesp.commands.command import Command, several
 from mesp.errors import MespError
 from studies.benchmarks.measure_table import measure_table
+from studies.benchmarks.paper_page import measure_paper
 from studies.benchmarks.tables import TABLES
 from studies.benchmarks.variants import EVERYTHING_MB, LIMITS, METHODS
 
@@ -149,7 +151,12 @@ def memory_limit(value: str) -> str:
 def main(table: str, json_file: Path | None, plot: Path | None, work: Path, **given: Any) -> None:
     command = shlex.join(["tools/bench.py", *sys.argv[1:]])
     options = find_options(table, given)
-    failed = measure_table(table, options, work, command, json_file=json_file, plot=plot)
+    if table == "paper":
+        if json_file or plot:
+            raise MespError("--json and --plot have no use in the table paper, which is a page.")
+        failed = measure_paper(options, work, command)
+    else:
+        failed = measure_table(table, options, work, command, json_file=json_file, plot=plot)
     for row in failed:
         what = f"{row['model']} {row['seq_len']} {row['variant']}"
         click.echo(f"{what} failed: {row['error']}", err=True)

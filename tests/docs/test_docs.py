@@ -236,6 +236,22 @@ def test_performance_compares_every_figure_of_the_paper():
     assert [number for number in numbers(paper) if str(number) not in stated] == []
 
 
+def test_the_first_page_is_short_and_counts_what_an_app_adds():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 1500
+    tokenizer, training, *_ = swift_lines(ROOT / "docs" / "mlx-swift-lm.md")
+    alone, *_ = swift_lines(HOME / "MeSP" / "MeSP.docc" / "MeSP.md")
+    said = " ".join(text.split())
+    assert f"{tokenizer} lines for the tokenizer and {training} that train" in said
+    assert "trains in six lines" in said and alone == 6 + 1  # with one blank line
+
+
+def swift_lines(page: Path) -> list[int]:
+    """The number of lines in each block of Swift on a page."""
+    blocks = re.findall(r"^```swift\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    return [block.count("\n") for block in blocks]
+
+
 def test_the_tree_says_how_large_each_folder_is():
     """docs/architecture.md: lines of code, without comments and blank lines, of a tenth or 50."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from helpers.models import TEXT, TINY, write_model
 from helpers.paths import FAKE_ENGINE
 from mesp.commands.export import main as export
 from mesp.engine.build import CHECKOUT, built_program
-from studies.benchmarks import bits, tables
+from studies.benchmarks import bits, paper_page, tables
 
 ENGINE = Path(os.environ.get("MESP_ENGINE") or built_program(CHECKOUT))
 # One thread: several, on a machine that is busy, mostly wait for each other.
@@ -402,6 +403,53 @@ def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
     assert "--data are of its export" in refused.stderr
 
 
+@pytest.mark.slow
+@needs_engine
+@pytest.mark.usefixtures("few_held_out")
+def test_the_papers_exhibits_are_one_page(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    short = [each._replace(options=each.options | {"steps": 1}) for each in paper_page.EXHIBITS]
+    monkeypatch.setattr(paper_page, "EXHIBITS", tuple(short))
+    size = ("--model", model, "--seq-len", "16,256", "--rank", "2,4", "--steps", 1)
+    done = bench("--table", "paper", *size, "--work", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"Wrote {tmp_path / 'paper' / 'paper.md'}."
+    page = (tmp_path / "paper" / "paper.md").read_text()
+    pictures = re.findall(r"^!\[.+\]\((.+)\)$", page, re.M)
+    assert pictures == ["length.png", "rank.png", "mezo-quality.png", "convergence.png"]
+    assert all((tmp_path / "paper" / name).read_bytes()[:4] == b"\x89PNG" for name in pictures)
+
+    summary, *sections = page.split("\n## ")
+    assert [section.splitlines()[0] for section in sections] == [e.title for e in short]
+    lines = [cells(line) for line in summary.splitlines() if line.startswith("|")][2:]
+    figures = {figure: (theirs, here) for figure, theirs, here in lines}
+    assert [name for name in figures if "peak MB" in name] == [
+        "peak MB of MeSP, tiny, 16 tokens",
+        "peak MB of MeSP, tiny, 256 tokens",
+        "peak MB of MeBP, tiny, 256 tokens",
+    ]
+    # The figures are those of the exhibits' tables, and the paper has none for this model.
+    table = [cells(line) for line in sections[0].splitlines() if line.startswith("|")]
+    header, rows = table[0], table[2:]
+    column = {name: header.index(name) for name in header}
+    mesp, mebp = (
+        next(r for r in rows if r[column["seq"]] == "256" and r[column["method"]] == method)
+        for method in ("mesp", "mebp")
+    )
+    peak, time = column["peak MB"], column["time of MeBP"]
+    assert figures["peak MB of MeSP, tiny, 256 tokens"] == ("-", mesp[peak])
+    assert figures["peak MB of MeBP, tiny, 256 tokens"] == ("-", mebp[peak])
+    assert figures["time of a step, MeSP's of MeBP's, tiny, 256 tokens"] == ("-", mesp[time])
+    reduction = 100 * (1 - float(mesp[peak]) / float(mebp[peak]))
+    said = figures["MeSP's reduction of MeBP's peak, %, tiny, 256 tokens"][1]
+    assert float(said) == pytest.approx(reduction, abs=1)
+    assert figures["MB that storing h takes, tiny"][0] == "30"
+    assert figures["cosine of MeZO's estimate and the gradient"][0] == "0.001"
+    theirs, here = figures["largest relative difference of MeSP's and MeBP's losses"]
+    assert theirs == "equal" and 0 <= float(here) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -414,6 +462,7 @@ def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
         (["--table", "gpu", "--steps", "2"], "--steps has no use in the table gpu"),
         (["--data", "text.txt"], "--data has no use in the table memory"),
         (["--plot", "peaks.txt"], "must end in .png, .svg or .pdf"),
+        (["--table", "paper", "--plot", "peaks.png"], "--plot have no use in the table paper"),
         (["--model", "no-such-model"], "There is no model no-such-model"),
         (["--model", "demo", "--layers", "99"], "fewer than --layers"),
     ],

@@ -26,15 +26,17 @@ def test_a_program_says_what_it_is_for(name: str):
     assert done.stdout.startswith("Usage: ")
 
 
-@pytest.mark.parametrize("folder", [TOOLS, STUDIES], ids=lambda folder: folder.name)
-def test_the_page_of_a_folder_lists_its_programs_and_folders(folder: Path):
+@pytest.mark.parametrize(
+    ("folder", "pattern"), [(TOOLS, "**/*.py"), (STUDIES, "*.py")], ids=["tools", "studies"]
+)
+def test_the_page_of_a_folder_lists_its_programs_and_folders(folder: Path, pattern: str):
+    """tools/README.md has a line for each program below tools, also for those of the studies."""
     page = (folder / "README.md").read_text(encoding="utf-8")
-    rows = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
     programs = {
-        path.name
-        for path in folder.glob("*.py")
+        path.relative_to(folder).as_posix()
+        for path in folder.glob(pattern)
         if "\nif __name__ ==" in path.read_text(encoding="utf-8")
     }
-    assert programs and programs == set(re.findall(r"`(\w+\.py)`", rows))
+    assert programs and programs == set(re.findall(r"^\| `([\w/]+\.py)` \|", page, re.M))
     folders = {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
-    assert folders - set(re.findall(r"`(\w+/)`", rows)) - {"studies/"} == set()
+    assert folders - set(re.findall(r"`(\w+/)`", page)) - {"studies/"} == set()

@@ -48,17 +48,21 @@ def drawn(rows: list[Row]) -> list[Row]:
 
 
 def show(lines: list[dict[str, str]]) -> None:
-    """A table that can be pasted into Markdown, without the columns that hold nothing."""
-    if not lines:
-        return
+    """Prints a table that can be pasted into Markdown."""
+    if lines:
+        click.echo("\n" + markdown(lines, None if sys.stdout.isatty() else TABLE_WIDTH))
+
+
+def markdown(lines: list[dict[str, str]], width: int | None = TABLE_WIDTH) -> str:
+    """Returns a table in Markdown, without the columns that hold nothing, in at most `width`
+    columns of text; None: the terminal's."""
     table = Table(box=box.MARKDOWN)
     columns = [name for name in lines[0] if any(line[name] != "-" for line in lines)]
     for name in columns:
         table.add_column(name, justify="left" if lines[0][name][:1].isalpha() else "right")
     for line in lines:
         table.add_row(*(line[name] for name in columns))
-    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH, highlight=False)
+    console = Console(width=width, highlight=False)
     with console.capture() as capture:
         console.print(table)
-    click.echo()
-    click.echo("\n".join(line.rstrip() for line in capture.get().strip().splitlines()))
+    return "\n".join(line.rstrip() for line in capture.get().strip().splitlines())
