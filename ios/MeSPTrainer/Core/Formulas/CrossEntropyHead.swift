@@ -139,7 +139,7 @@ package struct CrossEntropyHead {
     /// Returns the scores of the tokens t.
     ///
     /// - Parameters:
-    ///   - h: an array: RMSNorm(y) of all tokens, `[n, hidden]`
+    ///   - h: one array, RMSNorm(y) of all tokens, `[n, hidden]`
     ///   - work: the number of multiplications since the last boundary
     private func overVocabulary(
         _ h: inout [MLXArray], _ t: Range<Int>, _ targets: MLXArray, wantsGradient: Bool, _ work: inout Int,

@@ -7,7 +7,7 @@ import MeSPBundle
 struct MachineMemory: Sendable {
     /// The memory of the process once MLX has started, in bytes.
     let process: Int
-    /// The number of block functions that a step of the structured backward pass calls at a time: 1 or 0.
+    /// 1 where a step of the structured backward pass imports and calls block functions, 0 where it does not.
     let functions: Int
     /// 1 where W is dequantized before a product, 0 where the product unpacks it.
     let dequantized: Int
