@@ -32,8 +32,9 @@ package struct SequenceLoss: StepLoss {
 
     package var examples: [Example] { weighted.map(\.example) }
 
-    /// Sequences that go one after the other take the memory of one sequence and of a sum of all gradients. By blocks, they take the memory
-    /// of all their block inputs and of one block's sum, or of all sums where the update needs all gradients at once.
+    /// Passes the gradient to a sink. Sequences one after the other take the memory of one sequence and of a sum of all gradients. By
+    /// blocks, they take the memory of all their block inputs and of one block's sum, or of all sums where the update needs all gradients
+    /// at once.
     package func backpropagate(_ trainer: Trainer, into sink: GradientSink, _ result: inout StepResult) throws {
         for group in trainer.plan.order == .blocks ? [weighted] : weighted.map({ [$0] }) {
             result.add(try trainer.backpropagate(group, into: sink), of: group)
