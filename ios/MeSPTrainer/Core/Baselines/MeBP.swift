@@ -41,7 +41,7 @@ extension BlockwiseModel {
             if let failure { throw failure }
             return gradients
         }
-        // A GPU compiles kernels in the first evaluation. Each output alone needs only some of them.
+        // In the first evaluation a GPU compiles kernels. With one output at a time, it compiles only some of them between two pauses.
         if !isWarm, differentiated.insert(ObjectIdentifier(plain)).inserted {
             let pass = plain(call, layout, scale: scale)
             for index in try 1..<pass.outputs(x).list.count {

@@ -43,7 +43,8 @@ extension Block {
         )
     }
 
-    /// Computes attention for one token of each sequence, in fewer operations. For so few tokens, operations take most of the time.
+    /// Computes attention for one token of each sequence, in fewer operations. The time for so few tokens depends mostly on the number of
+    /// operations.
     private func attentionOfOne(
         _ mixer: AttentionMixer, _ attention: Attention, _ mixerIn: MLXArray, _ states: inout [MixerState]
     ) -> MixerResult {

@@ -90,7 +90,7 @@ package struct Block {
 }
 
 extension Mixer {
-    /// Whether the mixer takes a long sequence in segments. A short convolution does not need to, as its arrays are few.
+    /// Whether the mixer takes a long sequence in segments. A short convolution has few arrays, and Mamba-2 has no backward pass by segments.
     var goesBySegments: Bool {
         switch self {
         case .attention, .gatedDeltaNet: true
@@ -115,7 +115,7 @@ package struct BlockCall {
     }
 }
 
-/// The inputs of a block besides the output of the block before. They are all in one value, so that a repetition of a block omits none.
+/// The inputs of a block besides the output of the block before. One value holds all of them, so that none is omitted where a block runs again.
 package struct SideInputs {
     /// The rows of each record, see `Example.records`; nil for one record.
     var records: [Range<Int>]?

@@ -59,7 +59,7 @@ extension Block: BlockForward {
         return BlockOutputs(y: y, mixerIn: weights.mixerNorm(x).squeezed(axis: 0), intermediates: intermediates)
     }
 
-    /// Computes the first half of the block from x `[T, hidden]`.
+    /// Computes the first half of the block, from x `[T, hidden]` to x_mid.
     private func toXMid(_ x: MLXArray) -> Intermediates {
         let cut = segments(x.dim(0))
         guard cut.isEmpty else { return bySegments(x, cut, keeps: true) }
@@ -84,7 +84,7 @@ extension Block: BlockForward {
         var segments = [Intermediates.Segment]()
         var (xMid, mixerOut) = (MLXArray.zeros(x.shape, dtype: x.dtype), MLXArray.zeros(x.shape, dtype: x.dtype))
         for rows in rows {
-            // With attention, all segments take the state after the last one, which has all keys; `start` only stands in for it.
+            // With attention, all segments take the state after the last one, which has all keys. Until then, `start` stands in for it.
             let before = start.isRecurrent ? states[0] : start
             let x = x[rows]
             let mixer = from(rows.lowerBound).inForwardPass.mixer(x, [0..<rows.count], &states)
@@ -118,7 +118,7 @@ extension Block: BlockForward {
         return Intermediates(mixer: recomputed, xMid: x, mixerOut: mixerOut, segment: segment)
     }
 
-    /// Returns the state before each record of a whole sequence x `[T, hidden]`. Records begin without a state.
+    /// Returns the initial states for a whole sequence x `[T, hidden]`, one for each record.
     private func start(_ x: MLXArray) -> [MixerState] {
         records(x.dim(0)).map { _ in MixerState(weights, dtype: x.dtype) }
     }
@@ -189,7 +189,7 @@ extension Block: BlockForward {
     private func mlpWithInner(_ mlpIn: MLXArray) -> (out: MLXArray, gate: MLXArray?, up: MLXArray?) {
         let shape = weights.shape.mlp
         let hasInner = !shape.modules.isEmpty && !layout.hasMagnitudes
-        // Experts choose among all tokens, so with experts the tokens are not cut.
+        // With experts the tokens are not cut here, as each expert takes its tokens from all of them.
         let tokens = tiles(of: mlpIn.dim(0), size: shape.experts == nil ? machine.mlpTileTokens : .max)
         var inputs = [mlpIn]
         let parts = machine.reduce(tokens, [[MLXArray]](), reading: &inputs) { parts, tokens, inputs in

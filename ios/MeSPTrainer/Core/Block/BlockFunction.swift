@@ -22,7 +22,7 @@ package final class BlockFunction {
 
     private let function: ImportedFunction
     /// Whether MLX fuses the operations between products into kernels, as a GPU needs. Outputs that no caller asked for would prevent some
-    /// of this.
+    /// fusions.
     private let isFused: Bool
     private var fused = [Selection: @Sendable ([MLXArray]) -> [MLXArray]]()
     private var error: (any Error)?
@@ -57,7 +57,7 @@ package final class BlockFunction {
         // If an argument could not be created, there is no result.
         try MLXErrors.check()
         if let error {
-            // MLX would call the traced function again, which is empty.
+            // Otherwise MLX would call the traced function again, which is empty after the error.
             fused[selection] = nil
             throw error
         }

@@ -5,7 +5,7 @@ import MeSPBundle
 /// The mixture of experts: y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts, with w from Router.swift.
 ///
 /// The pairs of a token and one of its experts are sorted by expert. So each expert's matrices are read once, or a few times where many
-/// tokens chose it, and not at all where no token did. Sums have the order of the experts.
+/// tokens chose it, and not at all where no token did. Terms are summed in the order of the experts.
 extension Block {
     /// Returns the mixture for each token, `[n, hidden]` in float32.
     func mixtureOfExperts(_ experts: Experts, _ mlpIn: MLXArray) -> MLXArray {
@@ -61,8 +61,8 @@ extension Block {
             names: (.expertGate, .expertUp, .expertDown), activation: weights.activation)
     }
 
-    /// Returns the most of n tokens that an expert takes at a time, so that memory does not depend on the choice. This is a quarter of
-    /// them: where the router spreads the tokens, no expert has more.
+    /// Returns the most of n tokens that an expert takes at a time: a quarter of them, but at least 64. So memory does not depend on the
+    /// choice. Where the router spreads the tokens, no expert has more.
     private func most(_ tokens: Int) -> Int { max(64, (tokens + 3) / 4) }
 
     /// Returns the number of an expert's features to compute at a time. A tile has as many elements as one of the MLP, which has more

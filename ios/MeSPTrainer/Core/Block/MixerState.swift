@@ -15,7 +15,7 @@ package enum MixerState {
     package struct Recurrent: Arrays {
         /// The convolution's input for the last K − 1 tokens, `[K − 1, F]`.
         var tail: MLXArray
-        /// S of the gated delta rule `[value_heads, key_dim, value_dim]`, or of the state space `[heads, P, N]`, in float32.
+        /// S of the gated delta rule `[value_heads, key_dim, value_dim]`, or of the state space model `[heads, P, N]`, in float32.
         var memory: MLXArray
 
         var arrays: [MLXArray] { [tail, memory] }

@@ -20,7 +20,7 @@ extension Block {
 
     /// Returns dh. u, m and z are recomputed from h:
     ///
-    ///     dh₁ = c dy      dz = norm′(z) dh₁      dm = out's of dz      du = dm ∘ p ∘ act′(u)      dh = dh₁ + gate's of du
+    ///     dh₁ = c dy      dz = norm′(z) dh₁      dm = out's dx from dz      du = dm ∘ p ∘ act′(u)      dh = dh₁ + gate's dx from du
     func perLayerBackward(_ h: MLXArray, p: MLXArray, dy: MLXArray, _ gradients: inout LoRAGradients) -> MLXArray {
         let (u, m, z) = perLayerOut(h, p: p)
         let dH = weights.layerScalar * dy

@@ -156,7 +156,7 @@ extension Block {
         }
     }
 
-    /// Computes the derivative of the last projection, such as o or out.
+    /// Computes the derivative of an output projection, such as o or out.
     /// - Returns: the gradient of the projection's input `[T, features]`.
     func outputProjectionBackward(
         _ projection: Projection, _ input: MLXArray, dy: MLXArray, _ gradients: inout LoRAGradients

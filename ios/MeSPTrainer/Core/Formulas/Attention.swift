@@ -94,8 +94,7 @@ struct Attention {
     }
 
     /// Returns some rows of x `[heads, n, d]` as `[groups, m, d]`. The query heads that share one of the key-value heads `groups` are
-    /// stacked along
-    /// the second axis, so that a matrix product sums over them.
+    /// stacked along the second axis, so that a matrix product sums over them.
     private func stacked(_ x: MLXArray, _ groups: Range<Int>, _ perGroup: Int, _ rows: Range<Int>) -> MLXArray {
         x[groups.lowerBound * perGroup..<groups.upperBound * perGroup, rows].reshaped([groups.count, -1, x.dim(2)])
     }
@@ -138,8 +137,8 @@ struct Attention {
     ///
     ///     dv = Pᵀ dO      dP = dO vᵀ      dS = P (dP − rowsum(P ∘ dP)) cap′      dq̂ = dS k̂ · scale      dk̂ = dSᵀ q̂ · scale
     ///
-    /// P is recomputed for each tile and never kept. dq̂ and dk̂ go back through RoPE and the norms. rowsum(P ∘ dP) equals rowsum(dO ∘ O)
-    /// up to the rounding of O. With an O stored in bfloat16, a row of dS would not add up to 0. A part that all keys share, such as a
+    /// P is recomputed for each tile and never kept. dq̂ and dk̂ go back through RoPE and the norms. rowsum(P ∘ dP) would equal rowsum(dO ∘
+    /// O) if O were not rounded. With an O stored in bfloat16, a row of dS would not add up to 0. A part that all keys share, such as a
     /// large bias of k, would then change dq̂.
     ///
     /// For a segment of the positions, the caller passes k̂ and v̂ up to the segment's end, and the gradients from later segments. On

@@ -41,12 +41,13 @@ package struct GatedDeltaNet {
         .init(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([valueHeads, keyDim, valueDim]))
     }
 
-    /// Returns the number of key heads to take at a time: as many as `machine.bytes` holds by `bytesOfHead`, at least 1.
+    /// Returns the number of key heads to take at a time: as many as fit into `machine.bytes` with `bytesOfHead` each, at least 1.
     private func headsAtOnce(_ length: Int, _ machine: Machine) -> Int {
         min(keyHeads, max(1, machine.bytes / bytesOfHead(length)))
     }
 
-    /// Returns the bytes that one key head takes of a machine's `bytes`: three arrays. The derivative holds some 25 arrays with a row for
+    /// Returns the part of `Machine.bytes` that one key head takes: the size of three arrays. The derivative holds some 25 arrays with a
+    /// row for
     /// each token, whereas attention's derivative holds some 6.
     func bytesOfHead(_ length: Int) -> Int {
         3
@@ -218,7 +219,7 @@ package struct GatedDeltaNet {
         [carried.memory[valueHeads(of: heads)]] + inputs(heads).map { carried.convolved[0..., $0.features] }
     }
 
-    /// Returns the gradients of qkv for some heads' q, k and v, and of their b and a, `[T, features]`.
+    /// Returns the gradients of some heads' q, k and v in qkv, b and a, `[T, features]` each.
     private func backward(
         _ heads: Range<Int>, qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, before: MixerState.Recurrent,
         carried: inout [MLXArray], _ machine: Machine

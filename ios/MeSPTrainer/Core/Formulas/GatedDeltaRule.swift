@@ -223,7 +223,8 @@ private func transposed(_ x: MLXArray) -> MLXArray { x.swappedAxes(-1, -2) }
 
 /// Returns (I + E)⁻¹ for E `[…, C, C]` with zeros on and above the diagonal, where C is a power of two.
 ///
-/// If M₁ and M₂ are the inverses of the two halves, the inverse is [[M₁, 0], [−M₂ E₂₁ M₁, M₂]] = M − M E₂₁ M, with M = [[M₁, 0], [0, M₂]].
+/// If M₁ and M₂ are the inverses of the two diagonal blocks of I + E, the inverse is [[M₁, 0], [−M₂ E₂₁ M₁, M₂]] = M − M E₂₁ M, with M =
+/// [[M₁, 0], [0, M₂]].
 /// Each step computes it for all blocks of one size. The product (I − E)(I + E²)(I + E⁴) … has as many steps, but its factors are huge
 /// where keys are close to each other.
 private func inverse(_ e: MLXArray) -> MLXArray {

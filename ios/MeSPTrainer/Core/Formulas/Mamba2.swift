@@ -27,12 +27,12 @@ package struct Mamba2 {
         .init(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([heads, headDim, stateSize]))
     }
 
-    /// Returns the number of a group's heads to take at a time: as many as `machine.bytes` holds by `bytesOfHead`, at least 1.
+    /// Returns the number of a group's heads to take at a time: as many as fit into `machine.bytes` with `bytesOfHead` each, at least 1.
     private func headsAtOnce(_ length: Int, _ machine: Machine) -> Int {
         min(heads / groups, max(1, machine.bytes / bytesOfHead(length)))
     }
 
-    /// Returns the bytes that one head takes of a machine's `bytes`: two arrays. The derivative holds some 13 arrays with a row for each
+    /// Returns the part of `Machine.bytes` that one head takes: the size of two arrays. The derivative holds some 13 arrays with a row for each
     /// token or a state for each chunk, whereas attention's derivative holds some 6.
     func bytesOfHead(_ length: Int) -> Int {
         2 * Self.arrayBytes(headDim: headDim, stateSize: stateSize, length: length)
@@ -129,7 +129,7 @@ package struct Mamba2 {
         }
     }
 
-    /// Returns the gradients of xBC for some heads' x, and of their dt, and these heads' terms of dB and dC, `[T, features]`.
+    /// Returns the gradients of some heads' x in xBC and dt, and these heads' terms of dB and dC, `[T, features]` each.
     private func backward(
         _ heads: Range<Int>, xBC: MLXArray, dt: MLXArray, b: MLXArray, c: MLXArray, dO: MLXArray, _ machine: Machine
     ) -> [MLXArray] {

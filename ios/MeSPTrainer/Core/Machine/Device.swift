@@ -44,7 +44,7 @@ extension Device {
     }
 }
 
-/// A protocol through which the deprecated setter of C++'s device, the only one, is called without a warning.
+/// A protocol for calling the deprecated setter of C++'s default device without a warning. There is no other setter.
 private protocol GlobalDevice {
     static func setGlobal(_ device: Device)
 }

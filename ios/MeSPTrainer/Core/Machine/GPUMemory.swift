@@ -44,7 +44,8 @@ package enum MetalMemory {
     }
 }
 
-/// Calls `body` with a limit on the memory of its arrays. When they take `bytes` more than the arrays that exist before, MLX waits for the
+/// Calls `body` with a limit on the memory of its arrays. When they take more than `bytes` in addition to the arrays that exist already,
+/// MLX waits for the
 /// GPU before it encodes more.
 ///
 /// MLX allocates an operation's output when it encodes the operation. It frees the inputs when the GPU has completed their command buffer.

@@ -54,8 +54,8 @@ package struct Machine {
     /// The most multiplications between two boundaries of the head, unless one tile has more; nil for the processor's number.
     @TaskLocal static var mostWork: Int?
 
-    /// The most tokens of a segment. Half as many tokens go through the MLP and the loss at a time. A sixteenth is the most query rows of
-    /// attention where few fit. Tests set it to cut short sequences.
+    /// The most tokens of a segment. Half as many tokens go through the MLP and the loss at a time. A sixteenth of it is the most query
+    /// rows in a tile of attention where few rows fit. Tests set it to cut short sequences.
     @TaskLocal package static var segmentTokens = 1024
 
     /// Returns the number of rows of x `[n, …]` that row-wise arithmetic takes at a time. On a CPU, where each operation writes an array,

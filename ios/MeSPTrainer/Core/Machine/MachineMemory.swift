@@ -19,10 +19,10 @@ struct MachineMemory: Sendable {
     let metal: Int?
     /// Whether weights that stay mapped are clean pages, which the system can reclaim. A GPU's driver may count them as memory.
     let mapsAreClean: Bool
-    /// The bytes of MLX's arrays that do not live through a step, and of the memory that the allocator keeps.
+    /// The bytes of MLX's arrays that live only in a part of a step, and of the memory that the allocator keeps.
     let working: @Sendable (Planner, Plan) -> Int
 
-    /// Returns the memory that weights may take that stay mapped, in bytes.
+    /// Returns the memory that mapped weights may take, in bytes.
     func roomForMaps(after peak: Int, limit: Int?, room: Int) -> Int {
         mapsAreClean ? room : min(limit ?? .max, room) - peak
     }
@@ -40,7 +40,7 @@ struct MachineMemory: Sendable {
 
     /// Returns the bytes of the scores that attention's derivative holds at once. These are P and dP of the query rows in a tile. Where
     /// operations are fused, dS takes dP's memory; elsewhere there are also P ∘ dP and a difference. With tiles, there are also the sums of
-    /// dk and dv before and after a tile. MLX's operation has up to 32 rows of each head, and 128 rows of 2,048 positions in all.
+    /// dk and dv before and after a tile. MLX's operation holds up to 32 rows of each head, and up to 128 rows in all from 2,048 positions on.
     func scores(_ a: AttentionMixer, _ machine: Machine, length: Int) -> Int {
         if isOneOperation(a) { return 2 * min(32 * a.numAttentionHeads * length, 128 * max(length, 2048)) * 4 }
         let heads = a.numAttentionHeads / a.numKeyValueHeads * min(machine.keyHeads, a.numKeyValueHeads)

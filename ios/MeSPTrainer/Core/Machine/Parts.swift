@@ -58,7 +58,7 @@ extension Machine {
         return state
     }
 
-    /// Returns the inputs for the next part, which MLX cannot read before `done` is computed.
+    /// Returns the inputs for the next part, which can be read only after `done` is computed.
     func inputs(_ inputs: [MLXArray], after done: [MLXArray]) -> [MLXArray] {
         guard processor.chainsParts, pause == nil, !inputs.isEmpty else {
             part(done)
@@ -118,7 +118,7 @@ extension Machine {
             let rows = body(tokens, x[tokens])
             if tokens.count < x.dim(0) { eval(rows) }
             replace(tokens, of: &x, by: rows)
-            // The freed buffers are too small for arrays of the whole sequence.
+            // The freed buffers are too small for arrays of the whole sequence, so they are not kept.
             if tokens.count < x.dim(0) { Memory.clearCache() }
         }
     }

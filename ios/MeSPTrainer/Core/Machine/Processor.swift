@@ -58,14 +58,14 @@ extension Processor {
         attendsByTiles && attention.attnLogitSoftcapping == nil
     }
 
-    /// The most texts whose next tokens go through a model together.
+    /// The most texts whose next tokens go through a model together in uncut arrays.
     var uncutRows: Int { dequantizesInProduct ? CachedModel.mostTexts : QuantizedMatrix.fewRows }
 
     /// Returns the value that `made` computes from a block's weights, to be kept while they are mapped; nil where it would also keep
     /// matrices in float32.
     func kept<T>(_ made: () -> T) -> T? { dequantizesInProduct ? made() : nil }
 
-    /// The memory that weights may take that stay mapped, in bytes. On a CPU such weights do not count as memory. A GPU's driver may count
+    /// The memory that mapped weights may take, in bytes. On a CPU they do not count as the process's memory. A GPU's driver may count
     /// them, so there they may take half of the process's limit.
     var roomForMaps: Int {
         let memory = Int(ProcessInfo.processInfo.physicalMemory)
@@ -99,7 +99,7 @@ extension Processor {
         return formulas()
     }
 
-    /// Returns whether MLX fuses the operations of the functions in some files. It fuses functions that are called. Plain functions are
+    /// Returns whether MLX fuses the operations of the functions in `files`. It fuses functions that are called. Plain functions are
     /// differentiated instead.
     func fuses(_ files: KeyPath<Manifest.Blocks, [String: String]>) -> Bool {
         backend == .gpu && files != \.plainFunctions

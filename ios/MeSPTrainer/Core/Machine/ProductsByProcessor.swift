@@ -41,8 +41,8 @@ extension QuantizedMatrix {
             ?? applyTransposed(dy * g, addedTo: sum)
     }
 
-    /// Returns the matrix with its rows times g, where a product unpacks W with float32 scales. It is nil elsewhere, and where there are as
-    /// many scales and biases per row of W as `rows`.
+    /// Returns the matrix with its rows times g, where a product unpacks W with float32 scales. It is nil elsewhere, and where a row of W
+    /// has at least `rows` scales and biases.
     private func scaled(by g: MLXArray, rows: Int) -> QuantizedMatrix? {
         guard Device.isCPU, dense == nil, let biases = wide.biases, 2 * scales.dim(1) < rows else { return nil }
         let g = g[0..., .newAxis]
@@ -60,8 +60,9 @@ extension QuantizedMatrix {
         return processor.backend == .gpu ? product.asType(x.dtype) : product
     }
 
-    /// Returns W in float32. With bfloat16 scales, `dequantized` would round W to bfloat16, so the scales are cast first. For 3, 5 and 6
-    /// bits, `dequantized` would make an array on a CPU with a 32-bit integer for each bit of W, so this function unpacks W there.
+    /// Returns W in float32. With bfloat16 scales, `dequantized` would round W to bfloat16, so the scales are cast first. On a CPU,
+    /// `dequantized` would make an array with a 32-bit integer for each bit of W of 3, 5 or 6 bits, so this function unpacks such a W
+    /// itself.
     static func dequantize(
         _ weight: MLXArray, _ scales: MLXArray, _ biases: MLXArray?, _ format: QuantizationFormat
     ) -> MLXArray {

@@ -48,7 +48,7 @@ package final class StepClock {
         do { try boundary() } catch is CancellationError {}
     }
 
-    /// Returns the result of a phase's work. The work is timed, has a workspace for its arrays, and is repeated where a GPU fails.
+    /// Returns the result of a phase's work. The work is timed, its arrays are limited to a workspace, and it is repeated where a GPU fails.
     func work<R>(
         _ phase: WritableKeyPath<Phases, Double>, in workspace: Int?, _ body: () throws -> R
     ) throws -> R {

@@ -5,7 +5,7 @@ import MeSPBundle
 extension Machine {
     /// Returns the sizes to which temporaries may be cut, in bytes, the largest first. The default plan takes the largest, as larger
     /// temporaries are no faster. On a GPU, a kernel costs as much as some 500 kB of memory traffic. So the sizes there grow with the
-    /// sequence, and steps of all lengths have about as many kernels. They grow until a kernel's cost is a tenth of the time that it takes.
+    /// sequence, and steps of all lengths have about as many kernels. They stop growing where this cost is a tenth of a kernel's time.
     /// In wide models, whose products take longer, they are smaller.
     static func choices(_ backend: Backend, hiddenSize: Int, length: Int) -> [Int] {
         let largest = backend == .cpu ? 1 << 20 : min(min(4096, (4 << 20) / hiddenSize) * length, 7 << 19)

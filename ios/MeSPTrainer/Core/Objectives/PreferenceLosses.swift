@@ -101,7 +101,7 @@ struct PreferenceLoss {
 }
 
 extension RunSettings {
-    /// β
+    /// β, by default 0.1.
     fileprivate var preferenceBeta: Double { Double(beta ?? 0.1) }
 }
 

@@ -6,7 +6,7 @@ struct RewardedStep {
     let trainer: Trainer
     /// The most bytes for the caches of the answers that are written together.
     let cacheLimit: Int
-    /// Returns a number for each answer to each prompt.
+    /// A function that returns a number for each answer to each prompt.
     let reward: ([AnswerGroup]) throws -> [[Float]]
 
     /// Samples and rewards answers, and performs one update from them.

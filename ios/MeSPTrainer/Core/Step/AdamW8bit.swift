@@ -40,7 +40,7 @@ struct DynamicQuantization {
             return UInt8(low)
         }
         let lowest = (UInt32(0)..<1 << 16).map { upper in
-            // The lowest of negative numbers is the largest without its sign.
+            // The lowest of some negative numbers has the largest magnitude.
             code(Float(bitPattern: upper << 16 | (upper >> 15 == 1 ? 0xFFFF : 0)))
         }
         (self.fractions, self.middles) = (MLXArray(fractions), MLXArray(middles + [.infinity]))

@@ -9,7 +9,7 @@ package final class BlockwiseModel {
     package let settings: RunSettings
     /// The layout of each block's parameters.
     package let layouts: [LoRALayout]
-    /// The blocks that are trained, which have parameters, ascending. `Manifest.check` ensures that there is at least one.
+    /// The indices of the trained blocks, which alone have parameters, ascending. `Manifest.check` ensures that there is at least one.
     package let trained: [Int]
     /// s, an additional factor of the adapters' output; 1 while they are trained.
     var strength: Float = 1
@@ -83,7 +83,7 @@ package final class BlockwiseModel {
         return stored.dtype == .float32 ? stored : try clock.confirmed { stored.asType(.float32) }
     }
 
-    /// Returns the parameters with which a block that has parameters computes the base model's output.
+    /// Returns the parameters with which a trained block computes the base model's output.
     func baseParameters(_ block: Int) throws -> MLXArray {
         guard let squares = try squaredNorms?.read(block) else { return MLXArray.zeros([layouts[block].count]) }
         return layouts[block].base(sqrt(squares))

@@ -9,7 +9,7 @@ extension Updates {
     ) {
         let norm = try model.clock.repeating {
             let squares = try model.trained.reduce(Float(0)) { try $0 + gradient($1).square().sum().number(Float.self) }
-            // With such a norm, clipping would turn finite gradients into zeros or NaN.
+            // With a norm that is not finite, clipping would turn finite gradients into zeros or NaN.
             if !squares.isFinite { for block in model.trained { try model.check(gradient(block), block) } }
             return squares.squareRoot()
         }

@@ -3,7 +3,7 @@ import MeSPBundle
 
 /// The loss of a batch of preference data: the mean over its pairs or answers, times the batch's share of the step's loss.
 ///
-/// The gradient is the sum of the sequences' gradients, weighted by the objective. So one sequence's activations exist at a time.
+/// The gradient is the sum of the sequences' gradients, weighted by the objective. So only one sequence's activations exist at a time.
 struct PreferenceBatch: StepLoss {
     /// Pairs of a chosen and a rejected answer, one after the other, or single answers.
     private let batch: [PreferenceAnswer]
@@ -44,7 +44,7 @@ struct PreferenceBatch: StepLoss {
         }
     }
 
-    /// Returns the mean loss of the pairs or answers, and its measures of preference data.
+    /// Returns the mean loss of the pairs or answers, and their other measures.
     func evaluated(_ trainer: Trainer) throws -> StepResult {
         var result = StepResult()
         try score(trainer, &result) { $1 }

@@ -13,7 +13,7 @@ package struct PrivateStep {
 
     package init(trainer: Trainer, secret: SecretKey) { (self.trainer, self.secret) = (trainer, secret) }
 
-    /// Performs one update from the losses of the examples. No loss may depend on another example. The step's loss and norm are means over
+    /// Performs one update from the losses of the examples. Each loss must depend on one example alone. The step's loss and norm are means over
     /// the examples.
     package func step(_ losses: some Sequence<some StepLoss>, number: Int) throws -> StepResult {
         let (settings, updates) = (trainer.model.settings, trainer.updates)

@@ -14,7 +14,8 @@ import MeSPBundle
 ///         update            block l's LoRA matrices with g
 ///         free              everything but d
 ///
-/// Updating within the backward pass is exact, as no earlier block reads block l's matrices. For several sequences, g is the sum of theirs.
+/// Updating within the backward pass is exact, as no earlier block reads block l's matrices. For several sequences, g is the sum of their
+/// gradients.
 /// They go through the model one after the other, or each block takes all of them before the next block (`Plan.order`).
 package final class Trainer {
     package let model: BlockwiseModel
@@ -45,7 +46,7 @@ package final class Trainer {
         return result
     }
 
-    /// Begins to count the sequences of a step, as their dropout masks depend on their number.
+    /// Starts the count of a step's sequences, on which their dropout masks depend.
     func beginStep(_ number: Int) {
         let settings = model.settings
         dropout =

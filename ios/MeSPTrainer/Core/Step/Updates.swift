@@ -19,7 +19,7 @@ package final class Updates {
         (sums, clippedSums) = (arrays.sums, arrays.clippedSums)
     }
 
-    /// Returns the result of a step. If the step throws `NotFinite` with `skipBadSteps`, it restores the parameters and the state before.
+    /// Returns the result of `step`. With `skipBadSteps`, it restores the previous parameters and state if `step` throws `NotFinite`.
     func undoingFailure<R>(_ step: () throws -> R) throws -> R {
         let before = settings.skipBadSteps ? (model.lora, optimizer) : nil
         do {
@@ -30,7 +30,7 @@ package final class Updates {
         }
     }
 
-    // MARK: - What a backward pass does with gradients
+    // MARK: - Sinks of gradients
 
     /// Whether gradients are summed. Otherwise each gradient updates its block at once.
     var areSummed: Bool { sums != nil }
