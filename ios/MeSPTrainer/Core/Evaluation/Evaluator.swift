@@ -106,7 +106,7 @@ package struct Evaluator {
         }
     }
 
-    /// Returns the score of the tokens from position `first` on, which is not 0.
+    /// Returns the score of the tokens from position `first` on, where `first` is above 0.
     private func score(_ tokens: [Int], from first: Int, _ atBlock: () throws -> Void) throws -> Score {
         try repeating(atBlock) {
             var score = Score()

@@ -14,7 +14,7 @@ package struct CachedModel {
     private(set) var selection: AdapterSelection?
     private var kept: Kept
     private let isRecurrent: Bool
-    /// The manifest's `featureGroup`, which the manifest itself searches for.
+    /// The manifest's `featureGroup`, cached, as the manifest searches for it each time.
     private let featureGroup: Int
     /// The size of temporary arrays, in bytes.
     private static let tileBytes = 1 << 20
@@ -277,7 +277,7 @@ package struct CachedModel {
             block.sharedStates = shared
             if bundle.maps.areKept { block.keptLayers = bundle.processor.kept { kept.layers(index, block) } }
             let y = block.output(x, sequences: sequences, &known)
-            // The evaluation of y includes attention's keys and values.
+            // The evaluation of y includes attention's keys and values, so only recurrent states are added.
             let states = keepsStates ? known.filter(\.isRecurrent).flatMap(\.arrays) : []
             if block.machine.leave([y] + states, isDeferred: isDeferred) { kept.pending = y }
             return y

@@ -20,7 +20,8 @@ public struct Generator {
         package var maxTokens = 256
         /// The temperature. At 0 the likeliest token is taken. Otherwise tokens are drawn from softmax(logits / temperature).
         package var temperature: Float = 0
-        /// The probability that the tokens to draw from reach together. They are the fewest such tokens, before the temperature is applied.
+        /// The total probability that the tokens to draw from must reach. They are the fewest tokens that do, before the temperature is
+        /// applied.
         package var topP: Float = 1
         /// The seed of the draws. The same seed draws the same tokens.
         package var seed: UInt64 = 0
@@ -34,12 +35,12 @@ public struct Generator {
     public struct Summary: Codable, Sendable, Equatable {
         package let reason: Reason
         public let tokens: Int
-        /// The time until the first token could be chosen.
+        /// The time in seconds until the first token could be chosen.
         package let promptSeconds: Double
-        /// The time from then on.
+        /// The time in seconds after that.
         public let seconds: Double
         package let footprintPeakBytes: Int
-        /// The size of the adapters' matrices.
+        /// The size of the adapters' matrices, in bytes.
         package let adapterBytes: Int
         /// The token of `stop` that ended the text; nil where none did.
         package let stopToken: Int?
@@ -63,7 +64,7 @@ public struct Generator {
     /// Takes other adapters for the next texts. Weights stay mapped. A `PromptCache` drops the tokens that were read with other adapters.
     ///
     /// - Parameter adapters: the adapters whose sum the model takes; none for the base model.
-    /// - Throws: as `init`; the generator then keeps its adapters.
+    /// - Throws: the errors of `init`; the generator then keeps its adapters.
     package mutating func use(_ adapters: [WeightedAdapters]) throws { try model.use(adapters) }
 
     /// Writes a text, and calls `onToken` with each token as it is chosen.
@@ -280,7 +281,7 @@ public struct Generator {
         return zip(texts, chosen).map { text, token in text.known ?? token }
     }
 
-    /// Returns whether a text's cache at its longest fits beside those of the texts in progress. A single text is never refused.
+    /// Returns whether a text's cache at its longest fits in addition to those of the texts in progress. A single text is never refused.
     private func hasRoom(for next: Text, beside texts: [Text], _ limit: Int) -> Bool {
         guard !texts.isEmpty else { return true }
         // No text is longer than this, and the size of such a cache does not overflow.

@@ -1,13 +1,14 @@
 import MLX
 import MeSPAdapters
 
-/// The tokens of a text that a model has read, and the state after them in each block. Of a text that begins with the same tokens, such as
-/// the next turn of a conversation, only the rest is read.
+/// The tokens of a text that a model has read, and the state after them in each block. For a text that begins with the same tokens, such as
+/// the next turn of a conversation, a model reads only the rest.
 ///
 ///     var cache = PromptCache(limit: 1 << 26)
 ///     try generator.generate(turn, continuing: &cache) { show($0) }
 ///
-/// A cache is for one bundle's model. It is emptied for other adapters than those that read the text. Attention leaves the keys and values
+/// A cache is for one bundle's model. It is emptied when the model has other adapters than those that read the text. Attention leaves the
+/// keys and values
 /// of each token, even before a block's window, so the text can be cut back to any beginning. A recurrent block leaves one state. With such
 /// a block, two beginnings are kept: the whole text, and a mark shortly before the end of the last prompt. A conversation continues from
 /// the mark if its template writes a finished answer differently from an opened one. A text that differs earlier is read from the start.
@@ -23,7 +24,7 @@ package struct PromptCache {
     private var mark: (count: Int, states: [MixerState?])?
     /// The number of tokens before the next mark.
     private var nextMark = 0
-    /// A number of tokens that is larger than what a template takes to open an answer.
+    /// The number of tokens from a mark to the prompt's end. A template takes fewer to open an answer.
     static let opening = 16
 
     /// - Parameter limit: the most bytes to keep when a text has ended. The beginning of the text that fits is kept.

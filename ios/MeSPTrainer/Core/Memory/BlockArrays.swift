@@ -69,7 +69,7 @@ final class ArrayFile {
         func map() -> MLXArray? { mapArray(file, offset: index * stride, [stride / dtype.size], dtype) }
         var mapped = maps[index] ?? map()
         if mapped == nil {
-            // As with a bundle's files, addresses may suffice for one mapping at a time.
+            // As with a bundle's files, the process may have addresses for only one mapping at a time.
             maps = [:]
             mapped = map()
         }

@@ -53,7 +53,7 @@ package func memoryFootprint() -> Int {
 /// The highest footprint in each of successive periods.
 ///
 /// Apple's kernel records the highest footprint of the process's life at every change (`ledger_phys_footprint_peak`). If it rises in a
-/// period, it is the period's highest. Otherwise the highest reading of a thread counts. So the peak of a run that takes more than the
+/// period, it is the period's highest. Otherwise the highest reading of a sampling thread counts. So the peak of a run that takes more than the
 /// process took before is exact, and few readings suffice. Linux records no peak of anonymous memory, as `VmHWM` includes mapped files.
 package final class FootprintSampler: @unchecked Sendable {
     /// The functions that read the footprint.

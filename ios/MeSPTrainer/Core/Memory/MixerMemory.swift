@@ -6,8 +6,8 @@ extension Planner {
     private var segment: Int { Machine.mixerTokens(architecture, length, manifest.device.processor) }
 
     /// Returns the bytes of a segment's part of an array `[T, …]`.
-    /// Returns the bytes of the other segments' parts.
     func inSegment(_ bytes: Int) -> Int { isCut ? bytes / length * segment : bytes }
+    /// Returns the bytes of the other segments' parts.
     private func inOthers(_ bytes: Int) -> Int { bytes - inSegment(bytes) }
 
     /// Whether all mixers take segments.

@@ -42,7 +42,7 @@ package struct Planner: Sendable {
     let parameters: [Parameters]
     /// The number of all blocks' magnitudes with DoRA. There are as many ‖W‖².
     let magnitudes: Int
-    /// The number of gate, up and down that have adapters, in the MLP or in experts.
+    /// The number of projections with adapters among gate, up and down, in the MLP or in experts, whichever have more.
     let adaptedInMLP: Int
     /// The bytes that `StepMemory.swift` computes once: those of the process, those of the parameters with the optimizer's state, and those
     /// of the intermediates of the last blocks, by the number of blocks.
@@ -171,7 +171,7 @@ package struct Planner: Sendable {
             && (!plan.keepsAnswer || keepingAnswers(plan.offload).contains(true))
     }
 
-    /// Returns the plan in the order that takes the least memory; an empty array where no order fits.
+    /// Returns an array of the plan in the order that takes the least memory, or an empty array where no order fits.
     private func ordered(_ plan: Plan, _ orders: [RunSettings.Order?]) -> [Plan] {
         let plans = orders.map { order in
             var plan = plan

@@ -28,7 +28,7 @@ extension Planner {
     // MARK: - Answers that are sampled (`Core/Rewards`)
 
     /// Returns the bytes for the caches of the answers that are written together: half of the difference between the peak of the passes and
-    /// that of sampling, or at least the cache of one answer. The number depends only on the plan and the settings, as a resumed run must
+    /// that of sampling, but at least the cache of one answer. The number depends only on the plan and the settings, as a resumed run must
     /// sample the same answers.
     func answerCaches(_ plan: Plan) -> Int {
         guard settings.groupSize != nil else { return 0 }
@@ -153,7 +153,8 @@ extension Planner {
         (isCut ? 2 : 4) * hidden + normed + largest(forwardBytes(of:)) + 3 * weight(256) + 3 * perLayer
     }
 
-    /// Returns the bytes of the loss. They are y of all tokens, and d in float32; for the tokens at a time, h, dh, and the running sum
+    /// Returns the bytes of the loss. They are y of all tokens, and d in float32; for the tokens that go through it at a time, h, dh, and
+    /// the running sum
     /// before and after a tile; for a tile, W where it is dequantized, z and p.
     private func loss(_ machine: Machine) -> Int {
         let (rows, tokens) = (min(machine.vocabularyRows, architecture.vocabSize), machine.mlpTokens)
@@ -178,7 +179,8 @@ extension Planner {
         recomputed(block.mixer) + (magnitudes > 0 ? 0 : activation(2 * block.mlp.intermediateSize))
     }
 
-    /// Returns the bytes of the MLP's derivative, besides the intermediates. They are dy; for the tokens at a time, x_mid, mlp_in and
+    /// Returns the bytes of the MLP's derivative, besides the intermediates. They are dy; for the tokens that go through it at a time,
+    /// x_mid, mlp_in and
     /// d_mlp_in in float32; and a tile's arrays and weights, or the norm's derivative with p, u, m, dm and du of embeddings for each layer.
     private func mlpBackward(_ machine: Machine) -> Int {
         let features = min(machine.features, architecture.widestMLP)

@@ -23,7 +23,7 @@ extension RunSettings {
         return objective != nil ? rate / 10 : groupSize != nil ? rate / 3 : rate
     }
 
-    /// Sets the paper's optimizer and learning rate, with which a model learns slowly. They are meant by a settings file that names none.
+    /// Sets the paper's optimizer and learning rate, with which a model learns slowly. A settings file that names none has these.
     package mutating func usePaperUpdate() { (optimizer, learningRate) = (.sgd, Self.paperLearningRate) }
 
     private static let paperLearningRate: Float = 1e-4

@@ -1,8 +1,8 @@
 import Foundation
 
 /// Chooses the strength s of a run's adapters, W + s · α / r · A B, so that a text that they were not trained on stays about as likely as
-/// before (`docs/method.md`, "Forgetting"). This is the highest strength within the limit. As adapters may have been trained too far, it is
-/// lowered for as long as held-out loss falls.
+/// before (`docs/method.md`, "Forgetting"). The choice is the highest strength within the limit. As adapters may have been trained too far,
+/// it is then lowered for as long as held-out loss falls.
 ///
 /// Training ends where held-out loss is flat in s, while the loss on other text rises about with s². So a smaller s loses little of the
 /// task and most of the forgetting.

@@ -104,7 +104,7 @@ final class TrainingLoop {
         } catch let cut as CutShort {
             throw cut
         } catch {
-            // The log's disk may be the full one, so that these fail too. The first error is the one to report.
+            // The log's disk may be the full one, so these calls may fail too. The first error is the one to report.
             try? note("error", error.plainSentence)
             try? end(.failed)
             throw error
