@@ -12,8 +12,8 @@ import MeSPBundle
 /// `Intermediates` have the bundle's dtype. Everything between them is float32.
 ///
 /// BlockForward.swift and StructuredBackward.swift contain the two passes. AttentionBlock.swift, GatedDeltaNetBlock.swift,
-/// ShortConvolutionBlock.swift and Mamba2Block.swift contain both passes of a mixer. ExpertsBlock.swift contains those of a mixture of
-/// experts, and PerLayerBlock.swift those of the term that embeddings for each layer add to y.
+/// ShortConvolutionBlock.swift and Mamba2Block.swift contain both passes of a mixer. ExpertsBlock.swift contains both passes of a mixture
+/// of experts, and PerLayerBlock.swift both passes of the term that embeddings for each layer add to y.
 package struct Block {
     let weights: BlockWeights
     /// The LoRA parameters `[P]`, or nil for the base model.

@@ -7,7 +7,7 @@ package struct BlockWeights {
     let shape: BlockShape
     var packed: PackedWeights
 
-    /// The same weights for the formulas of a CPU.
+    /// These weights, for the formulas of a CPU.
     package var onCPU: BlockWeights { BlockWeights(shape: shape, packed: packed.onCPU) }
 
     private var architecture: Architecture { shape.architecture }

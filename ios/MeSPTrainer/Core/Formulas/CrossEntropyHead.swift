@@ -128,7 +128,7 @@ package struct CrossEntropyHead {
         var arrays: [MLXArray] { [m, expSum, zTarget] + weighted.arrays }
     }
 
-    /// For some tokens, the losses and whether no logit is larger than the target's, `[t, 1]` each, and their rows of dh `[t, hidden]`.
+    /// The losses of some tokens and whether no logit is larger than the target's, `[t, 1]` each, and the tokens' rows of dh `[t, hidden]`.
     private struct Scores: Arrays {
         let losses, isLargest: MLXArray
         var dh: MLXArray?

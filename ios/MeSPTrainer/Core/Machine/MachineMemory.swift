@@ -104,7 +104,7 @@ extension Planner {
         return max(mixer, mlp, 10 * update(plan)) / 10
     }
 
-    /// Returns the bytes that a phase may take on a GPU before MLX waits, and those of a cache; see `withWorkspace`. With short command
+    /// Returns the bytes that a phase may take on a GPU before MLX waits, plus a cache; see `withWorkspace`. With short command
     /// buffers they let several buffers run. With long ones they are less than half of the phase's peak, so that only the buffer that is
     /// being encoded exceeds them.
     func workspace(_ plan: Plan) -> Int {

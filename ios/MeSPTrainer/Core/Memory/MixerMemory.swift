@@ -16,8 +16,8 @@ extension Planner {
     /// Returns the bytes of the input of a mixer's last projection.
     func lastInput(of mixer: Mixer) -> Int { activation(mixer.mixerWidth(hidden: architecture.hiddenSize)) }
 
-    /// Returns the bytes of the arrays that the backward pass reads. These are those of `MixerIntermediates`; with segments, k̂, v̂ and
-    /// attn_out of attention, and the states of a gated delta net.
+    /// Returns the bytes of the arrays that the backward pass reads: the arrays of `MixerIntermediates`. With segments, they are k̂, v̂ and
+    /// attn_out of attention, or the states of a gated delta net.
     func intermediates(of mixer: Mixer) -> Int {
         switch mixer {
         case .attention(let a) where isCut: activation(2 * a.keyValueWidth) + lastInput(of: mixer)

@@ -32,7 +32,7 @@ public struct Plan: Codable, Sendable, Equatable {
     }
 }
 
-/// Chooses the plan of a step by its predicted peak footprint (`StepMemory.swift`).
+/// The choice of a step's plan by its predicted peak footprint (`StepMemory.swift`).
 package struct Planner: Sendable {
     let manifest: Manifest
     let settings: RunSettings
@@ -44,8 +44,8 @@ package struct Planner: Sendable {
     let magnitudes: Int
     /// The number of projections with adapters among gate, up and down, in the MLP or in experts, whichever have more.
     let adaptedInMLP: Int
-    /// The bytes that `StepMemory.swift` computes once: those of the process, those of the parameters with the optimizer's state, and those
-    /// of the intermediates of the last blocks, by the number of blocks.
+    /// The bytes that `StepMemory.swift` computes once: of the process, of the parameters with the optimizer's state, and of the
+    /// intermediates of the last blocks, by the number of blocks.
     private(set) var (process, vectors, kept) = (0, 0, [0])
     /// The memory that the system allows the process, in bytes; nil without a limit.
     private let systemLimit: Int?

@@ -40,7 +40,7 @@ extension ModelBundle {
 }
 
 extension BlockwiseModel {
-    /// Replaces the initial parameters by those of adapters, as mlx-lm or PEFT wrote them.
+    /// Replaces the initial parameters by the adapters in a folder, as mlx-lm or PEFT wrote them.
     func startFrom(_ folder: URL) throws {
         try clock.repeating {
             try take(settings.loadAdapters(from: folder, of: bundle), of: folder)
