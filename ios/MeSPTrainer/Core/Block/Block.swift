@@ -40,8 +40,8 @@ package struct Block {
         self.side = side
     }
 
-    /// Returns the rows of each record in a sequence of T tokens. The mixer takes each record separately, as it is the only part of a block
-    /// that relates tokens to each other.
+    /// Returns the rows of each record in a sequence of T tokens. The mixer, which alone relates tokens to each other, takes each record
+    /// separately.
     func records(_ length: Int) -> [Range<Int>] { side.records ?? [0..<length] }
 
     /// Returns the segments that the mixer takes one at a time, some thousand tokens each; none for a shorter sequence or packed records.
@@ -56,7 +56,6 @@ package struct Block {
         return lora.flatMap { layout.matrices(projection, in: $0) }
     }
 
-    /// Returns the layer of a projection.
     func linear(_ projection: Projection) -> LoRALinear {
         keptLayers?[projection]
             ?? LoRALinear(
@@ -65,7 +64,7 @@ package struct Block {
                 dropout: dropoutKey(projection).map { Dropout(key: $0, firstToken: firstToken) })
     }
 
-    /// Returns the dropout key of a projection's layer, by its place among all layers that can have adapters; nil without dropout.
+    /// Returns the dropout key of a projection's layer, by its place among the trainable ones; nil without dropout.
     private func dropoutKey(_ projection: Projection) -> DropoutKey? {
         guard let key = side.dropout else { return nil }
         let module = layout.block.place(projection).module

@@ -3,7 +3,6 @@ import MeSPBundle
 
 /// The forward pass by formulas. Training uses it on a CPU, and for blocks without a function. Generation uses it on every device.
 extension Block: BlockForward {
-    /// The block with the machine of a forward pass.
     private var inForwardPass: Block {
         var block = self
         block.machine = machine.forForwardPass
@@ -15,7 +14,7 @@ extension Block: BlockForward {
     /// - Parameters:
     ///   - x: `[n, hidden]`, the tokens of one or several sequences, concatenated
     ///   - sequences: the rows of each sequence
-    ///   - states: the state of each sequence after the tokens before; replaced by the state after these tokens
+    ///   - states: each sequence's state before these tokens, replaced by that after them
     /// - Returns: y `[n, hidden]`.
     func output(_ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState]) -> MLXArray {
         let xMid = machine.part(sum(x, weights.mixerPostNorm, inForwardPass.mixer(x, sequences, &states).out))
@@ -134,7 +133,7 @@ extension Block: BlockForward {
         sumInFloat32(x, norm, output).asType(x.dtype)
     }
 
-    /// Returns x + norm(output), or x + output without a norm, in float32.
+    /// Returns `sum` in float32.
     private func sumInFloat32(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
         x + (norm.map { $0(output.asType(x.dtype).asType(.float32)) } ?? output)
     }
@@ -202,7 +201,6 @@ extension Block: BlockForward {
         return hasInner ? (whole(0), whole(1), whole(2)) : (whole(0), nil, nil)
     }
 
-    /// The gated MLP of a block that has one.
     var gatedMLP: GatedMLP {
         GatedMLP(
             gate: linear(.gate), up: linear(.up), down: linear(.down), names: (.gate, .up, .down),

@@ -64,8 +64,8 @@ package final class BlockFunction {
         return result
     }
 
-    /// Makes a GPU compile the kernels for these outputs, unless it has done so. Evaluates the outputs one after the other, and calls
-    /// `pause` after each. For y alone, the intermediates come first, as they share kernels with y.
+    /// Makes a GPU compile the kernels for these outputs, once: evaluates one after the other, and calls `pause` after each. For y alone,
+    /// the intermediates come first, as they share kernels with y.
     fileprivate func compileKernels(_ selection: Selection, _ arguments: [MLXArray], pause: () -> Void) throws {
         for selection in selection == .output ? [.intermediates, .output] : [selection]
         where compiled.insert(selection).inserted {

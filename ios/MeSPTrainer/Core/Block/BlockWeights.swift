@@ -24,7 +24,6 @@ package struct BlockWeights {
         packed.matrix(module.name + ".", inputs: shape.dimensions(module).inputs)
     }
 
-    /// Returns the matrices of an expert.
     func expert(
         _ experts: Experts, _ number: Int
     ) -> (gate: QuantizedMatrix, up: QuantizedMatrix, down: QuantizedMatrix) {

@@ -50,7 +50,6 @@ extension Block {
             weights.router(experts).applyTransposed(routed.backward(dw: concatenated(dws)), addedTo: dx))
     }
 
-    /// Returns the expert of some pairs, with its adapters.
     private func expert(_ experts: Experts, _ pairs: Routed.Pairs) -> GatedMLP {
         func linear(_ weight: QuantizedMatrix, _ projection: Projection) -> LoRALinear {
             self.linear(weight, projection, expert: pairs.expert, tokens: pairs.positions)

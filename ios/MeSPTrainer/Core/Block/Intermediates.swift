@@ -10,7 +10,6 @@ package struct Intermediates: Arrays {
     var gate, up: MLXArray?
     /// The outputs of the mixer and of the MLP before their norms, in a block with post-norms.
     var mixerOut, mlpOut: MLXArray?
-    /// The segments of a long sequence.
     var segments = [Segment]()
     /// The segment that these arrays belong to; nil for a whole sequence.
     var segment: Segment?

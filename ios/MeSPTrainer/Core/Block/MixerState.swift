@@ -21,8 +21,7 @@ package enum MixerState {
         var arrays: [MLXArray] { [tail, memory] }
     }
 
-    /// Keys after RoPE and values, `[kv_heads, room, head_dim]` each. The first `count` rows belong to tokens, the others are room for
-    /// more.
+    /// Keys after RoPE and values, `[kv_heads, room, head_dim]` each, of which `count` rows are in use.
     package struct KeyValues: Arrays {
         private(set) var keys: MLXArray
         private(set) var values: MLXArray
@@ -40,8 +39,8 @@ package enum MixerState {
         /// The size of the tokens' keys and values in bytes, without the room.
         var size: Int { count == 0 ? 0 : (keys.nbytes + values.nbytes) / keys.dim(1) * count }
 
-        /// Adds the keys and values of some tokens, `[kv_heads, n, head_dim]` each. One token's go into the room, in place unless something
-        /// else refers to these arrays.
+        /// Adds keys and values, `[kv_heads, n, head_dim]` each. One token's go into the room, in place unless something else refers to the
+        /// arrays.
         mutating func append(_ newKeys: MLXArray, _ newValues: MLXArray) {
             let n = newKeys.dim(1)
             if n == 1, count < keys.dim(1) {
@@ -59,7 +58,7 @@ package enum MixerState {
             count += n
         }
 
-        /// Keeps copies of the keys and values of the first tokens. Views would keep all of them alive.
+        /// Keeps copies of the first tokens' keys and values, as views would keep all alive.
         mutating func cut(to count: Int) {
             (keys, values) = (contiguous(keys[0..., 0..<count]), contiguous(values[0..., 0..<count]))
             eval(keys, values)

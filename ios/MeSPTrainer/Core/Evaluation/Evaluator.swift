@@ -25,7 +25,7 @@ package struct Evaluator {
 
     /// - Parameters:
     ///   - bundle: the model.
-    ///   - adapters: the adapters whose sum the model takes; none for the base model.
+    ///   - adapters: adapters that the model adds up; none for the base model.
     package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = []) throws {
         self.init(try CachedModel(bundle, adapters: adapters))
     }

@@ -165,7 +165,7 @@ struct Attention {
             parts = []
             return sum.map { $0 + whole } ?? whole
         }
-        /// Joins the tiles, applies `backward` to some heads at a time, and returns an array with a row for each token.
+        /// Joins the tiles, applies `backward` to some heads at a time, and returns a row for each token.
         func joined(_ parts: inout [MLXArray], _ backward: (MLXArray, _ heads: Range<Int>) -> MLXArray) -> MLXArray {
             let whole = join(&parts)
             let byHead = machine.rows(of: whole) { backward(whole[$0], $0) }
@@ -194,8 +194,7 @@ struct Attention {
             { [whole($0[0], $0[1], $0[2])] },
             primals: [q, k[0..., keys].asType(.float32), v[0..., keys].asType(.float32)], cotangents: [dOut])
         let own = k.dim(1) - q.dim(1) - keys.lowerBound  // the index of the segment's first position in `keys`
-        /// Adds the gradients from later segments to the last keys. Returns the part for the segment's own positions, and the part before
-        /// them.
+        /// Adds the gradients from later segments. Returns the part for the segment's own positions, and the part before it.
         func parted(_ d: MLXArray, _ later: MLXArray?) -> (own: MLXArray, before: MLXArray) {
             var d = d
             if let later = later?.swappedAxes(1, 2) {

@@ -7,7 +7,6 @@ struct CausalConvolution {
     /// The weights w, `[D, K]`.
     let weight: MLXArray
 
-    /// Returns the convolution of some of the features.
     func features(_ range: Range<Int>) -> CausalConvolution { CausalConvolution(weight: weight[range]) }
 
     /// Returns the state before the first token: K − 1 rows of zeros.

@@ -1,7 +1,7 @@
 import MLX
 import MeSPBundle
 
-/// The cross-entropy loss of the output projection and its gradient, computed in one pass over the vocabulary:
+/// Cross-entropy of the output projection and its gradient, in one pass over the vocabulary:
 ///
 ///     h = RMSNorm(y),   z = cap(h Wᵀ),   ℒ = Σ (logsumexp(z) − z[target])
 ///     dh = (softmax(z) ∘ cap′) W − cap′[target] W[target]
@@ -61,7 +61,7 @@ package struct CrossEntropyHead {
         return (concatenated(parts.map(\.losses))[0..., 0], concatenated(parts.map(\.isLargest))[0..., 0])
     }
 
-    /// Returns the sum of the losses of the positions that count.
+    /// Returns the loss without a gradient.
     ///
     /// - Parameters:
     ///   - y: the last block's output, `[1, T, hidden]`
@@ -96,8 +96,7 @@ package struct CrossEntropyHead {
         return counted.count < y.dim(1) ? all[MLXArray(counted.map { Int32($0) })] : all
     }
 
-    /// Returns the sum of the losses of the rows of y `[n, hidden]`, and dy `[n, hidden]` times the scale. Without a scale, dy is not
-    /// computed.
+    /// Returns the sum of the losses of y's rows `[n, hidden]`, and dy times the scale, which is not computed without one.
     private func lossAndRows(
         _ y: MLXArray, _ targets: MLXArray, scale: Float?, _ atBoundary: () throws -> Void
     ) rethrows -> (loss: MLXArray, dy: MLXArray) {

@@ -45,14 +45,12 @@ struct Dropout {
         return masked(x, rows: r, columns: c, least: UInt32(Double(key.rate) * 0x1p32))
     }
 
-    /// Returns the dropout of some rows of x.
     func rows(_ range: Range<Int>) -> Dropout {
         var part = self
         if let tokens { part.tokens = Array(tokens[range]) } else { part.firstToken += range.lowerBound }
         return part
     }
 
-    /// Returns the dropout of some columns of x.
     func inputs(_ range: Range<Int>) -> Dropout {
         var part = self
         part.firstInput += range.lowerBound

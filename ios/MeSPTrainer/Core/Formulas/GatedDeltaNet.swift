@@ -12,7 +12,7 @@ package struct GatedDeltaNet {
     let keyHeads, valueHeads: Int
     /// The dimensions of a head's keys and values: key_dim and value_dim in shapes.
     let keyDim, valueDim: Int
-    /// The convolution of all q, k and v, which have F = 2 · key_heads · key_dim + value_heads · value_dim features.
+    /// The convolution of q, k and v, with F = 2 · key_heads · key_dim + value_heads · value_dim features.
     let convolution: CausalConvolution
     /// A_log and dt_bias, `[value_heads]` each.
     let aLog, dtBias: MLXArray
@@ -41,7 +41,7 @@ package struct GatedDeltaNet {
         .init(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([valueHeads, keyDim, valueDim]))
     }
 
-    /// Returns the number of key heads to take at a time: as many as fit into `machine.bytes` with `bytesOfHead` each, at least 1.
+    /// Returns the number of key heads to take at a time.
     private func headsAtOnce(_ length: Int, _ machine: Machine) -> Int {
         min(keyHeads, max(1, machine.bytes / bytesOfHead(length)))
     }
@@ -66,7 +66,7 @@ package struct GatedDeltaNet {
     /// - Parameters:
     ///   - qkv: `[n, F]`
     ///   - b, a: `[n, value_heads]`
-    ///   - state: the state before the tokens; replaced by the state after them
+    ///   - state: the state before the tokens, replaced by that after them
     func callAsFunction(
         qkv: MLXArray, b: MLXArray, a: MLXArray, state: inout MixerState.Recurrent, machine: Machine
     ) -> MLXArray {
@@ -90,7 +90,6 @@ package struct GatedDeltaNet {
             machine: machine)
     }
 
-    /// Returns the value heads of some key heads.
     private func valueHeads(of heads: Range<Int>) -> Range<Int> {
         let each = valueHeads / keyHeads
         return heads.lowerBound * each..<heads.upperBound * each
@@ -109,7 +108,6 @@ package struct GatedDeltaNet {
         sigmoid(b[0..., valueHeads(of: heads)].asType(.float32))
     }
 
-    /// Returns the inputs q, k and v of some heads.
     private func inputs(_ heads: Range<Int>) -> [Input] {
         func input(_ heads: Range<Int>, _ dim: Int, start: Int, scale: Float?) -> Input {
             let features = start + heads.lowerBound * dim..<start + heads.upperBound * dim
@@ -170,9 +168,9 @@ package struct GatedDeltaNet {
     ///   - qkv: `[T, F]`
     ///   - b, a: `[T, value_heads]`
     ///   - dO: `[T, value_heads · value_dim]`, in float32
-    ///   - records: the rows of each record of the sequence; each record has its own state. nil for one record
+    ///   - records: the rows of each record, which has its own state; nil for one record
     ///   - before: the state before a segment of one record; nil for the start of a sequence
-    ///   - carried: the gradients from the next segment; replaced by the gradients for the segment before. nil where there are no segments
+    ///   - carried: the gradients from the next segment, replaced by those for the segment before; nil without segments
     /// - Returns: the gradients of qkv, b and a, in float32.
     func backward(
         qkv: consuming MLXArray, b: MLXArray, a: MLXArray, dO: consuming MLXArray, records: [Range<Int>]? = nil,
@@ -208,7 +206,7 @@ package struct GatedDeltaNet {
         return machine.part(whole(0..<3), whole(3..<4), whole(4..<5))
     }
 
-    /// The gradients of q, k, v, b and a, with an element for each tile of heads. With segments, also the carried gradients.
+    /// The gradients of q, k, v, b and a for each tile of heads and, with segments, the carried gradients.
     private struct HeadGradients: Arrays {
         var (gradients, carried) = ([[MLXArray]](), [[MLXArray]]())
         var arrays: [MLXArray] { (gradients.last ?? []) + (carried.last ?? []) }

@@ -12,7 +12,7 @@ import MLX
 ///     U = M β V        W = M β γ K        D = U − W S        O = γ Q S + P D        S₊ = γ_C S + (δ K)ᵀ D
 ///
 /// β, γ and δ are columns. Only D and S₊ depend on the chunk before. A key head has one or several value heads. Arrays are
-/// `[chunks, key_heads, value heads of each, …]`. The third axis has size 1 where all value heads of a key head share an array.
+/// `[chunks, key_heads, value heads of each, …]`. The third axis has size 1 where the value heads of a key head share an array.
 package struct GatedDeltaRule {
     /// Q and K, `[…, C, key_dim]` each.
     private let q, k: MLXArray
@@ -97,7 +97,7 @@ package struct GatedDeltaRule {
     /// - Parameters:
     ///   - dO: `[T, value_heads, value_dim]`
     ///   - state: S before the tokens, `[value_heads, key_dim, value_dim]`
-    ///   - dState: the gradient of S after the tokens, in the shape of `state`; replaced by the gradient of S before them
+    ///   - dState: the gradient of S after the tokens, replaced by that of S before them
     /// - Returns: dq and dk `[T, key_heads, key_dim]`, dv `[T, value_heads, value_dim]`, dκ and β dβ `[T, value_heads]`, in float32.
     func backward(dO: MLXArray, state: MLXArray, dState: inout MLXArray)
         -> (dq: MLXArray, dk: MLXArray, dv: MLXArray, dLogDecay: MLXArray, betaDBeta: MLXArray)
@@ -130,7 +130,7 @@ package struct GatedDeltaRule {
 
     private func rowsum(_ x: MLXArray, _ y: MLXArray) -> MLXArray { (x * y).sum(axis: -1, keepDims: true) }
 
-    /// Returns ⟨S, dS₊⟩ of each chunk, `[…, 1, 1]`. A matrix product computes it without the array S ∘ dS₊.
+    /// Returns ⟨S, dS₊⟩ of each chunk, `[…, 1, 1]`, without the array S ∘ dS₊.
     private func dot(_ x: MLXArray, _ y: MLXArray) -> MLXArray {
         let shape = Array(x.shape[..<3])
         return matmul(x.reshaped(shape + [1, -1]), y.reshaped(shape + [-1, 1]))
@@ -218,7 +218,6 @@ package struct GatedDeltaRule {
     }
 }
 
-/// Transposes the last two axes.
 private func transposed(_ x: MLXArray) -> MLXArray { x.swappedAxes(-1, -2) }
 
 /// Returns (I + E)⁻¹ for E `[…, C, C]` with zeros on and above the diagonal, where C is a power of two.

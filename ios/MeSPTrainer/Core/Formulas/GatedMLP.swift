@@ -27,7 +27,6 @@ struct GatedMLP {
             })
     }
 
-    /// Returns the MLP for some rows of x.
     private func rows(_ range: Range<Int>) -> GatedMLP {
         GatedMLP(
             gate: gate.rows(range), up: up.rows(range), down: down.rows(range), names: names, activation: activation)
@@ -170,7 +169,6 @@ struct GatedMLP {
         return machine.part(dx, dw, gradients)
     }
 
-    /// Returns the derivative from the sums of all tiles.
     private func total(
         _ sums: Sums, _ x: MLXArray, dy: MLXArray, w: MLXArray?, wantsA: Bool, _ machine: Machine
     ) -> (dx: MLXArray, dw: MLXArray?, gradients: LoRAGradients) {

@@ -14,7 +14,6 @@ package struct LayerEmbeddings {
     private let x0: MLXArray
     private let size: Int
 
-    /// Reads the rows of the tokens.
     init(_ tokens: [Int32], x0: MLXArray, table: PackedWeights, _ architecture: Architecture, size: Int) {
         (self.x0, self.size) = (x0, size)
         rows = readRows { table.matrix("", inputs: architecture.numHiddenLayers * size).packedRows(MLXArray(tokens)) }

@@ -22,7 +22,7 @@ struct LoRALinear {
 
     /// Returns y `[T, out]` of x `[T, in]`, in float32.
     ///
-    /// - Parameter machine: limits the rows of W that are taken at a time; nil for all rows.
+    /// - Parameter machine: limits the rows of W taken at a time; nil for all.
     func callAsFunction(_ x: MLXArray, machine: Machine? = nil) -> MLXArray {
         let h = h(x)
         if let machine, machine.projectionRows < weight.rows {
@@ -45,7 +45,7 @@ struct LoRALinear {
     /// Returns (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` where there is a g `[T, rank]`. Each is added to its sum where there is
     /// one.
     ///
-    /// - Parameter machine: limits the rows of x ∘ K that exist at a time; nil for all rows.
+    /// - Parameter machine: limits the rows of x ∘ K taken at a time; nil for all.
     func products(
         _ x: MLXArray, _ g: MLXArray?, addedTo sums: (xA: MLXArray?, xTg: MLXArray?) = (nil, nil),
         machine: Machine? = nil
@@ -67,7 +67,6 @@ struct LoRALinear {
     /// Returns x ∘ K.
     private func kept(_ x: MLXArray) -> MLXArray { dropout.map { $0(x) } ?? x }
 
-    /// Returns the layer for some of its outputs.
     func outputs(_ range: Range<Int>) -> LoRALinear {
         guard range.count < weight.rows else { return self }
         var part = self
@@ -76,8 +75,8 @@ struct LoRALinear {
         return part
     }
 
-    /// Returns the layer for some of its inputs, without its bias. The bounds are multiples of the group size. The results for ranges that
-    /// cover all inputs add up to the whole layer's result without its bias.
+    /// Returns the layer for some of its inputs, without its bias. The bounds are multiples of the group size. Results for ranges that
+    /// cover all inputs add up to the layer's result without bias.
     func inputs(_ range: Range<Int>) -> LoRALinear {
         var part = self
         (part.weight, part.bias) = (weight.columns(range), nil)
@@ -86,7 +85,6 @@ struct LoRALinear {
         return part
     }
 
-    /// Returns the layer for some rows of x.
     func rows(_ range: Range<Int>) -> LoRALinear {
         var part = self
         part.dropout = dropout?.rows(range)
@@ -137,7 +135,7 @@ extension LoRALinear {
 
     /// Returns sum + (s dy Bᵀ) Aᵀ ∘ M `[T, in]` from `dyBT`; the sum alone where `dyBT` is nil.
     ///
-    /// - Parameter machine: limits the rows that are taken at a time; nil for all rows.
+    /// - Parameter machine: limits the rows taken at a time; nil for all.
     func adapterDx(_ dyBT: MLXArray?, addedTo sum: MLXArray?, machine: Machine? = nil) -> MLXArray? {
         guard hasDropout, let dyBT, let a = lora?.a else { return product(dyBT, lora?.a.T, addedTo: sum) }
         var dx = sum ?? MLXArray.zeros([dyBT.dim(0), a.dim(0)])

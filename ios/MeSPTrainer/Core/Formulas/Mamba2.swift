@@ -12,7 +12,7 @@ package struct Mamba2 {
     let heads, groups: Int
     /// P and N.
     let headDim, stateSize: Int
-    /// The convolution of all x, B and C, which have F = heads · P + 2 · groups · N features.
+    /// The convolution of x, B and C, with F = heads · P + 2 · groups · N features.
     let convolution: CausalConvolution
     /// The bias of the convolution, `[F]`.
     let bias: MLXArray
@@ -27,7 +27,7 @@ package struct Mamba2 {
         .init(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([heads, headDim, stateSize]))
     }
 
-    /// Returns the number of a group's heads to take at a time: as many as fit into `machine.bytes` with `bytesOfHead` each, at least 1.
+    /// Returns the number of a group's heads to take at a time.
     private func headsAtOnce(_ length: Int, _ machine: Machine) -> Int {
         min(heads / groups, max(1, machine.bytes / bytesOfHead(length)))
     }
@@ -49,7 +49,7 @@ package struct Mamba2 {
     /// - Parameters:
     ///   - xBC: `[n, F]`
     ///   - dt: `[n, heads]`
-    ///   - state: the state before the tokens; replaced by the state after them
+    ///   - state: the state before the tokens, replaced by that after them
     func callAsFunction(xBC: MLXArray, dt: MLXArray, state: inout MixerState.Recurrent, machine: Machine) -> MLXArray {
         let before = state
         let parts = machine.each(of: groups, size: 1) { group in
@@ -80,7 +80,7 @@ package struct Mamba2 {
     ///   - xBC: `[T, F]`
     ///   - dt: `[T, heads]`
     ///   - dO: `[T, heads · P]`, in float32
-    ///   - records: the rows of each record of the sequence; each record has its own state. nil for one record
+    ///   - records: the rows of each record, which has its own state; nil for one record
     /// - Returns: the gradients of xBC and dt, in float32.
     func backward(
         xBC: consuming MLXArray, dt: MLXArray, dO: consuming MLXArray, records: [Range<Int>]? = nil, machine: Machine
@@ -116,7 +116,7 @@ package struct Mamba2 {
         return machine.part(concatenated(dx + dB + dC, axis: -1), concatenated(dDt, axis: -1))
     }
 
-    /// The gradients of x and dt, with an element for each tile of a group's heads, and the sums of the gradients of B and C.
+    /// The gradients of x and dt for each tile of a group's heads, and the sums of the gradients of B and C.
     private struct HeadGradients: Arrays {
         var (dx, dDt, sums) = ([MLXArray](), [MLXArray](), [MLXArray]())
         var arrays: [MLXArray] { dx.suffix(1) + dDt.suffix(1) + sums }

@@ -113,7 +113,7 @@ package struct StateSpace {
 
     private func rowsum(_ x: MLXArray, _ y: MLXArray) -> MLXArray { (x * y).sum(axis: -1, keepDims: true) }
 
-    /// Returns ⟨S, dS₊⟩ of each chunk and head, `[chunks, heads, 1, 1]`. A matrix product computes it without the array S ∘ dS₊.
+    /// Returns ⟨S, dS₊⟩ of each chunk and head, `[chunks, heads, 1, 1]`, without the array S ∘ dS₊.
     private func dot(_ x: MLXArray, _ y: MLXArray) -> MLXArray {
         let shape = Array(x.shape[..<2])
         return matmul(x.reshaped(shape + [1, -1]), y.reshaped(shape + [-1, 1]))
@@ -134,8 +134,7 @@ package struct StateSpace {
     private func byToken(_ x: MLXArray) -> MLXArray { x.reshaped([-1] + Array(x.shape[2...]))[0..<length] }
 }
 
-/// Swaps the axes of rows and heads: `[chunks, rows, heads, …]` to `[chunks, heads, rows, …]`, or back.
+/// Swaps `[chunks, rows, heads, …]` and `[chunks, heads, rows, …]`.
 private func swapped(_ x: MLXArray) -> MLXArray { x.swappedAxes(1, 2) }
 
-/// Transposes the last two axes.
 private func transposed(_ x: MLXArray) -> MLXArray { x.swappedAxes(-1, -2) }

@@ -64,7 +64,7 @@ package struct CachedModel {
         func forget() { (pending, views, layers) = (nil, [:], [:]) }
     }
 
-    /// - Parameter adapters: the adapters whose sum the model takes; none for the base model.
+    /// - Parameter adapters: adapters that the model adds up; none for the base model.
     package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = [], chunk: Int = 256) throws {
         self.init(bundle, with: nil, chunk: chunk)
         try use(adapters)
@@ -150,7 +150,6 @@ package struct CachedModel {
         return x
     }
 
-    /// The size of the adapters, in bytes.
     var adapterBytes: Int { adapters?.bytes ?? 0 }
 
     /// Frees the views and layers of the weights. After an error of MLX, they may not be valid.
@@ -163,8 +162,8 @@ package struct CachedModel {
         bundle.architecture.cacheSize(tokens: tokens, itemSize: bundle.dtype.size) + (cache?.recurrentSize ?? 0)
     }
 
-    /// Returns the last block's output for several sequences, each of which follows the tokens in the cache. They go through the blocks
-    /// together, and the cache does not change.
+    /// Returns the last block's output for several sequences, each of which follows the cache. They go through the blocks together, and the
+    /// cache does not change.
     ///
     /// - Parameter sequences: the tokens of each sequence. They share the keys and values in the cache, and each continues from the
     ///   recurrent states.
@@ -242,8 +241,7 @@ package struct CachedModel {
         try bundle.layerEmbeddings(tokens.map { Int32($0) }, x0: x0)
     }
 
-    /// Returns the keys and values of another block that a block attends to, for each text. The other block has read the same tokens
-    /// before.
+    /// Returns another block's keys and values that a block attends to, for each text.
     private func shared(_ block: Int, _ caches: [PromptCache]) -> [MixerState.KeyValues] {
         guard let owner = bundle.architecture.keysOf(block) else { return [] }
         return caches.compactMap { $0.blocks[owner]?.keysAndValues }

@@ -23,7 +23,7 @@ public struct Generator {
         /// The total probability that the tokens to draw from must reach. They are the fewest tokens that do, before the temperature is
         /// applied.
         package var topP: Float = 1
-        /// The seed of the draws. The same seed draws the same tokens.
+        /// The seed; the same seed draws the same tokens.
         package var seed: UInt64 = 0
         /// The tokens that end the text; they are not part of it.
         package var stop: [Int] = []
@@ -53,7 +53,7 @@ public struct Generator {
 
     /// - Parameters:
     ///   - bundle: the model.
-    ///   - adapters: the adapters whose sum the model takes; none for the base model.
+    ///   - adapters: adapters that the model adds up; none for the base model.
     /// - Throws: `MeSPError` where adapters do not fit the model, or a weight is out of range.
     package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = []) throws {
         self.init(try CachedModel(bundle, adapters: adapters))
@@ -63,7 +63,7 @@ public struct Generator {
 
     /// Takes other adapters for the next texts. Weights stay mapped. A `PromptCache` drops the tokens that were read with other adapters.
     ///
-    /// - Parameter adapters: the adapters whose sum the model takes; none for the base model.
+    /// - Parameter adapters: adapters that the model adds up; none for the base model.
     /// - Throws: the errors of `init`; the generator then keeps its adapters.
     package mutating func use(_ adapters: [WeightedAdapters]) throws { try model.use(adapters) }
 
@@ -243,8 +243,8 @@ public struct Generator {
             texts = ended.filter { $0.1 == nil }.map(\.0)
             for (text, reason) in ended { if let reason { try end(text, reason) } }
         }
-        /// Puts the texts in progress back, to be read again. Keys and values are written in place, so after a failure of a GPU no state
-        /// from before the token is left.
+        /// Puts the texts in progress back, to be read again: keys and values are written in place, so a failed GPU leaves no state from
+        /// before the token.
         func beginAgain() throws {
             waiting = texts.map { $0.begunAgain() } + waiting
             (texts, read) = ([], nil)
@@ -325,8 +325,8 @@ public struct Generator {
 
     // MARK: - Choice
 
-    /// Returns the likeliest token, or one drawn from those that `topP` leaves, as mlx-lm's `make_sampler` does. The same seed draws the
-    /// same tokens there, as the noise is assigned to the tokens in the vocabulary's order.
+    /// Returns the likeliest token, or one drawn from those that `topP` leaves. mlx-lm's `make_sampler` draws the same with the same seed,
+    /// as the noise is in the vocabulary's order.
     func choose(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) throws -> Int {
         try (drawn(logits, request, random) ?? logits.argMax()).number(Int.self)
     }

@@ -124,7 +124,6 @@ extension Machine {
     }
 }
 
-/// Returns the arrays of some results.
 private func allArrays<each R: Arrays>(_ results: repeat each R) -> [MLXArray] {
     var all = [MLXArray]()
     for result in repeat each results { all += result.arrays }

@@ -9,7 +9,6 @@ import MeSPSentences
 /// The file has no name, and disappears with the process. Not for use from several threads at once.
 final class ArrayFile {
     private let file: Int32
-    /// The shapes of the arrays that were written.
     private var shapes = [Int: [Int]]()
     private let dtype: DType
     /// The distance from one array to the next, in bytes: whole pages, as `mapArray` requires.

@@ -87,7 +87,7 @@ extension Planner {
         }
     }
 
-    /// Returns the bytes that automatic differentiation keeps; for attention, they include the scores and P of all heads.
+    /// Returns the bytes that automatic differentiation keeps, for attention with the scores and P of all heads.
     func automatic(of mixer: Mixer) -> Int {
         switch mixer {
         case .attention(let a): 2 * a.numAttentionHeads * length * length * 4 + 7 * whole(mixer)

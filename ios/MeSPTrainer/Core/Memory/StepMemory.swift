@@ -85,15 +85,14 @@ extension Planner {
     var gradientBytes: Int { parameters.map { 4 * $0.trained }.max() ?? 0 }
     private var loraBytes: Int { parameters.map { 4 * $0.count }.max() ?? 0 }
 
-    /// The bytes of the side inputs. For embeddings for each layer, they are the tokens' quantized rows of the table and the first block's
-    /// input. There are also the shared keys and values.
+    /// The bytes of the side inputs: with embeddings for each layer, the tokens' quantized rows of the table and the first block's input;
+    /// and the shared keys and values.
     var context: Int {
         let row = 4 * (manifest.perLayerEmbedding?.words ?? 0) / architecture.vocabSize
         return (architecture.perLayer == nil ? 0 : length * row + hidden) + activation(sharedWidth(from: 0))
     }
 
-    /// The bytes of the sums of the gradients by shared keys and values. The block that has these keys and values adds the sums to its own
-    /// gradients.
+    /// The bytes of the sums of the gradients by shared keys and values, which their block adds to its own gradients.
     var sharedSums: Int { 4 * length * sharedWidth(from: parameters.count - trainedBlocks) }
 
     private func sharedWidth(from first: Int) -> Int {
@@ -103,8 +102,7 @@ extension Planner {
         }
     }
 
-    /// The bytes of the tokens of a step's sequences, and of the positions that count. All exist when the step begins; with DP-SGD, those
-    /// of one example.
+    /// The bytes of the tokens of a step's sequences, or with DP-SGD of one example, and of the positions that count.
     private var examples: Int {
         let arrays = (length + 1) * MemoryLayout<Int32>.size + length * MemoryLayout<Int>.size
         return (settings.dpClip == nil ? settings.sequences : 1) * (settings.objective == nil ? 1 : 2) * (arrays + 256)
@@ -122,7 +120,6 @@ extension Planner {
             update(plan))
     }
 
-    /// Returns a machine with temporaries of the plan's size.
     func makeMachine(_ plan: Plan) -> Machine {
         Machine(
             architecture, group: manifest.featureGroup, length: length, bytes: plan.tileBytes,
@@ -146,14 +143,14 @@ extension Planner {
         }
     }
 
-    /// The bytes of a block's forward pass. They are x, mixer_in, x_mid and y, or with segments x and x_mid, which y replaces; with
+    /// The bytes of a block's forward pass: x, mixer_in, x_mid and y, or with segments x and x_mid, which y replaces; with
     /// post-norms an output before its norm; the mixer's arrays; three dequantized tiles of weights; and p, u and m with embeddings for
     /// each layer.
     private var forwardBytes: Int {
         (isCut ? 2 : 4) * hidden + normed + largest(forwardBytes(of:)) + 3 * weight(256) + 3 * perLayer
     }
 
-    /// Returns the bytes of the loss. They are y of all tokens, and d in float32; for the tokens that go through it at a time, h, dh, and
+    /// Returns the bytes of the loss: y and, in float32, d of all tokens; for the tokens that go through it at a time, h, dh, and
     /// the running sum
     /// before and after a tile; for a tile, W where it is dequantized, z and p.
     private func loss(_ machine: Machine) -> Int {
@@ -179,7 +176,7 @@ extension Planner {
         recomputed(block.mixer) + (magnitudes > 0 ? 0 : activation(2 * block.mlp.intermediateSize))
     }
 
-    /// Returns the bytes of the MLP's derivative, besides the intermediates. They are dy; for the tokens that go through it at a time,
+    /// Returns the bytes of the MLP's derivative, besides the intermediates: dy; for the tokens that go through it at a time,
     /// x_mid, mlp_in and
     /// d_mlp_in in float32; and a tile's arrays and weights, or the norm's derivative with p, u, m, dm and du of embeddings for each layer.
     private func mlpBackward(_ machine: Machine) -> Int {
@@ -193,9 +190,8 @@ extension Planner {
         return hidden + 3 * some + max(ofTile, 2 * some + 5 * perLayer) + gradientBytes
     }
 
-    /// Returns the bytes of the update of a block's parameters. They are x, d and another array of their size, and arrays as long as the
-    /// gradient: those that it is joined from, unless gradients are summed before, and the optimizer's. With LoRA+ there are the factors of
-    /// the rates, and with a frozen A whole vectors.
+    /// Returns the bytes of the update of a block's parameters: three arrays such as x and d; the arrays that the gradient is joined from,
+    /// unless gradients are summed before; the optimizer's; with LoRA+ the factors of the rates; and with a frozen A whole vectors.
     func update(_ plan: Plan) -> Int {
         guard method.hasBackwardPass else { return 0 }
         let arrays =

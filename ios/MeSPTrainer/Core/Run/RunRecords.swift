@@ -11,7 +11,6 @@ extension LogRecord.Start {
             settings: settings, battery: battery, thermalState: ThermalState.current.rawValue)
     }
 
-    /// The machine and the system.
     package static var host: String {
         let system = ProcessInfo.processInfo.operatingSystemVersionString
         var name = utsname()

@@ -56,7 +56,6 @@ package struct SecretKey {
         }
     }
 
-    /// Returns the seed of a block's noise in a step.
     func noiseSeed(step: Int, block: Int) -> UInt64 { numbers("noise", step, block)[0] }
 
     /// Returns four numbers: the SHA-256 of the key, a purpose, a step and an index.

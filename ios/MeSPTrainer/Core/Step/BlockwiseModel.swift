@@ -7,7 +7,6 @@ import MeSPBundle
 package final class BlockwiseModel {
     package let bundle: ModelBundle
     package let settings: RunSettings
-    /// The layout of each block's parameters.
     package let layouts: [LoRALayout]
     /// The indices of the trained blocks, which alone have parameters, ascending. `Manifest.check` ensures that there is at least one.
     package let trained: [Int]

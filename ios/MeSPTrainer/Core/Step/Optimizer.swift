@@ -82,7 +82,6 @@ struct Optimizer {
         }
     }
 
-    /// Keeps an update's state.
     mutating func keep(_ update: Update, block: Int) throws {
         if let m = update.first { try first?.write(m, block) }
         if let v = update.second { try second?.write(v, block) }

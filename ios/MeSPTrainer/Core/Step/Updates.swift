@@ -46,7 +46,6 @@ package final class Updates {
         return { [self] block, gradient in try model.clock.repeating { try sums?.add(gradient, block) } }
     }
 
-    /// Returns the sum of a block's gradients.
     func sum(_ block: Int) throws -> MLXArray {
         guard let sums else { preconditionFailure("gradients are not summed") }
         return try sums.read(block)
