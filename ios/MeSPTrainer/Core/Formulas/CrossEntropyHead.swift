@@ -96,7 +96,7 @@ package struct CrossEntropyHead {
         return counted.count < y.dim(1) ? all[MLXArray(counted.map { Int32($0) })] : all
     }
 
-    /// Returns the sum of the losses of y's rows `[n, hidden]`, and dy times the scale, which is not computed without one.
+    /// Returns the sum of the losses of y's rows `[n, hidden]`, and dy times the scale. Without a scale, dy is not computed.
     private func lossAndRows(
         _ y: MLXArray, _ targets: MLXArray, scale: Float?, _ atBoundary: () throws -> Void
     ) rethrows -> (loss: MLXArray, dy: MLXArray) {

@@ -162,7 +162,8 @@ package struct CachedModel {
         bundle.architecture.cacheSize(tokens: tokens, itemSize: bundle.dtype.size) + (cache?.recurrentSize ?? 0)
     }
 
-    /// Returns the last block's output for several sequences, each of which follows the cache. They go through the blocks together, and the
+    /// Returns the last block's output for several sequences, each of which continues the cache's text. They go through the blocks
+    /// together, and the
     /// cache does not change.
     ///
     /// - Parameter sequences: the tokens of each sequence. They share the keys and values in the cache, and each continues from the
