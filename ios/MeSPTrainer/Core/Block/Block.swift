@@ -141,8 +141,7 @@ package struct SideInputs {
     }
 }
 
-/// The forward pass of one block over a whole sequence x `[1, T, hidden]`, with the requested outputs. The caller
-/// evaluates them.
+/// The forward pass of one block over a whole sequence x `[1, T, hidden]`, with the requested outputs. The caller evaluates them.
 package protocol BlockForward {
     /// Returns y `[1, T, hidden]`.
     func output(_ x: MLXArray) throws -> MLXArray

@@ -47,8 +47,7 @@ package struct GatedDeltaNet {
     }
 
     /// Returns the part of `Machine.bytes` that one key head takes: the size of three arrays. The derivative holds some 25 arrays with a
-    /// row for
-    /// each token, whereas attention's derivative holds some 6.
+    /// row for each token, whereas attention's derivative holds some 6.
     func bytesOfHead(_ length: Int) -> Int {
         3
             * Self.arrayBytes(

@@ -163,8 +163,7 @@ package struct CachedModel {
     }
 
     /// Returns the last block's output for several sequences, each of which continues the cache's text. They go through the blocks
-    /// together, and the
-    /// cache does not change.
+    /// together, and the cache does not change.
     ///
     /// - Parameter sequences: the tokens of each sequence. They share the keys and values in the cache, and each continues from the
     ///   recurrent states.

@@ -8,10 +8,11 @@ import MeSPAdapters
 ///     try generator.generate(turn, continuing: &cache) { show($0) }
 ///
 /// A cache is for one bundle's model. It is emptied when the model has other adapters than those that read the text. Attention leaves the
-/// keys and values
-/// of each token, even before a block's window, so the text can be cut back to any beginning. A recurrent block leaves one state. With such
-/// a block, two beginnings are kept: the whole text, and a mark shortly before the end of the last prompt. A conversation continues from
-/// the mark if its template writes a finished answer differently from an opened one. A text that differs earlier is read from the start.
+/// keys and values of each token, even of those before a block's window, so the text can be cut back to any beginning. A recurrent block
+/// leaves one
+/// state. With such a block, two beginnings are kept: the whole text, and a mark shortly before the end of the last prompt. A conversation
+/// continues from the mark if its template writes a finished answer differently from an opened one. A text that differs earlier is read
+/// from the start.
 package struct PromptCache {
     private(set) var tokens = [Int]()
     /// The state of each block; nil before the first token.

@@ -45,8 +45,7 @@ package enum MetalMemory {
 }
 
 /// Calls `body` with a limit on the memory of its arrays. When they take more than `bytes` in addition to the arrays that exist already,
-/// MLX waits for the
-/// GPU before it encodes more.
+/// MLX waits for the GPU before it encodes more.
 ///
 /// MLX allocates an operation's output when it encodes the operation. It frees the inputs when the GPU has completed their command buffer.
 /// Without a limit, the arrays of up to 11 command buffers that are encoded ahead would exist at once. The limit counts mapped weights,

@@ -64,9 +64,8 @@ extension Processor {
 extension Planner {
     /// Returns the bytes that malloc keeps on Linux: a sixteenth of the lasting arrays, at most 2 MB, and gaps as large as the widest
     /// arrays. Arrays of less than 0.9 MB leave no gaps, nor do arrays of 8 MiB or more, each of which has its own mapping. There are three
-    /// gaps
-    /// for the tokens that go through the MLP at a time, at most 3 MB, or with experts four gaps for all tokens. A mixer that is wider than
-    /// the model may leave three larger gaps. Smaller tiles leave as much as they save.
+    /// gaps for the tokens that go through the MLP at a time, at most 3 MB, or with experts four gaps for all tokens. A mixer that is wider
+    /// than the model may leave three larger gaps. Smaller tiles leave as much as they save.
     fileprivate func gapsOfMalloc(_ plan: Plan) -> Int {
         func gaps(_ array: Int) -> Int { array < 8 << 20 ? 3 * max(0, array - 900_000) : 0 }
         let mixer = largest(lastInput)

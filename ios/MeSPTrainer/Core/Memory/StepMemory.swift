@@ -150,9 +150,8 @@ extension Planner {
         (isCut ? 2 : 4) * hidden + normed + largest(forwardBytes(of:)) + 3 * weight(256) + 3 * perLayer
     }
 
-    /// Returns the bytes of the loss: y and, in float32, d of all tokens; for the tokens that go through it at a time, h, dh, and
-    /// the running sum
-    /// before and after a tile; for a tile, W where it is dequantized, z and p.
+    /// Returns the bytes of the loss: y and, in float32, d of all tokens; for the tokens that go through it at a time, h, dh, and the
+    /// running sum before and after a tile; for a tile, W where it is dequantized, z and p.
     private func loss(_ machine: Machine) -> Int {
         let (rows, tokens) = (min(machine.vocabularyRows, architecture.vocabSize), machine.mlpTokens)
         return 4 * (2 * length + 3 * tokens) * architecture.hiddenSize + 3 * weight(rows) + 4 * 4 * tokens * rows
@@ -176,9 +175,9 @@ extension Planner {
         recomputed(block.mixer) + (magnitudes > 0 ? 0 : activation(2 * block.mlp.intermediateSize))
     }
 
-    /// Returns the bytes of the MLP's derivative, besides the intermediates: dy; for the tokens that go through it at a time,
-    /// x_mid, mlp_in and
-    /// d_mlp_in in float32; and a tile's arrays and weights, or the norm's derivative with p, u, m, dm and du of embeddings for each layer.
+    /// Returns the bytes of the MLP's derivative, besides the intermediates: dy; for the tokens that go through it at a time, x_mid, mlp_in
+    /// and d_mlp_in in float32; and a tile's arrays and weights, or the norm's derivative with p, u, m, dm and du of embeddings for each
+    /// layer.
     private func mlpBackward(_ machine: Machine) -> Int {
         let features = min(machine.features, architecture.widestMLP)
         let some = 4 * machine.mlpTokens * architecture.hiddenSize
