@@ -7,7 +7,7 @@ package enum TF32 {
     /// Whether the formulas round the operands of their products. The self-check sets it to compute the effect of TF32 on any device.
     @TaskLocal package static var isEmulated = false
 
-    /// Returns x rounded to 10 bits of mantissa, of float32's 23, to the nearest number and in a tie to the even one.
+    /// Returns x rounded to 10 of float32's 23 bits of mantissa, to nearest with ties to even.
     static func rounded(_ x: MLXArray) -> MLXArray {
         guard x.dtype == .float32 else { return x }
         let bits = x.view(dtype: .uint32)

@@ -4,7 +4,7 @@ import MeSPBundle
 /// The sizes of tiles in projections, the MLP, attention and the loss.
 extension Machine {
     /// Returns the sizes to which temporaries may be cut, in bytes, the largest first. The default plan takes the largest, as larger
-    /// temporaries are no faster. On a GPU, a kernel costs as much as some 500 kB of memory traffic. So the sizes there grow with the
+    /// temporaries are no faster. On a GPU, starting a kernel takes as long as some 500 kB of memory traffic. So the sizes there grow with the
     /// sequence, and steps of all lengths have about as many kernels. They stop growing where this cost is a tenth of a kernel's time.
     /// In wide models, whose products take longer, they are smaller.
     static func choices(_ backend: Backend, hiddenSize: Int, length: Int) -> [Int] {

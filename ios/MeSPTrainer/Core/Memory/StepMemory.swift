@@ -102,7 +102,7 @@ extension Planner {
         }
     }
 
-    /// The bytes of the tokens of a step's sequences, or with DP-SGD of one example, and of the positions that count.
+    /// The bytes of the tokens and of the positions that count in a step's sequences; with DP-SGD, in one example.
     private var examples: Int {
         let arrays = (length + 1) * MemoryLayout<Int32>.size + length * MemoryLayout<Int>.size
         return (settings.dpClip == nil ? settings.sequences : 1) * (settings.objective == nil ? 1 : 2) * (arrays + 256)

@@ -8,7 +8,7 @@ struct TrainingArrays {
     /// The file of block inputs; nil where they are in memory.
     let inputsFile: ArrayFile?
     let optimizer: Optimizer
-    /// The sums of gradients; nil where each gradient updates its block at once.
+    /// The sums of gradients; nil where each gradient updates its block when it arrives.
     let sums: BlockArrays?
     /// The sums of clipped gradients with DP-SGD, where `sums` has the gradients of one example; nil elsewhere.
     let clippedSums: BlockArrays?

@@ -32,10 +32,10 @@ package final class Updates {
 
     // MARK: - Sinks of gradients
 
-    /// Whether gradients are summed. Otherwise each gradient updates its block at once.
+    /// Whether gradients are summed. Otherwise each gradient updates its block when it arrives.
     var areSummed: Bool { sums != nil }
 
-    /// Makes a sink that updates each block at once.
+    /// Makes a sink that updates each block when its gradient arrives.
     func makeUpdateSink(_ number: Int, _ keys: [MLXArray]) -> GradientSink {
         { [self] block, gradient in try update(block, number, keys[block]) { gradient } }
     }
