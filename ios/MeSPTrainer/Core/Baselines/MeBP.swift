@@ -1,12 +1,12 @@
 import MLX
 
 extension BlockwiseModel {
-    /// MeBP: automatic differentiation of a block in plain operations, from its input.
+    /// Differentiates a block automatically, in plain operations and from its input (MeBP).
     ///
     /// - Parameters:
     ///   - x: the block's input `[1, T, hidden]`
     ///   - d: dy `[1, T, hidden]`, replaced by dx
-    ///   - dShared: as that of `Block.structuredBackward`
+    ///   - dShared: see `Block.structuredBackward`
     /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. It and d are evaluated.
     func automaticGradient(
         _ call: BlockCall, _ x: MLXArray, d: inout MLXArray, dShared: inout MixerState.KeyValues?
@@ -15,10 +15,10 @@ extension BlockwiseModel {
         guard let plain = try function(call.index, x, \.plainFunctions) else {
             preconditionFailure("block \(call.index) has no function")
         }
-        // Keys and values are inputs of a block that takes another's, and outputs of one whose others took.
+        // Shared keys and values are inputs of the blocks that attend to them, and outputs of the block that has them.
         let (taken, sum) = (call.side.shared, call.side.shared == nil ? dShared : nil)
         let dtype = x.dtype
-        /// The gradients of some of the block's outputs.
+        /// Returns the gradients of the inputs, from the gradients `cotangents` of some of the block's outputs.
         func gradients(
             cotangents: [MLXArray], of outputs: @escaping (_ pass: any BlockForward, _ x: MLXArray) throws -> [MLXArray]
         ) throws -> [MLXArray] {
@@ -33,7 +33,7 @@ extension BlockwiseModel {
                             return try outputs(plain(call, layout, scale: self.scale), primals[0])
                         } catch {
                             failure = error
-                            return cotangents  // of the outputs' shapes
+                            return cotangents  // they have the outputs' shapes
                         }
                     }, primals: [x, layout.trained(in: call.lora)] + (taken.map { [$0.keys, $0.values] } ?? []),
                     cotangents: cotangents)
@@ -41,7 +41,7 @@ extension BlockwiseModel {
             if let failure { throw failure }
             return gradients
         }
-        // A GPU compiles the kernels of a first evaluation. That of each output by itself needs some of them.
+        // In the first evaluation a GPU compiles kernels. With one output at a time, it compiles only some of them between two pauses.
         if !isWarm, differentiated.insert(ObjectIdentifier(plain)).inserted {
             let pass = plain(call, layout, scale: scale)
             for index in try 1..<pass.outputs(x).list.count {

@@ -1,7 +1,7 @@
 import MLX
 import MeSPBundle
 
-/// MeZO's step, with an estimate of the gradient from two forward passes: with z ~ N(0, 1) from a seed,
+/// A step of MeZO, which estimates the gradient from two forward passes, with z ~ N(0, 1) from a seed:
 ///
 ///     ℒ± = ℒ(lora ± ε z)        g = (ℒ₊ − ℒ₋) / 2ε        ∂ℒ/∂lora ≈ g z
 ///
@@ -9,7 +9,7 @@ import MeSPBundle
 struct MeZO {
     let trainer: Trainer
 
-    /// One update from losses whose sum is ℒ. The step's loss is the mean of MeZO's two.
+    /// Performs one update from losses whose sum is ℒ. The step's loss is the mean of ℒ₊ and ℒ₋.
     ///
     /// - Throws: `NotFinite`
     func step(_ losses: [some StepLoss], number: Int) throws -> StepResult {

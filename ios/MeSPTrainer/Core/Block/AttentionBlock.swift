@@ -2,14 +2,15 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// x_mid − x = o(attention(q, k, v)), or o(attention(q, k, v) ∘ σ(g)) with gates g, which follow the queries in q.
+/// The attention mixer:  x_mid − x = o(attention(q, k, v)), or o(attention(q, k, v) ∘ σ(g)) with gates g. In q, each head's gate follows
+/// its query.
 extension Block {
     func attention(
         _ mixer: AttentionMixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
     ) -> MixerResult {
         let (attention, d, dtype) = (weights.attention(mixer), mixer.headDim, mixerIn.dtype)
         if mixer.keysOf != nil { return attentionOverShared(mixer, mixerIn, sequences, &states) }
-        // Text that is generated takes a shorter path, token by token. Training never does: its sequences begin here, without a state.
+        // Generated text takes a shorter path, one token at a time. Training never takes it, as its sequences begin here, without a state.
         if sequences.allSatisfy({ $0.count == 1 }), states.allSatisfy({ $0.count > 0 }) {
             return attentionOfOne(mixer, attention, mixerIn, &states)
         }
@@ -32,7 +33,7 @@ extension Block {
         return (.attention(q: qAndGate, k: k, v: v, attnOut: attnOut), linear(.o)(gated, machine: machine))
     }
 
-    /// q, with each head's gate after it where it has one, k and v, `[heads, n, …]`.
+    /// Returns q, k and v, `[heads, n, …]` each. In q, each head's gate follows its query where the mixer has gates.
     func projectQKV(_ mixer: AttentionMixer, _ mixerIn: MLXArray) -> (q: MLXArray, k: MLXArray, v: MLXArray) {
         let (heads, keyHeads) = (mixer.numAttentionHeads, mixer.numKeyValueHeads)
         let q = project(.q, mixerIn).byHead(heads)
@@ -42,7 +43,8 @@ extension Block {
         )
     }
 
-    /// The same for one token of each sequence, in fewer operations, which are most of the time of so few tokens.
+    /// Computes attention for one token of each sequence, in fewer operations. The time for so few tokens depends mostly on the number of
+    /// operations.
     private func attentionOfOne(
         _ mixer: AttentionMixer, _ attention: Attention, _ mixerIn: MLXArray, _ states: inout [MixerState]
     ) -> MixerResult {
@@ -68,7 +70,7 @@ extension Block {
         return (.attention(q: qAndGate, k: k, v: v, attnOut: attnOut), linear(.o)(gated, machine: machine))
     }
 
-    /// o(attention(q, k̂, v̂)) with another block's keys and values, which has read the same tokens.
+    /// Computes o(attention(q, k̂, v̂)) with the keys and values of another block, which has read the same tokens before.
     private func attentionOverShared(
         _ mixer: AttentionMixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
     ) -> MixerResult {
@@ -92,8 +94,9 @@ extension Block {
         )
     }
 
-    /// The keys and values of a whole sequence x `[1, T, hidden]` that other blocks take too, as they are stored. Positions go on from record
-    /// to record, as in a block function: scores depend on the difference of two alone.
+    /// Returns the keys and values of a whole sequence x `[1, T, hidden]` in the bundle's dtype, for other blocks that attend to them.
+    /// Positions continue from record to record, as in a block function. This changes no score, as scores depend only on differences of
+    /// positions.
     func keysAndValues(_ x: MLXArray) -> MixerState.KeyValues {
         guard case .attention(let mixer) = weights.shape.mixer else { preconditionFailure("no attention") }
         let (attention, x) = (weights.attention(mixer), x.squeezed(axis: 0))
@@ -103,7 +106,8 @@ extension Block {
             values: attention.value(project(.v, mixerIn).byHead(mixer.numKeyValueHeads)).asType(x.dtype))
     }
 
-    /// The derivative of o(attention(q, k, v)), or of o(attention(q, k, v) ∘ σ(g)), from that of its output `[T, hidden]`.
+    /// Returns the `ProjectionGradients` of o(attention(q, k, v)), or of o(attention(q, k, v) ∘ σ(g)), from the gradient of its
+    /// output `[T, hidden]`.
     func attentionBackward(
         _ mixer: AttentionMixer, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ carried: inout CarriedGradients,
@@ -112,7 +116,7 @@ extension Block {
         let segment = intermediates.segment
         let (length, heads, headDim) = (dOut.dim(0), mixer.numAttentionHeads, mixer.headDim)
         let (qAndGate, k, v, _) = intermediates.attention
-        // attn_out goes here: attention's derivative does not read it.
+        // attn_out is freed here, as attention's derivative does not read it.
         let (dAttnOut, dg) = attentionOutput(mixer, consume intermediates, dOut: dOut, &gradients)
         let (q, dO) = (
             mixer.gateDim > 0 ? qAndGate[.ellipsis, ..<headDim] : qAndGate,
@@ -152,9 +156,9 @@ extension Block {
         return [.q: machine.part(dqg), .k: d.dk, .v: d.dv]
     }
 
-    /// The derivative of o(attn_out), or of o(attn_out ∘ σ(g)).
+    /// Computes the derivative of o(attn_out), or of o(attn_out ∘ σ(g)).
     ///
-    /// - Returns: the gradients of attn_out `[T, heads·d]` and of g, as it is; of the latter nil where there is no gate.
+    /// - Returns: the gradient of attn_out `[T, heads·d]`, and that of g in its shape; the latter is nil without a gate.
     private func attentionOutput(
         _ mixer: AttentionMixer, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ gradients: inout LoRAGradients
@@ -169,6 +173,6 @@ extension Block {
 }
 
 extension MLXArray {
-    /// `[n, heads·d]` to `[heads, n, d]`.
+    /// Reshapes `[n, heads·d]` to `[heads, n, d]`.
     fileprivate func byHead(_ heads: Int) -> MLXArray { reshaped([dim(0), heads, -1]).swappedAxes(0, 1) }
 }

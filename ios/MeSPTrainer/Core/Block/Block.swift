@@ -7,29 +7,29 @@ import MeSPBundle
 ///     mixer_in = RMSNorm(x)                     mlp_in = RMSNorm(x_mid)
 ///     x_mid = x + mixer(mixer_in)               y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
 ///
-/// A block may have a mixture of experts in place of the MLP or beside it. Each projection is a LoRA linear. In a block with post-norms
-/// the outputs of the mixer and of the MLP go through an RMSNorm before they are added to x and x_mid. x, y and the arrays of
-/// `Intermediates` have the bundle's dtype; everything between them is float32.
+/// A block may have a mixture of experts instead of the MLP or in addition to it. Each projection is a `LoRALinear`. In a block with
+/// post-norms, the outputs of the mixer and of the MLP go through an RMSNorm before they are added to x and x_mid. x, y and the arrays of
+/// `Intermediates` have the bundle's dtype. Everything between them is float32.
 ///
-/// BlockForward.swift and StructuredBackward.swift have the two passes; AttentionBlock.swift, GatedDeltaNetBlock.swift,
-/// ShortConvolutionBlock.swift and Mamba2Block.swift have both passes of a mixer, ExpertsBlock.swift those of a mixture of experts, and
-/// PerLayerBlock.swift those of the term that embeddings for each layer add to y.
+/// BlockForward.swift and StructuredBackward.swift contain the two passes. AttentionBlock.swift, GatedDeltaNetBlock.swift,
+/// ShortConvolutionBlock.swift and Mamba2Block.swift contain both passes of a mixer. ExpertsBlock.swift contains both passes of a mixture
+/// of experts, and PerLayerBlock.swift both passes of the term that embeddings for each layer add to y.
 package struct Block {
     let weights: BlockWeights
     /// The LoRA parameters `[P]`, or nil for the base model.
     let lora: MLXArray?
-    /// The formulas that give A, B̃ and G from `lora`; nil without DoRA, or where `lora` has these.
+    /// DoRA's formulas, which compute A, B̃ and G from `lora`; nil without DoRA, or where `lora` already consists of these.
     var dora: DoRA?
     let layout: LoRALayout
-    /// The factor s of the adapters' output, which `BlockwiseModel.scale` says.
+    /// The factor s of the adapters' output, see `BlockwiseModel.scale`.
     let scale: Float
     var machine: Machine
-    /// The linear layers, where a model that generates keeps them from token to token; nil elsewhere.
+    /// The linear layers that a generating model keeps from token to token; nil elsewhere.
     var keptLayers: [Projection: LoRALinear]?
     let side: SideInputs
-    /// The position of the first of the tokens that the block takes, for dropout.
+    /// The position of the block's first token in the sequence, on which dropout's masks depend.
     private var firstToken = 0
-    /// The keys and values of another block, one for each sequence; used where `side.shared` is nil.
+    /// The keys and values of another block, with an element for each sequence; used where `side.shared` is nil.
     var sharedStates = [MixerState.KeyValues]()
 
     package init(
@@ -40,23 +40,22 @@ package struct Block {
         self.side = side
     }
 
-    /// The rows of each record in a sequence of T tokens. The mixer, alone in a block, relates tokens to each other, so it takes each
-    /// record by itself.
+    /// Returns the rows of each record in a sequence of T tokens. The mixer, which alone relates tokens to each other, takes each record
+    /// separately.
     func records(_ length: Int) -> [Range<Int>] { side.records ?? [0..<length] }
 
-    /// The segments that the mixer goes by, some thousand tokens each; none of a shorter sequence, nor of packed records.
+    /// Returns the segments that the mixer takes one at a time, some thousand tokens each; none for a shorter sequence or packed records.
     func segments(_ length: Int) -> [Range<Int>] {
         guard side.records == nil, length > machine.mixerTokens, weights.shape.mixer.goesBySegments else { return [] }
         return tiles(of: length, size: machine.mixerTokens)
     }
 
-    /// The matrices of a projection's adapter, nil where it has none.
+    /// Returns the matrices of a projection's adapter; nil where it has none.
     func matrices(_ projection: Projection) -> LoRAMatrices? {
         if let dora { return dora.scaled(projection) }
         return lora.flatMap { layout.matrices(projection, in: $0) }
     }
 
-    /// The layer of a projection.
     func linear(_ projection: Projection) -> LoRALinear {
         keptLayers?[projection]
             ?? LoRALinear(
@@ -65,14 +64,14 @@ package struct Block {
                 dropout: dropoutKey(projection).map { Dropout(key: $0, firstToken: firstToken) })
     }
 
-    /// The key of a projection's layer, by its place among all that can have adapters; nil without dropout.
+    /// Returns the dropout key of a projection's layer, by its place among the trainable ones; nil without dropout.
     private func dropoutKey(_ projection: Projection) -> DropoutKey? {
         guard let key = side.dropout else { return nil }
         let module = layout.block.place(projection).module
         return layout.block.trainable.firstIndex(of: module).map { key[$0] }
     }
 
-    /// The layer of an expert's projection, for the tokens at these positions of the block's.
+    /// Returns the layer of an expert's projection, for the block's tokens at the positions `tokens`.
     func linear(_ weight: QuantizedMatrix, _ projection: Projection, expert: Int, tokens: [Int]) -> LoRALinear {
         let lora = matrices(projection).map { LoRAMatrices(a: $0.a[expert], b: $0.b[expert]) }
         let dropout = dropoutKey(projection).map {
@@ -81,7 +80,7 @@ package struct Block {
         return LoRALinear(weight: weight, bias: nil, lora: lora, scale: scale, dropout: dropout)
     }
 
-    /// The block for tokens that begin at a position of its own.
+    /// Returns the block for tokens that begin at the position `token` among this block's tokens.
     func from(_ token: Int) -> Block {
         var block = self
         block.firstToken += token
@@ -90,7 +89,7 @@ package struct Block {
 }
 
 extension Mixer {
-    /// Whether a long sequence goes through it by segments. A short convolution's arrays are few.
+    /// Whether the mixer takes a long sequence in segments. A short convolution has few arrays, and Mamba-2 has no backward pass by segments.
     var goesBySegments: Bool {
         switch self {
         case .attention, .gatedDeltaNet: true
@@ -99,14 +98,14 @@ extension Mixer {
     }
 }
 
-/// One call of a block for one sequence: all that its forward and its backward pass take besides x.
+/// The inputs of a block's forward and backward pass for one sequence, besides x.
 package struct BlockCall {
     package let index: Int
-    /// Mapped.
+    /// The block's weights, mapped.
     let weights: BlockWeights
     /// The LoRA parameters `[P]`.
     var lora: MLXArray
-    /// nil without DoRA.
+    /// DoRA's formulas; nil without DoRA.
     var dora: DoRA?
     package var side: SideInputs
 
@@ -115,15 +114,15 @@ package struct BlockCall {
     }
 }
 
-/// The inputs of a block besides the output of the block before: all of them, so that none is left out where a block runs again.
+/// The inputs of a block besides the output of the block before. One value holds all of them, so that none is omitted where a block runs again.
 package struct SideInputs {
-    /// See `Example.records`; nil for one.
+    /// The rows of each record, see `Example.records`; nil for one record.
     var records: [Range<Int>]?
-    /// Its layer's part of the tokens' embeddings `[T, size]`, where the model has such.
+    /// The layer's part p `[T, size]` of the tokens' embeddings; nil where the model has none.
     var perLayer: MLXArray?
-    /// The keys and values of another block, where this has none.
+    /// The keys and values of another block, where this block has none.
     var shared: MixerState.KeyValues?
-    /// The block's key for a sequence in a step; nil without dropout.
+    /// The dropout key of the block, for one sequence in a step; nil without dropout.
     package var dropout: DropoutKey?
 
     package init(
@@ -132,7 +131,7 @@ package struct SideInputs {
         (self.records, self.perLayer, self.shared, self.dropout) = (records, perLayer, shared, dropout)
     }
 
-    /// In the order of the block function's arguments, which has none for dropout.
+    /// The arrays in the order of the block function's arguments. None of them is for dropout.
     var arrays: [MLXArray] {
         let starts = records.map { records in
             MLXArray(records.flatMap { Array(repeating: Int32($0.lowerBound), count: $0.count) })
@@ -142,12 +141,11 @@ package struct SideInputs {
     }
 }
 
-/// The forward pass of one block over a whole sequence x `[1, T, hidden]`, with the requested outputs. The caller
-/// evaluates them.
+/// The forward pass of one block over a whole sequence x `[1, T, hidden]`, with the requested outputs. The caller evaluates them.
 package protocol BlockForward {
-    /// y `[1, T, hidden]`.
+    /// Returns y `[1, T, hidden]`.
     func output(_ x: MLXArray) throws -> MLXArray
-    /// The arrays that the backward pass reads, without gate and up.
+    /// Returns the arrays that the backward pass reads, without gate and up.
     func intermediates(_ x: MLXArray) throws -> Intermediates
     func outputs(_ x: MLXArray) throws -> BlockOutputs
 }

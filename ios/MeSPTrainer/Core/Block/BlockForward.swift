@@ -1,29 +1,28 @@
 import MLX
 import MeSPBundle
 
-/// The forward pass by formulas: in training on a CPU, and of blocks without a function; in generation on every device.
+/// The forward pass by formulas. Training uses it on a CPU, and for blocks without a function. Generation uses it on every device.
 extension Block: BlockForward {
-    /// The block with the machine of a forward pass.
     private var inForwardPass: Block {
         var block = self
         block.machine = machine.forForwardPass
         return block
     }
 
-    /// y of tokens that may follow others.
+    /// Returns y of tokens that may follow others.
     ///
     /// - Parameters:
-    ///   - x: `[n, hidden]`, the tokens of one or several sequences, one sequence below the other
-    ///   - sequences: the rows of each
-    ///   - states: for each the state after the tokens before, replaced by that after these
-    /// - Returns: y `[n, hidden]`
+    ///   - x: `[n, hidden]`, the tokens of one or several sequences, concatenated
+    ///   - sequences: the rows of each sequence
+    ///   - states: each sequence's state before these tokens, replaced by that after them
+    /// - Returns: y `[n, hidden]`.
     func output(_ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState]) -> MLXArray {
         let xMid = machine.part(sum(x, weights.mixerPostNorm, inForwardPass.mixer(x, sequences, &states).out))
         return addMLP(to: xMid, inForwardPass.mlp(weights.mlpNorm(xMid)), side.perLayer)
     }
 
     package func output(_ x: MLXArray) -> MLXArray {
-        // x_mid, and then y of some tokens after the other.
+        // x_mid, whose rows are replaced by the rows of y, some tokens at a time.
         var y = {
             let x = x.squeezed(axis: 0)
             let cut = segments(x.dim(0))
@@ -59,11 +58,11 @@ extension Block: BlockForward {
         return BlockOutputs(y: y, mixerIn: weights.mixerNorm(x).squeezed(axis: 0), intermediates: intermediates)
     }
 
-    /// The first half of the block; x `[T, hidden]`.
+    /// Computes the first half of the block, from x `[T, hidden]` to x_mid.
     private func toXMid(_ x: MLXArray) -> Intermediates {
         let cut = segments(x.dim(0))
         guard cut.isEmpty else { return bySegments(x, cut, keeps: true) }
-        // The mixer's output goes as soon as x_mid is there.
+        // The mixer's output is freed as soon as x_mid is computed.
         return machine.phase(
             {
                 var states = start(x)
@@ -74,17 +73,17 @@ extension Block: BlockForward {
             }())
     }
 
-    /// The first half of the block by segments of a long sequence, so that no array of the mixer's own features is as long as the sequence
-    /// but attention's keys, values and output.
+    /// Computes the first half of the block in segments of a long sequence. Of the arrays inside the mixer, only attention's keys, values
+    /// and output are then as long as the sequence.
     ///
-    /// - Parameter keeps: whether what the backward pass reads is kept.
+    /// - Parameter keeps: whether to keep the arrays that the backward pass reads.
     private func bySegments(_ x: MLXArray, _ rows: [Range<Int>], keeps: Bool) -> Intermediates {
         let start = MixerState(weights, dtype: x.dtype)
         var states = [start]
         var segments = [Intermediates.Segment]()
         var (xMid, mixerOut) = (MLXArray.zeros(x.shape, dtype: x.dtype), MLXArray.zeros(x.shape, dtype: x.dtype))
         for rows in rows {
-            // Attention's, which holds all keys so far, is the same for all segments: that after the last.
+            // With attention, all segments take the state after the last one, which has all keys. Until then, `start` stands in for it.
             let before = start.isRecurrent ? states[0] : start
             let x = x[rows]
             let mixer = from(rows.lowerBound).inForwardPass.mixer(x, [0..<rows.count], &states)
@@ -118,23 +117,23 @@ extension Block: BlockForward {
         return Intermediates(mixer: recomputed, xMid: x, mixerOut: mixerOut, segment: segment)
     }
 
-    /// The states before each record of a whole sequence x `[T, hidden]`, which has a start of its own.
+    /// Returns the initial states for a whole sequence x `[T, hidden]`, one for each record.
     private func start(_ x: MLXArray) -> [MixerState] {
         records(x.dim(0)).map { _ in MixerState(weights, dtype: x.dtype) }
     }
 
-    /// The block's output from the MLP's; in x_mid's dtype.
+    /// Returns the block's output from x_mid and the MLP's output, in x_mid's dtype.
     private func addMLP(to xMid: MLXArray, _ mlpOut: MLXArray, _ p: MLXArray?) -> MLXArray {
         let h = sumInFloat32(xMid, weights.mlpPostNorm, mlpOut)
         return (p.map { perLayer(h, p: $0) } ?? h).asType(xMid.dtype)
     }
 
-    /// x + norm(output), where there is a norm of the output as it would be stored; in x's dtype.
+    /// Returns x + norm(output), or x + output without a norm, in x's dtype. The norm takes the output as it would be stored.
     private func sum(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
         sumInFloat32(x, norm, output).asType(x.dtype)
     }
 
-    /// The same in float32.
+    /// Returns `sum` in float32.
     private func sumInFloat32(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
         x + (norm.map { $0(output.asType(x.dtype).asType(.float32)) } ?? output)
     }
@@ -144,7 +143,7 @@ extension Block: BlockForward {
     /// A mixer's intermediates, and its output `[n, hidden]` in float32.
     typealias MixerResult = (intermediates: MixerIntermediates, out: MLXArray)
 
-    /// The mixer of RMSNorm(x); the parameters as those of `output`.
+    /// Applies the mixer to RMSNorm(x). The parameters are those of `output`.
     private func mixer(_ x: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]) -> MixerResult {
         let mixerIn = weights.mixerNorm(x)
         return switch weights.shape.mixer {
@@ -155,12 +154,12 @@ extension Block: BlockForward {
         }
     }
 
-    /// A projection of mixer_in as it would be stored.
+    /// Returns a projection of mixer_in in the dtype in which it would be stored.
     func project(_ name: Projection, _ mixerIn: MLXArray) -> MLXArray {
         machine.part(linear(name)(mixerIn, machine: machine).asType(mixerIn.dtype))
     }
 
-    /// The results of `formula` for each sequence's rows and state, one below the other.
+    /// Calls `formula` with each sequence's rows and state, and concatenates the results.
     func eachSequence(
         _ sequences: [Range<Int>], _ states: inout [MixerState],
         formula: (_ rows: Range<Int>, _ state: inout MixerState) -> MLXArray
@@ -170,9 +169,9 @@ extension Block: BlockForward {
 
     // MARK: - The MLP
 
-    /// The gated MLP and the mixture of experts, or the one that there is, in float32.
+    /// Returns the sum of the gated MLP and the mixture of experts, or the one that the block has, in float32.
     ///
-    /// - Parameter inner: gate and up of the MLP, where they are there.
+    /// - Parameter inner: gate and up of the MLP; nil to compute them.
     private func mlp(_ mlpIn: MLXArray, _ inner: (gate: MLXArray, up: MLXArray)? = nil) -> MLXArray {
         let mixture = weights.shape.mlp.experts.map { mixtureOfExperts($0, mlpIn) }
         if let mixture, weights.shape.mlp.modules.isEmpty { return mixture }
@@ -184,12 +183,12 @@ extension Block: BlockForward {
         return mixture + factor(g, mlpIn) * output(addedTo: nil)
     }
 
-    /// The output of `mlp`, and gate and up of the MLP as they are stored, nil where there is none, or with DoRA, whose derivative does not
-    /// read them.
+    /// Returns the output of `mlp`, and gate and up of the MLP as they are stored. These are nil without an MLP, and with DoRA, whose
+    /// derivative does not read them.
     private func mlpWithInner(_ mlpIn: MLXArray) -> (out: MLXArray, gate: MLXArray?, up: MLXArray?) {
         let shape = weights.shape.mlp
         let hasInner = !shape.modules.isEmpty && !layout.hasMagnitudes
-        // Experts take their tokens of all of them.
+        // With experts the tokens are not cut here, as each expert takes its tokens from all of them.
         let tokens = tiles(of: mlpIn.dim(0), size: shape.experts == nil ? machine.mlpTileTokens : .max)
         var inputs = [mlpIn]
         let parts = machine.reduce(tokens, [[MLXArray]](), reading: &inputs) { parts, tokens, inputs in
@@ -202,13 +201,12 @@ extension Block: BlockForward {
         return hasInner ? (whole(0), whole(1), whole(2)) : (whole(0), nil, nil)
     }
 
-    /// The gated MLP, where there is one.
     var gatedMLP: GatedMLP {
         GatedMLP(
             gate: linear(.gate), up: linear(.up), down: linear(.down), names: (.gate, .up, .down),
             activation: weights.activation)
     }
 
-    /// w = σ(x gᵀ) `[n, 1]`, by which the output of the MLP beside the experts is multiplied.
+    /// Returns w = σ(x gᵀ) `[n, 1]`, the factor of the MLP's output in a block that also has experts.
     func factor(_ g: QuantizedMatrix, _ mlpIn: MLXArray) -> MLXArray { sigmoid(g.apply(mlpIn.asType(.float32))) }
 }

@@ -2,12 +2,12 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// The function of a bundle's file, `f(x, lora, scale, weights)`, which returns y, mixer_in, the arrays of
-/// `MixerIntermediates`, x_mid, gate, up and, with post-norms, mixer_out and mlp_out.
+/// The function `f(x, lora, scale, weights)` in a bundle's file. It returns y, mixer_in, the arrays of `MixerIntermediates`, x_mid, gate,
+/// up and, with post-norms, mixer_out and mlp_out.
 ///
-/// More arguments follow: the arrays of `SideInputs`, and for packed records the position at which each token's record begins.
+/// Further arguments are the arrays of `SideInputs`. With packed records, the last is the position at which each token's record begins.
 package final class BlockFunction {
-    /// Which of these a caller evaluates.
+    /// The outputs that a caller evaluates.
     fileprivate enum Selection {
         case output, intermediates, all
 
@@ -21,24 +21,24 @@ package final class BlockFunction {
     }
 
     private let function: ImportedFunction
-    /// Whether MLX fuses the operations between products into kernels, which a GPU needs. Outputs that nobody asked for would keep some
-    /// operations apart.
+    /// Whether MLX fuses the operations between products into kernels, as a GPU needs. Outputs that no caller asked for would prevent some
+    /// fusions.
     private let isFused: Bool
     private var fused = [Selection: @Sendable ([MLXArray]) -> [MLXArray]]()
     private var error: (any Error)?
-    /// The selections for which a GPU has compiled the kernels, which are fused by what is asked for.
+    /// The selections for which a GPU has compiled the kernels. The fused kernels depend on the selection.
     private var compiled = Set<Selection>()
 
     init(_ function: ImportedFunction, isFused: Bool) {
         (self.function, self.isFused) = (function, isFused)
     }
 
-    /// The block of a call.
+    /// Returns the forward pass of a call's block.
     ///
     /// - Parameters:
-    ///   - call: with records only for the function of packed ones
-    ///   - layout: of the call's parameters
-    ///   - pause: for a GPU that has not compiled the kernels: called after each output, which is evaluated first.
+    ///   - call: has records only if this is the function for packed records
+    ///   - layout: the layout of the call's parameters
+    ///   - pause: called after each output, which is evaluated first; nil once a GPU has compiled the kernels
     package func callAsFunction(
         _ call: BlockCall, _ layout: LoRALayout, scale: Float, pause: (() -> Void)? = nil
     ) -> some BlockForward {
@@ -48,23 +48,24 @@ package final class BlockFunction {
             pause: pause)
     }
 
-    /// The selected outputs, not evaluated. Others are not held: each array goes as soon as these no longer need it.
+    /// Returns the selected outputs, not evaluated. Other arrays are not held: each is freed as soon as the selected outputs no longer need
+    /// it.
     fileprivate func outputs(_ selection: Selection, _ arguments: [MLXArray]) throws -> [MLXArray] {
         guard isFused else { return selection.of(try call(arguments)) }
         error = nil
         let result = kernels(selection)(arguments)
-        // Where an argument could not be made there is no result.
+        // If an argument could not be created, there is no result.
         try MLXErrors.check()
         if let error {
-            // MLX would call what it traced again, which is nothing.
+            // Otherwise MLX would call the traced function again, which is empty after the error.
             fused[selection] = nil
             throw error
         }
         return result
     }
 
-    /// Has a GPU compile the kernels for these outputs, unless it has: evaluates one after the other, with `pause` between them. Of y alone,
-    /// what it shares with the intermediates comes first.
+    /// Makes a GPU compile the kernels for these outputs, once: evaluates one after the other, and calls `pause` after each. For y alone,
+    /// the intermediates come first, as they share kernels with y.
     fileprivate func compileKernels(_ selection: Selection, _ arguments: [MLXArray], pause: () -> Void) throws {
         for selection in selection == .output ? [.intermediates, .output] : [selection]
         where compiled.insert(selection).inserted {
@@ -76,7 +77,7 @@ package final class BlockFunction {
     }
 
     private func call(_ a: [MLXArray]) throws -> [MLXArray] {
-        // The arguments of a call can only be written out.
+        // Swift takes the arguments of such a call only as a literal.
         switch a.count {
         case 4: try function.dynamicallyCall(withKeywordArguments: ["": a[0], "": a[1], "": a[2], "": a[3]])
         case 5: try function.dynamicallyCall(withKeywordArguments: ["": a[0], "": a[1], "": a[2], "": a[3], "": a[4]])
@@ -113,7 +114,7 @@ package final class BlockFunction {
 private struct Call: BlockForward {
     let function: BlockFunction
     let mixer: Mixer
-    /// lora `[P]`, scale, the words of the block's weights and, of packed records, where each token's begins `[T]`.
+    /// The arguments after x: lora `[P]`, scale, the words of the block's weights, and the arrays of `SideInputs`.
     let parameters: [MLXArray]
     let pause: (() -> Void)?
 
@@ -144,6 +145,6 @@ private struct Call: BlockForward {
 }
 
 extension MLXArray {
-    /// Without the axis of the batch: a view, where an index would copy.
+    /// The array without the axis of the batch: a view, whereas an index would copy.
     fileprivate var unbatched: MLXArray { squeezed(axis: 0) }
 }

@@ -2,29 +2,28 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// A block's frozen weights, and the formulas that they are part of.
+/// A block's frozen weights, and the formulas that they belong to.
 package struct BlockWeights {
     let shape: BlockShape
     var packed: PackedWeights
 
-    /// The same weights for the formulas of a CPU.
+    /// These weights, for the formulas of a CPU.
     package var onCPU: BlockWeights { BlockWeights(shape: shape, packed: packed.onCPU) }
 
     private var architecture: Architecture { shape.architecture }
     var activation: Activation { architecture.hiddenAct }
 
-    /// W `[out, in]`
+    /// Returns W `[out, in]` of a projection.
     package func matrix(_ projection: Projection) -> QuantizedMatrix {
         let (module, outputs) = shape.place(projection)
         return matrix(module).rows(outputs)
     }
 
-    /// Those of a module's projections, one below the other.
+    /// Returns W of a module: the matrices of its projections, stacked.
     func matrix(_ module: Module) -> QuantizedMatrix {
         packed.matrix(module.name + ".", inputs: shape.dimensions(module).inputs)
     }
 
-    /// The matrices of an expert.
     func expert(
         _ experts: Experts, _ number: Int
     ) -> (gate: QuantizedMatrix, up: QuantizedMatrix, down: QuantizedMatrix) {
@@ -36,22 +35,22 @@ package struct BlockWeights {
         )
     }
 
-    /// R `[E, hidden]`
+    /// Returns R `[E, hidden]`, the router's matrix.
     func router(_ experts: Experts) -> QuantizedMatrix {
         packed.matrix(experts.router + ".", inputs: architecture.hiddenSize)
     }
 
-    /// g `[1, hidden]`, by which σ(x gᵀ) is the factor of the MLP's output; nil where that is 1.
+    /// g `[1, hidden]` in the factor σ(x gᵀ) of the MLP's output; nil where the factor is 1.
     var mlpGate: QuantizedMatrix? {
         shape.mlp.experts?.mlpGate.map { packed.matrix($0 + ".", inputs: architecture.hiddenSize) }
     }
 
-    /// The experts of each token `[T, k]`, from what the router gives `[T, E]`.
+    /// Returns the experts of each token `[T, k]`, from the router's outputs `[T, E]`.
     func chosen(_ experts: Experts, _ z: MLXArray) -> MLXArray {
         experts.chosen(z, bias: experts.bias.map { packed[$0] })
     }
 
-    /// `[out]`
+    /// Returns the bias `[out]` of a projection; nil where it has none.
     func bias(_ projection: Projection) -> MLXArray? {
         let (module, outputs) = shape.place(projection)
         return architecture.biases.contains(module.name) ? packed[module.name + ".bias"][outputs] : nil
@@ -59,9 +58,9 @@ package struct BlockWeights {
 
     /// The norm of the block's input.
     var mixerNorm: RMSNorm { norm("input_layernorm") }
-    /// The norm of x_mid. Llama names it after its place, after attention, which in a block with post-norms is one of these's.
+    /// The norm of x_mid. Llama calls it `post_attention_layernorm`, which in a block with post-norms is the mixer's post-norm.
     var mlpNorm: RMSNorm { norm(architecture.postNorms ? "pre_feedforward_layernorm" : "post_attention_layernorm") }
-    /// The norms of the mixer's and the MLP's outputs.
+    /// The norms of the mixer's and the MLP's outputs; nil without post-norms.
     var mixerPostNorm: RMSNorm? { architecture.postNorms ? norm("post_attention_layernorm") : nil }
     var mlpPostNorm: RMSNorm? { architecture.postNorms ? norm("post_feedforward_layernorm") : nil }
 
@@ -73,11 +72,11 @@ package struct BlockWeights {
                 ? RMSNorm(weight: MLXArray.ones([mixer.headDim]), eps: architecture.rmsNormEps) : nil)
     }
 
-    /// The factor of the output of a block with embeddings for each layer `[1]`, and the norm of what it makes of them.
+    /// The factor `[1]` of the output of a block with embeddings for each layer, and the norm of the term that they add.
     var layerScalar: MLXArray { packed["layer_scalar"].asType(.float32) }
     var perLayerNorm: RMSNorm { norm("post_per_layer_input_norm") }
 
-    /// k̂ and v̂ of one record's intermediates, in float32.
+    /// Returns k̂ and v̂ from one record's intermediates, in float32.
     func keysAndValues(_ intermediates: Intermediates) -> MixerState.KeyValues {
         guard case .attention(let mixer) = shape.mixer else { preconditionFailure("no attention") }
         let formula = attention(mixer)
@@ -109,8 +108,8 @@ package struct BlockWeights {
 }
 
 extension ModelBundle {
-    /// Calls `body` with the weights of block `index`, whose file is mapped at least as long as `body` runs. Arrays that `body` returns must be
-    /// evaluated.
+    /// Calls `body` with the weights of block `index`. Their file is mapped at least as long as `body` runs. Arrays that `body` returns
+    /// must be evaluated.
     package func withBlock<R>(_ index: Int, _ body: (BlockWeights) throws -> R) throws -> R {
         try withWeights(file(ofBlock: index)) {
             try body(BlockWeights(shape: architecture.block(index), packed: $0))

@@ -2,14 +2,14 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// The mixture of experts: y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts, with the w of Router.swift.
+/// The mixture of experts: y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts, with w from Router.swift.
 ///
-/// The pairs of a token and one of its experts are sorted by expert, so that each expert's matrices are read once, or a few times where
-/// many tokens chose it, and those of an expert without tokens not at all. Sums go in the experts' order.
+/// The pairs of a token and one of its experts are sorted by expert. So each expert's matrices are read once, or a few times where many
+/// tokens chose it, and not at all where no token did. Terms are summed in the order of the experts.
 extension Block {
-    /// The mixture of each token, `[n, hidden]` in float32.
+    /// Returns the mixture for each token, `[n, hidden]` in float32.
     func mixtureOfExperts(_ experts: Experts, _ mlpIn: MLXArray) -> MLXArray {
-        // The tokens that the derivative takes at a time, so that it makes the same choice.
+        // The derivative takes the same tokens at a time, so that it makes the same choice.
         let parts = tiles(of: mlpIn.dim(0), size: machine.mlpTokens).map { rows in
             let (x, block) = (mlpIn[rows].asType(.float32), from(rows.lowerBound))
             let routed = Routed(experts, weights, x, most: most(rows.count), machine)
@@ -23,13 +23,13 @@ extension Block {
         return concatenated(parts)
     }
 
-    /// The derivative: by each expert, and through the router, whose matrix is R, dx += dz R.
+    /// Computes the derivative through each expert and through the router. The router with its matrix R adds dz R to dx.
     ///
     /// - Parameters:
     ///   - mlpIn: `[n, hidden]`
-    ///   - dy: alike, in float32
-    ///   - dx: to which its dx is added, in float32
-    ///   - gradients: to which those of the experts' adapters are added
+    ///   - dy: `[n, hidden]`, in float32
+    ///   - dx: the sum to which the gradient of mlpIn is added, in float32
+    ///   - gradients: the sums to which the gradients of the experts' adapters are added
     func mixtureOfExpertsBackward(
         _ experts: Experts, _ mlpIn: MLXArray, dy: MLXArray, addedTo dx: inout MLXArray,
         _ gradients: inout LoRAGradients
@@ -50,7 +50,6 @@ extension Block {
             weights.router(experts).applyTransposed(routed.backward(dw: concatenated(dws)), addedTo: dx))
     }
 
-    /// The expert of some pairs with its adapters.
     private func expert(_ experts: Experts, _ pairs: Routed.Pairs) -> GatedMLP {
         func linear(_ weight: QuantizedMatrix, _ projection: Projection) -> LoRALinear {
             self.linear(weight, projection, expert: pairs.expert, tokens: pairs.positions)
@@ -61,38 +60,39 @@ extension Block {
             names: (.expertGate, .expertUp, .expertDown), activation: weights.activation)
     }
 
-    /// The most of n tokens that an expert takes at a time, so that memory does not depend on the choice: an expert is that of a quarter
-    /// of them at most where the router spreads them, and of all where it does not.
+    /// Returns the most of n tokens that an expert takes at a time: a quarter of them, but at least 64. So memory does not depend on the
+    /// choice. Where the router spreads the tokens, no expert has more.
     private func most(_ tokens: Int) -> Int { max(64, (tokens + 3) / 4) }
 
-    /// The features of an expert that are computed at a time: as many numbers as of the MLP, whose tiles have more tokens.
+    /// Returns the number of an expert's features to compute at a time. A tile has as many elements as one of the MLP, which has more
+    /// tokens.
     private func features(_ experts: Experts, of pairs: Routed.Pairs) -> Int {
         min(machine.features, experts.intermediateSize) * max(1, machine.mlpTokens / pairs.count)
     }
 }
 
-/// Some tokens, by the experts that they chose.
+/// Some tokens, grouped by the experts that they chose.
 private struct Routed {
-    /// Tokens of one expert.
+    /// Some tokens of one expert.
     struct Pairs {
         let expert: Int
-        /// Their rows.
+        /// The rows of the tokens.
         let positions: [Int]
-        /// The same `[count]`, and the places of the pairs among all `[T · k]`.
+        /// The rows of the tokens, and the places of the pairs among all pairs `[T · k]`; `[count]` each.
         let tokens, places: MLXArray
 
         var count: Int { positions.count }
     }
 
-    /// In the experts' order, without those that no token chose; several of an expert with many tokens.
+    /// The pairs in the order of the experts. An expert with many tokens has several elements, and one without tokens has none.
     let byExpert: [Pairs]
-    /// The experts of each token, what the router gives for them and their weights, `[T, k]`.
+    /// The experts of each token, the router's outputs for them, and their weights, `[T, k]` each.
     private let chosen, z, w: MLXArray
     private let experts: Experts
 
     /// - Parameters:
     ///   - x: `[T, hidden]`, in float32
-    ///   - most: tokens of `Pairs`
+    ///   - most: the most tokens in an element of `byExpert`
     init(_ experts: Experts, _ weights: BlockWeights, _ x: MLXArray, most: Int, _ machine: Machine) {
         self.experts = experts
         let all = weights.router(experts).apply(x)
@@ -100,7 +100,7 @@ private struct Routed {
         let z = takeAlong(all, chosen, axis: -1)
         (self.chosen, self.z, w) = machine.part(chosen, z, experts.weights(z))
         var places = [[Int32]](repeating: [], count: experts.numExperts)
-        // After an error of MLX any experts will do: nothing of the block is used then.
+        // After an error of MLX any experts will do, as no result of the block is used then.
         let numbers = (try? chosen.numbers(Int32.self)) ?? (0..<chosen.size).map { Int32($0 % experts.numExperts) }
         for (place, expert) in numbers.enumerated() { places[Int(expert)].append(Int32(place)) }
         let perToken = Int32(experts.numExpertsPerTok)
@@ -114,12 +114,12 @@ private struct Routed {
         }
     }
 
-    /// The weights of an expert's pairs `[count, 1]`.
+    /// Returns the weights of an expert's pairs, `[count, 1]`.
     func weights(_ pairs: Pairs) -> MLXArray {
         w.flattened().take(pairs.places, axis: 0).expandedDimensions(axis: -1)
     }
 
-    /// dz `[T, E]`, 0 of experts that were not chosen, from dw of all pairs in the order of `byExpert`.
+    /// Returns dz `[T, E]` from dw of all pairs in the order of `byExpert`. It is 0 for experts that were not chosen.
     func backward(dw: MLXArray) -> MLXArray {
         let order = argSort(concatenated(byExpert.map(\.places)))
         let dz = experts.weightsBackward(z, dw: dw.flattened().take(order, axis: 0).reshaped(z.shape))

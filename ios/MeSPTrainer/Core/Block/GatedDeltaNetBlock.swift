@@ -2,7 +2,7 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// x_mid − x = out(norm(o) ∘ silu(z)), with o the gated delta rule of qkv, b and a.
+/// The gated delta net mixer:  x_mid − x = out(norm(o) ∘ silu(z)), where o is the gated delta rule of qkv, b and a.
 extension Block {
     func gatedDeltaNet(
         _ mixer: GatedDeltaNetMixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
@@ -24,7 +24,8 @@ extension Block {
         )
     }
 
-    /// The derivative of out(norm(o) ∘ silu(z)), with o the gated delta rule of qkv, b and a, from that of its output `[T, hidden]`.
+    /// Returns the `ProjectionGradients` of out(norm(o) ∘ silu(z)), where o is the gated delta rule of qkv, b and a, from the
+    /// gradient of its output `[T, hidden]`.
     func gatedDeltaNetBackward(
         _ mixer: GatedDeltaNetMixer, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ carried: inout CarriedGradients,
@@ -46,12 +47,12 @@ extension Block {
         return [.qkv: d.dQKV, .z: dZ, .b: d.dB, .a: d.dA]
     }
 
-    /// The derivative of out(f(o, z)), with f the gated norm of a recurrent mixer, some tokens after the other.
+    /// Computes the derivative of out(f(o, z)), where f is the gated norm of a recurrent mixer, for some tokens at a time.
     ///
     /// - Parameters:
-    ///   - inputs: takes o and z from the intermediates, which are released when the function returns
-    ///   - f, derivative: f, and its derivative, which gives those of o and z
-    /// - Returns: the gradients of o and z, some tokens' after the other.
+    ///   - inputs: returns o and z from the intermediates, which are freed when this function returns
+    ///   - f, derivative: f, and its derivative, which returns the gradients of o and z
+    /// - Returns: the gradients of o and z, with an element for each range of tokens.
     func gatedOutput(
         _ intermediates: consuming Intermediates, _ inputs: (Intermediates) -> (o: MLXArray, z: MLXArray),
         dOut: MLXArray,

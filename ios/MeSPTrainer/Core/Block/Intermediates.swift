@@ -3,19 +3,18 @@ import MeSPBundle
 
 /// The arrays between a block's input and its output that the backward pass reads, without the axis of the batch.
 package struct Intermediates: Arrays {
-    /// nil for a long sequence, whose mixer goes by segments: it is recomputed for each.
+    /// The mixer's arrays; nil for a long sequence, where they are recomputed for each segment.
     var mixer: MixerIntermediates?
     let xMid: MLXArray
-    /// `[T, intermediate_size]`; nil where the backward pass recomputes them, tile by tile.
+    /// gate and up `[T, intermediate_size]`; nil where the backward pass recomputes them, tile by tile.
     var gate, up: MLXArray?
     /// The outputs of the mixer and of the MLP before their norms, in a block with post-norms.
     var mixerOut, mlpOut: MLXArray?
-    /// The segments of a long sequence.
     var segments = [Segment]()
-    /// The segment that these are of, where they are of one.
+    /// The segment that these arrays belong to; nil for a whole sequence.
     var segment: Segment?
 
-    /// Some tokens of a sequence.
+    /// Consecutive tokens of a long sequence.
     struct Segment {
         let rows: Range<Int>
         /// The state before the segment. For attention, the keys and values of the whole sequence.
@@ -32,12 +31,13 @@ package struct Intermediates: Arrays {
 
 /// The outputs of a mixer's projections `[T, features]`, and the result of its formula before its output's gate or norm.
 package enum MixerIntermediates: Arrays {
-    /// q, with each head's gate after it where it has one, k and v, before their norms and RoPE, `[heads, T, …]`;  attn_out.
+    /// q, k and v before their norms and RoPE, `[heads, T, …]`, and attn_out. In q, each head's gate follows its query where the mixer has
+    /// gates.
     case attention(q: MLXArray, k: MLXArray, v: MLXArray, attnOut: MLXArray)
-    /// qkv, before its convolution;  z;  b and after it a;  o.
+    /// qkv before its convolution, z, b followed by a, and o.
     case gatedDeltaNet(qkv: MLXArray, z: MLXArray, ba: MLXArray, o: MLXArray)
     case shortConvolution(b: MLXArray, c: MLXArray, u: MLXArray, convOut: MLXArray)
-    /// z;  xBC, before its convolution;  dt;  o.
+    /// z, xBC before its convolution, dt, and o.
     case mamba2(z: MLXArray, xBC: MLXArray, dt: MLXArray, o: MLXArray)
 
     /// - Parameter a: the four arrays, in the block function's order.
@@ -52,7 +52,7 @@ package enum MixerIntermediates: Arrays {
             }
     }
 
-    /// The names of docs/method.md, in the block function's order.
+    /// Returns the names in docs/method.md, in the block function's order.
     static func names(of mixer: Mixer) -> [String] {
         switch mixer {
         case .attention: ["q", "k", "v", "attn_out"]
@@ -62,7 +62,7 @@ package enum MixerIntermediates: Arrays {
         }
     }
 
-    /// In the block function's order.
+    /// The arrays in the block function's order.
     var arrays: [MLXArray] {
         switch self {
         case .attention(let q, let k, let v, let attnOut): [q, k, v, attnOut]
@@ -106,22 +106,22 @@ package struct BlockOutputs {
     package let mixerIn: MLXArray
     package let intermediates: Intermediates
 
-    /// The names of docs/method.md, in the function's order.
+    /// Returns the names in docs/method.md, in the function's order.
     package static func names(of mixer: Mixer) -> [String] {
         ["y", "mixer_in"] + MixerIntermediates.names(of: mixer) + ["x_mid", "gate", "up", "mixer_out", "mlp_out"]
     }
 
-    /// In the function's order; the last two only of a block with post-norms.
+    /// The outputs in the function's order. Only a block with post-norms has the last two.
     package var list: [MLXArray] {
         let i = intermediates
         return [y, mixerIn] + i.mixer.arrays + [i.xMid] + [i.gate, i.up, i.mixerOut, i.mlpOut].compactMap { $0 }
     }
 }
 
-/// The gradients that a sequence's later segments carry back to those before.
+/// The gradients that the later segments of a sequence pass to the earlier ones.
 struct CarriedGradients {
-    /// The gradients of attention's k̂ and v, `[kv_heads, d, n]` of the last n positions before; nil where there is none.
+    /// The gradients of attention's k̂ and v̂ at the last n positions before a segment, `[kv_heads, d, n]`; nil where there are none.
     var keyValues: MixerState.KeyValues?
-    /// nil where a gated delta net does not go by segments.
+    /// The gradients of a gated delta net; nil where it does not take segments.
     var net: GatedDeltaNet.CarriedGradients?
 }

@@ -2,13 +2,13 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// x_mid − x = out(norm(o ∘ silu(z))), with o the state space of xBC and dt.
+/// The Mamba-2 mixer:  x_mid − x = out(norm(o ∘ silu(z))), where o is the state space model of xBC and dt.
 extension Block {
     func mamba2(
         _ mixer: Mamba2Mixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
     ) -> MixerResult {
         let mamba = weights.mamba2(mixer)
-        // Products of their own: as a view, any of the parts would keep all three.
+        // Each part has its own product. A part that is a view of one product would keep all three alive.
         func part(_ start: Int, _ count: Int) -> MLXArray {
             linear(.in).outputs(start..<start + count)(mixerIn, machine: machine).asType(mixerIn.dtype)
         }
@@ -24,7 +24,8 @@ extension Block {
         return (.mamba2(z: z, xBC: xBC, dt: dt, o: o), linear(.out)(mamba.gatedNorm(o: o, z: z), machine: machine))
     }
 
-    /// The derivative of out(norm(o ∘ silu(z))), with o the state space of xBC and dt, from that of its output `[T, hidden]`.
+    /// Returns the `ProjectionGradients` of out(norm(o ∘ silu(z))), where o is the state space model of xBC and dt, from the gradient
+    /// of its output `[T, hidden]`.
     func mamba2Backward(
         _ mixer: Mamba2Mixer, _ intermediates: consuming Intermediates, dOut: MLXArray, _ gradients: inout LoRAGradients
     ) -> ProjectionGradients {

@@ -4,24 +4,24 @@ import MeSPBundle
 /// A block's state after some tokens, for the tokens that follow.
 package enum MixerState {
     case attention(KeyValues)
-    /// Of a gated delta net or Mamba-2.
+    /// The state of a gated delta net or of Mamba-2.
     case recurrent(Recurrent, count: Int)
-    /// b ∘ u of the last tokens.
+    /// b ∘ u of the last K − 1 tokens.
     case shortConvolution(tail: MLXArray, count: Int)
-    /// Attention to the keys and values of another block, which keeps them.
+    /// The state of attention to another block's keys and values, which that block keeps.
     case shared(count: Int)
 
-    /// A recurrence's state, and what the convolution before it takes of the last tokens.
+    /// A recurrence's state, and the last inputs of the convolution before it.
     package struct Recurrent: Arrays {
-        /// The input of the convolution for the last K − 1, `[K − 1, F]`.
+        /// The convolution's input for the last K − 1 tokens, `[K − 1, F]`.
         var tail: MLXArray
-        /// S of the gated delta rule `[value_heads, key_dim, value_dim]`, or of the state space `[heads, P, N]`, in float32.
+        /// S of the gated delta rule `[value_heads, key_dim, value_dim]`, or of the state space model `[heads, P, N]`, in float32.
         var memory: MLXArray
 
         var arrays: [MLXArray] { [tail, memory] }
     }
 
-    /// Keys after RoPE, and values: `[kv_heads, room, head_dim]` each, those of `count` tokens and behind them room for more.
+    /// Keys after RoPE and values, `[kv_heads, room, head_dim]` each, of which `count` rows are in use.
     package struct KeyValues: Arrays {
         private(set) var keys: MLXArray
         private(set) var values: MLXArray
@@ -36,15 +36,15 @@ package enum MixerState {
 
         var arrays: [MLXArray] { [keys, values] }
 
-        /// In bytes, without the room.
+        /// The size of the tokens' keys and values in bytes, without the room.
         var size: Int { count == 0 ? 0 : (keys.nbytes + values.nbytes) / keys.dim(1) * count }
 
-        /// Adds those of some tokens `[kv_heads, n, head_dim]`. One token's go into the room, in place unless someone else has these
-        /// arrays too.
+        /// Adds keys and values, `[kv_heads, n, head_dim]` each. One token's go into the room, in place unless something else refers to the
+        /// arrays.
         mutating func append(_ newKeys: MLXArray, _ newValues: MLXArray) {
             let n = newKeys.dim(1)
             if n == 1, count < keys.dim(1) {
-                // Objects of their own.
+                // New objects, as others may refer to the old ones.
                 (keys, values) = (keys.view(dtype: keys.dtype), values.view(dtype: values.dtype))
                 keys[0..., count..<count + 1] = newKeys
                 values[0..., count..<count + 1] = newValues
@@ -58,7 +58,7 @@ package enum MixerState {
             count += n
         }
 
-        /// Keeps those of the first tokens. Copies, as a view would keep all.
+        /// Keeps copies of the first tokens' keys and values, as views would keep all alive.
         mutating func cut(to count: Int) {
             (keys, values) = (contiguous(keys[0..., 0..<count]), contiguous(values[0..., 0..<count]))
             eval(keys, values)
@@ -67,13 +67,13 @@ package enum MixerState {
 
         init(keys: MLXArray, values: MLXArray) { (self.keys, self.values, count) = (keys, values, keys.dim(1)) }
 
-        /// Those of some positions.
+        /// The keys and values of some positions.
         subscript(rows: Range<Int>) -> KeyValues {
             KeyValues(keys: keys[0..., rows], values: values[0..., rows])
         }
     }
 
-    /// Before the first token.
+    /// Makes the state before the first token.
     init(_ weights: BlockWeights, dtype: DType) {
         switch weights.shape.mixer {
         case .attention(let mixer):
@@ -86,7 +86,7 @@ package enum MixerState {
         }
     }
 
-    /// The tokens seen.
+    /// The number of tokens so far.
     var count: Int {
         switch self {
         case .attention(let cache): cache.count
@@ -102,8 +102,8 @@ package enum MixerState {
         }
     }
 
-    /// Adds keys and values of some tokens; see `KeyValues`.
-    /// - Returns: those of all tokens.
+    /// Adds the keys and values of some tokens; see `KeyValues`.
+    /// - Returns: the keys and values of all tokens.
     mutating func append(keys: MLXArray, values: MLXArray) -> KeyValues {
         guard case .attention(var cache) = self else { preconditionFailure("another mixer's state") }
         cache.append(keys, values)
@@ -111,12 +111,12 @@ package enum MixerState {
         return cache
     }
 
-    /// Of attention, unless they are another block's.
+    /// The keys and values of attention; nil for other mixers, and where they are another block's.
     var keysAndValues: KeyValues? {
         if case .attention(let cache) = self { cache } else { nil }
     }
 
-    /// What the tokens left, without room for more.
+    /// The arrays of the state, without the room for more tokens.
     package var arrays: [MLXArray] {
         switch self {
         case .attention(let cache): [cache.keys, cache.values].map { $0[0..., 0..<cache.count] }
@@ -126,15 +126,15 @@ package enum MixerState {
         }
     }
 
-    /// In bytes.
+    /// The size of the state, in bytes.
     var size: Int {
         if case .attention(let cache) = self { cache.size } else { arrays.reduce(0) { $0 + $1.nbytes } }
     }
 
-    /// Whether it has what the first `count` tokens left.
+    /// Returns whether the state after the first `count` tokens can be restored.
     func canBeCut(to count: Int) -> Bool { isRecurrent ? count == self.count : count <= self.count }
 
-    /// Keeps what the first tokens left.
+    /// Restores the state after the first `count` tokens.
     mutating func cut(to count: Int) {
         if case .shared = self { self = .shared(count: min(count, self.count)) }
         guard case .attention(var cache) = self, count < self.count else { return }

@@ -1,12 +1,13 @@
 import MLX
 import MeSPAdapters
 
-/// y = c (h + norm(z)),  z = out(m),  m = act(u) ∘ p,  u = gate(h), with c the block's `layer_scalar`.
+/// The output of a block with embeddings for each layer:  y = c (h + norm(z)),  z = out(m),  m = act(u) ∘ p,  u = gate(h), where c is the
+/// block's `layer_scalar`.
 extension Block {
     /// - Parameters:
     ///   - h: `[T, hidden]`, in float32
     ///   - p: `[T, size]`
-    /// - Returns: y, in float32
+    /// - Returns: y, in float32.
     func perLayer(_ h: MLXArray, p: MLXArray) -> MLXArray {
         weights.layerScalar * (h + weights.perLayerNorm(perLayerOut(h, p: p).z))
     }
@@ -17,11 +18,9 @@ extension Block {
         return (u, m, linear(.perLayerOut)(m))
     }
 
-    /// The derivative, from h, from which u, m and z are recomputed:
+    /// Returns dh. u, m and z are recomputed from h:
     ///
-    ///     dh₁ = c dy      dz = norm′(z) dh₁      dm = out's of dz      du = dm ∘ p ∘ act′(u)      dh = dh₁ + gate's of du
-    ///
-    /// - Returns: dh.
+    ///     dh₁ = c dy      dz = norm′(z) dh₁      dm = out's dx from dz      du = dm ∘ p ∘ act′(u)      dh = dh₁ + gate's dx from du
     func perLayerBackward(_ h: MLXArray, p: MLXArray, dy: MLXArray, _ gradients: inout LoRAGradients) -> MLXArray {
         let (u, m, z) = perLayerOut(h, p: p)
         let dH = weights.layerScalar * dy

@@ -1,7 +1,7 @@
 import MLX
 import MeSPAdapters
 
-/// x_mid − x = out(c ∘ conv(b ∘ u)).
+/// The short convolution mixer:  x_mid − x = out(c ∘ conv(b ∘ u)).
 extension Block {
     func shortConvolution(
         _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
@@ -23,7 +23,7 @@ extension Block {
         )
     }
 
-    /// The derivative of out(c ∘ conv(b ∘ u)) from that of its output `[T, hidden]`.
+    /// Returns the `ProjectionGradients` of out(c ∘ conv(b ∘ u)) from the gradient of its output `[T, hidden]`.
     func shortConvolutionBackward(
         _ intermediates: consuming Intermediates, dOut: MLXArray, _ gradients: inout LoRAGradients
     ) -> ProjectionGradients {
@@ -32,7 +32,8 @@ extension Block {
         return [.in: machine.phase(concatenated((0..<3).flatMap { i in parts.map { $0[i] } }, axis: -1))]
     }
 
-    /// - Returns: the gradients of b, c and u, some features' after the other. Their inputs are released when the function returns.
+    /// Returns the gradients of b, c and u, with an element for each range of features. The intermediates are freed when this function
+    /// returns.
     private func partsBackward(
         _ convolution: CausalConvolution, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ gradients: inout LoRAGradients

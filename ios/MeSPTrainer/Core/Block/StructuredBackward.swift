@@ -2,15 +2,17 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// The structured backward pass: from x, the intermediates and dy it makes dx and the gradients of the LoRA matrices, and nothing else.
+/// The structured backward pass. From x, the intermediates and dy it computes dx and the gradients of the LoRA matrices, and nothing else.
 extension Block {
+    /// Returns the gradient of the trained LoRA parameters, and replaces dy by dx.
+    ///
     /// - Parameters:
     ///   - x: `[1, T, hidden]`
-    ///   - intermediates: given away, so that each array goes when it has been used
+    ///   - intermediates: consumed, so that each array is freed after its last use
     ///   - d: dy `[1, T, hidden]`, replaced by dx
-    ///   - wantsDx: false for the first trained block, whose dx nobody reads; d then ends as d_x_mid
-    ///   - dShared: the sum of the gradients by keys and values that several blocks take, `[kv_heads, T, head_dim]` each; the block that has
-    ///     them takes the sum, each of the others adds to it. nil at first, and elsewhere.
+    ///   - wantsDx: false for the first trained block, whose dx nothing reads; d then ends as d_x_mid
+    ///   - dShared: the sum of the gradients by shared keys and values, `[kv_heads, T, head_dim]` each; the blocks that attend to another
+    ///     block's add to it, and the block that has them takes it. nil at first, and for other blocks.
     /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. It and d are evaluated.
     package func structuredBackward(
         x: MLXArray, _ intermediates: consuming Intermediates, d: inout MLXArray, wantsDx: Bool,
@@ -31,7 +33,7 @@ extension Block {
 
     // MARK: - y = x_mid + norm(mlp_out),  mlp_out = w down(act(gate(mlp_in)) ∘ up(mlp_in)) + mixture(mlp_in),  mlp_in = RMSNorm(x_mid)
 
-    /// Each token's derivative depends on no other token, so that a long sequence goes through some tokens at a time.
+    /// Computes the MLP's derivative for some tokens at a time, as a token's derivative depends on no other token.
     ///
     /// - Parameter d: dy `[T, hidden]`, replaced by d_x_mid
     private func mlpBackward(
@@ -46,8 +48,7 @@ extension Block {
         }
     }
 
-    /// - Parameter dy: of the `rows`
-    /// - Returns: their d_x_mid.
+    /// Returns d_x_mid of the `rows` from their dy.
     private func mlpBackward(
         _ intermediates: Intermediates, _ rows: Range<Int>, dy: MLXArray, _ gradients: inout LoRAGradients
     ) -> MLXArray {
@@ -80,7 +81,7 @@ extension Block {
         return weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
     }
 
-    /// The gradient of what a norm of an output took; dy if there is no such norm.
+    /// Returns the gradient of the input of a post-norm; dy without such a norm.
     private func postNormBackward(_ norm: RMSNorm?, _ output: MLXArray?, dy: MLXArray) -> MLXArray {
         guard let norm, let output else { return dy }
         return machine.phase(norm.backward(output, dy: dy))
@@ -88,9 +89,9 @@ extension Block {
 
     // MARK: - x_mid = x + norm(mixer_out),  mixer_out = mixer(mixer_in),  mixer_in = RMSNorm(x)
 
-    /// A long sequence goes by segments, the last first. Each passes gradients on to the one before.
+    /// Computes the mixer's derivative. A long sequence is taken in segments, the last first, and each passes gradients to the one before.
     ///
-    /// - Parameter d: d_x_mid `[T, hidden]`, replaced by dx, if that is wanted
+    /// - Parameter d: d_x_mid `[T, hidden]`, replaced by dx if dx is wanted
     private func mixerBackward(
         x: MLXArray, _ intermediates: consuming Intermediates, d: inout MLXArray, wantsDx: Bool,
         _ gradients: inout LoRAGradients, dShared: inout MixerState.KeyValues?
@@ -155,8 +156,8 @@ extension Block {
         }
     }
 
-    /// The derivative of the mixer's last projection, o or out.
-    /// - Returns: the gradient of its input `[T, features]`.
+    /// Computes the derivative of an output projection, such as o or out.
+    /// - Returns: the gradient of the projection's input `[T, features]`.
     func outputProjectionBackward(
         _ projection: Projection, _ input: MLXArray, dy: MLXArray, _ gradients: inout LoRAGradients
     ) -> MLXArray {
@@ -165,7 +166,7 @@ extension Block {
         return dInput
     }
 
-    /// The derivative of one projection of `input`: see `LoRALinear.backward`.
+    /// Computes the derivative of one projection of `input`, and returns the gradient of `input`; see `LoRALinear.backward`.
     func linearBackward(
         _ name: Projection, _ input: MLXArray, dy: MLXArray, wantsDx: Bool, addedTo sum: MLXArray?,
         _ gradients: inout LoRAGradients

@@ -19,26 +19,26 @@ package struct Evaluator {
         package var isGreedy = true
     }
 
-    /// Generates text from a prompt with the same model.
+    /// A generator of text with the same model.
     package let generator: Generator
     private let model: CachedModel
 
     /// - Parameters:
     ///   - bundle: the model.
-    ///   - adapters: whose sum the model takes; none for the base model.
+    ///   - adapters: adapters that the model adds up; none for the base model.
     package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = []) throws {
         self.init(try CachedModel(bundle, adapters: adapters))
     }
 
     init(_ model: CachedModel) { (self.model, generator) = (model, Generator(model)) }
 
-    /// The scores of several continuations of a prompt, which goes through the model once.
+    /// Returns the scores of several continuations of a prompt, which goes through the model once.
     ///
     /// - Parameters:
     ///   - continuations: token ids, at least one each.
     ///   - prompt: token ids, at least one.
     ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait, or throw.
-    /// - Throws: `MeSPError`, also where the model gives no finite number; what `atBlock` throws.
+    /// - Throws: `MeSPError`, also where the model returns no finite number; the errors of `atBlock`.
     package func scores(
         of continuations: [[Int]], after prompt: [Int], atBlock: () throws -> Void = {}
     ) throws -> [Score] {
@@ -71,16 +71,16 @@ package struct Evaluator {
         }
     }
 
-    /// log p of a text's tokens but the first, in nats, each given at least one and at most `window` tokens before it.
+    /// Returns log p of a text's tokens except the first, in nats. Each token is given at least one and at most `window` tokens before it.
     ///
-    /// A long text is taken in windows of as many tokens, of which each begins with the last one before those it predicts; the last window
-    /// reaches back so far that it is full. That is the rolling log-likelihood of lm-evaluation-harness.
+    /// A long text is taken in windows of `window` tokens. Each begins with the last token before those that it predicts. The last window
+    /// reaches back until it is full. This is the rolling log-likelihood of lm-evaluation-harness.
     ///
     /// - Parameters:
     ///   - text: token ids, at least two.
     ///   - window: at least 1.
     ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait, or throw.
-    /// - Throws: `MeSPError`, also where the model gives no finite number; what `atBlock` throws.
+    /// - Throws: `MeSPError`, also where the model returns no finite number; the errors of `atBlock`.
     package func logLikelihood(of text: [Int], window: Int, atBlock: () throws -> Void = {}) throws -> Double {
         try check(text, "The text")
         guard text.count >= 2 else { throw MeSPError("The text must be at least two tokens long.") }
@@ -95,7 +95,7 @@ package struct Evaluator {
 
     // MARK: - Scores
 
-    /// Calls `body` on the model's device, from the start again where a GPU fails.
+    /// Calls `body` on the model's device, and again from the start where a GPU fails.
     private func repeating<R>(_ atBlock: () throws -> Void, _ body: () throws -> R) throws -> R {
         try model.bundle.withDevice {
             try MLXErrors.repeating(
@@ -106,13 +106,13 @@ package struct Evaluator {
         }
     }
 
-    /// The score of the tokens from position `first` on, which is not 0.
+    /// Returns the score of the tokens from position `first` on, where `first` is above 0.
     private func score(_ tokens: [Int], from first: Int, _ atBlock: () throws -> Void) throws -> Score {
         try repeating(atBlock) {
             var score = Score()
             var cache = PromptCache()
             try model.forward(tokens.dropLast(), &cache, atBlock) { range, y in
-                // The last of the tokens before predicts the first that counts.
+                // The last token before `first` predicts the first token that counts.
                 let counted = range.clamped(to: first - 1..<tokens.count)
                 guard !counted.isEmpty else { return }
                 let targets = tokens[counted.lowerBound + 1...counted.upperBound]
@@ -122,11 +122,11 @@ package struct Evaluator {
         }
     }
 
-    /// The scores of continuations that together are at most a chunk.
+    /// Returns the scores of continuations that together are at most a chunk long.
     ///
     /// - Parameters:
-    ///   - last: y `[1, hidden]` of the prompt's last token, which predicts the first of each.
-    ///   - cache: of the prompt.
+    ///   - last: y `[1, hidden]` of the prompt's last token, which predicts the first token of each.
+    ///   - cache: the cache of the prompt.
     private func scores(
         of continuations: [[Int]], _ last: MLXArray, _ cache: PromptCache, _ atBlock: () throws -> Void
     ) throws -> [Score] {
@@ -150,7 +150,7 @@ package struct Evaluator {
         }
     }
 
-    /// log p of n targets by the rows of y `[n, hidden]`, and whether no token is likelier.
+    /// Returns log p of n targets from the rows of y `[n, hidden]`, and whether no token is likelier.
     private func scores(_ y: MLXArray, _ targets: ArraySlice<Int>, _ atBlock: () throws -> Void) throws
         -> [(logProbability: Float, isGreedy: Bool)]
     {
@@ -175,7 +175,8 @@ package struct Evaluator {
 }
 
 extension Evaluator.Score {
-    /// - Throws: `MeSPError` where a log-likelihood is not finite, as of adapters whose training diverged.
+    /// Adds the scores of some tokens.
+    /// - Throws: `MeSPError` where a log-likelihood is not finite, as with adapters whose training diverged.
     fileprivate mutating func add(_ tokens: ArraySlice<(logProbability: Float, isGreedy: Bool)>) throws {
         for token in tokens {
             logLikelihood += Double(token.logProbability)

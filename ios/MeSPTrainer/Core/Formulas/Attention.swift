@@ -1,11 +1,11 @@
 import MLX
 import MeSPBundle
 
-/// Grouped-query attention, causal, a tile of query rows at a time over the keys that they see:
+/// Causal grouped-query attention, computed for one tile of query rows at a time over the keys that these rows see:
 ///
 ///     S = cap(q̂ k̂ᵀ · scale) + mask,   P = softmax(S),   attn_out = P v̂
 ///
-/// Keys and values may be those of another block, which are k̂ and v̂.
+/// A block that attends to another block's keys and values takes them as k̂ and v̂.
 struct Attention {
     typealias KeyValues = MixerState.KeyValues
 
@@ -17,18 +17,18 @@ struct Attention {
     private var hasOwnKeys: Bool { mixer.keysOf == nil }
     private var scale: Float { mixer.attentionScale }
 
-    /// q̂ = RoPE(norm(q)), in float32.
+    /// Returns q̂ = RoPE(norm(q)), in float32.
     /// - Parameters:
-    ///   - q: `[heads, n, d]`; or `[n, heads, 1, d]` of n sequences
-    ///   - place: of the first row; or of each sequence's
+    ///   - q: `[heads, n, d]`, or `[n, heads, 1, d]` for one token of each of n sequences
+    ///   - place: the positions of the rows of q
     func query(_ q: MLXArray, at place: Positions) -> MLXArray { positioned(q, qNorm, place) }
 
-    /// k̂ = RoPE(norm(k)), in float32, of k like q.
+    /// Returns k̂ = RoPE(norm(k)), in float32, for k in the layout of q. Another block's keys are k̂ already.
     func key(_ k: MLXArray, at place: Positions) -> MLXArray {
         hasOwnKeys ? positioned(k, kNorm, place) : k.asType(.float32)
     }
 
-    /// v̂ = norm(v), in float32.
+    /// Returns v̂ = norm(v), in float32. Another block's values are v̂ already.
     func value(_ v: MLXArray) -> MLXArray {
         let v = v.asType(.float32)
         return hasOwnKeys ? vNorm.map { $0(v) } ?? v : v
@@ -39,7 +39,7 @@ struct Attention {
         return mixer.rope(norm.map { $0(x) } ?? x, at: place)
     }
 
-    /// dq or dk from the gradient of q̂ or k̂, in float32.
+    /// Returns dq or dk from the gradient of q̂ or k̂, in float32.
     private func positionedBackward(_ x: MLXArray, _ norm: RMSNorm?, dy: MLXArray, start: Int) -> MLXArray {
         let d = mixer.ropeBackward(dy: dy, start: start)
         return norm.map { $0.backward(x.asType(.float32), dy: d) } ?? d
@@ -47,20 +47,21 @@ struct Attention {
 
     // MARK: - Forward
 
+    /// Returns attn_out `[n, heads·d]`, in float32.
     /// - Parameters:
-    ///   - q: q̂ `[heads, n, d]`, the last n of N positions; k, v: k̂ and v̂ `[kv_heads, N, d]`
-    /// - Returns: attn_out `[n, heads·d]`, in float32.
+    ///   - q: q̂ `[heads, n, d]`, the last n of N positions
+    ///   - k, v: k̂ and v̂ `[kv_heads, N, d]`
     func callAsFunction(q: MLXArray, k: MLXArray, v: MLXArray, machine: Machine) -> MLXArray {
         machine.attention(self, q: q.asType(.float32), k: k.asType(.float32), v: v.asType(.float32))
     }
 
-    /// The same of one query, which is the last of the positions in the cache.
+    /// Returns attn_out of one query, at the last position in the cache.
     func ofOne(q: MLXArray, _ cache: KeyValues, machine: Machine) -> MLXArray {
         let keys = seen(by: cache.count - 1..<cache.count)
         return self(q: q, k: cache.keys[0..., keys], v: cache.values[0..., keys], machine: machine)
     }
 
-    /// The same in float32, by tiles of query rows and of heads.
+    /// Computes attention in float32 for one tile of query rows and of heads at a time.
     func byTiles(q: MLXArray, k: MLXArray, v: MLXArray, machine: Machine) -> MLXArray {
         let (length, perGroup) = (q.dim(1), q.dim(0) / k.dim(0))
         let start = k.dim(1) - length
@@ -77,10 +78,10 @@ struct Attention {
             })
     }
 
-    /// attn_out `[heads, n, d]` by one operation.
+    /// Returns attn_out `[heads, n, d]`, computed by MLX's attention operation.
     /// - Parameters:
     ///   - q: q̂ · scale `[heads, n, d]`, the last n positions
-    ///   - k, v: k̂ and v̂ of the keys that these see, `[kv_heads, keys, d]`
+    ///   - k, v: k̂ and v̂ of the keys that these queries see, `[kv_heads, keys, d]`
     func whole(_ q: MLXArray, _ k: MLXArray, _ v: MLXArray) -> MLXArray {
         var mask = MLXFast.ScaledDotProductAttentionMaskMode.causal
         if let window = mixer.slidingWindow, k.dim(1) > window {
@@ -92,18 +93,18 @@ struct Attention {
         ).squeezed(axis: 0)
     }
 
-    /// Some rows of x `[heads, n, d]`, `[groups, m, d]`: the query heads that share one of the key-value heads `groups` lie below each other,
-    /// so that a sum over them is a matrix product.
+    /// Returns some rows of x `[heads, n, d]` as `[groups, m, d]`. The query heads that share one of the key-value heads `groups` are
+    /// stacked along the second axis, so that a matrix product sums over them.
     private func stacked(_ x: MLXArray, _ groups: Range<Int>, _ perGroup: Int, _ rows: Range<Int>) -> MLXArray {
         x[groups.lowerBound * perGroup..<groups.upperBound * perGroup, rows].reshaped([groups.count, -1, x.dim(2)])
     }
 
-    /// The positions that some query at a position of `rows` sees.
+    /// Returns the positions that at least one query at a position of `rows` sees.
     func seen(by rows: Range<Int>) -> Range<Int> {
         max(0, rows.lowerBound + 1 - (mixer.slidingWindow ?? rows.upperBound))..<rows.upperBound
     }
 
-    /// Whether the queries at positions `rows` see the `keys`, `[rows, keys]`.
+    /// Returns whether each query at a position of `rows` sees each of the `keys`, `[rows, keys]`.
     private func visible(from rows: Range<Int>, _ keys: Range<Int>) -> MLXArray {
         let (queries, positions) = (
             MLXArray.arange(rows.lowerBound, rows.upperBound)[0..., .newAxis],
@@ -113,11 +114,11 @@ struct Attention {
         return mixer.slidingWindow.map { logicalAnd(isBefore, queries .< positions + $0) } ?? isBefore
     }
 
-    /// P of the queries at positions `rows` over the `keys`.
+    /// Returns P of the queries at positions `rows` over the `keys`, and cap′ of their scores.
     /// - Parameters:
-    ///   - q: q̂ · scale `[kv_heads, m, d]`; the query heads that share a key-value head lie below each other
+    ///   - q: q̂ · scale `[kv_heads, m, d]`; the query heads that share a key-value head are stacked
     ///   - k: k̂ `[kv_heads, keys, d]`
-    /// - Returns: P `[kv_heads, m, keys]`, and cap′ of the scores, alike, nil where they are not capped.
+    /// - Returns: P and cap′, `[kv_heads, m, keys]` each; cap′ is nil where scores are not capped.
     private func probabilities(_ q: MLXArray, _ k: MLXArray, _ rows: Range<Int>, _ keys: Range<Int>)
         -> (p: MLXArray, slope: MLXArray?)
     {
@@ -132,25 +133,25 @@ struct Attention {
 
     // MARK: - Backward
 
-    /// The derivative from what the forward pass left, a tile of query rows at a time, the last first:
+    /// Returns the derivative from the arrays that the forward pass kept. It takes one tile of query rows at a time, the last first:
     ///
     ///     dv = Pᵀ dO      dP = dO vᵀ      dS = P (dP − rowsum(P ∘ dP)) cap′      dq̂ = dS k̂ · scale      dk̂ = dSᵀ q̂ · scale
     ///
-    /// P is recomputed for each tile and never kept. dq̂ and dk̂ are turned back through RoPE and the norms. rowsum(P ∘ dP) is
-    /// rowsum(dO ∘ O) but for the rounding of O: with a stored O in bfloat16 a row of dS would not add up to 0, and what all keys have
-    /// in common, as with large biases of k, would come into dq̂.
+    /// P is recomputed for each tile and never kept. dq̂ and dk̂ go back through RoPE and the norms. rowsum(P ∘ dP) would equal rowsum(dO ∘
+    /// O) if O were not rounded. With an O stored in bfloat16, a row of dS would not add up to 0. A part that all keys share, such as a
+    /// large bias of k, would then change dq̂.
     ///
-    /// For a segment of the positions, the caller passes k̂ and v̂ up to the segment's end, and the gradients from later segments. On Linux the
-    /// derivative of scores is that of HostMLX's operation; see `Machine.attentionBackward`.
+    /// For a segment of the positions, the caller passes k̂ and v̂ up to the segment's end, and the gradients from later segments. On
+    /// Linux, HostMLX's attention operation computes the derivative of the scores; see `Machine.attentionBackward`.
     /// - Parameters:
     ///   - q: `[heads, T, d]`; k, v: `[kv_heads, T, d]`; before the norms and RoPE
     ///   - dOut: the gradient of attn_out by head, `[heads, T, d]`
     ///   - start: the position of the first row
-    ///   - seen: k̂ and v̂ up to a segment's end, `[kv_heads, N, d]`; nil where these are made of k and v
-    ///   - sum: the gradients by k̂ and v̂ of other blocks that take them, which those of this one are added to
-    ///   - carried: see `CarriedGradients.keyValues`; becomes that for the segment before
-    /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32; in place of these the sums `[kv_heads, T, d]` of the gradients
-    ///   by k̂ and v̂ where they are another block's.
+    ///   - seen: k̂ and v̂ up to a segment's end, `[kv_heads, N, d]`; nil to compute them from k and v
+    ///   - sum: the gradients by k̂ and v̂ from the other blocks that attend to them; this block's gradients are added
+    ///   - carried: see `CarriedGradients.keyValues`; replaced by the gradients for the segment before
+    /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32. Where k̂ and v̂ are another block's, dk and dv are the sums
+    ///   `[kv_heads, T, d]` of the gradients by k̂ and v̂ instead.
     func backward(
         q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, start: Int = 0, seen: KeyValues? = nil,
         addedTo sum: KeyValues? = nil, carried: inout KeyValues?, machine: Machine
@@ -158,13 +159,13 @@ struct Attention {
         let (kHat, vHat) = (seen?.keys ?? key(k, at: .from(start)), seen?.values ?? value(v))
         var parts = machine.attentionBackward(
             self, q: query(q, at: .from(start)) * scale, k: kHat, v: vHat, dOut: dOut, carried: &carried)
-        /// The rows of all tiles, with the gradients of other blocks.
+        /// Joins the rows of all tiles, and adds the gradients from other blocks.
         func join(_ parts: inout [MLXArray], _ sum: MLXArray? = nil) -> MLXArray {
             let whole = concatenated(parts.reversed(), axis: 1)
             parts = []
             return sum.map { $0 + whole } ?? whole
         }
-        /// Joins the tiles, applies `backward` to some heads at a time, and returns rows by token.
+        /// Joins the tiles, applies `backward` to some heads at a time, and returns a row for each token.
         func joined(_ parts: inout [MLXArray], _ backward: (MLXArray, _ heads: Range<Int>) -> MLXArray) -> MLXArray {
             let whole = join(&parts)
             let byHead = machine.rows(of: whole) { backward(whole[$0], $0) }
@@ -183,7 +184,7 @@ struct Attention {
         return (dq, dk, dv)
     }
 
-    /// dq̂ / scale, dk̂ and dv̂ by the derivative of the one operation.
+    /// Returns dq̂ / scale, dk̂ and dv̂ by the derivative of MLX's attention operation.
     /// - Parameter q: q̂ · scale
     func wholeBackward(
         _ q: MLXArray, _ k: MLXArray, _ v: MLXArray, _ dOut: MLXArray, carried: inout KeyValues?
@@ -192,8 +193,8 @@ struct Attention {
         var (_, d) = vjp(
             { [whole($0[0], $0[1], $0[2])] },
             primals: [q, k[0..., keys].asType(.float32), v[0..., keys].asType(.float32)], cotangents: [dOut])
-        let own = k.dim(1) - q.dim(1) - keys.lowerBound  // where the segment's own positions begin
-        /// The sum with what later segments add to the last keys: the segment's own part, and what is before that.
+        let own = k.dim(1) - q.dim(1) - keys.lowerBound  // the index of the segment's first position in `keys`
+        /// Adds the gradients from later segments. Returns the part for the segment's own positions, and the part before it.
         func parted(_ d: MLXArray, _ later: MLXArray?) -> (own: MLXArray, before: MLXArray) {
             var d = d
             if let later = later?.swappedAxes(1, 2) {
@@ -201,10 +202,10 @@ struct Attention {
                 let sum = d[0..., missing...] + later
                 d = missing > 0 ? concatenated([d[0..., ..<missing], sum], axis: 1) : sum
             }
-            // A copy, as a view would keep what is before it.
+            // A copy, as a view would keep the part before it alive.
             return (contiguous(d[0..., own...]), d[0..., ..<own].swappedAxes(1, 2))
         }
-        // The sum takes the buffer of an array that nobody else refers to.
+        // `removeLast` leaves no other reference to an array, so that the sum in `parted` reuses its buffer.
         let (dv, dk) = (parted(d.removeLast(), carried?.values), parted(d.removeLast(), carried?.keys))
         carried = own > 0 ? KeyValues(keys: dk.before, values: dv.before) : nil
         return (d[0], dk.own, dv.own)
@@ -219,14 +220,15 @@ struct Attention {
         var dq = [MLXArray]()
         var dk = [MLXArray]()
         var dv = [MLXArray]()
-        /// For each tile of heads what they add to the keys and values that earlier tiles see too, up to the next tile's last row, transposed.
+        /// The gradients of the keys and values before the last tile's rows, transposed, for each tile of heads; nil where no keys are
+        /// before them.
         var sums: [KeyValues?]
 
-        /// Of the last tile.
+        /// The arrays of the last tile.
         var arrays: [MLXArray] { sums.arrays + [dq, dk, dv].compactMap(\.last) }
     }
 
-    /// The tiles of dq̂ / scale, dk̂ and dv̂, `[…heads, n, d]`, the last first.
+    /// Returns the tiles of dq̂ / scale, dk̂ and dv̂, `[…heads, n, d]`, the last first.
     /// - Parameter q: q̂ · scale
     func tilesBackward(
         q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, carried: inout KeyValues?, machine: Machine
@@ -244,15 +246,16 @@ struct Attention {
             let (q, k, v, dOut) = (inputs[0], inputs[1], inputs[2], inputs[3])
             let positions = before + rows.lowerBound..<before + rows.upperBound
             let keys = seen(by: positions)
-            /// Pᵀ dO or dSᵀ q̂ of the `keys`, transposed, which BLAS computes half again as fast, as its wide side is then P's or dS's own;
-            /// plus the sum so far, of the last of them.
+            /// Returns sum + (aᵀ b)ᵀ `[…, d, keys]`, where `sum` covers the last of the `keys`. aᵀ b is Pᵀ dO or dSᵀ q̂. BLAS computes the
+            /// transpose 1.5 times as fast, as it then reads the wide matrix a untransposed.
             func added(_ sum: MLXArray?, to a: MLXArray, _ b: MLXArray) -> MLXArray {
                 guard let sum else { return matmul(b.swappedAxes(-1, -2), a) }
                 let missing = keys.count - sum.dim(2)
                 let zeros = missing > 0 ? [MLXArray.zeros([sum.dim(0), d, missing])] : []
                 return addMM(concatenated(zeros + [sum], axis: 2), b.swappedAxes(-1, -2), a)
             }
-            /// dq̂ / scale, and dk̂ᵀ and dv̂ᵀ of the `keys` with what later tiles add; with the function's end, the scores go.
+            /// Returns dq̂ / scale, and dk̂ᵀ and dv̂ᵀ of the `keys` with the terms of later tiles. The scores are freed when the function
+            /// returns.
             func scoresBackward(_ groups: Range<Int>, _ sum: KeyValues?) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
                 let (kTile, vTile) = (k[groups, keys], v[groups, keys])
                 let (qTile, dO) = (stacked(q, groups, perGroup, rows), stacked(dOut, groups, perGroup, rows))
@@ -264,7 +267,7 @@ struct Attention {
                     matmul(dS, kTile).reshaped([groups.count * perGroup, rows.count, d]),
                     added(sum?.keys, to: dS, qTile), added(sum?.values, to: p, dO))
             }
-            let own = positions.lowerBound - keys.lowerBound  // where in dk and dv the tile's own positions begin
+            let own = positions.lowerBound - keys.lowerBound  // the index of the tile's first position in `keys`
             var (dqs, dks, dvs) = ([MLXArray](), [MLXArray](), [MLXArray]())
             for (i, groups) in allGroups.enumerated() {
                 let new = scoresBackward(groups, all.sums[i])
@@ -276,7 +279,7 @@ struct Attention {
                     ? KeyValues(keys: new.dk[.ellipsis, 0..<own], values: new.dv[.ellipsis, 0..<own]) : nil
             }
             all.dq.append(concatenated(dqs))
-            // Copies, as a view would keep what is before it.
+            // Copies, as a view would keep the part before it alive.
             all.dk.append(contiguous(concatenated(dks)))
             all.dv.append(contiguous(concatenated(dvs)))
         }

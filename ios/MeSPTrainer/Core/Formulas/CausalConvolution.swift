@@ -1,33 +1,32 @@
 import MLX
 
-/// A convolution of each feature by itself over a token and the K − 1 before it, without a bias:
+/// A depthwise causal convolution over a token and the K − 1 tokens before it, without a bias:
 ///
 ///     y_t = Σ_j w_j x_{t−K+1+j}        dx_s = Σ_j w_j dy_{s+K−1−j}
 struct CausalConvolution {
-    /// `[D, K]`
+    /// The weights w, `[D, K]`.
     let weight: MLXArray
 
-    /// The convolution of some of the features.
     func features(_ range: Range<Int>) -> CausalConvolution { CausalConvolution(weight: weight[range]) }
 
-    /// The state before the first token: K − 1 rows of zeros.
+    /// Returns the state before the first token: K − 1 rows of zeros.
     func start(dtype: DType) -> MLXArray { MLXArray.zeros([weight.dim(1) - 1, weight.dim(0)], dtype: dtype) }
 
     /// - Parameters:
     ///   - x: `[n, F]`
-    ///   - tail: x of the tokens before, `[K − 1, F]`
+    ///   - tail: x of the K − 1 tokens before, `[K − 1, F]`
     /// - Returns: y `[n, F]`, in float32.
     func callAsFunction(_ x: MLXArray, tail: MLXArray) -> MLXArray {
         sum(of: concatenated([tail, x]), weights)
     }
 
-    /// The tail for the tokens after x, as a part of 2 (K − 1) rows: a part of x would keep all of it.
+    /// Returns the tail for the tokens after x. It is a view of at most 2 (K − 1) rows: a view of x would keep all of x alive.
     func tail(after x: MLXArray, tail: MLXArray) -> MLXArray {
         concatenated([tail, x[max(0, x.dim(0) - tail.dim(0))...]])[(-tail.dim(0))...]
     }
 
-    /// dx of `[n, F]`, from dy, in float32.
-    /// - Parameter carried: dy of the next K − 1 tokens, `[K − 1, F]`; nil for zeros, where none follow
+    /// Returns dx `[n, F]` from dy, in float32.
+    /// - Parameter carried: dy of the next K − 1 tokens, `[K − 1, F]`; nil for zeros, where no tokens follow
     func backward(dy: MLXArray, carried: MLXArray? = nil) -> MLXArray {
         sum(of: concatenated([dy, carried ?? start(dtype: dy.dtype)]), weights.reversed())
     }
@@ -35,7 +34,7 @@ struct CausalConvolution {
     /// w_0 … w_{K−1}, `[F]` each.
     private var weights: [MLXArray] { (0..<weight.dim(1)).map { weight[0..., $0] } }
 
-    /// Σ_j w_j x_{t+j} for all t that have as many.
+    /// Returns Σ_j w_j x_{t+j} for t = 0 … n − K, where n is the number of x's rows.
     private func sum(of x: MLXArray, _ weights: [MLXArray]) -> MLXArray {
         let count = x.dim(0) - weights.count + 1
         return Self.weightedSum(weights + weights.indices.map { x[$0..<$0 + count] })

@@ -1,26 +1,26 @@
 import MLX
 
-/// How a recurrent mixer's state decays among the C tokens of a chunk, by the logarithms κ ≤ 0 of each token's decay:
+/// The decay of a recurrent mixer's state within a chunk of C tokens, from the logarithm κ ≤ 0 of each token's decay:
 ///
 ///     Γ_ij = exp(κ_{j+1} + … + κ_i) for i ≥ j, else 0        γ_i = exp(κ_1 + … + κ_i)        δ_j = Γ_Cj
 package struct ChunkDecays: Arrays {
     /// Γ `[…, C, C]`
     let gamma: MLXArray
-    /// γ and δ `[…, C, 1]`, and γ_C `[…, 1, 1]`
+    /// γ (`start`) and δ (`end`) `[…, C, 1]`, and γ_C (`whole`) `[…, 1, 1]`.
     let start, end, whole: MLXArray
-    /// 1 below the diagonal, else 0: `[C, C]`.
+    /// A mask `[C, C]` that is 1 below the diagonal and 0 elsewhere.
     let below: MLXArray
 
     var arrays: [MLXArray] { [gamma, start] }
 
-    /// C, but for fewer tokens: the next power of two.
+    /// The largest C. For fewer tokens, C is the smallest power of two that holds them.
     package static let chunk = 64
 
     /// - Parameter logDecay: κ `[…, C, 1]`, in float32
     init(_ logDecay: MLXArray) {
         let last = logDecay.dim(-2) - 1
         below = mask(last + 1) { i, j in i > j }
-        // Added up term by term: differences of one running sum would lose what strong decays leave of weak ones.
+        // Each sum is added up term by term. The difference of two running sums would lose weak decays beside strong ones to rounding.
         gamma = Self.expMasked([cumsum(logDecay * below, axis: -2), mask(last + 1) { i, j in i >= j }])
         start = exp(cumsum(logDecay, axis: -2))
         end = gamma[.ellipsis, last..., 0...].swappedAxes(-1, -2)
@@ -29,7 +29,7 @@ package struct ChunkDecays: Arrays {
 
     private static let expMasked = Fused { exp($0[0]) * $0[1] }
 
-    /// dκ `[…, C, 1]`. κ_m is in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m, and in γ_C:
+    /// Returns dκ `[…, C, 1]`. κ_m occurs in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m, and in γ_C:
     ///
     ///     dκ_m = Σ_{j < m ≤ i} (Γ ∘ dΓ)_ij + Σ_{i ≥ m} (γ dγ)_i + Σ_{j < m} (δ dδ)_j + γ_C dγ_C
     ///
@@ -42,7 +42,7 @@ package struct ChunkDecays: Arrays {
         return between + cumsum(inStart, axis: -2, reverse: true) + cumsum(inEnd, axis: -2, inclusive: false) + inWhole
     }
 
-    /// `[n, …]` to `[chunks, C, …]`, with zeros behind the last token: these change no state.
+    /// Reshapes `[n, …]` to `[chunks, C, …]`. The zeros that it appends change no state.
     static func chunked(_ x: MLXArray) -> MLXArray {
         let (length, others) = (x.dim(0), Array(x.shape[1...]))
         var rows = 1
@@ -54,7 +54,7 @@ package struct ChunkDecays: Arrays {
     }
 }
 
-/// 1 where `contains` says of a row and a column, else 0: `[C, C]`.
+/// Returns a mask `[C, C]` that is 1 where `contains` is true of a row and a column, and 0 elsewhere.
 func mask(_ c: Int, _ contains: (_ row: Int, _ column: Int) -> Bool) -> MLXArray {
     MLXArray((0..<c * c).map { contains($0 / c, $0 % c) ? 1 : 0 as Float }, [c, c])
 }

@@ -1,18 +1,18 @@
 import MLX
 import MeSPBundle
 
-/// Cross-entropy of the output projection, and its gradient, in one pass over the vocabulary.
+/// Cross-entropy of the output projection and its gradient, in one pass over the vocabulary:
 ///
 ///     h = RMSNorm(y),   z = cap(h Wᵀ),   ℒ = Σ (logsumexp(z) − z[target])
 ///     dh = (softmax(z) ∘ cap′) W − cap′[target] W[target]
 ///
-/// in float32. z[target] is the one that went into the sum of exponentials, so that no loss is negative.
+/// All of this is in float32. z[target] comes from the same z as the sum of exponentials, so that no loss is negative.
 ///
-/// cap(z) = c tanh(z / c) and cap′ = 1 − (z / c)² where the model caps its logits, z and 1 otherwise.
+/// Where the model caps its logits, cap(s) = c tanh(s / c) and cap′ = 1 − (z / c)². Elsewhere cap(s) = s and cap′ = 1.
 ///
-/// The sum `softmax(z) W` has the form of attention with K = V = W, so it goes like flash attention: a tile of W at a time, with a
-/// running maximum m, a running sum s = Σ exp(z − m) and a running a = Σ exp(z − m) cap′ W, rescaled as the maximum moves. The logits
-/// `[T, vocabulary]` never exist, and each row of W is read once.
+/// The sum `softmax(z) W` has the form of attention with K = V = W, so it is computed as in flash attention: a tile of W at a time, with a
+/// running maximum m, a running sum s = Σ exp(z − m) and a running sum a = Σ exp(z − m) cap′ W. s and a are rescaled when m grows. The
+/// logits `[T, vocabulary]` never exist as a whole. Each tile of tokens reads W once.
 package struct CrossEntropyHead {
     let weights: PackedWeights
     let architecture: Architecture
@@ -29,27 +29,27 @@ package struct CrossEntropyHead {
     private var matrix: QuantizedMatrix { weights.matrix("", inputs: architecture.hiddenSize) }
     private var norm: RMSNorm { RMSNorm(weight: weights["norm"], eps: architecture.rmsNormEps) }
 
-    /// cap(z)
+    /// Returns cap(z).
     private func capped(_ z: MLXArray) -> MLXArray { architecture.finalLogitSoftcapping.map { softCap(z, $0) } ?? z }
 
-    /// p cap′, from capped logits.
+    /// Returns p cap′, from the capped logits z.
     private func sloped(_ p: MLXArray, _ z: MLXArray) -> MLXArray {
         architecture.finalLogitSoftcapping.map { p * softCapSlope(z, $0) } ?? p
     }
 
-    /// The logits `[n, vocabulary]` of y `[n, hidden]`, in float32.
+    /// Returns the logits `[n, vocabulary]` of y `[n, hidden]`, in float32.
     package func logits(_ y: MLXArray) -> MLXArray {
         let (h, w) = (norm(y.asType(.float32)), LoRALinear(weight: matrix, bias: nil, lora: nil, scale: 0))
         return capped(
             concatenated(machine.each(of: matrix.rows, size: machine.vocabularyRows) { w.outputs($0)(h) }, axis: -1))
     }
 
-    /// The loss of each row's target, with no gradient.
+    /// Returns the loss of each row's target, without a gradient.
     ///
     /// - Parameters:
     ///   - y: `[n, hidden]`
     ///   - targets: token ids, `[n]` int32
-    ///   - atBoundary: as below
+    ///   - atBoundary: see `loss`
     /// - Returns: the losses in nats, float32 `[n]`, and whether no logit is larger than the target's, bool `[n]`.
     package func scores(_ y: MLXArray, targets: MLXArray, atBoundary: () throws -> Void) rethrows
         -> (losses: MLXArray, isLargest: MLXArray)
@@ -61,26 +61,28 @@ package struct CrossEntropyHead {
         return (concatenated(parts.map(\.losses))[0..., 0], concatenated(parts.map(\.isLargest))[0..., 0])
     }
 
+    /// Returns the loss without a gradient.
+    ///
     /// - Parameters:
     ///   - y: the last block's output, `[1, T, hidden]`
     ///   - targets: token ids of the positions that count, `[n]` int32
-    ///   - counted: these n positions in `0 ..< T`, ascending; the others are not read
-    ///   - atBoundary: called between tiles, when nothing is being computed; it may wait, or throw
+    ///   - counted: the n positions that count, in `0 ..< T` and ascending; other rows of y are not read
+    ///   - atBoundary: called between tiles, while nothing is being computed; it may wait, or throw
     /// - Returns: the sum of the losses in nats, a float32 scalar.
     func loss(_ y: MLXArray, targets: MLXArray, counted: [Int], atBoundary: () throws -> Void) rethrows -> MLXArray {
         try lossAndRows(rows(counted, of: y), targets, scale: nil, atBoundary).loss
     }
 
-    /// The loss with its gradient; the parameters as those of `loss`.
+    /// Returns the loss and its gradient. The other parameters are those of `loss`.
     ///
-    /// - Parameter scale: what the gradient is multiplied by; that of positions that do not count is zero.
+    /// - Parameter scale: the factor of the gradient. The gradient of positions that do not count is zero.
     /// - Returns: the sum of the losses in nats, a float32 scalar, and dy `[1, T, hidden]` times the scale, in y's dtype.
     package func lossAndGradient(
         _ y: MLXArray, targets: MLXArray, counted: [Int], scale: Float, atBoundary: () throws -> Void
     ) rethrows -> (loss: MLXArray, dy: MLXArray) {
         var (loss, dy) = try lossAndRows(rows(counted, of: y), targets, scale: scale, atBoundary)
         if counted.count < y.dim(1) {
-            // Each position's row, the one of zeros for those that do not count.
+            // The row of dy for each position. Positions that do not count take the row of zeros.
             var rows = [Int32](repeating: Int32(counted.count), count: y.dim(1))
             for (row, position) in counted.enumerated() { rows[position] = Int32(row) }
             dy = concatenated([dy, MLXArray.zeros([1, y.dim(2)], dtype: dy.dtype)])[MLXArray(rows)]
@@ -88,13 +90,13 @@ package struct CrossEntropyHead {
         return (loss, dy.expandedDimensions(axis: 0))
     }
 
-    /// Some rows of y `[1, T, hidden]`, `[n, hidden]`.
+    /// Returns the `counted` rows of y `[1, T, hidden]`, as `[n, hidden]`.
     private func rows(_ counted: [Int], of y: MLXArray) -> MLXArray {
         let all = y.reshaped([y.dim(1), y.dim(2)])
         return counted.count < y.dim(1) ? all[MLXArray(counted.map { Int32($0) })] : all
     }
 
-    /// The sum of the losses of the rows of y `[n, hidden]`, and their gradients times the scale, alike; none without a scale.
+    /// Returns the sum of the losses of y's rows `[n, hidden]`, and dy times the scale. Without a scale, dy is not computed.
     private func lossAndRows(
         _ y: MLXArray, _ targets: MLXArray, scale: Float?, _ atBoundary: () throws -> Void
     ) rethrows -> (loss: MLXArray, dy: MLXArray) {
@@ -115,17 +117,17 @@ package struct CrossEntropyHead {
         return (loss, scale == nil ? loss : concatenated(parts.map { $0[1] }))
     }
 
-    /// The running sums of some tokens over the vocabulary.
+    /// The running sums over the vocabulary for some tokens.
     private struct Sums: Arrays {
-        /// m, the largest logit; s; and the target's logit: `[t, 1]`.
+        /// m, s and the target's logit, `[t, 1]` each.
         var m, expSum, zTarget: MLXArray
-        /// a, `[t, hidden]`.
+        /// a `[t, hidden]`; nil without a gradient.
         var weighted: MLXArray?
 
         var arrays: [MLXArray] { [m, expSum, zTarget] + weighted.arrays }
     }
 
-    /// The losses of some tokens, whether no logit is larger than the target's, `[t, 1]`, and their part of dh `[t, hidden]`.
+    /// The losses of some tokens and whether no logit is larger than the target's, `[t, 1]` each, and the tokens' rows of dh `[t, hidden]`.
     private struct Scores: Arrays {
         let losses, isLargest: MLXArray
         var dh: MLXArray?
@@ -133,11 +135,11 @@ package struct CrossEntropyHead {
         var arrays: [MLXArray] { [losses, isLargest] + dh.arrays }
     }
 
-    /// The scores of the tokens t.
+    /// Returns the scores of the tokens t.
     ///
     /// - Parameters:
-    ///   - h: of all tokens, `[n, hidden]`
-    ///   - work: multiplications since the last boundary
+    ///   - h: one array, RMSNorm(y) of all tokens, `[n, hidden]`
+    ///   - work: the number of multiplications since the last boundary
     private func overVocabulary(
         _ h: inout [MLXArray], _ t: Range<Int>, _ targets: MLXArray, wantsGradient: Bool, _ work: inout Int,
         _ atBoundary: () throws -> Void
@@ -152,7 +154,7 @@ package struct CrossEntropyHead {
             try machine.work(2 * t.count * h.dim(1) * rows.count, since: &work, leaving: sums, atBoundary)
             let wTile = w.rows(rows)
             let z = capped(wTile.apply(h[t]))
-            let place = (targets - rows.lowerBound)[0..., .newAxis]  // of the target in the tile
+            let place = (targets - rows.lowerBound)[0..., .newAxis]  // the target's index in the tile
             let isHere = logicalAnd(place .>= 0, place .< rows.count)
             sums.zTarget = which(
                 isHere, takeAlong(z, clip(place, min: 0, max: rows.count - 1), axis: 1), sums.zTarget)
@@ -165,7 +167,7 @@ package struct CrossEntropyHead {
             }
             sums.m = m
         }
-        // s ≥ 1, as the largest z has the term 1 in it.
+        // s ≥ 1, as the largest logit adds exp(0) = 1 to it.
         var scores = Scores(losses: sums.m + log(sums.expSum) - sums.zTarget, isLargest: sums.zTarget .>= sums.m)
         guard let weighted = sums.weighted else { return scores }
         let wTarget = machine.part(w.take(targets), scores.losses).0

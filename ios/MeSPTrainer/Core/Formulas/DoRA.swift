@@ -2,11 +2,11 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// DoRA of a block's modules. Of each layer, with the norm n `[out]` of each output's weights,
+/// DoRA of a block's modules. With n `[out]`, the norm of each output's weights, a layer computes
 ///
 ///     y = g ∘ (x Wᵀ + s (x A) B) + b        g = m / n        n = ‖W + s (A B)ᵀ‖
 ///
-/// `LoRALinear` computes it from A, B̃ = B ∘ g and G = g. As in the paper, n is a constant in the derivative.
+/// `LoRALinear` computes y from A, B̃ = B ∘ g and G = g. As in the paper, the derivative treats n as a constant.
 struct DoRA {
     private let layout: LoRALayout
     /// A, B and m `[P]`.
@@ -15,14 +15,14 @@ struct DoRA {
     let norms: MLXArray
 
     /// - Parameters:
-    ///   - squares: ‖W‖² of all modules, which `BlockWeights.squaredNorms` computes.
-    ///   - machine: that takes some rows of W at a time.
+    ///   - squares: ‖W‖² of all modules, from `BlockWeights.squaredNorms`
+    ///   - machine: limits the rows of W that are taken at a time
     init(
         _ weights: BlockWeights, _ lora: MLXArray, _ layout: LoRALayout, scale: Float, squares: MLXArray,
         machine: Machine
     ) {
         (self.layout, self.lora) = (layout, lora)
-        // By output  n² = ‖W‖² + 2 s ⟨W, (A B)ᵀ⟩ + s² ‖A B‖².  Of a row of zeros n is 0, and what it divides is 0 too.
+        // For each output, n² = ‖W‖² + 2 s ⟨W, (A B)ᵀ⟩ + s² ‖A B‖². The lower bound avoids 0 / 0 where a row is zero.
         norms = concatenated(
             layout.modules.compactMap { module in
                 guard let squares = layout.magnitudes(module, in: squares) else { return nil }
@@ -44,7 +44,7 @@ struct DoRA {
             })
     }
 
-    /// Those of a projection; nil where its module has none.
+    /// Returns A, B̃ and G of a projection; nil where its module has no adapter.
     func scaled(_ projection: Projection) -> LoRAMatrices? { parts(projection).map { scaled($0, n: $1) } }
 
     private func scaled(_ matrices: LoRAMatrices, n: MLXArray?) -> LoRAMatrices {

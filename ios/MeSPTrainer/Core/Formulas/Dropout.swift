@@ -1,9 +1,9 @@
 import MLX
 
-/// A number from which the masks of dropout follow, and p. By subscript it is that of a step, a sequence, a block, a layer and an expert, so that no
-/// mask is stored: each use recomputes it.
+/// A key from which dropout masks are computed, with their probability p. A subscript derives the key of a step, a sequence, a block, a
+/// layer or an expert. No mask is stored: each use recomputes it.
 package struct DropoutKey {
-    /// The probability p with which an input is left out, above 0.
+    /// The probability p that an input is left out; above 0.
     let rate: Float
     private let number: UInt64
 
@@ -20,22 +20,23 @@ package struct DropoutKey {
     }
 }
 
-/// Dropout of the input x `[n, in]` of a layer's adapter: x ∘ K, where each number of K is 1 with the probability 1 − p, and 0 otherwise. The factor
-/// 1 / (1 − p) is in `LoRALinear.factor`.
+/// Dropout of the input x `[n, in]` of a layer's adapter: x ∘ K, where each element of K is 1 with probability 1 − p, and 0 otherwise.
+/// `LoRALinear.factor` contains the factor 1 / (1 − p).
 ///
 ///     K[t, j] = 1 where r[t] c[j] mod 2³² ≥ p 2³²,     r[t] = hash(t + k₀),     c[j] = hash(j + k₁) | 1
 ///
-/// k₀ and k₁ are the halves of the key, t is a token's position in its sequence, and j the number of an input. So K depends on no tile. As the c are odd,
-/// the products of a column are as uniform and independent as the r are; this is multiply-shift hashing (Dietzfelbinger et al. 1997).
+/// k₀ and k₁ are the halves of the key, t is a token's position in its sequence, and j is the index of an input. K does not depend on the
+/// tiles. As each c is odd, the products of a column are as uniform and as independent as the r. This is multiply-shift hashing
+/// (Dietzfelbinger et al. 1997).
 struct Dropout {
     let key: DropoutKey
-    /// The positions of x's rows: one after the other from a first one on, or those listed.
+    /// The positions of x's rows: `tokens`, or consecutive positions that begin with `firstToken`.
     var firstToken = 0
     var tokens: [Int]?
-    /// The number of x's first column.
+    /// The index of x's first column among the layer's inputs.
     var firstInput = 0
 
-    /// x ∘ K.
+    /// Returns x ∘ K.
     func callAsFunction(_ x: MLXArray) -> MLXArray {
         let (k0, k1) = key.halves
         let positions = tokens ?? Array(firstToken..<firstToken + x.dim(0))
@@ -44,14 +45,12 @@ struct Dropout {
         return masked(x, rows: r, columns: c, least: UInt32(Double(key.rate) * 0x1p32))
     }
 
-    /// The dropout of some rows of x.
     func rows(_ range: Range<Int>) -> Dropout {
         var part = self
         if let tokens { part.tokens = Array(tokens[range]) } else { part.firstToken += range.lowerBound }
         return part
     }
 
-    /// The dropout of some columns of x.
     func inputs(_ range: Range<Int>) -> Dropout {
         var part = self
         part.firstInput += range.lowerBound
@@ -59,7 +58,7 @@ struct Dropout {
     }
 }
 
-/// A bijection of 32-bit numbers, each bit of which depends on all bits of x (github.com/skeeto/hash-prospector).
+/// Applies a bijection of 32-bit numbers. Each bit of the result depends on all bits of x (github.com/skeeto/hash-prospector).
 private func hash(_ x: UInt32) -> UInt32 {
     var x = x
     x = (x ^ (x >> 16)) &* 0x7feb_352d

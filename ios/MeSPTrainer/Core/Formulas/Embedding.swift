@@ -1,7 +1,7 @@
 import MLX
 import MeSPBundle
 
-/// Token ids `[T]` to embeddings `[1, T, hidden]` in `dtype`, evaluated. Only the rows of the tokens are read.
+/// Returns the embeddings `[1, T, hidden]` of token ids `[T]` in `dtype`, evaluated. It reads only the rows of these tokens.
 func embed(_ tokens: [Int32], _ embedding: PackedWeights, _ architecture: Architecture, dtype: DType) -> MLXArray {
     readRows {
         let rows = embedding.matrix("", inputs: architecture.hiddenSize).take(MLXArray(tokens)).asType(dtype)

@@ -3,15 +3,14 @@ import MLX
 import MeSPBundle
 
 extension Activation {
-    /// f(gate) up
+    /// Returns f(gate) up.
     func gated(gate: MLXArray, up: MLXArray) -> MLXArray { kernels.gated([gate, up]) }
 
-    /// d_gate = d_act up f′(gate),  d_up = d_act f(gate)
+    /// Returns act = f(gate) up,  d_gate = d_act up f′(gate)  and  d_up = d_act f(gate), in float32.
     ///
     /// - Parameters:
-    ///   - gate, up: what they are the sums of; in float32 or as a product left them
-    ///   - factors: of the first of these terms; nil for 1
-    /// - Returns: all in float32
+    ///   - gate, up: the terms whose sums are gate and up; in float32 or in the dtype of a product
+    ///   - factors: the factors of the first terms of gate and up; nil for 1
     func gatedBackward(
         gate: [MLXArray], up: [MLXArray], factors: (gate: MLXArray?, up: MLXArray?) = (nil, nil), dAct: MLXArray
     ) -> (act: MLXArray, dGate: MLXArray, dUp: MLXArray) {
@@ -55,7 +54,7 @@ extension Activation {
     private static let silus = Kernels(.silu)
     private static let gelus = Kernels(.gelu)
 
-    /// f(x) and f′(x)
+    /// Returns f(x) and f′(x).
     func values(_ x: MLXArray) -> (f: MLXArray, slope: MLXArray) {
         switch self {
         case .silu:  // silu′ = σ + x σ (1 − σ)

@@ -1,71 +1,71 @@
 import MLX
 import MeSPBundle
 
-/// Qwen3.5's gated delta net, from the projections qkv, z, b and a, by head:
+/// Qwen3.5's gated delta net. It computes y from the projections qkv, z, b and a, for each head:
 ///
 ///     q, k, v = silu(conv(qkv))        q̂ = q r_q / key_dim        k̂ = k r_k / √key_dim        r = 1 / √(mean(x²) + 10⁻⁶)
 ///     κ = −exp(A_log) softplus(a + dt_bias)        β = σ(b)        o = the gated delta rule of q̂, k̂, v, κ, β
 ///     y = RMSNorm(o) ∘ silu(z)
 ///
-/// A key head serves value_heads / key_heads value heads, which lie side by side.
+/// Each key head serves value_heads / key_heads consecutive value heads.
 package struct GatedDeltaNet {
     let keyHeads, valueHeads: Int
-    /// Of a head: key_dim and value_dim in shapes.
+    /// The dimensions of a head's keys and values: key_dim and value_dim in shapes.
     let keyDim, valueDim: Int
-    /// Over all q, k and v: F = 2 · key_heads · key_dim + value_heads · value_dim features.
+    /// The convolution of q, k and v, with F = 2 · key_heads · key_dim + value_heads · value_dim features.
     let convolution: CausalConvolution
-    /// `[value_heads]`
+    /// A_log and dt_bias, `[value_heads]` each.
     let aLog, dtBias: MLXArray
-    /// The norm of o, by head: its weight is `[value_dim]`.
+    /// The norm of each head of o. Its weight is `[value_dim]`.
     let norm: RMSNorm
 
-    /// The terms of the gradient that later tokens pass to those before.
+    /// The terms of the gradient that later tokens pass to earlier ones.
     struct CarriedGradients: Arrays {
         /// The gradient of S, `[value_heads, key_dim, value_dim]`.
         var memory: MLXArray
-        /// The gradient of the convolution's output for the first K − 1 of them, `[K − 1, F]`.
+        /// The gradient of the convolution's output for the first K − 1 of the later tokens, `[K − 1, F]`.
         var convolved: MLXArray
 
         var arrays: [MLXArray] { [memory, convolved] }
     }
 
-    /// Where no tokens follow.
+    /// The carried gradients where no tokens follow: zeros.
     var noCarriedGradients: CarriedGradients {
         CarriedGradients(
             memory: MLXArray.zeros([valueHeads, keyDim, valueDim]), convolved: convolution.start(dtype: .float32))
     }
 
-    /// The state before the first token.
-    /// - Parameter dtype: that of qkv
+    /// Returns the state before the first token.
+    /// - Parameter dtype: the dtype of qkv
     func start(dtype: DType) -> MixerState.Recurrent {
         .init(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([valueHeads, keyDim, valueDim]))
     }
 
-    /// The number of key heads at a time that keeps the derivative's temporaries in proportion to the machine's.
+    /// Returns the number of key heads to take at a time.
     private func headsAtOnce(_ length: Int, _ machine: Machine) -> Int {
         min(keyHeads, max(1, machine.bytes / bytesOfHead(length)))
     }
 
-    /// The size of a machine's temporaries for each key head, in bytes. The derivative holds some 25 arrays with a row a token, where attention's
-    /// holds some 6.
+    /// Returns the part of `Machine.bytes` that one key head takes: the size of three arrays. The derivative holds some 25 arrays with a
+    /// row for each token, whereas attention's derivative holds some 6.
     func bytesOfHead(_ length: Int) -> Int {
         3
             * Self.arrayBytes(
                 keyDim: keyDim, valueDim: valueDim, valueHeadsOfKey: valueHeads / keyHeads, length: length)
     }
 
-    /// The size of such an array of a key head.
+    /// Returns the size of such an array of a key head, in bytes.
     static func arrayBytes(keyDim: Int, valueDim: Int, valueHeadsOfKey: Int, length: Int) -> Int {
         4 * length * max(keyDim, valueHeadsOfKey * max(keyDim, valueDim, ChunkDecays.chunk))
     }
 
     // MARK: - o
 
+    /// Returns o `[n, value_heads · value_dim]`, in float32.
     /// - Parameters:
     ///   - qkv: `[n, F]`
     ///   - b, a: `[n, value_heads]`
-    ///   - state: of the tokens before; becomes that of the last of these
-    /// - Returns: o `[n, value_heads · value_dim]`, in float32.
+    ///   - state: the state before the tokens, replaced by that after them
     func callAsFunction(
         qkv: MLXArray, b: MLXArray, a: MLXArray, state: inout MixerState.Recurrent, machine: Machine
     ) -> MLXArray {
@@ -89,13 +89,12 @@ package struct GatedDeltaNet {
             machine: machine)
     }
 
-    /// The value heads of some key heads.
     private func valueHeads(of heads: Range<Int>) -> Range<Int> {
         let each = valueHeads / keyHeads
         return heads.lowerBound * each..<heads.upperBound * each
     }
 
-    /// The terms of κ: a, dt_bias and A_log, `[…, values]`.
+    /// Returns the terms of κ: a, dt_bias and A_log, `[…, values]`.
     private func decay(_ heads: Range<Int>, _ a: MLXArray) -> [MLXArray] {
         let values = valueHeads(of: heads)
         return [a[0..., values], dtBias[values], aLog[values]].map { $0.asType(.float32) }
@@ -108,7 +107,6 @@ package struct GatedDeltaNet {
         sigmoid(b[0..., valueHeads(of: heads)].asType(.float32))
     }
 
-    /// q, k and v.
     private func inputs(_ heads: Range<Int>) -> [Input] {
         func input(_ heads: Range<Int>, _ dim: Int, start: Int, scale: Float?) -> Input {
             let features = start + heads.lowerBound * dim..<start + heads.upperBound * dim
@@ -126,22 +124,22 @@ package struct GatedDeltaNet {
         ]
     }
 
-    /// q, k or v of some heads:  norm(silu(conv(x))), where there is a norm.
+    /// q, k or v of some heads:  norm(silu(conv(x))). v has no norm.
     private struct Input {
-        /// The range of qkv's features.
+        /// The features of qkv that the input consists of.
         let features: Range<Int>
         let dim: Int
         let convolution: CausalConvolution
         let norm: RMSNorm?
 
-        /// qkv `[n, F]` to `[n, heads, dim]`, in float32.
+        /// Returns q, k or v `[n, heads, dim]` from qkv `[n, F]`, in float32.
         func callAsFunction(_ qkv: MLXArray, tail: MLXArray) -> MLXArray {
             let x = activated(convolution(qkv[0..., features], tail: tail[0..., features]))
             return norm.map { $0(x) } ?? x
         }
 
-        /// The gradient of these features of qkv, in float32.
-        /// - Parameter carried: see `CarriedGradients.convolved`, of these features; becomes that for the tokens before
+        /// Returns the gradient of these features of qkv, in float32.
+        /// - Parameter carried: these features of `CarriedGradients.convolved`; replaced by the gradient for the tokens before
         func backward(_ qkv: MLXArray, tail: MLXArray, dy: MLXArray, carried: inout MLXArray) -> MLXArray {
             let convolved = convolution(qkv[0..., features], tail: tail[0..., features])
             let d = norm.map { $0.backward(activated(convolved), dy: dy) } ?? dy
@@ -160,8 +158,8 @@ package struct GatedDeltaNet {
         private static let siluBackward = Fused { $0[0] * Activation.silu.values($0[1]).slope }
     }
 
-    /// The derivative of o, of a whole sequence or a segment. The intermediates of o are computed again, some key heads at a time. qkv and
-    /// dO are consumed, as their gradient is assembled after their last use.
+    /// Returns the derivative of o, for a whole sequence or a segment. It recomputes the intermediates of o for some key heads at a time.
+    /// qkv and dO are consumed: their last use is before the gradients are joined.
     ///
     ///     db = β (1 − β) dβ        da = −exp(A_log) σ(a + dt_bias) dκ
     ///
@@ -169,9 +167,9 @@ package struct GatedDeltaNet {
     ///   - qkv: `[T, F]`
     ///   - b, a: `[T, value_heads]`
     ///   - dO: `[T, value_heads · value_dim]`, in float32
-    ///   - records: the rows of each record of the sequence, which has a state of its own; nil for one
+    ///   - records: the rows of each record, which has its own state; nil for one record
     ///   - before: the state before a segment of one record; nil for the start of a sequence
-    ///   - carried: the gradient that the next segment passes on, replaced by the one for the segment before; nil where there are no segments
+    ///   - carried: the gradients from the next segment, replaced by those for the segment before; nil without segments
     /// - Returns: the gradients of qkv, b and a, in float32.
     func backward(
         qkv: consuming MLXArray, b: MLXArray, a: MLXArray, dO: consuming MLXArray, records: [Range<Int>]? = nil,
@@ -207,19 +205,18 @@ package struct GatedDeltaNet {
         return machine.part(whole(0..<3), whole(3..<4), whole(4..<5))
     }
 
-    /// Of some heads after the other: the gradients of q, k, v, b and a, and where the sequence goes by segments the terms for the tokens
-    /// before.
+    /// The gradients of q, k, v, b and a for each tile of heads and, with segments, the carried gradients.
     private struct HeadGradients: Arrays {
         var (gradients, carried) = ([[MLXArray]](), [[MLXArray]]())
         var arrays: [MLXArray] { (gradients.last ?? []) + (carried.last ?? []) }
     }
 
-    /// The part of `carried` for some heads: of the memory, and of what was convolved the features of q, k and v.
+    /// Returns the part of `carried` for some heads: the gradient of the memory, and the gradients of the convolved q, k and v.
     private func parts(_ heads: Range<Int>, _ carried: CarriedGradients) -> [MLXArray] {
         [carried.memory[valueHeads(of: heads)]] + inputs(heads).map { carried.convolved[0..., $0.features] }
     }
 
-    /// The gradients of some heads' q, k and v in qkv, and of their b and a, `[T, features]`.
+    /// Returns the gradients of some heads' q, k and v in qkv, b and a, `[T, features]` each.
     private func backward(
         _ heads: Range<Int>, qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, before: MixerState.Recurrent,
         carried: inout [MLXArray], _ machine: Machine
@@ -238,18 +235,18 @@ package struct GatedDeltaNet {
 
     // MARK: - y = RMSNorm(o) ∘ silu(z)
 
-    /// y `[n, value_heads · value_dim]`, in float32, of o and z, alike.
+    /// Returns y `[n, value_heads · value_dim]` from o and z of this shape, in float32.
     func gatedNorm(o: MLXArray, z: MLXArray) -> MLXArray {
         Activation.silu.gated(gate: z.asType(.float32), up: norm(byHead(o)).reshaped(z.shape))
     }
 
-    /// do and dz `[T, value_heads · value_dim]`, in float32, from dy, alike.
+    /// Returns do and dz `[T, value_heads · value_dim]` from dy of this shape, in float32.
     func gatedNormBackward(o: MLXArray, z: MLXArray, dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray) {
         let (byHead, z) = (byHead(o), z.reshaped([z.dim(0), -1, valueDim]))
         let d = Activation.silu.gatedBackward(gate: [z], up: [norm(byHead)], dAct: dy.reshaped(z.shape))
         return (norm.backward(byHead, dy: d.dUp).reshaped(o.shape), d.dGate.reshaped(o.shape))
     }
 
-    /// `[n, heads · value_dim]` to `[n, heads, value_dim]`, in float32.
+    /// Reshapes `[n, heads · value_dim]` to `[n, heads, value_dim]`, in float32.
     private func byHead(_ x: MLXArray) -> MLXArray { x.asType(.float32).reshaped([x.dim(0), -1, valueDim]) }
 }

@@ -1,32 +1,32 @@
 import MLX
 
-/// The gated delta rule of some heads ([Yang et al.](https://arxiv.org/abs/2412.06464)). Each token corrects what a state S
-/// `[key_dim, value_dim]` answers to its key, and asks it:
+/// The gated delta rule of some heads ([Yang et al.](https://arxiv.org/abs/2412.06464)). Each token decays a state S
+/// `[key_dim, value_dim]`, corrects the state's answer to the key k towards the value v, and reads the state with the query q:
 ///
 ///     S ← exp(κ) S        d = β (v − Sᵀ k)        S ← S + k dᵀ        o = Sᵀ q
 ///
-/// By chunks of C tokens, the rows of Q, K, V, D and O, with S before a chunk and S₊ behind it:
+/// It is computed in chunks of C tokens, which are the rows of Q, K, V, D and O. S is the state before a chunk, and S₊ the state after it:
 ///
 ///     Γ_ij = exp(κ_{j+1} + … + κ_i) for i ≥ j, else 0        γ_i = exp(κ_1 + … + κ_i)        δ_j = Γ_Cj
 ///     A = Γ ∘ K Kᵀ below the diagonal        P = Γ ∘ Q Kᵀ        M = (I + β A)⁻¹
 ///     U = M β V        W = M β γ K        D = U − W S        O = γ Q S + P D        S₊ = γ_C S + (δ K)ᵀ D
 ///
-/// β, γ and δ are columns. Only D and S₊ wait for the chunk before. A key head has one or several value heads: arrays are
-/// `[chunks, key_heads, value heads of each, …]`, with 1 in the third place where all value heads share them.
+/// β, γ and δ are columns. Only D and S₊ depend on the chunk before. A key head has one or several value heads. Arrays are
+/// `[chunks, key_heads, value heads of each, …]`. The third axis has size 1 where the value heads of a key head share an array.
 package struct GatedDeltaRule {
-    /// `[…, C, key_dim]`
+    /// Q and K, `[…, C, key_dim]` each.
     private let q, k: MLXArray
-    /// `[…, C, value_dim]`
+    /// V, `[…, C, value_dim]`.
     private let v: MLXArray
-    /// κ and β, `[…, C, 1]`
+    /// κ and β, `[…, C, 1]` each.
     private let logDecay, beta: MLXArray
     private let length: Int
     private let machine: Machine
 
-    /// All in float32.
+    /// Divides the tokens into chunks. All arrays are in float32.
     /// - Parameters:
     ///   - q, k: `[n, key_heads, key_dim]`
-    ///   - v: `[n, value_heads, value_dim]`; a key head's value heads lie behind each other
+    ///   - v: `[n, value_heads, value_dim]`; the value heads of a key head are consecutive
     ///   - logDecay: κ ≤ 0, `[n, value_heads]`
     ///   - beta: `[n, value_heads]`
     init(q: MLXArray, k: MLXArray, v: MLXArray, logDecay: MLXArray, beta: MLXArray, machine: Machine) {
@@ -41,7 +41,7 @@ package struct GatedDeltaRule {
 
     // MARK: - Forward
 
-    /// - Parameter state: S before the tokens, `[value_heads, key_dim, value_dim]` in float32; becomes that behind them
+    /// - Parameter state: S before the tokens, `[value_heads, key_dim, value_dim]` in float32; replaced by S after them
     /// - Returns: o `[n, value_heads, value_dim]`, in float32.
     func callAsFunction(state: inout MLXArray) -> MLXArray {
         var s = byKeyHead(state)
@@ -50,7 +50,7 @@ package struct GatedDeltaRule {
         return byToken(o)
     }
 
-    /// One token, as the rule says it.
+    /// Applies the rule to one token.
     private func step(_ s: inout MLXArray) -> MLXArray {
         s = exp(logDecay) * s
         let d = beta * (v - matmul(k, s))
@@ -64,7 +64,7 @@ package struct GatedDeltaRule {
         return addMM(c.start * matmul(q, states), c.gamma * c.qk, d)
     }
 
-    /// D, and S before each chunk; s becomes that behind the last.
+    /// Returns D, and S before each chunk. `s` becomes the state after the last chunk.
     private func corrections(_ c: Chunks, w: MLXArray, _ s: inout MLXArray) -> (d: MLXArray, states: MLXArray) {
         let (u, w, kEnd, whole) = (each(matmul(c.m, beta * v)), each(w), each(transposed(c.end * k)), each(c.whole))
         var (d, states) = ([MLXArray](), [MLXArray]())
@@ -78,18 +78,18 @@ package struct GatedDeltaRule {
 
     // MARK: - Backward
 
-    /// The derivative of a sequence that began with a state S. From the last chunk to the first
+    /// Returns the derivative for a sequence that began with the state S. From the last chunk to the first, it computes
     ///
     ///     dD = Pᵀ dO + δ K dS₊        dS = γ_C dS₊ + (γ Q)ᵀ dO − Wᵀ dD
     ///
-    /// and of all chunks at once
+    /// and for all chunks at once
     ///
     ///     Z = Mᵀ dD        dV = β Z        β dβ = rowsum(Z ∘ D)
     ///     dP = dO Dᵀ        dA = −dV Dᵀ below the diagonal
     ///     dQ = γ dO Sᵀ + (Γ ∘ dP) K
     ///     dK = δ D dS₊ᵀ − γ dV Sᵀ + (Γ ∘ dA + (Γ ∘ dA)ᵀ) K + (Γ ∘ dP)ᵀ Q
     ///
-    /// with dQ and dK summed over a key head's value heads, and dκ by `ChunkDecays` from
+    /// dQ and dK are summed over a key head's value heads. `ChunkDecays` computes dκ from
     ///
     ///     Γ ∘ dΓ = Γ ∘ (dP ∘ Q Kᵀ + dA ∘ K Kᵀ)        γ dγ = rowsum(Q ∘ γ dO Sᵀ − K ∘ γ dV Sᵀ)
     ///     δ dδ = rowsum(K ∘ δ D dS₊ᵀ)        dγ_C = ⟨S, dS₊⟩
@@ -97,7 +97,7 @@ package struct GatedDeltaRule {
     /// - Parameters:
     ///   - dO: `[T, value_heads, value_dim]`
     ///   - state: S before the tokens, `[value_heads, key_dim, value_dim]`
-    ///   - dState: the gradient of S behind them, alike; becomes that of S before them
+    ///   - dState: the gradient of S after the tokens, replaced by that of S before them
     /// - Returns: dq and dk `[T, key_heads, key_dim]`, dv `[T, value_heads, value_dim]`, dκ and β dβ `[T, value_heads]`, in float32.
     func backward(dO: MLXArray, state: MLXArray, dState: inout MLXArray)
         -> (dq: MLXArray, dk: MLXArray, dv: MLXArray, dLogDecay: MLXArray, betaDBeta: MLXArray)
@@ -130,13 +130,13 @@ package struct GatedDeltaRule {
 
     private func rowsum(_ x: MLXArray, _ y: MLXArray) -> MLXArray { (x * y).sum(axis: -1, keepDims: true) }
 
-    /// ⟨S, dS₊⟩ of each chunk, `[…, 1, 1]`: a product, so that S ∘ dS₊ is not made.
+    /// Returns ⟨S, dS₊⟩ of each chunk, `[…, 1, 1]`, without the array S ∘ dS₊.
     private func dot(_ x: MLXArray, _ y: MLXArray) -> MLXArray {
         let shape = Array(x.shape[..<3])
         return matmul(x.reshaped(shape + [1, -1]), y.reshaped(shape + [-1, 1]))
     }
 
-    /// D, S before each chunk, dV, β dβ, and dS₊ behind each chunk.
+    /// Returns D, S before each chunk, dV, β dβ, and dS₊ after each chunk.
     private func recurrenceBackward(_ c: Chunks, _ dO: MLXArray, _ state: MLXArray, _ dState: inout MLXArray)
         -> (d: MLXArray, states: MLXArray, dv: MLXArray, betaDBeta: MLXArray, dStates: MLXArray)
     {
@@ -151,7 +151,7 @@ package struct GatedDeltaRule {
         return (d, states, dv, betaDBeta, dStates)
     }
 
-    /// dD, and dS₊ behind each chunk.
+    /// Returns dD, and dS₊ after each chunk.
     private func statesBackward(_ c: Chunks, w: MLXArray, _ dO: MLXArray, _ dState: inout MLXArray)
         -> (dD: MLXArray, dStates: MLXArray)
     {
@@ -173,7 +173,7 @@ package struct GatedDeltaRule {
 
     // MARK: - Chunks
 
-    /// The products among a chunk's tokens, which need no state.
+    /// The products between the tokens of a chunk. They need no state.
     private struct Chunks {
         let decays: ChunkDecays
         /// Q Kᵀ and K Kᵀ
@@ -193,39 +193,39 @@ package struct GatedDeltaRule {
                 inverse(GatedDeltaRule.product([ofKeys, decays.gamma, rule.beta, decays.below])))
         }
 
-        /// W `[…, C, key_dim]`
+        /// Returns W `[…, C, key_dim]`.
         func w(_ rule: GatedDeltaRule) -> MLXArray { matmul(m, rule.beta * start * rule.k) }
     }
 
-    /// `[n, heads, d]` to `[chunks, key_heads, value heads of each, C, d]`.
+    /// Reshapes `[n, heads, d]` to `[chunks, key_heads, value heads of each, C, d]`.
     private static func chunked(_ x: MLXArray, keyHeads: Int) -> MLXArray {
         let whole = ChunkDecays.chunked(x)
         let (chunks, rows, heads, d) = (whole.dim(0), whole.dim(1), whole.dim(2), whole.dim(3))
         return whole.reshaped([chunks, rows, keyHeads, heads / keyHeads, d]).transposed(axes: [0, 2, 3, 1, 4])
     }
 
-    /// `[value_heads, key_dim, value_dim]` to `[1, key_heads, value heads of each, key_dim, value_dim]`.
+    /// Reshapes `[value_heads, key_dim, value_dim]` to `[1, key_heads, value heads of each, key_dim, value_dim]`.
     private func byKeyHead(_ state: MLXArray) -> MLXArray {
         state.reshaped([1, k.dim(1), -1, state.dim(1), state.dim(2)])
     }
 
-    /// The chunks, `[1, …]` each.
+    /// Returns the chunks, `[1, …]` each.
     private func each(_ x: MLXArray) -> [MLXArray] { x.split(parts: x.dim(0)) }
 
-    /// `[chunks, key_heads, value heads of each, C, d]` to `[n, heads, d]`.
+    /// Reshapes `[chunks, key_heads, value heads of each, C, d]` to `[n, heads, d]`.
     private func byToken(_ x: MLXArray) -> MLXArray {
         x.transposed(axes: [0, 3, 1, 2, 4]).reshaped([-1, x.dim(1) * x.dim(2), x.dim(4)])[0..<length]
     }
 }
 
-/// The transpose of the last two axes.
 private func transposed(_ x: MLXArray) -> MLXArray { x.swappedAxes(-1, -2) }
 
-/// (I + E)⁻¹ of E `[…, C, C]`, zero but below the diagonal, C a power of two.
+/// Returns (I + E)⁻¹ for E `[…, C, C]` with zeros on and above the diagonal, where C is a power of two.
 ///
-/// With the inverses M₁ and M₂ of its halves it is [[M₁, 0], [−M₂ E₂₁ M₁, M₂]]: M − M E₂₁ M, with M = [[M₁, 0], [0, M₂]]; here for all
-/// blocks of a size at once. The product (I − E)(I + E²)(I + E⁴) … has as many steps, but where keys are near each other its factors are
-/// huge.
+/// If M₁ and M₂ are the inverses of the two diagonal blocks of I + E, the inverse is [[M₁, 0], [−M₂ E₂₁ M₁, M₂]] = M − M E₂₁ M, with M =
+/// [[M₁, 0], [0, M₂]].
+/// Each step computes it for all blocks of one size. The product (I − E)(I + E²)(I + E⁴) … has as many steps, but its factors are huge
+/// where keys are close to each other.
 private func inverse(_ e: MLXArray) -> MLXArray {
     let c = e.dim(-1)
     func lowerLeft(_ half: Int) -> MLXArray { e * mask(c) { i, j in i / half % 2 == 1 && i / half == j / half + 1 } }

@@ -2,20 +2,20 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// A gated MLP, or an expert:  y = w down(H),  H = act(gate(x)) ∘ up(x),  with a factor w of each token, or 1.
+/// A gated MLP or an expert:  y = w down(H),  H = act(gate(x)) ∘ up(x),  where w is a factor for each token, or 1.
 ///
-/// It is computed by tiles of the features of H, whose products with down's columns add up, and of tokens.
+/// It is computed in tiles of tokens and of the features of H. The products of the feature tiles with down's columns add up.
 struct GatedMLP {
     let gate, up, down: LoRALinear
-    /// Their names among the block's projections.
+    /// The names of gate, up and down among the block's projections.
     let names: (gate: Projection, up: Projection, down: Projection)
     let activation: Activation
 
-    /// sum + down(H) `[n, hidden]` in float32, without w.
+    /// Returns sum + down(H) `[n, hidden]` in float32, without w.
     ///
     /// - Parameters:
     ///   - x: `[n, hidden]`
-    ///   - size: of a tile of features; nil for the machine's
+    ///   - size: the number of features in a tile; nil for the machine's
     func callAsFunction(_ x: MLXArray, by size: Int? = nil, addedTo sum: MLXArray?, machine: Machine) -> MLXArray {
         let tokens = tiles(of: x.dim(0), size: machine.mlpTileTokens)
         guard tokens.count > 1 else { return byFeatures(x, size, addedTo: sum, machine) }
@@ -27,7 +27,6 @@ struct GatedMLP {
             })
     }
 
-    /// The MLP of some rows of x.
     private func rows(_ range: Range<Int>) -> GatedMLP {
         GatedMLP(
             gate: gate.rows(range), up: up.rows(range), down: down.rows(range), names: names, activation: activation)
@@ -45,15 +44,15 @@ struct GatedMLP {
         return biased(y)
     }
 
-    /// gate and up of all features, in float32.
+    /// Returns gate and up of all features, in float32.
     func inner(_ x: MLXArray) -> (gate: MLXArray, up: MLXArray) { (gate(x), up(x)) }
 
-    /// The same as the MLP of x, from these.
+    /// Returns sum + down(H) from gate and up of all features.
     func applyDown(_ gate: MLXArray, _ up: MLXArray, addedTo sum: MLXArray?) -> MLXArray {
         biased(applyDown(gate, up, 0..<self.gate.weight.rows, addedTo: sum))
     }
 
-    /// sum + G ∘ (H Wdᵀ) + s Ĥ Ad Bd, of some features.
+    /// Returns sum + G ∘ (H Wdᵀ) + s Ĥ Ad Bd, for the features `f`.
     private func applyDown(_ gate: MLXArray, _ up: MLXArray, _ f: Range<Int>, addedTo sum: MLXArray?) -> MLXArray {
         let y = down.inputs(f)(activation.gated(gate: gate, up: up))
         return sum.map { $0 + y } ?? y
@@ -64,7 +63,7 @@ struct GatedMLP {
         return down.bias.map { y + $0 } ?? y
     }
 
-    /// The sums of the derivative over the features, of a tile of tokens.
+    /// The derivative's sums over the features, for a tile of tokens.
     private struct TokenSums: Arrays {
         /// dx; H A of down; d_gate Bᵀ of gate and d_up Bᵀ of up; rowsum(Q ∘ H).
         var dx, hDown, dGateBT, dUpBT, dw: MLXArray?
@@ -72,7 +71,7 @@ struct GatedMLP {
         var arrays: [MLXArray] { [dx, hDown, dGateBT, dUpBT, dw].arrays }
     }
 
-    /// The sums over the tokens, of a tile of features.
+    /// The derivative's sums over the tokens, for a tile of features.
     private struct FeatureSums: Arrays {
         var dADown, dBGate, dBUp, dGGate, dGUp: MLXArray?
 
@@ -82,30 +81,31 @@ struct GatedMLP {
     private struct Sums: Arrays {
         var tokens: [TokenSums]
         var features: [FeatureSums]
-        /// Of all tiles.
+        /// The dG of down, summed over all tiles.
         var dGDown: MLXArray?
-        /// The numbers of the last tile.
+        /// The indices of the last tile.
         var last = (t: 0, f: 0)
 
         var arrays: [MLXArray] { tokens[last.t].arrays + features[last.f].arrays + dGDown.arrays }
     }
 
-    /// The derivative:
+    /// Returns the derivative:
     ///
     ///     Q = (G ∘ dy) Wd + s (dy Bdᵀ) Adᵀ        dw = rowsum(Q ∘ H) + dy · bias of down        dH = w ∘ Q
-    ///     d_gate, d_up from dH by the activation        dx = by gate of d_gate + by up of d_up
+    ///     d_gate, d_up from dH by the activation        dx = gate's dx from d_gate + up's dx from d_up
     ///
-    /// so that the output of down is not recomputed, but with DoRA for its dG. The adapters' gradients are those of `LoRALinear.backward`, where down's output has the
-    /// gradient w ∘ dy; here they are sums over tiles. gate and up are recomputed for a tile from x, where they were not kept or dG needs x Wᵀ.
+    /// Only DoRA recomputes the output of down, for its dG. The adapters' gradients are those of `LoRALinear.backward`, with the gradient w
+    /// ∘ dy of down's output. Here they are sums over tiles. gate and up of a tile are recomputed from x where they were not kept, or where
+    /// dG needs x Wᵀ.
     ///
     /// - Parameters:
     ///   - x: `[n, hidden]`
-    ///   - kept: gate and up of x
+    ///   - kept: gate and up of x; nil to recompute them
     ///   - dy: `[n, hidden]`, in float32
     ///   - w: `[n, 1]`; nil for 1
     ///   - wantsA: whether the gradients of the adapters' A are wanted
-    ///   - tile: the tokens and the features of a tile, which has all of the former or all of the latter.
-    /// - Returns: dx `[n, hidden]` and dw `[n, 1]` in float32, nil without w, and the gradients of the adapters.
+    ///   - tile: the numbers of tokens and features in a tile, one of which covers all
+    /// - Returns: dx `[n, hidden]` and dw `[n, 1]` in float32, and the gradients of the adapters. dw is nil without w.
     func backward(
         _ x: MLXArray, kept: (gate: MLXArray, up: MLXArray)? = nil, dy: MLXArray, w: MLXArray? = nil,
         wantsA: Bool, tile: (tokens: Int, features: Int), machine: Machine
@@ -169,7 +169,6 @@ struct GatedMLP {
         return machine.part(dx, dw, gradients)
     }
 
-    /// The derivative from the sums of all tiles.
     private func total(
         _ sums: Sums, _ x: MLXArray, dy: MLXArray, w: MLXArray?, wantsA: Bool, _ machine: Machine
     ) -> (dx: MLXArray, dw: MLXArray?, gradients: LoRAGradients) {
@@ -200,7 +199,7 @@ struct GatedMLP {
             dx = gate.adapterDx(ofGate, addedTo: dx, machine: machine) ?? dx
             dx = up.adapterDx(ofUp, addedTo: dx, machine: machine) ?? dx
         } else if let dyBT = whole([dGateBT, dUpBT], axis: 1), let a = whole([gate.lora?.a, up.lora?.a], axis: 1) {
-            // s d_gate Bᵀ Aᵀ of gate, and the same of up.
+            // Adds s d_gate Bᵀ Aᵀ of gate and s d_up Bᵀ Aᵀ of up.
             dx = addMM(dx, dyBT, a.T, alpha: factor)
         }
         var dw = whole(sums.tokens.map(\.dw), axis: 0)
@@ -209,7 +208,7 @@ struct GatedMLP {
     }
 }
 
-/// a + b, or the one that there is.
+/// Returns a + b, or the one that is not nil.
 private func joined(_ a: MLXArray?, _ b: MLXArray?) -> MLXArray? {
     guard let a, let b else { return a ?? b }
     return a + b

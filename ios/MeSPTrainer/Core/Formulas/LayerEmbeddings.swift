@@ -5,8 +5,8 @@ import MeSPBundle
 ///
 ///     p = (RMSNorm(x₀ Wᵀ / √hidden) + √size e) / √2
 ///
-/// with e the layer's columns of the tokens' rows in the table of all layers, and W its rows of the projection. Nothing of it is trained.
-/// The rows stay quantized, and p is made a layer at a time.
+/// e is the layer's columns of the tokens' rows in the table of all layers, and W is the layer's rows of the projection. None of these
+/// weights is trained. The rows stay quantized, and p is computed for one layer at a time.
 package struct LayerEmbeddings {
     /// The tokens' rows of the table.
     private let rows: QuantizedMatrix
@@ -14,15 +14,14 @@ package struct LayerEmbeddings {
     private let x0: MLXArray
     private let size: Int
 
-    /// Reads the rows of the tokens.
     init(_ tokens: [Int32], x0: MLXArray, table: PackedWeights, _ architecture: Architecture, size: Int) {
         (self.x0, self.size) = (x0, size)
         rows = readRows { table.matrix("", inputs: architecture.numHiddenLayers * size).packedRows(MLXArray(tokens)) }
     }
 
-    /// p `[T, size]` of a layer.
+    /// Returns p `[T, size]` of a layer.
     ///
-    /// - Parameter projection: W of all layers, and the norm.
+    /// - Parameter projection: W of all layers, and the weight of the norm.
     func callAsFunction(_ layer: Int, projection: PackedWeights, eps: Float) -> MLXArray {
         let ofLayer = layer * size..<(layer + 1) * size
         let (hidden, dtype) = (x0.dim(1), x0.dtype)
@@ -35,7 +34,7 @@ package struct LayerEmbeddings {
 }
 
 extension ModelBundle {
-    /// The embeddings of some tokens for each layer; nil where the model has none.
+    /// Returns the embeddings of some tokens for each layer; nil where the model has none.
     ///
     /// - Parameter x0: the first block's input `[T, hidden]`.
     func layerEmbeddings(_ tokens: [Int32], x0: MLXArray) throws -> LayerEmbeddings? {
@@ -45,7 +44,7 @@ extension ModelBundle {
         }
     }
 
-    /// A layer's part of these `[T, size]`, evaluated; nil where there are none.
+    /// Returns a layer's p `[T, size]`, evaluated; nil where the model has none.
     func part(of embeddings: LayerEmbeddings?, layer: Int) throws -> MLXArray? {
         guard let embeddings, let file = manifest.perLayerProjection else { return nil }
         return try computed(with: file) { embeddings(layer, projection: $0, eps: architecture.rmsNormEps) }

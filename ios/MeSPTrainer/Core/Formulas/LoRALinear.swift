@@ -1,14 +1,14 @@
 import MLX
 import MeSPAdapters
 
-/// A projection with its adapter, if it has one:  y = G ∘ (x Wᵀ) + s (x̂ A) B + b,  with the factor s of `BlockwiseModel.scale`. x̂ is x; with
+/// A linear layer with an optional adapter:  y = G ∘ (x Wᵀ) + s (x̂ A) B + b,  with the factor s of `BlockwiseModel.scale`. x̂ is x; with
 /// dropout it is x ∘ K / (1 − p), see `Dropout`. G is 1; with DoRA it is the adapter's m `[out]`, see `DoRA`.
 struct LoRALinear {
     private(set) var weight: QuantizedMatrix
     private(set) var bias: MLXArray?
     private(set) var lora: LoRAMatrices?
     private let scale: Float
-    /// nil where nothing is left out.
+    /// The dropout of the adapter's input; nil without dropout.
     private var dropout: Dropout?
 
     init(weight: QuantizedMatrix, bias: MLXArray?, lora: LoRAMatrices?, scale: Float, dropout: Dropout? = nil) {
@@ -17,12 +17,12 @@ struct LoRALinear {
 
     var hasDropout: Bool { dropout != nil }
 
-    /// s, with dropout s / (1 − p).
+    /// s, or s / (1 − p) with dropout.
     var factor: Float { dropout.map { scale / (1 - $0.key.rate) } ?? scale }
 
-    /// x `[T, in]` to y `[T, out]`, in float32.
+    /// Returns y `[T, out]` of x `[T, in]`, in float32.
     ///
-    /// - Parameter machine: that takes some rows of W at a time; nil for all of them.
+    /// - Parameter machine: limits the rows of W taken at a time; nil for all.
     func callAsFunction(_ x: MLXArray, machine: Machine? = nil) -> MLXArray {
         let h = h(x)
         if let machine, machine.projectionRows < weight.rows {
@@ -32,19 +32,20 @@ struct LoRALinear {
         return self(x, h: h)
     }
 
-    /// y from x, and s x̂ A.
+    /// Returns y from x and h = s x̂ A.
     func callAsFunction(_ x: MLXArray, h: MLXArray?) -> MLXArray {
         var y = weight.apply(x, times: lora?.m)
         if let h, let lora { y = addMM(y, h, lora.b) }
         return bias.map { y + $0 } ?? y
     }
 
-    /// s x̂ A `[T, rank]`, in float32.
+    /// Returns s x̂ A `[T, rank]`, in float32; nil without an adapter.
     func h(_ x: MLXArray) -> MLXArray? { products(x, nil).xA.map { $0 * factor } }
 
-    /// (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` where there is a g `[T, rank]`, added to the sums where there are such.
+    /// Returns (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` where there is a g `[T, rank]`. Each is added to its sum where there is
+    /// one.
     ///
-    /// - Parameter machine: that takes some rows of x ∘ K at a time; nil for all of them.
+    /// - Parameter machine: limits the rows of x ∘ K taken at a time; nil for all.
     func products(
         _ x: MLXArray, _ g: MLXArray?, addedTo sums: (xA: MLXArray?, xTg: MLXArray?) = (nil, nil),
         machine: Machine? = nil
@@ -63,10 +64,9 @@ struct LoRALinear {
         return (concatenated(xA), xTg)
     }
 
-    /// x ∘ K.
+    /// Returns x ∘ K.
     private func kept(_ x: MLXArray) -> MLXArray { dropout.map { $0(x) } ?? x }
 
-    /// The projection to some of the outputs.
     func outputs(_ range: Range<Int>) -> LoRALinear {
         guard range.count < weight.rows else { return self }
         var part = self
@@ -75,8 +75,8 @@ struct LoRALinear {
         return part
     }
 
-    /// The projection from some of the inputs, whose bounds are multiples of the group size, without its bias. Over all inputs,
-    /// what these give adds up to what the whole projection gives but for the bias.
+    /// Returns the layer for some of its inputs, without its bias. The bounds are multiples of the group size. Results for ranges that
+    /// cover all inputs add up to the layer's result without bias.
     func inputs(_ range: Range<Int>) -> LoRALinear {
         var part = self
         (part.weight, part.bias) = (weight.columns(range), nil)
@@ -85,7 +85,6 @@ struct LoRALinear {
         return part
     }
 
-    /// The projection of some rows of x.
     func rows(_ range: Range<Int>) -> LoRALinear {
         var part = self
         part.dropout = dropout?.rows(range)
@@ -94,15 +93,16 @@ struct LoRALinear {
 }
 
 extension LoRALinear {
-    /// The derivative of a projection but for its bias. `h = s x̂ A` of its adapter is recomputed, never stored; with M of `Dropout`, or 1:
+    /// Returns the derivative of the layer, without a gradient of its bias. `h = s x̂ A` is recomputed, never stored. M is K / (1 − p) with
+    /// `Dropout`, and 1 without:
     ///
     ///     dx = (G ∘ dy) W + s (dy Bᵀ) Aᵀ ∘ M        dA = s x̂ᵀ (dy Bᵀ)        dB = hᵀ dy        dG = Σₜ dy ∘ (x Wᵀ)
     ///
-    /// W is taken some rows at a time, so that no more of it is dequantized at once.
+    /// W is taken some rows at a time, which limits how much of it is dequantized at once.
     /// - Parameters:
     ///   - wantsA: whether dA is wanted
     ///   - wantsDx: whether dx is wanted
-    /// - Returns: dx `[T, in]`, added to the sum where there is one, and the gradients of A, B and G.
+    /// - Returns: dx `[T, in]`, added to the sum where there is one, and the gradients of A, B and G; nil for each that is not computed.
     func backward(
         _ x: MLXArray, dy: MLXArray, machine: Machine, wantsA: Bool, wantsDx: Bool, addedTo sum: MLXArray?
     ) -> (dx: MLXArray?, dA: MLXArray?, dB: MLXArray?, dG: MLXArray?) {
@@ -122,7 +122,7 @@ extension LoRALinear {
         return (dx, dA, dB, hasG ? concatenated(dG) : nil)
     }
 
-    /// Σₜ dy ∘ (x Wᵀ) `[out]`, some outputs at a time; nil where G is 1.
+    /// Returns Σₜ dy ∘ (x Wᵀ) `[out]`, computed for some outputs at a time; nil where G is 1.
     func dG(_ x: MLXArray, dy: MLXArray, machine: Machine) -> MLXArray? {
         guard lora?.m != nil else { return nil }
         let outputs = tiles(of: weight.rows, size: machine.columnsAtOnce(of: dy))
@@ -130,12 +130,12 @@ extension LoRALinear {
             outputs.map { rows in machine.part((dy[0..., rows] * weight.rows(rows).apply(x)).sum(axis: 0)) })
     }
 
-    /// s dy Bᵀ `[T, rank]`, with dropout times 1 / (1 − p).
+    /// Returns s dy Bᵀ `[T, rank]`, with dropout times 1 / (1 − p); nil without an adapter.
     func dyBT(_ dy: MLXArray) -> MLXArray? { lora.map { matmul(dy, $0.b.T) * factor } }
 
-    /// sum + (s dy Bᵀ) Aᵀ ∘ M `[T, in]`, from `dyBT`; or the sum.
+    /// Returns sum + (s dy Bᵀ) Aᵀ ∘ M `[T, in]` from `dyBT`; the sum alone where `dyBT` is nil.
     ///
-    /// - Parameter machine: that takes some rows at a time; nil for all of them.
+    /// - Parameter machine: limits the rows taken at a time; nil for all.
     func adapterDx(_ dyBT: MLXArray?, addedTo sum: MLXArray?, machine: Machine? = nil) -> MLXArray? {
         guard hasDropout, let dyBT, let a = lora?.a else { return product(dyBT, lora?.a.T, addedTo: sum) }
         var dx = sum ?? MLXArray.zeros([dyBT.dim(0), a.dim(0)])
@@ -146,7 +146,7 @@ extension LoRALinear {
     }
 }
 
-/// sum + a b, or what there is of it: the sum where a or b is nil.
+/// Returns sum + a b; a b without a sum, and the sum alone where a or b is nil.
 func product(_ a: MLXArray?, _ b: MLXArray?, addedTo sum: MLXArray? = nil) -> MLXArray? {
     guard let a, let b else { return sum }
     return sum.map { addMM($0, a, b) } ?? matmul(a, b)

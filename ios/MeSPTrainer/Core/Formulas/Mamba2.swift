@@ -1,55 +1,55 @@
 import MLX
 import MeSPBundle
 
-/// Mamba-2 as Granite 4.0-H has it, from the parts z, xBC and dt of its projection, by head:
+/// Mamba-2 as in Granite 4.0-H. It computes y from the parts z, xBC and dt of its projection, for each head:
 ///
 ///     x, B, C = silu(conv(xBC) + bias)        Δ = softplus(dt + dt_bias)        κ = a Δ,  a = −exp(A_log)
 ///     o = the state space of u = Δ x, κ, B and C, + D x
 ///     y = RMSNorm(o ∘ silu(z))
 ///
-/// The norm is over all heads. B and C are a group's, of heads / groups heads, which lie behind each other.
+/// The norm is over all heads. Each group of heads / groups consecutive heads shares its B and C.
 package struct Mamba2 {
     let heads, groups: Int
-    /// P and N
+    /// P and N.
     let headDim, stateSize: Int
-    /// Over all x, B and C: F = heads · P + 2 · groups · N features.
+    /// The convolution of x, B and C, with F = heads · P + 2 · groups · N features.
     let convolution: CausalConvolution
-    /// `[F]`
+    /// The bias of the convolution, `[F]`.
     let bias: MLXArray
-    /// `[heads]`
+    /// dt_bias, A_log and D, `[heads]` each.
     let dtBias, aLog, d: MLXArray
-    /// Its weight is `[heads · P]`.
+    /// The norm of o ∘ silu(z). Its weight is `[heads · P]`.
     let norm: RMSNorm
 
-    /// The state before the first token.
-    /// - Parameter dtype: that of xBC
+    /// Returns the state before the first token.
+    /// - Parameter dtype: the dtype of xBC
     func start(dtype: DType) -> MixerState.Recurrent {
         .init(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([heads, headDim, stateSize]))
     }
 
-    /// The number of heads of a group at a time that keeps the derivative's temporaries in proportion to the machine's.
+    /// Returns the number of a group's heads to take at a time.
     private func headsAtOnce(_ length: Int, _ machine: Machine) -> Int {
         min(heads / groups, max(1, machine.bytes / bytesOfHead(length)))
     }
 
-    /// The size of a machine's temporaries for each head, in bytes. The derivative holds some 13 arrays with a row a token or a state a chunk,
-    /// where attention's holds some 6.
+    /// Returns the part of `Machine.bytes` that one head takes: the size of two arrays. The derivative holds some 13 arrays with a row for each
+    /// token or a state for each chunk, whereas attention's derivative holds some 6.
     func bytesOfHead(_ length: Int) -> Int {
         2 * Self.arrayBytes(headDim: headDim, stateSize: stateSize, length: length)
     }
 
-    /// The size of such an array of a head.
+    /// Returns the size of such an array of a head, in bytes.
     static func arrayBytes(headDim: Int, stateSize: Int, length: Int) -> Int {
         4 * length * max(headDim, ChunkDecays.chunk, headDim * stateSize / ChunkDecays.chunk)
     }
 
     // MARK: - o
 
+    /// Returns o `[n, heads · P]`, in float32.
     /// - Parameters:
     ///   - xBC: `[n, F]`
     ///   - dt: `[n, heads]`
-    ///   - state: of the tokens before; becomes that of the last of these
-    /// - Returns: o `[n, heads · P]`, in float32.
+    ///   - state: the state before the tokens, replaced by that after them
     func callAsFunction(xBC: MLXArray, dt: MLXArray, state: inout MixerState.Recurrent, machine: Machine) -> MLXArray {
         let before = state
         let parts = machine.each(of: groups, size: 1) { group in
@@ -69,18 +69,18 @@ package struct Mamba2 {
         return concatenated(parts.map { $0[0] }, axis: -1)
     }
 
-    /// The derivative of o, of a whole sequence. The intermediates of o are computed again, some heads at a time. xBC and dO are consumed,
-    /// as their gradient is assembled after their last use.
+    /// Returns the derivative of o, for a whole sequence. It recomputes the intermediates of o for some heads at a time. xBC and dO are
+    /// consumed: their last use is before the gradients are joined.
     ///
     ///     dx = Δ du + D do        dΔ = rowsum(du ∘ x) + a dκ        d_dt = dΔ σ(dt + dt_bias)
     ///
-    /// with dB and dC summed over the heads of a group.
+    /// dB and dC are summed over the heads of a group.
     ///
     /// - Parameters:
     ///   - xBC: `[T, F]`
     ///   - dt: `[T, heads]`
     ///   - dO: `[T, heads · P]`, in float32
-    ///   - records: the rows of each record of the sequence, which has a state of its own; nil for one
+    ///   - records: the rows of each record, which has its own state; nil for one record
     /// - Returns: the gradients of xBC and dt, in float32.
     func backward(
         xBC: consuming MLXArray, dt: MLXArray, dO: consuming MLXArray, records: [Range<Int>]? = nil, machine: Machine
@@ -116,12 +116,12 @@ package struct Mamba2 {
         return machine.part(concatenated(dx + dB + dC, axis: -1), concatenated(dDt, axis: -1))
     }
 
-    /// The gradients of x and dt of some heads of a group after the other, and the sums of those of B and C.
+    /// The gradients of x and dt for each tile of a group's heads, and the sums of the gradients of B and C.
     private struct HeadGradients: Arrays {
         var (dx, dDt, sums) = ([MLXArray](), [MLXArray](), [MLXArray]())
         var arrays: [MLXArray] { dx.suffix(1) + dDt.suffix(1) + sums }
 
-        /// - Parameter d: of some heads' x and dt, and of B and C.
+        /// - Parameter d: the gradients of x, dt, B and C from some heads.
         mutating func add(_ d: [MLXArray]) {
             dx.append(d[0])
             dDt.append(d[1])
@@ -129,7 +129,7 @@ package struct Mamba2 {
         }
     }
 
-    /// The gradients of some heads' x in xBC, and of their dt, B and C, `[T, features]`.
+    /// Returns the gradients of some heads' x in xBC and dt, and these heads' terms of dB and dC, `[T, features]` each.
     private func backward(
         _ heads: Range<Int>, xBC: MLXArray, dt: MLXArray, b: MLXArray, c: MLXArray, dO: MLXArray, _ machine: Machine
     ) -> [MLXArray] {
@@ -149,12 +149,12 @@ package struct Mamba2 {
         return StateSpace(u: column(step) * x, logDecay: -exp(aLog[heads]) * step, b: b, c: c, machine: machine)
     }
 
-    /// dt + dt_bias `[n, heads]`
+    /// Returns dt + dt_bias `[n, heads]`.
     private func shifted(_ heads: Range<Int>, _ dt: MLXArray) -> MLXArray {
         dt[0..., heads].asType(.float32) + dtBias[heads].asType(.float32)
     }
 
-    /// Δ `[n, heads]`
+    /// Returns Δ `[n, heads]`.
     private func timeStep(_ heads: Range<Int>, _ dt: MLXArray) -> MLXArray {
         logAddExp(shifted(heads, dt), MLXArray(0 as Float))
     }
@@ -163,9 +163,8 @@ package struct Mamba2 {
 
     // MARK: - silu(conv(xBC) + bias)
 
-    /// Which of the features of xBC.
+    /// A part of the features of xBC: x of some heads, or B or C of a group.
     private enum Part {
-        /// x of some heads, and B and C of a group.
         case x(Range<Int>)
         case b(Int)
         case c(Int)
@@ -182,13 +181,13 @@ package struct Mamba2 {
         }
     }
 
-    /// x, B or C `[n, features]`, in float32.
-    /// - Parameter tail: xBC of the tokens before; nil for none
+    /// Returns x, B or C `[n, features]`, in float32.
+    /// - Parameter tail: xBC of the tokens before; nil at the start of a sequence
     private func input(_ part: Part, _ xBC: MLXArray, tail: MLXArray? = nil) -> MLXArray {
         Self.silu([convolved(part, xBC, tail: tail), bias[features(part)]])
     }
 
-    /// The gradient of these features of a whole sequence's xBC, in float32.
+    /// Returns the gradient of these features of a whole sequence's xBC, in float32.
     private func inputBackward(_ part: Part, _ xBC: MLXArray, dy: MLXArray) -> MLXArray {
         let dConvolved = Self.siluBackward([convolved(part, xBC, tail: nil), bias[features(part)], dy])
         return convolution.features(features(part)).backward(dy: dConvolved)
@@ -207,12 +206,12 @@ package struct Mamba2 {
 
     // MARK: - y = RMSNorm(o ∘ silu(z))
 
-    /// y `[n, heads · P]`, in float32, of o and z, alike.
+    /// Returns y `[n, heads · P]` from o and z of this shape, in float32.
     func gatedNorm(o: MLXArray, z: MLXArray) -> MLXArray {
         norm(Activation.silu.gated(gate: z.asType(.float32), up: o.asType(.float32)))
     }
 
-    /// do and dz `[T, heads · P]`, in float32, from dy, alike.
+    /// Returns do and dz `[T, heads · P]` from dy of this shape, in float32.
     func gatedNormBackward(o: MLXArray, z: MLXArray, dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray) {
         let gated = Activation.silu.gated(gate: z.asType(.float32), up: o.asType(.float32))
         let d = Activation.silu.gatedBackward(gate: [z], up: [o], dAct: norm.backward(gated, dy: dy))
@@ -221,15 +220,15 @@ package struct Mamba2 {
 
     // MARK: - Shapes
 
-    /// Some of the heads of a group, by their numbers in it.
+    /// Converts indices of heads within a group to indices among all heads.
     private func headRange(of group: Int, _ own: Range<Int>) -> Range<Int> {
         let first = group * (heads / groups)
         return first + own.lowerBound..<first + own.upperBound
     }
 
-    /// `[n, heads · P]` to `[n, heads, P]`.
+    /// Reshapes `[n, heads · P]` to `[n, heads, P]`.
     private func byHead(_ x: MLXArray) -> MLXArray { x.reshaped([x.dim(0), -1, headDim]) }
 
-    /// A number of each head, beside its P.
+    /// Appends an axis, so that a number of each head multiplies its P elements.
     private func column(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axis: -1) }
 }

@@ -1,14 +1,15 @@
 import MLX
 
-/// The output of attention whose heads have gates:  y = x ∘ σ(g)
+/// The gate of attention's output:  y = x ∘ σ(g)
 struct OutputGate {
-    /// `[T, heads, d]`, or `[T, heads, 1]` where a head has one gate
+    /// The gates `[T, heads, d]`, or `[T, heads, 1]` where a head has one gate.
     let g: MLXArray
 
-    /// x `[T, heads·d]` to y, in float32.
+    /// Returns y for x `[T, heads·d]`, in float32.
     func callAsFunction(_ x: MLXArray) -> MLXArray { Self.y([byHead(x), g]).reshaped(x.shape) }
 
-    /// dx `[T, heads·d]` = dy σ(g) and dg, as g, = dy x σ(g) (1 − σ(g)), in float32. What one gate multiplies adds up in its gradient.
+    /// Returns dx `[T, heads·d]` = dy σ(g), and dg = dy x σ(g) (1 − σ(g)) in the shape of g, in float32. Where a head has one gate, its dg
+    /// is a sum over the head.
     func backward(_ x: MLXArray, dy: MLXArray) -> (dx: MLXArray, dg: MLXArray) {
         let dg = Self.dg([byHead(x), byHead(dy), g])
         return (self(dy), g.dim(-1) == 1 ? dg.sum(axis: -1, keepDims: true) : dg)

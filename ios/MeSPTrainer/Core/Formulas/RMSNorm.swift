@@ -1,17 +1,17 @@
 import MLX
 
-/// y = x r w,  r = 1 / √(mean(x²) + ε)
+/// RMSNorm:  y = x r w,  r = 1 / √(mean(x²) + ε)
 struct RMSNorm {
-    /// `[D]`
+    /// The weight w, `[D]`.
     let weight: MLXArray
     let eps: Float
 
-    /// `[…, D]` to `[…, D]`, computed in float32.
+    /// Returns y for x `[…, D]`, computed in float32 and stored in x's dtype.
     func callAsFunction(_ x: MLXArray) -> MLXArray {
         MLXFast.rmsNorm(x, weight: weight.asType(x.dtype), eps: eps)
     }
 
-    /// dx = r (dy w − x r² mean(dy w x)), in dy's dtype; sum + dx where there is a sum.
+    /// Returns dx = r (dy w − x r² mean(dy w x)), in dy's dtype; sum + dx where there is a sum.
     func backward(_ x: MLXArray, dy: MLXArray, addedTo sum: MLXArray? = nil) -> MLXArray {
         let r = Self.r([Self.square([x]).mean(axis: -1, keepDims: true), MLXArray(eps)])
         let projection = Self.product([dy, weight, x]).mean(axis: -1, keepDims: true)

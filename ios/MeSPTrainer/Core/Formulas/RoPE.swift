@@ -1,14 +1,15 @@
 import MLX
 import MeSPBundle
 
-/// Rotary positions:  (y₁, y₂) = s (x₁ cos θ − x₂ sin θ, x₁ sin θ + x₂ cos θ),  θ = t · frequency
+/// Rotary position embedding (RoPE):  (y₁, y₂) = s (x₁ cos θ − x₂ sin θ, x₁ sin θ + x₂ cos θ),  θ = t · frequency
 ///
-/// The pairs (x₁, x₂) lie in the two halves of a head's first dimensions; the others stay as they are. s is `ropeScale`.
+/// The pairs (x₁, x₂) lie in the two halves of a head's first dimensions. The other dimensions do not change. s is `ropeScale`.
 extension AttentionMixer {
-    /// - Parameter x: `[heads, n, d]`, or `[n, heads, 1, d]` of n sequences
+    /// Rotates x by its positions.
+    /// - Parameter x: `[heads, n, d]`, or `[n, heads, 1, d]` for one token of each of n sequences
     func rope(_ x: MLXArray, at positions: Positions) -> MLXArray { turned(x, at: positions, sign: 1) }
 
-    /// The derivative of a rotation is the rotation by the opposite angle.
+    /// Rotates dy by the opposite angles, which is the derivative of the rotation.
     func ropeBackward(dy: MLXArray, start: Int) -> MLXArray { turned(dy, at: .from(start), sign: -1) }
 
     private func turned(_ x: MLXArray, at positions: Positions, sign: Float) -> MLXArray {
@@ -24,21 +25,22 @@ extension AttentionMixer {
         }
     }
 
-    /// x with its first dimensions times s.
+    /// Returns x with its first dimensions times s.
     private func scaled(_ x: MLXArray) -> MLXArray {
         guard ropeScale != 1 else { return x }
         let dimensions = 2 * frequencies.count
         return concatenated([x[.ellipsis, 0..<dimensions] * ropeScale, x[.ellipsis, dimensions...]], axis: -1)
     }
 
-    /// The positions a radian of each pair. Of one that stays they are the largest number and not infinite: under fast math, in which a GPU's
-    /// kernel is compiled, the inverse of an infinite one is undefined. It turns such a pair by less than 10⁻³², which changes no bit of it.
+    /// Returns the number of positions per radian for each pair. For a pair that does not rotate, this is the largest finite number: under
+    /// fast math, with which a GPU's kernels are compiled, the inverse of infinity is undefined. Such a pair then rotates by less than
+    /// 10⁻³², which changes none of its bits.
     func periods(sign: Float) -> MLXArray {
         MLXArray(frequencies.map { sign * min(1 / $0, .greatestFiniteMagnitude) })
     }
 }
 
-/// The positions of tokens that follow each other, from the first on; or of one token of each of n sequences, int32 `[n]`.
+/// The positions of consecutive tokens from a first one on, or of one token in each of n sequences, int32 `[n]`.
 enum Positions {
     case from(Int)
     case each(MLXArray)

@@ -1,13 +1,13 @@
 import MLX
 import MeSPBundle
 
-/// The choice of a token's experts, and their weights, from what the router gives for all of them, z `[T, E]`:
+/// The choice of a token's experts and their weights, from the router's outputs z `[T, E]`:
 ///
 ///     K = the k experts with the highest p + b        w = c p / (Σ_K p + ε)        p = σ(z) or exp(z)
 ///
-/// k is `numExpertsPerTok`, and c `scaling`. ε is 10⁻⁶ with the sigmoid, and 0 otherwise. The choice has no gradient.
+/// k is `numExpertsPerTok`, and c is `scaling`. ε is 10⁻⁶ with the sigmoid, and 0 otherwise. The choice has no gradient.
 extension Experts {
-    /// The experts of each token `[T, k]`, the one with the highest score first, of equal ones the one that comes first.
+    /// Returns the experts of each token `[T, k]`, the highest score first. Of equal scores, the expert with the lower index comes first.
     ///
     /// - Parameter bias: b `[E]`; nil for 0.
     func chosen(_ z: MLXArray, bias: MLXArray?) -> MLXArray {
@@ -15,10 +15,10 @@ extension Experts {
         return argSort(-(bias.map { p + $0 } ?? p), axis: -1)[0..., 0..<numExpertsPerTok]
     }
 
-    /// w `[T, k]`, of z of the chosen experts alone.
+    /// Returns w `[T, k]` from z of the chosen experts alone.
     func weights(_ z: MLXArray) -> MLXArray { parts(z).w }
 
-    /// dz of the chosen experts `[T, k]` from dw:
+    /// Returns dz of the chosen experts `[T, k]` from dw:
     ///
     ///     dp = (c dw − Σ_K w dw) / (Σ_K p + ε)        dz = dp ∘ p (1 − p), or dp ∘ p
     func weightsBackward(_ z: MLXArray, dw: MLXArray) -> MLXArray {
@@ -28,7 +28,7 @@ extension Experts {
     }
 
     private func parts(_ z: MLXArray) -> (w: MLXArray, p: MLXArray, total: MLXArray) {
-        // exp(z) over that of the highest, which w does not change.
+        // exp(z) is divided by its largest value, which does not change w.
         let p = scores == .sigmoid ? sigmoid(z) : exp(z - z.max(axis: -1, keepDims: true))
         let total = p.sum(axis: -1, keepDims: true) + Float(scores == .sigmoid ? 1e-6 : 0)
         return (scaling * p / total, p, total)

@@ -2,10 +2,10 @@ import MLX
 
 /// LFM2's gated short convolution:  y = c ∘ conv_out,  conv_out = conv(b ∘ u)
 ///
-/// b, c and u are the three thirds of its projection, in this order. All are `[n, hidden]`.
+/// b, c and u are the three thirds of the block's projection, in this order. All arrays are `[n, hidden]`.
 extension CausalConvolution {
-    /// - Parameter tail: b ∘ u of the tokens before, `[K − 1, hidden]` float32; becomes that of the last ones
-    /// - Returns: conv_out, in float32.
+    /// Returns conv_out, in float32.
+    /// - Parameter tail: b ∘ u of the tokens before, `[K − 1, hidden]` float32; replaced by that of the last tokens
     func callAsFunction(b: MLXArray, u: MLXArray, tail: inout MLXArray) -> MLXArray {
         let x = product(b, u)
         let convOut = self(x, tail: tail)
@@ -13,15 +13,15 @@ extension CausalConvolution {
         return convOut
     }
 
-    /// y, in float32.
+    /// Returns y, in float32.
     func gated(convOut: MLXArray, c: MLXArray) -> MLXArray { product(convOut, c) }
 
-    /// dc = dy ∘ conv_out,  dx = convᵀ(dy ∘ c),  db = dx ∘ u,  du = dx ∘ b
+    /// Returns the gradients:  dc = dy ∘ conv_out,  dx = convᵀ(dy ∘ c),  db = dx ∘ u,  du = dx ∘ b
     ///
     /// - Parameters:
-    ///   - b, c, u, convOut: of a whole sequence, `[T, hidden]`
+    ///   - b, c, u, convOut: the arrays of a whole sequence, `[T, hidden]`
     ///   - dy: `[T, hidden]`
-    /// - Returns: the gradients, `[T, hidden]`, in float32.
+    /// - Returns: db, dc and du `[T, hidden]`, in float32.
     func backward(b: MLXArray, c: MLXArray, u: MLXArray, convOut: MLXArray, dy: MLXArray)
         -> (db: MLXArray, dc: MLXArray, du: MLXArray)
     {

@@ -1,15 +1,16 @@
 import MLX
 
-/// The state space of some heads of a group ([Dao & Gu](https://arxiv.org/abs/2405.21060)). Each token decays a head's state S `[P, N]`,
-/// writes u into it along B, which the heads share, and reads it along C:
+/// The state space model of some heads of a group ([Dao & Gu](https://arxiv.org/abs/2405.21060)). Each token decays a head's state S
+/// `[P, N]`, writes u into it along B, and reads it along C. The heads share B and C:
 ///
 ///     S ← exp(κ) S + u Bᵀ        y = S C
 ///
-/// By chunks of tokens, the rows of U, B, C and Y, with S before a chunk, S₊ behind it, and Γ, γ and δ of `ChunkDecays`:
+/// It is computed in chunks of tokens, which are the rows of U, B, C and Y. S is the state before a chunk, S₊ is the state after it, and Γ,
+/// γ and δ are those of `ChunkDecays`:
 ///
 ///     Π = Γ ∘ C Bᵀ        Y = γ (C Sᵀ) + Π U        S₊ = γ_last S + (δ U)ᵀ B
 ///
-/// γ and δ are columns. Only S₊ waits for the chunk before. A product with S is one of all heads, whose rows of S lie below each other.
+/// γ and δ are columns. Only S₊ depends on the chunk before. One product with S serves all heads, whose rows of S are stacked.
 package struct StateSpace {
     /// U `[chunks, rows, heads, P]`
     private let u: MLXArray
@@ -21,7 +22,7 @@ package struct StateSpace {
     private let length: Int
     private let machine: Machine
 
-    /// All in float32.
+    /// Divides the tokens into chunks. All arrays are in float32.
     /// - Parameters:
     ///   - u: `[n, heads, P]`
     ///   - logDecay: κ ≤ 0, `[n, heads]`
@@ -36,14 +37,14 @@ package struct StateSpace {
 
     // MARK: - Forward
 
-    /// - Parameter state: S before the tokens, `[heads, P, N]` in float32; becomes that behind them
+    /// - Parameter state: S before the tokens, `[heads, P, N]` in float32; replaced by S after them
     /// - Returns: y `[n, heads, P]`, in float32.
     func callAsFunction(state: inout MLXArray) -> MLXArray {
         let read = matmul(c, transposed(flat(chunkStates(&state)))).reshaped(u.shape)
         return byToken(swapped(decays.start) * read + swapped(matmul(decays.gamma * cb, swapped(u))))
     }
 
-    /// S before each chunk `[chunks, heads, P, N]`; s becomes that behind the last.
+    /// Returns S before each chunk `[chunks, heads, P, N]`. `s` becomes the state after the last chunk.
     private func chunkStates(_ s: inout MLXArray) -> MLXArray {
         let (written, whole) = (each(matmul(transposed(wide(swapped(decays.end) * u)), b)), each(decays.whole))
         var states = [MLXArray]()
@@ -56,16 +57,16 @@ package struct StateSpace {
 
     // MARK: - Backward
 
-    /// The derivative of a sequence that began with S = 0. From the last chunk to the first
+    /// Returns the derivative for a sequence that began with S = 0. From the last chunk to the first, it computes
     ///
     ///     dS = γ_last dS₊ + (γ dY)ᵀ C
     ///
-    /// and of all chunks at once
+    /// and for all chunks at once
     ///
     ///     dΠ = dY Uᵀ        dU = Πᵀ dY + δ (B dS₊ᵀ)
     ///     dC = (γ dY) S + (Γ ∘ dΠ) B        dB = (Γ ∘ dΠ)ᵀ C + (δ U) dS₊
     ///
-    /// with dB and dC summed over the heads, and dκ by `ChunkDecays` from
+    /// dB and dC are summed over the heads. `ChunkDecays` computes dκ from
     ///
     ///     Γ ∘ dΓ = Γ ∘ dΠ ∘ C Bᵀ        γ dγ = rowsum(γ dY ∘ C Sᵀ)        δ dδ = rowsum(U ∘ δ B dS₊ᵀ)        dγ_last = ⟨S, dS₊⟩
     ///
@@ -98,7 +99,7 @@ package struct StateSpace {
         return (results[0], results[1].squeezed(axis: -1), results[2], results[3])
     }
 
-    /// dS₊ behind each chunk, `[chunks, heads, P, N]`.
+    /// Returns dS₊ after each chunk, `[chunks, heads, P, N]`.
     /// - Parameter read: (γ dY)ᵀ C `[chunks, heads·P, N]`
     private func statesBackward(_ read: MLXArray, like s: MLXArray) -> MLXArray {
         let (read, whole) = (each(read), each(decays.whole))
@@ -112,7 +113,7 @@ package struct StateSpace {
 
     private func rowsum(_ x: MLXArray, _ y: MLXArray) -> MLXArray { (x * y).sum(axis: -1, keepDims: true) }
 
-    /// ⟨S, dS₊⟩ of each chunk and head, `[chunks, heads, 1, 1]`: a product, so that S ∘ dS₊ is not made.
+    /// Returns ⟨S, dS₊⟩ of each chunk and head, `[chunks, heads, 1, 1]`, without the array S ∘ dS₊.
     private func dot(_ x: MLXArray, _ y: MLXArray) -> MLXArray {
         let shape = Array(x.shape[..<2])
         return matmul(x.reshaped(shape + [1, -1]), y.reshaped(shape + [-1, 1]))
@@ -120,21 +121,20 @@ package struct StateSpace {
 
     // MARK: - Shapes
 
-    /// The chunks, without the first axis.
+    /// Returns the chunks, without the first axis.
     private func each(_ x: MLXArray) -> [MLXArray] { x.split(parts: x.dim(0)).map { $0.squeezed(axis: 0) } }
 
-    /// `[chunks, rows, heads, P]` to `[chunks, rows, heads·P]`.
+    /// Reshapes `[chunks, rows, heads, P]` to `[chunks, rows, heads·P]`.
     private func wide(_ x: MLXArray) -> MLXArray { x.reshaped([x.dim(0), x.dim(1), -1]) }
 
-    /// `[chunks, heads, P, N]` to `[chunks, heads·P, N]`.
+    /// Reshapes `[chunks, heads, P, N]` to `[chunks, heads·P, N]`.
     private func flat(_ x: MLXArray) -> MLXArray { x.reshaped([x.dim(0), -1, x.dim(3)]) }
 
-    /// `[chunks, rows, …]` to `[n, …]`.
+    /// Reshapes `[chunks, rows, …]` to `[n, …]`.
     private func byToken(_ x: MLXArray) -> MLXArray { x.reshaped([-1] + Array(x.shape[2...]))[0..<length] }
 }
 
-/// `[chunks, rows, heads, …]` to `[chunks, heads, rows, …]`, and back.
+/// Swaps `[chunks, rows, heads, …]` and `[chunks, heads, rows, …]`.
 private func swapped(_ x: MLXArray) -> MLXArray { x.swappedAxes(1, 2) }
 
-/// The transpose of the last two axes.
 private func transposed(_ x: MLXArray) -> MLXArray { x.swappedAxes(-1, -2) }

@@ -3,27 +3,27 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// A bundle's model, with adapters or without, for tokens that follow others: block by block, over what the tokens before
-/// left. Weights stay mapped from one token to the next where memory holds them; elsewhere for as long as a block is worked on.
+/// A bundle's model, with or without adapters, for tokens that follow others. It goes block by block, and reads the states that the tokens
+/// before left in a cache. Weights stay mapped from one token to the next where memory holds them, and elsewhere only while a block runs.
 package struct CachedModel {
     package let bundle: ModelBundle
-    /// Tokens that go through the blocks together.
+    /// The most tokens of a text that go through the blocks together.
     let chunk: Int
     private var adapters: LoadedAdapters?
-    /// The adapters' folders; nil for those of a run in memory.
+    /// The adapters' folders; nil for adapters of a run in memory.
     private(set) var selection: AdapterSelection?
     private var kept: Kept
     private let isRecurrent: Bool
-    /// The manifest's, cached: it searches its layouts for it.
+    /// The manifest's `featureGroup`, cached, as the manifest searches for it each time.
     private let featureGroup: Int
     /// The size of temporary arrays, in bytes.
     private static let tileBytes = 1 << 20
     /// The most texts that run together.
     static let mostTexts = 16
 
-    /// Views of each block's, for each token; they take almost no memory.
+    /// The views and layers of each block, kept from token to token. They take almost no memory.
     private final class Kept: MapHolder {
-        /// The numbers of tokens, by their length in bits, for which there are all kernels.
+        /// The numbers of tokens, by their length in bits, for which all kernels exist.
         var compiled: Set<Int>
         private var views = [Int: PackedWeights.Views]()
         private var layers = [Int: [Projection: LoRALinear]]()
@@ -46,14 +46,14 @@ package struct CachedModel {
 
         init(compiled: Set<Int>) { self.compiled = compiled }
 
-        /// With the same views, for other adapters.
+        /// Returns an object with the same views, for other adapters.
         func withoutLayers() -> Kept {
             let other = Kept(compiled: compiled)
             other.views = views
             return other
         }
 
-        /// The last block's output, where nothing has waited for it: until it is evaluated, it needs the maps.
+        /// A block's output that may not be evaluated yet. Until it is, it needs the maps.
         var pending: MLXArray?
 
         func releaseArrays() {
@@ -64,7 +64,7 @@ package struct CachedModel {
         func forget() { (pending, views, layers) = (nil, [:], [:]) }
     }
 
-    /// - Parameter adapters: none for the base model.
+    /// - Parameter adapters: adapters that the model adds up; none for the base model.
     package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = [], chunk: Int = 256) throws {
         self.init(bundle, with: nil, chunk: chunk)
         try use(adapters)
@@ -79,7 +79,7 @@ package struct CachedModel {
         bundle.maps.add(kept)
     }
 
-    /// Takes other adapters; weights stay mapped. Where that fails, the model keeps those that it has.
+    /// Takes other adapters. Weights stay mapped. If it fails, the model keeps its adapters.
     mutating func use(_ adapters: [WeightedAdapters]) throws {
         let selection = AdapterSelection(adapters)
         self.adapters = try bundle.withDevice {
@@ -92,9 +92,9 @@ package struct CachedModel {
         bundle.maps.add(kept)
     }
 
-    /// Calls `body` with what the last block makes of `tokens`, which follow those in the cache and are added to it.
+    /// Calls `body` with the last block's output for `tokens`, which follow those in the cache and are added to it.
     ///
-    /// - Parameter body: gets a piece of up to `chunk` tokens at a time: which they are, and y `[n, hidden]`, evaluated.
+    /// - Parameter body: called with up to `chunk` tokens at a time: their range in `tokens`, and y `[n, hidden]`, evaluated.
     package func forward(
         _ tokens: ArraySlice<Int>, _ cache: inout PromptCache, _ atBlock: () throws -> Void,
         _ body: (Range<Int>, MLXArray) throws -> Void
@@ -120,14 +120,15 @@ package struct CachedModel {
         }
     }
 
-    /// The last block's output for one token of each of several texts, which is added to the text's cache. The tokens go through the blocks
-    /// together, where weights stay mapped in one graph: a round trip to a GPU takes longer than a block's kernels.
+    /// Returns the last block's output for one token of each of several texts, and adds the token to the text's cache. The tokens go
+    /// through the blocks together. Where weights stay mapped, the blocks are one graph, as a round trip to a GPU takes longer than a
+    /// block's kernels.
     ///
     /// - Parameters:
-    ///   - tokens: as many as `caches`, at most `mostTexts`.
-    ///   - caches: not empty.
-    /// - Returns: y `[n, hidden]`, not confirmed. It and `states` of the caches are evaluated where weights do not stay mapped or the device is
-    ///   a CPU.
+    ///   - tokens: the next token of each text, at most `mostTexts`.
+    ///   - caches: the cache of each text, not empty.
+    /// - Returns: y `[n, hidden]`, not confirmed. y and the states in the caches are evaluated where weights do not stay mapped, or on a
+    ///   CPU.
     func forward(
         next tokens: [Int], _ caches: inout [PromptCache], _ atBlock: () throws -> Void
     ) throws -> MLXArray {
@@ -137,7 +138,7 @@ package struct CachedModel {
             var states = [MixerState?]()
             for text in caches.indices {
                 states.append(caches[text].blocks[block])
-                caches[text].blocks[block] = nil  // keys and values that nobody else has are written in place
+                caches[text].blocks[block] = nil  // keys and values that nothing else refers to are written in place
             }
             defer { for text in caches.indices { caches[text].blocks[block] = states[text] } }
             x = try forward(
@@ -149,24 +150,24 @@ package struct CachedModel {
         return x
     }
 
-    /// The size of the adapters, in bytes.
     var adapterBytes: Int { adapters?.bytes ?? 0 }
 
-    /// Lets go of what is made of the weights once: after an error of MLX it may not be whole.
+    /// Frees the views and layers of the weights. After an error of MLX, they may not be valid.
     func forget() { kept.forget() }
 
-    /// The size of a cache after `tokens`, in bytes.
+    /// Returns the size of a cache after `tokens` tokens, in bytes.
     ///
-    /// - Parameter cache: of any text, which says how large recurrent states are.
+    /// - Parameter cache: the cache of any text, which gives the size of recurrent states.
     func cacheSize(tokens: Int, like cache: PromptCache?) -> Int {
         bundle.architecture.cacheSize(tokens: tokens, itemSize: bundle.dtype.size) + (cache?.recurrentSize ?? 0)
     }
 
-    /// The last block's output for several sequences, each of which follows the tokens in the cache. They go through the blocks together,
-    /// and the cache stays as it is.
+    /// Returns the last block's output for several sequences, each of which continues the cache's text. They go through the blocks
+    /// together, and the cache does not change.
     ///
-    /// - Parameter sequences: of some tokens each. They share the keys and values in the cache, and each continues from a recurrent state.
-    /// - Returns: y `[n, hidden]`, one sequence below the other, evaluated.
+    /// - Parameter sequences: the tokens of each sequence. They share the keys and values in the cache, and each continues from the
+    ///   recurrent states.
+    /// - Returns: y `[n, hidden]` of all sequences, concatenated and evaluated.
     func forward(branches sequences: [[Int]], after cache: PromptCache, _ atBlock: () throws -> Void) throws
         -> MLXArray
     {
@@ -178,7 +179,7 @@ package struct CachedModel {
         let tokens = sequences.flatMap { $0 }
         var x = try embedded(tokens[...])
         let embeddings = try layerEmbeddings(tokens[...], x)
-        // The states of blocks whose keys and values others take.
+        // The keys and values of the blocks that other blocks attend to.
         let owners = bundle.architecture.owners
         var kept = [Int: [MixerState.KeyValues]]()
         try pass(rows: tokens.count, atBlock) { block, pause in
@@ -193,9 +194,9 @@ package struct CachedModel {
         return x
     }
 
-    /// The machine for `rows` tokens of sequences that are `length` tokens long with those before.
+    /// Returns the machine for `rows` tokens of sequences that are `length` tokens long, including the tokens before.
     ///
-    /// - Parameter uncut: the number of rows up to which nothing is cut.
+    /// - Parameter uncut: the most rows with which nothing is cut.
     func machine(
         rows: Int, length: Int, uncut: Int = QuantizedMatrix.fewRows, pause: (() -> Void)? = nil
     ) -> Machine {
@@ -204,12 +205,12 @@ package struct CachedModel {
             bytes: rows <= uncut ? Machine.uncut : Self.tileBytes, processor: bundle.processor, pause: pause)
     }
 
-    /// Calls `body` for each block, and `atBlock` before it.
+    /// Calls `body` for each block, and `atBlock` before each.
     ///
     /// - Parameters:
-    ///   - rows: of tokens that go through the blocks together.
-    ///   - body: gets a function that waits where there is a reason to, of which an error is thrown before the next block; nil where a GPU
-    ///     has compiled the kernels for about as many tokens. See `Machine`.
+    ///   - rows: the number of tokens that go through the blocks together.
+    ///   - body: gets the function for `Machine.pause`, whose error is thrown before the next block; nil where a GPU has compiled the
+    ///     kernels for about as many tokens.
     private func pass(
         rows: Int, _ atBlock: () throws -> Void, _ body: (_ block: Int, _ pause: (() -> Void)?) throws -> Void
     ) throws {
@@ -240,16 +241,18 @@ package struct CachedModel {
         try bundle.layerEmbeddings(tokens.map { Int32($0) }, x0: x0)
     }
 
-    /// The keys and values that a block takes of another, of each text; that has read the same tokens.
+    /// Returns another block's keys and values that a block attends to, for each text.
     private func shared(_ block: Int, _ caches: [PromptCache]) -> [MixerState.KeyValues] {
         guard let owner = bundle.architecture.keysOf(block) else { return [] }
         return caches.compactMap { $0.blocks[owner]?.keysAndValues }
     }
 
+    /// Returns the output of one block.
+    ///
     /// - Parameters:
     ///   - states: nil before the first token; see `Block.output`.
-    ///   - keepsStates: whether those after the tokens are asked for; otherwise they are not evaluated.
-    ///   - isDeferred: whether the evaluation may be; see `Machine.leave`.
+    ///   - keepsStates: whether to keep the states after the tokens; otherwise they are not evaluated.
+    ///   - isDeferred: whether the evaluation may be deferred; see `Machine.leave`.
     private func forward(
         _ index: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState?], keepsStates: Bool,
         _ embeddings: LayerEmbeddings?, shared: [MixerState.KeyValues], pause: (() -> Void)?, isDeferred: Bool = false,
@@ -272,7 +275,7 @@ package struct CachedModel {
             block.sharedStates = shared
             if bundle.maps.areKept { block.keptLayers = bundle.processor.kept { kept.layers(index, block) } }
             let y = block.output(x, sequences: sequences, &known)
-            // y needs the keys and values of attention.
+            // The evaluation of y includes attention's keys and values, so only recurrent states are added.
             let states = keepsStates ? known.filter(\.isRecurrent).flatMap(\.arrays) : []
             if block.machine.leave([y] + states, isDeferred: isDeferred) { kept.pending = y }
             return y
@@ -281,7 +284,7 @@ package struct CachedModel {
 }
 
 extension Architecture {
-    /// The keys and values of all blocks for `tokens`, with the room for more, in bytes.
+    /// Returns the bytes of the keys and values of all blocks for `tokens` tokens, with the room for more.
     func cacheSize(tokens: Int, itemSize: Int) -> Int {
         layers.indices.reduce(0) { sum, index in
             guard case .attention(let mixer) = block(index).mixer, mixer.keysOf == nil else { return sum }

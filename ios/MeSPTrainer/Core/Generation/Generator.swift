@@ -4,8 +4,8 @@ import MeSPAdapters
 import MeSPBundle
 import MeSPSentences
 
-/// Writes on from a prompt, with a bundle's model and, where they are given, adapters. Weights are mapped, so the footprint is that of
-/// the adapters, the keys and values of the tokens so far, and one block's activations.
+/// A generator of text that continues a prompt, with a bundle's model and optional adapters. Weights are mapped, so the footprint is that
+/// of the adapters, the keys and values of the tokens so far, and one block's activations.
 ///
 ///     var generator = try Generator(bundle, adapters: [.init(folder)])
 ///     try generator.generate(.init(prompt: tokens), atBlock: Task.checkCancellation) { show($0) }
@@ -13,18 +13,19 @@ import MeSPSentences
 ///
 /// Not for use from several threads at once.
 public struct Generator {
-    /// The prompt, and how to choose tokens.
+    /// A prompt, and the choice of the tokens that follow it.
     package struct Request: Codable, Sendable, Equatable {
-        /// Token ids, at least one.
+        /// The token ids of the prompt, at least one.
         package var prompt: [Int]
         package var maxTokens = 256
-        /// 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature).
+        /// The temperature. At 0 the likeliest token is taken. Otherwise tokens are drawn from softmax(logits / temperature).
         package var temperature: Float = 0
-        /// Draws only from the fewest tokens whose probabilities, before the temperature, add up to this.
+        /// The total probability that the tokens to draw from must reach. They are the fewest tokens that do, before the temperature is
+        /// applied.
         package var topP: Float = 1
-        /// The same seed draws the same tokens.
+        /// The seed; the same seed draws the same tokens.
         package var seed: UInt64 = 0
-        /// Tokens that end the text; they are not part of it.
+        /// The tokens that end the text; they are not part of it.
         package var stop: [Int] = []
 
         package init(prompt: [Int]) { self.prompt = prompt }
@@ -34,17 +35,17 @@ public struct Generator {
     public struct Summary: Codable, Sendable, Equatable {
         package let reason: Reason
         public let tokens: Int
-        /// Until the first token could be chosen.
+        /// The time in seconds until the first token could be chosen.
         package let promptSeconds: Double
-        /// From then on.
+        /// The time in seconds after that.
         public let seconds: Double
         package let footprintPeakBytes: Int
-        /// The part of the adapters' matrices.
+        /// The size of the adapters' matrices, in bytes.
         package let adapterBytes: Int
-        /// The token of `stop` that ended the text.
+        /// The token of `stop` that ended the text; nil where none did.
         package let stopToken: Int?
 
-        /// A token of `stop`, `maxTokens` reached, or `CancellationError`.
+        /// The reason why a text ended: a token of `stop`, `maxTokens`, or `CancellationError`.
         package enum Reason: String, Codable, Sendable { case stop, length, stopped }
     }
 
@@ -52,7 +53,7 @@ public struct Generator {
 
     /// - Parameters:
     ///   - bundle: the model.
-    ///   - adapters: whose sum the model takes; none for the base model.
+    ///   - adapters: adapters that the model adds up; none for the base model.
     /// - Throws: `MeSPError` where adapters do not fit the model, or a weight is out of range.
     package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = []) throws {
         self.init(try CachedModel(bundle, adapters: adapters))
@@ -60,22 +61,21 @@ public struct Generator {
 
     init(_ model: CachedModel) { self.model = model }
 
-    /// Takes other adapters for the next texts. Weights stay mapped, and the adapters before go. A `PromptCache` keeps nothing that others
-    /// have read.
+    /// Takes other adapters for the next texts. Weights stay mapped. A `PromptCache` drops the tokens that were read with other adapters.
     ///
-    /// - Parameter adapters: whose sum the model takes; none for the base model.
-    /// - Throws: as `init`; the generator keeps the adapters that it has.
+    /// - Parameter adapters: adapters that the model adds up; none for the base model.
+    /// - Throws: the errors of `init`; the generator then keeps its adapters.
     package mutating func use(_ adapters: [WeightedAdapters]) throws { try model.use(adapters) }
 
-    /// Calls `onToken` with each token as it is chosen.
+    /// Writes a text, and calls `onToken` with each token as it is chosen.
     ///
     /// - Parameters:
     ///   - request: the prompt, and how tokens are chosen.
     ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait. `CancellationError` from it,
     ///     or from `onToken`, ends the text as `stopped`.
     ///   - onToken: gets the token's id.
-    /// - Returns: how many tokens, how fast, and why the text ended.
-    /// - Throws: `MeSPError`, and what `onToken` throws.
+    /// - Returns: the number of tokens, the times, and the reason why the text ended.
+    /// - Throws: `MeSPError`, and the errors of `onToken`.
     @discardableResult
     package func generate(
         _ request: Request, atBlock: () throws -> Void = {}, onToken: (Int) throws -> Void
@@ -84,16 +84,16 @@ public struct Generator {
         return try generate(request, continuing: &cache, atBlock: atBlock, onToken: onToken)
     }
 
-    /// As ``generate(_:atBlock:onToken:)``, and reads of the prompt only what comes after what `cache` has of it.
+    /// Writes a text as ``generate(_:atBlock:onToken:)`` does, but reads only the part of the prompt that is not in `cache`.
     ///
     /// - Parameters:
     ///   - request: the prompt, and how tokens are chosen.
-    ///   - cache: of the same model, or empty. It then has this prompt and its text, but for the last token.
+    ///   - cache: a cache of the same model, or an empty one. Afterwards it contains this prompt and its text, without the last token.
     ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait. `CancellationError` from it,
     ///     or from `onToken`, ends the text as `stopped`.
     ///   - onToken: gets the token's id.
-    /// - Returns: how many tokens, how fast, and why the text ended.
-    /// - Throws: `MeSPError`, and what `onToken` throws.
+    /// - Returns: the number of tokens, the times, and the reason why the text ended.
+    /// - Throws: `MeSPError`, and the errors of `onToken`.
     @discardableResult
     package func generate(
         _ request: Request, continuing cache: inout PromptCache, atBlock: () throws -> Void = {},
@@ -113,21 +113,21 @@ public struct Generator {
                 return summary
             }
         } catch {
-            cache = cache.emptied()  // its last arrays may not be whole
+            cache = cache.emptied()  // its last arrays may not be valid
             throw error
         }
     }
 
-    /// Writes several texts, of which some go through the model together: each is the one that it would be alone.
+    /// Writes several texts, of which some go through the model together. Each text is the same as it would be alone.
     ///
     /// - Parameters:
     ///   - requests: the prompts, and how the tokens of each are chosen.
-    ///   - atOnce: how many texts run together, from 1 to 16. Where one ends the next begins.
-    ///   - cacheLimit: what the caches of these may take together, in bytes; fewer texts run together where they would take more.
-    ///   - atBlock: called likewise; `CancellationError` from it ends all texts as `stopped`.
+    ///   - atOnce: the number of texts that run together, from 1 to 16. When one ends, the next begins.
+    ///   - cacheLimit: the most bytes that their caches may take together. Fewer texts run together where they would take more.
+    ///   - atBlock: called as for one text; `CancellationError` from it ends all texts as `stopped`.
     ///   - onToken: gets the index of a request and the next token's id; `CancellationError` from it ends this text as `stopped`.
-    ///   - onEnd: gets the index of a request and how its text went, in the order in which they end.
-    /// - Throws: `MeSPError`, and what the functions throw.
+    ///   - onEnd: gets the index of a request and the summary of its text, in the order in which texts end.
+    /// - Throws: `MeSPError`, and the errors of the functions.
     package func generate(
         _ requests: [Request], atOnce: Int, cacheLimit: Int = Generator.cacheLimit, atBlock: () throws -> Void = {},
         onToken: (_ request: Int, _ token: Int) throws -> Void, onEnd: (_ request: Int, Summary) throws -> Void
@@ -143,7 +143,7 @@ public struct Generator {
         }
     }
 
-    /// A quarter of what the process may take, in bytes.
+    /// A quarter of the memory that the process may take, in bytes.
     package static var cacheLimit: Int {
         min(systemMemoryLimit() ?? .max, Int(ProcessInfo.processInfo.physicalMemory)) / 4
     }
@@ -155,11 +155,11 @@ public struct Generator {
         let request: Request
         var cache: PromptCache
         private(set) var random: MLXRandom.RandomState
-        /// When it was begun, and when the first token could be chosen.
+        /// The times at which the text was begun and at which the first token could be chosen.
         var begin, first: ContinuousClock.Instant?
-        /// The tokens that were told.
+        /// The tokens that the caller was told.
         private(set) var written = [Int]()
-        /// How many tokens have been chosen since it was begun, or begun again.
+        /// The number of tokens chosen since the text was begun, or begun again.
         private var count = 0
         /// The last token, which is not in the cache yet.
         var last = 0
@@ -169,7 +169,7 @@ public struct Generator {
             random = MLXRandom.RandomState(seed: request.seed)
         }
 
-        /// The text as it is to be read again from the start, up to the last token that was told.
+        /// Returns the text with an empty cache, to be read again from the start up to the last token that was told.
         func begunAgain() -> Text {
             var text = self
             (text.cache, text.count) = (cache.emptied(), 0)
@@ -177,13 +177,13 @@ public struct Generator {
             return text
         }
 
-        /// The next token, where it was told before the text was begun again.
+        /// The next token if it was told before the text was begun again; nil otherwise.
         var known: Int? { count < written.count ? written[count] : nil }
 
         /// Takes the next token.
         ///
-        /// - Parameter tell: called with it unless it was told before.
-        /// - Returns: why the text ends with it; nil where it continues.
+        /// - Parameter tell: called with the token unless it was told before.
+        /// - Returns: the reason why the text ends with the token; nil where it continues.
         mutating func take(_ token: Int, tell: (Int, Int) throws -> Void) throws -> Summary.Reason? {
             last = token
             if request.stop.contains(token) { return .stop }
@@ -212,7 +212,7 @@ public struct Generator {
             try onEnd(text, summary)
         }
         var (waiting, texts) = (all[...], [Text]())
-        // A prompt that the next text has too: what it left, and the logits after it.
+        // A prompt that the next text has too, with its cache and the logits after it.
         var read: (prompt: [Int], cache: PromptCache, logits: MLXArray)?
         /// Begins the texts that there is room for, and adds a token to each.
         func addTokens() throws {
@@ -236,15 +236,15 @@ public struct Generator {
                 if let reason = try texts[i].take(token, tell: onToken) { try end(texts.removeLast(), reason) }
             }
             guard !texts.isEmpty else { return }
-            // All are chosen before one of them is told.
+            // All tokens are chosen before any of them is told.
             let tokens = try nextTokens(&texts, atBlock)
             let reasons = try texts.indices.map { try texts[$0].take(tokens[$0], tell: onToken) }
             let ended = zip(texts, reasons)
             texts = ended.filter { $0.1 == nil }.map(\.0)
             for (text, reason) in ended { if let reason { try end(text, reason) } }
         }
-        /// Has the texts in progress read again. Keys and values are written in place, so that a GPU that fails leaves no state before the
-        /// token.
+        /// Puts the texts in progress back, to be read again: keys and values are written in place, so a failed GPU leaves no state from
+        /// before the token.
         func beginAgain() throws {
             waiting = texts.map { $0.begunAgain() } + waiting
             (texts, read) = ([], nil)
@@ -258,10 +258,10 @@ public struct Generator {
         }
     }
 
-    /// The token that follows each text's last, confirmed, by one evaluation on a GPU whose weights stay mapped.
+    /// Returns the token that follows each text's last one, confirmed. On a GPU whose weights stay mapped, it takes one evaluation.
     private func nextTokens(_ texts: inout [Text], _ atBlock: () throws -> Void) throws -> [Int] {
         var caches = texts.map(\.cache)
-        // Keys and values that nobody else has are written in place.
+        // Keys and values that nothing else refers to are written in place.
         for i in texts.indices { texts[i].cache = PromptCache() }
         defer { for i in texts.indices { texts[i].cache = caches[i] } }
         let logits = try project(model.forward(next: texts.map(\.last), &caches, atBlock))
@@ -274,17 +274,17 @@ public struct Generator {
                 texts.enumerated().map { i, text in
                     drawn(logits[i], text.request, text.random)?.asType(Int.dtype) ?? likeliest[i]
                 })
-        // y needs the keys and values of attention, and not a recurrence's last state.
+        // The evaluation of y includes attention's keys and values, but not a recurrence's last state.
         eval([tokens] + caches.flatMap(\.recurrentStates))
         let chosen = try tokens.numbers(Int.self)
         Memory.clearCache()
         return zip(texts, chosen).map { text, token in text.known ?? token }
     }
 
-    /// Whether a text's cache at its longest fits beside those that continue. One alone is never refused.
+    /// Returns whether a text's cache at its longest fits in addition to those of the texts in progress. A single text is never refused.
     private func hasRoom(for next: Text, beside texts: [Text], _ limit: Int) -> Bool {
         guard !texts.isEmpty else { return true }
-        // No text is longer than this, and the size of as many places is a number that there is.
+        // No text is longer than this, and the size of such a cache does not overflow.
         let longest = 1 << 32
         let sizes = (texts + [next]).map {
             model.cacheSize(
@@ -293,7 +293,7 @@ public struct Generator {
         return sizes.reduce(0, +) <= limit
     }
 
-    /// A text's next token, confirmed.
+    /// Returns a text's next token, confirmed.
     private func choose(_ logits: MLXArray, _ text: Text) throws -> Int {
         let token = try choose(logits, text.request, text.random)
         return text.known ?? token
@@ -301,7 +301,7 @@ public struct Generator {
 
     // MARK: - Forward
 
-    /// The logits `[vocabulary]` (float32, evaluated) of the token that comes after `tokens`, which follow those in the cache.
+    /// Returns the logits `[vocabulary]` (float32, evaluated) of the token after `tokens`, which follow those in the cache.
     func logits(
         _ tokens: ArraySlice<Int>, _ cache: inout PromptCache, _ atBlock: () throws -> Void
     ) throws -> MLXArray {
@@ -312,7 +312,7 @@ public struct Generator {
         return logits
     }
 
-    /// The logits `[n, vocabulary]` (float32) of what the last block made, `[n, hidden]`.
+    /// Returns the logits `[n, vocabulary]` (float32) from the last block's output `[n, hidden]`.
     private func project(_ y: MLXArray) throws -> MLXArray {
         try model.bundle.withHead { weights in
             let logits = CrossEntropyHead(
@@ -325,16 +325,16 @@ public struct Generator {
 
     // MARK: - Choice
 
-    /// As mlx-lm's `make_sampler`: the likeliest token, or one drawn from those that `topP` leaves. The same seed draws the same tokens
-    /// there: the noise belongs to the tokens in the vocabulary's order.
+    /// Returns the likeliest token, or one drawn from those that `topP` leaves. mlx-lm's `make_sampler` draws the same with the same seed,
+    /// as the noise is in the vocabulary's order.
     func choose(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) throws -> Int {
         try (drawn(logits, request, random) ?? logits.argMax()).number(Int.self)
     }
 
-    /// The token that is drawn, not evaluated; nil where the likeliest is taken.
+    /// Returns the token that is drawn, not evaluated; nil where the likeliest is taken.
     private func drawn(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) -> MLXArray? {
         guard request.temperature > 0 else { return nil }
-        var logits = logits - logits.max()  // the likeliest stays 0, however low the temperature
+        var logits = logits - logits.max()  // the likeliest token's logit stays 0 at every temperature
         if request.topP < 1 {
             let order = argSort(logits)
             let likelier = cumsum(softmax(logits.take(order)), reverse: true, inclusive: false)

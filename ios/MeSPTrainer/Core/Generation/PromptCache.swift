@@ -1,47 +1,50 @@
 import MLX
 import MeSPAdapters
 
-/// The tokens of a text that a model has read, and the state they left in each block. A text that begins with the same tokens is read from
-/// there on; each next turn of a conversation is one.
+/// The tokens of a text that a model has read, and the state after them in each block. For a text that begins with the same tokens, such as
+/// the next turn of a conversation, a model reads only the rest.
 ///
 ///     var cache = PromptCache(limit: 1 << 26)
 ///     try generator.generate(turn, continuing: &cache) { show($0) }
 ///
-/// It is good for one bundle's model. Where that has other adapters than those that read the text, it begins with nothing. Attention leaves keys and values of each token, those before a block's window too,
-/// so the text can be cut back to any beginning. A recurrent block leaves one state. Where there is such a block, two beginnings are
-/// kept: all of the text, and a mark shortly before the end of the last prompt, where a conversation continues if its template shows an
-/// answer otherwise than it opened it. A text that differs earlier is read from the start.
+/// A cache is for one bundle's model. It is emptied when the model has other adapters than those that read the text. Attention leaves the
+/// keys and values of each token, even of those before a block's window, so the text can be cut back to any beginning. A recurrent block
+/// leaves one
+/// state. With such a block, two beginnings are kept: the whole text, and a mark shortly before the end of the last prompt. A conversation
+/// continues from the mark if its template writes a finished answer differently from an opened one. A text that differs earlier is read
+/// from the start.
 package struct PromptCache {
     private(set) var tokens = [Int]()
-    /// nil before the first token.
+    /// The state of each block; nil before the first token.
     package var blocks = [MixerState?]()
     let limit: Int
-    /// The adapters of the model that read the text; nil for those of a run in memory.
+    /// The adapters of the model that read the text; nil for adapters of a run in memory.
     private var adapters: AdapterSelection?
-    /// A beginning of the text, of so many tokens, that blocks which can't be cut go back to, with their states; nil for the other blocks'.
+    /// The beginning of the text that recurrent blocks can go back to: the number of its tokens, and their states, with nil for other
+    /// blocks.
     private var mark: (count: Int, states: [MixerState?])?
-    /// The place of the next mark.
+    /// The number of tokens before the next mark.
     private var nextMark = 0
-    /// More tokens than a template takes to open an answer.
+    /// The number of tokens from a mark to the prompt's end. A template takes fewer to open an answer.
     static let opening = 16
 
-    /// - Parameter limit: what is kept at most when a text has ended, in bytes: the beginning of the text that fits.
+    /// - Parameter limit: the most bytes to keep when a text has ended. The beginning of the text that fits is kept.
     package init(limit: Int = .max) { self.limit = limit }
 
-    /// A cache of the same model and limit that has read nothing.
+    /// Returns a cache of the same model and limit that has read nothing.
     func emptied() -> PromptCache {
         var cache = PromptCache(limit: limit)
         cache.adapters = adapters
         return cache
     }
 
-    /// Readies it for a model with these adapters: what others have read is let go.
+    /// Prepares the cache for a model with these adapters. It drops what was read with others.
     mutating func ready(for adapters: AdapterSelection?) {
         if adapters == nil || adapters != self.adapters { forget() }
         self.adapters = adapters
     }
 
-    /// In bytes.
+    /// The size of the cache, in bytes.
     package var size: Int { (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1?.size ?? 0) } }
 
     /// The states of recurrent blocks after the last token.
@@ -52,7 +55,8 @@ package struct PromptCache {
         (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1.flatMap { $0.isRecurrent ? $0.size : nil } ?? 0) }
     }
 
-    /// Readies it to continue a text: keeps what that begins with, but for its last token, which the next is chosen after.
+    /// Prepares the cache for a text. It keeps the tokens that the text begins with, but not the text's last token, after which the next is
+    /// chosen.
     ///
     /// - Returns: the tokens to read.
     mutating func begin(_ text: [Int]) -> ArraySlice<Int> {
@@ -62,14 +66,14 @@ package struct PromptCache {
         return text[tokens.count...]
     }
 
-    /// So many tokens in pieces of `size` at most, of which one ends where a mark is to be.
+    /// Returns `0..<count` in pieces of at most `size` tokens. With recurrent blocks, one piece ends at the next mark.
     func pieces(of count: Int, size: Int, isRecurrent: Bool) -> [Range<Int>] {
         let before = isRecurrent ? min(max(0, nextMark - tokens.count), count) : 0
         let after = tiles(of: count - before, size: size).map { before + $0.lowerBound..<before + $0.upperBound }
         return tiles(of: before, size: size) + after
     }
 
-    /// All blocks have read these.
+    /// Adds tokens that all blocks have read.
     mutating func add(_ read: ArraySlice<Int>) {
         tokens += read
         setMark()
@@ -81,7 +85,7 @@ package struct PromptCache {
         if states.contains(where: { $0 != nil }) { mark = (nextMark, states) }
     }
 
-    /// Lets go of what is above the limit.
+    /// Cuts the cache to its limit.
     mutating func end() {
         guard size > limit else { return }
         let isRecurrent = blocks.contains { $0?.isRecurrent == true }
@@ -89,8 +93,8 @@ package struct PromptCache {
         if size > limit { cut(to: 0) }
     }
 
-    /// Goes back to the longest beginning of `count` tokens at most that all blocks can go back to. A text that was stopped may have left
-    /// blocks that read more tokens than others.
+    /// Goes back to the longest beginning of at most `count` tokens that all blocks can go back to. After a text that was stopped, some
+    /// blocks may have read more tokens than others.
     private mutating func cut(to count: Int) {
         if !blocks.allSatisfy({ $0?.canBeCut(to: count) ?? (count == 0) }) {
             guard let mark, mark.count <= count else { return count == 0 ? forget() : cut(to: 0) }

@@ -20,9 +20,9 @@ public enum ThermalState: String, Sendable, CaseIterable {
 }
 
 public struct Battery: Codable, Sendable, Equatable {
-    /// 0 to 1
+    /// The charge, from 0 to 1.
     package var level: Float
-    /// On the charger, also where it is full.
+    /// Whether the device is on a charger, even with a full battery.
     package var isCharging: Bool
 
     package init(level: Float, isCharging: Bool) {

@@ -20,7 +20,7 @@ public enum LogRecord: Sendable {
         package var host: String
         package var model: Model
         package var settings: RunSettings
-        /// nil if there is none, or nobody knows.
+        /// The battery at the start; nil without a battery, or where its state is not known.
         package var battery: Battery?
         package var thermalState: String?
 
@@ -60,15 +60,15 @@ public enum LogRecord: Sendable {
         package var mlxCacheBytes: Int
         package var writtenBytes: Int
         public var thermalState: String
-        /// The number of sequences that were replayed; nil where none ever are.
+        /// The number of replayed sequences; nil where no text is replayed.
         package var replayed: Int?
-        // Of a step on preference data.
+        // The measures of a step on preference data.
         package var margin: Float?
         package var accuracy: Float?
         package var rewardChosen: Float?
         package var rewardRejected: Float?
         package var kl: Float?
-        // Of a step on answers that were sampled.
+        // The measures of a step on sampled answers.
         package var reward: Float?
         package var sampledTokens: Int?
         package var samplingSeconds: Double?
@@ -78,7 +78,7 @@ public enum LogRecord: Sendable {
         public var split: String
         public var loss: Float
         package var tokens: Int
-        // On preference data.
+        // The measures of an evaluation on preference data.
         package var margin: Float?
         package var accuracy: Float?
     }
@@ -88,7 +88,8 @@ public enum LogRecord: Sendable {
 
         package init(event: String, message: Sentence) { (self.event, self.message) = (event, message) }
     }
-    /// The strength that the adapters were given at the end, 0 where none were kept; losses before the run and with them, nats a token.
+    /// The strength of the adapters at the end, 0 where none were kept, and the losses before the run and with the adapters, in nats per
+    /// token.
     public struct Strength: Codable, Sendable {
         package var step: Int
         package var strength: Float
@@ -120,7 +121,7 @@ public enum LogRecord: Sendable {
         }
     }
 
-    /// The record as one line of JSON with a line feed, stamped with the present time.
+    /// Returns the record as one line of JSON with a line feed, stamped with the present time.
     func line() throws -> Data {
         let encoder = JSONEncoder.snakeCase
         encoder.outputFormatting = [.sortedKeys, .withoutEscapingSlashes]
@@ -131,7 +132,7 @@ public enum LogRecord: Sendable {
 }
 
 extension LogRecord {
-    /// A line of a log: the record, nil for a type that this version does not know, and its time.
+    /// Reads a line of a log, and returns its record and time. The record is nil for a type that this version does not know.
     package static func read(_ line: Data) throws -> (LogRecord?, Date) {
         struct Head: Decodable {
             let type: String

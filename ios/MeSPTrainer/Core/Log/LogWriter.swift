@@ -2,20 +2,19 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// `metrics.jsonl` in a run's output folder: a line a record, handed to the system at once.
+/// The file `metrics.jsonl` in a run's output folder. It has a line for each record, which is handed to the system at once.
 package struct LogWriter {
     private let file: FileHandle
     private let url: URL
 
     package static func url(in folder: URL) -> URL { folder.appendingPathComponent("metrics.jsonl") }
 
-    /// Whether some of the lines before `resumeAt` were lost or damaged, as by a power failure: they were removed.
+    /// Whether lines before `resumeAt` were lost or damaged, as by a power failure. The damaged ones were removed.
     let lostLines: Bool
     /// Whether the log had no record to continue after.
     let isEmpty: Bool
 
-    /// Starts the log in `folder`, which must not hold a run already; or continues with the one that is there, after its first `resumeAt`
-    /// bytes.
+    /// Starts the log in `folder`, which must not contain a run yet. With `resumeAt` it continues the existing log after that many bytes.
     init(folder: URL, resumeAt: UInt64? = nil) throws {
         let url = Self.url(in: folder)
         self.url = url
@@ -52,7 +51,7 @@ package struct LogWriter {
         }
     }
 
-    /// The lines, with their line feeds, that are whole records; none unless the first is a run's start.
+    /// Returns the lines that are whole records, with their line feeds; none unless the first is a run's start.
     private static func wholeRecords(_ log: Data) -> [Data] {
         var (lines, rest) = ([Data](), log)
         while let lineFeed = rest.firstIndex(of: UInt8(ascii: "\n")) {
@@ -64,7 +63,7 @@ package struct LogWriter {
         return lines
     }
 
-    /// Brings all lines so far to the disk.
+    /// Writes all lines so far to the disk.
     ///
     /// - Returns: the log's length in bytes.
     func synchronize() throws -> UInt64 {

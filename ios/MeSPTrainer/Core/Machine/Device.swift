@@ -4,12 +4,12 @@ import MeSPBundle
 import MeSPSentences
 
 extension ModelBundle {
-    /// The device that the functions were exported for, and that everything runs on.
+    /// The device that the bundle was exported for. All its work runs there.
     package var device: Device { Device(manifest.device == .cpu ? .cpu : .gpu) }
 
     /// Calls `body` with the bundle's device as MLX's default; see `MLXWork`.
     ///
-    /// - Throws: `MeSPError`, also where the device is not there, or MLX cannot use it.
+    /// - Throws: `MeSPError`, also where the machine lacks the device or MLX cannot use it.
     package func withDevice<R>(_ body: () throws -> R) throws -> R {
         let gpuRefusal = manifest.device == .gpu ? MLXSupport.gpuRefusal ?? NeuralAccelerators.current.refusal : nil
         if let refusal = MLXSupport.refusal ?? gpuRefusal { throw MeSPError(refusal) }
@@ -26,15 +26,16 @@ extension ModelBundle {
 }
 
 extension Device {
-    /// Whether MLX computes on a CPU now. In tests it does so the GPU's way too.
+    /// Whether MLX computes on a CPU now. Tests also run the GPU's code on a CPU.
     static var isCPU: Bool { defaultDevice().deviceType == .cpu }
 
-    /// The default device around the trainer's work, which C++ has too.
+    /// The default device outside of the trainer's work, in Swift and in C++.
     @TaskLocal static var outer: Device?
 
-    /// Calls `body` with `device` as the default device of C++ too. C++ has one of its own for all threads, the GPU, which Swift's does not
-    /// change. `vjp` runs three things on it: the copies of evaluated inputs (MLX 0.32.2, transforms.cpp:33), gradients that are 0 (:550),
-    /// and the subtraction in softmax's derivative (primitives.cpp:5419). `compile` fuses nothing on iOS while it is the CPU.
+    /// Calls `body` with `device` as the default device of C++ too. C++ has its own default for all threads, the GPU, and Swift's default
+    /// does not change it. `vjp` uses it for three things: the copies of evaluated inputs (MLX 0.32.2, transforms.cpp:33), gradients that
+    /// are 0 (:550), and the subtraction in softmax's derivative (primitives.cpp:5419). On iOS, `compile` fuses nothing while C++'s default
+    /// is the CPU.
     static func withGlobal<R>(_ device: Device, _ body: () throws -> R) rethrows -> R {
         let own = Device.self as any GlobalDevice.Type
         own.setGlobal(device)
@@ -43,7 +44,7 @@ extension Device {
     }
 }
 
-/// Only a deprecated function sets C++'s device, so it is called through a protocol.
+/// A protocol for calling the deprecated setter of C++'s default device without a warning. There is no other setter.
 private protocol GlobalDevice {
     static func setGlobal(_ device: Device)
 }

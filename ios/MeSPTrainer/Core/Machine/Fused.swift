@@ -1,14 +1,14 @@
 import MLX
 
-/// Arithmetic on arrays of one shape, computed together where each operation would take a kernel of a GPU, some microseconds, or a
-/// pass over memory, and write an array.
+/// Arithmetic on arrays whose operations MLX fuses. Unfused, each operation would take a GPU's kernel of some microseconds or a pass over
+/// memory, and would write an array.
 struct Fused: Sendable {
     private let function: @Sendable ([MLXArray]) -> MLXArray
-    // A compiled function stays on the device of its first call with arrays of these shapes.
+    // A compiled function stays on the device of its first call with arrays of these shapes, so each device has its own.
     private let onCPU: @Sendable ([MLXArray]) -> [MLXArray]
     private let onGPU: @Sendable ([MLXArray]) -> [MLXArray]
 
-    /// - Parameter function: has one result, as MLX fuses what leads to one.
+    /// - Parameter function: the arithmetic. It has one result, as MLX fuses only operations that lead to one array.
     init(_ function: @escaping @Sendable ([MLXArray]) -> MLXArray) {
         self.function = function
         onCPU = compile { [function($0)] }
@@ -24,7 +24,7 @@ struct Fused: Sendable {
     static var isAvailable: Bool { !Device.isCPU || Processor.cpu.fuses }
 }
 
-/// Several results of the same arithmetic. Where operations are fused, each has a kernel of its own, which makes again what they share.
+/// Several results of the same arithmetic. Where operations are fused, each result has its own kernel, which recomputes shared operations.
 struct FusedResults: Sendable {
     private let function: @Sendable ([MLXArray]) -> [MLXArray]
     private let results: [Fused]
@@ -39,7 +39,7 @@ struct FusedResults: Sendable {
     }
 }
 
-/// softmax of scores `[…, rows, keys]` over the keys that are `visible` `[rows, keys]`.
+/// Returns the softmax of scores `[…, rows, keys]` over the keys that are `visible` `[rows, keys]`.
 func maskedSoftmax(_ scores: MLXArray, _ visible: MLXArray) -> MLXArray {
     Device.isCPU && Fused.isAvailable
         ? fusedSoftmax([scores, which(visible, Float(0), -Float.infinity)])

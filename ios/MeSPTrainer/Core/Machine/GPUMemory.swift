@@ -4,20 +4,22 @@ import MeSPBundle
 
 /// The memory of Metal itself in the process: the device, the command queue and its buffers, libraries and pipelines of some 100 kernels.
 ///
-/// Apple's MLX has one allocator, Metal's, and makes it with the first array on any device: with it come the device, MLX's library of
-/// kernels and a heap (allocator.cpp:60, device.cpp:586), on a CPU too.
+/// Apple's MLX allocates all arrays through Metal, on a CPU too. The first array creates the allocator, the device, MLX's library of
+/// kernels and a heap (allocator.cpp:60, device.cpp:586).
 package enum MetalMemory {
-    /// Before it is measured, in bytes: nothing that could be found gives a figure for iOS. A CPU has no pipelines, and takes less.
+    /// The bytes assumed before a self-check has measured them. No figure for iOS could be found. A CPU has no pipelines and takes less.
     static let assumed = 20_000_000
 
-    /// The freed buffers that MLX may keep while it works on a CPU, in bytes. Without a limit a block's would take as much as its arrays.
+    /// The limit of the freed buffers that MLX keeps while it works on a CPU, in bytes. Without a limit, a block's freed buffers would take
+    /// as much memory as its arrays.
     private static let cacheOnCPU = 1 << 20
 
-    /// What Metal's allocator takes beyond the arrays on a CPU, in bytes: that cache and a buffer that goes into it, and the rest of the last
-    /// page of 16 KiB of each array (allocator.cpp:126), of which some 50 are alive in a block, and four of each block.
+    /// Returns the bytes that Metal's allocator takes on a CPU beyond the arrays: the cache, a buffer that enters it, and the unused part
+    /// of each array's last page of 16 KiB (allocator.cpp:126). Some 50 arrays are alive in a block, and four more for each block of the
+    /// model.
     static func beyondArrays(blocks: Int) -> Int { 2 * cacheOnCPU + (50 + 4 * blocks) << 14 }
 
-    /// Calls `body`, in which MLX works on a CPU.
+    /// Calls `body`, in which MLX works on a CPU. Where MLX starts Metal, the cache is small meanwhile.
     static func withSmallCache<R>(_ body: () throws -> R) rethrows -> R {
         guard Processor.cpu.startsMetal else { return try body() }
         return try MLXLimits.set(.cache, to: min(cacheOnCPU, Memory.cacheLimit), body)
@@ -42,13 +44,15 @@ package enum MetalMemory {
     }
 }
 
-/// Calls `body`. Where its arrays take more than `bytes` beside those that there are, MLX waits for the GPU before it encodes more.
+/// Calls `body` with a limit on the memory of its arrays. When they take more than `bytes` in addition to the arrays that exist already,
+/// MLX waits for the GPU before it encodes more.
 ///
-/// An operation's output is taken when it is encoded, and its inputs go when the GPU is through with their command buffer, so that the
-/// encoder's lead, of up to 11 command buffers, would be all memory. The limit counts mapped weights, which must be mapped already.
+/// MLX allocates an operation's output when it encodes the operation. It frees the inputs when the GPU has completed their command buffer.
+/// Without a limit, the arrays of up to 11 command buffers that are encoded ahead would exist at once. The limit counts mapped weights,
+/// which must be mapped before the call.
 ///
-/// Arrays are freed by completion handlers, on another thread, for which an `eval` does not wait (metal/eval.cpp:60): of slow ones those of
-/// the phase before would count as lasting, and live beside this one's. So they are waited for.
+/// Completion handlers on another thread free the arrays, and an `eval` does not wait for them (metal/eval.cpp:60). If they were late,
+/// arrays of the phase before would count as existing and would live beside this phase's. So this function waits for them first.
 func withWorkspace<R>(_ bytes: Int?, _ body: () throws -> R) rethrows -> R {
     guard let bytes else { return try body() }
     Stream.defaultStream(Device.isCPU ? .cpu : .gpu).synchronize()

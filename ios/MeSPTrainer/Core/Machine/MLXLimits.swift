@@ -1,13 +1,13 @@
 import MLX
 
-/// MLX's limits of memory, in bytes. MLX has them once in a process, where other code may use MLX too: while the trainer waits or has ended,
-/// they are what that code has set.
+/// MLX's memory limits, in bytes. A process has one value of each, and other code in the process may use MLX too. While the trainer waits,
+/// and after it has ended, the values are those that the other code has set.
 package enum MLXLimits {
     /// A limit that the trainer sets.
     struct Limit: Hashable, Sendable {
-        /// The freed buffers that MLX keeps.
+        /// The limit of the freed buffers that MLX keeps.
         static let cache = Limit(name: "cache")
-        /// The memory of arrays above which MLX waits for the GPU.
+        /// The limit of the arrays' memory above which MLX waits for the GPU.
         static let memory = Limit(name: "memory")
 
         let name: String
@@ -24,10 +24,10 @@ package enum MLXLimits {
 
     /// The values that the trainer has set, the innermost last.
     nonisolated(unsafe) private static var own = [Limit: [Int]]()
-    /// The values of the process, of limits that the trainer has set.
+    /// The values of other code, for the limits that the trainer has set.
     nonisolated(unsafe) private static var ofProcess = [Limit: Int]()
 
-    /// Calls `body` with another limit. Afterwards it is what it was, or what other code has set meanwhile.
+    /// Calls `body` with another value of a limit. Afterwards it restores the value before, unless other code has set one meanwhile.
     static func set<R>(_ limit: Limit, to bytes: Int, _ body: () throws -> R) rethrows -> R {
         if own[limit]?.isEmpty ?? true { ofProcess[limit] = limit.value }
         own[limit, default: []].append(bytes)
@@ -39,7 +39,7 @@ package enum MLXLimits {
         return try body()
     }
 
-    /// Calls `body`, during which other code may use MLX, with the limits of the process.
+    /// Calls `body` with the values of other code, which may use MLX meanwhile.
     package static func giveBack<R>(during body: () throws -> R) rethrows -> R {
         let limits = own.compactMapValues(\.last)
         for limit in limits.keys { limit.value = ofProcess[limit] ?? limit.value }

@@ -2,25 +2,25 @@ import Foundation
 import MLX
 import MeSPBundle
 
-/// Work on MLX, which is started here only, so that one thread does it at a time.
+/// Work on MLX. All of it begins here, so that one thread works on MLX at a time.
 ///
-/// In MLX 0.32 only the thread that made a stream may evaluate what is on it; Swift's streams are for all. Constants of imported functions
-/// and parts of derivatives are on streams that C++ made for the thread (export.cpp:1155, transforms.cpp:33). So a piece of work stays on
-/// its thread from the first function to the last value.
+/// In MLX 0.32 only the thread that made a stream may evaluate arrays on it. Swift's streams are an exception: all threads may use them.
+/// Constants of imported functions and parts of derivatives are on streams that C++ made for the thread (export.cpp:1155,
+/// transforms.cpp:33). So a piece of work stays on one thread from its first function to its last value.
 package enum MLXWork {
     private static let turn = NSRecursiveLock()
     private static let thread = WorkThread()
 
-    /// Calls `body` with `device` as MLX's default, once no other thread works on MLX.
+    /// Waits until no other thread works on MLX, and calls `body` with `device` as MLX's default.
     ///
     /// - Parameter backend: `gpu` where errors of `device` come later than the work that failed; see `MLXErrors`.
-    /// - Throws: the errors of MLX, which end the process elsewhere, and of `body`.
+    /// - Throws: the errors of `body`, and the errors of MLX, which end the process elsewhere.
     static func run<R>(on device: Device, as backend: Backend, _ body: () throws -> R) throws -> R {
         try turn.withLock {
             try Device.$outer.withValue(.outer ?? .defaultDevice()) {
-                // Naming a device is the first thing that can fail.
+                // Naming a device is the first call that can fail.
                 let stream = try MLXErrors.collect {
-                    // An imported function runs on the first stream of its device that was made (export.cpp:500): on Swift's.
+                    // An imported function runs on the first stream that was made for its device (export.cpp:500). Here that is Swift's.
                     _ = (Stream.defaultStream, Stream.cpu)
                     return backend == .gpu ? Stream.defaultStream(device.deviceType) : nil
                 }
@@ -29,8 +29,8 @@ package enum MLXWork {
         }
     }
 
-    /// Begins `body` on the one thread that works on MLX in an app and in a federation, once what it began before has ended. MLX keeps what
-    /// it makes for a thread, some of it for ever.
+    /// Runs `body` on the one thread that works on MLX in an app and in a federation, after the work that was added before. There is one
+    /// thread, as MLX never frees some of the data that it makes for a thread.
     package static func start(_ name: String, _ body: @escaping @Sendable () -> Void) { thread.add(name, body) }
 }
 
@@ -41,7 +41,7 @@ private final class WorkThread: @unchecked Sendable {
 
     init() {
         let thread = Thread { [self] in while true { work() } }
-        // That of a main thread: MLX walks deep graphs recursively.
+        // MLX walks deep graphs recursively, which takes a large stack.
         thread.stackSize = 16 << 20
         thread.qualityOfService = .userInitiated
         thread.start()

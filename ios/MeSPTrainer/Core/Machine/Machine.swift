@@ -1,39 +1,40 @@
 import MLX
 import MeSPBundle
 
-/// A processor at work on sequences of one length: the parts that a formula is computed by, so that temporaries stay near a size.
+/// A processor with the sizes of the parts that formulas are computed in, for sequences of one length. The sizes keep temporaries small.
 ///
-/// A CPU cuts W by rows, so that each row is unpacked once for all tokens. A GPU cuts wide arrays by tokens, as W costs nothing there: fewer and
-/// larger kernels take the same memory. Parts.swift says how a part is computed.
+/// A CPU cuts W by rows, so that each row is unpacked once for all tokens. A GPU cuts wide arrays by tokens, as unpacking W costs nothing
+/// there: fewer and larger kernels take the same memory. Parts.swift says how a part is computed.
 package struct Machine {
     package let processor: Processor
-    /// The size of a temporary, in bytes.
+    /// The size near which temporaries stay, in bytes.
     let bytes: Int
-    /// Rows of a projection's weight.
+    /// The rows of a projection's weight in a tile.
     var projectionRows = Int.max
-    /// Intermediate features of the MLP, a multiple of the quantization group.
+    /// The intermediate features of the MLP in a tile, a multiple of the quantization group.
     var features = Int.max
-    /// Tokens of a segment, of a mixer that goes by segments where the sequence is longer.
+    /// The tokens of a segment. Some mixers take a longer sequence in segments.
     var mixerTokens = Int.max
-    /// Tokens that go through the MLP, its derivative and the loss at a time.
+    /// The tokens that go through the MLP, its derivative and the loss at a time.
     var mlpTokens = Int.max
-    /// Tokens in a tile of the MLP and of its derivative.
+    /// The tokens in a tile of the MLP and of its derivative.
     var mlpTileTokens = Int.max
-    /// Query rows of attention, and the key-value heads that they go through at a time.
+    /// The query rows and the key-value heads in a tile of attention.
     var queryRows = Int.max
     var keyHeads = Int.max
-    /// Tokens in a tile of the loss, and rows of the vocabulary. W is read again for each of the former.
+    /// The tokens and the rows of the vocabulary in a tile of the loss. Each tile of tokens reads W again.
     var lossTokens = Int.max
     var vocabularyRows = Int.max
-    /// Whether each part of a formula is evaluated, each of several tiles, and each stage of a phase.
+    /// Whether the machine evaluates each part of a formula, each of several tiles, and each stage of a phase.
     private(set) var evaluatesParts: Bool
     let evaluatesTiles: Bool
     var evaluatesStages = true
-    /// Called after each part, which is evaluated first. A GPU compiles kernels in its first step, and in the first pass of a text, for some
-    /// seconds a block; without this a person who leaves the app would wait for the block's end. nil where that is over.
+    /// A function called after each part, which is evaluated first; nil once the kernels are compiled. A GPU compiles kernels in its first
+    /// step, and in the first pass over a text, for some seconds per block. Without these calls, a person who leaves the app would wait for
+    /// the block's end.
     let pause: (() -> Void)?
 
-    /// A machine that cuts nothing but heads and rows of arrays.
+    /// Makes a machine that cuts only heads and rows of arrays.
     package init(_ processor: Processor, bytes: Int = uncut, pause: (() -> Void)? = nil) {
         (self.processor, self.bytes, self.pause) = (processor, bytes, pause)
         evaluatesTiles = processor.backend == .cpu && bytes < Self.uncut
@@ -47,23 +48,24 @@ package struct Machine {
         return machine
     }
 
-    /// The size of temporaries where nothing is cut.
+    /// The value of `bytes` with which nothing is cut.
     package static let uncut = Int.max / 2
 
-    /// The multiplications from one boundary of the head to the next, where a part of the vocabulary has no more; nil for the processor's.
+    /// The most multiplications between two boundaries of the head, unless one tile has more; nil for the processor's number.
     @TaskLocal static var mostWork: Int?
 
-    /// The most tokens of a segment, twice those that go through the MLP and the loss at a time, and 16 times the query rows of attention
-    /// where these are few; tests cut short sequences.
+    /// The most tokens of a segment. Half as many tokens go through the MLP and the loss at a time. A sixteenth of it is the most query
+    /// rows in a tile of attention where few rows fit. Tests set it to cut short sequences.
     @TaskLocal package static var segmentTokens = 1024
 
-    /// The number of rows of x `[n, …]` that go through arithmetic by rows at a time: on a CPU, where each operation writes an array, as many as
-    /// take a quarter of `bytes`, so that some take what a tile of a product does.
+    /// Returns the number of rows of x `[n, …]` that row-wise arithmetic takes at a time. On a CPU, where each operation writes an array,
+    /// this is as many rows as take a quarter of `bytes`, so that several such arrays take as much as a tile of a product.
     func rowsAtOnce(of x: MLXArray) -> Int {
         evaluatesTiles ? max(1, bytes / 4 * x.dim(0) / x.nbytes) : x.dim(0)
     }
 
-    /// The columns of x `[n, …]`, likewise. Where W is dequantized before a product, x is as wide as the part of W that is.
+    /// Returns the number of columns of x `[n, …]` that column-wise arithmetic takes at a time. Where W is dequantized before a product,
+    /// this is all of them, as x is then as wide as the dequantized part of W.
     func columnsAtOnce(of x: MLXArray) -> Int {
         evaluatesTiles && processor.dequantizesInProduct ? max(1, bytes / 4 / (x.nbytes / x.dim(1))) : x.dim(1)
     }

@@ -2,44 +2,45 @@ import MeSPBundle
 
 /// The memory that a machine adds to the arrays that `Planner` counts.
 ///
-/// The constants of a CPU were fitted on Linux (`tools/studies/predicted_peaks.py`), those of a GPU to what docs/ledger.md counts.
+/// The constants of a CPU were fitted to peaks on Linux (`tools/studies/predicted_peaks.py`), and those of a GPU to the counts in
+/// docs/ledger.md.
 struct MachineMemory: Sendable {
-    /// The process with MLX started, in bytes.
+    /// The memory of the process once MLX has started, in bytes.
     let process: Int
-    /// The calls of a block function in a step of the structured backward pass: 1 or none.
+    /// 1 where a step of the structured backward pass imports and calls block functions, 0 where it does not.
     let functions: Int
     /// 1 where W is dequantized before a product, 0 where the product unpacks it.
     let dequantized: Int
-    /// 1 where each operation writes an array, 0 where those that go through arrays element by element are fused.
+    /// 1 where each operation writes an array, 0 where elementwise operations are fused.
     let unfused: Int
-    /// Whether attention is one operation.
+    /// Whether a mixer's attention is one operation.
     let isOneOperation: @Sendable (AttentionMixer) -> Bool
     /// The bytes of Metal in the process; nil where MLX does not start it. See `MetalMemory`.
     let metal: Int?
-    /// Whether weights that stay mapped are clean pages, which the system takes back by itself. A GPU's driver may count them.
+    /// Whether weights that stay mapped are clean pages, which the system can reclaim. A GPU's driver may count them as memory.
     let mapsAreClean: Bool
-    /// What MLX's arrays take beyond those that live through a step, and what the allocator keeps, in bytes.
+    /// The bytes of MLX's arrays that live only in a part of a step, and of the memory that the allocator keeps.
     let working: @Sendable (Planner, Plan) -> Int
 
-    /// What of the memory may go to weights that stay mapped, in bytes.
+    /// Returns the memory that mapped weights may take, in bytes.
     func roomForMaps(after peak: Int, limit: Int?, room: Int) -> Int {
         mapsAreClean ? room : min(limit ?? .max, room) - peak
     }
 
-    /// The arrays of a tile's size that the derivative of the MLP has at once: gate, up, d_act and d_gate, with the second product that gate
-    /// or up is the sum of where it has an adapter, act where down has one, and of gelu one more. Not fused also these sums and the parts of
-    /// the activation's derivative, of which gelu has more.
+    /// Returns the number of arrays of a tile's size that the MLP's derivative holds at once. These are gate, up, d_act and d_gate, the
+    /// adapter's product of gate or up where it has an adapter, act where down has an adapter, and one more with gelu. Unfused, they are
+    /// also the sums of these products and the parts of the activation's derivative, of which gelu has more.
     func tileArrays(_ activation: Activation, adapted: Int) -> Int {
         let gelu = activation == .gelu ? 1 : 0
         return 4 + gelu + adapted + unfused * (1 + 4 * gelu + adapted)
     }
 
-    /// The arrays as long as attn_out while attention runs: itself and, where it is not one operation, the tiles that it is joined of.
+    /// Returns the number of arrays of attn_out's size while attention runs: attn_out and, where attention is not one operation, its tiles.
     func outputs(_ a: AttentionMixer) -> Int { isOneOperation(a) ? 1 : 2 }
 
-    /// Of the query rows that are in attention's derivative at a time P and dP, in whose place dS comes where it is fused, or P ∘ dP and
-    /// its difference too, in bytes; of tiles also the sums of dk and dv before and after one. The operation has
-    /// up to 32 rows of each head, 128 in all of 2,048 positions.
+    /// Returns the bytes of the scores that attention's derivative holds at once. These are P and dP of the query rows in a tile. Where
+    /// operations are fused, dS takes dP's memory; elsewhere there are also P ∘ dP and a difference. With tiles, there are also the sums of
+    /// dk and dv before and after a tile. MLX's operation holds up to 32 rows of each head, and up to 128 rows in all from 2,048 positions on.
     func scores(_ a: AttentionMixer, _ machine: Machine, length: Int) -> Int {
         if isOneOperation(a) { return 2 * min(32 * a.numAttentionHeads * length, 128 * max(length, 2048)) * 4 }
         let heads = a.numAttentionHeads / a.numKeyValueHeads * min(machine.keyHeads, a.numKeyValueHeads)
@@ -61,10 +62,10 @@ extension Processor {
 }
 
 extension Planner {
-    /// What malloc keeps on Linux: a sixteenth of what lasts, at most 2 MB, and gaps of the size of the widest arrays. Arrays of less than 0.9 MB
-    /// fill these, and arrays of 8 MiB leave none, as each is mapped by itself. There are three gaps of the tokens that go through the MLP at a
-    /// time, at most 3 MB; with experts four of all tokens; or three of a mixer that is wider than the model. Smaller tiles leave as much
-    /// as they save.
+    /// Returns the bytes that malloc keeps on Linux: a sixteenth of the lasting arrays, at most 2 MB, and gaps as large as the widest
+    /// arrays. Arrays of less than 0.9 MB leave no gaps, nor do arrays of 8 MiB or more, each of which has its own mapping. There are three
+    /// gaps for the tokens that go through the MLP at a time, at most 3 MB, or with experts four gaps for all tokens. A mixer that is wider
+    /// than the model may leave three larger gaps. Smaller tiles leave as much as they save.
     fileprivate func gapsOfMalloc(_ plan: Plan) -> Int {
         func gaps(_ array: Int) -> Int { array < 8 << 20 ? 3 * max(0, array - 900_000) : 0 }
         let mixer = largest(lastInput)
@@ -76,22 +77,23 @@ extension Planner {
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)
     }
 
-    /// What Metal's allocator, that of an Apple device, has beyond the arrays.
+    /// The bytes that Metal's allocator, that of an Apple device, takes beyond the arrays.
     fileprivate var pagesOfMetal: Int { MetalMemory.beyondArrays(blocks: architecture.numHiddenLayers) }
 
-    /// Back-pressure keeps each phase in its workspace. With short command buffers two things exceed it: the buffer that is encoded, and
-    /// arrays of a finished one whose completion handler has not run yet.
+    /// Returns the bytes of a GPU's working arrays. Back-pressure keeps each phase within its workspace. With short command buffers two
+    /// things exceed it: the command buffer that is being encoded, and arrays of a completed one whose completion handler has not run yet.
     fileprivate func workingOnGPU(_ plan: Plan) -> Int {
         let workspaces =
             MLXSupport.hasShortCommandBuffers
             ? workspace(plan) + phaseOnGPU(plan) * 3 / 10 : max(phaseOnGPU(plan), workspace(plan))
-        // d before a block's backward pass, until its gradient is confirmed.
+        // d from before a block's backward pass is kept until the block's gradient is confirmed.
         let d = settings.method.hasBackwardPass ? hidden : 0
         return held(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + max(workspaces, baseline ?? 0) + d
     }
 
-    /// The memory of the arrays of one block, or of the head: those that live through a tile, and those that some 21 kernels write, the
-    /// longest command buffer, for while it is encoded nothing of it can go. Whichever derivative takes more, the mixer's or the MLP's.
+    /// Returns the bytes of the arrays of one block or of the head: those that live through a tile, and those that the longest command
+    /// buffer, of some 21 kernels, writes. None of the latter can be freed while it is being encoded. The larger of the mixer's and the
+    /// MLP's derivative counts.
     private func phaseOnGPU(_ plan: Plan) -> Int {
         let tenMixers = largest { mixer in
             guard case .attention(let a) = mixer else { return 40 * intermediates(of: mixer) }
@@ -102,15 +104,15 @@ extension Planner {
         return max(mixer, mlp, 10 * update(plan)) / 10
     }
 
-    /// Above what there is when a phase begins, what it may take on a GPU before MLX waits; and a cache. See `withWorkspace`. With short
-    /// command buffers, what lets several of them run. With long ones, less than half of what the phase takes at its peak, so that only the
-    /// buffer that is being encoded goes beyond.
+    /// Returns the bytes that a phase may take on a GPU before MLX waits, plus a cache; see `withWorkspace`. With short command
+    /// buffers they let several buffers run. With long ones they are less than half of the phase's peak, so that only the buffer that is
+    /// being encoded exceeds them.
     func workspace(_ plan: Plan) -> Int {
         (MLXSupport.hasShortCommandBuffers ? phaseOnGPU(plan) : phaseOnGPU(plan) * 2 / 5) + plan.cacheBytes
     }
 
-    /// The plan with a cache, on a GPU, for the self-check to measure. A smaller one would stay empty: while the GPU is behind, freed
-    /// buffers are still in use.
+    /// Returns the plan with a cache on a GPU, for the self-check to measure. A smaller cache would stay empty: while the GPU lags behind,
+    /// freed buffers are still in use.
     package func keepingCache(_ plan: Plan) -> Plan {
         var kept = plan
         kept.cacheBytes = 3 * phaseOnGPU(plan)

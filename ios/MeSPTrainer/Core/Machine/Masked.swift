@@ -1,14 +1,14 @@
 import MLX
 
-/// x[t, j] where r[t] c[j] mod 2³² ≥ `least`, and 0 elsewhere.
+/// Returns x[t, j] where r[t] c[j] mod 2³² ≥ `least`, and 0 elsewhere.
 ///
 /// - Parameters:
 ///   - x: `[n, in]`
-///   - r: of the rows, n numbers.
-///   - c: of the columns.
+///   - r: a number for each row
+///   - c: a number for each column
 func masked(_ x: MLXArray, rows r: [UInt32], columns c: [UInt32], least: UInt32) -> MLXArray {
     guard Device.isCPU else { return fusedMask([x, MLXArray(r, [r.count, 1]), MLXArray(c), MLXArray(least)]) }
-    // A CPU fuses no operations on integers: MLX would write an array of the products, four times as large as this one.
+    // A CPU fuses no operations on integers: MLX would write an array of the products, four times as large as this array of Booleans.
     let kept = [Bool](unsafeUninitializedCapacity: r.count * c.count) { kept, count in
         for (row, r) in r.enumerated() {
             for column in c.indices { kept[row * c.count + column] = r &* c[column] >= least }

@@ -2,7 +2,7 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// Arrays that a part of a formula leaves.
+/// A value that contains arrays, such as the results of a part of a formula.
 protocol Arrays {
     var arrays: [MLXArray] { get }
 }
@@ -14,21 +14,21 @@ extension LoRAGradients: Arrays {
     var arrays: [MLXArray] { [a, b, m].flatMap(\.values) + experts.values.flatMap(\.arrays) }
 }
 
-/// The ways to compute a formula by parts. A part leaves its results. The memory of its other arrays serves the next part.
+/// The functions that compute a formula in parts. A part keeps its results. The memory of its other arrays serves the next part.
 ///
-/// A CPU evaluates each part, but in a forward pass only each of several tiles. A GPU does not evaluate parts, as it would stand still
-/// meanwhile. There `reduce` makes each part depend on the one before, so that MLX encodes them in this order, and `Memory.memoryLimit` bounds
-/// the arrays of the parts that the GPU has not computed yet.
+/// A CPU evaluates each part. In a forward pass it evaluates only each of several tiles. A GPU does not evaluate parts, as it would be idle
+/// meanwhile. There `reduce` makes each part depend on the one before, so that MLX encodes them in this order, and `Memory.memoryLimit`
+/// bounds the arrays of the parts that the GPU has not computed yet.
 extension Machine {
-    /// Ends a part with its results, and returns these.
+    /// Ends a part, and returns its results.
     @discardableResult func part<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
         if evaluatesParts || pause != nil { submit(allArrays(repeat each results)) }
         pause?()
         return (repeat each results)
     }
 
-    /// Ends a phase of a block, such as its mixer or its MLP, and returns its results. They are evaluated on a GPU too. A phase has a dozen
-    /// arrays as long as the sequence, of which only the results are there in the next phase.
+    /// Ends a phase of a block, such as its mixer or its MLP, and returns its results. A GPU evaluates them too: a phase has a dozen arrays
+    /// as long as the sequence, and only its results live on in the next phase.
     @discardableResult func phase<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
         if !evaluatesParts, pause == nil { submit(allArrays(repeat each results)) }
         return part(repeat each results)
@@ -39,13 +39,13 @@ extension Machine {
         evaluatesStages ? phase(repeat each results) : part(repeat each results)
     }
 
-    /// Takes some state through parts, one after the other.
+    /// Updates a state by each of the parts in order.
     ///
     /// - Parameters:
-    ///   - state: given away, so that its arrays go when a part replaces them.
-    ///   - inputs: that every part reads.
-    ///   - next: makes the state behind a part of that before it, from the inputs.
-    /// - Returns: the state behind the last part.
+    ///   - state: the state before the first part; consumed, so that its arrays are freed when a part replaces them
+    ///   - inputs: the arrays that every part reads
+    ///   - next: updates the state by a part, from the inputs
+    /// - Returns: the state after the last part.
     func reduce<P, S: Arrays>(
         _ parts: [P], _ state: consuming S, reading inputs: inout [MLXArray],
         _ next: (_ state: inout S, _ part: P, _ inputs: [MLXArray]) throws -> Void
@@ -58,18 +58,18 @@ extension Machine {
         return state
     }
 
-    /// The inputs of the next part, available only after `done`.
+    /// Returns the inputs for the next part, which can be read only after `done` is computed.
     func inputs(_ inputs: [MLXArray], after done: [MLXArray]) -> [MLXArray] {
         guard processor.chainsParts, pause == nil, !inputs.isEmpty else {
             part(done)
             return inputs
         }
-        // MLX takes the stream of the first array, and C++'s own where that was evaluated before (MLX 0.32.2, ops.cpp:6408).
+        // MLX takes the stream of the first array, or C++'s default if that array is already evaluated (MLX 0.32.2, ops.cpp:6408).
         let (first, others) = (Array(done.prefix(1)), Array(done.dropFirst()))
         return Array(depends(inputs: first + inputs, dependencies: others).dropFirst(first.count))
     }
 
-    /// Returns what `body` makes of each piece of `0..<count`. Several are evaluated one after the other, on a GPU too.
+    /// Returns the result of `body` for each piece of `0..<count`. Several results are evaluated one after the other, on a GPU too.
     func each<R: Arrays>(of count: Int, size: Int, _ body: (Range<Int>) throws -> R) rethrows -> [R] {
         let pieces = tiles(of: count, size: size)
         return try pieces.map {
@@ -79,16 +79,16 @@ extension Machine {
         }
     }
 
-    /// Returns what `body` makes of some rows of x `[n, …]` after the other, whose arithmetic needs no other rows.
+    /// Returns the results of `body` for successive ranges of the rows of x `[n, …]`. The arithmetic of a row must need no other rows.
     func rows<R: Arrays>(of x: MLXArray, _ body: (Range<Int>) -> R) -> [R] {
         tiles(of: x.dim(0), size: rowsAtOnce(of: x)).map { part(body($0)) }
     }
 
     /// Evaluates a block's results.
     ///
-    /// - Parameter isDeferred: whether nobody needs them yet. A CPU then computes them while the graph of the next block is made. A GPU computes
-    ///   them with the token, as a round trip takes longer than a block's kernels.
-    /// - Returns: whether nothing has waited for them.
+    /// - Parameter isDeferred: whether nothing needs them yet. A CPU then computes them while the graph of the next block is built. A GPU
+    ///   computes them with the token, as a round trip takes longer than a block's kernels.
+    /// - Returns: whether the results may not be computed yet.
     func leave(_ results: [MLXArray], isDeferred: Bool) -> Bool {
         guard isDeferred, pause == nil else {
             eval(results)
@@ -99,8 +99,8 @@ extension Machine {
         return true
     }
 
-    /// Counts the multiplications of a part of the head. Where there would be too many since the last boundary, evaluates the results of the
-    /// parts before, and calls `atBoundary`.
+    /// Counts the multiplications of a part of the head. If these would be too many since the last boundary, it first evaluates the results
+    /// of the parts before, and calls `atBoundary`.
     func work(
         _ multiplications: Int, since work: inout Int, leaving results: some Arrays, _ atBoundary: () throws -> Void
     ) rethrows {
@@ -112,19 +112,18 @@ extension Machine {
         work += multiplications
     }
 
-    /// Puts what `body` makes of some tokens' rows of x `[T, …]` in their place, which needs no other tokens.
+    /// Replaces the rows of x `[T, …]` by the results of `body`, some tokens at a time. The results for a token must need no other tokens.
     func replaceByTokens(_ x: inout MLXArray, _ body: (_ tokens: Range<Int>, _ rows: MLXArray) -> MLXArray) {
         for tokens in tiles(of: x.dim(0), size: mlpTokens) {
             let rows = body(tokens, x[tokens])
             if tokens.count < x.dim(0) { eval(rows) }
             replace(tokens, of: &x, by: rows)
-            // What is freed here is in the way of arrays of the whole sequence, which take no part of it.
+            // The freed buffers are too small for arrays of the whole sequence, so they are not kept.
             if tokens.count < x.dim(0) { Memory.clearCache() }
         }
     }
 }
 
-/// The arrays of some results.
 private func allArrays<each R: Arrays>(_ results: repeat each R) -> [MLXArray] {
     var all = [MLXArray]()
     for result in repeat each results { all += result.arrays }
@@ -132,7 +131,7 @@ private func allArrays<each R: Arrays>(_ results: repeat each R) -> [MLXArray] {
 }
 
 extension ModelBundle {
-    /// Returns what `body` makes of the weights of a file, evaluated.
+    /// Returns the result of `body` for the weights of a file, evaluated.
     func computed<R: Arrays>(with file: Manifest.PackedFile, _ body: (PackedWeights) throws -> R) throws -> R {
         try withWeights(file) {
             let result = try body($0)
@@ -142,7 +141,8 @@ extension ModelBundle {
     }
 }
 
-/// Computes what reads some rows of a mapped file, evaluated: by the CPU, as for a kernel Metal would hold all of the file in memory.
+/// Computes and evaluates arrays from some rows of a mapped file. The CPU does it, as Metal would hold the whole file in memory for a
+/// kernel.
 func readRows<R: Arrays>(_ body: () -> R) -> R {
     Device.withDefaultDevice(.cpu) {
         let rows = body()
@@ -151,25 +151,25 @@ func readRows<R: Arrays>(_ body: () -> R) -> R {
     }
 }
 
-/// Starts to compute arrays, after the arrays that were submitted before. On a CPU the graph of the next part is made meanwhile. That takes no
-/// more memory, as the next part takes its memory when it is submitted. On a GPU the function waits. Whoever unmaps or trims memory calls
-/// `eval` first.
+/// Starts to compute arrays, after the arrays that were submitted before. On a CPU the graph of the next part is built meanwhile. This
+/// takes no more memory, as the next part takes its memory when it is submitted. On a GPU the function waits for the arrays. Code that
+/// unmaps or trims memory must call `eval` first.
 func submit(_ arrays: [MLXArray]) {
     guard Device.isCPU else { return eval(arrays) }
     Stream.cpu.synchronize()
     asyncEval(arrays)
 }
 
-/// Puts `part` in the place of some rows. The other rows are not copied where nobody else has the array. The result is evaluated unless `part` is
-/// the whole array.
+/// Replaces some rows by `part`. The other rows are not copied if nothing else refers to the array. The result is evaluated unless `part`
+/// is the whole array.
 func replace(_ rows: Range<Int>, of array: inout MLXArray, by part: MLXArray) {
     guard rows.count < array.dim(0) else {
         array = part
         return
     }
-    array = array[.ellipsis]  // an object of its own
+    array = array[.ellipsis]  // a new object, as others may refer to the old one
     array[rows] = part
-    // Of an array that unfinished work reads, this would be a copy.
+    // While unfinished work reads the array, the assignment would copy it.
     if Device.isCPU { Stream.cpu.synchronize() }
     eval(array)
 }

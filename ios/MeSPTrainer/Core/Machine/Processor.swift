@@ -1,23 +1,23 @@
 import Foundation
 import MeSPBundle
 
-/// The kind of processor that MLX computes on: a GPU, the CPU of an Apple device, or the CPU of Linux with HostMLX. This folder has all that
-/// depends on it.
+/// The kind of processor that MLX computes on: a GPU, the CPU of an Apple device, or the CPU of Linux with HostMLX. This folder contains
+/// all code that depends on it.
 package struct Processor: Sendable {
     let backend: Backend
-    /// Whether `quantizedMM` unpacks tiles of W that stay in the caches. MLX's own on a CPU, some 50 times slower than a dense product, does
-    /// not: there W is dequantized before the product.
+    /// Whether `quantizedMM` unpacks W in tiles that fit in the caches. On a CPU, MLX's own does not, and is some 50 times slower than a
+    /// dense product. There W is dequantized before the product.
     package let dequantizesInProduct: Bool
-    /// The threads of a product on a CPU, each of which unpacks and arranges matrices in buffers of its own.
+    /// The number of threads of a product on a CPU. Each thread unpacks and arranges matrices in its own buffers.
     let threads: Int
-    /// Whether `compile` fuses operations. MLX's own on a CPU would call a compiler of C++.
+    /// Whether `compile` fuses operations. On a CPU, MLX's own would call a C++ compiler.
     let fuses: Bool
-    /// Whether attention, and its derivative, are an operation that makes the scores by tiles that stay in the caches. MLX's own makes all of
-    /// them.
+    /// Whether attention and its derivative are operations that compute the scores in tiles that fit in the caches. MLX's own operations
+    /// hold all scores at once.
     var attendsByTiles: Bool
-    /// Whether MLX takes the memory of arrays from Metal, which it starts for that.
+    /// Whether MLX allocates arrays through Metal, and so starts Metal.
     var startsMetal: Bool
-    /// Whether memory that is freed serves an array of any size, as malloc's does. MLX's own keeps buffers for arrays of their size.
+    /// Whether freed memory serves an array of any size, as with malloc. MLX's own allocator keeps buffers for arrays of their size.
     let reusesMemory: Bool
 
     static let gpu = Processor(
@@ -35,7 +35,7 @@ package struct Processor: Sendable {
         return apple
     }()
 
-    /// That of this program. Tests compute by another one too.
+    /// The CPU of this program. Tests also set others.
     @TaskLocal package static var cpu = hostCPU
 
     private static var hostCPU: Processor {
@@ -53,44 +53,45 @@ package struct Processor: Sendable {
 }
 
 extension Processor {
-    /// Whether attention is one operation.
+    /// Returns whether a mixer's attention is one operation.
     func hasOperation(for attention: AttentionMixer) -> Bool {
         attendsByTiles && attention.attnLogitSoftcapping == nil
     }
 
-    /// The number of texts whose next tokens go through a model together without being cut.
+    /// The most texts whose next tokens go through a model together in uncut arrays.
     var uncutRows: Int { dequantizesInProduct ? CachedModel.mostTexts : QuantizedMatrix.fewRows }
 
-    /// Returns what is made of a block's weights, to be kept while they are mapped; nil where products would keep matrices in float32 with it.
+    /// Returns the value that `made` computes from a block's weights, to be kept while they are mapped; nil where it would also keep
+    /// matrices in float32.
     func kept<T>(_ made: () -> T) -> T? { dequantizesInProduct ? made() : nil }
 
-    /// The memory for weights that stay mapped, in bytes. On a CPU they do not count. A GPU's driver may count them, so there they may take
-    /// half of what the process may.
+    /// The memory that mapped weights may take, in bytes. On a CPU they do not count as the process's memory. A GPU's driver may count
+    /// them, so there they may take half of the process's limit.
     var roomForMaps: Int {
         let memory = Int(ProcessInfo.processInfo.physicalMemory)
         return backend == .gpu ? min(memory, systemMemoryLimit() ?? .max) / 2 : memory
     }
 
-    /// Whether a plan's arrays on disk stay mapped from one use to the next.
+    /// Returns whether a plan's arrays on disk stay mapped from one use to the next.
     func keepsMaps(_ plan: Plan) -> Bool { backend == .cpu || plan.keepsMaps }
 
-    /// Whether buffers that MLX keeps stay from one block to the next: where the plan has room for them, or where what the kept blocks take
-    /// the next step takes again.
+    /// Returns whether MLX keeps freed buffers from one block to the next. It does where the plan has room for them, or where the next step
+    /// reuses the memory of kept blocks.
     func keepsCache(_ plan: Plan) -> Bool {
         plan.cacheBytes > 0 || backend == .cpu && reusesMemory && plan.keptBlocks > 0
     }
 
-    /// The most that the arrays of one block or of the head may take before MLX waits, in bytes; nil on a CPU, where it always waits.
+    /// Returns the most bytes that the arrays of one block or of the head may take before MLX waits; nil on a CPU, where it always waits.
     func workspace(_ planner: Planner, _ plan: Plan) -> Int? { backend == .gpu ? planner.workspace(plan) : nil }
 
-    /// Whether all kernels are there before the first pass. A GPU compiles them.
+    /// Whether all kernels exist before the first pass. A GPU compiles them during it.
     var hasKernels: Bool { backend == .cpu }
 
-    /// The numbers of tokens whose kernels are there before the first pass, of some.
+    /// Returns those of the `numbers` of tokens for which kernels exist before the first pass.
     func numbersWithKernels(_ numbers: ClosedRange<Int>) -> Set<Int> { hasKernels ? Set(numbers) : [] }
 
-    /// A block's forward pass: by the bundle's function on a GPU, whose kernels it lays out, where the block has one. A function runs on one
-    /// stream: on a CPU the same formulas are called one by one, so that each product has all cores.
+    /// Returns a block's forward pass. On a GPU it is the bundle's function, where the block has one. A function runs on one stream. So on
+    /// a CPU the same formulas are called one by one, and each product uses all cores.
     func forwardPass(
         _ formulas: @autoclosure () -> Block, function: () throws -> (any BlockForward)?
     ) rethrows -> any BlockForward {
@@ -98,13 +99,14 @@ extension Processor {
         return formulas()
     }
 
-    /// Whether MLX fuses the operations of the functions in some of a kind's files, which are called; a plain one is differentiated.
+    /// Returns whether MLX fuses the operations of the functions in `files`. It fuses functions that are called. Plain functions are
+    /// differentiated instead.
     func fuses(_ files: KeyPath<Manifest.Blocks, [String: String]>) -> Bool {
         backend == .gpu && files != \.plainFunctions
     }
 
-    /// The multiplications between two boundaries of the head. A CPU of 11 GFLOPS does them in 0.2 s, a multiplication and an addition being two
-    /// operations. A GPU of 350 GFLOPS does its larger number in as long; there a boundary is a round trip.
+    /// The multiplications, each with an addition, between two boundaries of the head. They take 0.2 s on a CPU of 11 GFLOPS. On a GPU of
+    /// 350 GFLOPS, where a boundary is a round trip, the larger number takes as long.
     var workBetweenBoundaries: Int { backend == .cpu ? 1 << 30 : 1 << 35 }
 
     /// Whether MLX encodes the next part of a formula while one is computed.
@@ -112,7 +114,7 @@ extension Processor {
 }
 
 extension Backend {
-    /// The processor that computes a bundle for this device.
+    /// The processor for bundles of this backend.
     package var processor: Processor {
         switch self {
         case .cpu: .cpu

@@ -3,7 +3,7 @@ import MeSPBundle
 
 /// Products with W. A CPU with MLX's own operations dequantizes W first, unless x has few rows. A GPU and HostMLX unpack W in the product.
 extension QuantizedMatrix {
-    /// x Wᵀ, `[T, out]`, in `dtype`, by default x's.
+    /// Returns x Wᵀ `[T, out]` in `dtype`, by default x's.
     func apply(_ x: MLXArray, as dtype: DType? = nil) -> MLXArray {
         let product: MLXArray
         if let dense, x.dim(0) > Self.fewRows {
@@ -14,13 +14,13 @@ extension QuantizedMatrix {
         return product.asType(dtype ?? x.dtype)
     }
 
-    /// Rows of x up to which `quantizedMM` in float32 is the faster on the CPU too, as dequantizing W takes longer than they do.
+    /// The most rows of x for which `quantizedMM` in float32 is faster on every CPU, as dequantizing W would take longer.
     static let fewRows = 4
 
-    /// sum + dy W, `[T, in]`, in sum's dtype; dy W, in dy's, if there is no sum.
+    /// Returns sum + dy W `[T, in]` in sum's dtype. Without a sum, returns dy W in dy's dtype.
     func applyTransposed(_ dy: MLXArray, addedTo sum: MLXArray?) -> MLXArray {
         guard let sum else {
-            // MLX's own product: on a GPU `quantizedMM` of this shape never uses TF32 (metal/quantized.cpp:694).
+            // MLX's own product, without emulated TF32: on a GPU `quantizedMM` of this shape never uses TF32 (metal/quantized.cpp:694).
             return (dense.map { MLX.matmul(dy.asType(.float32), $0.array) } ?? multiplied(dy, transpose: false))
                 .asType(dy.dtype)
         }
@@ -28,29 +28,29 @@ extension QuantizedMatrix {
         return sum + multiplied(dy, transpose: false).asType(sum.dtype)
     }
 
-    /// g ∘ (x Wᵀ), `[T, out]` in float32, with g `[out]`; nil for 1.
+    /// Returns g ∘ (x Wᵀ) `[T, out]` in float32, with g `[out]`; nil stands for 1.
     func apply(_ x: MLXArray, times g: MLXArray?) -> MLXArray {
         guard let g else { return apply(x, as: .float32) }
         return scaled(by: g, rows: x.dim(0))?.apply(x, as: .float32) ?? apply(x, as: .float32) * g
     }
 
-    /// sum + (g ∘ dy) W, likewise.
+    /// Returns sum + (g ∘ dy) W `[T, in]`, with g `[out]`; nil stands for 1.
     func applyTransposed(_ dy: MLXArray, times g: MLXArray?, addedTo sum: MLXArray?) -> MLXArray {
         guard let g else { return applyTransposed(dy, addedTo: sum) }
         return scaled(by: g, rows: dy.dim(0))?.applyTransposed(dy, addedTo: sum)
             ?? applyTransposed(dy * g, addedTo: sum)
     }
 
-    /// The matrix with its rows times g, where a product unpacks W with scales in float32, and these are fewer than the numbers of an array
-    /// with so many rows.
+    /// Returns the matrix with its rows times g, where a product unpacks W with float32 scales. It is nil elsewhere, and where a row of W
+    /// has at least `rows` scales and biases.
     private func scaled(by g: MLXArray, rows: Int) -> QuantizedMatrix? {
         guard Device.isCPU, dense == nil, let biases = wide.biases, 2 * scales.dim(1) < rows else { return nil }
         let g = g[0..., .newAxis]
         return part(weight, wide.scales * g, biases * g)
     }
 
-    /// x Wᵀ or x W by `quantizedMM`, the CPU's way in float32, the GPU's in x's dtype. MLX adds up in the operands' dtype on a CPU, and in
-    /// float32 on a GPU: on a CPU it gets float32.
+    /// Returns x Wᵀ or x W by `quantizedMM`. A GPU takes x in its dtype, and adds up in float32. A CPU adds up in the operands' dtype, so x
+    /// is cast to float32 there.
     private func multiplied(_ x: MLXArray, transpose: Bool) -> MLXArray {
         let isWide = Device.isCPU || x.dtype == .float32
         let product = quantizedMM(
@@ -60,8 +60,9 @@ extension QuantizedMatrix {
         return processor.backend == .gpu ? product.asType(x.dtype) : product
     }
 
-    /// With bfloat16 scales `dequantized` would round W to bfloat16. Of 3, 5 and 6 bits it would on the CPU make an array with an integer of
-    /// 32 bits for each bit of W.
+    /// Returns W in float32. With bfloat16 scales, `dequantized` would round W to bfloat16, so the scales are cast first. On a CPU,
+    /// `dequantized` would make an array with a 32-bit integer for each bit of W of 3, 5 or 6 bits, so this function unpacks such a W
+    /// itself.
     static func dequantize(
         _ weight: MLXArray, _ scales: MLXArray, _ biases: MLXArray?, _ format: QuantizationFormat
     ) -> MLXArray {
@@ -75,7 +76,7 @@ extension QuantizedMatrix {
         return (codes * wideScales[.ellipsis, .newAxis] + wideBiases[.ellipsis, .newAxis]).flattened(start: 1)
     }
 
-    /// The codes in `words`, the lowest bits first, as integers of 16 bits: each is in the bytes of its first and its last bit.
+    /// Returns the codes in `words`, the lowest bits first, as 16-bit integers. A code is in the bytes of its first and its last bit.
     private static func unpacked(_ words: MLXArray, bits: Int) -> MLXArray {
         let eight = words.view(dtype: .uint8).reshaped([words.dim(0), -1, bits])
         let starts = (0..<8).map { $0 * bits }

@@ -1,17 +1,17 @@
 import MLX
 import MeSPBundle
 
-/// W `[out, in]`, quantized in groups along its rows, and products with it. W is frozen: it has no gradient.
+/// W `[out, in]`, quantized in groups along its rows, and products with it. W is frozen, so it has no gradient.
 package struct QuantizedMatrix: Arrays {
     package let weight: MLXArray
     package let scales: MLXArray
-    /// nil but for affine quantization.
+    /// The biases of affine quantization; nil for other formats.
     package let biases: MLXArray?
     package let format: QuantizationFormat
     let processor: Processor
-    /// W in float32, made when the first product asks for it and shared by all; nil where `quantizedMM` is taken.
+    /// W in float32, computed for the first product and shared by all; nil where products use `quantizedMM`.
     let dense: Dense?
-    /// Affine scales and biases in float32, cast once for all products with what is float32.
+    /// The affine scales and biases in float32, cast once for all float32 products. The scales of other formats keep their dtype.
     let wide: (scales: MLXArray, biases: MLXArray?)
 
     final class Dense {
@@ -33,12 +33,12 @@ package struct QuantizedMatrix: Arrays {
 
     var arrays: [MLXArray] { [weight, scales] + biases.arrays }
 
-    /// Rows (outputs) `range` of W.
+    /// Returns the rows (outputs) `range` of W.
     package func rows(_ range: Range<Int>) -> QuantizedMatrix {
         range.count == rows ? self : part(weight[range], scales[range], biases?[range])
     }
 
-    /// Columns (inputs) `range` of W, whose bounds are multiples of the group size.
+    /// Returns the columns (inputs) `range` of W. The bounds of the range are multiples of the group size.
     func columns(_ range: Range<Int>) -> QuantizedMatrix {
         if range.count == scales.dim(1) * format.groupSize { return self }
         let words = range.lowerBound * format.bits / 32..<range.upperBound * format.bits / 32
@@ -51,13 +51,13 @@ package struct QuantizedMatrix: Arrays {
             weight: weight, scales: scales, biases: biases, format: format, processor: processor)
     }
 
-    /// The rows of W that `indices` `[n]` name, in float32: `[n, in]`.
+    /// Returns the rows of W that `indices` `[n]` name, in float32: `[n, in]`.
     func take(_ indices: MLXArray) -> MLXArray {
         Self.dequantize(
             weight.take(indices, axis: 0), scales.take(indices, axis: 0), biases?.take(indices, axis: 0), format)
     }
 
-    /// The same, quantized as they are.
+    /// Returns the rows of W that `indices` `[n]` name, quantized.
     func packedRows(_ indices: MLXArray) -> QuantizedMatrix {
         part(weight.take(indices, axis: 0), scales.take(indices, axis: 0), biases?.take(indices, axis: 0))
     }
@@ -67,7 +67,8 @@ package struct QuantizedMatrix: Arrays {
 }
 
 extension PackedWeights {
-    /// The quantized matrix `[rows, inputs]` whose arrays' names start with `prefix`; of stacked ones that with this number.
+    /// Returns the quantized matrix `[rows, inputs]` whose arrays' names begin with `prefix`. Of stacked matrices, it returns the one with
+    /// the index `number`.
     func matrix(_ prefix: String, _ number: Int? = nil, inputs: Int) -> QuantizedMatrix {
         let (weight, scales) = (self[prefix + "weight", number], self[prefix + "scales", number])
         let biases = array(prefix + "biases", number)

@@ -1,25 +1,25 @@
 import MLX
 import MeSPBundle
 
-/// The points at which a step may wait or end, how work that failed is done again, and the time of the step's phases.
+/// The points at which a step may wait or end, the repetition of failed work, and the times of the step's phases.
 package final class StepClock {
-    /// Called at every block boundary, forward and backward, some times within the head, and in a GPU's first step within blocks. It may
-    /// wait (a pause, with the half-done step in memory) or throw `CancellationError`, which ends the step while that has changed nothing
-    /// yet, and is not heeded afterwards.
+    /// A function called at every block boundary, forward and backward, several times within the head, and within blocks in a GPU's first
+    /// step. It may wait, which pauses the run with the half-done step in memory. It may throw `CancellationError`, which ends the step
+    /// unless that has changed parameters already.
     package var atBlock: () throws -> Void = {}
 
-    /// The time of each phase since the start, in seconds.
+    /// The time spent in each phase so far, in seconds.
     package private(set) var time = Phases()
 
     package struct Phases {
         package var forward = 0.0
         package var loss = 0.0
         package var backward = 0.0
-        /// The time of `atBlock`; not in the others.
+        /// The time spent in `atBlock`, which the other times do not contain.
         var waiting = 0.0
     }
 
-    /// Whether the step has changed parameters, and so must be finished.
+    /// Whether the step has changed parameters. It must then be finished.
     var hasChanged = false
 
     func boundary() throws {
@@ -28,13 +28,13 @@ package final class StepClock {
         do { try atBlock() } catch is CancellationError where hasChanged {}
     }
 
-    /// Waits where there is a reason to, within a block. A stop, or an error, is heeded at the next boundary.
+    /// Waits within a block, if `atBlock` waits. A stop or an error takes effect at the next boundary.
     func pause() { try? boundary() }
 
-    /// `MLXErrors.repeating`, with a boundary before the work is done again.
+    /// Calls `MLXErrors.repeating` with a boundary before a repetition.
     func repeating<R>(_ body: () throws -> R) throws -> R { try MLXErrors.repeating(beforeRetry: boundary, body) }
 
-    /// Returns the array of `body` for later work: on a GPU evaluated and confirmed, on a CPU as it is.
+    /// Returns the array of `body` for later work. On a GPU it is evaluated and confirmed.
     func confirmed(_ body: () throws -> MLXArray) throws -> MLXArray {
         try repeating {
             let array = try body()
@@ -43,12 +43,12 @@ package final class StepClock {
         }
     }
 
-    /// Waits where there is a reason to, within work that must be finished. A stop is heeded later.
+    /// Waits within work that must be finished, if `atBlock` waits. A stop takes effect later.
     func wait() throws {
         do { try boundary() } catch is CancellationError {}
     }
 
-    /// The result of a phase's work, timed, within a workspace for its arrays. Where a GPU fails it is done again.
+    /// Returns the result of a phase's work. The work is timed, its arrays are limited to a workspace, and it is repeated where a GPU fails.
     func work<R>(
         _ phase: WritableKeyPath<Phases, Double>, in workspace: Int?, _ body: () throws -> R
     ) throws -> R {

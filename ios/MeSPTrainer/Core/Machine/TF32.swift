@@ -7,7 +7,7 @@ package enum TF32 {
     /// Whether the formulas round the operands of their products. The self-check sets it to compute the effect of TF32 on any device.
     @TaskLocal package static var isEmulated = false
 
-    /// x with 10 bits of mantissa instead of float32's 23, rounded to the nearest, a tie to the even one.
+    /// Returns x rounded to 10 of float32's 23 bits of mantissa, to nearest with ties to even.
     static func rounded(_ x: MLXArray) -> MLXArray {
         guard x.dtype == .float32 else { return x }
         let bits = x.view(dtype: .uint32)
@@ -16,14 +16,14 @@ package enum TF32 {
     }
 }
 
-// In this module these functions hide those of MLX with the same names, so every product of the formulas is one of them.
+// In this module these functions hide MLX's functions of the same names, so all products of the formulas call them.
 
 func matmul(_ a: MLXArray, _ b: MLXArray) -> MLXArray {
     guard TF32.isEmulated else { return MLX.matmul(a, b) }
     return MLX.matmul(TF32.rounded(a), TF32.rounded(b))
 }
 
-/// c + alpha a b
+/// Returns c + alpha a b.
 func addMM(_ c: MLXArray, _ a: MLXArray, _ b: MLXArray, alpha: Float = 1) -> MLXArray {
     guard TF32.isEmulated else { return MLX.addMM(c, a, b, alpha: alpha) }
     return MLX.addMM(c, TF32.rounded(a), TF32.rounded(b), alpha: alpha)
@@ -33,7 +33,7 @@ func quantizedMM(
     _ x: MLXArray, _ w: MLXArray, scales: MLXArray, biases: MLXArray?, transpose: Bool, groupSize: Int, bits: Int,
     mode: QuantizationMode
 ) -> MLXArray {
-    // The accelerators take x Wᵀ only.
+    // The accelerators compute only x Wᵀ.
     guard TF32.isEmulated, transpose, x.dtype == .float32 else {
         return MLX.quantizedMM(
             x, w, scales: scales, biases: biases, transpose: transpose, groupSize: groupSize, bits: bits, mode: mode)

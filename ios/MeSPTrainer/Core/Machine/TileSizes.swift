@@ -1,19 +1,20 @@
 import MLX
 import MeSPBundle
 
-/// The sizes of tiles: of a projection, the MLP, attention, and the vocabulary in the loss.
+/// The sizes of tiles in projections, the MLP, attention and the loss.
 extension Machine {
-    /// The sizes to which temporaries may be cut, in bytes, from the largest, which the default plan takes: larger ones are no faster. On a
-    /// GPU, where a kernel costs as much as some 500 kB of memory traffic, they grow with the sequence, so that a step of any length has
-    /// about as many kernels, up to where that is a tenth of what the kernel takes; in wide models, whose products take longer, less.
+    /// Returns the sizes to which temporaries may be cut, in bytes, the largest first. The default plan takes the largest, as larger
+    /// temporaries are no faster. On a GPU, starting a kernel takes as long as some 500 kB of memory traffic. So the sizes there grow with the
+    /// sequence, and steps of all lengths have about as many kernels. They stop growing where this cost is a tenth of a kernel's time.
+    /// In wide models, whose products take longer, they are smaller.
     static func choices(_ backend: Backend, hiddenSize: Int, length: Int) -> [Int] {
         let largest = backend == .cpu ? 1 << 20 : min(min(4096, (4 << 20) / hiddenSize) * length, 7 << 19)
         return [largest, largest / 2, largest / 4]
     }
 
-    /// The tokens of a segment of a mixer. A sequence of more than twice `segmentTokens` has several segments where a product unpacks W
-    /// for its tokens anyway, unless blocks share keys and values. Packed records have one segment, which takes some percent more memory
-    /// than planned, as a plan does not depend on packing.
+    /// Returns the tokens of a mixer's segment. A sequence of more than twice `segmentTokens` has several segments on a CPU whose products
+    /// unpack W for their tokens anyway, unless blocks share keys and values. Packed records have one segment, which takes some percent
+    /// more memory than planned, as a plan does not depend on packing.
     static func mixerTokens(_ a: Architecture, _ length: Int, _ processor: Processor) -> Int {
         guard processor.backend == .cpu, processor.dequantizesInProduct, length > 2 * segmentTokens, a.owners.isEmpty
         else { return length }
@@ -21,13 +22,13 @@ extension Machine {
         return tokens < chunk ? tokens : (tokens + chunk - 1) / chunk * chunk
     }
 
-    /// Parts of one size, of which none is longer than `size`.
+    /// Returns the size of equal parts of `count` that are not longer than `size`.
     private static func evenly(_ count: Int, _ size: Int) -> Int {
         let parts = (count + size - 1) / size
         return (count + parts - 1) / parts
     }
 
-    /// Sizes that keep each temporary near `bytes`, for sequences of `length` tokens.
+    /// Makes a machine whose sizes keep each temporary near `bytes`, for sequences of `length` tokens.
     package init(
         _ a: Architecture, group: Int, length: Int, bytes: Int, processor: Processor, pause: (() -> Void)? = nil
     ) {
@@ -38,20 +39,22 @@ extension Machine {
         mixerTokens = Self.mixerTokens(a, length, processor)
         switch processor.backend {
         case .cpu:
-            // OpenBLAS packs the keys for each tile: with few rows that takes as long as the products. Where the scores of 16 take more than
-            // `bytes`, one key-value head at a time has more rows in as much memory; as many for the longest would take too much.
+            // OpenBLAS packs the keys for each tile, which for few rows takes as long as the products. Where the scores of 16 rows take
+            // more than `bytes`, a tile has one key-value head, and so more rows in as much memory. The longest sequences have half as many
+            // rows, as more would take too much memory.
             let isLong = rows < 16
             let heads = isLong ? a.headsPerKey : a.attentionHeads
             let most = max(1, Self.segmentTokens / 16)
             (queryRows, keyHeads) =
                 isLong ? (min(most, (rows > 1 ? 16 : 8) * a.attentionHeads / heads), 1) : (rows, .max)
-            // If a product unpacks W for its tokens anyway, as many tokens at a time as make a tile about square: of more, the tile has fewer
-            // rows of W, and OpenBLAS packs the tokens for each; with fewer, W is unpacked more often.
+            // If a product unpacks W for its tokens anyway, the number of tokens makes a tile about square. With more tokens, a tile would
+            // have fewer rows of W, and OpenBLAS packs the tokens for each tile. With fewer tokens, W would be unpacked more often.
             mlpTokens = processor.dequantizesInProduct ? evenly(length, Self.segmentTokens / 2) : length
-            // The memory of a row of W in use: its products, and itself where it is dequantized for all of them.
+            // The memory of a row of W in use: its products, or the row itself where it is dequantized for all of them.
             let row = processor.dequantizesInProduct ? 2 * mlpTokens : max(a.hiddenSize, length)
             projectionRows = processor.dequantizesInProduct ? .max : max(64, floats / max(row, a.mixerWidth))
-            // Long sequences have scores of more than `bytes`. Tiles of half as much cost them nothing, and save passes over the tokens.
+            // The scores of long sequences take more than `bytes`. Other tiles may take half as much without a higher peak, which saves
+            // passes over the tokens.
             let wide = processor.dequantizesInProduct ? max(floats, queryRows * heads * length / 2) : floats
             features = max(1, wide / row / group) * group
             (mlpTileTokens, lossTokens) = (length, length)
@@ -62,13 +65,13 @@ extension Machine {
             mlpTileTokens = evenly(length, max(8, floats / a.widestMLP))
             lossTokens = min(256, length)
             vocabularyRows = max(64, 2 * floats / lossTokens)
-            // An `eval` costs a GPU what writing some 16 MB would.
+            // An `eval` costs a GPU as much time as writing some 16 MB.
             evaluatesStages = length * a.hiddenSize * 4 >= 2 << 20
         }
     }
 }
 
-/// `0..<count` in pieces of `size`, the last perhaps shorter.
+/// Returns `0..<count` in pieces of `size`, of which the last may be shorter.
 package func tiles(of count: Int, size: Int) -> [Range<Int>] {
     stride(from: 0, to: count, by: min(size, max(count, 1))).map { $0..<min($0 + min(size, count), count) }
 }

@@ -4,29 +4,28 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// Arrays up to a size, kept in a file instead of in memory: written whole, read back as a mapping.
+/// Arrays of a limited size that are kept in a file instead of in memory. Each is written whole and read as a mapping.
 ///
-/// The file has no name, and goes with the process. Not for use from several threads at once.
+/// The file has no name, and disappears with the process. Not for use from several threads at once.
 final class ArrayFile {
     private let file: Int32
-    /// The shapes of the arrays that were written.
     private var shapes = [Int: [Int]]()
     private let dtype: DType
-    /// From one array to the next, in bytes: whole pages, as `mapArray` wants them.
+    /// The distance from one array to the next, in bytes: whole pages, as `mapArray` requires.
     private let stride: Int
     /// The file's length in bytes.
     private var length = 0
-    /// Bytes written since the start.
+    /// The bytes written so far.
     private(set) var written = 0
-    /// The array that was read last, or with `keepsMaps` each that was read. While these references live, MLX can't donate the mapped
-    /// buffers and write a result into them.
+    /// The mapped array that was read last, or with `keepsMaps` each that was read. While these references live, MLX can't donate the
+    /// mapped buffers and write a result into them.
     private var maps = [Int: MLXArray]()
     private let keepsMaps: Bool
 
     /// - Parameters:
-    ///   - folder: where the file is made; it must be on a disk for the file not to take memory.
-    ///   - shape: of the largest arrays.
-    ///   - keepsMaps: whether arrays stay mapped. A GPU's driver may count them.
+    ///   - folder: the folder for the file; it must be on a disk, so that the file takes no memory.
+    ///   - shape: the shape of the largest arrays.
+    ///   - keepsMaps: whether arrays stay mapped. A GPU's driver may count them as memory.
     init(in folder: URL, shape: [Int], dtype: DType, keepsMaps: Bool) throws {
         self.keepsMaps = keepsMaps
         let path = folder.appendingPathComponent("arrays.\(UUID().uuidString)").path
@@ -52,7 +51,7 @@ final class ArrayFile {
                 return done
             }
         }
-        // Whole pages are mapped, and there must be some under the last.
+        // Whole pages are mapped, so the file must reach to the end of the last one.
         if done == array.nbytes, length < (index + 1) * stride, ftruncate(file, off_t((index + 1) * stride)) == 0 {
             length = (index + 1) * stride
         }
@@ -63,13 +62,13 @@ final class ArrayFile {
         written += done
     }
 
-    /// The array at `index`, mapped. Results that depend on it must be evaluated before the next array is read.
+    /// Returns the array at `index`, mapped. Results that depend on it must be evaluated before the next array is read.
     func read(_ index: Int) throws -> MLXArray {
         guard let shape = shapes[index] else { preconditionFailure("array \(index) was never written") }
         func map() -> MLXArray? { mapArray(file, offset: index * stride, [stride / dtype.size], dtype) }
         var mapped = maps[index] ?? map()
         if mapped == nil {
-            // As for a bundle's files, there may be addresses for one after the other.
+            // As with a bundle's files, the process may have addresses for only one mapping at a time.
             maps = [:]
             mapped = map()
         }
@@ -84,8 +83,8 @@ final class ArrayFile {
 
 /// Arrays, one for each block, in memory or in a file.
 ///
-/// A copy of this value keeps the arrays that it has in memory. With `keepsPrevious` it also keeps those in the file while each is
-/// written once more at most.
+/// A copy of this value keeps the arrays that are in memory. With `keepsPrevious` it also keeps the arrays in a file, as long as each is
+/// written at most once more.
 package struct BlockArrays {
     private var arrays: [MLXArray?]
     private let file: ArrayFile?
@@ -95,12 +94,12 @@ package struct BlockArrays {
     /// The blocks whose sum has begun since `beginSums`.
     private var begun = Set<Int>()
 
-    /// Bytes written to the file since the start.
+    /// The bytes written to the file so far.
     var written: Int { file?.written ?? 0 }
 
     /// - Parameters:
-    ///   - file: where the arrays are kept; nil for memory.
-    ///   - place: of these arrays among others of as many blocks in the same file.
+    ///   - file: the file for the arrays; nil to keep them in memory.
+    ///   - place: the place of these arrays in a file that they share with other arrays of as many blocks.
     init(count: Int, file: ArrayFile?, place: Int = 0, keepsPrevious: Bool = false) {
         arrays = Array(repeating: nil, count: count)
         slots = Array(place * count..<(place + 1) * count)
@@ -108,14 +107,14 @@ package struct BlockArrays {
         self.keepsPrevious = keepsPrevious
     }
 
-    /// The array of a block that was set before.
+    /// Returns the array of a block, which must have been written before.
     func read(_ block: Int) throws -> MLXArray {
         if let file { return try file.read(slots[block]) }
         guard let array = arrays[block] else { preconditionFailure("block \(block) was never set") }
         return array
     }
 
-    /// Keeps an array, which is evaluated and confirmed first: where that fails, the array before stays.
+    /// Keeps an array. It is evaluated and confirmed first; if that fails, the array before is kept.
     package mutating func write(_ array: MLXArray, _ block: Int) throws {
         if let file {
             let slot = keepsPrevious ? (slots[block] + arrays.count) % (2 * arrays.count) : slots[block]
@@ -127,8 +126,8 @@ package struct BlockArrays {
                 arrays[block] = array
                 return
             }
-            // Into the gap that the last one leaves. Where `array` was made, among what comes and goes in a step, it would be in the way of
-            // the next steps' large arrays.
+            // The array is copied into the gap that the one before leaves. `array` lies among a step's temporaries, where it would divide
+            // the memory for the next steps' large arrays.
             try array.withBytes { bytes in
                 arrays[block] = nil
                 arrays[block] = MLXArray(bytes, array.shape, dtype: array.dtype)
@@ -136,16 +135,16 @@ package struct BlockArrays {
         }
     }
 
-    /// The sums begin with the next arrays.
+    /// Begins new sums: the next array of each block replaces its sum.
     mutating func beginSums() { begun = [] }
 
-    /// Adds to the sum of a block; where that fails, the sum stays.
+    /// Adds an array to the sum of a block. If that fails, the sum does not change.
     mutating func add(_ array: MLXArray, _ block: Int) throws {
         try write(begun.contains(block) ? read(block) + array : array, block)
         begun.insert(block)
     }
 
-    /// Hands a block's array over, and keeps it no longer.
+    /// Returns a block's array, and keeps it no longer.
     mutating func take(_ block: Int) throws -> MLXArray {
         defer { arrays[block] = nil }
         return try read(block)

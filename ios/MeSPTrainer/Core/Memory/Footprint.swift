@@ -3,13 +3,13 @@ import Foundation
 #if canImport(Darwin)
     import Darwin
 
-    /// The port of this process. `mach_task_self_`, which holds it too, is a variable in C, and shared mutable state to Swift 6 before
-    /// the SDKs of Xcode 16.3. Asked once: each call takes another reference to the port.
+    /// The port of this process. `mach_task_self_` has it too, but is a variable in C, which Swift 6 takes for shared mutable state before
+    /// the SDKs of Xcode 16.3. The port is asked for once, as each call takes another reference to it.
     private let ownTask = task_self_trap()
 #endif
 
-/// The memory that counts against the process, in bytes: `phys_footprint` on Apple's systems, anonymous memory (`RssAnon +
-/// VmSwap`) on Linux. Mapped weight files are in neither.
+/// Returns the memory that counts against the process, in bytes: `phys_footprint` on Apple's systems, anonymous memory (`RssAnon + VmSwap`)
+/// on Linux. Neither includes mapped weight files.
 package func memoryFootprint() -> Int {
     #if canImport(Darwin)
         Int(ownMemory()?.phys_footprint ?? 0)
@@ -32,7 +32,7 @@ package func memoryFootprint() -> Int {
 #endif
 
 #if !canImport(Darwin)
-    /// The sum of some fields of `/proc/self/status`, in bytes.
+    /// Returns the sum of some fields of `/proc/self/status`, in bytes.
     func processStatus(_ fields: [String]) -> Int {
         withUnsafeTemporaryAllocation(byteCount: 4096, alignment: 1) { buffer in
             let file = open("/proc/self/status", O_RDONLY)
@@ -50,19 +50,19 @@ package func memoryFootprint() -> Int {
     }
 #endif
 
-/// The highest footprint of stretches of time.
+/// The highest footprint in each of successive periods.
 ///
-/// Apple's kernel keeps the highest of the process's life (`ledger_phys_footprint_peak`), at every change. A stretch in which that rose has
-/// it as its own highest; of another the highest that was read on a thread is kept. So the highest of a run that takes more than all before
-/// it is exact, and few readings suffice. Linux keeps none of anonymous memory: `VmHWM` has mapped files in it.
+/// Apple's kernel records the highest footprint of the process's life at every change (`ledger_phys_footprint_peak`). If it rises in a
+/// period, it is the period's highest. Otherwise the highest reading of a sampling thread counts. So the peak of a run that takes more than the
+/// process took before is exact, and few readings suffice. Linux records no peak of anonymous memory, as `VmHWM` includes mapped files.
 package final class FootprintSampler: @unchecked Sendable {
-    /// How the footprint is known.
+    /// The functions that read the footprint.
     struct Source {
-        /// The present one, in bytes.
+        /// The present footprint, in bytes.
         var now: @Sendable () -> Int
-        /// The highest of the process's life, in bytes; nil where the system keeps none.
+        /// The highest footprint of the process's life, in bytes; nil where the system records none.
         var highest: @Sendable () -> Int?
-        /// Microseconds between two readings.
+        /// The time between two readings, in microseconds.
         var interval: UInt32
 
         #if canImport(Darwin)
@@ -78,7 +78,7 @@ package final class FootprintSampler: @unchecked Sendable {
     private let lock = NSLock()
     /// The highest reading since the last call of `takePeak`.
     private var read = 0
-    /// The highest of the process's life at that call.
+    /// The highest footprint of the process's life at that call.
     private var known: Int
     private var running = true
 
@@ -101,7 +101,7 @@ package final class FootprintSampler: @unchecked Sendable {
         }
     }
 
-    /// The highest footprint since the last call, in bytes.
+    /// Returns the highest footprint since the last call, in bytes.
     package func takePeak() -> Int {
         let (now, highest) = (source.now(), source.highest() ?? 0)
         return lock.withLock {

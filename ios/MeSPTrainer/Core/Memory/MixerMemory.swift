@@ -2,20 +2,22 @@ import MeSPBundle
 
 /// The memory of a mixer's arrays for a sequence, in bytes.
 extension Planner {
-    /// Tokens of a segment, of a mixer that goes by segments; all tokens where it does not.
+    /// The tokens of a mixer's segment; all tokens where mixers take no segments.
     private var segment: Int { Machine.mixerTokens(architecture, length, manifest.device.processor) }
 
-    /// Of an array `[T, …]`, a segment's part, and the others'.
+    /// Returns the bytes of a segment's part of an array `[T, …]`.
     func inSegment(_ bytes: Int) -> Int { isCut ? bytes / length * segment : bytes }
+    /// Returns the bytes of the other segments' parts.
     private func inOthers(_ bytes: Int) -> Int { bytes - inSegment(bytes) }
 
-    /// Whether all mixers go by segments.
+    /// Whether all mixers take segments.
     var isCut: Bool { segment < length && architecture.mixers.allSatisfy(\.goesBySegments) }
 
-    /// The input of a mixer's last projection.
+    /// Returns the bytes of the input of a mixer's last projection.
     func lastInput(of mixer: Mixer) -> Int { activation(mixer.mixerWidth(hidden: architecture.hiddenSize)) }
 
-    /// The arrays that the backward pass reads: those of `MixerIntermediates`; of segments, k̂, v and attn_out of attention, and the states of a gated delta net.
+    /// Returns the bytes of the arrays that the backward pass reads: the arrays of `MixerIntermediates`. With segments, they are k̂, v̂ and
+    /// attn_out of attention, or the states of a gated delta net.
     func intermediates(of mixer: Mixer) -> Int {
         switch mixer {
         case .attention(let a) where isCut: activation(2 * a.keyValueWidth) + lastInput(of: mixer)
@@ -24,12 +26,12 @@ extension Planner {
         }
     }
 
-    /// S and the last rows of qkv.
+    /// Returns the bytes of S and the last rows of qkv.
     private func state(_ net: GatedDeltaNetMixer) -> Int {
         4 * net.valueWidth * net.keyHeadDim + itemSize * (net.kernelSize - 1) * net.convolutionWidth
     }
 
-    /// Those of `MixerIntermediates`.
+    /// Returns the bytes of the arrays of `MixerIntermediates`.
     private func whole(_ mixer: Mixer) -> Int {
         switch mixer {
         case .attention(let a):
@@ -41,32 +43,32 @@ extension Planner {
         }
     }
 
-    /// In the forward pass, besides the block's input and output.
+    /// Returns the bytes of a mixer's forward pass, besides the block's input and output.
     func forwardBytes(of mixer: Mixer) -> Int {
         let others = isCut ? intermediates(of: mixer) : 0
         guard case .attention(let a) = mixer else { return others + inSegment(whole(mixer)) }
-        // While attention runs, also q̂, k̂ and v̂, and the tiles that attn_out is joined of, in the place of x, x_mid and y.
+        // While attention runs, q̂, k̂, v̂ and the tiles of attn_out take the place of x, x_mid and y.
         let running = machineMemory.outputs(a) * lastInput(of: mixer) + activation(2 * a.keyValueWidth)
         return inOthers(activation(2 * a.keyValueWidth)) + others
             + inSegment(whole(mixer) + max(0, running - 3 * hidden))
     }
 
-    /// In the derivative, with d_x_mid.
+    /// Returns the bytes of a mixer's derivative, including d_x_mid.
     func backward(of mixer: Mixer, _ machine: Machine) -> Int {
         let others = isCut ? intermediates(of: mixer) : 0
         switch mixer {
         case .attention(let a):
-            // All tokens: d_x_mid; by segments also k̂, v and attn_out.
-            // The positions that a segment sees: the sums of dk and dv, before and after a tile.
-            // A segment: k, v, k̂, dk and dv; the gates, and their gradient; q, d_attn_out and dq, and either dq after RoPE and the norm in
-            // parts and by token, or q̂ and the scores.
+            // For all tokens: d_x_mid, and with segments k̂, v̂ and attn_out.
+            // For the positions that a segment sees: the sums of dk and dv before and after a tile.
+            // For a segment: k, v, k̂, dk, dv, the gates and their gradient, q, d_attn_out and dq. Also either dq after RoPE and the norm,
+            // in parts and by token, or q̂ and the scores.
             let attnOut = lastInput(of: mixer)
             let (keys, gates) = (activation(a.keyValueWidth), activation(2 * a.numAttentionHeads * a.gateDim))
             let seen = min(length, (a.slidingWindow ?? length) + segment)
             return hidden + inOthers(others + 4 * keys / length * seen)
                 + inSegment(5 * keys + 4 * attnOut + gates)
                 + max(inSegment(attnOut), machineMemory.scores(a, machine, length: length))
-        // d_x_mid; do, dz, qkv and the parts of its gradient; a tile's arrays.
+        // d_x_mid, do, dz, qkv, the parts of qkv's gradient, and the arrays of a tile.
         case .gatedDeltaNet(let net):
             let ofHead = GatedDeltaNet.arrayBytes(
                 keyDim: net.keyHeadDim, valueDim: net.valueHeadDim,
@@ -77,15 +79,15 @@ extension Planner {
             let ofHead = Mamba2.arrayBytes(headDim: mamba.headDim, stateSize: mamba.stateSize, length: length)
             let array = min(mamba.numHeads / mamba.numGroups, max(1, machine.bytes / 2 / ofHead)) * ofHead
             return max(
-                // x and d_x_mid; do, dz, xBC and the parts of its gradient; a tile's arrays.
+                // For the state space model: x, d_x_mid, do, dz, xBC, the parts of xBC's gradient, and the arrays of a tile.
                 2 * hidden + activation(2 * (mamba.width + mamba.convolutionWidth)) + 13 * array,
-                // x, d_x_mid and its part; z, o, the norm, dy or do, and dz; xBC.
+                // For the gated norm: x, d_x_mid and its part, z, o, the norm, dy or do, dz, and xBC.
                 3 * hidden + activation(5 * mamba.width + mamba.convolutionWidth))
         case .shortConvolution: return (11 + 2 * machineMemory.unfused) * hidden
         }
     }
 
-    /// What automatic differentiation keeps; of attention also the scores and P of all heads.
+    /// Returns the bytes that automatic differentiation keeps, for attention with the scores and P of all heads.
     func automatic(of mixer: Mixer) -> Int {
         switch mixer {
         case .attention(let a): 2 * a.numAttentionHeads * length * length * 4 + 7 * whole(mixer)

@@ -6,25 +6,25 @@ import MeSPSentences
 public struct Plan: Codable, Sendable, Equatable {
     /// The size that temporaries are cut to, in bytes.
     package var tileBytes: Int
-    /// The last blocks, whose intermediates stay in memory from the forward to the backward pass and aren't recomputed (MeSP).
+    /// The number of last blocks whose intermediates stay in memory from the forward to the backward pass and aren't recomputed (MeSP).
     package var keptBlocks = 0
     /// The arrays that are kept in a file instead of in memory.
     package var offload = RunSettings.Offload.none
-    /// The order of a step's sequences through the model; nil for a step of one.
+    /// The order of a step's sequences through the model; nil for a step of one sequence.
     package var order: RunSettings.Order?
-    /// Whether of a pair the block inputs of the answer that is scored first are kept too, so that it runs forward once.
+    /// Whether the block inputs of a pair's rejected answer, which is scored first, are kept too, so that it runs forward once.
     package var keepsAnswer = false
-    /// The freed buffers that MLX may keep from one block to the next, on a GPU, in bytes.
+    /// The limit of the freed buffers that MLX keeps from one block to the next on a GPU, in bytes.
     package var cacheBytes = 0
     /// Whether weights stay mapped from one use to the next.
     package var keepsMaps = false
 
-    /// The sequences whose block inputs are there at once.
+    /// Returns the number of sequences whose block inputs exist at once.
     func sequences(of settings: RunSettings) -> Int {
         order == .blocks ? settings.sequences : keepsAnswer ? 2 : 1
     }
 
-    /// Whether an update needs all gradients at once, or sums over sequences that go one after the other.
+    /// Returns whether gradients are summed before an update: it needs all gradients at once, or sequences go one after the other.
     func gathersGradients(of settings: RunSettings) -> Bool {
         let oneByOne = settings.sequences > 1 && order != .blocks
         return settings.method.hasBackwardPass
@@ -32,22 +32,22 @@ public struct Plan: Codable, Sendable, Equatable {
     }
 }
 
-/// Chooses the plan of a step by its predicted peak footprint (`StepMemory.swift`).
+/// The choice of a step's plan by its predicted peak footprint (`StepMemory.swift`).
 package struct Planner: Sendable {
     let manifest: Manifest
     let settings: RunSettings
     let machineMemory: MachineMemory
-    /// The numbers of parameters of a block, of its trained ones, and of matrices of every module.
+    /// The number of a block's parameters, of its trained ones, and of those that it would have with matrices of every module.
     typealias Parameters = (count: Int, trained: Int, whole: Int)
     let parameters: [Parameters]
-    /// With DoRA the number of all blocks' magnitudes, for each of which there is ‖W‖² too.
+    /// The number of all blocks' magnitudes with DoRA. There are as many ‖W‖².
     let magnitudes: Int
-    /// The number of gate, up and down that have adapters, of the MLP or of experts.
+    /// The number of projections with adapters among gate, up and down, in the MLP or in experts, whichever have more.
     let adaptedInMLP: Int
-    /// What `StepMemory.swift` computes once: of the process, of the parameters with the optimizer's state, and of the intermediates of the last
-    /// blocks, by the number of blocks; in bytes.
+    /// The bytes that `StepMemory.swift` computes once: of the process, of the parameters with the optimizer's state, and of the
+    /// intermediates of the last blocks, by the number of blocks.
     private(set) var (process, vectors, kept) = (0, 0, [0])
-    /// The memory that the system allows the process, in bytes; nil for all there is.
+    /// The memory that the system allows the process, in bytes; nil without a limit.
     private let systemLimit: Int?
 
     package init(_ manifest: Manifest, _ settings: RunSettings, systemLimit: Int? = systemMemoryLimit()) {
@@ -68,16 +68,16 @@ package struct Planner: Sendable {
     var architecture: Architecture { manifest.architecture }
     var length: Int { settings.seqLen }
     var method: GradientMethod { settings.method }
-    /// The blocks from the first that is trained.
+    /// The number of blocks from the first trained one on.
     var trainedBlocks: Int { parameters.count - (parameters.firstIndex { $0.count > 0 } ?? parameters.count) }
 
-    /// From the largest.
+    /// The sizes of tiles to choose from, the largest first.
     var tileSizes: [Int] {
         Machine.choices(manifest.device, hiddenSize: architecture.hiddenSize, length: length)
     }
 
-    /// The fastest plan that stays within `memoryLimitMb` and what the system allows; where neither matters, large tiles and everything
-    /// in memory. `offload` restricts the choice; it is the planner's last resort.
+    /// Returns the fastest plan that stays within `memoryLimitMb` and the system's limit. Where neither matters, the plan has large tiles
+    /// and everything in memory. Offloading is the planner's last resort. The setting `offload` restricts the choice.
     ///
     /// - Throws: `MeSPError` with the least possible peak, where the limit is below it.
     package func plan() throws -> Plan {
@@ -112,7 +112,7 @@ package struct Planner: Sendable {
         )
     }
 
-    /// The next plan that takes less memory, nil where none does.
+    /// Returns the next plan that takes less memory; nil where none does.
     package func cheaper(than plan: Plan) -> Plan? {
         let limit = peak(plan)
         guard var cheaper = plans.first(where: { peak($0) < limit }) else { return nil }
@@ -120,7 +120,7 @@ package struct Planner: Sendable {
         return cheaper
     }
 
-    /// From the fastest to the slowest.
+    /// All plans, from the fastest to the slowest.
     private var plans: [Plan] {
         let maxKept = method.readsIntermediates ? trainedBlocks : 0
         return offloads.flatMap { offload in
@@ -141,9 +141,9 @@ package struct Planner: Sendable {
 
     // MARK: - The order of a step's sequences
 
-    /// The orders to choose from, the faster first; where one is as fast as another, the one that takes less memory. Sequences go through
-    /// the blocks together where that takes no more memory, or where memory doesn't hold the weights, which each sequence by itself would
-    /// read from disk again.
+    /// The orders to choose from, the faster first. Orders in one group are equally fast, and the planner takes the one with less memory.
+    /// Sequences go through the blocks together where that takes no more memory, or where memory doesn't hold the weights. Otherwise each
+    /// sequence would read the weights from disk again.
     private var orders: [[RunSettings.Order?]] {
         guard settings.sequences > 1 else { return [[nil]] }
         guard method.hasBackwardPass, settings.objective == nil, settings.dpClip == nil,
@@ -157,13 +157,13 @@ package struct Planner: Sendable {
             ? [[.blocks, .sequences]] : [[.blocks], [.sequences]]
     }
 
-    /// The most sequences that may go through the blocks together without an overflow of a product.
+    /// The most sequences that may go through the blocks together without an overflow in a product.
     private var maxTogether: Int {
         let bytes = kept[trainedBlocks] + (trainedBlocks + 1) * hidden + context + sharedSums
         return min(RunSettings.maxSequences, (1 << 60) / bytes)
     }
 
-    /// Whether a plan that was read from a file can be one for these settings.
+    /// Returns whether a plan that was read from a file is possible with these settings.
     func isPossible(_ plan: Plan) -> Bool {
         (1...(1 << 30)).contains(plan.tileBytes) && (0...(1 << 40)).contains(plan.cacheBytes)
             && (0...(method.readsIntermediates ? trainedBlocks : 0)).contains(plan.keptBlocks)
@@ -171,7 +171,7 @@ package struct Planner: Sendable {
             && (!plan.keepsAnswer || keepingAnswers(plan.offload).contains(true))
     }
 
-    /// The plan in whichever of these orders takes least memory; none where it can be in none.
+    /// Returns an array of the plan in the order that takes the least memory, or an empty array where no order fits.
     private func ordered(_ plan: Plan, _ orders: [RunSettings.Order?]) -> [Plan] {
         let plans = orders.map { order in
             var plan = plan
@@ -181,15 +181,16 @@ package struct Planner: Sendable {
         return plans.filter(fits).min { peak($0) < peak($1) }.map { [$0] } ?? []
     }
 
-    /// Whether there is room for all sequences' block inputs, unless that order is asked for: in memory or, up to the size of the weights,
-    /// on disk.
+    /// Returns whether there is room for the block inputs of all sequences, in memory or, up to the size of the weights, on disk. An order
+    /// that the settings name always fits.
     private func fits(_ plan: Plan) -> Bool {
         guard plan.order == .blocks, settings.order == nil else { return true }
         return withMargin(peak(plan)) <= room
             && (plan.offload == .none || settings.sequences * trainedBlocks * hidden <= manifest.mappedBytes)
     }
 
-    /// The weights that a step reads, from disk where memory doesn't hold them, in bytes; nil with an objective, where that varies.
+    /// Returns the bytes of weights that a step reads, from disk where memory doesn't hold them; nil with an objective, where the number
+    /// varies.
     func readWeightBytes(_ plan: Plan) -> Int? {
         guard settings.objective == nil else { return nil }
         let first = method.hasBackwardPass ? architecture.numHiddenLayers - trainedBlocks : 0
@@ -203,7 +204,7 @@ package struct Planner: Sendable {
         return overflow ? .max : bytes
     }
 
-    /// The possible values of `keepsAnswer`, the faster first: on disk it costs no memory.
+    /// Returns the possible values of `keepsAnswer`, the faster first. On disk it costs no memory.
     private func keepingAnswers(_ offload: RunSettings.Offload) -> [Bool] {
         guard settings.objective?.takesPairs == true, method.hasBackwardPass else { return [false] }
         return offload == .none ? [true, false] : [true]
@@ -217,9 +218,9 @@ package struct Planner: Sendable {
     /// The lowest limit that some plan stays within, in bytes.
     package var leastPeak: Int { withMargin(plans.map(peak).min() ?? 0) }
 
-    /// A prediction with a margin, so that it holds as a limit: a prediction is some 8% off.
+    /// Returns a prediction with a margin, so that it holds as a limit: a prediction is some 8% off.
     private func withMargin(_ bytes: Int) -> Int { bytes + bytes / 100 * 8 }
 }
 
-/// Bytes in megabytes (10⁶), rounded up.
+/// Returns bytes in megabytes (10⁶), rounded up.
 private func rounded(_ bytes: Int) -> Int { (bytes + 999_999) / 1_000_000 }

@@ -1,21 +1,22 @@
 import MeSPBundle
 
-/// The prediction: what is alive at once in each phase of a step, in bytes. The counts of arrays have the names of docs/method.md; whatever
-/// depends on the machine is in `machineMemory`.
+/// The prediction: the bytes of the arrays that are alive at once in each phase of a step. Arrays have their names in docs/method.md.
+/// `machineMemory` contains everything that depends on the machine.
 extension Planner {
-    /// The predicted peak footprint of a step, in bytes.
+    /// Returns the predicted peak footprint of a step, in bytes.
     package func peak(_ plan: Plan) -> Int { max(peakOfPasses(plan), sampling(plan) + answerCaches(plan)) }
 
-    /// Where the step's answers are there already, or are the data's.
+    /// Returns the peak of a step's passes, without sampling.
     private func peakOfPasses(_ plan: Plan) -> Int { process + arrays(plan) }
 
-    /// What MLX's arrays and its cache take at a step's peak, in bytes, with what the allocator keeps.
+    /// Returns the bytes of MLX's arrays at a step's peak, with its cache and the memory that the allocator keeps.
     package func arrays(_ plan: Plan) -> Int { lasting(plan) + machineMemory.working(self, plan) }
 
     /// The part of a predicted peak that is Metal's, in bytes; nil where MLX does not start it.
     package var metalBytes: Int? { machineMemory.metal }
 
-    /// The process with MLX started and, where they are called, the block functions imported, whose graphs take several times the files.
+    /// The bytes of the process once MLX has started, with the block functions that the run imports. Their graphs take several times the
+    /// files' size.
     var processBytes: Int {
         let functions = Set(
             manifest.lengths(settings).flatMap { length in manifest.blocks.compactMap { $0.functions["\(length)"] } })
@@ -26,18 +27,18 @@ extension Planner {
 
     // MARK: - Answers that are sampled (`Core/Rewards`)
 
-    /// The memory for the caches of the answers that are written together, in bytes: half of what the step's passes take beyond what there
-    /// is while answers are written, or the cache of one. It depends on nothing but plan and settings, as a run that goes on samples the
-    /// same answers.
+    /// Returns the bytes for the caches of the answers that are written together: half of the difference between the peak of the passes and
+    /// that of sampling, but at least the cache of one answer. The number depends only on the plan and the settings, as a resumed run must
+    /// sample the same answers.
     func answerCaches(_ plan: Plan) -> Int {
         guard settings.groupSize != nil else { return 0 }
         let one = architecture.cacheSize(tokens: length, itemSize: itemSize)
         return max((peakOfPasses(plan) - sampling(plan)) / 2, one)
     }
 
-    /// The peak while answers are written, without their caches, in bytes; 0 where none are. The parameters are copied where they are not
-    /// float32 matrices of every module in memory. A prompt goes through a block as in a step; of the texts there are the logits, of one also
-    /// those that a token is drawn from, with its noise.
+    /// Returns the peak while answers are written, without their caches, in bytes; 0 where none are. The parameters are copied unless they
+    /// are float32 matrices of every module in memory. A prompt goes through a block as in a step. All texts have their logits, and one
+    /// text also has those that a token is drawn from, with noise.
     private func sampling(_ plan: Plan) -> Int {
         guard settings.groupSize != nil else { return 0 }
         let isWhole = plan.offload != .all && settings.loraDtype == .float32 && settings.projections == nil
@@ -48,26 +49,26 @@ extension Planner {
 
     // MARK: - What lives through a step
 
-    /// Parameters, optimizer state and sums of gradients; block inputs.
+    /// Returns the bytes that last through a step: parameters, optimizer state, sums of gradients and block inputs.
     func lasting(_ plan: Plan) -> Int {
         let (sequences, goesBack) = (plan.sequences(of: settings), method.hasBackwardPass)
         let vectors = plan.offload == .all ? 0 : vectors + (plan.gathersGradients(of: settings) ? gradients : 0)
         let inputs = goesBack && plan.offload == .none ? sequences * trainedBlocks * hidden : 0
-        // The last block's outputs of the other sequences, then their d.
+        // The other sequences' outputs of the last block or their d, and all sequences' side inputs and sums by shared keys and values.
         let waiting = (sequences - 1) * hidden + sequences * (context + (goesBack ? sharedSums : 0))
-        // Of a block, until the last sequence's gradient is there.
+        // With the order of blocks, a block's sum lasts until the last sequence's gradient is added.
         return vectors + inputs + waiting + examples + (plan.order == .blocks ? gradientBytes : 0)
     }
 
-    /// The intermediates of the last blocks, or of all but one of them.
+    /// Returns the bytes of the intermediates of the kept blocks, or of all but `missing` of them.
     func held(_ plan: Plan, but missing: Int = 0) -> Int {
         kept[max(0, plan.keptBlocks - missing)] * (plan.order == .blocks ? settings.sequences : 1)
     }
 
-    /// Of all blocks.
+    /// Returns the sum over all blocks.
     private func sum(_ bytes: (Parameters) -> Int) -> Int { parameters.reduce(0) { $0 + bytes($1) } }
 
-    /// The parameters and the optimizer's state. A step can be taken back while the old values are there.
+    /// The bytes of the parameters and the optimizer's state. To undo a step, the values before are kept too.
     var vectorBytes: Int {
         let state = Optimizer.state(settings)
         let values = sum {
@@ -77,21 +78,21 @@ extension Planner {
             + 4 * magnitudes
     }
 
-    /// The gradient of all blocks; of DP-SGD the gradient of an example and their sum.
+    /// The bytes of the gradient of all blocks; with DP-SGD of an example's gradient and of the sum.
     private var gradients: Int { sum { 4 * $0.trained } * (settings.dpClip == nil ? 1 : 2) }
 
-    /// The largest gradient of a block, and the most parameters of one.
+    /// The bytes of the largest gradient of a block, and of the most parameters of a block.
     var gradientBytes: Int { parameters.map { 4 * $0.trained }.max() ?? 0 }
     private var loraBytes: Int { parameters.map { 4 * $0.count }.max() ?? 0 }
 
-    /// The inputs of blocks besides the output of the block before: of embeddings for each layer the tokens' rows of the table, as they are
-    /// quantized, and the first block's input; the keys and values that several blocks take.
+    /// The bytes of the side inputs: with embeddings for each layer, the tokens' quantized rows of the table and the first block's input;
+    /// and the shared keys and values.
     var context: Int {
         let row = 4 * (manifest.perLayerEmbedding?.words ?? 0) / architecture.vocabSize
         return (architecture.perLayer == nil ? 0 : length * row + hidden) + activation(sharedWidth(from: 0))
     }
 
-    /// The sums of the gradients by these keys and values. The block that has them takes what the sums were into those of its own.
+    /// The bytes of the sums of the gradients by shared keys and values, which their block adds to its own gradients.
     var sharedSums: Int { 4 * length * sharedWidth(from: parameters.count - trainedBlocks) }
 
     private func sharedWidth(from first: Int) -> Int {
@@ -101,7 +102,7 @@ extension Planner {
         }
     }
 
-    /// The tokens of a step's sequences, and the positions that count, which are all there when the step begins; of DP-SGD one by one.
+    /// The bytes of the tokens and of the positions that count in a step's sequences; with DP-SGD, in one example.
     private var examples: Int {
         let arrays = (length + 1) * MemoryLayout<Int32>.size + length * MemoryLayout<Int>.size
         return (settings.dpClip == nil ? settings.sequences : 1) * (settings.objective == nil ? 1 : 2) * (arrays + 256)
@@ -109,8 +110,8 @@ extension Planner {
 
     // MARK: - A phase of a step
 
-    /// The phase that takes most, on a CPU. In the forward pass of a block that is kept gate, up and the product of them are whole; with dropout also
-    /// what is left of the product, with its mask.
+    /// Returns the bytes of the phase that takes most, on a CPU. In the forward pass of a kept block, gate, up and their product are whole.
+    /// With dropout, so are the masked product and its mask.
     func phase(_ plan: Plan) -> Int {
         let machine = makeMachine(plan)
         let ofMLP = plan.keptBlocks > 0 ? (settings.dropout > 0 ? 5 : 3) * intermediate : 0
@@ -119,44 +120,45 @@ extension Planner {
             update(plan))
     }
 
-    /// Temporaries of the plan's size.
     func makeMachine(_ plan: Plan) -> Machine {
         Machine(
             architecture, group: manifest.featureGroup, length: length, bytes: plan.tileBytes,
             processor: manifest.device.processor)
     }
 
-    /// While a baseline differentiates a block; nil for the structured backward pass.
+    /// The bytes while a baseline differentiates a block; nil for the structured backward pass.
     var baseline: Int? {
         switch method {
         case .mesp: return nil
         case .mebp:
-            // All of the block's weights dequantized, arrays as wide as the MLP, and what automatic differentiation keeps of the mixer.
+            // All of the block's weights dequantized, arrays as wide as the MLP, and the mixer's arrays that automatic differentiation
+            // keeps.
             let weights = architecture.kinds.map { block in
                 block.modules.reduce(0) { $0 + block.dimensions($1).inputs * block.dimensions($1).outputs }
             }
             return 4 * (weights.max() ?? 0) + (architecture.hiddenAct == .gelu ? 13 : 11) * intermediate
                 + largest(automatic)
-        // z, its multiple and the parameters moved by that, on the way into a block.
+        // A block's forward pass, z, its multiple, and the parameters moved by that.
         case .mezo: return forwardBytes + 2 * gradientBytes + loraBytes
         }
     }
 
-    /// The forward pass of a block: x, mixer_in, x_mid and y, by segments x and x_mid, which y replaces; with post-norms an output before its
-    /// norm; what the mixer takes and makes; three weights of its tiles; of embeddings for each layer p, u and m.
+    /// The bytes of a block's forward pass: x, mixer_in, x_mid and y, or with segments x and x_mid, which y replaces; with
+    /// post-norms an output before its norm; the mixer's arrays; three dequantized tiles of weights; and p, u and m with embeddings for
+    /// each layer.
     private var forwardBytes: Int {
         (isCut ? 2 : 4) * hidden + normed + largest(forwardBytes(of:)) + 3 * weight(256) + 3 * perLayer
     }
 
-    /// y and, in float32, d of all tokens; of the tokens at a time h, dh, and the running sum before and after a tile; of the tile W while it is
-    /// dequantized, and z and p.
+    /// Returns the bytes of the loss: y and, in float32, d of all tokens; for the tokens that go through it at a time, h, dh, and the
+    /// running sum before and after a tile; for a tile, W where it is dequantized, z and p.
     private func loss(_ machine: Machine) -> Int {
         let (rows, tokens) = (min(machine.vocabularyRows, architecture.vocabSize), machine.mlpTokens)
         return 4 * (2 * length + 3 * tokens) * architecture.hiddenSize + 3 * weight(rows) + 4 * 4 * tokens * rows
     }
 
-    /// The backward pass of a block: while d waits and it runs again, by segments without y; the derivative of its MLP, and its mixer's. With
-    /// dropout dx of an adapter is there beside the sum that it is added to.
+    /// Returns the bytes of a block's backward pass, the most of three parts: the recomputation while d waits, with segments without y; the
+    /// derivative of the MLP; and that of the mixer. With dropout, an adapter's dx exists in addition to its sum.
     private func backward(_ plan: Plan, _ machine: Machine) -> Int {
         let masked = settings.dropout > 0 ? inSegment(4 * length * architecture.hiddenSize) : 0
         return max(
@@ -165,29 +167,30 @@ extension Planner {
             largest { backward(of: $0, machine) } + normed + gradientBytes + masked)
     }
 
-    /// Those of `MixerIntermediates`, and x_mid; of post-norms the outputs of mixer and MLP.
+    /// Returns the bytes of the arrays of `MixerIntermediates` and of x_mid, and with post-norms of the outputs of mixer and MLP.
     private func recomputed(_ mixer: Mixer) -> Int { intermediates(of: mixer) + hidden + 2 * normed }
 
-    /// The intermediates of a block that is kept: those that it recomputes otherwise, and without DoRA gate and up.
+    /// Returns the bytes of a kept block's intermediates: those that it would recompute, and without DoRA gate and up.
     func intermediates(of block: BlockShape) -> Int {
         recomputed(block.mixer) + (magnitudes > 0 ? 0 : activation(2 * block.mlp.intermediateSize))
     }
 
-    /// The derivative of the MLP, beside what was kept or recomputed: dy; in float32 of the tokens at a time x_mid, mlp_in and d_mlp_in; a tile's arrays and
-    /// weights, or the norm's derivative with p, u, m, dm and du of embeddings for each layer.
+    /// Returns the bytes of the MLP's derivative, besides the intermediates: dy; for the tokens that go through it at a time, x_mid, mlp_in
+    /// and d_mlp_in in float32; and a tile's arrays and weights, or the norm's derivative with p, u, m, dm and du of embeddings for each
+    /// layer.
     private func mlpBackward(_ machine: Machine) -> Int {
         let features = min(machine.features, architecture.widestMLP)
         let some = 4 * machine.mlpTokens * architecture.hiddenSize
         let arrays = machineMemory.tileArrays(architecture.hiddenAct, adapted: adaptedInMLP)
-        // With DoRA the products with g are arrays too where W is dequantized.
+        // With DoRA, where W is dequantized, the products with g are arrays too.
         let ofTile =
             4 * arrays * machine.mlpTokens * features + 5 * weight(features)
             + machineMemory.dequantized * some * (magnitudes > 0 ? 3 : 1)
         return hidden + 3 * some + max(ofTile, 2 * some + 5 * perLayer) + gradientBytes
     }
 
-    /// The update of a block's parameters: x, d and their like, and arrays as long as the gradient, of which it is made, unless gradients are
-    /// gathered, and the optimizer makes others; with LoRA+ the factors of the rates; where A is frozen, whole vectors.
+    /// Returns the bytes of the update of a block's parameters: three arrays such as x and d; the arrays that the gradient is joined from,
+    /// unless gradients are summed before; the optimizer's; with LoRA+ the factors of the rates; and with a frozen A whole vectors.
     func update(_ plan: Plan) -> Int {
         guard method.hasBackwardPass else { return 0 }
         let arrays =
@@ -205,16 +208,16 @@ extension Planner {
 
     /// The size of a stored number, in bytes.
     var itemSize: Int { manifest.dtype.dtype.size }
-    /// One array `[T, features]`.
+    /// Returns the bytes of an array `[T, features]`.
     func activation(_ features: Int) -> Int { length * features * itemSize }
     var hidden: Int { activation(architecture.hiddenSize) }
     var intermediate: Int { activation(architecture.widestMLP) }
-    /// An output before its post-norm, which the derivative of the norm reads.
+    /// The bytes of an output before its post-norm, which the norm's derivative reads; 0 without post-norms.
     var normed: Int { architecture.postNorms ? hidden : 0 }
-    /// p of a block with embeddings for each layer.
+    /// The bytes of p in a block with embeddings for each layer; 0 without these.
     private var perLayer: Int { activation(architecture.perLayer?.size ?? 0) }
-    /// `rows` of a weight `[rows, hidden]`, where they are dequantized before they are multiplied.
+    /// Returns the bytes of `rows` of a weight `[rows, hidden]`, where they are dequantized before a product.
     private func weight(_ rows: Int) -> Int { machineMemory.dequantized * rows * architecture.hiddenSize * 4 }
-    /// The bytes of the mixer that takes most.
+    /// Returns the bytes of the mixer that takes most.
     func largest(_ bytes: (Mixer) -> Int) -> Int { architecture.mixers.map(bytes).max() ?? 0 }
 }

@@ -4,13 +4,13 @@ import Foundation
     import os
 #endif
 
-/// The footprint at which the system ends the process or gives it no more memory, in bytes; nil where it sets no limit.
+/// Returns the footprint at which the system ends the process or gives it no more memory, in bytes; nil where it sets no limit.
 ///
-/// On Linux the lower of `RLIMIT_DATA` and the memory limits of the process's control groups. The first counts memory that was asked for,
-/// used or not, so what is reserved and not used is taken off.
+/// On Linux it is the lowest of `RLIMIT_DATA` and the memory limits of the process's control groups. The first counts allocated memory,
+/// used or not, so memory that is allocated and not used is subtracted.
 package func systemMemoryLimit() -> Int? {
     #if os(iOS)
-        // Memory that the app already holds is not the run's.
+        // The limit is for the run, so the memory that the app already holds does not count.
         let available = Int(os_proc_available_memory())
         return available > 0 ? available : nil
     #elseif canImport(Darwin)
@@ -25,11 +25,11 @@ package func systemMemoryLimit() -> Int? {
 }
 
 #if !canImport(Darwin)
-    /// Memory that a run reserves after it was planned and does not use: OpenBLAS's buffers of 32 MiB, of which it takes two at a time, and
-    /// the stacks of threads.
+    /// The memory that a run reserves after it was planned and does not use: two of OpenBLAS's buffers of 32 MiB, and the stacks of
+    /// threads.
     private let reservedLater = 76_000_000
 
-    /// The memory limits of the process's control groups, from its own up, of version 1 or 2.
+    /// Returns the memory limits of the process's control groups of version 1 or 2, from its own group up.
     private func controlGroupLimits() -> [Int] {
         func number(_ path: String) -> Int? {
             let text = try? String(contentsOfFile: path, encoding: .utf8)

@@ -4,7 +4,7 @@ import MeSPBundle
 struct PreferenceAnswer {
     let example: Example
     let isGood: Bool
-    /// The split and the examples of the prompt and the answer.
+    /// The split, and the examples that the prompt and the answer come from.
     let source: Source
     /// The lengths that sequences may have, in tokens, ascending.
     let lengths: [Int]
@@ -19,14 +19,14 @@ struct PreferenceAnswer {
         }
     }
 
-    /// The prompt's part of the sequence, whose targets count for it alone; nil where it has none.
+    /// The sequence with the prompt's targets counted instead of the answer's; nil where the prompt has no targets.
     var context: Example? {
         let counted = Set(example.counted)
         let positions = (0..<(example.counted.last ?? 0)).filter { !counted.contains($0) }
         return positions.isEmpty ? nil : Example(tokens: example.tokens, counted: positions)
     }
 
-    /// This prompt with another's answer, cut to the longest length, or padded to the next.
+    /// Returns this prompt with another record's answer, cut to the longest length or padded to the next one.
     func with(answerOf other: PreferenceAnswer) -> PreferenceAnswer {
         PreferenceAnswer(
             example: Example(prompt: example.prompt, answer: other.example.targets, lengths: lengths),
@@ -36,12 +36,12 @@ struct PreferenceAnswer {
 }
 
 extension TokenStream.Sequences {
-    /// The number of pairs, or of single answers, that an objective takes of preference data.
+    /// Returns the number of pairs or single answers that an objective takes from preference data.
     func answerCount(_ objective: Objective) -> Int { objective.takesPairs ? count / 2 : count }
 
-    /// The pair, chosen before rejected, or the answer with this number.
+    /// Returns the pair, chosen before rejected, or the single answer with the number `index`.
     ///
-    /// - Parameter split: a number of the split.
+    /// - Parameter split: the number of the split.
     func answers(_ index: Int, split: Int32, _ objective: Objective) -> [PreferenceAnswer] {
         (objective.takesPairs ? [2 * index, 2 * index + 1] : [index]).map { index in
             let (label, number) = label(index)

@@ -1,14 +1,14 @@
 import Foundation
 
-/// The terms of an answer y in an objective.
+/// The probability of an answer y, from which objectives are computed.
 struct AnswerProbability {
     let answer: PreferenceAnswer
-    /// log π(y), the sum over its targets, in nats.
+    /// log π(y), the sum over the answer's targets, in nats.
     let logProbability: Double
-    /// log π₀(y); nil for an objective that has no π₀.
+    /// log π₀(y); nil for an objective without π₀.
     let reference: Double?
 
-    /// n, the number of its targets.
+    /// n, the number of the answer's targets.
     var tokens: Int { answer.example.counted.count }
     /// ρ = log π(y) − log π₀(y)
     var ratio: Double { logProbability - (reference ?? 0) }
@@ -16,28 +16,28 @@ struct AnswerProbability {
     var mean: Double { logProbability / Double(tokens) }
 }
 
-/// The loss of a pair of answers, or of one that is good or bad by itself, as TRL 1.9.0 has it, and what follows from it.
+/// The loss of a pair of answers, or of a single good or bad answer, as in TRL 1.9.0, with its weights and rewards.
 struct PreferenceLoss {
     let loss: Double
-    /// Of each answer, the chosen one first, the derivative of the loss by −log π: the weight of all of its targets in the gradient.
+    /// The derivative of the loss by −log π of each answer, the chosen one first. It is the weight of the answer's targets in the gradient.
     let weights: [Double]
-    /// The weight of the targets of the chosen answer's prompt: ORPO's supervised loss is over these too.
+    /// The weight of the targets of the chosen answer's prompt, which ORPO's supervised loss contains too; 0 elsewhere.
     var context = 0.0
-    /// Of each answer β times what answers are compared by.
+    /// The reward of each answer: β times the number by which answers are compared.
     let rewards: [Double]
-    /// Whether the chosen answer has the higher reward; of a single one, whether its reward is on the right side of β k.
+    /// Whether the chosen answer has the higher reward, or whether a single answer's reward is on the right side of β k.
     let isRight: Bool
 
-    /// The loss of a pair:
+    /// Computes the loss of a pair:
     ///
     ///     DPO     m = β (ρ_c − ρ_r)                     ℒ = −log σ(m)
     ///     IPO     h = ρ_c / n_c − ρ_r / n_r − 1 / 2β    ℒ = h²
     ///     SimPO   m = β (μ_c − μ_r) − γ                 ℒ = −log σ(m)
     ///     ORPO    o = f(μ_c) − f(μ_r)                   ℒ = −β log σ(o) + the chosen's supervised loss
     ///
-    /// with c for the chosen answer, r for the rejected one, and f(x) = x − log(1 − eˣ), the logit of eˣ.
-    /// - Parameter supervisedTargets: of ORPO, whose supervised loss is a mean over all targets of a batch's chosen answers and their
-    ///   prompts, how many those are for each pair. The loss here is without the prompt's part.
+    /// c stands for the chosen answer and r for the rejected one. f(x) = x − log(1 − eˣ) is the logit of eˣ.
+    /// - Parameter supervisedTargets: for ORPO, the number of targets in a batch's chosen answers and their prompts, divided by the number
+    ///   of pairs. The supervised loss is a mean over these. The loss here lacks the prompt's part.
     init(
         _ objective: Objective, chosen: AnswerProbability, rejected: AnswerProbability, supervisedTargets: Double,
         _ settings: RunSettings
@@ -77,12 +77,13 @@ struct PreferenceLoss {
         isRight = rewards[0] > rewards[1]
     }
 
-    /// The loss of a single answer (KTO):
+    /// Computes the loss of a single answer (KTO):
     ///
     ///     ℒ = w (1 − σ(± β (ρ − k)))
     ///
-    /// with + and w = `desirableWeight` for a good one, − and `undesirableWeight` for a bad one. k is what π is away from π₀ anyway: no
-    /// less than 0, the mean ρ of the batch's prompts, each with the answer before it. It is not a function of the parameters.
+    /// A good answer has + and w = `desirableWeight`, a bad one has − and w = `undesirableWeight`. k estimates the divergence of π from π₀.
+    /// It is the mean ρ of the batch's prompts, each with the answer of the record before, and at least 0. The derivative treats k as a
+    /// constant.
     init(_ scored: AnswerProbability, kl: Double, _ settings: RunSettings) {
         let (beta, sign) = (settings.preferenceBeta, scored.answer.isGood ? 1.0 : -1.0)
         let factor = Double((scored.answer.isGood ? settings.desirableWeight : settings.undesirableWeight) ?? 1)
@@ -93,18 +94,18 @@ struct PreferenceLoss {
         isRight = (scored.ratio > kl) == scored.answer.isGood
     }
 
-    /// k, of the mismatched answers of a batch.
+    /// Returns k from the mismatched answers of a batch.
     static func kl(_ mismatched: [AnswerProbability]) -> Double {
         max(0, mismatched.reduce(0) { $0 + $1.ratio } / Double(mismatched.count))
     }
 }
 
 extension RunSettings {
-    /// β
+    /// β, by default 0.1.
     fileprivate var preferenceBeta: Double { Double(beta ?? 0.1) }
 }
 
 private func sigmoid(_ x: Double) -> Double { x >= 0 ? 1 / (1 + exp(-x)) : exp(x) / (1 + exp(x)) }
 
-/// −log σ(−x)
+/// Returns −log σ(−x).
 private func softplus(_ x: Double) -> Double { max(x, 0) + log1p(exp(-abs(x))) }

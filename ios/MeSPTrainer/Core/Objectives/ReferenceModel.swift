@@ -1,16 +1,16 @@
 import MLX
 import MeSPSentences
 
-/// π₀, the model as it was when the run began: without adapters, or with those that the run began with.
+/// π₀, the model at the beginning of the run: without adapters, or with those that the run began with.
 final class ReferenceModel {
     private let start: BlockArrays?
-    /// log π₀ of answers, in nats, as they are met.
+    /// log π₀ of the answers so far, in nats.
     private var known = [PreferenceAnswer.Source: Float]()
 
     /// - Parameter start: the parameters that the run began with; nil without adapters.
     init(start: BlockArrays?) { self.start = start }
 
-    /// log π₀ of an answer, computed once.
+    /// Returns log π₀ of an answer, which is computed once.
     func logProbability(_ answer: PreferenceAnswer, _ model: BlockwiseModel) throws -> Double {
         if let known = known[answer.source] { return Double(known) }
         let loss = try model.loss(answer.example) { [start] block, _ in
@@ -21,9 +21,9 @@ final class ReferenceModel {
         return Double(-loss)
     }
 
-    // MARK: - What a resumed run takes over
+    // MARK: - The state of a resumed run
 
-    /// The log-probabilities that are known, by name; none before there are some.
+    /// The log-probabilities that are known, by the names of saved arrays; empty where none are known.
     var vectors: [String: MLXArray] {
         guard !known.isEmpty else { return [:] }
         let known = known.sorted { $0.key < $1.key }
@@ -34,7 +34,7 @@ final class ReferenceModel {
         ]
     }
 
-    /// Takes what `vectors` gave, if there is any.
+    /// Restores the log-probabilities from `vectors`, if these contain any.
     func restore(_ vectors: (_ name: String) -> MLXArray?) throws {
         guard let answers = vectors("reference.answers"), let values = vectors("reference.log_probabilities") else {
             return

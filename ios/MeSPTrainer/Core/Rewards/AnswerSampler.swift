@@ -1,25 +1,25 @@
 import MLX
 import MeSPBundle
 
-/// A prompt with answers that were sampled for it, for a function that rewards them.
+/// A prompt with the answers that were sampled for it: the input of a function that rewards them.
 package struct AnswerGroup: Encodable, Sendable {
-    /// Token ids.
+    /// The token ids of the prompt.
     package let prompt: [Int]
     /// The answer in the data, without the token that ends it.
     package let reference: [Int]
-    /// The sampled ones, without the token that ends them.
+    /// The sampled answers, each without the token that ends it.
     package let answers: [[Int]]
 }
 
 extension BlockwiseModel {
-    /// Samples answers from the model as it is, and makes training sequences of them.
+    /// Samples answers from the current model, and makes training sequences of them.
     ///
     /// - Parameters:
-    ///   - prompts: sequences of the data, of which the tokens up to the first that counts are the prompt.
-    ///   - lengths: how long sequences may be, in tokens, ascending.
-    ///   - number: of the step, from 0. The same settings and number draw the same answers.
-    ///   - cacheLimit: of the answers that are written together, in bytes.
-    /// - Returns: the groups, and each answer as a sequence of which the answer's tokens count, the one that ends it too.
+    ///   - prompts: sequences of the data, whose `Example.prompt` is the prompt
+    ///   - lengths: the lengths that sequences may have, in tokens, ascending
+    ///   - number: the number of the step, from 0; the same settings and number draw the same answers
+    ///   - cacheLimit: the most bytes for the caches of the answers that are written together
+    /// - Returns: the groups, and a sequence for each answer, in which the answer's tokens count, including the one that ends it.
     /// - Throws: `CancellationError` from a block boundary.
     func sampleAnswers(
         to prompts: [Example], groupSize: Int, lengths: [Int], number: Int, cacheLimit: Int

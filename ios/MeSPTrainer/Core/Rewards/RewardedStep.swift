@@ -1,17 +1,20 @@
 import MeSPBundle
 import MeSPSentences
 
-/// A step on answers that are sampled to prompts from the model as it is, and rewarded.
+/// A step on answers that are sampled from the current model and rewarded.
 struct RewardedStep {
     let trainer: Trainer
-    /// Of the answers that are written together, in bytes.
+    /// The most bytes for the caches of the answers that are written together.
     let cacheLimit: Int
-    /// Gets the answers to each prompt, and returns a number for each.
+    /// A function that returns a number for each answer to each prompt.
     let reward: ([AnswerGroup]) throws -> [[Float]]
 
+    /// Samples and rewards answers, and performs one update from them.
+    ///
     /// - Parameters:
-    ///   - prompts: sequences of the data; see `sampleAnswers`.
-    ///   - lengths: how long sequences may be, in tokens, ascending.
+    ///   - prompts: sequences of the data; see `sampleAnswers`
+    ///   - size: the number of answers to each prompt
+    ///   - lengths: the lengths that sequences may have, in tokens, ascending
     func step(_ prompts: [Example], size: Int, lengths: [Int], number: Int) throws -> StepResult {
         let (start, settings) = (ContinuousClock.now, trainer.model.settings)
         let (groups, answers) = try trainer.model.sampleAnswers(
@@ -32,7 +35,7 @@ struct RewardedStep {
             loss += share * group.loss
             parts += zip(answers, group.weights).map { (example: $0, weight: share * $1) }
         }
-        // An answer without a weight has no gradient. Where no answer has one, the update is the optimizer's for a gradient of 0.
+        // Answers of weight 0 have no gradient. If there are no others, one is kept, for an update with a gradient of 0.
         let weighted = parts.filter { $0.weight != 0 }
         let supervised = SequenceLoss(weighted.isEmpty ? Array(parts.prefix(1)) : weighted)
         var result = try takeStep(trainer, [supervised], number: number)
@@ -44,20 +47,20 @@ struct RewardedStep {
     }
 }
 
-/// The weights of a group's answers in the gradient: group relative policy optimization (GRPO, arXiv:2402.03300) and its form without
-/// the two divisions that favour short and easy answers (Dr. GRPO, arXiv:2503.20783).
+/// Returns the loss of a group of answers, and their weights in the gradient. The method is group relative policy optimization (GRPO,
+/// arXiv:2402.03300), or its form without two divisions that favour short and easy answers (Dr. GRPO, arXiv:2503.20783).
 ///
 ///     GRPO        Aᵢ = (rᵢ − mean r) / (std r + 10⁻⁴)     ℒ = −1/G Σᵢ Aᵢ / nᵢ Σₜ πₜ / sg(πₜ)
 ///     Dr. GRPO    Aᵢ = rᵢ − mean r                        ℒ = −1/G Σᵢ Aᵢ / n_max Σₜ πₜ / sg(πₜ)
 ///
-/// for the rewards r of G answers of n tokens to one prompt, the probability π of each token, and sg, which stops the gradient. The
-/// answers are sampled from the model that is updated, so that π / sg(π) is 1 and its derivative that of log π.
+/// r are the rewards of the G answers to one prompt, n is the number of an answer's tokens, π is the probability of a token, and sg stops
+/// the gradient. The answers are sampled from the model that is updated, so π / sg(π) is 1 and its derivative is that of log π.
 ///
 /// - Parameters:
-///   - rewards: of a group's answers, at least two.
-///   - tokens: how many tokens each has.
-///   - longest: n_max of Dr. GRPO; nil for GRPO.
-/// - Returns: ℒ, and of each answer ∂ℒ / ∂(−log π) of its tokens.
+///   - rewards: the rewards of a group's answers, at least two
+///   - tokens: the number of tokens in each answer
+///   - longest: n_max of Dr. GRPO; nil for GRPO
+/// - Returns: ℒ, and ∂ℒ / ∂(−log π) of each answer's tokens.
 private func groupLoss(rewards: [Float], tokens: [Int], longest: Int?) -> (loss: Float, weights: [Float]) {
     // In float64 the mean of equal rewards is exact, and their advantages are 0.
     let count = Double(rewards.count)
@@ -67,7 +70,7 @@ private func groupLoss(rewards: [Float], tokens: [Int], longest: Int?) -> (loss:
     if let longest {
         weights = centred.map { Float($0) / (Float(longest) * Float(count)) }
     } else {
-        // Of a sample, as in TRL.
+        // The standard deviation of a sample, as in TRL.
         let deviation = (centred.reduce(0) { $0 + $1 * $1 } / (count - 1)).squareRoot()
         weights = zip(centred, tokens).map { Float($0 / (deviation + 1e-4)) / (Float($1) * Float(count)) }
     }

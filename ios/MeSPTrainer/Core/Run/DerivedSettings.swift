@@ -1,18 +1,18 @@
 import MLX
 
-// What follows from a run's settings.
+// Values that are derived from a run's settings.
 
 extension RunSettings {
     /// The factor of the adapters' output.
     package var scale: Float { alpha / (rslora ? Float(rank).squareRoot() : Float(rank)) }
 
-    /// Sequences of a step, or pairs or answers of an objective.
+    /// The number of a step's sequences; with an objective, of its pairs or answers.
     var sequences: Int { batchSize * gradAccumulationSteps * (groupSize ?? 1) }
 
-    /// Whether no block function is called: they have no inputs for masks and magnitudes.
+    /// Whether all blocks run by formulas. Block functions have no inputs for dropout's masks and DoRA's magnitudes.
     var needsFormulas: Bool { dropout > 0 || dora }
 
-    /// Whether the initial adapters are kept: as the reference model's, or for FedProx.
+    /// Whether the initial adapters are kept, for the reference model or for FedProx.
     var keepsStart: Bool { adapters != nil && (objective?.hasReference == true || proximalMu != nil) }
 }
 
@@ -21,13 +21,13 @@ extension RunSettings.LoRADtype {
 }
 
 extension GradientMethod {
-    /// Whether gradients come from a pass backward through the blocks, which reads their inputs.
+    /// Whether gradients come from a backward pass through the blocks, which reads their inputs.
     var hasBackwardPass: Bool { self != .mezo }
 
-    /// Whether that pass reads intermediates, which a plan may keep.
+    /// Whether the backward pass reads intermediates, which a plan may keep.
     var readsIntermediates: Bool { self == .mesp }
 
-    /// Whether a sequence may have several records: a block function, which MeBP differentiates, has no place for them.
+    /// Whether a sequence may have several records. The block function that MeBP differentiates has no input for them.
     package var takesPacked: Bool { self != .mebp }
 }
 
@@ -35,6 +35,6 @@ extension Objective {
     /// Whether the data must be pairs of answers.
     var takesPairs: Bool { self != .kto }
 
-    /// Whether answers are compared with π₀, the model as it was when the run began.
+    /// Whether answers are compared with π₀, the model at the beginning of the run.
     var hasReference: Bool { self == .dpo || self == .ipo || self == .kto }
 }

@@ -1,18 +1,18 @@
 import MeSPBundle
 
-// The optimizer and the learning rate of a run that names none, which learn in some hundred steps: `docs/decisions.md` says why.
-// `exporter/mesp/settings/optimizer_defaults.py` has the same rule for `mesp train`.
+// The optimizer and the learning rate of a run that names none. A model learns with them in some hundred steps; `docs/decisions.md` says
+// why. `exporter/mesp/settings/optimizer_defaults.py` has the same rule for `mesp train`.
 
 extension RunSettings {
     /// The optimizer that is set, or the default of the method.
     package var effectiveOptimizer: OptimizerKind { optimizer ?? (method == .mezo ? .sgd : .adamw8bit) }
 
-    /// The learning rate that is set, or the default.
+    /// Returns the learning rate that is set, or the default.
     package func effectiveLearningRate(for architecture: Architecture) -> Float {
         learningRate ?? defaultLearningRate(for: architecture)
     }
 
-    /// The default learning rate for the method, the optimizer, the model and the objective, or sampled answers.
+    /// Returns the default learning rate for the method, the optimizer, the model, and the objective or sampled answers.
     package func defaultLearningRate(for architecture: Architecture) -> Float {
         let rate: Float
         switch (method, effectiveOptimizer) {
@@ -23,12 +23,12 @@ extension RunSettings {
         return objective != nil ? rate / 10 : groupSize != nil ? rate / 3 : rate
     }
 
-    /// Sets the paper's optimizer and learning rate, with which a model learns slowly. A settings file that names none means these.
+    /// Sets the paper's optimizer and learning rate, with which a model learns slowly. A settings file that names none has these.
     package mutating func usePaperUpdate() { (optimizer, learningRate) = (.sgd, Self.paperLearningRate) }
 
     private static let paperLearningRate: Float = 1e-4
 
-    /// Sets the defaults where nothing is set, so that a log and a saved state say what a run does.
+    /// Sets the defaults where nothing is set, so that the log and the saved state name them.
     mutating func setDefaultUpdate(for architecture: Architecture) {
         (optimizer, learningRate) = (effectiveOptimizer, effectiveLearningRate(for: architecture))
     }

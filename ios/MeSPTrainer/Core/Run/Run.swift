@@ -5,22 +5,22 @@ import MeSPSentences
 
 /// One training run from settings to adapters.
 package enum Run {
-    /// The version of the trainer, that of the Python package.
+    /// The version of the trainer, which is that of the Python package.
     package static let version = "0.1.0"
 
     /// Trains with `settings`: evaluates, steps, saves, and appends each record to the log.
     ///
     /// - Parameters:
     ///   - settings: the bundle, the output folder, and everything the run depends on.
-    ///   - report: gets each record and its line in the log.
-    ///   - atBlock: called at every block boundary with a function that appends an event to the log. It may wait, in the
-    ///     middle of a step. After `CancellationError` the step is dropped, or finished if its updates have begun, the adapters are
-    ///     saved, and the run ends as `stopped`.
-    ///   - besideBytes: the process's footprint without the run, as an app's own; the memory limit is for what comes on top.
-    ///   - memoryIsShort: asked before each step whether the system has warned since; the run then continues with a cheaper plan.
-    ///   - reward: with `groupSize`, gets the answers that were sampled to a step's prompts, and returns a number for each, higher for a
-    ///     better one.
-    ///   - battery: asked at the run's beginning and end, for the log.
+    ///   - report: called with each record and its line in the log.
+    ///   - atBlock: called at every block boundary with a function that appends an event to the log. It may wait in the middle of a step.
+    ///     If it throws `CancellationError`, the step is dropped, or finished if its updates have begun. Then the adapters are saved, and
+    ///     the run ends as `stopped`.
+    ///   - besideBytes: the process's footprint without the run, such as an app's own; the memory limit is for the rest.
+    ///   - memoryIsShort: called before each step. It returns whether the system has warned since the last call; the run then continues
+    ///     with a cheaper plan.
+    ///   - reward: with `groupSize`, returns a number for each answer that was sampled to a step's prompts, higher for a better one.
+    ///   - battery: called at the run's beginning and end, for the log.
     /// - Throws: `MeSPError`. Earlier saves stay valid.
     package static func run(
         _ settings: RunSettings, report: @escaping (LogRecord, Data) throws -> Void = { _, _ in },
@@ -47,7 +47,7 @@ package enum Run {
         guard !settings.resume || FileManager.default.fileExists(atPath: LogWriter.url(in: output).path) else {
             throw MeSPError("\(output.path) holds no run to resume; start the run without resume.")
         }
-        // Held from before the state is read, so that it stays what it is.
+        // The folder is locked before the state is read, so that no other process changes the state.
         var lock = settings.resume && !settings.dryRun ? try FolderLock(output) : nil
         defer { withExtendedLifetime(lock) {} }
         var saved = settings.resume ? try SavedState.load(from: output, settings) : nil
@@ -64,7 +64,7 @@ package enum Run {
         try saved?.state.check(sources, in: output)
         let data = try Splits(bundle, settings)
         if lock == nil { lock = try FolderLock(output) }
-        // The first work for the GPU, and so a block boundary too; a stop waits for the next.
+        // The first work for a GPU begins here, so this is a block boundary too. A stop waits for the next one.
         try? hooks.atBlock { _ in }
         var isCutShort = false
         while true {
@@ -73,7 +73,7 @@ package enum Run {
                     settings, bundle, data, sources, planner, plan, from: saved, isCutShort: isCutShort, hooks: hooks
                 ).run()
             } catch let cut as TrainingLoop.CutShort {
-                // From the last saved state, or from the beginning where there is none.
+                // The run continues from the last saved state, or from the beginning where there is none.
                 (settings.resume, plan, isCutShort) = (true, cut.plan, true)
                 saved = try SavedState.load(from: output, settings)
             }
@@ -89,6 +89,6 @@ struct RunHooks {
     var memoryIsShort: () -> Bool = { false }
     var reward: (([AnswerGroup]) throws -> [[Float]])?
     var battery: () -> Battery? = { nil }
-    /// The clock that times saves; unlike the time of day it is never set.
+    /// The clock that times saves. Unlike the time of day, it is never set.
     var now: () -> ContinuousClock.Instant = { .now }
 }

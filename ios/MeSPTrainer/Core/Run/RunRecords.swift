@@ -11,7 +11,6 @@ extension LogRecord.Start {
             settings: settings, battery: battery, thermalState: ThermalState.current.rawValue)
     }
 
-    /// Machine and system.
     package static var host: String {
         let system = ProcessInfo.processInfo.operatingSystemVersionString
         var name = utsname()
@@ -22,7 +21,7 @@ extension LogRecord.Start {
 }
 
 extension LogRecord.Prediction {
-    /// - Parameter data: what DP-SGD draws from; nil without that.
+    /// - Parameter data: the data that DP-SGD draws from; nil without DP-SGD.
     init(_ settings: RunSettings, _ bundle: ModelBundle, _ planner: Planner, _ plan: Plan, _ data: Splits? = nil) {
         self.init(
             method: settings.method, seqLen: settings.seqLen, rank: settings.rank,

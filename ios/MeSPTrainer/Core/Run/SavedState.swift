@@ -5,21 +5,21 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// The state with which a run continues as if it had never ended: `state.safetensors` in its output folder. The order of the data and every
+/// The state from which a run continues as if it had never ended: `state.safetensors` in its output folder. The order of the data and every
 /// random number follow from the number of the step.
 package struct SavedState: Codable {
     private static let format = 2
     private var format = Self.format
-    /// Steps done.
+    /// The number of steps done.
     var step = 0
     /// The step of the last evaluation.
     var evaluated: Int?
-    /// The held-out loss that the run began with.
+    /// The held-out loss at the beginning of the run.
     var first: Float?
-    /// The lowest held-out loss so far, and how many evaluations have come after it.
+    /// The lowest held-out loss so far, and the number of evaluations after it.
     var best: Float?
     var evaluationsSinceBest = 0
-    /// The length of `metrics.jsonl` when this was saved; what comes after is done again.
+    /// The length of `metrics.jsonl` when this was saved. A resumed run repeats the work that later lines record.
     var logBytes: UInt64 = 0
     var plan: Plan
     var settings: RunSettings
@@ -29,11 +29,11 @@ package struct SavedState: Codable {
         (self.step, self.plan, self.settings, self.sources) = (step, plan, settings, sources)
     }
 
-    /// Digests of what the numbers of a state follow from: with another of these they say nothing.
+    /// Digests of the inputs that a state was computed from. With other inputs, the state is of no use.
     package struct Sources: Codable {
-        /// Of the bundle's weights.
+        /// The digest of the bundle's weights.
         let weights: String
-        /// Of what the run reads: each split, the text to replay, and the general text.
+        /// The digests of the data that the run reads: each split, the text to replay, and the general text.
         let data: [String: String]
 
         package init(weights: String, data: [String: String]) { (self.weights, self.data) = (weights, data) }
@@ -60,13 +60,13 @@ package struct SavedState: Codable {
         MeSPError("\(url(in: folder).path) is damaged; start the run again in another folder.")
     }
 
-    /// Whether every number is one that a run could have saved.
+    /// Whether a run could have saved these numbers.
     private var isValid: Bool {
         (0...RunSettings.maxSteps).contains(step) && (0...step).contains(evaluated ?? 0)
             && (0...step + 1).contains(evaluationsSinceBest) && (try? settings.check()) != nil
     }
 
-    /// Replaces the saved state in `folder` at once or not at all.
+    /// Replaces the saved state in `folder`, completely or not at all.
     package func save(_ trainer: Trainer, in folder: URL) throws {
         let json = String(decoding: try JSONEncoder.snakeCase.encode(self), as: UTF8.self)
         let url = Self.url(in: folder)
@@ -84,9 +84,9 @@ package struct SavedState: Codable {
 
     /// Reads the state that a run with these settings left in `folder`.
     ///
-    /// - Returns: it, the plan that the run had, where the memory settings are the same still, and the trainer's vectors by name; nil
-    ///   if there is none.
-    /// - Throws: `MeSPError` where a byte of it has changed since it was saved, or it is of other settings.
+    /// - Returns: the state, the run's plan if the memory settings are still the same, and the trainer's vectors by name; nil if there is
+    ///   no state.
+    /// - Throws: `MeSPError` where a byte of the state has changed since it was saved, or where it has other settings.
     package static func load(from folder: URL, _ settings: RunSettings) throws -> Loaded? {
         let url = url(in: folder)
         guard FileManager.default.fileExists(atPath: url.path) else { return nil }
@@ -120,7 +120,7 @@ package struct SavedState: Codable {
 }
 
 extension SavedState {
-    /// Throws where the run in `folder`, which this is the state of, was started with others.
+    /// Checks that the run in `folder`, whose state this is, was started with these sources.
     func check(_ sources: Sources, in folder: URL) throws {
         guard self.sources.weights == sources.weights else {
             throw MeSPError(
@@ -138,7 +138,7 @@ extension SavedState {
 // MARK: - A trainer's vectors
 
 extension SavedState {
-    /// Every vector that a trainer's next step depends on, by name.
+    /// Returns every vector that a trainer's next step depends on, by name.
     package static func vectors(of trainer: Trainer) throws -> [String: MLXArray] {
         var vectors = [String: MLXArray]()
         let (model, optimizer) = (trainer.model, trainer.updates.optimizer)
@@ -150,8 +150,8 @@ extension SavedState {
         return vectors.merging(trainer.reference.vectors) { $1 }
     }
 
-    /// Gives a trainer the vectors of another, by name; each is asked for when it is taken, as it may be read from a file. A trainer that this
-    /// throws on is of no more use.
+    /// Replaces a trainer's vectors by those of another. `vectors` is called for each vector when it is needed, as it may read a file.
+    /// After an error, the trainer must not be used.
     package static func restore(_ trainer: Trainer, _ vectors: (_ name: String) -> MLXArray?) throws {
         func vector(_ name: String, like current: MLXArray) throws -> MLXArray {
             guard let vector = vectors(name), vector.shape == current.shape, vector.dtype == current.dtype else {

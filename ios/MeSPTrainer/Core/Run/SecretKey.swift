@@ -7,23 +7,23 @@ import MeSPSentences
     import CryptoKit
 #endif
 
-/// The randomness of a run with DP-SGD: which examples a step draws, and the noise that it adds, follow from these 32 bytes and the number
-/// of the step, and from nothing that is published.
+/// The secret of a run with DP-SGD. The examples that a step draws and the noise that it adds follow from these 32 bytes and the number of
+/// the step. They do not follow from anything that is published.
 ///
-/// Anyone who has the key can subtract the noise. It is kept in the run's folder, readable by its owner alone, so that a resumed run is the same
-/// run, and removed when the run has finished.
+/// Anyone who has the key can subtract the noise. The key is kept in the run's folder, readable by its owner alone, so that a resumed run
+/// draws the same numbers. It is removed when the run has finished.
 package struct SecretKey {
     private let bytes: Data
     private static let length = 32
 
     static func url(in folder: URL) -> URL { folder.appendingPathComponent("secret.key") }
 
-    /// - Parameter bytes: by default new ones, from the system's generator.
+    /// - Parameter bytes: the key; by default new bytes from the system's generator.
     package init(bytes: Data = Data((0..<length).map { _ in UInt8.random(in: .min ... .max) })) { self.bytes = bytes }
 
-    /// The key of the run in a folder.
+    /// Reads or makes the key of the run in a folder.
     ///
-    /// - Parameter resumes: whether a key that is there is the run's; otherwise, and if there is none, a new one is made.
+    /// - Parameter resumes: whether a key in the folder is the run's. Otherwise, or if there is none, a new key is made.
     init(in folder: URL, resumes: Bool) throws {
         let url = Self.url(in: folder)
         if resumes, FileManager.default.fileExists(atPath: url.path) {
@@ -46,8 +46,8 @@ package struct SecretKey {
         }
     }
 
-    /// The examples of a step, each of `count` with the probability `expected / count` and independently of the others (Poisson sampling),
-    /// ascending.
+    /// Returns the examples of a step, ascending. Each of `count` is drawn with the probability `expected / count`, independently of the
+    /// others (Poisson sampling).
     func drawn(_ expected: Int, of count: Int, step: Int) -> [Int] {
         guard expected < count else { return Array(0..<count) }
         let (limit, _) = UInt64(count).dividingFullWidth((UInt64(expected), 0))  // expected / count · 2⁶⁴
@@ -56,10 +56,9 @@ package struct SecretKey {
         }
     }
 
-    /// The seed of a block's noise in a step.
     func noiseSeed(step: Int, block: Int) -> UInt64 { numbers("noise", step, block)[0] }
 
-    /// Four numbers: the SHA-256 of the key, a purpose, a step and an index.
+    /// Returns four numbers: the SHA-256 of the key, a purpose, a step and an index.
     private func numbers(_ purpose: String, _ step: Int, _ index: Int) -> [UInt64] {
         var hash = SHA256()
         var data = bytes + Data(purpose.utf8)

@@ -2,7 +2,7 @@ import MeSPBundle
 import MeSPSentences
 
 extension RunSettings {
-    /// Throws a sentence about a setting that is out of range, or does not go with another.
+    /// Throws a sentence about a setting that is out of range, or that cannot be combined with another.
     package func check() throws {
         try checkRanges()
         let product = "batch_size · grad_accumulation_steps" + (groupSize == nil ? "" : " · group_size")
@@ -12,7 +12,7 @@ extension RunSettings {
         try require(!freezeA || loraplusLrRatio == 1, "loraplus_lr_ratio", "1 with freeze_a, which trains each B only")
         try require(proximalMu == nil || adapters != nil, "adapters", "named with proximal_mu, which stays near them")
         try require(earlyStopping == 0 || evalEvery > 0, "eval_every", "above 0 with early_stopping")
-        // KTO's estimate of the divergence takes each prompt with the answer of another record.
+        // KTO's estimate of the divergence combines each prompt with the answer of another record.
         try require(objective != .kto || batchSize >= 2, "batch_size", "at least 2 with kto")
         try require(objective != .kto || valBatches != 1, "val_batches", "0, or at least 2 with kto")
         try checkDropout()
@@ -24,14 +24,15 @@ extension RunSettings {
 
     private func checkDropout() throws {
         guard dropout > 0 else { return }
-        // MeZO's two losses and an objective's likelihoods are compared, and the function that MeBP differentiates has no input for a mask.
+        // With dropout, MeZO's two losses and an objective's likelihoods could not be compared. The function that MeBP differentiates has
+        // no input for a mask.
         try require(method == .mesp, "method", "mesp with dropout")
         try require(["objective": objective == nil, "group_size": groupSize == nil], "left out with dropout") { $0 }
     }
 
     private func checkDoRA() throws {
         guard dora else { return }
-        // The function that MeBP differentiates has no input for magnitudes, and a factor of B does not weaken what they changed.
+        // The function that MeBP differentiates has no input for magnitudes. A factor of B does not weaken what the magnitudes changed.
         try require(method != .mebp, "method", "mesp or mezo with dora")
         try require(projections?.contains("experts") != true, "projections", "without experts with dora")
         try require(["freeze_a": !freezeA, "max_forgetting": maxForgetting == nil], "left out with dora") { $0 }
@@ -59,13 +60,13 @@ extension RunSettings {
     private func checkPrivacy() throws {
         try require((dpClip == nil) == (dpNoise == nil), "dp_noise", "set with dp_clip, and only with it")
         guard dpClip != nil else { return }
-        // MeZO has no gradient of an example, and KTO's depends on the batch's other records.
+        // MeZO has no gradient of an example. KTO's gradient of an example depends on the batch's other records.
         try require(method != .mezo, "method", "mesp or mebp with dp_clip")
         try require(objective != .kto, "objective", "other than kto with dp_clip")
         try require(
             gradAccumulationSteps == 1, "grad_accumulation_steps", "1 with dp_clip, which takes batch_size alone")
         try require(order != .blocks, "order", "sequences with dp_clip")
-        // The noised gradient needs no other limit; and whether a step was skipped would tell of its examples.
+        // The noised gradient needs no other limit. That a step was skipped would reveal something about its examples.
         try require(["max_grad_norm": maxGradNorm == nil, "skip_bad_steps": !skipBadSteps], "left out with dp_clip") {
             $0
         }
@@ -73,8 +74,8 @@ extension RunSettings {
 }
 
 extension Manifest {
-    /// The numbers of inputs that a run's sequences have, ascending: `seqLen` and, unless all data is packed, what the bundle has
-    /// that is shorter.
+    /// Returns the numbers of inputs that a run's sequences may have, ascending: `seqLen` and, unless all data is packed, the bundle's
+    /// shorter lengths.
     func lengths(_ settings: RunSettings) -> [Int] {
         let isPacked = settings.data == nil && (data ?? [:]).values.allSatisfy { $0.examples == nil && $0.mask == nil }
         return isPacked ? [settings.seqLen] : seqLens.filter { $0 <= settings.seqLen }.sorted()
@@ -127,7 +128,7 @@ package func require(_ condition: Bool, _ name: String, _ wanted: Sentence) thro
     guard condition else { throw MeSPError("\(name) must be \(wanted).") }
 }
 
-/// Throws a sentence about a whole number that is out of its range; nil is in each.
+/// Throws a sentence about a whole number that is out of its range; nil is allowed.
 func requireRange<Number: BinaryInteger>(
     _ name: String, _ value: Number?, least: Int, most: Int? = nil
 ) throws {
@@ -136,7 +137,7 @@ func requireRange<Number: BinaryInteger>(
     if let most { try require(value <= most, name, "at most \(most)") }
 }
 
-/// Throws a sentence about a number that is out of its range; nil is in each.
+/// Throws a sentence about a number that is out of its range; nil is allowed.
 func requireRange<Number: BinaryFloatingPoint>(
     _ name: String, _ value: Number?, least: Int? = nil, above: Int? = nil, below: Int? = nil
 ) throws {

@@ -2,11 +2,11 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-// Reads settings from files and messages: programs leave out what has its default.
+// Reads settings from files and messages, in which programs leave out defaults.
 
 extension RunSettings {
-    /// Reads a settings file: snake-case JSON with `bundle` and `output`; a key that is absent has its default, and where
-    /// the optimizer or the learning rate is absent, it is the paper's.
+    /// Reads a settings file: snake-case JSON with `bundle` and `output`. An absent key has its default. An absent optimizer or learning
+    /// rate is the paper's.
     package init(contentsOf url: URL) throws {
         guard let json = try? Data(contentsOf: url) else {
             throw MeSPError("Cannot read the settings file \(url.path).")
@@ -16,7 +16,8 @@ extension RunSettings {
             from: "The settings file \(url.path) is")
     }
 
-    /// - Parameter source: the beginning of a sentence, for an error: where the object is from
+    /// Reads settings from a JSON object.
+    /// - Parameter source: the beginning of a sentence for an error, which says where the object is from
     package init(json given: [String: Any]?, from source: Sentence) throws {
         do {
             guard let given, given["bundle"] != nil, given["output"] != nil else {
@@ -29,7 +30,7 @@ extension RunSettings {
         }
     }
 
-    /// The settings of a JSON object, with the defaults of missing ones.
+    /// Returns the settings of a JSON object, with the defaults of missing ones.
     static func completed(_ given: [String: Any]) throws -> [String: Any] {
         var defaults = RunSettings(bundle: "", output: "")
         defaults.usePaperUpdate()
@@ -38,7 +39,7 @@ extension RunSettings {
         return keys.merging(given) { $1 }
     }
 
-    /// A JSON object whose `settings` are completed with defaults, so that files of earlier versions can be read.
+    /// Returns a JSON object with its `settings` completed by defaults, so that files of earlier versions can be read.
     static func completed(in json: Data) throws -> Data {
         guard var keys = try JSONSerialization.jsonObject(with: json) as? [String: Any],
             let settings = keys["settings"] as? [String: Any]

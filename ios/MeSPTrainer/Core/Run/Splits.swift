@@ -19,7 +19,7 @@ struct Splits {
         func tokens(_ split: String) throws -> TokenStream? {
             let stream = try bundle.tokens(split)
             try stream?.check(settings.objective, split)
-            // A prompt is asked by itself.
+            // With sampled answers, each prompt has its own sequence.
             let takesPacked = bundle.manifest.takesPacked && settings.method.takesPacked && settings.groupSize == nil
             guard stream?.packsExamples != true || takesPacked else {
                 throw MeSPError(
@@ -90,17 +90,17 @@ struct Splits {
         }
     }
 
-    /// The positions of training of step `step` (from 0), in batches.
+    /// Returns the training positions of step `step` (from 0), in batches.
     private func positions(step: Int) -> [[Int]] {
         let (size, count) = (settings.batchSize, settings.gradAccumulationSteps)
         let first = (settings.firstStep + step) * count
         return (first..<first + count).map { batch in (0..<size).map { batch * size + $0 } }
     }
 
-    /// The sequences of step `step` (from 0).
+    /// Returns the sequences of step `step` (from 0).
     func sequences(step: Int) -> [Example] { positions(step: step).joined().map(training) }
 
-    /// The sequence at a position of training, from 0: of those before position p, ⌊p · `replayShare`⌋ are replayed.
+    /// Returns the sequence at a training position (from 0). Of the sequences before position p, ⌊p · `replayShare`⌋ are replayed.
     private func training(_ position: Int) -> Example {
         guard let replay else { return train.training(position, seed: settings.seed) }
         let before = replayed(before: position)
@@ -110,14 +110,14 @@ struct Splits {
 
     private func replayed(before position: Int) -> Int { Int(Double(position) * (settings.replayShare ?? 0)) }
 
-    /// The number of sequences of a step (from 0) that are replayed; nil where none ever are.
+    /// Returns the number of replayed sequences in a step (from 0); nil where no text is replayed.
     func replayed(step: Int) -> Int? {
         guard replay != nil else { return nil }
         let (size, step) = (settings.batchSize * settings.gradAccumulationSteps, settings.firstStep + step)
         return replayed(before: (step + 1) * size) - replayed(before: step * size)
     }
 
-    /// The answers of step `step` on preference data (from 0), in batches.
+    /// Returns the answers of step `step` (from 0) on preference data, in batches.
     func preferenceBatches(step: Int, _ objective: Objective) -> [[PreferenceAnswer]] {
         positions(step: step).map { batch in
             batch.flatMap { position in
@@ -128,10 +128,10 @@ struct Splits {
         }
     }
 
-    /// The number of examples that DP-SGD draws from: sequences, or pairs of an objective.
+    /// The number of examples that DP-SGD draws from: sequences, or pairs with an objective.
     var exampleCount: Int { settings.objective.map(train.answerCount) ?? train.count }
 
-    /// The first answers of a split of preference data, as many pairs or answers as `valBatches`, in batches.
+    /// Returns the first answers of a split of preference data, as many pairs or answers as `valBatches`, in batches.
     func preferenceBatches(of sequences: TokenStream.Sequences, split: Int32, _ objective: Objective)
         -> [[PreferenceAnswer]]
     {
@@ -140,13 +140,13 @@ struct Splits {
         let whole = stride(from: 0, to: count, by: size).map { start in
             (start..<min(start + size, count)).flatMap { sequences.answers($0, split: split, objective) }
         }
-        // A single answer has no other for its prompt.
+        // A single answer cannot be combined with another record's prompt.
         return whole.filter { $0.count > 1 }
     }
 }
 
 extension TokenStream {
-    /// Throws where a run with this objective has no use for the data.
+    /// Throws where the data does not suit a run with this objective.
     fileprivate func check(_ objective: Objective?, _ split: String) throws {
         guard let objective else {
             guard !hasPreferences else {

@@ -1,18 +1,18 @@
 import Foundation
 
-/// Chooses the strength s of a run's adapters, W + s · α / r · A B, so that a text they were not trained on stays about as likely as
-/// before (`docs/method.md`, "Forgetting"): the highest that keeps to the limit, or as adapters may have been trained too far a lower one,
-/// for as long as held-out loss falls.
+/// Chooses the strength s of a run's adapters, W + s · α / r · A B, so that a text that they were not trained on stays about as likely as
+/// before (`docs/method.md`, "Forgetting"). The choice is the highest strength within the limit. As adapters may have been trained too far,
+/// it is then lowered for as long as held-out loss falls.
 ///
-/// Training ends where held-out loss is flat in s, and the loss on other text rises about with s²: a smaller s loses little of the task and
-/// most of the forgetting.
+/// Training ends where held-out loss is flat in s, while the loss on other text rises about with s². So a smaller s loses little of the
+/// task and most of the forgetting.
 ///
 /// - Parameters:
-///   - step: of the record.
+///   - step: the step of the record.
 ///   - limit: the most that the perplexity of the general text may rise, in percent.
-///   - before: the held-out loss that the run began with. Where no strength has a lower one, the strength is 0.
-///   - general: the loss on the general text with the adapters at a strength, nats a token; at 0 the base model's.
-///   - heldOut: the held-out loss with the adapters at a strength, nats a token.
+///   - before: the held-out loss at the beginning of the run. If no strength has a lower one, the strength is 0.
+///   - general: returns the loss on the general text with the adapters at a strength, in nats per token; at 0 it is the base model's.
+///   - heldOut: returns the held-out loss with the adapters at a strength, in nats per token.
 func chosenStrength(
     step: Int, limit: Double, before: Float, general: (_ strength: Float) throws -> Float,
     heldOut: (_ strength: Float) throws -> Float
@@ -35,8 +35,8 @@ func chosenStrength(
     return best.lossAfter < before ? best : none
 }
 
-/// The highest strength whose loss on the general text is at most `most`, and that loss, by bisection until the strength is known to 2⁻⁴;
-/// nil where none above that is.
+/// Returns the highest strength whose loss on the general text is at most `most`, and that loss. Bisection finds the strength to within
+/// 2⁻⁴. The result is nil where no strength above that suffices.
 private func highest(
     below most: Float, _ general: (_ strength: Float) throws -> Float
 ) throws -> (strength: Float, loss: Float)? {

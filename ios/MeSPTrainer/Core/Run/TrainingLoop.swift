@@ -3,7 +3,7 @@ import MLX
 import MeSPBundle
 import MeSPSentences
 
-/// A run from its first step, or the one it was saved after, to its last: steps, evaluates, saves, and logs all of it.
+/// A run from its first step, or from a saved state, to its last step. It takes steps, evaluates, saves, and logs all of this.
 final class TrainingLoop {
     private let settings: RunSettings
     private let bundle: ModelBundle
@@ -13,7 +13,7 @@ final class TrainingLoop {
     private var trainer: Trainer
     private var state: SavedState
     private let log: LogWriter
-    /// The key of DP-SGD.
+    /// The key of DP-SGD; nil without DP-SGD.
     private let secret: SecretKey?
     private let hooks: RunHooks
 
@@ -21,26 +21,26 @@ final class TrainingLoop {
     private var begin = ContinuousClock.now
     /// The highest footprint so far, in bytes.
     private var peak = 0
-    /// The memory that a step took beyond the limit, in a sentence, until the next has a cheaper plan.
+    /// A sentence about the memory that a step took beyond the limit; nil once a cheaper plan is chosen.
     private var overBudget: Sentence?
-    /// When it is time to save, however few steps it has been.
+    /// The time at which to save, however few steps have been done.
     private var saveAt: ContinuousClock.Instant
 
     /// The most pieces of the general text that an evaluation reads.
     private static let generalPieces = 16
-    /// The time that a crash or an empty battery can cost: at the start, and after the first save.
+    /// The most time that a crash or an empty battery can cost, before and after the first save.
     private static let (timeToFirstSave, timeBetweenSaves) = (Duration.seconds(60), Duration.seconds(180))
 
-    /// The end of a step that failed for want of memory after it had changed parameters.
+    /// The error of a step that ran out of memory after it had changed parameters.
     struct CutShort: Error {
-        /// The plan to go on with, from the last saved state.
+        /// The plan with which the run continues from the last saved state.
         let plan: Plan
     }
 
     /// - Parameters:
-    ///   - sources: of the bundle and the data.
-    ///   - plan: the plan to train with, of `planner`'s.
-    ///   - saved: what to continue from; nil for the beginning.
+    ///   - sources: the digests of the bundle and the data.
+    ///   - plan: the plan to train with, one of `planner`'s.
+    ///   - saved: the state to continue from; nil at the beginning.
     ///   - isCutShort: whether this continues after `CutShort`, with another plan.
     init(
         _ settings: RunSettings, _ bundle: ModelBundle, _ data: Splits, _ sources: SavedState.Sources,
@@ -55,7 +55,7 @@ final class TrainingLoop {
         if saved == nil, let adapters = settings.adapters {
             try trainer.model.startFrom(URL(fileURLWithPath: adapters))
         }
-        // A run that ended before it had saved anything is begun again.
+        // A run that ended before its first save begins again.
         log = try LogWriter(folder: output, resumeAt: settings.resume ? saved?.state.logBytes ?? 0 : nil)
         secret = settings.dpClip == nil ? nil : try SecretKey(in: output, resumes: settings.resume)
         allowPause()
@@ -84,7 +84,7 @@ final class TrainingLoop {
 
     /// Trains to the end, or until `CancellationError` from a block boundary.
     ///
-    /// - Throws: `CutShort`, and what ends the run.
+    /// - Throws: `CutShort`, and the error that ends the run.
     func run() throws {
         begin = .now
         _ = sampler.takePeak()
@@ -98,20 +98,20 @@ final class TrainingLoop {
             if secret != nil { try SecretKey.remove(from: output) }
             try end(.finished)
         } catch is CancellationError {
-            // What follows the last step is done again by a run that goes on, from the state that was saved then.
+            // A resumed run repeats the work after the last step, from the state that was saved after that step.
             if !hasTrained { try save() }
             try end(.stopped)
         } catch let cut as CutShort {
             throw cut
         } catch {
-            // The log's disk may be the one that is full: the first error is the one to tell.
+            // The log's disk may be the full one, so these calls may fail too. The first error is the one to report.
             try? note("error", error.plainSentence)
             try? end(.failed)
             throw error
         }
     }
 
-    /// Steps until the last, or until held-out loss falls no more; evaluates and saves when it is time to.
+    /// Takes steps until the last, or until held-out loss no longer falls, and evaluates and saves when it is time to.
     private func train() throws {
         while true {
             let last = state.step >= settings.steps
@@ -145,7 +145,7 @@ final class TrainingLoop {
 
     // MARK: - Steps
 
-    /// A step and its record; or, where a number is not finite and such steps are left out, none.
+    /// Takes a step and logs its record. If a number is not finite and such steps are skipped, it logs an event instead.
     private func stepOrSkip() throws {
         peak = max(peak, sampler.takePeak())
         var record: LogRecord.Step
@@ -174,7 +174,7 @@ final class TrainingLoop {
         }
     }
 
-    /// - Returns: the record, but for the peak footprint.
+    /// Takes a step, and returns its record without the peak footprint.
     private func recordedStep() throws -> LogRecord.Step {
         let (start, before, written) = (ContinuousClock.now, trainer.clock.time, trainer.writtenBytes)
         Memory.peakMemory = 0
@@ -222,7 +222,7 @@ final class TrainingLoop {
             trainer, batches.map { PreferenceBatch($0, objective, share: 1 / Double(batches.count)) }, number: number)
     }
 
-    /// Goes on with the next cheaper plan. It is saved at once: what is resumed must repeat it.
+    /// Continues with the next cheaper plan. The state is saved at once, as a resumed run must use the same plan.
     private func economize(_ reason: Sentence) throws {
         guard let cheaper = planner.cheaper(than: state.plan) else {
             try save()
@@ -263,7 +263,7 @@ final class TrainingLoop {
         }
     }
 
-    /// The mean loss of the first sequences of a split, in nats a token.
+    /// Logs and returns the mean loss of the first sequences of a split, in nats per token.
     private func evaluate(_ split: String, _ sequences: TokenStream.Sequences) throws -> Float {
         var record = LogRecord.Eval(step: state.step, split: split, loss: 0, tokens: 0)
         if let objective = settings.objective {
@@ -280,8 +280,8 @@ final class TrainingLoop {
         return record.loss
     }
 
-    /// Gives the adapters the strength at which the perplexity of the general text rises by at most `limit` percent, and saves them. Where
-    /// none lowers held-out loss, the adapters are those that the run began with.
+    /// Gives the adapters the strength at which the perplexity of the general text rises by at most `limit` percent, and saves them. If no
+    /// strength lowers held-out loss, the adapters are those that the run began with.
     private func chooseStrength(_ limit: Double) throws {
         guard let general = data.general, let valid = data.valid, let before = state.first else { return }
         func loss(_ sequences: TokenStream.Sequences, _ count: Int, at strength: Float) throws -> Float {
@@ -302,7 +302,7 @@ final class TrainingLoop {
         try append(.strength(chosen))
     }
 
-    // MARK: - What is written
+    // MARK: - Saves and the log
 
     private var isTimeToSave: Bool {
         guard settings.saveEvery > 0, state.step > 0 else { return false }
@@ -311,7 +311,7 @@ final class TrainingLoop {
 
     private func save() throws {
         try trainer.model.saveAdapters(to: output.appendingPathComponent("adapters"))
-        // Before the state, which says how long the log is.
+        // The log comes before the state, which contains the log's length.
         state.logBytes = try log.synchronize()
         try state.save(trainer, in: output)
         saveAt = hooks.now() + Self.timeBetweenSaves

@@ -1,24 +1,25 @@
 import Foundation
 import MLX
 
-/// The 8-bit form of AdamW's moments, as in bitsandbytes: 256 numbers share a scale, their largest absolute value, and each has
-/// a code, which stands for the nearest of 256 fractions of it; of two that are equally near, the lower.
+/// The 8-bit form of AdamW's moments, as in bitsandbytes. 256 numbers share a scale, which is their largest absolute value. Each number has
+/// a code for the nearest of 256 fractions of the scale, or for the lower of two equally near ones.
 ///
-/// A vector `[P]` becomes uint8 `[⌈P / 256⌉, 260]`, a row for 256 numbers: the bytes of the scale, a float32, and the codes.
+/// A vector `[P]` becomes uint8 `[⌈P / 256⌉, 260]`. A row contains the four bytes of the scale, a float32, and the codes of 256 numbers.
 struct DynamicQuantization {
     private static let (rowCount, scaleBytes) = (256, 4)
 
-    /// The value of each code, ascending, float32 `[256]`.
+    /// The fraction of each code, ascending, float32 `[256]`.
     private let fractions: MLXArray
-    /// The middles between neighbours, and ∞, float32 `[256]`.
+    /// The middles between neighbouring fractions, and ∞, float32 `[256]`.
     private let middles: MLXArray
-    /// The code of the lowest number with these upper 16 bits of a float32, uint8 `[2¹⁶]`. Between the lowest and the highest of them lies
-    /// one middle at most.
+    /// The code of the lowest float32 with each pattern of the upper 16 bits, uint8 `[2¹⁶]`. There is at most one middle between the lowest
+    /// and the highest float32 of a pattern.
     private let lowest: MLXArray
 
-    /// - Parameter signed: whether there are negative numbers, as of m; v has none.
+    /// - Parameter signed: whether there are negative numbers, as in m; v has none.
     init(signed: Bool) {
-        // 0, 1, and of each power of ten from 10⁻⁶ to 1 the middles of equal parts of its upper nine tenths, twice as many as of the last.
+        // The fractions are 0, 1, and for each power of ten p from 10⁻⁶ to 1 the middles of equal parts of [0.1 p, p]. Each power has twice
+        // as many parts as the one before.
         var numbers = [0.0, 1.0]
         for power in 0...6 {
             let parts = (signed ? 1 : 2) << power
@@ -29,7 +30,7 @@ struct DynamicQuantization {
         }
         let fractions = numbers.sorted().map(Float.init)
         let middles = zip(fractions, fractions.dropFirst()).map { ($0 + $1) / 2 }
-        /// The number of middles below `number`, by bisection.
+        /// Returns the number of middles below `number`, by bisection.
         func code(_ number: Float) -> UInt8 {
             var (low, high) = (0, middles.count)
             while low < high {
@@ -39,16 +40,17 @@ struct DynamicQuantization {
             return UInt8(low)
         }
         let lowest = (UInt32(0)..<1 << 16).map { upper in
-            // Of negative numbers the one that is largest without its sign.
+            // The lowest of some negative numbers has the largest magnitude.
             code(Float(bitPattern: upper << 16 | (upper >> 15 == 1 ? 0xFFFF : 0)))
         }
         (self.fractions, self.middles) = (MLXArray(fractions), MLXArray(middles + [.infinity]))
         self.lowest = MLXArray(lowest)
     }
 
-    /// The shape of a vector `[count]`, quantized; all its bytes 0, it is a vector of zeros.
+    /// Returns the shape of a quantized vector `[count]`. If all its bytes are 0, it is a vector of zeros.
     static func shape(_ count: Int) -> [Int] { [(count + rowCount - 1) / rowCount, scaleBytes + rowCount] }
 
+    /// Quantizes a vector.
     /// - Parameter x: float32 `[P]`
     func quantized(_ x: MLXArray) -> MLXArray {
         let missing = Self.shape(x.size)[0] * Self.rowCount - x.size
@@ -61,7 +63,7 @@ struct DynamicQuantization {
         return concatenated([scale.view(dtype: .uint8), codes], axis: 1)
     }
 
-    /// The vector that `quantized` encoded, as float32 `[count]`.
+    /// Returns the vector that the codes stand for, as float32 `[count]`.
     func dequantized(_ rows: MLXArray, count: Int) -> MLXArray {
         let scale = rows[0..., ..<Self.scaleBytes].view(dtype: .float32)
         return (take(fractions, rows[0..., Self.scaleBytes...]) * scale).reshaped([-1])[..<count]

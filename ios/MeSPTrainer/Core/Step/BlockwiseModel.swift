@@ -2,33 +2,32 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// The frozen model with its LoRA parameters, run a block at a time: weights are mapped, and the activations of one block are all
-/// that is alive. Sequences may have any of the lengths that the bundle has functions for.
+/// The frozen model with its LoRA parameters, run one block at a time. Weights are mapped, and only the activations of one block are alive.
+/// Sequences may have any length that the bundle has functions for.
 package final class BlockwiseModel {
     package let bundle: ModelBundle
     package let settings: RunSettings
-    /// The layout of each block's parameters.
     package let layouts: [LoRALayout]
-    /// The blocks with parameters, which are trained, ascending. `Manifest.check` has found that there are some.
+    /// The indices of the trained blocks, which alone have parameters, ascending. `Manifest.check` ensures that there is at least one.
     package let trained: [Int]
-    /// s, a factor of the adapters' output besides their own; 1 while they are trained.
+    /// s, an additional factor of the adapters' output; 1 while they are trained.
     var strength: Float = 1
     /// The factor of the adapters' output: s · α / rank, or s · α / √rank.
     package var scale: Float { strength * settings.scale }
     private let tileBytes: Int
-    /// The most that the arrays of one block or of the head may take on a GPU, in bytes.
+    /// The most bytes that the arrays of one block or of the head may take on a GPU; nil on a CPU.
     let workspace: Int?
     private let keepsCache: Bool
     let clock: StepClock
     /// The parameters: one flat vector `[P]` for each block that has any, in float32 or bfloat16.
     package var lora: BlockArrays
-    /// With DoRA ‖W‖² of each block with parameters; nil without.
+    /// ‖W‖² of each block with parameters; nil without DoRA.
     private let squaredNorms: BlockArrays?
-    /// Whether a whole step was done, so that a GPU has compiled the kernels; see `Machine.pause`.
+    /// Whether a whole step has been done, so that a GPU has compiled the kernels; see `Machine.pause`.
     var isWarm: Bool
-    /// The functions of whose derivative a GPU has compiled the kernels.
+    /// The functions for whose derivatives a GPU has compiled the kernels.
     var differentiated = Set<ObjectIdentifier>()
-    /// For each block the function of its kind, by the files and the number of tokens, imported when a sequence of this length first comes.
+    /// The function of each block's kind, by the files and the number of tokens. Functions are imported for the first sequence of a length.
     private var functions = [KeyPath<Manifest.Blocks, [String: String]>: [Int: [BlockFunction?]]]()
 
     /// - Parameter settings: `Manifest.check` must have found their length and rank in the bundle.
@@ -49,7 +48,7 @@ package final class BlockwiseModel {
         bundle.maps.areKept = plan.keepsMaps
     }
 
-    /// The block function for x `[1, T, hidden]` in some of a kind's files, which the bundle must have; nil for a block without one.
+    /// Returns the block function for x `[1, T, hidden]` from `files`, which the bundle must have; nil for a block without a function.
     package func function(
         _ block: Int, _ x: MLXArray, _ files: KeyPath<Manifest.Blocks, [String: String]> = \.functions
     ) throws -> BlockFunction? {
@@ -67,7 +66,7 @@ package final class BlockwiseModel {
         return imported[block]
     }
 
-    /// The plan's machine for x `[1, T, hidden]`.
+    /// Returns the plan's machine for x `[1, T, hidden]`.
     func machine(_ x: MLXArray) -> Machine {
         Machine(
             bundle.architecture, group: bundle.manifest.featureGroup, length: x.dim(1), bytes: tileBytes,
@@ -76,23 +75,23 @@ package final class BlockwiseModel {
 
     package var blocks: Range<Int> { 0..<bundle.architecture.numHiddenLayers }
 
-    /// A block's parameters `[P]` in float32.
+    /// Returns a block's parameters `[P]` in float32.
     package func parameters(_ block: Int) throws -> MLXArray {
         guard layouts[block].count > 0 else { return MLXArray.zeros([0]) }
         let stored = try lora.read(block)
         return stored.dtype == .float32 ? stored : try clock.confirmed { stored.asType(.float32) }
     }
 
-    /// The parameters with which a block is the base model's, of a block with such.
+    /// Returns the parameters with which a trained block computes the base model's output.
     func baseParameters(_ block: Int) throws -> MLXArray {
         guard let squares = try squaredNorms?.read(block) else { return MLXArray.zeros([layouts[block].count]) }
         return layouts[block].base(sqrt(squares))
     }
 
-    /// DoRA's formulas for a block with parameters; nil without DoRA.
+    /// Returns DoRA's formulas for a block with parameters; nil for other blocks, and without DoRA.
     ///
     /// - Parameters:
-    ///   - weights: the block's, mapped.
+    ///   - weights: the block's weights, mapped
     ///   - lora: `[P]`
     private func dora(_ block: Int, _ weights: BlockWeights, _ lora: MLXArray) throws -> DoRA? {
         guard layouts[block].count > 0, let squares = try squaredNorms?.read(block) else { return nil }
@@ -103,7 +102,7 @@ package final class BlockwiseModel {
                 processor: bundle.processor))
     }
 
-    /// The parameters as they are now, as adapters of a model that generates.
+    /// Returns the current parameters as adapters for a model that generates.
     func adapters() throws -> LoadedAdapters {
         let lora = try blocks.map { block in
             try clock.confirmed {
@@ -121,7 +120,7 @@ package final class BlockwiseModel {
         return LoadedAdapters(rank: settings.rank, scale: scale, lora: lora, layouts: layouts.map(\.whole))
     }
 
-    /// The embeddings `[1, T, hidden]` of a sequence's inputs.
+    /// Returns the embeddings `[1, T, hidden]` of a sequence's inputs.
     package func embed(_ example: Example) throws -> MLXArray {
         try clock.repeating {
             try bundle.withEmbedding { weights in
@@ -130,14 +129,14 @@ package final class BlockwiseModel {
         }
     }
 
-    /// The inputs of the blocks besides the output of the block before, from the forward to the backward pass.
+    /// A sequence's side inputs of all blocks, kept from the forward to the backward pass.
     package final class SequenceContext {
         fileprivate let records: [Range<Int>]?
         fileprivate let embeddings: LayerEmbeddings?
         fileprivate let dropout: DropoutKey?
-        /// The keys and values that several blocks take, by the block that has them.
+        /// The shared keys and values, by the block that has them.
         fileprivate var sharedKeyValues = [Int: MixerState.KeyValues]()
-        /// The sums of the gradients by these, of the blocks that took them.
+        /// The sums of the gradients by shared keys and values, from the blocks that attend to them.
         var gradients = [Int: MixerState.KeyValues]()
 
         fileprivate init(_ records: [Range<Int>]?, _ embeddings: LayerEmbeddings?, _ dropout: DropoutKey?) {
@@ -145,6 +144,8 @@ package final class BlockwiseModel {
         }
     }
 
+    /// Makes the context of a sequence.
+    ///
     /// - Parameters:
     ///   - x0: the embeddings of the sequence's inputs `[1, T, hidden]`.
     ///   - dropout: the key of a sequence in a step; nil without dropout.
@@ -156,10 +157,10 @@ package final class BlockwiseModel {
             try clock.repeating { try bundle.layerEmbeddings(example.inputs, x0: x0.squeezed(axis: 0)) }, dropout)
     }
 
-    /// A block's call for a sequence.
+    /// Makes a block's call for a sequence.
     ///
     /// - Parameters:
-    ///   - weights: the block's, mapped.
+    ///   - weights: the block's weights, mapped
     ///   - lora: `[P]`
     func makeCall(
         _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: SequenceContext
@@ -180,8 +181,8 @@ package final class BlockwiseModel {
         return call
     }
 
-    /// A block's call in the forward pass. Where other blocks take its keys and values too, these are computed from x `[1, T, hidden]`, as a
-    /// block function does not give them.
+    /// Makes a block's call in the forward pass. If other blocks attend to its keys and values, these are computed from x `[1, T, hidden]`,
+    /// as a block function does not return them.
     package func makeForwardCall(
         _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: SequenceContext, _ x: MLXArray
     ) throws -> BlockCall {
@@ -196,11 +197,11 @@ package final class BlockwiseModel {
         return call
     }
 
-    /// The block's output y `[1, T, hidden]`, evaluated.
+    /// Returns the block's output y `[1, T, hidden]`, evaluated.
     ///
     /// - Parameters:
     ///   - x: `[1, T, hidden]`
-    ///   - keepsIntermediates: whether to return its intermediates too, evaluated; they are nil otherwise.
+    ///   - keepsIntermediates: whether to return the intermediates too, evaluated; otherwise they are nil
     package func forward(
         _ call: BlockCall, _ x: MLXArray, keepsIntermediates: Bool = false
     ) throws -> (y: MLXArray, intermediates: Intermediates?) {
@@ -221,7 +222,7 @@ package final class BlockwiseModel {
 
     /// Recomputes the block's intermediates from its input, evaluated.
     ///
-    /// - Parameter all: whether with gate and up, as `forward` keeps them.
+    /// - Parameter all: whether to include gate and up, as `forward` does.
     func recompute(_ call: BlockCall, _ x: MLXArray, all: Bool) throws -> Intermediates {
         let pass = try forwardPass(call, x)
         let intermediates = all ? try pass.outputs(x).intermediates : try pass.intermediates(x)
@@ -238,7 +239,7 @@ package final class BlockwiseModel {
         }
     }
 
-    /// The block's formulas for x `[1, T, hidden]`.
+    /// Returns the block's formulas for x `[1, T, hidden]`.
     func block(_ call: BlockCall, _ x: MLXArray) -> Block {
         var block = Block(
             weights: call.weights, lora: call.lora, layout: layouts[call.index], scale: scale, machine: machine(x),
@@ -247,12 +248,12 @@ package final class BlockwiseModel {
         return block
     }
 
-    /// After a block or the head: gives the buffers back that MLX keeps, unless the plan has room for them.
+    /// Frees the buffers that MLX keeps after a block or the head, unless the plan has room for them.
     func freeCache() {
         if !keepsCache { Memory.clearCache() }
     }
 
-    /// The sum of the losses of the counted targets, in nats, from the last block's output.
+    /// Returns the sum of the losses of the counted targets, in nats, from the last block's output.
     func loss(_ y: MLXArray, _ example: Example) throws -> Float {
         try head(y) { head in
             try head.loss(
@@ -261,7 +262,7 @@ package final class BlockwiseModel {
         }
     }
 
-    /// The same with its gradient `[1, T, hidden]` by y, times `scale`.
+    /// Returns the sum of the losses of the counted targets, in nats, and its gradient by y `[1, T, hidden]` times `scale`.
     package func lossAndGradient(_ y: MLXArray, _ example: Example, scale: Float) throws -> (loss: Float, dy: MLXArray)
     {
         try head(y) { head in
@@ -283,7 +284,7 @@ package final class BlockwiseModel {
         }
     }
 
-    /// The sum of the losses of a sequence's counted targets, in nats, with the parameters as they are or moved, where a block has
+    /// Returns the sum of the losses of a sequence's counted targets, in nats. `moved` returns the parameters to use, for blocks that have
     /// any.
     func loss(_ example: Example, parameters moved: (_ block: Int, _ lora: MLXArray) throws -> MLXArray = { $1 })
         throws -> Float
@@ -291,11 +292,11 @@ package final class BlockwiseModel {
         try loss(lastOutput(example, parameters: moved), example)
     }
 
-    /// The last block's output `[1, T, hidden]` of a sequence, alone in the model.
+    /// Returns the last block's output `[1, T, hidden]` for a sequence that goes through the model alone.
     ///
     /// - Parameters:
-    ///   - moved: gives the parameters to take, where a block has any.
-    ///   - check: gets each block's output.
+    ///   - moved: returns the parameters to use, for blocks that have any
+    ///   - check: called with each block's output
     func lastOutput(
         _ example: Example, parameters moved: (_ block: Int, _ lora: MLXArray) throws -> MLXArray,
         check: (_ block: Int, _ y: MLXArray) throws -> Void = { _, _ in }

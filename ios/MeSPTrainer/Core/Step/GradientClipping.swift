@@ -1,15 +1,15 @@
 import MLX
 import MeSPBundle
 
-/// The cap on the gradient's norm, of the whole gradient (`maxGradNorm`) or of each example's (`dpClip`).
+/// The limit on the norm of the whole gradient (`maxGradNorm`), or of each example's gradient (`dpClip`).
 extension Updates {
-    /// The factor of the gradient, min(1, limit / (‖g‖₂ + 10⁻⁶)), and ‖g‖₂ over all blocks.
+    /// Returns the factor of the gradient, min(1, limit / (‖g‖₂ + 10⁻⁶)), and ‖g‖₂ over all blocks.
     func computeClipping(to limit: Float, _ gradient: (_ block: Int) throws -> MLXArray) throws -> (
         factor: Float, norm: Float
     ) {
         let norm = try model.clock.repeating {
             let squares = try model.trained.reduce(Float(0)) { try $0 + gradient($1).square().sum().number(Float.self) }
-            // Clipping would make zeros of the finite gradients, and spread what is not.
+            // With a norm that is not finite, clipping would turn finite gradients into zeros or NaN.
             if !squares.isFinite { for block in model.trained { try model.check(gradient(block), block) } }
             return squares.squareRoot()
         }

@@ -5,12 +5,13 @@ import MeSPSentences
 
 /// A number in a training step that is NaN or infinite.
 package struct NotFinite: Error {
-    /// The place where it was found, as the beginning of a sentence: a block and a tensor.
+    /// The place where it was found, such as a block and a tensor, as the beginning of a sentence.
     package let what: Sentence
 }
 
 extension BlockwiseModel {
-    /// - Throws: `NotFinite` with the name of the matrix where a block's gradient is not finite.
+    /// Checks that a block's gradient is finite.
+    /// - Throws: `NotFinite` with the name of the matrix that is not finite.
     func check(_ gradient: MLXArray, _ block: Int) throws {
         guard try !isFinite(gradient) else { return }
         let layout = layouts[block]
@@ -19,7 +20,7 @@ extension BlockwiseModel {
         throw NotFinite(what: "The gradient of \(place)")
     }
 
-    /// The place of the first number that is not finite in the forward pass of these sequences, found by another forward pass.
+    /// Returns the place of the first number that is not finite in the forward pass of some sequences. Another forward pass finds it.
     func notFinite(_ examples: [Example]) throws -> NotFinite {
         do {
             try clock.repeating {
@@ -38,7 +39,7 @@ extension BlockwiseModel {
         }
     }
 
-    /// The name, as in a file of adapters, of the first matrix in a block's vector `[P]` that is not finite.
+    /// Returns the name of the first matrix in a block's vector `[P]` that is not finite, as in a file of adapters.
     private func firstNotFinite(_ vector: MLXArray, _ block: Int) throws -> String? {
         for module in layouts[block].modules {
             let matrices = layouts[block].matrices(module, in: vector)

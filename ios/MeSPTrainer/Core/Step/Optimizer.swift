@@ -2,17 +2,17 @@ import Foundation
 import MLX
 import MeSPBundle
 
-/// The update of a block's parameters from their gradient, as in `mlx.optimizers`, with the state that it keeps from step to step.
+/// The update of a block's parameters from their gradient, as in `mlx.optimizers`, and the state that it keeps from step to step.
 struct Optimizer {
     private let settings: RunSettings
-    /// SGD's velocity, or AdamW's first moment m: an array a block.
+    /// SGD's velocity, or AdamW's first moment m, with an array for each block.
     var first: BlockArrays?
     /// AdamW's second moment v.
     var second: BlockArrays?
     /// The quantization of `first` and `second`; nil if they are float32.
     private let maps: (first: DynamicQuantization, second: DynamicQuantization)?
 
-    /// - Parameter zeros: makes an array of zeros for each block, in the shape that its P trained parameters give.
+    /// - Parameter zeros: makes an array of zeros for each block, in the shape for its P trained parameters.
     init(
         _ settings: RunSettings,
         zeros: (_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays
@@ -26,7 +26,8 @@ struct Optimizer {
             ? (DynamicQuantization(signed: true), DynamicQuantization(signed: false)) : nil
     }
 
-    /// The number and the kind of the arrays that are kept for a block of P trained parameters: float32 `[P]`, or what `DynamicQuantization` makes of them.
+    /// Returns the number, shape and dtype of the arrays that are kept for a block with P trained parameters. They are float32 `[P]`, or
+    /// the form of `DynamicQuantization`.
     static func state(_ settings: RunSettings) -> (count: Int, shape: (_ parameters: Int) -> [Int], dtype: DType) {
         switch settings.effectiveOptimizer {
         case .sgd: (settings.momentum > 0 ? 1 : 0, { [$0] }, .float32)
@@ -35,7 +36,7 @@ struct Optimizer {
         }
     }
 
-    /// A block's parameters and state after an update, not evaluated. The ones before stay until these are kept.
+    /// A block's parameters and state after an update, not evaluated. The values before remain until these are kept.
     struct Update {
         var w: MLXArray
         let first, second: MLXArray?
@@ -43,18 +44,18 @@ struct Optimizer {
         var arrays: [MLXArray] { [w] + [first, second].compactMap { $0 } }
     }
 
-    /// One update of a block's parameters:
+    /// Returns one update of a block's parameters:
     ///
     ///     SGD     g ← g + λ w,   m ← μ m + g,   w ← w − η m
     ///     AdamW   m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²,   w ← (1 − η λ) w − η m / (√v + ε)
     ///
-    /// With LoRA+ each parameter has a rate η f of its own.
+    /// With LoRA+ each parameter has its own rate η f.
     ///
-    /// AdamW is without bias correction, MLX's default. In 8 bits, w moves by m and v as they are before they are rounded.
+    /// AdamW has no bias correction, which is MLX's default. In 8 bits, w is updated with m and v before they are rounded.
     /// - Parameters:
     ///   - w, g: parameters and gradient, float32 `[P]`
     ///   - rate: η
-    ///   - factors: f, float32 `[P]`; nil: 1
+    ///   - factors: f, float32 `[P]`; nil for 1
     func update(_ w: MLXArray, _ g: MLXArray, block: Int, rate: Float, factors: MLXArray?) throws -> Update {
         let s = settings
         func scaled(_ step: MLXArray) -> MLXArray { factors.map { $0 * step } ?? step }
@@ -81,7 +82,6 @@ struct Optimizer {
         }
     }
 
-    /// Keeps an update's state.
     mutating func keep(_ update: Update, block: Int) throws {
         if let m = update.first { try first?.write(m, block) }
         if let v = update.second { try second?.write(v, block) }
@@ -89,7 +89,8 @@ struct Optimizer {
 }
 
 extension RunSettings {
-    /// η of update `step` (from 0): linear from 0 over the warm-up, then as the schedule says to 0 at the end, as mlx-lm joins them.
+    /// Returns η of update `step`, counted from 0. It rises linearly from 0 over the warm-up. Then it follows the schedule, which falls to
+    /// 0 unless it is constant. The two are joined as in mlx-lm.
     func learningRate(step: Int, of architecture: Architecture) -> Float {
         let rate = effectiveLearningRate(for: architecture)
         let start = warmup > 0 ? warmup + 1 : 0

@@ -3,13 +3,14 @@ import MeSPBundle
 
 /// The loss of a batch of preference data: the mean over its pairs or answers, times the batch's share of the step's loss.
 ///
-/// A gradient is the sum of each sequence's own, which the objective weights, so that one sequence's activations are there at a time.
+/// The gradient is the sum of the sequences' gradients, weighted by the objective. So only one sequence's activations exist at a time.
 struct PreferenceBatch: StepLoss {
     /// Pairs of a chosen and a rejected answer, one after the other, or single answers.
     private let batch: [PreferenceAnswer]
     private let objective: Objective
     private let batchShare: Double
-    /// ORPO's supervised loss is a mean over all targets of the batch's chosen answers and their prompts: how many those are for each pair.
+    /// The number of targets in the batch's chosen answers and their prompts, divided by the number of pairs. ORPO's supervised loss is a
+    /// mean over them.
     private var supervisedTargets = 0.0
 
     init(_ batch: [PreferenceAnswer], _ objective: Objective, share: Double = 1) {
@@ -43,7 +44,7 @@ struct PreferenceBatch: StepLoss {
         }
     }
 
-    /// The mean loss of pairs or answers, and what it says of them.
+    /// Returns the mean loss of the pairs or answers, and their other measures.
     func evaluated(_ trainer: Trainer) throws -> StepResult {
         var result = StepResult()
         try score(trainer, &result) { $1 }
@@ -59,7 +60,7 @@ struct PreferenceBatch: StepLoss {
         } else {
             let k = try kl(trainer) { try trainer.model.loss($0.example) }
             for answer in batch {
-                _ = try reference(answer, trainer)  // before there are block inputs
+                _ = try reference(answer, trainer)  // before block inputs take memory
                 var sequences = try trainer.forward([answer.example])
                 sequences[0].residual = try {
                     let (loss, dy) = try trainer.head(sequences[0].residual, answer.example, weight: 1)
@@ -71,14 +72,14 @@ struct PreferenceBatch: StepLoss {
         }
     }
 
-    /// The weights of a pair depend on both answers: the rejected one runs forward before all else, and again for its gradient where the
-    /// plan has no room for its block inputs.
+    /// Backpropagates the loss of a pair. The weights depend on both answers, so the rejected answer runs forward first. It runs forward
+    /// again for its gradient where the plan has no room for its block inputs.
     private func backpropagate(
         chosen: PreferenceAnswer, rejected: PreferenceAnswer, share: Double, _ trainer: Trainer,
         into sink: GradientSink,
         _ result: inout StepResult
     ) throws {
-        // With its gradient before it is weighted, where the plan has room for its block inputs.
+        // The rejected answer with its gradient before it is weighted, where the plan has room for its block inputs.
         var waiting = [SequenceInStep]()
         let rejectedLoss: Float
         if trainer.plan.keepsAnswer {
@@ -87,7 +88,7 @@ struct PreferenceBatch: StepLoss {
         } else {
             rejectedLoss = try trainer.model.loss(rejected.example)
         }
-        for answer in [rejected, chosen] { _ = try reference(answer, trainer) }  // before there are block inputs
+        for answer in [rejected, chosen] { _ = try reference(answer, trainer) }  // before block inputs take memory
 
         var sequences = try trainer.forward([chosen.example])
         var weight: Float = 0
@@ -126,7 +127,7 @@ struct PreferenceBatch: StepLoss {
         stride(from: 0, to: batch.count, by: 2).map { (batch[$0], batch[$0 + 1]) }
     }
 
-    /// The loss of a pair, from those of its answers' targets; added to a result.
+    /// Returns the loss of a pair from the losses of its answers' targets, and adds it to `result`.
     private func pair(
         _ chosen: PreferenceAnswer, _ chosenLoss: Float, _ rejected: PreferenceAnswer, _ rejectedLoss: Float,
         _ share: Double,
@@ -143,7 +144,7 @@ struct PreferenceBatch: StepLoss {
         return pair
     }
 
-    /// The loss of a single answer, likewise.
+    /// Returns the loss of a single answer from the loss of its targets, and adds it to `result`.
     private func single(
         _ answer: PreferenceAnswer, _ loss: Float, kl: Double, _ share: Double, _ trainer: Trainer,
         _ result: inout StepResult
@@ -154,7 +155,8 @@ struct PreferenceBatch: StepLoss {
         return single
     }
 
-    /// KTO's k, of each prompt of the batch with the answer of the record before it, the first with the last's.
+    /// Returns KTO's k. It combines each prompt of the batch with the answer of the record before, and the first prompt with the last
+    /// answer.
     private func kl(_ trainer: Trainer, _ loss: (PreferenceAnswer) throws -> Float) throws -> Double {
         let mismatched = batch.indices.map { batch[$0].with(answerOf: batch[($0 + batch.count - 1) % batch.count]) }
         return PreferenceLoss.kl(try mismatched.map { try probability($0, loss($0), trainer) })

@@ -1,19 +1,20 @@
 import MLX
 import MeSPBundle
 
-/// DP-SGD's step (arXiv:1607.00133), from the examples that were drawn, which may be none:
+/// A step of DP-SGD (arXiv:1607.00133) on the examples that were drawn, which may be none:
 ///
 ///     g = (Σᵢ min(1, C / (‖gᵢ‖₂ + 10⁻⁶)) gᵢ + Z C n) / B,      n ~ N(0, 1)
 ///
-/// gᵢ is the gradient of an example's loss by all trained blocks, C `dpClip`, Z `dpNoise`, and B `batchSize`, the expected number of
-/// examples. An example's norm is known when its backward pass has ended, so its gradient is kept until then, beside the sum.
+/// gᵢ is the gradient of an example's loss by all trained blocks. C is `dpClip`, Z is `dpNoise`, and B is `batchSize`, the expected number
+/// of examples. The norm of gᵢ is known only after the example's backward pass, so gᵢ is kept until then in addition to the sum.
 package struct PrivateStep {
     let trainer: Trainer
     let secret: SecretKey
 
     package init(trainer: Trainer, secret: SecretKey) { (self.trainer, self.secret) = (trainer, secret) }
 
-    /// One update from the examples' losses, none of which depends on another's. The step's loss and its norm are means over the examples.
+    /// Performs one update from the losses of the examples. Each loss must depend on one example alone. The step's loss and norm are means over
+    /// the examples.
     package func step(_ losses: some Sequence<some StepLoss>, number: Int) throws -> StepResult {
         let (settings, updates) = (trainer.model.settings, trainer.updates)
         guard let clip = settings.dpClip, let noise = settings.dpNoise else {

@@ -6,7 +6,7 @@ import MeSPFiles
 import MeSPSentences
 
 extension RunSettings {
-    /// The layout of each block, with the modules that the run trains; a block before the trained ones has none.
+    /// Returns the layout of each block with the modules that the run trains. Blocks before the trained ones have no modules.
     func layouts(of architecture: Architecture) -> [LoRALayout] {
         let modules =
             projections.map { names in architecture.trainable.filter { names.contains($0.shortName) } }
@@ -19,7 +19,7 @@ extension RunSettings {
         }
     }
 
-    /// The adapters that a run begins with. Where each A is frozen, a folder with B alone has the A of the run's seed.
+    /// Loads the adapters that a run begins with. Where A is frozen, a folder may have B alone. A is then that of the run's seed.
     func loadAdapters(from folder: URL, of bundle: ModelBundle) throws -> LoadedAdapters {
         let trainsExperts = layouts(of: bundle.architecture).contains { $0.modules.contains(where: \.isStacked) }
         return try MeSPAdapters.loadAdapters(
@@ -33,14 +33,14 @@ extension RunSettings {
 }
 
 extension ModelBundle {
-    /// ‖W‖ of each output of all modules with magnitudes `[layout.magnitudes]`.
+    /// Returns ‖W‖ of each output of all modules with magnitudes, `[layout.magnitudes]`.
     fileprivate func magnitudes(_ block: Int, _ layout: LoRALayout) throws -> MLXArray {
         try withBlock(block) { $0.squaredNorms(layout).sqrt() }
     }
 }
 
 extension BlockwiseModel {
-    /// Takes the parameters of adapters, as mlx-lm or PEFT wrote them, instead of the initial ones.
+    /// Replaces the initial parameters by the adapters in a folder, as mlx-lm or PEFT wrote them.
     func startFrom(_ folder: URL) throws {
         try clock.repeating {
             try take(settings.loadAdapters(from: folder, of: bundle), of: folder)

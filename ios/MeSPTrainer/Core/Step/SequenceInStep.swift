@@ -1,13 +1,13 @@
 import MLX
 import MeSPBundle
 
-/// A sequence between its forward and its backward pass, with what stays of one for the other.
+/// A sequence between its forward and its backward pass, with the arrays that are kept for the latter.
 struct SequenceInStep {
     let context: BlockwiseModel.SequenceContext
     /// The residual stream: in the forward pass a block's input, then the last block's output; in the backward pass its gradient d.
     var residual: MLXArray
-    /// The inputs of the blocks from the first trained one.
+    /// The inputs of the blocks, from the first trained one on.
     var inputs: BlockArrays
-    /// The last blocks' intermediates, where the plan has memory for them.
+    /// The intermediates of the last blocks, where the plan has memory for them.
     var kept = [Int: Intermediates]()
 }

@@ -1,20 +1,20 @@
 import MLX
 import MeSPBundle
 
-/// A loss that a step takes the gradient of, alone or as one of several, whose sum is the step's.
+/// A loss whose gradient a step takes. The step's loss is the sum of one or several such losses.
 package protocol StepLoss {
-    /// Hands its gradient to a sink, in one backward pass of the trainer's or several, and adds the loss to a result.
+    /// Passes the loss's gradient to a sink, in one or several backward passes, and adds the loss to a result.
     func backpropagate(_ trainer: Trainer, into sink: GradientSink, _ result: inout StepResult) throws
 
-    /// Adds the loss to a result; forward passes only.
+    /// Adds the loss to a result, by forward passes alone.
     ///
-    /// - Parameter parameters: gives the parameters to take, where a block has any.
+    /// - Parameter parameters: returns the parameters to use, for blocks that have any.
     func score(
         _ trainer: Trainer, _ result: inout StepResult,
         parameters: (_ block: Int, _ lora: MLXArray) throws -> MLXArray
     ) throws
 
-    /// The sequences that it is of.
+    /// The sequences that the loss depends on.
     var examples: [Example] { get }
 }
 
@@ -24,7 +24,7 @@ package struct SequenceLoss: StepLoss {
 
     init(_ weighted: [Trainer.WeightedExample]) { self.weighted = weighted }
 
-    /// The mean over all the sequences' counted targets.
+    /// Makes the mean loss over the counted targets of all sequences.
     package init(_ examples: [Example]) {
         let weight = 1 / Float(examples.reduce(0) { $0 + $1.counted.count })
         weighted = examples.map { (example: $0, weight: weight) }
@@ -32,8 +32,9 @@ package struct SequenceLoss: StepLoss {
 
     package var examples: [Example] { weighted.map(\.example) }
 
-    /// One after the other, sequences take the memory of one and of a sum of gradients, however many they are; by blocks, of all their block
-    /// inputs, and unless the update needs all gradients at once, of one block's sum.
+    /// Passes the gradient to a sink. Sequences one after the other take the memory of one sequence and of a sum of all gradients. By
+    /// blocks, they take the memory of all their block inputs and of one block's sum, or of all sums where the update needs all gradients
+    /// at once.
     package func backpropagate(_ trainer: Trainer, into sink: GradientSink, _ result: inout StepResult) throws {
         for group in trainer.plan.order == .blocks ? [weighted] : weighted.map({ [$0] }) {
             result.add(try trainer.backpropagate(group, into: sink), of: group)
@@ -50,7 +51,7 @@ package struct SequenceLoss: StepLoss {
     }
 }
 
-/// One update from the sum of some losses, by the method of the settings.
+/// Performs one update from the sum of some losses, by the method of the settings.
 ///
 /// - Throws: `NotFinite`. With `skipBadSteps` nothing has changed then.
 package func takeStep(_ trainer: Trainer, _ losses: [some StepLoss], number: Int) throws -> StepResult {
@@ -62,35 +63,35 @@ package func takeStep(_ trainer: Trainer, _ losses: [some StepLoss], number: Int
 
 /// The loss and the other measures of a step, or of an evaluation.
 package struct StepResult {
-    /// The sum of the losses, times their shares.
+    /// The sum of the losses, each times its share.
     var sum = 0.0
-    /// Nats a token.
+    /// The loss in nats per token.
     package var loss: Float { Float(sum) }
-    /// The targets that counted.
+    /// The number of targets that counted.
     private(set) var tokens = 0
-    /// The inputs up to each sequence's last target that counted.
+    /// The number of inputs up to each sequence's last target that counted.
     private(set) var inputTokens = 0
-    /// ‖∂ℒ/∂lora‖₂ over all blocks, before clipping; of DP-SGD the mean of the examples'. nil where it isn't clipped.
+    /// ‖∂ℒ/∂lora‖₂ over all blocks before clipping, or with DP-SGD the mean of the examples' norms; nil where it isn't clipped.
     var gradientNorm: Float?
 
-    // Of preference data, the means over its pairs or answers.
+    // Measures of preference data: means over its pairs or answers.
 
-    /// The difference of the rewards of chosen or good answers and the others.
+    /// The difference between the reward of chosen or good answers and that of the others.
     var margin: Float? { rewardChosen.flatMap { chosen in rewardRejected.map { chosen - $0 } } }
-    /// The share of pairs whose chosen answer has the higher reward; of single answers the share on the right side of β k.
+    /// The share of pairs whose chosen answer has the higher reward, or of single answers whose reward is on the right side of β k.
     var accuracy: Float? { right.value }
     var rewardChosen: Float? { chosen.value }
     var rewardRejected: Float? { rejected.value }
-    /// An estimate of the divergence from π₀, in nats an answer: of KTO's its k, elsewhere the mean of log π / π₀ over the data's answers.
+    /// An estimate of the divergence from π₀, in nats per answer: for KTO k, elsewhere the mean of log π / π₀ over the data's answers.
     var kl: Float? { k.map { Float($0) } ?? ratios.value }
 
-    // Of answers that were sampled.
+    // Measures of sampled answers.
 
-    /// The mean over all answers.
+    /// The mean reward over all answers.
     var reward: Float?
-    /// The answers', with those that end them.
+    /// The number of tokens in the answers, including those that end them.
     var sampledTokens: Int?
-    /// The time that sampling took.
+    /// The time that sampling took, in seconds.
     var samplingSeconds: Double?
 
     private struct Mean {
@@ -102,7 +103,7 @@ package struct StepResult {
     private var (chosen, rejected, ratios, right) = (Mean(), Mean(), Mean(), Mean())
     private var k: Double?
 
-    /// Adds some sequences and their loss, in float32.
+    /// Adds some sequences and their loss, computed in float32.
     mutating func add(_ loss: Float, of weighted: [Trainer.WeightedExample]) {
         sum = Double(self.loss + loss)
         for each in weighted { count(each.example) }
@@ -112,7 +113,7 @@ package struct StepResult {
     ///
     /// - Parameters:
     ///   - kl: KTO's k
-    ///   - share: its part of the step's loss
+    ///   - share: the share of the step's loss
     mutating func add(_ preference: PreferenceLoss, of answers: [AnswerProbability], kl: Double? = nil, share: Double) {
         sum += share * preference.loss
         for (scored, reward) in zip(answers, preference.rewards) {

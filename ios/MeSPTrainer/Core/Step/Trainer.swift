@@ -4,9 +4,9 @@ import MeSPBundle
 
 /// LoRA training on a bundle, one block at a time. Not for use from several threads at once.
 ///
-/// A step is the paper's algorithm. With block inputs x₀, x₁, … of a model of L blocks, and its loss ℒ:
+/// A step is the paper's algorithm. For a model of L blocks with the loss ℒ and the block inputs x₀, x₁, …:
 ///
-///     forward     x₀ = embed(tokens),  xₗ₊₁ = blockₗ(xₗ),  of which only the inputs stay
+///     forward     x₀ = embed(tokens),  xₗ₊₁ = blockₗ(xₗ),  keep only the inputs
 ///     head        ℒ, d = ∂ℒ/∂x_L
 ///     for l = L − 1 … 0:
 ///         recompute         the intermediates of block l, from xₗ
@@ -14,26 +14,27 @@ import MeSPBundle
 ///         update            block l's LoRA matrices with g
 ///         free              everything but d
 ///
-/// Updating at once is exact: no earlier block reads block l's matrices again. Of several sequences g is the sum: they go through the
-/// model one after the other, or each block takes all of them before the next (`Plan.order`).
+/// Updating within the backward pass is exact, as no earlier block reads block l's matrices. For several sequences, g is the sum of their
+/// gradients.
+/// They go through the model one after the other, or each block takes all of them before the next block (`Plan.order`).
 package final class Trainer {
     package let model: BlockwiseModel
     package let clock = StepClock()
     package let updates: Updates
     let reference: ReferenceModel
     let plan: Plan
-    /// Where block inputs are kept from the forward to the backward pass; nil for memory.
+    /// The file of the block inputs between the forward and the backward pass; nil where they stay in memory.
     private let inputsFile: ArrayFile?
 
-    /// The key of a step's dropout, and the number of its sequences so far; nil without dropout.
+    /// The key of a step's dropout, and the number of the step's sequences so far; nil without dropout.
     var dropout: (key: DropoutKey, sequences: Int)?
 
     /// A sequence of a step, and the weight of each of its targets in the step's loss.
     package typealias WeightedExample = (example: Example, weight: Float)
 
-    /// One update from the sum of some losses.
+    /// Performs one update from the sum of some losses.
     ///
-    /// - Parameter number: of the step, from 0.
+    /// - Parameter number: the number of the step, from 0.
     /// - Throws: `NotFinite`. Some blocks may have been updated then; see `takeStep`.
     package func step(_ losses: [some StepLoss], number: Int) throws -> StepResult {
         beginStep(number)
@@ -45,7 +46,7 @@ package final class Trainer {
         return result
     }
 
-    /// Begins to count the sequences of a step, by which their masks of dropout follow.
+    /// Starts the count of a step's sequences, on which their dropout masks depend.
     func beginStep(_ number: Int) {
         let settings = model.settings
         dropout =
@@ -53,17 +54,18 @@ package final class Trainer {
             ? (DropoutKey(rate: settings.dropout, seed: settings.seed)[settings.firstStep + number], 0) : nil
     }
 
-    /// The key of the step's next sequence.
+    /// Returns the dropout key of the step's next sequence.
     private func nextDropoutKey() -> DropoutKey? {
         defer { dropout?.sequences += 1 }
         return dropout.map { $0.key[$0.sequences] }
     }
 
-    /// One forward and backward pass of some sequences, which go through each block together.
+    /// Performs one forward and backward pass of some sequences, which go through each block together.
     ///
-    /// - Parameter sink: gets the sums of the sequences' gradients as soon as each is there, and may change that block's parameters.
+    /// - Parameter sink: called with each block's sum of the sequences' gradients as soon as it exists; it may change that block's
+    ///   parameters.
     /// - Returns: the sum of the losses, each times its example's weight.
-    /// - Throws: `NotFinite` where that is not finite; then nothing was updated.
+    /// - Throws: `NotFinite` where a loss is not finite; then nothing was updated.
     package func backpropagate(_ weighted: [WeightedExample], into sink: GradientSink) throws -> Float {
         var sequences = try forward(weighted.map(\.example))
         var loss: Float = 0
@@ -78,9 +80,10 @@ package final class Trainer {
         return loss
     }
 
-    /// Forward: each block's inputs stay. All sequences go through a block while its weights are mapped.
+    /// Performs the forward pass, and keeps the inputs of the blocks from the first trained one on. All sequences go through a block while
+    /// its weights are mapped.
     ///
-    /// - Parameter waits: whether another sequence runs forward and backward first. Then no intermediates stay.
+    /// - Parameter waits: whether another sequence runs forward and backward before these run backward. Then no intermediates are kept.
     func forward(_ examples: [Example], waits: Bool = false) throws -> [SequenceInStep] {
         var sequences = try examples.enumerated().map { index, example in
             let (x0, place) = (try model.embed(example), waits ? index + 1 : index)
@@ -105,7 +108,7 @@ package final class Trainer {
         return sequences
     }
 
-    /// The sum of a sequence's losses, and its gradient by the last block's output, times `weight`.
+    /// Returns the sum of a sequence's losses, and its gradient by the last block's output times `weight`.
     ///
     /// - Throws: `NotFinite` where the loss is not finite.
     func head(_ y: MLXArray, _ example: Example, weight: Float) throws -> (loss: Float, dy: MLXArray) {
@@ -114,9 +117,9 @@ package final class Trainer {
         return (loss, dy)
     }
 
-    /// Backward, from the last block: recompute, differentiate, update, free.
+    /// Performs the backward pass from the last block: recompute, differentiate, update, free.
     ///
-    /// - Parameter sequences: whose state is the gradient of the last block's output. They are given away.
+    /// - Parameter sequences: each with the gradient of the last block's output as its residual; empty afterwards.
     func backward(_ sequences: inout [SequenceInStep], into sink: GradientSink) throws {
         for block in (model.trained[0]..<model.blocks.upperBound).reversed() {
             var sum: MLXArray?
@@ -139,17 +142,17 @@ package final class Trainer {
         (model.isWarm, clock.hasChanged) = (true, false)
     }
 
-    /// Returns the gradient of a block's trained parameters for a sequence, and turns its residual from dy to dx. Both are evaluated.
+    /// Returns the gradient of a block's trained parameters for a sequence, and replaces its residual dy by dx. Both are evaluated.
     ///
-    /// Where a GPU fails, it is recomputed from the block's input, d and the parameters, which are held until it is confirmed.
-    /// - Parameter sum: of the sequences before.
+    /// Where a GPU fails, the gradient is recomputed from the block's input, d and the parameters. These are held until it is confirmed.
+    /// - Parameter sum: the sum of the gradients of the sequences before.
     private func differentiate(
         _ block: Int, _ weights: BlockWeights, _ sequence: inout SequenceInStep, addedTo sum: MLXArray?
     ) throws -> MLXArray {
         let (x, context) = (try sequence.inputs.take(block), sequence.context)
         var intermediates = sequence.kept.removeValue(forKey: block)
         let areKept = intermediates != nil
-        // Keys and values that several blocks take: by the block that has them.
+        // The gradients by shared keys and values are stored by the block that has these.
         let owner = model.bundle.architecture.keysOf(block) ?? block
         var dShared = context.gradients.removeValue(forKey: owner)
         let held = MLXErrors.held((sequence.residual, dShared))
@@ -179,7 +182,7 @@ package final class Trainer {
 
     /// - Parameters:
     ///   - settings: `Manifest.check` must have found their length and rank in the bundle.
-    ///   - folder: where the files of offloaded arrays are made, if the plan asks for any.
+    ///   - folder: the folder for the files of offloaded arrays, if the plan has any.
     package init(bundle: ModelBundle, settings: RunSettings, plan: Plan, folder: URL) throws {
         let arrays = try TrainingArrays(bundle, settings, plan, in: folder)
         (self.plan, inputsFile) = (plan, arrays.inputsFile)
@@ -189,6 +192,6 @@ package final class Trainer {
         reference = ReferenceModel(start: arrays.start)
     }
 
-    /// Bytes written to offloaded arrays since the start.
+    /// The bytes written to offloaded arrays so far.
     var writtenBytes: Int { (inputsFile?.written ?? 0) + updates.writtenBytes }
 }

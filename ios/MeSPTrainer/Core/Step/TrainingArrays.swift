@@ -3,32 +3,32 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// The arrays of a run that last from step to step or from pass to pass, in memory or, as the plan says, in files.
+/// The arrays of a run that last from step to step or from pass to pass. The plan says which are in memory and which in files.
 struct TrainingArrays {
-    /// Of block inputs; nil for memory.
+    /// The file of block inputs; nil where they are in memory.
     let inputsFile: ArrayFile?
     let optimizer: Optimizer
-    /// Sums of gradients, where an update needs more than one backward pass gives at a time.
+    /// The sums of gradients; nil where each gradient updates its block when it arrives.
     let sums: BlockArrays?
-    /// With DP-SGD the sums of clipped gradients; `sums` are then those of one example.
+    /// The sums of clipped gradients with DP-SGD, where `sums` has the gradients of one example; nil elsewhere.
     let clippedSums: BlockArrays?
-    /// The parameters, at first those of the settings' seed.
+    /// The parameters. Their initial values follow from the settings' seed.
     let lora: BlockArrays
-    /// With DoRA ‖W‖² of each trained block's outputs; nil without.
+    /// ‖W‖² of the outputs of each trained block; nil without DoRA.
     let squaredNorms: BlockArrays?
-    /// The parameters that the run began with, where answers are compared with that model or an update is held near it; nil elsewhere and
-    /// without adapters.
+    /// The parameters of the adapters that the run began with, where answers are compared with that model or updates are held near it; nil
+    /// elsewhere, and for a run that began without adapters.
     let start: BlockArrays?
 
-    /// - Parameter folder: where files are made, if the plan asks for any.
+    /// - Parameter folder: the folder for the files, if the plan has any.
     init(_ bundle: ModelBundle, _ settings: RunSettings, _ plan: Plan, in folder: URL) throws {
         let (architecture, layouts) = (bundle.architecture, settings.layouts(of: bundle.architecture))
         func file(_ shape: [Int], _ dtype: DType) throws -> ArrayFile {
             try ArrayFile(in: folder, shape: shape, dtype: dtype, keepsMaps: bundle.processor.keepsMaps(plan))
         }
-        /// An array for each trained block.
+        /// Makes an array for each trained block.
         ///
-        /// - Parameter shape: of a block with this number of parameters.
+        /// - Parameter shape: returns the shape for a block with this number of parameters.
         func arrays(
             _ dtype: DType = .float32, shape: (_ parameters: Int) -> [Int] = { [$0] },
             make: (_ block: Int, LoRALayout) throws -> MLXArray

@@ -1,10 +1,11 @@
 import MLX
 import MeSPBundle
 
-/// Gets the gradient of a block's trained parameters `[trainedCount]` from a backward pass, from the last block to the first.
+/// A function that takes the gradient of a block's trained parameters `[trainedCount]`. A backward pass calls it for each block, the last
+/// first.
 package typealias GradientSink = (_ block: Int, _ gradient: MLXArray) throws -> Void
 
-/// The updates of the trained parameters from their gradients, with all that they need from step to step; see `TrainingArrays`.
+/// The updates of the trained parameters from their gradients, with the arrays that they need from step to step; see `TrainingArrays`.
 package final class Updates {
     let model: BlockwiseModel
     private var settings: RunSettings { model.settings }
@@ -18,7 +19,7 @@ package final class Updates {
         (sums, clippedSums) = (arrays.sums, arrays.clippedSums)
     }
 
-    /// The result of a step. With `skipBadSteps`, where it throws `NotFinite`, parameters and state are as before.
+    /// Returns the result of `step`. With `skipBadSteps`, it restores the previous parameters and state if `step` throws `NotFinite`.
     func undoingFailure<R>(_ step: () throws -> R) throws -> R {
         let before = settings.skipBadSteps ? (model.lora, optimizer) : nil
         do {
@@ -29,23 +30,22 @@ package final class Updates {
         }
     }
 
-    // MARK: - What a backward pass does with gradients
+    // MARK: - Sinks of gradients
 
-    /// Whether gradients are summed. Otherwise each updates its block at once.
+    /// Whether gradients are summed. Otherwise each gradient updates its block when it arrives.
     var areSummed: Bool { sums != nil }
 
-    /// Updates each block at once.
+    /// Makes a sink that updates each block when its gradient arrives.
     func makeUpdateSink(_ number: Int, _ keys: [MLXArray]) -> GradientSink {
         { [self] block, gradient in try update(block, number, keys[block]) { gradient } }
     }
 
-    /// Begins sums, and adds each gradient to its block's.
+    /// Begins new sums, and makes a sink that adds each gradient to its block's sum.
     func makeSumSink() -> GradientSink {
         sums?.beginSums()
         return { [self] block, gradient in try model.clock.repeating { try sums?.add(gradient, block) } }
     }
 
-    /// The sum of a block's gradients.
     func sum(_ block: Int) throws -> MLXArray {
         guard let sums else { preconditionFailure("gradients are not summed") }
         return try sums.read(block)
@@ -53,9 +53,9 @@ package final class Updates {
 
     // MARK: - Updates
 
-    /// One block's update, from the gradient of its trained parameters. On a GPU nothing changes before all that it makes is confirmed.
+    /// Updates one block from the gradient of its trained parameters. On a GPU nothing changes before all results are confirmed.
     ///
-    /// - Parameter gradient: makes the gradient from confirmed arrays.
+    /// - Parameter gradient: computes the gradient from confirmed arrays.
     func update(_ block: Int, _ number: Int, _ key: MLXArray, _ gradient: () throws -> MLXArray) throws {
         let update = try model.clock.repeating {
             var gradient = try gradient()
@@ -80,9 +80,9 @@ package final class Updates {
         try model.lora.write(update.w, block)
     }
 
-    /// Updates every trained block, once all gradients are there, with their norm limited to `maxGradNorm`.
+    /// Updates every trained block after all gradients are computed, with the gradient's norm limited to `maxGradNorm`.
     ///
-    /// - Returns: the norm before, nil where it isn't limited.
+    /// - Returns: the norm before it is limited; nil without a limit.
     func updateAll(_ number: Int, _ keys: [MLXArray], gradient: (_ block: Int) throws -> MLXArray) throws -> Float? {
         let (factor, norm) = try settings.maxGradNorm.map { try computeClipping(to: $0, gradient) } ?? (1, nil)
         for block in model.trained {
@@ -93,7 +93,7 @@ package final class Updates {
         return norm
     }
 
-    /// A random key for each block in a step.
+    /// Returns a random key for each block in a step.
     func randomKeys(_ number: Int) throws -> [MLXArray] {
         let seed = scattered(settings.seed) &+ UInt64(settings.firstStep + number)
         return try model.clock.repeating {
@@ -103,14 +103,14 @@ package final class Updates {
         }
     }
 
-    /// Bytes written to offloaded arrays since the start.
+    /// The bytes written to offloaded arrays so far.
     var writtenBytes: Int {
         [model.lora, sums, clippedSums, optimizer.first, optimizer.second].reduce(0) { $0 + ($1?.written ?? 0) }
     }
 }
 
-/// The first output of SplitMix64 with this state. Neighbouring seeds lie so far apart afterwards that counting steps from one does not
-/// lead to the other.
+/// Returns the first output of SplitMix64 with the state `seed`. The outputs of neighbouring seeds are so far apart that counting steps
+/// from one does not lead to the other.
 func scattered(_ seed: UInt64) -> UInt64 {
     var z = seed &+ 0x9e37_79b9_7f4a_7c15
     z = (z ^ (z >> 30)) &* 0xbf58_476d_1ce4_e5b9
@@ -118,11 +118,11 @@ func scattered(_ seed: UInt64) -> UInt64 {
     return z ^ (z >> 31)
 }
 
-/// `x` in bfloat16, rounded up or down at random, so that the expected value is x. To the nearest, an update below 1/256 of a parameter
-/// would be lost.
+/// Returns x in bfloat16, rounded up or down at random so that the expected value is x. Rounding to nearest would lose an update below
+/// 1/256 of a parameter.
 ///
-/// A float32's upper 16 bits are the bfloat16 below it in magnitude; adding a uniform 16-bit number to the bits carries into them with the
-/// probability that the lower 16 ask for.
+/// The upper 16 bits of a float32 are the bfloat16 below it in magnitude. When a uniform 16-bit number is added to the bits, the
+/// probability of a carry into the upper 16 is proportional to the lower 16.
 /// - Parameter x: float32 `[P]`
 func stochasticallyRounded(_ x: MLXArray, key: MLXArray) -> MLXArray {
     let noise = MLXRandom.randInt(low: 0, high: 1 << 16, x.shape, type: UInt32.self, key: key)
