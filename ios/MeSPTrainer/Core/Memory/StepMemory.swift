@@ -75,7 +75,7 @@ extension Planner {
             settings.loraDtype.dtype.size * $0.count + state.count * state.shape($0.trained).reduce(state.dtype.size, *)
         }
         return values * (settings.skipBadSteps ? 2 : 1) + (settings.keepsStart ? sum { 4 * $0.count } : 0)
-            + 4 * magnitudes
+            + 4 * magnitudes + (settings.dora ? loraBytes : 0)
     }
 
     /// The bytes of the gradient of all blocks; with DP-SGD of an example's gradient and of the sum.
