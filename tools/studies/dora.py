@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import mesp
 from mesp.bundle.reader import Bundle
 from mesp.commands.command import Command
+from mesp.models.architecture import Architecture
 from mesp.runs.log import RunLog
 from studies import real_models
 from studies.tasks import bundles
@@ -58,16 +59,19 @@ def main(models: tuple[str, ...], names: tuple[str, ...], steps: int, seeds: int
                 found = [learn(bundle, folder, steps, seed, rank, dora) for seed in range(seeds)]
                 befores, afters = zip(*found, strict=True)
                 losses = ", ".join(f"{loss:.4f}" for loss in afters)
-                row = (f"{Path(model).name}, {name}", kind, f"{parameters(bundle, rank, dora):,}")
+                row = (
+                    f"{Path(model).name}, {name}",
+                    kind,
+                    f"{parameters(bundle.architecture, rank, dora):,}",
+                )
                 row += (f"{befores[0]:.3f} → {np.mean(afters):.4f}", losses)
                 print(f"| {' | '.join(row)} |", flush=True)
 
 
-def parameters(bundle: Bundle, rank: int, dora: bool) -> int:
-    """The number of those that are trained."""
-    blocks = bundle.architecture.blocks
-    outputs = sum(out for block in blocks for out, _ in block.sizes().values())
-    return sum(block.lora_size(rank) for block in blocks) + dora * outputs
+def parameters(arch: Architecture, rank: int, dora: bool) -> int:
+    """Returns the number of trained parameters."""
+    outputs = sum(out for block in arch.blocks for out, _ in block.sizes().values())
+    return sum(block.lora_size(rank) for block in arch.blocks) + dora * outputs
 
 
 def learn(

@@ -22,8 +22,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 BARS = {
     "MeSP": "peak of a step, Qwen2.5-0.5B, 256 tokens, SGD",
     "the paper's method": "peak of the paper's way",
-    "mlx-lm, checkpointing": "peak of mlx-lm as shipped with gradient checkpointing",
-    "mlx-lm": "peak of mlx-lm as shipped",
+    "mlx-lm, checkpointing (extrapolated)": "peak of mlx-lm as shipped with gradient checkpointing",
+    "mlx-lm (extrapolated)": "peak of mlx-lm as shipped",
     "PEFT on PyTorch, checkpointing": "peak of PEFT on PyTorch with gradient checkpointing",
     "PEFT on PyTorch": "peak of PEFT on PyTorch",
 }
