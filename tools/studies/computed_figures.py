@@ -330,6 +330,7 @@ def forward_pass(bundles: Bundles, row: list[str]) -> Figures:
         "functions": "functions",
         "formulas": "formulas",
         "formulas, `--dropout 0.1`": "dropout",
+        "formulas, `--dora`": "dora",
     }
     counts = bundles.rows("functions", short_name(row[0]), number(row[1]))
     [count] = (each for each in counts if each["forward_pass"] == ways[row[2]])
