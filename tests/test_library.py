@@ -24,7 +24,7 @@ CORE = ROOT / "ios" / "MeSPTrainer" / "Core"
 
 
 def imported_by(program: str) -> set[str]:
-    """The packages that a program imports."""
+    """Returns the packages that a program imports."""
     program += "; import sys; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,7 @@ def test_settings_are_written_and_read():
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The package's modules that one imports, but for what a type checker alone reads."""
+    """Yields the package's modules that one imports, but for what a type checker alone reads."""
     nodes = [ast.parse(path.read_text(encoding="utf-8"))]
     while nodes:
         node = nodes.pop()
@@ -120,7 +120,7 @@ def test_rooms_import_downward():
 
 
 def code(folder: Path) -> Iterator[tuple[str, str]]:
-    """The lines of code below a folder, with the name of the file."""
+    """Yields the lines of code below a folder, with the name of the file."""
     for path in sorted(folder.rglob("*.swift")):
         for line in path.read_text(encoding="utf-8").splitlines():
             if not line.strip().startswith("//"):

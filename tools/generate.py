@@ -77,7 +77,7 @@ CHANGES = "Takes the settings that may change when a run is resumed: no result d
 
 
 def write_name(key: str) -> str:
-    """The name in Swift: `seqLen` of `seq_len`."""
+    """Returns the name in Swift: `seqLen` of `seq_len`."""
     first, *others = key.split("_")
     return first + "".join(word.capitalize() for word in others)
 
@@ -146,7 +146,7 @@ class Property:
         return f"{self.default:g}"
 
     def write_check(self) -> list[str]:
-        """The check of a number's range."""
+        """Returns the check of a number's range."""
         names = ("least", "above", "most", "below")
         bounds = {name: getattr(self.setting, name) for name in names}
         bounds["least"] = LEAST.get(self.key, bounds["least"])
@@ -156,7 +156,7 @@ class Property:
         return [f'        try requireRange("{self.key}", {self.name}, {said})'] if said else []
 
     def write_choices(self, indent: str) -> list[str]:
-        """The enumeration of its choices."""
+        """Returns the enumeration of its choices."""
         assert isinstance(self.setting.choices, Mapping)
         lines = write_comment(re.split("[:;.]", self.setting.help)[0] + ".", indent)
         lines.append(
@@ -174,7 +174,7 @@ def write_whole(number: float) -> str:
 
 
 def list_properties() -> list[Property]:
-    """The properties of `RunSettings`, in its order."""
+    """Returns the properties of `RunSettings`, in its order."""
     folders, others = fields(EngineSettings)[:3], fields(EngineSettings)[3:]
     declared = map(Property, (*folders, *fields(TrainSettings), *others))
     return [each for each in declared if each.key not in NOT_READ]
@@ -235,7 +235,7 @@ def write_use(properties: list[Property]) -> list[str]:
 
 
 def write_json(source: str, extended: str, table: Mapping[str, Any]) -> str:
-    """An extension of a type in Swift that reads the table from JSON: an entry a line."""
+    """Returns an extension of a type in Swift that reads the table from JSON: an entry a line."""
     lines = []
     for name, value in table.items():
         nested = isinstance(value, dict) and any(isinstance(each, dict) for each in value.values())
@@ -259,7 +259,7 @@ def write_json(source: str, extended: str, table: Mapping[str, Any]) -> str:
 
 
 def write_allowed_primitives() -> str:
-    """The list of primitives, without its descriptions."""
+    """Returns the list of primitives, without its descriptions."""
     listed = json.loads((PYTHON / "block_function" / "allowed_primitives.json").read_text("utf-8"))
     names = ("types", "limits", "signature", "quantizations", "attention", "primitives")
     table = {name: {k: v for k, v in listed[name].items() if k != "about"} for name in names}
@@ -268,7 +268,7 @@ def write_allowed_primitives() -> str:
 
 
 def write_adapter_fields() -> str:
-    """The keys of an adapter_config.json, without the reasons."""
+    """Returns the keys of an adapter_config.json, without the reasons."""
     listed = json.loads((PYTHON / "adapters" / "fields.json").read_text("utf-8"))
     table = {
         name: {**part, "ignored": [*part["ignored"]]}
@@ -279,7 +279,7 @@ def write_adapter_fields() -> str:
 
 
 def write_bundle_constants() -> str:
-    """The numbers that the exporter writes bundles by, and the app reads them by."""
+    """Returns the numbers that the exporter writes bundles by, and the app reads them by."""
     lines = write_header("exporter/mesp")
     lines += ["extension Manifest {", "    /// The bundle format this build reads."]
     lines += [f"    package static let format = {manifest.FORMAT}", ""]
@@ -342,7 +342,7 @@ def write_plain_families() -> str:
 
 
 def write_all() -> dict[Path, str]:
-    """The text of each file that is generated."""
+    """Returns the text of each file that is generated."""
     return {
         SWIFT / "Core" / "Run" / "RunSettings.swift": write_settings(),
         SWIFT / "Bundle" / "BundleConstants.swift": write_bundle_constants(),

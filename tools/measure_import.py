@@ -163,7 +163,7 @@ def write_model(folder: Path, config: dict[str, Any], scales: str) -> None:
 
 
 def quantized_tensors(arch: Architecture, scales: str) -> Iterator[Tensor]:
-    """The tensors of a model of which every matrix is quantized, as mlx-lm saves them."""
+    """Yields the tensors of a model of which every matrix is quantized, as mlx-lm saves them."""
     for ours, shape in arch.tensors().items():
         name = name_there(ours, arch.model_type)
         if len(shape) < 2:

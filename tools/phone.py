@@ -46,7 +46,9 @@ class Phone(Protocol):
 
 
 def connect(device: str | None, app: str, otherwise: str) -> Phone:
-    """The phone `device`, or the only one. `otherwise` is what a person can do without a phone."""
+    """Returns the phone `device`, or the only one. `otherwise` is what a person can do without a
+    phone.
+    """
     if shutil.which("xcrun") is not None and (has_devicectl() or not pymobiledevice3()):
         return Devicectl(device, app, otherwise)
     if pymobiledevice3():
@@ -64,7 +66,7 @@ def copying(what: str):
 
 
 def choose(reachable: list[tuple[str, str]], otherwise: str) -> tuple[str, str]:
-    """The one phone of some (name, identifier)."""
+    """Returns the one phone of some (name, identifier)."""
     if not reachable:
         raise MespError(NO_PHONE.format(otherwise=otherwise))
     if len(reachable) > 1:
@@ -88,7 +90,7 @@ def not_installed(device: str, app: str) -> MespError:
 
 
 def has_devicectl() -> bool:
-    """Whether Xcode is there, and not only its command line tools."""
+    """Returns whether Xcode is there, and not only its command line tools."""
     return run(["xcrun", "--find", "devicectl"]).returncode == 0
 
 
@@ -197,7 +199,7 @@ def devicectl(*arguments: str, behind: tuple[str, ...] = ()) -> dict:
 
 
 def pymobiledevice3() -> str | None:
-    """The program, on PATH or beside this Python."""
+    """Returns the program, on PATH or beside this Python."""
     beside = Path(sys.executable).with_name("pymobiledevice3")
     return shutil.which("pymobiledevice3") or (str(beside) if os.access(beside, os.X_OK) else None)
 

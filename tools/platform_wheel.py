@@ -38,7 +38,7 @@ def readelf(option: str, file: Path) -> str:
 
 
 def needed_symbols(file: Path) -> dict[str, tuple[int, ...]]:
-    """The newest version of the symbols that a program or library needs, by library."""
+    """Returns the newest version of the symbols that a program or library needs, by library."""
     newest: dict[str, tuple[int, ...]] = {}
     for name, version in re.findall(
         r"Name: (GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)", readelf("--version-info", file)
@@ -60,7 +60,7 @@ def excess(engine: Path, mlx: Path) -> list[str]:
 
 
 def linux_tag() -> str:
-    """The platform tag of MLX's own wheel, as its file WHEEL says."""
+    """Returns the platform tag of MLX's own wheel, as its file WHEEL says."""
     said = metadata.distribution("mlx").read_text("WHEEL") or ""
     tags = re.findall(r"^Tag: \S+-(manylinux_\d+_\d+_\w+)$", said, re.M)
     if not tags:
@@ -69,7 +69,7 @@ def linux_tag() -> str:
 
 
 def build_engine() -> tuple[Path, str]:
-    """A folder with the engine and what belongs to it, and the tag of its platform."""
+    """Returns a folder with the engine and what belongs to it, and the tag of its platform."""
     engine = build_program(scratch=BUILT / "build", for_wheel=True)
     if sys.platform == "linux":
         tag = linux_tag()

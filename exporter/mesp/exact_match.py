@@ -9,7 +9,8 @@ from collections import Counter
 
 
 def extract(pattern: re.Pattern[str] | None, text: str) -> str | None:
-    """The first match of `pattern`, its group where it has one; the text without a pattern."""
+    """Returns the first match of `pattern`, its group where it has one; the text without a pattern.
+    """
     if pattern is None:
         return text.strip()
     found = pattern.search(text)
@@ -17,7 +18,8 @@ def extract(pattern: re.Pattern[str] | None, text: str) -> str | None:
 
 
 def exact_match(answer: str | None, reference: str, is_json: bool = False) -> bool:
-    """Whether an answer is the reference to the letter; of JSON, whether it is the same value.
+    """Returns whether an answer is the reference to the letter; of JSON, whether it is the same
+    value.
 
     `answer` is None where the text has none.
     """

@@ -34,8 +34,9 @@ def open_regular(path: Path, root: Path | None = None) -> BinaryIO:
 
 
 def read_bytes(path: Path, size: int = SIZE) -> bytes:
-    """The content of a regular file. Raises what `open_regular` does, and ValueError where it has
-    more than `size` bytes."""
+    """Returns the content of a regular file. Raises what `open_regular` does, and ValueError where
+    it has more than `size` bytes.
+    """
     with open_regular(path) as file:
         data = file.read(size + 1)
     if len(data) > size:
@@ -44,12 +45,14 @@ def read_bytes(path: Path, size: int = SIZE) -> bytes:
 
 
 def read_json(path: Path, size: int = SIZE) -> Any:
-    """The value of a JSON file. Raises what `read_bytes` and `parse_json` do."""
+    """Returns the value of a JSON file. Raises what `read_bytes` and `parse_json` do."""
     return parse_json(read_bytes(path, size))
 
 
 def read_object(path: Path, size: int = SIZE) -> dict[str, Any]:
-    """The object in a JSON file. Raises what `read_json` does, and ValueError for another value."""
+    """Returns the object in a JSON file. Raises what `read_json` does, and ValueError for another
+    value.
+    """
     value = read_json(path, size)
     if not isinstance(value, dict):
         raise ValueError(f"{path} is not a JSON object")
@@ -57,8 +60,9 @@ def read_object(path: Path, size: int = SIZE) -> dict[str, Any]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings of a run or a federation in a JSON file. Raises what `read_object` does, and
-    ValueError for a text with a null character, which no path has."""
+    """Returns the settings of a run or a federation in a JSON file. Raises what `read_object` does,
+    and ValueError for a text with a null character, which no path has.
+    """
     settings = read_object(path)
     if any("\0" in value for value in settings.values() if isinstance(value, str)):
         raise ValueError(f"{path} has a null character")
@@ -70,8 +74,8 @@ class UnclearError(ValueError):
 
 
 def parse_json(text: str | bytes, strict: bool = False) -> Any:
-    """The value of a JSON text. Raises ValueError if it is not valid, is nested more than `DEPTH`
-    deep, or has a string that no UTF-8 text can hold.
+    """Returns the value of a JSON text. Raises ValueError if it is not valid, is nested more than
+    `DEPTH` deep, or has a string that no UTF-8 text can hold.
 
     With `strict`, as data is read, also UnclearError for a key that an object has twice, of which
     Python keeps the last, and for NaN and infinities, which some configurations of models have.
@@ -114,8 +118,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: bytes) -> Any:
-    """The value of a YAML text. Raises yaml.YAMLError or ValueError if it is not valid, refers to
-    its own parts, is nested more than `DEPTH` deep, or has a string that is not text."""
+    """Returns the value of a YAML text. Raises yaml.YAMLError or ValueError if it is not valid,
+    refers to its own parts, is nested more than `DEPTH` deep, or has a string that is not text.
+    """
     try:
         value = yaml.load(text, _Loader)
     except RecursionError as error:
@@ -146,8 +151,9 @@ def _check(value: Any, has_escapes: bool) -> None:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of what is called `name` in a folder, at whatever depth. Raises ValueError where the
-    name leads out of it, or anything on the way is a symbolic link."""
+    """Returns the path of what is called `name` in a folder, at whatever depth. Raises ValueError
+    where the name leads out of it, or anything on the way is a symbolic link.
+    """
     parts = name.split("/")
     if "\0" in name or len(name) > 255 or {"", ".", ".."}.intersection(parts):
         raise ValueError(f"{name!r} is not a name within a folder")
@@ -164,8 +170,9 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def root_of(folder: Path) -> Path:
-    """The folder that symbolic links in `folder` may lead into: itself, or the repository's where
-    it is a snapshot in the cache of the Hugging Face Hub, whose files are links."""
+    """Returns the folder that symbolic links in `folder` may lead into: itself, or the repository's
+    where it is a snapshot in the cache of the Hugging Face Hub, whose files are links.
+    """
     root = folder.resolve()
     return root.parents[1] if root.parent.name == "snapshots" else root
 
@@ -184,7 +191,7 @@ def create(path: Path) -> BinaryIO:
 
 
 def partial_of(path: Path) -> Path:
-    """The name of a file while `write_whole` writes it."""
+    """Returns the name of a file while `write_whole` writes it."""
     return path.with_name(f".{path.name}.partial")
 
 

@@ -18,7 +18,9 @@ from mesp.files import remove_link, sync
 
 @contextmanager
 def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder to write a bundle into; see `replacing`. Raises MespError where `path` is taken."""
+    """Yields a folder to write a bundle into; see `replacing`. Raises MespError where `path` is
+    taken.
+    """
     if overwrite and path.exists() and not (path / "manifest.json").is_file():
         raise MespError(f"{path} is not a bundle, so it is not replaced; name another --out.")
     if not overwrite and path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -33,7 +35,7 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def replacing(path: Path, doing: str) -> Iterator[Path]:
-    """A folder beside `path` to write into, which becomes `path` at once when all went well.
+    """Yields a folder beside `path` to write into, which becomes `path` at once when all went well.
 
     Otherwise it is removed; what a killed process left behind is removed by the next one. Raises
     MespError where another process is `doing` the same.
@@ -93,7 +95,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 @contextmanager
 def locked(folder: Path, doing: str) -> Iterator[None]:
-    """A lock on a folder, which ends with the process at the latest.
+    """Yields a lock on a folder, which ends with the process at the latest.
 
     Raises MespError where another process holds it, who is `doing` that; it begins a sentence.
     """
@@ -109,7 +111,9 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
 
 
 def _holder(lock: int) -> str:
-    """The holder of the lock on an open folder, in words; empty if the system does not tell."""
+    """Returns the holder of the lock on an open folder, in words; empty if the system does not
+    tell.
+    """
     with suppress(OSError):
         inode = os.fstat(lock).st_ino
         for line in Path("/proc/locks").read_text().splitlines():

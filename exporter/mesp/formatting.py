@@ -7,13 +7,14 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """A text without the characters by which a terminal is controlled, but for line feeds and
-    tabs."""
+    """Returns a text without the characters by which a terminal is controlled, but for line feeds
+    and tabs.
+    """
     return "".join(each if each.isprintable() or each in "\n\t" else " " for each in text)
 
 
 def decimal(value: float | None, digits: int = 2) -> str:
-    """A number for a table, a dash if there is none."""
+    """Returns a number for a table, a dash if there is none."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
@@ -28,8 +29,9 @@ def perplexity(loss: float) -> float:
 
 
 def quality(record: dict[str, Any]) -> str:
-    """An evaluation's figures besides its loss: of preference data the accuracy, the share
-    of them that the model has the right way round, else the perplexity."""
+    """Returns an evaluation's figures besides its loss: of preference data the accuracy, the share
+    of them that the model has the right way round, else the perplexity.
+    """
     accuracy = record.get("accuracy")
     if not isinstance(accuracy, int | float):
         return f"perplexity {decimal(perplexity(record['loss']))}"

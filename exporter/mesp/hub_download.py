@@ -33,20 +33,22 @@ WEIGHTS = ("model*.safetensors", "*.safetensors.index.json")
 
 
 def download_model(repo: str, with_weights: bool) -> Path:
-    """The folder with a model of the Hub: without weights its geometry, tokenizer and terms.
-    Raises MespError as `download` does."""
+    """Returns the folder with a model of the Hub: without weights its geometry, tokenizer and
+    terms. Raises MespError as `download` does.
+    """
     return download("model", repo, [*MODEL_FILES, *(WEIGHTS if with_weights else ())])
 
 
 def list_gguf_files(repo: str) -> list[str]:
-    """The GGUF files of a repository, without those of other parts, such as vision."""
+    """Returns the GGUF files of a repository, without those of other parts, such as vision."""
     names = (name for name in list_files(repo) if name.lower().endswith(".gguf"))
     return [name for name in names if "mmproj" not in name.lower()]
 
 
 def choose_gguf_file(repo: str, quantization: str) -> str:
-    """The GGUF file of a repository that has a quantization, such as Q4_K_M, in its name. Raises
-    MespError where there is none."""
+    """Returns the GGUF file of a repository that has a quantization, such as Q4_K_M, in its name.
+    Raises MespError where there is none.
+    """
     names = list_gguf_files(repo)
     wanted = re.compile(rf"(^|[-._/]){re.escape(quantization)}[-._]", re.I)
     found = filter(wanted.search, names)
@@ -60,8 +62,9 @@ def choose_gguf_file(repo: str, quantization: str) -> str:
 
 
 def download_gguf_file(repo: str, file: str) -> Path:
-    """The folder with a GGUF file of a repository and its terms. Raises MespError as `download`
-    does, and where there is no such file."""
+    """Returns the folder with a GGUF file of a repository and its terms. Raises MespError as
+    `download` does, and where there is no such file.
+    """
     folder = download("model", repo, [file, *TERMS])
     if not (folder / file).is_file():
         raise MespError(f"{repo} on the Hugging Face Hub has no file {file}.")
@@ -69,8 +72,8 @@ def download_gguf_file(repo: str, file: str) -> Path:
 
 
 def download(kind: str, repo: str, patterns: list[str], revision: str | None = None) -> Path:
-    """The folder with the files of a repository that match `patterns`; its name is the revision.
-    By default that is the newest.
+    """Returns the folder with the files of a repository that match `patterns`; its name is the
+    revision. By default that is the newest.
 
     `kind` is ``model`` or ``dataset``. Raises MespError where the repository isn't there, isn't
     open to the user, or can't be reached.
@@ -88,8 +91,9 @@ def download(kind: str, repo: str, patterns: list[str], revision: str | None = N
 
 
 def list_files(repo: str, kind: str = "model") -> list[str]:
-    """The paths of the files in a repository, without the network of those that were downloaded.
-    Raises MespError as `download` does."""
+    """Returns the paths of the files in a repository, without the network of those that were
+    downloaded. Raises MespError as `download` does.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 

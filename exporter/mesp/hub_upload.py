@@ -74,7 +74,7 @@ def failed(bundle: Path, repo: str) -> MespError:
 
 
 def card(manifest: Manifest) -> bytes:
-    """The repository's README.md."""
+    """Returns the repository's README.md."""
     lengths = " or ".join(map(str, manifest.seq_lens))
     text = f"""
 # {manifest.name} for MeSP

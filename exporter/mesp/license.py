@@ -35,12 +35,12 @@ LICENSE_PATTERNS = [_in_any_case(pattern) for pattern in (*_LICENSES, *_OTHERS)]
 
 
 def is_terms(name: str) -> bool:
-    """Whether a file in a model's folder is to go with what is made of it. None is code."""
+    """Returns whether a file in a model's folder is to go with what is made of it. None is code."""
     return _fits(name, (*_LICENSES, *_OTHERS))
 
 
 def has_license(license: str | None, license_name: str | None, names: Iterable[str]) -> bool:
-    """Whether a model's licence is known: by its name, or by a file among `names`."""
+    """Returns whether a model's licence is known: by its name, or by a file among `names`."""
     is_named = bool(license_name) or license not in _UNNAMED
     return is_named or any(_fits(name, _LICENSES) for name in names)
 
@@ -72,7 +72,7 @@ class License:
 
     @classmethod
     def of_card(cls, model_card: Path) -> License:
-        """The one that the front matter of a README.md names, if it does."""
+        """Returns the one that the front matter of a README.md names, if it does."""
         from huggingface_hub import ModelCard
 
         try:

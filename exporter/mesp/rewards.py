@@ -21,9 +21,10 @@ BUILT_IN = ("exact", "json", "json-equal", "regex:PATTERN", "length:N")
 
 
 def find_reward(name: str, may_import: bool) -> Reward:
-    """The reward of this name: one of `BUILT_IN`, or ``module:function``, a function of a module
-    in the working folder or an installed one. Raises MespError where there is none, and where a
-    module is named that it may not import, as the name is not the user's but a file's."""
+    """Returns the reward of this name: one of `BUILT_IN`, or ``module:function``, a function of a
+    module in the working folder or an installed one. Raises MespError where there is none, and
+    where a module is named that it may not import, as the name is not the user's but a file's.
+    """
     kind, _, rest = name.partition(":")
     if name == "exact":
         return _each(lambda answer, right: exact_match(answer.strip(), right.strip()))
@@ -53,7 +54,7 @@ def find_reward(name: str, may_import: bool) -> Reward:
 
 
 def _each(score: Callable[[str, str], float]) -> Reward:
-    """A reward that looks at one answer and its reference at a time."""
+    """Returns a reward that looks at one answer and its reference at a time."""
 
     def reward(
         *, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]
@@ -79,7 +80,7 @@ def _imported(name: str, module: str, function: str) -> Reward:
 def compute_rewards(
     reward: Reward, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]
 ) -> list[float]:
-    """The numbers that `reward` gives. Raises MespError where it fails, or gives others."""
+    """Returns the numbers that `reward` gives. Raises MespError where it fails, or gives others."""
     try:
         given = reward(
             prompts=list(prompts), completions=list(completions), references=list(references)

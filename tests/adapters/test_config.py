@@ -38,8 +38,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def exported(name: str, folder: Path) -> tuple[Path, Path]:
-    """A bundle of a tiny model of the family, and a folder of adapters in mlx-lm's form with one in
-    PEFT's in it."""
+    """Returns a bundle of a tiny model of the family, and a folder of adapters in mlx-lm's form
+    with one in PEFT's in it.
+    """
     model, bundle = write_model(folder / "model", FAMILIES[name]), folder / "b.mesp"
     size = ("--seq-len", 8, "--rank", RANK, "--group-size", 32, "--data", "python-docs")
     call("export", "--model", model, "--out", bundle, *size)

@@ -30,7 +30,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def with_adapters(name: str, folder: Path) -> tuple[Path, Path]:
-    """A bundle of a tiny model of the family, and adapters."""
+    """Returns a bundle of a tiny model of the family, and adapters."""
     model = write_model(folder / "model", FAMILIES[name])
     bundle = folder / "bundle.mesp"
     size = ("--seq-len", 8, "--rank", RANK, "--group-size", 32, "--data", "python-docs")

@@ -170,8 +170,9 @@ def write_base(path: Path, model: nn.Module, folder: Path) -> Path:
 
 
 def write(model: Path, prompt: list[int], adapters: Path | None = None) -> list[dict]:
-    """The greedy tokens of llama.cpp: of each its `id`, its `logprob` and those of the two
-    likeliest, `top_logprobs`."""
+    """Returns the greedy tokens of llama.cpp: of each its `id`, its `logprob` and those of the two
+    likeliest, `top_logprobs`.
+    """
     request = {"prompt": prompt, "n_predict": COUNT, "temperature": 0, "n_probs": 2}
     answer = serve(model, adapters).handle_completions(request)
     return answer["choices"][0]["logprobs"]["content"]
@@ -438,7 +439,7 @@ def test_a_text_has_llama_cpps_tokens(vocabulary: str, tmp_path: Path):
 
 
 def tokenize_with(server: xllamacpp.Server) -> Callable[[str], list[int]]:
-    """The ids of a text, of llama.cpp's tokenizer."""
+    """Returns the ids of a text, of llama.cpp's tokenizer."""
 
     def tokenize(text: str) -> list[int]:
         asked = {"content": text, "add_special": True, "parse_special": True}

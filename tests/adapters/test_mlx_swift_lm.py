@@ -149,7 +149,7 @@ class Loaded(NamedTuple):
 
 
 def decoded(holder: dict[str, Any], key: str, *kinds: type) -> Any:
-    """A value of a Codable struct that must be there, of one of these types."""
+    """Returns a value of a Codable struct that must be there, of one of these types."""
     if not isinstance(value := holder.get(key), kinds) or isinstance(value, bool):
         raise Refused(f"{key} does not decode")
     return value
@@ -230,7 +230,7 @@ def load_peft(folder: Path, model: Model, arch: Architecture) -> Loaded:
 
 
 def config_of(name: str) -> dict:
-    """A tiny config.json of a row of FAMILIES, or of a `model_type` that has none."""
+    """Returns a tiny config.json of a row of FAMILIES, or of a `model_type` that has none."""
     if name in FAMILIES:
         return FAMILIES[name]
     same = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "ministral3": "mistral3"}

@@ -20,9 +20,10 @@ APACHE = {"general.license": gguf.GGUFValue("apache-2.0", gguf.GGUFValueType.STR
 
 
 def read_modelfile(text: str) -> list[tuple[str, str]]:
-    """The commands, as parser/parser.go of Ollama finds them, a parameter by its own name: a value
-    in quotes goes on over ends of lines, and what Go cannot print is left out of it, but for white
-    space."""
+    """Returns the commands, as parser/parser.go of Ollama finds them, a parameter by its own name:
+    a value in quotes goes on over ends of lines, and what Go cannot print is left out of it, but
+    for white space.
+    """
     found, name, value = [], "", None
     for char in [*text, "\n"]:
         if value is None:
@@ -43,7 +44,7 @@ def read_modelfile(text: str) -> list[tuple[str, str]]:
 
 
 def unquoted(value: str) -> str | None:
-    """The value without its quotes; None where they are still open."""
+    """Returns the value without its quotes; None where they are still open."""
     for quotes in ('"""', '"'):
         if value.startswith(quotes):
             is_whole = value.endswith(quotes) and len(value) >= 2 * len(quotes)
@@ -54,8 +55,10 @@ def unquoted(value: str) -> str | None:
 def fuse(
     folder: Path, licences: dict[str, str], ends: Sequence[int] = (), token: str = "", **keys
 ) -> Path:
-    """The folder that mesp fuse makes of a bundle from a GGUF file that has `licences` beside it.
-    The bundle's data end with the tokens `ends`, the last of which is `token` where that is one."""
+    """Returns the folder that mesp fuse makes of a bundle from a GGUF file that has `licences`
+    beside it. The bundle's data end with the tokens `ends`, the last of which is `token` where that
+    is one.
+    """
     base = folder / "model" / "base.gguf"
     base.parent.mkdir()
     write_gguf(base, "qwen2", random_tensors(MODELS["qwen2"][1]), **keys)

@@ -446,8 +446,9 @@ def test_a_private_step_is_that_of_opacus(tmp_path: Path):
 def step_of_opacus(
     path: Path, start: Path | None
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[float], int]:
-    """The matrices before and after a step, by mlx-lm's names; the norms of the examples'
-    gradients, and how many of these were clipped."""
+    """Returns the matrices before and after a step, by mlx-lm's names; the norms of the examples'
+    gradients, and how many of these were clipped.
+    """
     bundle = Bundle(path)
     folder = path.parent / f"dequantized-{start is None}"
     write_dequantized(bundle, folder)
@@ -508,7 +509,7 @@ def examples(bundle: Bundle) -> list[tuple[int, int]]:
 
 
 def noise_by_name(bundle: Bundle) -> dict[str, np.ndarray]:
-    """The noise of the engine's first step, by mlx-lm's names."""
+    """Returns the noise of the engine's first step, by mlx-lm's names."""
     blocks = bundle.architecture.blocks
     vectors = reference.private_noise(KEY, 0, [block.lora_size(RANK) for block in blocks])
     return {

@@ -176,7 +176,7 @@ def test_the_table_has_every_field_of_lora_config(tmp_path: Path):
 
 
 def probabilities(model: torch.nn.Module) -> np.ndarray:
-    """The logarithms of them after each of the tokens."""
+    """Returns the logarithms of them after each of the tokens."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([TOKENS])).logits[0]
     return torch.log_softmax(logits.float(), -1).numpy()

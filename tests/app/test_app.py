@@ -52,7 +52,8 @@ VIEWS = sorted({*APP_SOURCES, *WIDGET.glob("*.swift")})
 
 
 def parse(text: str) -> dict:
-    """A property list in the old style that Xcode's projects have: {}, (), "…" and words."""
+    """Returns a property list in the old style that Xcode's projects have: {}, (), "…" and words.
+    """
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
     text = re.sub(r"^//.*$", "", text, flags=re.M)
     tokens = re.findall(r'"(?:[^"\\]|\\.)*"|[{}()=;,]|[^\s{}()=;,"]+', text)
@@ -141,7 +142,7 @@ def test_every_path_in_the_project_exists(objects: dict[str, dict]):
 
 
 def settings_of(objects: dict[str, dict], target: dict) -> dict[str, dict]:
-    """The build settings of a target over the project's, by configuration."""
+    """Returns the build settings of a target over the project's, by configuration."""
     (project,) = of(objects, "PBXProject")
     found = {}
     for holder in (project, target):
@@ -152,7 +153,8 @@ def settings_of(objects: dict[str, dict], target: dict) -> dict[str, dict]:
 
 
 def target_of(objects: dict[str, dict], kind: str) -> dict:
-    """The project's one target of a kind: `application`, `app-extension` or `ui-testing`."""
+    """Returns the project's one target of a kind: `application`, `app-extension` or `ui-testing`.
+    """
     kinds = {t["productType"].replace(".", " ").split()[-1]: t for t in targets(objects)}
     return kinds[kind]
 
@@ -574,7 +576,7 @@ class Compiler:
             assert done.returncode == 0, done.stderr
 
     def app_modules(self) -> dict[str, list[Path]]:
-        """The sources of the app's modules, each after what it imports."""
+        """Returns the sources of the app's modules, each after what it imports."""
         resources = self.folder / "Resources.swift"
         resources.write_text(RESOURCES, encoding="utf-8")
         modules = {f"MeSP{part}": sources(part) for part in PARTS}
@@ -685,7 +687,7 @@ def swift_blocks(page: Path) -> list[str]:
 
 
 def library_examples(folder: Path) -> Iterator[Path]:
-    """The examples of each article of the library's documentation, as one source."""
+    """Yields the examples of each article of the library's documentation, as one source."""
     assert len(ARTICLES) == 3
     for article in ARTICLES:
         source = folder / f"{article.stem}Example.swift"
@@ -713,14 +715,14 @@ import MeSP
 
 
 def short_example(source: Path, page: Path, place: int) -> Path:
-    """A block without declarations around it, as the body of a function."""
+    """Returns a block without declarations around it, as the body of a function."""
     lines = [line for line in swift_blocks(page)[place].splitlines() if line != "import MeSP"]
     source.write_text("\n".join([GIVEN, *lines, "} }"]), encoding="utf-8")
     return source
 
 
 def example_beside_mlx_swift_lm(source: Path) -> Path:
-    """The example of an app that runs mlx-swift-lm, as one source."""
+    """Returns the example of an app that runs mlx-swift-lm, as one source."""
     blocks = swift_blocks(ROOT / "docs" / "mlx-swift-lm.md")
     assert len(blocks) == 4
     source.write_text("\n".join(blocks), encoding="utf-8")
@@ -753,7 +755,9 @@ def test_the_librarys_documentation_builds(symbol_graphs: Path, tmp_path: Path):
 
 
 def literals(text: str) -> list[str]:
-    """The string literals of a Swift source, each interpolation as %@; also those within one."""
+    """Returns the string literals of a Swift source, each interpolation as %@; also those within
+    one.
+    """
     found, place = [], 0
 
     def read(place: int) -> int:
@@ -781,7 +785,7 @@ def literals(text: str) -> list[str]:
 
 
 def catalog(name: str) -> dict[str, dict]:
-    """The entries of the String Catalog by key."""
+    """Returns the entries of the String Catalog by key."""
     catalog = json.loads((APP / f"{name}.xcstrings").read_text(encoding="utf-8"))
     assert catalog["sourceLanguage"] == "en" and catalog["version"] == "1.0"
     return catalog["strings"]
@@ -841,7 +845,7 @@ def test_the_documentation_names_what_the_screens_have():
 
 
 def sentence_keys(sil: str) -> set[str]:
-    """The keys of a module's `Sentence` literals, as the calls in its SIL make them."""
+    """Returns the keys of a module's `Sentence` literals, as the calls in its SIL make them."""
     found: set[str] = set()
     literal, keys = "", []  # keys: of the literals that are begun, as one may hold another
     calls = r"init\(literalCapacity|append\w+|init\(stringInterpolation|init\(stringLiteral"

@@ -39,7 +39,7 @@ from mesp.models.tensor_names import name_there
 
 
 def output_names(block) -> tuple[str, ...]:
-    """The names of the block function's outputs."""
+    """Returns the names of the block function's outputs."""
     return ("y", *reference.intermediate_names(block))
 
 
@@ -123,7 +123,7 @@ class Case:
         return self.given.setdefault(length, given_to(self.described, length))
 
     def more(self, length: int) -> list[mx.array]:
-        """The same as arguments of the block function."""
+        """Returns the same as arguments of the block function."""
         beside = self.beside(length)
         return [*([beside["per_layer"]] if beside else []), *beside.get("shared", ())]
 
@@ -192,7 +192,7 @@ class Case:
         return [found[name] for name in output_names(self.described)]
 
     def export(self, folder, seq_len: int):
-        """The block function, exported and imported again."""
+        """Returns the block function, exported and imported again."""
         path, rank = str(folder / "block.mlxfn"), self.lora.size // self.described.lora_size(1)
         export_block(
             path, self.function(), self.described, self.layout, mx.float32, "cpu", [seq_len], [rank]
@@ -405,7 +405,7 @@ def test_packed_records_do_not_see_each_other(monkeypatch, name, layer, how):
 
 
 def primitives(*outputs: mx.array) -> Counter:
-    """How many of each primitive the graph of `outputs` has."""
+    """Returns how many of each primitive the graph of `outputs` has."""
     dot = io.StringIO()
     mx.export_to_dot(dot, *outputs)
     return Counter(re.findall(r'label ="(\w+)", shape=rectangle', dot.getvalue()))
@@ -460,7 +460,7 @@ GPU_BLOCKS |= {"output gate": {**FAMILIES["qwen3_5"], "full_attention_interval":
 
 
 def gpu_block(name: str, dtype: str, plain: bool, fast: ModuleType) -> tuple:
-    """The GPU's function with these fused primitives, and the widths of what it takes."""
+    """Returns the GPU's function with these fused primitives, and the widths of what it takes."""
     arch = Architecture.from_config(GPU_BLOCKS[name])
     block = arch.blocks[0]
     layout = block_layout(block, dict.fromkeys(block.modules, Quantization(4, 32)), dtype)
@@ -489,7 +489,7 @@ def trace(function: BlockFunction, *inputs: mx.array) -> list:
 
 
 def flat(arguments: Iterable) -> list:
-    """A primitive's arguments as numbers."""
+    """Returns a primitive's arguments as numbers."""
     numbers = []
     for value in arguments:
         if isinstance(value, mx.Dtype):

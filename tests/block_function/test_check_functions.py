@@ -99,7 +99,7 @@ def test_a_file_that_lies_is_refused(tmp_path, function, old, new, said):
 def one(
     name: str, state: bytes, shape_in: tuple, shape_out: tuple, dtype: bytes = FLOAT32
 ) -> bytes:
-    """A file with one primitive on the CPU, of one array of float32."""
+    """Returns a file with one primitive on the CPU, of one array of float32."""
     ids = struct.pack("<QQ", 1, 0), struct.pack("<QQ", 1, 1)
     array = shape(*shape_in) + FLOAT32
     name_bytes = struct.pack("<Q", len(name)) + name.encode()
@@ -195,7 +195,7 @@ def test_a_function_of_a_bundle_is_checked_before_mlx_reads_it(tiny, tmp_path):
 
 
 def exchanged(outputs: list[mx.array]) -> list[mx.array]:
-    """The outputs with gate in the place of attn_out, which has another shape."""
+    """Returns the outputs with gate in the place of attn_out, which has another shape."""
     return [*outputs[:5], outputs[7], *outputs[6:]]
 
 

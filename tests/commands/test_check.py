@@ -20,7 +20,7 @@ from mesp.engine.build import find_engine
 
 
 def engine_that_finds(folder: Path, **verdicts: str) -> dict[str, str]:
-    """The environment with an engine that prints these checks' verdicts."""
+    """Returns the environment with an engine that prints these checks' verdicts."""
     found = [{"type": "start"}]
     for name, verdict in verdicts.items():
         found.append({"type": "check", "name": name, "verdict": verdict, "sentence": "It says so."})

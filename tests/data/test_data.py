@@ -46,7 +46,7 @@ def load(path: Path, tokenizer, seq_len: int = 32, **options) -> dict[str, Split
 
 
 def tokens(splits: dict[str, Split]) -> np.ndarray:
-    """All tokens of data that was cut into a train and a valid part."""
+    """Returns all tokens of data that was cut into a train and a valid part."""
     return np.concatenate([splits["train"].tokens, splits["valid"].tokens])
 
 
@@ -269,7 +269,8 @@ def write_records(path: Path, records: list[dict]) -> Path:
 
 
 def examples(split: Split) -> list[tuple[list[int], int]]:
-    """Each example's ids and how many of them are masked, as mlx-lm's datasets give them."""
+    """Returns each example's ids and how many of them are masked, as mlx-lm's datasets give them.
+    """
     found = []
     for start, length in split.examples.tolist():
         mask = np.ones(length) if split.mask is None else split.mask[start : start + length]
@@ -550,7 +551,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def assert_whole(path: Path) -> dict[str, Split]:
-    """The data of a bundle in which every file is as the manifest says."""
+    """Returns the data of a bundle in which every file is as the manifest says."""
     bundle = Bundle(path)
     bundle.verify()
     splits = {
@@ -750,7 +751,7 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
         return [(path, s.st_ino, s.st_size, s.st_mtime_ns) for path, s in sorted(there.items())]
 
     def killed_after(changes: int) -> bool:
-        """Whether there were so many to be ended after, in a process of its own."""
+        """Returns whether there were so many to be ended after, in a process of its own."""
         child = os.fork()
         if child == 0:
             left, found = changes, None

@@ -200,7 +200,7 @@ def read(*messages: dict) -> list[dict]:
 
 
 def encoded(tokenizer, template: str, record: dict, loss_on: str = "answers", prompt: int = 0):
-    """The ids of a record of messages, their mask and the notes."""
+    """Returns the ids of a record of messages, their mask and the notes."""
     tokenizer._tokenizer.chat_template = template
     messages = read(*record["messages"])
     options = record.get("chat_template_kwargs", {})
@@ -209,7 +209,7 @@ def encoded(tokenizer, template: str, record: dict, loss_on: str = "answers", pr
 
 
 def trained(tokenizer, template: str, *messages: dict, **others) -> list[str]:
-    """The texts that are trained, one for each span."""
+    """Returns the texts that are trained, one for each span."""
     loss_on, prompt = others.pop("loss_on", "answers"), others.pop("prompt", 0)
     found = encoded(tokenizer, template, {"messages": list(messages), **others}, loss_on, prompt)
     edges = [i for i in range(1, len(found.ids)) if found.mask[i] != found.mask[i - 1]]

@@ -48,7 +48,7 @@ def load(path: Path, records: list[dict], tokenizer, seq_len: int = 64, **option
 
 
 def rows(split) -> list[tuple[list[int], list[int], int]]:
-    """The ids of each answer with its prompt, those of the answer alone, and its label."""
+    """Returns the ids of each answer with its prompt, those of the answer alone, and its label."""
     found = []
     for (start, length), label in zip(split.examples.tolist(), split.labels.tolist(), strict=True):
         ids, mask = split.tokens[start : start + length], split.mask[start : start + length]
@@ -244,7 +244,7 @@ def bundle(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def independent(bundle: Path, objective: str, steps: int) -> list[float]:
-    """The losses of TRL's formulas on mlx-lm's model with LoRA, by mx.grad and SGD.
+    """Returns the losses of TRL's formulas on mlx-lm's model with LoRA, by mx.grad and SGD.
 
     Batches are of two pairs, or for kto of two answers.
     """

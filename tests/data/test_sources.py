@@ -325,7 +325,7 @@ def test_a_snapshot_of_the_hub_is_a_folder_of_links(tmp_path: Path):
 
 
 def bomb(path: Path, kind: str) -> Path:
-    """A file of less than 300 kB whose text is 100 MB or more."""
+    """Returns a file of less than 300 kB whose text is 100 MB or more."""
     if kind == "gzip":
         with gzip.open(path, "wb", compresslevel=9) as file:
             file.write(b'{"text": "')

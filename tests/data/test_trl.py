@@ -102,7 +102,7 @@ class Example(NamedTuple):
 
 
 def of_family(table: dict[str, Any], template: str, default: Any) -> Any:
-    """The entry of a table whose key the template's name begins with."""
+    """Returns the entry of a table whose key the template's name begins with."""
     return next((value for key, value in table.items() if template.startswith(key)), default)
 
 
@@ -124,7 +124,7 @@ class Model:
 
 
 def tokenizer_of(name: str, template: str, marked: bool) -> Any:
-    """The demo model's tokenizer with a template, and its tokens."""
+    """Returns the demo model's tokenizer with a template, and its tokens."""
     tokenizer = load_tokenizer(DEMO_MODEL)._tokenizer
     special = {*SPECIAL.findall(template), "<|bos|>"}
     tokenizer.add_special_tokens({"additional_special_tokens": sorted(special)})
@@ -145,7 +145,7 @@ class Trainer:
         self.said: list[str] = []
 
     def __call__(self, model: Model, *records: dict, **options: Any) -> list[Example]:
-        """The examples of records. Raises MespError where they are refused."""
+        """Returns the examples of records. Raises MespError where they are refused."""
         for split in ("train", "valid"):
             lines = "".join(f"{json.dumps(record)}\n" for record in records)
             (self.folder / f"{split}.jsonl").write_text(lines)
@@ -167,7 +167,7 @@ class Trainer:
 
 
 def as_messages(record: dict) -> list[dict]:
-    """The messages of a record as transformers takes them."""
+    """Returns the messages of a record as transformers takes them."""
     said = record.get("messages")
     if said is None:
         said = [*_said("user", record["prompt"]), *_said("assistant", record["completion"])]
@@ -198,7 +198,7 @@ def _arguments(call: dict) -> dict:
 
 
 def trained_of(record: dict, loss_on: str) -> list[int]:
-    """The indices of the messages that are to be trained."""
+    """Returns the indices of the messages that are to be trained."""
     said = record.get("messages")
     first = 0
     if said is None:
@@ -215,7 +215,7 @@ def trained_of(record: dict, loss_on: str) -> list[int]:
 
 
 def leaves(value: Any) -> Iterator[str]:
-    """The strings and numbers in a tool call's arguments, as text."""
+    """Yields the strings and numbers in a tool call's arguments, as text."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             yield from leaves(each)
@@ -224,7 +224,7 @@ def leaves(value: Any) -> Iterator[str]:
 
 
 def texts_of(message: dict) -> Iterator[tuple[str, bool]]:
-    """The texts of a message, and whether each is reasoning."""
+    """Yields the texts of a message, and whether each is reasoning."""
     content = message["content"]
     if message["role"] == "assistant" and "</think>" in content:
         thought, _, content = content.partition("</think>")
@@ -242,7 +242,8 @@ def texts_of(message: dict) -> Iterator[tuple[str, bool]]:
 
 
 def is_in(text: str, whole: str) -> bool:
-    """Whether a text is in another as it is, in JSON, or in single quotes as Python has it."""
+    """Returns whether a text is in another as it is, in JSON, or in single quotes as Python has it.
+    """
     whole = unicodedata.normalize("NFC", whole)
     bare = re.sub(r"(\s*/(?:no_)?think)*\s*$", "", text)  # templates may take flags out
     bare = unicodedata.normalize("NFC", bare)  # as the demo model's tokenizer does
@@ -330,7 +331,8 @@ def check_around(model: Model, messages: list[dict], group: list[int], text: str
 
 
 def turn_ends(model: Model) -> list[int]:
-    """The special tokens that the template writes right after an answer, followed or not."""
+    """Returns the special tokens that the template writes right after an answer, followed or not.
+    """
     turns = [("user", "Qqx"), ("assistant", "Aax"), ("user", "Uux")]
     found = []
     for stop in (2, 3):
@@ -433,7 +435,7 @@ def made_up(strategy: Any, count: int, name: str, marked: bool):
 
 
 def is_whole(model: Model, record: dict) -> bool:
-    """Whether the template takes a record and leaves nothing out."""
+    """Returns whether the template takes a record and leaves nothing out."""
     messages, tools = as_messages(record), record.get("tools", [])
     try:
         text = model.render(messages, tools or None, tokenize=False)

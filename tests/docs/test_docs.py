@@ -32,7 +32,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 def split(page: Path) -> tuple[list[str], list[str]]:
-    """The lines of a page in code fences, commands on one line each, and all others."""
+    """Returns the lines of a page in code fences, commands on one line each, and all others."""
     text = page.read_text(encoding="utf-8")
     parts = re.split(r"^```.*\n", text, flags=re.M)
     assert len(parts) % 2, f"{page.name} has a fence without an end"
@@ -41,7 +41,7 @@ def split(page: Path) -> tuple[list[str], list[str]]:
 
 
 def code(page: Path) -> Iterator[str]:
-    """The code of a page: lines in fences without their comments, and spans in backticks."""
+    """Yields the code of a page: lines in fences without their comments, and spans in backticks."""
     fenced, prose = split(page)
     yield from (line.partition(" #")[0] for line in fenced)
     for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", "\n".join(prose)):
@@ -49,7 +49,7 @@ def code(page: Path) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives the headings of a page."""
+    """Returns the anchors that GitHub gives the headings of a page."""
     headings = [line.lstrip("#").strip() for line in split(page)[1] if line.startswith("#")]
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -83,8 +83,9 @@ def test_targets_of_make_exist(page: Path):
 
 
 def not_terms() -> tuple[dict[str, str], dict[str, str]]:
-    """The words and, in backticks, the names of CONTRIBUTING.md's table that are not used, each
-    with the term in its place."""
+    """Returns the words and, in backticks, the names of CONTRIBUTING.md's table that are not used,
+    each with the term in its place.
+    """
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.split("\n## Terms\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \| .+? \|(.*)\|$", section, re.M)
@@ -96,12 +97,14 @@ def not_terms() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def spelled_out(text: str) -> str:
-    """The words of a text, of which names have several, in lower case and a space around each."""
+    """Returns the words of a text, of which names have several, in lower case and a space around
+    each.
+    """
     return f" {' '.join(re.findall('[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[,;:.]', text)).lower()} "
 
 
 def names_in(code: str) -> set[str]:
-    """The names in Swift's or C++'s code, without its comments and strings."""
+    """Returns the names in Swift's or C++'s code, without its comments and strings."""
     skipped = r'"""[\s\S]*?"""|"(?:\\.|[^"\\\n])*"|//.*|/\*[\s\S]*?\*/'
     return set(re.findall(r"\w+", re.sub(skipped, " ", code)))
 

@@ -103,7 +103,7 @@ def calls(fakes: Path) -> list[str]:
 
 
 def find_named(engine: object) -> str:
-    """The message about an engine that MESP_ENGINE names."""
+    """Returns the message about an engine that MESP_ENGINE names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MESP_ENGINE", str(engine))
         return find(Path("/nowhere/checkout")).stderr.strip()

@@ -170,7 +170,7 @@ def test_a_log_without_a_choice_has_none(bundle: Path, tmp_path: Path):
 def losses_of(
     model: nn.Module, tokens: np.ndarray, examples: np.ndarray, first: int
 ) -> list[float]:
-    """The mean loss of each example's tokens from number `first` on."""
+    """Returns the mean loss of each example's tokens from number `first` on."""
     found = []
     for start, length in examples.tolist():
         ids = mx.array(tokens[start : start + length].astype(np.int32))

@@ -86,12 +86,12 @@ def run_import(
 
 
 def partial(bundle: Path) -> Path:
-    """The folder in which a bundle is while it is written."""
+    """Returns the folder in which a bundle is while it is written."""
     return bundle.with_name(f".importing-{bundle.name}")
 
 
 def state(folder: Path) -> dict[str, tuple]:
-    """The files of a model's folder: names, contents and times."""
+    """Returns the files of a model's folder: names, contents and times."""
     return {
         str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
         for path in folder.rglob("*")
@@ -100,7 +100,7 @@ def state(folder: Path) -> dict[str, tuple]:
 
 
 def weights(bundle: Path) -> dict[str, str]:
-    """The digests of a bundle's weight files."""
+    """Returns the digests of a bundle's weight files."""
     return {
         str(file.relative_to(bundle)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in bundle.rglob("*.bin")
@@ -112,8 +112,9 @@ def manifest_of(bundle: Path) -> dict[str, Any]:
 
 
 def described(bundle: Path) -> dict[str, Any]:
-    """A bundle's manifest without what an import has otherwise: functions and what they are for,
-    the list of files, data, and the digest of the source."""
+    """Returns a bundle's manifest without what an import has otherwise: functions and what they are
+    for, the list of files, data, and the digest of the source.
+    """
     manifest = manifest_of(bundle)
     for key in ("seq_lens", "ranks", "files", "data", "source"):
         manifest.pop(key, None)
@@ -137,8 +138,9 @@ def others(bundle: Path) -> dict[str, Any]:
 
 
 def reason(sentence: str) -> str:
-    """A refusal as far as an import and an export say the same: what is about config.json, but for
-    which of its values cannot be used, and for how a family's name is quoted."""
+    """Returns a refusal as far as an import and an export say the same: what is about config.json,
+    but for which of its values cannot be used, and for how a family's name is quoted.
+    """
     not_valid = "The model's config.json is not valid ("
     if sentence.startswith(not_valid):
         return not_valid
@@ -563,7 +565,7 @@ def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def no_number(text: bytes) -> bool:
-    """Whether a JSON text has what Python's reader takes for a number, and JSON has not."""
+    """Returns whether a JSON text has what Python's reader takes for a number, and JSON has not."""
     return any(word in text for word in (b"NaN", b"Infinity"))
 
 
@@ -650,7 +652,9 @@ def test_indices_and_other_files_are_refused_alike(
 
 
 def whole_files(folder: Path) -> dict[tuple, int]:
-    """The size of each weight file that is whole, by what a file that is written again has not."""
+    """Returns the size of each weight file that is whole, by what a file that is written again has
+    not.
+    """
     found = [(file.name, file.stat()) for file in folder.rglob("*.bin")]
     return {(name, each.st_ino, each.st_mtime_ns): each.st_size for name, each in found}
 

@@ -47,7 +47,7 @@ VAL_BATCHES = 1
 
 
 def train(bundle: Path, output: Path, *options: object, steps: int = STEPS) -> RunLog:
-    """The engine's report of a run with these options."""
+    """Returns the engine's report of a run with these options."""
     settings = {"steps": steps, "optimizer": "sgd", "learning-rate": LEARNING_RATE}
     settings |= {"val-batches": VAL_BATCHES}
     typed = [text for name, value in settings.items() for text in (f"--{name}", value)]

@@ -29,7 +29,7 @@ Arrays = dict[str, mx.array]
 
 
 def export_families(folder: Path) -> Arrays:
-    """The weights of a bundle of each family; writes the bundles."""
+    """Returns the weights of a bundle of each family; writes the bundles."""
     found = {}
     for name, config in FAMILIES.items():
         model, out = write_model(folder / name, config), folder / f"{name}.mesp"
@@ -40,7 +40,7 @@ def export_families(folder: Path) -> Arrays:
 
 
 def functions(folder: Path) -> Arrays:
-    """The outputs of the block functions of each family's bundle."""
+    """Returns the outputs of the block functions of each family's bundle."""
     found = {}
     for name in FAMILIES:
         bundle = Bundle(folder / f"{name}.mesp")
@@ -58,7 +58,7 @@ def functions(folder: Path) -> Arrays:
 
 
 def train(engine: Path, out: Path) -> Arrays:
-    """The losses of 20 steps of the demo model, and the adapters."""
+    """Returns the losses of 20 steps of the demo model, and the adapters."""
     options = ["--steps", "20", "--optimizer", "adamw", "--out", out]
     command = [sys.executable, "-m", "mesp", "train", DEMO_BUNDLE, *options]
     subprocess.run(command, env=os.environ | {"MESP_ENGINE": str(engine)}, check=True)

@@ -78,7 +78,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begin_with_key(bundle: Path, output: Path, **settings: object) -> Path:
-    """The settings of a run whose key is known: it goes on where there is nothing but the key."""
+    """Returns the settings of a run whose key is known: it goes on where there is nothing but the
+    key.
+    """
     output.mkdir()
     (output / "metrics.jsonl").touch()
     (output / "secret.key").write_bytes(KEY)

@@ -41,8 +41,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def grpo(oracle: Oracle, parameters: dict, groups: list[dict], scores: list, dr: bool) -> mx.array:
-    """The loss as TRL's GRPOTrainer computes it: of answers of the model itself, with the ratio of
-    probabilities by the ones before the step."""
+    """Returns the loss as TRL's GRPOTrainer computes it: of answers of the model itself, with the
+    ratio of probabilities by the ones before the step.
+    """
     scores, longest = mx.array(scores), len(groups[0]["answers"][0])
     advantages = scores - scores.mean(axis=1, keepdims=True)
     if not dr:

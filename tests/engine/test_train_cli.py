@@ -96,7 +96,7 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def environment(how: str = "", **more: str) -> dict[str, str]:
-    """The stand-in for the engine, and how it behaves."""
+    """Returns the stand-in for the engine, and how it behaves."""
     return {"MESP_ENGINE": str(FAKE_ENGINE), "FAKE_ENGINE": how, **more}
 
 

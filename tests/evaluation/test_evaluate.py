@@ -109,7 +109,7 @@ def write(path: Path, records: list[dict]) -> Path:
 def evaluate(
     bundle: Path, records: list[dict], tmp_path: Path, *options: object
 ) -> tuple[dict, dict[tuple, dict]]:
-    """The JSON of a run of the command, and its results by metric and adapters."""
+    """Returns the JSON of a run of the command, and its results by metric and adapters."""
     out = tmp_path / "out.json"
     data = write(tmp_path / "data.jsonl", records)
     done = call("evaluate", bundle, data, "--out", out, *options)

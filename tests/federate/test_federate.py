@@ -260,7 +260,7 @@ def test_drift_and_the_error_of_averaging_are_as_their_formulas():
     assert averaging_error(only_b, weights, select_exchanged(start, True)) == 0
 
     def of_experts(arrays: Arrays) -> Arrays:
-        """The blocks as experts of one block, as mlx-lm has these."""
+        """Returns the blocks as experts of one block, as mlx-lm has these."""
         return {name: array.swapaxes(-1, -2)[None] for name, array in arrays.items()}
 
     stacked = [of_experts(each) for each in clients]
@@ -763,7 +763,7 @@ class Node:
         self.process.communicate()
 
     def ended(self) -> tuple[int, str, str]:
-        """The exit status and what was printed."""
+        """Returns the exit status and what was printed."""
         out, error = self.process.communicate(timeout=120)
         return self.process.returncode, out, error
 

@@ -105,7 +105,7 @@ class Here:
 
 
 def served(federation: Federation, changes: dict[int, Change] | None = None) -> Arrays:
-    """The adapters after all rounds."""
+    """Returns the adapters after all rounds."""
     serve(federation, Here(federation, changes), lambda _: None, timeout=None)
     return federation.rounds.arrays(federation.options["rounds"])
 
@@ -270,7 +270,7 @@ def with_data(change: Callable[[bytes], bytes]) -> Change:
 
 
 def npz(data: bytes) -> bytes:
-    """The archive of an array's file."""
+    """Returns the archive of an array's file."""
     archive = io.BytesIO()
     np.savez(archive, np.load(io.BytesIO(data)))
     return archive.getvalue()
@@ -950,7 +950,7 @@ def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, t
 
 
 def study(name: str, *arguments: object) -> str:
-    """The output of one of the studies."""
+    """Returns the output of one of the studies."""
     path = ROOT / "tools" / "studies" / f"{name}.py"
     done = subprocess.run(
         [sys.executable, path, *map(str, arguments)],

@@ -80,8 +80,9 @@ def with_weighted_sum(bundle: Path, weights: Mapping[Path, float]) -> nn.Module:
 
 
 def write_peft(folder: Path, bundle: Path, adapters: Path) -> Path:
-    """The adapters of a folder in mlx-lm's form, as PEFT writes them: a layer that is n of mlx-lm's
-    has n times the rank."""
+    """Returns the adapters of a folder in mlx-lm's form, as PEFT writes them: a layer that is n of
+    mlx-lm's has n times the rank.
+    """
     arch = Bundle(bundle, to_run=False).architecture
     ours = mx.load(str(adapters / "adapters.safetensors"))
     is_dora = any(name.endswith(".m") for name in ours)

@@ -117,7 +117,7 @@ def templates() -> dict[str, str]:
 
 @cache
 def tokenizer_of(template: str) -> Any:
-    """The demo model's tokenizer with a template, and its tokens."""
+    """Returns the demo model's tokenizer with a template, and its tokens."""
     tokenizer = load_tokenizer(DEMO_MODEL)._tokenizer
     special = sorted({*SPECIAL, *WRITTEN.findall(template), "<|bos|>"})
     tokenizer.add_special_tokens({"additional_special_tokens": special})
@@ -128,7 +128,9 @@ def tokenizer_of(template: str) -> Any:
 
 
 def sort_keys(value: Any) -> Any:
-    """A value with the keys of its objects, in strings too, in the order of swift-transformers."""
+    """Returns a value with the keys of its objects, in strings too, in the order of
+    swift-transformers.
+    """
     if isinstance(value, dict):
         return {key: sort_keys(value[key]) for key in sorted(value)}
     if isinstance(value, list):
@@ -142,7 +144,7 @@ def sort_keys(value: Any) -> Any:
 
 
 def write_special(value: Any, chance: random.Random) -> Any:
-    """A record in which some texts have special tokens."""
+    """Returns a record in which some texts have special tokens."""
     if isinstance(value, dict):
         kept = ("role", "type", "tools", "id", "tool_call_id", "name")
         return {k: v if k in kept else write_special(v, chance) for k, v in value.items()}
@@ -154,7 +156,8 @@ def write_special(value: Any, chance: random.Random) -> Any:
 
 
 def without_reasoning(record: dict) -> dict:
-    """A record whose answers have thoughts in their content alone: the app reads no others."""
+    """Returns a record whose answers have thoughts in their content alone: the app reads no others.
+    """
     messages = [
         each
         for value in record.values()
@@ -168,7 +171,7 @@ def without_reasoning(record: dict) -> dict:
 
 
 def with_values(record: dict, chance: random.Random) -> dict:
-    """A record with more in its tool calls, and seldom a special token in its tools."""
+    """Returns a record with more in its tool calls, and seldom a special token in its tools."""
     said = [each for value in record.values() if isinstance(value, list) for each in value]
     for call in (call for each in said for call in each.get("tool_calls", [])):
         arguments = call["function"]["arguments"]
@@ -206,7 +209,7 @@ def records() -> list[tuple[dict, str]]:
 
 
 def expected(template: str, record: dict, loss_on: str) -> dict[str, Any]:
-    """The ids and the mask of a record, or why it is refused."""
+    """Returns the ids and the mask of a record, or why it is refused."""
     try:
         document = read_record("It", deepcopy(record), {})
         encoder = Encoder(document.kind, tokenizer_of(template), loss_on, True, split_special=True)
@@ -226,7 +229,7 @@ def cases() -> Iterator[dict[str, Any]]:
 
 
 def answer(asked: dict[str, Any], template: str) -> Any:
-    """The answer to what is asked of a tokenizer. Raises what a template raises."""
+    """Returns the answer to what is asked of a tokenizer. Raises what a template raises."""
     tokenizer = tokenizer_of(template)
     if asked["do"] == "encode":
         return list(tokenizer.encode(asked["text"], add_special_tokens=asked["addsSpecialTokens"]))

@@ -123,5 +123,5 @@ SPECIAL += ["<start_of_turn>", "<end_of_turn>", "<|end|>", "<|user|>", "<|assist
 
 
 def unmarked(template: str) -> str:
-    """A template without the marks of its answers."""
+    """Returns a template without the marks of its answers."""
     return template.replace("⟦", "").replace("⟧", "")

@@ -14,7 +14,9 @@ from click.testing import CliRunner
 
 
 def command(module: str, *arguments: object) -> list[str]:
-    """The line that runs a command of the package, such as `export`, in a process of its own."""
+    """Returns the line that runs a command of the package, such as `export`, in a process of its
+    own.
+    """
     program = f"from mesp.commands.{module} import main; main(prog_name='mesp-{module}')"
     return [sys.executable, "-c", program, *map(str, arguments)]
 
@@ -51,7 +53,7 @@ def without_privileges() -> None:
 def invoke(
     main: click.Command, name: str, *arguments: object, cwd: Path | None = None, **options: object
 ) -> subprocess.CompletedProcess:
-    """A command's output and exit status; `options` are CliRunner's, such as `env`."""
+    """Returns a command's output and exit status; `options` are CliRunner's, such as `env`."""
     before = Path.cwd()
     os.chdir(cwd or before)
     try:
@@ -66,7 +68,7 @@ def invoke(
 
 
 def refused(done: subprocess.CompletedProcess) -> str:
-    """The one sentence of a command that failed as it should."""
+    """Returns the one sentence of a command that failed as it should."""
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("Error: ") and len(done.stderr.splitlines()) == 1, done.stderr
     return done.stderr.removeprefix("Error: ").rstrip()

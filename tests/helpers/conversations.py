@@ -186,7 +186,7 @@ class _Writer:
 
 @st.composite
 def conversations(draw: Any, kinds: Kinds = ALL) -> dict[str, Any]:
-    """A record of messages, or TRL's of a prompt and a completion."""
+    """Returns a record of messages, or TRL's of a prompt and a completion."""
     writer = _Writer(draw, kinds)
     if kinds.any_order and writer.seldom(15):
         return {"prompt": writer.text(), "completion": writer.text()}
@@ -200,7 +200,7 @@ def conversations(draw: Any, kinds: Kinds = ALL) -> dict[str, Any]:
 
 @st.composite
 def pairs(draw: Any) -> dict[str, Any]:
-    """A record of a chosen and a rejected answer."""
+    """Returns a record of a chosen and a rejected answer."""
     writer = _Writer(draw, ALL)
     if writer.seldom(4):
         return {"prompt": writer.text(), "chosen": writer.text(), "rejected": writer.text()}

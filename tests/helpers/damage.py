@@ -41,7 +41,7 @@ def paths(value: object, path: tuple = ()) -> list[tuple]:
 
 @st.composite
 def changed(draw: st.DrawFn, value: object) -> object:
-    """A JSON value with one or two parts replaced or removed."""
+    """Returns a JSON value with one or two parts replaced or removed."""
     value = json.loads(json.dumps(value))
     for _ in range(draw(st.integers(1, 2))):
         inner = [path for path in paths(value) if path]
@@ -68,6 +68,6 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 def texts(original: bytes) -> st.SearchStrategy[bytes]:
-    """A JSON text damaged, or with parts of its value changed."""
+    """Returns a JSON text damaged, or with parts of its value changed."""
     values = changed(json.loads(original)).map(lambda value: json.dumps(value).encode())
     return st.just(original) | damaged(original) | values

@@ -28,7 +28,7 @@ def exported(*arguments: object) -> Bundle:
 
 
 def refused(*arguments: object) -> str:
-    """The one sentence that an export is refused with, having left nothing behind."""
+    """Returns the one sentence that an export is refused with, having left nothing behind."""
     before = sorted(Path().rglob("*"))
     result = export(*arguments)
     assert result.exit_code == 2, result.output

@@ -212,7 +212,7 @@ def _write_rope(writer: gguf.GGUFWriter, config: dict[str, Any], said: dict[str,
 
 
 def _converted(name: str, config: dict[str, Any], key: str, array: np.ndarray) -> np.ndarray:
-    """A tensor as llama.cpp's converter writes it."""
+    """Returns a tensor as llama.cpp's converter writes it."""
     if name in INTERLEAVED and ("q_proj" in key or "k_proj" in key):
         heads = config["num_attention_heads" if "q_proj" in key else "num_key_value_heads"]
         halves = array.reshape(heads, 2, -1, *array.shape[1:])

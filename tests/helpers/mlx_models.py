@@ -169,7 +169,7 @@ def _vary_shapes(config: dict[str, Any], draw: random.Random) -> None:
 def _vary_quantizations(
     draw: random.Random, is_affine: bool
 ) -> Callable[[str], bool | dict[str, Any]]:
-    """Whether each module is quantized, and how: all alike, or as mixed recipes have it."""
+    """Returns whether each module is quantized, and how: all alike, or as mixed recipes have it."""
     kind = draw.choice(["alike", "alike", "head", "mixed", "mode"])
     left = draw.choice(["q_proj", "embed_tokens"]) if draw.random() < 0.05 else "none"
     own = random.Random(draw.random())

@@ -482,7 +482,7 @@ def text_of(model: nn.Module) -> nn.Module:
 
 
 def arrays_of(layer: nn.Module, block: Block) -> dict[str, mx.array]:
-    """A block of mlx-lm's by the names and in the form that a bundle has."""
+    """Returns a block of mlx-lm's by the names and in the form that a bundle has."""
     arch, arrays = block.arch, {}
     offset = 0 if arch.model_type.startswith("qwen3_5") else arch.norm_offset  # in mlx-lm's memory
     for theirs, array in tree_flatten(layer.parameters()):
@@ -494,14 +494,14 @@ def arrays_of(layer: nn.Module, block: Block) -> dict[str, mx.array]:
 
 
 def mask_of(block: Block, length: int) -> mx.array | None:
-    """The mask of mlx-lm's block, with the window that Hugging Face gives it."""
+    """Returns the mask of mlx-lm's block, with the window that Hugging Face gives it."""
     if not isinstance(block.mixer, AttentionMixer):
         return None
     return create_causal_mask(length, window_size=block.mixer.sliding_window)
 
 
 def residual_factor(layer: nn.Module) -> float:
-    """The factor of what mlx-lm's block adds to x."""
+    """Returns the factor of what mlx-lm's block adds to x."""
     if hasattr(layer, "scale_depth"):
         return layer.scale_depth / layer.num_hidden_layers**0.5
     return getattr(layer, "residual_multiplier", 1.0)
@@ -525,7 +525,9 @@ def run_layer(
 
 
 def given_to(block: Block, T: int) -> dict[str, Any]:
-    """The inputs of a block besides x, at random: embeddings of its layer, and keys and values."""
+    """Returns the inputs of a block besides x, at random: embeddings of its layer, and keys and
+    values.
+    """
     given: dict[str, Any] = {}
     mixer = block.mixer
     if block.arch.per_layer:

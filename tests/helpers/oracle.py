@@ -78,7 +78,7 @@ class Oracle:
         return cls(reference.Model.of(bundle), sequences)
 
     def initial(self, recipe: Recipe) -> Parameters:
-        """The trained matrices of every trained block, by name."""
+        """Returns the trained matrices of every trained block, by name."""
         arch = self.model.arch
         flat = reference.init_lora(arch, RANK, recipe.seed)
         first = arch.num_hidden_layers - (recipe.num_layers or arch.num_hidden_layers)

@@ -27,7 +27,9 @@ class Phones:
         return container / "Documents" / "runs"
 
     def environment(self) -> dict[str, str]:
-        """The environment in which a command finds the phones, by `program` and by no other."""
+        """Returns the environment in which a command finds the phones, by `program` and by no
+        other.
+        """
         described = self.folder / "phones.json"
         described.write_text(json.dumps(self.world))
         programs = self.folder / "programs"
@@ -38,7 +40,7 @@ class Phones:
         return {"FAKE_XCRUN": str(described), "PATH": path}
 
     def calls(self) -> list[list[str]]:
-        """The arguments of every call of a program."""
+        """Returns the arguments of every call of a program."""
         calls = self.folder / "calls.jsonl"
         lines = calls.read_text().splitlines() if calls.exists() else []
         return [json.loads(line) for line in lines]

@@ -14,7 +14,7 @@ def write_run(
     seed: int = 0,
     ago: timedelta = timedelta(0),
 ) -> Path:
-    """A run of 256-token steps of 0.5 s; the loss falls from 4 by 0.1 a step."""
+    """Returns a run of 256-token steps of 0.5 s; the loss falls from 4 by 0.1 a step."""
     time = f"{datetime.now(UTC) - ago:%Y-%m-%dT%H:%M:%SZ}"
     settings = {"method": "mesp", "seq_len": 256, "rank": 8, "seed": seed}
     start = {"type": "start", "model": {"name": "Qwen2.5-0.5B"}, "settings": settings}

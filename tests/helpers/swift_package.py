@@ -22,7 +22,7 @@ IMPLICIT = {"Copyable", "Escapable", "SendableMetatype"}
 
 
 def tool(name: str) -> str:
-    """A program of the Swift toolchain; on a Mac it is not in the path."""
+    """Returns a program of the Swift toolchain; on a Mac it is not in the path."""
     found = shutil.which(name)
     if not found and shutil.which("xcrun"):
         found = subprocess.check_output(["xcrun", "--find", name], text=True).strip()
@@ -35,7 +35,7 @@ def target_info() -> dict:
 
 
 def sources(part: str) -> list[Path]:
-    """The Swift files of a part of the package."""
+    """Returns the Swift files of a part of the package."""
     return sorted((APP / (part or "MeSP")).rglob("*.swift"))
 
 
@@ -103,7 +103,7 @@ class Symbol(NamedTuple):
 
 
 def public_symbols(graphs: Path) -> list[Symbol]:
-    """All public declarations that somebody wrote, module by module."""
+    """Returns all public declarations that somebody wrote, module by module."""
     found = []
     for file in sorted(graphs.glob("*.symbols.json")):
         module, _, extended = file.name.removesuffix(".symbols.json").partition("@")
@@ -137,7 +137,7 @@ def public_symbols(graphs: Path) -> list[Symbol]:
 
 
 def public_api(symbols: list[Symbol]) -> str:
-    """The declarations of the products for apps, a line each."""
+    """Returns the declarations of the products for apps, a line each."""
     lines = []
     for each in symbols:
         if each.module in ("MeSP", "MeSPTokenizers"):

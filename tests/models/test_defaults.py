@@ -34,7 +34,7 @@ TEXTS.pop("llama-window", None)  # of which transformers has no windows
 
 
 def read_by_transformers(config: dict) -> dict:
-    """A config.json as transformers writes it after reading it."""
+    """Returns a config.json as transformers writes it after reading it."""
     its = CONFIG_MAPPING[config["model_type"]].from_dict(json.loads(json.dumps(config)))
     return json.loads(its.to_json_string(use_diff=False))
 

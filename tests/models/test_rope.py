@@ -17,7 +17,7 @@ LLAMA |= {"max_position_embeddings": LONGEST, "layer_types": None, "sliding_wind
 
 
 def turns(scaling: dict | None, length: int = 1, **others: object) -> tuple[np.ndarray, float]:
-    """The frequencies and the factor of a Llama with this `rope_scaling`."""
+    """Returns the frequencies and the factor of a Llama with this `rope_scaling`."""
     config = LLAMA | {"rope_scaling": scaling} | others
     mixer = Architecture.from_config(config, length).mixers[0]
     again = Architecture.from_config(complete(config), length).mixers[0]  # as a bundle has it

@@ -88,7 +88,7 @@ def listed(*options: object) -> Result:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of a Markdown table, without the line below the heading."""
+    """Returns the cells of a Markdown table, without the line below the heading."""
     lines = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 

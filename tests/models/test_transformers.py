@@ -215,7 +215,7 @@ class Case:
     edits: tuple[str, ...] = ()  # names of `EDITS`, or keys left out or of other families
 
     def smaller(self) -> list[Case]:
-        """The same with one thing less."""
+        """Returns the same with one thing less."""
         found = []
         for name in ("keys", "rope"):
             given = getattr(self, name)
@@ -295,7 +295,7 @@ EDITS = {
 
 
 def draw(family: str, seed: int) -> Case:
-    """A random case."""
+    """Returns a random case."""
     rng = random.Random(f"{family} {seed}")
     text = _TEXTS.get(family, family)
     options = {f.name: getattr(f, "default", None) for f in fields(CONFIG_MAPPING[text])}
@@ -416,7 +416,8 @@ def theirs(case: Case, folder: Path, tokens: list[int]) -> np.ndarray | None:
 
 
 def ours(folder: Path, tokens: list[int]) -> np.ndarray:
-    """The logits of our reading, in float32. Raises MespError where the model is refused."""
+    """Returns the logits of our reading, in float32. Raises MespError where the model is refused.
+    """
     config = json.loads((folder / "config.json").read_text())
     arch = Architecture.from_config(config, len(tokens))
     weights = SafetensorsWeights(folder, arch)

@@ -25,7 +25,7 @@ def test_what_is_checked_in_is_what_is_generated(path: Path):
 
 
 def changed(name: str, monkeypatch: pytest.MonkeyPatch, **others: object) -> str:
-    """The settings in Swift where a declaration is another."""
+    """Returns the settings in Swift where a declaration is another."""
     (declared,) = [each for each in dataclasses.fields(TrainSettings) if each.name == name]
     default = others.pop("default", declared.default)
     setting: Setting = dataclasses.replace(declared.metadata["setting"], **others)

@@ -81,7 +81,7 @@ def make_wheel(sources: Path, out: Path, *options: str) -> zipfile.ZipFile:
 
 
 def information(wheel: zipfile.ZipFile, name: str) -> Message:
-    """The file `name` about a wheel."""
+    """Returns the file `name` about a wheel."""
     (path,) = (path for path in wheel.namelist() if path.endswith(f".dist-info/{name}"))
     return email.message_from_bytes(wheel.read(path))
 

@@ -33,7 +33,7 @@ def steps(workflow: Path) -> list[dict]:
 
 
 def commands(workflow: Path) -> str:
-    """The commands of a workflow's steps, with the variables that its jobs set."""
+    """Returns the commands of a workflow's steps, with the variables that its jobs set."""
     jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
     variables = [value for job in jobs.values() for value in job.get("env", {}).values()]
     return "\n".join([*variables, *(step.get("run", "") for step in steps(workflow))])

@@ -254,7 +254,7 @@ SMALL = {
 
 
 def architecture(**changes) -> Architecture:
-    """A small model: two layers of 4 heads in 2 groups."""
+    """Returns a small model: two layers of 4 heads in 2 groups."""
     return Architecture.from_config(SMALL | changes)
 
 
@@ -333,7 +333,7 @@ def quantized(config: dict, group_size: int = 32) -> nn.Module:
 
 
 def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
-    """The same weights for the reference, taken before LoRA layers wrap them."""
+    """Returns the same weights for the reference, taken before LoRA layers wrap them."""
     embedding = dict(model.model.embed_tokens.parameters())
     head = embedding if arch.tie_word_embeddings else dict(model.lm_head.parameters())
     blocks = list(map(arrays_of, model.layers, arch.blocks))
@@ -360,8 +360,9 @@ def flat_gradient(grads: dict, block: Block) -> mx.array:
 
 
 def without_gradient(block: Block) -> tuple[str, ...]:
-    """The modules that one token alone gives no gradient, but for rounding: it attends to itself
-    whatever q and k are, and there is no state that could decay."""
+    """Returns the modules that one token alone gives no gradient, but for rounding: it attends to
+    itself whatever q and k are, and there is no state that could decay.
+    """
     if getattr(block.mixer, "output_gate", False):
         return ("self_attn.k_proj",)
     return ("self_attn.q_proj", "self_attn.k_proj", "linear_attn.in_proj_a")
@@ -630,7 +631,7 @@ def test_a_step_with_dropout(config, dora):
 
 
 def rows(given, record: slice):
-    """A record's rows of what a block takes besides x."""
+    """Returns a record's rows of what a block takes besides x."""
     if isinstance(given, tuple):
         return tuple(rows(each, record) for each in given)
     return given[..., record, :]
@@ -759,7 +760,7 @@ def test_step_is_gradient_descent(training):
 
 
 def mezo(model, lora, tokens, seed, step, learning_rate=1.0, epsilon=1e-2):
-    """The updated parameters and the loss."""
+    """Returns the updated parameters and the loss."""
     lora = list(lora)
     loss = reference.mezo_step(
         model, lora, tokens, SCALE, learning_rate, seed=seed, step=step, epsilon=epsilon

@@ -89,7 +89,7 @@ UNKNOWN = {"Q2_0": (42, 64, 18), "PQ2_0": (142, 128, 34), "Q2_0 of 128": (42, 12
 
 
 def in_words_of_ggml(data: np.ndarray, block: int, size: int, bits: int) -> np.ndarray:
-    """The values of blocks of Q1_0 or Q2_0, one by one as ggml-quants.c computes them."""
+    """Returns the values of blocks of Q1_0 or Q2_0, one by one as ggml-quants.c computes them."""
     values = []
     for row in data.reshape(len(data), -1, size):
         for each in row:
@@ -235,7 +235,7 @@ def test_an_unquantized_file_is_quantized_as_any_model(tmp_path: Path):
 
 
 def refused(file: Path, out: Path) -> str:
-    """The sentence of an export that is refused and leaves nothing."""
+    """Returns the sentence of an export that is refused and leaves nothing."""
     done = run("export", "--model", file, "--out", out, *SIZE)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert not out.exists()

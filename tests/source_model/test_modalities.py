@@ -24,7 +24,9 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def of_several_modalities(folder: Path) -> Path:
-    """A Qwen3.5 as it is published: its text beside vision, and layers that predict further."""
+    """Returns a Qwen3.5 as it is published: its text beside vision, and layers that predict
+    further.
+    """
     text = FAMILIES["qwen3_5"]
     tensors = random_tensors(text)
     tensors = {k.replace("model.", "model.language_model.", 1): v for k, v in tensors.items()}

@@ -67,7 +67,7 @@ def verdicts(out: Path) -> dict[str, str]:
 
 
 def write_engine(folder: Path, *lines: object, then: str = "") -> str:
-    """An engine that prints these records, and then runs a line of Python."""
+    """Returns an engine that prints these records, and then runs a line of Python."""
     engine = folder / "engine"
     text = "".join(json.dumps(line) + "\n" for line in lines)
     engine.write_text(
@@ -96,7 +96,7 @@ def record(kind: str, fields: dict) -> dict:
 
 
 def row(page: Page, name: str) -> list[str]:
-    """The cells of a row, without what stands below the table."""
+    """Returns the cells of a row, without what stands below the table."""
     return [cell.split("\n")[0] for cell in page.row(name)]
 
 
@@ -160,7 +160,9 @@ def test_an_engine_that_dies_in_a_check_fails_that_check(tmp_path: Path):
 
 
 def tf32_engine(folder: Path, in_force: bool) -> str:
-    """An engine whose steps take half as long with TF32, and whose gradients are off by 3e-4."""
+    """Returns an engine whose steps take half as long with TF32, and whose gradients are off by
+    3e-4.
+    """
     engine = folder / "engine"
     engine.write_text(f"""#!{sys.executable}
 import json, os, sys

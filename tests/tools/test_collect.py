@@ -20,7 +20,7 @@ def collect(*arguments: object, **environment: str) -> subprocess.CompletedProce
 
 
 def rows(done: subprocess.CompletedProcess) -> dict[str, list[str]]:
-    """The table's columns by run, split where the spaces are wide."""
+    """Returns the table's columns by run, split where the spaces are wide."""
     assert done.returncode == 0, done.stderr
     lines = [line.split("  ") for line in done.stdout.splitlines()[1:]]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]

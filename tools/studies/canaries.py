@@ -52,7 +52,7 @@ OFTEN, TIMES = [f"Owner {letter}" for letter in "ABCD"], 8
 
 
 def main_runs() -> dict[str, tuple]:
-    """The options of each run, by its name."""
+    """Returns the options of each run, by its name."""
     clip = ("--dp-clip", CLIP, "--dp-delta", DELTA, "--dp-noise")
     runs = {"without": (), "clipping alone": (*clip, 0)}
     return runs | {f"noise {noise:g}": (*clip, noise) for noise in NOISES}
@@ -123,7 +123,7 @@ def row(
     loss: float | None,
     total: str,
 ) -> dict[str, str]:
-    """A line of the table: the mean exposure of the canaries of each kind."""
+    """Returns a line of the table: the mean exposure of the canaries of each kind."""
     model, tokenizer = model_with(bundle, adapters), load_bundle_tokenizer(bundle.path)
     found = {who: exposure(model, tokenizer, who, secret) for who, secret in secrets.items()}
     return {
@@ -137,7 +137,7 @@ def row(
 
 
 def exposure(model: nn.Module, tokenizer: object, name: str, secret: tuple[str, ...]) -> float:
-    """The exposure of a secret, in bits."""
+    """Returns the exposure of a secret, in bits."""
     words = [tokenizer.encode(f" {word}") for word in WORDS]
     assert all(len(word) == 1 for word in words)
     prefix = tokenizer.encode(text(name, ()).rstrip())

@@ -64,7 +64,7 @@ def main(models: tuple[str, ...], names: tuple[str, ...], steps: int, seeds: int
 
 
 def parameters(bundle: Bundle, rank: int, dora: bool) -> int:
-    """The number of those that are trained."""
+    """Returns the number of those that are trained."""
     blocks = bundle.architecture.blocks
     outputs = sum(out for block in blocks for out, _ in block.sizes().values())
     return sum(block.lora_size(rank) for block in blocks) + dora * outputs
@@ -73,7 +73,7 @@ def parameters(bundle: Bundle, rank: int, dora: bool) -> int:
 def learn(
     bundle: Bundle, folder: Path, steps: int, seed: int, rank: int, dora: bool
 ) -> tuple[float, float]:
-    """A run's held-out loss before and after, in nats a token."""
+    """Returns a run's held-out loss before and after, in nats a token."""
     out = folder / f"{'dora' if dora else 'lora'}-{rank}-{seed}"
     mesp.train(
         bundle, out=out, steps=steps, warmup=steps // 20, schedule="linear", seed=seed, rank=rank,

@@ -128,7 +128,7 @@ def main(
 
 
 def in_one_place(data: Path, folder: Path) -> Path:
-    """The data of all people in one file, as a bundle takes it."""
+    """Returns the data of all people in one file, as a bundle takes it."""
     folder.mkdir()
     files = sorted(file for file in data.iterdir() if file.stem != "valid")
     text = "".join(file.read_text(encoding="utf-8") for file in files)
@@ -138,7 +138,9 @@ def in_one_place(data: Path, folder: Path) -> Path:
 
 
 def by_oneself(federation: Federation, client: Client, people: int = 1) -> Rounds:
-    """A federation's rounds of one client that hears of no other, for as many steps as `people`."""
+    """Returns a federation's rounds of one client that hears of no other, for as many steps as
+    `people`.
+    """
     folder = federation.folder / "by-oneself" / client.name
     rounds = Rounds(folder, federation.training, federation.rounds.evaluation)
     rounds.save(0, None, {})
@@ -151,7 +153,7 @@ def by_oneself(federation: Federation, client: Client, people: int = 1) -> Round
 
 
 def measure_round(bundle: Bundle, task: Task, runs: list[Rounds], number: int) -> Round:
-    """The result of a round, the mean of several runs."""
+    """Returns the result of a round, the mean of several runs."""
     adapters = [run.path(number) / "adapters" for run in runs]
     scores = [score(model_with(bundle, each), bundle, task) for each in adapters]
     return Round(mean(each.loss for each in scores), mean(each.exact.mean() for each in scores))
@@ -162,7 +164,8 @@ def shown(round: Round) -> tuple[str, str]:
 
 
 def cells(name: str, federation: Federation) -> dict[str, str]:
-    """The bytes sent, the distance between clients, and the privacy that the noise gives."""
+    """Returns the bytes sent, the distance between clients, and the privacy that the noise gives.
+    """
     records = federation.rounds.records()[1:]
     clients = sum(len(record["clients"]) for record in records)
     ways = (sum(r[f"bytes_{way}"] for r in records) / clients for way in ("down", "up"))

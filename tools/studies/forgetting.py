@@ -145,7 +145,7 @@ def main(
 
 
 def export(model: str, name: str, steps: int) -> Bundle:
-    """The model with a task's data."""
+    """Returns the model with a task's data."""
     data = OUT / name
     write_data(data, TASKS[name](steps, False), TASKS[name](HELD_OUT, True))
     return mesp.export(
@@ -168,7 +168,7 @@ def of_house(name: str, count: int, held_out: bool) -> list[dict]:
 
 
 def of_initials(count: int, held_out: bool) -> list[dict]:
-    """The initials of the words of a note."""
+    """Returns the initials of the words of a note."""
     prompts = [
         each.note for each in spoken_notes.cases(count, seed=int(held_out), held_out=held_out)
     ]
@@ -208,7 +208,9 @@ def write_config_and_tokenizer(files: tuple[Path, ...]) -> dict[str, Path]:
 
 
 def ask(bundle: Bundle) -> Answers:
-    """The untuned model's answers to questions: the tokens of each prompt, and of its answer."""
+    """Returns the untuned model's answers to questions: the tokens of each prompt, and of its
+    answer.
+    """
     tokenizer = load_bundle_tokenizer(bundle.path)
     found = []
     for question in QUESTIONS:
@@ -236,7 +238,7 @@ def perplexities(
 
 
 def learn(bundle: Bundle, out: Path, steps: int, options: dict[str, Any]) -> RunLog:
-    """A run, with `steps` sequences of the task; one that has finished is not repeated."""
+    """Returns a run, with `steps` sequences of the task; one that has finished is not repeated."""
     if not (out / "metrics.jsonl").exists() or RunLog.load(out).state() != "finished":
         shutil.rmtree(out, ignore_errors=True)
         steps = round(steps / (1 - options.get("replay", 0)))

@@ -100,7 +100,9 @@ def show(model: str, seq_len: int, name: str, bundle: mesp.Bundle, run: mesp.Run
 
 
 def margin(rows: list[Row]) -> str:
-    """The MB that the machine's constant may change by, so that every row stays within the bars."""
+    """Returns the MB that the machine's constant may change by, so that every row stays within the
+    bars.
+    """
     least = max(row.measured / MOST - row.predicted for row in rows) / 1e6
     most = min(row.measured / LEAST - row.predicted for row in rows) / 1e6
     if least > most:

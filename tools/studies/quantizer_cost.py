@@ -63,7 +63,7 @@ def write_model(folder: Path, config: dict[str, Any], rows: int) -> None:
 
 
 def export(source: Path, blocks: int, *options: object) -> float:
-    """The seconds of CPU time that an export of the first blocks takes."""
+    """Returns the seconds of CPU time that an export of the first blocks takes."""
     line = [sys.executable, "-c", "from mesp.commands.export import main; main()"]
     line += ["--model", source, "--layers", blocks, "--seq-len", 8, "--device", "cpu", *options]
     line += ["--out", source.with_suffix(".mesp"), "--overwrite"]

@@ -67,7 +67,7 @@ class Study:
         return find_source(str(self.model), random_weights=False)
 
     def open(self, folder: Path) -> tuple[SourceModel, int]:
-        """A folder of safetensors, and the bytes of its matrices."""
+        """Returns a folder of safetensors, and the bytes of its matrices."""
         source = find_source(str(folder), random_weights=False)
         arch = Architecture.from_config(source.config)
         weights = SafetensorsWeights(folder, arch)
@@ -237,7 +237,7 @@ WAYS: dict[str, Way] = {
 
 
 def mean_and_error(values: Iterable[np.ndarray]) -> tuple[float, float]:
-    """The mean over all positions, and half of its 95% interval over sequences."""
+    """Returns the mean over all positions, and half of its 95% interval over sequences."""
     sums = np.array([each.sum() for each in values])
     counts = np.array([len(each) for each in values])
     low, high = interval(bootstrap(sums, counts, RESAMPLES))
@@ -245,7 +245,7 @@ def mean_and_error(values: Iterable[np.ndarray]) -> tuple[float, float]:
 
 
 def python_docs_text() -> str:
-    """A text that comes with Python."""
+    """Returns a text that comes with Python."""
     return "\n".join(each.content["text"] for each in python_docs()["train"])
 
 

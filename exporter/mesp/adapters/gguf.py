@@ -59,8 +59,9 @@ def write_gguf(
 
 
 def read_base(path: Path, bundle: Bundle) -> GGUF:
-    """The GGUF file that a bundle was exported from. Raises MespError where it is another one, or
-    has a tensor of unknown size."""
+    """Returns the GGUF file that a bundle was exported from. Raises MespError where it is another
+    one, or has a tensor of unknown size.
+    """
     _package()
     from mesp.source_model.gguf.blocks import CARRIED
     from mesp.source_model.gguf.config import config_of

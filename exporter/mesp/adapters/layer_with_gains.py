@@ -25,7 +25,7 @@ class LoRALinearWithGains(LoRALinear):
         return y + self.scale * ((x @ self.lora_a) @ self.lora_b)
 
     def fuse(self, dequantize: bool = True) -> nn.Linear:
-        """One linear layer, of G ∘ W + scale · (A B)ᵀ in float32."""
+        """Returns one linear layer, of G ∘ W + scale · (A B)ᵀ in float32."""
         weight = dequantized(self.linear).astype(mx.float32)
         outputs, inputs = weight.shape
         fused = nn.Linear(inputs, outputs, bias="bias" in self.linear)

@@ -81,7 +81,7 @@ def read_adapters(folder: Path, arch: Architecture) -> Adapters:
 
 
 def stack_adapters(weighted: Sequence[tuple[Adapters, float]], model: nn.Module) -> AdapterSum:
-    """The sum of what adapters add to a model of mlx-lm's, each times its weight.
+    """Returns the sum of what adapters add to a model of mlx-lm's, each times its weight.
 
     Those of weight 0 are left out. Several become one set of the scale 1 whose rank is the sum of
     theirs, with zeros where one of them lacks a module. DoRA's m becomes g = m / ‖W + s (A B)ᵀ‖, by
@@ -120,7 +120,9 @@ def _with_gains(adapters: Adapters, modules: dict[str, nn.Module]) -> AdapterSum
 def _linear(
     modules: dict[str, nn.Module], path: str, a: mx.array, b: mx.array, folder: Path
 ) -> nn.Module:
-    """The linear layer that A and B are of. Raises MespError where the model has none like that."""
+    """Returns the linear layer that A and B are of. Raises MespError where the model has none like
+    that.
+    """
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
     stacked, linear = a.ndim == 3, modules.get(path)
@@ -221,7 +223,7 @@ class _Layer:
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
-    """The shape of each tensor of a file. Raises ValueError where it is damaged."""
+    """Returns the shape of each tensor of a file. Raises ValueError where it is damaged."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise ValueError(f"{file.name} is not a regular file")
@@ -243,7 +245,7 @@ def _shapes(file: Path) -> dict[str, list[int]]:
 def _layers(
     arch: Architecture, config: AdapterConfig, shapes: dict[str, list[int]]
 ) -> list[_Layer]:
-    """All of the model that may have adapters in the configuration's form."""
+    """Returns all of the model that may have adapters in the configuration's form."""
     prefix = arch.hf_prefix if config.is_peft else arch.mlx_prefix
     if config.is_peft and not any(name.startswith(f"{_PEFT}{prefix}.layers.") for name in shapes):
         prefix = _TEXT_PREFIX
@@ -315,7 +317,7 @@ def _check(layers: list[_Layer], shapes: dict[str, list[int]], config: AdapterCo
 
 
 def _array(tensor: dict[str, Any]) -> mx.array:
-    """A tensor of `deserialize`'s, in float32."""
+    """Returns a tensor of `deserialize`'s, in float32."""
     stored, dtype = TENSOR_DTYPES[tensor["dtype"]]
     array = np.frombuffer(tensor["data"], stored).reshape(tensor["shape"])
     return mx.array(array).view(dtype).astype(mx.float32)

@@ -39,7 +39,7 @@ def _ends(bundle: Bundle) -> list[str]:
 
 
 def _terms(folder: Path, bundle: Bundle) -> list[str]:
-    """The texts of the model's terms; the name of its licence where it has none."""
+    """Returns the texts of the model's terms; the name of its licence where it has none."""
     names = sorted(filter(is_terms, (entry.path for entry in bundle.manifest.files)))
     if names:
         return [_text(folder / name) for name in names]
@@ -50,7 +50,7 @@ def _terms(folder: Path, bundle: Bundle) -> list[str]:
 
 
 def _text(file: Path) -> str:
-    """The text of a file; its name where that is none, or cannot stand in a Modelfile."""
+    """Returns the text of a file; its name where that is none, or cannot stand in a Modelfile."""
     try:
         text = read_bytes(file).decode()
     except ValueError:
@@ -59,8 +59,9 @@ def _text(file: Path) -> str:
 
 
 def _can_be_quoted(text: str) -> bool:
-    """Whether no quotes in a text end it. Ollama leaves out what it cannot print, and may join
-    quotes so."""
+    """Returns whether no quotes in a text end it. Ollama leaves out what it cannot print, and may
+    join quotes so.
+    """
     return _QUOTES not in re.sub(r"[^\t\n\r -~]", "", text)
 
 

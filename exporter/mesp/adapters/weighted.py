@@ -44,7 +44,7 @@ def weigh(
 
 
 def list_folders(adapters: StrPath | Sequence[StrPath] | None) -> list[Path]:
-    """The folders of adapters that a function was given: none, one or several."""
+    """Returns the folders of adapters that a function was given: none, one or several."""
     if adapters is None:
         return []
     given = [adapters] if isinstance(adapters, str | os.PathLike) else adapters
@@ -52,7 +52,8 @@ def list_folders(adapters: StrPath | Sequence[StrPath] | None) -> list[Path]:
 
 
 def describe(adapters: Sequence[WeightedAdapters]) -> str:
-    """The folders and weights as a text, such as `0.7 * runs/a/adapters + runs/b/adapters`."""
+    """Returns the folders and weights as a text, such as `0.7 * runs/a/adapters + runs/b/adapters`.
+    """
     return " + ".join(
         str(folder) if weight == 1 else f"{weight:g} * {folder}" for folder, weight in adapters
     )

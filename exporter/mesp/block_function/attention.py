@@ -43,7 +43,7 @@ def mix_by_attention(
         return x.reshape(1, x.shape[1], count, -1).swapaxes(1, 2).astype(dtype)
 
     def place(name: str, x: mx.array, rows: slice = everywhere) -> mx.array:
-        """Some rows of q or k, as attention takes them."""
+        """Returns some rows of q or k, as attention takes them."""
         return place_rows(mixer, parts, turn, name, x, rows)
 
     q = heads(parts.project("q", x), mixer.num_attention_heads)
@@ -74,7 +74,7 @@ def mix_by_attention(
 def place_rows(
     mixer: AttentionMixer, parts: Parts, turn: Turn, name: str, x: mx.array, rows: slice
 ) -> mx.array:
-    """Some rows of q or k through the norm, where there is one, and RoPE, float32."""
+    """Returns some rows of q or k through the norm, where there is one, and RoPE, float32."""
     x = x.astype(mx.float32)
     return turn(parts.norm(f"self_attn.{name}_norm", x) if mixer.qk_norm else x, rows)
 

@@ -39,7 +39,7 @@ _QUANTIZATIONS = {
 
 
 def check_functions(file: bytes, device: str) -> list[Function]:
-    """The functions in a file, all of them on `device`, "cpu" or "gpu".
+    """Returns the functions in a file, all of them on `device`, "cpu" or "gpu".
 
     Raises ValueError where the file is damaged or breaks a rule, or another MLX wrote it.
     """
@@ -87,7 +87,7 @@ def _outputs(function: Function) -> list[Array]:
 def _signature(
     block: Block, dtype: mx.Dtype, words: int, length: int, rank: int, packed: bool
 ) -> tuple[list[Array], list[Array]]:
-    """The inputs and outputs of a block's function."""
+    """Returns the inputs and outputs of a block's function."""
     arch, mixer, listed = block.arch, block.mixer, ALLOWED["signature"]
     sizes = {
         "1": 1,
@@ -372,7 +372,7 @@ def _check_indices(primitive: Primitive, inputs: list[Array], greatest: dict[int
 
 
 def _greatest(function: Function, id: int) -> int | None:
-    """The greatest value of a constant of integers; None if one is below 0."""
+    """Returns the greatest value of a constant of integers; None if one is below 0."""
     array, data = function.constants[id]
     kind = _TYPES[array.dtype]
     if not data or "int" not in kind:
@@ -459,7 +459,7 @@ def _attention(primitive: Primitive, inputs: list[Array]) -> list[Array]:
 
 
 def has_attention(heads: int, kv_heads: int, length: int, head_dim: int) -> bool:
-    """Whether Metal has a kernel of attention for these: ALLOWED says for which."""
+    """Returns whether Metal has a kernel of attention for these: ALLOWED says for which."""
     kernels = ALLOWED["attention"]
     if length > kernels["short"]:
         return head_dim in kernels["long_dims"]

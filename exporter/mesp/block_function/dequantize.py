@@ -32,7 +32,9 @@ def dequantize(
 
 
 def unpack(words: mx.array, bits: int) -> mx.array:
-    """The codes in packed words, lowest bits first: uint32 [out, n] -> [out, …], n·32/bits a row"""
+    """Returns the codes in packed words, lowest bits first: uint32 [out, n] -> [out, …], n·32/bits
+    a row
+    """
     length = 32
     if 32 % bits:  # codes cross words: take as few bytes as hold whole codes for a word
         length = math.lcm(8, bits)
@@ -44,7 +46,7 @@ def unpack(words: mx.array, bits: int) -> mx.array:
 
 
 def pack(codes: mx.array, bits: int) -> mx.array:
-    """The inverse of `unpack`."""
+    """Returns the inverse of `unpack`."""
     length = math.lcm(8, bits) if 32 % bits else 32
     dtype = mx.uint32 if length <= 32 else mx.uint64
     shifts = mx.arange(0, length, bits, dtype=dtype)

@@ -59,7 +59,8 @@ MIX = {
 def block_function(
     block: Block, layout: Layout, device: str, plain: bool = False, fast: ModuleType = mx.fast
 ) -> BlockFunction:
-    """The block function for `device` ("cpu" or "gpu"); for a GPU, the plain one or the other.
+    """Returns the block function for `device` ("cpu" or "gpu"); for a GPU, the plain one or the
+    other.
 
     It takes x [1, T, hidden], lora [P] float32, scale [] float32, weights [layout.words] uint32,
     what `Block.given_shapes` names and, of packed records, starts [T] int32;
@@ -83,7 +84,7 @@ def block_function(
 
 
 def forward(block: Block, parts: Parts, x: mx.array) -> list[mx.array]:
-    """The outputs of the block function, of a block with these parts."""
+    """Returns the outputs of the block function, of a block with these parts."""
     arch, mixer, p, norm, dtype = block.arch, block.mixer, parts.p, parts.norm, parts.dtype
     mix, act = MIX[type(mixer)], ACTIVATIONS[arch.hidden_act]
     mlp = plain_mlp if parts.plain else mlp_by_tokens

@@ -45,7 +45,7 @@ def scaled_dot_product_attention(
 
 
 def _trace(name: str, state: tuple, inputs: list[mx.array], shape: tuple[int, ...]) -> mx.array:
-    """A primitive's array, of the dtype of its first input."""
+    """Returns a primitive's array, of the dtype of its first input."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "function.mlxfn")
         path.write_bytes(mlxfn.one_primitive(name, state, inputs, shape, inputs[0].dtype))

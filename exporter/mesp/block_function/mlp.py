@@ -17,7 +17,7 @@ def silu(x: mx.array) -> mx.array:
 
 
 def gelu(x: mx.array) -> mx.array:
-    """The approximation by tanh, `nn.gelu_approx`."""
+    """Returns the approximation by tanh, `nn.gelu_approx`."""
     return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 

@@ -45,7 +45,9 @@ STATES = {name: each["state"] for name, each in ALLOWED["primitives"].items()}
 
 
 def has_layout(version: str) -> bool:
-    """Whether MLX `version` is known to write and read this layout. Another can crash on it."""
+    """Returns whether MLX `version` is known to write and read this layout. Another can crash on
+    it.
+    """
     release = re.fullmatch(r"0\.32\.(\d{1,9})", version)
     return release is not None and int(release[1]) >= 2
 
@@ -62,7 +64,7 @@ def check_mlx() -> None:
 def one_primitive(
     name: str, state: tuple, inputs: list[mx.array], shape: tuple[int, ...], dtype: mx.Dtype
 ) -> bytes:
-    """A file with one function: a primitive, on the CPU, of arrays like `inputs`.
+    """Returns a file with one function: a primitive, on the CPU, of arrays like `inputs`.
 
     It gives one array. A primitive's state is what `STATES` says, without shapes.
     """
@@ -80,7 +82,8 @@ def one_primitive(
 
 
 def on_device(file: bytes, device: str) -> bytes:
-    """The same functions, with every primitive on the first stream of `device`, "cpu" or "gpu".
+    """Returns the same functions, with every primitive on the first stream of `device`, "cpu" or
+    "gpu".
 
     Raises what `primitives` does.
     """
@@ -91,7 +94,7 @@ def on_device(file: bytes, device: str) -> bytes:
 
 
 def _header(traces: int) -> bytes:
-    """The header before the traces, with empty metadata."""
+    """Returns the header before the traces, with empty metadata."""
     return _text(MLX) + _pack("i?", traces, False) + _text("")
 
 
@@ -155,7 +158,7 @@ class _Reader:
         self.file, self.at = file, 0
 
     def header(self) -> int:
-        """The number of traces."""
+        """Returns the number of traces."""
         if not has_layout(self.text()):
             raise ValueError(f"it is not in the layout of MLX {MLX}")
         traces, shapeless = self.take("i?")
@@ -207,7 +210,7 @@ class _Reader:
 
 
 def functions(file: bytes) -> list[Function]:
-    """The functions in a file, whose primitives may be any with a state in `STATES`.
+    """Returns the functions in a file, whose primitives may be any with a state in `STATES`.
 
     Raises ValueError if it is not valid, and KeyError where it has a primitive that `STATES` lacks.
     """
@@ -260,5 +263,6 @@ def functions(file: bytes) -> list[Function]:
 
 
 def primitives(file: bytes) -> list[Primitive]:
-    """The primitives of all functions, in the file's order. Raises what `functions` does."""
+    """Returns the primitives of all functions, in the file's order. Raises what `functions` does.
+    """
     return [each for function in functions(file) for each in function.primitives]

@@ -36,13 +36,14 @@ class Parts:
         return function(x, self.arrays[f"{name}.weight"], eps or self.eps)
 
     def vector(self, name: str) -> mx.array:
-        """A weight that no linear layer has, float32."""
+        """Returns a weight that no linear layer has, float32."""
         return self.arrays[name].astype(mx.float32)
 
     def project(
         self, name: str, x: mx.array, after: mx.array | None = None, plus: mx.array | None = None
     ) -> mx.array:
-        """The projection `name` of x, or that + plus, float32; not computed before `after` is.
+        """Returns the projection `name` of x, or that + plus, float32; not computed before `after`
+        is.
 
         (In plain operations, MLX chooses the order.)
         """

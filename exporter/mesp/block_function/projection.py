@@ -46,7 +46,7 @@ class Projection:
         return mx.addmm(total, self.scale * (wide @ self.a), self.b)
 
     def outputs(self, rows: slice) -> Projection:
-        """The projection to some of the outputs."""
+        """Returns the projection to some of the outputs."""
         return replace(
             self,
             weight=self.weight[rows],
@@ -57,7 +57,7 @@ class Projection:
         )
 
     def after(self, done: mx.array) -> Projection:
-        """The same projection, not to be computed before `done` is."""
+        """Returns the same projection, not to be computed before `done` is."""
         return replace(self, weight=mx.depends([self.weight], [done])[0])
 
 
@@ -65,7 +65,7 @@ def projections(
     block: Block, layout: Layout, arrays: dict[str, mx.array], lora: mx.array,
     scale: mx.array, device: str, dtype: mx.Dtype,
 ) -> dict[str, Projection]:  # fmt: skip
-    """The block's projections (`q`, …, `down`) as views of `arrays` and the flat `lora`."""
+    """Returns the block's projections (`q`, …, `down`) as views of `arrays` and the flat `lora`."""
     modules, start = {}, 0
     sizes = block.sizes()
     rank = lora.size // block.lora_size(1)

@@ -110,7 +110,7 @@ def _bundled(bundle: Bundle, source: Source) -> nn.Module:
 
 
 def _own_model(bundle: Bundle, source: Source) -> nn.Module:
-    """The source's model as mlx-lm loads it, without code that its folder may have."""
+    """Returns the source's model as mlx-lm loads it, without code that its folder may have."""
     from mlx_lm.utils import load_model  # here, as it takes tens of MB
 
     assert source.folder is not None
@@ -127,8 +127,9 @@ def _own_model(bundle: Bundle, source: Source) -> nn.Module:
 
 
 def _for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
-    """The source's config.json, with RoPE by mlx-lm's keys where it has transformers 5's or long
-    factors; all else is mlx-lm's to read."""
+    """Returns the source's config.json, with RoPE by mlx-lm's keys where it has transformers 5's or
+    long factors; all else is mlx-lm's to read.
+    """
     read = for_mlx_lm(complete(config), length)
     rope = {key: read[key] for key in _ROPE if key in read}
     is_long = (read.get("rope_scaling") or {}).get("type") == "longrope"

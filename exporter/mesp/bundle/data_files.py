@@ -61,12 +61,12 @@ def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str,
 
 
 def end_tokens_of(splits: Mapping[str, Split]) -> tuple[int, ...]:
-    """The tokens at which generation stops after any of the splits, ascending."""
+    """Returns the tokens at which generation stops after any of the splits, ascending."""
     return tuple(sorted({token for split in splits.values() for token in split.ends}))
 
 
 def encoding_of(splits: Mapping[str, Split]) -> Mapping[str, bool]:
-    """The options that changed how the text of the splits became tokens."""
+    """Returns the options that changed how the text of the splits became tokens."""
     return next((split.encoding for split in splits.values()), {})
 
 
@@ -120,7 +120,7 @@ def _remove_unused(bundle: Path) -> str:
 
 
 def describe_data(data: Mapping[str, DataSplit]) -> str:
-    """The manifest's ``data`` in words; empty if there is none."""
+    """Returns the manifest's ``data`` in words; empty if there is none."""
 
     def describe(name: str, split: DataSplit) -> str:
         if split.count is None:

@@ -68,7 +68,7 @@ class ExportJob:
         return manifest
 
     def describe_gguf(self) -> str | None:
-        """A sentence on the matrices of a GGUF file; None for another source."""
+        """Returns a sentence on the matrices of a GGUF file; None for another source."""
         if self.source.gguf is None or isinstance(self.weights, RandomWeights):
             return None
         from mesp.source_model.gguf.weights import GGUFWeights
@@ -77,7 +77,8 @@ class ExportJob:
         return self.weights.describe(self.options.dtype)
 
     def sequences_to_measure(self, data: str) -> list[list[int]]:
-        """Some sequences of a text. Raises MespError if there is no tokenizer, or no text."""
+        """Returns some sequences of a text. Raises MespError if there is no tokenizer, or no text.
+        """
         if isinstance(self.weights, RandomWeights):
             raise MespError("Random weights predict nothing; leave out --measure.")
         assert self.source.folder is not None
@@ -88,7 +89,7 @@ class ExportJob:
         return choose_excerpts(split.tokens, self.source, self.architecture, count, length)
 
     def measure(self, sequences: list[list[int]]) -> QuantizationLoss:
-        """The distance of the written bundle's predictions from the model's."""
+        """Returns the distance of the written bundle's predictions from the model's."""
         model = SourceModel(self.weights, self.architecture, self.options.quantizations)
         bundle = Bundle(self.options.out, to_run=False)
         return measure_loss(model, to_source_model(bundle), sequences)
@@ -281,7 +282,7 @@ def rewrite(
 
 
 def sort_numbers(numbers: int | Sequence[int]) -> list[int]:
-    """Each of the numbers once, in order. Raises MespError where one is below 1."""
+    """Returns each of the numbers once, in order. Raises MespError where one is below 1."""
     found = [numbers] if isinstance(numbers, int) else sorted(set(numbers))
     if any(number < 1 for number in found):
         raise MespError(f"Sequence lengths and ranks are 1 or more, and not {found[0]}.")

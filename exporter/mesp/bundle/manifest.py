@@ -55,7 +55,8 @@ READ = {
 
 
 def fits(value: Any, wanted: Any) -> bool:
-    """Whether a JSON value has the keys and types `wanted`; a number may not be negative."""
+    """Returns whether a JSON value has the keys and types `wanted`; a number may not be negative.
+    """
     if isinstance(wanted, dict):
         return isinstance(value, dict) and all(fits(value.get(k), wanted[k]) for k in wanted)
     if isinstance(wanted, list):
@@ -64,7 +65,8 @@ def fits(value: Any, wanted: Any) -> bool:
 
 
 def _is_line(value: Any) -> bool:
-    """Whether it is a line of text, or nothing: it goes to terminals and into model cards."""
+    """Returns whether it is a line of text, or nothing: it goes to terminals and into model cards.
+    """
     return value is None or (isinstance(value, str) and value.isprintable())
 
 
@@ -238,8 +240,9 @@ class Manifest:
 
     @classmethod
     def of(cls, entries: dict[str, Any]) -> Manifest:
-        """The manifest of a JSON object. Raises ValueError, TypeError, KeyError or ArithmeticError
-        if it is not valid."""
+        """Returns the manifest of a JSON object. Raises ValueError, TypeError, KeyError or
+        ArithmeticError if it is not valid.
+        """
         data, model = entries.get("data") or {}, entries.get("model")
         encoding = entries.get("encoding", {})
         if not (
@@ -282,7 +285,7 @@ class Manifest:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `of` reads."""
+        """Returns the object that `of` reads."""
         return {
             "format": FORMAT,
             "name": self.name,
@@ -317,7 +320,7 @@ class Manifest:
 def read_manifest(
     path: Path, to_run: bool = True, formats: tuple[int, ...] = (FORMAT,)
 ) -> Manifest:
-    """The manifest of the bundle at `path`, after checking that this machine can run it.
+    """Returns the manifest of the bundle at `path`, after checking that this machine can run it.
 
     Raises MespError where the folder is not a bundle, is of none of the `formats`, or lacks a file
     or part of one; and with `to_run` where this MLX does not read its functions, or it needs a GPU
@@ -367,12 +370,12 @@ def read_manifest(
 
 
 def damaged(path: Path) -> MespError:
-    """The error for a bundle whose manifest contradicts itself."""
+    """Returns the error for a bundle whose manifest contradicts itself."""
     return MespError(f"{path / 'manifest.json'} is damaged; write the bundle again.")
 
 
 def describe_files(bundle: Path, folder: str = ".") -> tuple[File, ...]:
-    """Every file in the bundle, or in a folder of it."""
+    """Returns every file in the bundle, or in a folder of it."""
     files = sorted(path for path in (bundle / folder).rglob("*") if path.is_file())
     return tuple(
         File(file.relative_to(bundle).as_posix(), file.stat().st_size, sha256(file))
@@ -381,6 +384,6 @@ def describe_files(bundle: Path, folder: str = ".") -> tuple[File, ...]:
 
 
 def sha256(path: Path) -> str:
-    """The digest of a file, in hexadecimal digits."""
+    """Returns the digest of a file, in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -16,7 +16,7 @@ from mesp.source_model.copied_files import copy_files
 
 
 def front_matter(manifest: Manifest, **others: str) -> str:
-    """The head of a card as the Hub reads it, with `others` first."""
+    """Returns the head of a card as the Hub reads it, with `others` first."""
     model = manifest.model
     entries: dict[str, Any] = {**others}
     if model.revision:  # otherwise it came from a folder

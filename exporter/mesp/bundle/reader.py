@@ -41,7 +41,7 @@ FUNCTIONS = 64 << 20  # the most bytes of a file of functions, a hundred times w
 
 
 def block_file(index: int) -> str:
-    """The file of a block's weights."""
+    """Returns the file of a block's weights."""
     return f"blocks/{index:02d}.bin"
 
 
@@ -97,7 +97,7 @@ class Bundle:
             _check_arrays(table.layout, expected[table.file])
 
     def tables(self) -> list[Table]:
-        """The files of weights beside the blocks'."""
+        """Returns the files of weights beside the blocks'."""
         return [
             self.manifest.embedding, self.manifest.head, *self.manifest.per_layer.values()
         ]  # fmt: skip
@@ -127,7 +127,7 @@ class Bundle:
                 raise ValueError("an array is not within its file")
 
     def weight_files(self) -> dict[str, Layout]:
-        """The layouts of the weight files, by path."""
+        """Returns the layouts of the weight files, by path."""
         files = {
             block_file(i): group.layout for group in self.manifest.blocks for i in group.layers
         }
@@ -163,37 +163,41 @@ class Bundle:
         return files
 
     def function_files(self) -> set[str]:
-        """The paths of the functions' files."""
+        """Returns the paths of the functions' files."""
         named = [each for group in self.manifest.blocks for each in group.files]
         return {file for functions in named for file in functions.values()}
 
     def group(self, index: int) -> BlockGroup:
-        """The group that block `index` is in."""
+        """Returns the group that block `index` is in."""
         return next(group for group in self.manifest.blocks if index in group.layers)
 
     def words(self, name: str) -> mx.array:
-        """A weight file: uint32 [words]."""
+        """Returns a weight file: uint32 [words]."""
         return mx.array(self._map(name))
 
     def block_words(self, index: int) -> mx.array:
-        """A block's file as the block function takes it: uint32 [words]."""
+        """Returns a block's file as the block function takes it: uint32 [words]."""
         return self.words(block_file(index))
 
     def block(self, index: int) -> dict[str, mx.array]:
-        """A block's arrays by their names, such as ``self_attn.q_proj.weight``."""
+        """Returns a block's arrays by their names, such as ``self_attn.q_proj.weight``."""
         return self.group(index).layout.unpack(self.block_words(index))
 
     def embedding(self) -> dict[str, mx.array]:
-        """The embedding's ``weight`` (packed [vocab_size, …]), ``scales`` and ``biases``."""
+        """Returns the embedding's ``weight`` (packed [vocab_size, …]), ``scales`` and ``biases``.
+        """
         return self._table(self.manifest.embedding)
 
     def head(self) -> dict[str, mx.array]:
-        """The output projection's arrays as in `embedding`, and ``norm``, the final RMSNorm's."""
+        """Returns the output projection's arrays as in `embedding`, and ``norm``, the final
+        RMSNorm's.
+        """
         return self._table(self.manifest.head)
 
     def per_layer(self) -> dict[str, mx.array]:
-        """The arrays of the matrices that embeddings for each layer are made with, by mlx-lm's
-        names; none where the model has no such embeddings."""
+        """Returns the arrays of the matrices that embeddings for each layer are made with, by
+        mlx-lm's names; none where the model has no such embeddings.
+        """
         arrays = {}
         for name, table in self.manifest.per_layer.items():
             for part, array in self._table(table).items():
@@ -202,7 +206,7 @@ class Bundle:
         return arrays
 
     def to_mlx_lm(self) -> nn.Module:
-        """The weights, quantized as they are, as mlx-lm's model.
+        """Returns the weights, quantized as they are, as mlx-lm's model.
 
         Raises MespError where mlx-lm has no models of the family, or computes another one.
         """
@@ -248,8 +252,9 @@ class Bundle:
         return model
 
     def checkpoint(self) -> dict[str, mx.array]:
-        """The weights by the names and in the form of Hugging Face's checkpoints, with matrices
-        quantized as they are; what these hold together, as parts."""
+        """Returns the weights by the names and in the form of Hugging Face's checkpoints, with
+        matrices quantized as they are; what these hold together, as parts.
+        """
         arch = self.architecture
         head = self.head()
         norm = head.pop("norm") * arch.logits_scaling - arch.norm_offset
@@ -270,8 +275,9 @@ class Bundle:
         return weights
 
     def config(self) -> dict[str, Any]:
-        """The model's config.json, as mlx-lm reads it. Raises MespError where it is not the
-        manifest's, or is of a model that is not the architecture's."""
+        """Returns the model's config.json, as mlx-lm reads it. Raises MespError where it is not the
+        manifest's, or is of a model that is not the architecture's.
+        """
         arch = self.architecture
         wanted = {
             "model_type": FAMILIES[arch.model_type].mlx_type or arch.model_type,
@@ -339,11 +345,12 @@ class Bundle:
         return mx.import_function(str(path))
 
     def tokens(self, split: str) -> np.ndarray:
-        """The token stream ``train``, ``valid`` or ``test``: uint32 [N], mapped."""
+        """Returns the token stream ``train``, ``valid`` or ``test``: uint32 [N], mapped."""
         return self._map(self._data(split).file)
 
     def examples(self, split: str) -> np.ndarray | None:
-        """The range of each example in `tokens`: uint32 [M, 2], mapped; None for a packed stream.
+        """Returns the range of each example in `tokens`: uint32 [M, 2], mapped; None for a packed
+        stream.
 
         A row is (start, length): the tokens [start, start + length).
         """
@@ -351,12 +358,13 @@ class Bundle:
         return None if file is None else self._map(file).reshape(-1, 2)
 
     def pack(self, split: str) -> bool:
-        """Whether short examples share a sequence when they are trained on."""
+        """Returns whether short examples share a sequence when they are trained on."""
         return self._data(split).pack
 
     def begin(self, split: str) -> int | None:
-        """The token that takes the place of the first one of each window of a packed stream; None
-        where it stays."""
+        """Returns the token that takes the place of the first one of each window of a packed
+        stream; None where it stays.
+        """
         return self._data(split).begin
 
     def mask(self, split: str) -> np.ndarray | None:
@@ -365,8 +373,9 @@ class Bundle:
         return self._bytes(self._data(split).mask)
 
     def labels(self, split: str) -> np.ndarray | None:
-        """The judgement of each example, as `mesp.data.preferences` numbers it: uint8 [M],
-        mapped; None where nobody did."""
+        """Returns the judgement of each example, as `mesp.data.preferences` numbers it: uint8 [M],
+        mapped; None where nobody did.
+        """
         return self._bytes(self._data(split).labels)
 
     def _bytes(self, file: str | None) -> np.ndarray | None:

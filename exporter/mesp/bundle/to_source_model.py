@@ -61,7 +61,7 @@ class BundleWeights:
         return Quantizations(self.bundle.manifest.quantization, found)
 
     def _place(self, name: str) -> tuple[str, str]:
-        """The file with a tensor, and what it is called there."""
+        """Returns the file with a tensor, and what it is called there."""
         if name.startswith("model.layers."):
             _, _, index, array = name.split(".", 3)
             return block_file(int(index)), array
@@ -76,6 +76,6 @@ class BundleWeights:
 
 
 def to_source_model(bundle: Bundle) -> SourceModel:
-    """The model of a bundle, to run its blocks one after another."""
+    """Returns the model of a bundle, to run its blocks one after another."""
     weights = BundleWeights(bundle)
     return SourceModel(weights, bundle.architecture, weights.quantizations())

@@ -44,7 +44,8 @@ def weight_files(
     options: ExportOptions,
     moments: Moments | None = None,
 ) -> WeightFiles:
-    """The layout and the content of every weight file; no content where there are no `weights`.
+    """Returns the layout and the content of every weight file; no content where there are no
+    `weights`.
 
     Matrices are quantized to lose least by the `moments`; without these to the nearest value. The
     files' content is to be taken in their order.
@@ -82,7 +83,7 @@ def block_pieces(
     weights: Weights, index: int, layout: Layout, block: Block, quantizations: Quantizations,
     moments: Moments | None,
 ) -> Iterator[Piece]:  # fmt: skip
-    """The arrays of a block's file."""
+    """Yields the arrays of a block's file."""
     prefix = f"model.layers.{index}."
     for name in block.norms():
         yield name, 0, read_norm(weights, prefix + name, layout[name].shape, block.arch)
@@ -110,7 +111,9 @@ def table_pieces(
     weights: Weights, source: str, layout: Layout, arch: Architecture, quantizations: Quantizations,
     moments: Moments | None,
 ) -> Iterator[Piece]:  # fmt: skip
-    """The arrays of the file of the embedding or the head; the one used as head has the norm."""
+    """Yields the arrays of the file of the embedding or the head; the one used as head has the
+    norm.
+    """
     is_head = "norm" in layout
     quantize: Quantizer = nearest
     if moments:
@@ -124,7 +127,7 @@ def table_pieces(
 def per_layer_pieces(
     weights: Weights, name: str, layout: Layout, arch: Architecture, quantizations: Quantizations
 ) -> Iterator[Piece]:
-    """The arrays of the file of a matrix that embeddings for each layer are made with."""
+    """Yields the arrays of the file of a matrix that embeddings for each layer are made with."""
     yield from matrix_pieces(weights, name, layout, "", quantizations, nearest)
     if "norm" in layout:
         its = "model.per_layer_projection_norm.weight"

@@ -131,7 +131,7 @@ def check_disk(out: Path, folder: Path, size: int) -> None:
 def tokenize(
     source: Source, weights: Weights, arch: Architecture, options: ExportOptions, tokenizer: Any
 ) -> dict[str, Split]:
-    """The tokenized data by split; empty if there is none."""
+    """Returns the tokenized data by split; empty if there is none."""
     longest = max(options.seq_lens)
     if options.data is None:
         if isinstance(weights, RandomWeights):
@@ -149,7 +149,8 @@ def tokenize(
 def find_moments(
     source: Source, weights: Weights, arch: Architecture, options: ExportOptions
 ) -> Moments | None:
-    """The moments to quantize by; None with --quantize nearest, or for a quantized model."""
+    """Returns the moments to quantize by; None with --quantize nearest, or for a quantized model.
+    """
     quantizations = options.quantizations
     comes_quantized = quantizations.config is not None
     if options.quantize == "nearest" or comes_quantized or isinstance(weights, RandomWeights):

@@ -87,7 +87,9 @@ def data_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def data_options_of(options: Mapping[str, Any]) -> DataOptions:
-    """The data that a command's options name. Raises MespError where two of them contradict."""
+    """Returns the data that a command's options name. Raises MespError where two of them
+    contradict.
+    """
     loss_on = options["loss_on"]
     if options["mask_prompt"]:
         if loss_on not in (None, "last"):

@@ -166,7 +166,7 @@ def main(
 
 
 def describe_loss(loss: QuantizationLoss) -> str:
-    """The distance of a bundle's predictions from those of its source."""
+    """Returns the distance of a bundle's predictions from those of its source."""
     before, after = loss.perplexities
     return (
         f"KL to the source {loss.kl.mean():.4f} nats, perplexity {before:.2f} -> {after:.2f}, on "
@@ -203,7 +203,7 @@ def check_options_of_from(out: Path | None, overwrite: bool) -> None:
 
 
 def summary(out: Path, manifest: Manifest) -> str:
-    """A summary of an export, for people."""
+    """Returns a summary of an export, for people."""
     arch = manifest.architecture
     size = sum(file.size for file in manifest.files)
     lora = {r: sum(block.lora_size(r) for block in arch.blocks) for r in manifest.ranks}
@@ -225,7 +225,7 @@ def summary(out: Path, manifest: Manifest) -> str:
 
 
 def describe_weights(manifest: Manifest) -> str:
-    """The quantization, that of the head where it alone has another, or that some do."""
+    """Returns the quantization, that of the head where it alone has another, or that some do."""
     main, arch = manifest.quantization, manifest.architecture
     of_blocks = {
         Quantization.of(group.layout, f"{name}.", columns)

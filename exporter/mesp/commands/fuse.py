@@ -118,7 +118,7 @@ def main(
 def measure_with_progress(
     progress: ProgressCallback, what: str, model: nn.Module, bundle: Bundle, count: int
 ) -> float:
-    """The held-out loss; nan where none is asked for."""
+    """Returns the held-out loss; nan where none is asked for."""
     if not count:
         return float("nan")
     task = Task(progress, f"Held-out loss, {what}", count)
@@ -126,7 +126,9 @@ def measure_with_progress(
 
 
 def describe_changes(bundle: Bundle, quantized: dict[str, dict[str, int]]) -> str:
-    """How the matrices were quantized and are now, in words; `quantized` is what `fuse` returns."""
+    """Returns how the matrices were quantized and are now, in words; `quantized` is what `fuse`
+    returns.
+    """
     had = BundleWeights(bundle).quantizations()
     if not quantized:
         kinds = dict.fromkeys(describe_quantization(had.of(name)) for name in had.others)
@@ -148,7 +150,7 @@ def describe_changes(bundle: Bundle, quantized: dict[str, dict[str, int]]) -> st
 
 
 def describe_losses(base: float, tuned: float, fused: float, bits: str) -> str:
-    """The three losses in words, and what quantizing took."""
+    """Returns the three losses in words, and what quantizing took."""
     lines = [
         f"Held-out loss {decimal(base, 3)}, {decimal(tuned, 3)} with adapters, "
         f"{decimal(fused, 3)} fused (nats a token)."

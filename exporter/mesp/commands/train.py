@@ -106,7 +106,7 @@ def show_plan(job: TrainingJob, plan: dict[str, Any]) -> None:
 
 
 def summary(run: RunLog, output: Path) -> str:
-    """The results of a run, in a few lines."""
+    """Returns the results of a run, in a few lines."""
     done = "Finished" if run.end["reason"] == "finished" else "Stopped"
     lines = [
         f"{done} after {run.last_step} steps in {duration(run.end['seconds'])}: "

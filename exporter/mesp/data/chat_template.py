@@ -123,8 +123,9 @@ class Rendering:
         )
 
     def render_marked(self, count: int, asks: bool = False) -> str:
-        """The first `count` messages, with marks for texts; after a question where there is none
-        and the template wants one."""
+        """Returns the first `count` messages, with marks for texts; after a question where there is
+        none and the template wants one.
+        """
         messages = self._marks[0][:count]
         try:
             return self.render(messages, asks)
@@ -140,7 +141,9 @@ class Rendering:
         texts: list[Text] = []
 
         def mark(message: int, kind: str, text: str) -> str:
-            """The text with a mark in place of it, but for white space and flags at its ends."""
+            """Returns the text with a mark in place of it, but for white space and flags at its
+            ends.
+            """
             found = ENDS.fullmatch(text)
             assert found is not None
             if not found["body"]:
@@ -260,9 +263,10 @@ class Rendering:
         return found
 
     def written(self, marked: str, text: str) -> list[tuple[int, int]]:
-        """The bounds of the special tokens that people wrote and that become text, in the rendering
-        `text`, which is `marked` with texts for marks. Raises MespError where they cannot be told
-        from the template's."""
+        """Returns the bounds of the special tokens that people wrote and that become text, in the
+        rendering `text`, which is `marked` with texts for marks. Raises MespError where they cannot
+        be told from the template's.
+        """
         if not self.split_special:
             return []
         pattern = special_pattern(self.tokenizer)
@@ -304,7 +308,9 @@ class Rendering:
         )
 
     def to_rendered(self, position: int) -> int:
-        """The place in the rendering of one in the marked rendering that is not within a mark."""
+        """Returns the place in the rendering of one in the marked rendering that is not within a
+        mark.
+        """
         shift = 0
         for place in self.places:
             if place.marked_stop > position:
@@ -314,7 +320,7 @@ class Rendering:
 
 
 def _renamed(tool: dict[str, Any], name: str) -> dict[str, Any]:
-    """A tool of another name."""
+    """Returns a tool of another name."""
     if "function" in tool:
         return tool | {"function": tool["function"] | {"name": name}}
     return tool | {"name": name}
@@ -351,7 +357,7 @@ def check_roles(tokenizer: Any, messages: list[Message]) -> None:
 
 
 def _marked(index: int, message: Message, mark: Callable[[int, str, str], str]) -> Message:
-    """A message with marks in place of its texts."""
+    """Returns a message with marks in place of its texts."""
     changed = dict(message)
     thoughts = [key for key in REASONING if key in message]
     if thoughts:
@@ -385,8 +391,9 @@ def _marked_call(
 
 
 def _changes(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The numbers, truth values and empty strings in a tool call's arguments, which have no mark,
-    each with the arguments in which it is another."""
+    """Yields the numbers, truth values and empty strings in a tool call's arguments, which have no
+    mark, each with the arguments in which it is another.
+    """
     if isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         for key, each in entries:
@@ -403,8 +410,9 @@ def _changes(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _forms(text: str) -> Iterator[str]:
-    """A text as templates write it: as it is, in JSON, and as Python has it, between either
-    quotes."""
+    """Yields a text as templates write it: as it is, in JSON, and as Python has it, between either
+    quotes.
+    """
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]

@@ -38,7 +38,7 @@ class Encoder:
     split_special: bool = False
 
     def __call__(self, document: Document) -> Encoded:
-        """A document's ids. Raises MespError, with its name, where that fails."""
+        """Returns a document's ids. Raises MespError, with its name, where that fails."""
         if (
             self.loss_on == "last"
             and self.kind == "messages"
@@ -63,15 +63,16 @@ class Encoder:
             return self.joined(document.content["prompt"], document.content["completion"])
 
     def conversation(self, conversation: Conversation) -> Encoded:
-        """The ids of a conversation. Raises MespError where it cannot be trained on."""
+        """Returns the ids of a conversation. Raises MespError where it cannot be trained on."""
         encoded = encode_conversation(
             self.tokenizer, conversation, self.loss_on, self.split_special
         )
         return self._noted(encoded, *(message["content"] for message in conversation.messages))
 
     def joined(self, prompt: str, answer: str) -> Encoded:
-        """The ids of a prompt, of the answer right after it, and of the end-of-text token. Raises
-        MespError where the answer is empty."""
+        """Returns the ids of a prompt, of the answer right after it, and of the end-of-text token.
+        Raises MespError where the answer is empty.
+        """
         check_answers(Conversation([{"role": "assistant", "content": answer}]))
         ids, context = encode_joined(self.tokenizer, prompt, answer, self.split_special)
         ends = end_tokens(self.tokenizer)
@@ -111,8 +112,8 @@ def named(document: Document) -> Iterator[None]:
 def encode_joined(
     tokenizer: Any, prompt: str, answer: str, split_special: bool = False
 ) -> tuple[list[int], int]:
-    """The ids of a prompt with the answer right after it and the end-of-text token, and how many
-    of them are the prompt's. With `split_special` special tokens in both become text.
+    """Returns the ids of a prompt with the answer right after it and the end-of-text token, and how
+    many of them are the prompt's. With `split_special` special tokens in both become text.
 
     The prompt has the ids that it has by itself, as when the model is asked, so that no token has
     a part of both.
@@ -138,14 +139,15 @@ def encode_joined(
 
 
 def _normal(text: str) -> str:
-    """A text with characters composed, as many tokenizers do."""
+    """Returns a text with characters composed, as many tokenizers do."""
     return unicodedata.normalize("NFC", text)
 
 
 def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False) -> list[int]:
-    """The ids of a text to go on from: with the token that begins a text, without one that ends it,
-    and without a second one of those that the text has itself. With `split_special` the text's own
-    special tokens become text."""
+    """Returns the ids of a text to go on from: with the token that begins a text, without one that
+    ends it, and without a second one of those that the text has itself. With `split_special` the
+    text's own special tokens become text.
+    """
     begins = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
     if split_special:
         begins, ids = False, encode_split(tokenizer, prompt, add_special_tokens=True)
@@ -156,9 +158,10 @@ def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False
 
 
 def _encode_text(tokenizer: Any, content: str | dict[str, str], split_special: bool) -> list[int]:
-    """A record as mlx-lm's TextDataset has it, which cannot take an empty one; a file in pieces.
-    A record that has the begin or end token in its text gets no second one, unless `split_special`
-    makes text of it."""
+    """Returns a record as mlx-lm's TextDataset has it, which cannot take an empty one; a file in
+    pieces. A record that has the begin or end token in its text gets no second one, unless
+    `split_special` makes text of it.
+    """
     text = content if isinstance(content, str) else content["text"]
     if isinstance(content, str):
         begin = begin_of_text(tokenizer)
@@ -178,14 +181,14 @@ def _encode_text(tokenizer: Any, content: str | dict[str, str], split_special: b
 
 
 def _has_end(tokenizer: Any, text: str) -> bool:
-    """Whether a text ends with a token that ends a text, but for white space after it."""
+    """Returns whether a text ends with a token that ends a text, but for white space after it."""
     last = text.rstrip()[-100:]
     ids = tokenizer.encode(last, add_special_tokens=False)
     return bool(ids) and ids[-1] in end_tokens(tokenizer)
 
 
 def begin_of_text(tokenizer: Any) -> int | None:
-    """The token that the tokenizer puts before a text; None where it puts none."""
+    """Returns the token that the tokenizer puts before a text; None where it puts none."""
     begin = tokenizer.bos_token_id
     return begin if begin is not None and tokenizer.encode("")[:1] == [begin] else None
 

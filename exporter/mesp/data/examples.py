@@ -39,7 +39,7 @@ class Split:
 
 
 def as_stream(encoded: Iterable[Encoded], begin: int | None) -> Split:
-    """One stream, of one text after another; `begin` is that of `Split`."""
+    """Returns one stream, of one text after another; `begin` is that of `Split`."""
     parts = list(encoded)
     tokens, _ = _joined(parts)
     left_out = sum(not part.ids for part in parts)
@@ -87,7 +87,8 @@ def as_examples(
 
 
 def _joined(parts: list[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:
-    """The tokens of all parts, uint32 [N], and their mask, uint8 [N], None where all count."""
+    """Returns the tokens of all parts, uint32 [N], and their mask, uint8 [N], None where all count.
+    """
     tokens = np.concatenate([np.array(part.ids, np.uint32) for part in parts])
     mask = np.concatenate([part.mask for part in parts])
     return tokens, None if mask.all() else mask.astype(np.uint8)

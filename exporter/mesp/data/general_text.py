@@ -17,7 +17,7 @@ SIZE = 1 << 22  # bytes of a text; an evaluation reads the first 16 sequences
 
 
 def read_general_text(file: Path | None, tokenizer: Any, vocab_size: int) -> Split:
-    """The tokens of a text as a stream: of `file`, or of the page that comes with MeSP.
+    """Returns the tokens of a text as a stream: of `file`, or of the page that comes with MeSP.
 
     Raises MespError where the file cannot be read, is none of text or has less than two tokens.
     """

@@ -12,8 +12,9 @@ HELD_OUT = 0.1  # the part of the data, where nobody says another
 
 
 def held_out_of(count: int, fraction: float, least: int = 1) -> int:
-    """How many of `count` are held out: a `fraction`, at `least` so many, or none where it is 0.
-    Raises MespError where it is no fraction."""
+    """Returns how many of `count` are held out: a `fraction`, at `least` so many, or none where it
+    is 0. Raises MespError where it is no fraction.
+    """
     if not 0 <= fraction < 1:
         raise MespError(f"--hold-out is 0 or more and below 1, and not {fraction}.")
     return max(int(count * fraction), least) if fraction else 0

@@ -26,7 +26,7 @@ OF_FILES = ("name", "version", "data_dir", "data_files", "description")
 def read_dataset(
     data: str, subset: str | None, splits: Mapping[str, str], names: Sequence[str] = ()
 ) -> dict[str, list[Row]]:
-    """The records of a dataset by MeSP's names of splits.
+    """Returns the records of a dataset by MeSP's names of splits.
 
     `data` is a file, a folder or a name on the Hugging Face Hub, `subset` its configuration.
     `splits` says what is taken as each split, as `datasets` spells it: a name, or part of one, as
@@ -106,7 +106,7 @@ def _find_files(
 
 
 def _read(data: str, files: Sequence[tuple[str, str | None]]) -> Iterator[Row]:
-    """The records of files of a folder, or of a dataset on the Hub, of a revision."""
+    """Yields the records of files of a folder, or of a dataset on the Hub, of a revision."""
     for name, revision in files:
         folder = Path(data)
         if revision is not None:
@@ -115,9 +115,10 @@ def _read(data: str, files: Sequence[tuple[str, str | None]]) -> Iterator[Row]:
 
 
 def _within(data: str, builder: Any, file: str) -> tuple[str, str | None]:
-    """The name of a file within its dataset, and on the Hub the revision. Raises MespError where it
-    is of another place, which a dataset's README.md may name: a file of this machine would be
-    trained on as if it were the dataset's."""
+    """Returns the name of a file within its dataset, and on the Hub the revision. Raises MespError
+    where it is of another place, which a dataset's README.md may name: a file of this machine would
+    be trained on as if it were the dataset's.
+    """
     folder = Path(data)
     if folder.is_dir():
         if "://" not in file and Path(file).resolve().is_relative_to(root_of(folder)):
@@ -153,7 +154,7 @@ def _is_tsv(name: str) -> bool:
 
 
 def _find_subset(data: str, subset: str | None, there: list[str]) -> str:
-    """The configuration to read; MespError where it has to be named, or is not there."""
+    """Returns the configuration to read; MespError where it has to be named, or is not there."""
     if subset is None and (len(there) == 1 or "default" in there):
         return "default" if "default" in there else there[0]
     if subset not in there:
@@ -163,8 +164,9 @@ def _find_subset(data: str, subset: str | None, there: list[str]) -> str:
 
 
 def _find_splits(data: str, splits: Mapping[str, str], there: list[str]) -> Mapping[str, str]:
-    """The source of each split; MespError where one is not there, none is to train on, or without
-    `splits` there is one that is of none."""
+    """Returns the source of each split; MespError where one is not there, none is to train on, or
+    without `splits` there is one that is of none.
+    """
     for expression in splits.values():
         for name in _names_in(expression):
             if name not in there:
@@ -192,5 +194,5 @@ def _find_splits(data: str, splits: Mapping[str, str], there: list[str]) -> Mapp
 
 
 def _names_in(expression: str) -> list[str]:
-    """The library's splits in an expression such as ``train[:10%]+test``."""
+    """Returns the library's splits in an expression such as ``train[:10%]+test``."""
     return [re.split(r"[\[(]", part)[0].strip() for part in expression.split("+")]

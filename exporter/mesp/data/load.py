@@ -61,7 +61,7 @@ class DataOptions:
 def load(
     data: str, tokenizer: Any, seq_len: int, vocab_size: int, options: DataOptions | None = None
 ) -> dict[str, Split]:
-    """The splits train and, where there are some, valid and test of `data`, tokenized.
+    """Returns the splits train and, where there are some, valid and test of `data`, tokenized.
 
     `data` is one of `SOURCES`; what exists here wins over a name. `tokenizer` is as
     `load_tokenizer` gives it. Records become what mlx-lm's datasets make of them; the text of a
@@ -78,8 +78,10 @@ def load(
 def load_additional(
     data: str, tokenizer: Any, seq_len: int, vocab_size: int, encoding: Mapping[str, bool]
 ) -> Split:
-    """The train split of data that is used beside a bundle's own, with nothing held out, encoded by
-    the bundle's `encoding` (see `DataOptions.encoding`). Raises MespError as `load` does."""
+    """Returns the train split of data that is used beside a bundle's own, with nothing held out,
+    encoded by the bundle's `encoding` (see `DataOptions.encoding`). Raises MespError as `load`
+    does.
+    """
     documents = read_documents(data, Selection())
     has_messages = any(each.has_messages for split in documents.values() for each in split)
     options = DataOptions(
@@ -98,8 +100,9 @@ def tokenize(
     vocab_size: int,
     options: DataOptions,
 ) -> dict[str, Split]:
-    """The splits of documents that were read of `data`, as `load` has them. With a ``valid`` among
-    them the others may have any names."""
+    """Returns the splits of documents that were read of `data`, as `load` has them. With a
+    ``valid`` among them the others may have any names.
+    """
     documents, weightless = leave_out(data, documents)
     kind = kind_of(documents)
     pack = kind == "text" if options.pack is None else options.pack
@@ -144,7 +147,7 @@ def tokenize(
 
 
 def ends_of(split: Split, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens at which generation stops, of a model that has learned from a split."""
+    """Returns the tokens at which generation stops, of a model that has learned from a split."""
     ends = end_tokens(tokenizer)
     if split.examples is not None:
         special = special_tokens(tokenizer)
@@ -160,8 +163,9 @@ def ends_of(split: Split, tokenizer: Any) -> tuple[int, ...]:
 def leave_out(
     data: str, documents: dict[str, list[Document]]
 ) -> tuple[dict[str, list[Document]], int]:
-    """The documents but for records whose weight is 0, and how many these are. Raises MespError
-    where a split has no others."""
+    """Returns the documents but for records whose weight is 0, and how many these are. Raises
+    MespError where a split has no others.
+    """
     kept = {
         split: [each for each in those if not each.is_left_out]
         for split, those in documents.items()
@@ -178,8 +182,9 @@ def leave_out(
 def encode_all(
     data: str, documents: dict[str, list[Document]], encoder: Encoder
 ) -> dict[str, list[Any]]:
-    """The documents of each split, tokenized; of preference data their answers, one by one. Raises
-    MespError, which names the first record that cannot be used and counts the others."""
+    """Returns the documents of each split, tokenized; of preference data their answers, one by one.
+    Raises MespError, which names the first record that cannot be used and counts the others.
+    """
     encoded: dict[str, list[Any]] = {split: [] for split in documents}
     refused: list[MespError] = []
     for split, each in documents.items():

@@ -41,8 +41,8 @@ class Encoded:
 def encode_conversation(
     tokenizer: Any, conversation: Conversation, loss_on: str, split_special: bool = False
 ) -> Encoded:
-    """The ids of a conversation, with its ``answers``, its ``last`` message or ``all`` in the loss.
-    With `split_special` special tokens in its texts are encoded as text.
+    """Returns the ids of a conversation, with its ``answers``, its ``last`` message or ``all`` in
+    the loss. With `split_special` special tokens in its texts are encoded as text.
 
     An answer is what the template writes of an assistant's message after what asks for one (its
     generation prompt), with the token that ends it: what TRL's `assistant_only_loss` takes. A
@@ -96,8 +96,9 @@ def check_answers(conversation: Conversation) -> None:
 
 
 def rendered_tokens(rendering: Rendering, count: int, asks: bool = False) -> list[int]:
-    """The ids of the first `count` messages, and with `asks` of what asks for an answer to them.
-    Raises MespError where people's special tokens cannot be told from the template's."""
+    """Returns the ids of the first `count` messages, and with `asks` of what asks for an answer to
+    them. Raises MespError where people's special tokens cannot be told from the template's.
+    """
     text = rendering.render(rendering.conversation.messages[:count], asks)
     if not rendering.split_special:
         return list(rendering.tokenizer.encode(text, add_special_tokens=False))
@@ -106,8 +107,9 @@ def rendered_tokens(rendering: Rendering, count: int, asks: bool = False) -> lis
 
 
 def _tokens(rendering: Rendering, text: str, written: Bounds, marked: str) -> dict[str, Any]:
-    """The ids of a rendering and their bounds, where the special tokens that people have `written`
-    are text. Raises MespError unless its others are those of the `marked` rendering."""
+    """Returns the ids of a rendering and their bounds, where the special tokens that people have
+    `written` are text. Raises MespError unless its others are those of the `marked` rendering.
+    """
     encoded = tokens(rendering.tokenizer, text, written)
     if rendering.split_special:
         expected = tokens(rendering.tokenizer, marked)["input_ids"]
@@ -116,7 +118,7 @@ def _tokens(rendering: Rendering, text: str, written: Bounds, marked: str) -> di
 
 
 def _encode_last(rendering: Rendering, notes: list[str]) -> Encoded:
-    """A conversation whose last message is not an answer, with that message in the loss."""
+    """Returns a conversation whose last message is not an answer, with that message in the loss."""
     messages = rendering.conversation.messages
     ids = rendered_tokens(rendering, len(messages))
     prompt = rendered_tokens(rendering, len(messages) - 1)
@@ -280,8 +282,9 @@ def _stop(rendering: Rendering, index: int) -> int:
 
 
 def _last_mark(rendering: Rendering, beginning: str) -> tuple[int, int]:
-    """The last text in a rendering of the conversation's beginning that is in the whole one too:
-    where it ends in the whole one, and in the beginning. 0 and 0 where there is none."""
+    """Returns the last text in a rendering of the conversation's beginning that is in the whole one
+    too: where it ends in the whole one, and in the beginning. 0 and 0 where there is none.
+    """
     for found in reversed(list(MARKS.finditer(beginning))):
         # A template may write the name of a tool again in what the tool answers.
         before = beginning.count(found[0], 0, found.start())
@@ -292,7 +295,7 @@ def _last_mark(rendering: Rendering, beginning: str) -> tuple[int, int]:
 
 
 def _agreed(tokenizer: Any, a: str, b: str) -> int:
-    """How many characters the common beginning of two texts has, in whole tokens."""
+    """Returns how many characters the common beginning of two texts has, in whole tokens."""
     longest = min(len(a), len(b))
     if a[:longest] == b[:longest]:
         return longest
@@ -307,8 +310,9 @@ def _agreed(tokenizer: Any, a: str, b: str) -> int:
 def _with_ends(
     tokenizer: Any, text: str, spans: dict[int, Span], written: Bounds, notes: list[str]
 ) -> tuple[str, dict[int, Span], Bounds, str]:
-    """A rendering in which each answer ends with an end token; the places in it of the answers and
-    of what people have `written`; and all text that was added."""
+    """Returns a rendering in which each answer ends with an end token; the places in it of the
+    answers and of what people have `written`; and all text that was added.
+    """
     pieces, ended, at, shift = [], {}, 0, 0
     moved: list[tuple[int, int]] = []
     for index, span in sorted(spans.items(), key=lambda item: item[1].start):
@@ -340,13 +344,14 @@ def _with_ends(
 
 
 def _ends(tokenizer: Any, tail: str) -> bool:
-    """Whether what the template writes after an answer's text ends it, but for white space."""
+    """Returns whether what the template writes after an answer's text ends it, but for white space.
+    """
     ids = tokenizer.encode(tail.rstrip(), add_special_tokens=False)
     return bool(ids) and ids[-1] in end_tokens(tokenizer) | template_ends(tokenizer, asks_on=True)
 
 
 def _next_token(tokenizer: Any, text: str) -> str:
-    """The end token that a text begins with, after white space; empty where it does not."""
+    """Returns the end token that a text begins with, after white space; empty where it does not."""
     encoded = tokens(tokenizer, text[:200])
     ends = end_tokens(tokenizer) | template_ends(tokenizer, asks_on=True)
     for token, (_, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
@@ -358,14 +363,16 @@ def _next_token(tokenizer: Any, text: str) -> str:
 
 
 def end_tokens(tokenizer: Any) -> set[int]:
-    """The tokens at which generation stops: the tokenizer's, which may be the model's, and those
-    that the chat template ends an answer with."""
+    """Returns the tokens at which generation stops: the tokenizer's, which may be the model's, and
+    those that the chat template ends an answer with.
+    """
     return {*tokenizer.eos_token_ids} | template_ends(tokenizer)
 
 
 def template_ends(tokenizer: Any, asks_on: bool = False) -> set[int]:
-    """The special tokens that the chat template ends an answer with: the last one of a
-    conversation, or where it `asks_on` one that is followed by a question."""
+    """Returns the special tokens that the chat template ends an answer with: the last one of a
+    conversation, or where it `asks_on` one that is followed by a question.
+    """
     if not tokenizer.has_chat_template:
         return set()
     return {*_template_ends(tokenizer, str(tokenizer.chat_template))[asks_on]}
@@ -397,7 +404,7 @@ def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]
 
 
 def _tail(tokenizer: Any, turns: list[dict[str, str]], number: int) -> list[int]:
-    """The ids of what the chat template writes after a message, up to the next one."""
+    """Returns the ids of what the chat template writes after a message, up to the next one."""
     text = tokenizer.apply_chat_template(turns, tokenize=False)
     _, _, after = text.partition(turns[number]["content"])
     return list(tokenizer.encode(MARKS.split(after)[0], add_special_tokens=False))

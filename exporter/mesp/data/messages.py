@@ -35,14 +35,15 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # names that transfo
 
 
 def are_messages(value: Any) -> bool:
-    """Whether `value` is a list of objects, one or more."""
+    """Returns whether `value` is a list of objects, one or more."""
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) for m in value)
 
 
 def read_messages(
     where: str, messages: list[Message], ignored: tuple[str, ...] = ()
 ) -> list[Message]:
-    """The messages of the record that is called `where`, without the keys that are `ignored`.
+    """Returns the messages of the record that is called `where`, without the keys that are
+    `ignored`.
 
     Raises MespError where one has no role, no content, or content that is not text.
     """
@@ -170,15 +171,18 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def without_null(value: Any) -> Any:
-    """A value without the entries of its objects that are null: the columns of a table cannot tell
-    null from absent, so neither does a line of JSON."""
+    """Returns a value without the entries of its objects that are null: the columns of a table
+    cannot tell null from absent, so neither does a line of JSON.
+    """
     if isinstance(value, dict):
         return {key: without_null(each) for key, each in value.items() if each is not None}
     return [without_null(each) for each in value] if isinstance(value, list) else value
 
 
 def read_tools(where: str, tools: Any) -> list[Any] | None:
-    """A record's tools: a list, also as JSON in a string. Raises MespError for anything else."""
+    """Returns a record's tools: a list, also as JSON in a string. Raises MespError for anything
+    else.
+    """
     if isinstance(tools, str):
         try:
             tools = parse_json(tools or "[]")
@@ -220,6 +224,6 @@ def read_weight(where: str, entries: dict[str, Any]) -> int | None:
 
 
 def as_truth(value: Any) -> Any:
-    """A value, or what a cell of a table means by it: 0, 1, true, false, or nothing."""
+    """Returns a value, or what a cell of a table means by it: 0, 1, true, false, or nothing."""
     words = {"0": 0, "1": 1, "true": True, "false": False, "": None}
     return words.get(value.lower(), value) if isinstance(value, str) else value

@@ -35,7 +35,7 @@ class LabelledAnswer(NamedTuple):
 
 
 def encode_answers(document: Document, encoder: Encoder) -> list[LabelledAnswer]:
-    """The answers of a record. Raises MespError where it cannot be used."""
+    """Returns the answers of a record. Raises MespError where it cannot be used."""
     prompt, answers = _answers(document)
     found = []
     for answer, label in answers:
@@ -49,7 +49,8 @@ def encode_answers(document: Document, encoder: Encoder) -> list[LabelledAnswer]
 def as_preference_data(
     data: str, split: str, answers: Iterable[LabelledAnswer], seq_len: int
 ) -> Split:
-    """An example for each answer, with its prompt, cut to `seq_len` tokens and the token after.
+    """Returns an example for each answer, with its prompt, cut to `seq_len` tokens and the token
+    after.
 
     The answer alone counts. Raises MespError where a prompt leaves no room for an answer, or where
     all labels of answers without a pair are alike.
@@ -93,7 +94,7 @@ def as_preference_data(
 
 
 def _answers(document: Document) -> tuple[Said, list[tuple[Said, int]]]:
-    """The prompt of a record, and its answers with their labels."""
+    """Returns the prompt of a record, and its answers with their labels."""
     record, where = document.content, document.where
     assert isinstance(record, dict)
     prompt = record.get("prompt")
@@ -120,7 +121,7 @@ def _answers(document: Document) -> tuple[Said, list[tuple[Said, int]]]:
 
 
 def _is_within(prompt: Said, chosen: Said, rejected: Said) -> bool:
-    """Whether both answers are conversations that have the prompt in them."""
+    """Returns whether both answers are conversations that have the prompt in them."""
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
         return False
     alike = _alike(chosen, rejected)
@@ -131,7 +132,7 @@ def _is_within(prompt: Said, chosen: Said, rejected: Said) -> bool:
 
 
 def _alike(chosen: Said, rejected: Said) -> Said:
-    """How two answers begin alike; of strings without the space before the next word."""
+    """Returns how two answers begin alike; of strings without the space before the next word."""
     alike = itertools.takewhile(
         lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)
     )
@@ -140,7 +141,7 @@ def _alike(chosen: Said, rejected: Said) -> Said:
 
 
 def _encode(document: Document, encoder: Encoder, prompt: Said, answer: Said) -> Encoded:
-    """A prompt with an answer, which alone is in the loss."""
+    """Returns a prompt with an answer, which alone is in the loss."""
     # Where two strings happen to differ is not where a message ends.
     is_conversation = encoder.chat and "prompt" in document.content
     if isinstance(prompt, str) and isinstance(answer, str) and not is_conversation:

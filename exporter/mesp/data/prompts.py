@@ -51,16 +51,18 @@ def encode_prompt(
 def encode_in_template(
     tokenizer: Any, conversation: Conversation, split_special: bool = False
 ) -> list[int]:
-    """The token ids of a conversation in the chat template, up to where the answer begins, as
-    `encode_prompt` makes them. Raises MespError where the template refuses it or leaves something
-    out."""
+    """Returns the token ids of a conversation in the chat template, up to where the answer begins,
+    as `encode_prompt` makes them. Raises MespError where the template refuses it or leaves
+    something out.
+    """
     rendering = render_checked(tokenizer, conversation, split_special)
     return rendered_tokens(rendering, len(conversation.messages), asks=True)
 
 
 def render_checked(tokenizer: Any, conversation: Conversation, split_special: bool) -> Rendering:
-    """A conversation in the chat template. Raises MespError where the template refuses it or leaves
-    something out."""
+    """Returns a conversation in the chat template. Raises MespError where the template refuses it
+    or leaves something out.
+    """
     if not tokenizer.has_chat_template:
         raise MespError("the bundle's tokenizer has no chat template; give prompts without --chat")
     with plain_errors("the chat template refuses the messages"):

@@ -10,7 +10,7 @@ HELD_OUT = 10  # one section in so many
 
 
 def python_docs() -> dict[str, list[Document]]:
-    """The prose of Python's language reference, which comes with Python (`help("topics")`).
+    """Returns the prose of Python's language reference, which comes with Python (`help("topics")`).
 
     Code and grammar are left out, and lines are joined: a small model would learn little but their
     layout. Topics repeat each other's passages; each is kept once, so that none is on both sides.

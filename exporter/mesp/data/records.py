@@ -104,7 +104,7 @@ class Document(NamedTuple):
         return self.of(len(prompt), prompt + answer)
 
     def of(self, prompt: int, messages: list[Message]) -> Conversation:
-        """A conversation with the record's tools and options."""
+        """Returns a conversation with the record's tools and options."""
         return Conversation(
             messages, prompt, self.content.get("tools"), self.content.get(OPTIONS, {})
         )
@@ -116,13 +116,14 @@ class Document(NamedTuple):
 
 
 def as_messages(role: str, said: Said) -> list[Message]:
-    """A prompt or an answer as messages: a string is one message of `role`."""
+    """Returns a prompt or an answer as messages: a string is one message of `role`."""
     return [{"role": role, "content": said}] if isinstance(said, str) else said
 
 
 def read_utf8(name: str, read: Callable[[], bytes]) -> str:
-    """The text that `read` gives of what is called `name`, its lines ended as Python's are. Raises
-    MespError where that fails, or bytes are not text."""
+    """Returns the text that `read` gives of what is called `name`, its lines ended as Python's are.
+    Raises MespError where that fails, or bytes are not text.
+    """
     try:
         return io.TextIOWrapper(io.BytesIO(read()), encoding="utf-8-sig").read()
     except UnicodeDecodeError as error:
@@ -132,8 +133,9 @@ def read_utf8(name: str, read: Callable[[], bytes]) -> str:
 
 
 def read_value(where: str, text: str) -> Any:
-    """The value of a JSON text. Raises MespError where it is not valid, has a key twice or a number
-    that JSON lacks, or a string that a tokenizer cannot take."""
+    """Returns the value of a JSON text. Raises MespError where it is not valid, has a key twice or
+    a number that JSON lacks, or a string that a tokenizer cannot take.
+    """
     try:
         return parse_json(text, strict=True)
     except UnicodeEncodeError as error:
@@ -145,7 +147,7 @@ def read_value(where: str, text: str) -> Any:
 
 
 def as_object(where: str, record: Any) -> dict[str, Any]:
-    """A value of JSON as the object of a record. Raises MespError for anything else."""
+    """Returns a value of JSON as the object of a record. Raises MespError for anything else."""
     if not isinstance(record, dict):
         raise MespError(f"{where} is not an object, as a record is; fix it.")
     return record
@@ -154,8 +156,8 @@ def as_object(where: str, record: Any) -> dict[str, Any]:
 def read_record(
     where: str, record: dict[str, Any], columns: dict[str, str], ignored: tuple[str, ...] = ()
 ) -> Document:
-    """A record of one of `RECORDS`, in which a key of `columns` stands for that column's value, and
-    without the fields that are `ignored`, of its messages too. Null is as absent.
+    """Returns a record of one of `RECORDS`, in which a key of `columns` stands for that column's
+    value, and without the fields that are `ignored`, of its messages too. Null is as absent.
 
     Its messages and tools are as chat templates take them, and its ``weight`` is 0 or 1. Raises
     MespError where it is not one of them, lacks a column, or has what cannot be used.
@@ -224,7 +226,7 @@ def refuse_unusable(where: str, record: dict[str, Any]) -> None:
 
 
 def _said(where: str, key: str, value: Any, ignored: tuple[str, ...]) -> Said:
-    """A text, or of a prompt or an answer messages."""
+    """Returns a text, or of a prompt or an answer messages."""
     if isinstance(value, str):
         return value
     if key not in SAID:
@@ -240,7 +242,7 @@ def _said(where: str, key: str, value: Any, ignored: tuple[str, ...]) -> Said:
 
 
 def unread_columns(documents: dict[str, list[Document]]) -> list[str]:
-    """The columns of the records that nothing reads."""
+    """Returns the columns of the records that nothing reads."""
     found: dict[str, None] = {}
     for document in (each for split in documents.values() for each in split):
         if isinstance(document.content, dict):
@@ -250,7 +252,7 @@ def unread_columns(documents: dict[str, list[Document]]) -> list[str]:
 
 
 def _read_of(kind: str) -> tuple[str, ...]:
-    """The keys that are read of a kind of record."""
+    """Returns the keys that are read of a kind of record."""
     if kind == "text":
         return ("text", "weight")
     prompt = () if kind == "messages" else ("prompt",)
@@ -258,7 +260,7 @@ def _read_of(kind: str) -> tuple[str, ...]:
 
 
 def kind_of(documents: dict[str, list[Document]]) -> str:
-    """The kind of all documents. Raises MespError where it is not one."""
+    """Returns the kind of all documents. Raises MespError where it is not one."""
     first = next(iter(documents.values()))[0]
     for document in (each for split in documents.values() for each in split):
         if document.kind != first.kind:

@@ -44,7 +44,7 @@ class FileName(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> FileName:
-        """The parts of a file's name, without folders."""
+        """Returns the parts of a file's name, without folders."""
         lower = name.lower()
         stem, dot, end = lower.removesuffix(".gz").rpartition(".")
         return cls(stem, dot + end, lower.endswith(".gz"))
@@ -73,7 +73,7 @@ SHARD = re.compile(r"(?P<stem>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(-[0-9a-
 def read_file(
     path: Path, name: str | None = None, root: Path | None = None, size: int = SIZE
 ) -> Iterator[Row]:
-    """The records of a file, or its one text, one by one; messages call it `name`.
+    """Yields the records of a file, or its one text, one by one; messages call it `name`.
 
     A file in a folder, whose `root_of` is `root`, is no link out of there. Raises MespError where
     the file cannot be read, is not regular, of none of the `READERS`' kinds or not in order, or has
@@ -97,7 +97,8 @@ def read_file(
 
 
 def read_text(path: Path, size: int = SIZE) -> str:
-    """The text of a file. Raises MespError where it has records, and as `read_file` does."""
+    """Returns the text of a file. Raises MespError where it has records, and as `read_file` does.
+    """
     for _, content in read_file(path, size=size):
         if isinstance(content, str):
             return content
@@ -106,8 +107,9 @@ def read_text(path: Path, size: int = SIZE) -> str:
 
 
 def read_lines(file: BinaryIO, name: str) -> Iterator[Row]:
-    """The records of JSON lines in an open file. Raises MespError where a line is none, or the
-    lines are not text."""
+    """Yields the records of JSON lines in an open file. Raises MespError where a line is none, or
+    the lines are not text.
+    """
     text = io.TextIOWrapper(file, "utf-8-sig")
     try:
         with _plain_errors(name):
@@ -170,7 +172,7 @@ def _read_text(file: BinaryIO, name: str, _: int) -> Iterator[Row]:
 
 
 def _read_json(file: BinaryIO, name: str, _: int) -> Iterator[Row]:
-    """A list of records or JSON lines, whichever it is."""
+    """Yields a list of records or JSON lines, whichever it is."""
     text = io.TextIOWrapper(file, "utf-8-sig")
     # Not str.splitlines, which also splits at characters that JSON allows in a string.
     lines = ((number, line) for number, line in enumerate(text, 1) if line.strip())
@@ -196,7 +198,7 @@ def _line(name: str, number: int, line: str) -> Row:
 
 
 def _read_table(delimiter: str) -> Callable[[BinaryIO, str, int], Iterator[Row]]:
-    """The reader of a table with a header, whose cells are strings."""
+    """Yields the reader of a table with a header, whose cells are strings."""
 
     def read(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
         csv.field_size_limit(most)
@@ -230,8 +232,9 @@ def _read_table(delimiter: str) -> Callable[[BinaryIO, str, int], Iterator[Row]]
 
 
 def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
-    """The rows of a parquet file, some at a time. Text that repeats stays one text with indices
-    until its size is known: a few bytes of a file may stand for gigabytes."""
+    """Yields the rows of a parquet file, some at a time. Text that repeats stays one text with
+    indices until its size is known: a few bytes of a file may stand for gigabytes.
+    """
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
@@ -272,7 +275,7 @@ def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
 
 
 def _decoded_size(array: Any) -> int:
-    """The bytes of an Arrow array's values, each by itself, and 8 for each."""
+    """Returns the bytes of an Arrow array's values, each by itself, and 8 for each."""
     from pyarrow import ExtensionArray, StructArray, compute
 
     size = 8 * len(array)
@@ -289,7 +292,9 @@ def _decoded_size(array: Any) -> int:
 
 
 def _parsed(where: str, value: Any, type: Any) -> Any:
-    """A value of a parquet file, in which a string of Arrow's type for JSON is the value it has."""
+    """Returns a value of a parquet file, in which a string of Arrow's type for JSON is the value it
+    has.
+    """
     from pyarrow import types
 
     if value is None:

@@ -49,7 +49,9 @@ class Selection:
 
 
 def read_documents(data: str, selection: Selection) -> dict[str, list[Document]]:
-    """The documents of `data`, one of `SOURCES`, by split. Raises MespError if it is not valid."""
+    """Returns the documents of `data`, one of `SOURCES`, by split. Raises MespError if it is not
+    valid.
+    """
     path = Path(data)
     is_named = re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not FileName.of(path.name).is_read
     is_folder, is_file = path.is_dir(), path.exists() and not path.is_dir()
@@ -74,8 +76,9 @@ def read_documents(data: str, selection: Selection) -> dict[str, list[Document]]
 
 
 def documents_of(name: str, rows: Iterable[Row], selection: Selection) -> list[Document]:
-    """The documents of what is called `name`. Raises MespError where there are none, a record is of
-    no kind or lacks one of the columns, or text has no words or is to have columns."""
+    """Returns the documents of what is called `name`. Raises MespError where there are none, a
+    record is of no kind or lacks one of the columns, or text has no words or is to have columns.
+    """
     documents = []
     for where, content in rows:
         if not isinstance(content, str):
@@ -91,7 +94,7 @@ def documents_of(name: str, rows: Iterable[Row], selection: Selection) -> list[D
 
 
 def may_be_data(name: str) -> bool:
-    """Whether a file of this name, with its folders, is not known to change nothing."""
+    """Returns whether a file of this name, with its folders, is not known to change nothing."""
     parts = PurePosixPath(name).parts
     return not any(part.startswith(HIDDEN) for part in parts) and not NO_DATA.fullmatch(
         parts[-1].lower()
@@ -99,8 +102,9 @@ def may_be_data(name: str) -> bool:
 
 
 def data_files(folder: Path) -> list[str]:
-    """The names in a folder, at whatever depth, of files that may be data; links to folders are
-    files. Raises MespError where they are too many, or cannot be listed."""
+    """Returns the names in a folder, at whatever depth, of files that may be data; links to folders
+    are files. Raises MespError where they are too many, or cannot be listed.
+    """
 
     def stop(error: OSError) -> None:
         raise MespError(f"{error.filename} cannot be read: {error.strerror}.") from error
@@ -119,8 +123,9 @@ def data_files(folder: Path) -> list[str]:
 def _read_tree(
     data: str, folder: Path | None, names: list[str], selection: Selection
 ) -> dict[str, list[Document]]:
-    """The documents of a folder, or of a dataset on the Hub where it is None, with files of these
-    `names`."""
+    """Returns the documents of a folder, or of a dataset on the Hub where it is None, with files of
+    these `names`.
+    """
     home = next((each for each in ("", "data/") if _splits_in(each, names).get("train")), None)
     splits = _splits_in(home or "", names)
     others = [name for name in names if all(name not in each for each in splits.values())]
@@ -152,7 +157,7 @@ def _read_tree(
 
 
 def of_no_split(data: str, name: str) -> MespError:
-    """The error for a file in a folder that is of no split, or of no kind that is read."""
+    """Returns the error for a file in a folder that is of no split, or of no kind that is read."""
     if not FileName.of(PurePosixPath(name).name).is_read:
         return MespError(f"{data} has {name}, of no kind of file that is read; {KINDS}.")
     return MespError(
@@ -162,7 +167,7 @@ def of_no_split(data: str, name: str) -> MespError:
 
 
 def _splits_in(home: str, names: list[str]) -> dict[str, list[str]]:
-    """The files of each split that lie in the folder `home`."""
+    """Returns the files of each split that lie in the folder `home`."""
     splits: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
     for name in names:
         place, slash, file = name.rpartition("/")
@@ -173,8 +178,9 @@ def _splits_in(home: str, names: list[str]) -> dict[str, list[str]]:
 
 
 def _whole(data: str, names: list[str]) -> list[str]:
-    """The files of a split: one, or the parts in which the Hub keeps it. Raises MespError where
-    there are several, or a part is missing."""
+    """Returns the files of a split: one, or the parts in which the Hub keeps it. Raises MespError
+    where there are several, or a part is missing.
+    """
     shards = [SHARD.fullmatch(FileName.of(name).stem) for name in names]
     first, numbers = shards[0], set[int]()
     for name, shard in zip(names, shards, strict=True):
@@ -194,7 +200,9 @@ def _whole(data: str, names: list[str]) -> list[str]:
 def _of_dataset(
     data: str, selection: Selection, names: Sequence[str] = ()
 ) -> dict[str, list[Document]]:
-    """The documents of what the datasets library finds, which is to be all files of `names`."""
+    """Returns the documents of what the datasets library finds, which is to be all files of
+    `names`.
+    """
     rows = read_dataset(data, selection.subset, selection.splits, names)
     return {
         split: documents_of(f"The {split} data of {data}", each, selection)
@@ -203,7 +211,7 @@ def _of_dataset(
 
 
 def _has_configs(folder: Path) -> bool:
-    """Whether the README.md of a dataset says which files are data."""
+    """Returns whether the README.md of a dataset says which files are data."""
     readme = folder / "README.md"
     if not readme.is_file():
         return False

@@ -22,22 +22,23 @@ Bounds = Sequence[tuple[int, int]]  # of parts of a text: the first character, a
 
 
 def special_tokens(tokenizer: Any) -> set[int]:
-    """The ids of the tokens that mark something, and are no text."""
+    """Returns the ids of the tokens that mark something, and are no text."""
     added = tokenizer.added_tokens_decoder
     return {*tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
 
 
 @lru_cache(maxsize=4)
 def special_pattern(tokenizer: Any) -> re.Pattern[str]:
-    """A pattern that finds special tokens in a text, at each place the longest."""
+    """Returns a pattern that finds special tokens in a text, at each place the longest."""
     added = tokenizer.added_tokens_decoder.values()
     tokens = sorted((t.content for t in added if t.special and t.content), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
 def encode_split(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
-    """The ids of a text that a person wrote. With `add_special_tokens` they have the special tokens
-    that the tokenizer puts around a text. Raises MespError where it makes others."""
+    """Returns the ids of a text that a person wrote. With `add_special_tokens` they have the
+    special tokens that the tokenizer puts around a text. Raises MespError where it makes others.
+    """
     ids = tokenizer.encode(text, add_special_tokens=add_special_tokens, split_special_tokens=True)
     check_special(tokenizer, ids, tokenizer.encode("") if add_special_tokens else [])
     return list(ids)
@@ -59,8 +60,8 @@ def check_special(tokenizer: Any, ids: Iterable[int], expected: Iterable[int]) -
 
 
 def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> dict[str, Any]:
-    """The ids of a text, and the bounds of each token's characters; white space that a token takes
-    from beside it is not among them.
+    """Returns the ids of a text, and the bounds of each token's characters; white space that a
+    token takes from beside it is not among them.
 
     The parts that are `written`, in order, are special tokens that are encoded as text. What is
     between two of them is encoded by itself, so that no token has parts of both. Raises MespError
@@ -81,9 +82,10 @@ def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> dict[str, Any]:
 def _piece(
     tokenizer: Any, text: str, is_first: bool, is_written: bool
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """The ids of a piece of a text and their bounds. A piece that is not the first is encoded after
-    a line feed, as SentencePiece puts a space before what begins a text. A piece that would share
-    a token with the line feed is encoded after another character."""
+    """Returns the ids of a piece of a text and their bounds. A piece that is not the first is
+    encoded after a line feed, as SentencePiece puts a space before what begins a text. A piece that
+    would share a token with the line feed is encoded after another character.
+    """
     for feed in () if is_first else ("\n", ":"):
         before = tokenizer.encode(feed, add_special_tokens=False)
         ids, bounds = _encode(tokenizer, feed + text, is_written)
@@ -113,6 +115,6 @@ def _own(text: str, token: str, start: int, stop: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4)
 def _tokens_that_take_space(tokenizer: Any) -> dict[int, str]:
-    """The tokens that take white space from beside them, which becomes no token."""
+    """Returns the tokens that take white space from beside them, which becomes no token."""
     added = tokenizer.added_tokens_decoder.items()
     return {id: token.content for id, token in added if token.lstrip or token.rstrip}

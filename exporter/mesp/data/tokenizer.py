@@ -15,7 +15,8 @@ ROUND_TRIP_TEXT = "A text of 2 lines,\nwhich comes back."
 
 
 def load_checked_tokenizer(folder: Path, model: str) -> Any:
-    """The tokenizer in a model's folder, with which a text survives; None where there is none.
+    """Returns the tokenizer in a model's folder, with which a text survives; None where there is
+    none.
 
     `model` is its name, for messages. Raises MespError where it cannot be loaded, or a text does
     not come back.
@@ -61,8 +62,9 @@ def _has_tokenizer(folder: Path) -> bool:
 def load_tokenizer(
     folder: Path, without: str = "so --data cannot be used with it; take a model with one"
 ) -> Any:
-    """The tokenizer in a model's folder or a bundle, as mlx-lm wraps it, with the tokens at which
-    its generation stops: the model's, its own, and what its chat template ends an answer with.
+    """Returns the tokenizer in a model's folder or a bundle, as mlx-lm wraps it, with the tokens at
+    which its generation stops: the model's, its own, and what its chat template ends an answer
+    with.
 
     Code in the folder is never run: a tokenizer is one of those that transformers has. Raises
     MespError if there is none, and says what `without` it, or where it cannot be loaded.
@@ -104,8 +106,9 @@ def load_tokenizer(
 
 
 def _ends_of_model(folder: Path) -> list[int] | None:
-    """The end tokens that generation_config.json names, or else config.json; None where neither
-    does. Raises ValueError where they are not numbers."""
+    """Returns the end tokens that generation_config.json names, or else config.json; None where
+    neither does. Raises ValueError where they are not numbers.
+    """
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         ends = read_object(file).get("eos_token_id") if file.exists() else None
@@ -120,8 +123,9 @@ def _ends_of_model(folder: Path) -> list[int] | None:
 
 
 def _kind_of_model(folder: Path) -> Any:
-    """The configuration that transformers chooses a tokenizer's class by, without the sizes in
-    config.json: transformers makes lists of as many blocks or labels as these say."""
+    """Returns the configuration that transformers chooses a tokenizer's class by, without the sizes
+    in config.json: transformers makes lists of as many blocks or labels as these say.
+    """
     from transformers import AutoConfig, PreTrainedConfig
 
     file = folder / "config.json"
@@ -134,8 +138,9 @@ def _kind_of_model(folder: Path) -> Any:
 
 
 def load_bundle_tokenizer(bundle: Path) -> Any:
-    """The bundle's tokenizer, with the tokens at which generation stops: those of `load_tokenizer`,
-    and what the bundle's data end with."""
+    """Returns the bundle's tokenizer, with the tokens at which generation stops: those of
+    `load_tokenizer`, and what the bundle's data end with.
+    """
     tokenizer = load_tokenizer(bundle, "which generating needs; export a model that has one")
     with plain_errors(f"The manifest of {bundle} cannot be read"):
         ends = read_object(bundle / "manifest.json").get("end_tokens", [])

@@ -68,7 +68,7 @@ class Engine:
             self.is_waiting = False
 
     def receive(self) -> Record:
-        """The next record."""
+        """Returns the next record."""
         for record in self:
             return record
         raise BrokenPipeError  # `check` says why
@@ -243,13 +243,13 @@ def failure(status: int, said: str, after: str = "", program: str = "mesp-engine
 
 
 def find_plan(engine: Path, settings: Settings) -> Record:
-    """The engine's plan for these settings, its ``plan`` record. Nothing is written."""
+    """Returns the engine's plan for these settings, its ``plan`` record. Nothing is written."""
     return _answer(engine, settings)
 
 
 def find_count(settings: Settings) -> Record:
-    """The counts of a step with these settings on a phone's GPU: the record of mesp-count, which is
-    built first where it is missing or old.
+    """Returns the counts of a step with these settings on a phone's GPU: the record of mesp-count,
+    which is built first where it is missing or old.
 
     Raises MespError where it cannot: of a bundle for the CPU, or on a Mac.
     """
@@ -269,8 +269,8 @@ def _answer(program: Path, settings: Settings, name: str = "mesp-engine") -> Rec
 def stream_records(
     command: str, settings: Settings, environment: Mapping[str, str] | None = None
 ) -> Iterator[Record]:
-    """The records that `mesp-engine COMMAND` prints with these settings. An ``end`` record has the
-    ``signal`` that asked for the end, if one did.
+    """Yields the records that `mesp-engine COMMAND` prints with these settings. An ``end`` record
+    has the ``signal`` that asked for the end, if one did.
 
     Signals reach the engine. Raises MespError where the engine fails.
     """
@@ -293,7 +293,7 @@ def generate(
     seed: int = 0,
     stop: Sequence[int] = (),
 ) -> Iterator[Record]:
-    """The engine's records as they come: ``token`` records, then one ``end`` record.
+    """Returns the engine's records as they come: ``token`` records, then one ``end`` record.
 
     A signal ends the text early, with reason "stopped". Raises MespError where the engine fails.
     """
@@ -329,13 +329,14 @@ class Evaluator:
         self._engine = engine
 
     def choices(self, prompt: Sequence[int], choices: Sequence[Sequence[int]]) -> list[Score]:
-        """The log-likelihood of each choice after the `prompt`, which is computed once."""
+        """Returns the log-likelihood of each choice after the `prompt`, which is computed once."""
         request = {"type": "choices", "prompt": list(prompt), "choices": [*map(list, choices)]}
         record = self._engine.ask(request)
         return [*map(Score, record["log_likelihoods"], record["greedy"])]
 
     def text(self, tokens: Sequence[int], window: int) -> float:
-        """The log-likelihood in nats of all `tokens` but the first, in windows of `window`."""
+        """Returns the log-likelihood in nats of all `tokens` but the first, in windows of `window`.
+        """
         request = {"type": "text", "tokens": list(tokens), "window": window}
         return float(self._engine.ask(request)["log_likelihood"])
 
@@ -371,7 +372,8 @@ class Evaluator:
 
 @contextmanager
 def evaluator(bundle: Path, adapters: Sequence[WeightedAdapters] = ()) -> Iterator[Evaluator]:
-    """An engine with the model of `bundle` and `adapters`. Raises MespError where it fails."""
+    """Yields an engine with the model of `bundle` and `adapters`. Raises MespError where it fails.
+    """
     settings = {"bundle": str(bundle.resolve()), "adapters": _named(adapters)}
     with running(["evaluate"], settings, stdin=subprocess.PIPE) as started:
         try:

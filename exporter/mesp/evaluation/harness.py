@@ -142,7 +142,7 @@ class HarnessModel(TemplateLM):
 def run(
     model: EvaluatedModel, advance: Callable[[], None], tasks: Tasks, manager: TaskManager
 ) -> tuple[list[Metric], dict[str, Any]]:
-    """The figures of the tasks, and what the harness logs of each document.
+    """Returns the figures of the tasks, and what the harness logs of each document.
 
     Raises MespError where a task cannot be run.
     """

@@ -32,8 +32,9 @@ KEPT, KEPT_STEPS = "privacy", "private-steps"
 
 
 def client_app(find: Callable[[Context], Client], tells: bool) -> ClientApp:
-    """An app that trains as the client which `find` gives. What fails is answered in a sentence,
-    which `tells` the server why: it may name files."""
+    """Returns an app that trains as the client which `find` gives. What fails is answered in a
+    sentence, which `tells` the server why: it may name files.
+    """
     app = ClientApp(mods=[in_float32, with_own_noise])
 
     @app.train()
@@ -88,7 +89,7 @@ def log_privacy(
 def with_own_noise(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """The mod for a client that trusts no server, by `clip`, `epsilon` and `delta` of its
+    """Returns the mod for a client that trusts no server, by `clip`, `epsilon` and `delta` of its
     --node-config: what it adds is clipped and gets noise before it leaves.
 
     `epsilon` is that of one answer; the log has that of all answers in this `flwr run` since the

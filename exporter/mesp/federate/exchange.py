@@ -31,8 +31,9 @@ MOST = 1e6
 
 
 def read_arrays(folder: Path) -> Arrays:
-    """The matrices of an adapter folder, float32 A [blocks, in, rank] and B [blocks, rank, out]; of
-    experts A [blocks, experts, rank, in] and B [blocks, experts, out, rank]."""
+    """Returns the matrices of an adapter folder, float32 A [blocks, in, rank] and B [blocks, rank,
+    out]; of experts A [blocks, experts, rank, in] and B [blocks, experts, out, rank].
+    """
     try:
         matrices = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -84,7 +85,7 @@ def to_bfloat16(array: np.ndarray) -> np.ndarray:
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """The float32 numbers that bfloat16's bits, uint16, stand for."""
+    """Returns the float32 numbers that bfloat16's bits, uint16, stand for."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -119,7 +120,7 @@ def check_arrays(arrays: Arrays, expected: Arrays) -> None:
 
 
 def clip_update(arrays: Arrays, start: Arrays, norm: float) -> Arrays:
-    """The change from `start`, scaled down to this norm where its own is larger."""
+    """Returns the change from `start`, scaled down to this norm where its own is larger."""
     added = {name: array.astype(np.float64) - start[name] for name, array in arrays.items()}
     # In float32 the squares of small numbers are 0.
     own = math.sqrt(sum(float(np.square(each).sum()) for each in added.values()))
@@ -129,8 +130,9 @@ def clip_update(arrays: Arrays, start: Arrays, norm: float) -> Arrays:
 
 
 def drift(clients: list[Arrays], weights: list[float], start: Arrays) -> float:
-    """The distance of clients from each other, relative to their common way:
-    √(Σ pᵢ ‖wᵢ - w̄‖²) / ‖w̄ - w‖, with w̄ = Σ pᵢ wᵢ; 0 where nobody moved."""
+    """Returns the distance of clients from each other, relative to their common way: √(Σ pᵢ ‖wᵢ -
+    w̄‖²) / ‖w̄ - w‖, with w̄ = Σ pᵢ wᵢ; 0 where nobody moved.
+    """
     apart = moved = 0.0
     for name, before in start.items():
         mean = _mean(clients, weights, name)
@@ -141,8 +143,8 @@ def drift(clients: list[Arrays], weights: list[float], start: Arrays) -> float:
 
 
 def averaging_error(clients: list[Arrays], weights: list[float], start: Arrays) -> float:
-    """The error of averaging A and B apart, relative to the change of the clients' products:
-    ‖Σ pᵢ AᵢBᵢ - ĀB̄‖ / ‖Σ pᵢ AᵢBᵢ - AB‖ over all modules; 0 where only B travels.
+    """Returns the error of averaging A and B apart, relative to the change of the clients'
+    products: ‖Σ pᵢ AᵢBᵢ - ĀB̄‖ / ‖Σ pᵢ AᵢBᵢ - AB‖ over all modules; 0 where only B travels.
 
     No product is made: for U [in, k] and V [k, out], ‖UV‖² = Σ (UᵀU) ∘ (VVᵀ).
     """

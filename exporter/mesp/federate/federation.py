@@ -107,7 +107,7 @@ class Rounds:
     evaluation: dict[str, Any]
 
     def path(self, number: int) -> Path:
-        """The folder of a round; 0 is where the first begins."""
+        """Returns the folder of a round; 0 is where the first begins."""
         return self.folder / f"{number:03d}"
 
     @property
@@ -117,11 +117,11 @@ class Rounds:
         return max((int(name) for name in found if name.isdigit()), default=None)
 
     def records(self) -> list[dict[str, Any]]:
-        """The reports of the rounds that are there, from 0."""
+        """Returns the reports of the rounds that are there, from 0."""
         return [self.record(number) for number in range((self.last or 0) + 1)]
 
     def record(self, number: int) -> dict[str, Any]:
-        """The report of a round. Raises MespError."""
+        """Returns the report of a round. Raises MespError."""
         path = self.path(number) / RECORD_NAME
         try:
             return read_object(path)
@@ -129,7 +129,7 @@ class Rounds:
             raise MespError(f"{path} is missing or damaged; begin again elsewhere.") from error
 
     def arrays(self, number: int) -> Arrays:
-        """The matrices of a round that travel."""
+        """Returns the matrices of a round that travel."""
         arrays = read_arrays(self.path(number) / "adapters")
         return select_exchanged(arrays, self.training["freeze_a"])
 
@@ -179,7 +179,7 @@ class Federation:
 
     @classmethod
     def read(cls, folder: Path) -> Federation:
-        """The one whose settings are in `folder`. Raises MespError if there are none."""
+        """Returns the one whose settings are in `folder`. Raises MespError if there are none."""
         path = folder / SETTINGS_NAME
         try:
             options = read_settings(path)
@@ -209,7 +209,7 @@ class Federation:
         return self.folder / "held-out"
 
     def client(self, number: int) -> Client:
-        """A simulated client, from 0, with the folder of its tokens."""
+        """Returns a simulated client, from 0, with the folder of its tokens."""
         name = f"client {number:0{len(str(self.options['clients'] - 1))}}"
         return Client(name, Path(self.options["bundle"]), self.folder / "clients" / name[7:])
 

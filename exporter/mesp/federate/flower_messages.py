@@ -12,8 +12,9 @@ from mesp.federate.exchange import Arrays, pack, unpack
 
 
 def to_numpy(record: ArrayRecord) -> Arrays:
-    """The arrays of a record. Raises MespError where one is an archive, which NumPy opens too, and
-    NumPy's errors where one is not a file of it."""
+    """Returns the arrays of a record. Raises MespError where one is an archive, which NumPy opens
+    too, and NumPy's errors where one is not a file of it.
+    """
     arrays = {name: array.numpy() for name, array in record.items()}
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray):
@@ -28,7 +29,7 @@ def to_record(arrays: Arrays) -> ArrayRecord:
 def in_float32(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """The mod that lets the app, and mods within, see float32, whatever travels."""
+    """Returns the mod that lets the app, and mods within, see float32, whatever travels."""
     if message.content["config"]["exchange"] == "float32":
         return call_next(message, context)
     received = unpack(to_numpy(message.content["arrays"]))

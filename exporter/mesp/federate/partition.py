@@ -62,7 +62,7 @@ class Partition:
 def read_topics(
     data: str, selection: Selection | None = None, hold_out: float = HELD_OUT
 ) -> tuple[dict[str, list[Unit]], list[Document]]:
-    """The units of each topic, and the held-out documents.
+    """Returns the units of each topic, and the held-out documents.
 
     `data` is a folder with a file a topic and perhaps one called valid, or what `mesp data` takes,
     of which `selection` is read. Test data is for nobody.
@@ -102,7 +102,9 @@ def _read_splits(data: str, selection: Selection) -> Topics:
 
 
 def _read_files(data: str, selection: Selection) -> Topics | None:
-    """The topics of a folder with a file each, and its held-out documents; None for other data."""
+    """Returns the topics of a folder with a file each, and its held-out documents; None for other
+    data.
+    """
     folder = Path(data)
     if selection.is_of_dataset or not folder.is_dir():
         return None
@@ -128,7 +130,7 @@ def _read_files(data: str, selection: Selection) -> Topics | None:
 def share_out(
     data: str, topics: dict[str, list[Unit]], clients: int, split: Partition, seed: int
 ) -> list[list[Document]]:
-    """The documents of each client. Raises MespError where one would get none.
+    """Returns the documents of each client. Raises MespError where one would get none.
 
     - iid: every unit to a random client, all of them as many;
     - by-file: topic i to client i mod N;

@@ -48,8 +48,9 @@ class RoundsProgress:
 
 
 def line(record: dict[str, Any], rounds: int, before: dict[str, Any] | None) -> str:
-    """A round in a line: loss before and after, drift, megabytes, the largest footprint; of the
-    first its loss."""
+    """Returns a round in a line: loss before and after, drift, megabytes, the largest footprint; of
+    the first its loss.
+    """
     loss = decimal(record["held_out_loss"], 3)
     if before is None:
         return f"round {record['round']}/{rounds}: held-out loss {loss}"
@@ -64,14 +65,14 @@ def line(record: dict[str, Any], rounds: int, before: dict[str, Any] | None) -> 
 
 
 def privacy(record: dict[str, Any]) -> str:
-    """The differential privacy of all rounds up to this one; empty if there is none."""
+    """Returns the differential privacy of all rounds up to this one; empty if there is none."""
     if "epsilon" not in record:
         return ""
     return f", ε {decimal(record['epsilon'])} at δ {record['delta']:g} so far"
 
 
 def summary(federation: Federation) -> str:
-    """The results of all rounds."""
+    """Returns the results of all rounds."""
     rounds = federation.rounds
     records = rounds.records()
     before, after = records[0]["held_out_loss"], records[-1]["held_out_loss"]

@@ -87,7 +87,7 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
 
 
 def state_of(inner: Strategy) -> bytes | None:
-    """The state that a strategy keeps from round to round: FedAdam's moments."""
+    """Returns the state that a strategy keeps from round to round: FedAdam's moments."""
     arrays = {
         f"{field}/{name}": array
         for field in KEPT
@@ -201,8 +201,9 @@ class Screened(Strategy):
         return to_record(self.keep(number, arrays, self.report)), metrics
 
     def _screened(self, reply: Message) -> Message:
-        """An answer with what a strategy takes of it, matrices in float32 and metrics. Raises
-        MespError, or anything, where it is not an answer."""
+        """Returns an answer with what a strategy takes of it, matrices in float32 and metrics.
+        Raises MespError, or anything, where it is not an answer.
+        """
         metrics = reply.content["metrics"]
         targets, loss = metrics["num-examples"], metrics["loss"]
         footprint = metrics["footprint-bytes"]
@@ -267,15 +268,15 @@ class Screened(Strategy):
 
 
 def _is_private(inner: Strategy) -> bool:
-    """Whether a strategy adds noise."""
+    """Returns whether a strategy adds noise."""
     return hasattr(inner, "num_sampled_clients")
 
 
 def _printable(text: object) -> str:
-    """A stranger's text without control characters, for a terminal."""
+    """Returns a stranger's text without control characters, for a terminal."""
     return "".join(each if each.isprintable() else " " for each in str(text))[:MOST_CHARACTERS]
 
 
 def _size(record: ArrayRecord) -> int:
-    """The bytes of a record's arrays, as they travel."""
+    """Returns the bytes of a record's arrays, as they travel."""
     return sum(len(array.data) for array in record.values())

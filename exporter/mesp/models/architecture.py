@@ -71,8 +71,8 @@ class Architecture:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], length: int = 1) -> Architecture:
-        """The description of the model of a Hugging Face ``config.json``, for sequences of `length`
-        tokens: LongRoPE has other frequencies in long ones.
+        """Returns the description of the model of a Hugging Face ``config.json``, for sequences of
+        `length` tokens: LongRoPE has other frequencies in long ones.
 
         Raises MespError where the architecture, or a variant of it, is not supported.
         """
@@ -137,7 +137,9 @@ class Architecture:
 
     @classmethod
     def from_manifest(cls, entry: dict[str, Any]) -> Architecture:
-        """The inverse of `to_manifest`. Raises ValueError, TypeError or KeyError where damaged."""
+        """Returns the inverse of `to_manifest`. Raises ValueError, TypeError or KeyError where
+        damaged.
+        """
         return cls(
             **{
                 **entry,
@@ -190,7 +192,8 @@ class Architecture:
         return self
 
     def _has_keys_for(self, layer: int, mixer: Mixer) -> bool:
-        """Whether a block has keys and values: its own, or those of one before it that has."""
+        """Returns whether a block has keys and values: its own, or those of one before it that has.
+        """
         if not isinstance(mixer, AttentionMixer) or mixer.keys_of is None:
             return True
         owner = mixer.keys_of
@@ -241,7 +244,7 @@ class Architecture:
         return list(dict.fromkeys(map(short, self.modules))) + [EXPERTS] * self.has_experts
 
     def training_experts(self) -> Architecture:
-        """The same with adapters of the experts too."""
+        """Returns the same with adapters of the experts too."""
         mlps = (
             replace(mlp, experts=replace(mlp.experts, trained=True)) if mlp.experts else mlp
             for mlp in self.mlps
@@ -259,7 +262,7 @@ class Architecture:
         return self.tie_word_embeddings and FAMILIES[self.model_type].mlx_ties
 
     def first(self, count: int) -> Architecture:
-        """The same without the blocks after the first `count`."""
+        """Returns the same without the blocks after the first `count`."""
         kept = self.blocks[:count]
         mixers = tuple(dict.fromkeys(block.mixer for block in kept))
         mlps = tuple(dict.fromkeys(block.mlp for block in kept))
@@ -297,8 +300,9 @@ class Architecture:
         }
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all its tensors, unquantized, by their names; of stacked matrices
-        [experts, out, in]."""
+        """Returns the shapes of all its tensors, unquantized, by their names; of stacked matrices
+        [experts, out, in].
+        """
         tables = ["model.embed_tokens", *(["lm_head"] * (not self.tie_word_embeddings))]
         shapes = {f"{name}.weight": (self.vocab_size, self.hidden_size) for name in tables}
         shapes["model.norm.weight"] = (self.hidden_size,)
@@ -357,7 +361,7 @@ class Block:
         return shapes
 
     def projections(self) -> dict[str, Rows]:
-        """The place of each of its projections (`q`, …, `down`)."""
+        """Returns the place of each of its projections (`q`, …, `down`)."""
         hidden = self.arch.hidden_size
         shapes = self.mixer.shapes(hidden) | self.mlp.shapes(hidden)
         shapes |= self.arch.per_layer.shapes(hidden) if self.arch.per_layer else {}
@@ -371,18 +375,18 @@ class Block:
         return found
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Each module's (output size, input size), in the order of its flat LoRA vector."""
+        """Returns each module's (output size, input size), in the order of its flat LoRA vector."""
         sizes = dict.fromkeys(self.modules, (0, 0))
         for module, rows, (_, inp) in self.projections().values():
             sizes[module] = (max(sizes[module][0], rows.stop), inp)
         return sizes
 
     def biases(self) -> dict[str, int]:
-        """The lengths of its biases by the modules that have them."""
+        """Returns the lengths of its biases by the modules that have them."""
         return {name: out for name, (out, _) in self.sizes().items() if name in self.arch.biases}
 
     def norms(self) -> dict[str, int]:
-        """The lengths of its norms by the names of their weights."""
+        """Returns the lengths of its norms by the names of their weights."""
         names = ["input_layernorm", "post_attention_layernorm"]
         if self.arch.post_norms:
             names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -391,7 +395,7 @@ class Block:
         return {f"{name}.weight": self.arch.hidden_size for name in names} | self.mixer.norms()
 
     def vectors(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of its other weights that no linear layer has, by their names."""
+        """Returns the shapes of its other weights that no linear layer has, by their names."""
         found = self.mixer.vectors(self.arch.hidden_size)
         found |= self.mlp.experts.vectors() if self.mlp.experts else {}
         return found | ({"layer_scalar": (1,)} if self.arch.per_layer else {})
@@ -402,22 +406,28 @@ class Block:
         return self.mlp.experts.num_experts if self.mlp.experts else 0
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """The (output size, input size) of every quantized matrix; of stacked ones, of each."""
+        """Returns the (output size, input size) of every quantized matrix; of stacked ones, of
+        each.
+        """
         return self.sizes() | self.frozen() | self.stacked()
 
     def frozen(self) -> dict[str, tuple[int, int]]:
-        """The (output size, input size) of the linear layers without adapters, which are no
-        modules: those that choose experts, and weigh the MLP beside them."""
+        """Returns the (output size, input size) of the linear layers without adapters, which are no
+        modules: those that choose experts, and weigh the MLP beside them.
+        """
         return self.mlp.experts.linears(self.arch.hidden_size) if self.mlp.experts else {}
 
     def stacked(self) -> dict[str, tuple[int, int]]:
-        """The (output size, input size) of one expert's matrices, by the names of all experts'
-        together. None where there are no experts."""
+        """Returns the (output size, input size) of one expert's matrices, by the names of all
+        experts' together. None where there are no experts.
+        """
         return self.mlp.experts.stacked(self.arch.hidden_size) if self.mlp.experts else {}
 
     def adapted(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each weight with adapters, in the order of the flat LoRA vector: modules',
-        [out, in], and where experts are trained their stacked matrices', [experts, out, in]."""
+        """Returns the shape of each weight with adapters, in the order of the flat LoRA vector:
+        modules', [out, in], and where experts are trained their stacked matrices', [experts, out,
+        in].
+        """
         trained = self.mlp.experts is not None and self.mlp.experts.trained
         stacked = self.stacked() if trained else {}
         return {
@@ -426,7 +436,7 @@ class Block:
         }
 
     def lora_size(self, rank: int) -> int:
-        """The number of LoRA parameters of this rank."""
+        """Returns the number of LoRA parameters of this rank."""
         shapes = self.adapted().values()
         return rank * sum(math.prod(stack) * (out + inp) for *stack, out, inp in shapes)
 
@@ -439,10 +449,10 @@ class Block:
         return weights + vectors + sum(self.norms().values()) + sum(self.biases().values())
 
     def within(self, length: int) -> Block:
-        """The same for sequences of `length` tokens; see `AttentionMixer.within`."""
+        """Returns the same for sequences of `length` tokens; see `AttentionMixer.within`."""
         return replace(self, mixer=self.mixer.within(length))
 
 
 def _index(layers: tuple[Any, ...], kinds: tuple[Any, ...]) -> bool:
-    """Whether each layer's number is that of a kind."""
+    """Returns whether each layer's number is that of a kind."""
     return all(type(i) is int and 0 <= i < len(kinds) for i in layers)

@@ -25,7 +25,7 @@ _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def complete(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with what it leaves out, and RoPE by the keys that mlx-lm reads.
+    """Returns a config.json with what it leaves out, and RoPE by the keys that mlx-lm reads.
 
     (transformers 5 keeps RoPE in `rope_parameters`.) Raises MespError where the architecture is
     not supported.
@@ -97,7 +97,9 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A JSON value with the numbers that transformers 5 writes as {"__float__": "Infinity"}."""
+    """Returns a JSON value with the numbers that transformers 5 writes as {"__float__":
+    "Infinity"}.
+    """
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in _NUMBERS:
             return _NUMBERS[value["__float__"]]
@@ -141,7 +143,8 @@ def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
 
 
 def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
-    """A bundle's config.json such that mlx-lm computes the same in sequences of `length` tokens.
+    """Returns a bundle's config.json such that mlx-lm computes the same in sequences of `length`
+    tokens.
 
     It takes the long factors of LongRoPE whatever the length. Raises MespError for a key of RoPE
     that it ignores.
@@ -174,7 +177,7 @@ def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 def unsupported(key: str, value: object) -> MespError:
-    """The error for a config.json that asks for something the trainer lacks."""
+    """Returns the error for a config.json that asks for something the trainer lacks."""
     said = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return MespError(
         f"The model's config.json sets {key} to {said}, which is not supported; take a model "

@@ -118,7 +118,7 @@ class Family:
         return not any(special) and self.other_layers == "sliding_attention"
 
     def embedding_scale(self, hidden: int) -> float:
-        """The factor of the embedding of a model of this width."""
+        """Returns the factor of the embedding of a model of this width."""
         root = math.sqrt(hidden)
         rounded = mx.array(root, mx.bfloat16).item()
         return {"one": 1.0, "root": root, "rounded_root": rounded}[self.embedding_factor]
@@ -173,8 +173,8 @@ def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
-    """The widths of its MLPs where mlx-lm looks for them, its names of layers, and whether it has
-    RoPE.
+    """Returns the widths of its MLPs where mlx-lm looks for them, its names of layers, and whether
+    it has RoPE.
 
     transformers has RoPE for "rope" alone, mlx-lm unless this is "nope".
     """
@@ -197,8 +197,9 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
-    """The size of heads in full attention, which transformers 5 says layer by layer; the last layer
-    has full attention whatever it says."""
+    """Returns the size of heads in full attention, which transformers 5 says layer by layer; the
+    last layer has full attention whatever it says.
+    """
     types = config.get("layer_types") or [
         "sliding_attention" if (i + 1) % 6 else "full_attention"
         for i in range(config["num_hidden_layers"])
@@ -217,7 +218,9 @@ def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_several(text: Family, *names: str, **changes: Any) -> Family:
-    """The family of models of several modalities whose text, by one of the names, is like this."""
+    """Returns the family of models of several modalities whose text, by one of the names, is like
+    this.
+    """
     return replace(
         text,
         texts=names,

@@ -52,14 +52,16 @@ class ArraySpec:
         return math.ceil(math.prod(shape) * DTYPES[self.dtype].size / 4)
 
     def is_within(self, words: int) -> bool:
-        """Whether it lies in a file of so many words, and of stacked matrices none in another."""
+        """Returns whether it lies in a file of so many words, and of stacked matrices none in
+        another.
+        """
         if self.stride is None:
             return self.offset + self.words <= words
         apart = type(self.stride) is int and self.words <= self.stride
         return apart and self.offset + (self.shape[0] - 1) * self.stride + self.words <= words
 
     def place(self, row: int) -> int:
-        """The byte of the file at which a row begins, of those of all stacked matrices."""
+        """Returns the byte of the file at which a row begins, of those of all stacked matrices."""
         shape, start = self.shape, 4 * self.offset
         if self.stride is not None:
             number, row = divmod(row, self.shape[1])
@@ -67,7 +69,7 @@ class ArraySpec:
         return start + row * math.prod(shape[1:]) * DTYPES[self.dtype].size
 
     def view(self, words: mx.array) -> mx.array:
-        """The array in `words` (uint32 [n]), as a view of the same memory."""
+        """Returns the array in `words` (uint32 [n]), as a view of the same memory."""
         dtype = DTYPES[self.dtype]
         if self.stride is None:
             # An array of 8 or 16 bits may be padded to a whole word.
@@ -78,7 +80,8 @@ class ArraySpec:
         return stacked[:, : math.prod(self.shape[1:])].reshape(self.shape)
 
     def pieces(self, words: mx.array) -> Iterator[Piece]:
-        """The array in `words`, as it is written; of stacked matrices one after the other."""
+        """Yields the array in `words`, as it is written; of stacked matrices one after the other.
+        """
         array = self.view(words)
         if self.stride is None:
             yield self.name, 0, array
@@ -134,12 +137,13 @@ class Layout:
         return {"words": self.words, "arrays": [a.to_json() for a in self.arrays]}
 
     def unpack(self, words: mx.array) -> dict[str, mx.array]:
-        """The arrays in `words` (uint32 [self.words]), as views of the same memory."""
+        """Returns the arrays in `words` (uint32 [self.words]), as views of the same memory."""
         return {spec.name: spec.view(words) for spec in self.arrays}
 
 
 def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype: str) -> Layout:
-    """The layout of a block whose matrices are quantized so; docs/formats.md has the names."""
+    """Returns the layout of a block whose matrices are quantized so; docs/formats.md has the names.
+    """
     arrays: list = [(name, (size,), dtype) for name, size in block.norms().items()]
     arrays += [
         (name, shape, "float32" if name in KEPT_WIDE else dtype)
@@ -160,7 +164,8 @@ def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype:
 
 
 def table_layout(arch: Architecture, quantization: Quantization, dtype: str, norm: bool) -> Layout:
-    """The layout of ``embedding.bin`` or ``head.bin``; the one used as head has the `norm`."""
+    """Returns the layout of ``embedding.bin`` or ``head.bin``; the one used as head has the `norm`.
+    """
     arrays = quantization.arrays("", arch.vocab_size, arch.hidden_size, dtype)
     if norm:
         arrays.append(("norm", (arch.hidden_size,), dtype))
@@ -170,8 +175,9 @@ def table_layout(arch: Architecture, quantization: Quantization, dtype: str, nor
 def per_layer_layout(
     arch: Architecture, name: str, quantization: Quantization, dtype: str
 ) -> Layout:
-    """The layout of the file of one of the matrices that embeddings for each layer are made with;
-    behind the projection it has the norm of what that gives."""
+    """Returns the layout of the file of one of the matrices that embeddings for each layer are made
+    with; behind the projection it has the norm of what that gives.
+    """
     arrays = quantization.arrays("", *arch.per_layer_shapes[name], dtype)
     if arch.per_layer and name == PER_LAYER_PROJECTION:
         arrays.append(("norm", (arch.per_layer.size,), dtype))

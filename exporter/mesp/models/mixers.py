@@ -43,7 +43,9 @@ class AttentionMixer:
         return self.head_dim if self.output_gate else int(self.head_gate)
 
     def within(self, length: int) -> AttentionMixer:
-        """The same for sequences of `length` tokens: a window of that many or more is no limit."""
+        """Returns the same for sequences of `length` tokens: a window of that many or more is no
+        limit.
+        """
         unlimited = self.sliding_window is None or self.sliding_window >= length
         return replace(self, sliding_window=None) if unlimited else self
 
@@ -63,12 +65,12 @@ class AttentionMixer:
         return f"{own}g" if self.head_gate else own
 
     def norms(self) -> dict[str, int]:
-        """The lengths of its norms, by the names of their weights."""
+        """Returns the lengths of its norms, by the names of their weights."""
         normed = [each for each in "qk" if self.qk_norm and each in self._projections]
         return {f"self_attn.{each}_norm.weight": self.head_dim for each in normed}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of its other weights that no linear layer has."""
+        """Returns the shapes of its other weights that no linear layer has."""
         return {}
 
     def check(self) -> None:
@@ -137,7 +139,8 @@ class GatedDeltaNet:
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the weights that no linear layer has; a row of conv1d is a channel."""
+        """Returns the shapes of the weights that no linear layer has; a row of conv1d is a channel.
+        """
         shapes = {
             "conv1d.weight": (self.conv_dim, self.kernel_size),
             "norm.weight": (self.value_head_dim,),
@@ -184,7 +187,7 @@ class ShortConvolution:
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """The shape of the convolution's weights; a row is a channel."""
+        """Returns the shape of the convolution's weights; a row is a channel."""
         return {"conv.conv.weight": (hidden, self.kernel_size)}
 
     def check(self) -> None:
@@ -240,7 +243,8 @@ class Mamba2Mixer:
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the weights that no linear layer has; a row of conv1d is a channel."""
+        """Returns the shapes of the weights that no linear layer has; a row of conv1d is a channel.
+        """
         shapes = {
             "conv1d.weight": (self.conv_dim, self.kernel_size),
             "conv1d.bias": (self.conv_dim,),
@@ -281,22 +285,23 @@ def mixer_from_manifest(entry: dict[str, Any]) -> Mixer:
 
 
 def modules_from_manifest(entry: list[list]) -> Modules:
-    """A JSON list of pairs as `Modules`."""
+    """Returns a JSON list of pairs as `Modules`."""
     return tuple((name, tuple(computes)) for name, computes in entry)
 
 
 def projections_of(modules: Modules) -> Iterator[str]:
-    """The projections that the modules are, in their order."""
+    """Returns the projections that the modules are, in their order."""
     return (name for _, computes in modules for name in computes)
 
 
 def is_size(value: Any) -> bool:
-    """Whether it is a valid count."""
+    """Returns whether it is a valid count."""
     return type(value) is int and 0 < value < 1 << 31
 
 
 def is_positive(value: Any) -> bool:
-    """Whether it is a number above 0 that MLX takes: as float32, and of an integer 64 bits."""
+    """Returns whether it is a number above 0 that MLX takes: as float32, and of an integer 64 bits.
+    """
     return type(value) in (int, float) and 2**-126 <= value < 1 << 63
 
 

@@ -19,7 +19,7 @@ from mesp.models.rope_scaling import rope_frequencies
 
 
 def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
-    """The mixer of each layer, as Hugging Face's implementation has it."""
+    """Returns the mixer of each layer, as Hugging Face's implementation has it."""
     count, family = config["num_hidden_layers"], FAMILIES[config["model_type"]]
     keys = ("sliding_window_pattern", "full_attention_interval")
     every = next((config[key] for key in keys if config.get(key)), family.full_every)

@@ -39,24 +39,24 @@ class Experts:
     trained: bool = False  # whether the experts' matrices have adapters; a run's, not a manifest's
 
     def stacked(self, hidden: int) -> dict[str, Shape]:
-        """The shape of one expert's matrices, by the names of all experts' together."""
+        """Returns the shape of one expert's matrices, by the names of all experts' together."""
         inner = (self.intermediate_size, hidden)
         shapes = {"gate_proj": inner, "up_proj": inner, "down_proj": inner[::-1]}
         return {f"{self.matrices}.{name}": shape for name, shape in shapes.items()}
 
     def hf_modules(self) -> Modules:
-        """The parameters that transformers has in place of the stacked matrices."""
+        """Returns the parameters that transformers has in place of the stacked matrices."""
         gate, up, down = self.stacked(0)
         experts = f"{self.matrices.rpartition('.')[0]}.experts"
         return ((f"{experts}.gate_up_proj", (gate, up)), (f"{experts}.down_proj", (down,)))
 
     def linears(self, hidden: int) -> dict[str, Shape]:
-        """The shapes of the router and, where there is one, of g."""
+        """Returns the shapes of the router and, where there is one, of g."""
         gate = {} if self.mlp_gate is None else {self.mlp_gate: (1, hidden)}
         return {self.router: (self.num_experts, hidden)} | gate
 
     def vectors(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the weights that no linear layer has."""
+        """Returns the shapes of the weights that no linear layer has."""
         return {} if self.bias is None else {self.bias: (self.num_experts,)}
 
     def check(self) -> None:
@@ -109,7 +109,7 @@ class MLP:
         )
 
     def to_manifest(self) -> dict[str, Any]:
-        """The entry that `mlp_from_manifest` reads."""
+        """Returns the entry that `mlp_from_manifest` reads."""
         entry = {key: value for key, value in asdict(self).items() if value is not None}
         if self.experts:
             del entry["experts"]["trained"]

@@ -11,7 +11,7 @@ from mesp.models.mlps import MLP
 
 
 def mlps_by_layer(config: dict[str, Any], mixers: list[Mixer]) -> list[MLP]:
-    """The MLP of each layer, as Hugging Face's implementation has it."""
+    """Returns the MLP of each layer, as Hugging Face's implementation has it."""
     family = FAMILIES[config["model_type"]]
     dense = [MLP(family.mlp, width) for width in _widths(config, mixers)]
     if family.experts is None or config["num_experts"] == 0:

@@ -34,8 +34,8 @@ class Quantization:
 
     @classmethod
     def of(cls, arrays: Arrays, prefix: str, columns: int) -> Quantization:
-        """The quantization of a matrix with this many columns, or of stacked ones, by the shapes of
-        `prefix`weight, `prefix`scales and, where there are, `prefix`biases.
+        """Returns the quantization of a matrix with this many columns, or of stacked ones, by the
+        shapes of `prefix`weight, `prefix`scales and, where there are, `prefix`biases.
 
         Raises ValueError where they fit none.
         """

@@ -12,7 +12,8 @@ from mesp.models.mixers import is_positive, refuse_unsound
 def rope_frequencies(
     config: dict[str, Any], head_dim: int, local: bool = False
 ) -> tuple[tuple[float, ...], float]:
-    """The frequencies of the rotated pairs, in radians a position, and what scales the pairs.
+    """Returns the frequencies of the rotated pairs, in radians a position, and what scales the
+    pairs.
 
     θ^(-2i/D) for i < D/2, D = head_dim · partial_rotary_factor, and scaled by `rope_scaling`; where
     sliding windows have a base of their own (`local`), that base with D = head_dim and no scaling.
@@ -35,7 +36,7 @@ def rope_frequencies(
 
 
 def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """A `rope_scaling` of a type of `SCALINGS`, with what it leaves out by the config.json.
+    """Returns a `rope_scaling` of a type of `SCALINGS`, with what it leaves out by the config.json.
 
     Raises KeyError where that lacks it too.
     """
@@ -108,7 +109,7 @@ def _longrope(base: list[float], scaling: dict, config: dict) -> tuple[list[floa
 
 
 def _yarn(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """A ramp over the pairs, from those that turn as ever to those slowed down."""
+    """Returns a ramp over the pairs, from those that turn as ever to those slowed down."""
     factor, size = scaling["factor"], 2 * len(base)
     length = scaling["original_max_position_embeddings"]
 
@@ -127,7 +128,9 @@ def _yarn(base: list[float], scaling: dict, config: dict) -> tuple[list[float], 
 
 
 def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
-    """The factor of q and k: what is said, or else by `mscale` and `mscale_all_dim` together."""
+    """Returns the factor of q and k: what is said, or else by `mscale` and `mscale_all_dim`
+    together.
+    """
 
     def magnitude(weight: float) -> float:
         factor = scaling["factor"]
@@ -177,6 +180,6 @@ _NAMES = {"su": "longrope"}  # older names
 
 
 def type_of(scaling: dict[str, Any]) -> str:
-    """The type that a `rope_scaling` names."""
+    """Returns the type that a `rope_scaling` names."""
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     return _NAMES.get(kind, kind)

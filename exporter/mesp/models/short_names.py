@@ -202,7 +202,7 @@ _PHI4_ROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": _PH
 
 
 def _tuned(repo: str, suffix: str = "-Instruct") -> tuple[str, str]:
-    """A model's id and that of its variant for chats."""
+    """Returns a model's id and that of its variant for chats."""
     return repo, repo + suffix
 
 
@@ -432,5 +432,5 @@ KNOWN: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def geometries() -> list[list[str]]:
-    """The short names, those of one geometry together."""
+    """Returns the short names, those of one geometry together."""
     return [list(names) for _, names in groupby(KNOWN, key=lambda name: id(KNOWN[name][2]))]

@@ -37,7 +37,9 @@ CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 
 
 def name_here(name: str, model_type: str) -> str | None:
-    """The name of a checkpoint's tensor or module; None where it takes no part in the training."""
+    """Returns the name of a checkpoint's tensor or module; None where it takes no part in the
+    training.
+    """
     family = FAMILIES[model_type]
     if name.startswith(UNUSED) or name.endswith(LIMITS):
         return None
@@ -54,8 +56,9 @@ def name_here(name: str, model_type: str) -> str | None:
 
 
 def changes_nothing(name: str, arch: Architecture) -> bool:
-    """Whether a checkpoint's tensor is one that no model of the family computes with: a buffer, or
-    keys and values of a block that takes those of another."""
+    """Returns whether a checkpoint's tensor is one that no model of the family computes with: a
+    buffer, or keys and values of a block that takes those of another.
+    """
     if name.endswith(BUFFERS):
         return True
     if found := _KEYS.fullmatch(name_here(name, arch.model_type) or ""):
@@ -65,8 +68,9 @@ def changes_nothing(name: str, arch: Architecture) -> bool:
 
 
 def names_here(name: str, arch: Architecture) -> list[str]:
-    """The names of the tensors that a checkpoint's holds, with equal parts of its rows, in their
-    order; none where it takes no part in the training."""
+    """Returns the names of the tensors that a checkpoint's holds, with equal parts of its rows, in
+    their order; none where it takes no part in the training.
+    """
     ours, family = name_here(name, arch.model_type), FAMILIES[arch.model_type]
     if ours is None:
         return []
@@ -86,20 +90,22 @@ def names_here(name: str, arch: Architecture) -> list[str]:
 
 
 def name_of_expert(name: str, number: int) -> str:
-    """The name of one expert's matrix, by that of the stacked ones."""
+    """Returns the name of one expert's matrix, by that of the stacked ones."""
     matrices, _, matrix = name.rpartition(".")
     return f"{matrices}.{number}.{matrix}"
 
 
 def name_of_stacked(name: str) -> tuple[str, int | None]:
-    """The name of stacked matrices, or of a tensor of theirs, and the number, by that of one; any
-    other name as it is."""
+    """Returns the name of stacked matrices, or of a tensor of theirs, and the number, by that of
+    one; any other name as it is.
+    """
     found = _STACKED.fullmatch(name)
     return (f"{found[1]}.{found[3]}", int(found[2])) if found else (name, None)
 
 
 def name_there(name: str, model_type: str) -> str:
-    """The name of a tensor in a checkpoint of the text alone: the inverse of `name_here`."""
+    """Returns the name of a tensor in a checkpoint of the text alone: the inverse of `name_here`.
+    """
     for ours, theirs in FAMILIES[model_type].names.items():
         name = _renamed(name, ours, theirs)
     return name

@@ -25,19 +25,19 @@ class Weights(Protocol):
         convert them."""
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the matrix comes quantized, as MLX packs it."""
+        """Returns whether the matrix comes quantized, as MLX packs it."""
 
     def is_stored_unquantized(self, name: str) -> bool:
-        """Whether a file holds the matrix as it is."""
+        """Returns whether a file holds the matrix as it is."""
 
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
-        """Some rows of the tensor `name`, with its suffix, in the dtype that it comes in.
+        """Returns some rows of the tensor `name`, with its suffix, in the dtype that it comes in.
 
         Raises MespError unless it is there, in this `shape`.
         """
 
 
 def read_norm(weights: Weights, name: str, shape: tuple[int, ...], arch: Architecture) -> mx.array:
-    """The weight of an RMSNorm, with its offset, float32."""
+    """Returns the weight of an RMSNorm, with its offset, float32."""
     offset = 0 if weights.is_converted else arch.norm_offset
     return weights.rows(name, shape, slice(0, *shape)).astype(mx.float32) + offset

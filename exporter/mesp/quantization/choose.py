@@ -33,7 +33,9 @@ class Quantizations:
     config: dict[str, Any] | None = None  # the model's own ``quantization``
 
     def of(self, module: str) -> Quantization:
-        """The quantization of a module in a bundle. Raises MespError where it is not quantized."""
+        """Returns the quantization of a module in a bundle. Raises MespError where it is not
+        quantized.
+        """
         return self.in_files(module).in_bundle
 
     @property
@@ -46,8 +48,9 @@ class Quantizations:
         return self.main, *self.others.values()
 
     def in_files(self, module: str) -> Quantization:
-        """The quantization of a module in the model's files. Raises MespError where it is not
-        quantized."""
+        """Returns the quantization of a module in the model's files. Raises MespError where it is
+        not quantized.
+        """
         quantization = self.others.get(module, self.main)
         if quantization is None:
             raise not_quantized(module)
@@ -71,7 +74,7 @@ def in_2_bits(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def not_quantized(module: str) -> MespError:
-    """The error for a matrix that is not quantized in a model that is."""
+    """Returns the error for a matrix that is not quantized in a model that is."""
     return MespError(
         f"{module} is not quantized, unlike the rest of the model, which is not supported; take "
         "the model it was made from."
@@ -137,7 +140,8 @@ def find_quantizations(
     group_size: int | None,
     head_bits: int | None,
 ) -> Quantizations:
-    """The quantization asked for (None: the default), or that of a model that has one already.
+    """Returns the quantization asked for (None: the default), or that of a model that has one
+    already.
 
     `name` is the model's, for messages, and `config` its config.json.
 
@@ -182,7 +186,7 @@ def find_quantizations(
 
 
 def choose_quantization(mode: str | None, bits: int | None, group_size: int | None) -> Quantization:
-    """The quantization asked for. Raises MespError where the mode leaves no such choice."""
+    """Returns the quantization asked for. Raises MespError where the mode leaves no such choice."""
     mode = mode or "affine"
     if mode == "affine":
         return Quantization(bits or 4, group_size or 64)

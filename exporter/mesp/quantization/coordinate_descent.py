@@ -16,7 +16,9 @@ SHRINKAGE = 0.2
 
 
 def shrink(moments: mx.array) -> np.ndarray:
-    """The products [in, in] that `descend` takes, of sums of x xᵀ over what a matrix multiplies."""
+    """Returns the products [in, in] that `descend` takes, of sums of x xᵀ over what a matrix
+    multiplies.
+    """
     squares = mx.diag(moments)
     products = np.array((1 - SHRINKAGE) / mx.maximum(squares.mean(), 1e-30) * moments)
     np.fill_diagonal(products, damp(squares, len(squares)))

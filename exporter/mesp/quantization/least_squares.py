@@ -22,7 +22,8 @@ ROUNDER = 1.5 * 2**23  # a float32 that this is added to has no fraction left
 def quantize(
     matrix: mx.array, quantization: Quantization, moments: mx.array | None, dtype: mx.Dtype
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """The packed codes, scales and biases of W [out, in], whose scales are stored as `dtype`.
+    """Returns the packed codes, scales and biases of W [out, in], whose scales are stored as
+    `dtype`.
 
     They minimize, of each group, the sum over its weights of m (W - scale · code - bias)², where m
     are the `moments` [in]: the mean squares of what W multiplies, or all the same. The error is at
@@ -42,7 +43,9 @@ def quantize(
     per_range = _reciprocal(high - low)
 
     def fit(start: mx.array, inverse: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """The scale and bias that fit best the codes of a grid, and the variance they explain."""
+        """Returns the scale and bias that fit best the codes of a grid, and the variance they
+        explain.
+        """
         q = _codes(x, start, inverse, levels)
         mean_q, with_x = (m * q).sum(axis=0), (mx_ * q).sum(axis=0)
         variance = (m * mx.square(q)).sum(axis=0) - mx.square(mean_q)
@@ -60,7 +63,8 @@ def quantize(
         best = better(best, fit(bias, _reciprocal(scale)))
 
     def stored(scale: mx.array, bias: mx.array) -> tuple[mx.array, ...]:
-        """The same as they are stored, the codes for these, and the variance left, negated."""
+        """Returns the same as they are stored, the codes for these, and the variance left, negated.
+        """
         scale, bias = scale.astype(dtype), (bias + mean).astype(dtype)
         s, b = scale.astype(mx.float32), bias.astype(mx.float32) - mean
         q = _codes(x, b, _reciprocal(s), levels)
@@ -74,7 +78,7 @@ def quantize(
 
 
 def damp(moments: mx.array | None, columns: int) -> mx.array:
-    """The weights [columns] of a row's errors: 1 on the average, and more than 0."""
+    """Returns the weights [columns] of a row's errors: 1 on the average, and more than 0."""
     if moments is None:
         return mx.ones(columns)
     return moments / mx.maximum(moments.mean(), 1e-30) + DAMPING
@@ -87,5 +91,5 @@ def _reciprocal(x: mx.array) -> mx.array:
 
 
 def _codes(x: mx.array, start: mx.array, inverse: mx.array, levels: int) -> mx.array:
-    """The nearest codes, as float32. (The CPU's `mx.round` takes four times as long.)"""
+    """Returns the nearest codes, as float32. (The CPU's `mx.round` takes four times as long.)"""
     return mx.clip((x - start) * inverse + ROUNDER - ROUNDER, 0, levels)

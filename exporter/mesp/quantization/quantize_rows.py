@@ -58,7 +58,7 @@ def matrix_pieces(
     weights: Weights, source: str, layout: Layout, prefix: str, quantizations: Quantizations,
     quantize: Quantizer, expert: int | None = None,
 ) -> Iterator[Piece]:  # fmt: skip
-    """The matrix `source` quantized, some rows at a time; as it is where it comes quantized.
+    """Yields the matrix `source` quantized, some rows at a time; as it is where it comes quantized.
 
     Of stacked matrices that of the `expert`.
 
@@ -90,8 +90,9 @@ def matrix_pieces(
 def read_rows(
     weights: Weights, name: str, shape: tuple[int, int], in_files: Quantization, rows: slice
 ) -> tuple[mx.array, ...]:
-    """The arrays of some rows of a matrix that comes quantized, as a bundle has them: the codes of
-    1 bit in 2, with the scales and biases that they have, and so the same values."""
+    """Returns the arrays of some rows of a matrix that comes quantized, as a bundle has them: the
+    codes of 1 bit in 2, with the scales and biases that they have, and so the same values.
+    """
     packed, *others = (
         weights.rows(array, its_shape, rows)
         for array, its_shape, _ in in_files.arrays(f"{name}.", *shape, "float32")
@@ -104,7 +105,8 @@ def read_rows(
 def _on_every_core(
     compute: Callable[[slice], tuple[mx.array, ...]], tiles: Iterable[slice]
 ) -> Iterator[tuple[slice, tuple[mx.array, ...]]]:
-    """Each tile with what is computed of it, in their order. A CPU's stream has one thread."""
+    """Yields each tile with what is computed of it, in their order. A CPU's stream has one thread.
+    """
     pending: deque[tuple[slice, tuple[mx.array, ...]]] = deque()
     for tile, stream in zip(tiles, cycle(_streams()), strict=False):
         with mx.stream(stream):

@@ -17,7 +17,7 @@ class Quantized(NamedTuple):
 
 
 def dynamic_map(signed: bool) -> mx.array:
-    """The value of each of 256 codes, ascending, float32 [256].
+    """Returns the value of each of 256 codes, ascending, float32 [256].
 
     0, 1, and of each power of ten from 10⁻⁶ to 1 the middles of equal parts of its upper nine
     tenths, twice as many as of the last: 1 to 64 and their negatives, or, not signed, 2 to 128.
@@ -32,7 +32,7 @@ def dynamic_map(signed: bool) -> mx.array:
 
 
 def quantize(x: mx.array, signed: bool) -> Quantized:
-    """Each of x [P] as the nearest fraction of its block's largest absolute value.
+    """Returns each of x [P] as the nearest fraction of its block's largest absolute value.
 
     Of two that are equally near the lower: the code is the number of middles between neighbours of
     the map that are below.

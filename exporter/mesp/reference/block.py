@@ -72,13 +72,15 @@ MIXERS = {
 
 
 def intermediate_names(block: Block) -> tuple[str, ...]:
-    """The names of what `block_forward` returns after y."""
+    """Returns the names of what `block_forward` returns after y."""
     of_mixer = MIXER_INTERMEDIATES[type(block.mixer)]
     return ("mixer_in", *of_mixer, "x_mid", "gate", "up", *POST_NORMED[: 2 * block.arch.post_norms])
 
 
 def records(starts: Sequence[int], T: int) -> list[slice]:
-    """The records of a sequence of T tokens that begin at the positions `starts`, ascending."""
+    """Returns the records of a sequence of T tokens that begin at the positions `starts`,
+    ascending.
+    """
     return [slice(*ends) for ends in pairwise([*starts, T])]
 
 

@@ -26,7 +26,8 @@ class Dropout(NamedTuple):
     sequence: int = 0  # of the step, from 0
 
     def masks(self, block: int, described: Block, T: int) -> Masks:
-        """The masks of all linear layers of a block that can have an adapter, whichever have one.
+        """Returns the masks of all linear layers of a block that can have an adapter, whichever
+        have one.
 
         An expert has a mask of its own for all tokens, of which it reads those that chose it.
         """
@@ -39,8 +40,9 @@ class Dropout(NamedTuple):
         return masks
 
     def key(self, block: int, layer: int) -> int:
-        """The key of a LoRA layer's mask, 64 bits: s(s(s(s(s(seed) + step) + sequence) + block) +
-        layer), where s is `scattered`."""
+        """Returns the key of a LoRA layer's mask, 64 bits: s(s(s(s(s(seed) + step) + sequence) +
+        block) + layer), where s is `scattered`.
+        """
         key = scattered(self.seed)
         for number in (self.step, self.sequence, block, layer):
             key = scattered(key + number)
@@ -68,7 +70,7 @@ def dropout_mask(key: int, p: float, T: int, in_size: int) -> mx.array:
 
 
 def hash_32(x: mx.array) -> mx.array:
-    """A bijection of uint32 in which each bit of x changes about half of the bits."""
+    """Returns a bijection of uint32 in which each bit of x changes about half of the bits."""
     x = (x ^ (x >> 16)) * _uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * _uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -15,7 +15,8 @@ EPSILON = {"sigmoid": 1e-6, "softmax": 0.0}
 
 
 def choose(z: mx.array, bias: mx.array | None, experts: Experts) -> mx.array:
-    """The experts of each token, int [T, k], whose scores are the highest; of equal ones the first.
+    """Returns the experts of each token, int [T, k], whose scores are the highest; of equal ones
+    the first.
 
     z [T, E] is what the router gives. The choice has no gradient.
     """
@@ -140,7 +141,7 @@ def _mlp_gate(weights: Weights, mlp: MLP, hidden: int) -> mx.array | None:
 
 
 def _route(x: mx.array, weights: Weights, experts: Experts) -> tuple[mx.array, mx.array]:
-    """The experts of each token and their weights, both [T, k]."""
+    """Returns the experts of each token and their weights, both [T, k]."""
     z = x @ dequantize(weights, f"{experts.router}.", x.shape[-1]).T
     bias = None if experts.bias is None else weights[experts.bias].astype(mx.float32)
     chosen = choose(z, bias, experts)
@@ -149,7 +150,7 @@ def _route(x: mx.array, weights: Weights, experts: Experts) -> tuple[mx.array, m
 
 
 def _by_expert(chosen: mx.array, experts: Experts) -> list[tuple[int, mx.array, mx.array]]:
-    """Each expert that some token chose, with the tokens, and the places in their lists."""
+    """Returns each expert that some token chose, with the tokens, and the places in their lists."""
     found = []
     for e in range(experts.num_experts):
         rows, slots = np.nonzero(np.array(chosen) == e)
@@ -167,7 +168,9 @@ def _projections(
     hidden: int,
     masks: Masks | None,
 ) -> list[Projection]:
-    """An expert's gate, up and down for its tokens; where it is frozen with adapters that are 0."""
+    """Returns an expert's gate, up and down for its tokens; where it is frozen with adapters that
+    are 0.
+    """
     found = []
     for name, (rows, columns) in experts.stacked(hidden).items():
         prefix = f"{name}."

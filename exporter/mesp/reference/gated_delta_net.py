@@ -96,7 +96,7 @@ def chunk_forward(c: Chunk, S: mx.array) -> tuple[mx.array, mx.array]:
 def chunk_backward(
     c: Chunk, S: mx.array, dO: mx.array, dS_after: mx.array
 ) -> tuple[Chunk, mx.array]:
-    """The gradients by the chunk's arrays and by S. D was not stored: it is computed again.
+    """Returns the gradients by the chunk's arrays and by S. D was not stored: it is computed again.
 
     dD = Pᵀ dO + δ K dS₊        Z = Mᵀ dD        dV = β Z        dβ = rowsum(Z ∘ (V - γ K S - A D))
 
@@ -153,7 +153,7 @@ def _chunks(c: Chunk) -> list[Chunk]:
 
 
 def _states(chunks: list[Chunk]) -> tuple[list[mx.array], list[mx.array]]:
-    """The state before each chunk, and what each gives."""
+    """Returns the state before each chunk, and what each gives."""
     heads, _, key_dim = chunks[0].k.shape
     S, states, outputs = mx.zeros((heads, key_dim, chunks[0].v.shape[-1])), [], []
     for chunk in chunks:
@@ -243,7 +243,8 @@ def _merged(x: mx.array) -> mx.array:
 
 
 def _rule_inputs(qkv: mx.array, ba: mx.array, parts: Parts, mixer: GatedDeltaNet) -> tuple:
-    """The convolution's output, q and k before their norms, and the inputs of `gated_delta_rule`.
+    """Returns the convolution's output, q and k before their norms, and the inputs of
+    `gated_delta_rule`.
 
     q = RMSNorm(q') / key_dim and k = RMSNorm(k') / √key_dim for q', k', v = silu(conv(qkv)) by
     heads, with ε = 10⁻⁶ / key_dim.

@@ -51,7 +51,7 @@ def state_space_chunk(c: StateSpaceChunk, S: mx.array) -> tuple[mx.array, mx.arr
 def state_space_chunk_backward(
     c: StateSpaceChunk, S: mx.array, dY: mx.array, dS_after: mx.array
 ) -> tuple[StateSpaceChunk, mx.array]:
-    """The gradients by the chunk's arrays, of B and C a head's, and by S.
+    """Returns the gradients by the chunk's arrays, of B and C a head's, and by S.
 
     dΠ = dY Uᵀ        dU = Πᵀ dY + δ ∘ (B dS₊ᵀ)        dS = γ_last dS₊ + (γ ∘ dY)ᵀ C
 
@@ -99,7 +99,7 @@ def _chunks(
 
 
 def _states(chunks: list[StateSpaceChunk]) -> tuple[list[mx.array], list[mx.array]]:
-    """The state before each chunk, and what each gives."""
+    """Returns the state before each chunk, and what each gives."""
     heads, _, size = chunks[0].u.shape
     S, states, outputs = mx.zeros((heads, size, chunks[0].B.shape[-1])), [], []
     for chunk in chunks:

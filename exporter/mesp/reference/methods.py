@@ -19,7 +19,7 @@ from mesp.reference.pieces import scattered
 
 
 def embed(model: Model, tokens: mx.array) -> mx.array:
-    """The first block's input [1, T, hidden].   tokens [T] int"""
+    """Returns the first block's input [1, T, hidden].   tokens [T] int"""
     rows = {name: array[tokens] for name, array in model.embedding.items() if name != "norm"}
     return model.arch.embedding_scale * dequantize(rows, "", model.arch.hidden_size)[None]
 
@@ -32,7 +32,8 @@ def forward(
     starts: Sequence[int] = (0,),
     dropout: Dropout | None = None,
 ) -> list[mx.array]:
-    """The input of each block and the output of the last, [1, T, hidden] each.   tokens [T] int
+    """Returns the input of each block and the output of the last, [1, T, hidden] each.   tokens [T]
+    int
 
     The records of a packed sequence begin at the positions `starts`. `dropout` is of training
     alone: a loss that is only evaluated has none.
@@ -48,8 +49,8 @@ def forward_with_shared(
     starts: Sequence[int] = (0,),
     dropout: Dropout | None = None,
 ) -> tuple[list[mx.array], dict[int, Shared]]:
-    """The block inputs, as of `forward`, and the keys and values that later blocks took, by the
-    block that has them. Where there are none, a block takes its input alone of the others.
+    """Returns the block inputs, as of `forward`, and the keys and values that later blocks took, by
+    the block that has them. Where there are none, a block takes its input alone of the others.
     """
     hidden, shared = [embed(model, tokens)], {}
     for i, block in enumerate(model.arch.blocks):
@@ -72,7 +73,7 @@ def forward_with_shared(
 
 
 def _masks(dropout: Dropout | None, index: int, block: Block, T: int) -> Masks | None:
-    """The masks of a block, where there is dropout."""
+    """Returns the masks of a block, where there is dropout."""
     return dropout.masks(index, block, T) if dropout else None
 
 
@@ -284,7 +285,8 @@ def mezo_step(
 
 
 def step_window(step: int, seed: int, windows: int) -> int:
-    """The window that `step` (from 0) trains on. Each is visited once an epoch, in scattered order:
+    """Returns the window that `step` (from 0) trains on. Each is visited once an epoch, in
+    scattered order:
 
     the stride is the smallest integer ≥ 0.618 · windows that is coprime to windows.
     """
@@ -297,7 +299,7 @@ def step_window(step: int, seed: int, windows: int) -> int:
 def step_example(
     step: int, seed: int, examples: Sequence[Sequence[int]], mask: Sequence[int], seq_len: int
 ) -> tuple[int, int]:
-    """The example (start, length) of the split's `examples` that `step` (from 0) takes,
+    """Returns the example (start, length) of the split's `examples` that `step` (from 0) takes,
 
     its length at most `seq_len` + 1, in the order of `step_window` over those that then have a
     target left. It is tokens[start : start + length]; the loss is the mean over the predictions of

@@ -72,8 +72,9 @@ Matrices = dict[str, tuple[mx.array, ...]]
 
 
 def unpack_lora(flat: mx.array, block: Block) -> Matrices:
-    """The matrices A and B of each module and, where they are trained, of experts, from the flat
-    vector [P]; and m of each module where the vector has them too."""
+    """Returns the matrices A and B of each module and, where they are trained, of experts, from the
+    flat vector [P]; and m of each module where the vector has them too.
+    """
     matrices: Matrices = {}
     start = 0
     # The magnitudes are fewer numbers than the matrices of one rank.
@@ -100,7 +101,8 @@ def experts_lora(flat: mx.array, block: Block) -> Matrices:
 
 
 def pack_lora(matrices: Matrices, block: Block) -> mx.array:
-    """The flat vector [P] of each module's A, B and, with DoRA, m (or of their gradients)."""
+    """Returns the flat vector [P] of each module's A, B and, with DoRA, m (or of their gradients).
+    """
     return mx.concatenate([m.reshape(-1) for name in block.adapted() for m in matrices[name]])
 
 
@@ -121,7 +123,7 @@ def init_lora(arch: Architecture, rank: int, seed: int) -> list[mx.array]:
 
 
 def add_magnitudes(flat: mx.array, weights: Weights, block: Block) -> mx.array:
-    """The vector with DoRA's m behind each B, as training begins: m = ‖W‖ by output."""
+    """Returns the vector with DoRA's m behind each B, as training begins: m = ‖W‖ by output."""
     matrices = unpack_lora(flat, block)
     for module, (_, in_size) in block.sizes().items():
         m = mx.linalg.norm(dequantize(weights, f"{module}.", in_size), axis=1)
@@ -175,7 +177,7 @@ class Parts(NamedTuple):
 
 
 def fuse(gradients: Matrices, block: Block) -> Matrices:
-    """The gradients by A and B of each module, from those of its projections.
+    """Returns the gradients by A and B of each module, from those of its projections.
 
     Its outputs lie side by side, so dB and dm do; they share A, so dA adds up.
     """

@@ -158,7 +158,7 @@ def gated_backward(
 
 
 def scattered(seed: int) -> int:
-    """The first output of SplitMix64 with this state, in 64 bits.
+    """Returns the first output of SplitMix64 with this state, in 64 bits.
 
     Neighbouring seeds lie so far apart afterwards that counting steps from one does not lead to the
     other.

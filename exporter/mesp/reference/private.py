@@ -42,8 +42,9 @@ def _numbers(key: bytes, purpose: bytes, step: int, index: int) -> list[int]:
 
 
 def poisson_sample(key: bytes, step: int, expected: int, count: int) -> list[int]:
-    """The examples of a step (from 0): each of `count` with the probability `expected` / `count`,
-    independently of the others."""
+    """Returns the examples of a step (from 0): each of `count` with the probability `expected` /
+    `count`, independently of the others.
+    """
     limit = expected * 2**64 // count
     return [i for i in range(count) if _numbers(key, b"draw", step, i // 4)[i % 4] < limit]
 

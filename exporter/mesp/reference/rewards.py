@@ -9,7 +9,7 @@ from collections.abc import Sequence
 def grpo(
     rewards: Sequence[float], tokens: Sequence[int], longest: int | None = None
 ) -> tuple[float, list[float]]:
-    """The loss of a group's answers, and of each the weight of its targets in the gradient.
+    """Returns the loss of a group's answers, and of each the weight of its targets in the gradient.
 
         GRPO        A = (r - mean r) / (std r + 1e-4)      a = A / (G n)
         Dr. GRPO    A = r - mean r                         a = A / (G n_max)

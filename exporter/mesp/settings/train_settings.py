@@ -275,8 +275,9 @@ class TrainSettings(Settings):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> TrainSettings:
-        """The settings by these names. Raises MespError where one is unknown, or there are no
-        `steps`."""
+        """Returns the settings by these names. Raises MespError where one is unknown, or there are
+        no `steps`.
+        """
         known = [each.name for each in fields(cls)]
         if unknown := [name for name in given if name not in known]:
             raise MespError(f"There is no setting {unknown[0]}; there are {', '.join(known)}.")
@@ -317,7 +318,9 @@ class TrainSettings(Settings):
 
 
 def _choose(available: Iterable[int], wanted: int | None, what: str, preferred: int) -> int:
-    """The value asked for, if the bundle has it; by default the preferred one or the largest."""
+    """Returns the value asked for, if the bundle has it; by default the preferred one or the
+    largest.
+    """
     if wanted is None:
         return preferred if preferred in available else max(available)
     if wanted not in available:

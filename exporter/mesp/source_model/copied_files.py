@@ -72,7 +72,7 @@ def write_config(path: Path, config: dict[str, Any]) -> None:
 
 
 def without_code(value: Any) -> Any:
-    """A JSON value without what names Python code, at any depth."""
+    """Returns a JSON value without what names Python code, at any depth."""
     if isinstance(value, dict):
         return {key: without_code(each) for key, each in value.items() if key not in CODE}
     return [*map(without_code, value)] if isinstance(value, list) else value

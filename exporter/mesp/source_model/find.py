@@ -77,7 +77,7 @@ def find_source(model: str, random_weights: bool) -> Source:
 
 
 def _has_model(folder: Path, random_weights: bool) -> bool:
-    """Whether a folder has a config.json and, where they are needed, weights."""
+    """Returns whether a folder has a config.json and, where they are needed, weights."""
     has_weights = random_weights or any(folder.glob("model*.safetensors"))
     return has_weights and (folder / "config.json").exists()
 
@@ -110,8 +110,9 @@ def _hub_source(repo: str, random_weights: bool = False) -> Source:
 
 
 def _gguf_source(file: Path, repository: Path) -> Source:
-    """The model of a GGUF file, with its tokenizer, and its terms as the folder `repository` has
-    them, in a temporary folder."""
+    """Returns the model of a GGUF file, with its tokenizer, and its terms as the folder
+    `repository` has them, in a temporary folder.
+    """
     try:
         from mesp.source_model.gguf.config import config_of
         from mesp.source_model.gguf.header import GGUF
@@ -140,7 +141,7 @@ def _gguf_source(file: Path, repository: Path) -> Source:
 
 
 def _hub_gguf(repo: str, file: str) -> Source:
-    """A GGUF file of a repository."""
+    """Returns a GGUF file of a repository."""
     folder = download_gguf_file(repo, file)
     source = _gguf_source(folder / file, folder)
     return replace(source, id=f"{repo}/{file}", revision=folder.name)

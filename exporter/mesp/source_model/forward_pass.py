@@ -70,7 +70,9 @@ class SourceModel:
     def matrix(
         self, name: str, shape: tuple[int, int], rows: slice, expert: int | None = None
     ) -> mx.array:
-        """Some rows of a matrix [out, in], float32; of stacked matrices that of the `expert`."""
+        """Returns some rows of a matrix [out, in], float32; of stacked matrices that of the
+        `expert`.
+        """
         stacked, name = name, name if expert is None else name_of_expert(name, expert)
         if not self.weights.is_quantized(name):
             return self.weights.rows(f"{name}.weight", shape, rows).astype(mx.float32)
@@ -79,16 +81,16 @@ class SourceModel:
         return dequantize(packed, scales, *(biases or [None]), quantization.in_bundle)
 
     def embed(self, tokens: Sequence[int]) -> mx.array:
-        """The input of the first block, float32 [1, T, hidden]."""
+        """Returns the input of the first block, float32 [1, T, hidden]."""
         rows = [self.table("model.embed_tokens", slice(t, t + 1)) for t in tokens]
         return self.arch.embedding_scale * mx.concatenate(rows)[None]
 
     def table(self, name: str, rows: slice) -> mx.array:
-        """Some rows of the embedding or the head, float32."""
+        """Returns some rows of the embedding or the head, float32."""
         return self.matrix(name, (self.arch.vocab_size, self.arch.hidden_size), rows)
 
     def per_layer(self, index: int, side: SideInputs) -> mx.array | None:
-        """A layer's part of the tokens' embeddings for each layer, [1, T, size]."""
+        """Returns a layer's part of the tokens' embeddings for each layer, [1, T, size]."""
         if self.arch.per_layer is None:
             return None
         size, shapes = self.arch.per_layer.size, self.arch.per_layer_shapes
@@ -106,7 +108,7 @@ class SourceModel:
     def block(
         self, index: int, x: mx.array, side: SideInputs, seen: Seen = lambda module, x: None
     ) -> mx.array:
-        """The output of a block for the input x [1, T, hidden]."""
+        """Returns the output of a block for the input x [1, T, hidden]."""
         block, prefix, weights = self.arch.blocks[index], f"model.layers.{index}.", self.weights
 
         def vector(name: str, shape: tuple[int, ...]) -> mx.array:
@@ -159,13 +161,13 @@ class SourceModel:
         return y
 
     def final(self, x: mx.array) -> mx.array:
-        """The input of the head, from the output of the last block."""
+        """Returns the input of the head, from the output of the last block."""
         size, arch = (self.arch.hidden_size,), self.arch
         weight = read_norm(self.weights, "model.norm.weight", size, arch) / arch.logits_scaling
         return rms_norm(x, weight, arch.rms_norm_eps)
 
     def logits(self, final: mx.array, rows: slice) -> mx.array:
-        """The logits of some ids, of what `final` gives."""
+        """Returns the logits of some ids, of what `final` gives."""
         name = "model.embed_tokens" if self.arch.tie_word_embeddings else "lm_head"
         z = product(final, self.table(name, rows))
         return soft_cap(z, self.arch.final_logit_softcapping)

@@ -39,7 +39,7 @@ class QuantizationLoss:
 
 
 def compute_head_inputs(model: SourceModel, sequences: Sequence[Sequence[int]]) -> list[mx.array]:
-    """The inputs of the head, float32 [T, hidden] a sequence; blocks run one by one."""
+    """Returns the inputs of the head, float32 [T, hidden] a sequence; blocks run one by one."""
     xs = [model.embed(tokens) for tokens in sequences]
     side_inputs = list(map(SideInputs, sequences, xs))
     for index in range(model.arch.num_hidden_layers):
@@ -55,8 +55,9 @@ def measure_loss(
     of_source: list[mx.array] | None = None,
     of_model: list[mx.array] | None = None,
 ) -> QuantizationLoss:
-    """The distance of `model` from `source`; the results of `compute_head_inputs`
-    for both may be given."""
+    """Returns the distance of `model` from `source`; the results of `compute_head_inputs` for both
+    may be given.
+    """
     found = (
         of_source or compute_head_inputs(source, sequences),
         of_model or compute_head_inputs(model, sequences),

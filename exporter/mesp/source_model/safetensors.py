@@ -135,7 +135,7 @@ class SafetensorsWeights:
                 self.tensors[each] = its
 
     def _is_known(self, name: str) -> bool:
-        """Whether the architecture has the tensor, or a matrix that it is a part of."""
+        """Returns whether the architecture has the tensor, or a matrix that it is a part of."""
         stem, _, part = name.rpartition(".")
         if part in ("scales", "biases"):
             name = f"{stem}.weight"
@@ -218,8 +218,9 @@ class SafetensorsWeights:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a folder's weights, as transformers chooses: one for all, or else those of the
-    index; without an index all that there are. Raises MespError where one is missing."""
+    """Returns the files of a folder's weights, as transformers chooses: one for all, or else those
+    of the index; without an index all that there are. Raises MespError where one is missing.
+    """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
         return [whole]
@@ -240,7 +241,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _names(arch: Architecture) -> set[str]:
-    """The names here of the architecture's tensors, each of stacked matrices by itself."""
+    """Returns the names here of the architecture's tensors, each of stacked matrices by itself."""
     names = set()
     for name, (count, *_) in arch.tensors().items():
         if ".switch_mlp." in name:
@@ -252,7 +253,7 @@ def _names(arch: Architecture) -> set[str]:
 
 
 def _are_equal(one: tuple[np.ndarray, mx.Dtype], other: tuple[np.ndarray, mx.Dtype]) -> bool:
-    """Whether two tensors hold the same numbers."""
+    """Returns whether two tensors hold the same numbers."""
     (a, dtype), (b, other_dtype) = one, other
     return (dtype, a.shape) == (other_dtype, b.shape) and all(
         np.array_equal(a[i : i + ROWS], b[i : i + ROWS]) for i in range(0, len(a), ROWS)
@@ -260,5 +261,5 @@ def _are_equal(one: tuple[np.ndarray, mx.Dtype], other: tuple[np.ndarray, mx.Dty
 
 
 def _is_name(name: object) -> bool:
-    """Whether it is a file's name, without a folder."""
+    """Returns whether it is a file's name, without a folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not {*"/\0"} & {*name}

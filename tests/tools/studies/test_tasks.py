@@ -105,7 +105,7 @@ def test_a_note_says_what_its_entry_has():
 
 
 def times(spoken: str) -> list[str]:
-    """The times of day that a note has, by its words."""
+    """Returns the times of day that a note has, by its words."""
     hour = "|".join(NUMBERS)
     found = []
     for match in re.finditer(

@@ -27,8 +27,9 @@ JOIN = ("sh", "-c", 'echo $$ > "$0" && exec "$@"')
 def measure_bits(
     cells: list[Cell], steps: int, rounds: int, work: Path, tell: Tell
 ) -> Iterator[Row]:
-    """A row for each quantization of a geometry in memory, all on disk, and so in a control group
-    that holds less than the first one's weights. Their runs alternate."""
+    """Yields a row for each quantization of a geometry in memory, all on disk, and so in a control
+    group that holds less than the first one's weights. Their runs alternate.
+    """
     runs: dict[tuple[Cell, str], list[tuple[RunLog, float, int]]] = {}
     for _ in range(rounds):
         held = 0
@@ -71,8 +72,9 @@ def measure_bits(
 def run_and_count(
     command: list[str | Path], settings: dict[str, Any], work: Path, tell: Tell
 ) -> tuple[RunLog, float, int]:
-    """A run, the processor time of all its threads, and the bytes that it read from disks, with
-    those of mapped files."""
+    """Returns a run, the processor time of all its threads, and the bytes that it read from disks,
+    with those of mapped files.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = run_program(command, settings, work, tell)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -99,8 +101,9 @@ def limit_file() -> Path | None:
 
 @contextmanager
 def control_group(limit: int) -> Iterator[Path]:
-    """A control group whose processes have so many bytes of memory, with the cache of what they
-    read; yields the file that takes a process into it."""
+    """Yields a control group whose processes have so many bytes of memory, with the cache of what
+    they read; yields the file that takes a process into it.
+    """
     file = limit_file()
     if file is None:
         raise MespError("This machine lets nobody make a control group.")

@@ -39,15 +39,16 @@ class Cell(NamedTuple):
     dtype: str
 
     def row(self) -> Row:
-        """The beginning of every row: its cell and the machine."""
+        """Returns the beginning of every row: its cell and the machine."""
         row = self._asdict() | {"cpu": cpu(), "os": platform.platform()}
         del row["bundle"]
         return row
 
 
 def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[Cell]:
-    """Every model with every length and rank of a table's options, its bundle ready; of a table
-    with quantizations, in each of them."""
+    """Returns every model with every length and rank of a table's options, its bundle ready; of a
+    table with quantizations, in each of them.
+    """
     cells = []
     for model in quantized_models(options, work):
         bundle = Path(model)
@@ -65,8 +66,9 @@ def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[
 
 
 def quantized_models(options: dict[str, Any], work: Path) -> Iterator[str]:
-    """The table's models; with quantizations, folders with each geometry's config.json, as models
-    in MLX's format have it where all matrices are in these bits and groups."""
+    """Yields the table's models; with quantizations, folders with each geometry's config.json, as
+    models in MLX's format have it where all matrices are in these bits and groups.
+    """
     for model in options["models"]:
         if "quantizations" not in options:
             yield model
@@ -85,8 +87,8 @@ def quantized_models(options: dict[str, Any], work: Path) -> Iterator[str]:
 
 
 def export(model: str, options: dict[str, Any], layers: int | None, work: Path) -> Path:
-    """The model's bundle in `work`: with its weights where the table is about what is learned,
-    from data, or it is the demo model or a GGUF file; otherwise with random ones.
+    """Returns the model's bundle in `work`: with its weights where the table is about what is
+    learned, from data, or it is the demo model or a GGUF file; otherwise with random ones.
 
     Of a known geometry, one that is there serves again, and keeps the lengths and ranks it has.
     """

@@ -105,7 +105,7 @@ class Writer:
 def running(
     command: list[str | Path], settings: dict[str, Any], work: Path, threads: int, preload: str = ""
 ) -> Iterator[Writer]:
-    """A process with a file of settings."""
+    """Yields a process with a file of settings."""
     paths = (str(TOOLS), os.environ.get("PYTHONPATH"))
     environment = with_threads(threads) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment |= {"LD_PRELOAD": preload} if preload else {}

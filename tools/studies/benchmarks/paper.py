@@ -24,7 +24,9 @@ _GOAL_LENGTH, _LONGEST = 4096, 1024
 
 
 def peak_and_goal(cell: Cell) -> tuple[float | None, float | None]:
-    """The paper's peak of MeSP and the goal for ours, bytes; it used whole models and rank 8."""
+    """Returns the paper's peak of MeSP and the goal for ours, bytes; it used whole models and rank
+    8.
+    """
     name = cell.model.removesuffix("-Instruct")
     peaks = {t: mb * 1e6 for t, mb in PEAK_MB.get(name, {}).items()}
     if not peaks:

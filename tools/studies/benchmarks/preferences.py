@@ -20,8 +20,8 @@ from studies.benchmarks.variants import Variant
 
 
 def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterator[Row]:
-    """A row for supervised steps, whose gradients are summed and clipped, and one an objective; of
-    DPO also with block inputs on disk, where one answer's wait for its gradient.
+    """Yields a row for supervised steps, whose gradients are summed and clipped, and one an
+    objective; of DPO also with block inputs on disk, where one answer's wait for its gradient.
 
     Twice the same pairs, so that the second time what the first model says of them is known.
     """
@@ -62,8 +62,9 @@ def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterat
 
 
 def write_pairs(cell: Cell, count: int, folder: Path, labelled: bool) -> Path:
-    """A folder of data with `count` pairs of random answers as long as a sequence, half of it
-    prompt: what `data` in the engine's settings names. Without labels they are examples."""
+    """Returns a folder of data with `count` pairs of random answers as long as a sequence, half of
+    it prompt: what `data` in the engine's settings names. Without labels they are examples.
+    """
     length, vocabulary = cell.seq_len + 1, read_manifest(cell.bundle).architecture.vocab_size
     examples = np.arange(2 * count, dtype="<u4")[:, None] * length
     examples = np.concatenate([examples, np.full_like(examples, length)], axis=1)

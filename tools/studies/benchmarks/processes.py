@@ -52,7 +52,7 @@ def blas_threads() -> int:
 
 
 def with_threads(threads: int) -> dict[str, str]:
-    """The environment of a run with this many threads of BLAS."""
+    """Returns the environment of a run with this many threads of BLAS."""
     return os.environ | dict.fromkeys(THREADS, str(threads))
 
 
@@ -60,7 +60,8 @@ def run_python(
     cell: Cell, settings: dict[str, Any], work: Path, tell: Tell, preload: bool = True,
     threads: int | None = None,
 ) -> RunLog:  # fmt: skip
-    """The report of `benchmarks.in_python`; `preload`: with OpenBLAS, where there is one."""
+    """Returns the report of `benchmarks.in_python`; `preload`: with OpenBLAS, where there is one.
+    """
     size = {"bundle": str(cell.bundle), "seq_len": cell.seq_len, "rank": cell.rank}
     environment = ENVIRONMENT | with_threads(threads or blas_threads())
     environment["LD_PRELOAD"] = (preload and find_openblas()) or ""
@@ -73,7 +74,8 @@ def run_python(
 def run_peft(
     python: Path, settings: dict[str, Any], folder: Path, threads: int, tell: Tell
 ) -> RunLog:
-    """The report of `in_peft.train` on the inputs in `folder`, by a Python with torch and peft.
+    """Returns the report of `in_peft.train` on the inputs in `folder`, by a Python with torch and
+    peft.
 
     The allocator is left as PyTorch's users have it.
     """
@@ -118,7 +120,9 @@ def run_program(
 
 @cache
 def find_openblas() -> str | None:
-    """An OpenBLAS to preload, on Linux: MLX calls what the executable brings before its wheel's."""
+    """Returns an OpenBLAS to preload, on Linux: MLX calls what the executable brings before its
+    wheel's.
+    """
     name = ctypes.util.find_library("openblas") if sys.platform == "linux" else None
     with suppress(OSError):
         if name and hasattr(ctypes.CDLL(name), "cblas_sgemm"):

@@ -53,7 +53,7 @@ RATIOS = {
 
 
 def new_row(cell: Cell, variant: Variant) -> Row:
-    """A row without a measurement; None if there is no such figure."""
+    """Returns a row without a measurement; None if there is no such figure."""
     peak, goal = paper.peak_and_goal(cell)
     return {
         **cell.row(),
@@ -143,7 +143,7 @@ def train_with_peft(
 
 
 def extrapolate(full: Cell, variant: Variant, rows: list[Row]) -> Row | None:
-    """The whole model's row: straight through the fewest and the most blocks that were run.
+    """Returns the whole model's row: straight through the fewest and the most blocks that were run.
 
     The plan and the predicted peak beside it are the engine's for the whole model.
     """
@@ -169,7 +169,7 @@ def extrapolate(full: Cell, variant: Variant, rows: list[Row]) -> Row | None:
 
 
 def planned(row: Row, cell: Cell, variant: Variant, before: list[Row]) -> dict[str, Any]:
-    """The engine's settings for the variant; its memory limit is noted in the row."""
+    """Returns the engine's settings for the variant; its memory limit is noted in the row."""
     settings = engine_settings(cell, variant)
     if variant.limit == "auto":
         return settings
@@ -190,14 +190,16 @@ def planned(row: Row, cell: Cell, variant: Variant, before: list[Row]) -> dict[s
 
 
 def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
-    """The settings that differ from the engine's defaults."""
+    """Returns the settings that differ from the engine's defaults."""
     what = {"bundle": str(cell.bundle.resolve()), "seq_len": cell.seq_len, "rank": cell.rank}
     how = {"method": variant.method, "offload": variant.offload}
     return {**what, **how, "val_batches": 0, "save_every": 0}
 
 
 def first(row: Row, rows: list[Row], method: str) -> Row:
-    """The first row of this method in the row's cell, with its threads; empty where none is."""
+    """Returns the first row of this method in the row's cell, with its threads; empty where none
+    is.
+    """
     same = {name: row[name] for name in ("model", "blocks", "seq_len", "rank", "threads")}
     same["method"] = method
     return next((r for r in rows if all(r[n] == value for n, value in same.items())), {})

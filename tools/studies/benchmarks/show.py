@@ -35,7 +35,7 @@ def present(rows: list[Row], kind: Kind) -> None:
 
 
 def drawn(rows: list[Row]) -> list[Row]:
-    """The rows; in the place of one with several held-out losses, one for each, by step."""
+    """Returns the rows; in the place of one with several held-out losses, one for each, by step."""
     points = [row for row in rows if "held_out" not in row]
     for row in rows:
         since = 0

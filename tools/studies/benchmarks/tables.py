@@ -128,7 +128,7 @@ class Bench:
 
 
 def run_rows(bench: Bench) -> Iterator[Row]:
-    """A row for each cell and each way to train."""
+    """Yields a row for each cell and each way to train."""
     options, rows = bench.options, []
     names = ("methods", "limits", "offload", "threads")
     variants = find_variants(*(options[name] for name in names))
@@ -148,13 +148,13 @@ def run_rows(bench: Bench) -> Iterator[Row]:
 
 
 def gpu_rows(bench: Bench) -> Iterator[Row]:
-    """A row for each step that is counted; MespError where a bundle is not for the GPU."""
+    """Yields a row for each step that is counted; MespError where a bundle is not for the GPU."""
     for cell in bench.cells():
         yield count_step(bench, cell)
 
 
 def count_step(bench: Bench, cell: Cell, **settings: float) -> Row:
-    """The row of a step that is counted, with these settings."""
+    """Returns the row of a step that is counted, with these settings."""
     bench.doing(cell, "counting")
     count = find_count(engine_settings(cell, Variant("mesp")) | settings)
     row = cell.row() | {name: count[name] for name in COUNTED}
@@ -176,7 +176,7 @@ def functions_rows(bench: Bench) -> Iterator[Row]:
 
 
 def python_rows(bench: Bench) -> Iterator[Row]:
-    """A row for each result in Python, where a kind of run is named like the table."""
+    """Yields a row for each result in Python, where a kind of run is named like the table."""
     for cell in bench.cells():
         settings = {"kind": bench.table, "steps": bench.steps}
         run = run_python(cell, settings, bench.work, bench.doing(cell, bench.table))
@@ -186,7 +186,7 @@ def python_rows(bench: Bench) -> Iterator[Row]:
 
 
 def convergence_rows(bench: Bench) -> Iterator[Row]:
-    """A row with the losses of each of the engine's methods."""
+    """Yields a row with the losses of each of the engine's methods."""
     for cell, method in itertools.product(bench.cells(), ENGINE_METHODS):
         rate = bench.options["learning_rate"] or CONVERGENCE_RATES[method]
         settings = engine_settings(cell, Variant(method)) | {
@@ -208,8 +208,10 @@ def convergence_rows(bench: Bench) -> Iterator[Row]:
 
 
 def defaults_rows(bench: Bench) -> Iterator[Row]:
-    """A row for mesp-train's default update and for each other of a sweep around it, with the first
-    rank, and for the default with each other rank; all of a model and a length are compared."""
+    """Yields a row for mesp-train's default update and for each other of a sweep around it, with
+    the first rank, and for the default with each other rank; all of a model and a length are
+    compared.
+    """
     cells = itertools.groupby(bench.cells(), key=lambda cell: (cell.bundle, cell.seq_len))
     for (bundle, _), ranks in cells:
         width = read_manifest(bundle).architecture.hidden_size
@@ -253,8 +255,9 @@ def sweep(rate: float, warmup: int) -> dict[str, dict[str, Any]]:
 
 
 def records_rows(bench: Bench) -> Iterator[Row]:
-    """A row for records that are all padded to the longest length, and one where each runs at the
-    shortest length that holds it."""
+    """Yields a row for records that are all padded to the longest length, and one where each runs
+    at the shortest length that holds it.
+    """
     lengths = sorted(set(bench.options["seq_lens"]))
     for cell in bench.cells():
         if cell.seq_len != lengths[-1]:
@@ -283,8 +286,9 @@ def records_rows(bench: Bench) -> Iterator[Row]:
 
 
 def packing_rows(bench: Bench) -> Iterator[Row]:
-    """A row for records of 40 to 120 tokens, one a step at the shortest of the shorter lengths that
-    holds it, and one for as many packed into the longest."""
+    """Yields a row for records of 40 to 120 tokens, one a step at the shortest of the shorter
+    lengths that holds it, and one for as many packed into the longest.
+    """
     lengths, sizes = sorted(set(bench.options["seq_lens"])), like_chat()
     for cell in bench.cells():
         if cell.seq_len != lengths[-1]:
@@ -312,7 +316,7 @@ def packing_rows(bench: Bench) -> Iterator[Row]:
 
 
 def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
-    """The rows of `packing_rows`, by a phone's GPU in the ledger's model of the time."""
+    """Yields the rows of `packing_rows`, by a phone's GPU in the ledger's model of the time."""
     *shorter, longest = sorted(set(bench.options["seq_lens"]))
     sizes = like_chat()
     # Those alone, by the length that they run at; a record's last token is a target alone.
@@ -367,8 +371,9 @@ def like_gsm8k(seq_len: int) -> np.ndarray:
 def with_records(
     cell: Cell, lengths: list[int], sizes: np.ndarray, work: Path, pack: bool = False
 ) -> Path:
-    """The cell's bundle with these lengths alone, and with questions and answers of random tokens,
-    of which two in five are the question's."""
+    """Returns the cell's bundle with these lengths alone, and with questions and answers of random
+    tokens, of which two in five are the question's.
+    """
     these = "-".join(map(str, lengths))
     out = work / f"{cell.bundle.stem}-records-{these}{'-packed' * pack}.mesp"
     size = (lengths, [cell.rank], cell.dtype, cell.device)
@@ -386,7 +391,7 @@ def with_records(
 
 
 def generation_rows(bench: Bench) -> Iterator[Row]:
-    """A row for each program and number of texts that are written together."""
+    """Yields a row for each program and number of texts that are written together."""
     cells, models = bench.cells(), bench.options["models"]
     for index, cell in enumerate(cells):
         model = models[index * len(models) // len(cells)]
@@ -399,7 +404,7 @@ def generation_rows(bench: Bench) -> Iterator[Row]:
 
 
 def adapters_rows(bench: Bench) -> Iterator[Row]:
-    """A row for the base model and for each number of adapters at once."""
+    """Yields a row for the base model and for each number of adapters at once."""
     for cell in bench.cells():
         for threads in bench.options["threads"] or (None,):
             tell = bench.doing(cell, "writing with adapters")
@@ -419,15 +424,16 @@ def bits_rows(bench: Bench) -> Iterator[Row]:
 
 
 def preferences_rows(bench: Bench) -> Iterator[Row]:
-    """A row for supervised steps and one for each objective."""
+    """Yields a row for supervised steps and one for each objective."""
     for cell in bench.cells():
         tell = bench.doing(cell, "preferences")
         yield from measure_objectives(cell, bench.steps, bench.work, tell)
 
 
 def parts_rows(bench: Bench) -> Iterator[Row]:
-    """A row for each choice of what is trained, by the default optimizer. Their runs alternate, so
-    that a slow minute is no one's."""
+    """Yields a row for each choice of what is trained, by the default optimizer. Their runs
+    alternate, so that a slow minute is no one's.
+    """
     for cell in bench.cells():
         runs: dict[str, list] = {name: [] for name in PARTS}
         for _, (name, part) in itertools.product(range(ROUNDS), PARTS.items()):

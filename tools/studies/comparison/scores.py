@@ -44,8 +44,9 @@ class Scores(NamedTuple):
 
 
 def model_with(bundle: Bundle, adapters: Path | None, base: Path | None = None) -> nn.Module:
-    """The bundle's weights as mlx-lm's model, or those of the Hugging Face model `base`, with
-    adapters in mlx-lm's form; it computes in float32, with the weights dequantized once."""
+    """Returns the bundle's weights as mlx-lm's model, or those of the Hugging Face model `base`,
+    with adapters in mlx-lm's form; it computes in float32, with the weights dequantized once.
+    """
     model = bundle.to_mlx_lm() if base is None else load_model(base, model_config=DATA)[0]
     model.set_dtype(mx.float32)
     model = dequantize_model(model)
@@ -75,15 +76,16 @@ def score(model: nn.Module, bundle: Bundle, task: Task) -> Scores:
 
 
 def write(model: nn.Module, prompt: np.ndarray, most: int, end: int) -> list[int]:
-    """The likeliest tokens after a prompt, int [n], until `end`."""
+    """Returns the likeliest tokens after a prompt, int [n], until `end`."""
     tokens = (token for token, _ in generate_step(mx.array(prompt), model, max_tokens=most))
     return [*takewhile(lambda token: token != end, tokens)]
 
 
 def other_text(bundle: Bundle, task: Task, file: Path | None) -> np.ndarray | None:
-    """The ids of a text that the task is not about, int32 [n]: its loss says what a model forgets.
-    It is the end of `file`, or of the prose of Python's language reference; None where that
-    prose is the task."""
+    """Returns the ids of a text that the task is not about, int32 [n]: its loss says what a model
+    forgets. It is the end of `file`, or of the prose of Python's language reference; None where
+    that prose is the task.
+    """
     if file is not None:
         text = read_text(file)
     elif task.name == TEXT.name:
@@ -119,7 +121,7 @@ class Difference(NamedTuple):
 def paired(
     ours: Sequence[Scores], theirs: Sequence[Scores], *, what: str, seed: int = 0
 ) -> Difference:
-    """The difference, ours less theirs, of the `loss` a token or the share that is `exact`.
+    """Returns the difference, ours less theirs, of the `loss` a token or the share that is `exact`.
 
     Each pair is of one seed; a resample draws held-out sequences, the same for both and all seeds.
     """

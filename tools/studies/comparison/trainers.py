@@ -41,7 +41,7 @@ class Trained:
 
 
 def rate_of(task: Task, optimizer: str) -> float:
-    """The first, which falls to 0 in a line."""
+    """Returns the first, which falls to 0 in a line."""
     return SGD_RATE if optimizer == "sgd" else task.rate
 
 
@@ -148,6 +148,6 @@ def with_peft(
 
 
 def has_bitsandbytes(python: Path) -> bool:
-    """Whether that Python can train on weights in NF4."""
+    """Returns whether that Python can train on weights in NF4."""
     line = [python.absolute(), "-c", "import bitsandbytes"]
     return subprocess.run(line, capture_output=True).returncode == 0

@@ -30,7 +30,7 @@ def write_inputs(
 
 
 def first_adapters(bundle: Bundle, rank: int, seed: int) -> dict[str, mx.array]:
-    """The adapters that the engine begins with, by mlx-lm's names."""
+    """Returns the adapters that the engine begins with, by mlx-lm's names."""
     arch, arrays = bundle.architecture, {}
     for layer, flat in enumerate(reference.init_lora(arch, rank, seed)):
         for module, (a, b) in reference.unpack_lora(flat, arch.blocks[layer]).items():

@@ -49,7 +49,8 @@ class AdamW(torch.optim.Optimizer):
 
 
 def load(folder: Path, settings: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """The model with its first adapters, and what is trained by mlx-lm's names, [in, out]ᵀ."""
+    """Returns the model with its first adapters, and what is trained by mlx-lm's names, [in, out]ᵀ.
+    """
     first = load_file(folder / "first.safetensors")
     dtype = getattr(torch, settings["dtype"])
     weights = folder / "model"
@@ -82,7 +83,9 @@ def load(folder: Path, settings: dict[str, Any]) -> tuple[torch.nn.Module, dict[
 
 
 def in_nf4(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """A model with the matrices of its blocks as QLoRA has them: NF4, and the scales in 8 bits."""
+    """Returns a model with the matrices of its blocks as QLoRA has them: NF4, and the scales in 8
+    bits.
+    """
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -54,9 +54,10 @@ def export(
     gsm8k: str = GSM8K_DATA,
     more_lengths: Iterable[int] = (),
 ) -> Path:
-    """The task's bundle of a model: its data is written, and the model exported with it, to be
-    trained at `RANK` or `more_ranks` and its length or `more_lengths`; `gsm8k` is where that task's
-    data are."""
+    """Returns the task's bundle of a model: its data is written, and the model exported with it, to
+    be trained at `RANK` or `more_ranks` and its length or `more_lengths`; `gsm8k` is where that
+    task's data are.
+    """
     bundle = folder / f"{task.name}.mesp"
     if task.name == GSM8K.name:
         columns = ("--columns", "prompt=question,completion=answer")
@@ -103,8 +104,10 @@ def command(module: str, *arguments: object) -> None:
 
 
 def batches(bundle: Bundle, task: Task, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The batches that the engine trains on, in its order: of each step the ids int32 [batch_size,
-    seq_len + 1], padded with 0, and which of their targets count, bool [batch_size, seq_len]."""
+    """Returns the batches that the engine trains on, in its order: of each step the ids int32
+    [batch_size, seq_len + 1], padded with 0, and which of their targets count, bool [batch_size,
+    seq_len].
+    """
     tokens, examples, mask = bundle.tokens("train"), bundle.examples("train"), bundle.mask("train")
     if examples is None:
         windows = (len(tokens) - 1) // task.seq_len

@@ -8,7 +8,8 @@ NUMBER = re.compile(r"####\s*(-?)\$?\s*(\d[\d,]*(?:\.\d+)?)")
 
 
 def final_number(text: str) -> str | None:
-    """The text after the first `####`, without the commas between thousands; None where there is
-    no number. Further text of the model does not count."""
+    """Returns the text after the first `####`, without the commas between thousands; None where
+    there is no number. Further text of the model does not count.
+    """
     found = NUMBER.search(text)
     return None if found is None else "".join(found.groups()).replace(",", "")

@@ -44,7 +44,7 @@ class Words(NamedTuple):
 
 
 def _pairs(first: str, second: str) -> list[str]:
-    """Each of the first words before each of the second."""
+    """Returns each of the first words before each of the second."""
     return [" ".join(pair) for pair in itertools.product(first.split(), second.split())]
 
 

@@ -62,7 +62,7 @@ def _q8_0(blocks: np.ndarray) -> Arrays:
 
 
 def _six_bits(fields: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The factors of 8 groups' scales and biases, of 6 bits each, in 12 bytes [..., 12]."""
+    """Returns the factors of 8 groups' scales and biases, of 6 bits each, in 12 bytes [..., 12]."""
     low, middle, high = fields[..., :4], fields[..., 4:8], fields[..., 8:]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=-1)
     biases = np.concatenate([middle & 63, (high >> 4) | (middle >> 6 << 4)], axis=-1)
@@ -87,7 +87,8 @@ def _q5_k(blocks: np.ndarray) -> Arrays:
 
 
 def _q3_k(blocks: np.ndarray) -> Arrays:
-    """The scale times an integer in -124…128, the product of a group's factor and a code."""
+    """Returns the scale times an integer in -124…128, the product of a group's factor and a code.
+    """
     shifts = np.arange(4, dtype=np.uint8)[:, None]
     low = blocks[..., 32:96].reshape(*blocks.shape[:-1], 2, 1, 32) >> 2 * shifts & 3
     bits = np.arange(8, dtype=np.uint8).reshape(2, 4, 1)
@@ -109,7 +110,7 @@ def _mxfp4(blocks: np.ndarray) -> Arrays:
 
 
 def _q1_0(blocks: np.ndarray) -> Arrays:
-    """A code of 0 is -d, and of 1 d."""
+    """Returns a code of 0 is -d, and of 1 d."""
     scale = _half(blocks[..., :2])
     return np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little"), 2 * scale, -scale
 
@@ -120,7 +121,7 @@ def _quarters(fields: np.ndarray) -> np.ndarray:
 
 
 def _q2_0(blocks: np.ndarray) -> Arrays:
-    """A code of 0 is -d, of 1 0, of 2 d and of 3 2 d. Each byte has neighbours."""
+    """Returns a code of 0 is -d, of 1 0, of 2 d and of 3 2 d. Each byte has neighbours."""
     scale = _half(blocks[..., :2])
     codes = np.swapaxes(_quarters(blocks[..., 2:]), -1, -2)
     return codes.reshape(*blocks.shape[:-1], -1), scale, -scale

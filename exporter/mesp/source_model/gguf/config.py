@@ -33,8 +33,9 @@ class _Metadata:
         self.read: set[str] = set()
 
     def get(self, key: str, kind: type | tuple[type, ...] = int) -> Any:
-        """The value of ``{architecture}.{key}``; None if there is none. Floating-point numbers
-        are as their shortest decimals in float32 say."""
+        """Returns the value of ``{architecture}.{key}``; None if there is none. Floating-point
+        numbers are as their shortest decimals in float32 say.
+        """
         self.read.add(key)
         key = f"{self.prefix}.{key}"
         value = self.gguf.metadata.get(key)
@@ -71,7 +72,7 @@ class _Metadata:
 
 
 def config_of(gguf: GGUF) -> dict[str, Any]:
-    """The model's config.json, without its quantization.
+    """Returns the model's config.json, without its quantization.
 
     Raises MespError where the architecture is not supported, or a key is missing.
     """
@@ -196,7 +197,7 @@ def _minicpm(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lfm2(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """A block without heads of keys has a convolution."""
+    """Returns a block without heads of keys has a convolution."""
     key = f"{its.prefix}.attention.head_count_kv"
     counts = its.gguf.metadata.get(key)
     if not isinstance(counts, np.ndarray) or len({*counts.tolist()} - {0}) != 1:
@@ -313,7 +314,7 @@ def _rope_scaling(its: _Metadata, config: dict[str, Any]) -> dict[str, Any] | No
 
 
 def _factors(gguf: GGUF, name: str) -> list[float]:
-    """The factors of RoPE's frequencies, which a tensor has."""
+    """Returns the factors of RoPE's frequencies, which a tensor has."""
     tensor = gguf.tensors.get(name)
     if tensor is None or tensor.type != "F32" or len(tensor.shape) != 1:
         raise MespError(f"{gguf.path} has no {name} of float32 numbers; download it again.")

@@ -64,8 +64,9 @@ class GGUF:
     alignment: int
 
     def text(self, key: str, default: str = "") -> str:
-        """The text of a key of the metadata, empty if its value is not text; `default` if there
-        is no such key."""
+        """Returns the text of a key of the metadata, empty if its value is not text; `default` if
+        there is no such key.
+        """
         value = self.metadata.get(key, default)
         return value if isinstance(value, str) else ""
 

@@ -37,7 +37,7 @@ class Names:
         self.map = gguf.get_tensor_name_map(number, arch.num_hidden_layers)
 
     def tensor(self, name: str) -> str:
-        """The name there of a tensor, such as ``model.layers.0.mlp.up_proj.weight``.
+        """Returns the name there of a tensor, such as ``model.layers.0.mlp.up_proj.weight``.
 
         Raises KeyError where the architecture has none.
         """
@@ -50,7 +50,9 @@ class Names:
         return found
 
     def rows(self, block: Block, name: str) -> np.ndarray | None:
-        """The row there of each row of a block's tensor; None where they are in the same order."""
+        """Returns the row there of each row of a block's tensor; None where they are in the same
+        order.
+        """
         module, mixer = name.removesuffix(".weight").removesuffix(".bias"), block.mixer
         if isinstance(mixer, GatedDeltaNet):
             values = _heads(mixer, mixer.value_head_dim)
@@ -75,14 +77,15 @@ class Names:
         return None
 
     def columns(self, block: Block, module: str) -> np.ndarray | None:
-        """The column there of each column of a block's matrix, likewise."""
+        """Returns the column there of each column of a block's matrix, likewise."""
         if module == "linear_attn.out_proj":
             return _heads(block.mixer, block.mixer.value_head_dim)
         return None
 
 
 def _heads(mixer: GatedDeltaNet, size: int) -> np.ndarray:
-    """The place there of each of the value heads' numbers, `size` a head: heads of one key head
-    follow each other here, and there heads that are first of a key head, then the second ones."""
+    """Returns the place there of each of the value heads' numbers, `size` a head: heads of one key
+    head follow each other here, and there heads that are first of a key head, then the second ones.
+    """
     shape = (mixer.num_value_heads // mixer.num_key_heads, mixer.num_key_heads, size)
     return np.arange(mixer.num_value_heads * size).reshape(shape).swapaxes(0, 1).ravel()

@@ -107,7 +107,7 @@ _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def _vocabulary(file: GGUF) -> tuple[list[str], np.ndarray]:
-    """The tokens, and their types."""
+    """Returns the tokens, and their types."""
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not 0 < len(tokens) <= _MOST:
         raise ValueError("it has no list of tokens")
@@ -122,7 +122,7 @@ def _vocabulary(file: GGUF) -> tuple[list[str], np.ndarray]:
 
 
 def _special_tokens(file: GGUF, tokens: list[str]) -> dict[str, int]:
-    """The ids of tokens that have a part, by it."""
+    """Returns the ids of tokens that have a part, by it."""
     found = {}
     for role, name in {**_ROLES, "eot": "eot", "eom": "eom"}.items():
         number = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -235,8 +235,9 @@ def _add_tokens(tokenizer: Tokenizer, file: GGUF, tokens: list[str], types: np.n
 
 
 def _template(file: GGUF, kind: str, tokens: list[str], special: dict[str, int]) -> Any:
-    """The post-processor that adds the tokens at a text's begin and end; None where there is
-    neither."""
+    """Returns the post-processor that adds the tokens at a text's begin and end; None where there
+    is neither.
+    """
     begins = kind == "llama" or file.metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
     begins = file.metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos" in special
     ends = file.metadata.get("tokenizer.ggml.add_eos_token", False) and "eos" in special

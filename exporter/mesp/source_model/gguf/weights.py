@@ -72,7 +72,7 @@ class GGUFWeights:
         return any(kind not in UNQUANTIZED for kind in self.types)
 
     def quantization(self) -> dict[str, Any]:
-        """The quantization of the matrices, in the form of mlx-lm's config.json."""
+        """Returns the quantization of the matrices, in the form of mlx-lm's config.json."""
         sizes: Counter[Quantization] = Counter()
         for kind, size in self.types.items():
             sizes[_quantization(kind)] += size
@@ -88,7 +88,7 @@ class GGUFWeights:
         return entries
 
     def describe(self, dtype: str) -> str:
-        """The part of the weights that has the file's own values, in words."""
+        """Returns the part of the weights that has the file's own values, in words."""
         total = sum(self.types.values())
 
         def share(kinds: tuple[str, ...]) -> str:
@@ -127,7 +127,7 @@ class GGUFWeights:
         return self._floats(name, self._tensor(name), rows)
 
     def _tensor(self, name: str) -> Tensor:
-        """A tensor by its name here."""
+        """Returns a tensor by its name here."""
         theirs = self.names.tensor(name)
         tensor = self.file.tensors.get(theirs)
         if tensor is None:
@@ -142,14 +142,14 @@ class GGUFWeights:
         return tensor
 
     def _block(self, name: str) -> tuple[Block | None, str]:
-        """The block that a tensor is in, and its name there."""
+        """Returns the block that a tensor is in, and its name there."""
         for prefix, block in self.blocks.items():
             if name.startswith(prefix):
                 return block, name.removeprefix(prefix)
         return None, name
 
     def _data(self, name: str, tensor: Tensor, rows: slice) -> np.ndarray:
-        """The bytes of rows of a matrix, in the order that they have here."""
+        """Returns the bytes of rows of a matrix, in the order that they have here."""
         block, local = self._block(name)
         order = None if block is None else self.names.rows(block, local)
         if order is None:
@@ -226,7 +226,7 @@ def _numbers(tensor: Tensor, data: np.ndarray) -> mx.array:
 
 
 def _quantization(kind: str) -> Quantization:
-    """The quantization of a tensor of this type in a file that has quantized ones."""
+    """Returns the quantization of a tensor of this type in a file that has quantized ones."""
     return CARRIED[kind][1] if kind in CARRIED else WIDE
 
 

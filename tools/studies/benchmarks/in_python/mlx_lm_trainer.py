@@ -69,6 +69,6 @@ def dequantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
 
 
 def whole_matrix(layer: nn.Module) -> mx.array:
-    """The dequantized W [out, in] of a layer."""
+    """Returns the dequantized W [out, in] of a layer."""
     how = {name: getattr(layer, name) for name in ("group_size", "bits", "mode")}
     return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)

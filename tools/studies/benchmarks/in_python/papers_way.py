@@ -116,7 +116,7 @@ class Table:
 
 
 def whole_loss(bundle: Bundle, x: mx.array, targets: mx.array) -> tuple[float, mx.array]:
-    """The loss and its gradient by x, as in `reference.cross_entropy`: logits whole."""
+    """Returns the loss and its gradient by x, as in `reference.cross_entropy`: logits whole."""
     arch, head = bundle.architecture, Table(bundle, "head")
     cap = arch.final_logit_softcapping
     tiles = [slice(i, i + HEAD_ROWS) for i in range(0, arch.vocab_size, HEAD_ROWS)]

@@ -44,7 +44,7 @@ def report_baseline() -> None:
 
 
 def windows(bundle: Bundle, seq_len: int, seed: int, steps: int) -> Iterator[mx.array]:
-    """The windows [T + 1] that the engine trains on, until the patience ends."""
+    """Yields the windows [T + 1] that the engine trains on, until the patience ends."""
     tokens = bundle.tokens("train")
     count = (len(tokens) - 1) // seq_len
     began = time.monotonic()
