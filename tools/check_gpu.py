@@ -221,8 +221,7 @@ def to_come(report: Report) -> list[str]:
 
 
 def ended(report: Report) -> Report:
-    """Returns the report with a line for each check, also where the process ended in one of them.
-    """
+    """Returns the report with a line for each check, also where the process ended in one of them."""
     if report.get("end"):
         return report
     problem = report.get("problem") or "The process ended in this check."

@@ -132,8 +132,7 @@ def places(out: Path, name: str) -> Iterator[Path]:
 
 
 def may_hold(place: Path, run: Path) -> bool:
-    """Returns whether `place` is free or holds the same run, known by the first record of its log.
-    """
+    """Returns whether `place` is free or holds the same run, known by the first record of its log."""
     if not place.exists():
         return True
     return (place / LOG_NAME).is_file() and first_line(place) == first_line(run)

@@ -48,8 +48,7 @@ CITIES = (
 
 
 def cases(held_out: bool) -> list[dict[str, str]]:
-    """Returns all requests in a fixed random order; held-out ones have every third name and city.
-    """
+    """Returns all requests in a fixed random order; held-out ones have every third name and city."""
     names, cities = (
         [word for i, word in enumerate(words) if (i % 3 == 0) == held_out]
         for words in (spoken_notes.PEOPLE.title().split(), CITIES.split())

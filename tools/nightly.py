@@ -79,8 +79,7 @@ def main(model: str, learning_rate: float, out: Path) -> None:
 
 
 def loss(model: Path, bundle: Path, adapters: Path | None = None) -> float:
-    """Returns the held-out loss in mlx-lm, nats a token, of the windows that the trainer evaluates.
-    """
+    """Returns the held-out loss in mlx-lm, nats a token, of the windows that the trainer evaluates."""
     network, _ = mlx_lm.load(
         str(model), {"trust_remote_code": False}, model_config={"model_file": None}
     )

@@ -9,8 +9,7 @@ from collections import Counter
 
 
 def extract(pattern: re.Pattern[str] | None, text: str) -> str | None:
-    """Returns the first match of `pattern`, its group where it has one; the text without a pattern.
-    """
+    """Returns the first match of `pattern`, its group where it has one; the text without a pattern."""
     if pattern is None:
         return text.strip()
     found = pattern.search(text)

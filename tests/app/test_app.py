@@ -52,8 +52,7 @@ VIEWS = sorted({*APP_SOURCES, *WIDGET.glob("*.swift")})
 
 
 def parse(text: str) -> dict:
-    """Returns a property list in the old style that Xcode's projects have: {}, (), "…" and words.
-    """
+    """Returns a property list in the old style that Xcode's projects have: {}, (), "…" and words."""
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
     text = re.sub(r"^//.*$", "", text, flags=re.M)
     tokens = re.findall(r'"(?:[^"\\]|\\.)*"|[{}()=;,]|[^\s{}()=;,"]+', text)
@@ -153,8 +152,7 @@ def settings_of(objects: dict[str, dict], target: dict) -> dict[str, dict]:
 
 
 def target_of(objects: dict[str, dict], kind: str) -> dict:
-    """Returns the project's one target of a kind: `application`, `app-extension` or `ui-testing`.
-    """
+    """Returns the project's one target of a kind: `application`, `app-extension` or `ui-testing`."""
     kinds = {t["productType"].replace(".", " ").split()[-1]: t for t in targets(objects)}
     return kinds[kind]
 

@@ -24,8 +24,7 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def renumbered(file: bytes, monkeypatch) -> bytes:
-    """Returns a file of one trace with its arrays numbered as they come: their ids are addresses.
-    """
+    """Returns a file of one trace with its arrays numbered as they come: their ids are addresses."""
     places: list[int] = []
 
     class Reader(mlxfn._Reader):

@@ -269,8 +269,7 @@ def write_records(path: Path, records: list[dict]) -> Path:
 
 
 def examples(split: Split) -> list[tuple[list[int], int]]:
-    """Returns each example's ids and how many of them are masked, as mlx-lm's datasets give them.
-    """
+    """Returns each example's ids and how many of them are masked, as mlx-lm's datasets give them."""
     found = []
     for start, length in split.examples.tolist():
         mask = np.ones(length) if split.mask is None else split.mask[start : start + length]

@@ -242,8 +242,7 @@ def texts_of(message: dict) -> Iterator[tuple[str, bool]]:
 
 
 def is_in(text: str, whole: str) -> bool:
-    """Returns whether a text is in another as it is, in JSON, or in single quotes as Python has it.
-    """
+    """Returns whether a text is in another as it is, in JSON, or in single quotes as Python has it."""
     whole = unicodedata.normalize("NFC", whole)
     bare = re.sub(r"(\s*/(?:no_)?think)*\s*$", "", text)  # templates may take flags out
     bare = unicodedata.normalize("NFC", bare)  # as the demo model's tokenizer does
@@ -331,8 +330,7 @@ def check_around(model: Model, messages: list[dict], group: list[int], text: str
 
 
 def turn_ends(model: Model) -> list[int]:
-    """Returns the special tokens that the template writes right after an answer, followed or not.
-    """
+    """Returns the special tokens that the template writes right after an answer, followed or not."""
     turns = [("user", "Qqx"), ("assistant", "Aax"), ("user", "Uux")]
     found = []
     for stop in (2, 3):

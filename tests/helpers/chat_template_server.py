@@ -156,8 +156,7 @@ def write_special(value: Any, chance: random.Random) -> Any:
 
 
 def without_reasoning(record: dict) -> dict:
-    """Returns a record whose answers have thoughts in their content alone: the app reads no others.
-    """
+    """Returns a record whose answers have thoughts in their content alone: the app reads no others."""
     messages = [
         each
         for value in record.values()

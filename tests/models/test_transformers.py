@@ -416,8 +416,7 @@ def theirs(case: Case, folder: Path, tokens: list[int]) -> np.ndarray | None:
 
 
 def ours(folder: Path, tokens: list[int]) -> np.ndarray:
-    """Returns the logits of our reading, in float32. Raises MespError where the model is refused.
-    """
+    """Returns the logits of our reading, in float32. Raises MespError where the model is refused."""
     config = json.loads((folder / "config.json").read_text())
     arch = Architecture.from_config(config, len(tokens))
     weights = SafetensorsWeights(folder, arch)

@@ -164,8 +164,7 @@ def shown(round: Round) -> tuple[str, str]:
 
 
 def cells(name: str, federation: Federation) -> dict[str, str]:
-    """Returns the bytes sent, the distance between clients, and the privacy that the noise gives.
-    """
+    """Returns the bytes sent, the distance between clients, and the privacy that the noise gives."""
     records = federation.rounds.records()[1:]
     clients = sum(len(record["clients"]) for record in records)
     ways = (sum(r[f"bytes_{way}"] for r in records) / clients for way in ("down", "up"))

@@ -36,8 +36,7 @@ def decays(log_decay: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def forgetting(log_decay: mx.array, starts: mx.array | None) -> mx.array:
-    """Returns the logarithms of decays [..., T] where the first token of a record finds no state.
-    """
+    """Returns the logarithms of decays [..., T] where the first token of a record finds no state."""
     if starts is None:
         return log_decay
     follows = mx.arange(starts.size) > starts

@@ -14,8 +14,7 @@ from mesp.models.mlps import Experts
 def mix_by_experts(
     experts: Experts, parts: Parts, x: mx.array, act: Callable[[mx.array], mx.array]
 ) -> mx.array:
-    """Returns the weighted sum of what a token's experts give, float32 [1, T, hidden], of x alike.
-    """
+    """Returns the weighted sum of what a token's experts give, float32 [1, T, hidden], of x alike."""
     assert parts.expert
     x = x[0].astype(mx.float32)
     chosen, weights = _route(experts, parts, x)

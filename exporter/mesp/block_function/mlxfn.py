@@ -263,6 +263,5 @@ def functions(file: bytes) -> list[Function]:
 
 
 def primitives(file: bytes) -> list[Primitive]:
-    """Returns the primitives of all functions, in the file's order. Raises what `functions` does.
-    """
+    """Returns the primitives of all functions, in the file's order. Raises what `functions` does."""
     return [each for function in functions(file) for each in function.primitives]

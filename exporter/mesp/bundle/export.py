@@ -77,8 +77,7 @@ class ExportJob:
         return self.weights.describe(self.options.dtype)
 
     def sequences_to_measure(self, data: str) -> list[list[int]]:
-        """Returns some sequences of a text. Raises MespError if there is no tokenizer, or no text.
-        """
+        """Returns some sequences of a text. Raises MespError if there is no tokenizer, or no text."""
         if isinstance(self.weights, RandomWeights):
             raise MespError("Random weights predict nothing; leave out --measure.")
         assert self.source.folder is not None

@@ -55,8 +55,7 @@ READ = {
 
 
 def fits(value: Any, wanted: Any) -> bool:
-    """Returns whether a JSON value has the keys and types `wanted`; a number may not be negative.
-    """
+    """Returns whether a JSON value has the keys and types `wanted`; a number may not be negative."""
     if isinstance(wanted, dict):
         return isinstance(value, dict) and all(fits(value.get(k), wanted[k]) for k in wanted)
     if isinstance(wanted, list):
@@ -65,8 +64,7 @@ def fits(value: Any, wanted: Any) -> bool:
 
 
 def _is_line(value: Any) -> bool:
-    """Returns whether it is a line of text, or nothing: it goes to terminals and into model cards.
-    """
+    """Returns whether it is a line of text, or nothing: it goes to terminals and into model cards."""
     return value is None or (isinstance(value, str) and value.isprintable())
 
 

@@ -184,8 +184,7 @@ class Bundle:
         return self.group(index).layout.unpack(self.block_words(index))
 
     def embedding(self) -> dict[str, mx.array]:
-        """Returns the embedding's ``weight`` (packed [vocab_size, …]), ``scales`` and ``biases``.
-        """
+        """Returns the embedding's ``weight`` (packed [vocab_size, …]), ``scales`` and ``biases``."""
         return self._table(self.manifest.embedding)
 
     def head(self) -> dict[str, mx.array]:

@@ -149,8 +149,7 @@ def tokenize(
 def find_moments(
     source: Source, weights: Weights, arch: Architecture, options: ExportOptions
 ) -> Moments | None:
-    """Returns the moments to quantize by; None with --quantize nearest, or for a quantized model.
-    """
+    """Returns the moments to quantize by; None with --quantize nearest, or for a quantized model."""
     quantizations = options.quantizations
     comes_quantized = quantizations.config is not None
     if options.quantize == "nearest" or comes_quantized or isinstance(weights, RandomWeights):

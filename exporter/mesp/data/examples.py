@@ -87,8 +87,7 @@ def as_examples(
 
 
 def _joined(parts: list[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the tokens of all parts, uint32 [N], and their mask, uint8 [N], None where all count.
-    """
+    """Returns the tokens of all parts, uint32 [N], and their mask, uint8 [N], None where all count."""
     tokens = np.concatenate([np.array(part.ids, np.uint32) for part in parts])
     mask = np.concatenate([part.mask for part in parts])
     return tokens, None if mask.all() else mask.astype(np.uint8)

@@ -344,8 +344,7 @@ def _with_ends(
 
 
 def _ends(tokenizer: Any, tail: str) -> bool:
-    """Returns whether what the template writes after an answer's text ends it, but for white space.
-    """
+    """Returns whether what the template writes after an answer's text ends it, but for white space."""
     ids = tokenizer.encode(tail.rstrip(), add_special_tokens=False)
     return bool(ids) and ids[-1] in end_tokens(tokenizer) | template_ends(tokenizer, asks_on=True)
 

@@ -97,8 +97,7 @@ def read_file(
 
 
 def read_text(path: Path, size: int = SIZE) -> str:
-    """Returns the text of a file. Raises MespError where it has records, and as `read_file` does.
-    """
+    """Returns the text of a file. Raises MespError where it has records, and as `read_file` does."""
     for _, content in read_file(path, size=size):
         if isinstance(content, str):
             return content

@@ -215,8 +215,7 @@ def _require_own(path: Path) -> None:
 
 
 def user_cache() -> Path:
-    """Returns the user's folder of what can be rebuilt: the XDG Base Directory's, on a Mac Apple's.
-    """
+    """Returns the user's folder of what can be rebuilt: the XDG Base Directory's, on a Mac Apple's."""
     own = "Library/Caches" if sys.platform == "darwin" else ".cache"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / own) / "mesp"
 

@@ -335,8 +335,7 @@ class Evaluator:
         return [*map(Score, record["log_likelihoods"], record["greedy"])]
 
     def text(self, tokens: Sequence[int], window: int) -> float:
-        """Returns the log-likelihood in nats of all `tokens` but the first, in windows of `window`.
-        """
+        """Returns the log-likelihood in nats of all `tokens` but the first, in windows of `window`."""
         request = {"type": "text", "tokens": list(tokens), "window": window}
         return float(self._engine.ask(request)["log_likelihood"])
 
@@ -372,8 +371,7 @@ class Evaluator:
 
 @contextmanager
 def evaluator(bundle: Path, adapters: Sequence[WeightedAdapters] = ()) -> Iterator[Evaluator]:
-    """Yields an engine with the model of `bundle` and `adapters`. Raises MespError where it fails.
-    """
+    """Yields an engine with the model of `bundle` and `adapters`. Raises MespError where it fails."""
     settings = {"bundle": str(bundle.resolve()), "adapters": _named(adapters)}
     with running(["evaluate"], settings, stdin=subprocess.PIPE) as started:
         try:

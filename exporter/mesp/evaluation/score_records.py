@@ -42,8 +42,7 @@ def score_records(
     records: Sequence[Record],
     options: ScoringOptions,
 ) -> tuple[list[Metric], list[Sample]]:
-    """Returns the figures of all records, which are of one kind, and what the model made of each.
-    """
+    """Returns the figures of all records, which are of one kind, and what the model made of each."""
     if isinstance(records[0], AnswerRecord):
         samples = _score_answers(model, advance, records, options)
         return _answer_metrics(samples), samples

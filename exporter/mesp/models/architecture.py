@@ -192,8 +192,7 @@ class Architecture:
         return self
 
     def _has_keys_for(self, layer: int, mixer: Mixer) -> bool:
-        """Returns whether a block has keys and values: its own, or those of one before it that has.
-        """
+        """Returns whether a block has keys and values: its own, or those of one before it that has."""
         if not isinstance(mixer, AttentionMixer) or mixer.keys_of is None:
             return True
         owner = mixer.keys_of

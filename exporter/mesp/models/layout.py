@@ -80,8 +80,7 @@ class ArraySpec:
         return stacked[:, : math.prod(self.shape[1:])].reshape(self.shape)
 
     def pieces(self, words: mx.array) -> Iterator[Piece]:
-        """Yields the array in `words`, as it is written; of stacked matrices one after the other.
-        """
+        """Yields the array in `words`, as it is written; of stacked matrices one after the other."""
         array = self.view(words)
         if self.stride is None:
             yield self.name, 0, array
@@ -142,8 +141,7 @@ class Layout:
 
 
 def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype: str) -> Layout:
-    """Returns the layout of a block whose matrices are quantized so; docs/formats.md has the names.
-    """
+    """Returns the layout of a block whose matrices are quantized so; docs/formats.md has the names."""
     arrays: list = [(name, (size,), dtype) for name, size in block.norms().items()]
     arrays += [
         (name, shape, "float32" if name in KEPT_WIDE else dtype)
@@ -164,8 +162,7 @@ def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype:
 
 
 def table_layout(arch: Architecture, quantization: Quantization, dtype: str, norm: bool) -> Layout:
-    """Returns the layout of ``embedding.bin`` or ``head.bin``; the one used as head has the `norm`.
-    """
+    """Returns the layout of ``embedding.bin`` or ``head.bin``; the one used as head has the `norm`."""
     arrays = quantization.arrays("", arch.vocab_size, arch.hidden_size, dtype)
     if norm:
         arrays.append(("norm", (arch.hidden_size,), dtype))

@@ -139,8 +139,7 @@ class GatedDeltaNet:
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the weights that no linear layer has; a row of conv1d is a channel.
-        """
+        """Returns the shapes of the weights that no linear layer has; a row of conv1d is a channel."""
         shapes = {
             "conv1d.weight": (self.conv_dim, self.kernel_size),
             "norm.weight": (self.value_head_dim,),
@@ -243,8 +242,7 @@ class Mamba2Mixer:
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the weights that no linear layer has; a row of conv1d is a channel.
-        """
+        """Returns the shapes of the weights that no linear layer has; a row of conv1d is a channel."""
         shapes = {
             "conv1d.weight": (self.conv_dim, self.kernel_size),
             "conv1d.bias": (self.conv_dim,),
@@ -300,8 +298,7 @@ def is_size(value: Any) -> bool:
 
 
 def is_positive(value: Any) -> bool:
-    """Returns whether it is a number above 0 that MLX takes: as float32, and of an integer 64 bits.
-    """
+    """Returns whether it is a number above 0 that MLX takes: as float32, and of an integer 64 bits."""
     return type(value) in (int, float) and 2**-126 <= value < 1 << 63
 
 

@@ -104,8 +104,7 @@ def name_of_stacked(name: str) -> tuple[str, int | None]:
 
 
 def name_there(name: str, model_type: str) -> str:
-    """Returns the name of a tensor in a checkpoint of the text alone: the inverse of `name_here`.
-    """
+    """Returns the name of a tensor in a checkpoint of the text alone: the inverse of `name_here`."""
     for ours, theirs in FAMILIES[model_type].names.items():
         name = _renamed(name, ours, theirs)
     return name

@@ -63,8 +63,7 @@ def quantize(
         best = better(best, fit(bias, _reciprocal(scale)))
 
     def stored(scale: mx.array, bias: mx.array) -> tuple[mx.array, ...]:
-        """Returns the same as they are stored, the codes for these, and the variance left, negated.
-        """
+        """Returns the same as they are stored, the codes for these, and the variance left, negated."""
         scale, bias = scale.astype(dtype), (bias + mean).astype(dtype)
         s, b = scale.astype(mx.float32), bias.astype(mx.float32) - mean
         q = _codes(x, b, _reciprocal(s), levels)

@@ -105,8 +105,7 @@ def read_rows(
 def _on_every_core(
     compute: Callable[[slice], tuple[mx.array, ...]], tiles: Iterable[slice]
 ) -> Iterator[tuple[slice, tuple[mx.array, ...]]]:
-    """Yields each tile with what is computed of it, in their order. A CPU's stream has one thread.
-    """
+    """Yields each tile with what is computed of it, in their order. A CPU's stream has one thread."""
     pending: deque[tuple[slice, tuple[mx.array, ...]]] = deque()
     for tile, stream in zip(tiles, cycle(_streams()), strict=False):
         with mx.stream(stream):

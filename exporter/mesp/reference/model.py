@@ -101,8 +101,7 @@ def experts_lora(flat: mx.array, block: Block) -> Matrices:
 
 
 def pack_lora(matrices: Matrices, block: Block) -> mx.array:
-    """Returns the flat vector [P] of each module's A, B and, with DoRA, m (or of their gradients).
-    """
+    """Returns the flat vector [P] of each module's A, B and, with DoRA, m (or of their gradients)."""
     return mx.concatenate([m.reshape(-1) for name in block.adapted() for m in matrices[name]])
 
 

@@ -138,8 +138,7 @@ class RunLog:
 
     @classmethod
     def of(cls, records: Iterable[Record], folder: Path | None = None) -> RunLog:
-        """Returns the run of these records; kinds that this version does not know are passed over.
-        """
+        """Returns the run of these records; kinds that this version does not know are passed over."""
         found: dict[str, Any] = {}
         several: dict[str, list[Record]] = {"step": [], "eval": [], "event": []}
         last_time = None

@@ -60,8 +60,7 @@ def run_python(
     cell: Cell, settings: dict[str, Any], work: Path, tell: Tell, preload: bool = True,
     threads: int | None = None,
 ) -> RunLog:  # fmt: skip
-    """Returns the report of `benchmarks.in_python`; `preload`: with OpenBLAS, where there is one.
-    """
+    """Returns the report of `benchmarks.in_python`; `preload`: with OpenBLAS, where there is one."""
     size = {"bundle": str(cell.bundle), "seq_len": cell.seq_len, "rank": cell.rank}
     environment = ENVIRONMENT | with_threads(threads or blas_threads())
     environment["LD_PRELOAD"] = (preload and find_openblas()) or ""

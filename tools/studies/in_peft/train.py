@@ -49,8 +49,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def load(folder: Path, settings: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Returns the model with its first adapters, and what is trained by mlx-lm's names, [in, out]ᵀ.
-    """
+    """Returns the model with its first adapters, and what is trained by mlx-lm's names, [in, out]ᵀ."""
     first = load_file(folder / "first.safetensors")
     dtype = getattr(torch, settings["dtype"])
     weights = folder / "model"

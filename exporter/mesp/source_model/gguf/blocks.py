@@ -87,8 +87,7 @@ def _q5_k(blocks: np.ndarray) -> Arrays:
 
 
 def _q3_k(blocks: np.ndarray) -> Arrays:
-    """Returns the scale times an integer in -124…128, the product of a group's factor and a code.
-    """
+    """Returns the scale times an integer in -124…128, the product of a group's factor and a code."""
     shifts = np.arange(4, dtype=np.uint8)[:, None]
     low = blocks[..., 32:96].reshape(*blocks.shape[:-1], 2, 1, 32) >> 2 * shifts & 3
     bits = np.arange(8, dtype=np.uint8).reshape(2, 4, 1)
