@@ -75,7 +75,7 @@ class License:
 
     @classmethod
     def of_card(cls, model_card: Path) -> License:
-        """Returns the one that the front matter of a README.md names, if it does."""
+        """Returns the licence in the front matter of a README.md, if there is one."""
         from huggingface_hub import ModelCard
 
         try:

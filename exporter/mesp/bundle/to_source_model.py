@@ -47,7 +47,7 @@ class BundleWeights:
         return found
 
     def quantizations(self) -> Quantizations:
-        """The quantization of every matrix, from the shapes of its arrays."""
+        """Returns the quantization of every matrix, from the shapes of its arrays."""
         arch = self.bundle.architecture
         columns = {"lm_head": arch.hidden_size} | arch.embedding_columns
         for i, block in enumerate(arch.blocks):

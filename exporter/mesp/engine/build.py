@@ -199,7 +199,7 @@ def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
 
 
 def _set_engine(program: Program) -> str:
-    """Returns what to do for a user who does not want to build the program."""
+    """Returns the remedy for a user who has a built program."""
     beside = " with mesp-count beside it" if program == COUNTER else ""
     return f"set MESP_ENGINE to a built mesp-engine{beside}"
 

@@ -94,7 +94,7 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
 
 
 def run_engine(settings: dict[str, Any], timeout: float | None = None) -> RunLog:
-    """Runs mesp-engine to its end, and returns its log. Raises MespError where it fails."""
+    """Runs mesp-engine to its end, and returns its log. Raises MespError if it fails."""
     output = Path(settings["output"])
     path = output / "settings.json"
     with plain_os_errors(f"Cannot write to {output}"):
