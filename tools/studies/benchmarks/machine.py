@@ -27,7 +27,7 @@ def cpu() -> str:
 
 
 def host() -> dict[str, Any]:
-    """Returns the machine, as it is written beside the rows."""
+    """Returns a description of the machine, which is written beside the rows."""
     return {
         "cpu": cpu(),
         "cores": os.cpu_count(),

@@ -1,4 +1,6 @@
-"""The tables that can be measured: their options with defaults, and how their rows are made."""
+"""The tables that can be measured: their options with defaults, and the functions for their
+rows.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ HYBRIDS = ("Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "LFM2-350M", "LFM2-700M",
 # MeZO's estimate is so noisy that it diverges at the exact methods' learning rate.
 CONVERGENCE_RATES = {"mesp": 0.1, "mebp": 0.1, "mezo": 1e-4}
 CONVERGENCE_REPORTS = 10
-ROUNDS = 3  # of parts, which alternate
+ROUNDS = 3  # measurements of the table `parts`, which alternate
 PARTS: dict[str, dict[str, Any]] = {
     "all": {},
     "q,v": {"projections": ["q", "v"]},
@@ -50,21 +52,21 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 VAL_BATCHES = 25
 SGD_RATES = (1e-4, 0.1, 0.5)  # the paper's, mesp-train's, and a higher one
-AGREEMENT = 1e-4  # relative: losses of MeSP and MeBP
+AGREEMENT = 1e-4  # the largest relative difference between MeSP's and MeBP's losses
 
 _SIZE = {"models": SIZES[:1], "seq_lens": (256,), "ranks": (paper.RANK,), "steps": 3}
 _RUNS = {**_SIZE, "methods": ("mesp",), "layers": (), "offload": "auto", "limits": ("auto",),
          "threads": (), "peft": None}  # fmt: skip
 _DEMO = {**_SIZE, "models": ("demo",)}
 
-RECORDS = 512  # of which short ones are measured
+RECORDS = 512  # records, of which the short ones are measured
 
-# Entries of the engine's count in a row.
+# The entries of the engine's counts in a row.
 COUNTED = ("evals", "kernels", "tflop", "ledger_peak_bytes", "predicted_peak_bytes",
            "modelled_seconds", "new_buffer_bytes", "command_buffers", "spinning_seconds",
            "first_kernels", "most_first_kernels")  # fmt: skip
 
-# The options that apply to a table, with their defaults.
+# The options of each table, with their defaults.
 TABLES: dict[str, dict[str, Any]] = {
     "memory": {**_RUNS, "methods": ENGINE_METHODS},
     "length": {
@@ -108,7 +110,7 @@ TABLES: dict[str, dict[str, Any]] = {
 
 
 class Bench:
-    """The table's options, where its runs work, and how far they are, shown on a terminal."""
+    """A table's options, the folder of its runs, and their progress on a terminal."""
 
     def __init__(self, table: str, options: dict[str, Any], work: Path) -> None:
         self.table, self.options, self.work = table, options, work
@@ -121,7 +123,7 @@ class Bench:
         return [cell for count in counts for cell in find_cells(self.options, count, self.work)]
 
     def doing(self, cell: Cell, what: object) -> Tell:
-        """Shows the run that begins; the returned function shows its step."""
+        """Shows that a run begins; returns a function that shows its steps."""
         text = f"{cell.model}, {cell.seq_len} tokens, {what}"
         self.status.update(text)
         return lambda step: self.status.update(f"{text}: step {step} of {self.steps}")
@@ -148,26 +150,29 @@ def run_rows(bench: Bench) -> Iterator[Row]:
 
 
 def gpu_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for each step that is counted; MespError where a bundle is not for the GPU."""
+    """Yields a row for each counted step. Raises MespError if a bundle is not for the GPU."""
     for cell in bench.cells():
         yield count_step(bench, cell)
 
 
 def count_step(bench: Bench, cell: Cell, **settings: float) -> Row:
-    """Returns the row of a step that is counted, with these settings."""
+    """Returns the row of a counted step with these settings."""
     bench.doing(cell, "counting")
     count = find_count(engine_settings(cell, Variant("mesp")) | settings)
     row = cell.row() | {name: count[name] for name in COUNTED}
     row["moved_bytes"] = count["read_bytes"] + count["written_bytes"]
     for rules in ("fast", "strict", "slow"):
         row |= {f"{rules}_{name}": value for name, value in count[rules].items()}
-    del row["cpu"], row["os"]  # no matter where it is counted
+    del row["cpu"], row["os"]  # the counting machine does not matter
     return row
 
 
 def functions_rows(bench: Bench) -> Iterator[Row]:
-    """Three rows for each step that is counted: with the bundle's functions, without, and with
-    LoRA dropout, which functions do not have."""
+    """Yields three rows for each counted step: with the bundle's functions, without, and with LoRA
+    dropout.
+
+    Functions do not have dropout.
+    """
     for cell in bench.cells():
         bare = cell._replace(bundle=without_functions(cell.bundle, bench.work / "bare.mesp"))
         yield count_step(bench, cell) | {"forward_pass": "functions"}
@@ -176,7 +181,7 @@ def functions_rows(bench: Bench) -> Iterator[Row]:
 
 
 def python_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for each result in Python, where a kind of run is named like the table."""
+    """Yields a row for each result of the measurement in Python that is named like the table."""
     for cell in bench.cells():
         settings = {"kind": bench.table, "steps": bench.steps}
         run = run_python(cell, settings, bench.work, bench.doing(cell, bench.table))
@@ -208,9 +213,10 @@ def convergence_rows(bench: Bench) -> Iterator[Row]:
 
 
 def defaults_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for mesp-train's default update and for each other of a sweep around it, with
-    the first rank, and for the default with each other rank; all of a model and a length are
-    compared.
+    """Yields a row for mesp-train's default update and for each other update of a sweep around it.
+
+    They have the first rank. There is also a row for the default with each other rank. All rows of
+    a model and a length are compared.
     """
     cells = itertools.groupby(bench.cells(), key=lambda cell: (cell.bundle, cell.seq_len))
     for (bundle, _), ranks in cells:
@@ -238,7 +244,7 @@ def defaults_rows(bench: Bench) -> Iterator[Row]:
 
 
 def sweep(rate: float, warmup: int) -> dict[str, dict[str, Any]]:
-    """Updates by name, around AdamW at its default rate."""
+    """Returns updates by name, around AdamW at its default rate."""
 
     def adamw(factor: float, **more: Any) -> dict[str, Any]:
         return {"optimizer": "adamw8bit", "learning_rate": factor * rate} | more
@@ -255,8 +261,9 @@ def sweep(rate: float, warmup: int) -> dict[str, dict[str, Any]]:
 
 
 def records_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for records that are all padded to the longest length, and one where each runs
-    at the shortest length that holds it.
+    """Yields a row for records that are padded to the longest length, and one at their own lengths.
+
+    A record's own length is the shortest of the bundle's that holds it.
     """
     lengths = sorted(set(bench.options["seq_lens"]))
     for cell in bench.cells():
@@ -286,8 +293,9 @@ def records_rows(bench: Bench) -> Iterator[Row]:
 
 
 def packing_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for records of 40 to 120 tokens, one a step at the shortest of the shorter
-    lengths that holds it, and one for as many packed into the longest.
+    """Yields a row for records of 40 to 120 tokens, one a step, and one for as many packed records.
+
+    Without packing, a record runs at the shortest length that holds it; packed ones at the longest.
     """
     lengths, sizes = sorted(set(bench.options["seq_lens"])), like_chat()
     for cell in bench.cells():
@@ -316,10 +324,10 @@ def packing_rows(bench: Bench) -> Iterator[Row]:
 
 
 def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
-    """Yields the rows of `packing_rows`, by a phone's GPU in the ledger's model of the time."""
+    """Yields the rows of `packing_rows` for a phone's GPU, with the ledger's model of the time."""
     *shorter, longest = sorted(set(bench.options["seq_lens"]))
     sizes = like_chat()
-    # Those alone, by the length that they run at; a record's last token is a target alone.
+    # Unpacked records, by the length of their step; a record's last token is only a target.
     alone = {n: sizes[(sizes <= n + 1) & (sizes > before + 1)]
              for before, n in zip([0, *shorter], shorter, strict=False)}  # fmt: skip
     alone = {n: these for n, these in alone.items() if len(these)}
@@ -335,7 +343,7 @@ def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
     for cell in bench.cells():
         if cell.seq_len != longest:
             continue
-        # The first of the records stands for those of its length.
+        # One record stands for all those of its length.
         each = {n: counts(cell, np.full(RECORDS, these.mean().round(), int), n)
                 for n, these in alone.items()}  # fmt: skip
         share = {n: len(these) / len(sizes) for n, these in alone.items()}
@@ -352,18 +360,20 @@ def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
                 "records_per_second": per_second,
                 "to_alone": per_second / alone_per_second,
             }  # fmt: skip
-            del row["cpu"], row["os"]  # no matter where it is counted
+            del row["cpu"], row["os"]  # the counting machine does not matter
             yield row
 
 
 def like_chat() -> np.ndarray:
-    """Lengths of short chats, 40 to 120 tokens."""
+    """Returns lengths of short chats, 40 to 120 tokens."""
     return np.random.default_rng(0).integers(40, 121, RECORDS)
 
 
 def like_gsm8k(seq_len: int) -> np.ndarray:
-    """Lengths in tokens of GSM8K's questions and answers in a chat template of Qwen's: log-normal
-    around 185."""
+    """Returns lengths in tokens of GSM8K's questions and answers in a chat template of Qwen's.
+
+    They are log-normal around 185.
+    """
     lengths = np.random.default_rng(0).lognormal(np.log(185), 0.4, RECORDS)
     return np.clip(lengths.astype(int), 16, seq_len + 1)
 
@@ -371,8 +381,9 @@ def like_gsm8k(seq_len: int) -> np.ndarray:
 def with_records(
     cell: Cell, lengths: list[int], sizes: np.ndarray, work: Path, pack: bool = False
 ) -> Path:
-    """Returns the cell's bundle with these lengths alone, and with questions and answers of random
-    tokens, of which two in five are the question's.
+    """Returns the cell's bundle with only these lengths, and with records of random tokens.
+
+    Two in five of a record's tokens are the question's.
     """
     these = "-".join(map(str, lengths))
     out = work / f"{cell.bundle.stem}-records-{these}{'-packed' * pack}.mesp"
@@ -412,7 +423,7 @@ def adapters_rows(bench: Bench) -> Iterator[Row]:
 
 
 def bits_rows(bench: Bench) -> Iterator[Row]:
-    """Rows for each quantization of each geometry, those of a geometry together."""
+    """Yields rows for each quantization of each geometry; those of a geometry stand together."""
     cells, count = bench.cells(), len(bench.options["quantizations"])
     each = len(bench.options["seq_lens"]) * len(bench.options["ranks"])
     for start in range(0, len(cells), count * each):
@@ -431,8 +442,9 @@ def preferences_rows(bench: Bench) -> Iterator[Row]:
 
 
 def parts_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for each choice of what is trained, by the default optimizer. Their runs
-    alternate, so that a slow minute is no one's.
+    """Yields a row for each choice of trained parts, with the default optimizer.
+
+    Runs alternate, so that a slow minute affects all.
     """
     for cell in bench.cells():
         runs: dict[str, list] = {name: [] for name in PARTS}
@@ -457,7 +469,9 @@ def parts_rows(bench: Bench) -> Iterator[Row]:
 
 
 def check_agreement(rows: list[Row]) -> None:
-    """Says how far MeSP's and MeBP's losses are from each other; MespError where too far."""
+    """Prints the difference between MeSP's and MeBP's losses. Raises MespError if it is too
+    large.
+    """
     differences = []
     for cell in grouped(rows, SIZE):
         mesp, mebp = (r["losses"] + [loss for _, loss in r["held_out"]] for r in cell[:2])
@@ -471,7 +485,7 @@ class Kind(NamedTuple):
     """The variants, columns and explanation of a table."""
 
     rows: Callable[[Bench], Iterator[Row]]
-    x: str | None  # None: the length, or the rank where only that varies
+    x: str | None  # None: the length, or the rank if only that varies
     ys: tuple[str, ...]
     note: str
 
