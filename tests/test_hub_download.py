@@ -1,4 +1,4 @@
-"""Models and data from a stand-in for the Hugging Face Hub."""
+"""Tests with models and data from a stand-in for the Hugging Face Hub."""
 
 import http.server
 import json

@@ -1,4 +1,4 @@
-"""Files and folders of data: which are read, as what, and what is refused by its name."""
+"""Tests of files and folders of data: how each is read, and which are refused by name."""
 
 import csv
 import gzip
@@ -31,7 +31,7 @@ def table(delimiter: str, records: list[dict]) -> str:
 
 
 def content(kind: str, records: list[dict] = RECORDS) -> bytes:
-    """Records as a file of a kind has them."""
+    """Returns records as the content of a file of a kind."""
     lines = "".join(json.dumps(record) + "\n" for record in records)
     if kind == "parquet":
         file = io.BytesIO()
@@ -47,7 +47,7 @@ def content(kind: str, records: list[dict] = RECORDS) -> bytes:
 
 
 def put(path: Path, data: bytes | str) -> Path:
-    """Writes a file, compressed where its name says so."""
+    """Writes a file, compressed if its name says so, and returns it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = data.encode() if isinstance(data, str) else data
     path.write_bytes(gzip.compress(data) if path.name.lower().endswith(".gz") else data)
@@ -148,7 +148,9 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path):
 
 
 def test_json_in_parquet_is_what_it_says(tmp_path: Path):
-    """The datasets library keeps values of several types so; a string would go into the prompt."""
+    """The datasets library stores values of several types in this way; a string would go into the
+    prompt.
+    """
     import datasets
 
     calls = [{"function": {"name": "f", "arguments": {"a": 1}}}, {"function": {"name": "g"}}]
@@ -162,7 +164,7 @@ def test_json_in_parquet_is_what_it_says(tmp_path: Path):
 
 
 def test_records_of_a_part_are_as_they_are_in_the_file(tmp_path: Path):
-    """The datasets library would make a table of them, with numbers of strings of digits."""
+    """The datasets library would make a table of them, with numbers for strings of digits."""
     path = put(tmp_path / "a.csv", table(",", [{"text": f"{i}"} for i in range(10)]))
     parts = read(path, splits={"train": "train[:20%]", "valid": "train[8:]+train[2:3]"})
     assert parts == {
@@ -274,7 +276,7 @@ def test_a_dataset_that_says_how_it_is_read_is_refused(tmp_path: Path):
     assert "says in its README.md how its files are read, by sep," in refused(tmp_path)
 
 
-# Files that are none
+# Files that are not data
 
 
 @pytest.mark.parametrize("command", ["file", "folder", "dataset"])
@@ -325,7 +327,7 @@ def test_a_snapshot_of_the_hub_is_a_folder_of_links(tmp_path: Path):
 
 
 def bomb(path: Path, kind: str) -> Path:
-    """Returns a file of less than 300 kB whose text is 100 MB or more."""
+    """Writes and returns a file of less than 300 kB whose text is 100 MB or more."""
     if kind == "gzip":
         with gzip.open(path, "wb", compresslevel=9) as file:
             file.write(b'{"text": "')
