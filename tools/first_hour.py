@@ -66,7 +66,7 @@ def main(on_phone: bool, device: str | None, app: str, seconds: float, out: Path
 
 
 def measure_here(steps: Steps, out: Path, seconds: float) -> None:
-    """Measures this machine: exports, checks, and trains on the GPU, if there is one, and on the CPU."""
+    """Exports and checks here, and trains on the GPU, if there is one, and on the CPU."""
     bundle, on_cpu = out / "demo.mesp", out / "demo-cpu.mesp"
     lengths = ("--seq-len", 128, "--seq-len", 256, "--rank", 8)
     if not steps.program("mesp-export", "--model", "demo", *lengths, "--out", bundle):

@@ -1,4 +1,4 @@
-"""Measures memory, time and bytes of mesp-engine import, which makes a bundle of a model on a phone.
+"""Measures memory, time and bytes of mesp-engine import, which makes bundles on a phone.
 
 Models get their true geometry and random weights, in MLX's format as mlx-lm saves it: 4 bits in
 groups of 64, files of 5 GB. Each import is a separate process, which reads files that are not in

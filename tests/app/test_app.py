@@ -876,7 +876,7 @@ def sentence_keys(sil: str) -> set[str]:
 
 
 def assert_catalog_has(said: set[str]) -> None:
-    """A `Sentence` is looked up by its exact key, numbers told from words."""
+    """Checks that the catalog has the exact key of each `Sentence`, with %lld for numbers."""
     said = {key for key in said if re.search(r"[A-Za-z]", re.sub(r"%(lld|@)", "", key))}
     listed = catalog("Sentences")
     assert said - set(listed) == set(), "add them to Sentences.xcstrings"

@@ -1,4 +1,4 @@
-"""Federations as the commands make them, without Flower."""
+"""Makes federations as the commands do, without Flower."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_records(path: Path, records: list[dict]) -> None:
 
 
 def federation(bundle: Path, data: Path, output: Path, *options: object) -> Federation:
-    """Returns the settings that mesp federate makes of its options for Flower."""
+    """Returns the federation that mesp federate makes from its options for Flower."""
     arguments = (bundle, "--data", data, "--out", output, *options)
     with main.make_context("mesp federate", [*map(str, arguments)]) as context:
         return prepare_federation(context)

@@ -1,4 +1,4 @@
-"""A SuperLink that does what a node must survive: Flower's fleet protocol by hand, over HTTP."""
+"""A SuperLink with any behaviour: Flower's fleet protocol, written by hand, over HTTP."""
 
 from __future__ import annotations
 
@@ -37,9 +37,12 @@ def an_object(kind: str, children: list[str], body: bytes) -> tuple[str, bytes]:
 
 
 class SuperLink:
-    """Answers each call by `answers`, a function by the call's name, and notes `calls` with their
-    headers. Without one a call gets an empty message, and a node gets number 5. A function finds
-    what was sent in the handler's `body`."""
+    """Answers each call with the function of its name in `answers`, and records `calls` with
+    headers.
+
+    Other calls get an empty message, and a node gets number 5. A function finds the request in the
+    handler's `body`.
+    """
 
     def __init__(self, **answers: Callable[[BaseHTTPRequestHandler], bytes | None]) -> None:
         self.answers = answers
@@ -68,7 +71,7 @@ class SuperLink:
         class Server(ThreadingHTTPServer):
             daemon_threads = True
 
-            def handle_error(self, *_: object) -> None:  # a node that hangs up
+            def handle_error(self, *_: object) -> None:  # called when a node hangs up
                 pass
 
         self.server = Server(("127.0.0.1", 0), Handler)
@@ -86,7 +89,7 @@ class SuperLink:
 
 
 def message(objects: list[str], created: float | None = None) -> bytes:
-    """Returns the answer to pull-messages: one message, of a tree of these objects."""
+    """Returns the answer to pull-messages: one message, with a tree of these objects."""
     created = time.time() if created is None else created
     root = objects[0]
     metadata = field(1, 7) + field(2, root.encode()) + field(3, 1) + field(4, 5)
@@ -117,7 +120,9 @@ def _value(value: Value) -> bytes:
 
 
 def question(arrays: dict[str, np.ndarray], config: dict[str, Value]) -> dict[str, bytes]:
-    """Returns the objects of a message that asks for training, by their ids, its root first."""
+    """Returns the objects of a message that asks for training, by their ids, with its root
+    first.
+    """
     objects: dict[str, bytes] = {}
 
     def add(kind: str, children: list[str], body: bytes) -> str:
@@ -149,7 +154,7 @@ def question(arrays: dict[str, np.ndarray], config: dict[str, Value]) -> dict[st
 
 
 def asking(*questions: dict[str, bytes]) -> dict[str, Callable[[BaseHTTPRequestHandler], bytes]]:
-    """Returns the answers of a server that has these messages, one after the other."""
+    """Returns the answers of a server that has these messages, one after another."""
     messages = iter([message([*objects]) for objects in questions])
     contents = {each: content for objects in questions for each, content in objects.items()}
 
