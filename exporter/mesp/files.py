@@ -109,7 +109,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(name: str) -> None:
-    raise UnclearError(f"has {name}, which is no number of JSON; leave it out")
+    raise UnclearError(f"has {name}, which is not a JSON number; leave it out")
 
 
 class _Loader(yaml.SafeLoader):

@@ -454,7 +454,7 @@ CHANGES_ITS_MIND = PLAIN.replace(
 @pytest.mark.parametrize("others", [{"loss_on": "last"}, {"prompt": 2}])
 def test_a_prompt_that_is_not_how_the_model_is_asked_is_refused(tokenizer, others):
     said = [user("a"), assistant("b"), assistant("c")]
-    with pytest.raises(MespError, match="what asks for the answer in message 3 is not how"):
+    with pytest.raises(MespError, match="the prompt for the answer in message 3 is not the"):
         trained(tokenizer, CHANGES_ITS_MIND, *said, **others)
     assert len(trained(tokenizer, CHANGES_ITS_MIND, *said)) == 2
 

@@ -86,7 +86,7 @@ def test_text_is_read_whole(tmp_path: Path, name: str):
 @pytest.mark.parametrize("name", ["a", "a.jsonl.zst", "a.xml", "a.csv.zip", ".jsonl", "a.gz"])
 def test_other_kinds_of_files_are_refused(tmp_path: Path, name: str):
     said = refused(put(tmp_path / name, content("jsonl")))
-    assert f"{tmp_path / name} is of no kind of file that is read; give records as .jsonl" in said
+    assert f"{tmp_path / name} is a kind of file that is not read; give records as .jsonl" in said
 
 
 def test_json_is_read_as_what_it_is(tmp_path: Path):
@@ -224,13 +224,13 @@ def test_parts_of_a_split_are_read_in_order(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("extra.jsonl", "extra.jsonl, which is of no split: call it train, valid or test"),
-        ("more/extra.csv", "more/extra.csv, which is of no split"),
-        ("data/train.jsonl", "data/train.jsonl, which is of no split"),
-        ("train-2.jsonl", "train-2.jsonl, which is of no split"),
+        ("extra.jsonl", "extra.jsonl, which is in no split: name it train, valid or test"),
+        ("more/extra.csv", "more/extra.csv, which is in no split"),
+        ("data/train.jsonl", "data/train.jsonl, which is in no split"),
+        ("train-2.jsonl", "train-2.jsonl, which is in no split"),
         ("valid.jsonl.zst", "valid.jsonl.zst, of no kind of file that is read"),
         ("notes.pdf", "notes.pdf, of no kind of file that is read"),
-        ("readme.jsonl", "readme.jsonl, which is of no split"),
+        ("readme.jsonl", "readme.jsonl, which is in no split"),
     ],
 )
 def test_what_is_of_no_split_is_refused(tmp_path: Path, name: str, said: str):
@@ -266,7 +266,7 @@ def test_a_file_that_the_library_finds_in_no_split_is_named(tmp_path: Path):
     put(tmp_path / "more" / "train" / "a.parquet", content("parquet"))
     assert read(tmp_path) == {"train": RECORDS}
     put(tmp_path / "extra.parquet", content("parquet"))
-    assert "has extra.parquet, which is of none of the splits train" in refused(tmp_path)
+    assert "has extra.parquet, which is in none of the splits train" in refused(tmp_path)
 
 
 def test_a_dataset_that_says_how_it_is_read_is_refused(tmp_path: Path):

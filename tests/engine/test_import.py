@@ -411,7 +411,7 @@ def test_a_family_that_is_not_plain_is_refused_by_name(family: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "olmo2"}, "norm what comes out"),
+        ({"model_type": "olmo2"}, "norm only the outputs"),
         ({"model_type": "prism_hadamard_qwen35"}, "that a Hadamard transform rotates"),
         ({"model_type": "bitnet"}, "its activation is a squared ReLU"),
         ({"model_type": "new", "num_experts": 4}, "experts in a way of its own"),

@@ -560,8 +560,8 @@ def test_a_run_does_not_go_on_with_other_data_or_weights(bundle: Path, tmp_path:
     call("data", path, "--data", tmp_path / "train.txt")
     sentence = refused(run("train", "--resume", "--out", output, "--steps", 4))
     assert sentence.startswith(
-        f"The train data is not what the run in {output} was started with; start a new run, with "
-        f"--adapters {output / 'adapters'} to go on from its adapters."
+        f"The train data has changed since the run in {output} was started; start a new run, with "
+        f"--adapters {output / 'adapters'} to continue from its adapters."
     )
     assert contents(output) == before
     train(path, tmp_path / "new", "--adapters", output / "adapters", steps=1)

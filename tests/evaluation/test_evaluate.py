@@ -410,7 +410,7 @@ def test_what_is_no_file_of_data_is_refused(bundle: Path, tmp_path: Path, what: 
     (tmp_path / "device.jsonl").symlink_to("/dev/zero")
     (tmp_path / "records").write_text('{"text": "a"}')
     said = {
-        "records": "records is of no kind of file that is read; give records as .jsonl",
+        "records": "records is a kind of file that is not read; give records as .jsonl",
         ".": "is a folder; name a file in it.",
     }.get(what, "is not a regular file; give a file, or to mesp evaluate - and standard input.")
     refused(run("evaluate", bundle, tmp_path / what), said, tmp_path)

@@ -187,7 +187,7 @@ def test_a_client_refuses_in_a_sentence(bundle: Path, data: Path, tmp_path: Path
     whole.rounds.save(0, None, {})
     start = whole.rounds.arrays(0)
     one, config = whole.client(0), {**whole.config, "server-round": 1}
-    with pytest.raises(MespError, match="is of demo, and the round is of other"):
+    with pytest.raises(MespError, match="is a bundle of demo, and the round is for other"):
         train(one, start, config | {"model": "other"})
     with pytest.raises(MespError, match=r"took more than 0\.001 s"):
         train(one, start, config | {"timeout": 0.001})
@@ -312,7 +312,7 @@ def test_a_file_is_a_topic(tmp_path: Path):
     assert len(held_out) == 10
     shares = share_out("", topics, 2, Partition("by-file"), seed=0)
     assert [len(share) for share in shares] == [20, 10]
-    with pytest.raises(MespError, match="client 3 of 4 would get nothing"):
+    with pytest.raises(MespError, match="Client 3 of 4 would get nothing"):
         share_out("", topics, 4, Partition("by-file"), seed=0)
     # The smaller alpha is, the more of a topic one client has.
     most = []
@@ -405,7 +405,7 @@ def test_what_is_no_topic_is_refused(tmp_path: Path):
         ("valid.txt", "has both dev.txt and valid.txt; keep one."),
         ("b.jsonl.zst", "has b.jsonl.zst, of no kind of file that is read; "),
         ("link.txt", "link.txt is a link that leads out of its folder; put the file there."),
-        ("more/c.txt", "has more/c.txt, which is of no split"),
+        ("more/c.txt", "has more/c.txt, which is in no split"),
         ("pipe.txt", "pipe.txt is not a regular file; put the file there."),
     ):
         with pytest.raises(MespError, match=re.escape(said)):

@@ -190,5 +190,5 @@ def test_a_head_that_mlx_lm_has_no_place_for_is_said():
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"][::-1]}
     folder = write_model(Path("model"), config, tensors | head, tokenizer=False)
     bundle = exported("--model", folder, "--seq-len", 8, *NEAREST)
-    with pytest.raises(MespError, match="as mlx-lm has it of lfm2 models"):
+    with pytest.raises(MespError, match="but mlx-lm ties both in lfm2 models"):
         bundle.to_mlx_lm()

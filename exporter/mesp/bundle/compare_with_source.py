@@ -46,14 +46,13 @@ class SourceComparison:
     def check(self) -> None:
         """Raises MespError if the bundle differs from its source by more than quantization."""
         for error, sentence in (
-            (self.read, "With the source's weights it is not what mlx-lm makes of the source"),
-            (self.written, "Its blocks are not what mlx-lm makes of its config.json"),
+            (self.read, "With the source's weights, its logits differ from the source's in mlx-lm"),
+            (self.written, "Its logits differ from those of its config.json in mlx-lm"),
         ):
             if not error <= TOLERANCE:  # or if it is NaN
                 raise MespError(
-                    f"The bundle does not compute as its source's own model. {sentence}: logits "
-                    f"differ by {error:.2g} of their norm, which quantization does not explain; "
-                    "export the model again."
+                    f"The bundle does not compute what its source does. {sentence} by {error:.2g} "
+                    "of their norm, which quantization does not explain; export the model again."
                 )
 
 
@@ -121,7 +120,7 @@ def _own_model(bundle: Bundle, source: Source) -> nn.Module:
         model, _ = load_model(source.folder, lazy=True, model_config=told | {"model_file": None})
     except Exception as error:  # mlx-lm raises various errors for unknown models
         raise MespError(
-            f"The installed mlx-lm cannot load {source.name}, so that nothing is there to compare "
+            f"The installed mlx-lm cannot load {source.name}, so there is nothing to compare "
             "the bundle with; leave out --source."
         ) from error
     assert isinstance(model, nn.Module)

@@ -139,8 +139,8 @@ def prepare_export(
         raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
     if layers and arch.per_layer and not random_weights:
         raise MespError(
-            f"A row of {source.name}'s table of embeddings for each layer holds all layers; leave "
-            "out --layers, or take --random-weights."
+            f"{source.name} has embeddings for each layer, which are stored for all layers together"
+            "; leave out --layers, or take --random-weights."
         )
     asked = mode, bits, group_size, head_bits
     quantizations = find_quantizations(source.name, source.config, arch, *asked)
@@ -306,7 +306,9 @@ def _check_choices(**given: tuple[Any, Collection[Any]]) -> None:
 def _check_calibrate(quantizations: Quantizations, quantize: str, random_weights: bool) -> None:
     """Raises MespError if --calibrate would change nothing."""
     if quantizations.config is not None:
-        raise MespError("The model comes quantized, and stays as it is; leave out --calibrate.")
+        raise MespError(
+            "The model is quantized already, and stays unchanged; leave out --calibrate."
+        )
     reasons = {
         "--quantize nearest": quantize == "nearest",
         "--random-weights": random_weights,

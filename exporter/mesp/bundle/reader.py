@@ -238,7 +238,7 @@ class Bundle:
         names = {path.rpartition(".")[2] for path, _ in model.named_modules()}
         if not arch.is_tied_in_mlx_lm and "lm_head" not in names:
             raise MespError(
-                f"The model's head is not its embedding, as mlx-lm has it of {arch.model_type} "
+                f"The model's head is not its embedding, but mlx-lm ties both in {arch.model_type} "
                 "models; use the adapters in adapters/peft with PEFT."
             )
 

@@ -290,8 +290,8 @@ class Rendering:
         pattern = special_pattern(self.tokenizer)
         if found := pattern.search(self._beside_texts):
             raise MespError(
-                f"it has the special token {found[0]} outside of its texts, as in its tools, where "
-                "it stays one: take it out, or leave out --split-special-tokens."
+                f"it has the special token {found[0]} outside of its texts, for example in its "
+                "tools, where it stays special: take it out, or leave out --split-special-tokens."
             )
         if not any(pattern.search(each.text) for each in self.texts):
             return []

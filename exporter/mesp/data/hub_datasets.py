@@ -100,8 +100,8 @@ def _find_files(
     for name in names:
         if name not in used:
             raise MespError(
-                f"{data} has {name}, which is of none of the splits {', '.join(files)}; say with "
-                "--splits which are read."
+                f"{data} has {name}, which is in none of the splits {', '.join(files)}; name "
+                "the splits to read with --splits."
             )
     return {split: partial(_read, data, each) for split, each in files.items()}
 

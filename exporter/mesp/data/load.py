@@ -180,8 +180,8 @@ def leave_out(
     for split, those in kept.items():
         if not those:
             raise MespError(
-                f"All records of the {split} data of {data} are marked not to be trained, as by "
-                "the weight 0: remove the mark from some."
+                f"All records of the {split} data of {data} are marked not to be trained, for "
+                "example by the weight 0: remove the mark from some."
             )
     return kept, sum(map(len, documents.values())) - sum(map(len, kept.values()))
 

@@ -133,8 +133,8 @@ def _encode_last(rendering: Rendering, notes: list[str]) -> Encoded:
     prompt = rendered_tokens(rendering, len(messages) - 1)
     if ids[: len(prompt)] != prompt:
         raise MespError(
-            "what the chat template makes of the messages before the last is not how it begins "
-            "the conversation: take --loss-on answers or all."
+            "in the chat template, the messages before the last are not the beginning of the "
+            "conversation: take --loss-on answers or all."
         )
     return Encoded(ids, np.arange(len(ids)) >= len(prompt), tuple(notes))
 
@@ -145,8 +145,9 @@ def _check_asked(rendering: Rendering, index: int, prompt: Sequence[int]) -> Non
     """
     if index and rendered_tokens(rendering, index, asks=True)[: len(prompt)] != prompt:
         raise MespError(
-            f"what asks for the answer in message {index + 1} is not how the chat template begins "
-            "the conversation: take records of messages and --loss-on answers, or leave it out."
+            f"the prompt for the answer in message {index + 1} is not the beginning of the "
+            "conversation in the chat template: take records of messages and --loss-on answers, "
+            "or leave it out."
         )
 
 

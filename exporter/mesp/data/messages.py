@@ -217,8 +217,8 @@ def read_weight(where: str, entries: dict[str, Any]) -> int | None:
             continue
         if value not in (0, 1):  # true and false are in it
             raise MespError(
-                f'{where} "{key}" {json.dumps(value):.40}, which is neither 0 nor 1: an answer is '
-                f"trained or not. Write one of both, or leave it out with --ignore {key}."
+                f'{where} "{key}" {json.dumps(value):.40}, which is neither 0 nor 1: write 1 '
+                f"to train it and 0 not to, or leave the field out with --ignore {key}."
             )
         weight = int(value == trained)
         found = weight if found is None else min(found, weight)

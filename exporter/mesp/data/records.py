@@ -147,7 +147,7 @@ def read_value(where: str, text: str) -> Any:
     try:
         return parse_json(text, strict=True)
     except UnicodeEncodeError as error:
-        raise MespError(f"{where} has half a character, as \\ud83d alone is; fix it.") from error
+        raise MespError(f"{where} has half a character, such as \\ud83d; fix it.") from error
     except UnclearError as error:
         raise MespError(f"{where} {error}.") from error
     except ValueError as error:
@@ -157,7 +157,7 @@ def read_value(where: str, text: str) -> Any:
 def as_object(where: str, record: Any) -> dict[str, Any]:
     """Returns a JSON value as the object of a record. Raises MespError for anything else."""
     if not isinstance(record, dict):
-        raise MespError(f"{where} is not an object, as a record is; fix it.")
+        raise MespError(f"{where} is not an object; write each record as one.")
     return record
 
 
@@ -215,8 +215,8 @@ def read_record(
         record["label"] = as_truth(record["label"])
         if not isinstance(record["label"], bool):
             raise MespError(
-                f'{where} has a "label" that is neither true nor false: write one of both, or '
-                "leave it out with --ignore label."
+                f'{where} has a "label" that is neither true nor false: write true or false, '
+                "or leave it out with --ignore label."
             )
     for key in (key for key in keys if key in record):
         record[key] = _said(where, key, record[key], ignored)

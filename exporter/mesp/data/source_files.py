@@ -86,7 +86,7 @@ def read_file(
         if path.is_dir():
             raise MespError(f"{name} is a folder; name a file in it.")
     if not parts.is_read:
-        raise MespError(f"{name} is of no kind of file that is read; {KINDS}.")
+        raise MespError(f"{name} is a kind of file that is not read; {KINDS}.")
     with _plain_errors(name), _opened(path, root) as file:
         most, content = size, file
         if parts.packed or parts.kind == ".parquet":

@@ -167,10 +167,10 @@ def _read_tree(
 def of_no_split(data: str, name: str) -> MespError:
     """Returns the error for a file in a folder that is in no split, or of no kind that is read."""
     if not FileName.of(PurePosixPath(name).name).is_read:
-        return MespError(f"{data} has {name}, of no kind of file that is read; {KINDS}.")
+        return MespError(f"{data} has {name}, a kind of file that is not read; {KINDS}.")
     return MespError(
-        f"{data} has {name}, which is of no split: call it train, valid or test, put it elsewhere, "
-        "or say with --splits what is read."
+        f"{data} has {name}, which is in no split: name it train, valid or test, put it elsewhere, "
+        "or choose the splits with --splits."
     )
 
 

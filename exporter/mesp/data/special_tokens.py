@@ -18,7 +18,7 @@ from typing import Any
 
 from mesp.errors import MespError
 
-# Of parts of a text: their first characters, and those after their last.
+# The bounds of parts of a text: the first character of each, and the one after its last.
 Bounds = Sequence[tuple[int, int]]
 
 

@@ -63,7 +63,9 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
     manifest = read_manifest(client.bundle)
     model, arch = str(manifest.model), manifest.architecture
     if config["model"] != model:
-        raise MespError(f"{client.bundle} is of {model}, and the round is of {config['model']}.")
+        raise MespError(
+            f"{client.bundle} is a bundle of {model}, and the round is for {config['model']}."
+        )
     settings = {name: config[name] for name in SETTINGS if name in config}
     settings |= client.privacy
     if config.get("proximal-mu"):  # of FedProx

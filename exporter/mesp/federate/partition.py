@@ -159,7 +159,7 @@ def share_out(
     for number, each in enumerate(documents):
         if not each:
             raise MespError(
-                f"Of {data}, client {number} of {clients} would get nothing: take fewer --clients, "
+                f"Client {number} of {clients} would get nothing of {data}: take fewer --clients, "
                 "more data, or another --split or --seed."
             )
     return documents

@@ -180,7 +180,7 @@ class Screened(Strategy):
             except MespError as error:
                 left_out.append(f"{name}: {_printable(error.message)}")
             except Exception as error:  # a stranger's message can raise anything
-                why = _printable(f"its answer is not as docs/federation.md has it: {error}")
+                why = _printable(f"its answer does not follow docs/federation.md: {error}")
                 left_out.append(f"{name}: {why}")
         left_out += [f"{self.names.get(n, f'node {n}')}: did not answer in time." for n in silent]
         number = self.first + server_round
@@ -210,19 +210,19 @@ class Screened(Strategy):
         targets, loss = metrics["num-examples"], metrics["loss"]
         footprint = metrics["footprint-bytes"]
         if not (isinstance(targets, int) and 0 < targets <= self.most_targets):
-            raise MespError(f"it counts {targets} targets, of {self.most_targets} at most")
+            raise MespError(f"it counts {targets} targets, more than {self.most_targets}")
         if not (
             isinstance(loss, float)
             and math.isfinite(loss)
             and isinstance(footprint, int)
             and footprint >= 0
         ):
-            raise MespError("its metrics are not as docs/federation.md has them")
+            raise MespError("its metrics do not follow docs/federation.md")
         expected = self.sent if self.exchange == "float32" else pack(self.sent)
         wanted = sum(array.nbytes + HEADER for array in expected.values())
         # Arrays that may have another dtype are read, so that the error can name it.
         if (size := _size(reply.content["arrays"])) > 4 * wanted:
-            raise MespError(f"it sends {size} bytes, of which {wanted} are enough")
+            raise MespError(f"it sends {size} bytes, more than the {wanted} needed")
         arrays = to_numpy(reply.content["arrays"])
         check_arrays(arrays, expected)
         if self.exchange == "bfloat16":

@@ -40,9 +40,9 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         if model_type in LACKING:
             missing = f" ({LACKING[model_type]})"
         elif any("expert" in key for key in (*config, *(config.get("text_config") or ()))):
-            missing = " (it mixes experts in a way of its own)"
+            missing = " (its mixture of experts is of another kind)"
         elif "text_config" in config:
-            missing = " (it is of several modalities, and the trainer takes text alone)"
+            missing = " (it has several modalities, and the trainer takes only text)"
         raise MespError(
             f"The architecture {model_type!r} is not supported{missing}; "
             f"supported are {', '.join(FAMILIES)}."
@@ -141,8 +141,8 @@ def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
         )
     if rope.get("type") == "longrope" and min(lengths) <= limit < max(lengths):
         raise MespError(
-            f"Beyond {limit:,} tokens the model turns positions by other factors; export sequences "
-            "up to that and longer ones as two bundles."
+            f"Beyond {limit:,} tokens the model scales positions differently; export shorter and "
+            "longer sequences as two bundles."
         )
 
 

@@ -614,26 +614,26 @@ VARIANTS = {
 LACKING = {
     **dict.fromkeys(
         ("olmo2", "olmo3"),
-        "its blocks norm what comes out of attention and MLP alone, and q and k over all heads",
+        "its blocks norm only the outputs of attention and MLP, and q and k over all heads",
     ),
-    "exaone4": "its blocks norm what comes out of attention and MLP alone",
-    "olmoe": "its weights of experts do not add up to 1, and it norms q and k over all heads",
+    "exaone4": "its blocks norm only the outputs of attention and MLP",
+    "olmoe": "its experts' weights do not add up to 1, and it norms q and k over all heads",
     **dict.fromkeys(
         ("glm", "glm4", "ernie4_5", "helium"),
-        "its RoPE turns neighbours, where the trainer's turns halves",
+        "its RoPE rotates neighbours, and the trainer's rotates halves",
     ),
     "hunyuan_v1_dense": "it norms q and k after RoPE",
     "gemma": "its activation in mlx-lm is not the one that it was trained with",
     **dict.fromkeys(
         ("gemma3n", "gemma3n_text"),
-        "each of its blocks has four streams, of which one is computed and the others predicted",
+        "its blocks have four streams: one is computed, and the others are predicted",
     ),
     **dict.fromkeys(("mamba", "mamba2", "falcon_h1", "nemotron_h", "jamba"), "it has Mamba mixers"),
     **dict.fromkeys(
         ("olmo", "cohere", "cohere2", "phi", "stablelm", "starcoder2", "gpt2", "gpt_neox"),
         "its norms are LayerNorms",
     ),
-    "bitnet": "its blocks norm what goes into o_proj and down_proj, and its activation is a "
+    "bitnet": "its blocks norm the inputs of o_proj and down_proj, and its activation is a "
     "squared ReLU",
     "prism_hadamard_qwen35": "its weights are in a basis that a Hadamard transform rotates",
 }

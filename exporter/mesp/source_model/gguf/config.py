@@ -345,5 +345,6 @@ def _llama3(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
         if len(scaled) == len(factors) and np.allclose(np.divide(base, scaled), factors, 1e-4):
             return scaling
     raise MespError(
-        f"{its.gguf.path} scales RoPE's frequencies otherwise than Llama 3, which is not supported."
+        f"{its.gguf.path} scales RoPE's frequencies differently from Llama 3, which is not "
+        "supported."
     )

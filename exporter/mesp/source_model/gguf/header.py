@@ -213,7 +213,7 @@ def _kind_of_q2_0(
         if all(0 <= room - size * kind[2] // kind[1] < alignment for size, room in rooms)
     ]
     if rooms and len(fitting) != 1:
-        raise ValueError("its tensors do not say which blocks of Q2_0 they have, of 64 or of 128")
+        raise ValueError("its tensors fit neither or both sizes of Q2_0 blocks, 64 and 128")
     return {_Q2_0: fitting[0]}
 
 

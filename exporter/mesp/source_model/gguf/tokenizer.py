@@ -147,7 +147,7 @@ def _byte_level(file: GGUF, tokens: list[str]) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     for first, second in pairs:
         if not {first, second, first + second} <= vocabulary.keys():
-            raise ValueError("a merge is not of its tokens")
+            raise ValueError("a merge has a part that is not a token")
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=name in _WHOLE_WORDS))
     pattern = PRE_TOKENIZERS[name]
     steps: list[Any] = []
@@ -184,7 +184,7 @@ def _pieces(file: GGUF, tokens: list[str], types: np.ndarray) -> Tokenizer:
                     found.extend((i, left, right))
                     merged += len(token)
         if merged > _MERGED:
-            raise ValueError("its tokens are made of each other in too many ways")
+            raise ValueError("its tokens can be merged in too many ways")
     order = np.array(found).reshape(-1, 3)
     order = order[np.lexsort((order[:, 2], order[:, 1], -scores[order[:, 0]]))]
     merges = [(tokens[left], tokens[right]) for _, left, right in order.tolist()]
