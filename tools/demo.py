@@ -78,7 +78,7 @@ def main(seed: int) -> None:
     call(program("mesp"), "report", collected / run.name, "--out", report)
 
     console = Console(width=WIDTH, highlight=False)
-    console.print("\nHeld-out requests, in words and about commands that training had not:\n")
+    console.print("\nHeld-out requests, whose words and commands are not in the training data:\n")
     for case, old, new in zip(held_out[:SHOWN], before, after, strict=False):
         console.print(shown(case, old, new))
     result = RunLog.load(run)

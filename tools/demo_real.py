@@ -95,7 +95,7 @@ def main(model: str | None, steps: int, seed: int) -> None:
 
     console = Console(width=WIDTH, highlight=False)
     console.print(
-        "\nHeld-out notes, in words, with titles, names and places that training had not. Each was "
+        "\nHeld-out notes, whose titles, names and places are not in the training data. Each was "
         f"asked for with “{spoken_notes.INSTRUCTION.strip()}”:\n"
     )
     for case, old, new in zip(held_out[:SHOWN], before, after, strict=False):

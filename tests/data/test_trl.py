@@ -270,7 +270,7 @@ def check_whole(
 ) -> None:
     """Fails if a text of a message, or a tool, is missing from the ids.
 
-    Reasoning may be left out, if a note says so and the template does this for all models.
+    Reasoning may be left out before the last question, if a note says so.
     """
     whole = model.tokenizer.decode(ids)
     for tool in tools or []:

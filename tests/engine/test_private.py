@@ -355,9 +355,7 @@ def test_other_data_is_refused_on_resuming(bundle: Path, tmp_path: Path):
 
 
 def test_pairs_are_clipped_by_the_pair(tmp_path: Path):
-    """It is a full batch of DPO at clip C without noise, so the gradient's norm follows from the
-    pairs'.
-    """
+    """In a full batch of DPO without noise, each pair's gradient is clipped."""
     draw = np.random.default_rng(1)
     pairs = [
         {

@@ -1099,7 +1099,7 @@ def test_two_nodes_do_not_share_a_folder(bundle: Path, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="sees a file for a moment")
 def test_a_key_is_its_owners_from_the_moment_it_is_there(bundle: Path, tmp_path: Path):
-    """A umask may allow anything."""
+    """This holds for any umask."""
     before = os.umask(0)
     try:
         with SuperLink() as link, Node(link.url, bundle, tmp_path / "n") as node:

@@ -1,7 +1,7 @@
 """Makes MLX multiply with OpenBLAS in this process, as in the engine: some 20 times faster.
 
 Import it before MLX. libmlx prefers a `cblas_sgemm` that is loaded globally to its own BLAS;
-scipy-openblas32 names it `scipy_cblas_sgemm`. The engine's source maps one name to the other.
+scipy-openblas32 names it `scipy_cblas_sgemm`. The engine's sources map one name to the other.
 """
 
 import ctypes

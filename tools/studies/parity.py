@@ -210,7 +210,7 @@ def main(
                 if len(chosen) > 1:
                     equivalent &= compare(bundle, task, optimizer, chosen, seeds, text)
     if not equivalent:
-        raise click.ClickException("Two trainers are not equivalent that should be: see above.")
+        raise click.ClickException("Two trainers that should be equivalent are not: see above.")
 
 
 def choose(

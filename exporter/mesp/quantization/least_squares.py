@@ -10,7 +10,7 @@ import mlx.core as mx
 from mesp.block_function.dequantize import pack
 from mesp.models.quantization_formats import Quantization
 
-# Numbers of grid steps between a group's smallest and largest weight, less the number of its codes.
+# The numbers of steps from a group's smallest to its largest weight, less those of the codes.
 # Below 0 the last codes stay unused; above 0 the largest weights are clipped. Twice as many grids
 # reduce the error by 1%.
 GRIDS = (-4, -3, -2, -1, -0.5, 0, 0.5, 1, 2)

@@ -494,65 +494,66 @@ RUNS = Kind(
     run_rows,
     None,
     ("peak MB", "s/step"),
-    f"""The paper's figures are of an iPhone 17 Pro, where its MeSP takes \
+    f"""The paper's figures were measured on an iPhone 17 Pro, where its MeSP takes \
 {paper.TIME_OF_MEBP} times as long as MeBP, and at rank 32 {paper.RANK_32_OF_RANK_4} times the \
 memory of rank 4.
-Net is the peak without Python and MLX as they are before anything is loaded. The trainer uses
+Net is the peak less the memory of Python and MLX before anything is loaded. The trainer uses
 OpenBLAS; MLX's own BLAS is some 50 times slower. A row with "from blocks" has not been run, but is
-extrapolated from those numbers of blocks, beside the plan for all. Products are those with frozen
-matrices alone, on NumPy's BLAS: what a step takes above them is all that a trainer can save.""",
+extrapolated from runs of these numbers of blocks; its plan is that of all blocks. Products are only
+those with frozen matrices, on NumPy's BLAS: a trainer can save no more than the rest of a step.""",
 )
 KINDS = {
     "gpu": Kind(
         gpu_rows,
         None,
         ("ledger peak MB", "modelled s"),
-        """Nothing was run: a step of MeSP with SGD, the second, as it would run on a phone's GPU.
-Counted: evals (round trips), kernels, TFLOP (of matrix products and attention), the ledger's peak,
-of MLX's arrays and its cache, without the process and the mapped weights, and the new buffers,
-which the system makes and fills with zeros. The predicted peak is the planner's of the same.
-Polling is how long `eval` keeps a core busy at most. Fast, strict and slow are with the trainer's
-command buffers in place of MLX's own. Fast: each is complete at once. Strict: none is complete
-before it must be, and the last one's completion handlers are late. Slow: those of many are late.
-Modelled: the seconds, from the counts and a phone's supposed speeds.
+        """Nothing was run: these are counts of a step, the second, of MeSP with SGD on a phone's
+GPU. Counted: evals (round trips), kernels, TFLOP (of matrix products and attention), the ledger's
+peak (of MLX's arrays and its cache, without the process and the mapped weights), and the new
+buffers, which the system makes and fills with zeros. The predicted peak is the planner's.
+Polling is the longest time in which `eval` keeps a core busy. Fast, strict and slow use the
+trainer's command buffers in place of MLX's. Fast: each is complete at once. Strict: none is
+complete before it must be, and the last one's completion handlers are late. Slow: those of many are
+late. Modelled: the seconds, from the counts and assumed speeds of a phone.
 See docs/ledger.md.""",
     ),
     "functions": Kind(
         functions_rows,
         None,
         ("kernels", "ledger peak MB", "modelled s"),
-        """The counts of the table gpu, of a bundle with block functions, of one without, whose
-forward passes are the trainer's formulas, and with --dropout 0.1, which takes these too. Moved:
-what kernels read and write.""",
+        """The counts of the table gpu for a bundle with block functions, for one without, whose
+forward passes are the trainer's formulas, and for --dropout 0.1, which also uses the formulas.
+Moved: the bytes that kernels read and write.""",
     ),
     "h": Kind(
         python_rows,
         None,
         ("h of all MB", "share"),
-        """MB are what storing h = xA of a block's modules would add, in float32. Times are of
+        """MB would be added by storing h = xA of a block's modules in float32. Times are those of
 one block, medians with mesp.reference; the gradient's includes recomputing its forward pass.""",
     ),
     "mezo-quality": Kind(
         python_rows,
         "layer",
         ("cosine", "equal signs", "relative error"),
-        """Means over draws of z, with mesp.reference in float32, after some exact steps (as B is
-zero at first, so is A's gradient).""",
+        """Means over draws of z, with mesp.reference in float32, after some exact steps, because
+A's gradient is zero for the initial B of zeros.""",
     ),
     "generation": Kind(
         generation_rows,
         None,
         ("decoded tokens/s",),
-        """Prompts of random tokens and so many of the likeliest after them, medians of rounds that
-alternate. CPU: user and system time of all threads. llama.cpp multiplies with activations in 8
-bits, the others in float32. mlx-lm's linear layers are MLX's own.""",
+        """Prompts of random tokens, and this many of the likeliest tokens after them; medians of
+rounds that alternate. CPU: user and system time of all threads. llama.cpp multiplies with
+activations in 8 bits, the others in float32. mlx-lm's linear layers are MLX's own.""",
     ),
     "adapters": Kind(
         adapters_rows,
         None,
         ("decoded tokens/s",),
-        """Prompts of random tokens and so many of the likeliest after them with several adapters
-at once, medians of rounds that alternate. Beyond none: the peak without that of the base model.
+        """Prompts of random tokens, and this many of the likeliest tokens after them, with several
+adapters at once; medians of rounds that alternate. Beyond none: the peak less that of the base
+model.
 Predicted: the adapters' matrices.""",
     ),
     "bits": Kind(
@@ -560,18 +561,19 @@ Predicted: the adapters' matrices.""",
         None,
         ("peak MB", "s/step"),
         f"""Steps by MeSP with SGD on random weights, all matrices quantized to the bits and groups
-in the name: medians of runs that alternate. Of 4 bits: of the first of these lines. CPU: of all
-threads, with the program's start. Of memory: in a control group that holds {HELD:.0%} of what 4
-bits take, with the cache of what is read; the files were not in memory before. Read: from the disk,
-a step.""",
+in the name: medians of runs that alternate. Of 4 bits: relative to the first line. CPU: time of all
+threads, with the program's start. Of memory: in a control group that holds {HELD:.0%} of the bytes
+of 4 bits, with the cache of the files; the files were not in memory before. Read: from the disk, a
+step.""",
     ),
     "preferences": Kind(
         preferences_rows,
         None,
         ("s/step",),
-        """A step of an objective has a pair of answers, of kto two: each of a sequence's length,
-half of it prompt. Time of supervised: of a step with one of these sequences, whose gradients are
-summed to be clipped. First: what a pair takes more when it is met, for the first model's part.""",
+        """A step of an objective has a pair of answers, or for kto two answers. Each is as long as
+a sequence, and half of it is prompt. Of supervised: relative to a step with one of these sequences,
+whose gradients are summed to be clipped. First: the added time when a pair is read for the first
+time, for the first model's likelihoods.""",
     ),
     "parts": Kind(
         parts_rows,
@@ -604,13 +606,13 @@ length that holds it, and packed into one sequence a step.""",
         packing_gpu_rows,
         None,
         ("kernels", "evals", "modelled s", "records/s"),
-        """The same on a phone's GPU, by the ledger's model of the time (docs/ledger.md). Counts of
-records alone are means of a step's, and the peak is the largest.""",
+        """The table packing on a phone's GPU, with the ledger's model of the time (docs/ledger.md).
+Counts of unpacked records are means over steps, and the peak is the largest.""",
     ),
     "convergence": Kind(
         convergence_rows,
         "step",
         ("held-out loss",),
-        "Nats a token, with SGD. Training: the mean since the line before of the same method.",
+        "Nats a token, with SGD. Training: the mean since the method's previous line.",
     ),
 }
