@@ -68,7 +68,7 @@ def main(
     bundle: str | None, on_phone: bool, device: str | None, app: str, existing: Path | None,
     repeats: int, seconds: float, minutes: float, neural_accelerator: bool, out: Path,
 ) -> None:  # fmt: skip
-    """Check what training depends on: weights in memory, costs, exact gradients, peaks."""
+    """Check properties that training depends on: mapped weights, costs, gradients, peaks."""
     if (existing is not None) + (bundle is not None or on_phone) != 1:
         raise MespError("Give a --bundle, --phone or a --report.")
     if neural_accelerator and (on_phone or existing is not None):

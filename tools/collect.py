@@ -72,8 +72,8 @@ def main(device: str | None, source: Path | None, out: Path, app: str) -> None:
 def print_table(folders: list[Path]) -> None:
     table = Table("run", *COLUMNS, box=None, header_style="bold", pad_edge=False)
     for folder in folders:
-        # Names and values may be a stranger's: rich must not read markup in them, nor a terminal
-        # controls.
+        # Names and values may be a stranger's: rich must read no markup in them, and a terminal no
+        # control characters.
         cells = (folder.name, *table_row(RunLog.load(folder)))
         table.add_row(*(Text(" ".join(printable(cell).split())) for cell in cells))
     console = Console(highlight=False)

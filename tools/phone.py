@@ -62,7 +62,7 @@ def connect(device: str | None, app: str, otherwise: str) -> Phone:
 
 def copying(what: str):
     """Shows that something is being copied, if there is a terminal."""
-    # rich must not read markup in a phone's name, nor a terminal controls.
+    # In a phone's name, rich must read no markup, and a terminal no control characters.
     return Console(stderr=True).status(Text(printable(f"Copying {what}")))
 
 

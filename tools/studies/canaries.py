@@ -68,7 +68,7 @@ def main_runs() -> dict[str, tuple]:
     help="A folder, replaced.",
 )
 def main(seed: int, steps: int, out: Path) -> None:
-    """Train in all these ways, and print what the secrets' exposure is."""
+    """Train in these ways, and print the exposure of the secrets."""
     shutil.rmtree(out, ignore_errors=True)
     draw = random.Random(seed)
     secrets = {name: tuple(draw.choices(WORDS, k=3)) for name in (*ONCE, *OFTEN)}

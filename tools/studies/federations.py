@@ -81,7 +81,7 @@ def main(
     plot: Path | None,
     out: Path,
 ) -> None:
-    """Train on what six people have in all these ways, and compare them by round."""
+    """Train on the data of six people in these ways, and compare the results by round."""
     if plot:
         check_plot(plot)
     mx.set_default_device(mx.cpu)

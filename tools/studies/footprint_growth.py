@@ -21,7 +21,7 @@ from mesp.errors import MespError
 from mesp.runs.log import RunLog
 
 MOST = 1.0  # MB over the whole run
-START = 0.05  # of the run, which is left out, because the trainer takes permanent memory in it
+START = 0.05  # the share that is left out: in it the trainer allocates lasting memory
 
 
 @click.command(cls=Command)

@@ -86,7 +86,7 @@ def export(source: Path, blocks: int, *options: object) -> float:
 )
 @click.option("--calibrate", type=click.Path(path_type=Path, exists=True), required=True)
 def main(model: str, calibrate: Path) -> None:
-    """Print what ways of quantizing a model cost."""
+    """Print the cost of several ways to quantize a model."""
     config = KNOWN[model][2]
     arch = Architecture.from_config(config)
     print(f"| {model} | 1 block, CPU s | 2 blocks, CPU s | all {arch.num_hidden_layers} |")

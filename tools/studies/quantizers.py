@@ -269,7 +269,7 @@ def main(
     sequences: int,
     length: int,
 ) -> None:
-    """Print what ways of quantizing a model lose."""
+    """Print the loss of several ways to quantize a model."""
     chosen = {n: way for n, way in WAYS.items() if not ways or n.startswith(ways)}
     if importlib.util.find_spec("xllamacpp") is None:
         chosen.pop("llama.cpp, Q4_K_M", None)

@@ -35,7 +35,7 @@ PER_LAYER_PROJECTION = "model.per_layer_model_projection"
 
 
 class Rows(NamedTuple):
-    """The rows of a module's W [out, in] that one of a block's projections is."""
+    """The rows of a module's W [out, in] that belong to one of a block's projections."""
 
     module: str
     rows: slice

@@ -89,10 +89,10 @@ def measure(
     cell: Cell, variant: Variant, before: list[Row], steps: int, work: Path, peft: Path | None,
     tell: Tell,
 ) -> Row:  # fmt: skip
-    """Trains some steps in a process of its own. A run that fails gives a row with its error.
+    """Trains some steps in a separate process. The row of a run that fails has its error.
 
-    `before` has the rows so far, MeBP's of the same cell among them where it is the limit; `peft`
-    is a Python that has PyTorch and PEFT.
+    `before` has the previous rows; if MeBP's peak is the limit, MeBP's row of the same cell is
+    among them. `peft` is a Python with PyTorch and PEFT.
     """
     row = new_row(cell, variant)
     try:
