@@ -118,7 +118,7 @@ def test_what_quantization_does_not_explain_is_said(tmp_path: Path):
     change(model / "config.json", rope_theta=500.0)
     done = invoke(main, "mesp", "check", bundle, "--source", model)
     said = refused(done)
-    assert said.startswith("The bundle does not compute as its source's own model. With")
+    assert said.startswith("The bundle does not compute what its source does. With")
     assert "which quantization does not explain" in said and "alone" not in done.stdout
 
 

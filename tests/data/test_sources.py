@@ -116,8 +116,16 @@ def test_json_is_read_as_what_it_is(tmp_path: Path):
         ("a.json", '[{"text": "a"}', r"a\.json is not JSON"),
         ("a.jsonl", '{"text": "a", "text": "b"}', 'Line 1 of .* has the key "text" twice'),
         ("a.jsonl", '{"text": "a", "x": {"b": 1, "b": 2}}', 'Line 1 of .* has the key "b" twice'),
-        ("a.jsonl", '{"text": "a", "score": NaN}', "Line 1 of .* has NaN, which is no number"),
-        ("a.json", '[{"text": "a", "score": -Infinity}]', "has -Infinity, which is no number"),
+        (
+            "a.jsonl",
+            '{"text": "a", "score": NaN}',
+            "Line 1 of .* has NaN, which is not a JSON number",
+        ),
+        (
+            "a.json",
+            '[{"text": "a", "score": -Infinity}]',
+            "has -Infinity, which is not a JSON number",
+        ),
         ("a.txt.gz", b"no gzip", "is not a whole gzip file"),
         ("a.parquet", "no table", "is not a parquet file that can be read"),
     ],
@@ -228,8 +236,8 @@ def test_parts_of_a_split_are_read_in_order(tmp_path: Path):
         ("more/extra.csv", "more/extra.csv, which is in no split"),
         ("data/train.jsonl", "data/train.jsonl, which is in no split"),
         ("train-2.jsonl", "train-2.jsonl, which is in no split"),
-        ("valid.jsonl.zst", "valid.jsonl.zst, of no kind of file that is read"),
-        ("notes.pdf", "notes.pdf, of no kind of file that is read"),
+        ("valid.jsonl.zst", "valid.jsonl.zst, a kind of file that is not read"),
+        ("notes.pdf", "notes.pdf, a kind of file that is not read"),
         ("readme.jsonl", "readme.jsonl, which is in no split"),
     ],
 )
@@ -309,7 +317,7 @@ def test_a_link_in_a_folder_stays_in_it(tmp_path: Path):
     assert f"{folder}/valid.jsonl is a link that leads out of its folder" in refused(folder)
     (folder / "valid.jsonl").unlink()
     (folder / "more").symlink_to(secret.parent)
-    assert f"{folder} has more, of no kind of file that is read" in refused(folder)
+    assert f"{folder} has more, a kind of file that is not read" in refused(folder)
     # A file that a person names may be a link.
     (tmp_path / "link.jsonl").symlink_to(secret)
     assert read(tmp_path / "link.jsonl") == {"train": RECORDS}

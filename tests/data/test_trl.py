@@ -350,10 +350,10 @@ def turn_ends(model: Model) -> list[int]:
 def check_asked(model: Model, messages: list[dict], tools: list | None, example: Example) -> None:
     """Fails unless everything before the answer is the prompt for it."""
     start = example.mask.index(True)
-    said = [each | {"weight": 0} for each in messages]  # nothing of a prompt is trained
+    said = [each | {"weight": 0} for each in messages]  # no token of a prompt is trained
     asked = encode_in_template(model.tokenizer, Conversation(said, tools=tools))
     shown = [model.tokenizer.decode(each) for each in (example.ids[:start], asked)]
-    assert example.ids[:start] == asked[:start], f"{shown[0]!r} is not how it asks: {shown[1]!r}"
+    assert example.ids[:start] == asked[:start], f"{shown[0]!r} is not the prompt: {shown[1]!r}"
 
 
 def check_like_trl(model: Model, messages: list[dict], tools: list | None, example: Example) -> int:

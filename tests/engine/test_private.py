@@ -351,7 +351,7 @@ def test_other_data_is_refused_on_resuming(bundle: Path, tmp_path: Path):
     other = export(tmp_path, write_records(tmp_path / "other.jsonl", 40), "--no-pack")
     assert train(bundle, tmp_path / "run", "--dp-noise", 1).returncode == 0
     done = run("train", other, "--resume", "--out", tmp_path / "run", "--steps", 5)
-    assert done.returncode == 2 and "The train data is not what the run" in done.stderr
+    assert done.returncode == 2 and "The train data has changed since the run" in done.stderr
 
 
 def test_pairs_are_clipped_by_the_pair(tmp_path: Path):

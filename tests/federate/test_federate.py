@@ -403,7 +403,7 @@ def test_what_is_no_topic_is_refused(tmp_path: Path):
     os.mkfifo(folder / "pipe.txt")
     for name, said in (
         ("valid.txt", "has both dev.txt and valid.txt; keep one."),
-        ("b.jsonl.zst", "has b.jsonl.zst, of no kind of file that is read; "),
+        ("b.jsonl.zst", "has b.jsonl.zst, a kind of file that is not read; "),
         ("link.txt", "link.txt is a link that leads out of its folder; put the file there."),
         ("more/c.txt", "has more/c.txt, which is in no split"),
         ("pipe.txt", "pipe.txt is not a regular file; put the file there."),

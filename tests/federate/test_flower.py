@@ -280,7 +280,7 @@ def npz(data: bytes) -> bytes:
 
 BAD = {
     "is silent": (lambda _: None, "node 101: did not answer in time"),
-    "sends nothing": (nothing, "node 101: its answer is not as"),
+    "sends nothing": (nothing, "node 101: its answer does not follow"),
     "sends NaN": (with_arrays(lambda a: a | {B: a[B] * np.nan}), "is not finite"),
     "sends another shape": (
         with_arrays(lambda a: a | {B: a[B][:, :, :-1].copy()}),
@@ -293,15 +293,15 @@ BAD = {
         ),
         "is of another model",
     ),
-    "has no name": (without("about"), "node 101: its answer is not as"),
+    "has no name": (without("about"), "node 101: its answer does not follow"),
     "claims too much": (with_metric("num-examples", 10**9), "counts 1000000000 targets"),
     "claims nothing": (with_metric("num-examples", 0), "counts 0 targets"),
-    "has no loss": (with_metric("loss", float("nan")), "its metrics are not as"),
+    "has no loss": (with_metric("loss", float("nan")), "its metrics do not follow"),
     "sends an archive": (with_data(npz), "is an archive and not an array"),
-    "sends no file": (with_data(lambda _: b"\x93NUMPY" + bytes(9)), "its answer is not as"),
-    "sends too much": (with_data(lambda data: data + bytes(1 << 20)), "bytes, of which"),
+    "sends no file": (with_data(lambda _: b"\x93NUMPY" + bytes(9)), "its answer does not follow"),
+    "sends too much": (with_data(lambda data: data + bytes(1 << 20)), "bytes, more than the"),
     "sends 3e38": (with_arrays(lambda a: a | {B: np.full_like(a[B], 3e38)}), "larger than 1e+06"),
-    "has footprints": (with_metric("footprint-bytes", -1), "its metrics are not as"),
+    "has footprints": (with_metric("footprint-bytes", -1), "its metrics do not follow"),
 }
 
 

@@ -379,7 +379,11 @@ def test_rope_as_transformers_5_writes_it():
         ("qwen3", {"num_experts": 8}, "num_experts to 8"),
         ("qwen3_moe", {"model_type": "olmoe"}, "norms q and k over all heads"),
         ("qwen2", {"model_type": "idefics3", "text_config": {}}, "several modalities"),
-        ("qwen2", {"model_type": "mixtral", "num_local_experts": 8}, "mixes experts"),
+        (
+            "qwen2",
+            {"model_type": "mixtral", "num_local_experts": 8},
+            "its mixture of experts is of another kind",
+        ),
         (
             "mistral3",
             {"text_config": {"model_type": "mistral4"}},

@@ -360,7 +360,7 @@ def test_parts_of_the_adapters_take_less(model: Path, tmp_path: Path):
     rows = {row["trained"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
     predicted = {name: row["predicted_peak_bytes"] for name, row in rows.items()}
     assert predicted["B of q,v"] < predicted["q,v"] < predicted["all"] > predicted["B alone"]
-    assert len({row["losses"][0] for row in rows.values()}) == 1, "B is zero at first"
+    assert len({row["losses"][0] for row in rows.values()}) == 1, "the initial B is zero"
     assert all(0 < row["backward_seconds"] < row["seconds"] for row in rows.values())
 
 
