@@ -1,5 +1,6 @@
-"""Puts what the programs in Swift are built from into wheels and sdists, a built engine into a
-wheel of one platform, and the README into all as PyPI can show it; pyproject.toml says all else."""
+"""Adds the Swift sources of the programs to wheels and sdists, a built engine to a wheel of one
+platform, and the README, in the form for PyPI, to all of them. pyproject.toml has the rest.
+"""
 
 import re
 import tomllib
@@ -10,8 +11,8 @@ from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-# The whole packages of SwiftPM: a manifest whose targets are not all there does not load. All but
-# MeSPTokenizers, which is no target where MESP_HOST_MLX is set, as it is where these are built.
+# Whole SwiftPM packages, because a manifest does not load if a target is missing. MeSPTokenizers is
+# left out: it is no target if MESP_HOST_MLX is set, as it is when these are built.
 FOLDERS = (
     "ios/HostMLX/Sources",
     "ios/HostMLX/Tests",
@@ -46,7 +47,9 @@ LICENSE_OF_PROGRAMS = "MIT AND Apache-2.0 WITH Swift-exception AND Unicode-3.0"
 
 
 class BuildWithEngineSources(build_py):
-    """Copies them to `mesp/engine/sources`, but for an editable install, which has the checkout."""
+    """Copies the sources to `mesp/engine/sources`, except in an editable install, which uses the
+    checkout.
+    """
 
     def run(self) -> None:
         super().run()
@@ -62,11 +65,10 @@ class BuildWithEngineSources(build_py):
 
 
 class WheelWithPrograms(bdist_wheel):
-    """Makes, where `--programs` names a folder of built programs, a wheel of the platform
-    `--plat-name` that carries them. `tools/platform_wheel.py` asks for it.
+    """Makes a wheel of the platform `--plat-name` with the programs in the folder `--programs`.
 
-    They are compiled with one version of MLX, which the folder's file `mlx-version` names: the
-    wheel requires that one.
+    `tools/platform_wheel.py` calls it. The programs are compiled with the version of MLX in the
+    folder's file `mlx-version`, and the wheel requires that version.
     """
 
     user_options: ClassVar = [
@@ -103,13 +105,16 @@ class WheelWithPrograms(bdist_wheel):
 
 
 def description(readme: str, source: str | None) -> str:
-    """The README for PyPI, which shows one page: links lead to the repository `source`, or, where
-    it has no address, are plain text, and pictures are left out."""
+    """Returns the README for PyPI, which shows one page.
+
+    Links lead to the repository `source` or, without an address, become plain text. Pictures are
+    left out.
+    """
     if source:
         to_file = rf"{source}/blob/HEAD/"
         readme = re.sub(r"\]\((?!https?:|#)", f"]({to_file}", readme)
         return re.sub(r'src="(?!https?:)', f'src="{source}/raw/HEAD/', readme)
-    # A picture stands with the note below it.
+    # A picture is removed with the note below it.
     readme = re.sub(r"<img [^>]*>\n\n(\*[^*]+\*\n\n)?", "", readme)
     return re.sub(r"\[([^][]*)\]\((?!https?:|#)[^)]*\)", r"\1", readme)
 

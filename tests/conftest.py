@@ -18,12 +18,12 @@ from helpers.models import TEXT, TINY, write_model
 from helpers.phones import Phones
 from mesp.errors import MespError
 
-# A shell that starts the tests in the background has SIGINT ignored, nohup has SIGHUP, and children
-# inherit that.
+# A shell that starts the tests in the background ignores SIGINT, nohup ignores SIGHUP, and child
+# processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Marks of tests that take long or a large package: `make test-slow` asks for each with -m.
+# Marks of tests that take long or need a large package: `make test-slow` selects each with -m.
 ON_REQUEST = {
     "federate": "federated rounds in Flower",
     "harness": "the tasks of lm-evaluation-harness",
@@ -54,13 +54,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer: float32, tied, in one file."""
+    """Returns a tiny model with a tokenizer: float32, tied, in one file."""
     return write_model(tmp_path_factory.mktemp("models") / "tiny", TINY)
 
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of the demo model for 64 tokens, by the defaults of an export; not to be changed."""
+    """Returns a bundle of the demo model for 64 tokens, with an export's defaults; not to be
+    changed.
+    """
     out = tmp_path_factory.mktemp("demo") / "demo.mesp"
     call("export", "--model", "demo", "--out", out, "--seq-len", 64)
     return out
@@ -68,18 +70,18 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct, Q4_1, for tests that are slow."""
+    """Returns the GGUF file of SmolLM2-135M-Instruct, Q4_1, for slow tests."""
     return _real_model("SMOLLM2")
 
 
 @pytest.fixture(scope="session")
 def gemma_gguf() -> Path:
-    """The GGUF file of Gemma 3 270M, Q4_K_M, for tests that are slow."""
+    """Returns the GGUF file of Gemma 3 270M, Q4_K_M, for slow tests."""
     return _real_model("GEMMA")
 
 
 def _real_model(name: str) -> Path:
-    from studies import real_models  # of tools/, which make_cases.py does not have in its path
+    from studies import real_models  # in tools/, which make_cases.py does not have in its path
 
     try:
         return real_models.gguf_file(getattr(real_models, name))
@@ -89,7 +91,7 @@ def _real_model(name: str) -> Path:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """A text of some thousand tokens of the tiny model's tokenizer."""
+    """Returns a text of some thousand tokens of the tiny model's tokenizer."""
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return path
@@ -97,7 +99,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder that the test works in."""
+    """Returns an empty folder, which is the test's working folder."""
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -106,24 +108,24 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def phones(tmp_path: Path) -> Phones:
-    """The phones that a command finds in `phones.environment()`."""
+    """Returns the phones that a command finds in `phones.environment()`."""
     return Phones(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that has the system fail a process: see helpers/faults.c."""
+    """Returns the library that makes system calls of a process fail: see helpers/faults.c."""
     return _library("faults", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def clock_set_back(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process whose clock runs backwards: see helpers/clock.c."""
+    """Returns the environment of a process whose clock runs backwards: see helpers/clock.c."""
     return os.environ | {"LD_PRELOAD": str(_library("clock", tmp_path_factory))}
 
 
 def _library(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiles a library for LD_PRELOAD."""
+    """Compiles a library for LD_PRELOAD, and returns it."""
     compiler = shutil.which("cc") or shutil.which("clang")
     if sys.platform != "linux" or compiler is None:
         pytest.skip("it takes Linux and a C compiler")

@@ -1,4 +1,4 @@
-"""The demo model, exported and trained by the real engine, as a user does it."""
+"""Tests of the demo model, exported and trained by the real engine as by a user."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def records(output: Path, kind: str) -> list[dict]:
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     find_engine()
     path = tmp_path_factory.mktemp("demo") / "demo.mesp"
-    how = ("--quantize", "nearest", "--head-bits", 4)  # as mlx-lm quantizes
+    how = ("--quantize", "nearest", "--head-bits", 4)  # mlx-lm's quantization
     call("export", "--model", "demo", "--out", path, "--seq-len", SEQ_LEN, *how)
     return path
 
@@ -65,7 +65,7 @@ def test_training_lowers_the_held_out_loss(trained: Path):
 
 
 def test_the_defaults_learn(bundle: Path, tmp_path: Path):
-    """In as many steps the paper's update changes the loss by some 1e-4."""
+    """In as many steps, the paper's update changes the loss by some 1e-4."""
     losses = {}
     for name, options in {"default": (), "paper": ("--paper",)}.items():
         output = tmp_path / name
@@ -94,7 +94,7 @@ def held_out_loss(model: nn.Module, bundle: Path) -> float:
 
 
 def test_a_bundle_without_held_out_data_trains(bundle: Path, tmp_path: Path):
-    """Of one record, which is replayed too: from the first step to the adapters."""
+    """There is one record, which is also replayed, from the first step to the adapters."""
     copy = shutil.copytree(bundle, tmp_path / "one.mesp")
     data = tmp_path / "one.jsonl"
     data.write_text(json.dumps({"prompt": "What is it?", "completion": " It is a test."}))
@@ -218,7 +218,7 @@ def test_a_bundle_for_the_gpu_has_a_plan_without_one(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow  # as all that needs mesp-count: `make check` does not build it
+@pytest.mark.slow  # as for all tests of mesp-count, which `make check` does not build
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 def test_dry_run_counts_a_step_of_a_bundle_for_the_gpu(tmp_path: Path):
     bundle = ROOT / "ios/MeSPTrainer/Demo-GPU.mesp"
@@ -261,7 +261,7 @@ def test_a_flipped_byte_is_found(bundle: Path, tmp_path: Path, file: str):
 
 
 def test_a_full_disk_is_one_sentence(bundle: Path, tmp_path: Path):
-    """A file that may not grow stands in for a disk that is full."""
+    """A limit on file sizes simulates a full disk."""
     assert train(bundle, tmp_path / "first", "--steps", 1).returncode == 0
     settings = json.loads((tmp_path / "first" / "settings.json").read_text())
     settings |= {"output": str(tmp_path / "run"), "steps": 1, "val_batches": 0}
@@ -271,7 +271,7 @@ def test_a_full_disk_is_one_sentence(bundle: Path, tmp_path: Path):
         [find_engine(), path],
         capture_output=True,
         text=True,
-        restore_signals=False,  # SIGXFSZ stays ignored, and writing fails instead
+        restore_signals=False,  # SIGXFSZ stays ignored, so writing fails instead
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16)),
     )
     assert done.returncode == 2, done.stderr

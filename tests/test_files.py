@@ -1,4 +1,4 @@
-"""Files that are written whole."""
+"""Tests of files that are written as a whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mesp.files import write_whole
 def test_a_file_is_on_the_disk_before_its_name_and_then_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
 ):
-    """On Apple's systems it is past the disk's own cache too, where the file system can do that."""
+    """On Apple's systems it also leaves the disk's cache, if the file system supports that."""
     done: list[tuple[str, object]] = []
     fsync, replace = os.fsync, os.replace
 
@@ -52,7 +52,7 @@ def test_a_file_is_on_the_disk_before_its_name_and_then_its_folder(
 def test_a_folder_that_cannot_be_synchronized_is_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """As on some network disks; the file in it still has to be on the disk."""
+    """Some network disks cannot; the file in it still has to be on the disk."""
     fsync = os.fsync
 
     def no_folders(file: int) -> None:

@@ -1,4 +1,4 @@
-"""Files that are damaged in every way: they are read, or refused in a sentence."""
+"""Tests that files with any damage are read, or refused with a sentence."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TYPES = {(code, dtype.size): dtype for code, dtype in enumerate(DTYPES)}
 
 @st.composite
 def overwritten(draw: st.DrawFn, data: bytes) -> bytes:
-    """Bytes with a few words changed: what a size, a shape or an index is."""
+    """Returns bytes with a few changed words, such as a size, a shape or an index."""
     data = bytearray(data)
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(data) - 8))
@@ -152,7 +152,7 @@ def matrices(scale: float, dtype: type = np.float32) -> Arrays:
 @CASES
 @given(data=st.data())
 def test_matrices_of_a_federation(data: st.DataObject):
-    """An accepted message can be averaged: no figure overflows, and a norm is kept."""
+    """Accepted messages can be averaged: no figure overflows, and norms are kept."""
     start = matrices(1)
     added = matrices(data.draw(st.sampled_from([0, 1e-38, 1e-30, 1, 1e5, 1e38])))
     given = {name: start[name] + added[name] for name in start}
@@ -175,7 +175,7 @@ def test_matrices_of_a_federation(data: st.DataObject):
     assert math.isfinite(averaging_error(clients, weights, start))
     after = clip_update(given, start, 0.5)
     moved = sum(float(np.square(after[n].astype(float) - start[n]).sum()) for n in start)
-    # A number of 1e6 has no 0.01 beside it in float32.
+    # float32 has no number 0.01 away from 1e6.
     assert math.sqrt(moved) <= 0.5 * (1 + 1e-5) + 24 * np.spacing(np.float32(8))
 
 
@@ -201,7 +201,7 @@ def test_records_of_data(tmp_path: Path, data: st.DataObject):
 
 
 def files_of_data() -> dict[str, bytes]:
-    """Records in a file of each kind."""
+    """Returns records in a file of each kind."""
     records = [{"messages": record["messages"]} for record in RECORDS[2:3]] * 3
     table, lines = io.BytesIO(), "".join(f"{json.dumps(record)}\n" for record in records).encode()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), table)
@@ -251,7 +251,7 @@ def gguf_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @st.composite
 def damaged_gguf(draw: st.DrawFn, file: bytes) -> bytes:
-    """Cut off, or with bytes changed beside the names in its header."""
+    """Returns the file cut off, or with changed bytes near the names in its header."""
     if draw(st.integers(0, 3)) == 0:
         return draw(damaged(file))
     names = re.compile(rb"general|tokenizer|blk|[.](attention|rope|ssm|shortconv|\w+_length)")
@@ -271,14 +271,14 @@ def damaged_gguf(draw: st.DrawFn, file: bytes) -> bytes:
 def test_gguf_files(gguf_files: list[Path], tmp_path: Path, data: st.DataObject):
     path = tmp_path / "m.gguf"
     file = data.draw(st.sampled_from(gguf_files)).read_bytes()
-    path.unlink(missing_ok=True)  # the one before may still be mapped
+    path.unlink(missing_ok=True)  # the previous one may still be mapped
     path.write_bytes(data.draw(damaged_gguf(file)))
     with contextlib.suppress(MespError):
         convert(path)
 
 
 def convert(path: Path) -> None:
-    """All that an export reads of a GGUF file."""
+    """Reads all of a GGUF file that an export reads."""
     source = find_source(str(path), random_weights=False)
     arch = Architecture.from_config(source.config)
     quantizations = find_quantizations(source.name, source.config, arch, None, None, None, None)
@@ -301,7 +301,7 @@ METADATA = [
 @CASES
 @given(data=st.data())
 def test_metadata_of_gguf_files(gguf_files: list[Path], data: st.DataObject):
-    """Values of other types, and numbers that are none of a model's."""
+    """Values have other types, and numbers are impossible for a model."""
     path = data.draw(st.sampled_from(gguf_files))
     file = GGUF.read(path)
     keys = [*file.metadata, "split.count", "general.type", "general.alignment", "general.license"]
@@ -317,7 +317,7 @@ def test_metadata_of_gguf_files(gguf_files: list[Path], data: st.DataObject):
 @given(data=st.data())
 def test_configurations(tmp_path: Path, data: st.DataObject):
     config = {"seq_len": 8, "projections": ["q", "v"], "learning_rate": 1e-4, "rslora": True}
-    text = json.dumps(data.draw(changed(config))).encode()  # which is YAML
+    text = json.dumps(data.draw(changed(config))).encode()  # JSON is also YAML
     path = tmp_path / "config.yaml"
     path.write_bytes(data.draw(st.just(text) | damaged(text) | st.binary(max_size=40)))
     with contextlib.suppress(click.ClickException, MespError):
@@ -327,12 +327,13 @@ def test_configurations(tmp_path: Path, data: st.DataObject):
 @CASES
 @given(data=st.data())
 def test_functions(bundle: Path, tmp_path: Path, data: st.DataObject):
-    """An accepted file computes with MLX, or is refused by it: reading or writing outside of an
-    array would end this process sooner or later."""
+    """MLX computes with an accepted file, or refuses it. Access outside of an array would end this
+    process sooner or later.
+    """
     original = data.draw(st.sampled_from(sorted(bundle.glob("*.mlxfn")))).read_bytes()
     file = data.draw(damaged(original) | overwritten(original))
     path = tmp_path / "function.mlxfn"
-    path.unlink(missing_ok=True)  # MLX may still read the one before
+    path.unlink(missing_ok=True)  # MLX may still read the previous one
     path.write_bytes(file)
     with contextlib.suppress(MespError, ValueError):
         for function in check_functions(file, "cpu"):
@@ -373,7 +374,7 @@ def test_adapters(bundle: Path, adapters: Path, tmp_path: Path, data: st.DataObj
 @CASES
 @given(data=st.data())
 def test_models(tmp_path: Path, data: st.DataObject):
-    """A config.json, through all that an export reads of it."""
+    """A config.json goes through all of an export's reading."""
     config = data.draw(st.sampled_from(sorted(FAMILIES)).map(FAMILIES.get))
     if data.draw(st.booleans()):
         config = config | {"quantization": {"bits": 4, "group_size": 32, "lm_head": {"bits": 8}}}
@@ -391,7 +392,7 @@ def test_models(tmp_path: Path, data: st.DataObject):
 @CASES
 @given(data=st.data())
 def test_tokenizers(bundle: Path, copy: Path, data: st.DataObject):
-    """And what a bundle's config.json says of the tokens that end a text."""
+    """The end tokens of a bundle's config.json are changed too."""
     for name in ("tokenizer_config.json", "config.json"):
         (copy / name).write_bytes(data.draw(texts((bundle / name).read_bytes())))
     with contextlib.suppress(MespError):
@@ -414,7 +415,7 @@ def test_indices_of_weights(tmp_path: Path, data: st.DataObject):
 @CASES
 @given(data=st.data())
 def test_settings_of_runs(tmp_path: Path, data: st.DataObject):
-    """A run goes on with those in its folder, which may come from anybody."""
+    """A run continues with the settings in its folder, which may come from a stranger."""
     options = {option.name: option.default for option in train.params if option.expose_value}
     recorded = {n: v for n, v in options.items() if isinstance(v, bool | int | float | str | None)}
     recorded |= {"bundle": "b", "steps": 3, "seq_len": 8, "projections": ["q", "v"]}

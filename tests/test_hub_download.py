@@ -1,4 +1,4 @@
-"""Models and data from a stand-in for the Hugging Face Hub."""
+"""Tests with models and data from a stand-in for the Hugging Face Hub."""
 
 import http.server
 import json
@@ -131,7 +131,7 @@ def test_data_from_the_hub(hub, tiny):
     for name, said in (
         ("tables", "org/tables/data/train.parquet is not a parquet file that can be read: "),
         ("both", "org/both has both data/train.jsonl and data/train.parquet; keep one."),
-        ("more", "org/more has data/more.jsonl, which is of no split: "),
+        ("more", "org/more has data/more.jsonl, which is in no split: "),
         ("nothing", "no dataset org/nothing on the Hugging Face Hub"),
     ):
         result = export_from_hub(hub, *arguments, "--overwrite", "--data", f"org/{name}")

@@ -1,4 +1,4 @@
-"""mesp-export --upload, against a stand-in for the Hub's client."""
+"""Tests of mesp-export --upload with a stand-in for the Hub's client."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from mesp.hub_upload import card, upload
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """The Hub's uploads by the client's method."""
+    """Returns the uploads to the Hub, by the client's method."""
     got = {}
 
     def method(name: str, answer: object = None):

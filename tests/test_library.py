@@ -1,4 +1,4 @@
-"""`import mesp`: what a notebook, a service or a tool calls."""
+"""Tests of `import mesp`, as a notebook, a service or a tool uses it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CORE = ROOT / "ios" / "MeSPTrainer" / "Core"
 
 
 def imported_by(program: str) -> set[str]:
-    """The packages that a program imports."""
+    """Returns the packages that a program imports."""
     program += "; import sys; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,9 @@ def test_settings_are_written_and_read():
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The package's modules that one imports, but for what a type checker alone reads."""
+    """Yields the modules of the package that a module imports, without imports for type
+    checkers.
+    """
     nodes = [ast.parse(path.read_text(encoding="utf-8"))]
     while nodes:
         node = nodes.pop()
@@ -105,7 +107,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def test_rooms_import_downward():
-    """No folder of the package imports, over others or at once, one that imports it."""
+    """No folder of the package imports, directly or indirectly, a folder that imports it."""
     rooms: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         if "sources" not in path.parts:
@@ -120,7 +122,7 @@ def test_rooms_import_downward():
 
 
 def code(folder: Path) -> Iterator[tuple[str, str]]:
-    """The lines of code below a folder, with the name of the file."""
+    """Yields the lines of code below a folder, with the name of the file."""
     for path in sorted(folder.rglob("*.swift")):
         for line in path.read_text(encoding="utf-8").splitlines():
             if not line.strip().startswith("//"):
@@ -128,7 +130,7 @@ def code(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def test_formulas_say_nothing_of_evaluation():
-    """They are cut by `machine.part`, `rows`, `each` and `reduce` alone."""
+    """Only `machine.part`, `rows`, `each` and `reduce` cut them."""
     said = re.compile(
         r"\b(eval|asyncEval|submit|clearCache|synchronize|depends|withDefaultDevice)\(|\.eval\(\)"
     )
@@ -136,7 +138,7 @@ def test_formulas_say_nothing_of_evaluation():
 
 
 def test_only_the_machine_knows_where_it_runs():
-    """Outside Core/Machine no arithmetic, tile or way to evaluate depends on a device or system."""
+    """Outside of Core/Machine, no arithmetic, tile or evaluation depends on a device or system."""
     known = re.compile(
         r"\bbackend\b|Device\.isCPU|Processor\.(cpu|gpu)\b|#if os|hasShortCommandBuffers"
         r"|processor\.(fuses|dequantizesInProduct|attendsByTiles|startsMetal|hasKernels)\b *[?&|]"
@@ -186,6 +188,6 @@ def test_five_lines_export_train_write_and_measure(
     assert adapted.difference.value == adapted.estimate.value - base.estimate.value
     said = capfd.readouterr()
     assert (said.out, said.err) == ("", "")
-    # The commands say the same.
+    # The commands print the same.
     printed = run("evaluate", "demo.mesp", "test.jsonl", "--adapters", on.adapters).stdout
     assert printed.rstrip("\n") == str(found)

@@ -1,4 +1,6 @@
-"""Real processes, ended and hindered in every way: what docs/reliability.md promises."""
+"""Tests of the promises in docs/reliability.md, with real processes that are ended or
+obstructed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ COLLECT = ROOT / "tools" / "collect.py"
 SMALL = {**TINY, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
 STEPS = 12
 EVAL_EVERY = 4
-DEADLINE = 120  # seconds; an end to what hangs
+DEADLINE = 120  # seconds after which a hanging process is ended
 
 
 def finish(line: list, **options: object) -> subprocess.CompletedProcess:
@@ -43,7 +45,7 @@ def finish(line: list, **options: object) -> subprocess.CompletedProcess:
 
 
 def refused(done: subprocess.CompletedProcess) -> str:
-    """The one sentence of a command that failed as it should."""
+    """Returns the one sentence of a command that failed as it should."""
     assert done.returncode == 2, (done.returncode, done.stderr)
     assert len(done.stderr.splitlines()) == 1, done.stderr
     return done.stderr.strip()
@@ -66,9 +68,9 @@ def export_command(*arguments: object) -> list[str]:
 
 
 def export_process(*arguments: object) -> BaseProcess:
-    """A process of its own, forked from one that has imported what an export does before it begins.
+    """Returns a separate process, forked from one that has imported the modules of an export.
 
-    Of mlx_lm that must be no part: it starts a thread of MLX's, which a fork has not.
+    mlx_lm must not be among them: it starts a thread of MLX's, which a fork does not have.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["mesp.commands.export", "transformers"])
@@ -87,7 +89,7 @@ def bundle(model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def settings(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Settings of a short run with every kind of state, as mesp-train writes them."""
+    """Returns settings of a short run with every kind of state, as mesp-train writes them."""
     output = tmp_path_factory.mktemp("settings") / "run"
     options = ("--steps", 1, "--optimizer", "adamw", "--learning-rate", 0.01, "--val-batches", 2)
     call("train", bundle, *options, "--out", output)
@@ -96,7 +98,7 @@ def settings(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 class Engine:
-    """The engine on some settings in a folder, to be started again and again."""
+    """The engine with some settings in a folder, which can be started several times."""
 
     def __init__(self, folder: Path, settings: dict, **changes: object):
         self.output = folder / "run"
@@ -117,14 +119,14 @@ class Engine:
         return finish(self.line(), **options)
 
     def records(self) -> list[dict]:
-        """Those of the log, of which the last line may be cut off."""
+        """Returns the records of the log, whose last line may be cut off."""
         if not (self.output / "metrics.jsonl").exists():
             return []
         lines = (self.output / "metrics.jsonl").read_text().split("\n")
         return [json.loads(line) for line in lines[:-1]]
 
     def losses(self) -> list[tuple]:
-        """The records that two runs must share to the last bit, in the order of the log."""
+        """Returns the records that two runs must share to the last bit, in the order of the log."""
         kinds = ("step", "eval")
         return [(r["type"], r["step"], r["loss"]) for r in self.records() if r["type"] in kinds]
 
@@ -132,7 +134,7 @@ class Engine:
         return max([step for kind, step, _ in self.losses() if kind == "step"], default=0)
 
     def saved_step(self) -> int:
-        """The state that a resumed run starts from."""
+        """Returns the step that a resumed run begins with."""
         path = self.output / "state.safetensors"
         if not path.exists():
             return 0
@@ -148,7 +150,7 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def whole(settings: dict, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """A run that nothing happens to."""
+    """Returns a run that is not disturbed."""
     engine = Engine(tmp_path_factory.mktemp("whole"), settings)
     assert engine.finish().returncode == 0
     return engine
@@ -159,7 +161,7 @@ def adapters(engine: Engine) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in arrays.items()}
 
 
-# Killed anywhere. 72 kills in all: 36 of training, 16 of export, 20 of collecting.
+# Kills at any time: 72 in all, 36 of training, 16 of export, 20 of collecting
 
 
 @pytest.mark.parametrize("save_every", [1, 2, 3])
@@ -197,7 +199,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
 def kill_at_random(
     generator: random.Random, process: subprocess.Popen, duration: float, output: Path
 ) -> None:
-    """Kills it at any moment of its life, or, one time in four, while it saves."""
+    """Kills a process at any moment of its life, or, one time in four, while it saves."""
     if generator.random() < 0.25:
         deadline = time.monotonic() + generator.uniform(0.2, 1) * duration
         while process.poll() is None and time.monotonic() < deadline:
@@ -219,7 +221,8 @@ def test_a_killed_export_leaves_the_old_bundle_or_the_new(model: Path, tmp_path:
     while kills < 16:
         lengths.append(16 if lengths[-1] == 8 else 8)
         process = export_process(model, out, lengths[-1], "--overwrite")
-        # Most of its life an export reads and computes: killed from the moment it writes.
+        # Most of its life an export reads and computes, so it is killed after it has begun to
+        # write.
         while not unfinished.exists() and process.is_alive():
             time.sleep(0.001)
         begun = time.monotonic()
@@ -252,7 +255,7 @@ def test_killed_collecting_leaves_whole_runs(whole: Engine, tmp_path: Path):
     kills = 0
     while kills < 20:
         process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(generator.uniform(took / 3, took))  # the first third, Python starts
+        time.sleep(generator.uniform(took / 3, took))  # during the first third, Python starts
         process.kill()
         kills += process.wait() == -signal.SIGKILL
         for name in ("a", "b", "c"):
@@ -357,7 +360,7 @@ def evaluate_to(model: Path, bundle: Path, folder: Path) -> list[str]:
 def test_a_command_that_is_ended_leaves_nothing(
     model: Path, bundle: Path, tmp_path: Path, number: int, line: Callable
 ):
-    """A signal comes while the command writes a folder, or while an engine works for it."""
+    """A signal arrives while the command writes a folder, or while an engine works for it."""
     out, temporary = tmp_path / "out", tmp_path / "temporary"
     for folder in (out, temporary):
         folder.mkdir()
@@ -387,7 +390,7 @@ def test_a_command_that_is_ended_leaves_nothing(
 
 
 def test_an_ended_engine_computes_nothing_more(bundle: Path, large: Path, tmp_path: Path):
-    """A text ends at a block, and MLX's threads may still compute then."""
+    """A text ends between blocks, and MLX's threads may still compute then."""
     prompt = {
         "adapters": [],
         "prompt": [5] * 40,
@@ -450,7 +453,7 @@ def test_a_clock_that_is_set_back_changes_no_measured_time(
     }
     end = record("generate", **text, stop=[])
     assert 0 < end["prompt_seconds"] < DEADLINE and 0 < end["seconds"] < DEADLINE
-    # Checks that measure for a time end.
+    # checks that measure for a given time
     checks = ["eval.empty", "repeats", "time.8"]
     end = record("self-check", seconds=0.05, repeats=2, checks=checks)
     assert 0 < end["seconds"] < DEADLINE
@@ -461,7 +464,7 @@ def test_a_clock_that_is_set_back_changes_no_measured_time(
 
 @pytest.mark.parametrize("limit", [100, 4_000, 40_000])
 def test_a_full_disk_is_one_sentence(settings: dict, whole: Engine, tmp_path: Path, limit: int):
-    """A limit on the size of files stands in: on the log, the adapters, the state."""
+    """A limit on the size of files simulates it, for the log, the adapters or the state."""
     engine = Engine(tmp_path, settings, save_every=1)
     done = engine.finish(
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -492,7 +495,7 @@ def test_a_disk_that_becomes_full_leaves_the_last_state(
 def test_a_run_goes_on_from_whichever_call_failed(
     settings: dict, faults: Path, tmp_path: Path, kind: str
 ):
-    """Before calls to the system that change a file: 20 of each kind, evenly over the run."""
+    """Calls to the system that change a file fail: 20 of each kind, evenly over the run."""
     steps = settings | {"steps": 3, "eval_every": 0, "save_every": 1}
 
     def environment(engine: Engine, **more: object) -> dict[str, str]:
@@ -542,7 +545,7 @@ def test_a_folder_that_is_read_only_is_one_sentence(
 
 @pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may write anywhere")
 def test_a_bundle_that_is_read_only_is_used(bundle: Path, model: Path, tmp_path: Path):
-    """Adapters, data and the home are read-only too."""
+    """Adapters, data and the home folder are read-only too."""
     copy = shutil.copytree(bundle, tmp_path / "closed" / "small.mesp")
     call("train", copy, "--steps", 1, "--out", tmp_path / "closed" / "run")
     adapters, data = tmp_path / "closed" / "run" / "adapters", tmp_path / "closed" / "d.jsonl"
@@ -635,7 +638,7 @@ def test_a_file_that_changes_in_use_is_one_sentence(
 
 
 def test_a_lost_page_is_one_sentence(settings: dict, tmp_path: Path):
-    """The signal of a page that the system can't read, whenever it comes."""
+    """The system's signal for a page that it can't read may arrive at any time."""
     engine = Engine(tmp_path, settings, save_every=1, steps=100_000)
     process = engine.start()
     engine.wait_for_step(process, 2)
@@ -652,7 +655,7 @@ def test_a_lost_page_is_one_sentence(settings: dict, tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two blocks of Qwen2.5-0.5B's geometry."""
+    """Returns two blocks of Qwen2.5-0.5B's geometry."""
     out = tmp_path_factory.mktemp("large") / "large.mesp"
     options = ("--random-weights", "--layers", 2, "--seq-len", 64, "--quantize", "nearest")
     call("export", "--model", "Qwen2.5-0.5B", *options, "--out", out)
@@ -661,7 +664,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a limit that can be set")
 def test_a_hard_limit_is_kept_or_refused(settings: dict, large: Path, tmp_path: Path):
-    """RLIMIT_DATA counts what is reserved too, such as stacks: `reserved`, as the engine finds."""
+    """RLIMIT_DATA also counts reserved memory, such as stacks: `reserved`, as the engine
+    finds it.
+    """
     changes = {"bundle": str(large), "seq_len": 64, "steps": 2, "val_batches": 0, "eval_every": 0}
 
     def limited(name: str, limit: int, **more: object) -> subprocess.CompletedProcess:
@@ -671,7 +676,7 @@ def test_a_hard_limit_is_kept_or_refused(settings: dict, large: Path, tmp_path: 
 
     predicted = json.loads(limited("free", 10**10, dry_run=True).stdout)["predicted_peak_bytes"]
     for limit in range(100_000_000, 10**9, 5_000_000):
-        # Below what the system's libraries take to start there is another message.
+        # Below the memory that the system's libraries need at the start, the message differs.
         said = re.search(
             r"allows this process (\d+) MB", limited("none", limit, dry_run=True).stderr
         )

@@ -1,4 +1,4 @@
-"""Files that are made to do harm: what they ask for is not done, and a sentence says so."""
+"""Tests of malicious files: their harm does not happen, and a sentence says why."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HARM = "import pathlib; pathlib.Path({!r}).touch()\nfrom transformers import {} 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle with data and a tokenizer."""
+    """Returns a bundle with data and a tokenizer."""
     folder = tmp_path_factory.mktemp("security")
     write_model(folder / "model", TINY)
     (folder / "text.txt").write_text(TEXT)
@@ -41,7 +41,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bundle(exported: Path, tmp_path: Path) -> Path:
-    """A copy of it to change."""
+    """Returns a copy of it to change."""
     return Path(shutil.copytree(exported, tmp_path / "bundle.mesp"))
 
 
@@ -52,7 +52,7 @@ def change(file: Path, **entries: object) -> None:
 
 
 def list_again(bundle: Path) -> None:
-    """Has the manifest describe the bundle's files as they are now."""
+    """Makes the manifest describe the bundle's files as they are now."""
     from mesp.bundle.manifest import describe_files
 
     listed = [asdict(each) for each in describe_files(bundle) if each.path != "manifest.json"]
@@ -60,7 +60,9 @@ def list_again(bundle: Path) -> None:
 
 
 def name_code(folder: Path, harm: Path) -> None:
-    """Has the tokenizer and the model of a folder be Python code that makes the file `harm`."""
+    """Makes the tokenizer and the model of a folder name Python code that writes the file
+    `harm`.
+    """
     (folder / "code.py").write_text(
         HARM.format(str(harm), "PreTrainedTokenizerFast") + "class Tokenizer(Base): pass\n"
     )
@@ -75,10 +77,11 @@ def name_code(folder: Path, harm: Path) -> None:
 
 @pytest.mark.parametrize("module", ["generate", "data", "evaluate"])
 def test_a_bundle_runs_no_python(bundle: Path, tmp_path: Path, module: str):
-    """Nor does an answer on standard input let it: transformers would ask there."""
+    """An answer on standard input does not allow it either: transformers would ask there."""
     harm = tmp_path / "harm"
     name_code(bundle, harm)
-    change(bundle / "config.json", model_type="custom")  # of others transformers has a tokenizer
+    # For other model types transformers has a tokenizer.
+    change(bundle / "config.json", model_type="custom")
     list_again(bundle)
     arguments = {
         "generate": ["--prompt", "-"],
@@ -161,7 +164,9 @@ def test_a_token_that_the_tokenizer_lacks_is_a_sentence(bundle: Path):
 def test_what_a_tokenizer_reads_lies_in_the_bundle(
     bundle: Path, tmp_path: Path, name: str, what: str
 ):
-    """Also a file that the manifest does not list: transformers opens it all the same."""
+    """A file that the manifest does not list must be inside too, because transformers would open
+    it.
+    """
     file, secret = bundle / name, tmp_path / "secret"
     file.unlink(missing_ok=True)
     secret.write_text("{}")
@@ -175,7 +180,7 @@ def test_what_a_tokenizer_reads_lies_in_the_bundle(
 
 
 def test_what_a_model_writes_does_not_control_a_terminal(bundle: Path):
-    """Here each of its tokens but one has an escape."""
+    """Here each of its tokens but one has an escape character."""
     file = bundle / "tokenizer.json"
     value = json.loads(file.read_text())
     escape = chr(256 + 27)  # in the alphabet of bytes
@@ -185,7 +190,7 @@ def test_what_a_model_writes_does_not_control_a_terminal(bundle: Path):
     list_again(bundle)
     arguments = command("generate", bundle, "--prompt", "a", "--max-tokens", 4, "--no-chat")
     done = subprocess.run(arguments, capture_output=True, check=True)
-    assert b"\x1b" in done.stdout  # into a file or a pipe as it is
+    assert b"\x1b" in done.stdout  # a file or a pipe gets it unchanged
     ours, theirs = os.openpty()
     subprocess.run(arguments, stdout=theirs, stdin=theirs, stderr=subprocess.DEVNULL, check=True)
     assert b"\x1b" not in os.read(ours, 1 << 16)
@@ -194,18 +199,18 @@ def test_what_a_model_writes_does_not_control_a_terminal(bundle: Path):
 
 @pytest.fixture(scope="module")
 def trained(exported: Path) -> Path:
-    """Adapters of the bundle's model."""
+    """Returns adapters of the bundle's model."""
     return write_adapters(exported.parent / "adapters", exported)
 
 
 @pytest.fixture
 def adapters(trained: Path, tmp_path: Path) -> Path:
-    """A copy of them to change."""
+    """Returns a copy of them to change."""
     return Path(shutil.copytree(trained, tmp_path / "adapters"))
 
 
 def refused(*arguments: object) -> str:
-    """The one sentence that a command refuses something with."""
+    """Returns the one sentence with which a command refuses something."""
     done = run(*arguments)
     assert done.returncode == 2, done.stdout
     assert done.stderr.startswith("Error: ") and done.stderr.count("\n") == 1, done.stderr
@@ -213,12 +218,12 @@ def refused(*arguments: object) -> str:
 
 
 def fuse(bundle: Path, adapters: Path) -> tuple[object, ...]:
-    """The arguments of a fusion into `fused` beside the bundle."""
+    """Returns the arguments for fusing into `fused` beside the bundle."""
     return "fuse", bundle, "--adapters", adapters, "--out", bundle.with_name("fused")
 
 
 def rewritten(header: dict, **fields: object) -> bytes:
-    """A safetensors file with the fields of its first tensor changed, of zeros."""
+    """Returns a safetensors file of zeros, with changed fields of its first tensor."""
     first = next(iter(header))
     text = json.dumps(header | {first: header[first] | fields}).encode()
     ends = [entry["data_offsets"][1] for entry in header.values()]
@@ -258,7 +263,8 @@ def test_adapters_that_lie_are_refused(bundle: Path, adapters: Path, what: str):
         matrices = mx.load(str(file))
         mx.save_safetensors(str(file), {name: m / 0 for name, m in matrices.items()})
         said = "that are not finite"
-    elif what == "more":  # of any size, or without which the others are no LoRA
+    # A tensor of any size, or a missing one, without which the others are no LoRA.
+    elif what == "more":
         matrices = mx.load(str(file))
         mx.eval(matrices)  # before its file is written again
         path = min(matrices).rpartition(".")[0]
@@ -285,14 +291,14 @@ def test_a_damaged_bundle_is_not_fused(bundle: Path, adapters: Path):
 
 
 def test_a_fused_model_holds_no_code(bundle: Path, adapters: Path, tmp_path: Path):
-    """Whoever loads it with mlx-lm, which runs a model_file unasked, runs none of the bundle's."""
+    """A program that loads it with mlx-lm, which runs a model_file without asking, runs no code."""
     harm, secret = tmp_path / "harm", tmp_path / "secret"
     secret.write_text("secret")
     name_code(bundle, harm)
     for name in ("LICENSE", "LICENSE.txt", "LICENSE.py", "modeling.py", "notes.txt"):
         (bundle / name).write_text(f"import pathlib; pathlib.Path({str(harm)!r}).touch()")
     list_again(bundle)
-    (bundle / "merges.txt").symlink_to(secret)  # which is not listed
+    (bundle / "merges.txt").symlink_to(secret)  # the manifest does not list it
     call(*fuse(bundle, adapters), "--val-batches", 0)
     fused = bundle.with_name("fused")
     assert {path.name for path in fused.iterdir()} == {
@@ -354,7 +360,7 @@ def test_a_configuration_of_another_model_is_refused(
 
 @pytest.mark.parametrize("what", ["token", "example", "no target"])
 def test_held_out_data_that_lies_is_refused(bundle: Path, adapters: Path, what: str):
-    """Ids beyond the vocabulary would read what lies behind the embedding."""
+    """Ids beyond the vocabulary would read memory after the embedding."""
     tokens = np.fromfile(bundle / "data" / "valid.bin", "<u4")
     manifest = json.loads((bundle / "manifest.json").read_text())
     if what == "token":
@@ -377,7 +383,7 @@ def test_held_out_data_that_lies_is_refused(bundle: Path, adapters: Path, what: 
 
 
 def loop(path: Path) -> Path:
-    """A symbolic link to itself."""
+    """Makes and returns a symbolic link to itself."""
     path.symlink_to(path.name)
     return path
 
@@ -426,7 +432,7 @@ def test_paths_that_lead_nowhere_are_refused(
 
 
 def with_an_index(model: Path) -> None:
-    """Gives the weights a name by which an index is read."""
+    """Renames the weights so that an index is read."""
     (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
 
 
@@ -512,7 +518,7 @@ def test_yaml_that_is_none_is_refused(tmp_path: Path, what: str):
 
 @pytest.mark.parametrize("value", ["1", [1], {}, 1.5, True, -1])
 def test_settings_of_other_types_are_refused(bundle: Path, tmp_path: Path, value: object):
-    """Where a run goes on with what a file says."""
+    """A run continues with the settings of a file."""
     run_folder = tmp_path / "run"
     options = ("--steps", 1, "--seq-len", 8, "--out", run_folder)
     assert run("train", bundle, *options).returncode == 0
@@ -523,7 +529,7 @@ def test_settings_of_other_types_are_refused(bundle: Path, tmp_path: Path, value
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=str)
 @pytest.mark.parametrize("file", ["settings.json", "config.yaml"])
 def test_a_file_names_no_code_to_run(bundle: Path, tmp_path: Path, file: str, options: tuple):
-    """A reward that is a function counts only where it is typed."""
+    """A reward that is a function counts only if it is typed."""
     harm, output, code = tmp_path / "harm", tmp_path / "runs" / "one", "runs.one.notes:go"
     output.mkdir(parents=True)
     (output / "notes.py").write_text(f"import pathlib; pathlib.Path({str(harm)!r}).touch()")
@@ -542,7 +548,7 @@ def test_a_file_names_no_code_to_run(bundle: Path, tmp_path: Path, file: str, op
 
 
 def test_a_resumed_run_reads_no_text_that_its_settings_name(bundle: Path, tmp_path: Path):
-    """It has its own copy, as tokens."""
+    """The run has a copy of the text, as tokens."""
     output, secret = tmp_path / "run", tmp_path / "secret"
     secret.write_text(TEXT)
     options = ("--steps", 1, "--seq-len", 8, "--max-forgetting", 3, "--out", output)
@@ -630,7 +636,7 @@ def test_sentences_do_not_control_a_terminal(bundle: Path):
 def test_a_manifest_says_of_its_model_what_can_be_shown(
     bundle: Path, tmp_path: Path, entries: dict
 ):
-    """Its model goes into the card of a repository, with `--upload`."""
+    """The model's name goes into the card of a repository, with `--upload`."""
     change(bundle / "manifest.json", **entries)
     said = refused("export", "--from", bundle, "--out", tmp_path / "out.mesp")
     assert "manifest.json is damaged" in said
@@ -655,7 +661,7 @@ def test_a_log_that_is_a_pipe_is_not_waited_for(tmp_path: Path):
 
 
 def test_new_data_goes_through_no_link(bundle: Path, exported: Path, tmp_path: Path):
-    """Neither into another bundle, nor, when it is removed, out of it."""
+    """Data goes neither into another bundle nor, when it is removed, out of this one."""
     other = Path(shutil.copytree(exported, tmp_path / "other.mesp"))
     before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
     (bundle / "data.2").symlink_to(other / "data")
@@ -671,7 +677,7 @@ def test_a_bundle_with_two_folders_of_data_is_refused(bundle: Path):
 
 
 def test_an_unfinished_folder_that_is_a_link_is_not_followed(tmp_path: Path):
-    """The rest of a killed export is removed, but not the target of a link in its place."""
+    """The remains of a killed export are removed, but not the target of a link in their place."""
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "file").touch()
@@ -703,7 +709,7 @@ def test_settings_are_written_through_no_link(bundle: Path, tmp_path: Path, name
 
 @pytest.mark.parametrize("name", ["adapters", "adapters/peft", "best", "general"])
 def test_a_run_keeps_to_its_folder(bundle: Path, tmp_path: Path, name: str):
-    """A new one, and one that goes on."""
+    """This holds for a new run, and for one that continues."""
     output, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     options = ("--seq-len", 8, "--max-forgetting", 3, "--eval-every", 1, "--out", output)
     elsewhere.mkdir()
@@ -735,14 +741,14 @@ def test_the_engine_saves_no_adapters_through_a_link(bundle: Path, tmp_path: Pat
 
 
 def test_a_pipe_in_place_of_a_manifest_is_refused(bundle: Path):
-    """A device or a pipe would be read for ever."""
+    """Reading a device or a pipe would never end."""
     (bundle / "manifest.json").unlink()
     os.mkfifo(bundle / "manifest.json")
     assert "cannot be read" in refused("generate", bundle, "--prompt", "a")
 
 
 def test_a_large_manifest_takes_little_memory(bundle: Path):
-    """Small lists take the most: 27 bytes for each of the file."""
+    """Small lists take the most memory: 27 bytes for each byte of the file."""
     (bundle / "manifest.json").write_text("[" + ",".join(["[]"] * 350_000) + "]")
     tracemalloc.start()
     read_json(bundle / "manifest.json")

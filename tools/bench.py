@@ -1,8 +1,8 @@
-"""Measures memory and time of training: MeSP, its baselines and mlx-lm's trainer, side by side.
+"""Measures memory and time of training with MeSP, its baselines and mlx-lm's trainer.
 
-Models get their true geometry and random weights. Every row is a process of its own; its memory is
-the process's anonymous memory (phys_footprint on a Mac), the highest during any step. An MB is
-1,000,000 bytes.
+Models get their true geometry and random weights. Every row is a separate process; its memory is
+the process's highest anonymous memory during any step (phys_footprint on a Mac). An MB is 1,000,000
+bytes.
 
 \b
   python tools/bench.py --model Qwen2.5-0.5B --seq-len 128,256 --methods mesp,mebp,mezo
@@ -12,22 +12,22 @@ the process's anonymous memory (phys_footprint on a Mac), the highest during any
 Tables, each with its own defaults for the options that apply to it:
   memory        peak and time by method and size
   length        the three methods by sequence length, the paper's sizes and other families
-  families      MeSP of the models with recurrent blocks, in memory and all on disk
+  families      MeSP on models with recurrent blocks, in memory and all on disk
   rank          MeSP by LoRA rank, all three sizes
-  time          MeSP's time against MeBP's, by memory limit
-  gpu           what a step on a phone's GPU would take, counted on any machine
+  time          the time of MeSP and of MeBP, by memory limit
+  gpu           a step on a phone's GPU, counted on any machine
   generation    tokens a second of prompts and of decoding, beside mlx-lm's and llama.cpp's
   functions     a step on a phone's GPU with a bundle's block functions, and without
-  adapters      tokens a second with several adapters at once, and the memory of these
-  bits          a step on weights of 3 and 2 bits beside 4, also with too little memory for these
-  h             what storing h = xA would take, and what recomputing it costs
+  adapters      tokens a second with several adapters at once, and their memory
+  bits          a step on weights of 4, 3 and 2 bits, also with too little memory for 4 bits
+  h             the memory of storing h = xA, and the time of recomputing it
   mezo-quality  MeZO's estimate of each block's gradient against the exact gradient
-  preferences   a step on preference data by objective, beside a supervised one
+  preferences   a step on preference data by objective, and a supervised one
   parts         some projections, or B alone, in place of all adapters
-  defaults      what mesp-train learns by default, beside a sweep of rates and optimizers
-  records       short records at their own length against padding them to the longest
-  packing       short records packed into one sequence against one a step
-  packing-gpu   the same on a phone's GPU, by what a step is modelled to take
+  defaults      mesp-train's default update, and a sweep of learning rates and optimizers
+  records       short records at their own length, and padded to the longest
+  packing       short records packed into one sequence, and one a step
+  packing-gpu   the same on a phone's GPU, with the modelled time of a step
   convergence   losses of the three methods on the demo model
   paper         a short form of every exhibit of the paper; writes build/bench/paper/paper.md
 
@@ -35,7 +35,7 @@ Tables, each with its own defaults for the options that apply to it:
 Methods:
   mesp, mebp, mezo        the trainer's
   mesp-paper              the paper's way: attention weights, logits, dequantized weights whole
-  mesp-store-h            the same, but h = xA is stored in the forward pass, not computed again
+  mesp-store-h            the same, but h = xA is stored in the forward pass, not recomputed
   mlx-lm                  mlx-lm's LoRA trainer as shipped
   mlx-lm-checkpoint       the same with gradient checkpointing
   mlx-lm-fast, mlx-lm-checkpoint-fast
@@ -43,13 +43,13 @@ Methods:
                           OpenBLAS, as the trainer does on a CPU: faster, and more memory
   torch-peft              PEFT on PyTorch, with the weights dequantized; needs --peft
   torch-peft-checkpoint   the same with gradient checkpointing
-  products                no training: the products with frozen matrices alone, forward and back
-  products-recomputed     the same with the forward products twice, as MeSP has them
+  products                only the products with frozen matrices, forward and back
+  products-recomputed     the same with the forward products twice, as in MeSP
 
 \b
 Memory limits, for MeSP:
   auto    none: the trainer's default      bar     half of the paper's peak
-  least   the least that is possible       mebp    MeBP's measured peak
+  least   the lowest possible              mebp    MeBP's measured peak
   all     enough to keep everything        MB      that many
 """
 
@@ -164,7 +164,10 @@ def main(table: str, json_file: Path | None, plot: Path | None, work: Path, **gi
 
 
 def find_options(table: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The table's defaults with what was given in their place; MespError for what has no use."""
+    """Returns the table's defaults, replaced by the given options.
+
+    Raises MespError for an option that the table does not use.
+    """
     options = dict(TABLES[table])
     spelled = {param.name: param.opts[0] for param in main.params}
     for name, value in given.items():

@@ -1,13 +1,13 @@
-"""Asks a machine what training depends on, and writes down what it said.
+"""Checks the properties of a machine that training depends on, and writes a report.
 
     python tools/check_gpu.py --bundle demo.mesp --out checked
     python tools/check_gpu.py --phone [--device ID] --out checked
     python tools/check_gpu.py --report collected/self-check/demo.json --out checked
 
-The first runs on this machine, the second in the app on a phone, which has to lie unlocked on its
+The first runs on this machine, the second in the app on a phone, which must be unlocked and on its
 cable; the third only makes a page of a report. `--out` gets self-check.json and self-check.html.
-With --neural-accelerator some checks run again with TF32, in a second process.
-Exits with 0 where nothing failed, 1 where a check did, 2 where there is nothing to check.
+With --neural-accelerator some checks run again with TF32, in a second process. Exits with 0 if
+nothing failed, 1 if a check did, 2 if there is nothing to check.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from mesp.runs.report import render_document
 from phone import APP, Phone, connect
 
 COLORS = {"pass": "green", "fail": "red", "note": "cyan", "skipped": "dim"}
-POLL = 5  # seconds between two looks at a phone
-SILENCE = 900  # seconds after which a phone that reports nothing new is given up
-# MLX reads it once in a process: 0 turns the products of A19's and M5's neural accelerators off.
+POLL = 5  # seconds between two reads of a phone's report
+SILENCE = 900  # seconds after which a phone with nothing new is given up
+# MLX reads it once in a process; 0 turns off the products of A19's and M5's neural accelerators.
 TF32 = "MLX_ENABLE_TF32"
 Report = dict[str, Any]
 Check = dict[str, Any]
@@ -68,7 +68,7 @@ def main(
     bundle: str | None, on_phone: bool, device: str | None, app: str, existing: Path | None,
     repeats: int, seconds: float, minutes: float, neural_accelerator: bool, out: Path,
 ) -> None:  # fmt: skip
-    """Check what training depends on: weights in memory, costs, exact gradients, peaks."""
+    """Check properties that training depends on: mapped weights, costs, gradients, peaks."""
     if (existing is not None) + (bundle is not None or on_phone) != 1:
         raise MespError("Give a --bundle, --phone or a --report.")
     if neural_accelerator and (on_phone or existing is not None):
@@ -105,7 +105,7 @@ def main(
 
 
 def check_here(settings: dict[str, Any], console: Console, environment: dict[str, str]) -> Report:
-    """This machine's report; of an engine that ended on the way, as far as it came."""
+    """Returns this machine's report. If the engine ended early, the report is incomplete."""
     report: Report = {}
     try:
         with console.status("Checking the bundle") as status:
@@ -126,7 +126,9 @@ def check_here(settings: dict[str, Any], console: Console, environment: dict[str
 
 
 def tf32_line(report: Report, settings: dict[str, Any], console: Console) -> Check:
-    """Training with TF32, in a process of its own, against the report's, which is without."""
+    """Returns the comparison of training with TF32, in a separate process, with `report`'s without
+    TF32.
+    """
     without = {check["name"]: check for check in report["checks"]}
     times = [name for name in without if name.startswith("time.")]
     settings = {**settings, "checks": ["tf32", "gradients.cpu", *times]}
@@ -162,7 +164,7 @@ def tf32_line(report: Report, settings: dict[str, Any], console: Console) -> Che
         time = f"With TF32, a step took {measured} of the time without it."
     else:
         time = "The time of a step was not measured."
-    # A number that is not finite is None.
+    # None stands for a number that is not finite.
     worst = max((each["value"] for each in errors), key=lambda e: inf if e is None else e)
     sentence = f"{time} The largest error of a gradient with TF32 is {amount(worst, '')}."
     return line | {"verdict": "note", "sentence": sentence, "measured": ratios + errors}
@@ -173,7 +175,7 @@ def numbers(check: Check) -> dict[str, float | None]:
 
 
 def step_seconds(check: Check) -> float:
-    """The time of a step with the default plan."""
+    """Returns the time of a step with the default plan."""
     return sum(numbers(check)[f"default: {phase}"] for phase in ("forward", "head", "backward"))
 
 
@@ -199,7 +201,7 @@ def check_phone(phone: Phone, bundle: str | None, console: Console) -> Report:
 
 
 def reports(phone: Phone) -> dict[str, Report]:
-    """All reports on a phone, by their files' names."""
+    """Returns all reports on a phone, by their file names."""
     with tempfile.TemporaryDirectory(prefix="mesp-self-checks-") as folder:
         return {path.name: read_report(path) for path in pull_self_checks(phone, Path(folder))}
 
@@ -221,7 +223,9 @@ def to_come(report: Report) -> list[str]:
 
 
 def ended(report: Report) -> Report:
-    """The report with a line for each check, also where the process ended in one of them."""
+    """Returns the report with a line for each check, even if the process ended during one of
+    them.
+    """
     if report.get("end"):
         return report
     problem = report.get("problem") or "The process ended in this check."
@@ -251,7 +255,7 @@ def show(check: dict[str, Any], console: Console) -> None:
 
 
 def amount(value: float | None, unit: str) -> str:
-    """A number with its unit, as people read it."""
+    """Returns a number with its unit, for people."""
     if value is None:
         return "not finite"
     if unit == "s":
@@ -268,7 +272,7 @@ UNITS = {"metal_bytes": "bytes", "bytes_per_second": "bytes/s", "flops_per_secon
 
 
 def constants(report: Report) -> list[tuple[str, str]]:
-    """The constants for the model of a step's time."""
+    """Returns the constants for the model of a step's time."""
     return [
         (name.replace("_", " "), amount(value, UNITS.get(name, "s")))
         for name, value in sorted(report["end"]["constants"].items())
@@ -276,7 +280,7 @@ def constants(report: Report) -> list[tuple[str, str]]:
 
 
 def page(report: Report) -> str:
-    """The page, which loads nothing."""
+    """Returns the page, which loads nothing."""
     start, verdict = report["start"], report["end"]["verdict"]
     counts = [
         f"{sum(check['verdict'] == each for check in report['checks'])} {name}"

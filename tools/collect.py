@@ -1,6 +1,6 @@
-"""Collects runs, logs and adapters, from a phone or a folder, and prints a table of them.
+"""Collects runs, logs and adapters from a phone or a folder, and prints a table of them.
 
-Reports of self-checks on the phone come too, into the folder self-check.
+Reports of self-checks on the phone are also copied, into the folder self-check.
 
     python tools/collect.py --from runs --out collected
     python tools/collect.py [--device ID] --out collected
@@ -33,7 +33,8 @@ from phone import APP, Phone, connect, copying
 
 RUNS_ON_PHONE = "Documents/runs"
 SELF_CHECKS_ON_PHONE = "Documents/self-check"
-KEPT = (LOG_NAME, "settings.json", "samples.json", "adapters", "best")  # of a run's folder
+# The files and folders of a run that are copied.
+KEPT = (LOG_NAME, "settings.json", "samples.json", "adapters", "best")
 
 
 @click.command(cls=Command)
@@ -71,11 +72,12 @@ def main(device: str | None, source: Path | None, out: Path, app: str) -> None:
 def print_table(folders: list[Path]) -> None:
     table = Table("run", *COLUMNS, box=None, header_style="bold", pad_edge=False)
     for folder in folders:
-        # Names and values may be a stranger's: no markup of rich's, and nothing for a terminal.
+        # Names and values may be a stranger's: rich must read no markup in them, and a terminal no
+        # control characters.
         cells = (folder.name, *table_row(RunLog.load(folder)))
         table.add_row(*(Text(" ".join(printable(cell).split())) for cell in cells))
     console = Console(highlight=False)
-    # Without a terminal there is no width to keep to, and cut-off figures help nobody.
+    # Output that is not a terminal has no width to fit, and nothing is cut off.
     console.width = console.width if console.is_terminal else 200
     console.print(table)
 
@@ -101,15 +103,15 @@ def pull_self_checks(phone: Phone, out: Path) -> list[Path]:
 
 
 def collect(source: Path, out: Path) -> list[Path]:
-    """Copies every run below `source` into a folder of its own in `out`; returns those folders.
+    """Copies every run below `source` into a separate folder in `out`; returns these folders.
 
-    A run that was collected before is refreshed. One that only has the name of another run in
-    common gets a number behind it.
+    A run that was collected before is updated. A different run with the same name gets a number
+    after its name.
     """
     collected = []
     for run in find_runs(source):
         if out.resolve() in run.resolve().parents:
-            continue  # `out` lies in `source`: this is what was collected before
+            continue  # `out` lies in `source`: these are collected runs
         if not is_regular(run / LOG_NAME):
             note(f"{run / LOG_NAME} is not a regular file, and its run was left out.")
             continue
@@ -132,7 +134,7 @@ def places(out: Path, name: str) -> Iterator[Path]:
 
 
 def may_hold(place: Path, run: Path) -> bool:
-    """Whether `place` is free or holds the same run, known by the first record of its log."""
+    """Returns whether `place` is free, or holds the run with the same first record in its log."""
     if not place.exists():
         return True
     return (place / LOG_NAME).is_file() and first_line(place) == first_line(run)
@@ -149,15 +151,17 @@ def is_newer(collected: Path, run: Path) -> bool:
 
 
 def replace(run: Path, target: Path) -> None:
-    """Puts a copy of the run in the target's place. Whoever looks sees the old one or the new."""
+    """Replaces the target by a copy of the run. Readers see the old one or the new one."""
     with replacing(target, f"collect.py is writing {target}") as fresh:
         for name in KEPT:
             copy(run / name, fresh / name)
 
 
 def copy(source: Path, target: Path) -> bool:
-    """Copies a file, or a folder with what is in it, and returns whether it did. What is neither,
-    such as a link, which may lead to private files, is left out, and a note says so."""
+    """Copies a file, or a folder with its content, and returns whether it did.
+
+    Anything else is left out with a note. A link, for example, may lead to private files.
+    """
     if is_regular(source):
         target.unlink(missing_ok=True)
         shutil.copy2(source, target, follow_symlinks=False)
@@ -173,7 +177,7 @@ def copy(source: Path, target: Path) -> bool:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether a path is a file, and no link, device or pipe."""
+    """Returns whether a path is a file, and no link, device or pipe."""
     return os.path.lexists(path) and stat.S_ISREG(os.lstat(path).st_mode)
 
 

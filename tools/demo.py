@@ -1,4 +1,4 @@
-"""The demo behind `make demo`: teaches the demo model to turn requests into JSON.
+"""The demo of `make demo`: teaches the demo model to turn requests into JSON.
 
 Writes the data, exports the model, trains it with MeSP, collects the run's log and draws it, and
 shows the model's answers to held-out requests before and after.
@@ -26,10 +26,10 @@ from studies.tasks.model_answers import Answer, answers
 
 STEPS = 600
 BATCH_SIZE = 2
-SEQ_LEN = 96  # holds the longest request with its answer
+SEQ_LEN = 96  # fits the longest request with its answer
 RANK = 16
-# A small model that has never seen a brace has more to learn in these steps than the defaults are
-# for: twice their rate, with an average of the gradients' squares that follows a rate that falls.
+# A small model that has never seen a brace has much to learn in these steps: twice the default
+# learning rate, with an average of the gradients' squares that follows the falling rate.
 UPDATE = (
     *("--alpha", 2 * RANK, "--learning-rate", 2e-3, "--beta2", 0.98, "--max-grad-norm", 1),
     *("--warmup", 20, "--schedule", "linear"),
@@ -40,7 +40,7 @@ SHOWN = 10
 
 TOOLS = Path(__file__).resolve().parent
 OUT = TOOLS.parent / "build" / "demo"
-WIDTH = 100  # columns of what is printed
+WIDTH = 100  # columns of the output
 
 
 @click.command(cls=Command)
@@ -78,7 +78,7 @@ def main(seed: int) -> None:
     call(program("mesp"), "report", collected / run.name, "--out", report)
 
     console = Console(width=WIDTH, highlight=False)
-    console.print("\nHeld-out requests, in words and about commands that training had not:\n")
+    console.print("\nHeld-out requests, whose words and commands are not in the training data:\n")
     for case, old, new in zip(held_out[:SHOWN], before, after, strict=False):
         console.print(shown(case, old, new))
     result = RunLog.load(run)
@@ -96,7 +96,7 @@ def main(seed: int) -> None:
 
 
 def write_data(folder: Path) -> list[Case]:
-    """Writes the task as `--data` takes it, and returns the held-out cases."""
+    """Writes the task as data for `--data`, and returns the held-out cases."""
     held_out = cases(HELD_OUT_CASES, seed=1, held_out=True, whens=SOON)
     train = cases(TRAINING_CASES, seed=0, held_out=False, whens=SOON)
     splits = {"train": train, "valid": held_out}
@@ -112,7 +112,7 @@ def program(name: str) -> Path:
 
 
 def call(*command: object) -> None:
-    """Runs one of the project's own commands, showing it as a user would type it."""
+    """Runs a command of the project, and prints it as a user would type it."""
     arguments = [str(argument) for argument in command]
     shown = [Path(part).name if Path(part).is_absolute() else part for part in arguments]
     click.echo(f"\n$ {shlex.join(shown)}")
@@ -126,7 +126,7 @@ def right(found: list[Answer]) -> int:
 
 
 def shown(case: Case, before: Answer, after: Answer) -> Text:
-    """A request and both answers, a line each, with a mark at what is right."""
+    """Returns a request and both answers, a line each, with a mark at right answers."""
     text = Text(f"{case.prompt}\n", style="bold", no_wrap=True, overflow="ellipsis")
     for when, answer in (("before", before), ("after", after)):
         mark = Text("✓", "green") if answer.is_right else Text("✗", "red")

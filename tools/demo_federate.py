@@ -1,7 +1,7 @@
-"""The demo behind `make demo-federate`: six people teach one model to turn requests into JSON.
+"""The demo of `make demo-federate`: six people teach one model to turn requests into JSON.
 
-Each has requests about one thing in a house: lights, heating, radios, doors, windows, alarms. Held
-out are requests about all of them. Draws the held-out loss by round, and what clients differ in.
+Each has requests about one thing in a house: lights, heating, radios, doors, windows, alarms. The
+held-out requests are about all of them. Draws the held-out loss and the clients' drift by round.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUNDS, STEPS, BATCH_SIZE = 8, 10, 2
 RATE = 2e-3
 CASES, HELD_OUT_CASES = 1200, 50
 OUT = DEMO_OUT.with_name("demo-federate")
-# The adapters that are averaged, by option.
+# The options for the adapters that are averaged.
 KINDS = {"B alone (FFA-LoRA)": (), "A and B apart": ("--no-freeze-a",)}
 
 
@@ -61,7 +61,7 @@ def main(both: bool, rounds: int, split: str, seed: int, learning_rate: float, o
 
 
 def write_data(folder: Path, held_out: int) -> None:
-    """A file of training cases for each thing in the house, and this many held-out ones."""
+    """Writes a file of training cases for each thing in the house, and the held-out cases."""
     files = {f"{what}.jsonl": [] for what in DO}
     for case in cases(CASES, seed=0, held_out=False):
         files[json.loads(case.completion)["what"] + ".jsonl"].append(case)
@@ -90,7 +90,7 @@ def federated(bundle: Path, data: Path, output: Path, *options: object) -> Feder
 
 
 def described(records: list[dict[str, Any]]) -> str:
-    """Rounds in a sentence."""
+    """Returns a sentence about the rounds."""
     clients = sum(len(record["clients"]) for record in records[1:])
     down, up = (sum(r[f"bytes_{way}"] for r in records[1:]) / clients for way in ("down", "up"))
     drifts = [record["drift"] for record in records[1:]]
@@ -105,7 +105,7 @@ def described(records: list[dict[str, Any]]) -> str:
 
 
 def draw(path: Path, found: dict[str, list[dict[str, Any]]]) -> None:
-    """The held-out loss by round, and drift and the average's error."""
+    """Draws the held-out loss by round, and the drift and the averaging error."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")

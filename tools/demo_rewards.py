@@ -1,7 +1,7 @@
-"""The demo behind `make demo-rewards`: teaches SmolLM2-135M-Instruct to answer in JSON by rewards.
+"""The demo of `make demo-rewards`: teaches SmolLM2-135M-Instruct to answer in JSON by rewards.
 
-No answer is shown to the model: it samples answers, the engine asks how much each is worth
-(`--reward json-equal`), and the advantages in a group of answers train it (GRPO).
+The model sees no answers: it samples some, the engine asks for the reward of each (`--reward
+json-equal`), and the advantages in a group of answers train it (GRPO).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from studies.tasks import spoken_notes
 STEPS = 48
 PROMPTS = 2  # a step
 GROUP_SIZE = 8  # answers to each
-SEQ_LEN = 96  # holds a prompt in the chat template with its answer
+SEQ_LEN = 96  # fits a prompt in the chat template with its answer
 MAX_TOKENS = 32  # the longest right answer has 24
 LEARNING_RATE = 1e-4  # falls to 0; at 2e-4 all answers end too early after some 12 steps
 HELD_OUT_CASES = 200
@@ -48,7 +48,9 @@ CITIES = (
 
 
 def cases(held_out: bool) -> list[dict[str, str]]:
-    """All requests in a fixed random order; held-out ones have every third name and city."""
+    """Returns all requests in a fixed random order; held-out ones have every third name and
+    city.
+    """
     names, cities = (
         [word for i, word in enumerate(words) if (i % 3 == 0) == held_out]
         for words in (spoken_notes.PEOPLE.title().split(), CITIES.split())
@@ -67,7 +69,7 @@ def cases(held_out: bool) -> list[dict[str, str]]:
 
 
 def write_data(folder: Path, steps: int) -> None:
-    """Writes the requests as `--data` takes them; the right answers are for the reward alone."""
+    """Writes the requests as data for `--data`; only the reward uses the right answers."""
     splits = {"train": cases(False)[: PROMPTS * steps], "valid": cases(True)[:HELD_OUT_CASES]}
     folder.mkdir(parents=True, exist_ok=True)
     for split, each in splits.items():
@@ -95,7 +97,7 @@ def main(model: str | None, steps: int, seeds: tuple[int, ...]) -> None:
         *(program("mesp-export"), "--model", model or find_model(), "--data", data),
         *("--out", bundle, "--overwrite", "--seq-len", SEQ_LEN),
     )
-    # The same sequences in a step, were the answers shown.
+    # A run to compare with, which sees the answers, with as many sequences in a step.
     runs_at = OUT / "runs" / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     size = ("--batch-size", PROMPTS * GROUP_SIZE, "--steps", 2, "--val-batches", 0)
     supervised = train(bundle, runs_at / "supervised", *size)

@@ -5,9 +5,8 @@
 
 On this machine: exports the demo model for the GPU and for the CPU, checks the machine, trains both
 alike and compares their losses. On a phone: runs the app's self-check and fetches the logs of its
-runs. The file has reports, logs and what the commands printed: no text, no adapters, and no name of
-your home folder.
-Exits with 1 where a step failed; the file is written all the same.
+runs. The file has reports, logs and the commands' output: no text, no adapters, and no name of your
+home folder. Exits with 1 if a step failed; the file is written in any case.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from phone import APP
 TOOLS = Path(__file__).resolve().parent
 OUT = TOOLS.parent / "build" / "first-hour"
 STEPS = 20
-# A GPU's losses in bfloat16 should have the same two digits as a CPU's in float32.
+# A GPU's losses in bfloat16 should agree with a CPU's in float32 to two digits.
 TOLERANCE = 0.05
 
 
@@ -67,7 +66,7 @@ def main(on_phone: bool, device: str | None, app: str, seconds: float, out: Path
 
 
 def measure_here(steps: Steps, out: Path, seconds: float) -> None:
-    """Exports, checks, and trains on the GPU, where there is one, and on the CPU."""
+    """Exports and checks here, and trains on the GPU, if there is one, and on the CPU."""
     bundle, on_cpu = out / "demo.mesp", out / "demo-cpu.mesp"
     lengths = ("--seq-len", 128, "--seq-len", 256, "--rank", 8)
     if not steps.program("mesp-export", "--model", "demo", *lengths, "--out", bundle):
@@ -93,7 +92,7 @@ def measure_here(steps: Steps, out: Path, seconds: float) -> None:
 
 
 class Steps:
-    """Runs commands, shows what they print, and keeps it in a file."""
+    """Runs commands, shows their output, and keeps it in a file."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -125,7 +124,9 @@ class Steps:
 
 
 def pack(out: Path, failed: list[str]) -> Path:
-    """Writes the file to send: reports, logs, what was printed, and what the machine is."""
+    """Writes the file to send: reports, logs, the commands' output, and a description of the
+    machine.
+    """
     machine = {
         "system": platform.platform(),
         "processor": platform.machine(),
@@ -134,7 +135,7 @@ def pack(out: Path, failed: list[str]) -> Path:
     }
     texts = {"machine.json": json.dumps(machine, indent=1)}
     files = [out / "log.txt", *sorted(out.glob("self-check/self-check.*"))]
-    # A phone's older reports, as collect.py brings them.
+    # A phone's older reports, which collect.py copies.
     files += sorted(out.glob("runs/self-check/*.json"))
     files += [run / LOG_NAME for run in find_runs(out / "runs")] if (out / "runs").is_dir() else []
     for file in files:

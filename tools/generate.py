@@ -1,7 +1,7 @@
-"""Writes the files in Swift that say what Python declares.
+"""Writes the Swift files that are generated from declarations in Python.
 
 `make generated` runs it after a change of a declaration; `tests/project/test_generated.py` compares
-what is checked in.
+its output with the files in the repository.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON, SWIFT = ROOT / "exporter" / "mesp", ROOT / "ios" / "MeSPTrainer"
 WIDTH = 120  # of a line
 
-# The types in Swift that do not follow from a setting's kind.
+# The Swift types that differ from those of a setting's kind.
 TYPES = {
     "method": "GradientMethod",
     "objective": "Objective",
@@ -46,22 +46,21 @@ TYPES = {
     "max_forgetting": "Double",
     "memory_limit_mb": "Double",
 }
-# The types that are declared outside of `RunSettings`.
+# Settings whose types are declared outside of `RunSettings`.
 OUTER = ("method", "objective")
 # The keys that the app's views name. Views are outside of the package.
 SHOWN = ("method", "optimizer", "rank", "schedule", "seq_len")
 KINDS = {int: "Int", float: "Float", bool: "Bool", list: "[String]", str: "String", Path: "String"}
 
-# The keys that mesp-engine does not read: what rewards answers, what is tokenized for a run, and
-# what is said of one.
+# The keys that mesp-engine does not read: the reward, texts that are tokenized before, and δ.
 NOT_READ = ("reward", "replay_text", "general_text", "dp_delta")
-# The defaults of keys that Python fills in by the bundle.
+# The defaults of keys that Python derives from the bundle.
 DEFAULTS = {"steps": 100, "seq_len": 256, "rank": 8}
-# The engine takes a run without a step.
+# The engine accepts a run without steps.
 LEAST = {"steps": 0}
-# Its numbers have 64 bits: any seed will do.
+# Any number of 64 bits is allowed.
 UNBOUNDED = ("seed",)
-# The documentation where mesp-engine takes more, or something else, than a command.
+# The documentation of settings that mesp-engine reads differently from a command.
 DOCS = {
     "steps": "Updates of the adapters; 0: evaluate and save the adapters that the run starts from.",
     "group_size": "Answers that are sampled to each prompt, to be rewarded (GRPO, "
@@ -77,7 +76,7 @@ CHANGES = "Takes the settings that may change when a run is resumed: no result d
 
 
 def write_name(key: str) -> str:
-    """The name in Swift: `seqLen` of `seq_len`."""
+    """Returns the name in Swift, such as `seqLen` for `seq_len`."""
     first, *others = key.split("_")
     return first + "".join(word.capitalize() for word in others)
 
@@ -128,7 +127,7 @@ class Property:
         return text
 
     def write(self) -> list[str]:
-        """Its declaration."""
+        """Returns the lines of its declaration."""
         kind = self.type + "?" * self.is_optional
         value = "" if self.is_needed or self.is_optional else f" = {self._write_default()}"
         return [
@@ -146,7 +145,7 @@ class Property:
         return f"{self.default:g}"
 
     def write_check(self) -> list[str]:
-        """The check of a number's range."""
+        """Returns the check of a number's range."""
         names = ("least", "above", "most", "below")
         bounds = {name: getattr(self.setting, name) for name in names}
         bounds["least"] = LEAST.get(self.key, bounds["least"])
@@ -156,7 +155,7 @@ class Property:
         return [f'        try requireRange("{self.key}", {self.name}, {said})'] if said else []
 
     def write_choices(self, indent: str) -> list[str]:
-        """The enumeration of its choices."""
+        """Returns the enumeration of its choices."""
         assert isinstance(self.setting.choices, Mapping)
         lines = write_comment(re.split("[:;.]", self.setting.help)[0] + ".", indent)
         lines.append(
@@ -174,14 +173,14 @@ def write_whole(number: float) -> str:
 
 
 def list_properties() -> list[Property]:
-    """The properties of `RunSettings`, in its order."""
+    """Returns the properties of `RunSettings`, in its order."""
     folders, others = fields(EngineSettings)[:3], fields(EngineSettings)[3:]
     declared = map(Property, (*folders, *fields(TrainSettings), *others))
     return [each for each in declared if each.key not in NOT_READ]
 
 
 def write_settings() -> str:
-    """`RunSettings` in Swift: names, kinds, defaults, choices and bounds."""
+    """Returns `RunSettings` in Swift: names, kinds, defaults, choices and bounds."""
     properties = list_properties()
     choices = [each for each in properties if isinstance(each.setting.choices, Mapping)]
     lines = write_header("exporter/mesp/settings") + write_struct(properties)
@@ -209,7 +208,7 @@ def write_struct(properties: list[Property]) -> list[str]:
 
 
 def write_use(properties: list[Property]) -> list[str]:
-    """What is true of settings beside their names and defaults: bounds, and who may change them."""
+    """Returns the other properties of settings in Swift: bounds, and who may change them."""
     federated = ", ".join(f'"{each.key}"' for each in properties if each.setting.federated)
     return [
         "    /// The most steps.",
@@ -235,7 +234,7 @@ def write_use(properties: list[Property]) -> list[str]:
 
 
 def write_json(source: str, extended: str, table: Mapping[str, Any]) -> str:
-    """An extension of a type in Swift that reads the table from JSON: an entry a line."""
+    """Returns an extension of a type in Swift that reads the table from JSON, an entry a line."""
     lines = []
     for name, value in table.items():
         nested = isinstance(value, dict) and any(isinstance(each, dict) for each in value.values())
@@ -259,7 +258,7 @@ def write_json(source: str, extended: str, table: Mapping[str, Any]) -> str:
 
 
 def write_allowed_primitives() -> str:
-    """The list of primitives, without its descriptions."""
+    """Returns the list of primitives, without descriptions."""
     listed = json.loads((PYTHON / "block_function" / "allowed_primitives.json").read_text("utf-8"))
     names = ("types", "limits", "signature", "quantizations", "attention", "primitives")
     table = {name: {k: v for k, v in listed[name].items() if k != "about"} for name in names}
@@ -268,7 +267,7 @@ def write_allowed_primitives() -> str:
 
 
 def write_adapter_fields() -> str:
-    """The keys of an adapter_config.json, without the reasons."""
+    """Returns the keys of an adapter_config.json, without the reasons."""
     listed = json.loads((PYTHON / "adapters" / "fields.json").read_text("utf-8"))
     table = {
         name: {**part, "ignored": [*part["ignored"]]}
@@ -279,7 +278,7 @@ def write_adapter_fields() -> str:
 
 
 def write_bundle_constants() -> str:
-    """The numbers that the exporter writes bundles by, and the app reads them by."""
+    """Returns the constants of bundles that the exporter and the app share."""
     lines = write_header("exporter/mesp")
     lines += ["extension Manifest {", "    /// The bundle format this build reads."]
     lines += [f"    package static let format = {manifest.FORMAT}", ""]
@@ -300,7 +299,7 @@ def write_bundle_constants() -> str:
     return "\n".join(lines)
 
 
-# The fields of a family that Swift has no use for: what no plain family has, and mlx-lm's.
+# The fields of a family that Swift does not use: those that no plain family sets, and mlx-lm's.
 NOT_PLAIN = (
     "experts", "beside_experts", "per_layer", "v_norm", "hf_modules", "hf_experts", "read",
     "output_gate", "rope_by_type", "other_layers",
@@ -308,7 +307,7 @@ NOT_PLAIN = (
 
 
 def write_plain_families() -> str:
-    """What `mesp.models` says of the plain families and of any config.json."""
+    """Returns the properties of plain families and of any config.json, from `mesp.models`."""
 
     def write_family(family: families.Family) -> dict[str, Any]:
         found = {each.name: getattr(family, each.name) for each in fields(family)}
@@ -342,7 +341,7 @@ def write_plain_families() -> str:
 
 
 def write_all() -> dict[Path, str]:
-    """The text of each file that is generated."""
+    """Returns the text of each generated file."""
     return {
         SWIFT / "Core" / "Run" / "RunSettings.swift": write_settings(),
         SWIFT / "Bundle" / "BundleConstants.swift": write_bundle_constants(),
@@ -355,7 +354,7 @@ def write_all() -> dict[Path, str]:
 
 @click.command()
 def main() -> None:
-    """Write the files in Swift that say what Python declares."""
+    """Write the Swift files that are generated from declarations in Python."""
     for path, text in write_all().items():
         path.write_text(text, "utf-8")
         click.echo(path.relative_to(ROOT))

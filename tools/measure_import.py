@@ -1,16 +1,16 @@
-"""Measures memory, time and bytes of mesp-engine import: how a phone takes a model as it is.
+"""Measures memory, time and bytes of mesp-engine import, which makes bundles on a phone.
 
 Models get their true geometry and random weights, in MLX's format as mlx-lm saves it: 4 bits in
-groups of 64, files of 5 GB. Each import is a process of its own, which reads files that are not in
-the system's cache; a bundle for a GPU is written, in bfloat16.
+groups of 64, files of 5 GB. Each import is a separate process, which reads files that are not in
+the system's cache, and writes a bundle for a GPU, in bfloat16.
 
 \b
 Columns, an MB being 1,000,000 bytes:
   footprint  the highest of the process's anonymous memory (phys_footprint on a Mac)
-  beside     that, beside what an import of a model of almost no weights takes
-  resident   the same difference of all memory that is resident, with what is read of files
+  beside     the footprint, less that of importing a model with almost no weights
+  resident   the same difference of all resident memory, which includes mapped files
   read, written
-             by the process's own calls to the system (on Linux alone)
+             by the process's system calls (only on Linux)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mesp.models.tensor_names import name_there
 
 WORK = Path(__file__).resolve().parents[1] / "build" / "import"
 BITS, GROUP_SIZE = 4, 64
-SHARD = 5 << 30  # bytes of a file at most, as mlx-lm has it
+SHARD = 5 << 30  # the most bytes of a file, as in mlx-lm
 SCALES = {"bfloat16": "BF16", "float16": "F16"}
 SIZES = {"U32": 4, "BF16": 2, "F16": 2}
 TINY = {
@@ -91,7 +91,7 @@ def main(models: tuple[str, ...], scales: str, json_file: Path | None, work: Pat
 
 
 def measure(engine: Path, config: dict[str, Any], scales: str, work: Path) -> dict[str, Any]:
-    """Imports a model of the geometry that `config` has."""
+    """Imports a model with the geometry in `config`, and returns the measurements."""
     model, bundle, file = work / "model", work / "model.mesp", work / "settings.json"
     for folder in (model, bundle):
         shutil.rmtree(folder, ignore_errors=True)
@@ -121,7 +121,7 @@ def measure(engine: Path, config: dict[str, Any], scales: str, work: Path) -> di
 
 
 def account(process: subprocess.Popen[bytes]) -> tuple[dict[str, int], int]:
-    """Waits for a process; the bytes that it has moved, and the highest of its resident memory."""
+    """Waits for a process; returns the bytes that it moved, and its highest resident memory."""
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     moved = {}
     if sys.platform == "linux":
@@ -133,8 +133,10 @@ def account(process: subprocess.Popen[bytes]) -> tuple[dict[str, int], int]:
 
 
 def write_model(folder: Path, config: dict[str, Any], scales: str) -> None:
-    """Writes a model with random bytes as its weights. Raises MespError where the disk has no room
-    for it and its bundle."""
+    """Writes a model with random bytes as its weights.
+
+    Raises MespError if the disk has no room for it and its bundle.
+    """
     arch = Architecture.from_config(config)
     tensors = list(quantized_tensors(arch, scales))
     size = sum(map(bytes_of, tensors))
@@ -163,7 +165,7 @@ def write_model(folder: Path, config: dict[str, Any], scales: str) -> None:
 
 
 def quantized_tensors(arch: Architecture, scales: str) -> Iterator[Tensor]:
-    """The tensors of a model of which every matrix is quantized, as mlx-lm saves them."""
+    """Yields the tensors of a model whose matrices are all quantized, as mlx-lm saves them."""
     for ours, shape in arch.tensors().items():
         name = name_there(ours, arch.model_type)
         if len(shape) < 2:
@@ -184,7 +186,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def write_shard(file: Path, tensors: list[Tensor]) -> None:
-    """Writes a safetensors file, which is not in the system's cache then."""
+    """Writes a safetensors file, and removes it from the system's cache."""
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     end = 0
     for tensor in tensors:

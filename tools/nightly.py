@@ -1,8 +1,8 @@
-"""Checks that a real checkpoint trains as with mlx-lm: export, 20 steps, losses, adapters, fusing.
+"""Checks that a real checkpoint trains as in mlx-lm: export, 20 steps, losses, adapters, fusing.
 
-Exports the model, trains it, and evaluates the model, the model with its adapters, and the model
-that mlx_lm.fuse makes of both, in mlx-lm on the same held-out tokens. Ends with an error where
-mlx-lm's losses are not the trainer's.
+Exports the model, trains it, and evaluates in mlx-lm, on the same held-out tokens, the model, the
+model with its adapters, and the model that mlx_lm.fuse makes of both. Exits with an error if
+mlx-lm's losses differ from the trainer's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS = 20
 SEQ_LEN = 64
 VAL_BATCHES = 8
 GROUP_SIZE, BITS = 64, 4
-# Nats a token, by which losses of one model may differ: the order of summation is another.
+# Nats a token. Losses of one model may differ by this, as the order of summation differs.
 TOLERANCE = 2e-3
 
 
@@ -42,14 +42,14 @@ def main(model: str, learning_rate: float, out: Path) -> None:
     out.mkdir(parents=True)
     bundle, run = out / "model.mesp", out / "run"
     export = ["--model", model, "--out", bundle, "--device", "cpu", "--seq-len", SEQ_LEN]
-    # As mlx-lm quantizes.
+    # mlx-lm's quantization.
     export += ["--bits", BITS, "--group-size", GROUP_SIZE]
     export += ["--quantize", "nearest", "--head-bits", BITS]
     source = find_source(model, random_weights=False)
     if "model_file" in source.config:
         raise click.ClickException(f"{model} is Python code, which mlx-lm would run; name another.")
     if model != "demo":
-        # The documents of this repository are text enough, and at hand.
+        # The documents of this repository serve as text.
         text = out / "text.txt"
         pages = sorted((ROOT / "docs").glob("*.md"))
         text.write_text("\n".join(page.read_text("utf-8") for page in pages), "utf-8")
@@ -79,7 +79,9 @@ def main(model: str, learning_rate: float, out: Path) -> None:
 
 
 def loss(model: Path, bundle: Path, adapters: Path | None = None) -> float:
-    """The held-out loss in mlx-lm, nats a token, of the windows that the trainer evaluates."""
+    """Returns the held-out loss in mlx-lm, nats a token, over the windows of the trainer's
+    evaluation.
+    """
     network, _ = mlx_lm.load(
         str(model), {"trust_remote_code": False}, model_config={"model_file": None}
     )

@@ -1,7 +1,7 @@
-"""The app's files on a phone, through `xcrun devicectl` or, without Xcode, `pymobiledevice3`.
+"""Reads and writes the app's files on a phone, with `xcrun devicectl` or `pymobiledevice3`.
 
 devicectl needs Xcode 15 and iOS 17 or later. pymobiledevice3 is an optional extra under the GPL,
-and is only ever run as a program.
+and is only run as a program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mesp.errors import MespError
 from mesp.formatting import printable
 
 APP = "org.mesp.MeSPTrainer"
-TIMEOUT = 600  # seconds that devicectl may take for one command
+TIMEOUT = 600  # the most seconds for one command of devicectl
 NO_PHONE = (
     "No phone can be reached: connect it with a cable, unlock it, tap Trust and turn on "
     "Developer Mode{otherwise}."
@@ -30,23 +30,26 @@ NO_PHONE = (
 
 
 class Phone(Protocol):
-    """One phone, and one app on it. Raises MespError with what to do."""
+    """One phone, and one app on it. Its methods raise MespError with a remedy."""
 
     name: str
 
     def pull(self, source: str, destination: Path) -> None:
-        """Copies the folder `source` of the app's container, whole, into the folder `destination`;
-        nothing if there is none."""
+        """Copies the folder `source` of the app's container into the folder `destination`; nothing
+        if there is none.
+        """
 
     def push(self, source: Path, folder: str) -> None:
         """Copies the folder `source` into `folder` of the app's container."""
 
     def launch(self, *arguments: str) -> None:
-        """Starts the app with these arguments; one that runs is ended first."""
+        """Starts the app with these arguments; ends it first if it is running."""
 
 
 def connect(device: str | None, app: str, otherwise: str) -> Phone:
-    """The phone `device`, or the only one. `otherwise` is what a person can do without a phone."""
+    """Returns the phone `device`, or the only one. `otherwise` is the remedy for people without a
+    phone.
+    """
     if shutil.which("xcrun") is not None and (has_devicectl() or not pymobiledevice3()):
         return Devicectl(device, app, otherwise)
     if pymobiledevice3():
@@ -58,13 +61,13 @@ def connect(device: str | None, app: str, otherwise: str) -> Phone:
 
 
 def copying(what: str):
-    """Shows that something is being copied, where there is a terminal."""
-    # What a phone is called is no markup of rich's, and nothing for a terminal.
+    """Shows that something is being copied, if there is a terminal."""
+    # In a phone's name, rich must read no markup, and a terminal no control characters.
     return Console(stderr=True).status(Text(printable(f"Copying {what}")))
 
 
 def choose(reachable: list[tuple[str, str]], otherwise: str) -> tuple[str, str]:
-    """The one phone of some (name, identifier)."""
+    """Returns the only phone of `reachable`, pairs of a name and an identifier."""
     if not reachable:
         raise MespError(NO_PHONE.format(otherwise=otherwise))
     if len(reachable) > 1:
@@ -88,7 +91,7 @@ def not_installed(device: str, app: str) -> MespError:
 
 
 def has_devicectl() -> bool:
-    """Whether Xcode is there, and not only its command line tools."""
+    """Returns whether Xcode is installed, and not only its command line tools."""
     return run(["xcrun", "--find", "devicectl"]).returncode == 0
 
 
@@ -135,7 +138,7 @@ class Devicectl:
 
     def launch(self, *arguments: str) -> None:
         try:
-            # Everything behind the identifier is the app's.
+            # All arguments after the identifier go to the app.
             devicectl(
                 *("device", "process", "launch", "--device", self.name, "--terminate-existing"),
                 behind=(self.app, *arguments),
@@ -158,7 +161,7 @@ class Devicectl:
 
 
 class DevicectlError(MespError):
-    """A failure as devicectl reports it: text, and an error within an error within an error."""
+    """A failure in the form of devicectl: a text, and errors nested in errors."""
 
     def __init__(self, text: str, error: dict):
         super().__init__(text)
@@ -169,9 +172,9 @@ class DevicectlError(MespError):
 
 
 def devicectl(*arguments: str, behind: tuple[str, ...] = ()) -> dict:
-    """Runs `xcrun devicectl` and returns its result. It writes JSON for programs to a file.
+    """Runs `xcrun devicectl` and returns its result, which it writes to a file as JSON.
 
-    `behind` is what has to come after every option.
+    `behind` are the arguments that must follow every option.
     """
     with tempfile.TemporaryDirectory(prefix="mesp-devicectl-") as folder:
         path = Path(folder, "result.json")
@@ -197,18 +200,18 @@ def devicectl(*arguments: str, behind: tuple[str, ...] = ()) -> dict:
 
 
 def pymobiledevice3() -> str | None:
-    """The program, on PATH or beside this Python."""
+    """Returns the program, on PATH or beside this Python."""
     beside = Path(sys.executable).with_name("pymobiledevice3")
     return shutil.which("pymobiledevice3") or (str(beside) if os.access(beside, os.X_OK) else None)
 
 
 class PyMobileDevice3:
-    """Reaches what an app shares with Files: its Documents."""
+    """Accesses the files that an app shares with Files: its Documents."""
 
     def __init__(self, device: str | None, app: str, otherwise: str):
         self.app = app
         listed = json.loads(self.call(None, "usbmux", "list") or "[]")
-        # A phone on a cable and on the same network is there twice.
+        # A phone that is on a cable and on the same network is listed twice.
         phones = {
             phone["Identifier"]: phone["DeviceName"]
             for phone in listed

@@ -1,8 +1,8 @@
-"""Makes of the sdist in dist/ a wheel for this platform that carries a built mesp-engine, so that
-installing it needs no Swift toolchain: `make dist`.
+"""Makes a wheel for this platform with a built mesp-engine from the sdist in dist/: `make dist`.
 
-On Linux the engine has Swift's libraries in itself, and runs where MLX's wheel runs: the wheel has
-the platform tag of MLX's, and is refused where the engine needs more of the system.
+Installing it needs no Swift toolchain. On Linux the engine contains Swift's libraries, and runs
+wherever MLX's wheel runs: the wheel has the platform tag of MLX's, and is refused if the engine
+needs more of the system.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mesp.engine.build import CHECKOUT, ENGINE, build_program, mlx_folder
 from mesp.errors import MespError
 
 BUILT = CHECKOUT / "build" / "programs"
-# Of the platforms in Package.swift.
+# The platforms in Package.swift.
 MACOS = "macosx_14_0_arm64"
-# What PEP 600 lets a wheel expect of a Linux, and the two libraries that MeSP requires from PyPI.
+# The libraries that a Linux wheel may expect by PEP 600, and two that MeSP requires from PyPI.
 EXPECTED = re.compile(r"(ld-linux-|lib(c|m|dl|pthread|gcc_s|stdc\+\+|mlx|scipy_openblas)\.so)")
 
 
@@ -38,7 +38,7 @@ def readelf(option: str, file: Path) -> str:
 
 
 def needed_symbols(file: Path) -> dict[str, tuple[int, ...]]:
-    """The newest version of the symbols that a program or library needs, by library."""
+    """Returns the newest version of the symbols that a program or library needs, by library."""
     newest: dict[str, tuple[int, ...]] = {}
     for name, version in re.findall(
         r"Name: (GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)", readelf("--version-info", file)
@@ -48,7 +48,9 @@ def needed_symbols(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def excess(engine: Path, mlx: Path) -> list[str]:
-    """What the engine needs of a Linux that MLX's library does not: libraries, or newer ones."""
+    """Returns what the engine needs of a Linux and MLX's library does not: libraries, or newer
+    ones.
+    """
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", readelf("--dynamic", engine))
     libraries = [name for name in needed if not EXPECTED.match(name)]
     there = needed_symbols(mlx)
@@ -60,7 +62,7 @@ def excess(engine: Path, mlx: Path) -> list[str]:
 
 
 def linux_tag() -> str:
-    """The platform tag of MLX's own wheel, as its file WHEEL says."""
+    """Returns the platform tag of MLX's wheel, from its file WHEEL."""
     said = metadata.distribution("mlx").read_text("WHEEL") or ""
     tags = re.findall(r"^Tag: \S+-(manylinux_\d+_\d+_\w+)$", said, re.M)
     if not tags:
@@ -69,7 +71,7 @@ def linux_tag() -> str:
 
 
 def build_engine() -> tuple[Path, str]:
-    """A folder with the engine and what belongs to it, and the tag of its platform."""
+    """Returns a folder with the engine and its files, and the tag of its platform."""
     engine = build_program(scratch=BUILT / "build", for_wheel=True)
     if sys.platform == "linux":
         tag = linux_tag()

@@ -1,6 +1,6 @@
-"""Records the run that the app shows where nothing can be trained, as in the simulator.
+"""Records the run that the app shows if it cannot train, for example in the simulator.
 
-A short run on the app's demo model; of its log goes what names a machine or a place on it.
+It is a short run on the app's demo model. Names of machines and places are removed from its log.
 """
 
 from __future__ import annotations

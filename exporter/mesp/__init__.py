@@ -5,9 +5,9 @@
     print(mesp.generate(bundle, "Turn on the light", adapters=run.adapters))
     print(mesp.evaluate(bundle, "test.jsonl", adapters=run.adapters))
 
-Nothing is printed: progress is reported to a `progress` function, notes go to the logger
-``mesp``. What cannot be done raises `MespError`, whose text is a sentence for a person.
-`mesp.reference` is a small copy of the method for teaching and for tests.
+Nothing is printed: functions report progress to a `progress` function, and notes go to the logger
+``mesp``. A function that cannot do its work raises `MespError`, whose text is a sentence for
+people. `mesp.reference` is a short implementation of the method, for teaching and for tests.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ __all__ = [
     "train",
 ]
 
-# The module of each, imported when it is first used: MLX and the readers of models take a while.
+# The module of each name, imported when it is first used: MLX and the readers of models load
+# slowly.
 _MODULES = {
     "mesp.bundle.export": ("export", "rewrite"),
     "mesp.bundle.reader": ("Bundle", "load"),

@@ -1,4 +1,4 @@
-"""`mesp COMMAND`, or `python -m mesp COMMAND`: every command of the package under one name."""
+"""`mesp COMMAND`, or `python -m mesp COMMAND`: all commands of the package."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import click
 import mesp
 from mesp.errors import exit_at_signals
 
-# A line of help for each command, kept here: its module is imported when it is asked for, as MLX
-# and the code that reads models take a while.
+# A line of help for each command. It stands here, because a command's module is imported only when
+# the command is used: MLX and the readers of models load slowly.
 COMMANDS = {
     "export": "Write a model as a bundle.",
     "models": "List the models that have short names.",
@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 class Commands(click.Group):
-    """The commands, of which one is imported when it is run."""
+    """The commands; a command's module is imported when the command is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

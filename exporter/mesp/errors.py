@@ -10,7 +10,7 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class MespError(Exception):
-    """Something that the caller can mend: one plain sentence that names the thing and the remedy.
+    """An error that the caller can fix: one plain sentence that names the problem and the remedy.
 
     A command prints it as ``Error: <sentence>`` and exits with code 2.
     """
@@ -21,12 +21,14 @@ class MespError(Exception):
 
 
 class EngineError(MespError):
-    """mesp-engine failed: it crashed, or the system ended it. A command exits with code 1."""
+    """A failure of mesp-engine: it crashed, or the system ended it. A command exits with code 1."""
 
 
 class Interrupted(MespError):
-    """A second signal, such as another Ctrl-C, ended at once what the first asked to end. A command
-    exits with 128 plus the number of the first."""
+    """An end at once by a second signal, such as another Ctrl-C.
+
+    A command exits with 128 plus the number of the first signal.
+    """
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -34,7 +36,7 @@ class Interrupted(MespError):
 
 
 class Ended(KeyboardInterrupt):
-    """A signal that asks for an end, such as SIGTERM. As Ctrl-C does, it ends all work in order."""
+    """A signal that asks for an end, such as SIGTERM. Like Ctrl-C, it ends all work in order."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -43,14 +45,16 @@ class Ended(KeyboardInterrupt):
 
 @contextmanager
 def exit_at_signals() -> Iterator[None]:
-    """Ends the process in order when SIGINT, SIGTERM or SIGHUP comes: what is unfinished is
-    removed, child processes are ended, and the exit code is 128 plus the signal's number. Signals
-    that are ignored, as under nohup, stay ignored."""
+    """Ends the process in order when SIGINT, SIGTERM or SIGHUP arrives.
+
+    Unfinished files are removed, child processes are ended, and the exit code is 128 plus the
+    signal's number. Ignored signals, as under nohup, stay ignored.
+    """
 
     def end(number: int, _: object) -> None:
         raise Ended(number)
 
-    # Python takes signals in its main thread only.
+    # Python handles signals only in its main thread.
     is_main = threading.current_thread() is threading.main_thread()
     taken = [
         number
@@ -72,7 +76,9 @@ def exit_at_signals() -> Iterator[None]:
 
 @contextmanager
 def plain_os_errors(doing: str) -> Iterator[None]:
-    """Turns an OSError into a sentence that begins with what failed, as in "Cannot write x"."""
+    """Turns an OSError into a sentence that begins with the failed action, such as "Cannot write
+    x".
+    """
     try:
         yield
     except OSError as error:
@@ -83,8 +89,9 @@ def plain_os_errors(doing: str) -> Iterator[None]:
 
 @contextmanager
 def plain_errors(failed: str) -> Iterator[None]:
-    """Raises MespError, which begins with what `failed`, for whatever a tokenizer or a chat
-    template raises."""
+    """Raises MespError, beginning with `failed`, for any error of a tokenizer or a chat
+    template.
+    """
     try:
         yield
     except MespError:

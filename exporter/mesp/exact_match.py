@@ -1,4 +1,4 @@
-"""Compares an answer with the right one."""
+"""Compares an answer with the reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections import Counter
 
 
 def extract(pattern: re.Pattern[str] | None, text: str) -> str | None:
-    """The first match of `pattern`, its group where it has one; the text without a pattern."""
+    """Returns the first match of `pattern`, or its group if it has one; without a pattern, the
+    text.
+    """
     if pattern is None:
         return text.strip()
     found = pattern.search(text)
@@ -17,9 +19,9 @@ def extract(pattern: re.Pattern[str] | None, text: str) -> str | None:
 
 
 def exact_match(answer: str | None, reference: str, is_json: bool = False) -> bool:
-    """Whether an answer is the reference to the letter; of JSON, whether it is the same value.
+    """Returns whether an answer equals the reference; with `is_json`, whether the values are equal.
 
-    `answer` is None where the text has none.
+    `answer` is None if the model's text has none.
     """
     if not is_json:
         return answer == reference
@@ -28,7 +30,7 @@ def exact_match(answer: str | None, reference: str, is_json: bool = False) -> bo
 
 
 def f1(answer: str, reference: str) -> float:
-    """SQuAD's F1 of words, without case, punctuation and articles."""
+    """Returns SQuAD's F1 of words, without case, punctuation and articles."""
     ours, theirs = (_words(text) for text in (answer, reference))
     if not ours or not theirs:
         return float(ours == theirs)
@@ -42,7 +44,9 @@ def _words(text: str) -> list[str]:
 
 
 def canonical_json(text: str) -> str | None:
-    """JSON with its keys in order, so that equal values are equal texts; None for invalid JSON."""
+    """Returns JSON with sorted keys, so that equal values are equal texts; None for invalid
+    JSON.
+    """
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
@@ -55,6 +59,6 @@ def canonical_json(text: str) -> str | None:
 
 
 def _number(text: str) -> int | float:
-    """JSON has one kind of number: 1.0 is 1."""
+    """Returns a number of JSON, which has one kind of number: 1.0 becomes 1."""
     value = float(text)
     return int(value) if value.is_integer() else value

@@ -1,4 +1,4 @@
-"""Reads files that may come from anybody, and opens files in folders that may hold anything."""
+"""Reads files that strangers may have written, and opens files in folders with any content."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from typing import Any, BinaryIO
 
 import yaml
 
-# The largest manifest of a model with a short name, with every block laid out in its own way, has
-# 0.4 MB. A parsed file takes some 16 times its size.
+# The default limit in bytes. The largest manifest of a model with a short name, with every block
+# laid out differently, has 0.4 MB. A parsed file takes some 16 times its size.
 SIZE = 4 << 20
 DEPTH = 64
 
 
 def open_regular(path: Path, root: Path | None = None) -> BinaryIO:
-    """Opens a regular file for reading, which may be named by a symbolic link; a file in a folder,
-    whose `root_of` is `root`, by none that leads out of there. Raises OSError where it cannot be
-    read, and ValueError where the link does, or it is not regular: a device has no end, a pipe
-    waits."""
+    """Opens a regular file for reading, also through a symbolic link.
+
+    A file in a folder, whose `root_of` is `root`, must not be a link that leads out of it. Raises
+    OSError if the file cannot be read, and ValueError if its link leads out or it is not regular: a
+    device has no end, and a pipe blocks.
+    """
     if root is not None and not Path(os.path.realpath(path)).is_relative_to(root):
         raise ValueError(f"{path} is a link that leads out of its folder")
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
@@ -34,8 +36,10 @@ def open_regular(path: Path, root: Path | None = None) -> BinaryIO:
 
 
 def read_bytes(path: Path, size: int = SIZE) -> bytes:
-    """The content of a regular file. Raises what `open_regular` does, and ValueError where it has
-    more than `size` bytes."""
+    """Returns the content of a regular file of at most `size` bytes.
+
+    Raises what `open_regular` does, and ValueError if the file is larger.
+    """
     with open_regular(path) as file:
         data = file.read(size + 1)
     if len(data) > size:
@@ -44,12 +48,15 @@ def read_bytes(path: Path, size: int = SIZE) -> bytes:
 
 
 def read_json(path: Path, size: int = SIZE) -> Any:
-    """The value of a JSON file. Raises what `read_bytes` and `parse_json` do."""
+    """Returns the value of a JSON file. Raises what `read_bytes` and `parse_json` do."""
     return parse_json(read_bytes(path, size))
 
 
 def read_object(path: Path, size: int = SIZE) -> dict[str, Any]:
-    """The object in a JSON file. Raises what `read_json` does, and ValueError for another value."""
+    """Returns the object in a JSON file.
+
+    Raises what `read_json` does, and ValueError for another value.
+    """
     value = read_json(path, size)
     if not isinstance(value, dict):
         raise ValueError(f"{path} is not a JSON object")
@@ -57,8 +64,11 @@ def read_object(path: Path, size: int = SIZE) -> dict[str, Any]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings of a run or a federation in a JSON file. Raises what `read_object` does, and
-    ValueError for a text with a null character, which no path has."""
+    """Returns the settings of a run or a federation in a JSON file.
+
+    Raises what `read_object` does, and ValueError for a text with a null character, which no path
+    has.
+    """
     settings = read_object(path)
     if any("\0" in value for value in settings.values() if isinstance(value, str)):
         raise ValueError(f"{path} has a null character")
@@ -66,15 +76,16 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 class UnclearError(ValueError):
-    """A JSON text that readers take in different ways: what it has, and what to do."""
+    """A JSON text that readers interpret differently. The message says why, and what to do."""
 
 
 def parse_json(text: str | bytes, strict: bool = False) -> Any:
-    """The value of a JSON text. Raises ValueError if it is not valid, is nested more than `DEPTH`
-    deep, or has a string that no UTF-8 text can hold.
+    """Returns the value of a JSON text.
 
-    With `strict`, as data is read, also UnclearError for a key that an object has twice, of which
-    Python keeps the last, and for NaN and infinities, which some configurations of models have.
+    Raises ValueError if it is not valid, is nested more than `DEPTH` deep, or has a string that
+    UTF-8 cannot hold. With `strict`, which is for data, it raises UnclearError for a key that an
+    object has twice, of which Python keeps the last, and for NaN and infinities, which some models'
+    configurations have.
     """
     hooks: dict[str, Any] = {}
     if strict:
@@ -98,11 +109,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(name: str) -> None:
-    raise UnclearError(f"has {name}, which is no number of JSON; leave it out")
+    raise UnclearError(f"has {name}, which is not a JSON number; leave it out")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without references: a few lines of them stand for more than a memory holds."""
+    """A YAML loader without references: a few lines of them can stand for more than fits into
+    memory.
+    """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -114,8 +127,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: bytes) -> Any:
-    """The value of a YAML text. Raises yaml.YAMLError or ValueError if it is not valid, refers to
-    its own parts, is nested more than `DEPTH` deep, or has a string that is not text."""
+    """Returns the value of a YAML text.
+
+    Raises yaml.YAMLError or ValueError if it is not valid, refers to its own parts, is nested more
+    than `DEPTH` deep, or has a string that is not text.
+    """
     try:
         value = yaml.load(text, _Loader)
     except RecursionError as error:
@@ -127,8 +143,10 @@ def parse_yaml(text: bytes) -> Any:
 
 
 def _check(value: Any, has_escapes: bool) -> None:
-    """Raises ValueError where a value is nested too deep or, which only escapes can do, has half a
-    character."""
+    """Raises ValueError if a value is nested too deep or has half of a surrogate pair.
+
+    Only escapes can write such a half.
+    """
     level = [value]
     for _ in range(DEPTH):
         inner = []
@@ -146,8 +164,11 @@ def _check(value: Any, has_escapes: bool) -> None:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of what is called `name` in a folder, at whatever depth. Raises ValueError where the
-    name leads out of it, or anything on the way is a symbolic link."""
+    """Returns the path of `name` in a folder, at any depth.
+
+    Raises ValueError if the name leads out of the folder, or if a part of the path is a symbolic
+    link.
+    """
     parts = name.split("/")
     if "\0" in name or len(name) > 255 or {"", ".", ".."}.intersection(parts):
         raise ValueError(f"{name!r} is not a name within a folder")
@@ -156,7 +177,7 @@ def inside(folder: Path, name: str) -> Path:
         path = path / part
         try:
             is_link = path.is_symlink()
-        except OSError as error:  # it is too long
+        except OSError as error:  # the name is too long
             raise ValueError(f"{name!r} is not a name of a file") from error
         if is_link:
             raise ValueError(f"{name!r} is a symbolic link")
@@ -164,33 +185,40 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def root_of(folder: Path) -> Path:
-    """The folder that symbolic links in `folder` may lead into: itself, or the repository's where
-    it is a snapshot in the cache of the Hugging Face Hub, whose files are links."""
+    """Returns the folder that symbolic links in `folder` may lead into.
+
+    It is the folder itself. For a snapshot in the cache of the Hugging Face Hub, whose files are
+    links, it is the repository's folder.
+    """
     root = folder.resolve()
     return root.parents[1] if root.parent.name == "snapshots" else root
 
 
 def remove_link(path: Path) -> None:
-    """Removes a symbolic link, and nothing else."""
+    """Removes a symbolic link; leaves anything else."""
     if path.is_symlink():
         path.unlink()
 
 
 def create(path: Path) -> BinaryIO:
-    """Opens a new file for writing in the place of what is there, which is removed: a symbolic link
-    is not followed."""
+    """Opens a new file for writing, and removes a file or link at its path first.
+
+    So a symbolic link is not followed.
+    """
     path.unlink(missing_ok=True)
     return open(path, "xb")
 
 
 def partial_of(path: Path) -> Path:
-    """The name of a file while `write_whole` writes it."""
+    """Returns the name of a file while `write_whole` writes it."""
     return path.with_name(f".{path.name}.partial")
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file so that readers see all of it or what was there before, also after a loss of
-    power: when this returns, the file is on the disk."""
+    """Writes a file so that readers see all of it or its previous content, even after a power loss.
+
+    When this returns, the file is on the disk.
+    """
     partial = partial_of(path)
     try:
         with create(partial) as file:
@@ -203,8 +231,11 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Writes the data of a file, or the names in a folder, to the disk. Some file systems on a
-    network or a removable disk cannot synchronize a folder, which is then left as it is."""
+    """Writes the data of a file, or the names in a folder, to the disk.
+
+    Some file systems on a network or a removable disk cannot synchronize a folder; then nothing is
+    done.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         try:
@@ -213,7 +244,7 @@ def sync(path: Path) -> None:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
                 raise
         if hasattr(fcntl, "F_FULLFSYNC"):
-            # macOS's fsync leaves data in the disk's own cache. Some file systems lack this call.
+            # macOS's fsync leaves data in the disk's cache. Some file systems lack this call.
             with suppress(OSError):
                 fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     finally:

@@ -1,4 +1,4 @@
-"""Folders that are replaced whole, or not at all, and by one process at a time."""
+"""Folders that are replaced as a whole or not at all, by one process at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from mesp.files import remove_link, sync
 
 @contextmanager
 def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder to write a bundle into; see `replacing`. Raises MespError where `path` is taken."""
+    """Yields a folder to write a bundle into; see `replacing`.
+
+    Raises MespError if `path` exists and may not be replaced.
+    """
     if overwrite and path.exists() and not (path / "manifest.json").is_file():
         raise MespError(f"{path} is not a bundle, so it is not replaced; name another --out.")
     if not overwrite and path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -33,10 +36,10 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def replacing(path: Path, doing: str) -> Iterator[Path]:
-    """A folder beside `path` to write into, which becomes `path` at once when all went well.
+    """Yields a folder beside `path` to write into, which becomes `path` if no error occurs.
 
-    Otherwise it is removed; what a killed process left behind is removed by the next one. Raises
-    MespError where another process is `doing` the same.
+    After an error it is removed. The next process removes what a killed process left. Raises
+    MespError if another process is `doing` the same.
     """
     parents = [parent for parent in path.parents if not parent.exists()]
     unfinished = path.parent / f".{path.name}.partial"
@@ -65,10 +68,10 @@ def replacing(path: Path, doing: str) -> Iterator[Path]:
 
 
 def put_in_place(new: Path, path: Path) -> None:
-    """Gives the folder `new` the name `path`. A folder there before gets the name `new`.
+    """Gives the folder `new` the name `path`. A folder that had this name gets the name `new`.
 
-    Whoever looks sees the one or the other; where the file system cannot exchange two names, for
-    a moment neither.
+    Readers see one or the other. If the file system cannot exchange two names, for a moment there
+    is neither.
     """
     if not path.exists() or not any(path.iterdir()):
         os.rename(new, path)
@@ -80,7 +83,9 @@ def put_in_place(new: Path, path: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Exchanges two names at once, as Python's os cannot; False where this system cannot."""
+    """Exchanges two names in one step, which Python's os cannot do; returns False if it is
+    impossible.
+    """
     library = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(a), os.fsencode(b)
     if sys.platform == "darwin":
@@ -93,9 +98,9 @@ def _exchange(a: Path, b: Path) -> bool:
 
 @contextmanager
 def locked(folder: Path, doing: str) -> Iterator[None]:
-    """A lock on a folder, which ends with the process at the latest.
+    """Locks a folder for a context; the lock ends with the process at the latest.
 
-    Raises MespError where another process holds it, who is `doing` that; it begins a sentence.
+    Raises MespError if another process has the lock. The message begins with `doing`.
     """
     lock = os.open(folder, os.O_RDONLY)
     try:
@@ -109,7 +114,9 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
 
 
 def _holder(lock: int) -> str:
-    """The holder of the lock on an open folder, in words; empty if the system does not tell."""
+    """Returns a description of the process that locks an open folder; empty if the system cannot
+    tell.
+    """
     with suppress(OSError):
         inode = os.fstat(lock).st_ino
         for line in Path("/proc/locks").read_text().splitlines():
@@ -120,8 +127,10 @@ def _holder(lock: int) -> str:
 
 
 def refuse_linked_folders(folder: Path) -> None:
-    """Raises MespError where a folder of a run has a symbolic link in the place of one of its
-    folders, as what is read or written there would lie elsewhere."""
+    """Raises MespError if a run's folder has a symbolic link in place of a folder.
+
+    Files would be read or written elsewhere through such a link.
+    """
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and path.is_dir():
             raise MespError(

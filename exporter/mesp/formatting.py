@@ -1,4 +1,4 @@
-"""Numbers as people read them, and text as a terminal may get it."""
+"""Formats numbers for people, and text for a terminal."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """A text without the characters by which a terminal is controlled, but for line feeds and
-    tabs."""
+    """Returns a text without control characters, except line feeds and tabs."""
     return "".join(each if each.isprintable() or each in "\n\t" else " " for each in text)
 
 
 def decimal(value: float | None, digits: int = 2) -> str:
-    """A number for a table, a dash if there is none."""
+    """Returns a number for a table, a dash if there is none."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def megabytes(size: float | None) -> str:
-    """Bytes as MB of 1,000,000 bytes."""
+    """Returns bytes as MB of 1,000,000 bytes."""
     return decimal(None if size is None else size / 1e6, 1)
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), of a loss in nats a token."""
+    """Returns exp(loss), for a loss in nats a token."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def quality(record: dict[str, Any]) -> str:
-    """An evaluation's figures besides its loss: of preference data the accuracy, the share
-    of them that the model has the right way round, else the perplexity."""
+    """Returns the figures of an evaluation besides its loss.
+
+    For preference data they have the accuracy, the share of pairs or labels that the model ranks
+    right; for other data the perplexity.
+    """
     accuracy = record.get("accuracy")
     if not isinstance(accuracy, int | float):
         return f"perplexity {decimal(perplexity(record['loss']))}"
@@ -37,7 +39,7 @@ def quality(record: dict[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As in `2 h 5 min`, `5 min 7 s` or `7 s`."""
+    """Returns a duration such as `2 h 5 min`, `5 min 7 s` or `7 s`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return (

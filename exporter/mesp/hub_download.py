@@ -21,32 +21,37 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-# The files that a tokenizer's vocabulary may be in; a bundle has the first.
+# The files that may hold a tokenizer's vocabulary; a bundle has the first.
 VOCABULARIES = (
     "tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model", "spiece.model",
     "vocab.json",
 )  # fmt: skip
-# Patterns of the files of a model: its card and terms, configuration and tokenizer, and weights.
+# Patterns of a model's files: its card and terms, its configuration and tokenizer, and its weights.
 TERMS = ("README.md", *LICENSE_PATTERNS)
 MODEL_FILES = ("config.json", *TOKENIZER_FILES, *VOCABULARIES, *TERMS)
 WEIGHTS = ("model*.safetensors", "*.safetensors.index.json")
 
 
 def download_model(repo: str, with_weights: bool) -> Path:
-    """The folder with a model of the Hub: without weights its geometry, tokenizer and terms.
-    Raises MespError as `download` does."""
+    """Returns the folder with a model of the Hub; without weights, its geometry, tokenizer and
+    terms.
+
+    Raises MespError as `download` does.
+    """
     return download("model", repo, [*MODEL_FILES, *(WEIGHTS if with_weights else ())])
 
 
 def list_gguf_files(repo: str) -> list[str]:
-    """The GGUF files of a repository, without those of other parts, such as vision."""
+    """Returns the GGUF files of a repository, without those of other parts, such as vision."""
     names = (name for name in list_files(repo) if name.lower().endswith(".gguf"))
     return [name for name in names if "mmproj" not in name.lower()]
 
 
 def choose_gguf_file(repo: str, quantization: str) -> str:
-    """The GGUF file of a repository that has a quantization, such as Q4_K_M, in its name. Raises
-    MespError where there is none."""
+    """Returns the GGUF file of a repository whose name has a quantization, such as Q4_K_M.
+
+    Raises MespError if there is none.
+    """
     names = list_gguf_files(repo)
     wanted = re.compile(rf"(^|[-._/]){re.escape(quantization)}[-._]", re.I)
     found = filter(wanted.search, names)
@@ -60,8 +65,10 @@ def choose_gguf_file(repo: str, quantization: str) -> str:
 
 
 def download_gguf_file(repo: str, file: str) -> Path:
-    """The folder with a GGUF file of a repository and its terms. Raises MespError as `download`
-    does, and where there is no such file."""
+    """Returns the folder with a GGUF file of a repository and its terms.
+
+    Raises MespError as `download` does, and if there is no such file.
+    """
     folder = download("model", repo, [file, *TERMS])
     if not (folder / file).is_file():
         raise MespError(f"{repo} on the Hugging Face Hub has no file {file}.")
@@ -69,16 +76,16 @@ def download_gguf_file(repo: str, file: str) -> Path:
 
 
 def download(kind: str, repo: str, patterns: list[str], revision: str | None = None) -> Path:
-    """The folder with the files of a repository that match `patterns`; its name is the revision.
-    By default that is the newest.
+    """Returns the folder with the files of a repository that match `patterns`; its name is the
+    revision.
 
-    `kind` is ``model`` or ``dataset``. Raises MespError where the repository isn't there, isn't
-    open to the user, or can't be reached.
+    The default revision is the newest. `kind` is ``model`` or ``dataset``. Raises MespError if the
+    repository does not exist, is not open to the user, or cannot be reached.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, logging
 
-    logging.set_verbosity_error()  # of patterns that no file matches, for one
+    logging.set_verbosity_error()  # hides warnings, for example of patterns without a file
     if not sys.stderr.isatty():
         disable_progress_bars()
     with _plain_errors(kind, repo):
@@ -88,8 +95,11 @@ def download(kind: str, repo: str, patterns: list[str], revision: str | None = N
 
 
 def list_files(repo: str, kind: str = "model") -> list[str]:
-    """The paths of the files in a repository, without the network of those that were downloaded.
-    Raises MespError as `download` does."""
+    """Returns the paths of the files in a repository; without a network, those that were
+    downloaded.
+
+    Raises MespError as `download` does.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -103,7 +113,7 @@ def list_files(repo: str, kind: str = "model") -> list[str]:
 
 @contextmanager
 def _plain_errors(kind: str, repo: str) -> Iterator[None]:
-    """Turns what the Hub's client raises into a sentence."""
+    """Turns errors of the Hub's client into a sentence."""
     from huggingface_hub import errors
 
     try:
@@ -121,7 +131,7 @@ def _plain_errors(kind: str, repo: str) -> Iterator[None]:
             f"There is no {kind} {repo} on the Hugging Face Hub (or it is private: log in with "
             "`hf auth login`), nor a folder of that name."
         ) from error
-    except Exception as error:  # what a broken connection raises differs from library to library
+    except Exception as error:  # libraries raise various errors for a broken connection
         if isinstance(error, OSError) and error.errno in FULL_DISK:
             raise MespError(f"The disk is full, so {repo} could not be downloaded.") from error
         raise MespError(

@@ -11,16 +11,17 @@ from mesp.bundle.model_card import front_matter
 from mesp.errors import MespError
 from mesp.license import LICENSE_PATTERNS, License, has_license
 
-# Files of an earlier bundle in the repository that the new one lacks are deleted.
+# Patterns of a bundle's files. Files of an earlier bundle in the repository are deleted if the new
+# one lacks them.
 OF_A_BUNDLE = ["blocks/*", "data/*", "*.mlxfn", "*.bin", "*.json"]
 OF_A_BUNDLE += [pattern for pattern in LICENSE_PATTERNS if not pattern.startswith("*")]
 
 
 def upload(bundle: Path, manifest: Manifest, repo: str) -> str:
-    """Puts the bundle's files into the model repository `repo`, which is made where it isn't there.
+    """Uploads the bundle's files to the model repository `repo`, and creates it if necessary.
 
-    A card beside them describes them. Returns the repository's address; raises MespError where
-    the Hub can't be reached, or does not take them, and for a bundle without its model's licence.
+    A card describes the files. Returns the repository's address. Raises MespError if the Hub cannot
+    be reached or refuses them, and for a bundle without its model's licence.
     """
     from huggingface_hub import HfApi, errors
     from huggingface_hub.utils import disable_progress_bars
@@ -51,14 +52,15 @@ def upload(bundle: Path, manifest: Manifest, repo: str) -> str:
                 "`hf auth login`, with a token that may write."
             ) from error
         raise failed(bundle, repo) from error
-    except Exception as error:  # what a broken connection raises differs from library to library
+    except Exception as error:  # libraries raise various errors for a broken connection
         raise failed(bundle, repo) from error
     return str(address)
 
 
 def check_license(holder: object, model: ModelName | License, files: Iterable[str]) -> None:
-    """Raises MespError where neither a name nor one of the `files` that `holder` has says what the
-    licence of a model is."""
+    """Raises MespError if neither a name nor one of the `files` in `holder` states the model's
+    licence.
+    """
     if not has_license(model.license, model.license_name, files):
         raise MespError(
             f"{holder} has no licence, so it is not uploaded; give the model's licence: put its "
@@ -74,7 +76,7 @@ def failed(bundle: Path, repo: str) -> MespError:
 
 
 def card(manifest: Manifest) -> bytes:
-    """The repository's README.md."""
+    """Returns the repository's README.md."""
     lengths = " or ".join(map(str, manifest.seq_lens))
     text = f"""
 # {manifest.name} for MeSP

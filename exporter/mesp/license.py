@@ -1,4 +1,4 @@
-"""A model's terms: the files that go with what is made of it, and what its card says of them."""
+"""The terms of a model: the files that must accompany it, and the licence in its card."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Any
 
-# Names of files in a model's folder, in any letter case: of its licence, of notices, and of uses
-# that are not allowed.
+# Names of files in a model's folder, in any letter case: its licence, notices, and forbidden uses.
 _LICENSES = (
     "LICENSE*",
     "LICENCE*",
@@ -22,7 +21,7 @@ _LICENSES = (
 )
 _OTHERS = ("NOTICE*", "*_NOTICE*", "USE_POLICY*", "*_USE_POLICY*")
 _SUFFIXES = ("", ".txt", ".md", ".pdf")
-# Values of `license` on the Hub that name none.
+# Values of `license` on the Hub that name no licence.
 _UNNAMED = (None, "", "other", "unknown")
 
 
@@ -30,17 +29,19 @@ def _in_any_case(pattern: str) -> str:
     return "".join(f"[{c.upper()}{c.lower()}]" if c.isalpha() else c for c in pattern)
 
 
-# The same names as patterns of the Hub's client.
+# These names as patterns for the Hub's client.
 LICENSE_PATTERNS = [_in_any_case(pattern) for pattern in (*_LICENSES, *_OTHERS)]
 
 
 def is_terms(name: str) -> bool:
-    """Whether a file in a model's folder is to go with what is made of it. None is code."""
+    """Returns whether a file must accompany everything that is made from the model. No such file is
+    code.
+    """
     return _fits(name, (*_LICENSES, *_OTHERS))
 
 
 def has_license(license: str | None, license_name: str | None, names: Iterable[str]) -> bool:
-    """Whether a model's licence is known: by its name, or by a file among `names`."""
+    """Returns whether a model's licence is known: by its name, or by a file in `names`."""
     is_named = bool(license_name) or license not in _UNNAMED
     return is_named or any(_fits(name, _LICENSES) for name in names)
 
@@ -56,8 +57,9 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class License:
-    """A model's licence as the Hub has it: `license` is an identifier, or ``other`` with a name
-    and a link."""
+    """A model's licence on the Hub: `license` is an identifier, or ``other`` with a name and a
+    link.
+    """
 
     license: str | None = None
     license_name: str | None = None
@@ -65,20 +67,21 @@ class License:
 
     @classmethod
     def of(cls, read: Any) -> License:
-        """`read` gives the value of each field by its name. Values that are no line of text are
-        left out."""
+        """Returns the licence whose fields `read` returns by name, without values that are not
+        lines of text.
+        """
         found = (read(name) for name in ("license", "license_name", "license_link"))
         return cls(*(v if isinstance(v, str) and v and v.isprintable() else None for v in found))
 
     @classmethod
     def of_card(cls, model_card: Path) -> License:
-        """The one that the front matter of a README.md names, if it does."""
+        """Returns the licence in the front matter of a README.md, if there is one."""
         from huggingface_hub import ModelCard
 
         try:
             text = model_card.read_text(encoding="utf-8")
             return cls.of(ModelCard(text, ignore_metadata_errors=True).data.get)
-        except Exception:  # there is no model card, or it is not in order
+        except Exception:  # there is no model card, or it is not valid
             return UNKNOWN
 
 

@@ -1,4 +1,4 @@
-"""The progress of a function, for its caller."""
+"""The progress of a function, reported to its caller."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """So much is `done` of a `task`, of `total` in all; None where that is not known."""
+    """The progress of a `task`: `done` of `total`, which is None if it is unknown."""
 
     task: str
     done: int = 0
@@ -19,7 +19,7 @@ ProgressCallback = Callable[[Progress], None]
 
 
 class Task:
-    """A part of the work, whose progress is reported."""
+    """A part of the work that reports its progress."""
 
     def __init__(
         self, report: ProgressCallback | None, name: str, total: int | None = None

@@ -11,19 +11,22 @@ from pathlib import Path
 from mesp.errors import MespError
 from mesp.exact_match import canonical_json, exact_match
 
-# Takes, by name, lists of as many `prompts`, `completions` and `references`, which are the answers
-# in the data; TRL's reward functions take the first two so. Returns a number for each.
+# A function that returns a number for each answer. Its arguments, by name, are equally long lists
+# `prompts`, `completions` and `references`, the answers in the data. TRL's reward functions also
+# take the first two.
 Reward = Callable[..., Sequence[float]]
 
-MOST = 1e30  # in size: the engine has float32
+MOST = 1e30  # the largest absolute value, as the engine has float32
 
 BUILT_IN = ("exact", "json", "json-equal", "regex:PATTERN", "length:N")
 
 
 def find_reward(name: str, may_import: bool) -> Reward:
-    """The reward of this name: one of `BUILT_IN`, or ``module:function``, a function of a module
-    in the working folder or an installed one. Raises MespError where there is none, and where a
-    module is named that it may not import, as the name is not the user's but a file's."""
+    """Returns the reward of this name: one of `BUILT_IN`, or ``module:function``.
+
+    The module is in the working folder or installed. Raises MespError if there is no such reward,
+    or if a module is named that may not be imported, because a file names it and not the user.
+    """
     kind, _, rest = name.partition(":")
     if name == "exact":
         return _each(lambda answer, right: exact_match(answer.strip(), right.strip()))
@@ -53,7 +56,7 @@ def find_reward(name: str, may_import: bool) -> Reward:
 
 
 def _each(score: Callable[[str, str], float]) -> Reward:
-    """A reward that looks at one answer and its reference at a time."""
+    """Returns a reward that scores one answer with its reference at a time."""
 
     def reward(
         *, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]
@@ -68,7 +71,7 @@ def _imported(name: str, module: str, function: str) -> Reward:
         sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), function)
-    except (Exception, SystemExit) as error:  # whatever the module does
+    except (Exception, SystemExit) as error:  # errors in the module
         reason = f"{type(error).__name__}: {error}"
         raise MespError(f"The reward {name} cannot be imported: {reason}.") from error
     if not callable(found):
@@ -79,7 +82,9 @@ def _imported(name: str, module: str, function: str) -> Reward:
 def compute_rewards(
     reward: Reward, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]
 ) -> list[float]:
-    """The numbers that `reward` gives. Raises MespError where it fails, or gives others."""
+    """Returns the numbers from `reward`. Raises MespError if it fails, or returns something
+    else.
+    """
     try:
         given = reward(
             prompts=list(prompts), completions=list(completions), references=list(references)

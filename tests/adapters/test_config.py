@@ -1,6 +1,6 @@
-"""Every key of an adapter_config.json: used, known to change nothing, or refused by its name.
+"""Tests that each key of an adapter_config.json is used, changes nothing, or is refused by name.
 
-The trainer and `mesp fuse` read folders of adapters by one table, which has a copy in Swift.
+The trainer and `mesp fuse` read folders of adapters with one table, which has a copy in Swift.
 """
 
 import json
@@ -38,8 +38,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def exported(name: str, folder: Path) -> tuple[Path, Path]:
-    """A bundle of a tiny model of the family, and a folder of adapters in mlx-lm's form with one in
-    PEFT's in it."""
+    """Returns a bundle of a tiny model of the family, and a folder of adapters in mlx-lm's form,
+    which has one in PEFT's form inside.
+    """
     model, bundle = write_model(folder / "model", FAMILIES[name]), folder / "b.mesp"
     size = ("--seq-len", 8, "--rank", RANK, "--group-size", 32, "--data", "python-docs")
     call("export", "--model", model, "--out", bundle, *size)
@@ -65,7 +66,7 @@ def change_weights(folder: Path, file: str, weights: dict[str, mx.array]) -> Non
 
 
 def check_refused(bundle: Path, adapters: Path, said: str) -> None:
-    """By the trainer and by `mesp fuse`, in the same words."""
+    """Checks that the trainer and `mesp fuse` refuse adapters in the same words."""
     expected = f"Cannot load the adapters in {adapters}: {said}."
     with pytest.raises(MespError) as error:
         read_adapters(adapters, Bundle(bundle).architecture)
@@ -89,7 +90,7 @@ def test_the_table_has_every_key_that_mlx_lm_writes():
     assert {*lora["used"], *lora["ignored"]} >= CONFIG_DEFAULTS["lora_parameters"].keys()
 
 
-# Of each key that must have certain values, some that PEFT takes and the readers do not.
+# For keys that must have certain values: other values, which PEFT accepts and the readers do not.
 REFUSED = {
     "alora_invocation_tokens": [[290, 291]],
     "arrow_config": [{"top_k": 2}],
@@ -162,7 +163,7 @@ def test_what_mlx_lm_reads_in_another_way_is_refused(qwen, copy: Path, values: d
     check_refused(qwen[0], copy, said)
 
 
-# Each leaves out a matrix that the folder has: these libraries would not use it.
+# Each leaves out a matrix that is in the folder, as these libraries would not use it.
 PLACES = {
     "a list": ("peft", {"target_modules": ["k_proj", "down_proj"]}, 0),
     "none": ("peft", {"target_modules": None}, 0),
@@ -190,7 +191,7 @@ def test_a_matrix_without_a_place_in_the_configuration_is_refused(qwen, copy: Pa
 
 
 def keep_only(folder: Path, name: str) -> None:
-    """A pair of matrices, by the name of its A."""
+    """Keeps only a pair of matrices, by the name of its A."""
     (file,) = folder.glob("*.safetensors")
     names = {name, name.replace("lora_A", "lora_B").replace("lora_a", "lora_b")}
     kept = {each: array for each, array in mx.load(str(file)).items() if each in names}
@@ -295,14 +296,14 @@ def test_magnitudes_that_do_not_fit_are_refused(qwen, tmp_path: Path, kind: str)
 
 
 def check_read(bundle: Path, adapters: Path) -> None:
-    """By both readers."""
+    """Checks that both readers accept the adapters."""
     assert read_adapters(adapters, Bundle(bundle).architecture).matrices
     assert list(generate(bundle, [5, 6], max_tokens=1, adapters=weigh(adapters)))
 
 
 @pytest.mark.parametrize("form", [".", "peft"])
 def test_dora_of_experts_is_refused(tmp_path: Path, form: str):
-    """mlx-lm and PEFT have none either."""
+    """mlx-lm and PEFT do not have DoRA of experts either."""
     bundle, adapters = exported("lfm2_moe", tmp_path)
     dora = write_adapters(tmp_path / "dora", bundle, dora=True)
     write_peft(dora / "peft", bundle, dora)
@@ -324,7 +325,7 @@ def test_dora_of_experts_is_refused(tmp_path: Path, form: str):
 
 
 def test_adapters_in_pefts_form_are_the_same(family, tmp_path: Path):
-    """Layers that are joined there, stacked experts, and a text of several modalities."""
+    """These have layers that PEFT joins, stacked experts, and a text of several modalities."""
     bundle, adapters = family
     arch = Bundle(bundle).architecture
     ours, theirs = (read_adapters(each, arch) for each in (adapters, adapters / "peft"))
@@ -360,7 +361,7 @@ def test_the_text_of_several_modalities_may_have_been_trained_alone(tmp_path: Pa
 
 @pytest.mark.parametrize("kept", ["gate_up_proj", "down_proj"])
 def test_one_parameter_of_experts_may_have_adapters_alone(tmp_path: Path, kept: str):
-    """PEFT then has one wrapper, with the name of the module, whichever it is."""
+    """PEFT then has one wrapper with the name of the module, for either parameter."""
     bundle, adapters = exported("lfm2_moe", tmp_path)
     weights = mx.load(str(adapters / "peft" / PEFT))
     inside = ".base_layer" if kept == "gate_up_proj" else ""

@@ -1,6 +1,6 @@
-"""Adapters that DoRA trained, as mlx-lm and PEFT keep them: read, stacked and fused.
+"""Tests that adapters of DoRA from mlx-lm and PEFT are read, added up and fused.
 
-mlx-lm's own layers say what they mean. `test_peft_configs.py` has PEFT's, and `test_weighted.py`
+mlx-lm's layers define their meaning. `test_peft_configs.py` tests PEFT's, and `test_weighted.py`
 sums of several.
 """
 
@@ -27,8 +27,8 @@ from mesp.bundle.reader import Bundle
 from mesp.source_model.gguf.header import GGUF
 from mesp.source_model.gguf.weights import GGUFWeights
 
-# With biases; layers of several projections; what PEFT joins; convolutions; a text among several
-# modalities, with Gated DeltaNet; a mixture of experts.
+# Models with biases; layers of several projections; layers that PEFT joins; convolutions; a text of
+# several modalities, with Gated DeltaNet; a mixture of experts.
 NAMES = ["llama", "phi3", "granitemoehybrid", "lfm2", "qwen3_5", "gemma2", "lfm2_moe"]
 EXACT, BFLOAT16 = 1e-5, 2**-8
 TOKENS = mx.array([[5, 6, 7, 8, 9, 10]])
@@ -36,7 +36,7 @@ TOKENS = mx.array([[5, 6, 7, 8, 9, 10]])
 
 @pytest.fixture(scope="module", params=NAMES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """A bundle of a tiny model of the family, and adapters of it in mlx-lm's form."""
+    """Returns a bundle of a tiny model of the family, and adapters in mlx-lm's form."""
     folder = tmp_path_factory.mktemp(request.param)
     model, bundle = write_model(folder / "model", FAMILIES[request.param]), folder / "b.mesp"
     size = ("--seq-len", 8, "--rank", RANK, "--group-size", 32, "--data", "python-docs")
@@ -62,7 +62,7 @@ def relative_error(a: mx.array, b: mx.array) -> float:
 
 
 def test_mlx_lm_loads_and_computes_the_same(family):
-    """By its own loader; the family's quantized weights stay as they are on both sides."""
+    """mlx-lm's loader reads them; the family's quantized weights are equal on both sides."""
     bundle, adapters = family
     expected = load_adapters(base(bundle), str(adapters))(TOKENS)
     assert relative_error(with_adapters(bundle, adapters)(TOKENS), expected) <= EXACT
@@ -70,7 +70,7 @@ def test_mlx_lm_loads_and_computes_the_same(family):
 
 
 def test_what_mlx_lm_trains_is_read(family, tmp_path: Path):
-    """Some layers of the last block alone, as mlx-lm begins and saves them."""
+    """Only some layers of the last block have adapters, as mlx-lm begins and saves them."""
     bundle, adapters = family
     shutil.copytree(adapters, tmp_path, dirs_exist_ok=True)
     keys = sorted({name for block in Bundle(bundle).architecture.kinds for name in block.modules})
@@ -95,7 +95,7 @@ def test_what_mlx_lm_trains_is_read(family, tmp_path: Path):
 
 @pytest.mark.parametrize("end", ["", ".weight"])
 def test_pefts_form_is_the_same(family, tmp_path: Path, end: str):
-    """PEFT writes a magnitude's name without `.weight`, and reads it with that too."""
+    """PEFT writes a magnitude's name without `.weight`, and also reads it with `.weight`."""
     bundle, adapters = family
     peft = write_peft(tmp_path / "peft", bundle, adapters)
     file = peft / "adapter_model.safetensors"
@@ -115,7 +115,9 @@ def test_pefts_form_is_the_same(family, tmp_path: Path, end: str):
 
 
 def test_the_fused_weights_are_those_of_mlx_lm(family, tmp_path: Path):
-    """m ∘ (W + s (A B)ᵀ) / ‖W + s (A B)ᵀ‖, computed in float32 and rounded to bfloat16 once."""
+    """They are m ∘ (W + s (A B)ᵀ) / ‖W + s (A B)ᵀ‖, computed in float32 and rounded to bfloat16
+    once.
+    """
     bundle, adapters = family
     expected = load_adapters(base(bundle), str(adapters))
     layers = {
@@ -139,7 +141,7 @@ def blocks_in_8_bits(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "phi3", "qwen3_5_text"])
 def test_a_gguf_file_gets_them_in_its_weights(name: str, tmp_path: Path):
-    """Whose rows and columns llama.cpp may have in another order."""
+    """llama.cpp may have its rows and columns in another order."""
     tensors = random_tensors(MODELS[name][1])
     file = write_gguf(tmp_path / "base.gguf", name, tensors, blocks_in_8_bits)
     bundle = tmp_path / "b.mesp"

@@ -1,4 +1,6 @@
-"""mesp fuse: models for mlx-lm, against mlx-lm with adapters beside; GGUF adapters, read back."""
+"""Tests of mesp fuse: models for mlx-lm, compared with mlx-lm with adapters; GGUF adapters, read
+again.
+"""
 
 import json
 import shutil
@@ -30,7 +32,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def with_adapters(name: str, folder: Path) -> tuple[Path, Path]:
-    """A bundle of a tiny model of the family, and adapters."""
+    """Returns a bundle of a tiny model of the family, and adapters."""
     model = write_model(folder / "model", FAMILIES[name])
     bundle = folder / "bundle.mesp"
     size = ("--seq-len", 8, "--rank", RANK, "--group-size", 32, "--data", "python-docs")
@@ -53,9 +55,11 @@ def relative_error(a: mx.array, b: mx.array) -> float:
 
 @pytest.mark.parametrize(("bits", "tolerance"), [("bfloat16", 0.02), ("8", 0.05), ("4", 0.45)])
 def test_the_fused_model_is_the_one_with_adapters(family, tmp_path, bits, tolerance):
-    """But for rounding the weights: to 8 bits of mantissa, to 1/255 or 1/15 of a group's range.
+    """They differ by rounding the weights to 8 bits of mantissa, or to 1/255 or 1/15 of a group's
+    range.
 
-    It costs up to 0.9%, 2.8% and 38% of the logits, where the adapters make up 78% and more.
+    This changes the logits by up to 0.9%, 2.8% and 38%, and the adapters change them by 78% and
+    more.
     """
     bundle, adapters = family
     done = fuse(bundle, adapters, tmp_path / "fused", "--bits", bits, "--val-batches", 2)
@@ -74,7 +78,7 @@ def test_the_fused_model_is_the_one_with_adapters(family, tmp_path, bits, tolera
 
 @pytest.mark.parametrize("bits", [1, 2])
 def test_a_fused_model_of_few_bits_says_what_it_has(tmp_path, bits):
-    """What adapters change has more values than three, and gets the bits that are asked for."""
+    """A matrix with adapters has more than three values, and gets the bits that are asked for."""
     config = FAMILIES["qwen3"] | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     tensors = with_few_values(random_tensors(config), bits, 128)
     config["quantization"] = {"bits": bits, "group_size": 128}
@@ -110,7 +114,7 @@ def test_layers_without_adapters_stay_as_they_are(family, tmp_path):
 
 @pytest.mark.parametrize(("bits", "tolerance"), [("bfloat16", 0.02), ("8", 0.05)])
 def test_experts_are_fused(tmp_path, bits, tolerance):
-    """With adapters of a mixture's experts alone."""
+    """Only the experts of a mixture have adapters."""
     bundle, adapters = with_adapters("lfm2_moe", tmp_path)
     matrices = mx.load(str(adapters / "adapters.safetensors"))
     experts = {name: array for name, array in matrices.items() if "switch_mlp" in name}
@@ -127,7 +131,7 @@ def test_experts_are_fused(tmp_path, bits, tolerance):
 
 
 def test_a_text_of_several_modalities_is_fused_by_its_place_there(tmp_path):
-    """And the logarithms of its decays keep their digits, as mlx-lm has them."""
+    """The logarithms of its decays keep their digits, as in mlx-lm."""
     bundle, adapters = with_adapters("qwen3_5", tmp_path)
     assert fuse(bundle, adapters, tmp_path / "fused", "--bits", "bfloat16").returncode == 0
     fused = dict(tree_flatten(mlx_lm.load(str(tmp_path / "fused"))[0].parameters()))
@@ -229,7 +233,7 @@ def test_gguf_adapters_are_as_llama_cpp_names_them(family, tmp_path):
         "smollm3",
         "granite",
         "minicpm",
-    ):  # pairs of neighbours turn there, halves here
+    ):  # here halves are rotated, there pairs of neighbours
         pairs = [i // 2 + (size // 2) * (i % 2) for i in range(size)]
         heads = heads[:, pairs]
     assert np.array_equal(tensors["blk.0.attn_q.weight.lora_b"], heads.reshape(b.shape))
@@ -287,7 +291,9 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 
 
 def test_a_fused_base_model_stops_where_its_data_ended(tmp_path):
-    """As a base model with a chat template that ends answers with another token than its own."""
+    """The data of a base model end answers with a token of a chat template, not the model's end
+    token.
+    """
     model = write_model(tmp_path / "model", FAMILIES["qwen3"])
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     end = {**tokenizer["added_tokens"][0], "id": 305, "content": "<|im_end|>", "special": True}

@@ -1,4 +1,4 @@
-"""What `mesp fuse --bits bfloat16` writes, read by transformers and by mlx-lm alike."""
+"""Tests that transformers and mlx-lm read the models of `mesp fuse --bits bfloat16` alike."""
 
 import json
 from pathlib import Path
@@ -16,9 +16,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.transformers
-# transformers has no MiniCPM without code of the model's author, and mlx-lm no LFM3.
+# transformers has MiniCPM only with code of the model's author, and mlx-lm has no LFM3.
 READ = sorted(FAMILIES.keys() - {"minicpm", "lfm3"})
-# Larger models' texts, as they are published: one by itself is not in FAMILIES.
+# Published configurations of larger models with a text that is not in FAMILIES alone.
 VL = {
     "qwen2_5_vl": FAMILIES["qwen2"]
     | {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
@@ -45,7 +45,7 @@ def test_transformers_reads_what_mlx_lm_reads(family: str, tmp_path: Path):
     call("fuse", bundle, "--adapters", adapters, "--out", out, *options)
 
     auto = transformers.AutoModelForCausalLM
-    # The attention that Gemma 2's caps need, in which all models are the same.
+    # The attention that Gemma 2's caps need; with it all models compute the same.
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     theirs, info = auto.from_pretrained(out, output_loading_info=True, **options)
     assert not any(info.values()), info

@@ -1,7 +1,7 @@
-"""llama.cpp with the adapters and the models that mesp fuse writes: `make test-slow`.
+"""Tests of llama.cpp with the adapters and the models that mesp fuse writes: `make test-slow`.
 
-It comes as a wheel, xllamacpp. The base model is dequantized into a GGUF file, all in float32, and
-llama.cpp must write the tokens that mesp generate does, as likely as mlx-lm finds them.
+llama.cpp is in the wheel xllamacpp. The base model is dequantized into a GGUF file, all in float32.
+llama.cpp must write the tokens of mesp generate, with mlx-lm's likelihoods.
 """
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ from mesp.source_model.gguf.weights import GGUFWeights
 from studies.real_models import GEMMA, SMOLLM2, gguf_file
 
 COUNT = 48
-END = 0  # the token that ends a text, of all models here
-# Of a log-probability, by the activation. float32 on both sides: the sums' order differs, by 1e-5.
-# But llama.cpp looks GELU up in a table in float16: as much rounding in mlx-lm moves one by 0.012.
+END = 0  # the token that ends a text, in all models here
+# Tolerance of a log-probability, by the activation. Both sides are float32: sums in another order
+# differ by 1e-5. But llama.cpp looks GELU up in a float16 table: equal rounding in mlx-lm changes a
+# log-probability by 0.012.
 TOLERANCE = {"silu": 1e-4, "gelu": 0.02}
-# Weights in bfloat16 have 8 bits of mantissa, which moves one by some 0.04.
+# Weights in bfloat16 have 8 bits of mantissa, which changes a log-probability by some 0.04.
 BFLOAT16 = 0.1
-# The differences of a tiny model of each family from FAMILIES: no scaled RoPE, which GGUF keeps
-# in tensors of its own; windows longer than the text, as mlx-lm leaves some out; and what llama.cpp
-# knows without asking: which blocks have no RoPE, the scale of attention, the local RoPE's base.
+# Changes to each family's model in FAMILIES: no scaled RoPE, which GGUF stores in separate tensors;
+# windows longer than the text, as mlx-lm ignores some; and the values that llama.cpp assumes: the
+# blocks without RoPE, the scale of attention, the local RoPE's base.
 _GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 64}
 TINY = {
     "qwen3": {},
@@ -80,7 +81,7 @@ TINY = {
 
 @dataclass
 class Case:
-    """A bundle, adapters of it, and the folder that mesp fuse made of both."""
+    """A bundle, its adapters, and the folder that mesp fuse made of both."""
 
     bundle: Path
     adapters: Path
@@ -99,7 +100,7 @@ class Case:
 
 @pytest.fixture(scope="module", params=["demo", *TINY])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """The demo model with trained adapters, or a tiny one with random ones."""
+    """Returns the demo model with trained adapters, or a tiny model with random ones."""
     folder, name = tmp_path_factory.mktemp(request.param), request.param
     bundle = folder / "bundle.mesp"
     if name == "demo":
@@ -119,7 +120,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def write_base(path: Path, model: nn.Module, folder: Path) -> Path:
     """Writes mlx-lm's model with the config.json of `folder` as GGUF, in float32.
 
-    Tokens have numbers for names, as llama.cpp gets and gives ids here.
+    Tokens are named by their ids, because llama.cpp's input and output are ids here.
     """
     config = json.loads((folder / "config.json").read_text())
     arch = Architecture.from_config(config)
@@ -156,7 +157,7 @@ def write_base(path: Path, model: nn.Module, folder: Path) -> Path:
         module = key.split(".")[-2]
         if (
             module in heads and name.lower() in INTERLEAVED
-        ):  # pairs of neighbours turn there, halves here
+        ):  # here halves are rotated, there pairs of neighbours
             halves = array.reshape(heads[module], 2, -1, *array.shape[1:])
             array = halves.swapaxes(1, 2).reshape(array.shape)
         if module.endswith("norm"):
@@ -170,8 +171,10 @@ def write_base(path: Path, model: nn.Module, folder: Path) -> Path:
 
 
 def write(model: Path, prompt: list[int], adapters: Path | None = None) -> list[dict]:
-    """The greedy tokens of llama.cpp: of each its `id`, its `logprob` and those of the two
-    likeliest, `top_logprobs`."""
+    """Returns llama.cpp's greedy tokens.
+
+    Each has its `id`, its `logprob` and those of the two likeliest tokens, `top_logprobs`.
+    """
     request = {"prompt": prompt, "n_predict": COUNT, "temperature": 0, "n_probs": 2}
     answer = serve(model, adapters).handle_completions(request)
     return answer["choices"][0]["logprobs"]["content"]
@@ -183,7 +186,8 @@ def serve(model: Path, adapters: Path | None = None) -> xllamacpp.Server:
     params.n_ctx, params.n_parallel, params.n_gpu_layers, params.verbosity = 128, 1, 0, -1
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    # Threads wait for each other without sleeping, which takes minutes where others compute, too.
+    # Threads wait for each other without sleeping, which takes minutes if other processes compute
+    # too.
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     if adapters is not None:
         lora = xllamacpp.CommonAdapterLoraInfo()
@@ -193,7 +197,9 @@ def serve(model: Path, adapters: Path | None = None) -> xllamacpp.Server:
 
 
 def log_probabilities(model: nn.Module, prompt: list[int], tokens: list[int]) -> list[float]:
-    """mlx-lm's, in float32, of each of `tokens` after the prompt and those before it."""
+    """Returns mlx-lm's log-probability, in float32, of each of `tokens` after the prompt and those
+    before.
+    """
     model.set_dtype(mx.float32)
     logits = model(mx.array([prompt + tokens]))[0, len(prompt) - 1 : -1]
     return np.array(nn.log_softmax(logits, -1))[range(len(tokens)), tokens].tolist()
@@ -206,10 +212,11 @@ def check(
     adapters: Sequence[WeightedAdapters],
     rounding: float = 0,
 ) -> None:
-    """Holds what llama.cpp wrote to `model`'s log-probabilities, and to mesp generate's tokens.
+    """Compares llama.cpp's tokens with `model`'s log-probabilities, and with mesp generate's
+    tokens.
 
-    The tokens may part where a tie decides: where the two likeliest are as near as the tolerance
-    of a log-probability, or as `rounding` of the weights.
+    The tokens may differ from a tie on, where the two likeliest are within the tolerance of a
+    log-probability, or within the `rounding` of the weights.
     """
     tolerance = TOLERANCE[Bundle(case.bundle).architecture.hidden_act]
     expected = log_probabilities(model, case.prompt, [step["id"] for step in steps])
@@ -218,7 +225,7 @@ def check(
     settings = {"adapters": adapters, "max_tokens": COUNT, "stop": [END]}
     *records, _ = generate(case.bundle, case.prompt, **settings)
     tokens = [record["token"] for record in records]
-    tokens += [END] * (len(tokens) < COUNT)  # llama.cpp gives it too
+    tokens += [END] * (len(tokens) < COUNT)  # llama.cpp includes it
     for token, step in zip(tokens, steps, strict=True):
         if token != step["id"]:
             first, second = step["top_logprobs"]
@@ -256,11 +263,12 @@ def test_a_fused_model(case: Case, tmp_path: Path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gguf_file_and_its_bundle_agree(name: str, tmp_path: Path):
-    """Both compute in float32 with the numbers of Q8_0's blocks: llama.cpp would round activations
-    to 8 bits, too, were the blocks in its file."""
+    """Both compute in float32 with the values of Q8_0's blocks. With blocks in its file, llama.cpp
+    would also round activations to 8 bits.
+    """
     tensors = random_tensors(MODELS[name][1])
     quantized = write_gguf(tmp_path / "quantized.gguf", name, tensors)
-    # llama.cpp gets and gives ids here; an export wants a tokenizer that keeps text.
+    # llama.cpp's input and output are ids here, but an export needs a tokenizer that keeps text.
     base = write_gguf(tmp_path / "base.gguf", name, tensors, vocabulary="numbers")
     plain = write_gguf(tmp_path / "plain.gguf", name, tensors, dequantized, "numbers")
     bundle = tmp_path / "bundle.mesp"
@@ -304,7 +312,9 @@ _KINDS = {str: "STRING", int: "UINT32", float: "FLOAT32", bool: "BOOL"}
 
 
 def test_metadata_of_rope_are_read_as_llama_cpp_reads_them(tmp_path: Path):
-    """Random keys and values: the log-probabilities are llama.cpp's, or the file is refused."""
+    """With random keys and values, the log-probabilities are llama.cpp's, or the file is
+    refused.
+    """
     tensors = random_tensors(MODELS["qwen2"][1])
     rng, counts, prompt = random.Random(0), Counter(), [5, 17, 30, 2, 90, 44]
     for number in range(60):
@@ -365,9 +375,10 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_a_real_models_distributions_are_llama_cpps(real: RealModel):
-    """The mean KL divergence in nats of the next token's, with the likeliest 1,000 tokens apart.
+    """The mean KL divergence of the next token, in nats, is small. It covers the likeliest 1,000
+    tokens.
 
-    llama.cpp rounds what it multiplies quantized matrices with to 8 bits.
+    llama.cpp rounds the inputs of quantized matrices to 8 bits.
     """
     model = Bundle(real.bundle).to_mlx_lm()
     model.set_dtype(mx.float32)
@@ -382,7 +393,8 @@ def test_a_real_models_distributions_are_llama_cpps(real: RealModel):
         apart = np.exp(theirs) @ (theirs - here)
         rest, rest_here = (max(1 - np.exp(each).sum(), 1e-12) for each in (theirs, here))
         divergences.append(apart + rest * np.log(rest / rest_here))
-    # That rounding is all of it: from the same numbers in float32, Gemma's is 0.0001, not 0.011.
+    # All of it comes from that rounding: with the same values in float32, Gemma's is 0.0001, not
+    # 0.011.
     assert np.mean(divergences) <= (0.005 if "SmolLM2" in real.file.name else 0.02)
 
 
@@ -401,8 +413,10 @@ PROMPTS = (
 
 
 def test_a_real_model_writes_what_llama_cpp_writes(real: RealModel, tmp_path: Path):
-    """The same 32 tokens for 9 of 10 prompts, from a file with the same numbers in float32: that of
-    the likeliest token may change where llama.cpp rounds what it multiplies blocks with."""
+    """For 9 of 10 prompts, 32 tokens are equal, with a file of the same values in float32.
+
+    Where llama.cpp rounds the inputs of blocks, the likeliest token may change.
+    """
     file = GGUF.read(real.file)
     quantized = [n for n, tensor in file.tensors.items() if tensor.type not in UNQUANTIZED]
     copy(file, tmp_path / "plain.gguf", dict.fromkeys(quantized, np.ascontiguousarray), Type.F32)
@@ -426,8 +440,9 @@ def test_a_real_models_tokens_are_llama_cpps(real: RealModel):
 
 @pytest.mark.parametrize("vocabulary", [*PRE_TOKENIZERS, "pieces"])
 def test_a_text_has_llama_cpps_tokens(vocabulary: str, tmp_path: Path):
-    """Of each pre-tokenizer that is supported with one small vocabulary of bytes and pairs, and of
-    SentencePiece's pieces."""
+    """Each supported pre-tokenizer has a small vocabulary of bytes and pairs; SentencePiece has
+    pieces.
+    """
     tensors = random_tensors(MODELS["qwen2"][1])
     file = write_gguf(tmp_path / "tiny.gguf", "qwen2", tensors, vocabulary=vocabulary)
     write_tokenizer(GGUF.read(file), tmp_path)
@@ -438,7 +453,7 @@ def test_a_text_has_llama_cpps_tokens(vocabulary: str, tmp_path: Path):
 
 
 def tokenize_with(server: xllamacpp.Server) -> Callable[[str], list[int]]:
-    """The ids of a text, of llama.cpp's tokenizer."""
+    """Returns a function from a text to the ids of llama.cpp's tokenizer."""
 
     def tokenize(text: str) -> list[int]:
         asked = {"content": text, "add_special": True, "parse_special": True}
@@ -452,7 +467,9 @@ def tokenize_with(server: xllamacpp.Server) -> Callable[[str], list[int]]:
 
 
 def mixed_lines(count: int, seed: int = 0) -> list[str]:
-    """Code, and words of many scripts, numbers and signs with all kinds of white space between."""
+    """Returns code, and words of many scripts, numbers and signs, with all kinds of white space
+    between.
+    """
     rng = random.Random(seed)
     words = """the Brown can't we'll I'M they'VE naïve café Straße ΑΒΓ Привет мир こんにちは 世界
     안녕하세요 مرحبا שלום नमस्ते ﬁ e\u0301 x² ½ Ⅷ ٣٤ 1 23 456 12345 3.14 1e-9 0xFF

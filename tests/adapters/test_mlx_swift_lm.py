@@ -1,4 +1,4 @@
-"""Adapters as the engine writes them, by the rules of mlx-swift-lm's loader.
+"""Tests the engine's adapters with the rules of mlx-swift-lm's loader.
 
 No Swift of mlx-swift-lm runs here. Its rules and the names of its models were read in
 github.com/ml-explore/mlx-swift-lm at 14414441fa44f45eee35a61e9fa0bab577cf9734 (22 August 2026),
@@ -32,9 +32,12 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
 
 
 class Model(NamedTuple):
-    """A model of mlx-swift-lm: its file, what the names of its blocks begin with, the linear layers
-    of a block, the module of a block that alone takes adapters (none: the block), and whether its
-    decoding keeps the weights of the first token that it generates."""
+    """A model of mlx-swift-lm.
+
+    It has its file, the prefix of its blocks' names, the linear layers of a block, the module of a
+    block that alone takes adapters (none: the block), and whether decoding keeps the weights of the
+    first generated token.
+    """
 
     file: str
     prefix: str
@@ -62,8 +65,8 @@ GRANITE4 = DENSE | named("mamba", "in_proj", "out_proj")
 GRANITE4 |= named("shared_mlp", "input_linear", "output_linear")
 GEMMA4 = DENSE | {"per_layer_input_gate", "per_layer_projection"}
 
-# By `model_type` the models of MLXLLM and MLXVLM, for each that MeSP exports. Experts are no
-# `Linear` there (SwitchLinear in MLXLMCommon/SwitchLayers.swift), and take no adapters.
+# The models of MLXLLM and MLXVLM by `model_type`, for each that MeSP exports. Their experts are not
+# `Linear` (SwitchLinear in MLXLMCommon/SwitchLayers.swift), and take no adapters.
 MODELS: dict[str, dict[str, Model]] = {
     "qwen2": {"MLXLLM": Model("MLXLLM/Models/Qwen2.swift", WHOLE, DENSE)},
     "qwen2_5_vl": {"MLXVLM": Model("MLXVLM/Models/Qwen25VL.swift", TEXT_OF_SEVERAL, DENSE)},
@@ -132,32 +135,36 @@ MODELS: dict[str, dict[str, Model]] = {
     "lfm3": {},
     "phi3": {"MLXLLM": Model("MLXLLM/Models/Phi3.swift", WHOLE, FUSED)},
 }
-# The words of the page for a model_type in a library.
+# The words of the documentation page for a model_type in a library.
 LOADS, FITTED, FIRST, NOT, LACKS = "yes", "fitted", "before the first token", "no", "none"
 
 
 class Refused(Exception):
-    """What the loader throws."""
+    """An error that the loader throws."""
 
 
 class Loaded(NamedTuple):
-    """The factor of each product, and by the linear layer's path A [in, rank], B [rank, out] and,
-    of DoRA, m [out]."""
+    """The factor of each product, and the matrices by the linear layer's path.
+
+    They are A [in, rank], B [rank, out] and, with DoRA, m [out].
+    """
 
     scale: float
     matrices: dict[str, tuple[mx.array, ...]]
 
 
 def decoded(holder: dict[str, Any], key: str, *kinds: type) -> Any:
-    """A value of a Codable struct that must be there, of one of these types."""
+    """Returns a value of a Codable struct, which must exist and be of one of these types."""
     if not isinstance(value := holder.get(key), kinds) or isinstance(value, bool):
         raise Refused(f"{key} does not decode")
     return value
 
 
 def load(folder: Path, model: Model, arch: Architecture, fit: bool = False) -> Loaded:
-    """`LoRAContainer.from(directory:)` and `load(into:)`; with `fit`, as the page's `fitted(to:)`
-    names the matrices."""
+    """Applies `LoRAContainer.from(directory:)` and `load(into:)`.
+
+    With `fit`, the matrices have the names of the page's `fitted(to:)`.
+    """
     config = json.loads((folder / CONFIG).read_text())
     kind = decoded(config, "fine_tune_type", str)
     if kind not in ("lora", "dora"):
@@ -184,8 +191,10 @@ def put(
     model: Model,
     arch: Architecture,
 ) -> Loaded:
-    """`load(into:)`: replaces the linear layers of the last blocks that a key names, by the name
-    below what takes adapters, and updates with `.noUnusedKeys`."""
+    """Applies `load(into:)`: replaces the linear layers of the last blocks that a key names.
+
+    A key is a name below the module that takes adapters. The update has `.noUnusedKeys`.
+    """
     shapes = {}
     for i, block in list(enumerate(arch.blocks))[max(0, len(arch.blocks) - num_layers) :]:
         for name, (outputs, inputs) in block.sizes().items():
@@ -201,7 +210,7 @@ def put(
         path, _, part = name.rpartition(".")
         if part not in shapes.get(path, ()):
             raise Refused(f"unhandled key {name}")
-        # `.noUnusedKeys` lets other shapes through; the first product of them ends the process.
+        # `.noUnusedKeys` allows other shapes; the first product with one ends the process.
         if array.shape != shapes[path][part]:
             raise Refused(f"{name} has the shape {array.shape}")
         matrices[path][part] = array
@@ -213,7 +222,7 @@ def put(
 
 
 def load_peft(folder: Path, model: Model, arch: Architecture) -> Loaded:
-    """`LoRAContainer.fromPEFT(directory:)` and `load(into:)`."""
+    """Applies `LoRAContainer.fromPEFT(directory:)` and `load(into:)`."""
     config = json.loads((folder / CONFIG).read_text())
     rank, alpha = decoded(config, "r", int), decoded(config, "lora_alpha", float, int)
     decoded(config, "target_modules", list)
@@ -224,13 +233,13 @@ def load_peft(folder: Path, model: Model, arch: Architecture) -> Loaded:
             weights[f"{found[1]}.lora_{found[2].lower()}"] = array.T
             keys |= set(re.findall(r"\.layers\.\d+\.(.+)", found[1]))
     blocks = {int(each) for name in weights for each in re.findall(r"\.layers\.(\d+)\.", name)}
-    # Its default is 1,024 layers; those before the trained ones then have a random A and a B of 0.
+    # The default is 1,024 layers; layers before the trained ones then have a random A and a B of 0.
     count = len(arch.blocks) - min(blocks)
     return put("lora", weights, sorted(keys), count, rank, alpha / rank, model, arch)
 
 
 def config_of(name: str) -> dict:
-    """A tiny config.json of a row of FAMILIES, or of a `model_type` that has none."""
+    """Returns a tiny config.json of a row of FAMILIES, or of a `model_type` without a row."""
     if name in FAMILIES:
         return FAMILIES[name]
     same = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "ministral3": "mistral3"}
@@ -250,7 +259,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
-    """Exports a model of a family and trains it for a step, each once."""
+    """Returns a function that exports a model of a family and trains it for a step, each once."""
     bundles: dict[str, Path] = {}
 
     @cache
@@ -271,7 +280,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
 
 
 def outcome(trained: Trained, model: Model) -> str:
-    """What the page says of it."""
+    """Returns the page's word for it."""
     for fit, said in ((False, FIRST if model.keeps_weights else LOADS), (True, FITTED)):
         try:
             load(trained.adapters, model, trained.arch, fit)
@@ -286,7 +295,7 @@ def test_every_model_type_that_is_exported_is_looked_up():
 
 
 def test_the_page_says_of_every_family_what_loads(train: Callable[..., Trained]):
-    """What the engine wrote of each loads as the page says, with the run's scale."""
+    """The engine's adapters of each family load as the page says, with the run's scale."""
     found: dict[str, tuple[str, str]] = {}
     for name in NAMES:
         trained = train(name)
@@ -349,7 +358,7 @@ def test_adapters_of_experts_are_refused(name: str, train: Callable[..., Trained
 
 
 def test_the_folder_of_peft_loads_where_the_page_says(train: Callable[..., Trained]):
-    """With the same numbers."""
+    """They have the same numbers."""
     loading = set()
     for name in NAMES:
         trained = train(name)
@@ -381,7 +390,7 @@ def change_weights(folder: Path, change: Callable[[str, mx.array], tuple[str, mx
 
 
 LORA = "lora_parameters"
-# Each makes adapters that must not load.
+# Changes after which adapters must not load.
 FAULTS: dict[str, Callable[[Path], None]] = {
     "fewer layers": lambda folder: change_config(folder, lambda c: c.update(num_layers=1)),
     "no layers": lambda folder: change_config(folder, lambda c: c.pop("num_layers")),

@@ -1,4 +1,4 @@
-"""The Modelfile that mesp fuse writes beside model.gguf, as Ollama reads it."""
+"""Tests that Ollama can read the Modelfile that mesp fuse writes beside model.gguf."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ APACHE = {"general.license": gguf.GGUFValue("apache-2.0", gguf.GGUFValueType.STR
 
 
 def read_modelfile(text: str) -> list[tuple[str, str]]:
-    """The commands, as parser/parser.go of Ollama finds them, a parameter by its own name: a value
-    in quotes goes on over ends of lines, and what Go cannot print is left out of it, but for white
-    space."""
+    """Returns the commands that parser/parser.go of Ollama finds, a parameter under its own name.
+
+    A quoted value may span lines. Characters that Go cannot print are removed from it, except white
+    space.
+    """
     found, name, value = [], "", None
     for char in [*text, "\n"]:
         if value is None:
@@ -43,7 +45,7 @@ def read_modelfile(text: str) -> list[tuple[str, str]]:
 
 
 def unquoted(value: str) -> str | None:
-    """The value without its quotes; None where they are still open."""
+    """Returns the value without its quotes; None if they are still open."""
     for quotes in ('"""', '"'):
         if value.startswith(quotes):
             is_whole = value.endswith(quotes) and len(value) >= 2 * len(quotes)
@@ -54,8 +56,10 @@ def unquoted(value: str) -> str | None:
 def fuse(
     folder: Path, licences: dict[str, str], ends: Sequence[int] = (), token: str = "", **keys
 ) -> Path:
-    """The folder that mesp fuse makes of a bundle from a GGUF file that has `licences` beside it.
-    The bundle's data end with the tokens `ends`, the last of which is `token` where that is one."""
+    """Returns the folder that mesp fuse makes of a bundle from a GGUF file beside `licences`.
+
+    The bundle's data end with the tokens `ends`, the last of which is `token` if one is given.
+    """
     base = folder / "model" / "base.gguf"
     base.parent.mkdir()
     write_gguf(base, "qwen2", random_tensors(MODELS["qwen2"][1]), **keys)

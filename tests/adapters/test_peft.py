@@ -1,7 +1,8 @@
-"""The adapters in the real PEFT library, and private steps in Opacus, on PyTorch: `make test-slow`.
+"""Tests of adapters in the PEFT library, and of private steps in Opacus, on PyTorch: `make
+test-slow`.
 
-The demo model is dequantized into an ordinary Qwen2ForCausalLM; with the adapters that the engine
-wrote, PEFT must find the engine's held-out loss, and the engine that of adapters that PEFT wrote.
+The demo model is dequantized into an ordinary Qwen2ForCausalLM. With the engine's adapters, PEFT
+must find the engine's held-out loss, and the engine must find that of PEFT's adapters.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from studies.in_peft.train import in_nf4, write_base
 
 SEQ_LEN = 64
 VAL_BATCHES = 8
-# float32 on both sides: the sums' order differs, by 1e-6 of a loss near 5.
+# Both sides are float32: sums in another order differ by 1e-6 for a loss near 5.
 TOLERANCE = 1e-4
 
 
@@ -61,7 +62,7 @@ def train(bundle: Path, output: Path, *options: object) -> RunLog:
 
 @pytest.fixture(scope="module")
 def folder(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle's weights, dequantized, as a Hugging Face model in float32."""
+    """Returns the bundle's weights, dequantized, as a Hugging Face model in float32."""
     path = tmp_path_factory.mktemp("peft") / "dequantized"
     write_dequantized(Bundle(bundle), path)
     return path
@@ -73,7 +74,7 @@ def model(folder: Path) -> torch.nn.Module:
 
 
 def held_out_loss(model: torch.nn.Module, bundle: Path) -> float:
-    """Mean of the first windows, in nats a token."""
+    """Returns the mean loss of the first windows, in nats a token."""
     tokens = Bundle(bundle).tokens("valid")[: VAL_BATCHES * SEQ_LEN + 1].astype(np.int64)
     inputs = torch.from_numpy(tokens[:-1].reshape(VAL_BATCHES, SEQ_LEN))
     targets = torch.from_numpy(tokens[1:])
@@ -83,13 +84,13 @@ def held_out_loss(model: torch.nn.Module, bundle: Path) -> float:
 
 
 def here(name: str) -> str:
-    """mlx-lm's name of a parameter of PEFT's."""
+    """Returns mlx-lm's name of a parameter of PEFT's."""
     name = name.removeprefix("base_model.model.").removesuffix(".default.weight")
     return name.replace("lora_A", "lora_a").replace("lora_B", "lora_b")
 
 
 def lora_parameters(adapted: PeftModel) -> dict[str, np.ndarray]:
-    """By their names in a file."""
+    """Returns the LoRA parameters by their names in a file."""
     return {
         name.replace("vector.default.weight", "vector").replace(".default", ""): (
             value.detach().numpy()
@@ -127,7 +128,7 @@ def test_peft_finds_the_loss_of_the_engine(
 def test_peft_has_a_matrix_for_every_tensor(
     bundle: Path, model: torch.nn.Module, tmp_path: Path, dora: tuple
 ):
-    """PEFT only warns of tensors that fit nothing: the loss alone might not tell."""
+    """PEFT only warns about tensors without a layer, and the loss alone might not show this."""
     train(bundle, tmp_path / "run", "--num-layers", 2, "--projections", "o,gate", *dora)
     folder = tmp_path / "run" / "adapters" / "peft"
     adapted = PeftModel.from_pretrained(model, folder)
@@ -139,7 +140,7 @@ def test_peft_has_a_matrix_for_every_tensor(
 
 
 def test_peft_has_the_adapters_of_a_text_among_several_modalities(tmp_path: Path):
-    """By name and value: vision, whose modules have the same last names, gets none."""
+    """Names and values agree. Vision has modules with the same last names, and gets no adapters."""
     write_model(tmp_path / "model", FAMILIES["gemma3"])
     (tmp_path / "text.txt").write_text(TEXT)
     call(
@@ -172,7 +173,9 @@ def test_peft_has_the_adapters_of_a_text_among_several_modalities(tmp_path: Path
 def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(
     tmp_path: Path, name: str, modules: int, options: tuple
 ):
-    """Granite 4's gate and up, also beside Mamba-2: both ways, with the loss of transformers."""
+    """Granite 4's gate and up, also beside Mamba-2, are read both ways, with the loss of
+    transformers.
+    """
     folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
     config = {k: v for k, v in FAMILIES[name].items() if k != "head_dim"}
     write_model(folder, config)
@@ -221,10 +224,10 @@ def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "lfm2_moe"])
 def test_peft_has_adapters_of_experts(tmp_path: Path, name: str):
-    """Which transformers has as two parameters, gate over up and down: both ways.
+    """transformers has two parameters, gate over up and down; adapters are read both ways.
 
     In Qwen3's mixtures PEFT 0.21 takes the MLPs of layers without experts for experts; the
-    published ones have no such layers.
+    published models have no such layers.
     """
     folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
     config = FAMILIES[name] | ({"mlp_only_layers": []} if name == "qwen3_moe" else {})
@@ -280,7 +283,8 @@ def test_peft_has_adapters_of_experts(tmp_path: Path, name: str):
 
 
 def test_lfm3_is_that_of_transformers(tmp_path: Path):
-    """Which mlx-lm lacks: five steps of SGD, and the adapters in PEFT. A window is 5 of 64 tokens.
+    """mlx-lm lacks it, so five steps of SGD and the adapters in PEFT are compared. A window is 5
+    tokens of 64.
 
     Its RoPE is "proportional": "default" rotates all pairs in transformers.
     """
@@ -379,14 +383,14 @@ def test_the_benchmark_trains_with_peft_as_the_engine_does(
     done = invoke(bench, "bench.py", *size, *methods, *files)
     assert done.returncode == 0, done.stderr
     engine, peft = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    # The same adapters, windows and update: float32's rounding alone is between the losses.
+    # Adapters, windows and update are the same: the losses differ only by float32's rounding.
     assert peft["losses"] == pytest.approx(engine["losses"], rel=1e-5)
     assert 0 < peft["baseline_bytes"] < peft["footprint_peak_bytes"]
     assert peft["seconds"] > 0 and peft["threads"] == engine["threads"]
 
 
 def test_qlora_is_measured_by_the_weights_that_it_trains_on(bundle: Path, tmp_path: Path):
-    """The weights that bitsandbytes multiplies with, from another library."""
+    """Its loss is that of bitsandbytes' weights, in another library."""
     pytest.importorskip("bitsandbytes", reason="PEFT has NF4 of it alone")
     model = in_nf4(DEMO, torch.float32).train()
     write_base(model, DEMO, tmp_path / "base")
@@ -395,20 +399,22 @@ def test_qlora_is_measured_by_the_weights_that_it_trains_on(bundle: Path, tmp_pa
     with mx.stream(mx.cpu):
         ours = np.array(model_with(Bundle(bundle), None, tmp_path / "base")(mx.array(ids)))
         others = np.array(model_with(Bundle(bundle), None)(mx.array(ids)))
-    # float32 on both sides; between the two ways to have 4 bits there is much more.
+    # Both sides are float32; two 4-bit formats differ by much more.
     assert np.linalg.norm(ours - there) < TOLERANCE * np.linalg.norm(there)
     assert np.linalg.norm(others - there) > 100 * TOLERANCE * np.linalg.norm(there)
 
 
-# Differential privacy, against Opacus: the same model in PyTorch, wrapped by its GradSampleModule.
+# Differential privacy, compared with Opacus: the same model in PyTorch, in its GradSampleModule.
 
 KEY = bytes(range(32))
-# The noise is about as long as the clipped sum; beside a long step rounding is small.
+# The noise is about as long as the clipped sum, and a long step makes rounding small.
 CLIP, MULTIPLIER, EXPECTED, RATE, RANK = 0.5, 0.003, 4, 10.0, 8
 
 
 def test_a_private_step_is_that_of_opacus(tmp_path: Path):
-    """Gradients by the example, their clipped sum, and the update, with the same noise: to 1e-5."""
+    """Per-example gradients, their clipped sum, and the update with the same noise agree to
+    1e-5.
+    """
     data = tmp_path / "records.jsonl"
     words = TEXT.split()
     texts = [" ".join(words[n % 5 : n % 5 + 3 + n % 7]) for n in range(12)]
@@ -416,7 +422,7 @@ def test_a_private_step_is_that_of_opacus(tmp_path: Path):
     path = tmp_path / "demo.mesp"
     size = ("--seq-len", SEQ_LEN, "--rank", RANK)
     call("export", "--model", "demo", "--data", data, "--no-pack", "--out", path, *size)
-    # Two runs of one step: from B that is zero, and from adapters that another run has made.
+    # Two runs of one step: one begins with B = 0, the other with another run's adapters.
     first = tmp_path / "first"
     few = ("--steps", 5, "--learning-rate", 1e-3)
     train(path, first, "--rank", RANK, "--seq-len", SEQ_LEN, "--val-batches", 0, *few)
@@ -446,8 +452,10 @@ def test_a_private_step_is_that_of_opacus(tmp_path: Path):
 def step_of_opacus(
     path: Path, start: Path | None
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[float], int]:
-    """The matrices before and after a step, by mlx-lm's names; the norms of the examples'
-    gradients, and how many of these were clipped."""
+    """Returns the matrices before and after a step, by mlx-lm's names, and two results of clipping.
+
+    These are the norms of the examples' gradients, and the number of clipped ones.
+    """
     bundle = Bundle(path)
     folder = path.parent / f"dequantized-{start is None}"
     write_dequantized(bundle, folder)
@@ -485,7 +493,7 @@ def step_of_opacus(
         logits.transpose(1, 2), torch.from_numpy(labels[:, 1:]), reduction="none"
     )
     counted = torch.from_numpy(labels[:, 1:] >= 0).sum(1)
-    # Opacus takes a batch's loss to be a mean, and multiplies by its size.
+    # Opacus expects the mean loss of a batch, and multiplies by the batch size.
     (each.sum(1) / counted).mean().backward()
     squares = sum(p.grad_sample.square().flatten(1).sum(1) for p in parameters.values())
     norms = squares.sqrt().tolist()
@@ -503,12 +511,12 @@ def step_of_opacus(
 
 
 def examples(bundle: Bundle) -> list[tuple[int, int]]:
-    """Where each training example begins, and its length."""
+    """Returns the beginning and the length of each training example."""
     return bundle.examples("train").tolist()
 
 
 def noise_by_name(bundle: Bundle) -> dict[str, np.ndarray]:
-    """The noise of the engine's first step, by mlx-lm's names."""
+    """Returns the noise of the engine's first step, by mlx-lm's names."""
     blocks = bundle.architecture.blocks
     vectors = reference.private_noise(KEY, 0, [block.lora_size(RANK) for block in blocks])
     return {

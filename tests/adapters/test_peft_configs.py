@@ -1,7 +1,7 @@
-"""Random LoraConfigs in the real PEFT library: the same numbers, or refused. `make test-slow`.
+"""Tests of random LoraConfigs in the PEFT library, which agree or are refused: `make test-slow`.
 
-PEFT saves adapters of a tiny random model, and loads them again. The trainer and `mesp fuse` find
-its probabilities, or refuse the folder. What fails is shrunk to a small configuration.
+PEFT saves adapters of a tiny random model, and loads them again. The trainer and `mesp fuse` must
+find its probabilities, or refuse the folder. A failing configuration is shrunk to a small one.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from mesp.bundle.reader import Bundle
 from mesp.engine.process import evaluator
 from mesp.errors import MespError
 
-CASES = int(os.environ.get("MESP_FUZZ_CASES", 200))  # of each model
-# float32 on both sides; the plain control has 1e-6.
+CASES = int(os.environ.get("MESP_FUZZ_CASES", 200))  # for each model
+# Both sides are float32; without changes the difference is 1e-6.
 TOLERANCE = 1e-4
 TOKENS = [5, 6, 7, 8, 9, 10, 11, 12]
 MODELS = ["qwen2", "granitemoehybrid", "qwen3_moe"]
@@ -57,7 +57,7 @@ TARGETS = {
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 WEIGHTS = "adapter_model.safetensors"
 
-# Of each field values to try, beside r, lora_alpha and the targets. PEFT refuses some together.
+# Values to try for each field, besides r, lora_alpha and the targets. PEFT refuses some together.
 VALUES: dict[str, list[Any]] = {
     "alora_invocation_tokens": [[6, 7], [300, 301]],
     "alpha_pattern": [{"q_proj": 3}, {".*q_proj": 9}, {}, {"shared_mlp.input_linear": 8}],
@@ -95,7 +95,7 @@ VALUES: dict[str, list[Any]] = {
     "use_rslora": [True, False],
     "velora_config": [VeloraConfig()],
 }
-# Of a saved adapter_config.json, what others wrote or a person edited.
+# Changes to a saved adapter_config.json, as other programs or people make them.
 EDITS: dict[str, list[Any]] = {
     "a_key_of_tomorrow": [None, True, {}],
     "exclude_modules": [["q_proj"], ["down_proj", "input_linear"]],
@@ -113,7 +113,7 @@ EDITS: dict[str, list[Any]] = {
 
 
 def some(values: dict[str, list[Any]], most: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Up to `most` of the fields, each with one of its values."""
+    """Returns a strategy of up to `most` of the fields, each with one of its values."""
     names = st.lists(st.sampled_from(sorted(values)), max_size=most, unique=True)
     return names.flatmap(
         lambda each: st.fixed_dictionaries({name: st.sampled_from(values[name]) for name in each})
@@ -133,7 +133,7 @@ def targets(model: str) -> st.SearchStrategy[Any]:
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, torch.nn.Module]:
-    """A bundle of a tiny model, and the same weights in transformers."""
+    """Returns a bundle of a tiny model, and the same weights in transformers."""
     name, place = request.param, tmp_path_factory.mktemp(request.param)
     config = {k: v for k, v in FAMILIES[name].items() if k != "head_dim" or name == "qwen3_moe"}
     config |= {"mlp_only_layers": []} if name == "qwen3_moe" else {}
@@ -165,7 +165,7 @@ def made(
 
 
 def test_the_table_has_every_field_of_lora_config(tmp_path: Path):
-    """And takes a configuration that PEFT saves with the defaults."""
+    """A configuration that PEFT saves with the defaults is accepted."""
     peft = FIELDS["peft"]
     fields = {field.name for field in dataclasses.fields(LoraConfig)}
     assert {*peft["used"], *peft["ignored"], *peft["required"]} == fields
@@ -176,14 +176,14 @@ def test_the_table_has_every_field_of_lora_config(tmp_path: Path):
 
 
 def probabilities(model: torch.nn.Module) -> np.ndarray:
-    """The logarithms of them after each of the tokens."""
+    """Returns the log-probabilities after each of the tokens."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([TOKENS])).logits[0]
     return torch.log_softmax(logits.float(), -1).numpy()
 
 
 def of_the_trainer(bundle: Path, folder: Path, vocabulary: int) -> np.ndarray:
-    """Those after the last of the tokens."""
+    """Returns the trainer's log-probabilities after the last of the tokens."""
     with evaluator(bundle, weigh(folder)) as engine:
         scores = engine.choices(TOKENS, [[token] for token in range(vocabulary)])
     return np.array([score.log_likelihood for score in scores])
@@ -208,7 +208,7 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def saved_by_peft(base: torch.nn.Module, folder: Path, fields: dict[str, Any], seed: int) -> None:
-    """Adapters that count, in a folder."""
+    """Writes adapters that change the model into a folder."""
     torch.manual_seed(seed)
     adapted = get_peft_model(deepcopy(base), LoraConfig(**deepcopy(fields)))
     for name, parameter in adapted.named_parameters():
@@ -239,7 +239,7 @@ def edit(folder: Path, edits: dict[str, Any], tensor: str) -> None:
 def test_mesp_fuse_merges_as_peft_does(
     made: tuple[str, Path, torch.nn.Module], tmp_path: Path, dora: bool
 ):
-    """But for rounding to bfloat16, which costs up to 0.23%, where the adapters make 14%."""
+    """Results differ by rounding to bfloat16, up to 0.23%; the adapters change them by 14%."""
     name, bundle, base = made
     fields = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": TARGETS[name]}
     fields |= {"target_parameters": EXPERTS} if name == "qwen3_moe" and not dora else {}
@@ -306,7 +306,7 @@ def test_adapters_of_any_lora_config_give_pefts_numbers_or_are_refused(
             try:
                 saved_by_peft(base, folder, fields, seed)
                 edit(folder, edits, tensor)
-            except Exception:  # of any kind: PEFT has no adapters like that
+            except Exception:  # any error means that PEFT does not have such adapters
                 figures["PEFT saves none"] += 1
                 return
             found: list[Any] = []

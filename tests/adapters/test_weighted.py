@@ -1,7 +1,7 @@
-"""Several folders of adapters with weights: what the engine gets, and what mesp fuse makes of them.
+"""Tests of several adapter folders with weights, in the engine and in mesp fuse.
 
-The adapters differ in rank, scale and modules. What they add must be the weighted sum of what each
-adds: float32 on both sides, in another order.
+The adapters differ in rank, scale and modules. Their change must be the weighted sum of their
+separate changes: float32 on both sides, in another order.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from mesp.bundle.reader import Bundle
 from mesp.errors import MespError
 
 EXACT = 1e-5
-BFLOAT16 = 2**-8  # of a number, at most, from rounding it
+BFLOAT16 = 2**-8  # the most that rounding to bfloat16 changes a number
 WEIGHTS = {"first": 0.7, "second": 0.3, "third": 2.0}
 WITH_DORA = {"dora": 0.6, "second": 0.3, "small": 2.0}
 
 
 def write_all(folder: Path, bundle: Path) -> None:
-    """Folders of adapters, each of which lacks other modules; two of them are DoRA's."""
+    """Writes folders of adapters, each without other modules; two of them are DoRA's."""
     write_adapters(folder / "dora", bundle, seed=4, without=("up_proj",), dora=True)
     without = ("q_proj", "out_proj")
     write_adapters(folder / "small", bundle, rank=1, scale=0.5, seed=5, without=without, dora=True)
@@ -47,7 +47,7 @@ def write_all(folder: Path, bundle: Path) -> None:
 
 @pytest.fixture(scope="module", params=["qwen3", "llama", "gemma2", "lfm2_moe"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the bundle of a tiny model and adapters of it; the last has experts."""
+    """Returns a folder with the bundle of a tiny model and its adapters; the last has experts."""
     folder = tmp_path_factory.mktemp(request.param)
     model = write_model(folder / "model", FAMILIES[request.param])
     size = ("--seq-len", 8, "--rank", 2, "--group-size", 32, "--data", "python-docs")
@@ -68,7 +68,9 @@ def relative_error(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def added(file: Path) -> dict[str, np.ndarray]:
-    """What llama.cpp adds to each matrix for a GGUF file of adapters: alpha over B's rank, B A."""
+    """Returns llama.cpp's change to each matrix for a GGUF file of adapters: alpha over B's rank, B
+    A.
+    """
     reader = gguf.GGUFReader(file)
     alpha = reader.get_field("adapter.lora.alpha").contents()
     tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
@@ -141,12 +143,15 @@ def test_one_whole_set_of_adapters_stays_what_it_is(family: Path, tmp_path: Path
         assert plain == weighted
 
 
-# What the engine gets
+# The engine's input
 
 
 @pytest.fixture
 def asked(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list]:
-    """Gives the adapters of each engine that was started, in an empty folder with two of them."""
+    """Returns a function for the adapters of each engine that was started.
+
+    The working folder is empty, except for two of them.
+    """
     notes = working_folder / "notes"
     monkeypatch.setenv("MESP_ENGINE", str(FAKE_ENGINE))
     monkeypatch.setenv("FAKE_ENGINE_NOTES", str(notes))
@@ -195,7 +200,8 @@ def test_an_evaluation_measures_each_or_their_sum(bundle: Path, asked):
     options = ("--adapters", "a,b", "--out", "found.json")
     call("evaluate", bundle, "data.jsonl", *options)
     first, second = [("a", 1)], [("b", 1)]
-    assert asked() == [first, second, [], first, second]  # what cannot be loaded is said first
+    # Folders that cannot be loaded are reported first.
+    assert asked() == [first, second, [], first, second]
     each = json.loads(Path("found.json").read_text())
     assert list(perplexities(each["results"])) == each["adapters"] == [None, "a", "b"]
 
@@ -215,7 +221,7 @@ def test_an_evaluation_measures_each_or_their_sum(bundle: Path, asked):
     assert asked() == [both]
 
 
-# Refused
+# Refusals
 
 REFUSED = {
     "--weights 1": "--weights needs --adapters.",
@@ -236,7 +242,7 @@ REFUSED = {
 @pytest.mark.parametrize("command", ["generate", "evaluate", "fuse"])
 def test_weights_that_fit_no_adapters_are_refused(bundle: Path, asked, command: str, typed: str):
     if command == "fuse" and "--adapters" not in typed:
-        return  # which click says
+        return  # click reports it
     others = {"generate": ("--prompt", "a"), "evaluate": ("d.txt",), "fuse": ("--out", "fused")}
     Path("d.txt").write_text("My fellow citizens")
     assert refused(run(command, bundle, *others[command], *typed.split())) == REFUSED[typed]
@@ -267,7 +273,7 @@ def test_the_library_refuses_weights_in_the_same_words(bundle: Path, asked):
 def test_what_cannot_be_fused_is_named_and_nothing_is_left(
     family: Path, bundle: Path, tmp_path: Path, second: str, said: str
 ):
-    """Also where its weight is 0. The other model's blocks are more."""
+    """A folder with the weight 0 is named too. The other model has more blocks."""
     if second == "another":
         write_adapters(tmp_path / "another", bundle)
     if second == "zero":

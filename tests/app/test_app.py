@@ -1,9 +1,9 @@
 """Checks of the iPhone app without a Mac: its project, its property lists, its views.
 
-There is no SwiftUI here: the core, the app's model, the views and the widget are compiled as for
-iOS, and all but the widget, with the engine, as for macOS, against stand-ins of what they use of
-Apple's modules (stand_ins/). As for Linux, SwiftPM compiles them. What the views show and do is
-in the target MeSPAppModel, whose Swift tests run everywhere.
+SwiftUI is not installed here. The core, the app's model, the views and the widget are compiled as
+for iOS, and all but the widget, with the engine, as for macOS, against stand-ins for Apple's
+modules (stand_ins/). For Linux, SwiftPM compiles them. The views' behaviour is in the target
+MeSPAppModel, whose Swift tests run everywhere.
 """
 
 import json
@@ -31,8 +31,8 @@ HOME = ROOT / "ios" / "MeSPTrainer"
 APP = HOME / "App"
 PROJECT = HOME / "MeSPTrainer.xcodeproj"
 HERE = Path(__file__).parent
-# The modules of a system, each after those that it imports.
-# What an app with mlx-swift-lm has beside them.
+# The modules of a system, each after those that it imports; and those that an app with mlx-swift-lm
+# has besides.
 BESIDE = ("MLXNN", "MLXLMCommon", "FoundationModels", "MLXFoundationModels")
 BOTH = ("Tokenizers", "UniformTypeIdentifiers", "CoreTransferable", "SwiftUI", "Charts", *BESIDE)
 STAND_INS = {
@@ -52,7 +52,7 @@ VIEWS = sorted({*APP_SOURCES, *WIDGET.glob("*.swift")})
 
 
 def parse(text: str) -> dict:
-    """A property list in the old style that Xcode's projects have: {}, (), "…" and words."""
+    """Returns a property list in the old style of Xcode's projects: {}, (), "…" and words."""
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
     text = re.sub(r"^//.*$", "", text, flags=re.M)
     tokens = re.findall(r'"(?:[^"\\]|\\.)*"|[{}()=;,]|[^\s{}()=;,"]+', text)
@@ -141,7 +141,7 @@ def test_every_path_in_the_project_exists(objects: dict[str, dict]):
 
 
 def settings_of(objects: dict[str, dict], target: dict) -> dict[str, dict]:
-    """The build settings of a target over the project's, by configuration."""
+    """Returns a target's build settings, which replace the project's, by configuration."""
     (project,) = of(objects, "PBXProject")
     found = {}
     for holder in (project, target):
@@ -152,7 +152,9 @@ def settings_of(objects: dict[str, dict], target: dict) -> dict[str, dict]:
 
 
 def target_of(objects: dict[str, dict], kind: str) -> dict:
-    """The project's one target of a kind: `application`, `app-extension` or `ui-testing`."""
+    """Returns the project's only target of a kind: `application`, `app-extension` or
+    `ui-testing`.
+    """
     kinds = {t["productType"].replace(".", " ").split()[-1]: t for t in targets(objects)}
     return kinds[kind]
 
@@ -168,7 +170,7 @@ def platforms(settings: dict[str, str]) -> set[str]:
 
 
 def test_what_comes_with_the_app_is_all_copied_into_it(objects: dict[str, dict]):
-    """Every bundle beside the project, and the folder that the app looks for by its name."""
+    """These are every bundle beside the project, and the folder that the app looks for by name."""
     (run,) = re.findall(r'resourceURL\?\.appending\(path: "(\w+)"\)', app_text())
     app = target_of(objects, "application")
     (phase,) = (
@@ -198,12 +200,12 @@ def test_the_tools_know_the_app_by_its_identifier(objects: dict[str, dict]):
     app = target_of(objects, "application")
     for settings in settings_of(objects, app).values():
         assert settings["APP_IDENTIFIER"] == phone.APP
-        # One place, for a person who changes it.
+        # Only one place has it, so that a person can change it.
         assert settings["PRODUCT_BUNDLE_IDENTIFIER"] == "$(APP_IDENTIFIER)"
 
 
 def test_any_person_can_sign_the_app(objects: dict[str, dict]):
-    """Nobody's team is in the project, and no target has an entitlement that a free team lacks."""
+    """The project names no team, and no target has an entitlement that a free team lacks."""
     for target in targets(objects):
         for settings in settings_of(objects, target).values():
             assert "DEVELOPMENT_TEAM" not in settings, "a team is each person's own"
@@ -216,7 +218,8 @@ def test_the_widget_comes_in_the_app_on_phones_alone(objects: dict[str, dict]):
     apps, widgets = settings_of(objects, app), settings_of(objects, widget)
     for name, settings in widgets.items():
         assert platforms(settings) == platforms(apps[name]) - {"macosx"}
-        # iOS takes an extension whose identifier begins with its app's, and of its version alone.
+        # The identifier of an extension must begin with its app's, and its version must be the
+        # app's.
         whole = f"{apps[name]['PRODUCT_BUNDLE_IDENTIFIER']}."
         assert settings["PRODUCT_BUNDLE_IDENTIFIER"].startswith(whole)
         for version in ("MARKETING_VERSION", "CURRENT_PROJECT_VERSION"):
@@ -233,7 +236,7 @@ def test_the_widget_comes_in_the_app_on_phones_alone(objects: dict[str, dict]):
 
 
 def test_the_app_and_the_widget_compile_the_same_attributes(objects: dict[str, dict]):
-    """iOS takes what the app gives to the widget by the name of the type."""
+    """iOS matches data from the app to the widget by the name of the type."""
     widget = target_of(objects, "app-extension")
     (folder,) = (objects[each] for each in widget["fileSystemSynchronizedGroups"])
     assert HOME / folder["path"] == WIDGET
@@ -241,13 +244,13 @@ def test_the_app_and_the_widget_compile_the_same_attributes(objects: dict[str, d
         objects[objects[each]["target"]]["productType"]: objects[each]["membershipExceptions"]
         for each in folder["exceptions"]
     }
-    # Of a folder that is not the target's, the exceptions are what it takes.
+    # For a folder that is not the target's, the exceptions are the files that it includes.
     assert exceptions[target_of(objects, "application")["productType"]] == [SHARED.name]
     assert SHARED.name not in exceptions[widget["productType"]]
 
 
 def test_the_ui_test_starts_the_app_and_nothing_else_builds_it(objects: dict[str, dict]):
-    """A first build asks for no team for it, and is not held up by it."""
+    """A first build needs no team for it, and does not wait for it."""
     app, test = target_of(objects, "application"), target_of(objects, "ui-testing")
     (folder,) = (objects[each] for each in test["fileSystemSynchronizedGroups"])
     assert HOME / folder["path"] == UI_TESTS and "exceptions" not in folder
@@ -263,7 +266,7 @@ def test_the_ui_test_starts_the_app_and_nothing_else_builds_it(objects: dict[str
     apps = settings_of(objects, app)
     for name, settings in settings_of(objects, test).items():
         assert settings["TEST_TARGET_NAME"] == app["name"]
-        # The scheme has the app's destinations, whatever Xcode makes of a test that has others.
+        # The scheme has the app's destinations, whichever a test has.
         assert platforms(settings) == platforms(apps[name])
     others = {each for other in targets(objects) if other != test for each in other["dependencies"]}
     assert test not in [objects[objects[each]["target"]] for each in others]
@@ -312,7 +315,7 @@ def test_the_scheme_runs_the_app_and_tests_its_screens(objects: dict[str, dict])
 
 
 def test_the_app_takes_the_files_that_it_says_it_takes():
-    """And a computer can reach its folder, as tools/push.py and tools/collect.py do."""
+    """A computer can also access its folder, as tools/push.py and tools/collect.py do."""
     info = plistlib.loads((APP / "Info.plist").read_bytes())
     assert info["UIFileSharingEnabled"] is True
     kinds = {
@@ -344,18 +347,18 @@ def test_info_plist_permits_what_the_app_asks_the_system_for():
 
 def test_info_plist_lets_the_app_reach_a_server_in_the_local_network():
     info = plistlib.loads((APP / "Info.plist").read_bytes())
-    # A SuperLink at http://localhost; http to other hosts is not allowed.
+    # A SuperLink at http://localhost is allowed; http to other hosts is not.
     assert {key for key, value in info["NSAppTransportSecurity"].items() if value} == {
         "NSAllowsLocalNetworking"
     }
     assert info["NSLocalNetworkUsageDescription"], "iOS asks the person with it"
-    # It asks the network, and so the person, and the app needs no name of the device.
+    # This asks the network, and so the person. The app does not need a name of the device.
     for source in HOME.rglob("*.swift"):
         assert "processInfo.hostName" not in source.read_text(encoding="utf-8"), source.name
 
 
 def test_every_stand_in_says_what_it_was_read_from():
-    """A group of declarations, up to the next empty line, begins with a document or a header."""
+    """A group of declarations, which ends at an empty line, begins with a document or a header."""
     for stand_in in (HERE / "stand_ins").glob("*.swift"):
         text = stand_in.read_text(encoding="utf-8")
         for group in text.split("\n\n"):
@@ -366,14 +369,17 @@ def test_every_stand_in_says_what_it_was_read_from():
 
 
 def test_a_view_has_its_file_importer_once():
-    """SwiftUI gives a section's modifiers to each of its rows, and the file is taken once a row."""
+    """SwiftUI applies a section's modifiers to each of its rows, and imports the file once for each
+    row.
+    """
     for view in (APP / "Views").glob("*.swift"):
         lines = view.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines):
             if not line.strip().startswith(".fileImporter("):
                 continue
             indent = len(line) - len(line.lstrip())
-            # The modified view begins on the nearest line above that is as deep, or less.
+            # The modified view begins on the nearest line above with the same or a smaller
+            # indentation.
             above = (
                 each
                 for each in reversed(lines[:number])
@@ -385,14 +391,14 @@ def test_a_view_has_its_file_importer_once():
 
 
 def used(patterns: dict[str, str]) -> set[str]:
-    """Which of the patterns the sources of the app and its modules have, by the patterns' keys."""
+    """Returns the keys of the patterns that occur in the sources of the app and its modules."""
     others = {"Engine", "Tests", "UITests"}
     paths = [p for p in HOME.rglob("*.swift") if p.relative_to(HOME).parts[0] not in others]
     text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     return {key for key, pattern in patterns.items() if re.search(pattern, text)}
 
 
-# Uses that the sandbox of a Mac permits only with an entitlement.
+# APIs that the sandbox of a Mac permits only with an entitlement.
 ENTITLED = {
     "device.audio-input": r"\bAVAudio(?:Session|Engine)\b",
     "device.camera": r"\bAVCapture\w+",
@@ -421,7 +427,7 @@ def test_the_recorded_run_is_of_the_demo_and_names_no_machine():
 
 
 # developer.apple.com/documentation/bundleresources/describing-use-of-required-reason-api: the APIs
-# as Swift has them, and the reasons that there are.
+# in Swift, and the reasons that Apple lists.
 REASONED = {
     "ActiveKeyboards": (r"\bactiveInputModes\b", {"3EC4.1", "54BD.1"}),
     "DiskSpace": (
@@ -481,34 +487,34 @@ def test_the_demo_bundles_that_come_with_the_app_are_whole(name, device):
     bundle.verify()
     assert bundle.manifest.device == device
     assert {"train", "valid"} <= set(bundle.manifest.data)
-    # As the Train screen says (`TrainingForm.lesson`).
+    # The Train screen states it (`TrainingForm.lesson`).
     tokens = array("I", (bundle.path / "data" / "train.bin").read_bytes())
     text = Tokenizer.from_file(str(bundle.path / "tokenizer.json")).decode(list(tokens))
     assert text.count("Python") > 20 and "An assignment statement evaluates" in text
 
 
 class Compiler:
-    """Compiles as for `system`, against the stand-ins in `modules`.
+    """Compiles for `system`, against the stand-ins in `modules`.
 
-    To SIL: type-checking alone finds neither data races nor missing returns, and machine code
-    would take as long again. What is compiled is a copy, in which `os(iOS)` and the
-    like are replaced by what holds for `system`; that `canImport(Darwin)` and
-    `canImport(CryptoKit)` hold, the stand-ins bring about.
+    The output is SIL: type-checking alone finds neither data races nor missing returns, and machine
+    code would take twice as long. A copy of the sources is compiled, in which `os(iOS)` and the
+    like are replaced by their values for `system`. The stand-ins make `canImport(Darwin)` and
+    `canImport(CryptoKit)` true.
     """
 
-    # The modules of the package. The app's is not one: it sees only what is public.
+    # The modules of the package. The app is outside of it, and sees only public declarations.
     PACKAGE = {f"MeSP{part}" for part in PARTS} | {"engine"}
 
     def __init__(self, system: str, folder: Path) -> None:
         self.system, self.folder = system, folder
         self.modules = folder / "modules"
         self.modules.mkdir()
-        build = find_engine().parent  # where the module MLX was built
+        build = find_engine().parent  # the folder with the compiled module MLX
         self.options = ["-I", self.modules, "-I", build / "Modules"]
         self.options += ["-Xcc", f"-fmodule-map-file={build / 'CHostMLX.build/module.modulemap'}"]
 
     def compile(self, name: str, *sources: Path, version: int = 6) -> subprocess.CompletedProcess:
-        """Compiles a module into one file, NAME.sil, and so that others can import it."""
+        """Compiles a module into one file, NAME.sil, and so that other modules can import it."""
         command = ["-emit-sil", "-whole-module-optimization", "-o", self.folder / f"{name}.sil"]
         if "main.swift" not in {source.name for source in sources}:
             command += ["-parse-as-library", "-emit-module", "-emit-module-path"]
@@ -516,10 +522,11 @@ class Compiler:
         return self.run(name, *command, *self.copies(name, *sources), version=version)
 
     def compile_what_differs(self, name: str, *sources: Path) -> subprocess.CompletedProcess:
-        """Compiles files with conditions to SIL, and the module so that others can import it.
+        """Compiles files with conditions to SIL, and the module so that other modules can import
+        it.
 
-        The others are compiled as for another system; and that they use nothing that one system
-        alone has, SwiftPM's compiling them shows.
+        The other files compile alike for every system, and SwiftPM's build shows that they use
+        nothing of one system alone.
         """
         copies = self.copies(name, *sources)
         command = ["-emit-module", "-whole-module-optimization", "-parse-as-library"]
@@ -547,7 +554,7 @@ class Compiler:
             copy = folder / source.relative_to(source.anchor)
             copy.parent.mkdir(parents=True, exist_ok=True)
             text = re.sub(r"\b(?:os|targetEnvironment)\((\w+)\)", self.condition, text)
-            # What only the newest Xcode has is compiled too.
+            # Code for the newest Xcode is compiled too.
             newest = r"\bcompiler\(>=[\d.]+\)|\bcanImport\(\w+, _version: \d+\)"
             text = re.sub(newest, "true", text)
             copy.write_text(text, encoding="utf-8")
@@ -574,7 +581,7 @@ class Compiler:
             assert done.returncode == 0, done.stderr
 
     def app_modules(self) -> dict[str, list[Path]]:
-        """The sources of the app's modules, each after what it imports."""
+        """Returns the sources of the app's modules, each after those that it imports."""
         resources = self.folder / "Resources.swift"
         resources.write_text(RESOURCES, encoding="utf-8")
         modules = {f"MeSP{part}": sources(part) for part in PARTS}
@@ -595,7 +602,7 @@ FAULTS = {
 }
 
 
-# One test a system: each compiles the core.
+# One test for each system, because each compiles the core.
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "darwin", reason="Xcode compiles the app itself")
 @pytest.mark.parametrize("system", ["macOS", "iOS"])
@@ -614,12 +621,12 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
         assert_catalog_has(set().union(*said))
         compile("MeSPWidget", *WIDGET.glob("*.swift"))
     else:
-        views = modules.pop("MeSPTrainer")  # which SwiftPM does not compile
+        views = modules.pop("MeSPTrainer")  # SwiftPM does not compile it
         for name, sources in modules.items():
             done = compiler.compile_what_differs(name, *sources)
             assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
         compile("MeSPTrainer", *views)
-    # As an app has them: outside of the package.
+    # An app is outside of the package, and so are the examples.
     for example in library_examples(tmp_path):
         compile(example.stem, example)
     compile("Landing", short_example(tmp_path / "Landing.swift", CATALOGUE / "MeSP.md", 0))
@@ -628,8 +635,8 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
     compile("BesideMLXSwiftLM", example_beside_mlx_swift_lm(tmp_path / "BesideMLXSwiftLM.swift"))
     if system == "macOS":
         sil = compile("engine", *sorted((HOME / "Engine").glob("*.swift")))
-        # A closure in main.swift is isolated to the main actor unless it says otherwise. Where the
-        # system calls one on its own threads, the check that Swift adds ends the process.
+        # A closure in main.swift is isolated to the main actor unless it is declared otherwise. If
+        # the system calls one on its own threads, Swift's check ends the process.
         assert "setEventHandler" in sil and "_checkExpectedExecutor" not in sil
 
     fault = tmp_path / "Fault.swift"
@@ -649,7 +656,7 @@ def test_the_ui_test_compiles(tmp_path: Path):
 
 
 def test_the_ui_test_looks_for_what_the_app_shows():
-    """Only Xcode runs it; what it looks for must not go away unseen meanwhile."""
+    """Only Xcode runs it. This test shows if the app changes what it looks for."""
     (source,) = UI_TESTS.glob("*.swift")
     text = source.read_text(encoding="utf-8")
     views = "\n".join(view.read_text(encoding="utf-8") for view in APP_SOURCES)
@@ -666,13 +673,13 @@ def test_the_ui_test_looks_for_what_the_app_shows():
     assert labels - shown == set(), "no view says them"
     for words in re.findall(r'\.saying\("([^"]+)"\)', text):
         assert any(each.startswith(words) for each in shown), words
-    # A screenshot of each tab.
+    # Each tab has a screenshot.
     tabs = set(re.findall(r'\.tabItem \{ Label\("(\w+)"', views))
     assert tabs and tabs <= set(re.findall(r'as: "(\w+)"\)', text))
 
 
 CATALOGUE = HOME / "MeSP" / "MeSP.docc"
-# Of the catalogue's pages, those that no symbol has.
+# The pages of the catalogue that belong to no symbol.
 ARTICLES = [
     page for page in sorted(CATALOGUE.glob("*.md")) if "# ``" not in page.read_text("utf-8")
 ]
@@ -685,7 +692,7 @@ def swift_blocks(page: Path) -> list[str]:
 
 
 def library_examples(folder: Path) -> Iterator[Path]:
-    """The examples of each article of the library's documentation, as one source."""
+    """Yields the examples of each article of the library's documentation, as one source."""
     assert len(ARTICLES) == 3
     for article in ARTICLES:
         source = folder / f"{article.stem}Example.swift"
@@ -713,14 +720,14 @@ import MeSP
 
 
 def short_example(source: Path, page: Path, place: int) -> Path:
-    """A block without declarations around it, as the body of a function."""
+    """Writes and returns a block without declarations as the body of a function."""
     lines = [line for line in swift_blocks(page)[place].splitlines() if line != "import MeSP"]
     source.write_text("\n".join([GIVEN, *lines, "} }"]), encoding="utf-8")
     return source
 
 
 def example_beside_mlx_swift_lm(source: Path) -> Path:
-    """The example of an app that runs mlx-swift-lm, as one source."""
+    """Writes and returns the example of an app that runs mlx-swift-lm, as one source."""
     blocks = swift_blocks(ROOT / "docs" / "mlx-swift-lm.md")
     assert len(blocks) == 4
     source.write_text("\n".join(blocks), encoding="utf-8")
@@ -728,7 +735,7 @@ def example_beside_mlx_swift_lm(source: Path) -> Path:
 
 
 def test_the_examples_that_swift_tests_run_are_those_of_the_articles():
-    """All of them but views, which Linux has none of."""
+    """Swift tests run all examples except views, which Linux does not have."""
     run = (HOME / "Tests" / "MeSP" / "Examples.swift").read_text(encoding="utf-8")
     blocks = [
         re.sub(r"^import \w+\n", "", block, flags=re.M).strip()
@@ -740,7 +747,7 @@ def test_the_examples_that_swift_tests_run_are_those_of_the_articles():
 
 
 def test_the_librarys_documentation_builds(symbol_graphs: Path, tmp_path: Path):
-    """Every link leads somewhere, and every parameter of what is public is documented."""
+    """Every link has a target, and every parameter of public declarations is documented."""
     graphs = tmp_path / "graphs"
     graphs.mkdir()
     for graph in symbol_graphs.glob("MeSP[.@]*"):
@@ -753,11 +760,13 @@ def test_the_librarys_documentation_builds(symbol_graphs: Path, tmp_path: Path):
 
 
 def literals(text: str) -> list[str]:
-    """The string literals of a Swift source, each interpolation as %@; also those within one."""
+    """Returns the string literals of a Swift source, with %@ for each interpolation; also nested
+    ones.
+    """
     found, place = [], 0
 
     def read(place: int) -> int:
-        """Reads the literal whose text begins at `place`; returns where it ends."""
+        """Reads the literal whose text begins at `place`; returns its end."""
         parts = []
         while text[place] != '"':
             if text.startswith("\\(", place):
@@ -781,14 +790,14 @@ def literals(text: str) -> list[str]:
 
 
 def catalog(name: str) -> dict[str, dict]:
-    """The entries of the String Catalog by key."""
+    """Returns the entries of the String Catalog by key."""
     catalog = json.loads((APP / f"{name}.xcstrings").read_text(encoding="utf-8"))
     assert catalog["sourceLanguage"] == "en" and catalog["version"] == "1.0"
     return catalog["strings"]
 
 
 def test_the_string_catalog_has_every_sentence_of_the_views():
-    """A text begins with a capital, or has a space; names of symbols and files do neither."""
+    """A sentence begins with a capital, or has a space; names of symbols and files do neither."""
     said = {
         text
         for view in [
@@ -798,7 +807,7 @@ def test_the_string_catalog_has_every_sentence_of_the_views():
         for text in literals(view.read_text(encoding="utf-8"))
         if re.search(r"[A-Za-z]", text.replace("%@", "")) and (text[0].isupper() or " " in text)
     }
-    # Xcode tells numbers from words; both are one text.
+    # Xcode tells numbers from words; both are one text here.
     listed = {re.sub(r"%(\d\$)?(lld|@)", "%@", key) for key in catalog("Localizable")}
     assert said - listed == set(), "add them to Localizable.xcstrings"
     assert listed - said == set(), "no view says them"
@@ -815,17 +824,17 @@ def test_numbers_of_things_have_plural_forms():
 
 
 def test_every_row_can_be_reached_and_read():
-    """A thing to tap is a button, a thing to delete has a menu, and color is a symbol's alone."""
+    """A control is a button, a deletable row has a menu, and only symbols have a signal colour."""
     views = {view.name: view.read_text(encoding="utf-8") for view in VIEWS}
     for name, text in views.items():
         assert "onTapGesture" not in text, name
         if ".onDelete" in text:
             assert re.search(r"RowMenu\(|\.contextMenu", text), name
-        # A signal color on more than the symbol would be hard to read.
+        # Text in a signal colour would be hard to read.
         for line in text.splitlines():
             if re.search(r"foregroundStyle\(\.(orange|green|red)\)", line):
                 assert "Image(systemName:" in line, f"{name}: {line.strip()}"
-    # A number pad has no Return, and in a field of several lines Return is a new line.
+    # A number pad has no Return key, and in a field of several lines Return is a new line.
     endless = re.compile(r"^ +\.numberPad\(|axis: \.vertical", re.M)
     typed = {name for name, text in views.items() if endless.search(text)}
     assert typed
@@ -841,13 +850,13 @@ def test_the_documentation_names_what_the_screens_have():
 
 
 def sentence_keys(sil: str) -> set[str]:
-    """The keys of a module's `Sentence` literals, as the calls in its SIL make them."""
+    """Returns the keys of a module's `Sentence` literals, from the calls in its SIL."""
     found: set[str] = set()
-    literal, keys = "", []  # keys: of the literals that are begun, as one may hold another
+    literal, keys = "", []  # keys: those of unfinished literals, because one may contain another
     calls = r"init\(literalCapacity|append\w+|init\(stringInterpolation|init\(stringLiteral"
     steps = (
         rf'= string_literal utf8 (".*") +//|// function_ref Sentence\.(?:Interpolation\.)?({calls})'
-        # Its line and the next, which has the type that an argument is known by.
+        # Its line and the next, which has the type of an argument.
         r".*\n.*"
     )
     for step in re.finditer(steps, sil):
@@ -867,29 +876,29 @@ def sentence_keys(sil: str) -> set[str]:
 
 
 def assert_catalog_has(said: set[str]) -> None:
-    """A `Sentence` is looked up by its exact key, numbers told from words."""
+    """Checks that the catalog has the exact key of each `Sentence`, with %lld for numbers."""
     said = {key for key in said if re.search(r"[A-Za-z]", re.sub(r"%(lld|@)", "", key))}
     listed = catalog("Sentences")
     assert said - set(listed) == set(), "add them to Sentences.xcstrings"
     assert set(listed) - said == set(), "nothing says them"
-    # Xcode finds none of them, and takes away what it has not been told to keep.
+    # Xcode does not find them, and removes entries that are not marked manual.
     assert {entry["extractionState"] for entry in listed.values()} == {"manual"}
 
 
 def test_views_keep_to_the_systems_type_sizes_and_colors():
-    """Text then grows with Dynamic Type, and is legible in light and dark."""
+    """So text grows with Dynamic Type, and is legible in light and dark mode."""
     for view in VIEWS:
         text = view.read_text(encoding="utf-8")
         assert not re.search(r"\.system\(size|Font\.custom|\.frame\(height[^\n]*Text", text), (
             view.name
         )
         assert not re.search(r"Color\((red|white|hue)|\.white\b|colorScheme\(", text), view.name
-        # Black is the night's screen, with gray on it.
+        # This screen is black for the night, with gray text.
         assert view.name == "RunView.swift" or ".black" not in text, view.name
 
 
 def test_views_say_what_their_symbols_mean():
-    """VoiceOver has no words for a symbol alone: an Image has a label, or is hidden from it."""
+    """VoiceOver has no words for a symbol: an Image has a label, or is hidden from VoiceOver."""
     for view in VIEWS:
         for line in view.read_text(encoding="utf-8").splitlines():
             if "Image(systemName:" in line:

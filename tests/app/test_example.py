@@ -1,4 +1,4 @@
-"""A program that does with the library MeSP all that an app does (ios/MeSPTrainer/Example)."""
+"""Tests a program that does everything that an app does with the library MeSP (Example/)."""
 
 import re
 import subprocess

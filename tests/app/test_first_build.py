@@ -1,7 +1,8 @@
-"""The packages that a first build in Xcode takes, without a Mac: what the manifest asks for and
-what the project's Package.resolved pins agree with each other and with what the packages' releases
-say of themselves (package_releases.json), and the oldest Xcode that docs/app.md names builds them.
-An app can take mlx-swift-lm beside this package.
+"""Checks the packages of a first build in Xcode, without a Mac.
+
+The manifest's requirements and the pins in the project's Package.resolved agree with each other and
+with the manifests of the packages' releases (package_releases.json). The oldest Xcode that
+docs/app.md names builds them. An app can use mlx-swift-lm beside this package.
 """
 
 import json
@@ -29,7 +30,7 @@ def version(text: str) -> tuple[int, ...]:
 
 
 def manifest(folder: Path, wheel: str | None) -> dict:
-    """Package.swift as SwiftPM reads it, with MESP_HOST_MLX set to `wheel`, or not set."""
+    """Returns Package.swift as SwiftPM reads it, with MESP_HOST_MLX set to `wheel`, or not set."""
     environment = {name: value for name, value in os.environ.items() if name != "MESP_HOST_MLX"}
     if wheel:
         environment["MESP_HOST_MLX"] = wheel
@@ -39,15 +40,16 @@ def manifest(folder: Path, wheel: str | None) -> dict:
 
 @pytest.fixture(scope="module")
 def app_manifest(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """As an app's project reads it."""
+    """Returns the manifest as an app's project reads it."""
     return manifest(tmp_path_factory.mktemp("app"), None)
 
 
 @pytest.fixture(scope="module")
 def ranges(app_manifest: dict) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The first version of each package that Package.swift takes, and the first that it does not.
+    """Returns the first version of each package that Package.swift accepts, and the first that it
+    does not.
 
-    All are ranges: SwiftPM refuses a package with a version that requires another's commit.
+    All are ranges, because SwiftPM refuses a package with a version that requires another's commit.
     """
     found = {}
     for dependency in app_manifest["dependencies"]:
@@ -67,7 +69,7 @@ def pins() -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def releases(pins: dict[str, dict]) -> dict[str, dict]:
-    """The recorded release that each package is pinned to."""
+    """Returns the recorded release of each pinned package."""
     found = {}
     for name, pin in pins.items():
         found[name] = PACKAGES[name]["releases"][pin["state"]["version"]]
@@ -83,7 +85,7 @@ def test_every_pin_is_the_commit_of_its_release(pins: dict, releases: dict):
 
 
 def test_where_the_wheel_has_mlx_no_package_is_fetched(app_manifest: dict, tmp_path: Path):
-    """And only the tokenizer of an app needs a package that is left out there."""
+    """The only package that is left out there is an app's tokenizer."""
     here = manifest(tmp_path, "/wheel/mlx")
     assert [list(each) for each in here["dependencies"]] == [["fileSystem"]]
     for part in ("products", "targets"):
@@ -114,7 +116,7 @@ def test_the_pinned_mlx_swift_carries_the_mlx_that_the_core_names(releases: dict
 
 @pytest.mark.parametrize("name", RECORD["beside_this"])
 def test_an_app_can_take_this_package_beside_another(name: str, ranges: dict, pins: dict):
-    """Of each package that both require, the pinned version suits both."""
+    """The pinned version of each package that both require suits both."""
     other = RECORD["beside_this"][name]
     theirs = other["requires"] | other["its_readme_requires"]
     common = theirs.keys() & (ranges.keys() | pins.keys())
@@ -125,7 +127,7 @@ def test_an_app_can_take_this_package_beside_another(name: str, ranges: dict, pi
 
 
 def test_the_project_takes_packages_by_the_manifest_alone():
-    """A second requirement would differ from it one day."""
+    """A second requirement could differ from it."""
     project = (PROJECT / "project.pbxproj").read_text(encoding="utf-8")
     assert "XCLocalSwiftPackageReference" in project
     assert "XCRemoteSwiftPackageReference" not in project
@@ -147,13 +149,13 @@ def test_page_and_workflow_say_what_a_first_build_needs():
     assert f"Xcode {OLDEST} or newer" in page
     workflow = WORKFLOW.read_text(encoding="utf-8")
     assert f"/Applications/Xcode_{OLDEST}.app" in workflow
-    # What every job installs, a person has to install too.
+    # A person must install everything that each job installs.
     (installed,) = re.findall(r"- run: (xcodebuild -downloadComponent \w+)", workflow)
     assert installed in page
 
 
 def test_git_keeps_the_projects_pins_and_not_those_of_the_command_line():
-    """The command line's depend on whether MESP_HOST_MLX is set; the app's do not."""
+    """The command line's pins depend on MESP_HOST_MLX; the app's do not."""
 
     def ignored(path: Path) -> bool:
         command = ["git", "check-ignore", "--quiet", str(path)]

@@ -1,4 +1,6 @@
-"""What the library MeSP shows to apps, and that nothing else is public without need."""
+"""Tests the public API of the library MeSP for apps, and that nothing else is public without
+need.
+"""
 
 import re
 from pathlib import Path
@@ -44,11 +46,12 @@ def test_everything_public_is_documented(symbols: list[Symbol]):
 
 
 def test_nothing_else_is_public_without_the_app_needing_it(symbols: list[Symbol]):
-    """The app's views, which are outside of the package, name what other modules make public.
+    """The app's views are outside of the package, so the public declarations are those that they
+    name.
 
-    Or a public declaration that they name has it in its signature or in a default value. Cases come
-    with their type, what a protocol asks for with that, and `appendInterpolation` is called by
-    literals.
+    Or a public declaration that they name has it in its signature or in a default value. Cases are
+    public with their type, requirements with their protocol, and literals call
+    `appendInterpolation`.
     """
     places = [APP / place for place in ("App", "Widget")]
     text = "\n".join(file.read_text("utf-8") for place in places for file in place.rglob("*.swift"))
@@ -75,5 +78,5 @@ def test_nothing_else_is_public_without_the_app_needing_it(symbols: list[Symbol]
 
 
 def default_values(symbol: Symbol) -> str:
-    """What a declaration has after the first equals sign."""
+    """Returns the text of a declaration after the first equals sign."""
     return symbol.declaration.partition(" = ")[2]

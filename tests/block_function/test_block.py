@@ -1,4 +1,4 @@
-"""The exported block function against mlx-lm's own block on the same quantized weights."""
+"""Compares the exported block function with mlx-lm's block on the same quantized weights."""
 
 import io
 import re
@@ -39,7 +39,7 @@ from mesp.models.tensor_names import name_there
 
 
 def output_names(block) -> tuple[str, ...]:
-    """The names of the block function's outputs."""
+    """Returns the names of the block function's outputs."""
     return ("y", *reference.intermediate_names(block))
 
 
@@ -54,7 +54,7 @@ def geometry(hidden: int, intermediate: int, heads: int, kv_heads: int) -> dict:
 
 
 def mixed(path: str) -> Quantization:
-    """As mlx-lm's recipes, with what they don't mix as well."""
+    """Returns the quantization of a module in a mixed recipe; mlx-lm's recipes mix fewer."""
     many = "v_proj" in path or "down_proj" in path
     return Quantization(6, 64) if many else Quantization(8 if "q_proj" in path else 3, 32)
 
@@ -73,18 +73,19 @@ MODELS |= {
     "mxfp8": (GROUPS, lambda _: Quantization(8, 32, "mxfp8")),
     "nvfp4": (FAMILIES["phi3"], lambda _: Quantization(4, 16, "nvfp4")),
 }
-# Each model's blocks, one of each kind of attention.
+# The blocks of each model, one of each kind of attention.
 BLOCKS = [
     pytest.param(name, layer, id=f"{name} {layer}" if layer else name)
     for name, (config, _) in MODELS.items()
     for arch in [Architecture.from_config(config)]
     for layer in map(arch.blocks.index, arch.kinds)
-    if not arch.blocks[layer].mlp.experts  # what tokens choose cannot be traced
+    # Functions that depend on the tokens' choice cannot be traced.
+    if not arch.blocks[layer].mlp.experts
 ]
 
 
 class Spy(nn.Module):
-    """A module that remembers what it was given, and gave."""
+    """A module that records its inputs and outputs."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -96,7 +97,7 @@ class Spy(nn.Module):
 
 
 class Case:
-    """A block of mlx-lm's with LoRA layers, and the same weights as the block function's arrays."""
+    """A block of mlx-lm with LoRA layers, and its weights as arrays of the block function."""
 
     def __init__(self, name: str, layer: int = 0, rank: int = 4, lora: bool = True):
         config, quantization = MODELS[name]
@@ -117,13 +118,13 @@ class Case:
             self.replace(name, adapted)
             flat += [adapted.lora_a.flatten(), adapted.lora_b.flatten()]
         self.lora = mx.concatenate(flat)
-        self.given: dict[int, dict] = {}  # what the block takes besides x, by the length of that
+        self.given: dict[int, dict] = {}  # the block's other inputs besides x, by x's length
 
     def beside(self, length: int) -> dict:
         return self.given.setdefault(length, given_to(self.described, length))
 
     def more(self, length: int) -> list[mx.array]:
-        """The same as arguments of the block function."""
+        """Returns the other inputs as arguments of the block function."""
         beside = self.beside(length)
         return [*([beside["per_layer"]] if beside else []), *beside.get("shared", ())]
 
@@ -131,7 +132,7 @@ class Case:
         return dict(self.block.named_modules())[self.there(name)]
 
     def there(self, name: str) -> str:
-        """mlx-lm's name of a module."""
+        """Returns mlx-lm's name of a module."""
         own = name in self.described.modules
         return name if own else name_there(name, self.arch.model_type)
 
@@ -141,11 +142,11 @@ class Case:
         setattr(parent, last, module)
 
     def run(self, x: mx.array) -> mx.array:
-        """mlx-lm's block, with the window that Hugging Face gives it."""
+        """Returns the output of mlx-lm's block, with Hugging Face's window."""
         return run_layer(self.block, x, self.described, **self.beside(x.shape[1]))
 
     def expected(self, x: mx.array) -> list[mx.array]:
-        """mlx-lm's results: y, and the inputs and outputs of its modules."""
+        """Returns mlx-lm's results: y, and the inputs and outputs of its modules."""
         names = ["input_layernorm", self.arch.mlp_norm, *self.described.modules]
         of_mixer = {
             GatedDeltaNet: "linear_attn.norm",
@@ -192,7 +193,7 @@ class Case:
         return [found[name] for name in output_names(self.described)]
 
     def export(self, folder, seq_len: int):
-        """The block function, exported and imported again."""
+        """Exports and imports the block function, and returns it."""
         path, rank = str(folder / "block.mlxfn"), self.lora.size // self.described.lora_size(1)
         export_block(
             path, self.function(), self.described, self.layout, mx.float32, "cpu", [seq_len], [rank]
@@ -204,7 +205,7 @@ class Case:
 
 
 def pack(layout: Layout, arrays: dict[str, mx.array]) -> mx.array:
-    """Lays arrays of 32 and 8 bits out as a block's file."""
+    """Returns arrays of 32 and 8 bits in the layout of a block's file."""
     words = mx.zeros(layout.words, mx.uint32)
     for spec in layout.arrays:
         words[spec.offset : spec.offset + spec.words] = arrays[spec.name].flatten().view(mx.uint32)
@@ -240,7 +241,7 @@ def test_equals_mlx_lm(tmp_path, name, layer, seq_len):
 @pytest.mark.parametrize("length", [63, 64, 65, 200])
 @pytest.mark.parametrize(("heads", "sizes"), [((2, 2), (8, 16)), ((1, 3), (16, 8))])
 def test_the_delta_rule_equals_the_reference(heads, sizes, length):
-    """Over the borders of its chunks, where some decays are near 0 and some near 1."""
+    """The lengths cross chunk boundaries; some decays are near 0 and some near 1."""
     (Hk, Hv), (dk, dv) = heads, sizes
     q, k = (mx.random.normal((Hk, length, dk)) * dk**-0.5 for _ in range(2))
     log_g = -mx.exp(3 * mx.random.normal((Hv, length)) - 2)
@@ -252,7 +253,7 @@ def test_the_delta_rule_equals_the_reference(heads, sizes, length):
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (3, 1)])
 def test_the_state_space_equals_the_reference(heads, groups, length):
-    """Over the borders of its chunks, where some decays are near 0 and some near 1."""
+    """The lengths cross chunk boundaries; some decays are near 0 and some near 1."""
     x, D = mx.random.normal((heads, length, 8)), mx.random.normal((heads,))
     A = -mx.exp(3 * mx.random.normal((heads,)) - 2)
     dt = mx.random.uniform(shape=(heads, length))
@@ -339,11 +340,11 @@ def test_fused_attention_sees_the_same_keys(monkeypatch, window, length):
     assert relative_error(a, b) <= TOLERANCE
 
 
-# Fused attention; sizes of tiles that cut these small shapes into many; the default sizes.
+# Fused attention; tile sizes that cut these small shapes into many; the default tile sizes.
 @pytest.mark.parametrize("how", ["fused", "tiled", "one tile", "plain"])
 @pytest.mark.parametrize(("name", "layer"), BLOCKS)
 def test_the_gpu_function_computes_the_same(monkeypatch, name, layer, how):
-    """Its operations are there on the CPU too, so that a mistake in them shows without a GPU."""
+    """Its operations also exist on the CPU, so a mistake in them shows without a GPU."""
     case, calls = Case(name, layer), []
     attend = mx.fast.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -371,7 +372,9 @@ def test_the_gpu_function_computes_the_same(monkeypatch, name, layer, how):
 @pytest.mark.parametrize("how", ["fused", "tiled", "plain"])
 @pytest.mark.parametrize(("name", "layer"), BLOCKS)
 def test_packed_records_do_not_see_each_other(monkeypatch, name, layer, how):
-    """Each has the outputs of a sequence of its own, also where a tile or a chunk has several."""
+    """Each record has the outputs of a separate sequence, also if a tile or a chunk has several
+    records.
+    """
     case = Case(name, layer)
     if isinstance(case.mixer, AttentionMixer):
         heads = (case.mixer.head_dim,) if how == "fused" else ()
@@ -387,7 +390,7 @@ def test_packed_records_do_not_see_each_other(monkeypatch, name, layer, how):
     beside = case.beside(30)
 
     def more(start: int, end: int) -> list[mx.array]:
-        """Of some tokens what the block takes besides x, with positions from 0 on."""
+        """Returns the other inputs for some tokens, with positions from 0 on."""
         given = [beside["per_layer"][:, start:end]] if beside else []
         if case.described.keys_of is not None:
             keys, values = (each[:, :, start:end] for each in beside["shared"])
@@ -400,12 +403,12 @@ def test_packed_records_do_not_see_each_other(monkeypatch, name, layer, how):
         output_names(case.described), found, zip(*alone, strict=True), strict=True
     ):
         if case.described.keys_of is not None and name == "k":
-            continue  # given, at other positions
+            continue  # positions of given keys differ
         assert relative_error(packed, mx.concatenate(parts, axis=-2)) <= TOLERANCE, name
 
 
 def primitives(*outputs: mx.array) -> Counter:
-    """How many of each primitive the graph of `outputs` has."""
+    """Returns the number of each primitive in the graph of `outputs`."""
     dot = io.StringIO()
     mx.export_to_dot(dot, *outputs)
     return Counter(re.findall(r'label ="(\w+)", shape=rectangle', dot.getvalue()))
@@ -416,14 +419,14 @@ def primitives(*outputs: mx.array) -> Counter:
 def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatch, name, dtype):
     """On the CPU `mx.fast` is traced as plain operations, and nothing else depends on the device.
 
-    With a primitive in place of each call, as on a GPU, the graph is that of the CPU without what
-    the calls come to there. (MLX makes the real ones only where there is a GPU.)
+    With a primitive in place of each call, as on a GPU, the graph is the CPU's without the
+    operations of these calls. (MLX makes the real primitives only if there is a GPU.)
     """
     case, plain = Case(name), Counter()
     monkeypatch.setattr(attention, "FUSED_HEADS", (case.described.mixer.head_dim,))
     quantizations = {module: MODELS[name][1](module) for module in case.described.modules}
     layout = block_layout(case.described, quantizations, dtype)
-    # Inputs with a value, which have no graph.
+    # Evaluated inputs, which have no graph.
     inputs = [mx.zeros((1, 12, case.arch.hidden_size), getattr(mx, dtype)), case.lora]
     inputs += [mx.array(SCALE), mx.zeros(layout.words, mx.uint32)]
     mx.eval(inputs)
@@ -451,7 +454,7 @@ def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatc
     assert on_cpu == on_gpu + plain
 
 
-# Of heads of 64, which Metal's fused attention takes, with and without a window, and of others.
+# Blocks with heads of 64, for Metal's fused attention, with and without a window, and other heads.
 GPU_BLOCKS = {name: {**FAMILIES[name], **HEADS_64} for name in ("qwen2", "qwen3", "mistral")}
 GPU_BLOCKS |= {name: FAMILIES[name] for name in ("gemma2", "gemma3_text", "phi3", "lfm2")}
 GPU_BLOCKS |= {"qwen3_5": FAMILIES["qwen3_5"]}
@@ -460,7 +463,7 @@ GPU_BLOCKS |= {"output gate": {**FAMILIES["qwen3_5"], "full_attention_interval":
 
 
 def gpu_block(name: str, dtype: str, plain: bool, fast: ModuleType) -> tuple:
-    """The GPU's function with these fused primitives, and the widths of what it takes."""
+    """Returns the GPU's function with these fused primitives, and the widths of its inputs."""
     arch = Architecture.from_config(GPU_BLOCKS[name])
     block = arch.blocks[0]
     layout = block_layout(block, dict.fromkeys(block.modules, Quantization(4, 32)), dtype)
@@ -476,7 +479,7 @@ def gpu_inputs(
 
 
 def trace(function: BlockFunction, *inputs: mx.array) -> list:
-    """MLX's callbacks for a trace: constants, and primitives with their arguments."""
+    """Returns MLX's callbacks for a trace: constants, and primitives with their arguments."""
     found = []
 
     def callback(part: dict) -> None:
@@ -489,7 +492,7 @@ def trace(function: BlockFunction, *inputs: mx.array) -> list:
 
 
 def flat(arguments: Iterable) -> list:
-    """A primitive's arguments as numbers."""
+    """Returns a primitive's arguments as numbers."""
     numbers = []
     for value in arguments:
         if isinstance(value, mx.Dtype):
@@ -503,7 +506,9 @@ def flat(arguments: Iterable) -> list:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", GPU_BLOCKS)
 def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, kind):
-    """The CPU's form, the GPU's and back: equal bytes, with the primitives that MLX traces."""
+    """The CPU's form, the GPU's and the CPU's again have equal bytes, with the traced
+    primitives.
+    """
     plain, packed = kind == "plain", kind == "packed"
     function, block, layout = gpu_block(name, dtype, plain, fused)
     lengths = [5, 12]
@@ -578,7 +583,7 @@ def test_every_code_is_unpacked(bits):
 
 
 def test_every_small_float_is_exact():
-    """E4M3 as MLX converts it, but for NaN, and E2M1's 16 values."""
+    """E4M3 values are MLX's, except for NaN, and so are E2M1's 16 values."""
     codes = mx.arange(256, dtype=mx.uint8)
     values = mx.from_fp8(codes, dtype=mx.float32)
     is_nan = codes % 128 == 127
@@ -607,7 +612,7 @@ def test_one_file_serves_several_lengths_and_ranks(tmp_path):
 
 @pytest.mark.parametrize("name", ["groups", "gemma2", "nvfp4", "qwen3_5", "lfm2"])
 def test_bfloat16(tmp_path, name):
-    """bfloat16 arrays and scales; the arithmetic between them is float32."""
+    """Arrays and scales are bfloat16; the arithmetic between them is float32."""
     case = Case(name)
     wide = case.layout.unpack(case.weights)
     quantizations = {module: MODELS[name][1](module) for module in case.described.modules}

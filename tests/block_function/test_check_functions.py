@@ -1,4 +1,6 @@
-"""`check_functions`: files of functions that MLX would read or write outside of its arrays for."""
+"""Tests of `check_functions` on files of functions with which MLX would access memory outside
+arrays.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def test_other_primitives_are_refused(tmp_path, primitive, function):
 
 
 def test_source_for_a_gpu_is_refused():
-    """Which a `CustomKernel` holds; its state is never read."""
+    """A `CustomKernel` holds source; its state is never read."""
     file = mlxfn.one_primitive("Softmax", (False,), [mx.zeros(4)], (4,), mx.float32)
     file = replaced(file, *(struct.pack("<Q", len(n)) + n for n in (b"Softmax", b"CustomKernel")))
     with pytest.raises(ValueError, match="the primitive 'CustomKernel' is not supported"):
@@ -70,7 +72,7 @@ def test_source_for_a_gpu_is_refused():
 @pytest.mark.parametrize(
     ("function", "old", "new", "said"),
     [
-        # MLX 0.32.2 crashes on the first, and gives what lies behind the array for the others.
+        # MLX 0.32.2 crashes on the first, and returns memory after the array for the others.
         (lambda x: x[mx.array(5)], struct.pack("<iBi", 7, 4, 5), struct.pack("<iBi", 7, 4, 10**6),
          "Gather: its indices may be out of bounds"),
         (lambda x: x[mx.array(5)], struct.pack("<iBi", 7, 4, 5), struct.pack("<iBi", 7, 4, -1),
@@ -99,7 +101,7 @@ def test_a_file_that_lies_is_refused(tmp_path, function, old, new, said):
 def one(
     name: str, state: bytes, shape_in: tuple, shape_out: tuple, dtype: bytes = FLOAT32
 ) -> bytes:
-    """A file with one primitive on the CPU, of one array of float32."""
+    """Returns a file with one primitive on the CPU, of one float32 array."""
     ids = struct.pack("<QQ", 1, 0), struct.pack("<QQ", 1, 1)
     array = shape(*shape_in) + FLOAT32
     name_bytes = struct.pack("<Q", len(name)) + name.encode()
@@ -116,7 +118,7 @@ def number(value: int) -> bytes:
 @pytest.mark.parametrize(
     ("name", "state", "good", "bad", "said"),
     [
-        # MLX 0.32.4 writes behind the output of the first two.
+        # MLX 0.32.4 writes beyond the output of the first two.
         ("Reduce", number(2) + shape(1), ((4, 2), (4, 1)), ((4, 1), (4, 1)), "changes nothing"),
         ("Reduce", number(2) + shape(0), ((4, 2), (1, 2)), ((0, 2), (1, 2)), "an array is empty"),
         ("Broadcast", shape(4, 2), ((1, 2), (4, 2)), ((4, 2), (4, 2)), "changes nothing"),
@@ -136,7 +138,7 @@ def number(value: int) -> bytes:
     ids=str,
 )  # fmt: skip
 def test_what_mlx_never_makes_is_refused(name, state, good, bad, said):
-    """MLX's operations return their input, or refuse it; their primitives rely on that."""
+    """MLX's operations return their input or refuse it, and their primitives rely on that."""
     if good:
         check_functions(one(name, state, *good), "cpu")
     with pytest.raises(ValueError, match=f"{name}: .*{said}"):
@@ -155,7 +157,9 @@ def test_primitives_of_a_gpu_are_refused_on_a_cpu():
     ("heads", "length", "size"), [(2, 9, 192), (2, 9, 256), (2, 8, 80), (8, 8, 64)]
 )
 def test_attention_without_a_kernel_is_refused(heads, length, size):
-    """Here of one head of keys and values; Metal launches a thread for each row of few queries."""
+    """There is one head of keys and values here; Metal launches a thread for each row of few
+    queries.
+    """
 
     def file(heads: int, length: int, size: int) -> bytes:
         arrays = [mx.zeros((1, each, length, size)) for each in (heads, 1, 1)]
@@ -195,7 +199,7 @@ def test_a_function_of_a_bundle_is_checked_before_mlx_reads_it(tiny, tmp_path):
 
 
 def exchanged(outputs: list[mx.array]) -> list[mx.array]:
-    """The outputs with gate in the place of attn_out, which has another shape."""
+    """Returns the outputs with gate in place of attn_out, which has another shape."""
     return [*outputs[:5], outputs[7], *outputs[6:]]
 
 
@@ -205,7 +209,7 @@ def rounded(outputs: list[mx.array]) -> list[mx.array]:
 
 @pytest.mark.parametrize("change", [exchanged, rounded, lambda outputs: outputs[:-1]])
 def test_a_function_has_the_outputs_of_a_block(tiny, tmp_path, change):
-    """Of the shapes and types that the architecture implies, in Python and in the engine."""
+    """Python and the engine require the shapes and types that the architecture implies."""
     out, record = tmp_path / "b", tmp_path / "text.jsonl"
     record.write_text('{"text": "a dog and a cat and a dog"}\n' * 8)
     options = ("--seq-len", 8, "--device", "cpu", "--dtype", "float32", "--data", record)
@@ -229,7 +233,7 @@ def test_a_function_has_the_outputs_of_a_block(tiny, tmp_path, change):
 
 
 def replace_file(bundle: Path, name: str, data: bytes) -> None:
-    """Replaces a file of a bundle, and its sum in the manifest."""
+    """Replaces a file of a bundle, and its digest in the manifest."""
     (bundle / name).write_bytes(data)
     manifest = json.loads((bundle / "manifest.json").read_text())
     (entry,) = [each for each in manifest["files"] if each["path"] == name]
@@ -245,7 +249,9 @@ def test_the_file_is_for_one_device(tmp_path):
 
 
 def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
-    """Also where the manifest has its sum. On a CPU it is MeBP that runs a bundle's functions."""
+    """It checks even if the manifest has its digest. On a CPU only MeBP runs a bundle's
+    functions.
+    """
     find_engine()
     bundle, record = tmp_path / "b", tmp_path / "text.jsonl"
     record.write_text('{"text": "a dog and a cat and a dog"}\n' * 8)

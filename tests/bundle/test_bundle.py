@@ -27,10 +27,10 @@ PARTS = ("weight", "scales", "biases")
 
 @pytest.fixture(scope="session")
 def exported(tiny, tmp_path_factory):
-    """The tiny model as a bundle, not to be changed."""
+    """Returns the tiny model's bundle, not to be changed."""
     out = tmp_path_factory.mktemp("bundles") / "tiny.mesp"
     arguments = ["--model", tiny, "--data", "python-docs", "--seq-len", "16,32", "--out", out]
-    arguments += ["--quantize", "nearest", "--head-bits", 4]  # as `mx.quantize` makes it
+    arguments += ["--quantize", "nearest", "--head-bits", 4]  # as in `mx.quantize`
     result = CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return out
@@ -38,7 +38,7 @@ def exported(tiny, tmp_path_factory):
 
 @pytest.fixture
 def copy(exported, tmp_path):
-    """The same to be changed, and a function that changes its manifest."""
+    """Returns a copy to be changed, and a function that changes its manifest."""
     folder = tmp_path / "copy.mesp"
     shutil.copytree(exported, folder)
 
@@ -69,7 +69,9 @@ def test_arrays_are_the_models(exported):
 
 
 def test_files_can_be_mapped(exported):
-    """Whole pages, arrays on 64-byte boundaries that do not overlap, and every file listed."""
+    """Files are whole pages, arrays are on 64-byte boundaries without overlap, and every file is
+    listed.
+    """
     manifest = read_manifest(exported)
     files = {entry.path: entry.size for entry in manifest.files}
     on_disk = {p.relative_to(exported).as_posix() for p in exported.rglob("*") if p.is_file()}
@@ -93,7 +95,7 @@ FAMILY = {"num_hidden_layers": 4, "layer_types": None, "no_rope_layers": None}
 
 @pytest.fixture(scope="session", params=FAMILIES)
 def family(request, tmp_path_factory):
-    """A model of a family with four blocks, its folder and its bundle."""
+    """Returns a model of a family with four blocks, its folder and its bundle."""
     folder = tmp_path_factory.mktemp(request.param)
     config = {**FAMILIES[request.param], **FAMILY}
     if request.param == "llama-window":
@@ -131,7 +133,7 @@ def test_to_mlx_lm_is_the_quantized_model(family):
     expected, found = (dict(tree_flatten(m.parameters())) for m in (expected, bundle.to_mlx_lm()))
     assert found.keys() == expected.keys()
     for name, array in found.items():
-        # 1 + w - 1, where Gemma's norms lack 1, loses w's last bits.
+        # Gemma's norms lack 1, and 1 + w - 1 loses w's last bits.
         close = mx.abs(array - expected[name]).max() <= (1e-7 if "norm" in name else 0)
         assert array.dtype == expected[name].dtype and close, name
 
@@ -141,13 +143,13 @@ def test_a_family_that_mlx_lm_lacks_is_named(tmp_path, monkeypatch):
     arguments = ["--model", model, "--seq-len", 4, "--out", tmp_path / "out.mesp"]
     result = CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    monkeypatch.delitem(sys.modules, "mlx_lm.models.lfm3")  # the tests' own
+    monkeypatch.delitem(sys.modules, "mlx_lm.models.lfm3")  # the tests' module
     with pytest.raises(MespError, match=r"mlx-lm cannot run lfm3 models.* adapters/peft"):
         Bundle(tmp_path / "out.mesp").to_mlx_lm()
 
 
 def test_functions_give_the_logits_of_mlx_lm(family):
-    """Embedding, every block's function and the head, below the window and above it."""
+    """The embedding, every block's function and the head agree, below the window and above it."""
     config, _, bundle = family
     arch, model = bundle.architecture, bundle.to_mlx_lm()
     ignores_window = config["model_type"] in ("mistral", "phi3", "gemma2")
@@ -161,7 +163,7 @@ def test_functions_give_the_logits_of_mlx_lm(family):
             per_layer = reference.layer_input(ours, tokens, x0, i)
             given = [] if per_layer is None else [per_layer]
             given += shared.get(block.keys_of, ())
-            if block.mlp.experts:  # which has none
+            if block.mlp.experts:  # a mixture has no function
                 with pytest.raises(MespError, match="mixes experts and has no function"):
                     bundle.function(length, i)
                 x = to_source_model(bundle).block(i, x, SideInputs(tokens.tolist(), x0))
@@ -179,7 +181,7 @@ def test_functions_give_the_logits_of_mlx_lm(family):
 
 
 def test_adapters_load_into_mlx_lm(family, tmp_path):
-    """By the names of the modules, fused ones too: its loss is then the reference's."""
+    """mlx-lm finds the modules by name, also fused ones, and its loss is the reference's."""
     _, _, bundle = family
     arch, rank = bundle.architecture, 2
     lora = reference.init_lora(arch, rank, seed=1)
@@ -204,7 +206,7 @@ def test_adapters_load_into_mlx_lm(family, tmp_path):
 
 
 def test_blocks_are_grouped_by_layout_and_mixer(family):
-    """A window of 5 makes no difference to sequences of 4: both kinds have the same function."""
+    """A window of 5 makes no difference to sequences of 4, so both kinds have the same function."""
     config, _, bundle = family
     kinds = {
         "llama": [(0, 1, 3), (2,)] if config["layer_types"] else [(0, 1, 2, 3)],
@@ -227,7 +229,7 @@ def test_blocks_are_grouped_by_layout_and_mixer(family):
     if len(expected) == 2 and not bundle.architecture.has_experts:
         first, second = bundle.manifest.blocks
         assert first.functions["9"] != second.functions["9"]
-        # Gemma 3's windowed layers turn by frequencies of their own, and NoPE's don't turn.
+        # Gemma 3's layers with windows rotate with other frequencies, and NoPE's do not rotate.
         same = config["model_type"] in ("llama", "gemma2")
         for functions in ("functions", "plain_functions"):
             files = [getattr(group, functions)["4"] for group in bundle.manifest.blocks]
@@ -239,8 +241,9 @@ def test_blocks_are_grouped_by_layout_and_mixer(family):
 
 
 def test_what_belongs_to_an_expert_lies_together(family):
-    """An entry of the manifest for each kind of matrix, and a range of the file for each expert;
-    in bfloat16 too."""
+    """Each kind of matrix has an entry in the manifest, and each expert a range of the file, in
+    bfloat16 too.
+    """
     _, _, bundle = family
     arch = bundle.architecture
     for dtype, group in itertools.product(("float32", "bfloat16"), bundle.manifest.blocks):
@@ -262,7 +265,7 @@ def test_what_belongs_to_an_expert_lies_together(family):
 
 @pytest.mark.parametrize("stride", [-16, 0, 16, 1 << 40, "16", 1.5, None])
 def test_a_damaged_stride_is_refused(tmp_path, stride):
-    """Experts that would lie in each other, or outside of the file."""
+    """Experts would overlap, or lie outside of the file."""
     source, out = write_model(tmp_path / "model", FAMILIES["qwen3_moe"]), tmp_path / "out.mesp"
     export(source, out, seq_len=4, device="cpu", quantize="nearest")
     manifest = json.loads((out / "manifest.json").read_text())
@@ -276,7 +279,7 @@ def test_a_damaged_stride_is_refused(tmp_path, stride):
 
 @pytest.mark.parametrize("version", ["0.31.1", "0.32.1", "0.33.0", "1.0", ""])
 def test_an_mlx_of_another_layout_is_refused(exported, monkeypatch, version):
-    """It can crash on a file, and a phone can crash on what it writes."""
+    """It can crash on a file, and a phone can crash on its files."""
     monkeypatch.setattr(mx, "__version__", version)
     said = rf"The layout of the functions of MLX '{version}' is not known; install mlx "
     with pytest.raises(MespError, match=said):

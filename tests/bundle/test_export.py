@@ -1,4 +1,4 @@
-"""Bundles that mesp-export writes, through its command line."""
+"""Tests of bundles that the command mesp-export writes."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def test_bundle_computes_what_mlx_lm_computes(tiny, text):
-    """Embedding, every block's function and the head give the logits of the quantized model."""
+    """The embedding, every block's function and the head give the logits of the quantized model."""
     bundle = exported("--model", tiny, "--data", text, "--seq-len", 24, "--rank", 4, *NEAREST)
     model, _ = load_model(tiny)
     nn.quantize(model, 64, 4)
@@ -70,10 +70,10 @@ def test_summary_and_manifest(tiny, text):
 
 
 def test_sources_of_one_model_give_one_bundle():
-    """Whatever the file's dtype, sharded, or quantized before by mlx-lm."""
+    """Files of any dtype, sharded files, and files that mlx-lm quantized give the same bundle."""
     tensors = {k: v.astype(mx.bfloat16) for k, v in random_tensors(TINY).items()}
     halves = {k: v.astype(mx.float16).astype(mx.bfloat16) for k, v in tensors.items()}
-    # Values that float16 and bfloat16 both hold.
+    # values that float16 and bfloat16 can both hold
     tensors = {k: mx.where(halves[k] == v, v, 0) for k, v in tensors.items()}
     wide = {k: v.astype(mx.float32) for k, v in tensors.items()}
     sources = {
@@ -173,7 +173,7 @@ def test_auto_device_is_the_cpu_where_there_is_no_gpu(tiny):
 
 
 def test_a_bundle_for_the_gpu_is_written_on_every_machine(tiny):
-    """Its functions are for a GPU, the rest is as for the CPU; without a GPU it is not run."""
+    """Its functions are for a GPU, the rest is as for the CPU; without a GPU it does not run."""
     options = ("--model", tiny, "--seq-len", 8, "--dtype", "float32")
     cpu = exported(*options, "--device", "cpu").manifest
     done = export(*options, "--device", "gpu", "--out", "gpu.mesp")
@@ -205,7 +205,7 @@ def test_a_bundle_for_the_gpu_is_written_on_every_machine(tiny):
 
 
 def test_functions_for_packed_records_come_with_such_data(tiny):
-    """Where the GPU's functions lack them, such data is refused."""
+    """If the GPU's functions lack them, such data is refused."""
     records = [{"prompt": "one two", "completion": " three"} for _ in range(20)]
     Path("pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     files = ("--model", tiny, "--data", "pairs.jsonl", "--seq-len", 16)
@@ -242,7 +242,7 @@ def test_functions_are_of_the_mlx_whose_files_are_known(tiny, monkeypatch, devic
 
 
 def test_random_weights_of_a_hybrid_model_count():
-    """No mixer is silent: without its state or its gates the logits would be others."""
+    """Every mixer changes the logits: without its state or its gates they would differ."""
     for name in ("qwen3_5", "lfm2", "granite-mamba"):
         folder = write_model(Path(name), FAMILIES[name], {}, tokenizer=False)
         bundle = exported("--model", folder, "--random-weights", "--seq-len", 8)

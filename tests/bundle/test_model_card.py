@@ -1,4 +1,4 @@
-"""The licence, the notices and the rules of use that go from a model with its bundle."""
+"""Tests that a model's licence, notices and rules of use accompany its bundle."""
 
 import os
 import shutil
@@ -39,7 +39,7 @@ license_link: LICENSE
 
 @pytest.fixture
 def model(tiny: Path) -> Path:
-    """A model with terms, in the working folder."""
+    """Returns a model with terms, in the working folder."""
     folder = Path(shutil.copytree(tiny, "model"))
     for name in TERMS:
         (folder / name).write_text(f"Text of {name}")

@@ -1,4 +1,4 @@
-"""A bundle written again: mesp-export --from."""
+"""Tests of writing a bundle again: mesp-export --from."""
 
 import errno
 import hashlib
@@ -24,7 +24,9 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def renumbered(file: bytes, monkeypatch) -> bytes:
-    """A file of one trace with its arrays numbered as they come: their ids are addresses."""
+    """Returns a file of one trace with arrays numbered in order, because their ids are
+    addresses.
+    """
     places: list[int] = []
 
     class Reader(mlxfn._Reader):
@@ -58,10 +60,13 @@ GEMMA = {"num_hidden_layers": 4, "layer_types": None}
     ],
 )
 def test_a_bundle_written_again_is_that_of_an_export(name, changes, text, monkeypatch):
-    """Manifest, weights and data to the byte, and functions but for the ids of their arrays."""
+    """Manifest, weights and data are equal bytes; functions differ only in the ids of their
+    arrays.
+    """
     config = {**FAMILIES[name], **(GEMMA if name == "gemma3_text" else {})}
     options = ("--model", write_model(Path("model"), config), "--data", text, "--group-size", 32)
-    options += NEAREST  # which rounds scales to bfloat16 last, as writing a bundle again does
+    # These options round scales to bfloat16 last, as writing a bundle again does.
+    options += NEAREST
     lengths = ("--seq-len", "9,4", "--rank", 2)
     for arguments in (
         (*options, *OLD, "--out", "old.mesp"),
@@ -98,12 +103,12 @@ def exported_once(tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def old(exported_once) -> Path:
-    """A copy of a bundle, whose lengths are 8 and 16."""
+    """Returns a copy of a bundle, whose lengths are 8 and 16."""
     return Path(shutil.copytree(exported_once, "old.mesp"))
 
 
 def test_a_bundle_written_again_in_place_keeps_its_weights_and_data(old):
-    """They are the same files; only functions are others."""
+    """They are the same files; only functions change."""
     before = {path: (old / path).stat().st_ino for path in content(old)}
     options = ("--seq-len", 24, "--rank", "2,4", "--overwrite")
     assert export("--from", old, *options).exit_code == 0
@@ -135,7 +140,7 @@ def test_a_bundle_written_again_where_links_cannot_be_has_copies(old, monkeypatc
 
 
 def test_a_bundle_in_bfloat16_written_again_in_float32_keeps_its_numbers(tiny):
-    """They are those of bfloat16, not of the model."""
+    """They are bfloat16's numbers, not the model's."""
     options = ("--model", tiny, "--seq-len", 8, "--out", "old.mesp", "--dtype", "bfloat16")
     assert export(*options, "--device", "gpu").exit_code == 0
     rewritten = ("--from", "old.mesp", "--overwrite", "--dtype", "float32", "--device", "cpu")
@@ -223,7 +228,7 @@ def test_a_bundle_whose_rewriting_fails_stays(old, monkeypatch):
 
 
 def test_the_decays_of_a_bundle_keep_their_digits():
-    """Whatever dtype it is in, and was."""
+    """They keep them in any dtype, before and after."""
     folder = write_model(Path("model"), FAMILIES["qwen3_5"])
     first = exported("--model", folder, "--seq-len", 8, "--dtype", "bfloat16").block(0)
     assert export("--from", "out.mesp", "--overwrite", "--dtype", "float32").exit_code == 0

@@ -1,4 +1,4 @@
-"""The tokenizer that a bundle gets: its vocabulary is in tokenizer.json, and a text survives it."""
+"""Tests of the tokenizer in a bundle: its vocabulary is in tokenizer.json, and it decodes texts."""
 
 import base64
 import json
@@ -42,7 +42,7 @@ def text_survives(bundle: Bundle) -> None:
 
 
 def test_a_sentencepiece_model_becomes_a_tokenizer_json():
-    """With the tokens that sentencepiece itself gives."""
+    """Its tokens are sentencepiece's."""
     folder = model(LLAMA)
     Path("text.txt").write_text(TEXT)
     sentencepiece.SentencePieceTrainer.train(
@@ -81,14 +81,14 @@ def tekken() -> dict:
 
 
 def test_a_tekken_vocabulary_is_converted_or_refused():
-    """As far as the installed transformers can."""
+    """The installed transformers may not be able to convert it."""
     folder = model(config={**FAMILIES["mistral"], "vocab_size": 512})
     (folder / "tekken.json").write_text(json.dumps(tekken()))
     text_survives(exported("--model", folder, *SIZE))
 
 
 def test_a_vocabulary_that_is_missing_is_named():
-    """As in a download without tokenizer.model: what is left gives no tokens."""
+    """A download without tokenizer.model lacks it, and the other files give no tokens."""
     folder = model(LLAMA)
     Path("text.txt").write_text(TEXT)
     for data in ((), ("--data", "text.txt")):

@@ -1,4 +1,4 @@
-"""An export that is interrupted, killed or has no room leaves nothing behind."""
+"""Tests that an export leaves nothing if it is interrupted or killed, or if the disk is full."""
 
 import errno
 import json
@@ -36,7 +36,9 @@ def test_failed_overwrite_keeps_the_old_bundle(tiny):
 
 
 def test_killed_export_leaves_no_bundle(tiny):
-    """Killed while it writes, it leaves nothing under the final name; the next one cleans up."""
+    """If it is killed while it writes, nothing has the final name, and the next export cleans
+    up.
+    """
     config = {**TINY, "vocab_size": 400_000}
     Path("large").mkdir()
     Path("large/config.json").write_text(json.dumps(config))
@@ -46,7 +48,7 @@ def test_killed_export_leaves_no_bundle(tiny):
     while not Path(".out.mesp.partial/embedding.bin").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGSTOP)  # so that it neither writes on nor ends meanwhile
+    process.send_signal(signal.SIGSTOP)  # so that it neither writes nor ends meanwhile
     assert "Another mesp-export is writing" in refused("--model", tiny, "--out", "out.mesp")
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -72,7 +74,7 @@ def test_disk_without_room(tiny, monkeypatch):
 
 @pytest.mark.parametrize("limit", [50_000, 8_000])
 def test_disk_that_becomes_full(tiny, limit):
-    """As seen through a limit on the size of files: in a block's file, or in the function's."""
+    """A limit on the size of files simulates it, in a block's file or in the function's."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))

@@ -1,4 +1,4 @@
-"""`mesp check`: a bundle's files, and the engine's checks of training with it."""
+"""Tests of `mesp check`: a bundle's files, and the engine's checks of training with it."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from mesp.engine.build import find_engine
 
 
 def engine_that_finds(folder: Path, **verdicts: str) -> dict[str, str]:
-    """The environment with an engine that prints these checks' verdicts."""
+    """Returns the environment with an engine that prints these verdicts."""
     found = [{"type": "start"}]
     for name, verdict in verdicts.items():
         found.append({"type": "check", "name": name, "verdict": verdict, "sentence": "It says so."})
@@ -87,7 +87,7 @@ def change(config: Path, **entries: object) -> None:
 )
 def test_quantization_alone_tells_a_bundle_from_its_source(family: str, tmp_path: Path):
     config = FAMILIES[family]
-    if "gemma" in family:  # √192, unlike √64, is rounded in bfloat16
+    if "gemma" in family:  # bfloat16 rounds √192, but not √64
         config = config | {"hidden_size": 192}
     model = write_model(tmp_path / "model", config)
     bundle = export(model)
@@ -118,7 +118,7 @@ def test_what_quantization_does_not_explain_is_said(tmp_path: Path):
     change(model / "config.json", rope_theta=500.0)
     done = invoke(main, "mesp", "check", bundle, "--source", model)
     said = refused(done)
-    assert said.startswith("The bundle does not compute as its source's own model. With")
+    assert said.startswith("The bundle does not compute what its source does. With")
     assert "which quantization does not explain" in said and "alone" not in done.stdout
 
 
@@ -130,7 +130,7 @@ def test_a_config_of_the_bundle_that_is_of_another_model_is_said(tmp_path: Path)
     listed = [asdict(each) for each in describe_files(bundle) if each.path != "manifest.json"]
     change(bundle / "manifest.json", files=listed)
     said = refused(invoke(main, "mesp", "check", bundle, "--source", model))
-    assert "Its blocks are not what mlx-lm makes of its config.json" in said
+    assert "Its logits differ from those of its config.json in mlx-lm" in said
 
 
 def test_a_source_of_other_shapes_is_refused(tmp_path: Path):
@@ -158,14 +158,14 @@ def test_a_source_runs_no_code(tmp_path: Path):
 def test_a_source_that_mlx_lm_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = write_model(tmp_path / "model", FAMILIES["lfm3"])
     bundle = export(model)
-    monkeypatch.delitem(sys.modules, "mlx_lm.models.lfm3")  # the tests' own
+    monkeypatch.delitem(sys.modules, "mlx_lm.models.lfm3")  # the tests' module
     said = refused(invoke(main, "mesp", "check", bundle, "--source", model))
     assert "mlx-lm cannot load model" in said
 
 
 @pytest.mark.slow
 def test_the_engine_knows_the_checks():
-    """Of a bundle that comes with the repository, by the engine that was built."""
+    """The bundle comes with the repository, and the built engine runs the checks."""
     find_engine()
     done = invoke(main, "mesp", "check", DEMO_BUNDLE)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (

@@ -1,4 +1,4 @@
-"""Data of every kind to token ids and examples, compared with mlx-lm's datasets, and mesp data."""
+"""Tests that all kinds of data become mlx-lm's token ids and examples, and tests of mesp data."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def load(path: Path, tokenizer, seq_len: int = 32, **options) -> dict[str, Split
 
 
 def tokens(splits: dict[str, Split]) -> np.ndarray:
-    """All tokens of data that was cut into a train and a valid part."""
+    """Returns all tokens of data that was split into train and valid."""
     return np.concatenate([splits["train"].tokens, splits["valid"].tokens])
 
 
@@ -204,9 +204,9 @@ def test_pieces_add_up():
     assert all(a.endswith("\n") and not b[:2].isspace() for a, b in pairwise(pieces))
 
 
-# Records, against mlx-lm's datasets
+# Records, compared with mlx-lm's datasets
 
-# A template in the manner of Qwen2.5's: tools, tool calls, and a prompt that asks for an answer.
+# A template like Qwen2.5's, with tools, tool calls, and a generation prompt.
 TEMPLATE = """{% if tools %}Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}
 {% endif %}{% for m in messages %}{% if m.role == "owner" %}{{ raise_exception("No owners.") }}\
 {% endif %}{{ m.role }}:
@@ -252,7 +252,7 @@ RECORDS = {
 
 @pytest.fixture(scope="session")
 def chat_tokenizer():
-    """The demo model's, with a chat template."""
+    """Returns the demo model's tokenizer with a chat template."""
     tokenizer = load_tokenizer(DEMO_MODEL)
     tokenizer.chat_template = TEMPLATE
     tokenizer.has_chat_template = True
@@ -269,7 +269,7 @@ def write_records(path: Path, records: list[dict]) -> Path:
 
 
 def examples(split: Split) -> list[tuple[list[int], int]]:
-    """Each example's ids and how many of them are masked, as mlx-lm's datasets give them."""
+    """Returns each example's ids and the number of masked ones, as mlx-lm's datasets do."""
     found = []
     for start, length in split.examples.tolist():
         mask = np.ones(length) if split.mask is None else split.mask[start : start + length]
@@ -367,7 +367,7 @@ def test_another_part_is_held_out_or_none(chat_tokenizer, tokenizer, text, tmp_p
     assert [*load(tmp_path / "short.txt", tokenizer, 30, hold_out=0)] == ["train"]
     with pytest.raises(MespError, match=r"--hold-out is 0 or more and below 1, and not 1\.5"):
         load(text, tokenizer, hold_out=1.5)
-    # A split of its own stays whole.
+    # An existing split stays whole.
     folder = tmp_path / "folder"
     folder.mkdir()
     for name in ("train.jsonl", "dev.jsonl"):
@@ -379,7 +379,7 @@ def test_another_part_is_held_out_or_none(chat_tokenizer, tokenizer, text, tmp_p
 @pytest.mark.parametrize("mask_prompt", [False, True])
 @pytest.mark.parametrize("long", ["cut", "split"])
 def test_long_records(chat_tokenizer, tmp_path, caplog, mask_prompt, long):
-    """Cut, what is left is mlx-lm's; split, each target that counts counts once, in its place."""
+    """Cut records are mlx-lm's; in split records, each counted target counts once, in its place."""
     seq_len = 24
     records = [
         {"prompt": "word " * prompt, "completion": "next " * completion}
@@ -394,7 +394,7 @@ def test_long_records(chat_tokenizer, tmp_path, caplog, mask_prompt, long):
     longer = [(ids, prompt) for ids, prompt in whole if len(ids) > seq_len + 1]
 
     def targets(ids: list[int], prompt: int) -> list[tuple[int, int]]:
-        """Pairs of a token that counts and the one before it."""
+        """Returns pairs of a token that counts and the one before it."""
         return [(ids[i - 1], ids[i]) for i in range(max(prompt, 1), len(ids))]
 
     if long == "cut":
@@ -427,7 +427,7 @@ def test_empty_records_are_left_out_and_counted(chat_tokenizer, tmp_path, caplog
 
 
 def test_records_with_control_tokens_in_a_text_are_counted(chat_tokenizer, tmp_path, caplog):
-    """But for one that ends an answer, where it is meant."""
+    """A control token that ends an answer is not counted, because it is intended."""
     end = chat_tokenizer.eos_token
     texts = [f"a{end}b", "a", f"c {end} d"]
     records = [{"prompt": text, "completion": f"yes{end}"} for text in texts for _ in range(2)]
@@ -471,7 +471,9 @@ def test_a_text_file_has_no_examples(tokenizer, text):
 
 
 def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
-    """The mean over the counted targets of a batch, each example alone and without padding."""
+    """It is the mean over the counted targets of a batch, with each example alone and without
+    padding.
+    """
     seq_len = 40
     for name in ("train.jsonl", "valid.jsonl"):
         write_records(tmp_path / name, RECORDS["chat"])
@@ -497,8 +499,8 @@ def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
     ]
     dataset = CacheDataset(mlx_lm_dataset(usable, chat_tokenizer, mask_prompt=True))
     ((batch, ranges),) = iterate_batches(dataset, len(usable), seq_len + 1)
-    # default_loss of mlx-lm 0.31.1 counts the targets `offset` to `length`, both included: of an
-    # example that is padded, also the first token of the padding. Ours ends at length - 1.
+    # default_loss of mlx-lm 0.31.1 counts the targets `offset` to `length`, both included: in a
+    # padded example, also the first token of the padding. Ours ends at length - 1.
     loss, counted = default_loss(model, batch, ranges - mx.array([0, 1]))
     assert counted.item() == count
     # float32 logits and sums on one side.
@@ -511,7 +513,7 @@ def test_step_example_takes_each_that_has_a_target_once_an_epoch():
     for (start, _), prompt in prompts.items():
         mask[start : start + prompt] = 0
     taken = [reference.step_example(step, 3, list(prompts), mask, 16) for step in range(5)]
-    # Cut to 17 tokens, the third has only its prompt left.
+    # Cut to 17 tokens, the third has only its prompt.
     assert sorted(taken) == [(0, 9), (9, 17), (89, 2), (91, 17), (108, 17)]
     order = [reference.step_window(step, 3, 5) for step in range(5)]
     assert taken == [sorted(taken)[window] for window in order]
@@ -522,7 +524,7 @@ def test_step_example_takes_each_that_has_a_target_once_an_epoch():
 
 @pytest.fixture(scope="module")
 def exported(tiny, tmp_path_factory) -> Path:
-    """A bundle of the tiny model with a chat template, not to be changed."""
+    """Returns a bundle of the tiny model with a chat template, not to be changed."""
     folder = tmp_path_factory.mktemp("data")
     shutil.copytree(tiny, folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
@@ -550,7 +552,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def assert_whole(path: Path) -> dict[str, Split]:
-    """The data of a bundle in which every file is as the manifest says."""
+    """Returns the data of a bundle, after checking every file with the manifest."""
     bundle = Bundle(path)
     bundle.verify()
     splits = {
@@ -575,7 +577,7 @@ def assert_same(actual: dict[str, Split], expected: dict[str, Split]) -> None:
 
 
 def test_a_bundle_says_how_its_text_became_tokens(bundle, tmp_path):
-    """It names the options that changed this, and none without."""
+    """It has the options that change the encoding, and no others."""
     end = load_tokenizer(bundle).eos_token
     record = {"prompt": "a", "completion": f"{end}."}
     path = write_records(tmp_path / "a.jsonl", [record] * 3)
@@ -694,7 +696,7 @@ def test_several_records_a_sequence_are_not_for_a_gpu(bundle, tmp_path):
 
 
 def test_data_of_a_bundle_for_another_machine(bundle, text):
-    """Tokenizing does not need the GPU that the bundle's functions do."""
+    """Encoding does not need the GPU that the bundle's functions need."""
     path = bundle / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "device": "gpu"}))
     assert mesp_data(bundle, "--data", text).exit_code == 0
@@ -734,7 +736,7 @@ def test_a_full_disk_keeps_the_old_data(bundle, monkeypatch):
 
 @pytest.mark.slow
 def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
-    """Ended at once, without any clean-up, at the first line of `replace_data`, then at the first
+    """The process ends without clean-up, at the first line of `replace_data`, and at the first line
     after each change of a file or folder.
     """
     old = assert_whole(bundle)
@@ -742,7 +744,7 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
     original = files(bundle)
     modules = ("bundle.data_files", "folders", "bundle.manifest")
     sources = [sys.modules[f"mesp.{name}"].__file__ for name in modules]
-    # Of the manifest's functions, which run for each of its entries, one writes.
+    # Functions of the manifest that run for each of its entries; only one function writes.
     reading = {"of", "to_json", "fits", "_is_line", "_is_split", "sizes", "<genexpr>", "<listcomp>"}
 
     def state() -> list[tuple]:
@@ -750,7 +752,7 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
         return [(path, s.st_ino, s.st_size, s.st_mtime_ns) for path, s in sorted(there.items())]
 
     def killed_after(changes: int) -> bool:
-        """Whether there were so many to be ended after, in a process of its own."""
+        """Returns whether a separate process made this many changes and was ended after them."""
         child = os.fork()
         if child == 0:
             left, found = changes, None
@@ -775,7 +777,7 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
         splits = assert_whole(bundle)
         seen.add(replaced := len(splits["train"].tokens) == len(new["train"].tokens))
         assert_same(splits, new if replaced else old)
-        if replaced:  # back to the old data, with what was left over still there
+        if replaced:  # goes back to the old data, with the files that were left
             for name in ("manifest.json", *(n for n in original if n.startswith("data/"))):
                 (bundle / name).parent.mkdir(exist_ok=True)
                 (bundle / name).write_bytes(original[name])

@@ -1,4 +1,4 @@
-"""Data as the Hugging Face Hub has it: parquet, configurations, splits, columns of other names."""
+"""Tests of the Hugging Face Hub's data: parquet, configurations, splits, columns of other names."""
 
 import builtins
 import json
@@ -43,7 +43,7 @@ def write(path: Path, records: list[dict]) -> Path:
 
 @pytest.fixture(autouse=True)
 def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library keeps what it read in a folder of its own, and asks nobody."""
+    """Makes the library keep its cache in a separate folder, and use no network."""
     from datasets import config
 
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -52,7 +52,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    """A dataset with two configurations, as they lie on the Hub."""
+    """Returns a dataset with two configurations, in the Hub's layout."""
     folder = tmp_path / "gsm8k"
     write(folder / "main" / "train-00000-of-00002.parquet", rows("main", 20))
     write(folder / "main" / "train-00001-of-00002.parquet", rows("more", 20))
@@ -100,7 +100,7 @@ def test_splits_by_the_names_that_they_have(tmp_path, name):
 
 
 def test_a_file_and_what_is_null_in_it(tmp_path):
-    """A column holds what any record has: a message without tool calls has null there."""
+    """A column exists if any record has it; for a message without tool calls it is null."""
     call = [{"function": {"name": "f", "arguments": "{}"}}]
     messages = [
         [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": call}],
@@ -212,7 +212,7 @@ def test_the_commands_take_columns_subset_and_splits(dataset, tmp_path):
 
 @pytest.mark.parametrize("path", ["absolute", "../secret/*.txt", "file:", "link.txt"])
 def test_a_dataset_takes_no_file_from_elsewhere(tmp_path, path):
-    """Its README.md says which files are its data: a person's own would be trained on."""
+    """Its README.md names its files, and a person's own files would be trained on."""
     secret = tmp_path / "secret" / "notes.txt"
     secret.parent.mkdir()
     secret.write_text("a secret\n")

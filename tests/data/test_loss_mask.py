@@ -1,8 +1,8 @@
-"""Where the answers of a conversation are, against what TRL's `assistant_only_loss` takes.
+"""Tests the places of a conversation's answers, compared with TRL's `assistant_only_loss`.
 
 TRL marks the answers in its copies of the models' templates by `{% generation %}`. Here each
-template is written twice from one text, with the marks where TRL has them and without: the marks
-say what is expected, and without them it has to be found.
+template is written twice from one text, with TRL's marks and without them. The marks give the
+expected answers; without them they have to be found.
 """
 
 from itertools import pairwise
@@ -85,7 +85,7 @@ def cases() -> list[tuple[str, str]]:
             if "tools" in name and template not in WITH_TOOLS:
                 continue
             if name == "thoughts and tools" and template == "llama":
-                continue  # it takes one call at a time
+                continue  # the template takes one call at a time
             if name in ("system", "first", "in a row") and template not in TAKES_ANY_ORDER:
                 continue
             found.append((template, name))
@@ -100,7 +100,7 @@ def encode_answers(tokenizer, messages: list[dict], tools: list | None):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """The demo model's, with the tokens that the templates end answers with."""
+    """Returns the demo model's tokenizer, with the tokens that the templates end answers with."""
     tokenizer = load_tokenizer(DEMO_MODEL)
     tokenizer._tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer._tokenizer.bos_token = "<|endoftext|>"
@@ -109,7 +109,7 @@ def tokenizer():
 
 def encode(tokenizer, template: str, name: str, marked: bool) -> tuple[list[int], list[bool]]:
     for mark, tag in (("⟦", "{%- generation %}"), ("⟧", "{%- endgeneration %}")):
-        # In turns, as there is no other mark for the end.
+        # Alternately, because the end has no other mark.
         template = template.replace(mark, tag if marked else "")
     tokenizer._tokenizer.chat_template = template
     tools = TOOLS if "tools" in name else None
@@ -123,7 +123,7 @@ def test_answers_are_those_that_trl_takes(tokenizer, template, name):
     found = encode(tokenizer, TEMPLATES[template], name, marked=False)
     assert any(found[1]) and not all(found[1])
     assert found == marked
-    # Where texts have no special tokens there are none to split.
+    # Texts without special tokens have none to split.
     tools = TOOLS if "tools" in name else None
     conversation = Conversation(read_messages("A record", CONVERSATIONS[name]), tools=tools)
     split = encode_conversation(tokenizer, conversation, "answers", split_special=True)
@@ -148,7 +148,7 @@ def test_each_answer_counts_with_its_end(tokenizer):
     assert counted(tokenizer, QWEN3, "thoughts") == text
 
 
-# An answer is written in a way of its own once it is followed by a question.
+# A template that writes an answer differently if a question follows.
 REVERSED = CHATML.replace("m.content +", "(m.content if loop.last else m.content | reverse) +")
 UNMARKED = (
     "{% for m in messages %}{{ m.content + '\\n' if loop.last else m.content + ' ' }}{% endfor %}"
@@ -163,7 +163,7 @@ UNMARKED = (
             [user("ab"), assistant("cd"), user("ab"), assistant("cd")],
             "leaves out the content of message 1",
         ),
-        # The text itself has the end of an answer in it.
+        # The text contains the end of an answer.
         (
             CHATML,
             [user("a"), assistant("b<|im_end|>\nb"), user("c"), assistant("d")],
@@ -189,7 +189,7 @@ def test_the_demo_model_takes_conversations():
     assert text == " b b<|endoftext|>\n  d\n<|endoftext|>\n f<|endoftext|>\n"
 
 
-# Refusals and their messages, of templates that are made up for them.
+# Refusals and their messages, with invented templates
 
 PLAIN = CHATML.replace("⟦", "").replace("⟧", "")
 WEATHER = [{"type": "function", "function": {"name": "weather", "arguments": {"day": 3}}}]
@@ -200,7 +200,7 @@ def read(*messages: dict) -> list[dict]:
 
 
 def encoded(tokenizer, template: str, record: dict, loss_on: str = "answers", prompt: int = 0):
-    """The ids of a record of messages, their mask and the notes."""
+    """Returns the ids of a record of messages, their mask and the notes."""
     tokenizer._tokenizer.chat_template = template
     messages = read(*record["messages"])
     options = record.get("chat_template_kwargs", {})
@@ -209,7 +209,7 @@ def encoded(tokenizer, template: str, record: dict, loss_on: str = "answers", pr
 
 
 def trained(tokenizer, template: str, *messages: dict, **others) -> list[str]:
-    """The texts that are trained, one for each span."""
+    """Returns the trained texts, one for each span."""
     loss_on, prompt = others.pop("loss_on", "answers"), others.pop("prompt", 0)
     found = encoded(tokenizer, template, {"messages": list(messages), **others}, loss_on, prompt)
     edges = [i for i in range(1, len(found.ids)) if found.mask[i] != found.mask[i - 1]]
@@ -266,7 +266,7 @@ CALLS_BY_NAME = PLAIN.replace(
     "{{- m.content }}{%- for c in m.tool_calls or [] %}{{- c.function.name }}{%- endfor %}"
     "{{- '<|im_end|>\\n' }}\n{%- else",
 )
-# As Qwen's: it looks for a thought in the content.
+# Like Qwen's, this template looks for a thought in the content.
 THOUGHTS_TAKEN_OUT = PLAIN.replace(
     "{%- if m.role == 'assistant' %}{{- m.content +",
     "{%- if m.role == 'assistant' %}{{- m.content.split('</think>')[0].split('<think>')[-1] +"
@@ -304,7 +304,7 @@ def test_tools_that_a_template_leaves_out_are_refused(tokenizer):
     assert encoded(tokenizer, QWEN.replace("⟦", "").replace("⟧", ""), record).mask.any()
 
 
-# As a call in Python: in single quotes.
+# This template writes a call as in Python, in single quotes.
 IN_PYTHON = CALLS_BY_NAME.replace(
     "c.function.name }}",
     """c.function.name + "('" }}{{- c.function.arguments.of | replace("'", "\\\\'") }}"""
@@ -357,7 +357,7 @@ MARKED = CHATML.replace(
 
 
 def test_marked_answers_that_touch_are_two(tokenizer):
-    """The marks have the header too, so that nothing is between two answers in a row."""
+    """The marks include the header, so nothing is between two successive answers."""
     said = [user("a"), assistant("b"), assistant("c", weight=0), user("d"), assistant("e")]
     answer = "<|im_start|>assistant\n{}<|im_end|>\n"
     assert trained(tokenizer, MARKED, *said) == [answer.format("b"), answer.format("e")]
@@ -371,7 +371,7 @@ def test_a_marked_answer_ends_with_all_of_its_last_character(tokenizer):
 
 
 def test_a_marked_answer_in_two_pieces_is_refused(tokenizer):
-    """What a tool said is between a call and what was said with it."""
+    """A tool's answer is between the call and the text about it."""
     template = """\
 {%- for m in messages %}
 {%- if m.role == 'assistant' %}{{- '<|im_start|>assistant\\n' }}{%- generation %}
@@ -444,7 +444,7 @@ def test_options_of_the_template_are_taken(tokenizer):
     assert tokenizer.decode(encoded(tokenizer, template, record).ids).startswith("<|im_start|>!")
 
 
-# What the template makes of an answer depends on whether another follows.
+# A template whose text for an answer depends on whether another follows.
 CHANGES_ITS_MIND = PLAIN.replace(
     "{%- if m.role == 'assistant' %}{{- m.content +",
     "{%- if m.role == 'assistant' %}{{- ('<think></think>' if loop.last else '') + m.content +",
@@ -454,7 +454,7 @@ CHANGES_ITS_MIND = PLAIN.replace(
 @pytest.mark.parametrize("others", [{"loss_on": "last"}, {"prompt": 2}])
 def test_a_prompt_that_is_not_how_the_model_is_asked_is_refused(tokenizer, others):
     said = [user("a"), assistant("b"), assistant("c")]
-    with pytest.raises(MespError, match="what asks for the answer in message 3 is not how"):
+    with pytest.raises(MespError, match="the prompt for the answer in message 3 is not the"):
         trained(tokenizer, CHANGES_ITS_MIND, *said, **others)
     assert len(trained(tokenizer, CHANGES_ITS_MIND, *said)) == 2
 
@@ -506,7 +506,7 @@ def test_an_answer_that_the_template_ends_with_its_question_is_refused(tokenizer
 
 
 def test_a_token_that_takes_white_space_is_of_no_answer(tokenizer):
-    """As Phi's <|assistant|>, which takes the line feeds after it."""
+    """Phi's <|assistant|>, for example, absorbs the line feeds after it."""
     own = load_tokenizer(DEMO_MODEL)
     strips = AddedToken("<|ask|>", rstrip=True, special=True)
     own._tokenizer.add_special_tokens({"additional_special_tokens": [strips, "<|im_end|>"]})

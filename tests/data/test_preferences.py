@@ -1,4 +1,4 @@
-"""Preference data: to token ids as TRL takes them, and trained on."""
+"""Tests of preference data: encoded as TRL does, and trained on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load(path: Path, records: list[dict], tokenizer, seq_len: int = 64, **option
 
 
 def rows(split) -> list[tuple[list[int], list[int], int]]:
-    """The ids of each answer with its prompt, those of the answer alone, and its label."""
+    """Returns the ids of each answer with its prompt, those of the answer alone, and its label."""
     found = []
     for (start, length), label in zip(split.examples.tolist(), split.labels.tolist(), strict=True):
         ids, mask = split.tokens[start : start + length], split.mask[start : start + length]
@@ -77,7 +77,7 @@ def test_labels(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("chat", [None, True, False])
 def test_one_model_is_taught_one_form(tokenizer, tmp_path, chat):
-    """Supervised, paired and labelled records give a model the same tokens."""
+    """Supervised, paired and labelled records have the same tokens."""
     asked, answer = "Who jumps?", "The fox."
     pair = {"prompt": asked, "chosen": answer, "rejected": "The dog."}
     label = {"prompt": asked, "completion": answer, "label": True}
@@ -155,7 +155,7 @@ def test_messages_go_through_the_template(tokenizer, tmp_path):
 
 
 def test_a_pair_of_texts_without_a_prompt_begins_alike(tokenizer, tmp_path):
-    """Where two texts happen to differ no message ends, so they are joined."""
+    """The place where two texts begin to differ is not the end of a message, so they are joined."""
     whole = {"chosen": "The dog is lazy.", "rejected": "The dog jumps over the fox."}
     assert rows(load(tmp_path, [whole] * 2, tokenizer)["train"]) == rows(
         load(tmp_path, [PAIR] * 2, tokenizer, chat=False)["train"]
@@ -206,7 +206,7 @@ def test_answers_are_one_a_sequence_and_alone_in_the_loss(tokenizer, tmp_path, o
 # Training.
 
 SEQ_LEN, RANK = 24, 4
-# Of a long run, so that what a step gets wrong by little adds up, and of those of the other losses.
+# DPO runs long, so that small errors of a step add up; the other losses run shorter.
 STEPS = {"dpo": 40, "ipo": 10, "simpo": 10, "orpo": 10, "kto": 10}
 # IPO weights an answer some 40 times as much as DPO.
 RATES = {"dpo": 0.05, "ipo": 1e-3, "simpo": 0.05, "orpo": 0.05, "kto": 0.05}
@@ -214,7 +214,7 @@ RATES = {"dpo": 0.05, "ipo": 1e-3, "simpo": 0.05, "orpo": 0.05, "kto": 0.05}
 
 @pytest.fixture(scope="module")
 def bundle(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with pairs of random answers."""
+    """Returns a tiny model's bundle with pairs of random answers."""
     find_engine()
     folder = tmp_path_factory.mktemp("pairs")
     generator = np.random.default_rng(0)
@@ -244,9 +244,9 @@ def bundle(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def independent(bundle: Path, objective: str, steps: int) -> list[float]:
-    """The losses of TRL's formulas on mlx-lm's model with LoRA, by mx.grad and SGD.
+    """Returns the losses of TRL's formulas on mlx-lm's model with LoRA, with mx.grad and SGD.
 
-    Batches are of two pairs, or for kto of two answers.
+    A batch has two pairs, or for kto two answers.
     """
     opened = Bundle(bundle)
     arch, model = opened.architecture, opened.to_mlx_lm()
@@ -327,7 +327,7 @@ def test_steps_are_those_of_an_independent_trainer(bundle, tmp_path, objective):
     done = call("train", bundle, *options, "--out", tmp_path / "run")
     assert "accuracy" in done.stdout and "perplexity" not in done.stdout
     trained = RunLog.load(tmp_path / "run")
-    # In float32 two orders of sums, whose difference the steps add to.
+    # float32 sums in two orders, whose difference grows with the steps
     expected = independent(bundle, objective, steps)
     assert trained.losses == pytest.approx(expected, rel=1e-3 if steps == 40 else 1e-4)
     for step in trained.steps:
@@ -348,7 +348,7 @@ def test_a_run_takes_up_its_references_again(bundle, tmp_path):
     assert len(mx.load(str(parts / "state.safetensors"))["reference.answers"]) == 2 * (3 + 2)
     call("train", "--resume", "--out", parts, "--steps", 6)
     assert RunLog.load(parts).losses == RunLog.load(whole).losses
-    # From adapters, π₀ is the model with them: again the loss begins at log 2.
+    # For a run from adapters, π₀ is the model with them, and the loss again begins at log 2.
     call(
         "train",
         bundle,

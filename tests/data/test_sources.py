@@ -1,4 +1,4 @@
-"""Files and folders of data: which are read, as what, and what is refused by its name."""
+"""Tests of files and folders of data: how each is read, and which are refused by name."""
 
 import csv
 import gzip
@@ -31,7 +31,7 @@ def table(delimiter: str, records: list[dict]) -> str:
 
 
 def content(kind: str, records: list[dict] = RECORDS) -> bytes:
-    """Records as a file of a kind has them."""
+    """Returns records as the content of a file of a kind."""
     lines = "".join(json.dumps(record) + "\n" for record in records)
     if kind == "parquet":
         file = io.BytesIO()
@@ -47,7 +47,7 @@ def content(kind: str, records: list[dict] = RECORDS) -> bytes:
 
 
 def put(path: Path, data: bytes | str) -> Path:
-    """Writes a file, compressed where its name says so."""
+    """Writes a file, compressed if its name says so, and returns it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = data.encode() if isinstance(data, str) else data
     path.write_bytes(gzip.compress(data) if path.name.lower().endswith(".gz") else data)
@@ -86,7 +86,7 @@ def test_text_is_read_whole(tmp_path: Path, name: str):
 @pytest.mark.parametrize("name", ["a", "a.jsonl.zst", "a.xml", "a.csv.zip", ".jsonl", "a.gz"])
 def test_other_kinds_of_files_are_refused(tmp_path: Path, name: str):
     said = refused(put(tmp_path / name, content("jsonl")))
-    assert f"{tmp_path / name} is of no kind of file that is read; give records as .jsonl" in said
+    assert f"{tmp_path / name} is a kind of file that is not read; give records as .jsonl" in said
 
 
 def test_json_is_read_as_what_it_is(tmp_path: Path):
@@ -116,8 +116,16 @@ def test_json_is_read_as_what_it_is(tmp_path: Path):
         ("a.json", '[{"text": "a"}', r"a\.json is not JSON"),
         ("a.jsonl", '{"text": "a", "text": "b"}', 'Line 1 of .* has the key "text" twice'),
         ("a.jsonl", '{"text": "a", "x": {"b": 1, "b": 2}}', 'Line 1 of .* has the key "b" twice'),
-        ("a.jsonl", '{"text": "a", "score": NaN}', "Line 1 of .* has NaN, which is no number"),
-        ("a.json", '[{"text": "a", "score": -Infinity}]', "has -Infinity, which is no number"),
+        (
+            "a.jsonl",
+            '{"text": "a", "score": NaN}',
+            "Line 1 of .* has NaN, which is not a JSON number",
+        ),
+        (
+            "a.json",
+            '[{"text": "a", "score": -Infinity}]',
+            "has -Infinity, which is not a JSON number",
+        ),
         ("a.txt.gz", b"no gzip", "is not a whole gzip file"),
         ("a.parquet", "no table", "is not a parquet file that can be read"),
     ],
@@ -148,7 +156,9 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path):
 
 
 def test_json_in_parquet_is_what_it_says(tmp_path: Path):
-    """The datasets library keeps values of several types so; a string would go into the prompt."""
+    """The datasets library stores values of several types in this way; a string would go into the
+    prompt.
+    """
     import datasets
 
     calls = [{"function": {"name": "f", "arguments": {"a": 1}}}, {"function": {"name": "g"}}]
@@ -162,7 +172,7 @@ def test_json_in_parquet_is_what_it_says(tmp_path: Path):
 
 
 def test_records_of_a_part_are_as_they_are_in_the_file(tmp_path: Path):
-    """The datasets library would make a table of them, with numbers of strings of digits."""
+    """The datasets library would make a table of them, with numbers for strings of digits."""
     path = put(tmp_path / "a.csv", table(",", [{"text": f"{i}"} for i in range(10)]))
     parts = read(path, splits={"train": "train[:20%]", "valid": "train[8:]+train[2:3]"})
     assert parts == {
@@ -222,13 +232,13 @@ def test_parts_of_a_split_are_read_in_order(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("extra.jsonl", "extra.jsonl, which is of no split: call it train, valid or test"),
-        ("more/extra.csv", "more/extra.csv, which is of no split"),
-        ("data/train.jsonl", "data/train.jsonl, which is of no split"),
-        ("train-2.jsonl", "train-2.jsonl, which is of no split"),
-        ("valid.jsonl.zst", "valid.jsonl.zst, of no kind of file that is read"),
-        ("notes.pdf", "notes.pdf, of no kind of file that is read"),
-        ("readme.jsonl", "readme.jsonl, which is of no split"),
+        ("extra.jsonl", "extra.jsonl, which is in no split: name it train, valid or test"),
+        ("more/extra.csv", "more/extra.csv, which is in no split"),
+        ("data/train.jsonl", "data/train.jsonl, which is in no split"),
+        ("train-2.jsonl", "train-2.jsonl, which is in no split"),
+        ("valid.jsonl.zst", "valid.jsonl.zst, a kind of file that is not read"),
+        ("notes.pdf", "notes.pdf, a kind of file that is not read"),
+        ("readme.jsonl", "readme.jsonl, which is in no split"),
     ],
 )
 def test_what_is_of_no_split_is_refused(tmp_path: Path, name: str, said: str):
@@ -264,7 +274,7 @@ def test_a_file_that_the_library_finds_in_no_split_is_named(tmp_path: Path):
     put(tmp_path / "more" / "train" / "a.parquet", content("parquet"))
     assert read(tmp_path) == {"train": RECORDS}
     put(tmp_path / "extra.parquet", content("parquet"))
-    assert "has extra.parquet, which is of none of the splits train" in refused(tmp_path)
+    assert "has extra.parquet, which is in none of the splits train" in refused(tmp_path)
 
 
 def test_a_dataset_that_says_how_it_is_read_is_refused(tmp_path: Path):
@@ -274,7 +284,7 @@ def test_a_dataset_that_says_how_it_is_read_is_refused(tmp_path: Path):
     assert "says in its README.md how its files are read, by sep," in refused(tmp_path)
 
 
-# Files that are none
+# Files that are not data
 
 
 @pytest.mark.parametrize("command", ["file", "folder", "dataset"])
@@ -307,7 +317,7 @@ def test_a_link_in_a_folder_stays_in_it(tmp_path: Path):
     assert f"{folder}/valid.jsonl is a link that leads out of its folder" in refused(folder)
     (folder / "valid.jsonl").unlink()
     (folder / "more").symlink_to(secret.parent)
-    assert f"{folder} has more, of no kind of file that is read" in refused(folder)
+    assert f"{folder} has more, a kind of file that is not read" in refused(folder)
     # A file that a person names may be a link.
     (tmp_path / "link.jsonl").symlink_to(secret)
     assert read(tmp_path / "link.jsonl") == {"train": RECORDS}
@@ -325,7 +335,7 @@ def test_a_snapshot_of_the_hub_is_a_folder_of_links(tmp_path: Path):
 
 
 def bomb(path: Path, kind: str) -> Path:
-    """A file of less than 300 kB whose text is 100 MB or more."""
+    """Writes and returns a file of less than 300 kB whose text is 100 MB or more."""
     if kind == "gzip":
         with gzip.open(path, "wb", compresslevel=9) as file:
             file.write(b'{"text": "')

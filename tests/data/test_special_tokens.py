@@ -1,4 +1,4 @@
-"""Special tokens in what people wrote, split into ordinary text as transformers splits them."""
+"""Tests of special tokens in people's texts, split into ordinary text as in transformers."""
 
 import json
 import string
@@ -32,7 +32,7 @@ CHATML = """\
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-# No white space between a token of the template's and a text, which it trims.
+# A template without white space between its tokens and a text, which it trims.
 TIGHT = """\
 {{- bos_token }}
 {%- for m in messages %}
@@ -50,8 +50,9 @@ TEXTS = [
 
 
 def sentencepiece(tokenizer: Tokenizer, scheme: str | None) -> Tokenizer:
-    """With spaces as SentencePiece has them, before a text by `scheme`, or before each piece by a
-    normalizer."""
+    """Returns the tokenizer with SentencePiece's spaces, before a text by `scheme`, or before each
+    piece by a normalizer.
+    """
     if scheme is None:
         tokenizer.normalizer = normalizers.Sequence(
             [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -103,7 +104,7 @@ def conversation(*texts: str, **others: object) -> Conversation:
 
 
 def transformers_ids(tokenizer, conversation: Conversation, asks: bool = False) -> list[int]:
-    tokenizer._tokenizer.chat_control_tokens = []  # those that are special alone
+    tokenizer._tokenizer.chat_control_tokens = []  # only tokens that are marked special
     return tokenizer._tokenizer.apply_chat_template(
         conversation.messages,
         tools=conversation.tools,
@@ -123,8 +124,11 @@ def without_spaces(text: str) -> str:
 
 
 def check_ids(tokenizer, ids: list[int], theirs: list[int], texts: list[str]) -> None:
-    """Fails unless ids are transformers', which puts one space of SentencePiece's too many before
-    what begins with a line feed and follows a special token."""
+    """Fails unless `ids` are transformers' ids.
+
+    transformers adds one space of SentencePiece's too many before a text that begins with a line
+    feed and follows a special token.
+    """
     after = any(f"{token}\n" in text for token in SPECIAL for text in texts)
     if ids != theirs:
         assert after and "<0x0A>" in tokenizer.get_vocab()
@@ -236,7 +240,7 @@ def test_records_of_every_kind_keep_the_templates_tokens_alone(tokenizer, tmp_pa
             ]
             assert counts[0] == counts[1] < counts[2]
     if kind == "file":
-        # It ends with a token, but for what is held out of it.
+        # It ends with a token, except for the part that is held out.
         ids = [id for name in ("train", "valid") for id in split[name].tokens.tolist()]
         assert special(tokenizer, ids) == [tokenizer.eos_token_id] == ids[-1:]
 
@@ -263,7 +267,7 @@ def test_what_cannot_be_told_from_the_template_is_refused(tokenizer, template, s
 
 
 def test_a_tokenizer_that_makes_special_tokens_of_text_is_refused(tmp_path):
-    """Its token that ends a text is that of a byte."""
+    """Its token that ends a text is a byte's token."""
     tokenizer = byte_tokenizer(tmp_path, has_begin=True, adds_begin=True)
     assert encode_prompt(tokenizer, "a", False, split_special=True) == [1, ord("a")]
     with pytest.raises(MespError, match="takes text for its special token '<0x00>'"):

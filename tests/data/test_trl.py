@@ -1,16 +1,16 @@
-"""What is trained of a conversation, in the chat templates that TRL knows, and against TRL.
+"""Tests of the trained part of a conversation in TRL's chat templates, compared with TRL.
 
-TRL has the templates of the models that people train, and of many a copy whose answers are marked
-by `{% generation %}`. Hypothesis makes conversations up; each goes through the public way in as a
-record, in each template. What came out is looked at by its ids and its mask alone:
+TRL has the templates of the models that people train, and copies of many whose answers are marked
+by `{% generation %}`. Hypothesis generates conversations. Each is read as a record with each
+template, through the public interface. The tests look only at the ids and the mask:
 
-- each trained span is an answer, whole, with nothing of another message in it, and ends in a token
+- each trained span is a whole answer, with nothing of another message in it, and ends in a token
   at which generation stops;
-- every message is in what was tokenized;
-- where all before the answer is the prompt, it begins as what asks the model for an answer does;
-- the ids and the mask are those of transformers with TRL's copy, but for `BEGINS` and `ENDS`.
+- every message is among the ids;
+- if everything before the answer is the prompt, it begins with the template's generation prompt;
+- the ids and the mask are those of transformers with TRL's copy, except for `BEGINS` and `ENDS`.
 
-A record may be refused. How often that may be is counted.
+A record may be refused. The tests limit how often.
 """
 
 import importlib.util
@@ -42,7 +42,7 @@ from mesp.errors import MespError
 
 pytestmark = pytest.mark.trl
 
-FOUND = importlib.util.find_spec("trl")  # which does not import it
+FOUND = importlib.util.find_spec("trl")  # does not import it
 FOLDER = Path(((FOUND and FOUND.submodule_search_locations) or ["."])[0]) / "chat_templates"
 TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}
 if not TEMPLATES:
@@ -50,8 +50,9 @@ if not TEMPLATES:
 
 EXAMPLES = int(os.environ.get("MESP_FUZZ_CASES", 12))  # conversations for each template
 SEED = int(os.environ.get("MESP_TRL_SEED", 1))
-ACCEPTED = 0.2  # of all made up for a template, at least; those that are odd in no way are all
-REFUSED_WRONGLY = 0.02  # of all, at most: the template has them whole
+# The least share of all generated for a template; those without oddities must all be accepted.
+ACCEPTED = 0.2
+REFUSED_WRONGLY = 0.02  # the largest share of records that the template has as a whole
 MARK = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 WORD = re.compile(r"Wq\d{3}z")
 SPECIAL = re.compile(
@@ -59,7 +60,7 @@ SPECIAL = re.compile(
     r"|\[/?(?:INST|TOOL_CALLS|AVAILABLE_TOOLS|TOOL_RESULTS|THINK)\]|\[gMASK\]|<sop>"
     r"|<[|]?(?:turn|channel|tool_call|tool|tool_response)[|]?>"
 )
-# The tokens at which the models stop, of their generation_config.json.
+# The tokens at which the models stop, from their generation_config.json.
 STOPS = {
     "deepseek": ["<｜end▁of▁sentence｜>"],  # noqa: RUF001
     "diffusion_gemma": ["<turn|>", "<|tool_response>"],
@@ -71,8 +72,9 @@ STOPS = {
     "muse_glimmer": ["<|eot|>"],
 }
 DEEPSEEK = "<｜Assistant｜>"  # noqa: RUF001
-# What TRL's marks have in an answer, and ours do not: with it the template asks for an answer, so
-# generation is given it. TRL's marks begin where the template's `if` for the role does.
+# Texts that TRL's marks include in an answer, and ours do not: the template asks for an answer with
+# them, so generation gets them as input. TRL's marks begin where the template's `if` for the role
+# does.
 BEGINS = {
     "deepseek": (DEEPSEEK, f"{DEEPSEEK}<think>", f"{DEEPSEEK}<think>\n"),
     "gptoss": ("<|start|>assistant",),
@@ -84,14 +86,14 @@ BEGINS = {
     "qwen3_6": ("<think>", "<think>\n"),
     "qwen3_8": ("<think>", "<think>\n"),
 }
-# What ours have, and TRL's marks do not: the token at which generation stops, and a header that
-# the template writes before an answer to what a tool said, but does not ask with.
+# Texts that our answers include, and TRL's marks do not: the token at which generation stops, and a
+# header that the template writes before an answer to a tool's output, but does not ask with.
 ENDS = {
     "diffusion_gemma": ("<|tool_response>", "<|turn>model\n"),
 }
-# Templates that write two answers in a row as one: we put an end between.
+# Templates that write two successive answers as one; an end is added between.
 NOT_ENDED = ("diffusion_gemma",)
-# Templates that take content as a list of parts alone, as of models that see images.
+# Templates that take content only as a list of parts, as for models that see images.
 PARTS_ALONE = ("idefics3", "llava_next", "smolvlm")
 
 
@@ -102,12 +104,12 @@ class Example(NamedTuple):
 
 
 def of_family(table: dict[str, Any], template: str, default: Any) -> Any:
-    """The entry of a table whose key the template's name begins with."""
+    """Returns the entry of a table whose key the template's name begins with."""
     return next((value for key, value in table.items() if template.startswith(key)), default)
 
 
 class Model:
-    """A tokenizer with a template of TRL's, as it is or without its marks."""
+    """A tokenizer with a template of TRL's, unchanged or without its marks."""
 
     def __init__(self, name: str, marked: bool) -> None:
         self.name = name
@@ -124,7 +126,7 @@ class Model:
 
 
 def tokenizer_of(name: str, template: str, marked: bool) -> Any:
-    """The demo model's tokenizer with a template, and its tokens."""
+    """Returns the demo model's tokenizer with a template, and the template's tokens."""
     tokenizer = load_tokenizer(DEMO_MODEL)._tokenizer
     special = {*SPECIAL.findall(template), "<|bos|>"}
     tokenizer.add_special_tokens({"additional_special_tokens": sorted(special)})
@@ -138,14 +140,14 @@ def tokenizer_of(name: str, template: str, marked: bool) -> Any:
 
 
 class Trainer:
-    """Reads a record as `mesp-train` does, and collects what is said of it."""
+    """Reads a record as `mesp-train` does, and collects the notes about it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.said: list[str] = []
 
     def __call__(self, model: Model, *records: dict, **options: Any) -> list[Example]:
-        """The examples of records. Raises MespError where they are refused."""
+        """Returns the examples of records. Raises MespError if they are refused."""
         for split in ("train", "valid"):
             lines = "".join(f"{json.dumps(record)}\n" for record in records)
             (self.folder / f"{split}.jsonl").write_text(lines)
@@ -163,11 +165,11 @@ class Trainer:
         return found
 
 
-# What a record says, read again
+# Reading a record independently
 
 
 def as_messages(record: dict) -> list[dict]:
-    """The messages of a record as transformers takes them."""
+    """Returns the messages of a record in transformers' form."""
     said = record.get("messages")
     if said is None:
         said = [*_said("user", record["prompt"]), *_said("assistant", record["completion"])]
@@ -198,7 +200,7 @@ def _arguments(call: dict) -> dict:
 
 
 def trained_of(record: dict, loss_on: str) -> list[int]:
-    """The indices of the messages that are to be trained."""
+    """Returns the indices of the messages that are to be trained."""
     said = record.get("messages")
     first = 0
     if said is None:
@@ -215,7 +217,7 @@ def trained_of(record: dict, loss_on: str) -> list[int]:
 
 
 def leaves(value: Any) -> Iterator[str]:
-    """The strings and numbers in a tool call's arguments, as text."""
+    """Yields the strings and numbers in a tool call's arguments, as text."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             yield from leaves(each)
@@ -224,7 +226,7 @@ def leaves(value: Any) -> Iterator[str]:
 
 
 def texts_of(message: dict) -> Iterator[tuple[str, bool]]:
-    """The texts of a message, and whether each is reasoning."""
+    """Yields the texts of a message, and whether each is reasoning."""
     content = message["content"]
     if message["role"] == "assistant" and "</think>" in content:
         thought, _, content = content.partition("</think>")
@@ -242,9 +244,9 @@ def texts_of(message: dict) -> Iterator[tuple[str, bool]]:
 
 
 def is_in(text: str, whole: str) -> bool:
-    """Whether a text is in another as it is, in JSON, or in single quotes as Python has it."""
+    """Returns whether a text is in another as it is, in JSON, or in single quotes as in Python."""
     whole = unicodedata.normalize("NFC", whole)
-    bare = re.sub(r"(\s*/(?:no_)?think)*\s*$", "", text)  # templates may take flags out
+    bare = re.sub(r"(\s*/(?:no_)?think)*\s*$", "", text)  # templates may remove flags
     bare = unicodedata.normalize("NFC", bare)  # as the demo model's tokenizer does
     in_json = [json.dumps(bare, ensure_ascii=each)[1:-1] for each in (False, True)]
     in_python = in_json[0].replace('\\"', '"').replace("'", "\\'")
@@ -266,8 +268,10 @@ def words(text: str) -> set[str]:
 def check_whole(
     model: Model, messages: list[dict], tools: list | None, trained: list[int], ids: list, said: str
 ) -> None:
-    """Fails where a text of a message, or a tool, is not among the ids, but reasoning that is left
-    out by rights, of which something is said."""
+    """Fails if a text of a message, or a tool, is missing from the ids.
+
+    Reasoning may be left out before the last question, if a note says so.
+    """
     whole = model.tokenizer.decode(ids)
     for tool in tools or []:
         assert tool["function"]["name"] in whole, f"a tool is lost in {whole!r}"
@@ -284,7 +288,7 @@ def check_whole(
 
 
 def check_answers(model: Model, messages: list[dict], trained: list[int], example: Example):
-    """Fails unless the trained spans of an example are the answers of these indices."""
+    """Fails unless the trained spans of an example are the answers with these indices."""
     tokenizer = model.tokenizer
     ids, mask, ends = example
     whole = tokenizer.decode(ids)
@@ -313,7 +317,7 @@ def check_answers(model: Model, messages: list[dict], trained: list[int], exampl
 
 
 def check_around(model: Model, messages: list[dict], group: list[int], text: str) -> None:
-    """Fails where what is trained before or after an answer that is but a text has a header."""
+    """Fails if the trained text before or after a plain-text answer has a header."""
     if len(group) > 1 or {"tool_calls", "reasoning_content"} & messages[group[0]].keys():
         return
     said = messages[group[0]]["content"].strip()
@@ -330,7 +334,7 @@ def check_around(model: Model, messages: list[dict], group: list[int], text: str
 
 
 def turn_ends(model: Model) -> list[int]:
-    """The special tokens that the template writes right after an answer, followed or not."""
+    """Returns the special tokens that the template writes after an answer, followed or not."""
     turns = [("user", "Qqx"), ("assistant", "Aax"), ("user", "Uux")]
     found = []
     for stop in (2, 3):
@@ -344,24 +348,27 @@ def turn_ends(model: Model) -> list[int]:
 
 
 def check_asked(model: Model, messages: list[dict], tools: list | None, example: Example) -> None:
-    """Fails unless all that comes before the answer is how the model is asked for it."""
+    """Fails unless everything before the answer is the prompt for it."""
     start = example.mask.index(True)
-    said = [each | {"weight": 0} for each in messages]  # nothing of a prompt is trained
+    said = [each | {"weight": 0} for each in messages]  # no token of a prompt is trained
     asked = encode_in_template(model.tokenizer, Conversation(said, tools=tools))
     shown = [model.tokenizer.decode(each) for each in (example.ids[:start], asked)]
-    assert example.ids[:start] == asked[:start], f"{shown[0]!r} is not how it asks: {shown[1]!r}"
+    assert example.ids[:start] == asked[:start], f"{shown[0]!r} is not the prompt: {shown[1]!r}"
 
 
 def check_like_trl(model: Model, messages: list[dict], tools: list | None, example: Example) -> int:
-    """Fails unless the ids, and the mask but for what the tables have, are those of transformers
-    with TRL's copy. Returns whether the mask is the same."""
+    """Fails unless the ids, and the mask except for the tables, are those of transformers with
+    TRL's copy.
+
+    Returns whether the mask is the same.
+    """
     assert model.marked is not None
     options = {"chat_template": model.marked, "tokenizer_kwargs": {"return_offsets_mapping": True}}
     encoded = model.render(
         messages, tools, return_dict=True, return_assistant_tokens_mask=True, **options
     )
     mask, offsets = list(map(bool, encoded["assistant_masks"])), encoded["offset_mapping"]
-    for i in range(1, len(mask)):  # transformers loses all but the first token of a last character
+    for i in range(1, len(mask)):  # transformers loses all tokens of a last character but the first
         mask[i] = mask[i] or (mask[i - 1] and offsets[i] == offsets[i - 1])
     if model.name.startswith(NOT_ENDED):
         kept = [i for i, id in enumerate(example.ids) if id != model.tokenizer.eos_token_id]
@@ -410,8 +417,11 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
 
 
 def made_up(strategy: Any, count: int, name: str, marked: bool):
-    """Calls a function with records of a strategy, always the same for a template; prints the
-    smallest that fails."""
+    """Returns a decorator that calls a function with records of a strategy, always the same for a
+    template.
+
+    It prints the smallest that fails.
+    """
 
     def decorate(function: Any) -> None:
         chosen = settings(
@@ -433,7 +443,7 @@ def made_up(strategy: Any, count: int, name: str, marked: bool):
 
 
 def is_whole(model: Model, record: dict) -> bool:
-    """Whether the template takes a record and leaves nothing out."""
+    """Returns whether the template takes a record and leaves nothing out."""
     messages, tools = as_messages(record), record.get("tools", [])
     try:
         text = model.render(messages, tools or None, tokenize=False)
@@ -444,7 +454,7 @@ def is_whole(model: Model, record: dict) -> bool:
 
 
 def reason(error: MespError) -> str:
-    """Why a record was refused, without the record's own words."""
+    """Returns the reason of a refusal, without the record's words."""
     text = re.sub(r"^Line 1 of \S+?(?= has| cannot|:):?|\d+ more of .*", "", error.message)
     return re.sub(r'"[^"]*"|\d+', "…", re.sub(r"/\S+", "…", text))[:110].strip()
 

@@ -1,4 +1,4 @@
-"""The documents: links, files, tests, targets, options, figures and words in them."""
+"""Tests of the documents: their links, files, tests, targets, options, figures and words."""
 
 import importlib
 import json
@@ -20,7 +20,7 @@ PAGES = [
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(HOME.rglob("*.docc/*.md")),
 ]
-# Where a path in a document begins, by its first part.
+# The beginning of a path in a document, by its first part.
 PLACES = {
     **dict.fromkeys(("docs", "exporter", "ios", "tests", "tools"), ROOT),
     **dict.fromkeys(("Adapters", "App", "AppModel", "Bundle", "Control", "Core"), HOME),
@@ -32,7 +32,9 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 def split(page: Path) -> tuple[list[str], list[str]]:
-    """The lines of a page in code fences, commands on one line each, and all others."""
+    """Returns the lines of a page in code fences, with commands on one line each, and all other
+    lines.
+    """
     text = page.read_text(encoding="utf-8")
     parts = re.split(r"^```.*\n", text, flags=re.M)
     assert len(parts) % 2, f"{page.name} has a fence without an end"
@@ -41,7 +43,7 @@ def split(page: Path) -> tuple[list[str], list[str]]:
 
 
 def code(page: Path) -> Iterator[str]:
-    """The code of a page: lines in fences without their comments, and spans in backticks."""
+    """Yields the code of a page: lines in fences without their comments, and spans in backticks."""
     fenced, prose = split(page)
     yield from (line.partition(" #")[0] for line in fenced)
     for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", "\n".join(prose)):
@@ -49,7 +51,7 @@ def code(page: Path) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives the headings of a page."""
+    """Returns the anchors that GitHub gives the headings of a page."""
     headings = [line.lstrip("#").strip() for line in split(page)[1] if line.startswith("#")]
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -83,8 +85,9 @@ def test_targets_of_make_exist(page: Path):
 
 
 def not_terms() -> tuple[dict[str, str], dict[str, str]]:
-    """The words and, in backticks, the names of CONTRIBUTING.md's table that are not used, each
-    with the term in its place."""
+    """Returns the forbidden words and names, in backticks, of CONTRIBUTING.md's table, with their
+    terms.
+    """
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.split("\n## Terms\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \| .+? \|(.*)\|$", section, re.M)
@@ -96,12 +99,14 @@ def not_terms() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def spelled_out(text: str) -> str:
-    """The words of a text, of which names have several, in lower case and a space around each."""
+    """Returns the words of a text in lower case, with spaces around each; a name has several
+    words.
+    """
     return f" {' '.join(re.findall('[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[,;:.]', text)).lower()} "
 
 
 def names_in(code: str) -> set[str]:
-    """The names in Swift's or C++'s code, without its comments and strings."""
+    """Returns the names in Swift's or C++'s code, without its comments and strings."""
     skipped = r'"""[\s\S]*?"""|"(?:\\.|[^"\\\n])*"|//.*|/\*[\s\S]*?\*/'
     return set(re.findall(r"\w+", re.sub(skipped, " ", code)))
 
@@ -128,7 +133,7 @@ def test_the_fields_terms_are_used():
 
 @pytest.fixture(scope="module")
 def sources() -> dict[str, str]:
-    """The text of every source file by the file's name."""
+    """Returns the text of every source file by the file's name."""
     folders = [ROOT / place for place in ("exporter", "ios", "tests", "tools")]
     paths = [ROOT / "setup.py", *(path for folder in folders for path in folder.rglob("*.*"))]
     return {p.name: p.read_text(encoding="utf-8") for p in paths if p.suffix in (".swift", ".py")}
@@ -155,7 +160,7 @@ def test_files_and_tests_exist(page: Path, sources: dict[str, str]):
 
 @pytest.fixture(scope="module")
 def commands() -> dict[str, list[click.Option]]:
-    """The options that `--help` shows of each command, by what is typed for it."""
+    """Returns the options that `--help` shows of each command, by the command's name."""
     scripts = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     found = {
         name: getattr(importlib.import_module(module), function)
@@ -192,7 +197,7 @@ def test_options_exist(page: Path, commands: dict[str, list[click.Option]]):
 
 
 def test_help_explains_every_option(commands: dict[str, list[click.Option]]):
-    """The guide has no tables of options: `--help` has to be enough."""
+    """The guide has no tables of options, so `--help` has to be enough."""
     assert [
         f"{command} {option.opts[-1]}"
         for command, options in commands.items()
@@ -260,7 +265,9 @@ def swift_lines(page: Path) -> list[int]:
 
 
 def test_the_tree_says_how_large_each_folder_is():
-    """docs/architecture.md: lines of code, without comments and blank lines, of a tenth or 50."""
+    """docs/architecture.md states lines of code, without comments and blank lines, within a tenth
+    or 50.
+    """
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     stated = re.findall(r"^\| `([\w/]+/)` \| ([\d,]+) \|", page, re.M)
     assert len(stated) > 20

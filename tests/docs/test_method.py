@@ -1,4 +1,4 @@
-"""docs/method.md: its examples print what it says, and its links name what is there."""
+"""Tests of docs/method.md: its examples print what it says, and its links name existing things."""
 
 import doctest
 import re
@@ -18,7 +18,7 @@ INLINE = sorted(set(re.findall(r"\[[^]]+\]\((?!https:)([^)]+)\)", TEXT)))
 
 
 def examples(text: str) -> list[doctest.Example]:
-    """The examples of the Python in `text`, each with its line."""
+    """Returns the Python examples in `text`, each with its line."""
     found, parser = [], doctest.DocTestParser()
     for fence in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         for example in parser.get_examples(fence[1]):

@@ -1,5 +1,7 @@
-"""Finding the engine, and building it with a stand-in compiler: in a checkout, and for a package
-that was installed without one."""
+"""Tests of finding and building the engine with a stand-in compiler.
+
+They cover a checkout, and packages that were installed without one.
+"""
 
 import os
 import shutil
@@ -33,7 +35,7 @@ mkdir -p "$out/release" && cp "$FAKES/engine" "$out/release/$name"
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of what stands in: a compiler, the engine that it makes, and its calls."""
+    """Returns the folder of the stand-ins: a compiler, the engine that it makes, and its calls."""
     folder = tmp_path / "fakes"
     folder.mkdir()
     shutil.copy(FAKE_ENGINE, folder / "engine")
@@ -58,7 +60,7 @@ def checkout(fakes: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def installed(fakes: Path, tmp_path: Path) -> Path:
-    """The files of a wheel beside the Python package."""
+    """Returns the files of a wheel beside the Python package."""
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "Package.swift").write_text("// a package")
@@ -67,7 +69,7 @@ def installed(fakes: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def carried(fakes: Path, tmp_path: Path) -> Path:
-    """The engine of a wheel of one platform."""
+    """Returns the engine of a wheel of one platform."""
     folder = tmp_path / "programs"
     folder.mkdir()
     shutil.copy(FAKE_ENGINE, folder / "mesp-engine")
@@ -76,7 +78,9 @@ def carried(fakes: Path, tmp_path: Path) -> Path:
 
 
 def start(folder: Path, search: str = "find_engine", *carried: Path) -> subprocess.Popen:
-    """Finds a program of a checkout or of installed sources, or an engine that came with them."""
+    """Starts a process that finds a program of a checkout or of installed sources, or their
+    engine.
+    """
     program = "import sys, pathlib, mesp.engine.build, mesp.errors\n"
     program += f"try: print(mesp.engine.build.{search}(*map(pathlib.Path, sys.argv[1:])))\n"
     program += "except mesp.errors.MespError as error: sys.exit(error.message)\n"
@@ -103,7 +107,7 @@ def calls(fakes: Path) -> list[str]:
 
 
 def find_named(engine: object) -> str:
-    """The message about an engine that MESP_ENGINE names."""
+    """Returns the message about an engine that MESP_ENGINE names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MESP_ENGINE", str(engine))
         return find(Path("/nowhere/checkout")).stderr.strip()
@@ -213,7 +217,7 @@ def test_without_sources_the_way_out_is_named(fakes: Path, tmp_path: Path):
     assert "or set MESP_ENGINE" in find(tmp_path).stderr
 
 
-# Installed with a built engine: a wheel of one platform.
+# Installed with a built engine: a wheel of one platform
 
 
 def find_carried(installed: Path, carried: Path) -> subprocess.CompletedProcess:
@@ -226,14 +230,14 @@ def test_the_engine_of_a_wheel_is_taken_as_it_is(
     found = find_carried(installed, carried)
     assert (found.stdout.strip(), found.stderr) == (str(carried / "mesp-engine"), "")
     assert calls(fakes) == [] and not (tmp_path / "cache").exists()
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}")  # of the stand-in's `env python3`
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}")  # for the stand-in's `env python3`
     assert find_carried(installed, carried).stdout == found.stdout
 
 
 def test_the_engine_of_a_wheel_runs_with_the_mlx_of_its_headers_alone(
     installed: Path, carried: Path, fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """It would say that it fits: it names the MLX that it has loaded."""
+    """It would report that it fits, because it names the MLX that it has loaded."""
     (carried / "mlx-version").write_text("0.32.3\n")
     engine = Path(find_carried(installed, carried).stdout.strip())
     assert engine.parents[1] == tmp_path / "cache" / "mesp" and len(calls(fakes)) == 1
@@ -266,7 +270,7 @@ def test_an_engine_of_a_wheel_that_does_not_start_is_built_or_named(
     assert found.returncode == 1 and said in found.stderr and "install Swift 6" in found.stderr
 
 
-# Installed without a checkout: the engine is built once, in the user's cache.
+# Installed without a checkout: the engine is built once, in the user's cache
 
 
 def test_an_installed_packages_engine_is_built_once(installed: Path, fakes: Path, tmp_path: Path):
@@ -321,7 +325,7 @@ def test_two_processes_at_once_build_one_engine(installed: Path, fakes: Path):
     while not calls(fakes):
         time.sleep(0.02)
     second = start(installed)
-    time.sleep(0.5)  # most of the time enough for it to come to the lock
+    time.sleep(0.5)  # usually long enough for it to reach the lock
     (fakes / "slow").unlink()
     said = [process.communicate()[0] for process in (first, second)]
     assert said[0] == said[1] != ""
@@ -354,7 +358,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 def test_a_program_of_somebody_else_is_not_run(
     fakes: Path, installed: Path, tmp_path: Path, what: str, by: str
 ):
-    """Not even to ask for its version."""
+    """It is not even asked for its version."""
     if by == "another user" and os.getuid() != 0:
         pytest.skip("only root gives files away")
     out, _ = start(installed).communicate()

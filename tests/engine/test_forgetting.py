@@ -1,5 +1,6 @@
-"""Replayed texts, and the strength of adapters that is chosen at the end of a run, against mlx-lm's
-model."""
+"""Tests of replayed texts, and of the adapters' strength at the end of a run, with mlx-lm's
+model.
+"""
 
 import json
 import math
@@ -27,7 +28,7 @@ from mesp.runs.log import RunLog
 pytestmark = pytest.mark.slow
 SEQ_LEN = 32
 VAL_BATCHES = 4
-GENERAL_SEQUENCES = 16  # of the general text, that an evaluation reads
+GENERAL_SEQUENCES = 16  # sequences of the general text that an evaluation reads
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,9 @@ def model_with(bundle: Path, adapters: Path | None) -> nn.Module:
 
 
 def general_loss(model: nn.Module, bundle: Path, file: Path | None = None) -> float:
-    """Nats a token of the text, in sequences of SEQ_LEN tokens, the last with those left."""
+    """Returns the loss of the text in nats a token, in sequences of SEQ_LEN tokens, the last one
+    shorter.
+    """
     vocab_size = mesp.load(bundle).manifest.architecture.vocab_size
     tokens = read_general_text(file, load_bundle_tokenizer(bundle), vocab_size).tokens.astype(
         np.int32
@@ -69,7 +72,7 @@ def general_loss(model: nn.Module, bundle: Path, file: Path | None = None) -> fl
 
 
 def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path):
-    """And the perplexity keeps to the limit, which the run without one exceeds."""
+    """The perplexity keeps to the limit, which a run without a limit exceeds."""
     plain = train(bundle, tmp_path / "plain")
     kept = train(bundle, tmp_path / "kept", "--max-forgetting", 0.5)
     untuned = model_with(bundle, None)
@@ -78,7 +81,7 @@ def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path)
     assert rise > 0.005
     record, tuned = kept.strength, model_with(bundle, kept.adapters)
     opened = mesp.load(bundle)
-    # In float32 two orders of sums, as in the other comparisons with mlx-lm.
+    # float32 sums in two orders, as in the other comparisons with mlx-lm.
     for found, expected in (
         (record["general_before"], before),
         (record["general_after"], general_loss(tuned, bundle)),
@@ -93,7 +96,7 @@ def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path)
 
 
 def test_a_text_of_ones_own_decides(bundle: Path, tmp_path: Path):
-    """The text of the task itself is not forgotten: the adapters stay as they are."""
+    """The text of the task itself is not forgotten, so the adapters stay unchanged."""
     text = tmp_path / "own.txt"
     text.write_text(load_bundle_tokenizer(bundle).decode(mesp.load(bundle).tokens("train")[:600]))
     given = ("--max-forgetting", 0, "--general", text, "--val-batches", VAL_BATCHES)
@@ -106,7 +109,7 @@ def test_a_text_of_ones_own_decides(bundle: Path, tmp_path: Path):
 
 
 def test_none_are_kept_where_held_out_loss_rises(bundle: Path, tmp_path: Path):
-    """Of a run that diverges, and of one that goes on from adapters, these are kept."""
+    """A run that diverges keeps none; one that continues from adapters keeps these."""
     first = train(bundle, tmp_path / "first")
     wild = ("--optimizer", "sgd", "--max-forgetting", 1, "--adapters", first.adapters)
     wild += ("--val-batches", VAL_BATCHES)
@@ -170,7 +173,7 @@ def test_a_log_without_a_choice_has_none(bundle: Path, tmp_path: Path):
 def losses_of(
     model: nn.Module, tokens: np.ndarray, examples: np.ndarray, first: int
 ) -> list[float]:
-    """The mean loss of each example's tokens from number `first` on."""
+    """Returns the mean loss of each example's tokens from number `first` on."""
     found = []
     for start, length in examples.tolist():
         ids = mx.array(tokens[start : start + length].astype(np.int32))
@@ -180,7 +183,7 @@ def losses_of(
 
 
 def tokens_of(run: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Those that a run replays, and where each example lies."""
+    """Returns the tokens that a run replays, and the place of each example."""
     entry = json.loads((run / "replay" / "data.json").read_text())["train"]
     words = {
         name: np.fromfile(run / "replay" / file, "<u4")
@@ -190,7 +193,9 @@ def tokens_of(run: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_a_share_of_the_sequences_is_replayed(bundle: Path, tmp_path: Path):
-    """At a rate that changes nothing, each step has the loss of the sequence whose turn it is."""
+    """At a learning rate that changes almost nothing, each step has the loss of its own
+    sequence.
+    """
     still = ("--learning-rate", 1e-12)
     plain = train(bundle, tmp_path / "plain", *still, steps=10)
     mixed = train(bundle, tmp_path / "mixed", *still, "--replay", 0.3, steps=10)
@@ -208,7 +213,9 @@ def test_a_share_of_the_sequences_is_replayed(bundle: Path, tmp_path: Path):
 
 
 def test_own_texts_are_drawn_from_the_model(bundle: Path):
-    """The mean of -log p is the entropy: both by mlx-lm's model, within four deviations."""
+    """The mean of -log p is the entropy, both by mlx-lm's model, within four standard
+    deviations.
+    """
     tokenizer = load_bundle_tokenizer(bundle)
     texts = sample_replay_texts(bundle, None, tokenizer, 48, SEQ_LEN, seed=3)
     assert texts.tokens.shape == (24 * (SEQ_LEN + 1),)
@@ -230,7 +237,7 @@ def test_own_texts_are_drawn_from_the_model(bundle: Path):
 
 
 def test_a_resumed_run_replays_as_a_whole_one(bundle: Path, tmp_path: Path):
-    """From older records, which are text."""
+    """The replayed texts are older records of text."""
     records = tmp_path / "older.jsonl"
     records.write_text(
         "".join(json.dumps({"text": "It rained. " * n}) + "\n" for n in range(9, 40))
@@ -245,7 +252,7 @@ def test_a_resumed_run_replays_as_a_whole_one(bundle: Path, tmp_path: Path):
 
 
 def test_older_records_become_tokens_as_the_bundles_did(bundle: Path, tmp_path: Path):
-    """Joined without the template, and with special tokens that people wrote as text."""
+    """They are joined without the template, and special tokens in people's texts are text."""
     copy, tokenizer = shutil.copytree(bundle, tmp_path / "copy.mesp"), load_bundle_tokenizer(bundle)
     record = {"prompt": f"It rained.{tokenizer.eos_token}", "completion": " Nobody went out."}
     records = tmp_path / "records.jsonl"
@@ -259,7 +266,7 @@ def test_older_records_become_tokens_as_the_bundles_did(bundle: Path, tmp_path: 
 
 
 def test_folders_of_the_user_are_left_alone(bundle: Path, tmp_path: Path):
-    """By a run in a folder with folders of the names that a run has, which fails."""
+    """A run fails in a folder that has folders with a run's names."""
     notes = [tmp_path / name / "notes.txt" for name in ("general", "replay")]
     for each in notes:
         each.parent.mkdir()
@@ -270,7 +277,7 @@ def test_folders_of_the_user_are_left_alone(bundle: Path, tmp_path: Path):
 
 
 def test_texts_of_a_run_that_never_began_are_not_taken(bundle: Path, tmp_path: Path):
-    """As after a kill while the texts were sampled."""
+    """A kill while the texts are sampled leaves such texts."""
     options = ("--max-forgetting", 100, "--general")
     out, general = tmp_path / "run", tmp_path / "general.txt"
     general.write_text("It rained, and nobody went out. " * 20)

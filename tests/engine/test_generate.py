@@ -1,4 +1,6 @@
-"""Generation by the real engine, from the demo model and tiny ones, against mlx-lm."""
+"""Tests of generation by the real engine, with the demo model and tiny ones, compared with
+mlx-lm.
+"""
 
 import json
 import re
@@ -61,7 +63,7 @@ def adapters(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(adapters: Path, tmp_path: Path) -> Path:
-    """A copy of the adapters, for a test to damage."""
+    """Returns a copy of the adapters, for a test to damage."""
     return shutil.copytree(adapters, tmp_path / "adapters")
 
 
@@ -96,11 +98,11 @@ def test_greedy_text_is_mlx_lms(bundle: Path, adapters: Path, text: str, count: 
 
 
 def test_a_long_prompt_goes_through_in_pieces(bundle: Path):
-    """Pieces of 256 tokens; the last of them are few, and take another way through the CPU."""
+    """Pieces have 256 tokens; the last one has few, and is computed differently on the CPU."""
     prompt = Bundle(bundle).tokens("valid")[: 3 * 256 + 3].tolist()
     *tokens, end = generate(bundle, prompt, max_tokens=20)
     assert [record["token"] for record in tokens] == theirs(bundle, prompt, 20)
-    # Weights, mapped, are not in it. 11 MB on Linux when this was written.
+    # It does not include mapped weights. It was 11 MB on Linux when this was written.
     assert end["footprint_peak_bytes"] < 30e6
 
 
@@ -113,7 +115,7 @@ def test_tiny_models_give_mlx_lms_text(tmp_path: Path, text: Path, tied: bool):
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_adapters_of_some_projections_and_blocks(bundle: Path, tmp_path: Path, kind: str):
-    """As mlx-lm trains them: another rank and scale, and not every block and projection."""
+    """They are mlx-lm's, with another rank and scale, and not for every block and projection."""
     keys = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
     parameters = {"rank": 5, "scale": 20.0, "dropout": 0.0, "keys": keys}
     model = Bundle(bundle).to_mlx_lm()
@@ -134,8 +136,8 @@ def test_adapters_of_some_projections_and_blocks(bundle: Path, tmp_path: Path, k
 
 
 def test_bfloat16_follows_float32(bundle: Path, tmp_path: Path):
-    """It rounds to 8 bits between operations: a text begins alike, and may part later."""
-    # By default codes are fitted to the stored scales, so that the two would be of other codes.
+    """bfloat16 rounds to 8 bits between operations, so texts begin alike and may differ later."""
+    # By default codes are fitted to the stored scales, so the two would have different codes.
     options = ("--quantize", "nearest", "--head-bits", 4)
     whole = export("demo", tmp_path / "whole.mesp", *options)
     half = export("demo", tmp_path / "half.mesp", "--dtype", "bfloat16", *options)
@@ -157,8 +159,8 @@ def test_a_seed_draws_mlx_lms_tokens(bundle: Path, temperature: float, top_p: fl
     model = Bundle(bundle).to_mlx_lm()
     mx.random.seed(11)
     sampler = make_sampler(temperature, top_p)
-    # MLX 0.32 draws from logits [1, vocabulary] in another way than from [vocabulary]; the latter
-    # is that of phones.
+    # MLX 0.32 draws differently from logits [1, vocabulary] and [vocabulary]; phones have the
+    # latter.
     steps = generate_step(
         mx.array([5, 6, 7]), model, max_tokens=100, sampler=lambda logits: sampler(logits[0])[None]
     )
@@ -194,7 +196,7 @@ def test_the_command_prints_mlx_lms_text(bundle: Path, adapters: Path):
     expected = mlx_lm.generate(model.eval() or model, tokenizer, PROMPT, max_tokens=40)
     options = ("--no-chat", "--adapters", adapters, "--max-tokens", 40)
     line = command("generate", bundle, "--prompt", PROMPT, *options)
-    done = subprocess.run(line, capture_output=True, text=True)  # what libraries say counts too
+    done = subprocess.run(line, capture_output=True, text=True)  # output of libraries counts too
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == expected + "\n"
     assert run("generate", bundle, "--prompt", "-", *options, input=PROMPT).stdout == done.stdout
@@ -204,7 +206,7 @@ def test_the_command_prints_mlx_lms_text(bundle: Path, adapters: Path):
 def test_several_adapters_give_the_text_of_their_sum(
     bundle: Path, adapters: Path, tmp_path: Path, form: str
 ):
-    """Of other ranks, scales, modules and forms."""
+    """The adapters have different ranks, scales, modules and forms."""
     without = ("q_proj", "up_proj")
     other = write_adapters(tmp_path / "other", bundle, 0.1, 3, 1.5, seed=2, without=without)
     tokenizer = load_bundle_tokenizer(bundle)
@@ -244,7 +246,7 @@ def test_special_tokens_in_a_prompt_become_text_where_asked(bundle: Path):
 
 
 def test_a_prompt_that_is_no_text_is_one_sentence(bundle: Path):
-    for prompt in ("-", "\udce9"):  # the shell's é of Latin-1
+    for prompt in ("-", "\udce9"):  # é of Latin-1 from the shell
         done = run("generate", bundle, "--prompt", prompt, input=b"\xe9")
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert "is not UTF-8 text; convert it first." in done.stderr
@@ -310,7 +312,9 @@ def test_training_goes_on_from_adapters(bundle: Path, adapters: Path, tmp_path: 
 
 @pytest.mark.parametrize("form", ["", "peft"])
 def test_training_goes_on_from_dora(bundle: Path, adapters: Path, tmp_path: Path, form: str):
-    """Also with more layers than the folder has; a run without `dora` would lose the magnitudes."""
+    """The run may have more layers than the folder; a run without `dora` would lose the
+    magnitudes.
+    """
     done = train(bundle, tmp_path / "first", dora=True, projections=["q", "down"], num_layers=2)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "first" / "adapters" / form
@@ -360,7 +364,7 @@ def test_adapters_that_do_not_fit_the_run(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()  # the folder can be used again
 
 
-# Refused
+# Refusals
 
 
 def change_config(folder: Path, **values: object) -> None:
@@ -442,7 +446,7 @@ def check_refused(bundle: Path, adapters: Path, said: str) -> None:
 
 @pytest.fixture(scope="module")
 def granite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A bundle whose gate and up are one linear layer in PEFT, and adapters."""
+    """Returns a bundle whose gate and up are one linear layer in PEFT, and adapters."""
     folder = tmp_path_factory.mktemp("granite")
     model = write_model(folder / "model", FAMILIES["granitemoehybrid"])
     bundle = export(model, folder / "b.mesp", "--data", "python-docs")
@@ -464,7 +468,7 @@ def test_adapters_of_joined_layers_are_the_same_in_both_forms(granite, tmp_path:
     assert abs(expected - loss("none")) > 0.01
     assert loss("peft", adapters=str(adapters / "peft")) == pytest.approx(expected, rel=1e-6)
 
-    # As PEFT trains it, with one A of the common rank: for mlx-lm that is A twice, and B in parts.
+    # PEFT trains one A of the common rank; in mlx-lm's form this is A twice, and B in parts.
     one, two = (shutil.copytree(adapters, tmp_path / name) for name in ("one", "two"))
     change_config(one / "peft", rank_pattern={}, alpha_pattern={})
     weights = mx.load(str(one / "adapters.safetensors"))
@@ -486,8 +490,9 @@ def test_adapters_of_joined_layers_are_the_same_in_both_forms(granite, tmp_path:
 
 @pytest.mark.parametrize("family", ["lfm2_moe", "granite-moe"])
 def test_peft_finds_no_expert_by_the_names_of_an_mlp(tmp_path: Path, family: str):
-    """Experts have layers of the same last names, in transformers 4 and in Granite's case modules
-    that PEFT has no adapters for."""
+    """Experts have layers with the same last names, in transformers 4 and in Granite in modules
+    that PEFT cannot adapt.
+    """
     model = write_model(tmp_path / "model", FAMILIES[family])
     bundle = export(model, tmp_path / "b.mesp", "--data", "python-docs")
     done = train(bundle, tmp_path / "run", steps=1)

@@ -1,5 +1,4 @@
-"""Bundles that the engine makes of models in MLX's format, against the exporter's of the same
-folders."""
+"""Tests that the engine's bundles of models in MLX's format equal the exporter's."""
 
 from __future__ import annotations
 
@@ -43,13 +42,12 @@ pytestmark = pytest.mark.slow
 SEEDS = 4
 ENGINE = cache(find_engine)
 DEADLINE = 120  # seconds
-# Of a folder that is hostile an import and an export are made, which takes ten times as long as
-# other cases.
+# A hostile folder is imported and exported, which takes ten times as long as other cases.
 FEWER_CASES = settings(CASES, max_examples=max(CASES.max_examples // 4, 1))
 
 
 class Done(NamedTuple):
-    """How an import ended."""
+    """The end of an import."""
 
     status: int
     records: list[dict[str, Any]]
@@ -62,7 +60,7 @@ class Done(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """The one that it was refused with."""
+        """The only sentence of a refusal."""
         assert self.status == 2 and self.said.count("\n") == 1, self
         return self.said.strip()
 
@@ -70,7 +68,7 @@ class Done(NamedTuple):
 def run_import(
     model: Path, bundle: Path, environment: dict[str, object] | None = None, /, **given: Any
 ) -> Done:
-    """Imports a model; `given` are more settings, and `preexec_fn` subprocess's."""
+    """Imports a model. `given` has more settings, and `preexec_fn` is subprocess's."""
     before = given.pop("preexec_fn", None)
     file = bundle.with_name(f"{bundle.name}.json")
     file.write_text(json.dumps({"model": str(model), "bundle": str(bundle), **given}))
@@ -86,12 +84,12 @@ def run_import(
 
 
 def partial(bundle: Path) -> Path:
-    """The folder in which a bundle is while it is written."""
+    """Returns the folder of a bundle that is being written."""
     return bundle.with_name(f".importing-{bundle.name}")
 
 
 def state(folder: Path) -> dict[str, tuple]:
-    """The files of a model's folder: names, contents and times."""
+    """Returns the names, contents and times of the files in a model's folder."""
     return {
         str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
         for path in folder.rglob("*")
@@ -100,7 +98,7 @@ def state(folder: Path) -> dict[str, tuple]:
 
 
 def weights(bundle: Path) -> dict[str, str]:
-    """The digests of a bundle's weight files."""
+    """Returns the digests of a bundle's weight files."""
     return {
         str(file.relative_to(bundle)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in bundle.rglob("*.bin")
@@ -112,8 +110,10 @@ def manifest_of(bundle: Path) -> dict[str, Any]:
 
 
 def described(bundle: Path) -> dict[str, Any]:
-    """A bundle's manifest without what an import has otherwise: functions and what they are for,
-    the list of files, data, and the digest of the source."""
+    """Returns a bundle's manifest without the parts that differ in an import.
+
+    These are functions and their settings, the list of files, data, and the digest of the source.
+    """
     manifest = manifest_of(bundle)
     for key in ("seq_lens", "ranks", "files", "data", "source"):
         manifest.pop(key, None)
@@ -125,8 +125,9 @@ def described(bundle: Path) -> dict[str, Any]:
 
 
 def others(bundle: Path) -> dict[str, Any]:
-    """What lies beside the weights and the manifest: configurations as JSON, other files as they
-    are."""
+    """Returns the files beside the weights and the manifest: configurations as JSON, others as
+    bytes.
+    """
     files = {
         file.name: file.read_bytes()
         for file in bundle.iterdir()
@@ -137,8 +138,11 @@ def others(bundle: Path) -> dict[str, Any]:
 
 
 def reason(sentence: str) -> str:
-    """A refusal as far as an import and an export say the same: what is about config.json, but for
-    which of its values cannot be used, and for how a family's name is quoted."""
+    """Returns the part of a refusal that an import and an export share.
+
+    Refusals of config.json differ in the value that they name, and in the quotes of a family's
+    name.
+    """
     not_valid = "The model's config.json is not valid ("
     if sentence.startswith(not_valid):
         return not_valid
@@ -150,11 +154,13 @@ def reason(sentence: str) -> str:
 def compare(
     model: Path, folder: Path, *, in_the_same_words: bool = True, **options: str
 ) -> str | None:
-    """Imports a model and exports it with the same device and dtype to ``imported.mesp`` and
-    ``exported.mesp`` in a folder: the weights have equal bytes, and all else is equal but for what
-    `described` leaves out. Or both refuse it, for the same `reason`, and the import leaves nothing;
-    then its sentence is returned. A model that is not quantized is refused by the import alone, and
-    what the exporter says of a tokenizer, which an import copies without reading it, by it alone.
+    """Imports a model to ``imported.mesp``, and exports it with the same device and dtype to
+    ``exported.mesp``.
+
+    The weights have equal bytes, and all else is equal except the parts that `described` leaves
+    out. Or both refuse it for the same `reason`, and the import leaves nothing; then its sentence
+    is returned. Only the import refuses a model that is not quantized. Only the exporter reports
+    faults of a tokenizer, which an import copies without reading it.
     """
     imported, exported = folder / "imported.mesp", folder / "exported.mesp"
     for bundle in (imported, exported, partial(imported)):
@@ -164,7 +170,7 @@ def compare(
     assert state(model) == before
     if "is not quantized; take one of mlx-community" in done.said:
         return done.sentence
-    # The longest decides which frequencies LongRoPE has.
+    # The longest length decides LongRoPE's frequencies.
     longest = manifest_of(imported)["seq_lens"][-1] if done.status == 0 else 64
     refused = None
     try:
@@ -192,7 +198,7 @@ def compare(
     return None
 
 
-# The same bytes
+# Equal bytes
 
 
 def test_every_plain_family_has_a_checkpoint_here():
@@ -215,7 +221,7 @@ def test_an_import_is_the_export(family: str, tmp_path: Path):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_variation_is_imported_as_exported(family: str, tmp_path: Path):
-    """Of heads, types, bits, groups, modes, RoPE, files, and tensors beside the model's."""
+    """Heads, types, bits, groups, modes, RoPE, files, and tensors beside the model's vary."""
     accepted = 0
     for seed in range(SEEDS):
         model = write_variation(tmp_path / f"model-{seed}", family, seed)
@@ -228,7 +234,7 @@ def test_a_variation_is_imported_as_exported(family: str, tmp_path: Path):
 @pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_a_model_of_few_bits_is_imported_as_exported(bits: int, group: int, tmp_path: Path):
-    """As published, with scales in float16; codes of 1 bit become 2 bits, as a notice says."""
+    """Published models have float16 scales; codes of 1 bit become 2 bits, as a notice says."""
     config = CONFIGS["qwen3"] | {"tie_word_embeddings": False}
     tensors = with_few_values(random_tensors(config), bits, group)
     config["quantization"] = config["quantization_config"] = {"bits": bits, "group_size": group}
@@ -245,7 +251,7 @@ def test_a_model_of_few_bits_is_imported_as_exported(bits: int, group: int, tmp_
 
 
 def test_what_an_import_says(tmp_path: Path):
-    """Of what changes or is left out; and the model's name on the Hub."""
+    """It reports changes and parts that are left out, and the model's name on the Hub."""
 
     def add_vision(tensors: dict) -> None:
         tensors["vision_tower.a.weight"] = tensors["multi_modal_projector.b.weight"] = mx.ones(4)
@@ -290,7 +296,7 @@ def test_what_an_import_says(tmp_path: Path):
     ],
 )
 def test_the_licence_is_the_card_s(card: str, tmp_path: Path):
-    """As the exporter reads its front matter."""
+    """The exporter reads its front matter in the same way."""
     model = write_mlx_model(tmp_path / "model", CONFIGS["llama"] | {"num_hidden_layers": 1})
     (model / "README.md").write_bytes(card.encode())
     assert compare(model, tmp_path, device="cpu", dtype="float32") is None
@@ -314,7 +320,7 @@ def test_the_terms_go_with_the_bundle(tmp_path: Path):
 
 
 def test_a_snapshot_in_the_cache_of_the_hub(tmp_path: Path):
-    """Whose files are links to a folder beside it; links that lead elsewhere are refused."""
+    """Its files are links to a folder beside it; other links are refused."""
     root = tmp_path / "models--owner--tiny"
     snapshot, blobs = root / "snapshots" / ("a" * 40), root / "blobs"
     source = write_mlx_model(tmp_path / "model", CONFIGS["qwen3"], shards=2)
@@ -339,7 +345,7 @@ def test_a_snapshot_in_the_cache_of_the_hub(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In three files, with terms."""
+    """Returns a model in three files, with terms."""
     folder = tmp_path_factory.mktemp("mlx") / "model"
     config = CONFIGS["llama"] | {"tie_word_embeddings": False, "num_hidden_layers": 3}
     add_terms(write_mlx_model(folder, config, shards=3))
@@ -348,7 +354,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_a_training_is_that_of_the_exporter_s_bundle(family: str, tmp_path: Path):
-    """To the last bit, on a CPU: text of both bundles, two steps, the losses and the adapters."""
+    """Texts of both bundles, losses and adapters of two steps on a CPU agree to the last bit."""
     model = write_mlx_model(tmp_path / "model", CONFIGS[family])
     (tmp_path / "text.txt").write_text(TEXT * 4)
     losses, adapters = [], []
@@ -370,7 +376,7 @@ def test_a_training_is_that_of_the_exporter_s_bundle(family: str, tmp_path: Path
 
 
 def test_a_bundle_is_checked_and_written_again_with_functions(model: Path, tmp_path: Path):
-    """By the commands that take any bundle."""
+    """Commands for any bundle do this."""
     bundle, again, exported = (tmp_path / f"{name}.mesp" for name in ("a", "b", "c"))
     assert run_import(model, bundle, device="cpu").end
     assert "none of" in call("check", bundle).stdout
@@ -391,7 +397,7 @@ def test_a_bundle_is_checked_and_written_again_with_functions(model: Path, tmp_p
     [name for name in FAMILIES if not families.FAMILIES[FAMILIES[name]["model_type"]].is_plain],
 )
 def test_a_family_that_is_not_plain_is_refused_by_name(family: str, tmp_path: Path):
-    """With the command that exports it."""
+    """The sentence names the command that exports it."""
     model = tmp_path / "model"
     model.mkdir()
     config, _ = published(FAMILIES[family], {})
@@ -405,11 +411,11 @@ def test_a_family_that_is_not_plain_is_refused_by_name(family: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "olmo2"}, "norm what comes out"),
+        ({"model_type": "olmo2"}, "norm only the outputs"),
         ({"model_type": "prism_hadamard_qwen35"}, "that a Hadamard transform rotates"),
         ({"model_type": "bitnet"}, "its activation is a squared ReLU"),
-        ({"model_type": "new", "num_experts": 4}, "experts in a way of its own"),
-        ({"model_type": "new", "text_config": {}}, "of several modalities"),
+        ({"model_type": "new", "num_experts": 4}, "its mixture of experts is of another kind"),
+        ({"model_type": "new", "text_config": {}}, "it has several modalities"),
         ({"model_type": "new"}, "'new' is not supported"),
         ({}, "supported are qwen2, "),
         ({"model_type": None}, "supported are qwen2, "),
@@ -424,7 +430,7 @@ def test_an_unknown_family_is_refused_as_the_exporter_does(config: dict, said: s
 
 
 def test_a_model_that_is_not_quantized_is_refused(tmp_path: Path):
-    """The exporter quantizes it: the sentence names the command."""
+    """The exporter can quantize it, so the sentence names the command."""
     model = write_model(tmp_path / "model", FAMILIES["qwen3"])
     sentence = run_import(model, tmp_path / "a.mesp").sentence
     assert "is not quantized" in sentence and f"mesp-export --model {model}" in sentence
@@ -472,7 +478,7 @@ def test_what_a_quantization_says_beside_is_refused_as_the_exporter_does(
 
 
 def test_a_quantization_of_the_text_alone_is_refused_as_the_exporter_does(tmp_path: Path):
-    """mlx-lm reads that of the whole model."""
+    """mlx-lm reads only the whole model's."""
     model = write_mlx_model(tmp_path / "model", CONFIGS["gemma3"])
     config = config_of(model)
     config["text_config"]["quantization"] = config.pop("quantization")
@@ -552,7 +558,7 @@ def test_settings_that_cannot_be_used_are_refused(given: dict, model: Path, tmp_
 
 @pytest.fixture(scope="module")
 def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small model of some families; tests change their files and put them back."""
+    """Returns a small model of some families; tests change their files and restore them."""
     folder = tmp_path_factory.mktemp("victims")
     small = {"num_hidden_layers": 1, "vocab_size": 260}
     names = ("llama", "qwen3", "gemma3", "mistral3", "phi3")
@@ -563,23 +569,23 @@ def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def no_number(text: bytes) -> bool:
-    """Whether a JSON text has what Python's reader takes for a number, and JSON has not."""
+    """Returns whether a JSON text has a number that Python's reader accepts and JSON does not."""
     return any(word in text for word in (b"NaN", b"Infinity"))
 
 
 def compare_changed(model: Path, name: str, content: bytes, folder: Path) -> None:
-    """`compare` with a file changed, which is put back."""
+    """Runs `compare` with a file changed, which is restored afterwards."""
     file = model / name
     before = file.read_bytes()
     try:
         file.write_bytes(content)
-        # Of several faults each names one.
+        # If there are several faults, each names one.
         compare(model, folder, in_the_same_words=False, device="cpu", dtype="float32")
     finally:
         file.write_bytes(before)
 
 
-# Of the keys of a config.json that are read: values that some have, and that none has.
+# Keys of a config.json that are read, with values that some models have, or none.
 KEYS = (
     *("attention_bias", "hidden_act", "hidden_size", "intermediate_size", "layer_types"),
     *("max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads", "num_experts"),
@@ -597,7 +603,7 @@ VALUES: tuple[Any, ...] = (
 
 @pytest.mark.parametrize("key", KEYS)
 def test_one_value_is_refused_in_the_same_words(key: str, victims: dict[str, Path], tmp_path: Path):
-    """Or used by both; and a key that is missing."""
+    """Both may also accept it. Missing keys are tested too."""
     refused = 0
     for number, (family, value) in enumerate(product(victims, (..., *VALUES))):
         if (number + KEYS.index(key)) % 11:  # an eleventh of all pairs
@@ -626,7 +632,7 @@ def test_configs_are_refused_alike(victims: dict[str, Path], tmp_path: Path, dat
 def test_headers_of_weights_are_refused_alike(
     victims: dict[str, Path], tmp_path: Path, data: st.DataObject
 ):
-    """And files that are cut off or overwritten."""
+    """Files that are cut off or overwritten are tested too."""
     model = data.draw(st.sampled_from(sorted(victims)).map(victims.get))
     (file, *_) = sorted(model.glob("*.safetensors"))
     content = file.read_bytes()
@@ -650,14 +656,16 @@ def test_indices_and_other_files_are_refused_alike(
 
 
 def whole_files(folder: Path) -> dict[tuple, int]:
-    """The size of each weight file that is whole, by what a file that is written again has not."""
+    """Returns the size of each whole weight file, by properties that a rewritten file does not
+    have.
+    """
     found = [(file.name, file.stat()) for file in folder.rglob("*.bin")]
     return {(name, each.st_ino, each.st_mtime_ns): each.st_size for name, each in found}
 
 
 @pytest.fixture(scope="module")
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle of an import that nothing interrupted."""
+    """Returns the bundle of an import that was not interrupted."""
     bundle = tmp_path_factory.mktemp("whole") / "whole.mesp"
     assert run_import(model, bundle, device="cpu").end
     return bundle
@@ -669,7 +677,7 @@ def content(bundle: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def calls(model: Path, faults: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
-    """The number of calls to the system by which an import changes files."""
+    """Returns the number of system calls by which an import changes files."""
     folder = tmp_path_factory.mktemp("calls")
     count = folder / "count"
     under = {"LD_PRELOAD": faults, "FAULTS_UNDER": folder, "FAULTS_COUNT": count}
@@ -681,7 +689,7 @@ def calls(model: Path, faults: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_an_import_goes_on_where_it_was_interrupted(
     kind: str, model: Path, whole: Path, faults: Path, calls: int, tmp_path: Path
 ):
-    """Before any call that changes a file. What was whole is not written again."""
+    """It is interrupted before any call that changes a file. Whole files are not written again."""
     before = state(model)
     some = 0
     for number in range(1 + ("crash", "power", "interrupt", "full").index(kind), calls + 1, 6):
@@ -701,7 +709,7 @@ def test_an_import_goes_on_where_it_was_interrupted(
             kept = whole_files(bundle)
             kept = {file: kept[file] for file in left.keys() & kept.keys()}
             assert again["kept_bytes"] == sum(kept.values()), number
-            # All but one that was renamed and is not on record yet.
+            # all except one that was renamed and is not recorded yet
             assert len(kept) >= len(left) - 1, number
             some += len(kept)
         assert content(bundle) == content(whole), number
@@ -762,7 +770,7 @@ def test_a_kept_file_that_is_shorter_is_found(
 
 @pytest.mark.parametrize("limit", [100, 4_000, 40_000])
 def test_a_file_for_which_there_is_no_room(limit: int, model: Path, whole: Path, tmp_path: Path):
-    """A limit on the size of files stands in for a full disk."""
+    """A limit on the size of files simulates a full disk."""
     bundle = tmp_path / "a.mesp"
 
     def limited() -> None:
@@ -776,7 +784,7 @@ def test_a_file_for_which_there_is_no_room(limit: int, model: Path, whole: Path,
 
 
 def test_a_disk_is_asked_first(model: Path, faults: Path, whole: Path, tmp_path: Path):
-    """By what is missing: what is kept needs no room again."""
+    """It needs room for the missing files only; those that are kept need none."""
     bundle = tmp_path / "a.mesp"
     under = {"LD_PRELOAD": faults, "FAULTS_UNDER": tmp_path}
     size = sum((whole / file).stat().st_size for file in weights(whole))

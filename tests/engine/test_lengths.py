@@ -1,5 +1,7 @@
-"""Gradients of sequences of one token and of thousands, against automatic differentiation of the
-whole model."""
+"""Tests gradients of sequences of one token and of thousands with automatic differentiation.
+
+The whole model is differentiated.
+"""
 
 from pathlib import Path
 
@@ -19,13 +21,13 @@ STEPS = 2  # the second step's gradient of A is not 0
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granite-mamba"])
 def test_steps_of_a_long_sequence(family: str, tmp_path: Path):
-    """In blocks of attention, and of each other mixer."""
+    """The blocks have attention, and each other mixer."""
     steps_are_those_of_automatic_differentiation(family, LONG, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["lfm3", "gemma3", "granite-mamba"])
 def test_steps_of_one_token(family: str, tmp_path: Path):
-    """Whose attention has a gate, or a window; Mamba-2 before its first chunk's end."""
+    """Attention has a gate or a window; Mamba-2 is within its first chunk."""
     steps_are_those_of_automatic_differentiation(family, 1, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The memory that the engine predicts and counts, against what a run takes."""
+"""Tests that the engine's predicted and counted memory fits that of a run."""
 
 import json
 import sys
@@ -31,24 +31,24 @@ def exported(folder: Path, *options: object) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["SmolLM2-135M", "Gemma-3-270m", "Qwen2.5-0.5B"])
 def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch):
-    """With the true widths and vocabulary, and in float32 on the CPU.
+    """Models have their true widths and vocabulary, in float32 on the CPU.
 
-    One thread: on a busy machine others may never run, and then take no memory.
+    There is one thread: on a busy machine others may never run, and then take no memory.
     """
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     options = ("--random-weights", "--layers", 4, "--device", "cpu", "--quantize", "nearest")
     bundle = exported(tmp_path, "--model", model, *options, "--seq-len", f"{LENGTH},1024")
     kinds = [("--seq-len", LENGTH, "--offload", "all" if model == "Gemma-3-270m" else "none")]
-    # Where attention, which is wider than the model, takes most.
+    # The case in which attention, which is wider than the model, takes most.
     if model == "Gemma-3-270m":
         kinds += [("--seq-len", 1024, "--projections", "q,v")]
-    # The others where a step takes least time.
+    # The others in which a step takes the least time.
     if model == "SmolLM2-135M":
         others = [("--offload", "all"), ("--projections", "q,v"), ("--freeze-a",)]
         kinds += [("--seq-len", LENGTH, *other) for other in others]
     for kind in kinds:
-        # Of so few blocks, and by where the heap has gaps: a run's peak differs from the next by up
-        # to 1 MB in 16, so a prediction may be right at the second or third run.
+        # With so few blocks, and depending on gaps in the heap, peaks of two runs differ by up to 1
+        # MB in 16, so a prediction may be right only at the second or third run.
         for attempt in range(3):
             output = tmp_path / f"{attempt}{''.join(map(str, kind))}"
             options = ("--steps", 2, "--val-batches", 0, *kind, "--out", output)
@@ -65,7 +65,7 @@ def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "granite-mamba"])
 def test_a_long_sequence_takes_no_more_than_predicted(family: str, tmp_path: Path, monkeypatch):
-    """Of attention with and without a window, and of recurrent mixers."""
+    """The blocks have attention with and without a window, and recurrent mixers."""
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     long, config = 8192, FAMILIES[family] | {"max_position_embeddings": 8192}
     source = write_model(tmp_path / "model", config)
@@ -77,7 +77,7 @@ def test_a_long_sequence_takes_no_more_than_predicted(family: str, tmp_path: Pat
     call("train", bundle, *options, "--out", output)
     lines = (output / "metrics.jsonl").read_text().splitlines()
     records = {record["type"]: record for record in map(json.loads, lines)}
-    # What a plan counts is an upper bound here: the widths of a tiny model are no real one's.
+    # The plan's count is an upper bound here, because a tiny model's widths are not realistic.
     assert (
         0.5 * records["plan"]["predicted_peak_bytes"]
         < records["end"]["footprint_peak_bytes"]
@@ -88,7 +88,7 @@ def test_a_long_sequence_takes_no_more_than_predicted(family: str, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["lfm2_moe", "qwen3_moe", "qwen3_5_moe"])
 def test_a_mixture_takes_no_more_than_predicted(family: str, tmp_path: Path, monkeypatch):
-    """Where all tokens choose the same experts: those with the highest scores are the first."""
+    """All tokens choose the same experts: those with the highest scores are the first."""
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     length, config = 1024, FAMILIES[family] | {"hidden_size": 768, "moe_intermediate_size": 512}
     tensors = random_tensors(config)
@@ -113,7 +113,7 @@ def test_a_mixture_takes_no_more_than_predicted(family: str, tmp_path: Path, mon
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 def test_a_gpu_takes_as_many_kernels_for_any_bits(tmp_path: Path):
-    """Of blocks in 5 bits and an embedding in 6, as of 4 bits."""
+    """Blocks in 5 bits and an embedding in 6 need as many as 4 bits."""
     counts = []
     for name, write in (("four", write_model), ("five", write_model_in_5_bits)):
         source = write(tmp_path / name / "model", TINY)

@@ -1,4 +1,4 @@
-"""Each training option of the real engine, against the same in Python.
+"""Tests that each training option of the real engine does the same in Python.
 
 The Python side is an ordinary training loop: the block of `mesp.reference`, gradients of all blocks
 at once from automatic differentiation, and the optimizers, schedules and clipping of
@@ -47,7 +47,7 @@ VAL_BATCHES = 1
 
 
 def train(bundle: Path, output: Path, *options: object, steps: int = STEPS) -> RunLog:
-    """The engine's report of a run with these options."""
+    """Returns the engine's report of a run with these options."""
     settings = {"steps": steps, "optimizer": "sgd", "learning-rate": LEARNING_RATE}
     settings |= {"val-batches": VAL_BATCHES}
     typed = [text for name, value in settings.items() for text in (f"--{name}", value)]
@@ -57,7 +57,9 @@ def train(bundle: Path, output: Path, *options: object, steps: int = STEPS) -> R
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model, with test data that is the held-out data's second half."""
+    """Returns a bundle of the demo model, whose test data is the second half of the held-out
+    data.
+    """
     find_engine()
     path = tmp_path_factory.mktemp("demo") / "demo.mesp"
     call("export", "--model", "demo", "--out", path, "--seq-len", SEQ_LEN, "--rank", RANK)
@@ -68,7 +70,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle_of_examples(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with one example a sequence: some short, some cut, each with answers of its own."""
+    """Returns the bundle with one example a sequence: some short, some cut, each with several
+    answers.
+    """
     path = shutil.copytree(bundle, tmp_path_factory.mktemp("examples") / "demo.mesp")
     generator = np.random.default_rng(0)
     tokens = Bundle(path).tokens("train")
@@ -113,7 +117,7 @@ def add_data(
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-# The same training in Python.
+# The same training in Python
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -131,12 +135,13 @@ def oracle(bundle: Path) -> Oracle:
 def agree(
     run: RunLog, output: Path, expected: Trained, tolerance: float = 1e-4, ties: int = 0
 ) -> None:
-    """Every loss, and how far the adapters went.
+    """Compares every loss, and the change of the adapters.
 
-    Both sides compute in float32 and sum in different orders: 1e-6 to 1e-5 of a loss, and of the
-    way that the parameters went, which grows from step to step. A moment of 8 bits that is halfway
-    between two codes takes either, so `ties` parameters may be apart by up to a step. AdamW's
-    longest, without bias correction, is rate · (1 - β₁) / √(1 - β₂): 3.2e-3 with β₂ = 0.999.
+    Both sides compute in float32 and sum in different orders. Losses, and the changes of parameters
+    relative to their size, differ by 1e-6 to 1e-5, which grows from step to step. A moment of 8
+    bits that is half-way between two codes may become either, so `ties` parameters may differ by up
+    to a step. AdamW's longest step, without bias correction, is rate · (1 - β₁) / √(1 - β₂): 3.2e-3
+    with β₂ = 0.999.
     """
     assert run.losses == pytest.approx(expected.losses, rel=max(2e-5, tolerance / 10))
     way = distance(expected.start, expected.end)
@@ -151,7 +156,7 @@ def agree(
 
 
 class AdamW8bit(optim.Optimizer):
-    """The reference's, whose blocks of a flat vector are those of each matrix here."""
+    """The reference's, for which the blocks of a flat vector are those of each matrix here."""
 
     def __init__(self, learning_rate: float, **constants: object) -> None:
         super().__init__()
@@ -176,14 +181,14 @@ RATE = LEARNING_RATE
 
 
 def warm_up_and(decay: Callable, rate: float = RATE) -> Callable:
-    # As mlx-lm's build_schedule: the step after the warm-up has the full rate before any decay.
+    # As in mlx-lm's build_schedule, the step after the warm-up has the full rate before any decay.
     return optim.join_schedules([optim.linear_schedule(0, rate, 2), decay], [3])
 
 
 COSINE = warm_up_and(optim.cosine_decay(RATE, STEPS - 3))
 LINEAR = warm_up_and(optim.linear_schedule(RATE, 0, STEPS - 3))
 SLOW_COSINE = warm_up_and(optim.cosine_decay(1e-3, STEPS - 3), 1e-3)
-SLOW = ("--learning-rate", 1e-3)  # AdamW moves each parameter by about its rate
+SLOW = ("--learning-rate", 1e-3)  # AdamW changes each parameter by about its rate
 
 CASES = {
     "sgd": ((), Recipe(SGD(RATE))),
@@ -274,7 +279,7 @@ def test_an_option_trains_as_in_python(bundle: Path, oracle: Oracle, tmp_path: P
     options, recipe = CASES[case]
     run = train(bundle, tmp_path / "run", *options)
     expected = oracle.train(recipe)
-    # AdamW divides by the gradient's own size, and so makes differences of small ones large.
+    # AdamW divides by the size of the gradient, which enlarges differences of small gradients.
     tolerance = 1e-4 if isinstance(recipe.optimizer, SGD) else 1e-3
     ties = 4 if isinstance(recipe.optimizer, AdamW8bit) else 0  # of 162,816 parameters
     agree(run, tmp_path / "run", expected, tolerance, ties)
@@ -291,7 +296,7 @@ def test_an_option_trains_as_in_python(bundle: Path, oracle: Oracle, tmp_path: P
 
 @pytest.fixture(scope="module")
 def bundle_of_lengths(bundle_of_examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same examples, with shorter lengths too."""
+    """Returns the bundle with the same examples, and with shorter lengths too."""
     path = tmp_path_factory.mktemp("lengths") / "demo.mesp"
     lengths = (SEQ_LEN // 4, SEQ_LEN // 2, SEQ_LEN)
     call(
@@ -311,7 +316,7 @@ def bundle_of_lengths(bundle_of_examples: Path, tmp_path_factory: pytest.TempPat
     [
         ("--val-batches", 5, "--batch-size", 2),
         ("--offload", "all"),
-        ("--batch-size", 2, "--offload", "inputs"),  # by blocks
+        ("--batch-size", 2, "--offload", "inputs"),  # in the order of blocks
         ("--memory-limit", 1000),
         ("--method", "mebp"),
         ("--method", "mezo", "--learning-rate", 1e-4),
@@ -326,12 +331,12 @@ def test_short_examples_run_at_short_lengths(
     assert [step["tokens"] for step in short.steps] == [step["tokens"] for step in padded.steps]
     pairs = list(zip(short.losses, padded.losses, strict=True))
     pairs += list(zip(short.held_out or (), padded.held_out or (), strict=True))
-    # The difference of two losses, by which MeZO goes, is small.
+    # MeZO uses the small difference of two losses.
     tolerance = 1e-5 if "mezo" in options else 1e-6
     assert all(a == pytest.approx(b, rel=tolerance, abs=tolerance) for a, b in pairs)
     peaks = [[step["mlx_peak_bytes"] for step in each.steps] for each in (short, padded)]
     if options[0] in ("--offload", "--method"):
-        # MeZO's parameters and z outweigh a short sequence's activations.
+        # MeZO's parameters and z are larger than a short sequence's activations.
         assert min(peaks[0]) < (0.98 if "mezo" in options else 0.95) * min(peaks[1])
     assert max(peaks[0]) <= 1.01 * max(peaks[1])
 
@@ -355,7 +360,7 @@ def test_a_run_goes_on_when_its_bundle_got_shorter_lengths(
 def test_what_counts_of_an_example_is_in_the_loss(
     bundle_of_examples: Path, tmp_path: Path, batch: int, accumulation: int, order: str | None
 ):
-    """A step is a mean over its targets, in however many batches."""
+    """A step is a mean over its targets, in any number of batches."""
     options = ["--batch-size", batch, "--grad-accumulation-steps", accumulation]
     if order == "sequences":  # the sum of all gradients is kept in any order
         options += ["--max-grad-norm", 1e9]
@@ -367,7 +372,7 @@ def test_what_counts_of_an_example_is_in_the_loss(
     counts = [counted.size for ((_, counted),) in oracle.sequences]
     order = [reference.step_window(taken, 0, len(counts)) for taken in range(STEPS * 4)]
     each = batch * accumulation
-    # Nothing depends on what follows the last target that counts.
+    # Nothing depends on tokens after the last counted target.
     inputs = [counted.max().item() for ((_, counted),) in oracle.sequences]
     for name, numbers in (("tokens", counts), ("input_tokens", inputs)):
         assert [step[name] for step in run.steps] == [
@@ -377,12 +382,14 @@ def test_what_counts_of_an_example_is_in_the_loss(
 
 
 def test_batches_of_a_step_are_as_one(bundle_of_examples: Path, tmp_path: Path):
-    """Gradients by each matrix, of sequences of which some count several times as many targets."""
-    train(bundle_of_examples, tmp_path / "first", steps=2)  # or no A had a gradient
+    """Gradients by each matrix are compared. Some sequences have several times as many counted
+    targets.
+    """
+    train(bundle_of_examples, tmp_path / "first", steps=2)  # otherwise no A would have a gradient
     start = saved(tmp_path / "first")
 
     def gradients(*options: object) -> tuple[RunLog, dict[str, mx.array]]:
-        # At a rate at which the way of a step loses nothing beside the parameters.
+        # At this rate, a step's change loses no digits in the parameters.
         rate, run = 1e4, tmp_path / "-".join(map(str, options))
         done = train(
             bundle_of_examples, run, *options, "--adapters", tmp_path / "first" / "adapters",
@@ -408,7 +415,9 @@ def test_batches_of_a_step_are_as_one(bundle_of_examples: Path, tmp_path: Path):
 def bundle_of_packed_examples(
     bundle_of_examples: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The same examples, cut to a third of the longest sequence, and packed."""
+    """Returns the bundle with the same examples, cut to a third of the longest sequence, and
+    packed.
+    """
     path = shutil.copytree(bundle_of_examples, tmp_path_factory.mktemp("packed") / "demo.mesp")
     bundle = Bundle(path)
     examples = [
@@ -423,7 +432,7 @@ def bundle_of_packed_examples(
     [
         (),
         ("--batch-size", 2, "--grad-accumulation-steps", 2, "--offload", "all"),
-        ("--batch-size", 2, "--offload", "inputs"),  # by blocks
+        ("--batch-size", 2, "--offload", "inputs"),  # in the order of blocks
         ("--memory-limit", 1000),
     ],
     ids=lambda options: "-".join(map(str, options)),
@@ -499,7 +508,7 @@ def test_a_start_from_adapters_of_either_form(bundle: Path, oracle: Oracle, tmp_
 
 
 def test_bfloat16_adapters_follow_float32(bundle: Path, oracle: Oracle, tmp_path: Path):
-    """Rounding at random has no bias: far from what float32 does, the training would not be."""
+    """Rounding at random has no bias, so the training stays near that in float32."""
     run = train(bundle, tmp_path / "run", "--lora-dtype", "bfloat16", "--batch-size", 4)
     expected = oracle.train(Recipe(SGD(RATE), sequences=4))
     adapters = saved(tmp_path / "run")
@@ -531,7 +540,7 @@ def test_a_run_that_goes_on_is_as_if_it_had_not_stopped(
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """Of the files of a run, but for its lock."""
+    """Returns the contents of a run's files, except its lock."""
     files = (file for file in folder.rglob("*") if file.is_file() and file.name != ".lock")
     return {file: file.read_bytes() for file in files}
 
@@ -541,22 +550,22 @@ def test_a_run_does_not_go_on_with_other_data_or_weights(bundle: Path, tmp_path:
     train(path, output, "--optimizer", "adamw", steps=2)
     straight = shutil.copytree(output, tmp_path / "straight")
     before = contents(output)
-    # Other weights, in a bundle of another name.
+    # Other weights, in a bundle of another name
     rounded = tmp_path / "rounded.mesp"
     call("export", "--model", "demo", "--bits", 8, "--seq-len", SEQ_LEN, "--out", rounded)
     sentence = refused(run("train", rounded, "--resume", "--out", output, "--steps", 4))
     assert sentence.startswith(f"The bundle's weights are not those that the run in {output} was")
-    # Other data, in the same bundle.
+    # Other data, in the same bundle
     (tmp_path / "train.txt").write_text("Some other text to train on. " * 400)
     call("data", path, "--data", tmp_path / "train.txt")
     sentence = refused(run("train", "--resume", "--out", output, "--steps", 4))
     assert sentence.startswith(
-        f"The train data is not what the run in {output} was started with; start a new run, with "
-        f"--adapters {output / 'adapters'} to go on from its adapters."
+        f"The train data has changed since the run in {output} was started; start a new run, with "
+        f"--adapters {output / 'adapters'} to continue from its adapters."
     )
     assert contents(output) == before
     train(path, tmp_path / "new", "--adapters", output / "adapters", steps=1)
-    # With its own data the run goes on, from a bundle in another place with other lengths.
+    # With its own data the run continues, from a bundle in another place with other lengths.
     longer = tmp_path / "longer.mesp"
     call("export", "--from", bundle, "--seq-len", f"16,{SEQ_LEN}", "--out", longer)
     call("train", longer, "--resume", "--out", output, "--steps", 4)
@@ -587,8 +596,9 @@ def test_the_number_of_threads_changes_no_bit(
 def test_threads_that_wait_take_no_processor(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """With every core busy, as is usual where other programs run, a thread that spun until the
-    others were done would take as much again as the work itself, and more with each thread."""
+    """A spinning thread would take as much time as the work itself on a busy machine, and more with
+    each thread.
+    """
     seconds = {}
     loops = [
         subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -605,7 +615,7 @@ def test_threads_that_wait_take_no_processor(
         for loop in loops:
             loop.kill()
             loop.wait()
-    # Waking threads takes some; the processor's time differs with what shares its caches.
+    # Waking threads takes time, and the processor's time depends on other users of its caches.
     assert seconds[5] < 2 * seconds[1]
 
 

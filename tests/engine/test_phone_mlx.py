@@ -1,7 +1,7 @@
-"""The MLX of phones, in a folder of its own: it reads what this environment's exports.
+"""Tests of phones' MLX, in a separate environment: it reads the exports of this environment.
 
-Both compute the same, to the last bit. Run as a program, this file writes what the MLX that it
-finds computes.
+Both compute the same, to the last bit. As a program, this file writes the results of the MLX that
+it finds.
 """
 
 import json
@@ -23,13 +23,13 @@ from mesp.block_function import mlxfn
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import build_program, find_engine
 
-PHONE = ROOT / ".venv" / "phone-mlx"  # where `make test-slow` installs it
+PHONE = ROOT / ".venv" / "phone-mlx"  # `make test-slow` installs it there
 LENGTH = 24
 Arrays = dict[str, mx.array]
 
 
 def export_families(folder: Path) -> Arrays:
-    """The weights of a bundle of each family; writes the bundles."""
+    """Writes a bundle of each family, and returns their weights."""
     found = {}
     for name, config in FAMILIES.items():
         model, out = write_model(folder / name, config), folder / f"{name}.mesp"
@@ -40,7 +40,7 @@ def export_families(folder: Path) -> Arrays:
 
 
 def functions(folder: Path) -> Arrays:
-    """The outputs of the block functions of each family's bundle."""
+    """Returns the outputs of the block functions of each family's bundle."""
     found = {}
     for name in FAMILIES:
         bundle = Bundle(folder / f"{name}.mesp")
@@ -58,7 +58,7 @@ def functions(folder: Path) -> Arrays:
 
 
 def train(engine: Path, out: Path) -> Arrays:
-    """The losses of 20 steps of the demo model, and the adapters."""
+    """Returns the losses of 20 steps of the demo model, and the adapters."""
     options = ["--steps", "20", "--optimizer", "adamw", "--out", out]
     command = [sys.executable, "-m", "mesp", "train", DEMO_BUNDLE, *options]
     subprocess.run(command, env=os.environ | {"MESP_ENGINE": str(engine)}, check=True)

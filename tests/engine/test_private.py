@@ -1,5 +1,8 @@
-"""Differential privacy (DP-SGD) of the real engine: against per-example automatic differentiation,
-what it refuses, and what it says of ε."""
+"""Tests of differential privacy (DP-SGD) in the real engine.
+
+Gradients are compared with per-example automatic differentiation. Refusals, and the values of ε,
+are tested too.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ WORDS = [
     "mix",
     "quartz",
 ]
-STEPS = 3  # from the second on there is a moment, and A has a gradient
+STEPS = 3  # from the second step on there is a moment, and A has a gradient
 
 
 def write_records(path: Path, count: int, seed: int = 0) -> Path:
@@ -72,13 +75,13 @@ def export(folder: Path, data: Path, *options: object) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Records of which some are cut."""
+    """Returns a bundle with records, some of which are cut."""
     folder = tmp_path_factory.mktemp("records")
     return export(folder, write_records(folder / "records.jsonl", 30), "--no-pack")
 
 
 def begin_with_key(bundle: Path, output: Path, **settings: object) -> Path:
-    """The settings of a run whose key is known: it goes on where there is nothing but the key."""
+    """Returns the settings of a run with a known key: a run continues if only the key exists."""
     output.mkdir()
     (output / "metrics.jsonl").touch()
     (output / "secret.key").write_bytes(KEY)
@@ -97,8 +100,9 @@ def train_with_key(bundle: Path, output: Path, **settings: object) -> RunLog:
 
 
 class Private:
-    """The same training in Python: each example's gradient is made by itself, of all matrices at
-    once, by automatic differentiation."""
+    """A DP-SGD run in Python: automatic differentiation of each example, by all matrices at
+    once.
+    """
 
     def __init__(self, bundle: Path, recipe: Recipe) -> None:
         self.oracle, self.recipe = Oracle.of(bundle), recipe
@@ -108,7 +112,7 @@ class Private:
         self.norms: list[float] = []
 
     def noise(self, step: int) -> Parameters:
-        """Of each block a vector for the trained matrices, which lie one behind the other."""
+        """Returns a vector for the trained matrices of each block, which follow one another."""
         noise = {name: mx.zeros_like(matrix) for name, matrix in self.start.items()}
         trained = [name for name in noise if name.endswith("lora_b") or not self.recipe.freeze_a]
         blocks = [
@@ -157,8 +161,8 @@ class Private:
 SGD = {"optimizer": "sgd", "learning_rate": 0.1}
 ADAMW = {"optimizer": "adamw", "learning_rate": 1e-3}
 CASES = {
-    # A full batch without noise: the mean of clipped gradients. Where there is noise it is about as
-    # long as that, so that neither hides an error of the other.
+    # A full batch without noise: the mean of clipped gradients. Where there is noise, it is about
+    # as long as this mean, so that neither hides an error of the other.
     "clipping": ((0.5, 0.0, 27), SGD, Recipe(optim.SGD(0.1))),
     "clipping that need not": ((1e4, 0.0, 9), SGD, Recipe(optim.SGD(0.1))),
     "noise": ((0.5, 0.002, 4), SGD, Recipe(optim.SGD(0.1))),
@@ -277,7 +281,7 @@ def test_the_planner_counts_two_copies_of_the_gradient(bundle: Path):
 
     blocks = Bundle(bundle).architecture.blocks
     gradient = 4 * sum(block.lora_size(RANK) for block in blocks)
-    # With the gaps that the planner counts among arrays that last.
+    # With the gaps that the planner counts among lasting arrays.
     assert peak(dp_clip=1, dp_noise=1) - peak() == 2 * gradient * 17 // 16
     assert peak(dp_clip=1, dp_noise=1, batch_size=20) == peak(dp_clip=1, dp_noise=1)
 
@@ -347,11 +351,11 @@ def test_other_data_is_refused_on_resuming(bundle: Path, tmp_path: Path):
     other = export(tmp_path, write_records(tmp_path / "other.jsonl", 40), "--no-pack")
     assert train(bundle, tmp_path / "run", "--dp-noise", 1).returncode == 0
     done = run("train", other, "--resume", "--out", tmp_path / "run", "--steps", 5)
-    assert done.returncode == 2 and "The train data is not what the run" in done.stderr
+    assert done.returncode == 2 and "The train data has changed since the run" in done.stderr
 
 
 def test_pairs_are_clipped_by_the_pair(tmp_path: Path):
-    """Without noise, a full batch of DPO at clip C: as many pairs as long as their norms are."""
+    """In a full batch of DPO without noise, each pair's gradient is clipped."""
     draw = np.random.default_rng(1)
     pairs = [
         {
@@ -370,7 +374,7 @@ def test_pairs_are_clipped_by_the_pair(tmp_path: Path):
         after = saved(output)
         return {name: array for name, array in after.items() if name.endswith("lora_b")}
 
-    # At B = 0 one pair's gradient by B is what a step of a run on it alone moves B by.
+    # At B = 0, a pair's gradient by B is the change of B in a step on this pair alone.
     alone = {}
     for number in range(3):
         each = tmp_path / f"{number}"
@@ -395,7 +399,7 @@ def test_pairs_are_clipped_by_the_pair(tmp_path: Path):
     assert distance(moved(tmp_path / "run"), expected) < 1e-4 * way
 
 
-# The accountant.
+# The accountant
 
 
 def test_epsilon_of_full_batches_is_the_gaussian_mechanisms():
@@ -408,7 +412,7 @@ def test_epsilon_of_full_batches_is_the_gaussian_mechanisms():
 
 
 def test_epsilon_bounds_that_of_privacy_loss_distributions():
-    """The library's other accountant, which is nearly exact and slow."""
+    """This is the library's other accountant, which is nearly exact and slow."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.pld import PLDAccountant
 

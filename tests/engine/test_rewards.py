@@ -1,4 +1,6 @@
-"""Rewards: answers that are sampled, and a step on them, against automatic differentiation."""
+"""Tests of rewards: sampled answers, and a step on them, compared with automatic
+differentiation.
+"""
 
 import json
 import signal
@@ -31,7 +33,7 @@ RECORDS = [
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model with prompts and answers."""
+    """Returns the demo model's bundle with prompts and answers."""
     folder = tmp_path_factory.mktemp("rewards")
     data, out = folder / "data.jsonl", folder / "demo.mesp"
     data.write_text("\n".join(map(json.dumps, RECORDS)))
@@ -41,8 +43,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def grpo(oracle: Oracle, parameters: dict, groups: list[dict], scores: list, dr: bool) -> mx.array:
-    """The loss as TRL's GRPOTrainer computes it: of answers of the model itself, with the ratio of
-    probabilities by the ones before the step."""
+    """Returns the loss as in TRL's GRPOTrainer: for answers of the model itself, with the ratio of
+    probabilities to those before the step.
+    """
     scores, longest = mx.array(scores), len(groups[0]["answers"][0])
     advantages = scores - scores.mean(axis=1, keepdims=True)
     if not dr:
@@ -67,7 +70,7 @@ SCALE = Recipe(optimizer=None).scale
 def test_a_step_is_that_of_automatic_differentiation(
     bundle: Path, tmp_path: Path, dr: bool, offload: str
 ):
-    """Two steps by SGD on two prompts, from the answers that the engine says it has sampled."""
+    """There are two steps of SGD on two prompts, with the answers that the engine's log has."""
     options = {"steps": 2, "optimizer": "sgd", "learning_rate": RATE, "reward": "exact"}
     options |= {"group_size": GROUP, "max_tokens": 6, "batch_size": 2, "dr_grpo": dr}
     options |= {"val_batches": 0, "seq_len": SEQ_LEN, "rank": RANK, "offload": offload}
@@ -125,7 +128,7 @@ def test_a_run_that_goes_on_samples_the_same_answers(bundle: Path, tmp_path: Pat
 def test_a_reward_that_fails_ends_the_run_in_order(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The steps before are saved, and the run can go on."""
+    """The steps before are saved, and the run can continue."""
     module, divisor, out = (tmp_path / name for name in ("own_reward.py", "divisor", "run"))
     module.write_text(
         "def reward(*, completions, **_):\n"
@@ -152,7 +155,7 @@ def test_a_reward_that_fails_ends_the_run_in_order(
 def test_equal_rewards_teach_nothing(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dr: bool
 ):
-    """Also where their mean is not exact in float32."""
+    """This also holds if their mean is not exact in float32."""
     (tmp_path / f"same_{dr}.py").write_text(
         "def reward(*, completions, **_):\n    return [0.1] * len(completions)\n"
     )

@@ -1,4 +1,4 @@
-"""mesp-train as a user runs it, against a stand-in engine."""
+"""Tests of mesp-train as a user runs it, with a stand-in engine."""
 
 import json
 import os
@@ -96,7 +96,7 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def environment(how: str = "", **more: str) -> dict[str, str]:
-    """The stand-in for the engine, and how it behaves."""
+    """Returns the environment with the stand-in for the engine, and its behaviour."""
     return {"MESP_ENGINE": str(FAKE_ENGINE), "FAKE_ENGINE": how, **more}
 
 
@@ -149,7 +149,7 @@ def test_the_update_goes_by_the_method_unless_it_is_given(
     assert (taken["optimizer"], taken["learning_rate"]) == (optimizer, rate)
 
 
-# Every option, away from its default, as it is typed and as the engine gets it.
+# Every option with a value other than its default, as it is typed and as the engine gets it.
 SGD = {"steps": 3, "seq-len": 128, "rank": 16, "alpha": 32.0, "seed": 7, "learning-rate": 0.5}
 SGD |= {
     "optimizer": "sgd",
@@ -257,7 +257,7 @@ def test_the_command_line_counts_more_than_the_config(bundle: Path, tmp_path: Pa
 
 
 def test_the_settings_of_a_run_are_a_config(bundle: Path, tmp_path: Path):
-    """JSON is YAML, and a run is done again with `--config RUN/settings.json --out OTHER`."""
+    """JSON is YAML, so a run is repeated with `--config RUN/settings.json --out OTHER`."""
     again = tmp_path / "again"
     assert train(bundle, *typed(SGD), "--out", tmp_path / "run").returncode == 0
     done = train("--config", tmp_path / "run" / "settings.json", "--out", again)
@@ -432,7 +432,7 @@ def test_the_best_and_the_test_are_reported(bundle: Path, tmp_path: Path):
     ]
 
 
-# Going on with a run.
+# Continuing a run
 
 
 def test_a_run_goes_on_with_its_settings(bundle: Path, tmp_path: Path):
@@ -563,7 +563,7 @@ def test_without_a_terminal_the_first_step_and_the_last_are_lines(bundle: Path, 
 def test_without_a_terminal_lines_come_by_time(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int
 ):
-    """Of a run of a quarter of an hour none is far from the one before, and they are not many."""
+    """In a run of a quarter of an hour, lines are never far apart, and there are not many."""
     now = 100.0
     monkeypatch.setattr("mesp.commands.progress_bars.time.monotonic", lambda: now)
     record = {"type": "step", "loss": 2.0, "seconds": seconds, "footprint_bytes": 1}
@@ -716,7 +716,7 @@ def test_what_else_the_engine_prints_is_passed_on(bundle: Path, tmp_path: Path):
     assert done.stderr.endswith("The bundle was exported for the CPU.\n")
 
 
-DEADLINE = 120  # seconds; an end to what hangs, not a bound on what is slow
+DEADLINE = 120  # seconds; ends a hanging process, and is no limit on slow ones
 
 
 def start_and_wait_for_steps(bundle: Path, run: Path, how: str) -> subprocess.Popen:
@@ -759,7 +759,7 @@ def test_ctrl_c_stops_cleanly_and_reaches_the_engine_once(
 
 
 def test_a_signal_that_is_ignored_stays_so(bundle: Path, tmp_path: Path):
-    """As under nohup, or for a job that a script starts in the background."""
+    """nohup ignores signals, and so does a script's background job."""
     run = tmp_path / "run"
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

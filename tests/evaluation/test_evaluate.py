@@ -1,4 +1,4 @@
-"""Evaluations by the real engine, of the demo model, against mlx-lm."""
+"""Tests of evaluations of the demo model by the real engine, compared with mlx-lm."""
 
 import gzip
 import json
@@ -32,8 +32,8 @@ from mesp.evaluation.records import read_records
 
 pytestmark = pytest.mark.slow
 
-# Our sums over a quantized matrix and mlx-lm's are in another order: of a token's loss, some 10
-# nats in float32, that is 3e-6 at most, and a sequence adds them up.
+# Sums over a quantized matrix have another order in mlx-lm. For a token's loss of some 10 nats in
+# float32, this makes at most 3e-6, and the errors of a sequence add up.
 PER_TOKEN = 1e-5
 QUESTIONS = [
     {"prompt": "The President of the United", "choices": [" States", " Kings of old"], "answer": 0},
@@ -55,7 +55,7 @@ TASKS = [
 
 @pytest.fixture(scope="module")
 def adapters(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random ones, as mlx-lm keeps them, that change the model much."""
+    """Returns random adapters in mlx-lm's form that change the model much."""
     keys = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
     parameters = {"rank": 4, "scale": 4.0, "dropout": 0.0, "keys": keys}
     model = Bundle(bundle).to_mlx_lm()
@@ -73,7 +73,9 @@ def adapters(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mlx_lms(bundle: Path, adapters: Path | None) -> nn.Module:
-    """Dequantized: products of packed matrices take a CPU long."""
+    """Returns mlx-lm's model, dequantized, because products of packed matrices are slow on a
+    CPU.
+    """
     model = Bundle(bundle).to_mlx_lm()
     model.set_dtype(mx.float32)
     model = dequantize_model(model)
@@ -84,7 +86,7 @@ def mlx_lms(bundle: Path, adapters: Path | None) -> nn.Module:
 
 
 def theirs(model: nn.Module, tokens: list[int], first: int) -> tuple[float, bool]:
-    """mlx-lm's log-probabilities of the tokens from `first` on."""
+    """Returns mlx-lm's log-likelihood of the tokens from `first` on, and whether all are greedy."""
     logits = model(mx.array([tokens[:-1]]))[0, first - 1 :].astype(mx.float32)
     targets = mx.array(tokens[first:])
     logs = mx.take_along_axis(nn.log_softmax(logits), targets[:, None], axis=-1)
@@ -92,7 +94,7 @@ def theirs(model: nn.Module, tokens: list[int], first: int) -> tuple[float, bool
 
 
 def in_windows(model: nn.Module, tokens: list[int], size: int) -> float:
-    """mlx-lm's rolling log-likelihood, as lm-evaluation-harness cuts a text."""
+    """Returns mlx-lm's rolling log-likelihood, with a text cut as in lm-evaluation-harness."""
     total = 0.0
     for first in range(1, len(tokens), size):
         end = min(first + size, len(tokens))
@@ -109,7 +111,7 @@ def write(path: Path, records: list[dict]) -> Path:
 def evaluate(
     bundle: Path, records: list[dict], tmp_path: Path, *options: object
 ) -> tuple[dict, dict[tuple, dict]]:
-    """The JSON of a run of the command, and its results by metric and adapters."""
+    """Returns the JSON of a run of the command, and its results by metric and adapters."""
     out = tmp_path / "out.json"
     data = write(tmp_path / "data.jsonl", records)
     done = call("evaluate", bundle, data, "--out", out, *options)
@@ -126,7 +128,7 @@ def test_log_likelihoods_are_mlx_lms(bundle: Path, adapters: Path, tuned: bool):
     folder = adapters if tuned else None
     model = mlx_lms(bundle, folder)
     text = load_bundle_tokenizer(bundle).encode(TEXTS[2] * 6)
-    assert len(text) > 300  # more than go through the blocks at once
+    assert len(text) > 300  # more tokens than go through the blocks at once
     greedy = int(model(mx.array([text[:40]]))[0, -1].argmax())
     choices = [[5], [6, 7, 8], [greedy], text[40:43], text[40:], [9] * 30]
     with evaluator(bundle, weigh(folder)) as engine:
@@ -240,7 +242,7 @@ def test_choices_are_mlx_lms(bundle: Path, tmp_path: Path, chat: bool):
 
 
 def split(tokenizer: TokenizerWrapper, text: str) -> list[int]:
-    """Ids by transformers, without special tokens."""
+    """Returns ids by transformers, without special tokens."""
     return list(tokenizer.encode(text, split_special_tokens=True))
 
 
@@ -264,7 +266,7 @@ def test_special_tokens_in_records_become_text_where_asked(bundle: Path, tmp_pat
         scores = []
         for choice in choices:
             both = split(tokenizer, record["prompt"] + choice)
-            if chat:  # each special token is encoded by itself
+            if chat:  # each special token is encoded separately
                 space, word = choice[:1], choice[1:]
                 pieces = [space, end] if word == end else [choice]
                 both = before + [id for piece in pieces for id in split(tokenizer, piece)]
@@ -350,7 +352,7 @@ def test_several_adapters_at_once(bundle: Path, adapters: Path, tmp_path: Path):
 
 
 def test_json_and_extraction(bundle: Path, tmp_path: Path):
-    """The model's answer is not JSON; the match of a pattern in it is."""
+    """The model's answer is not JSON, but the match of a pattern in it is."""
     options = ("--no-chat", "--max-tokens", 8, "--json")
     records = [{"prompt": "My fellow", "completion": '"citizens"'}]
     _, results = evaluate(bundle, records, tmp_path, *options)
@@ -369,12 +371,12 @@ def test_the_table_says_what_changed(bundle: Path, adapters: Path, tmp_path: Pat
     assert head.split() == ["metric", "model", "value", "95%", "-", "base", "95%"]
     assert [line.split()[0] for line in lines] == ["acc", str(adapters), "acc_norm", str(adapters)]
     assert all("…" in line for line in lines)
-    assert done.stderr == ""  # no progress in a log
+    assert done.stderr == ""  # there is no progress in a log
 
 
 def test_records_come_from_standard_input(bundle: Path):
     lines = "".join(json.dumps(record) + "\n" for record in QUESTIONS)
-    for begin in ("", "\ufeff"):  # as Windows' editors begin a file
+    for begin in ("", "\ufeff"):  # some editors for Windows begin a file with it
         done = run("evaluate", bundle, "-", input=begin + lines)
         assert done.returncode == 0 and "acc_norm" in done.stdout
     done = run("evaluate", bundle, "-", input='{"text": "é"}'.encode("latin-1"))
@@ -382,7 +384,7 @@ def test_records_come_from_standard_input(bundle: Path):
 
 
 def test_records_come_from_every_kind_of_file(bundle: Path, tmp_path: Path):
-    """And those of a table are strings, a text is one record."""
+    """Values of a table are strings, and a text is one record."""
     rows = "".join(f"{each['prompt']},{each['completion']}\n" for each in TASKS)
     files = {
         "a.json": (json.dumps(QUESTIONS), QUESTIONS),
@@ -408,7 +410,7 @@ def test_what_is_no_file_of_data_is_refused(bundle: Path, tmp_path: Path, what: 
     (tmp_path / "device.jsonl").symlink_to("/dev/zero")
     (tmp_path / "records").write_text('{"text": "a"}')
     said = {
-        "records": "records is of no kind of file that is read; give records as .jsonl",
+        "records": "records is a kind of file that is not read; give records as .jsonl",
         ".": "is a folder; name a file in it.",
     }.get(what, "is not a regular file; give a file, or to mesp evaluate - and standard input.")
     refused(run("evaluate", bundle, tmp_path / what), said, tmp_path)
@@ -450,7 +452,7 @@ def test_ctrl_c_while_it_loads_is_silent(
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-# Refused
+# Refusals
 
 BAD_RECORDS = {
     "no JSON": ("{", "Line 1 of {} is not JSON."),

@@ -1,5 +1,7 @@
-"""lm-evaluation-harness's tasks, on the engine and on mlx-lm's own class for it. No part of `make
-test`, as the harness is large; `make test-slow` installs it."""
+"""Tests of lm-evaluation-harness's tasks with the engine and with mlx-lm's class for it.
+
+They are not in `make test`, because the harness is large; `make test-slow` installs it.
+"""
 
 import json
 import subprocess
@@ -46,7 +48,7 @@ MAX_TOKENS = 6
 
 @pytest.fixture(scope="module")
 def adapters(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random ones, as mlx-lm keeps them."""
+    """Returns random adapters in mlx-lm's form."""
     parameters = {"rank": 4, "scale": 4.0, "dropout": 0.0, "keys": ["self_attn.v_proj"]}
     model = Bundle(bundle).to_mlx_lm()
     model.freeze()
@@ -69,7 +71,7 @@ def adapters(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a task of each kind of output."""
+    """Returns a folder with a task of each kind of output."""
     folder = tmp_path_factory.mktemp("tasks")
     for kind, metrics in METRICS.items():
         records = {"multiple_choice": QUESTIONS, "loglikelihood_rolling": TEXTS}.get(kind, PAIRS)
@@ -109,7 +111,7 @@ class MlxModel(MLXLM):
         self.use_chat_template = False
 
     def loglikelihood_rolling(self, requests: list) -> list[float]:
-        """With the token before the text that the harness asks for, and mlx-lm leaves out."""
+        """Adds the token before the text that the harness asks for, and that mlx-lm leaves out."""
         scores = []
         for request in requests:
             tokens = [self.tokenizer.eos_token_id, *self.tokenizer.encode(request.args[0])]
@@ -117,7 +119,7 @@ class MlxModel(MLXLM):
         return scores
 
     def generate_until(self, requests: list) -> list[str]:
-        """With the number of tokens of the task, which mlx-lm reads under another name."""
+        """Passes the task's number of tokens, which mlx-lm reads under another name."""
         self._max_tokens = MAX_TOKENS
         try:
             return super().generate_until(requests)
@@ -150,7 +152,7 @@ def test_figures_are_mlx_lms(
         }
         assert len(results) == sum(len(METRICS[kind]) for kind in kinds)
         for (task, metric), each in results.items():
-            # The order of sums in float32.
+            # float32 sums in another order
             expected = theirs["results"][task][f"{metric},none"]
             assert each["value"] == pytest.approx(expected, rel=1e-4), (task, metric)
             assert each["low"] <= each["value"] <= each["high"]
@@ -162,7 +164,7 @@ def test_figures_are_mlx_lms(
 
 
 def check_alike(ours: list, theirs: list) -> None:
-    """Log-likelihoods to float32's sums, whether they are greedy, and texts."""
+    """Compares log-likelihoods up to float32's sums, whether they are greedy, and texts."""
     for our, their in zip(ours, theirs, strict=True):
         if isinstance(their, tuple | list):
             assert our[0] == pytest.approx(their[0], abs=1e-4) and our[1] == their[1]
@@ -201,8 +203,7 @@ def test_a_bad_task_is_one_sentence(
 
 
 def test_nothing_but_the_table_is_printed(bundle: Path, tasks: Path):
-    """And that tasks of a folder may be code; also where git, which the harness asks, finds no
-    repository."""
+    """A folder's tasks may be code, and git, which the harness calls, may find no repository."""
     line = command("evaluate", bundle, "--tasks", "local_generate_until", "--include-path", tasks)
     done = subprocess.run(line, capture_output=True, text=True, cwd=tasks)
     note = f"Note: tasks in {tasks} may run their own Python code.\n"

@@ -1,4 +1,4 @@
-"""The figures of an evaluation, and how sure they are; without a model."""
+"""Tests of the figures of an evaluation and their uncertainty, without a model."""
 
 import math
 import re
@@ -18,19 +18,21 @@ def test_a_metric_is_weighted():
 
 
 def test_the_interval_of_a_mean_is_the_normal_distributions():
-    """Of 400 records, whose mean is as good as normal."""
+    """There are 400 records, whose mean is nearly normally distributed."""
     sums = np.random.default_rng(1).normal(3, 2, 400)
     ((estimate, difference),) = compare([Metric.of("x", sums)])
     half = 1.96 * sums.std() / math.sqrt(len(sums))
     assert difference is None
     assert estimate.value == pytest.approx(sums.mean())
-    # 1,000 draws have the bounds to within some hundredths of the standard error.
+    # 1,000 draws find the bounds to some hundredths of the standard error.
     assert estimate.low == pytest.approx(sums.mean() - half, abs=half / 5)
     assert estimate.high == pytest.approx(sums.mean() + half, abs=half / 5)
 
 
 def test_differences_are_paired():
-    """Records differ much and models little: only on the same draws is the difference sure."""
+    """Records differ much and models little, so the difference is certain only on the same
+    draws.
+    """
     base = np.random.default_rng(2).normal(0, 10, 50)
     models = [Metric.of("x", base), Metric.of("x", base + 1), Metric.of("x", base)]
     (first, none), (_, better), (_, same) = compare(models)

@@ -19,7 +19,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model with the data that is shared out, so that mesp-train can have it whole."""
+    """Returns the demo model's bundle with all data of the clients, so that mesp-train can train on
+    it.
+    """
     find_engine()
     path = tmp_path_factory.mktemp("demo") / "demo.mesp"
     options = ("--data", data, "--seq-len", SEQ_LEN, "--rank", RANK)

@@ -1,4 +1,4 @@
-"""Federated rounds without Flower: what is shared out, trained, sent and kept."""
+"""Tests of federated rounds without Flower: dividing data, training, messages and stored rounds."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def a_round(federation: Federation, number: int, start: Arrays, client: int = 0)
     return train(federation.client(client), start, {**federation.config, "server-round": number})
 
 
-# A client's part.
+# A client's part
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_a_client_with_all_data_does_what_mesp_train_does(
     options = ("--steps", 5, "--batch-size", 2, *update, frozen)
     whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, *options)
     whole.rounds.save(0, None, {})
-    for folder in ("adapters", "adapters/peft"):  # the demo model's licence goes with them
+    for folder in ("adapters", "adapters/peft"):  # the demo model's licence accompanies them
         assert "license: mit\n" in (whole.rounds.path(0) / folder / "README.md").read_text()
     trained = a_round(whole, 1, whole.rounds.arrays(0))
     expected = select_exchanged(
@@ -91,7 +91,7 @@ def test_a_client_with_all_data_does_what_mesp_train_does(
 
 @pytest.mark.slow
 def test_rounds_of_sgd_are_one_run(bundle: Path, data: Path, tmp_path: Path):
-    """The order of the data goes on, and SGD has no state to lose."""
+    """The order of the data continues, and SGD has no state to lose."""
     whole = federation(
         bundle,
         data,
@@ -122,8 +122,8 @@ def test_the_moments_of_adamw_begin_again_each_round(bundle: Path, data: Path, t
     first = a_round(whole, 1, whole.rounds.arrays(0)).arrays
     second = a_round(whole, 2, first).arrays
     one = trained_here(bundle, tmp_path / "run", "--steps", 2, "--optimizer", "adamw")
-    # From zero moments the first step of AdamW without bias correction goes 0.1 / sqrt(0.001)
-    # times the rate in each coordinate, whatever the gradient's size.
+    # From zero moments, the first step of AdamW without bias correction changes each coordinate by
+    # 0.1 / sqrt(0.001) times the rate, for any size of the gradient.
     rate = whole.options["learning_rate"] * 0.1 / 0.001**0.5
     moved = np.abs(second[B] - first[B])
     assert np.median(moved) == pytest.approx(rate, rel=1e-2)
@@ -160,7 +160,7 @@ def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
         }
     union = ("--steps", 2, "--batch-size", clients * batches, "--freeze-a", *SGD)
     expected = select_exchanged(trained_here(own, tmp_path / "run", *union), True)
-    # Sums of float32 in another order.
+    # float32 sums in another order
     for name, array in arrays.items():
         assert np.linalg.norm(array - expected[name]) <= 1e-6 * np.linalg.norm(expected[name])
 
@@ -187,7 +187,7 @@ def test_a_client_refuses_in_a_sentence(bundle: Path, data: Path, tmp_path: Path
     whole.rounds.save(0, None, {})
     start = whole.rounds.arrays(0)
     one, config = whole.client(0), {**whole.config, "server-round": 1}
-    with pytest.raises(MespError, match="is of demo, and the round is of other"):
+    with pytest.raises(MespError, match="is a bundle of demo, and the round is for other"):
         train(one, start, config | {"model": "other"})
     with pytest.raises(MespError, match=r"took more than 0\.001 s"):
         train(one, start, config | {"timeout": 0.001})
@@ -195,7 +195,7 @@ def test_a_client_refuses_in_a_sentence(bundle: Path, data: Path, tmp_path: Path
         train(one, start | {B: np.zeros((6, RANK, 3), np.float32)}, config)
 
 
-# Messages.
+# Messages
 
 
 def test_bfloat16_is_rounded_as_mlx_rounds():
@@ -207,7 +207,7 @@ def test_bfloat16_is_rounded_as_mlx_rounds():
 
 
 def test_folders_of_the_last_blocks_are_read_as_they_were_written(tmp_path: Path):
-    """Of a model with two kinds of blocks by turns, attention in the last."""
+    """The model has two alternating kinds of blocks, with attention in the last."""
     arch = Architecture.from_config(FAMILIES["qwen3_5"] | {"num_hidden_layers": 8})
     arrays = {
         "self_attn.o_proj.lora_b": np.ones((2, 2, 5), np.float32),
@@ -260,7 +260,7 @@ def test_drift_and_the_error_of_averaging_are_as_their_formulas():
     assert averaging_error(only_b, weights, select_exchanged(start, True)) == 0
 
     def of_experts(arrays: Arrays) -> Arrays:
-        """The blocks as experts of one block, as mlx-lm has these."""
+        """Returns the blocks as experts of one block, in mlx-lm's form."""
         return {name: array.swapaxes(-1, -2)[None] for name, array in arrays.items()}
 
     stacked = [of_experts(each) for each in clients]
@@ -283,7 +283,7 @@ def test_matrices_that_do_not_fit_are_named():
             check_arrays(arrays, start)
 
 
-# Who gets what.
+# Dividing data
 
 
 def contents(documents: list) -> list[str]:
@@ -312,9 +312,9 @@ def test_a_file_is_a_topic(tmp_path: Path):
     assert len(held_out) == 10
     shares = share_out("", topics, 2, Partition("by-file"), seed=0)
     assert [len(share) for share in shares] == [20, 10]
-    with pytest.raises(MespError, match="client 3 of 4 would get nothing"):
+    with pytest.raises(MespError, match="Client 3 of 4 would get nothing"):
         share_out("", topics, 4, Partition("by-file"), seed=0)
-    # The smaller alpha, the more of a topic one client has.
+    # The smaller alpha is, the more of a topic one client has.
     most = []
     for alpha in (0.05, 100):
         shares = share_out("", topics, 2, Partition("dirichlet", alpha), seed=3)
@@ -323,7 +323,9 @@ def test_a_file_is_a_topic(tmp_path: Path):
 
 
 def test_data_are_taken_as_the_export_takes_them(bundle: Path, tmp_path: Path):
-    """Columns by other names, and each record a sequence of its own with the loss of it all."""
+    """Columns have other names, and each record is a separate sequence with all of it in the
+    loss.
+    """
     write_records(
         tmp_path / "asked.jsonl",
         [{"question": f"What is {i}?", "reply": f"It is {i}."} for i in range(40)],
@@ -341,7 +343,7 @@ def test_data_are_taken_as_the_export_takes_them(bundle: Path, tmp_path: Path):
 
 
 def test_held_out_data_alone_trains_nobody(tmp_path: Path):
-    """A server on real machines needs no more."""
+    """A server on real machines needs no other data."""
     (tmp_path / "valid.txt").write_text("What is held out.\n", encoding="utf-8")
     topics, held_out = read_topics(str(tmp_path))
     assert not topics
@@ -401,9 +403,9 @@ def test_what_is_no_topic_is_refused(tmp_path: Path):
     os.mkfifo(folder / "pipe.txt")
     for name, said in (
         ("valid.txt", "has both dev.txt and valid.txt; keep one."),
-        ("b.jsonl.zst", "has b.jsonl.zst, of no kind of file that is read; "),
+        ("b.jsonl.zst", "has b.jsonl.zst, a kind of file that is not read; "),
         ("link.txt", "link.txt is a link that leads out of its folder; put the file there."),
-        ("more/c.txt", "has more/c.txt, which is of no split"),
+        ("more/c.txt", "has more/c.txt, which is in no split"),
         ("pipe.txt", "pipe.txt is not a regular file; put the file there."),
     ):
         with pytest.raises(MespError, match=re.escape(said)):
@@ -422,7 +424,7 @@ def test_another_part_of_each_topic_is_held_out(tmp_path: Path):
     assert (len(topics["a.jsonl"]), len(held_out)) == (20, 20)
 
 
-# The server's folder.
+# The server's folder
 
 
 @pytest.mark.slow
@@ -482,7 +484,7 @@ for folder, kind, number in json.loads(sys.argv[1]):
 def test_a_round_is_whole_or_not_there_whichever_call_failed(
     bundle: Path, data: Path, tmp_path: Path, faults: Path, kind: str
 ):
-    """Of the server's own calls to the system, and of its engine's."""
+    """Calls of the server and of its engine fail."""
     options = ("--clients", 1, "--rounds", 1, "--val-batches", 1)
     whole = federation(bundle, data, tmp_path / "whole", *options)
     whole.write()
@@ -527,7 +529,7 @@ class PowerLoss(BaseException):
 def test_a_loss_of_power_at_any_call_leaves_whole_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A round has its name when all of it is on the disk, and the name is then too."""
+    """A round gets its name when all of it is on the disk, and then the name is on the disk too."""
 
     def engine(settings: dict) -> RunLog:
         output = Path(settings["output"])
@@ -581,7 +583,7 @@ def test_a_loss_of_power_at_any_call_leaves_whole_rounds(
     assert stop_at > 8
 
 
-# The command.
+# The command
 
 
 @pytest.mark.parametrize(
@@ -667,7 +669,7 @@ def test_a_federation_is_written_through_no_link(tmp_path: Path, name: str):
 
 @pytest.mark.parametrize("name", ["held-out", "clients/0", "rounds"])
 def test_a_federation_keeps_to_its_folder(bundle: Path, data: Path, tmp_path: Path, name: str):
-    """A new federation does, and one that goes on."""
+    """This holds for a new federation, and for one that continues."""
     output, elsewhere = tmp_path / "f", tmp_path / "elsewhere"
     link, options = output / name, ("--clients", 2, "--rounds", 1)
     elsewhere.mkdir()
@@ -730,7 +732,7 @@ def test_a_client_is_told_no_paths(bundle: Path, data: Path, tmp_path: Path):
     assert str(tmp_path) not in json.dumps(whole.config)
 
 
-# A node as a phone has it, and a server that means it harm.
+# A phone's node, and a malicious server
 
 
 class Node:
@@ -763,7 +765,7 @@ class Node:
         self.process.communicate()
 
     def ended(self) -> tuple[int, str, str]:
-        """The exit status and what was printed."""
+        """Returns the exit status and the output."""
         out, error = self.process.communicate(timeout=120)
         return self.process.returncode, out, error
 
@@ -803,7 +805,7 @@ def long(handler: BaseHTTPRequestHandler) -> None:
     handler.send_response(200)
     handler.send_header("content-length", str(600_000_000))
     handler.end_headers()
-    # Foundation for Linux reads on until it is told: at 100 MB/s, not as fast as it can.
+    # Foundation for Linux reads on until it is stopped: here at 100 MB/s, not at full speed.
     for _ in range(600):
         handler.wfile.write(bytes(1_000_000))
         time.sleep(0.01)
@@ -885,7 +887,7 @@ LONG, UNSAID, DAMAGED = "more bytes than any answer", "compressed or without a l
 def test_an_answer_that_is_none_ends_a_node(
     bundle: Path, tmp_path: Path, answer: Callable, said: str, call: str
 ):
-    """The node ends with a sentence, takes little memory and leaves its own files alone."""
+    """The node ends with a sentence, takes little memory and leaves its own files unchanged."""
     folder, peak = tmp_path / "n", 0
     with SuperLink(**{call: answer}) as link, Node(link.url, bundle, folder) as node:
         kept = answer in (endless_chunks, endless_trailers)
@@ -895,8 +897,8 @@ def test_an_answer_that_is_none_ends_a_node(
                 peak = max(peak, node.peak_bytes())
             time.sleep(0.005)
         code, out, error = node.stop()
-    # Foundation for Linux can keep an answer in chunks to itself until the last, and the node
-    # waits. It takes what comes, and decompresses it, before it tells of it.
+    # Foundation for Linux may hold back an answer in chunks until the last chunk, and the node
+    # waits. It reads and decompresses the answer before it passes it on.
     waited = kept and (code, error) == (0, "")
     assert waited or (code == 2 and said in error and error.count("\n") == 1)
     assert peak < 150_000_000 or kept or answer is compressed
@@ -944,7 +946,7 @@ def test_a_node_waits_for_a_server_that_says_nothing(
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("age", [0, 7200], ids=["useless", "expired"])
 def test_many_messages_leave_nothing(bundle: Path, tmp_path: Path, age: int):
-    """60 messages come at once, which lack their content, or for which nobody waits any more."""
+    """60 messages arrive at once. They lack their content, or nobody waits for them any more."""
     folder, count = tmp_path / "n", iter(range(60))
 
     def pull(_: BaseHTTPRequestHandler) -> bytes:
@@ -966,7 +968,7 @@ def test_many_messages_leave_nothing(bundle: Path, tmp_path: Path, age: int):
 
 @pytest.fixture(scope="module")
 def asked(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Arrays, dict]:
-    """The arrays and settings that a server sends for a round."""
+    """Returns the arrays and settings that a server sends for a round."""
     arrays = trained_here(bundle, tmp_path_factory.mktemp("asked") / "run", "--steps", 1, *SGD)
     config = {
         **{"model": str(read_manifest(bundle).model), "exchange": "float32", "server-round": 1},
@@ -999,7 +1001,7 @@ def wrong_shape(arrays: Arrays, config: dict) -> tuple[Arrays, dict]:
 def test_a_message_of_something_else_is_answered_as_a_failure(
     bundle: Path, tmp_path: Path, asked: tuple, change: Callable, said: str
 ):
-    """The next message, which is in order, is trained."""
+    """The next message, which is valid, is trained on."""
     with (
         SuperLink(**asking(question(*change(*asked)), question(*asked))) as link,
         Node(link.url, bundle, tmp_path / "n") as node,
@@ -1021,7 +1023,7 @@ def test_a_round_ends_in_time_whatever_happens_to_the_clock(
 ):
     arrays, config = asked
     config = {**config, "steps": 100_000, "timeout": 20.0}
-    # The node's clock runs back, so to the node a message of now is of the future.
+    # The node's clock runs backwards, so a message of now is in the future for the node.
     with (
         SuperLink(**asking(question(arrays, config))) as link,
         Node(link.url, bundle, tmp_path / "n", environment=clock_set_back) as node,
@@ -1033,7 +1035,7 @@ def test_a_round_ends_in_time_whatever_happens_to_the_clock(
 
 @pytest.mark.slow
 def test_a_message_takes_no_more_disk_than_the_adapters(bundle: Path, tmp_path: Path):
-    """150 objects of 5 MB for a model of which all matrices take less than one."""
+    """The model's matrices take less than one MB, and 150 objects of 5 MB are offered."""
     asked: list[int] = []
 
     def chunk(number: int) -> tuple[str, bytes]:
@@ -1097,7 +1099,7 @@ def test_two_nodes_do_not_share_a_folder(bundle: Path, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="sees a file for a moment")
 def test_a_key_is_its_owners_from_the_moment_it_is_there(bundle: Path, tmp_path: Path):
-    """Whatever a umask allows."""
+    """This holds for any umask."""
     before = os.umask(0)
     try:
         with SuperLink() as link, Node(link.url, bundle, tmp_path / "n") as node:

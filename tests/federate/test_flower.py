@@ -1,7 +1,7 @@
-"""Federated rounds through Flower: `make test-slow` installs it.
+"""Tests of federated rounds with Flower: `make test-slow` installs it.
 
-Most of it has Flower's messages, mods and strategies, and hands messages over in this process; one
-test has Flower's simulation engine, one its processes for real machines.
+Most use Flower's messages, mods and strategies, and pass messages within this process. One test
+uses Flower's simulation engine, and one its processes for real machines.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from mesp.runs.privacy import epsilon as epsilon_of_steps
 
 @pytest.fixture(autouse=True)
 def a_task() -> None:
-    """Whose messages these are: Flower sets it before it starts a ServerApp."""
+    """Sets the run that these messages belong to, as Flower does before it starts a ServerApp."""
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, SUPERLINK_NODE_ID
 
 
@@ -66,9 +66,9 @@ Change = Callable[[flwr.Message], flwr.Message | None]
 
 
 class Here:
-    """A Grid that hands messages over to a ClientApp in this process, in any order.
+    """A Grid that passes messages to a ClientApp in this process, in any order.
 
-    `changes` are what becomes of a client's answers, by its number; None for a silent one.
+    `changes` has a function for a client's answers, by its number; None for a silent client.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Here:
 
 
 def served(federation: Federation, changes: dict[int, Change] | None = None) -> Arrays:
-    """The adapters after all rounds."""
+    """Returns the adapters after all rounds."""
     serve(federation, Here(federation, changes), lambda _: None, timeout=None)
     return federation.rounds.arrays(federation.options["rounds"])
 
@@ -114,7 +114,9 @@ FLOAT32 = ("--exchange", "float32")
 
 
 def keeping(sent: dict[int, Arrays], number: int) -> Change:
-    """Puts a client's matrices into `sent`, and changes nothing."""
+    """Returns a change that puts a client's matrices into `sent`, and leaves the answer
+    unchanged.
+    """
 
     def unchanged(reply: flwr.Message) -> flwr.Message:
         sent[number] = to_numpy(reply.content["arrays"])
@@ -153,7 +155,7 @@ def test_bfloat16_takes_half_the_bytes_and_rounds_what_is_added(
         records.append(each.rounds.record(1))
     exact, rounded = found
     for name, array in exact.items():
-        # B begins at zero, which is sent as it is; each client's number is rounded by 2⁻⁹ at most.
+        # B begins at zero, which is sent exactly; each client's number is rounded by 2⁻⁹ at most.
         assert np.linalg.norm(rounded[name] - array) <= 2**-8 * np.linalg.norm(array)
     numbers = 2 * sum(array.size for array in exact.values())  # to two clients
     headers = 2 * 128 * len(exact)  # NumPy's
@@ -210,9 +212,9 @@ def test_a_mean_counts_targets(bundle: Path, tmp_path: Path):
 
 
 def test_half_a_billion_parameters_travel_in_5_mb():
-    """Qwen2.5-0.5B, rank 8, B alone, in bfloat16: all of a message."""
+    """These are all parts of a message for Qwen2.5-0.5B, rank 8, B alone, in bfloat16."""
     outputs = {"q": 896, "k": 128, "v": 128, "o": 896, "gate": 4864, "up": 4864, "down": 896}
-    random_bits = np.random.default_rng(0).integers  # what is equal would travel once
+    random_bits = np.random.default_rng(0).integers  # equal arrays would travel once
     arrays = {
         f"self_attn.{name}_proj.lora_b": random_bits(2**16, size=(24, 8, size), dtype=np.uint16)
         for name, size in outputs.items()
@@ -225,7 +227,7 @@ def test_half_a_billion_parameters_travel_in_5_mb():
     assert 2 * 24 * 8 * sum(outputs.values()) < size(content) <= 5_000_000
 
 
-# Who is left out.
+# Answers that are left out
 
 
 def with_arrays(change: Callable[[Arrays], Arrays]) -> Change:
@@ -258,7 +260,7 @@ def nothing(reply: flwr.Message) -> flwr.Message:
 
 
 def with_data(change: Callable[[bytes], bytes]) -> Change:
-    """Puts other bytes in the place of a matrix's file."""
+    """Returns a change that replaces the bytes of a matrix's file."""
 
     def changed(reply: flwr.Message) -> flwr.Message:
         array = reply.content["arrays"][B]
@@ -270,7 +272,7 @@ def with_data(change: Callable[[bytes], bytes]) -> Change:
 
 
 def npz(data: bytes) -> bytes:
-    """The archive of an array's file."""
+    """Returns the archive of an array's file."""
     archive = io.BytesIO()
     np.savez(archive, np.load(io.BytesIO(data)))
     return archive.getvalue()
@@ -278,7 +280,7 @@ def npz(data: bytes) -> bytes:
 
 BAD = {
     "is silent": (lambda _: None, "node 101: did not answer in time"),
-    "sends nothing": (nothing, "node 101: its answer is not as"),
+    "sends nothing": (nothing, "node 101: its answer does not follow"),
     "sends NaN": (with_arrays(lambda a: a | {B: a[B] * np.nan}), "is not finite"),
     "sends another shape": (
         with_arrays(lambda a: a | {B: a[B][:, :, :-1].copy()}),
@@ -291,15 +293,15 @@ BAD = {
         ),
         "is of another model",
     ),
-    "has no name": (without("about"), "node 101: its answer is not as"),
+    "has no name": (without("about"), "node 101: its answer does not follow"),
     "claims too much": (with_metric("num-examples", 10**9), "counts 1000000000 targets"),
     "claims nothing": (with_metric("num-examples", 0), "counts 0 targets"),
-    "has no loss": (with_metric("loss", float("nan")), "its metrics are not as"),
+    "has no loss": (with_metric("loss", float("nan")), "its metrics do not follow"),
     "sends an archive": (with_data(npz), "is an archive and not an array"),
-    "sends no file": (with_data(lambda _: b"\x93NUMPY" + bytes(9)), "its answer is not as"),
-    "sends too much": (with_data(lambda data: data + bytes(1 << 20)), "bytes, of which"),
+    "sends no file": (with_data(lambda _: b"\x93NUMPY" + bytes(9)), "its answer does not follow"),
+    "sends too much": (with_data(lambda data: data + bytes(1 << 20)), "bytes, more than the"),
     "sends 3e38": (with_arrays(lambda a: a | {B: np.full_like(a[B], 3e38)}), "larger than 1e+06"),
-    "has footprints": (with_metric("footprint-bytes", -1), "its metrics are not as"),
+    "has footprints": (with_metric("footprint-bytes", -1), "its metrics do not follow"),
 }
 
 
@@ -329,7 +331,7 @@ HOSTILE = [
 
 
 def damage(reply: flwr.Message, random: random.Random) -> None:
-    """Changes something in an answer, as far as Flower's records let it."""
+    """Changes something in an answer, as far as Flower's records allow it."""
     content = reply.content
     kind = random.choice(("data", "data", "dtype", "name", "metrics", "about", "record"))
     if kind in ("data", "dtype", "name"):
@@ -360,7 +362,7 @@ def damage(reply: flwr.Message, random: random.Random) -> None:
 
 
 def test_no_answer_ends_a_federation(bundle: Path, data: Path, tmp_path: Path):
-    """`make test-slow` has 10,000 cases."""
+    """`make test-slow` runs 10,000 cases."""
     options = ("--clients", 2, "--rounds", 1, "--clip", 1.0, "--noise", 0.5)
     inner = make_strategy(federation(bundle, data, tmp_path / "f", *options).options)
     start = {"m.lora_a": np.ones((2, 3, 4), np.float32), "m.lora_b": np.zeros((2, 4, 3), "f4")}
@@ -396,7 +398,7 @@ def test_no_answer_ends_a_federation(bundle: Path, data: Path, tmp_path: Path):
 def test_nobody_can_spoil_a_round_with_more_than_is_asked_for(
     bundle: Path, data: Path, tmp_path: Path
 ):
-    """Flower gives a round up where clients send other records, and two may have one name."""
+    """Flower aborts a round in which clients send other records, and two may have one name."""
 
     def more(reply: flwr.Message) -> flwr.Message:
         reply.content["metrics"]["other"] = 1.0
@@ -466,11 +468,11 @@ def test_a_round_that_nobody_can_serve_ends_in_a_sentence(bundle: Path, data: Pa
     assert whole.rounds.last == 0
 
 
-# Strategies.
+# Strategies
 
 
 def test_a_killed_server_goes_on_to_the_same_adapters(bundle: Path, data: Path, tmp_path: Path):
-    """FedAdam's moments too are those of a server that was never killed."""
+    """FedAdam's moments also equal those of a server that was never killed."""
     options = ("--clients", 2, "--rounds", 3, "--steps", 1, "--strategy", "fedadam")
     options += ("--strategy-options", "eta=0.01,beta_1=0.9", *FLOAT32)
     straight, killed = (
@@ -574,7 +576,7 @@ def test_a_client_that_changes_almost_nothing_is_averaged(
 def test_adapters_that_cannot_be_evaluated_are_not_kept(
     bundle: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Nor is the strategy's state of that round, in which a number may be infinite for ever."""
+    """The strategy's state of that round is dropped too; a number in it may stay infinite."""
     options = ("--clients", 1, "--rounds", 3, "--steps", 1, "--strategy", "fedadam", *FLOAT32)
     whole = federation(bundle, data, tmp_path / "f", *options, "--strategy-options", "eta=0.01")
     evaluate, said = federations.run_engine, "The loss on the valid data is not finite."
@@ -616,10 +618,10 @@ def test_clipping_bounds_what_one_client_adds(bundle: Path, data: Path, tmp_path
     clipped = federation(bundle, data, tmp_path / "f", *options, "--clip", 0.01)
     after, before = served(clipped), clipped.rounds.arrays(0)
     norm = sum(float(np.square(after[name] - before[name]).sum()) for name in after) ** 0.5
-    assert 0 < norm <= 0.01 * (1 + 1e-4)  # of a mean of two; a sum of float32
+    assert 0 < norm <= 0.01 * (1 + 1e-4)  # for a mean of two, with a sum of float32
     noisy = federation(bundle, data, tmp_path / "n", *options, "--clip", 0.01, "--noise", 3)
     after = served(noisy)
-    # Gaussian noise of standard deviation 3 · clip / clients in each of P numbers.
+    # The change is Gaussian noise of standard deviation 3 · clip / clients in each of P numbers.
     moved = np.concatenate([(after[name] - before[name]).ravel() for name in after])
     assert moved.std() == pytest.approx(3 * 0.01 / 2, rel=0.05)
 
@@ -632,13 +634,16 @@ def test_a_client_adds_its_own_noise(bundle: Path, data: Path, tmp_path: Path, e
     serve(whole, Here(whole, node_config=own), lambda _: None, timeout=None)
     before, after = whole.rounds.arrays(0), whole.rounds.arrays(1)
     added = np.concatenate([(after[name] - before[name]).ravel() for name in after])
-    # The update is far below the noise, of which the sensitivity is 2 · 0.01.
+    # The update is far below the noise, whose sensitivity is 2 · 0.01.
     assert added.std() == pytest.approx(0.02 * noise_for(0.5, 1e-5), rel=0.05)
 
 
 def delta_of(noise: float, epsilon: float) -> float:
-    """δ(ε) of the Gaussian mechanism, from its privacy loss, which is normal with the mean
-    1 / (2 noise²) and the variance 1 / noise²: E max(0, 1 - e^(ε - loss)), integrated."""
+    """Returns δ(ε) of the Gaussian mechanism, from its privacy loss.
+
+    The loss is normal with the mean 1 / (2 noise²) and the variance 1 / noise²: δ is E max(0, 1 -
+    e^(ε - loss)), integrated.
+    """
     losses = np.linspace(epsilon, epsilon + 60 / noise, 2_000_001)
     density = np.exp(-np.square(losses - 1 / (2 * noise**2)) * noise**2 / 2)
     density *= noise / np.sqrt(2 * np.pi)
@@ -647,7 +652,7 @@ def delta_of(noise: float, epsilon: float) -> float:
 
 @pytest.mark.parametrize("epsilon", [0.1, 1, 8.5, 20])
 def test_a_noise_has_the_privacy_that_is_said(epsilon: float):
-    """Held to the definition. What is classically taken is too little above ε of 8.5."""
+    """It is compared with the definition. The classical noise is too small for ε above 8.5."""
     noise = noise_for(epsilon, 1e-5)
     assert delta_of(noise, epsilon) == pytest.approx(1e-5, rel=1e-3)
     assert gaussian_epsilon(noise, 1e-5) == pytest.approx(epsilon, rel=1e-6)
@@ -656,7 +661,7 @@ def test_a_noise_has_the_privacy_that_is_said(epsilon: float):
 
 
 def test_rounds_add_up_as_an_accountant_has_it():
-    """Against the composition of privacy loss distributions."""
+    """They are compared with the composition of privacy loss distributions."""
     for noise, count in ((1.0, 8), (4.0, 100)):
         accountant = pld.PLDAccountant()
         accountant.compose(dp_event.GaussianDpEvent(noise), count)
@@ -697,7 +702,7 @@ def test_a_client_counts_its_answers(
 def test_a_client_trains_privately(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """Its steps in all rounds compose, and those of another client are not private."""
+    """Its steps in all rounds compose, and another client's steps are not private."""
     data, private = tmp_path / "data", {"dp_clip": 1.0, "dp_noise": 1.5, "dp_delta": 1e-4}
     data.mkdir()
     records = ({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(60))
@@ -741,7 +746,7 @@ def test_a_client_sends_nothing_without_the_noise_that_it_asked_for(own: dict, s
         app(question, context)
 
 
-# Flower's own processes.
+# Flower's processes
 
 
 def test_flowers_simulation_gives_the_same_adapters(bundle: Path, data: Path, tmp_path: Path):
@@ -778,15 +783,15 @@ def free_port() -> int:
 
 
 class Relay:
-    """Brings to a SuperLink with TLS what comes to it without.
+    """Forwards connections without TLS to a SuperLink with TLS.
 
-    Foundation for Linux trusts the system's certificates alone; phones trust those that their
-    owner has installed too.
+    Foundation for Linux trusts only the system's certificates; phones also trust those that their
+    owner has installed.
     """
 
     def __init__(self, port: int, certificate: Path) -> None:
         self.link, self.trusted = port, ssl.create_default_context(cafile=certificate)
-        self.loop = asyncio.new_event_loop()  # a TLS connection is for one thread
+        self.loop = asyncio.new_event_loop()  # a TLS connection belongs to one thread
         server = self.loop.run_until_complete(asyncio.start_server(self.bring, "127.0.0.1", 0))
         self.port = server.sockets[0].getsockname()[1]
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -810,7 +815,7 @@ class Relay:
 
 
 class Deployment:
-    """A SuperLink with TLS that lets in whose key it knows, and SuperNodes: each a process."""
+    """Processes of a SuperLink with TLS, which admits known keys, and of its SuperNodes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log, self.port = folder, folder / "log", free_port()
@@ -847,7 +852,7 @@ class Deployment:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in reversed(self.processes):  # nodes take their leave of the SuperLink
+        for process in reversed(self.processes):  # nodes log off from the SuperLink
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
             process.wait()
@@ -899,7 +904,7 @@ class Deployment:
         )
 
     def swift_node(self, name: str, bundle: Path, data: Path) -> Callable[[], subprocess.Popen]:
-        """Starts a node as a phone has it, and returns what starts it again."""
+        """Starts a phone's node, and returns a function that starts it again."""
         folder, settings = self.folder / name, self.folder / f"{name}.json"
         given = {"superlink": f"http://127.0.0.1:{self.relay.port}"}
         given |= {"folder": str(folder)}
@@ -924,7 +929,7 @@ class Deployment:
 
 
 def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, tmp_path: Path):
-    """Two nodes as a phone has them and one of Python, of which one phone is killed on the way."""
+    """There are two phones' nodes and one of Python, and one phone is killed during the run."""
     options = ("--clients", 3, "--rounds", 3, "--steps", 4, "--freeze-a")
     server = federation(bundle, data, tmp_path / "server", *options)
     with Deployment(tmp_path) as deployment:
@@ -946,11 +951,11 @@ def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, t
     assert equal(server.rounds.arrays(3), served(simulated))
 
 
-# The study.
+# The study
 
 
 def study(name: str, *arguments: object) -> str:
-    """The output of one of the studies."""
+    """Returns the output of one of the studies."""
     path = ROOT / "tools" / "studies" / f"{name}.py"
     done = subprocess.run(
         [sys.executable, path, *map(str, arguments)],

@@ -1,4 +1,4 @@
-"""Adapters of bundles, written as mlx-lm writes them, and their sum in a model."""
+"""Writes adapters of bundles in mlx-lm's form, and computes their sum in a model."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ def write_adapters(
     without: Collection[str] = (),
     dora: bool = False,
 ) -> Path:
-    """Adapters that matter, of all modules and experts but those `without`, by their last names, as
-    mlx-lm writes them; with `dora`, DoRA's, which experts have not."""
+    """Writes adapters of all modules and experts in mlx-lm's form, which change the model much.
+
+    Modules in `without`, by their last names, have none. With `dora` they are DoRA's, which experts
+    do not have.
+    """
     opened = Bundle(bundle, to_run=False)
     arch = opened.architecture if dora else opened.architecture.training_experts()
     matrices = {}
@@ -56,8 +59,10 @@ def write_adapters(
 
 
 def with_weighted_sum(bundle: Path, weights: Mapping[Path, float]) -> nn.Module:
-    """mlx-lm's model of a bundle in float32, of whole matrices, each with the weighted sum of what
-    some folders of adapters in mlx-lm's form add to it."""
+    """Returns mlx-lm's model of a bundle in float32 with whole matrices and a sum of adapters.
+
+    To each matrix, it adds the weighted sum of the changes of adapter folders in mlx-lm's form.
+    """
     model = Bundle(bundle).to_mlx_lm()
     model.set_dtype(mx.float32)
     model = dequantize_model(model)
@@ -80,8 +85,10 @@ def with_weighted_sum(bundle: Path, weights: Mapping[Path, float]) -> nn.Module:
 
 
 def write_peft(folder: Path, bundle: Path, adapters: Path) -> Path:
-    """The adapters of a folder in mlx-lm's form, as PEFT writes them: a layer that is n of mlx-lm's
-    has n times the rank."""
+    """Writes and returns adapters in PEFT's form, from a folder in mlx-lm's form.
+
+    A layer that stands for n of mlx-lm's has n times the rank.
+    """
     arch = Bundle(bundle, to_run=False).architecture
     ours = mx.load(str(adapters / "adapters.safetensors"))
     is_dora = any(name.endswith(".m") for name in ours)

@@ -1,9 +1,9 @@
-"""What the exporter makes of made-up conversations, and its tokenizer, for tests of Swift.
+"""Runs the exporter on generated conversations, and its tokenizer, for tests in Swift.
 
-Reads a JSON object a line, and answers each with one: Swift has no Jinja here. The next case is a
-record in a chat template, with what `mesp-export --split-special-tokens` makes of it, and an empty
-object where there is none; what else is asked is of its tokenizer. Where TRL is installed, its
-templates are among them.
+Reads a JSON object a line, and answers each with one, because Swift has no Jinja here. The next
+case is a record in a chat template, with the result of `mesp-export --split-special-tokens`, and an
+empty object at the end; other requests are for its tokenizer. If TRL is installed, its templates
+are included.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from mesp.errors import MespError
 SEED = 1
 EACH = int(os.environ.get("MESP_FUZZ_CASES", 30))  # conversations for each template
 
-# Arguments as JSON in a string, as DeepSeek's has them, and the identifiers of calls, as Mistral's.
+# A template with arguments as JSON in a string, as in DeepSeek's, and the calls' identifiers, as in
+# Mistral's.
 AS_TEXT = """\
 {{- bos_token }}
 {%- for tool in tools or [] %}{{- tool | tojson + '\\n' }}{%- endfor %}
@@ -59,7 +60,7 @@ WITH_IDS = """\
 {%- else %}{{- '[INST] ' + m.content + ' [/INST]' }}{%- endif %}
 {%- endfor %}"""
 TOOLS = "{%- for tool in tools or [] %}{{- tool | tojson }}{%- endfor %}"
-# Passes over arguments that are numbers.
+# A template that ignores arguments that are numbers.
 LOSES = f"""{TOOLS}\
 {{%- for m in messages %}}
 {{{{- '<|im_start|>' + m.role + '\\n' + m.content }}}}
@@ -72,15 +73,15 @@ LOSES = f"""{TOOLS}\
 {{%- if add_generation_prompt %}}{{{{- '<|im_start|>assistant\\n' }}}}{{%- endif %}}"""
 CALLS = "{%- for call in m.tool_calls or [] %}{{- '!' + call.function.name }}{%- endfor %}"
 IN_PYTHON = CALLS.replace("name }}", "name }}{{- call.function.arguments | string }}")
-# Passes over all arguments.
+# A template that ignores all arguments.
 NAMES_ALONE = TOOLS + unmarked(CHATML).replace("m.content +", "m.content }}" + CALLS + "{{-")
-# Ends no answer.
+# A template that ends no answer.
 ENDLESS = f"""{TOOLS}\
 {{%- for m in messages %}}
 {{%- if m.role == 'assistant' %}}{{{{- m.content | trim }}}}{IN_PYTHON}
 {{%- else %}}{{{{- '<|user|>' + m.content | trim + '<|assistant|>' }}}}{{%- endif %}}
 {{%- endfor %}}"""
-# Writes a question again in the answer's header, and tells the last answer from others.
+# A template that repeats a question in the answer's header, and treats the last answer differently.
 REPEATS = f"""{TOOLS}\
 {{%- for m in messages %}}
 {{{{- '<|im_start|>' + m.role }}}}
@@ -100,14 +101,14 @@ OWN = {
     "endless": ENDLESS,
     "repeats": REPEATS,
 }
-# In the arguments of calls.
+# Values in the arguments of calls.
 VALUES = [1, 1.0, -0.5, None, "", " ", True, {"x": None, "y": [7, {"z": None}]}, 'it\'s "so" \\ /']
 WRITTEN = re.compile(r"<[|｜][^|｜<>\n]{1,30}[|｜]>|</?s>|<(?:start|end)_of_turn>")  # noqa: RUF001
 
 
 def templates() -> dict[str, str]:
     found = {name: unmarked(template) for name, template in TEMPLATES.items()} | OWN
-    if trl := importlib.util.find_spec("trl"):  # which does not import it
+    if trl := importlib.util.find_spec("trl"):  # does not import it
         (folder,) = trl.submodule_search_locations or ["."]
         for file in sorted((Path(folder) / "chat_templates").glob("*.jinja")):
             text = re.sub(r"{%-?\s*(?:end)?generation\s*-?%}", "", file.read_text())
@@ -117,7 +118,7 @@ def templates() -> dict[str, str]:
 
 @cache
 def tokenizer_of(template: str) -> Any:
-    """The demo model's tokenizer with a template, and its tokens."""
+    """Returns the demo model's tokenizer with a template, and the template's tokens."""
     tokenizer = load_tokenizer(DEMO_MODEL)._tokenizer
     special = sorted({*SPECIAL, *WRITTEN.findall(template), "<|bos|>"})
     tokenizer.add_special_tokens({"additional_special_tokens": special})
@@ -128,7 +129,9 @@ def tokenizer_of(template: str) -> Any:
 
 
 def sort_keys(value: Any) -> Any:
-    """A value with the keys of its objects, in strings too, in the order of swift-transformers."""
+    """Returns a value with the keys of its objects, in strings too, in the order of
+    swift-transformers.
+    """
     if isinstance(value, dict):
         return {key: sort_keys(value[key]) for key in sorted(value)}
     if isinstance(value, list):
@@ -142,7 +145,7 @@ def sort_keys(value: Any) -> Any:
 
 
 def write_special(value: Any, chance: random.Random) -> Any:
-    """A record in which some texts have special tokens."""
+    """Returns a record in which some texts have special tokens."""
     if isinstance(value, dict):
         kept = ("role", "type", "tools", "id", "tool_call_id", "name")
         return {k: v if k in kept else write_special(v, chance) for k, v in value.items()}
@@ -154,7 +157,9 @@ def write_special(value: Any, chance: random.Random) -> Any:
 
 
 def without_reasoning(record: dict) -> dict:
-    """A record whose answers have thoughts in their content alone: the app reads no others."""
+    """Returns a record whose answers have thoughts only in their content, the only ones that the
+    app reads.
+    """
     messages = [
         each
         for value in record.values()
@@ -168,7 +173,7 @@ def without_reasoning(record: dict) -> dict:
 
 
 def with_values(record: dict, chance: random.Random) -> dict:
-    """A record with more in its tool calls, and seldom a special token in its tools."""
+    """Returns a record with more in its tool calls, and seldom a special token in its tools."""
     said = [each for value in record.values() if isinstance(value, list) for each in value]
     for call in (call for each in said for call in each.get("tool_calls", [])):
         arguments = call["function"]["arguments"]
@@ -180,7 +185,7 @@ def with_values(record: dict, chance: random.Random) -> dict:
 
 
 def records() -> list[tuple[dict, str]]:
-    """Records, every other one with tools, and what of each is in the loss."""
+    """Returns records, every other one with tools, and the part of each that is in the loss."""
     chance = random.Random(SEED)
     found: dict[bool, list[dict]] = {False: [], True: []}
 
@@ -206,7 +211,7 @@ def records() -> list[tuple[dict, str]]:
 
 
 def expected(template: str, record: dict, loss_on: str) -> dict[str, Any]:
-    """The ids and the mask of a record, or why it is refused."""
+    """Returns the ids and the mask of a record, or the reason of its refusal."""
     try:
         document = read_record("It", deepcopy(record), {})
         encoder = Encoder(document.kind, tokenizer_of(template), loss_on, True, split_special=True)
@@ -226,7 +231,7 @@ def cases() -> Iterator[dict[str, Any]]:
 
 
 def answer(asked: dict[str, Any], template: str) -> Any:
-    """The answer to what is asked of a tokenizer. Raises what a template raises."""
+    """Returns the answer to a request for a tokenizer. Raises what a template raises."""
     tokenizer = tokenizer_of(template)
     if asked["do"] == "encode":
         return list(tokenizer.encode(asked["text"], add_special_tokens=asked["addsSpecialTokens"]))

@@ -1,6 +1,6 @@
-"""Chat templates of several families, as short as they can be, and the tokens that they need."""
+"""Minimal chat templates of several families, and their tokens."""
 
-# In the manner of the families' templates; ⟦ and ⟧ are where TRL's copies have the marks.
+# A template like the families'; ⟦ and ⟧ are where TRL's copies have the marks.
 CHATML = """\
 {%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\\n' }}
@@ -101,7 +101,7 @@ PHI = """\
 {%- elif messages[-1].role == 'assistant' %}⟦{{- eos_token }}⟧
 {%- else %}{{- eos_token }}{%- endif %}"""
 
-# Nothing before an answer but the end of the question.
+# Before an answer, this template writes only the end of the question.
 MISTRAL = """\
 {{- bos_token }}
 {%- for m in messages %}
@@ -123,5 +123,5 @@ SPECIAL += ["<start_of_turn>", "<end_of_turn>", "<|end|>", "<|user|>", "<|assist
 
 
 def unmarked(template: str) -> str:
-    """A template without the marks of its answers."""
+    """Returns a template without the marks of its answers."""
     return template.replace("⟦", "").replace("⟧", "")

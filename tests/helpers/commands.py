@@ -1,4 +1,4 @@
-"""Commands of the package and the tools, run in this process or in one of their own."""
+"""Runs commands of the package and the tools, in this process or in a separate one."""
 
 import ctypes
 import os
@@ -14,27 +14,27 @@ from click.testing import CliRunner
 
 
 def command(module: str, *arguments: object) -> list[str]:
-    """The line that runs a command of the package, such as `export`, in a process of its own."""
+    """Returns the command line of a command, such as `export`, for a separate process."""
     program = f"from mesp.commands.{module} import main; main(prog_name='mesp-{module}')"
     return [sys.executable, "-c", program, *map(str, arguments)]
 
 
 def run(module: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
-    """Runs a command of the package in this process: starting Python takes longer than most do."""
+    """Runs a command in this process, because starting Python takes longer than most commands."""
     return invoke(
         import_module(f"mesp.commands.{module}").main, f"mesp-{module}", *arguments, **options
     )
 
 
 def call(module: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
-    """`run` of a command that must succeed."""
+    """Runs a command that must succeed."""
     done = run(module, *arguments, **options)
     assert done.returncode == 0, done.stderr
     return done
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Waits for what another process does, two minutes at most."""
+    """Waits at most two minutes for a condition that another process fulfils."""
     deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
@@ -42,7 +42,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def without_privileges() -> None:
-    """Root may write where it is forbidden: this gives that up (CAP_DAC_OVERRIDE, _READ_SEARCH)."""
+    """Drops root's privileges to write and search anywhere (CAP_DAC_OVERRIDE, _READ_SEARCH)."""
     if os.geteuid() == 0:
         for capability in (1, 2):
             ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
@@ -51,7 +51,7 @@ def without_privileges() -> None:
 def invoke(
     main: click.Command, name: str, *arguments: object, cwd: Path | None = None, **options: object
 ) -> subprocess.CompletedProcess:
-    """A command's output and exit status; `options` are CliRunner's, such as `env`."""
+    """Returns a command's output and exit status; `options` are CliRunner's, such as `env`."""
     before = Path.cwd()
     os.chdir(cwd or before)
     try:
@@ -66,7 +66,7 @@ def invoke(
 
 
 def refused(done: subprocess.CompletedProcess) -> str:
-    """The one sentence of a command that failed as it should."""
+    """Returns the one sentence of a command that failed as it should."""
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("Error: ") and len(done.stderr.splitlines()) == 1, done.stderr
     return done.stderr.removeprefix("Error: ").rstrip()

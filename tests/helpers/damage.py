@@ -1,4 +1,4 @@
-"""Files that are damaged in every way: Hypothesis's strategies, and how many cases of each."""
+"""Damaged files: Hypothesis's strategies, and the number of cases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JSON = st.recursive(
 
 
 def paths(value: object, path: tuple = ()) -> list[tuple]:
-    """Where every part of a JSON value lies."""
+    """Returns the place of every part of a JSON value."""
     inner = []
     if isinstance(value, dict):
         inner = value.items()
@@ -41,7 +41,7 @@ def paths(value: object, path: tuple = ()) -> list[tuple]:
 
 @st.composite
 def changed(draw: st.DrawFn, value: object) -> object:
-    """A JSON value with one or two parts replaced or removed."""
+    """Returns a JSON value with one or two parts replaced or removed."""
     value = json.loads(json.dumps(value))
     for _ in range(draw(st.integers(1, 2))):
         inner = [path for path in paths(value) if path]
@@ -60,7 +60,7 @@ def changed(draw: st.DrawFn, value: object) -> object:
 
 @st.composite
 def damaged(draw: st.DrawFn, data: bytes) -> bytes:
-    """Bytes cut off somewhere, or with some overwritten."""
+    """Returns bytes cut off somewhere, or with some overwritten."""
     at = draw(st.integers(0, len(data)))
     middle = draw(st.binary(max_size=9))
     rest = data[at + len(middle) :] if draw(st.booleans()) else b""
@@ -68,6 +68,6 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 def texts(original: bytes) -> st.SearchStrategy[bytes]:
-    """A JSON text damaged, or with parts of its value changed."""
+    """Returns a JSON text that is damaged, or with changed parts of its value."""
     values = changed(json.loads(original)).map(lambda value: json.dumps(value).encode())
     return st.just(original) | damaged(original) | values

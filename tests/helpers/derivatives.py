@@ -1,4 +1,4 @@
-"""Derivatives against those of automatic differentiation."""
+"""Compares derivatives with automatic differentiation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ TOLERANCE = 1e-5
 
 
 def relative_error(actual: mx.array, expected: mx.array) -> float:
-    """‖a - b‖₂ / ‖b‖₂"""
+    """Returns ‖a - b‖₂ / ‖b‖₂."""
     assert actual.shape == expected.shape
     return (mx.linalg.norm(actual - expected) / mx.linalg.norm(expected)).item()
 
@@ -23,9 +23,10 @@ def normal(*arch: int) -> mx.array:
 
 
 def check(forward, backward, oracle, inputs: dict[str, mx.array], zeros=()) -> None:
-    """`forward` equals `oracle`, and `backward(y, dy)` the gradients of both by each input.
+    """Checks that `forward` equals `oracle`, and `backward(y, dy)` the gradients of both by each
+    input.
 
-    Gradients named in `zeros` are zero but for rounding.
+    Gradients named in `zeros` are zero except for rounding.
     """
     names, arrays = list(inputs), list(inputs.values())
     y = forward(*arrays)

@@ -1,4 +1,4 @@
-"""Exports through the command line, in a folder of the test's own."""
+"""Runs exports through the command line, in a folder for the test."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 from mesp.bundle.reader import Bundle
 from mesp.commands.export import main
 
-NEAREST = ("--quantize", "nearest", "--head-bits", 4)  # as `nn.quantize` makes it
+NEAREST = ("--quantize", "nearest", "--head-bits", 4)  # as in `nn.quantize`
 COMMAND = str(Path(sys.executable).with_name("mesp-export"))
 
 
@@ -19,7 +19,7 @@ def export(*arguments: object) -> Result:
 
 
 def exported(*arguments: object) -> Bundle:
-    """Exports to ``out.mesp`` in the working folder."""
+    """Exports to ``out.mesp`` in the working folder, and returns the bundle."""
     result = export(*arguments, "--out", "out.mesp", "--overwrite")
     assert result.exit_code == 0, result.output
     bundle = Bundle("out.mesp")
@@ -28,7 +28,7 @@ def exported(*arguments: object) -> Bundle:
 
 
 def refused(*arguments: object) -> str:
-    """The one sentence that an export is refused with, having left nothing behind."""
+    """Returns the one sentence of a refused export, which leaves nothing."""
     before = sorted(Path().rglob("*"))
     result = export(*arguments)
     assert result.exit_code == 2, result.output

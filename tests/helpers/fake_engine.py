@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Stands in for mesp-engine: keeps the contract of docs/formats.md, trains nothing.
 
-FAKE_ENGINE chooses how it goes: `slow` (a step takes 20 ms, until a signal), `deaf` (the same,
+FAKE_ENGINE chooses its behaviour: `slow` (a step takes 20 ms, until a signal), `deaf` (the same,
 and signals are ignored), `refuse` (fails before it has a log), `fail` (fails after three steps),
-`crash` (after three steps) or `noisy` (a line that is no record, and a warning). Every SIGINT and
-SIGTERM is noted in OUTPUT/signals.
+`crash` (after three steps) or `noisy` (prints a line that is no record, and a warning). Every
+SIGINT and SIGTERM is recorded in OUTPUT/signals.
 
-`generate` and `evaluate` write no text, and note their settings as a line of FAKE_ENGINE_NOTES. A
+`generate` and `evaluate` write no text, and append their settings as a line to FAKE_ENGINE_NOTES. A
 text's log-likelihood is the sum of the adapters' weights, less one for each of its tokens.
 
 A dry run predicts 1,000 bytes for each byte of the block functions and each token, and the bytes of

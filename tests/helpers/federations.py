@@ -1,4 +1,4 @@
-"""Federations as the commands make them, without Flower."""
+"""Makes federations as the commands do, without Flower."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def write_records(path: Path, records: list[dict]) -> None:
 
 
 def federation(bundle: Path, data: Path, output: Path, *options: object) -> Federation:
-    """The settings that mesp federate makes of its options for Flower."""
+    """Returns the federation that mesp federate makes from its options for Flower."""
     arguments = (bundle, "--data", data, "--out", output, *options)
     with main.make_context("mesp federate", [*map(str, arguments)]) as context:
         return prepare_federation(context)
 
 
 def trained_here(bundle: Path, output: Path, *options: object) -> Arrays:
-    """The adapters of mesp-train on all of the data."""
+    """Returns the adapters of mesp-train on all of the data."""
     call("train", bundle, "--out", output, "--val-batches", 0, *options)
     return read_arrays(output / "adapters")
 

@@ -1,4 +1,4 @@
-"""Tiny models as GGUF files, as llama.cpp's convert_hf_to_gguf.py writes them."""
+"""Tiny models as GGUF files, in the form of llama.cpp's convert_hf_to_gguf.py."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mesp.models.tensor_names import CONVOLUTIONS
 _LLAMA = {"attention_bias": False, "mlp_bias": False}
 _GEMMA = {"query_pre_attn_scalar": 32}
 _YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-# With a factor as the file has it, in float32.
+# The scaling, with a factor in float32 as in the file.
 _LONGROPE = FAMILIES["phi3"]["rope_scaling"] | {
     "attention_factor": float(str(np.float32(1.5**0.5)))
 }
-# llama.cpp's name of an architecture, and a tiny config.json of each family. What llama.cpp knows
-# without asking is as there: which blocks have no RoPE, the scale of attention. Of Gemma 2 mlx-lm
-# has no windows.
+# llama.cpp's name of an architecture, and a tiny config.json of each family. It has the values that
+# llama.cpp assumes: the blocks without RoPE, and the scale of attention. mlx-lm has no windows of
+# Gemma 2.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", FAMILIES["qwen2"] | {"max_position_embeddings": 512}),
     "qwen3": ("qwen3", FAMILIES["qwen3"]),
@@ -49,16 +49,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": (
         "qwen35",
         FAMILIES["qwen3_5"]
-        # llama.cpp takes keys of the values' size, and this ε for the lengths of q and k, too.
+        # llama.cpp requires keys of the values' size, and this ε for the lengths of q and k, too.
         | {"model_type": "qwen3_5_text", "linear_key_head_dim": 32, "linear_value_head_dim": 32}
         | {"rms_norm_eps": 1e-6},
     ),
     "lfm2": ("lfm2", FAMILIES["lfm2"]),
     "phi3": ("phi3", FAMILIES["phi3"] | {"rope_scaling": _LONGROPE}),
-    # llama.cpp has experts in all blocks, and no factor of their weights.
+    # In llama.cpp all blocks have experts, and their weights have no factor.
     "qwen3_moe": ("qwen3moe", FAMILIES["qwen3_moe"] | {"mlp_only_layers": []}),
     "lfm2_moe": ("lfm2moe", FAMILIES["lfm2_moe"] | {"routed_scaling_factor": 1.0}),
-    # With rows of whole blocks of 256 weights.
+    # Its rows consist of whole blocks of 256 weights.
     "wide": (
         "qwen2",
         TINY
@@ -84,11 +84,12 @@ def write_gguf(
     without: Sequence[str] = (),
     changed: Mapping[str, gguf.GGUFValue] | None = None,
 ) -> Path:
-    """Writes a model of `MODELS` with tensors of Hugging Face's names, matrices as `encode` says.
+    """Writes a model of `MODELS` from tensors with Hugging Face's names; `encode` converts
+    matrices.
 
-    The `vocabulary` is ``numbers``, ``pieces`` as SentencePiece has them, or bytes and pairs, cut
-    into words by a pre-tokenizer of this name. Keys of the metadata `without` which are left out,
-    and `changed` ones have other values.
+    The `vocabulary` is ``numbers``, ``pieces`` as in SentencePiece, or bytes and pairs, with a
+    pre-tokenizer of this name that splits words. Metadata keys in `without` are left out, and those
+    in `changed` have other values.
     """
     name, said = MODELS[model]
     config = complete(said)
@@ -119,7 +120,7 @@ def write_gguf(
 
 
 def _stacked(config: dict[str, Any], tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """With the matrices of all experts in one, [experts, out, in]."""
+    """Returns the tensors with the matrices of all experts as one, [experts, out, in]."""
     names = {theirs: ours for ours, theirs in EXPERT_MATRICES.get(config["model_type"], {}).items()}
     found, experts = {}, {}
     for key, tensor in tensors.items():
@@ -212,7 +213,7 @@ def _write_rope(writer: gguf.GGUFWriter, config: dict[str, Any], said: dict[str,
 
 
 def _converted(name: str, config: dict[str, Any], key: str, array: np.ndarray) -> np.ndarray:
-    """A tensor as llama.cpp's converter writes it."""
+    """Returns a tensor in the form of llama.cpp's converter."""
     if name in INTERLEAVED and ("q_proj" in key or "k_proj" in key):
         heads = config["num_attention_heads" if "q_proj" in key else "num_key_value_heads"]
         halves = array.reshape(heads, 2, -1, *array.shape[1:])
@@ -244,8 +245,11 @@ def _converted(name: str, config: dict[str, Any], key: str, array: np.ndarray) -
 
 
 def write_vocabulary(writer: gguf.GGUFWriter, kind: str, folder: Path, size: int) -> None:
-    """Numbers, of which no text is half a character (llama.cpp gives a token when its character is
-    whole), pieces with scores, or the tokens of `write_tokenizer`."""
+    """Writes numbers, pieces with scores, or the tokens of `write_tokenizer`.
+
+    The text of no number is half a character, because llama.cpp returns a token only with a whole
+    character.
+    """
     merges = []
     if kind == "numbers":
         tokens, types = [str(token) for token in range(size)], [1] * size

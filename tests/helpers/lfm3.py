@@ -1,4 +1,4 @@
-"""LFM3 as mlx-lm would have it, from its LFM2; a test compares it with transformers' on PyTorch."""
+"""LFM3 for mlx-lm, made from its LFM2; a test compares it with transformers' on PyTorch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from mlx_lm.models.rope_utils import ProportionalRoPE
 
 @dataclass
 class ModelArgs(BaseModelArgs):
-    """A config.json as it is published, or as a bundle has it: with RoPE's numbers one by one."""
+    """A published config.json, or a bundle's, with RoPE's numbers one by one."""
 
     model_type: str
     vocab_size: int
@@ -126,7 +126,9 @@ class Model(nn.Module):
         return self.model.embed_tokens.as_linear(self.model(inputs, cache))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """By transformers' names of modules, and convolutions as MLX has them."""
+        """Returns the weights with mlx-lm's names from transformers', and convolutions in MLX's
+        form.
+        """
         found = {}
         for name, array in weights.items():
             if name.endswith("conv.conv.weight") and array.shape[-1] > array.shape[1]:

@@ -1,5 +1,7 @@
-"""Tiny checkpoints in MLX's format, as mlx-community publishes them: mlx-lm's models with random
-weights, which mlx-lm quantizes and saves."""
+"""Tiny checkpoints in MLX's format, as on mlx-community.
+
+They are mlx-lm's models with random weights, which mlx-lm quantizes and saves.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from helpers.models import FAMILIES, mlx_lm_model, published, write_tokenizer
 from mesp.block_function.dequantize import pack
 
 Tensors = dict[str, mx.array]
-# Rows that groups of any size divide.
+# Sizes that groups of any size divide.
 _SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -76,9 +78,9 @@ def write_mlx_model(
 ) -> Path:
     """Writes a model's folder and returns it.
 
-    Scales, norms and biases are of the `dtype`. `own` says for the path of a module whether it is
-    quantized, or how. `edit` changes the tensors before they are saved, and `say` the config.json,
-    of a model of several modalities that of its text.
+    Scales, norms and biases have the `dtype`. `own` returns, for the path of a module, whether or
+    how it is quantized. `edit` changes the tensors before they are saved, and `say` the
+    config.json; in a model of several modalities, the text's part.
     """
     model = mlx_lm_model(config, seed=seed)
     model.set_dtype(getattr(mx, dtype))
@@ -86,7 +88,7 @@ def write_mlx_model(
     model, whole = utils.quantize_model(
         model, whole, group_size, bits, mode, quant_predicate=lambda path, module: own(path)
     )
-    # As a user of mlx-lm writes it by hand: it has no entry for a module that stays as it is.
+    # A user of mlx-lm writes it by hand without an entry for a module that is not quantized.
     names = [path for path, module in model.named_modules() if hasattr(module, "to_quantized")]
     whole["quantization"] |= {path: False for path in names if own(path) is False}
     say(whole.get("text_config", whole))
@@ -105,8 +107,10 @@ def write_mlx_model(
 
 
 def write_variation(folder: Path, family: str, seed: int) -> Path:
-    """Writes a model of a family with everything varied that a checkpoint may have: most are in
-    order, two or more of the first four of each family."""
+    """Writes a model of a family with random variations of everything in a checkpoint.
+
+    Most are valid, and so are two or more of the first four of each family.
+    """
     draw = random.Random(f"{family} {seed}")
     config = dict(CONFIGS[family])
     _vary_shapes(config, draw)
@@ -128,8 +132,11 @@ def write_variation(folder: Path, family: str, seed: int) -> Path:
 
 
 def with_few_values(tensors: Tensors, bits: int, group_size: int) -> Tensors:
-    """Matrices [out, in] as published models have them: of ±d, in codes of 1 bit, or of 0 and ±d,
-    in 2 bits, with scales and biases in float16 for each d."""
+    """Returns matrices [out, in] as in published models of few values.
+
+    They have ±d in codes of 1 bit, or 0 and ±d in 2 bits, with scales and biases in float16 for
+    each d.
+    """
     found = dict(tensors)
     for name, matrix in tensors.items():
         if matrix.ndim != 2:
@@ -146,14 +153,14 @@ def with_few_values(tensors: Tensors, bits: int, group_size: int) -> Tensors:
     return found
 
 
-_LAYER_TYPES = ("llama", "gemma3_text", "gemma3")  # that mlx-lm reads
+_LAYER_TYPES = ("llama", "gemma3_text", "gemma3")  # families whose layer_types mlx-lm reads
 
 
 def _vary_shapes(config: dict[str, Any], draw: random.Random) -> None:
-    """What decides which tensors there are, and of which shapes."""
+    """Varies the numbers that determine which tensors exist, and their shapes."""
     if config["model_type"] in ("llama", "smollm3", "granite"):
         config |= {key: draw.random() < 0.5 for key in ("attention_bias", "mlp_bias")}
-    if not config["model_type"].startswith("gemma"):  # whose head is tied
+    if not config["model_type"].startswith("gemma"):  # Gemma's head is tied
         config["tie_word_embeddings"] = draw.random() < 0.6
     config["num_hidden_layers"] = draw.choice([1, 2, 3])
     if "layer_types" in config or (draw.random() < 0.3 and config["model_type"] in _LAYER_TYPES):
@@ -169,7 +176,9 @@ def _vary_shapes(config: dict[str, Any], draw: random.Random) -> None:
 def _vary_quantizations(
     draw: random.Random, is_affine: bool
 ) -> Callable[[str], bool | dict[str, Any]]:
-    """Whether each module is quantized, and how: all alike, or as mixed recipes have it."""
+    """Returns a function for whether and how a module is quantized: all alike, or as in mixed
+    recipes.
+    """
     kind = draw.choice(["alike", "alike", "head", "mixed", "mode"])
     left = draw.choice(["q_proj", "embed_tokens"]) if draw.random() < 0.05 else "none"
     own = random.Random(draw.random())
@@ -194,7 +203,7 @@ def _vary_quantizations(
 
 
 def _vary_tensors(tensors: Tensors, config: dict[str, Any], draw: random.Random) -> None:
-    """What older checkpoints and those of several modalities hold, and stored heads."""
+    """Adds tensors of older checkpoints and of several modalities, and stored heads."""
     prefix = "language_model." if "language_model.model.norm.weight" in tensors else ""
     if draw.random() < 0.3:
         for i in range(config["num_hidden_layers"]):
@@ -212,7 +221,7 @@ def _vary_tensors(tensors: Tensors, config: dict[str, Any], draw: random.Random)
             part = name.removeprefix(embedding)
             head = array[::-1] if stored == "other" else array
             tensors[f"{prefix}lm_head.{part}"] = mx.contiguous(head)
-    if draw.random() < 0.1:  # one is of a type of its own
+    if draw.random() < 0.1:  # one has a different type
         names = [name for name in tensors if name.endswith("norm.weight")]
         name = draw.choice(names)
         tensors[name] = tensors[name].astype(draw.choice([mx.float16, mx.float32, mx.bfloat16]))
@@ -233,7 +242,7 @@ _SCALINGS: list[dict[str, Any]] = [
     {"type": "mrope", "mrope_section": [4, 6, 6]},
 ]
 _UNKNOWN = {"rope_type": "dynamic", "factor": 2.0}
-# With other values where a family has the key, or without it.
+# Keys with other values, if a family has them, or None to remove them.
 _CHANGED = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000,
@@ -254,12 +263,12 @@ _CHANGED = {
 
 
 def _vary_config(text: dict[str, Any], draw: random.Random) -> None:
-    """What changes no shape: RoPE in every spelling, and keys that are missing or changed."""
+    """Varies keys that change no shape: RoPE in every spelling, and missing or changed keys."""
     if draw.random() < 0.6:
         scaling = dict(draw.choice(_SCALINGS) if draw.random() < 0.95 else _UNKNOWN)
         if draw.random() < 0.5:
             text["rope_scaling"] = scaling
-        else:  # as transformers 5 writes it
+        else:  # the form of transformers 5
             text.pop("rope_scaling", None)
             scaling.setdefault("rope_theta", text.pop("rope_theta", 1e4))
             if draw.random() < 0.5 and "rope_local_base_freq" in text:
@@ -278,8 +287,10 @@ def _vary_config(text: dict[str, Any], draw: random.Random) -> None:
 
 
 def add_terms(folder: Path, license: str = "other") -> list[str]:
-    """Adds files of terms and a card to a model's folder, and returns the names of the files that
-    go with a bundle."""
+    """Adds files of terms and a card to a model's folder.
+
+    Returns the names of the files that accompany a bundle.
+    """
     terms = ["LICENSE", "Notice.txt", "USE_POLICY.md"]
     for name in terms:
         (folder / name).write_text(f"The {name} of a model.\n")

@@ -1,4 +1,4 @@
-"""Tiny random models, as the Hugging Face folders that users have and as mlx-lm's."""
+"""Tiny random models, as Hugging Face folders and in mlx-lm."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ from mesp.models.mixers import AttentionMixer
 from mesp.models.quantization_formats import Quantization
 from mesp.models.tensor_names import CONVOLUTIONS, name_here, name_there
 
-sys.modules.setdefault("mlx_lm.models.lfm3", lfm3)  # which mlx-lm has not
+sys.modules.setdefault("mlx_lm.models.lfm3", lfm3)  # mlx-lm does not have it
 
 TINY = {
     "model_type": "qwen2",
@@ -48,11 +48,11 @@ _COMMON |= {"max_position_embeddings": 512, "num_hidden_layers": 2}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _GEMMA = {**_COMMON, "head_dim": 32, "hidden_activation": "gelu_pytorch_tanh"}
 _GEMMA |= {"query_pre_attn_scalar": 24, "sliding_window": 5}
-# mlx-lm takes the long factors whatever the length.
+# mlx-lm uses the long factors for any length.
 _FACTORS = [1, 1.1, 1.5, 2, 3, 4]
 _LONG = {"type": "longrope", "short_factor": _FACTORS, "long_factor": _FACTORS}
 
-# A tiny config.json of each family, with every feature that it has.
+# A tiny config.json of each family, with all of its features.
 FAMILIES = {
     "qwen2": {**TINY, "num_hidden_layers": 2},
     "qwen3": {**_COMMON, "model_type": "qwen3", "head_dim": 32},
@@ -150,7 +150,7 @@ FAMILIES = {
         **_COMMON,
         "model_type": "granitemoehybrid",
         "head_dim": None,
-        "rms_norm_eps": 1e-3,  # large enough for the residual factor's division to show
+        "rms_norm_eps": 1e-3,  # large enough to show the division by the residual factor
         "layer_types": ["mamba", "attention"],
         "num_local_experts": 0,
         "shared_intermediate_size": 128,
@@ -191,8 +191,8 @@ FAMILIES = {
     "qwen3_5": {
         **_COMMON,
         "model_type": "qwen3_5",
-        # With few dimensions what the state gives a token may be near 0, and its norm's derivative
-        # then near 1 / √ε: with 1e-6, training would multiply rounding errors.
+        # With few dimensions, the state's output for a token may be near 0, and its norm's
+        # derivative near 1 / √ε: with 1e-6, training would multiply rounding errors.
         "rms_norm_eps": 1e-2,
         "head_dim": 32,
         "full_attention_interval": 2,
@@ -284,7 +284,7 @@ FAMILIES["qwen3_5_moe"] = FAMILIES["qwen3_5"] | {
     "shared_expert_intermediate_size": 64,
     "norm_topk_prob": True,
 }
-# With an MLP beside the experts.
+# A model with an MLP beside the experts.
 FAMILIES["granite-moe"] = FAMILIES["granite-mamba"] | {
     "intermediate_size": 64,
     "num_local_experts": 6,
@@ -295,13 +295,15 @@ EXPERT_MATRICES = {
     "lfm2_moe": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     "qwen3_moe": {name: name for name in ("gate_proj", "up_proj", "down_proj")},
 }
-# With heads that the GPU's fused attention takes.
+# Heads for the GPU's fused attention.
 HEADS_64 = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.\n\n" * 80
 
 
 def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
-    """Weights of a model by their Hugging Face names, float32, such that every part matters."""
+    """Returns a model's weights by their Hugging Face names, float32, such that every part
+    matters.
+    """
     arch = Architecture.from_config(config)
     keys = iter(mx.random.split(mx.random.key(seed), 20 * arch.num_hidden_layers + 3))
 
@@ -316,7 +318,7 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
     def vector(name: str, shape: tuple[int, ...]) -> mx.array:
         if "norm" in name or name == "layer_scalar":
             return norm(*shape, offset=0)
-        if name == "mamba.dt_bias":  # mlx-lm takes no time step below 0.001
+        if name == "mamba.dt_bias":  # mlx-lm has no time step below 0.001
             return mx.abs(normal(*shape))
         return normal(*shape)[:, None] if name.endswith(CONVOLUTIONS) else normal(*shape) * 3
 
@@ -345,7 +347,7 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
         for name, size in block.norms().items():
             weight = norm(size)
             if name.endswith("q_norm.weight") and getattr(block.mixer, "attention_scale", 0) == 1:
-                weight = weight * size**-0.5  # it holds the scale of the scores
+                weight = weight * size**-0.5  # it includes the scale of the scores
             tensors[name_there(prefix + name, arch.model_type)] = weight
         for name, shape in block.vectors().items():
             tensors[prefix + name] = vector(name, shape)
@@ -362,7 +364,7 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A byte-level BPE tokenizer with `vocab_size` tokens at most; <|endoftext|> is 0."""
+    """Writes a byte-level BPE tokenizer with at most `vocab_size` tokens; <|endoftext|> is 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -407,8 +409,11 @@ def write_model(
 
 
 def published(config: dict, tensors: dict[str, mx.array]) -> tuple[dict, dict[str, mx.array]]:
-    """Both as published: with linear layers that hold several of ours, in a model of several
-    modalities, or not saying that the head is tied."""
+    """Returns both in their published form.
+
+    Linear layers may hold several of ours, the text may be in a model of several modalities, and
+    the config.json may not say that the head is tied.
+    """
     family = families.FAMILIES[config["model_type"]]
     texts, tensors = family.texts, dict(tensors)
     for theirs, parts in family.hf_modules:
@@ -428,7 +433,7 @@ def published(config: dict, tensors: dict[str, mx.array]) -> tuple[dict, dict[st
 
 
 def write_mixed_model(folder: Path, config: dict, recipe: str = "mixed_4_6") -> Path:
-    """Writes a model that mlx-lm quantized by a recipe of its own, but the head to 8 bits."""
+    """Writes a model that mlx-lm quantized by one of its recipes, with a head in 8 bits."""
     from mlx_lm.convert import mixed_quant_predicate_builder
 
     model = mlx_lm_model(config)
@@ -441,7 +446,7 @@ def write_mixed_model(folder: Path, config: dict, recipe: str = "mixed_4_6") -> 
 
 
 def write_model_in_5_bits(folder: Path, config: dict) -> Path:
-    """Writes a model in 5 bits and groups of 32, but the embedding in 6 bits."""
+    """Writes a model in 5 bits and groups of 32, with the embedding in 6 bits."""
 
     def quantization(path: str, module: nn.Module) -> dict:
         return {"bits": 6 if path.endswith("embed_tokens") else 5, "group_size": 32}
@@ -461,10 +466,10 @@ def _write_quantized(
 def mlx_lm_model(
     config: dict, quantization: Callable[[str], Quantization] | None = None, seed: int = 0
 ) -> nn.Module:
-    """mlx-lm's model with `random_tensors`, each matrix quantized as said of its name."""
+    """Returns mlx-lm's model with `random_tensors`, with each matrix quantized by its name."""
     config, weights = published(config, random_tensors(config, seed))
     model_class, arguments = _get_classes(config)
-    model = model_class(arguments.from_dict(deepcopy(config)))  # some change what they are given
+    model = model_class(arguments.from_dict(deepcopy(config)))  # some change their arguments
     if hasattr(model, "sanitize"):
         weights = model.sanitize(weights)
     model.load_weights(list(weights.items()))
@@ -477,12 +482,12 @@ def mlx_lm_model(
 
 
 def text_of(model: nn.Module) -> nn.Module:
-    """mlx-lm's language model, which may be a part of one of several modalities."""
+    """Returns mlx-lm's language model, which may be part of a model of several modalities."""
     return getattr(model, "language_model", model)
 
 
 def arrays_of(layer: nn.Module, block: Block) -> dict[str, mx.array]:
-    """A block of mlx-lm's by the names and in the form that a bundle has."""
+    """Returns a block of mlx-lm with the names and in the form of a bundle."""
     arch, arrays = block.arch, {}
     offset = 0 if arch.model_type.startswith("qwen3_5") else arch.norm_offset  # in mlx-lm's memory
     for theirs, array in tree_flatten(layer.parameters()):
@@ -494,14 +499,14 @@ def arrays_of(layer: nn.Module, block: Block) -> dict[str, mx.array]:
 
 
 def mask_of(block: Block, length: int) -> mx.array | None:
-    """The mask of mlx-lm's block, with the window that Hugging Face gives it."""
+    """Returns the mask of mlx-lm's block, with Hugging Face's window."""
     if not isinstance(block.mixer, AttentionMixer):
         return None
     return create_causal_mask(length, window_size=block.mixer.sliding_window)
 
 
 def residual_factor(layer: nn.Module) -> float:
-    """The factor of what mlx-lm's block adds to x."""
+    """Returns the factor of the terms that mlx-lm's block adds to x."""
     if hasattr(layer, "scale_depth"):
         return layer.scale_depth / layer.num_hidden_layers**0.5
     return getattr(layer, "residual_multiplier", 1.0)
@@ -514,8 +519,11 @@ def run_layer(
     per_layer: mx.array | None = None,
     shared: tuple[mx.array, mx.array] | None = None,
 ) -> mx.array:
-    """mlx-lm's block of what ours takes: where it multiplies what it adds to x by m, x is m times
-    ours. Ministral 3's multiplies queries too, by 1 as far as sequences go here."""
+    """Returns mlx-lm's block's output for the inputs of ours.
+
+    If it multiplies the terms that it adds to x by m, its x is m times ours. Ministral 3's
+    multiplies queries too, by 1 for the lengths here.
+    """
     factor = residual_factor(layer)
     if block.arch.per_layer:
         given = {"per_layer_input": per_layer, "shared_kv": shared, "offset": 0}
@@ -525,7 +533,7 @@ def run_layer(
 
 
 def given_to(block: Block, T: int) -> dict[str, Any]:
-    """The inputs of a block besides x, at random: embeddings of its layer, and keys and values."""
+    """Returns random inputs of a block besides x: embeddings of its layer, and keys and values."""
     given: dict[str, Any] = {}
     mixer = block.mixer
     if block.arch.per_layer:
@@ -537,13 +545,15 @@ def given_to(block: Block, T: int) -> dict[str, Any]:
 
 
 def dequantize_once(patch: pytest.MonkeyPatch) -> None:
-    """Lets the reference keep the matrices that it dequantizes: half of a small step is that."""
+    """Makes the reference keep the matrices that it dequantizes, which is half of a small step's
+    time.
+    """
     dequantize, known = mx.dequantize, {}
 
     def remembered(packed: mx.array, *others: mx.array, **options: object) -> mx.array:
         if id(packed) not in known:
             matrix = dequantize(packed, *others, **options)
-            known[id(packed)] = (packed, matrix)  # kept with it, so that no other gets its id
+            known[id(packed)] = (packed, matrix)  # kept with it, so that no other array gets its id
         return known[id(packed)][1]
 
     patch.setattr(mx, "dequantize", remembered)
@@ -554,8 +564,11 @@ def quantizable(module: nn.Module) -> bool:
 
 
 def load_lora(layer: nn.Module, flat: mx.array, block: Block, scale: float) -> None:
-    """Wraps an mlx-lm block's modules in LoRALinear, LoRASwitchLinear or, where `flat` has DoRA's
-    m, DoRALinear; only `flat`'s parameters are trainable."""
+    """Wraps an mlx-lm block's modules in LoRALinear, LoRASwitchLinear or, if `flat` has m,
+    DoRALinear.
+
+    Only `flat`'s parameters are trainable.
+    """
     modules = dict(layer.named_modules())
     wrapped = []
     for name, (A, B, *m) in reference.unpack_lora(flat, block).items():
@@ -576,7 +589,7 @@ def load_lora(layer: nn.Module, flat: mx.array, block: Block, scale: float) -> N
 
 
 def byte_tokenizer(folder: Path, has_begin: bool, adds_begin: bool) -> TokenizerWrapper:
-    """A token a byte: 0 ends a text, and 1 begins it."""
+    """Returns a tokenizer with a token for each byte: 0 ends a text, and 1 begins it."""
     end, begin, *others = (f"<0x{byte:02X}>" for byte in range(256))
     vocabulary = {token: byte for byte, token in enumerate([end, begin, *others])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))

@@ -1,7 +1,7 @@
-"""Lets MLX multiply with OpenBLAS in this process, as it does in the engine: some 20 times faster.
+"""Makes MLX multiply with OpenBLAS in this process, as in the engine: some 20 times faster.
 
-Import it before MLX. libmlx takes `cblas_sgemm` from what is loaded for all before its own BLAS;
-scipy-openblas32 calls it `scipy_cblas_sgemm`. What lies between the two names is the engine's.
+Import it before MLX. libmlx prefers a `cblas_sgemm` that is loaded globally to its own BLAS;
+scipy-openblas32 names it `scipy_cblas_sgemm`. The engine's sources map one name to the other.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ LIBRARY = ROOT / ".build" / "openblas.so"
 
 
 def load() -> None:
-    """Builds the library where it is missing or old; without wheel or compiler all is as before."""
+    """Builds the library if it is missing or old; without wheel or compiler, nothing changes."""
     spec = importlib.util.find_spec("scipy_openblas32")
     compiler = shutil.which("clang++") or shutil.which("c++")
     if spec is None or compiler is None:
@@ -32,7 +32,7 @@ def load() -> None:
         command += [*SOURCES, "-o", built]
         command += [f"-L{folder}", f"-Wl,-rpath,{folder}", "-lscipy_openblas"]
         subprocess.run(command, check=True)
-        built.replace(LIBRARY)  # several processes may be at it
+        built.replace(LIBRARY)  # several processes may build it at the same time
     ctypes.CDLL(str(LIBRARY), mode=ctypes.RTLD_GLOBAL)
 
 

@@ -26,8 +26,8 @@ class Recipe:
     """The settings of an oracle run; the defaults are mesp-train's."""
 
     optimizer: optim.Optimizer
-    optimizer_of_b: optim.Optimizer | None = None  # where each B has one of its own
-    sequences: int = 1  # of a step
+    optimizer_of_b: optim.Optimizer | None = None  # a separate one for each B, if set
+    sequences: int = 1  # sequences of a step
     max_grad_norm: float | None = None
     projections: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     num_layers: int | None = None
@@ -52,7 +52,7 @@ class Oracle:
     """The bundle's model and training data."""
 
     model: reference.Model
-    # The records of each: T + 1 tokens at most, and the positions of those that count.
+    # The records of each sequence: at most T + 1 tokens, and the positions of those that count.
     sequences: list[list[tuple[mx.array, mx.array]]]
 
     @classmethod
@@ -78,7 +78,7 @@ class Oracle:
         return cls(reference.Model.of(bundle), sequences)
 
     def initial(self, recipe: Recipe) -> Parameters:
-        """The trained matrices of every trained block, by name."""
+        """Returns the trained matrices of every trained block, by name."""
         arch = self.model.arch
         flat = reference.init_lora(arch, RANK, recipe.seed)
         first = arch.num_hidden_layers - (recipe.num_layers or arch.num_hidden_layers)
@@ -97,7 +97,9 @@ class Oracle:
         scale: float,
         dropout: reference.Dropout | None = None,
     ) -> mx.array:
-        """Mean over all targets of a step's records that count; with dropout each is a sequence."""
+        """Returns the mean over all counted targets of a step's records; with dropout each is a
+        sequence.
+        """
         arch, losses = self.model.arch, []
         lora = []
         for index, block in enumerate(arch.blocks):
@@ -138,7 +140,7 @@ class Oracle:
             if recipe.max_grad_norm:
                 gradients, norm = optim.clip_grad_norm(gradients, recipe.max_grad_norm)
                 trained.norms.append(norm.item())
-            # An optimizer sets the rate of a step while it takes it.
+            # An optimizer sets the rate of a step when it takes the step.
             of_b = recipe.optimizer_of_b or recipe.optimizer
             for optimizer in {id(each): each for each in (recipe.optimizer, of_b)}.values():
                 its = {
@@ -156,7 +158,7 @@ class Oracle:
 
 def saved(output: Path) -> Parameters:
     adapters = mx.load(str(output / "adapters" / "adapters.safetensors"))
-    # mlx-lm names the text model of some families by where it is in a larger one.
+    # mlx-lm names the text model of some families by its place in a larger model.
     return {name.removeprefix("language_model."): each for name, each in adapters.items()}
 
 

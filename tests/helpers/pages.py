@@ -1,4 +1,4 @@
-"""Pages of HTML that commands write."""
+"""Reads HTML pages that commands write."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Page(HTMLParser):
-    """A page's content: its text, its tables' cells by row, and what it refers to."""
+    """A page's content: its text, its tables' cells by row, and its links."""
 
     def __init__(self, path: Path):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where files are that several tests use."""
+"""Paths of files that several tests use."""
 
 from pathlib import Path
 

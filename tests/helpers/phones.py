@@ -1,4 +1,4 @@
-"""Phones that the stand-ins of xcrun and pymobiledevice3 find attached."""
+"""Phones that the stand-ins of xcrun and pymobiledevice3 report as attached."""
 
 import json
 import os
@@ -27,7 +27,7 @@ class Phones:
         return container / "Documents" / "runs"
 
     def environment(self) -> dict[str, str]:
-        """The environment in which a command finds the phones, by `program` and by no other."""
+        """Returns the environment in which a command finds the phones only with `program`."""
         described = self.folder / "phones.json"
         described.write_text(json.dumps(self.world))
         programs = self.folder / "programs"
@@ -38,7 +38,7 @@ class Phones:
         return {"FAKE_XCRUN": str(described), "PATH": path}
 
     def calls(self) -> list[list[str]]:
-        """The arguments of every call of a program."""
+        """Returns the arguments of every call of a program."""
         calls = self.folder / "calls.jsonl"
         lines = calls.read_text().splitlines() if calls.exists() else []
         return [json.loads(line) for line in lines]

@@ -1,4 +1,4 @@
-"""TRL's losses of preferences."""
+"""TRL's losses for preferences."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import mlx.nn as nn
 
 
 class TRL:
-    """The losses of TRL 1.9.0, in MLX: names and order of the formulas are its own.
+    """The losses of TRL 1.9.0, in MLX, with TRL's names and order of formulas.
 
-    DPOTrainer (`loss_type` sigmoid and ipo), CPOTrainer of `experimental/cpo` (simpo with
-    `cpo_alpha=0`), ORPOTrainer of `experimental/orpo`, and KTOTrainer (`loss_type` kto), with
-    the constants as given. Arrays have an element a pair, or a record.
+    They are those of DPOTrainer (`loss_type` sigmoid and ipo), CPOTrainer of `experimental/cpo`
+    (simpo with `cpo_alpha=0`), ORPOTrainer of `experimental/orpo`, and KTOTrainer (`loss_type`
+    kto), with the given constants. Arrays have an element for each pair, or for each record.
     """
 
     def __init__(self, beta: float, desirable_weight: float = 1.5) -> None:

@@ -1,4 +1,4 @@
-"""A SuperLink that does what a node must survive: Flower's fleet protocol by hand, over HTTP."""
+"""A SuperLink with any behaviour: Flower's fleet protocol, written by hand, over HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def varint(number: int) -> bytes:
 
 
 def field(number: int, value: int | bytes) -> bytes:
-    """A field of a protobuf message."""
+    """Returns a field of a protobuf message."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     return varint(number << 3 | 2) + varint(len(value)) + value
@@ -31,15 +31,18 @@ def fixed64(number: int, value: bytes) -> bytes:
 
 
 def an_object(kind: str, children: list[str], body: bytes) -> tuple[str, bytes]:
-    """A Flower object's id and content."""
+    """Returns a Flower object's id and content."""
     content = f"{kind} {','.join(children)} {len(body)}".encode() + b"\0" + body
     return hashlib.sha256(content).hexdigest(), content
 
 
 class SuperLink:
-    """Answers each call by `answers`, a function by the call's name, and notes `calls` with their
-    headers. Without one a call gets an empty message, and a node gets number 5. A function finds
-    what was sent in the handler's `body`."""
+    """Answers each call with the function of its name in `answers`, and records `calls` with
+    headers.
+
+    Other calls get an empty message, and a node gets number 5. A function finds the request in the
+    handler's `body`.
+    """
 
     def __init__(self, **answers: Callable[[BaseHTTPRequestHandler], bytes | None]) -> None:
         self.answers = answers
@@ -68,7 +71,7 @@ class SuperLink:
         class Server(ThreadingHTTPServer):
             daemon_threads = True
 
-            def handle_error(self, *_: object) -> None:  # a node that hangs up
+            def handle_error(self, *_: object) -> None:  # called when a node hangs up
                 pass
 
         self.server = Server(("127.0.0.1", 0), Handler)
@@ -86,7 +89,7 @@ class SuperLink:
 
 
 def message(objects: list[str], created: float | None = None) -> bytes:
-    """The answer to pull-messages: one message, of a tree of these objects."""
+    """Returns the answer to pull-messages: one message, with a tree of these objects."""
     created = time.time() if created is None else created
     root = objects[0]
     metadata = field(1, 7) + field(2, root.encode()) + field(3, 1) + field(4, 5)
@@ -102,7 +105,7 @@ Value = float | int | bool | str | list[str]
 
 
 def _value(value: Value) -> bytes:
-    """A value of a record of settings."""
+    """Returns a value of a record of settings."""
     match value:
         case bool():
             return field(4, int(value))
@@ -117,7 +120,9 @@ def _value(value: Value) -> bytes:
 
 
 def question(arrays: dict[str, np.ndarray], config: dict[str, Value]) -> dict[str, bytes]:
-    """The objects of a message that asks for training, by their ids, its root first."""
+    """Returns the objects of a message that asks for training, by their ids, with its root
+    first.
+    """
     objects: dict[str, bytes] = {}
 
     def add(kind: str, children: list[str], body: bytes) -> str:
@@ -149,7 +154,7 @@ def question(arrays: dict[str, np.ndarray], config: dict[str, Value]) -> dict[st
 
 
 def asking(*questions: dict[str, bytes]) -> dict[str, Callable[[BaseHTTPRequestHandler], bytes]]:
-    """The answers of a server that has these messages, one after the other."""
+    """Returns the answers of a server that has these messages, one after another."""
     messages = iter([message([*objects]) for objects in questions])
     contents = {each: content for objects in questions for each, content in objects.items()}
 

@@ -1,4 +1,4 @@
-"""The modules of the Swift package, and what is public in them."""
+"""The modules of the Swift package, and their public declarations."""
 
 import json
 import shutil
@@ -10,19 +10,20 @@ from typing import NamedTuple
 from helpers.paths import APP, ROOT
 from mesp.engine.build import find_engine
 
-# The parts of the package, each after what it imports: module `MeSP` and the part's name.
+# The parts of the package, each after those that it imports: a module is `MeSP` and the part's
+# name.
 PARTS = ("Sentences", "Files", "Bundle", "Import", "Adapters", "Core", "Control", "")
 PARTS += ("Federation", "Download", "SelfCheck", "AppModel", "Tokenizers")
 STAND_INS = ROOT / "tests" / "app" / "stand_ins"
-# As SwiftPM makes it of a target with resources.
+# The source that SwiftPM adds to a target with resources.
 RESOURCES = "import Foundation\nextension Bundle { static let module = Bundle.main }\n"
 TYPES = {"class", "struct", "enum", "protocol", "actor"}
-# Of every type that does not say otherwise.
+# Conformances of every type that does not suppress them.
 IMPLICIT = {"Copyable", "Escapable", "SendableMetatype"}
 
 
 def tool(name: str) -> str:
-    """A program of the Swift toolchain; on a Mac it is not in the path."""
+    """Returns a program of the Swift toolchain; on a Mac it is not in the path."""
     found = shutil.which(name)
     if not found and shutil.which("xcrun"):
         found = subprocess.check_output(["xcrun", "--find", name], text=True).strip()
@@ -35,13 +36,15 @@ def target_info() -> dict:
 
 
 def sources(part: str) -> list[Path]:
-    """The Swift files of a part of the package."""
+    """Returns the Swift files of a part of the package."""
     return sorted((APP / (part or "MeSP")).rglob("*.swift"))
 
 
 def write_symbol_graphs(folder: Path) -> Path:
-    """Compiles the modules without the bodies of functions; the folder with their symbol graphs."""
-    build = find_engine().parent  # where the module MLX was built
+    """Compiles the modules without function bodies, and returns the folder with their symbol
+    graphs.
+    """
+    build = find_engine().parent  # the folder with the compiled module MLX
     modules, graphs, resources = folder / "modules", folder / "graphs", folder / "Resources.swift"
     modules.mkdir(parents=True)
     graphs.mkdir()
@@ -74,22 +77,22 @@ def run(command: list) -> None:
 
 
 class Symbol(NamedTuple):
-    """A public declaration, as a symbol graph has it."""
+    """A public declaration of a symbol graph."""
 
     identifier: str
     module: str
     kind: str  # without the language: "struct", "method", "enum.case"
     path: tuple[str, ...]
     declaration: str
-    # Whether it has a comment of its own, or that of the requirement that it meets.
+    # Whether it has a comment, or the requirement that it meets has one.
     is_documented: bool
-    # Whether a protocol or a superclass asks for it.
+    # Whether a protocol or a superclass requires it.
     is_required: bool
     # The identifiers in its declaration.
     references: frozenset[str]
     # The protocols that a type conforms to.
     conformances: tuple[str, ...]
-    # Whether what it extends is of a module outside of the package.
+    # Whether it extends a type of a module outside of the package.
     is_in_foreign_type: bool
 
     @property
@@ -98,12 +101,12 @@ class Symbol(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Without argument labels."""
+        """The name without argument labels."""
         return self.path[-1].partition("(")[0]
 
 
 def public_symbols(graphs: Path) -> list[Symbol]:
-    """All public declarations that somebody wrote, module by module."""
+    """Returns all public declarations in the sources, module by module."""
     found = []
     for file in sorted(graphs.glob("*.symbols.json")):
         module, _, extended = file.name.removesuffix(".symbols.json").partition("@")
@@ -137,7 +140,7 @@ def public_symbols(graphs: Path) -> list[Symbol]:
 
 
 def public_api(symbols: list[Symbol]) -> str:
-    """The declarations of the products for apps, a line each."""
+    """Returns the declarations of the products for apps, a line each."""
     lines = []
     for each in symbols:
         if each.module in ("MeSP", "MeSPTokenizers"):

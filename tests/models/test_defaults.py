@@ -1,6 +1,6 @@
-"""What a config.json leaves out is what transformers fills in, or is asked for.
+"""Tests that missing keys of a config.json get transformers' values, or are asked for.
 
-Its configuration classes need no PyTorch.
+transformers' configuration classes need no PyTorch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete
 from mesp.models.families import FAMILIES as KNOWN
 
-# Texts by themselves: a larger model's class has a text's beside it.
+# Configurations of texts alone, because a larger model's class contains a text's.
 TEXTS = {
     name: config | {"model_type": "gemma4_text"} if name == "gemma4" else config
     for name, config in FAMILIES.items()
@@ -29,12 +29,12 @@ TEXTS = {
     )
     or name == "gemma4"
 }
-TEXTS.pop("lfm3", None)  # whose RoPE "default" transformers turns otherwise
-TEXTS.pop("llama-window", None)  # of which transformers has no windows
+TEXTS.pop("lfm3", None)  # its RoPE "default" differs in transformers
+TEXTS.pop("llama-window", None)  # transformers has no windows of it
 
 
 def read_by_transformers(config: dict) -> dict:
-    """A config.json as transformers writes it after reading it."""
+    """Returns a config.json as transformers writes it after reading it."""
     its = CONFIG_MAPPING[config["model_type"]].from_dict(json.loads(json.dumps(config)))
     return json.loads(its.to_json_string(use_diff=False))
 
@@ -60,7 +60,7 @@ def test_what_is_left_out_is_as_in_transformers(name):
             continue
         try:
             theirs = read_by_transformers(less)
-        except Exception:  # a class of transformers raises what it likes
+        except Exception:  # classes of transformers raise various errors
             continue
         assert found == reading(theirs), key
         compared += 1
@@ -80,12 +80,12 @@ def test_numbers_that_json_has_not_are_as_transformers_5_writes_them(kind):
     config = FAMILIES["granite-mamba"] | {"time_step_limit": [0.0, {"__float__": kind}]}
     found = reading(config)
     assert isinstance(found, Architecture) == (kind == "Infinity")
-    if kind == "Infinity":  # and a bundle has numbers that any JSON has
+    if kind == "Infinity":  # the numbers in a bundle are valid JSON
         assert json.dumps(complete(config), allow_nan=False)
 
 
 def test_the_number_of_experts_by_either_name():
-    """transformers 5 writes Qwen3 MoE's by another."""
+    """transformers 5 names Qwen3 MoE's differently."""
     config = dict(FAMILIES["qwen3_moe"])
     number = config.pop("num_experts")
     assert reading(config | {"num_local_experts": number}) == reading(FAMILIES["qwen3_moe"])
@@ -93,8 +93,8 @@ def test_the_number_of_experts_by_either_name():
     assert "num_local_experts to 9" in reading(both)
 
 
-# Keys of transformers' classes that no logits of a text depend on: how a model is trained, made,
-# generates or is described.
+# Keys of transformers' classes on which no logits of a text depend: they are about training,
+# making, generating or describing a model.
 NOTHING = frozenset(
     ("attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range", "use_cache",
      "output_router_logits", "router_aux_loss_coef", "pad_token_id", "bos_token_id", "eos_token_id",
@@ -104,8 +104,8 @@ NOTHING = frozenset(
      "pretraining_tp", "vocab_size_per_layer_input", "rope_parameters", "tie_encoder_decoder",
      "num_labels")
 )  # fmt: skip
-# Keys that here another one leaves nothing to say: layers that are listed, windows, experts or
-# Mamba that no layer has, a length that no scaling is relative to, another name of the same.
+# Keys that another key makes redundant here: listed layers; windows, experts or Mamba that no layer
+# has; a length that no scaling uses; another name of the same.
 UNREAD = frozenset(
     ("max_position_embeddings", "sliding_window", "max_window_layers", "no_rope_layer_interval",
      "sliding_window_pattern", "_sliding_window_pattern", "query_pre_attn_scalar", "rope_theta",
@@ -117,7 +117,9 @@ UNREAD = frozenset(
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_key_changes_something_or_is_refused(name):
-    """But for those that are known to change nothing, or are of a part that the model has not."""
+    """Exceptions are keys that are known to change nothing, or belong to a part that the model
+    lacks.
+    """
     config = read_by_transformers({k: v for k, v in TEXTS[name].items() if v is not None})
     whole = reading(config)
     unread = set()
@@ -132,7 +134,7 @@ def test_every_key_changes_something_or_is_refused(name):
     assert unread <= UNREAD
 
 
-# Values of keys that some families have, or mlx-lm reads.
+# Values of keys that some families have, or that mlx-lm reads.
 OTHERS = {
     "sliding_window_pattern": 3, "full_attention_interval": 3, "rope_local_base_freq": 50.0,
     "no_rope_layers": [0, 1], "no_rope_layer_interval": 1, "decoder_sparse_step": 2,
@@ -152,7 +154,7 @@ OTHERS = {
     "sliding_window": 3, "layer_types": ["sliding_attention"] * 2, "mamba_d_conv": 2,
     "use_sliding_window": True,
 }  # fmt: skip
-# Those that mlx-lm reads of a family, and transformers does not.
+# Keys that mlx-lm reads in a family, and transformers does not.
 OF_MLX_LM = {"llama": {"layer_types"}, "granite": {"layer_types"}}
 
 
@@ -165,9 +167,9 @@ def test_a_key_of_another_family_changes_nothing_or_is_refused(name):
         more = config | {key: OTHERS[key]}
         try:
             theirs = read_by_transformers(more)
-        except Exception:  # a class of transformers raises what it likes
+        except Exception:  # classes of transformers raise various errors
             continue
-        theirs.pop(key, None)  # of what it knows it makes another key
+        theirs.pop(key, None)  # transformers writes a known key under another name
         found = reading(more)
         if isinstance(found, Architecture) and found != reading(theirs):
             wrong.add(key)

@@ -1,4 +1,4 @@
-"""A model of every family, exported, trained and run by the real engine, against mlx-lm."""
+"""Tests of a model of every family, exported, trained and run by the real engine, with mlx-lm."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ from mesp.models.architecture import Architecture
 pytestmark = pytest.mark.slow
 SEQ_LEN = 24
 VAL_BATCHES = 4
-IGNORED_WINDOWS = ("mistral", "gemma2", "phi3")  # mlx-lm has none for them
+IGNORED_WINDOWS = ("mistral", "gemma2", "phi3")  # mlx-lm has no windows for them
 
 
 def write(family: str, folder: Path) -> Path:
@@ -36,7 +36,7 @@ def write(family: str, folder: Path) -> Path:
 
 
 def quantization(path: str, module: nn.Module) -> bool | dict:
-    """Of what chooses experts as mlx-lm has it."""
+    """Returns the quantization of a router as in mlx-lm."""
     routers = (".mlp.gate", ".feed_forward.gate", ".router.layer", ".shared_expert_gate")
     return {"group_size": 64, "bits": 8} if path.endswith(routers) else True
 
@@ -51,13 +51,14 @@ MIXTURES = [name for name in FAMILIES if Architecture.from_config(FAMILIES[name]
 def test_what_is_trained_here_is_the_same_in_mlx_lm(
     family: str, trained: str | None, tmp_path: Path
 ):
-    """The losses before and after training, and the text after it; of mixtures also where their
-    experts alone are trained."""
+    """Losses before and after training, and the text after it, agree. Mixtures also train experts
+    alone.
+    """
     source, text, bundle, output = (tmp_path / n for n in ("model", "text.txt", "b.mesp", "run"))
     write(family, source)
     text.write_text(TEXT)
     options = ["--seq-len", SEQ_LEN, "--rank", 4]
-    if family != "mixed":  # which comes quantized; the others as mlx-lm quantizes
+    if family != "mixed":  # this one is quantized already; the others get mlx-lm's quantization
         options += ["--quantize", "nearest", "--head-bits", 4]
     call("export", "--model", source, "--data", text, "--out", bundle, *options)
     options = ("--steps", 10, "--val-batches", VAL_BATCHES, "--optimizer", "sgd")
@@ -71,12 +72,12 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(
     quantized = source
     if family != "mixed":
         quantized = tmp_path / "quantized"
-        # Of some families mlx-lm keeps some layers in 8 bits, unless a predicate says otherwise.
+        # Without a predicate, mlx-lm keeps some layers of some families in 8 bits.
         options = {"quant_predicate": quantization, "dtype": "float32"}
         mlx_lm.convert(str(source), str(quantized), quantize=True, **options)
     model, _ = mlx_lm.load(str(quantized))
     held_out = (Bundle(bundle), SEQ_LEN, VAL_BATCHES)
-    # In float32 the two differ in the order of sums alone.
+    # The two differ only in the order of float32 sums.
     assert measure_held_out_loss(model, *held_out) == pytest.approx(before, rel=1e-5)
     load_adapters(model, str(output / "adapters"))
     model.eval()
@@ -97,8 +98,11 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_steps_on_experts_are_those_of_mlx_lm(family: str, tmp_path: Path):
-    """Five of SGD, on the linear layers and on all experts, against automatic differentiation
-    through mlx-lm's own LoRALinear and LoRASwitchLinear."""
+    """There are five steps of SGD, on the linear layers and on all experts.
+
+    They are compared with automatic differentiation through mlx-lm's LoRALinear and
+    LoRASwitchLinear.
+    """
     rank, rate, steps = 4, 0.1, 5
     text, bundle = tmp_path / "text.txt", tmp_path / "b.mesp"
     text.write_text(TEXT)
@@ -152,7 +156,7 @@ def test_steps_on_experts_are_those_of_mlx_lm(family: str, tmp_path: Path):
     assert ours.keys() == theirs.keys()
     for name, array in theirs.items():
         moved = mx.linalg.norm(array - start[name])
-        # A choice of experts that rounding decides would move single ones; none does here.
+        # If rounding decided a choice of experts, single matrices would differ; here none does.
         assert mx.linalg.norm(ours[name] - array) <= 1e-3 * moved + 1e-7, name
 
 
@@ -173,7 +177,7 @@ def test_a_fused_module_is_trained_alone(tmp_path: Path):
     load_adapters(model, str(adapters))
     model.eval()
     held_out = (model, Bundle(bundle), SEQ_LEN, VAL_BATCHES)
-    # A run that starts from them begins where the first one ended.
+    # A run that starts from the adapters begins with the loss at the end of the first.
     options += ("--adapters", adapters, "--val-batches", VAL_BATCHES)
     call("train", bundle, "--out", tmp_path / "second", *options)
     lines = (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()

@@ -49,7 +49,7 @@ def test_fused_modules_hold_their_projections_one_below_the_other():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_arrays_are_those_of_mlx_lm(name):
-    """Modules, biases and norms of every family, by name and size."""
+    """Modules, biases and norms of every family agree, by name and size."""
     blocks, layers = Architecture.from_config(FAMILIES[name]).blocks, mlx_lm_model(FAMILIES[name])
     for block, layer in zip(blocks, layers.layers, strict=True):
         arrays = {f"{module}.weight": size for module, size in block.sizes().items()}
@@ -86,7 +86,7 @@ def test_kinds_of_attention(name, windows, layers):
 
 
 def test_defaults_of_the_patterns():
-    """Defaults of a config.json, as Hugging Face fills them in."""
+    """Hugging Face fills in the same defaults."""
     gemma3 = {k: v for k, v in FAMILIES["gemma3_text"].items() if k != "sliding_window_pattern"}
     arch = Architecture.from_config({**gemma3, "num_hidden_layers": 14})
     assert arch.layers == (0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0)
@@ -152,7 +152,7 @@ def test_rope_turns_as_in_mlx_lm(scaling):
     mixer = Architecture.from_config(config, 8192).mixers[0]
     rope = initialize_rope(64, 5e5, False, complete(config)["rope_scaling"], 131072)
     x = mx.random.normal((1, 2, 40, 64), key=mx.random.key(0))
-    expected = rope(mx.array(x))  # some of mlx-lm's change what they are given
+    expected = rope(mx.array(x))  # some of mlx-lm's change their arguments
     rows = slice(0, 40)
     for turn in (fast_rope(mixer, mx.fast), rope_of(mixer, rows)):
         error = mx.linalg.norm(turn(x, rows) - expected)
@@ -228,7 +228,7 @@ def test_damaged_mixer_of_a_hybrid_is_refused(family, damage):
 
 
 def test_layers_of_a_hybrid():
-    """Defaults of a config.json, as Hugging Face fills them in; and LFM2's two ways to say it."""
+    """Hugging Face fills in the same defaults, and LFM2 states its layers in two ways."""
     qwen = {k: v for k, v in FAMILIES["qwen3_5"].items() if k != "full_attention_interval"}
     arch = Architecture.from_config({**qwen, "num_hidden_layers": 9})
     assert arch.layers == (0, 0, 0, 1, 0, 0, 0, 1, 0)
@@ -243,7 +243,7 @@ def test_layers_of_a_hybrid():
 
 
 def test_layers_and_rope_of_lfm3():
-    """Half of the pairs rotate in full attention, whichever name a config.json has for that."""
+    """Half of the pairs rotate in full attention, whichever name a config.json has for it."""
     config = FAMILIES["lfm3"]
     arch = Architecture.from_config(config)
     conv, sliding, full = arch.mixers
@@ -254,7 +254,7 @@ def test_layers_and_rope_of_lfm3():
     named = {**rope["full_attention"], "rope_type": "proportional"}
     config = {**config, "rope_parameters": {**rope, "full_attention": named}}
     assert Architecture.from_config(config) == arch
-    assert Architecture.from_config(complete(config)) == arch  # as a bundle has it
+    assert Architecture.from_config(complete(config)) == arch  # a bundle has the completed one
     del named["partial_rotary_factor"]
     whole = Architecture.from_config(
         {**config, "rope_parameters": {**rope, "full_attention": named}}
@@ -272,7 +272,7 @@ def test_layers_and_rope_of_lfm3():
 
 
 def test_gemma4():
-    """Blocks that have keys and values, and those that take the last ones' of their kind."""
+    """Some blocks have keys and values, and others take those of the last block of their kind."""
     arch = Architecture.from_config(KNOWN["Gemma-4-E2B"][2])
     sliding, full, after_sliding, after_full = arch.mixers
     assert arch.layers[:15] == (0, 0, 0, 0, 1) * 3 and arch.layers[15:] == (2, 2, 2, 2, 3) * 4
@@ -379,7 +379,11 @@ def test_rope_as_transformers_5_writes_it():
         ("qwen3", {"num_experts": 8}, "num_experts to 8"),
         ("qwen3_moe", {"model_type": "olmoe"}, "norms q and k over all heads"),
         ("qwen2", {"model_type": "idefics3", "text_config": {}}, "several modalities"),
-        ("qwen2", {"model_type": "mixtral", "num_local_experts": 8}, "mixes experts"),
+        (
+            "qwen2",
+            {"model_type": "mixtral", "num_local_experts": 8},
+            "its mixture of experts is of another kind",
+        ),
         (
             "mistral3",
             {"text_config": {"model_type": "mistral4"}},
@@ -407,9 +411,9 @@ def test_rope_as_transformers_5_writes_it():
         ("granite", {"num_local_experts": 8}, "num_local_experts to 8"),
         ("qwen3", {"residual_multiplier": 0.5}, "residual_multiplier to 0.5"),
         ("minicpm", {"sparse_config": {"topk": 64}}, "sparse_config"),
-        ("qwen2", {"model_type": "olmo2"}, "norm what comes out of attention and MLP alone"),
-        ("qwen2", {"model_type": "exaone4"}, "norm what comes out of attention and MLP alone"),
-        ("qwen2", {"model_type": "glm4"}, "RoPE turns neighbours"),
+        ("qwen2", {"model_type": "olmo2"}, "norm only the outputs of attention and MLP"),
+        ("qwen2", {"model_type": "exaone4"}, "norm only the outputs of attention and MLP"),
+        ("qwen2", {"model_type": "glm4"}, "RoPE rotates neighbours"),
         ("qwen2", {"model_type": "nemotron_h"}, "Mamba mixers"),
         ("qwen3", {"head_dim": 33}, "not valid .*frequencies"),
         ("lfm2", {"conv_L_cache": 0}, "not valid .*kernel_size"),
@@ -445,7 +449,9 @@ def test_what_is_not_supported_is_named(family, change, named):
 
 
 def test_layers_with_experts():
-    """LFM2's first layers have none; of Qwen3's every how many-th has some, but for those named."""
+    """LFM2's first layers have none; in Qwen3 every n-th layer has some, except those that are
+    named.
+    """
     lfm2 = Architecture.from_config({**FAMILIES["lfm2_moe"], "use_expert_bias": False})
     assert [bool(block.mlp.experts) for block in lfm2.blocks] == [False, True]
     assert list(lfm2.blocks[1].modules) == [f"self_attn.{n}_proj" for n in ("q", "k", "v", "out")]
@@ -458,7 +464,7 @@ def test_layers_with_experts():
 
 
 def test_granite_4_turns_as_transformers_has_it():
-    """RoPE for "rope" alone; transformers 5 names the layers otherwise."""
+    """Only "rope" has RoPE; transformers 5 names the layers differently."""
     config = FAMILIES["granitemoehybrid"]
     arch = Architecture.from_config(config)
     assert len(arch.mixers[0].frequencies) == 8

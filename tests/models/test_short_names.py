@@ -1,4 +1,4 @@
-"""The built-in models against what is published of them."""
+"""Tests of the built-in models with published figures."""
 
 import os
 import shutil
@@ -14,8 +14,9 @@ from mesp.engine.build import CHECKOUT, built_program
 from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN, geometries
 
-# Of the safetensors files' metadata on the Hub; Qwen3's below 4B have the tied head a second time.
-# Of Qwen3.5, Gemma 3 4B and Ministral 3 the text alone; of the smallest as llama.cpp counts it too.
+# From the safetensors files' metadata on the Hub. Qwen3's below 4B include the tied head a second
+# time. Qwen3.5, Gemma 3 4B and Ministral 3 have only the text; of the smallest, llama.cpp's count
+# too.
 PUBLISHED = {
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-1.5B": 1_543_714_304,
@@ -39,7 +40,7 @@ PUBLISHED = {
     "LFM2-1.2B": 1_170_340_608,
     "LFM2.5-1.2B": 1_170_340_608,
     "LFM2-8B-A1B": 8_467_856_832 - (128_000 - 65_536) * 2048,
-    "LFM2.5-8B-A1B": 8_467_856_832,  # of its GGUF file's metadata
+    "LFM2.5-8B-A1B": 8_467_856_832,  # from its GGUF file's metadata
     "LFM3-1.7B": 1_728_801_536,
     "Granite-4.0-H-Tiny": 6_939_037_248,
     "Llama-3.2-1B": 1_235_814_400,
@@ -88,7 +89,7 @@ def listed(*options: object) -> Result:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of a Markdown table, without the line below the heading."""
+    """Returns the cells of a Markdown table, without the line below the heading."""
     lines = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
@@ -108,7 +109,7 @@ def test_without_an_engine_the_list_has_no_peaks(monkeypatch):
 def test_the_list_plans_what_an_export_would(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MESP_ENGINE", str(FAKE_ENGINE))
-    # One of each way to plan: dense, a mixture of experts, and the one that is exported below.
+    # One for each kind of plan: dense, a mixture, and the one that is exported below.
     of_three = [["Qwen3-0.6B"], ["LFM2-8B-A1B"], ["SmolLM2-135M"]]
     monkeypatch.setattr("mesp.commands.models.geometries", lambda: of_three)
     result = listed()
@@ -139,7 +140,7 @@ def test_what_cannot_be_planned_is_said(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(mx.metal.is_available(), reason="the documented list is of a CPU")
 def test_the_documents_have_the_list(monkeypatch):
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # which the page says
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # as the page says
     page = (CHECKOUT / "docs" / "models.md").read_text(encoding="utf-8")
     table = page.partition("<!-- models -->")[2].partition("<!-- /models -->")[0]
     engine = Path(os.environ.get("MESP_ENGINE") or built_program(CHECKOUT))

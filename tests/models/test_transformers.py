@@ -1,9 +1,8 @@
-"""Tiny random models that transformers saves: the logits of our reading are its own, or the model
-is refused by a sentence.
+"""Tests that logits of transformers' tiny random models agree here, or that a model is refused.
 
-They have random choices among all keys of transformers' configuration classes, some as older
-versions wrote them, some left out; a case that fails is printed with as few of them as fail.
-`MESP_MODEL_CASES` is the number of cases of each family.
+A model has random values of all keys of transformers' configuration classes. Some are in the form
+of older versions, and some are left out. A failing case is printed with as few of them as possible.
+`MESP_MODEL_CASES` is the number of cases for each family.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ _ROPE_KEYS: dict[str, dict[str, list[Any]]] = {
     "linear": {"truncate": [False]},
     "default": {"factor": [2.0], "mrope_section": [[2, 3, 3]]},
 }
-# Values of keys whose type says too little. Other numbers are doubled or halved, and flags turned.
+# Values of keys whose type is not enough. Other numbers are doubled or halved, and flags inverted.
 _VALUES: dict[str, list[Any]] = {
     "num_attention_heads": [2, 4],
     "num_key_value_heads": [1, 2, None],
@@ -127,7 +126,7 @@ _VALUES: dict[str, list[Any]] = {
     "max_position_embeddings": [64, 256],
     "full_attn_idxs": [[0], [1]],
 }
-# Sizes that a case keeps, and what a model is made with or generates by, which no logits depend on.
+# Sizes that a case keeps, and keys of making or generating, which change no logits.
 _KEPT = frozenset(
     ("vocab_size", "hidden_size", "rope_parameters", "layer_types", "model_type", "pad_token_id",
      "bos_token_id", "eos_token_id", "vocab_size_per_layer_input", "mamba_expand",
@@ -207,15 +206,16 @@ _TEXTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model of a family: keys of its configuration, and changes of what transformers saves."""
+    """A model of a family: keys of its configuration, and changes to transformers' files."""
 
     family: str
     keys: dict[str, Any] = field(default_factory=dict)
     rope: dict[str, Any] = field(default_factory=dict)
-    edits: tuple[str, ...] = ()  # names of `EDITS`, or keys left out or of other families
+    # Names of `EDITS`, or keys that are left out or belong to other families.
+    edits: tuple[str, ...] = ()
 
     def smaller(self) -> list[Case]:
-        """The same with one thing less."""
+        """Returns the cases with one change less."""
         found = []
         for name in ("keys", "rope"):
             given = getattr(self, name)
@@ -232,7 +232,7 @@ class Case:
 
 
 def old_rope(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """As transformers 4 wrote RoPE."""
+    """Writes RoPE in the form of transformers 4."""
     text = config.get("text_config", config)
     rope = text.get("rope_parameters")
     if rope and "full_attention" not in rope:
@@ -245,14 +245,14 @@ def old_rope(config: dict[str, Any], tensors: dict[str, Any]) -> None:
 
 
 def type_alone(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """With RoPE's type by its older name."""
+    """Names RoPE's type by its older key alone."""
     rope = config.get("text_config", config).get("rope_parameters") or {}
     if "rope_type" in rope:
         rope["type"] = rope.pop("rope_type")
 
 
 def two_types(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """With another type of RoPE by its older name."""
+    """Names another type of RoPE by the older key."""
     rope = config.get("text_config", config).get("rope_parameters") or {}
     if "rope_type" in rope:
         rope["type"] = "default"
@@ -295,7 +295,7 @@ EDITS = {
 
 
 def draw(family: str, seed: int) -> Case:
-    """A random case."""
+    """Returns a random case."""
     rng = random.Random(f"{family} {seed}")
     text = _TEXTS.get(family, family)
     options = {f.name: getattr(f, "default", None) for f in fields(CONFIG_MAPPING[text])}
@@ -325,7 +325,7 @@ def draw(family: str, seed: int) -> Case:
 
 
 def configuration(case: Case) -> Any:
-    """transformers' configuration. Raises what it raises where it refuses the case."""
+    """Returns transformers' configuration. Raises its error if it refuses the case."""
     text = _TEXTS.get(case.family, case.family)
     keys = {**_SIZES, **BASES[text], **case.keys}
     layers = keys["num_hidden_layers"]
@@ -359,7 +359,7 @@ def configuration(case: Case) -> Any:
 
 
 def randomize(model: Any, seed: int) -> None:
-    """Random numbers in every tensor, such that every part matters."""
+    """Sets every tensor to random numbers, such that every part matters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
@@ -404,7 +404,7 @@ def save(case: Case, folder: Path) -> None:
 
 
 def theirs(case: Case, folder: Path, tokens: list[int]) -> np.ndarray | None:
-    """transformers' logits; None where it lacks weights and makes some up."""
+    """Returns transformers' logits; None if weights are missing and it makes some up."""
     auto = transformers.AutoModelForCausalLM
     if case.family in _VISION:
         auto = transformers.AutoModelForImageTextToText
@@ -416,7 +416,7 @@ def theirs(case: Case, folder: Path, tokens: list[int]) -> np.ndarray | None:
 
 
 def ours(folder: Path, tokens: list[int]) -> np.ndarray:
-    """The logits of our reading, in float32. Raises MespError where the model is refused."""
+    """Returns our logits, in float32. Raises MespError if the model is refused."""
     config = json.loads((folder / "config.json").read_text())
     arch = Architecture.from_config(config, len(tokens))
     weights = SafetensorsWeights(folder, arch)
@@ -429,7 +429,7 @@ def ours(folder: Path, tokens: list[int]) -> np.ndarray:
 
 
 def outcome(case: Case, folder: Path) -> str:
-    """What becomes of a case: "equal", "refused: …", "wrong: …", or "not a model"."""
+    """Returns the result of a case: "equal", "refused: …", "wrong: …", or "not a model"."""
     shutil.rmtree(folder, ignore_errors=True)
     tokens = [int(each) for each in np.random.default_rng(0).integers(1, 90, LENGTH)]
     try:
@@ -437,7 +437,7 @@ def outcome(case: Case, folder: Path) -> str:
             warnings.simplefilter("ignore")
             save(case, folder)
             expected = theirs(case, folder, tokens)
-    except Exception as error:  # what transformers raises for a config that is none differs
+    except Exception as error:  # transformers raises various errors for an invalid config
         return f"not a model: {type(error).__name__} {error!s:.100}"
     if expected is not None and not np.isfinite(expected).all():
         return "not a model: its logits are not finite"
@@ -452,7 +452,7 @@ def outcome(case: Case, folder: Path) -> str:
 
 
 def shrink(case: Case, folder: Path) -> Case:
-    """As few things as are wrong."""
+    """Returns the case with as few changes as fail."""
     for each in case.smaller():
         if outcome(each, folder).startswith("wrong"):
             return shrink(each, folder)

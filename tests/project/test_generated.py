@@ -1,4 +1,4 @@
-"""What Swift has of Python's declarations is generated, and as the generator writes it."""
+"""Tests that the Swift files that are generated from Python are the generator's output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_what_is_checked_in_is_what_is_generated(path: Path):
 
 
 def changed(name: str, monkeypatch: pytest.MonkeyPatch, **others: object) -> str:
-    """The settings in Swift where a declaration is another."""
+    """Returns the settings in Swift with a changed declaration."""
     (declared,) = [each for each in dataclasses.fields(TrainSettings) if each.name == name]
     default = others.pop("default", declared.default)
     setting: Setting = dataclasses.replace(declared.metadata["setting"], **others)

@@ -1,4 +1,6 @@
-"""The contents of wheels, an image and the Swift package's page; test_wheel.py uses wheels."""
+"""Tests the contents of wheels, an image and the Swift package's page; test_wheel.py uses
+wheels.
+"""
 
 import email
 import os
@@ -25,7 +27,7 @@ DOCKERFILE = ROOT / "Dockerfile"
 def test_a_wheel_has_every_target_of_the_package():
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     manifest = (ROOT / "Package.swift").read_text(encoding="utf-8")
-    # What follows is for apps.
+    # The part that follows is for apps.
     with_wheel, _ = manifest.split("if !hostMLX {")
     paths = re.findall(r'path: "(ios/MeSPTrainer/.+?)"', with_wheel)
     assert paths
@@ -56,7 +58,7 @@ def test_the_dockerfile_has_no_known_fault():
 
 
 def test_the_image_is_that_of_the_tests():
-    """Named by its digest too: a tag can be moved."""
+    """The digest is in the name, because a tag can be moved."""
     image = re.search(r"^FROM (\S+)", DOCKERFILE.read_text(encoding="utf-8"), re.M)[1]
     assert re.fullmatch(r"swift:[\w.-]+@sha256:[0-9a-f]{64}", image)
     for workflow in ("ci", "nightly"):
@@ -81,7 +83,7 @@ def make_wheel(sources: Path, out: Path, *options: str) -> zipfile.ZipFile:
 
 
 def information(wheel: zipfile.ZipFile, name: str) -> Message:
-    """The file `name` about a wheel."""
+    """Returns the file `name` with a wheel's metadata."""
     (path,) = (path for path in wheel.namelist() if path.endswith(f".dist-info/{name}"))
     return email.message_from_bytes(wheel.read(path))
 
@@ -121,7 +123,7 @@ def test_a_wheel_without_an_engine_is_for_every_platform(sources: Path, tmp_path
     assert about["License-Expression"] == "MIT"
     assert 'mlx<0.33,>=0.32.2; sys_platform != "linux"' in about.get_all("Requires-Dist")
 
-    # PyPI shows one page, and its reader has no other file of the repository.
+    # PyPI shows one page, and its readers have no other file of the repository.
     shown = about.get_payload()
     assert about["Description-Content-Type"] == "text/markdown" and "# MeSP" in shown
     relative = [link for link, _ in links(shown) if not link.startswith(("https:", "#"))]
@@ -158,7 +160,7 @@ def test_what_an_engine_needs_of_a_linux_is_compared_with_mlxs_needs():
 
 
 def test_the_package_index_documents_products():
-    """Of a file that is longer, the index reads nothing."""
+    """The index ignores a file that is too long."""
     text = (ROOT / ".spi.yml").read_text(encoding="utf-8")
     assert len(text.encode()) <= 1_000
     manifest = yaml.safe_load(text)

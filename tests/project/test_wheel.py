@@ -1,8 +1,8 @@
-"""The commands as a wheel installs them, away from the checkout: `make test-slow`.
+"""Tests of the commands in an installed wheel, away from the checkout: `make test-slow`.
 
-A wheel is built from what a Docker image is built from, and installed into an environment of its
-own, with everything that it needs from PyPI. Swift builds the engine once, in a cache of its own.
-Of `make dist`'s wheel for this platform, nothing is built where it is installed.
+A wheel is built from the files of a Docker image, and installed into a separate environment, with
+everything that it needs from PyPI. Swift builds the engine once, in a separate cache. For `make
+dist`'s wheel of this platform, nothing is built on installation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def programs(work: Path) -> Path:
-    """The folder of the installed commands."""
+    """Returns the folder of the installed commands."""
     context, environment = work / "context", work / "environment"
     copy_sources(context)
     call([sys.executable, "-m", "build", "--outdir", work / "dist", context], work)
@@ -41,7 +41,7 @@ def programs(work: Path) -> Path:
 
 
 def call(command: list[object], work: Path, **environment: str) -> subprocess.CompletedProcess:
-    """Runs a command in a place that knows nothing of the checkout."""
+    """Runs a command in a folder without access to the checkout."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("MESP_")}
     known.pop("PYTHONPATH", None)
     done = subprocess.run(
@@ -58,7 +58,7 @@ def call(command: list[object], work: Path, **environment: str) -> subprocess.Co
 def test_the_commands_work_away_from_a_checkout(programs: Path, work: Path):
     call([programs / "mesp", "export", "--model", "demo", "--seq-len", 64], work)
     steps = ("--steps", 5, "--val-batches", 2)
-    # Without a compiler there is a sentence, and nothing is left behind.
+    # Without a compiler there is a sentence, and nothing is left.
     refused = [programs / "mesp-train", "demo.mesp", *steps, "--out", "none"]
     done = call(refused, work, PATH="/nowhere")
     assert done.returncode == 2
@@ -113,7 +113,7 @@ def test_a_wheel_of_this_platform_needs_no_compiler(work: Path):
     program = environment / "bin" / "mesp"
     (carried,) = environment.rglob("programs/mesp-engine")
     names_ours = str(mlx_folder()).encode() in carried.read_bytes()
-    assert not names_ours  # it finds its own environment's
+    assert not names_ours  # it finds the `mlx` of its own environment
     alone = {"PATH": "/nowhere", "XDG_CACHE_HOME": str(work / "ready-cache")}
     for command in (
         ["export", "--model", "demo", "--seq-len", 64, "--out", "ready.mesp"],
@@ -126,7 +126,7 @@ def test_a_wheel_of_this_platform_needs_no_compiler(work: Path):
     refused = call([carried, "federate", "settings.json"], work, **alone)
     assert refused.returncode == 2 and "takes no part in federations" in refused.stderr
 
-    # The same numbers as the engine that Swift's own libraries are loaded for.
+    # The numbers equal those of the engine that loads Swift's libraries dynamically.
     train = ["train", "ready.mesp", "--steps", 5, "--val-batches", 2, "--out"]
     engine = {"MESP_ENGINE": str(find_engine())}
     call([program, *train, "checkout-run"], work, **engine)

@@ -1,4 +1,4 @@
-"""The workflows are as GitHub's schema has them, and what they name exists."""
+"""Tests that the workflows fit GitHub's schema, and that the things that they name exist."""
 
 import re
 import subprocess
@@ -33,7 +33,7 @@ def steps(workflow: Path) -> list[dict]:
 
 
 def commands(workflow: Path) -> str:
-    """The commands of a workflow's steps, with the variables that its jobs set."""
+    """Returns the commands of a workflow's steps, with the variables that its jobs set."""
     jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
     variables = [value for job in jobs.values() for value in job.get("env", {}).values()]
     return "\n".join([*variables, *(step.get("run", "") for step in steps(workflow))])
@@ -64,7 +64,7 @@ def test_only_locked_packages_are_installed(workflow: Path):
 
 
 def test_the_image_has_only_locked_packages():
-    """A `pip install` takes nothing but the package itself, or packages by their hashes."""
+    """A `pip install` takes only the package itself, or packages by their hashes."""
     text = (ROOT / "Dockerfile").read_text("utf-8")
     let_in = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     installs = re.findall(r"pip install ([^\\\n]*)", text)
@@ -79,7 +79,7 @@ def test_the_image_has_only_locked_packages():
 
 @pytest.mark.parametrize(("lock", "extras"), [(LOCK, ("", "report", "dev")), (IMAGE, ("",))])
 def test_a_lock_has_every_package_with_its_hashes(lock: Path, extras: tuple[str, ...]):
-    """For each of the systems and Pythons; `make lock` rewrites both."""
+    """This holds for each system and Python; `make lock` writes both locks."""
     wanted = [Requirement(each) for each in requires("mesp")]
     wanted.append(Requirement("setuptools>=77"))  # builds the package
     entries = re.findall(r"^(\S.*?) \\\n((?: +--hash=.*\n)+)", lock.read_text("utf-8"), re.M)
@@ -109,13 +109,13 @@ def test_the_targets_of_make_exist(workflow: Path):
 
 @each_workflow
 def test_the_paths_exist(workflow: Path):
-    """A folder that is only made by a step begins with build/ or with a dot."""
+    """A folder that a step makes begins with build/ or with a dot."""
     for path in re.findall(r"(?<![\w./-])(?:ios|tests|tools|docs)/[\w./-]+", commands(workflow)):
         assert (ROOT / path).exists(), path
 
 
 def test_the_simulator_gets_the_app_that_was_built():
-    """By the folder, the scheme and the identifier that the project and the build have."""
+    """The folder, the scheme and the identifier are those of the project and the build."""
     text = commands(CI)
     (project,) = set(re.findall(r"-project (\S+)", text))
     (scheme,) = set(re.findall(r"-scheme (\w+)", text))
@@ -140,7 +140,9 @@ def test_what_the_screens_test_writes_is_kept():
 
 
 def test_the_app_is_built_for_each_system_as_run_in_xcode_builds_it():
-    """Without settings on the command line, which hold for packages too, but a missing team's."""
+    """No settings are on the command line, which would also apply to packages, except the missing
+    team.
+    """
     job = yaml.safe_load(CI.read_text(encoding="utf-8"))["jobs"]["app"]
     given = re.findall(r"\b([A-Z_]+)=\S+", " ".join(job["env"].values()))
     assert set(given) <= {"CODE_SIGNING_ALLOWED"}
@@ -173,8 +175,8 @@ def test_one_swift_format_decides():
 def test_a_model_of_each_family_is_checked_each_night():
     text = (ROOT / ".github" / "workflows" / "nightly.yml").read_text(encoding="utf-8")
     models = yaml.safe_load(text)["jobs"]["model"]["strategy"]["matrix"]["include"]
-    # The text of others' alone, and what mlx-lm does not read, or only from checkpoints of its own;
-    # and mixtures of experts, of which none is published that fits the disk of such a machine.
+    # Texts that belong to other models, families that mlx-lm does not read or reads only from its
+    # own checkpoints, and mixtures of experts, as no published one fits the disk of such a machine.
     left_out = ("qwen3_5_text", "gemma4_text", "ministral3", "qwen3_vl", "lfm3")
     left_out += ("lfm2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text")
     published = [name for name in FAMILIES if name not in left_out]

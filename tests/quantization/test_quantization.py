@@ -1,4 +1,4 @@
-"""The quantizer, the forward pass of the source that it weights by, and what --measure says."""
+"""Tests of the quantizer, of the source's forward pass that weights it, and of --measure."""
 
 import json
 import math
@@ -34,7 +34,7 @@ DTYPES = [mx.float32, mx.bfloat16]
 
 
 def export(*arguments: object) -> str:
-    """Exports to ``out.mesp`` in the working folder; what it says."""
+    """Exports to ``out.mesp`` in the working folder, and returns the output."""
     options = ["--out", "out.mesp", "--overwrite", "--seq-len", "8"]
     result = CliRunner().invoke(main, [*map(str, arguments), *options])
     assert result.exit_code == 0, result.output
@@ -85,7 +85,7 @@ def draw(kind: str, shape: tuple[int, int]) -> mx.array:
     "kind", ["normal", "heavy", "shifted", "tiny", "zeros", "constant", "outliers", "one"]
 )
 def test_error_is_at_most_that_of_the_nearest(kind, dtype):
-    """Of each group, whatever the weights and the moments."""
+    """This holds for each group, for any weights and moments."""
     shape = (24, 256)
     matrix = draw(kind, shape)
     spread = mx.exp(3 * mx.random.normal((shape[1],), key=mx.random.key(2)))
@@ -106,7 +106,7 @@ def test_error_is_at_most_that_of_the_nearest(kind, dtype):
 
 
 def test_error_with_moments_is_lower():
-    """By a quarter in 4 bits, and without moments by a sixth."""
+    """It is lower by a quarter in 4 bits, and without moments by a sixth."""
     matrix = mx.random.normal((128, 512), key=mx.random.key(1))
     moments = mx.exp(mx.random.normal((512,), key=mx.random.key(2)))
     quantization = Quantization()
@@ -125,14 +125,16 @@ def products_of(inputs: mx.array) -> mx.array:
 
 
 def correlated(tokens: int, width: int) -> mx.array:
-    """Inputs with most of their variance in 16 directions."""
+    """Returns inputs with most of their variance in 16 directions."""
     common = mx.random.normal((tokens, 16), key=mx.random.key(4))
     mixed = common @ mx.random.normal((16, width), key=mx.random.key(5)) / 2
     return mixed + mx.random.normal((tokens, width), key=mx.random.key(6))
 
 
 def test_codes_make_up_for_each_others_errors():
-    """On other inputs of the same distribution too, with few more tokens than inputs."""
+    """This also holds for other inputs of the same distribution, with few more tokens than
+    inputs.
+    """
     matrix = mx.random.normal((96, 256), key=mx.random.key(1))
     inputs, quantization = correlated(1024, 256), Quantization()
     seen, others = inputs[:512], inputs[512:]
@@ -149,7 +151,7 @@ def test_codes_make_up_for_each_others_errors():
     "kind", ["normal", "heavy", "shifted", "tiny", "zeros", "constant", "outliers", "one"]
 )
 def test_descent_never_adds_error(kind):
-    """Of any row, as the codes' objective has it; scales and biases stay as they are."""
+    """This holds for each row and the codes' objective; scales and biases stay unchanged."""
     matrix, products = draw(kind, (24, 256)), products_of(correlated(300, 256))
     products = mx.where(mx.arange(256) < 3, 0.0, products)  # inputs that were never seen
     products = mx.where(mx.arange(256)[:, None] < 3, 0.0, products)
@@ -181,7 +183,9 @@ def test_independent_inputs_leave_the_codes_as_they_are():
 
 @pytest.mark.parametrize("bits", sorted(AFFINE[0]))
 def test_weights_on_a_grid_are_exact(bits):
-    """Also where a group uses few of the codes, as groups of a model that was quantized do."""
+    """This also holds for groups that use few of the codes, as in a model that was quantized
+    before.
+    """
     rng = np.random.default_rng(0)
     levels = 2**bits - 1
     used = rng.integers(max(levels - 3, 1), levels + 1, size=(64, 4, 1))  # the largest code
@@ -212,7 +216,7 @@ WITHOUT_WINDOWS = ("mistral", "phi3", "gemma2")  # in mlx-lm; up to their length
 
 
 class Recorder(nn.Module):
-    """A layer that adds up the products of two of its inputs, of all pairs."""
+    """A layer that adds up the products of all pairs of its inputs."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -312,7 +316,7 @@ def test_calibrating_counts(tiny):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_head_has_6_bits(tiny, tied):
-    """And mlx-lm reads so from config.json."""
+    """mlx-lm reads this from config.json."""
     config = {**TINY, "tie_word_embeddings": tied}
     folder = write_model(Path("model"), config)
     said = export("--model", folder)
@@ -352,7 +356,7 @@ def test_what_quantizes_otherwise_is_refused(tiny):
 
 
 def test_measuring_equals_mlx_lm(tiny):
-    """KL and perplexities of what was written, from mlx-lm's logits of both."""
+    """KL and perplexities of the written bundle follow from mlx-lm's logits of both."""
     said = export("--model", tiny, "--measure", "python-docs", "--dtype", "float32")
     assert " KL " in said and "of python-docs" in said
     source = source_model(TINY)
@@ -394,7 +398,7 @@ print(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 @pytest.mark.slow
 def test_memory_is_that_of_tiles(tmp_path):
-    """A block here has 50 MB, of which the forward pass holds one tile and its activations."""
+    """A block here has 50 MB, and the forward pass holds one tile of it and its activations."""
     config = {**TINY, "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 2048}
     config |= {"num_hidden_layers": 1}
     folder = write_model(Path("model"), config, tokenizer=False)

@@ -1,7 +1,7 @@
-"""The loss of two real models in 4 bits, against bars: `make test-slow`.
+"""Tests that the loss of two real models in 4 bits is below bounds: `make test-slow`.
 
-The models come from PyPI, dequantized. Texts are Python's language reference, which is scored, and
-this repository's guide, which `--calibrate` gets.
+The models come from PyPI, dequantized. The scored text is Python's language reference, and
+`--calibrate` gets this repository's guide.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SEQUENCES, LENGTH = 8, 256
 
 
 class Bars(NamedTuple):
-    """At most, of an export with blocks of 4 bits in groups of 64."""
+    """The bounds for an export with blocks of 4 bits in groups of 64."""
 
     kl: float  # to the source, without a text
-    calibrated: float  # likewise, with another text than the one that is scored
+    calibrated: float  # to the source, with a text other than the scored one
     perplexity: float  # times that of 8 bits
     size: float  # times the bytes of 4 bits everywhere
 

@@ -1,6 +1,6 @@
-"""The masks of LoRA dropout: that they are what they should follow from, and their distribution.
+"""Tests of LoRA dropout's masks: their definition and their distribution.
 
-That they act where mlx-lm's act is in test_reference.py.
+test_reference.py tests that they apply where mlx-lm's do.
 """
 
 import itertools
@@ -21,7 +21,7 @@ DROPOUT = reference.Dropout(0.3, seed=7, step=11, sequence=2)
 
 
 def kept(key: int, p: float, rows: int = T, width: int = WIDTH) -> np.ndarray:
-    """Which inputs a mask keeps."""
+    """Returns which inputs a mask keeps."""
     return np.array(reference.dropout_mask(key, p, rows, width)) > 0
 
 
@@ -29,7 +29,7 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(a.ravel(), b.ravel())[0, 1])
 
 
-# The definition of a mask in Python's integers, which are cut to 32 bits here.
+# The definition of a mask in Python's integers, which are cut to 32 bits here
 
 
 def hash_of(x: int) -> int:
@@ -54,14 +54,15 @@ def test_a_mask_follows_from_its_key(key, p):
 
 
 def test_the_limit_is_that_of_a_float32():
-    """As the trainer has p: 0.9 is less there than in 64 bits, and one input in 40 million lies
-    between the two limits."""
+    """The trainer's p is a float32: 0.9 is less there than in 64 bits, and one input in 40 million
+    lies between the two limits.
+    """
     key, number = 574, 111342
     assert reference.dropout_mask(key, 0.9, 1, number + 1)[0, number] > 0
 
 
 def test_a_mask_is_a_part_of_a_larger_one():
-    """So it does not depend on the tiles that it is computed in."""
+    """So it does not depend on the tiles in which it is computed."""
     whole = reference.dropout_mask(5, 0.3, 40, 60)
     assert mx.array_equal(reference.dropout_mask(5, 0.3, 7, 9), whole[:7, :9])
 
@@ -81,8 +82,11 @@ def test_a_key_follows_from_seed_step_sequence_block_and_layer():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_layer_of_a_block_has_a_mask(family):
-    """Numbered through all layers that can have an adapter, experts' behind the others, whether
-    experts are trained or not; an expert's has a key of its own."""
+    """Masks are numbered through all layers that can have an adapter, with experts after the
+    others.
+
+    This holds whether experts are trained or not; an expert's mask has a separate key.
+    """
     arch = Architecture.from_config(FAMILIES[family])
     for i in map(arch.blocks.index, arch.kinds):
         frozen = DROPOUT.masks(i, arch.blocks[i], 5)
@@ -100,7 +104,7 @@ def test_each_layer_of_a_block_has_a_mask(family):
             assert mx.array_equal(mask, reference.dropout_mask(key, 0.3, 5, width))
 
 
-# The distribution.
+# The distribution
 
 
 @pytest.mark.parametrize("p", [0.01, 0.05, 0.1, 0.3, 0.5, 0.9])
@@ -110,7 +114,8 @@ def test_the_share_that_is_dropped(p):
         assert set(np.unique(mask)) == {0, np.float32(1) / np.float32(1 - np.float32(p))}
         deviation = np.sqrt(p * (1 - p) / mask.size)
         assert abs((mask == 0).mean() - p) < 5 * deviation
-    # Of each token and of each input too; the largest of 256 shares is within 5 deviations.
+    # This also holds for each token and each input; the largest of 256 shares is within 5
+    # deviations.
     for axis in (0, 1):
         deviations = np.sqrt(p * (1 - p) / WIDTH)
         shares = (mask == 0).mean(axis=axis)
@@ -120,8 +125,9 @@ def test_the_share_that_is_dropped(p):
 
 
 def test_masks_of_other_keys_are_independent():
-    """Of other seeds, steps, sequences, blocks, layers and experts, also where two numbers change
-    places, as block 1's layer 0 and block 0's layer 1."""
+    """Seeds, steps, sequences, blocks, layers and experts differ, also by exchanging two numbers,
+    as in block 1's layer 0 and block 0's layer 1.
+    """
     numbers = [(0, 0, 0, 0, 0)]
     numbers += [tuple(int(i == at) for i in range(5)) for at in range(5)]
     numbers += [tuple(2 * int(i == at) for i in range(5)) for at in range(5)]
@@ -133,15 +139,16 @@ def test_masks_of_other_keys_are_independent():
     masks = [kept(key, 0.3) for key in keys]
     for a, b in itertools.combinations(masks, 2):
         assert abs(correlation(a, b)) < 5 / np.sqrt(a.size)
-        # Nor is one the other, moved by some tokens or inputs.
+        # Neither is one mask the other, shifted by some tokens or inputs.
         for moved in (np.roll(b, 1, axis=0), np.roll(b, 1, axis=1), b.T):
             assert abs(correlation(a, moved)) < 5 / np.sqrt(a.size)
 
 
 @pytest.mark.parametrize("p", [0.3, 0.5])
 def test_tokens_and_inputs_are_independent(p):
-    """The correlations of all pairs of tokens, and of all pairs of inputs, are as far from 0 as
-    those of independent masks: their mean, their mean square and the largest."""
+    """The correlations of all pairs of tokens, and of all pairs of inputs, are as near to 0 as
+    those of independent masks, by their mean, their mean square and the largest.
+    """
     for mask in (kept(DROPOUT.key(3, 2), p, 64, 4096), kept(DROPOUT.key(3, 2), p, 4096, 64).T):
         pairs = np.corrcoef(mask)[np.triu_indices(64, 1)]
         assert np.abs(pairs).max() < 5 / np.sqrt(4096)
@@ -150,7 +157,7 @@ def test_tokens_and_inputs_are_independent(p):
 
 
 def test_the_mean_over_steps_is_the_input():
-    """E[x ∘ M] = x, and so is that of the layer's output what it is without dropout."""
+    """E[x ∘ M] = x, so the mean of the layer's output is its output without dropout."""
     mx.random.seed(0)
     x, p, steps = np.array(normal(4, 8)), 0.3, 4000
     masks = np.stack(
@@ -164,7 +171,7 @@ def test_the_mean_over_steps_is_the_input():
 
 
 def test_mlx_lm_drops_as_many_and_scales_as_much():
-    """`nn.Dropout` of mlx-lm's layer: the same two values, and the same share of zeros."""
+    """`nn.Dropout` of mlx-lm's layer has the same two values, and the same share of zeros."""
     mx.random.seed(0)
     p, ones = 0.3, mx.ones((T, WIDTH))
     theirs = np.array(LoRALinear(WIDTH, 8, r=2, dropout=p).dropout(ones))

@@ -1,4 +1,4 @@
-"""The mixture of experts alone: its router, ties, and experts that no token chose."""
+"""Tests of the mixture of experts: its router, ties, and experts that no token chose."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def experts(request) -> Experts:
 
 
 def weights_of(experts: Experts) -> dict[str, mx.array]:
-    """Random ones, quantized."""
+    """Returns random weights, quantized."""
     arrays = {} if experts.bias is None else {experts.bias: 0.3 * normal(COUNT)}
     shapes = {name: (COUNT, *shape) for name, shape in experts.stacked(HIDDEN).items()}
     for name, shape in (shapes | {experts.router: (COUNT, HIDDEN)}).items():
@@ -46,7 +46,7 @@ SCALE = 2.0
 
 
 def lora_of(experts: Experts, rank: int) -> dict[str, tuple[mx.array, mx.array]]:
-    """A and B of all experts; none of rank 0."""
+    """Returns A and B of all experts; none for rank 0."""
     return {
         name: (normal(COUNT, inp, rank) * inp**-0.5, 0.1 * normal(COUNT, rank, out))
         for name, (out, inp) in experts.stacked(HIDDEN).items()

@@ -1,4 +1,4 @@
-"""The reference's recurrent mixers, against mlx-lm's by `mx.grad`."""
+"""Tests of the reference's recurrent mixers with mlx-lm's and `mx.grad`."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ def seed():
 
 
 def with_batch(function):
-    """mlx-lm's rule takes [1, T, heads, size]; ours [heads, T, size]."""
+    """Returns mlx-lm's rule, which takes [1, T, heads, size], for our [heads, T, size]."""
 
     def rule(q, k, v, log_g, beta):
         by_token = [each.swapaxes(0, 1)[None] for each in (q, k, v, mx.exp(log_g), beta)]
@@ -28,9 +28,10 @@ def with_batch(function):
 
 
 def rule_inputs(T: int, heads: tuple[int, int], sizes: tuple[int, int], decay: str) -> dict:
-    """q and k as the net gives them: normed.
+    """Returns inputs of the rule, with q and k normed as in the net.
 
-    Near keys differ by a tenth, and β is near 1: the system that a chunk solves is at its worst.
+    Keys that are near differ by a tenth, and β is near 1: then a chunk's linear system is at its
+    worst.
     """
     (Hk, Hv), (dk, dv) = heads, sizes
     q, k = normal(Hk, T, dk), normal(Hk, T, dk)
@@ -57,7 +58,7 @@ CASES = [(*small, decay) for small in SMALL for decay in ("strong", "weak", "mix
     ("T", "heads", "sizes", "decay"), [*CASES, (1024, (1, 2), (8, 8), "mixed")]
 )
 def test_gated_delta_rule(T, heads, sizes, decay):
-    """By chunks as token by token, for decays near 0 and near 1."""
+    """Chunks agree with single tokens, for decays near 0 and near 1."""
     inputs = rule_inputs(T, heads, sizes, decay)
     check(
         reference.gated_delta_rule,
@@ -75,7 +76,7 @@ def test_gated_delta_rule(T, heads, sizes, decay):
     [(1, 1, 1, 4, 4), (7, 2, 1, 8, 4), (65, 4, 2, 4, 8), (200, 3, 1, 8, 16)],
 )
 def test_state_space(T, heads, groups, P, N, rate):
-    """By chunks as token by token, and as mlx-lm's."""
+    """Chunks agree with single tokens, and with mlx-lm's."""
     A_log, D = mx.log(rate * (0.5 + mx.random.uniform(shape=(heads,)))), normal(heads)
     inputs = {"x": normal(heads, T, P), "dt": 0.01 + mx.random.uniform(shape=(heads, T))}
     inputs |= {"B": normal(groups, T, N), "C": normal(groups, T, N)}
@@ -101,7 +102,9 @@ def test_state_space(T, heads, groups, P, N, rate):
 @pytest.mark.parametrize("T", [1, 9, 70])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_mamba2(T, groups):
-    """All between the projections of mlx-lm's mixer, where its limits of the step don't count."""
+    """Everything between the projections of mlx-lm's mixer agrees, where its limits of the step
+    don't apply.
+    """
     config = {"model_type": "granitemoehybrid", "mamba_n_heads": 4, "mamba_d_head": 8}
     config |= {"mamba_n_groups": groups, "mamba_d_state": 16, "mamba_d_conv": 4}
     config |= {"mamba_conv_bias": True, "mamba_proj_bias": False, "rms_norm_eps": 1e-5}
@@ -148,7 +151,7 @@ def test_convolution(T, K):
 
 
 def test_log_decay():
-    """Its exponential is mlx-lm's, and where that underflows it is a number still."""
+    """Its exponential is mlx-lm's, and it is finite where that underflows."""
     vectors = mx.log(16 * mx.random.uniform(shape=(4,))), normal(4)
     check(
         lambda a: reference.log_decay(a, *vectors),

@@ -1,4 +1,6 @@
-"""`mesp.reference` against automatic differentiation of its own forward, of MLX's and mlx-lm's."""
+"""Tests of `mesp.reference` with automatic differentiation of its forward pass, MLX's and
+mlx-lm's.
+"""
 
 import itertools
 from dataclasses import replace
@@ -41,7 +43,7 @@ def seeded() -> None:
     mx.random.seed(0)
 
 
-# The pieces.
+# The pieces
 
 
 QUANTIZATIONS = [Quantization(bits, 32) for bits in (2, 3, 4, 5, 6, 8)]
@@ -165,7 +167,7 @@ def test_attention(T, heads, kv_heads, D, window):
     scale = 0.7 * D**-0.5
     mixer = attention_mixer(sliding_window=window, attention_scale=scale)
     q, k, v = normal(1, heads, T, D), normal(1, kv_heads, T, D), normal(1, kv_heads, T, D)
-    alone = min(T, window or T) == 1  # each token sees itself only
+    alone = min(T, window or T) == 1  # each token sees only itself
     check(
         lambda q, k, v: reference.attention(q, k, v, mixer),
         lambda attn_out, dy: reference.attention_backward(q, k, v, attn_out, dy, mixer),
@@ -181,7 +183,7 @@ def test_attention(T, heads, kv_heads, D, window):
 
 @pytest.mark.parametrize("cap", [0.5, 3.0])
 def test_attention_with_a_soft_cap(cap):
-    """mlx-lm's Gemma 2 has one; here it is with heads repeated instead of grouped."""
+    """mlx-lm's Gemma 2 has one; here heads are repeated instead of grouped."""
     T, D = 9, 16
     mixer = attention_mixer(sliding_window=4, attn_logit_softcapping=cap)
     q, k, v = normal(1, 4, T, D), normal(1, 2, T, D), normal(1, 2, T, D)
@@ -241,7 +243,7 @@ def test_cross_entropy(T, hidden, vocab_size, bits, group_size, cap):
     )
 
 
-# LoRA parameters.
+# LoRA parameters
 
 
 SMALL = {
@@ -254,23 +256,23 @@ SMALL = {
 
 
 def architecture(**changes) -> Architecture:
-    """A small model: two layers of 4 heads in 2 groups."""
+    """Returns a small model: two layers of 4 heads in 2 groups."""
     return Architecture.from_config(SMALL | changes)
 
 
 def attention_mixer(**changes) -> AttentionMixer:
-    """Attention without RoPE, as much as its formulas read of it."""
+    """Returns attention without RoPE, with the fields that its formulas read."""
     return replace(architecture().mixers[0], **{"frequencies": (), **changes})
 
 
 def random_lora(arch: Architecture, rank: int) -> list[mx.array]:
-    """As after some training: A and B nonzero."""
+    """Returns parameters as after some training: A and B are nonzero."""
     lora = reference.init_lora(arch, rank, seed=3)
     return [w + 0.05 * normal(*w.shape) for w in lora]
 
 
 def random_dora(flat: mx.array, weights: reference.Weights, block: Block) -> mx.array:
-    """With DoRA's magnitudes, as after some training."""
+    """Returns them with DoRA's magnitudes, as after some training."""
     matrices = reference.unpack_lora(reference.add_magnitudes(flat, weights, block), block)
     for name in block.modules:
         A, B, m = matrices[name]
@@ -324,16 +326,16 @@ def test_init_lora():
     assert mx.array_equal(A, mx.random.uniform(-(128**-0.5), 128**-0.5, (128, rank), key=key))
 
 
-# The block and the model, against mlx-lm.
+# The block and the model, compared with mlx-lm
 
 
 def quantized(config: dict, group_size: int = 32) -> nn.Module:
-    """mlx-lm's language model with random weights in 4 bits."""
+    """Returns mlx-lm's language model with random weights in 4 bits."""
     return text_of(mlx_lm_model(config, lambda path: Quantization(4, group_size)))
 
 
 def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
-    """The same weights for the reference, taken before LoRA layers wrap them."""
+    """Returns the same weights for the reference, before LoRA layers wrap them."""
     embedding = dict(model.model.embed_tokens.parameters())
     head = embedding if arch.tie_word_embeddings else dict(model.lm_head.parameters())
     blocks = list(map(arrays_of, model.layers, arch.blocks))
@@ -348,27 +350,29 @@ def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
 
 
 def flat_gradient(grads: dict, block: Block) -> mx.array:
-    """mlx-lm's gradients of a block's LoRALinear modules as the flat vector."""
+    """Returns mlx-lm's gradients of a block's LoRALinear modules as the flat vector."""
     arrays = dict(tree_flatten(grads))
     matrices = {}
     for name, shape in block.adapted().items():
         a, b = arrays[f"{name}.lora_a"], arrays[f"{name}.lora_b"]
-        # Of experts mlx-lm has A [experts, rank, in] and B [experts, out, rank].
+        # For experts, mlx-lm has A [experts, rank, in] and B [experts, out, rank].
         pair = (a.swapaxes(1, 2), b.swapaxes(1, 2)) if len(shape) == 3 else (a, b)
         matrices[name] = (*pair, *([arrays[f"{name}.m"]] if f"{name}.m" in arrays else []))
     return reference.pack_lora(matrices, block)
 
 
 def without_gradient(block: Block) -> tuple[str, ...]:
-    """The modules that one token alone gives no gradient, but for rounding: it attends to itself
-    whatever q and k are, and there is no state that could decay."""
+    """Returns the modules whose gradient for a single token is zero, except for rounding.
+
+    A single token attends to itself for any q and k, and there is no state to decay.
+    """
     if getattr(block.mixer, "output_gate", False):
         return ("self_attn.k_proj",)
     return ("self_attn.q_proj", "self_attn.k_proj", "linear_attn.in_proj_a")
 
 
 def assert_same_gradient(actual, expected, block: Block, T: int) -> None:
-    """Flat LoRA gradients, matrix by matrix."""
+    """Compares flat LoRA gradients, matrix by matrix."""
     actual, expected = (reference.unpack_lora(g, block) for g in (actual, expected))
     for name in block.adapted():
         assert len(actual[name]) == len(expected[name])
@@ -401,7 +405,7 @@ class Masked(nn.Module):
 def put_in_place_of_dropout(
     masks: reference.Masks, layer: nn.Module, patch: pytest.MonkeyPatch
 ) -> None:
-    """Lets mlx-lm's LoRA layers of a block have these masks."""
+    """Gives mlx-lm's LoRA layers of a block these masks."""
     call = LoRASwitchLinear.__call__
 
     def with_choice(self: LoRASwitchLinear, x: mx.array, indices: mx.array, **others) -> mx.array:
@@ -476,9 +480,10 @@ def test_block(T, rank, group_size, config, p, dora, monkeypatch):
 
 
 def test_the_gradient_by_shared_keys_and_values_is_a_sum():
-    """Of a model whose last blocks take the keys and values of two others: every gradient is that
-    of the whole loss. A lost sum would change no loss, but the gradients of the owners."""
-    T, config = 12, FAMILIES["gemma4"]  # beyond the windows
+    """The last blocks of the model take the keys and values of two others. Every gradient is that
+    of the whole loss. A lost sum would change no loss, but the gradients of the owners.
+    """
+    T, config = 12, FAMILIES["gemma4"]  # longer than the windows
     arch = Architecture.from_config(config)
     assert arch.owners == {1, 2}
     ours, lora = reference_model(quantized(config), arch), random_lora(arch, 4)
@@ -506,7 +511,7 @@ def test_the_gradient_by_shared_keys_and_values_is_a_sum():
 
 
 class Windowed(nn.Module):
-    """An mlx-lm model with the windows that Hugging Face gives it and mlx-lm does not."""
+    """An mlx-lm model with Hugging Face's windows, which mlx-lm ignores."""
 
     def __init__(self, model: nn.Module, arch: Architecture):
         super().__init__()
@@ -547,7 +552,7 @@ def test_model(T, rank, group_size, config):
         assert_same_gradient(actual, flat_gradient(layer_grads, block), block, T)
 
 
-# Of each family; by automatic differentiation, where the family does not matter, of each mixer.
+# Each family; for automatic differentiation, which does not depend on the family, each mixer.
 PACKED = {"small": SMALL, **FAMILIES}
 BY_MEBP = ("small", "qwen3_5", "granite-mamba", "lfm2")
 
@@ -560,7 +565,7 @@ BY_MEBP = ("small", "qwen3_5", "granite-mamba", "lfm2")
     ],
 )
 def test_packed_records_train_as_a_batch(config, block_gradient):
-    """Records that share a sequence have the loss and the gradients of one sequence each."""
+    """Records that share a sequence have the loss and the gradients of separate sequences."""
     arch = Architecture.from_config(config)
     model, lora = reference_model(quantized(config), arch), random_lora(arch, 4)
     lengths = [9, 2, 70, 12]  # in tokens; longer than a window and than a chunk
@@ -584,7 +589,7 @@ def test_packed_records_train_as_a_batch(config, block_gradient):
         actual = reference.unpack_lora(packed.lora[i], block)
         expected = reference.unpack_lora(sum(each.lora[i] for each in batch), block)
         for name in block.modules:
-            # Sums of float32 in another order, which with AVX2 differ by up to 1.4e-6.
+            # float32 sums in another order, which with AVX2 differ by up to 1.4e-6.
             for a, b in zip(actual[name], expected[name], strict=True):
                 assert relative_error(a, b) <= 2e-6, name
 
@@ -592,8 +597,10 @@ def test_packed_records_train_as_a_batch(config, block_gradient):
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("config", [pytest.param(c, id=n) for n, c in PACKED.items()])
 def test_a_step_with_dropout(config, dora):
-    """The gradients of a whole model against automatic differentiation with the same masks, of two
-    records in a sequence: each has its part of the sequence's masks."""
+    """A whole model's gradients agree with automatic differentiation with the same masks.
+
+    Two records are in a sequence: each has its part of the sequence's masks.
+    """
     arch = Architecture.from_config(config).training_experts()
     model, lora = reference_model(quantized(config), arch), random_lora(arch, 4)
     if dora:
@@ -630,7 +637,7 @@ def test_a_step_with_dropout(config, dora):
 
 
 def rows(given, record: slice):
-    """A record's rows of what a block takes besides x."""
+    """Returns a record's rows of the other inputs of a block."""
     if isinstance(given, tuple):
         return tuple(rows(each, record) for each in given)
     return given[..., record, :]
@@ -638,7 +645,9 @@ def rows(given, record: slice):
 
 @pytest.mark.parametrize("config", [SMALL, FAMILIES["gemma2"], FAMILIES["phi3"]])
 def test_gradients_by_activations(config):
-    """`x` and `dx` of `gradients`: the loss as a function of any block's input, differentiated."""
+    """The loss as a function of any block's input is differentiated, for `x` and `dx` of
+    `gradients`.
+    """
     arch = Architecture.from_config(config | {"num_hidden_layers": 3})
     model = reference_model(quantized(config | {"num_hidden_layers": 3}), arch)
     lora = random_lora(arch, 4)
@@ -659,7 +668,7 @@ def test_gradients_by_activations(config):
 
 
 def test_bfloat16_bundle():
-    """Scales, biases and norms may be bfloat16; the reference computes in float32 all the same."""
+    """Scales, biases and norms may be bfloat16; the reference computes in float32."""
     arch = architecture()
     model = reference_model(quantized(SMALL), arch)
 
@@ -679,12 +688,14 @@ def test_bfloat16_bundle():
     assert all(mx.array_equal(*pair) for pair in zip(a.lora, b.lora, strict=True))
 
 
-# The methods.
+# The methods
 
 
 @pytest.fixture
 def training():
-    """A small model, a stream of tokens with something to learn, and the settings of `train`."""
+    """Returns a small model, a stream of tokens that can be learned, and the settings of
+    `train`.
+    """
     arch = architecture(vocab_size=64)
     model = reference_model(quantized(SMALL | {"vocab_size": 64}), arch)
     tokens = (mx.arange(400) * 7 + mx.random.randint(0, 3, (400,))) % 64
@@ -708,7 +719,7 @@ def test_mebp_equals_mesp(training):
 
 
 def test_dora_trains_as_in_mlx_lm():
-    """From m = ‖W‖ and B = 0, at which it is LoRA, by SGD."""
+    """SGD begins at m = ‖W‖ and B = 0, where DoRA equals LoRA."""
     arch, rate = architecture(), 0.05
     theirs = quantized(SMALL)
     model = reference_model(theirs, arch)
@@ -759,7 +770,7 @@ def test_step_is_gradient_descent(training):
 
 
 def mezo(model, lora, tokens, seed, step, learning_rate=1.0, epsilon=1e-2):
-    """The updated parameters and the loss."""
+    """Returns the updated parameters and the loss."""
     lora = list(lora)
     loss = reference.mezo_step(
         model, lora, tokens, SCALE, learning_rate, seed=seed, step=step, epsilon=epsilon
@@ -837,7 +848,7 @@ def test_unknown_method(training):
         reference.train(model, [], tokens, "adam", 1, **settings)
 
 
-# Preferences, against TRL's formulas.
+# Preferences, compared with TRL's formulas
 
 
 PAIR_LENGTHS = [(9, 4), (13, 5)]  # tokens, and how many of them are prompt
@@ -845,7 +856,7 @@ PAIR_LENGTHS = [(9, 4), (13, 5)]  # tokens, and how many of them are prompt
 
 @pytest.fixture
 def preferring():
-    """mlx-lm's model with LoRA, the reference's, and two answers to prompts of their own."""
+    """Returns mlx-lm's model with LoRA, the reference's, and two answers to different prompts."""
     arch = architecture()
     model = quantized(SMALL)
     ours, lora = reference_model(model, arch), random_lora(arch, 4)
@@ -858,7 +869,7 @@ def preferring():
 
 
 def answer_mask(window: mx.array, prompt: int) -> mx.array:
-    """1 for the targets that are the answer's, [T]."""
+    """Returns 1 for the answer's targets, else 0, [T]."""
     return (mx.arange(1, window.size) >= prompt).astype(mx.float32)
 
 
@@ -872,7 +883,7 @@ def scored(ours, lora, start, window, prompt) -> reference.Answer:
 
 
 def logps(model, window, prompt) -> tuple[mx.array, mx.array]:
-    """Of mlx-lm's model: the answer's summed log-probability, and the mean loss of all targets."""
+    """Returns mlx-lm's summed log-probability of the answer, and its mean loss of all targets."""
     every = mx.take_along_axis(
         nn.log_softmax(model(window[None, :-1])[0], axis=-1), window[1:, None], axis=-1
     )[:, 0]
@@ -880,7 +891,7 @@ def logps(model, window, prompt) -> tuple[mx.array, mx.array]:
 
 
 def assert_same_training(model, expected_loss, arch, ours, lora, windows, loss, weights):
-    """`loss`, and Σ of each window's weighted gradient, against mx.grad of mlx-lm's model."""
+    """Compares `loss`, and Σ of each window's weighted gradient, with mx.grad of mlx-lm's model."""
     value, grads = nn.value_and_grad(model, expected_loss)(model)
     assert loss == pytest.approx(value.item(), rel=TOLERANCE)
     gradients = [
@@ -945,14 +956,15 @@ def test_a_batch_of_labels_trains_as_in_trl(preferring, beta):
     assert_same_training(model, expected, arch, ours, lora, windows, loss, weights)
 
 
-# AdamW in 8 bits.
+# AdamW in 8 bits
 
 
 class Bitsandbytes:
-    """AdamW in 8 bits as bitsandbytes 0.50 has it in Python, in numpy.
+    """AdamW in 8 bits as in bitsandbytes 0.50, in Python with NumPy.
 
-    `create_dynamic_map` of `functional.py`, `optimizer_update_8bit_blockwise_pytorch` with what it
-    calls of `backends/triton/kernels_optim.py`, and the search of `quantize_blockwise` of
+    It consists of `create_dynamic_map` of `functional.py`,
+    `optimizer_update_8bit_blockwise_pytorch` with its helpers in
+    `backends/triton/kernels_optim.py`, and the search of `quantize_blockwise` in
     `backends/default/ops.py`.
     """
 
@@ -998,7 +1010,9 @@ class Bitsandbytes:
 
 
 def test_adamw8bit_is_that_of_bitsandbytes():
-    """Step by step; without bias correction, which is 1 late in a run: for it, its step is 10⁹."""
+    """All steps agree. Without bias correction, which is 1 late in a run, bitsandbytes' step is
+    10⁹.
+    """
     size, rate, betas, eps, decay = 1000, 1e-3, (0.9, 0.99), 1e-8, 0.1
     w, theirs = normal(size), Bitsandbytes(size)
     p, m, v = np.array(w), *(reference.quantize(mx.zeros(size), signed) for signed in (True, False))
@@ -1010,7 +1024,7 @@ def test_adamw8bit_is_that_of_bitsandbytes():
         assert_close("w", w, mx.array(p))
         for moment, signed in ((m, True), (v, False)):
             assert_close("scales", moment.scales, mx.array(theirs.absmax[signed]))
-            # Their map is rounded elsewhere, to the last bit: now and then a number is nearest to
+            # Their map is rounded differently, in the last bit, so a number is sometimes nearest to
             # another there.
             far = np.array(moment.codes).astype(int) - theirs.codes[signed]
             assert np.abs(far).max() <= 1 and (far != 0).mean() < 5e-3
@@ -1028,7 +1042,7 @@ def test_a_code_is_the_nearest_and_of_two_the_lower(signed):
     middles = (numbers[:-1] + numbers[1:]) / 2
     at_middles = reference.quantize(mx.concatenate([middles, mx.array([1.0])]), signed)
     assert at_middles.codes.tolist() == [*range(255), 255]
-    # Of blocks with scales of their own, the last one short, and one all zeros.
+    # Blocks with different scales, the last one short, and one of zeros.
     x = mx.concatenate([normal(256), mx.zeros(256), 1e-12 * normal(100)])
     x = x if signed else mx.square(x)
     back = reference.dequantize_moment(reference.quantize(x, signed), signed)
@@ -1037,7 +1051,7 @@ def test_a_code_is_the_nearest_and_of_two_the_lower(signed):
         assert (mx.abs(back - x)[start:end] <= 0.0071 * largest).all().item()
 
 
-# Windows.
+# Windows
 
 
 def test_pack():

@@ -1,4 +1,4 @@
-"""`mesp report` as a user runs it."""
+"""Tests of `mesp report` as a user runs it."""
 
 import json
 import os
@@ -163,7 +163,7 @@ def test_a_phase_of_another_type_is_named(tmp_path: Path):
 
 
 def test_a_log_of_one_endless_line_is_refused(tmp_path: Path):
-    """A sparse file: its zeros take no room on a disk."""
+    """It is a sparse file, whose zeros take no room on a disk."""
     run = write_run(tmp_path / "run")
     with open(run / "metrics.jsonl", "r+b") as log:
         log.truncate(1 << 29)
@@ -182,7 +182,7 @@ def test_a_time_beyond_the_years_is_none(tmp_path: Path):
     ("ahead", "state"), [(timedelta(minutes=5), "running"), (timedelta(days=1), "killed")]
 )
 def test_a_run_of_the_future_is_silent(tmp_path: Path, ahead: timedelta, state: str):
-    """The clock of its machine was ahead, or this one was set back since."""
+    """The clock of its machine was ahead, or this one was set back."""
     time = (datetime.now(UTC) + ahead).isoformat()
     run = add(write_run(tmp_path / "run", end=None), {"type": "x", "time": time})
     assert made(tmp_path / "report.html", run).row("state") == [state]

@@ -1,4 +1,4 @@
-"""Models that are damaged, or that the trainer does not have, are refused in a sentence."""
+"""Tests that models that are damaged or unsupported are refused with a sentence."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,9 @@ def test_tensor_of_a_type_that_is_not_supported():
 
 
 def test_more_experts_than_a_block_may_have():
-    """Each is an entry in a table: a million of them, empty, would be in a header of some bytes."""
+    """Each is an entry in a table, and a header of some bytes could declare a million empty
+    ones.
+    """
     tensors = random_tensors(FAMILIES["qwen3_moe"])
     tensors["model.layers.1.mlp.switch_mlp.gate_proj.weight"] = mx.zeros((4097, 0, 1))
     folder = write_model(Path("model"), FAMILIES["qwen3_moe"], tensors)
@@ -139,6 +141,6 @@ def test_tokenizer_of_another_model():
 
 
 def test_queries_that_would_be_scaled_are_refused():
-    """The tiny Ministral 3 has 64 tokens before it scales them."""
+    """The tiny Ministral 3 scales them after 64 tokens."""
     folder = write_model(Path("model"), FAMILIES["mistral3"])
     assert "From 64 tokens on" in refused("--model", folder, "--seq-len", "64,65")

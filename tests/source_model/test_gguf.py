@@ -1,4 +1,4 @@
-"""mesp-export of GGUF files: bundles equal to those of the same models in mlx-lm's form."""
+"""Tests that mesp-export of GGUF files makes the bundles of the same models in mlx-lm's form."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def export(model: Path, out: Path, *options: object) -> Bundle:
 
 
 def in_8_bits(tensors: dict[str, mx.array], is_matrix) -> dict[str, mx.array]:
-    """Matrices in groups of 32, each number d · q of Q8_0 as scale · (q + 128) - 128 · scale."""
+    """Returns matrices in groups of 32: d · q of Q8_0 becomes scale · (q + 128) - 128 · scale."""
     found = {}
     for name, tensor in tensors.items():
         if not is_matrix(name, tensor):
@@ -67,7 +67,7 @@ def test_a_bundle_is_that_of_the_same_model_in_mlx_lms_form(name: str, tmp_path:
     for path, layout in theirs.weight_files().items():
         found, expected = layout.unpack(ours.words(path)), layout.unpack(theirs.words(path))
         for key, array in expected.items():
-            # The file has the exponential of these.
+            # The file has their exponentials.
             equal = mx.allclose if key.endswith("A_log") else mx.array_equal
             assert equal(found[key], array), f"{path} {key}"
     assert load_bundle_tokenizer(ours.path).encode(TEXT) == load_bundle_tokenizer(
@@ -76,7 +76,7 @@ def test_a_bundle_is_that_of_the_same_model_in_mlx_lms_form(name: str, tmp_path:
     assert ours.to_mlx_lm() is not None
 
 
-# Where the float16 factors of a type's blocks lie, and what their values are quantized to.
+# The places of the float16 factors in a type's blocks, and the quantization of its values.
 BLOCKS = {
     "Q4_0": ([0], 4, 32), "Q4_1": ([0, 2], 4, 32), "Q5_0": ([0], 5, 32), "Q5_1": ([0, 2], 5, 32),
     "Q8_0": ([0], 8, 32), "Q3_K": ([108], 8, 128), "Q4_K": ([0, 2], 4, 32), "Q5_K": ([0, 2], 5, 32),
@@ -84,12 +84,12 @@ BLOCKS = {
     "Q1_0": ([0], 2, 128), "Q2_0": ([0], 2, 64), "PQ2_0": ([0], 2, 128),
     "Q2_0 of 128": ([0], 2, 128), "TQ1_0": ([52], 2, 128), "TQ2_0": ([64], 2, 128),
 }  # fmt: skip
-# Types that the gguf package does not know: their numbers, and the weights and bytes of a block.
+# Types that the gguf package lacks: their numbers, and the weights and bytes of a block.
 UNKNOWN = {"Q2_0": (42, 64, 18), "PQ2_0": (142, 128, 34), "Q2_0 of 128": (42, 128, 34)}
 
 
 def in_words_of_ggml(data: np.ndarray, block: int, size: int, bits: int) -> np.ndarray:
-    """The values of blocks of Q1_0 or Q2_0, one by one as ggml-quants.c computes them."""
+    """Returns the values of blocks of Q1_0 or Q2_0, one by one as in ggml-quants.c."""
     values = []
     for row in data.reshape(len(data), -1, size):
         for each in row:
@@ -177,7 +177,7 @@ def test_the_summary_says_what_was_carried_over(dtype: str, tmp_path: Path):
 
 
 def test_a_ternary_file_keeps_its_types_beside_others(tmp_path: Path):
-    """As published: an embedding of Q6_K, which is the head, and blocks of TQ2_0."""
+    """A published file has an embedding of Q6_K, which is the head, and blocks of TQ2_0."""
 
     def encode(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
         return Blocks("Q6_K" if "token_embd" in name else "TQ2_0")(name, matrix)
@@ -196,14 +196,14 @@ def test_a_rotated_basis_is_refused_by_name(tmp_path: Path):
 
 
 def test_blocks_of_q2_0_that_fit_neither_size_are_refused(tmp_path: Path):
-    """Their number stands for two sizes: the room of each tensor says which."""
+    """Their number means two sizes, and each tensor's space tells which."""
     with mock.patch.dict(UNKNOWN, {"Q2_0": (42, 64, 24)}):
         file = write_blocks(tmp_path / "tiny.gguf", Blocks("Q2_0"))
-    assert "which blocks of Q2_0 they have" in refused(file, tmp_path / "out.mesp")
+    assert "fit neither or both sizes of Q2_0 blocks" in refused(file, tmp_path / "out.mesp")
 
 
 def test_a_router_keeps_8_bits(tmp_path: Path):
-    """llama.cpp has it in float32, whatever the experts' type."""
+    """llama.cpp stores it in float32, for any type of the experts."""
     tensors = random_tensors(MODELS["qwen3_moe"][1])
 
     def encode(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
@@ -227,7 +227,7 @@ def test_an_unquantized_file_is_quantized_as_any_model(tmp_path: Path):
     file = write_gguf(
         tmp_path / "tiny.gguf", "qwen3", halves, lambda _, matrix: (matrix.astype("f2"), Type.F16)
     )
-    config = MODELS["qwen3"][1] | {"bos_token_id": 0}  # as the file says
+    config = MODELS["qwen3"][1] | {"bos_token_id": 0}  # the file says so
     folder = write_model(tmp_path / "tiny", config, halves)
     ours, theirs = export(file, tmp_path / "a.mesp"), export(folder, tmp_path / "b.mesp")
     for path in theirs.weight_files():
@@ -235,7 +235,7 @@ def test_an_unquantized_file_is_quantized_as_any_model(tmp_path: Path):
 
 
 def refused(file: Path, out: Path) -> str:
-    """The sentence of an export that is refused and leaves nothing."""
+    """Returns the sentence of an export that is refused and leaves nothing."""
     done = run("export", "--model", file, "--out", out, *SIZE)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert not out.exists()
@@ -346,14 +346,14 @@ def test_pieces_are_read_as_sentencepiece_has_them(tmp_path: Path):
 
 
 def test_pieces_that_are_made_in_many_ways_take_no_memory(tmp_path: Path):
-    """Each run of a character is any two shorter ones: 2 MB of tokens have merges of 1.4 GB."""
+    """Each run of a character is any two shorter runs: 2 MB of tokens have merges of 1.4 GB."""
     tokens = ["<unk>", *(letter * n for letter in "abcd" for n in range(1, 1025))]
     types, scores = np.array([2] + [1] * (len(tokens) - 1)), np.zeros(len(tokens), np.float32)
     entries = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores}
     metadata = {f"tokenizer.ggml.{key}": value for key, value in entries.items()}
     file = GGUF(tmp_path / "tiny.gguf", metadata, {}, memoryview(b""), 32)
     tracemalloc.start()
-    with pytest.raises(MespError, match="made of each other in too many ways"):
+    with pytest.raises(MespError, match="can be merged in too many ways"):
         write_tokenizer(file, tmp_path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -385,7 +385,7 @@ def test_adapters_are_fused_into_a_file_of_few_bits(kind: str, tmp_path: Path):
 
 
 def test_a_tensor_of_an_unknown_type_is_not_copied(tmp_path: Path):
-    """Here one that the bundle does not have: of a block behind the model's."""
+    """The tensor here is in a block after the bundle's last."""
     tensors, out = random_tensors(MODELS["qwen2"][1]), tmp_path / "b.mesp"
     whole = GGUF.read(write_gguf(tmp_path / "whole.gguf", "qwen2", tensors))
     whole.tensors["blk.99.attn_norm.weight"] = whole.tensors["blk.0.attn_norm.weight"]
@@ -433,7 +433,7 @@ def test_a_folder_of_gguf_files_says_which_to_name(tmp_path: Path):
     (folder / "a.gguf").touch()
     expected = f"name the one to read: --model {folder}/a.gguf, or {folder}/b.GGUF."
     assert expected in refused(folder, tmp_path / "out.mesp")
-    (folder / "config.json").write_text("{}")  # as many repositories of GGUF files have one
+    (folder / "config.json").write_text("{}")  # as in many repositories of GGUF files
     assert expected in refused(folder, tmp_path / "out.mesp")
 
 

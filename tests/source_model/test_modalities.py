@@ -1,4 +1,4 @@
-"""The text of models of several modalities, and hybrid models as mlx-lm converts them."""
+"""Tests of the text of models of several modalities, and of hybrid models that mlx-lm converted."""
 
 from pathlib import Path
 
@@ -24,7 +24,10 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def of_several_modalities(folder: Path) -> Path:
-    """A Qwen3.5 as it is published: its text beside vision, and layers that predict further."""
+    """Writes a Qwen3.5 as it is published, and returns its folder.
+
+    Its text is beside vision and layers that predict further tokens.
+    """
     text = FAMILIES["qwen3_5"]
     tensors = random_tensors(text)
     tensors = {k.replace("model.", "model.language_model.", 1): v for k, v in tensors.items()}
@@ -100,7 +103,7 @@ def test_the_text_by_the_names_that_it_is_published_under(config, text, others):
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
 def test_a_hybrid_model_that_mlx_lm_has_converted(family):
-    """Its convolutions lie otherwise there, and Qwen3.5's norms are whole."""
+    """Its convolutions have another layout, and Qwen3.5's norms include the 1."""
     if family == "qwen3_5":
         folder = of_several_modalities(Path("whole"))
     else:
@@ -111,7 +114,7 @@ def test_a_hybrid_model_that_mlx_lm_has_converted(family):
 
 
 def test_the_text_alone():
-    """As `Qwen3_5ForCausalLM` is saved."""
+    """`Qwen3_5ForCausalLM` is saved in this form."""
     config = {**FAMILIES["qwen3_5"], "model_type": "qwen3_5_text"}
     bundle = exported("--model", write_model(Path("text"), config), "--seq-len", 8, *NEAREST)
     assert bundle.architecture.hf_prefix == "model"

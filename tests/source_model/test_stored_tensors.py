@@ -1,4 +1,4 @@
-"""What a model's files hold is used, or is known to change nothing, or is refused by its name."""
+"""Tests that each tensor of a model's files is used, changes nothing, or is refused by name."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def table(weights: SafetensorsWeights, name: str) -> mx.array:
 
 
 def test_a_head_is_used_where_the_config_says_nothing():
-    """Tied or not is the family's default, as in transformers: of Llama not."""
+    """As in transformers, the family's default decides whether it is tied; Llama's is not."""
     config = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"}
     tensors = random_tensors(LLAMA) | {"lm_head.weight": HEAD}
     weights = opened(config, tensors)
@@ -90,7 +90,7 @@ def test_what_changes_nothing_is_left_out_without_a_word():
 
 
 def test_keys_of_a_block_that_takes_those_of_another_change_nothing():
-    """Gemma 4's checkpoints have them, and transformers leaves them out."""
+    """Gemma 4's checkpoints have them, and transformers ignores them."""
     config = FAMILIES["gemma4"]
     tensors = random_tensors(config)
     assert "model.layers.4.self_attn.k_proj.weight" not in tensors
@@ -117,7 +117,7 @@ def test_experts_beyond_their_number_are_named():
 
 
 def test_a_model_without_its_head_has_names_without_a_prefix():
-    """As transformers saves `LlamaModel`."""
+    """transformers saves `LlamaModel` in this form."""
     tensors = random_tensors(LLAMA)
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     weights = opened(LLAMA, bare)
@@ -153,7 +153,7 @@ def test_two_files_with_the_same_tensor_are_not_of_one_model():
 
 
 def test_numbers_of_8_bits_are_named_for_what_they_are():
-    """A file that is in order is not called damaged."""
+    """A file that is valid is not called damaged."""
     folder = write_model(Path("model"), LLAMA, random_tensors(LLAMA), tokenizer=False)
     file = folder / "model.safetensors"
     raw = file.read_bytes()
@@ -184,11 +184,11 @@ def test_the_blocks_behind_those_asked_for_are_none_too_many():
 
 
 def test_a_head_that_mlx_lm_has_no_place_for_is_said():
-    """It ties the head of LFM2 whatever the weights; the trainer runs the model."""
+    """mlx-lm ties LFM2's head for any weights; the trainer runs the model."""
     config = FAMILIES["lfm2"]
     tensors = random_tensors(config)
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"][::-1]}
     folder = write_model(Path("model"), config, tensors | head, tokenizer=False)
     bundle = exported("--model", folder, "--seq-len", 8, *NEAREST)
-    with pytest.raises(MespError, match="as mlx-lm has it of lfm2 models"):
+    with pytest.raises(MespError, match="but mlx-lm ties both in lfm2 models"):
         bundle.to_mlx_lm()

@@ -1,4 +1,4 @@
-"""tools/bench.py as a user runs it, on tiny models with the built engine."""
+"""Tests of tools/bench.py as a user runs it, on tiny models with the built engine."""
 
 import json
 import os
@@ -19,12 +19,13 @@ from mesp.engine.build import CHECKOUT, built_program
 from studies.benchmarks import bits, paper_page, tables
 
 ENGINE = Path(os.environ.get("MESP_ENGINE") or built_program(CHECKOUT))
-# One thread: several, on a machine that is busy, mostly wait for each other.
+# One thread: on a busy machine, several mostly wait for each other.
 ENVIRONMENT = {
     "MESP_ENGINE": str(ENGINE if ENGINE.exists() else FAKE_ENGINE),
     "OPENBLAS_NUM_THREADS": "1",
 }
-# Counts of a step of the demo model on a phone's GPU, by length. Less is an improvement: lower it.
+# Counts of a step of the demo model on a phone's GPU, by length. If a change lowers one, lower it
+# here.
 MOST_EVALS = {256: 138, 1024: 138}
 MOST_KERNELS = {256: 2803, 1024: 6626}
 needs_engine = pytest.mark.skipif(not ENGINE.exists(), reason="mesp-engine has not been built")
@@ -63,17 +64,17 @@ def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
         assert row["error"] is None and row["os"] and row["cpu"]
         assert row["seconds"] > 0 and row["steps"] == 2
         assert row["footprint_peak_bytes"] > row["mlx_peak_bytes"] > 0
-        # They all begin with the same loss, on the same window.
+        # All begin with the same loss, on the same window.
         assert row["losses"][0] == pytest.approx(rows["mebp in memory"]["losses"][0], rel=1e-4)
     paper = rows["mesp-paper"]
     assert rows["mesp-store-h"]["losses"] == paper["losses"]
-    # Also after an update: bench.py and the engine have the same rate, alpha and seed.
+    # This also holds after an update: bench.py and the engine have the same rate, alpha and seed.
     assert paper["losses"] == pytest.approx(rows["mebp in memory"]["losses"], rel=1e-5)
     assert 0 < paper["baseline_bytes"] < paper["footprint_peak_bytes"]
     for names in (of_mesp, of_mebp, of_mezo):
         for figure, sign in (("written_bytes", 1), ("predicted_peak_bytes", -1)):
             figures = [sign * rows[name][figure] for name in names]
-            assert figures == sorted(set(figures))  # the more is on disk, the less in memory
+            assert figures == sorted(set(figures))  # more on disk means less in memory
     assert all(rows[name]["written_bytes"] == 0 for name in of_engine if "memory" in name)
     assert rows["mebp in memory"]["time_to_mebp"] == rows["mesp in memory"]["peak_to_mesp"] == 1
     assert rows["mebp in memory"]["peak_to_mebp"] == 1
@@ -81,7 +82,7 @@ def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
 
     header, _, *lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert {"method", "steps", "peak MB", "predicted peak MB", "time of MeBP"} <= set(cells(header))
-    assert "paper MB" not in header  # it has none for this model
+    assert "paper MB" not in header  # the paper has no figure for this model
     assert [cells(line)[4] for line in lines[: len(rows)]] == list(rows)
 
 
@@ -97,8 +98,8 @@ def test_the_products_alone_are_measured_by_threads(model: Path, tmp_path: Path)
     assert [row["threads"] for row in rows] == [1, 2] * 3
     assert all(row["error"] is None and row["seconds"] > 0 for row in rows)
     assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-5)
-    # 2 T operations a weight, forward and back; none back to what is not trained: q, k and v of
-    # the first of three blocks. Recomputed is all but down.
+    # Each weight needs 2 T operations forward and back. There is no backward product to untrained
+    # inputs: q, k and v of the first of three blocks. All but down is recomputed.
     width, inner, vocabulary = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"]
     qkv, mlp = 2 * width * width, width * inner  # k and v are half as wide as q
     block = qkv + width * width + 3 * mlp
@@ -212,12 +213,12 @@ def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
         assert 0 < row["evals"] <= MOST_EVALS[row["seq_len"]]
         assert row["evals"] < row["kernels"] <= MOST_KERNELS[row["seq_len"]]
         assert row["tflop"] > 0 and row["modelled_seconds"] > 200e-6 * row["evals"]
-        # With the trainer's command buffers `eval` sleeps, where with MLX's own it polls.
+        # With the trainer's command buffers `eval` sleeps; with MLX's own it polls.
         assert row["strict_spinning_seconds"] < 0.01 * row["modelled_seconds"]
         assert row["spinning_seconds"] > 0.1 * row["modelled_seconds"]
         assert 0 < row["most_first_kernels"] <= row["first_kernels"] < row["kernels"]
         assert row["strict_ledger_peak_bytes"] <= row["strict_predicted_peak_bytes"]
-        # Handlers that are later hold more command buffers, and what those hold is in the plan.
+        # Later handlers hold more command buffers, and the plan has their memory.
         assert (
             row["fast_most_in_flight"] < row["strict_most_in_flight"] < row["slow_most_in_flight"]
         )
@@ -308,7 +309,7 @@ def test_quality_of_mezo(model: Path, tmp_path: Path):
 
 @pytest.fixture
 def few_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences of an evaluation."""
+    """Limits the sequences of an evaluation."""
     monkeypatch.setattr(tables, "VAL_BATCHES", 2)
 
 
@@ -328,7 +329,7 @@ def test_defaults_are_the_first_of_a_sweep(tmp_path: Path):
     assert len({row["before"] for row in rows}) == 1
     drops = [row["before"] - row["after"] for row in rows]
     assert [row["of_best"] for row in rows] == pytest.approx([d / max(drops) for d in drops])
-    # A bundle brings its data.
+    # A bundle has data.
     done = bench(
         "--table", "defaults", "--model", tmp_path / "demo-data.mesp", *size, "--data", "x.txt"
     )
@@ -360,7 +361,7 @@ def test_parts_of_the_adapters_take_less(model: Path, tmp_path: Path):
     rows = {row["trained"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
     predicted = {name: row["predicted_peak_bytes"] for name, row in rows.items()}
     assert predicted["B of q,v"] < predicted["q,v"] < predicted["all"] > predicted["B alone"]
-    assert len({row["losses"][0] for row in rows.values()}) == 1, "B is zero at first"
+    assert len({row["losses"][0] for row in rows.values()}) == 1, "the initial B is zero"
     assert all(0 < row["backward_seconds"] < row["seconds"] for row in rows.values())
 
 
@@ -383,7 +384,7 @@ def test_convergence(tmp_path: Path):
 @needs_engine
 @pytest.mark.usefixtures("few_held_out")
 def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
-    """Of a model's folder with a text, and of a bundle, which has a text."""
+    """The table takes a model's folder with a text, or a bundle, which has a text."""
     text, bundle = tmp_path / "text.txt", tmp_path / "own.mesp"
     text.write_text(TEXT)
     size = ("--seq-len", 32, "--rank", 8)
@@ -395,8 +396,8 @@ def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
         assert done.returncode == 0, done.stderr
         rows = json.loads((tmp_path / "losses.json").read_text())["rows"]
         found.append([row["losses"] for row in rows])
-    # Each is quantized by moments, which with the engine's BLAS are summed in another order: some
-    # codes differ, and with AVX2 losses by 4e-4.
+    # Each is quantized by moments, whose sums have another order with the engine's BLAS: some codes
+    # differ, and with AVX2 losses by 4e-4.
     for first, second in zip(*found, strict=True):
         assert np.ravel(first) == pytest.approx(np.ravel(second), rel=1e-3)
     refused = bench("--table", "convergence", "--model", bundle, "--data", text)

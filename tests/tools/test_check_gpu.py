@@ -1,4 +1,4 @@
-"""tools/check_gpu.py as a user runs it: on this machine, on a stand-in phone, on a report."""
+"""Tests of tools/check_gpu.py as a user runs it: here, on a stand-in phone, and on a report."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def verdicts(out: Path) -> dict[str, str]:
 
 
 def write_engine(folder: Path, *lines: object, then: str = "") -> str:
-    """An engine that prints these records, and then runs a line of Python."""
+    """Writes and returns an engine that prints these records, and then runs a line of Python."""
     engine = folder / "engine"
     text = "".join(json.dumps(line) + "\n" for line in lines)
     engine.write_text(
@@ -96,7 +96,7 @@ def record(kind: str, fields: dict) -> dict:
 
 
 def row(page: Page, name: str) -> list[str]:
-    """The cells of a row, without what stands below the table."""
+    """Returns the cells of a row, without the text below the table."""
     return [cell.split("\n")[0] for cell in page.row(name)]
 
 
@@ -149,7 +149,7 @@ def test_a_check_that_fails_is_exit_code_1(tmp_path: Path):
 
 
 def test_an_engine_that_dies_in_a_check_fails_that_check(tmp_path: Path):
-    """As by an error in a command buffer, which ends the process."""
+    """An error in a command buffer, for example, ends the process."""
     engine = write_engine(
         tmp_path, record("start", START), record("check", MACHINE), then="os.abort()"
     )
@@ -160,7 +160,9 @@ def test_an_engine_that_dies_in_a_check_fails_that_check(tmp_path: Path):
 
 
 def tf32_engine(folder: Path, in_force: bool) -> str:
-    """An engine whose steps take half as long with TF32, and whose gradients are off by 3e-4."""
+    """Writes and returns an engine that is twice as fast with TF32, with gradient errors of
+    3e-4.
+    """
     engine = folder / "engine"
     engine.write_text(f"""#!{sys.executable}
 import json, os, sys

@@ -1,4 +1,4 @@
-"""tools/collect.py as a user runs it, from a folder and from a stand-in phone."""
+"""Tests of tools/collect.py as a user runs it, with a folder and with a stand-in phone."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def collect(*arguments: object, **environment: str) -> subprocess.CompletedProce
 
 
 def rows(done: subprocess.CompletedProcess) -> dict[str, list[str]]:
-    """The table's columns by run, split where the spaces are wide."""
+    """Returns the table's columns by run, split at wide spaces."""
     assert done.returncode == 0, done.stderr
     lines = [line.split("  ") for line in done.stdout.splitlines()[1:]]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
@@ -148,7 +148,7 @@ def test_a_folder_without_runs(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["[/b]", "[link=x]a[/]", "a\x1b]0;b\x07"])
 def test_what_a_run_is_called_is_text(tmp_path: Path, name: str):
-    """Here its folder and its model, neither of which controls the table or a terminal."""
+    """The names of its folder and its model change neither the table nor a terminal."""
     run = write_run(tmp_path / "runs" / (name.replace("/", "") + "x"))
     log = run / "metrics.jsonl"
     log.write_text(log.read_text().replace("Qwen2.5-0.5B", json.dumps(name)[1:-1]))
@@ -161,7 +161,7 @@ def test_what_a_run_is_called_is_text(tmp_path: Path, name: str):
 @pytest.mark.parametrize("place", ["adapters", "adapters/more", "samples.json", "metrics.jsonl"])
 @pytest.mark.parametrize("what", ["a file", "a folder", "a pipe"])
 def test_what_is_no_regular_file_is_not_collected(tmp_path: Path, place: str, what: str):
-    """A link leads to private files, and a pipe waits."""
+    """A link may lead to private files, and a pipe blocks."""
     private, run = tmp_path / "private", write_run(tmp_path / "runs" / "a")
     private.mkdir()
     (private / "key").write_text("secret")

@@ -1,4 +1,4 @@
-"""`make demo`, in a few steps."""
+"""Tests `make demo`, in a few steps."""
 
 import json
 import shutil

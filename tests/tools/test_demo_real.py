@@ -1,4 +1,4 @@
-"""`make demo-real`: where its model comes from, and all of it in a few steps."""
+"""Tests `make demo-real`: the source of its model, and all of it in a few steps."""
 
 from __future__ import annotations
 

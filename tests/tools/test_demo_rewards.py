@@ -1,4 +1,4 @@
-"""`make demo-rewards`: its requests, and all of it in a few steps."""
+"""Tests `make demo-rewards`: its requests, and all of it in a few steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/first_hour.py as a person runs it: what the file has that they send back."""
+"""Tests of tools/first_hour.py as a person runs it: the file that they send back."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The commands and tools as programs; what they do is tested in the tests' own process."""
+"""Tests of the commands and tools as programs; other tests run them in the tests' process."""
 
 import re
 import subprocess

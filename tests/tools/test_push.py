@@ -1,4 +1,4 @@
-"""tools/push.py as a user runs it, on stand-in phones."""
+"""Tests of tools/push.py as a user runs it, on stand-in phones."""
 
 import json
 import shutil
@@ -15,13 +15,13 @@ from push import main
 
 @pytest.fixture(params=["xcrun", "pymobiledevice3"], autouse=True)
 def program(phones: Phones, request: pytest.FixtureRequest) -> None:
-    """With either of the two that reach a phone."""
+    """Selects one of the two programs that reach a phone."""
     phones.program = request.param
 
 
 @pytest.fixture
 def bundle() -> Path:
-    """The app's bundle for a phone's CPU, on every machine."""
+    """Returns the app's bundle for a phone's CPU, on every machine."""
     return DEMO_BUNDLE
 
 

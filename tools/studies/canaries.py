@@ -5,8 +5,8 @@
 Plants canaries, records with a secret of three random words each, among requests to a house, and
 fine-tunes the demo model without DP-SGD, with clipping alone, and with noise. A canary's exposure
 (Carlini et al., "The Secret Sharer", 2019) is log₂ of the number of possible secrets, 1,000, less
-log₂ of the rank of its own among them, by the model's loss: 0 to 10 bits. The mean of secrets that
-a model has not seen is 1.4.
+log₂ of the rank of the canary's secret among them by the model's loss: 0 to 10 bits. For secrets
+that a model has not seen, the mean is 1.4.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ SEQ_LEN, RANK = 32, 4
 BATCH_SIZE, STEPS = 8, 256
 RECORDS, HELD_OUT = 256, 50
 CLIP, NOISES, DELTA = 0.5, (0.5, 1.0), 1e-4
-# Each a token of the demo model.
+# words that are one token each for the demo model
 WORDS = ["school", "field", "war", "day", "man", "world", "year", "land", "home", "party"]
-# Whose secret is in one record, which is what ε is about, and in eight.
+# Guests whose secret is in one record, which ε is about, and in eight.
 ONCE = [f"Guest {letter}" for letter in "ABCDEFGHIJKLMNOP"]
 OFTEN, TIMES = [f"Owner {letter}" for letter in "ABCD"], 8
 
 
 def main_runs() -> dict[str, tuple]:
-    """The options of each run, by its name."""
+    """Returns the options of each run, by its name."""
     clip = ("--dp-clip", CLIP, "--dp-delta", DELTA, "--dp-noise")
     runs = {"without": (), "clipping alone": (*clip, 0)}
     return runs | {f"noise {noise:g}": (*clip, noise) for noise in NOISES}
@@ -68,7 +68,7 @@ def main_runs() -> dict[str, tuple]:
     help="A folder, replaced.",
 )
 def main(seed: int, steps: int, out: Path) -> None:
-    """Train in all these ways, and print what the secrets' exposure is."""
+    """Train in these ways, and print the exposure of the secrets."""
     shutil.rmtree(out, ignore_errors=True)
     draw = random.Random(seed)
     secrets = {name: tuple(draw.choices(WORDS, k=3)) for name in (*ONCE, *OFTEN)}
@@ -99,7 +99,7 @@ def main(seed: int, steps: int, out: Path) -> None:
 
 
 def write_data(folder: Path, secrets: dict[str, tuple[str, ...]], draw: random.Random) -> None:
-    """Requests and canaries to train on, `RECORDS` in all, and requests that are held out."""
+    """Writes requests and canaries to train on, `RECORDS` in all, and held-out requests."""
     planted = [text(name, secrets[name]) for name in (*ONCE, *(TIMES * OFTEN))]
     requests = cases(RECORDS - len(planted), seed=0, held_out=False)
     train = [*planted, *(case.prompt for case in requests)]
@@ -123,7 +123,7 @@ def row(
     loss: float | None,
     total: str,
 ) -> dict[str, str]:
-    """A line of the table: the mean exposure of the canaries of each kind."""
+    """Returns a line of the table: the mean exposure of the canaries of each kind."""
     model, tokenizer = model_with(bundle, adapters), load_bundle_tokenizer(bundle.path)
     found = {who: exposure(model, tokenizer, who, secret) for who, secret in secrets.items()}
     return {
@@ -137,11 +137,12 @@ def row(
 
 
 def exposure(model: nn.Module, tokenizer: object, name: str, secret: tuple[str, ...]) -> float:
-    """The exposure of a secret, in bits."""
+    """Returns the exposure of a secret, in bits."""
     words = [tokenizer.encode(f" {word}") for word in WORDS]
     assert all(len(word) == 1 for word in words)
     prefix = tokenizer.encode(text(name, ()).rstrip())
-    # A model that has read the prefix and two words says how likely each of the three is.
+    # The model reads the prefix and two words, and then gives the likelihood of each of the three
+    # words.
     rows = np.array([prefix + one + two for one in words for two in words])
     logits = model(mx.array(rows))[:, -3:]
     found = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))

@@ -2,9 +2,9 @@
 
     python tools/studies/dora.py                 the demo model and SmolLM2-135M-Instruct
 
-DoRA trains a number for each output beside A and B. Of these models that is about as much as half a
-rank, so DoRA's rank 8 stands between LoRA's ranks 8 and 9. All learn the same sequences, begin with
-the A of the same seeds where ranks are equal, and have the default optimizer and learning rate.
+DoRA trains a number for each output besides A and B. In these models this is about as much as half
+a rank, so DoRA's rank 8 lies between LoRA's ranks 8 and 9. All learn the same sequences, begin with
+the same A for the same seed and rank, and use the default optimizer and learning rate.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def parameters(arch: Architecture, rank: int, dora: bool) -> int:
 def learn(
     bundle: Bundle, folder: Path, steps: int, seed: int, rank: int, dora: bool
 ) -> tuple[float, float]:
-    """A run's held-out loss before and after, in nats a token."""
+    """Trains; returns the held-out loss before and after, in nats a token."""
     out = folder / f"{'dora' if dora else 'lora'}-{rank}-{seed}"
     mesp.train(
         bundle, out=out, steps=steps, warmup=steps // 20, schedule="linear", seed=seed, rank=rank,

@@ -18,7 +18,7 @@ from studies.benchmarks.paper import PEAK_MB
 from studies.benchmarks.plot import check_plot, write
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-# Figures of measurements.json by the label of their bar, from the least to the largest.
+# The figures of measurements.json by the label of their bar, from the lowest to the highest.
 BARS = {
     "MeSP": "peak of a step, Qwen2.5-0.5B, 256 tokens, SGD",
     "the paper's method": "peak of the paper's way",
@@ -31,7 +31,7 @@ PAPER = "the paper's method,\nas it reports (iPhone 17 Pro)"
 
 
 def peaks() -> dict[str, float]:
-    """The peaks in MB by label."""
+    """Returns the peaks in MB by label."""
     file = DOCS / "measurements.json"
     figures = {m["name"]: m["value"] for m in json.loads(file.read_text(encoding="utf-8"))}
     measured = {label: figures[name] for label, name in BARS.items()}

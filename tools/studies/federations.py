@@ -1,11 +1,11 @@
-"""The result of a federation, between training alone and on all data in one place.
+"""Compares a federation with training alone and with training on all data in one place.
 
     python tools/studies/federations.py --plot federation.png
 
-The demo's six people, each with requests of one kind; what is held out is of all kinds. All train
-from the same matrices with the same update, which starts again in each round, and the one with all
-of the data takes as many steps as the six together. All adapters are measured by mlx-lm's model.
-Needs Flower.
+The demo's six people have requests of one kind each; the held-out requests are of all kinds. All
+train from the same matrices with the same update, which starts again in each round. The run with
+all data takes as many steps as the six together. mlx-lm's model measures all adapters. Needs
+Flower.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ FEDERATIONS = {
 
 
 class Round(NamedTuple):
-    """The held-out result of a round's adapters: nats a token, and the share of requests
-    that are answered to the letter."""
+    """The held-out result of a round's adapters: nats a token, and the share of exact answers."""
 
     loss: float
     exact: float
@@ -82,7 +81,7 @@ def main(
     plot: Path | None,
     out: Path,
 ) -> None:
-    """Train on what six people have in all these ways, and compare them by round."""
+    """Train on the data of six people in these ways, and compare the results by round."""
     if plot:
         check_plot(plot)
     mx.set_default_device(mx.cpu)
@@ -128,7 +127,7 @@ def main(
 
 
 def in_one_place(data: Path, folder: Path) -> Path:
-    """The data of all people in one file, as a bundle takes it."""
+    """Writes and returns the data of all people in one file, for a bundle."""
     folder.mkdir()
     files = sorted(file for file in data.iterdir() if file.stem != "valid")
     text = "".join(file.read_text(encoding="utf-8") for file in files)
@@ -138,7 +137,7 @@ def in_one_place(data: Path, folder: Path) -> Path:
 
 
 def by_oneself(federation: Federation, client: Client, people: int = 1) -> Rounds:
-    """A federation's rounds of one client that hears of no other, for as many steps as `people`."""
+    """Returns the rounds of a federation with one client, which takes as many steps as `people`."""
     folder = federation.folder / "by-oneself" / client.name
     rounds = Rounds(folder, federation.training, federation.rounds.evaluation)
     rounds.save(0, None, {})
@@ -151,7 +150,7 @@ def by_oneself(federation: Federation, client: Client, people: int = 1) -> Round
 
 
 def measure_round(bundle: Bundle, task: Task, runs: list[Rounds], number: int) -> Round:
-    """The result of a round, the mean of several runs."""
+    """Returns the result of a round, the mean of several runs."""
     adapters = [run.path(number) / "adapters" for run in runs]
     scores = [score(model_with(bundle, each), bundle, task) for each in adapters]
     return Round(mean(each.loss for each in scores), mean(each.exact.mean() for each in scores))
@@ -162,7 +161,7 @@ def shown(round: Round) -> tuple[str, str]:
 
 
 def cells(name: str, federation: Federation) -> dict[str, str]:
-    """The bytes sent, the distance between clients, and the privacy that the noise gives."""
+    """Returns the bytes sent, the distance between clients, and the privacy of the noise."""
     records = federation.rounds.records()[1:]
     clients = sum(len(record["clients"]) for record in records)
     ways = (sum(r[f"bytes_{way}"] for r in records) / clients for way in ("down", "up"))
@@ -175,7 +174,7 @@ def cells(name: str, federation: Federation) -> dict[str, str]:
 
 
 def draw(path: Path, found: dict[str, list[Round]]) -> None:
-    """The held-out loss and what is answered to the letter, by round."""
+    """Draws the held-out loss and the share of exact answers, by round."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 

@@ -4,11 +4,11 @@
     python tools/studies/forgetting.py --after    five tasks one after the other, each from the
                                                   adapters of the one before
 
-Each run is made as it is by default, with --max-forgetting, and with --replay too, in so many more
-steps that as many sequences are of the task. A task's gain is how far its held-out loss falls. What
-is forgotten is how far perplexity rises on texts that neither the task nor the choice of the
+Each run is made with the defaults, with --max-forgetting, and with --replay too. Replay gets more
+steps, so that it has as many sequences of the task. A task's gain is the decrease of its held-out
+loss. Forgetting is the increase of perplexity on texts that neither the task nor the choice of the
 adapters' strength has seen: the prose of Python's language reference, code of Python's library,
-answers of the untuned model to questions, and what --text names.
+answers of the untuned model to questions, and the texts of --text.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from studies.tasks import house_requests, spoken_notes
 
 LIMIT = 3.0  # percent
 STEPS = 120
-SHARE = 0.1  # that is replayed
+SHARE = 0.1  # the replayed share
 SEQ_LENS = (64, 112, 128)
 HELD_OUT = 24
 TEXT_CHARACTERS = 6000  # of each text
@@ -80,7 +80,8 @@ QUESTIONS = (
 @dataclass(frozen=True)
 class Result:
     """The end of a run: its task's held-out loss before and after, nats a token, the adapters'
-    strength, the perplexity of each text, and what the run took."""
+    strength, the perplexity of each text, and the run's cost.
+    """
 
     before: float
     after: float
@@ -145,7 +146,7 @@ def main(
 
 
 def export(model: str, name: str, steps: int) -> Bundle:
-    """The model with a task's data."""
+    """Writes and returns the bundle of the model with a task's data."""
     data = OUT / name
     write_data(data, TASKS[name](steps, False), TASKS[name](HELD_OUT, True))
     return mesp.export(
@@ -168,7 +169,7 @@ def of_house(name: str, count: int, held_out: bool) -> list[dict]:
 
 
 def of_initials(count: int, held_out: bool) -> list[dict]:
-    """The initials of the words of a note."""
+    """Returns records that ask for the initials of the words of a note."""
     prompts = [
         each.note for each in spoken_notes.cases(count, seed=int(held_out), held_out=held_out)
     ]
@@ -193,7 +194,7 @@ TASKS = {
 
 
 def write_config_and_tokenizer(files: tuple[Path, ...]) -> dict[str, Path]:
-    """Writes the texts to be remembered, by name, as `mesp evaluate` takes them."""
+    """Writes the texts to be remembered, as data for `mesp evaluate`; returns them by name."""
     texts = {
         "docs": "\n".join(each.content["text"] for each in python_docs()["valid"]),
         "code": inspect.getsource(argparse)[20_000:],
@@ -208,7 +209,9 @@ def write_config_and_tokenizer(files: tuple[Path, ...]) -> dict[str, Path]:
 
 
 def ask(bundle: Bundle) -> Answers:
-    """The untuned model's answers to questions: the tokens of each prompt, and of its answer."""
+    """Returns the untuned model's answers to questions: the tokens of each prompt, and of its
+    answer.
+    """
     tokenizer = load_bundle_tokenizer(bundle.path)
     found = []
     for question in QUESTIONS:
@@ -221,7 +224,7 @@ def ask(bundle: Bundle) -> Answers:
 def perplexities(
     bundle: Bundle, texts: dict[str, Path], answers: Answers, adapters: Path | None
 ) -> dict[str, float]:
-    """Of each text, and of the answers after their prompts."""
+    """Returns the perplexity of each text, and of the answers after their prompts."""
     found = {}
     for name, file in texts.items():
         folders = () if adapters is None else (adapters,)
@@ -236,7 +239,7 @@ def perplexities(
 
 
 def learn(bundle: Bundle, out: Path, steps: int, options: dict[str, Any]) -> RunLog:
-    """A run, with `steps` sequences of the task; one that has finished is not repeated."""
+    """Returns a run with `steps` sequences of the task; a finished run is not repeated."""
     if not (out / "metrics.jsonl").exists() or RunLog.load(out).state() != "finished":
         shutil.rmtree(out, ignore_errors=True)
         steps = round(steps / (1 - options.get("replay", 0)))
@@ -249,7 +252,7 @@ def result(run: RunLog, perplexity: dict[str, float]) -> Result:
     before, after = run.held_out
     assert before is not None and after is not None
     kept = {"strength": 1.0, "loss_after": after} | run.strength
-    # Before texts are sampled, and after the strength is chosen.
+    # without the time to sample texts, and to choose the strength
     began, ended = (
         (run.adapters.parent / name).stat().st_mtime for name in ("settings.json", "metrics.jsonl")
     )

@@ -6,10 +6,10 @@
     python tools/studies/parity.py --packed   records packed into sequences against one a step
 
 All train the same 4-bit weights from the same adapters on the same sequences in the same order,
-with the same update; QLoRA has weights of its own. Two results are called equivalent where the 95%
-interval of their paired difference, by bootstrap over held-out sequences, lies within the margins
-below; the table says so. Ends with exit code 1 where two that compute the same gradients in float32
-are not equivalent.
+with the same update; only QLoRA has other weights. Two results are equivalent if the 95% interval
+of their paired difference, by bootstrap over held-out sequences, lies within the margins below; the
+table says so. Exits with 1 if two trainers that compute the same gradients in float32 are not
+equivalent.
 """
 
 from __future__ import annotations
@@ -59,22 +59,25 @@ from studies.comparison.trainers import (
 )
 from studies.tasks.bundles import EXTRACTION, GSM8K, GSM8K_DATA, TASKS, TEXT, Task, command, export
 
-# Declared before any run: nats a token of held-out loss, and the share of right answers. Less than
-# that is nothing to choose a trainer for.
+# The margins, which were fixed before any run: nats a token of held-out loss, and the share of
+# right answers. A smaller difference is no reason to choose a trainer.
 LOSS_MARGIN = 0.01
 EXACT_MARGIN = 0.02
 # The most that a plan may change a training step's loss, in float32.
 PLAN_MARGIN = 1e-5
 
-PACKED = 4  # times a task's length: that of its sequences of packed records
+PACKED = 4  # sequences of packed records are this many times as long as a task's
 
 QUICK = dataclasses.replace(EXTRACTION, steps=8, held_out=20)
 OPTIMIZERS = ("adamw", "sgd")
 
 
 class Trainer(NamedTuple):
-    """The function that trains, the optimizers to compare it under, whether its gradients are the
-    same, whether it runs with every seed, and the largest difference of a step's loss."""
+    """A trainer in the comparison.
+
+    It has the function that trains, the optimizers to compare it with, whether its gradients are
+    the same, whether it runs with every seed, and the largest difference of a step's loss.
+    """
 
     train: Callable[[Path, Task, str, int, Path], Trained]
     optimizers: tuple[str, ...] = ("adamw",)
@@ -83,7 +86,7 @@ class Trainer(NamedTuple):
     apart: float = float("inf")
 
 
-# The first of the trainers that are compared is what the others are compared with.
+# The other trainers are compared with the first.
 QUICK_TRAINERS = {
     "mlx-lm": Trainer(with_mlx_lm, OPTIMIZERS, every_seed=True),
     "MeSP": Trainer(with_mesp, OPTIMIZERS, every_seed=True),
@@ -207,14 +210,16 @@ def main(
                 if len(chosen) > 1:
                     equivalent &= compare(bundle, task, optimizer, chosen, seeds, text)
     if not equivalent:
-        raise click.ClickException("Two trainers are not equivalent that should be: see above.")
+        raise click.ClickException("Two trainers that should be equivalent are not: see above.")
 
 
 def choose(
     trainers: dict[str, Trainer], optimizer: str, only: tuple[str, ...]
 ) -> dict[str, Trainer]:
-    """Those that an optimizer is for: the first, and `only` these, or all. Raises MespError where
-    one is not there."""
+    """Returns the trainers for an optimizer: the first, and those in `only`, or all.
+
+    Raises MespError if one does not exist.
+    """
     first, *others = trainers
     for name in only:
         if name not in others:
@@ -234,7 +239,7 @@ def compare(
     seeds: int,
     text: Path | None,
 ) -> bool:
-    """Trains with each, and prints a table; whether those that should be are equivalent."""
+    """Trains with each, and prints a table. Returns whether those that should be are equivalent."""
 
     def train(name: str, seed: int) -> Trained:
         click.echo(f"{task.name}, {optimizer}, {name}, seed {seed} …", err=True)
@@ -250,7 +255,7 @@ def compare(
 
 
 def with_pytorch(peft: Path, model: str) -> dict[str, Trainer]:
-    """PEFT's, of that Python; says so where it has no bitsandbytes."""
+    """Returns PEFT's trainers in that Python; prints a note if it has no bitsandbytes."""
     found = {
         f"PEFT, {dtype}": Trainer(partial(with_peft, peft, dtype), is_exact=dtype == "float32")
         for dtype in ("float32", "bfloat16")
@@ -264,7 +269,7 @@ def with_pytorch(peft: Path, model: str) -> dict[str, Trainer]:
 
 
 def by_plan(bundle: Path, task: Task, dtype: str) -> dict[str, Trainer]:
-    """MeSP by each plan, the default one first, and mlx-lm's trainer."""
+    """Returns MeSP with each plan, the default one first, and mlx-lm's trainer."""
     is_exact = dtype == "float32"
     found = {
         f"MeSP, {name}": Trainer(
@@ -279,9 +284,12 @@ def by_plan(bundle: Path, task: Task, dtype: str) -> dict[str, Trainer]:
 
 
 def by_packing(bundle: Path, task: Task) -> dict[str, Trainer]:
-    """MeSP on the same records, each once: one a step; packed, also at the learning rate that
-    AdamW's noise allows larger batches, √n times as high for n records a step; and n a step as a
-    batch. Raises MespError of a task that is text."""
+    """Returns MeSP on the same records, one a step, packed, and several a step as a batch.
+
+    For packed records there is also a trainer with a learning rate √n times as high for n records a
+    step, because larger batches have less noise under AdamW. Raises MespError for a task that is
+    text.
+    """
     if task.name == TEXT.name:
         raise MespError("Text is always packed: name another --task.")
     packed, longest = bundle.with_name(f"{task.name}-packed.mesp"), PACKED * task.seq_len
@@ -328,14 +336,16 @@ def report(
     found: dict[str, list[Trained]],
     text: Path | None,
 ) -> dict[str, bool]:
-    """Prints a table of a task's trainers; which are equivalent to the first of them."""
+    """Prints a table of a task's trainers; returns which are equivalent to the first of them."""
     ids = other_text(bundle, task, text)
     asks = task.answers is not None
 
     seen: dict[tuple[bytes, bool], Measured] = {}
 
     def measure(adapters: Path | None, base: Path | None = None) -> Measured:
-        """Adapters that are the same to the last bit are measured once."""
+        """Returns the scores of adapters; those that are equal to the last bit are measured
+        once.
+        """
         file = adapters and adapters / WEIGHTS
         key = (hashlib.sha256(file.read_bytes() if file else b"").digest(), base is None)
         if key not in seen:
@@ -345,7 +355,7 @@ def report(
         return seen[key]
 
     def cells(runs: list[Measured]) -> list[str]:
-        """Held-out loss, right answers, perplexity of the other text."""
+        """Returns the held-out loss, the right answers, and the perplexity of the other text."""
         row = [decimal(mean(each.scores.loss for each in runs), 4)]
         row += [f"{mean(each.scores.exact.mean() for each in runs):.1%}"] * asks
         if ids is not None:
@@ -402,7 +412,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def interval(difference: Difference, digits: int) -> str:
-    """Both ends, or one number where they are rounded to the same."""
+    """Returns both ends, or one number if they are rounded to the same."""
     low, high = (round(end, digits) + 0.0 for end in (difference.low, difference.high))
     if low == high:
         return f"{low:+.{digits}f}" if low else f"{0:.{digits}f}"

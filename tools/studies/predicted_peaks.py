@@ -1,11 +1,11 @@
 """Compares the planner's predictions on the CPU with measured peaks, and fits a machine's margin.
 
 Each row is a run of a model's first blocks, with its true widths and random weights, on one thread:
-on a busy machine others may never run, and then take no memory. *Measured* over *predicted* is to
-stay between 0.91 and 1.08. The last columns say how far the prediction is off, and how many arrays
-[T, hidden] or [T, intermediate] that would be: a count of Core/Memory that is wrong shows as a
-column of the same number, and a constant of Core/Machine/MachineMemory.swift as one of the same MB.
-*Arrays* is MLX's own peak, which depends on the counts alone.
+on a busy machine others may never run, and then take no memory. *Measured* over *predicted* should
+stay between 0.91 and 1.08. The last columns have the error of the prediction in MB, and in arrays
+[T, hidden] or [T, intermediate]. A wrong count in Core/Memory shows as a column with one number of
+arrays, and a wrong constant in Core/Machine/MachineMemory.swift as a column with one number of MB.
+*Arrays* is MLX's peak, which depends only on the counts.
 
 \b
   python tools/studies/predicted_peaks.py --model SmolLM2-135M,Qwen2.5-0.5B --seq-len 128,256,512
@@ -29,10 +29,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "q and v": {"projections": ["q", "v"]},
     "B alone": {"freeze_a": True},
 }
-"""Settings of a run, by what is said of them."""
+"""The settings of a run, by their description."""
 
 MOST, LEAST = 1.08, 1 / 1.1
-"""Of the measured over the predicted peak."""
+"""The bounds of measured over predicted peaks."""
 
 
 class Row(NamedTuple):
@@ -100,7 +100,9 @@ def show(model: str, seq_len: int, name: str, bundle: mesp.Bundle, run: mesp.Run
 
 
 def margin(rows: list[Row]) -> str:
-    """The MB that the machine's constant may change by, so that every row stays within the bars."""
+    """Returns the MB by which the machine's constant may change with every row still within the
+    bounds.
+    """
     least = max(row.measured / MOST - row.predicted for row in rows) / 1e6
     most = min(row.measured / LEAST - row.predicted for row in rows) / 1e6
     if least > most:

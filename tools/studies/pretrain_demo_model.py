@@ -1,9 +1,9 @@
-"""Pretrain a tiny Qwen2.5-architecture model from plain text, as a Hugging Face folder.
+"""Pretrains a tiny Qwen2.5-architecture model from plain text, as a Hugging Face folder.
 
-The project ships the result as its demo model: small enough to live in the repository, and with
-every part a real Qwen2.5 checkpoint has (grouped-query attention with QKV bias, SwiGLU, RMSNorm,
-rotary positions, tied embeddings, a byte-level BPE tokenizer), so that the exporter and the app
-can be tried and tested without a download. Training runs on MLX, on a Mac's GPU or on a CPU.
+The project ships the result as its demo model. It is small enough for the repository, and has every
+part of a real Qwen2.5 checkpoint (grouped-query attention with QKV bias, SwiGLU, RMSNorm, rotary
+positions, tied embeddings, a byte-level BPE tokenizer), so that the exporter and the app can be
+tried and tested without a download. Training runs on MLX, on a Mac's GPU or on a CPU.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from studies.pretraining.text import (
 
 HELD_OUT_FRACTION = 0.03
 MAX_GRADIENT_NORM = 1.0
-LOG_INTERVAL_SECONDS = 30.0  # between progress lines when the output is not a terminal
+LOG_INTERVAL_SECONDS = 30.0  # between progress lines if the output is not a terminal
 
 
 def mean_loss(model: Model, batch: mx.array) -> mx.array:
-    """Mean next-token cross entropy in nats per token; batch is [rows, seq_len + 1]."""
+    """Returns the mean next-token cross entropy in nats per token; batch is [rows, seq_len + 1]."""
     logits = model(batch[:, :-1])
     return nn.losses.cross_entropy(logits, batch[:, 1:], reduction="mean")
 
 
 def held_out_loss(model: Model, tokens: np.ndarray, batch_size: int, seq_len: int) -> float:
-    """Mean loss over the held-out tokens in nats per token, in windows of `seq_len`."""
+    """Returns the mean loss over the held-out tokens in nats per token, in windows of `seq_len`."""
     rows = (len(tokens) - 1) // seq_len
     total = 0.0
     for first in range(0, rows, batch_size):
@@ -58,7 +58,7 @@ def held_out_loss(model: Model, tokens: np.ndarray, batch_size: int, seq_len: in
 
 
 def make_optimizer(steps: int, learning_rate: float, weight_decay: float) -> optim.MultiOptimizer:
-    """AdamW, warm-up then cosine decay to a tenth; only weight matrices decay."""
+    """Returns AdamW, with warm-up and then cosine decay to a tenth; only weight matrices decay."""
     warmup = max(1, min(200, steps // 10))
     schedule = optim.join_schedules(
         [
@@ -84,7 +84,7 @@ def train(
     evaluate_every: int,
     evaluate: Callable[[int], str],
 ) -> None:
-    """Train for `steps` steps, calling `evaluate(step)` now and then and showing its answer."""
+    """Trains for `steps` steps. Calls `evaluate(step)` now and then, and shows its result."""
     loss_and_grad = nn.value_and_grad(model, mean_loss)
     bar = tqdm(total=steps, unit="step", disable=not sys.stderr.isatty())
     last_line = time.monotonic()

@@ -1,11 +1,11 @@
-"""A table of the CPU time that ways of quantizing a model take.
+"""Prints a table of the CPU time that ways of quantizing a model take.
 
     python tools/studies/quantizer_cost.py --model Qwen2.5-3B --calibrate TEXT
 
 Exports one and two blocks of the model's widths with a part of its vocabulary, from random weights
-in a file, and one block with twice that part. Time grows with each by as much, so the difference
-between two exports is that of a block, or of rows of the vocabulary: the last column is the whole
-model's. Nothing has to be downloaded.
+in a file, and one block with twice that part. Time is linear in both. So the difference between two
+exports is the time of a block, or of rows of the vocabulary, and the last column has the whole
+model's. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from mesp.models.short_names import KNOWN
 
 DEMO_MODEL = Path(mesp.__file__).parent / "demo_model"  # for its tokenizer
 ROWS = 8192  # of the vocabulary
-PLAIN = ("Qwen2.5", "Qwen3-", "Llama", "SmolLM")  # each layer is like the others
+PLAIN = ("Qwen2.5", "Qwen3-", "Llama", "SmolLM")  # models whose layers are all alike
 
 
 def write_model(folder: Path, config: dict[str, Any], rows: int) -> None:
-    """A model of two blocks and a vocabulary of `rows`, with random weights in bfloat16."""
+    """Writes a model of two blocks and a vocabulary of `rows`, with random weights in bfloat16."""
     config = config | {"num_hidden_layers": 2, "vocab_size": rows}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -63,7 +63,7 @@ def write_model(folder: Path, config: dict[str, Any], rows: int) -> None:
 
 
 def export(source: Path, blocks: int, *options: object) -> float:
-    """The seconds of CPU time that an export of the first blocks takes."""
+    """Returns the CPU time in seconds of an export of the first blocks."""
     line = [sys.executable, "-c", "from mesp.commands.export import main; main()"]
     line += ["--model", source, "--layers", blocks, "--seq-len", 8, "--device", "cpu", *options]
     line += ["--out", source.with_suffix(".mesp"), "--overwrite"]
@@ -86,7 +86,7 @@ def export(source: Path, blocks: int, *options: object) -> float:
 )
 @click.option("--calibrate", type=click.Path(path_type=Path, exists=True), required=True)
 def main(model: str, calibrate: Path) -> None:
-    """Print what ways of quantizing a model cost."""
+    """Print the cost of several ways to quantize a model."""
     config = KNOWN[model][2]
     arch = Architecture.from_config(config)
     print(f"| {model} | 1 block, CPU s | 2 blocks, CPU s | all {arch.num_hidden_layers} |")

@@ -1,4 +1,4 @@
-"""A table of ways to quantize a model: bytes, and the loss against its source.
+"""Prints a table of ways to quantize a model: bytes, and the loss against the source.
 
     python tools/studies/quantizers.py --model DIR --text TEXT --calibrate OTHER_TEXT
     .venv/llama/bin/python tools/studies/quantizers.py …    with llama.cpp's Q4_K_M too
@@ -7,8 +7,7 @@ Each way gets the same source, and is measured on the same tokens: KL, the mean 
 divergence to the source over the whole vocabulary at every position, and the ratio of the
 perplexities, both with 95% intervals by bootstrap over the sequences, and paired. A way that needs
 a text gets `--calibrate`'s. Scales of mlx-lm take 16 bits, those of mesp-export as many as
-`--dtype` has. Rows of libraries that are not
-installed are left out.
+`--dtype` has. Rows of libraries that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Study:
-    """The model, a folder to write into, and the text that is not scored."""
+    """The model, a folder to write into, and a text that is not scored."""
 
     model: Path
     folder: Path
@@ -67,7 +66,7 @@ class Study:
         return find_source(str(self.model), random_weights=False)
 
     def open(self, folder: Path) -> tuple[SourceModel, int]:
-        """A folder of safetensors, and the bytes of its matrices."""
+        """Returns the model in a folder of safetensors, and the bytes of its matrices."""
         source = find_source(str(folder), random_weights=False)
         arch = Architecture.from_config(source.config)
         weights = SafetensorsWeights(folder, arch)
@@ -87,7 +86,7 @@ class Study:
         return choose_excerpts(self.tokens(text), self.source, arch, count, length)
 
 
-Way = Callable[[Study], tuple[SourceModel, int]]  # the quantized model, and its bytes
+Way = Callable[[Study], tuple[SourceModel, int]]  # returns the quantized model, and its bytes
 
 
 def mesp(*options: object) -> Way:
@@ -153,8 +152,9 @@ class Q4KM:
     """A model's weights as llama.cpp quantizes them to Q4_K_M, without an importance matrix; see
     `Weights`.
 
-    Q4_K, but for Q6_K of the head or tied embedding and, in the blocks that `use_more_bits` says,
-    of v and down; where 256 does not divide a row, Q5_0 and Q8_0 in place of these.
+    They are Q4_K, except Q6_K for the head or tied embedding and, in the blocks that
+    `use_more_bits` names, for v and down. If 256 does not divide a row, Q5_0 and Q8_0 replace
+    these.
     """
 
     has_float16_scales = False
@@ -237,7 +237,7 @@ WAYS: dict[str, Way] = {
 
 
 def mean_and_error(values: Iterable[np.ndarray]) -> tuple[float, float]:
-    """The mean over all positions, and half of its 95% interval over sequences."""
+    """Returns the mean over all positions, and half of its 95% interval over sequences."""
     sums = np.array([each.sum() for each in values])
     counts = np.array([len(each) for each in values])
     low, high = interval(bootstrap(sums, counts, RESAMPLES))
@@ -245,7 +245,7 @@ def mean_and_error(values: Iterable[np.ndarray]) -> tuple[float, float]:
 
 
 def python_docs_text() -> str:
-    """A text that comes with Python."""
+    """Returns a text that comes with Python."""
     return "\n".join(each.content["text"] for each in python_docs()["train"])
 
 
@@ -269,7 +269,7 @@ def main(
     sequences: int,
     length: int,
 ) -> None:
-    """Print what ways of quantizing a model lose."""
+    """Print the loss of several ways to quantize a model."""
     chosen = {n: way for n, way in WAYS.items() if not ways or n.startswith(ways)}
     if importlib.util.find_spec("xllamacpp") is None:
         chosen.pop("llama.cpp, Q4_K_M", None)

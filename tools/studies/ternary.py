@@ -3,11 +3,11 @@
     python tools/studies/ternary.py                 the demo model and SmolLM2-135M-Instruct
 
 A model's linear layers are quantized to -s, 0 and s, with a scale s for each group of 128 weights,
-or of 64 where 128 does not divide a row; the embedding and the head are those of the 4-bit form,
-in 6 bits. That is written as a folder of MLX's, codes 0, 1 and 2 of 2 bits, and `mesp-export` makes
-a bundle of it, which keeps the codes. Both bundles then learn the same sequences with the same
-settings. A model that was not trained to be ternary is damaged by this: the losses before training
-say by how much. They say nothing of models that were.
+or of 64 where 128 does not divide a row. The embedding and the head are those of the 4-bit form, in
+6 bits. The result is written as a folder in MLX's format, with codes 0, 1 and 2 of 2 bits, and
+`mesp-export` makes a bundle of it, which keeps the codes. Both bundles then learn the same
+sequences with the same settings. This damages a model that was not trained to be ternary: the
+losses before training show how much. They do not apply to models that were.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from studies import real_models
 from studies.tasks import bundles
 from studies.tasks.bundles import EXTRACTION, RANK, TEXT
 
-REFITS = 8  # of a scale, with the codes that the one before gives
+REFITS = 8  # fits of a scale, each with the codes of the one before
 HELD_OUT = 32
 OUT = Path("build/ternary")
 TASKS = {task.name: task for task in (EXTRACTION, TEXT)}
@@ -95,7 +95,7 @@ def main(
 
 
 def write_ternary(source: Source, folder: Path, calibrate: str) -> Path:
-    """Writes a model of safetensors with ternary linear layers, as mlx-lm's folders are."""
+    """Writes a model of safetensors with ternary linear layers, in the format of mlx-lm."""
     assert source.folder is not None
     arch = Architecture.from_config(source.config)
     weights = SafetensorsWeights(source.folder, arch)
@@ -141,8 +141,10 @@ def write_ternary(source: Source, folder: Path, calibrate: str) -> Path:
 
 
 def ternary_quantizations(arch: Architecture) -> Quantizations:
-    """2 bits in groups of 128 or, where these do not divide all rows, of 64; embedding and head as
-    in 4 bits."""
+    """Returns 2 bits in groups of 128, or of 64 where 128 does not divide all rows.
+
+    The embedding and the head are as in the 4-bit form.
+    """
     rows = [columns for block in arch.blocks for _, columns in block.sizes().values()]
     group_size = 64 if any(columns % 128 for columns in rows) else 128
     of_four_bits = choose_quantizations(arch, choose_quantization(None, None, None), None)
@@ -155,10 +157,10 @@ def ternary_quantizations(arch: Architecture) -> Quantizations:
 def ternary(
     matrix: mx.array, products: mx.array, quantization: Quantization
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """W [out, in] as packed codes 0, 1 and 2 with scales s and biases -s, float32.
+    """Returns W [out, in] as packed codes 0, 1 and 2 with scales s and biases -s, float32.
 
-    Scales begin as the mean of a group's |W|, as in BitNet b1.58, and are then fitted by least
-    squares, with weights from the mean squares of the inputs. With these, coordinate descent
+    A scale begins as the mean of a group's |W|, as in BitNet b1.58, and is then fitted by least
+    squares, with weights from the mean squares of the inputs. With these scales, coordinate descent
     chooses the codes by the `products` [in, in] of the inputs.
     """
     size = quantization.group_size
@@ -176,7 +178,7 @@ def ternary(
 
 
 def export(model: str, name: str, steps: int, out: Path) -> Bundle:
-    """The bundle of a model with a task's data."""
+    """Writes and returns the bundle of a model with a task's data."""
     task = TASKS[name]
     data = "python-docs"
     if task is EXTRACTION:
@@ -191,7 +193,7 @@ def export(model: str, name: str, steps: int, out: Path) -> Bundle:
 
 
 def learn(bundle: Bundle, steps: int, seed: int) -> tuple[float, float]:
-    """A run's held-out loss before and after, in nats a token."""
+    """Trains; returns the held-out loss before and after, in nats a token."""
     out = OUT / "runs" / f"{bundle.path.stem}-{steps}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
     mesp.train(

@@ -1,4 +1,4 @@
-"""A fused model as transformers saves models: what both transformers and mlx-lm read."""
+"""Saves a fused model in the format of transformers, which mlx-lm reads too."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from mlx.utils import tree_flatten
 from mesp.bundle.reader import Bundle
 from mesp.models.families import FAMILIES
 
-# The model_type of a text alone, where its config.json has another name within a larger model.
+# The model_type of a text alone, if it is not the one in the larger model's config.json.
 _ALONE = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 
 
 def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
-    """The tensors of `model`, mlx-lm's of the bundle with nothing quantized, by the names and in
-    the shapes that Hugging Face's checkpoints have."""
+    """Returns the tensors of `model` with the names and shapes of Hugging Face's checkpoints.
+
+    `model` is the bundle's in mlx-lm, with no matrix quantized.
+    """
     arch = bundle.architecture
     family = FAMILIES[arch.model_type]
     fused = dict(tree_flatten(model.parameters()))
@@ -30,7 +32,7 @@ def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
         if part in ("scales", "biases"):
             continue
         its = fused[prefix + name]
-        # Arrays other than matrices have another form in mlx-lm's memory than in checkpoints.
+        # Arrays other than matrices have another shape in mlx-lm's memory than in checkpoints.
         found[name] = its if f"{stem}.scales" in stored else array.astype(its.dtype)
     for index, block in enumerate(arch.blocks):
         layer = f"model.layers.{index}."
@@ -40,7 +42,7 @@ def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
                 found[f"{layer}{theirs}.weight"] = mx.concatenate(rows)
         stacked = {name: found.pop(f"{layer}{name}.weight") for name in block.stacked()}
         for theirs, parts in family.hf_experts if stacked else ():
-            # Qwen's are parameters by themselves, not weights of a layer.
+            # Qwen's are parameters, not weights of a layer.
             suffix = "" if theirs.endswith("_proj") else ".weight"
             matrices = [stacked.pop(part) for part in parts]
             found[f"{layer}{theirs}{suffix}"] = mx.concatenate(matrices, axis=1)
@@ -60,18 +62,20 @@ def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
 
 
 def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
-    """A bundle's config.json for the text alone, in its own name where it has one."""
+    """Returns a bundle's config.json for the text alone, with the text's model_type if it has
+    one.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     if alone := _alone(config):
         config = {**config, **config["text_config"], "model_type": alone}
         del config["text_config"]
-        for key in ("rope_scaling", "rope_parameters"):  # a text has three equal positions
+        for key in ("rope_scaling", "rope_parameters"):  # a text's three positions are equal
             if (config.get(key) or {}).get("rope_type") == "mrope":
                 kept = {"rope_theta": config["rope_theta"], "rope_type": "default"}
                 config[key] = None if key == "rope_scaling" else kept
     if "full_attention" in (config.get("rope_parameters") or {}):
-        # Of both transformers would read the scaling alone.
+        # If both keys exist, transformers reads only the scaling.
         config = {key: value for key, value in config.items() if key != "rope_scaling"}
     if name := CLASSES.get(config["model_type"]):
         config = {**config, "architectures": [name]}
@@ -79,7 +83,7 @@ def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, mx.array]) -> None:
-    """Writes tensors into as many files as mlx-lm does, and their index."""
+    """Writes tensors into as many files as mlx-lm would, and their index."""
     from mlx_lm.utils import make_shards
 
     shards = make_shards(tensors)
@@ -97,8 +101,9 @@ def save_checkpoint(folder: Path, tensors: dict[str, mx.array]) -> None:
 
 
 def _alone(config: dict[str, Any]) -> str | None:
-    """The model_type of a larger model's text by itself; None where there is none, or the model is
-    a text."""
+    """Returns the model_type of a larger model's text; None if there is none, or the model is a
+    text.
+    """
     text = (config.get("text_config") or {}).get("model_type")
     text = _ALONE.get(text, text)
     return text if text in FAMILIES and not FAMILIES[text].texts else None

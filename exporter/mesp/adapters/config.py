@@ -1,7 +1,7 @@
-"""adapter_config.json, as mlx-lm and PEFT write it.
+"""Reads adapter_config.json, as mlx-lm and PEFT write it.
 
-What it may hold is in fields.json: a key is used, is known to change nothing, must have a certain
-value, or is refused by its name.
+fields.json lists the keys: each is used, changes nothing, or must have a certain value. Any other
+key is refused by name.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ FIELDS = read_object(Path(__file__).with_name("fields.json"))
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What the readers use of an adapter_config.json.
+    """The properties of an adapter_config.json that the readers use.
 
-    `is_dora`: whether layers have magnitudes. `joins`: whether a linear layer of PEFT's that is n
-    of mlx-lm's has n times the rank.
+    `is_dora`: whether layers have magnitudes. `joins`: whether a linear layer of PEFT's that stands
+    for n of mlx-lm's has n times the rank.
     """
 
     is_peft: bool
@@ -37,12 +37,13 @@ class AdapterConfig:
     fields: dict[str, Any]
 
     def adapts(self, layer: str, index: int, count: int) -> bool:
-        """Whether the configuration gives a block's linear layer adapters, as its library decides.
+        """Returns whether the library would give a block's linear layer adapters with this
+        configuration.
 
-        A pattern is not matched: beside it the tensors say which layers are meant.
+        A pattern counts as a match, because the tensors tell which layers have adapters.
 
         Args:
-            layer: the whole name, without PEFT's own prefix
+            layer: the whole name, without PEFT's prefix
             index: the number of the block
             count: the model's number of blocks
         """
@@ -62,15 +63,15 @@ class AdapterConfig:
         return _ends(layer, targets or []) and (not blocks or index in blocks)
 
     def adapts_parameter(self, name: str) -> bool:
-        """Whether PEFT's configuration gives a parameter of experts adapters, by its whole name."""
+        """Returns whether PEFT would give a parameter of experts, named in full, adapters."""
         return _ends(name, self.fields.get("target_parameters") or [])
 
 
 def read_config(folder: Path, arch: Architecture) -> AdapterConfig:
     """Reads a folder's adapter_config.json.
 
-    Raises ValueError, which says what is wrong as the end of a sentence; OSError where the file
-    is not read.
+    Raises ValueError with the end of a sentence that says what is wrong, and OSError if the file
+    cannot be read.
     """
     try:
         config = read_object(folder / CONFIG)
@@ -116,7 +117,7 @@ def read_config(folder: Path, arch: Architecture) -> AdapterConfig:
 
 
 def check_fields(config: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Raises ValueError that names a key whose value means what the readers do not do."""
+    """Raises ValueError naming a key whose value the readers do not support."""
     for key, value in sorted(config.items()):
         allowed = [json.dumps(each) for each in fields["required"].get(key, [None])]
         if key in fields["used"] or key in fields["ignored"] or json.dumps(value) in allowed:
@@ -125,8 +126,10 @@ def check_fields(config: dict[str, Any], fields: dict[str, Any]) -> None:
 
 
 def check_ranks(is_supported: bool) -> None:
-    """Raises ValueError for a rank or alpha that is not the whole folder's or, where a layer joins
-    n modules, n times that."""
+    """Raises ValueError for an unsupported rank or alpha.
+
+    All layers must have the folder's, or those that join n modules must have n times it.
+    """
     if not is_supported:
         raise unsupported("rank_pattern or alpha_pattern")
 
@@ -136,7 +139,7 @@ def unsupported(what: str) -> ValueError:
 
 
 def _joins(config: dict[str, Any], arch: Architecture) -> bool:
-    """Whether the layers that join n modules have n times the rank, by the patterns."""
+    """Returns whether the patterns give layers that join n modules n times the rank."""
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     if not ranks and not alphas:
         return False
@@ -151,7 +154,7 @@ def _joins(config: dict[str, Any], arch: Architecture) -> bool:
 
 
 def _ends(layer: str, names: list[str] | str) -> bool:
-    """Whether a name is one of some, or ends with one."""
+    """Returns whether a name is one of some names, or ends with one."""
     return not isinstance(names, str) and any(f".{layer}".endswith(f".{name}") for name in names)
 
 

@@ -1,4 +1,4 @@
-"""Adapters fused into the weights: a model of mlx-lm's, whole, that needs no adapters."""
+"""Fuses adapters into the weights: the result is a model for mlx-lm that needs no adapters."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from mesp.models.config_json import for_mlx_lm
 from mesp.source_model.copied_files import copy_files, files_to_copy, write_config
 
 BFLOAT16 = 16  # bits: not quantized
-GROUPS = (64, 32)  # weights that share a scale: the first that divides a row
+GROUPS = (64, 32)  # weights that share a scale: the first size that divides a row
 
 
 def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
-    """Makes each layer with adapters one matrix, W + scale · (A B)ᵀ, with DoRA G ∘ W + scale ·
-    (A B)ᵀ, quantized to `bits`.
+    """Replaces each layer with adapters by one matrix, W + scale · (A B)ᵀ, quantized to `bits`.
 
-    The other layers stay as they are quantized; with 16 bits nothing is quantized. What is
-    floating-point becomes bfloat16, but for what mlx-lm keeps as it is.
+    With DoRA, the matrix is G ∘ W + scale · (A B)ᵀ. The other layers keep their quantization; with
+    16 bits, no layer is quantized. Floating-point arrays become bfloat16, except those that mlx-lm
+    does not cast.
 
-    Returns: how each changed layer is quantized, by its path, as mlx-lm's config.json has it.
+    Returns: the quantization of each changed layer, by its path, as in mlx-lm's config.json.
     """
     from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
     from mlx_lm.utils import dequantize_model
@@ -45,7 +45,7 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
     model.update_modules(tree_unflatten(fused))
     if bits == BFLOAT16:
         dequantize_model(model)
-    keeps = getattr(model, "cast_predicate", lambda path: True)  # of a dtype that counts: not cast
+    keeps = getattr(model, "cast_predicate", lambda path: True)  # paths that may be cast
     model.update(
         tree_map_with_path(
             lambda path, a: (
@@ -61,11 +61,10 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
 def save(
     folder: Path, model: nn.Module, bundle: Bundle, quantized: dict[str, dict[str, int]]
 ) -> None:
-    """Writes a fused model into `folder`: weights, config.json, the bundle's tokenizer and
-    terms. It stops at the tokens that the bundle's data end with. Nothing in it names code, or is
-    any.
+    """Writes a fused model into `folder`: weights, config.json, the bundle's tokenizer and terms.
 
-    Where nothing is quantized it has the names and shapes that both transformers and mlx-lm read.
+    Its end tokens include those of the bundle's data. No file contains code or names any. If
+    nothing is quantized, names and shapes are those that both transformers and mlx-lm read.
     """
     from mlx_lm.utils import save_model
 

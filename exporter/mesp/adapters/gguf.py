@@ -1,4 +1,4 @@
-"""Adapters as llama.cpp reads them: beside a model's GGUF file, and fused into its weights."""
+"""Writes adapters for llama.cpp: as a GGUF file beside a model's, and fused into a GGUF file."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from mesp.models.architecture import Architecture
 if TYPE_CHECKING:
     from mesp.source_model.gguf.header import GGUF
 
-# The type of a matrix with adapters in a GGUF file, by --bits.
+# The type of a matrix with fused adapters in a GGUF file, by --bits.
 TYPES = {4: "Q4_1", 6: "Q8_0", 8: "Q8_0", BFLOAT16: "BF16"}
 
 
 def write_gguf(
     path: Path, adapters: AdapterSum, arch: Architecture, model: ModelName | None = None
 ) -> None:
-    """Writes `path`, a GGUF file of the type `adapter`: of each module `blk.N.….lora_a` [rank, in],
-    `….lora_b` [out, rank], which of experts are stacked; alpha; the licence of `model`, where that
-    is known.
+    """Writes `path`, a GGUF file of the type `adapter`.
 
-    Names, order of rows and keys are those of llama.cpp's convert_lora_to_gguf.py. Raises MespError
-    where the gguf package is missing, the architecture is not one of llama.cpp's, or adapters have
-    magnitudes, for which such a file has no place.
+    It has `blk.N.….lora_a` [rank, in] and `….lora_b` [out, rank] of each module, stacked for
+    experts, alpha, and the licence of `model`, if it is known. Names, keys and the order of rows
+    are those of llama.cpp's convert_lora_to_gguf.py. Raises MespError if the gguf package is
+    missing, if llama.cpp does not have the architecture, or if adapters have magnitudes, which such
+    a file cannot hold.
     """
     if adapters.gains:
         raise MespError(
@@ -59,8 +59,10 @@ def write_gguf(
 
 
 def read_base(path: Path, bundle: Bundle) -> GGUF:
-    """The GGUF file that a bundle was exported from. Raises MespError where it is another one, or
-    has a tensor of unknown size."""
+    """Returns the GGUF file that a bundle was exported from.
+
+    Raises MespError if it is another file, or has a tensor of unknown size.
+    """
     _package()
     from mesp.source_model.gguf.blocks import CARRIED
     from mesp.source_model.gguf.config import config_of
@@ -83,7 +85,7 @@ def read_base(path: Path, bundle: Bundle) -> GGUF:
                 same = same and bool(mx.array_equal(found, expected[rows]))
     if not same:
         raise MespError(f"{path} is not the file that {bundle.path} was exported from; name that.")
-    for name, tensor in file.tensors.items():  # of blocks that the bundle lacks, too
+    for name, tensor in file.tensors.items():  # includes tensors of blocks that the bundle lacks
         if tensor.data is None:
             raise MespError(
                 f"{path} has {name!r:.80} in blocks of an unknown type ({tensor.type}), which "
@@ -95,8 +97,10 @@ def read_base(path: Path, bundle: Bundle) -> GGUF:
 def write_fused_gguf(
     path: Path, base: GGUF, adapters: AdapterSum, arch: Architecture, bits: int
 ) -> None:
-    """Writes the file `base` with adapters in its weights: G ∘ W + scale · (A B)ᵀ in the type that
-    `bits` are here; all else is copied."""
+    """Writes the file `base` with adapters in its weights, and copies the other tensors.
+
+    A matrix with adapters becomes G ∘ W + scale · (A B)ᵀ, in the type for `bits` in `TYPES`.
+    """
     from gguf import GGMLQuantizationType
 
     from mesp.source_model.gguf.header import copy
@@ -113,18 +117,20 @@ def write_fused_gguf(
     copy(base, path, changed, GGMLQuantizationType[TYPES[bits]])
 
 
-# The scale, Aᵀ [rank, in], Bᵀ [out, rank] and G [out], or None where it is 1.
+# The scale, Aᵀ [rank, in], Bᵀ [out, rank], and G [out] or, where it is 1, None.
 _Tensor = tuple[float, np.ndarray, np.ndarray, np.ndarray | None]
 
 
 def _tensors(adapters: AdapterSum, arch: Architecture) -> dict[str, _Tensor]:
-    """By the name there of a matrix what it gets. Columns and rows are in the order that they have
-    there; of experts stacked."""
+    """Returns the changes of each matrix by its name in the GGUF file.
+
+    Columns and rows are in that file's order; experts are stacked.
+    """
     names, found = _names(arch), {}
     for path, (a, b) in adapters.matrices.items():
         layer, _, module = path.removeprefix(f"{arch.mlx_prefix}.layers.").partition(".")
         block, down, up = arch.blocks[int(layer)], np.array(a), np.array(b)
-        if a.ndim == 2:  # those of experts are as they are there
+        if a.ndim == 2:  # experts' matrices are already in this order
             down, up = down.T, up.T
         gains = np.array(adapters.gains[path]) if path in adapters.gains else None
         if (rows := names.rows(block, module)) is not None:

@@ -1,4 +1,4 @@
-"""The held-out loss of a model of mlx-lm's on a bundle's data."""
+"""Measures the held-out loss of a model in mlx-lm on a bundle's data."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def measure_held_out_loss(
     count: int,
     advance: Callable[[], None] = lambda: None,
 ) -> float:
-    """The mean loss, in nats a token, over all counted targets of the first `count` sequences of
-    `valid`, as the trainer evaluates."""
+    """Returns the mean loss, in nats a token, over all counted targets of the first `count`
+    sequences of `valid`, as in the trainer's evaluation.
+    """
     total, tokens = 0.0, 0
     for ids, counted in islice(read_sequences(bundle, "valid", seq_len), count):
         logits = model(mx.array(ids[None, :-1]))[0].astype(mx.float32)
@@ -39,8 +40,11 @@ def measure_held_out_loss(
 def read_sequences(
     bundle: Bundle, split: str, seq_len: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The sequences of a split: int32 ids [n + 1], n ≤ `seq_len`, and which of the n targets count,
-    float32 [n]; none in which nothing does."""
+    """Yields the sequences of a split that have a counted target.
+
+    Each is int32 ids [n + 1], n ≤ `seq_len`, and the weights of the n targets, float32 [n]: 1 if a
+    target counts, else 0.
+    """
     tokens, examples, mask = bundle.tokens(split), bundle.examples(split), bundle.mask(split)
     begin = bundle.begin(split) if examples is None else None
     if examples is None:

@@ -1,4 +1,4 @@
-"""A linear layer of mlx-lm's with adapters that DoRA trained."""
+"""A linear layer of mlx-lm with adapters that were trained with DoRA."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LoRALinearWithGains(LoRALinear):
     def __init__(
         self, linear: nn.Module, a: mx.array, b: mx.array, scale: float, gains: mx.array
     ) -> None:
-        nn.Module.__init__(self)  # mlx-lm's would make a layer and random matrices
+        nn.Module.__init__(self)  # mlx-lm's __init__ would make a layer and random matrices
         self.linear, self.lora_a, self.lora_b = linear, a, b
         self.scale, self.gains = scale, gains
 
@@ -25,7 +25,7 @@ class LoRALinearWithGains(LoRALinear):
         return y + self.scale * ((x @ self.lora_a) @ self.lora_b)
 
     def fuse(self, dequantize: bool = True) -> nn.Linear:
-        """One linear layer, of G ∘ W + scale · (A B)ᵀ in float32."""
+        """Returns one linear layer with the weight G ∘ W + scale · (A B)ᵀ, in float32."""
         weight = dequantized(self.linear).astype(mx.float32)
         outputs, inputs = weight.shape
         fused = nn.Linear(inputs, outputs, bias="bias" in self.linear)

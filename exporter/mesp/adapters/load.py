@@ -1,4 +1,6 @@
-"""Adapters as mlx-lm or PEFT keeps them, read from a folder, stacked and put on mlx-lm's model."""
+"""Reads folders of adapters from mlx-lm or PEFT, adds them up, and applies them to mlx-lm's
+model.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,18 @@ from mesp.source_model.safetensors import TENSOR_DTYPES
 _FLOATS = {"F32", "F16", "BF16"}
 WEIGHTS, PEFT_WEIGHTS = "adapters.safetensors", "adapter_model.safetensors"
 _PEFT = "base_model.model."  # before the name of a layer
-_TEXT_PREFIX = "model"  # of layers where PEFT trained the text of several modalities alone
+# Before layers, if PEFT trained only the text of a model of several modalities.
+_TEXT_PREFIX = "model"
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA matrices of a folder: of each module, by its path in the model, A [in, rank], B [rank,
-    out] and, where they are DoRA's, m [out] in float32, of experts A [experts, rank, in] and B
-    [experts, out, rank]; and `scale`, alpha over rank, which the product of A and B is multiplied
-    by."""
+    """The LoRA matrices of a folder, by the modules' paths in the model.
+
+    A module has A [in, rank], B [rank, out] and, with DoRA, m [out], in float32. Experts have A
+    [experts, rank, in] and B [experts, out, rank]. `scale`, alpha over rank, multiplies the product
+    of A and B.
+    """
 
     folder: Path
     matrices: dict[str, tuple[mx.array, ...]]
@@ -41,10 +46,11 @@ class Adapters:
 
 @dataclass(frozen=True)
 class AdapterSum:
-    """What adapters make of a model's linear layers: y = G ∘ (x Wᵀ) + scale · (x A) B + bias.
+    """The change that adapters make to a model's linear layers: y = G ∘ (x Wᵀ) + scale · (x A) B +
+    bias.
 
-    A and B are as those of `Adapters`. `gains` has G [out] of the modules that had magnitudes; it
-    is 1 for the others.
+    A and B are as in `Adapters`. `gains` has G [out] of the modules that had magnitudes; for the
+    others, G is 1.
     """
 
     matrices: dict[str, tuple[mx.array, mx.array]]
@@ -54,11 +60,11 @@ class AdapterSum:
 
 
 def read_adapters(folder: Path, arch: Architecture) -> Adapters:
-    """Reads a folder of adapters as mlx-lm or PEFT writes it.
+    """Reads a folder of adapters that mlx-lm or PEFT wrote.
 
     Raises MespError if it has a key, a value or a tensor that would not be used (see fields.json),
-    or matrices that are not the architecture's, not of the configuration's rank or not finite.
-    Nothing is read of a file before its header was found to describe it.
+    or matrices that are not finite, not the architecture's or not of the configuration's rank. Each
+    file's header is checked before its content is read.
     """
     try:
         config = read_config(folder, arch)
@@ -81,13 +87,13 @@ def read_adapters(folder: Path, arch: Architecture) -> Adapters:
 
 
 def stack_adapters(weighted: Sequence[tuple[Adapters, float]], model: nn.Module) -> AdapterSum:
-    """The sum of what adapters add to a model of mlx-lm's, each times its weight.
+    """Returns the weighted sum of the changes that adapters make to a model of mlx-lm.
 
-    Those of weight 0 are left out. Several become one set of the scale 1 whose rank is the sum of
-    theirs, with zeros where one of them lacks a module. DoRA's m becomes g = m / ‖W + s (A B)ᵀ‖, by
-    output: such adapters add (g - 1) ∘ W + g ∘ s (A B)ᵀ to a matrix.
+    Adapters of weight 0 are left out. Several adapters become one set with scale 1, whose rank is
+    the sum of their ranks; it has zeros where one of them lacks a module. DoRA's m becomes g = m /
+    ‖W + s (A B)ᵀ‖ for each output, because such adapters add (g - 1) ∘ W + g ∘ s (A B)ᵀ.
 
-    Raises MespError, which names the folder, where a matrix has no place in the model.
+    Raises MespError naming the folder if the model has no layer for a matrix.
     """
     modules = dict(model.named_modules())
     kept = [(_with_gains(each, modules), weight) for each, weight in weighted if weight]
@@ -104,7 +110,9 @@ def stack_adapters(weighted: Sequence[tuple[Adapters, float]], model: nn.Module)
 
 
 def _with_gains(adapters: Adapters, modules: dict[str, nn.Module]) -> AdapterSum:
-    """Adapters with g of the model's weights in place of m, and B ∘ g in place of B."""
+    """Returns adapters with g, from the model's weights, in place of m, and with B ∘ g in place of
+    B.
+    """
     matrices, gains = {}, {}
     for path, (a, b, *m) in adapters.matrices.items():
         linear = _linear(modules, path, a, b, adapters.folder)
@@ -112,7 +120,8 @@ def _with_gains(adapters: Adapters, modules: dict[str, nn.Module]) -> AdapterSum
             whole = dequantized(linear) + adapters.scale * (a @ b).T
             gains[path] = m[0] / mx.linalg.norm(whole, axis=1)
             b = gains[path] * b
-            mx.eval(gains[path], b)  # so that one whole matrix at a time is in memory
+            # Evaluates here, so that one whole matrix at a time is in memory.
+            mx.eval(gains[path], b)
         matrices[path] = a, b
     return AdapterSum(matrices, adapters.rank, adapters.scale, gains)
 
@@ -120,7 +129,9 @@ def _with_gains(adapters: Adapters, modules: dict[str, nn.Module]) -> AdapterSum
 def _linear(
     modules: dict[str, nn.Module], path: str, a: mx.array, b: mx.array, folder: Path
 ) -> nn.Module:
-    """The linear layer that A and B are of. Raises MespError where the model has none like that."""
+    """Returns the linear layer at `path`. Raises MespError unless its sizes are those of A
+    and B.
+    """
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
     stacked, linear = a.ndim == 3, modules.get(path)
@@ -135,7 +146,7 @@ def _linear(
 
 
 def dequantized(linear: nn.Module) -> mx.array:
-    """W [out, in] of a linear layer, quantized or not."""
+    """Returns W [out, in] of a linear layer, quantized or not."""
     if not isinstance(linear, nn.QuantizedLinear):
         return linear.weight
     return mx.dequantize(
@@ -150,7 +161,7 @@ def dequantized(linear: nn.Module) -> mx.array:
 
 
 def _stack(kept: Sequence[tuple[AdapterSum, float]], path: str) -> tuple[mx.array, mx.array]:
-    """A and B of a module in the stack."""
+    """Returns A and B of a module in the sum of several adapters."""
     one = next(each.matrices[path] for each, _ in kept if path in each.matrices)
     down, up = (-2, -1) if one[0].ndim == 3 else (-1, -2)  # the axes of the rank
 
@@ -169,11 +180,11 @@ def _stack(kept: Sequence[tuple[AdapterSum, float]], path: str) -> tuple[mx.arra
 
 @dataclass(frozen=True)
 class _Layer:
-    """A linear layer that may have adapters: in PEFT's form n of mlx-lm's, whose outputs lie behind
-    each other, or a parameter of experts' matrices.
+    """A linear layer, or a parameter of experts' matrices, that may have adapters.
 
-    `names` are of A's, B's and DoRA's m's tensors, `paths` of mlx-lm's layers, `stack` is the
-    experts' number.
+    In PEFT's form, a layer may stand for several of mlx-lm's, whose outputs follow one another.
+    `names` are the tensors of A, B and DoRA's m, `paths` mlx-lm's layers, and `stack` the number of
+    experts.
     """
 
     names: tuple[str, ...]
@@ -187,7 +198,7 @@ class _Layer:
         return config.rank * (len(self.paths) if config.joins else 1)
 
     def shapes(self, config: AdapterConfig) -> list[list[int]]:
-        """Those that A, B and DoRA's m have in the file."""
+        """Returns the shapes of A, B and DoRA's m in the file."""
         rank, outputs, stack = self.rank(config), sum(self.outputs), self.stack
         magnitudes = [[outputs]] * (len(self.names) - 2)
         if not config.is_peft and not stack:
@@ -200,11 +211,11 @@ class _Layer:
     def matrices(
         self, arrays: list[mx.array], config: AdapterConfig
     ) -> dict[str, tuple[mx.array, ...]]:
-        """mlx-lm's A, B and DoRA's m by the layer's path."""
+        """Returns A, B and DoRA's m in mlx-lm's form, by the layer's path."""
         if not config.is_peft:
             return {self.paths[0]: tuple(arrays)}
         a, b, *magnitudes = arrays
-        if self.stack:  # as mlx-lm has it: A [experts, rank, in], B [experts, out, rank]
+        if self.stack:  # to mlx-lm's form: A [experts, rank, in], B [experts, out, rank]
             a = a.reshape(*self.stack, -1, self.inputs)
             b = b.reshape(sum(self.outputs), -1, *self.stack).transpose(2, 0, 1)
         found, start, rank = {}, 0, config.rank
@@ -221,7 +232,7 @@ class _Layer:
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
-    """The shape of each tensor of a file. Raises ValueError where it is damaged."""
+    """Returns the shape of each tensor of a file. Raises ValueError if it is damaged."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise ValueError(f"{file.name} is not a regular file")
@@ -243,7 +254,7 @@ def _shapes(file: Path) -> dict[str, list[int]]:
 def _layers(
     arch: Architecture, config: AdapterConfig, shapes: dict[str, list[int]]
 ) -> list[_Layer]:
-    """All of the model that may have adapters in the configuration's form."""
+    """Returns all layers of the model that may have adapters, in the configuration's form."""
     prefix = arch.hf_prefix if config.is_peft else arch.mlx_prefix
     if config.is_peft and not any(name.startswith(f"{_PEFT}{prefix}.layers.") for name in shapes):
         prefix = _TEXT_PREFIX
@@ -261,15 +272,15 @@ def _layers(
             names: tuple[str, ...] = (f"{layer}.lora_a", f"{layer}.lora_b")
             magnitudes = f"{layer}.m"
             if config.is_peft:
-                # A parameter's wrapper has the name of the module; where both have one, the first
-                # one's is in the next.
+                # A parameter's wrapper has the name of its module. If two parameters of a module
+                # have one, the first parameter's wrapper is inside the other.
                 others = (blocks + other for other, _ in joined if other != name)
                 is_nested = any(map(config.adapts_parameter, others))
                 inside = ".base_layer" if len(parts) > 1 and is_nested else ""
                 place = f"{layer.rpartition('.')[0]}{inside}" if stack else layer
                 names = (f"{_PEFT}{place}.lora_A.weight", f"{_PEFT}{place}.lora_B.weight")
                 magnitudes = f"{_PEFT}{place}.lora_magnitude_vector"
-                if f"{magnitudes}.weight" in shapes:  # as PEFT reads them, too
+                if f"{magnitudes}.weight" in shapes:  # PEFT reads both names, too
                     magnitudes += ".weight"
             if config.is_dora and not stack:
                 names += (magnitudes,)
@@ -290,8 +301,7 @@ def _layers(
 
 
 def _check(layers: list[_Layer], shapes: dict[str, list[int]], config: AdapterConfig) -> None:
-    """Raises ValueError that names a tensor which is no matrix of one of the layers, or which is
-    missing beside the others of its layer."""
+    """Raises ValueError naming a tensor that belongs to no layer, or that its layer lacks."""
     known = {name for layer in layers for name in layer.names}
     for name in sorted(shapes.keys() - known):
         raise ValueError(
@@ -315,15 +325,18 @@ def _check(layers: list[_Layer], shapes: dict[str, list[int]], config: AdapterCo
 
 
 def _array(tensor: dict[str, Any]) -> mx.array:
-    """A tensor of `deserialize`'s, in float32."""
+    """Returns a tensor from `deserialize`, in float32."""
     stored, dtype = TENSOR_DTYPES[tensor["dtype"]]
     array = np.frombuffer(tensor["data"], stored).reshape(tensor["shape"])
     return mx.array(array).view(dtype).astype(mx.float32)
 
 
 def apply_adapters(model: nn.Module, adapters: AdapterSum) -> None:
-    """Puts a sum that was made for the model beside its linear layers, as mlx-lm's `LoRALinear` or
-    with gains, and its stacked ones of experts, as its `LoRASwitchLinear`."""
+    """Adds a sum, made for this model, to the model's linear layers.
+
+    They become mlx-lm's `LoRALinear`, or layers with gains; stacked layers of experts become its
+    `LoRASwitchLinear`.
+    """
     from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
     from mesp.adapters.layer_with_gains import LoRALinearWithGains
@@ -343,6 +356,8 @@ def apply_adapters(model: nn.Module, adapters: AdapterSum) -> None:
 
 
 def _shape(linear: nn.Module) -> tuple[int, ...]:
-    """(outputs, inputs) of a linear layer, quantized or not; of experts, their number first."""
+    """Returns (outputs, inputs) of a linear layer, quantized or not; for experts, their number
+    first.
+    """
     *rows, columns = linear.weight.shape
     return *rows, columns * 32 // getattr(linear, "bits", 32)

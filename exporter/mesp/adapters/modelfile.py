@@ -1,6 +1,6 @@
-"""A Modelfile for Ollama, beside a GGUF file with adapters in its weights.
+"""Writes a Modelfile for Ollama beside a GGUF file with fused adapters.
 
-It has no TEMPLATE: Ollama takes the chat template that the GGUF file has.
+It has no TEMPLATE: Ollama uses the chat template in the GGUF file.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ _QUOTES = '"""'
 
 
 def write_modelfile(folder: Path, gguf: str, bundle: Bundle) -> None:
-    """Writes the Modelfile of the file `gguf` in a folder: the texts at which answers end, as the
-    bundle's data do, and the licence. The folder has the files of the model's terms already."""
+    """Writes the Modelfile of the file `gguf` in a folder that already has the model's terms.
+
+    It names the texts at which answers end, those of the bundle's data, and the licence.
+    """
     lines = [f"FROM ./{gguf}"]
     lines += [f"PARAMETER stop {_quoted(text)}" for text in _ends(bundle)]
     lines += [f"LICENSE {_quoted(text)}" for text in _terms(folder, bundle)]
@@ -39,7 +41,7 @@ def _ends(bundle: Bundle) -> list[str]:
 
 
 def _terms(folder: Path, bundle: Bundle) -> list[str]:
-    """The texts of the model's terms; the name of its licence where it has none."""
+    """Returns the texts of the model's terms; without these, the name of its licence."""
     names = sorted(filter(is_terms, (entry.path for entry in bundle.manifest.files)))
     if names:
         return [_text(folder / name) for name in names]
@@ -50,7 +52,9 @@ def _terms(folder: Path, bundle: Bundle) -> list[str]:
 
 
 def _text(file: Path) -> str:
-    """The text of a file; its name where that is none, or cannot stand in a Modelfile."""
+    """Returns the text of a file; if it is empty or cannot stand in a Modelfile, a reference to the
+    file.
+    """
     try:
         text = read_bytes(file).decode()
     except ValueError:
@@ -59,8 +63,10 @@ def _text(file: Path) -> str:
 
 
 def _can_be_quoted(text: str) -> bool:
-    """Whether no quotes in a text end it. Ollama leaves out what it cannot print, and may join
-    quotes so."""
+    """Returns whether no quotes in a text end it in a Modelfile.
+
+    Ollama removes characters that it cannot print, which may join quotes.
+    """
     return _QUOTES not in re.sub(r"[^\t\n\r -~]", "", text)
 
 

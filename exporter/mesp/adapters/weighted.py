@@ -1,4 +1,4 @@
-"""Folders of adapters and their weights: what a model is run with."""
+"""Folders of adapters and their weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ StrPath = str | os.PathLike[str]
 
 
 class WeightedAdapters(NamedTuple):
-    """A folder of adapters, and the factor of what they add to the model; 0 leaves them out."""
+    """A folder of adapters, and the factor of its change to the model; 0 leaves it out."""
 
     folder: Path
     weight: float
@@ -24,10 +24,10 @@ class WeightedAdapters(NamedTuple):
 def weigh(
     adapters: StrPath | Sequence[StrPath] | None, weights: Sequence[float] = ()
 ) -> tuple[WeightedAdapters, ...]:
-    """Gives each folder its weight, 1 where no weights are given.
+    """Gives each folder its weight, which is 1 if no weights are given.
 
-    Raises MespError where there are more or fewer weights than folders, or one is not a number
-    from 0 to `MOST_WEIGHT`.
+    Raises MespError if there are more or fewer weights than folders, or if one is not a number from
+    0 to `MOST_WEIGHT`.
     """
     folders, given = list_folders(adapters), [float(weight) for weight in weights]
     if given and not folders:
@@ -38,13 +38,13 @@ def weigh(
             "give a weight for each folder."
         )
     for weight in given:
-        if not 0 <= weight <= MOST_WEIGHT:  # NaN is not
+        if not 0 <= weight <= MOST_WEIGHT:  # false for NaN
             raise MespError(f"--weights has {weight:g}; give numbers from 0 to {MOST_WEIGHT:g}.")
     return tuple(map(WeightedAdapters, folders, given or [1.0] * len(folders)))
 
 
 def list_folders(adapters: StrPath | Sequence[StrPath] | None) -> list[Path]:
-    """The folders of adapters that a function was given: none, one or several."""
+    """Returns the folders of adapters that a function was given: none, one or several."""
     if adapters is None:
         return []
     given = [adapters] if isinstance(adapters, str | os.PathLike) else adapters
@@ -52,7 +52,7 @@ def list_folders(adapters: StrPath | Sequence[StrPath] | None) -> list[Path]:
 
 
 def describe(adapters: Sequence[WeightedAdapters]) -> str:
-    """The folders and weights as a text, such as `0.7 * runs/a/adapters + runs/b/adapters`."""
+    """Returns the folders and weights as text: `0.7 * runs/a/adapters + runs/b/adapters`."""
     return " + ".join(
         str(folder) if weight == 1 else f"{weight:g} * {folder}" for folder, weight in adapters
     )

@@ -1,4 +1,4 @@
-"""Attention: for a GPU by its fused primitive or by tiles, and in plain operations."""
+"""Attention: for a GPU with MLX's fused primitive or in tiles, and in plain operations."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from mesp.block_function.parts import Parts
 from mesp.block_function.rope import Turn, fast_rope, rope
 from mesp.models.mixers import AttentionMixer
 
-# The head_dim for which MLX's fused attention is taken. Without a kernel on Metal it holds all
-# scores, heads·T·T of them, rounded to the dtype. MLX 0.32.2 has kernels for 72 and 96 too.
+# The values of head_dim for which MLX's fused attention is used. Without a Metal kernel, it holds
+# all heads·T·T scores, rounded to the dtype. MLX 0.32.2 has kernels for 72 and 96 too.
 FUSED_HEADS = (64, 80, 128)
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """The score of a query and a key: soft_cap(scale · q·k), or -inf for a key that is not seen."""
+    """The score of a query and a key: soft_cap(scale · q·k), or -inf for a key that the query can't
+    see.
+    """
 
     scale: float
     cap: float | None
-    window: int | None  # a query sees so many keys at most, its own among them; None: all before
-    starts: mx.array | None = None  # as `Parts` has them
+    window: int | None  # the most keys that a query sees, its own included; None: all up to its own
+    starts: mx.array | None = None  # see `Parts`
 
 
 def mix_by_attention(
     mixer: AttentionMixer, parts: Parts, x: mx.array
 ) -> tuple[list[mx.array], mx.array]:
-    """[q, k, v, attn_out] of x [1, T, hidden], and what o takes: attn_out, gated where there are
-    gates. They lie behind the queries in q.
+    """Returns [q, k, v, attn_out] of x [1, T, hidden], and the input of o: attn_out, gated if there
+    are gates. Gates follow the queries in q.
     """
     dtype, everywhere = parts.dtype, slice(0, x.shape[1])
     window = mixer.within(x.shape[1]).sliding_window
@@ -43,7 +45,7 @@ def mix_by_attention(
         return x.reshape(1, x.shape[1], count, -1).swapaxes(1, 2).astype(dtype)
 
     def place(name: str, x: mx.array, rows: slice = everywhere) -> mx.array:
-        """Some rows of q or k, as attention takes them."""
+        """Returns some rows of q or k, after the norm and RoPE."""
         return place_rows(mixer, parts, turn, name, x, rows)
 
     q = heads(parts.project("q", x), mixer.num_attention_heads)
@@ -74,7 +76,7 @@ def mix_by_attention(
 def place_rows(
     mixer: AttentionMixer, parts: Parts, turn: Turn, name: str, x: mx.array, rows: slice
 ) -> mx.array:
-    """Some rows of q or k through the norm, where there is one, and RoPE, float32."""
+    """Returns some rows of q or k after the norm, if there is one, and RoPE, float32."""
     x = x.astype(mx.float32)
     return turn(parts.norm(f"self_attn.{name}_norm", x) if mixer.qk_norm else x, rows)
 
@@ -82,7 +84,7 @@ def place_rows(
 def keys_and_values(
     mixer: AttentionMixer, parts: Parts, turn: Turn, k: mx.array, v: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """k and v as attention takes them, in this block and in those that share them."""
+    """Returns k after the norm and RoPE, and v, for this block and for those that share them."""
     k = place_rows(mixer, parts, turn, "k", k, slice(0, k.shape[2]))
     if mixer.v_norm:
         v = v.astype(mx.float32)
@@ -91,12 +93,12 @@ def keys_and_values(
 
 
 def soft_cap(scores: mx.array, cap: float | None) -> mx.array:
-    """cap · tanh(scores / cap); the scores if there is no cap."""
+    """Returns cap · tanh(scores / cap); the scores if there is no cap."""
     return scores if cap is None else cap * mx.tanh(scores / cap)
 
 
 def visible(rows: slice, keys: slice, scoring: Scoring) -> mx.array:
-    """Which of the keys each query row sees: bool [rows, keys]"""
+    """Returns whether each query row sees each key: bool [rows, keys]."""
     row, key = mx.arange(rows.start, rows.stop)[:, None], mx.arange(keys.start, keys.stop)
     seen, window = row >= key, scoring.window
     if window is not None and keys.stop - keys.start > window:
@@ -107,9 +109,9 @@ def visible(rows: slice, keys: slice, scoring: Scoring) -> mx.array:
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring) -> mx.array:
-    """Causal grouped-query attention, by tiles of query rows over the keys that they see.
+    """Returns causal grouped-query attention, in tiles of query rows with the keys that they see.
 
-    `k` has been through QK-norm and RoPE; `place` takes each tile of `q` through them.
+    `k` is given after QK-norm and RoPE; `place` applies them to each tile of `q`.
 
     q [1, heads, T, head_dim], k and v [1, kv_heads, T, head_dim] -> float32 [1, T, heads·head_dim]
     """
@@ -122,7 +124,7 @@ def attention(q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scori
         tile = q[:, :, rows]
         if parts:
             tile = mx.depends(tile, parts[-1])
-        # The query heads that share a key head are rows of one matrix.
+        # The query heads that share a key head become rows of one matrix.
         tile = place(tile, rows).reshape(kv_heads, -1, head_dim) * scoring.scale
         scores = soft_cap(tile @ k[:, keys].swapaxes(1, 2), scoring.cap)
         scores = scores.reshape(heads, rows.stop - rows.start, -1)
@@ -136,10 +138,10 @@ def attention(q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scori
 def fused_attention(
     fast: ModuleType, q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring
 ) -> mx.array:
-    """`attention` by the fused primitive of `fast`, which has no soft cap.
+    """Returns the result of `attention` by the fused primitive of `fast`, which has no soft cap.
 
-    In float32, as the backward pass makes the scores again in float32: rounded to bfloat16, q and k
-    would have others here.
+    It computes in float32, because the backward pass recomputes the scores in float32: q and k
+    rounded to bfloat16 would have other scores here.
     """
     everything = slice(0, q.shape[2])
     causal = scoring.window is None and scoring.starts is None
@@ -152,7 +154,7 @@ def fused_attention(
 def plain_attention(
     q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring
 ) -> mx.array:
-    """`attention` without tiles."""
+    """Returns the result of `attention`, without tiles."""
     _, heads, length, head_dim = q.shape
     everything = slice(0, length)
     q, k, v = place(q, everything), k.astype(mx.float32), v.astype(mx.float32)

@@ -1,8 +1,8 @@
-"""Holds a file of functions to `allowed_primitives.json`, before MLX reads it.
+"""Checks a file of functions against `allowed_primitives.json`, before MLX reads it.
 
-MLX believes what such a file says: it takes the shapes of a primitive's outputs from there, and
-checks neither these nor the indices of a `Gather` when it computes. A file that passes reads and
-writes within its arrays; what it computes, and how long that takes, is its own.
+MLX trusts such a file: it takes the shapes of a primitive's outputs from it, and checks neither
+these nor the indices of a `Gather` when it computes. The functions of a file that passes read and
+write only within their arrays. What they compute, and how long that takes, is not checked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer
 Shape = tuple[int, ...]
 _TYPES = {tuple(code): name for name, code in ALLOWED["types"].items()}
 _STATE, _INPUTS = "unsupported parameters", "its inputs do not match"
-_AND = 0  # MLX's code of BitwiseBinary's operation
+_AND = 0  # MLX's code of `and` in BitwiseBinary
 _CODES = {name: code for code, name in _TYPES.items()}
 _QUANTIZATIONS = {
     (group, bits, int(mode))
@@ -39,9 +39,9 @@ _QUANTIZATIONS = {
 
 
 def check_functions(file: bytes, device: str) -> list[Function]:
-    """The functions in a file, all of them on `device`, "cpu" or "gpu".
+    """Returns the functions in a file, all of them on `device`, "cpu" or "gpu".
 
-    Raises ValueError where the file is damaged or breaks a rule, or another MLX wrote it.
+    Raises ValueError if the file is damaged or breaks a rule, or if another MLX wrote it.
     """
     try:
         found = functions(file)
@@ -62,10 +62,12 @@ def check_block_functions(
     ranks: list[int],
     packed: bool = False,
 ) -> None:
-    """Raises what `check_functions` does, and ValueError unless a file has one function of `block`
-    for each rank and sequence length, in this order, with the inputs and outputs that its
-    architecture implies, for packed records or not. `words` is the length of the block's weight
-    file.
+    """Checks that a file has one function of `block` for each rank and sequence length, in this
+    order.
+
+    The functions must have the inputs and outputs that the architecture implies, for packed records
+    or not. `words` is the length of the block's weight file. Raises ValueError if they do not, and
+    what `check_functions` raises.
     """
     found = [(list(each.inputs.values()), _outputs(each)) for each in check_functions(file, device)]
     expected = [
@@ -87,7 +89,7 @@ def _outputs(function: Function) -> list[Array]:
 def _signature(
     block: Block, dtype: mx.Dtype, words: int, length: int, rank: int, packed: bool
 ) -> tuple[list[Array], list[Array]]:
-    """The inputs and outputs of a block's function."""
+    """Returns the inputs and outputs of a block's function."""
     arch, mixer, listed = block.arch, block.mixer, ALLOWED["signature"]
     sizes = {
         "1": 1,
@@ -176,7 +178,7 @@ def _require(holds: bool, what: str) -> None:
 
 
 def _check_primitive(primitive: Primitive, inputs: list[Array], outputs: list[Array]) -> None:
-    """Raises ValueError or IndexError unless its rule holds."""
+    """Raises ValueError or IndexError unless a primitive's rule holds."""
     allowed = ALLOWED["primitives"][primitive.name]
     _require(primitive.device == allowed.get("device", primitive.device), "it is for a GPU only")
     for value, values in zip(primitive.state, allowed.get("allowed", ()), strict=False):
@@ -372,7 +374,7 @@ def _check_indices(primitive: Primitive, inputs: list[Array], greatest: dict[int
 
 
 def _greatest(function: Function, id: int) -> int | None:
-    """The greatest value of a constant of integers; None if one is below 0."""
+    """Returns the greatest value of a constant of integers; None if one is negative."""
     array, data = function.constants[id]
     kind = _TYPES[array.dtype]
     if not data or "int" not in kind:
@@ -459,7 +461,7 @@ def _attention(primitive: Primitive, inputs: list[Array]) -> list[Array]:
 
 
 def has_attention(heads: int, kv_heads: int, length: int, head_dim: int) -> bool:
-    """Whether Metal has a kernel of attention for these: ALLOWED says for which."""
+    """Returns whether Metal has a kernel of attention for these sizes, which ALLOWED lists."""
     kernels = ALLOWED["attention"]
     if length > kernels["short"]:
         return head_dim in kernels["long_dims"]

@@ -1,17 +1,17 @@
-"""Chunks of tokens of a recurrent mixer, and how its state decays within one."""
+"""Chunks of the tokens of a recurrent mixer, and the decays of its state within a chunk."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 
 CHUNK = 64  # tokens, a power of two
-FORGET = -1e4  # the logarithm of a decay that leaves nothing; an infinite one is no Metal constant
+FORGET = -1e4  # the logarithm of a decay that leaves nothing; Metal has no infinite constant
 
 
 def by_chunk(x: mx.array) -> mx.array:
-    """[…, T, n] -> […, chunks, C, n], with zeros behind: they neither decay nor write.
+    """Returns […, T, n] as […, chunks, C, n], with zeros at the end, which neither decay nor write.
 
-    C is `CHUNK`, but for fewer tokens the next power of two.
+    C is `CHUNK`, or for fewer tokens the next power of two.
     """
     length, chunk = x.shape[-2], CHUNK
     while chunk >= 2 * length:
@@ -24,19 +24,21 @@ def by_chunk(x: mx.array) -> mx.array:
 
 
 def decays(log_decay: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Γ [..., C, C], γ and δ [..., C, 1] of the logarithms κ [..., C, 1]:
+    """Returns Γ [..., C, C], γ and δ [..., C, 1] of the logarithms κ [..., C, 1]:
 
     Γ_ij = exp(κ_{j+1} + … + κ_i) for i ≥ j, else 0      γ_i = exp(κ_1 + … + κ_i)      δ_j = Γ_Cj
     """
     row, column = mx.arange(log_decay.shape[-2])[:, None], mx.arange(log_decay.shape[-2])
-    # Each sum of logarithms by itself: differences of one running sum would lose digits.
+    # Each sum of logarithms is computed separately, as differences of one sum would lose digits.
     between = mx.cumsum(mx.where(row > column, log_decay, 0.0), axis=-2)
     Gamma = mx.where(row >= column, mx.exp(between), 0.0)
     return Gamma, mx.exp(mx.cumsum(log_decay, axis=-2)), Gamma[..., -1, :, None]
 
 
 def forgetting(log_decay: mx.array, starts: mx.array | None) -> mx.array:
-    """The logarithms of decays [..., T] where the first token of a record finds no state."""
+    """Returns the logarithms of decays [..., T], changed so that a record begins without a
+    state.
+    """
     if starts is None:
         return log_decay
     follows = mx.arange(starts.size) > starts

@@ -1,4 +1,4 @@
-"""Causal convolutions of each channel, and the mixer that has little else."""
+"""Causal convolutions of each channel, and the short-convolution mixer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from mesp.models.mixers import ShortConvolution
 
 
 def convolution(x: mx.array, w: mx.array, starts: mx.array | None) -> mx.array:
-    """y_t = Σ_j w_j ∘ x_{t-K+1+j}, float32: x [1, T, channels], w [channels, K] float32.
+    """Returns y_t = Σ_j w_j ∘ x_{t-K+1+j}, float32: x [1, T, channels], w [channels, K] float32.
 
-    What lies before the record of t, which begins at starts_t, counts as 0.
+    Inputs before the record of t, which begins at starts_t, count as 0.
     """
     length, kernel = x.shape[1], w.shape[1]
     before = mx.zeros((1, kernel - 1, x.shape[2]))
@@ -34,8 +34,9 @@ def convolution(x: mx.array, w: mx.array, starts: mx.array | None) -> mx.array:
 def mix_by_short_convolution(
     mixer: ShortConvolution, parts: Parts, x: mx.array
 ) -> tuple[list[mx.array], mx.array]:
-    """[b, c, u, conv(b ∘ u)] of x [1, T, hidden], where in(x) is b, c, u side by side; and what the
-    output projection takes, c ∘ conv(b ∘ u).
+    """Returns [b, c, u, conv(b ∘ u)] of x [1, T, hidden], and the output projection's input.
+
+    in(x) is b, c and u side by side; the input is c ∘ conv(b ∘ u).
     """
     b, c, u = mx.split(parts.project("in", x).astype(parts.dtype), 3, axis=-1)
     gated = b.astype(mx.float32) * u

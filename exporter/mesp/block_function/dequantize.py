@@ -1,4 +1,4 @@
-"""Packed weights to float32, in operations that every mode can be exported with."""
+"""Dequantizes packed weights to float32, in operations that can be exported in every mode."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mesp.models.quantization_formats import Quantization
 def dequantize(
     weight: mx.array, scales: mx.array, biases: mx.array | None, quantization: Quantization
 ) -> mx.array:
-    """W [out, in] float32 from its packed words.
+    """Returns W [out, in], float32, from its packed words.
 
-    As `mx.dequantize`, except that on the CPU it takes less memory and fewer nodes of the graph,
-    does not round to bfloat16 where the scales are that, and can be exported in every mode.
+    Unlike `mx.dequantize`, it takes less memory and fewer nodes of the graph on the CPU, does not
+    round to bfloat16 if the scales are bfloat16, and can be exported in every mode.
     """
     codes = unpack(weight, quantization.bits)
     by_group = partial(mx.reshape, shape=(*scales.shape, -1))
@@ -26,15 +26,15 @@ def dequantize(
     values = e2m1(codes) if quantization.bits == 4 else E4M3[codes]
     if quantization.mode == "nvfp4":
         factors = E4M3[scales]
-    else:  # E8M0, an exponent
+    else:  # E8M0: an exponent
         factors = mx.power(2.0, scales.astype(mx.float32) - 127)
     return (by_group(values) * factors[..., None]).flatten(1)
 
 
 def unpack(words: mx.array, bits: int) -> mx.array:
-    """The codes in packed words, lowest bits first: uint32 [out, n] -> [out, …], n·32/bits a row"""
+    """Returns the codes in packed words, lowest bits first: uint32 [out, n] as [out, n·32/bits]."""
     length = 32
-    if 32 % bits:  # codes cross words: take as few bytes as hold whole codes for a word
+    if 32 % bits:  # codes cross words: reads units of the fewest bytes that hold whole codes
         length = math.lcm(8, bits)
         dtype = mx.uint32 if length <= 32 else mx.uint64
         pieces = words.view(mx.uint8).reshape(words.shape[0], -1, length // 8).astype(dtype)
@@ -44,7 +44,7 @@ def unpack(words: mx.array, bits: int) -> mx.array:
 
 
 def pack(codes: mx.array, bits: int) -> mx.array:
-    """The inverse of `unpack`."""
+    """Returns codes in packed words, the inverse of `unpack`."""
     length = math.lcm(8, bits) if 32 % bits else 32
     dtype = mx.uint32 if length <= 32 else mx.uint64
     shifts = mx.arange(0, length, bits, dtype=dtype)
@@ -54,20 +54,21 @@ def pack(codes: mx.array, bits: int) -> mx.array:
 
 
 def e2m1(codes: mx.array) -> mx.array:
-    """float32 from floating-point numbers of 4 bits: ±0, ½, 1, 1½, 2, 3, 4, 6.
+    """Returns the float32 values of 4-bit floating-point numbers: ±0, ½, 1, 1½, 2, 3, 4, 6.
 
-    Twice these are the nibbles of one integer. A gather takes some three times as long on the CPU,
-    and multiplying the codes' bits as a float32 depends on subnormal numbers.
+    Twice these values are the nibbles of one integer. A gather takes some three times as long on
+    the CPU, and multiplying the codes' bits as a float32 depends on subnormal numbers.
     """
     halves = (mx.array(0xC8643210, mx.uint32) >> ((codes & 7) << 2)) & 15
     return halves.astype(mx.float32) * (0.5 - (codes >> 3).astype(mx.float32))
 
 
 def _e4m3() -> mx.array:
-    """float32 [256]: the floating-point numbers of 8 bits (4 of exponent, 3 of mantissa) by code.
+    """Returns the values of 8-bit floating-point numbers by code (4 bits of exponent, 3 of
+    mantissa).
 
-    `mx.from_fp8` cannot be exported. Its NaN, 0x7F and 0xFF, is ±480 here, as in MLX 0.32.2; no
-    quantizer writes it.
+    float32 [256]. `mx.from_fp8` cannot be exported. Its NaN, 0x7F and 0xFF, is ±480 here, as in MLX
+    0.32.2; no quantizer writes it.
     """
     values = []
     for code in range(256):

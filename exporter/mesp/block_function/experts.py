@@ -1,4 +1,4 @@
-"""A mixture of experts, computed as the tokens choose: it cannot be traced."""
+"""A mixture of experts. It depends on the tokens' choices, so it cannot be traced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from mesp.models.mlps import Experts
 def mix_by_experts(
     experts: Experts, parts: Parts, x: mx.array, act: Callable[[mx.array], mx.array]
 ) -> mx.array:
-    """The weighted sum of what a token's experts give, float32 [1, T, hidden], of x alike."""
+    """Returns the weighted sum of the outputs of each token's experts; x and y are [1, T, hidden].
+
+    The result is float32.
+    """
     assert parts.expert
     x = x[0].astype(mx.float32)
     chosen, weights = _route(experts, parts, x)
@@ -31,7 +34,7 @@ def mix_by_experts(
 
 
 def _route(experts: Experts, parts: Parts, x: mx.array) -> tuple[np.ndarray, mx.array]:
-    """The experts of each token and their weights, both [T, k]."""
+    """Returns the experts of each token and their weights, both [T, k]."""
     z = parts.p[experts.router](x[None])[0]
     scores = mx.sigmoid(z) if experts.scores == "sigmoid" else mx.softmax(z, axis=-1)
     biased = scores if experts.bias is None else scores + parts.vector(experts.bias)

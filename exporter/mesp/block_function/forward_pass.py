@@ -2,26 +2,26 @@
 
     f(x, lora, scale, weights) -> [y, mixer_in, q, k, v, attn_out, x_mid, gate, up]
 
-and with post norms two more, ``mixer_out`` and ``mlp_out``, which those take. Mixers other than
-attention have four arrays of their own in the place of q, k, v and attn_out.
+With post norms it has two more outputs, their inputs ``mixer_out`` and ``mlp_out``. Mixers other
+than attention have four other arrays in place of q, k, v and attn_out.
 
-A model with embeddings for each layer has one more input, ``per_layer``, and attention without keys
-and values of its own two, those of another block, which it returns as k and v.
+A model with embeddings for each layer has one more input, ``per_layer``. Attention without keys and
+values has two more, those of another block, which it returns as k and v.
 
-The function for packed records takes one array more, ``starts``: of each token the position at
+The function for packed records takes one more array, ``starts``: for each token the position at
 which its record begins. Attention sees no key before it, a convolution takes zeros there, and a
-recurrent mixer forgets its state. Positions go on from record to record, as RoPE makes scores that
-depend on the difference of two positions alone.
+recurrent mixer forgets its state. Positions continue from record to record, because with RoPE
+scores depend only on the difference of two positions.
 
 It is made of plain, differentiable operations: MeBP differentiates it, and on a CPU the self-check
-compares the trainer's own forward pass with it. There weights are dequantized and multiplied, as
+compares the trainer's forward pass with it. There weights are dequantized and multiplied, as
 `quantized_matmul` is some 50 times slower.
 
-A GPU trains with another, and its plain function is ``block.plain.T.mlxfn``. MLX is lazy:
+A GPU trains with another function; its plain function is ``block.plain.T.mlxfn``. MLX is lazy:
 evaluating only ``y`` computes, and holds, only what ``y`` needs. `quantized_matmul` and the fused
-attention make no large arrays. The MLP is cut into tiles of tokens, and so is attention where there
-is no fused one (with a soft cap, and with heads of other sizes than `FUSED_HEADS`); `mx.depends`
-makes each tile wait for the one before.
+attention make no large arrays. The MLP is cut into tiles of tokens, and so is attention that cannot
+be fused (with a soft cap, and with heads of other sizes than `FUSED_HEADS`); `mx.depends` makes
+each tile wait for the one before.
 
 Arithmetic between these arrays is float32 (the GPU's fused primitives accumulate in it).
 """
@@ -47,7 +47,8 @@ from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer, Short
 
 BlockFunction = Callable[..., list[mx.array]]
 
-# By the mixer: its four intermediates in the dtype, and the input of the output projection.
+# For each mixer, a function that returns its four intermediates in the dtype, and the input of the
+# output projection.
 MIX = {
     AttentionMixer: mix_by_attention,
     GatedDeltaNet: mix_by_gated_delta_net,
@@ -59,13 +60,14 @@ MIX = {
 def block_function(
     block: Block, layout: Layout, device: str, plain: bool = False, fast: ModuleType = mx.fast
 ) -> BlockFunction:
-    """The block function for `device` ("cpu" or "gpu"); for a GPU, the plain one or the other.
+    """Returns the block function for `device` ("cpu" or "gpu"); for a GPU, the plain or the other
+    one.
 
     It takes x [1, T, hidden], lora [P] float32, scale [] float32, weights [layout.words] uint32,
-    what `Block.given_shapes` names and, of packed records, starts [T] int32;
-    T, the LoRA rank and the dtype (x's) are read off the arguments. docs/formats.md has the
-    outputs' shapes. The fused primitives are those of `fast`: `mx.fast`, which has plain operations
-    in their place on a CPU, or `mesp.block_function.fused`, which can only be traced there.
+    the inputs in `Block.given_shapes` and, for packed records, starts [T] int32. The arguments tell
+    T, the LoRA rank and the dtype, which is x's. docs/formats.md has the outputs' shapes. The fused
+    primitives are those of `fast`: `mx.fast`, which has plain operations in their place on a CPU,
+    or `mesp.block_function.fused`, which can only be traced there.
     """
     plain = plain or device == "cpu"
 
@@ -83,7 +85,7 @@ def block_function(
 
 
 def forward(block: Block, parts: Parts, x: mx.array) -> list[mx.array]:
-    """The outputs of the block function, of a block with these parts."""
+    """Returns the outputs of the block function for these parts."""
     arch, mixer, p, norm, dtype = block.arch, block.mixer, parts.p, parts.norm, parts.dtype
     mix, act = MIX[type(mixer)], ACTIVATIONS[arch.hidden_act]
     mlp = plain_mlp if parts.plain else mlp_by_tokens

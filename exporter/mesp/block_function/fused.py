@@ -1,7 +1,7 @@
-"""The fused primitives of `mx.fast` as Metal has them, in a trace on any machine.
+"""The fused primitives of `mx.fast` for Metal, which any machine can trace.
 
-`mx.fast` traces plain operations on a CPU. A function that is imported from a file keeps its
-primitives, so each of these is imported from a file that has one primitive, with the inputs that
+On a CPU, `mx.fast` traces plain operations. A function that is imported from a file keeps its
+primitives. So each of these is imported from a file with one primitive, which takes the inputs that
 `mx.fast` gives it. None can be evaluated on a CPU.
 """
 
@@ -17,7 +17,7 @@ from mesp.block_function.check import has_attention
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """`mx.fast.rms_norm` with a weight that is not wider than x."""
+    """Returns `mx.fast.rms_norm`, with the weight in x's dtype."""
     return _trace("RMSNorm", (eps,), [x, weight.astype(x.dtype)], x.shape)
 
 
@@ -25,27 +25,29 @@ def rope(
     x: mx.array, dims: int, *, traditional: bool, base: None, scale: float, offset: int,
     freqs: mx.array,
 ) -> mx.array:  # fmt: skip
-    """`mx.fast.rope` with periods in place of a base; freqs float32 [dims / 2]"""
-    state = (dims, traditional, 1.0, scale, True)  # a base that is not used, and turning forwards
+    """Returns `mx.fast.rope` with periods in place of a base; freqs float32 [dims / 2]."""
+    state = (dims, traditional, 1.0, scale, True)  # the base is not used; True rotates forwards
     return _trace("RoPE", state, [x, mx.array(offset, mx.int32), freqs], x.shape)
 
 
 def scaled_dot_product_attention(
     q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: str | mx.array
 ) -> mx.array:
-    """`mx.fast.scaled_dot_product_attention` of arrays of one dtype; the mask bool or "causal"."""
+    """Returns `mx.fast.scaled_dot_product_attention` of arrays of one dtype; the mask is bool or
+    "causal".
+    """
     _, heads, length, head_dim = q.shape
     if not has_attention(heads, k.shape[1], length, head_dim):
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
     causal = isinstance(mask, str)
     masks = [] if causal else [mx.broadcast_to(mask, (*q.shape[:3], k.shape[2]))]
-    # No sinks, no logarithms of sums for a derivative, and not forced to be fused.
+    # No sinks, no logarithms of sums for a derivative, and fusing is not forced.
     state = (scale, causal, False, False, False)
     return _trace("ScaledDotProductAttention", state, [q, k, v, *masks], q.shape)
 
 
 def _trace(name: str, state: tuple, inputs: list[mx.array], shape: tuple[int, ...]) -> mx.array:
-    """A primitive's array, of the dtype of its first input."""
+    """Returns a primitive's output, of the dtype of its first input."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "function.mlxfn")
         path.write_bytes(mlxfn.one_primitive(name, state, inputs, shape, inputs[0].dtype))

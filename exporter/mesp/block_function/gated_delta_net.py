@@ -1,4 +1,4 @@
-"""The gated delta net by chunks of tokens; docs/method.md derives the formulas."""
+"""The gated delta net in chunks of tokens; docs/method.md derives the formulas."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ UNIT_EPS = 1e-6  # added to the sum of squares by the norms of q and k, which ha
 def mix_by_gated_delta_net(
     mixer: GatedDeltaNet, parts: Parts, x: mx.array
 ) -> tuple[list[mx.array], mx.array]:
-    """[qkv, z, ba, o] of x [1, T, hidden], b and a side by side, and what out takes of o and z.
+    """Returns [qkv, z, ba, o] of x [1, T, hidden], b and a side by side, and the input of out.
 
-    Heads don't depend on each other: some key heads, with their value heads, go at a time.
+    Heads don't depend on each other, so key heads and their value heads are computed in tiles.
     """
     dtype = parts.dtype
     qkv = parts.project("qkv", x).astype(dtype)
@@ -36,7 +36,7 @@ def mix_by_gated_delta_net(
 
 
 def _tiles(mixer: GatedDeltaNet, length: int, plain: bool) -> list[slice]:
-    """Which key heads go at a time."""
+    """Returns the key heads of each tile."""
     if plain:
         return [slice(0, mixer.num_key_heads)]
     value_heads = max(tiles.HEADS_BY_TOKENS // length, tiles.FEWEST_HEADS)
@@ -47,14 +47,18 @@ def _tiles(mixer: GatedDeltaNet, length: int, plain: bool) -> list[slice]:
 def _recurrence(
     mixer: GatedDeltaNet, parts: Parts, qkv: mx.array, ba: mx.array, heads: slice
 ) -> mx.array:
-    """o of some key heads' value heads, side by side: float32 [1, T, values·value_dim]"""
+    """Returns o of the value heads of some key heads, side by side: float32 [1, T,
+    values·value_dim].
+    """
     Hk, Hv = mixer.num_key_heads, mixer.num_value_heads
     key_dim, value_dim = mixer.key_head_dim, mixer.value_head_dim
     values = slice(heads.start * Hv // Hk, heads.stop * Hv // Hk)
     w = parts.vector("linear_attn.conv1d.weight")
 
     def convolved(of: slice, first: int, size: int) -> mx.array:
-        """silu(conv) of some heads of which the first channel is `first`: [heads, T, size]"""
+        """Returns silu(conv) of some heads; `first` is the first channel of all: [heads, T,
+        size].
+        """
         channels = slice(first + of.start * size, first + of.stop * size)
         y = silu(convolution(qkv[..., channels], w[channels], parts.starts))
         return y.reshape(y.shape[1], -1, size).swapaxes(0, 1)
@@ -69,32 +73,33 @@ def _recurrence(
     A_log, dt_bias = (
         parts.vector(f"linear_attn.{name}")[values, None] for name in ("A_log", "dt_bias")
     )
-    # As a logarithm: the decay itself may be 0 in float32, and its logarithm then infinite.
+    # A logarithm, because the decay may underflow to 0 in float32, whose logarithm is infinite.
     log_g = -mx.exp(A_log) * mx.logaddexp(a + dt_bias, mx.array(0.0))
     o = delta_rule(q, k, v, forgetting(log_g, parts.starts), mx.sigmoid(b))
     return o.swapaxes(0, 1).reshape(1, o.shape[1], -1)
 
 
 def _unit(x: mx.array) -> mx.array:
-    """RMSNorm without weights."""
+    """Returns an RMSNorm without weights."""
     return x * mx.rsqrt(mx.mean(mx.square(x), axis=-1, keepdims=True) + UNIT_EPS / x.shape[-1])
 
 
 def _gated_norm(mixer: GatedDeltaNet, parts: Parts, o: mx.array, z: mx.array) -> mx.array:
-    """RMSNorm(o) ∘ silu(z), the norm a head's: float32 [1, T, Hv·value_dim]"""
+    """Returns RMSNorm(o) ∘ silu(z), with a norm for each head: float32 [1, T, Hv·value_dim]."""
     by_head = o.astype(mx.float32).reshape(1, o.shape[1], -1, mixer.value_head_dim)
     return parts.norm("linear_attn.norm", by_head).reshape(o.shape) * silu(z.astype(mx.float32))
 
 
 def delta_rule(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array) -> mx.array:
-    """O of q, k [Hk, T, key_dim], v [Hv, T, value_dim], log g and β [Hv, T]; O as v, all float32.
+    """Returns O, of v's shape, for q, k [Hk, T, key_dim], v [Hv, T, value_dim], log g and β [Hv,
+    T].
 
-    What needs no state is computed for all chunks at once:
+    All are float32. The terms without a state are computed for all chunks at once:
 
         A = Γ ∘ K Kᵀ below the diagonal        P = Γ ∘ Q Kᵀ        M = (I + β A)⁻¹
         U = M β V        W = M β γ K
 
-    Then chunk after chunk, from a state S = 0:
+    Then, one chunk after another, from a state S = 0:
 
         D = U - W S        O = γ Q S + P D        S ← γ_C S + (δ K)ᵀ D
     """
@@ -123,10 +128,10 @@ def delta_rule(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.
 
 
 def unit_inverse(E: mx.array) -> mx.array:
-    """(I + E)⁻¹ of strictly lower E [..., n, n], n a power of two, by halves.
+    """Returns (I + E)⁻¹ of strictly lower E [..., n, n], n a power of two, by halves.
 
-    [[I + E₁, 0], [E₂₁, I + E₂]]⁻¹ = [[M₁, 0], [-M₂ E₂₁ M₁, M₂]]. (By squaring, the usual series,
-    near-equal keys overflow.)
+    [[I + E₁, 0], [E₂₁, I + E₂]]⁻¹ = [[M₁, 0], [-M₂ E₂₁ M₁, M₂]]. (The usual series, by squaring,
+    overflows for near-equal keys.)
     """
     half = E.shape[-1] // 2
     if half == 0:

@@ -1,4 +1,4 @@
-"""Mamba-2 by chunks of tokens; docs/method.md derives the formulas."""
+"""Mamba-2 in chunks of tokens; docs/method.md derives the formulas."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mesp.models.mixers import Mamba2Mixer
 
 
 def mix_by_mamba2(mixer: Mamba2Mixer, parts: Parts, x: mx.array) -> tuple[list[mx.array], mx.array]:
-    """[z, xBC, dt, o] of x [1, T, hidden], where in(x) is z, xBC and dt side by side; and what out
-    takes, RMSNorm(o ∘ silu(z)).
+    """Returns [z, xBC, dt, o] of x [1, T, hidden], and the input of out, RMSNorm(o ∘ silu(z)).
 
-    Heads don't depend on each other: some go at a time.
+    in(x) is z, xBC and dt side by side. Heads don't depend on each other, so they are computed in
+    tiles.
     """
     values, dtype = mixer.values, parts.dtype
     projected = parts.project("in", x).astype(dtype)
@@ -38,7 +38,7 @@ def mix_by_mamba2(mixer: Mamba2Mixer, parts: Parts, x: mx.array) -> tuple[list[m
 
 
 def _tiles(mixer: Mamba2Mixer, length: int, plain: bool) -> list[slice]:
-    """Which heads go at a time: all, or some of one group."""
+    """Returns the heads of each tile: all, or some of one group."""
     if plain:
         return [slice(0, mixer.num_heads)]
     of_group = mixer.num_heads // mixer.num_groups
@@ -53,7 +53,7 @@ def _tiles(mixer: Mamba2Mixer, length: int, plain: bool) -> list[slice]:
 def _convolved(
     mixer: Mamba2Mixer, parts: Parts, xBC: mx.array, channels: slice, size: int
 ) -> mx.array:
-    """silu(conv(xBC) + bias) of some channels, `size` of them each time: float32 [n, T, size]"""
+    """Returns silu(conv(xBC) + bias) of some channels, `size` a head: float32 [n, T, size]."""
     w, bias = (parts.vector(f"mamba.conv1d.{name}")[channels] for name in ("weight", "bias"))
     y = silu(convolution(xBC[..., channels], w, parts.starts) + bias)
     return y.reshape(y.shape[1], -1, size).swapaxes(0, 1)
@@ -63,7 +63,9 @@ def _heads_output(
     mixer: Mamba2Mixer, parts: Parts, xBC: mx.array, dt: mx.array, B: mx.array, C: mx.array,
     heads: slice,
 ) -> mx.array:  # fmt: skip
-    """o of some heads, whose groups have these B and C, side by side: [1, T, heads·head_dim]"""
+    """Returns o of some heads, side by side: [1, T, heads·head_dim]. B and C are those of their
+    groups.
+    """
     size = mixer.head_dim
     x = _convolved(mixer, parts, xBC, slice(heads.start * size, heads.stop * size), size)
     A_log, dt_bias, D = (
@@ -76,9 +78,9 @@ def _heads_output(
 
 
 def state_space(u: mx.array, log_decay: mx.array, B: mx.array, C: mx.array) -> mx.array:
-    """Y [heads, T, P] of u = Δ ∘ x, alike, κ [heads, T], and B and C [groups, T, N], all float32.
+    """Returns Y, of u's shape, for u = Δ ∘ x [heads, T, P], κ [heads, T], B and C [groups, T, N].
 
-    By chunks, with the state S before a chunk and S₊ behind it:
+    All are float32. It is computed in chunks, with the states S before and S₊ after a chunk:
 
         Y = γ ∘ (C Sᵀ) + (Γ ∘ C Bᵀ) U        S₊ = γ_C S + (δ ∘ U)ᵀ B
     """

@@ -1,4 +1,4 @@
-"""The MLP: by tiles of tokens, and in plain operations."""
+"""The MLP: in tiles of tokens, and in plain operations."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mesp.block_function.projection import Projection
 
 
 def silu(x: mx.array) -> mx.array:
-    """x · sigmoid(x)"""
+    """Returns x · sigmoid(x)."""
     return x * mx.sigmoid(x)
 
 
 def gelu(x: mx.array) -> mx.array:
-    """The approximation by tanh, `nn.gelu_approx`."""
+    """Returns GELU's approximation by tanh, `nn.gelu_approx`."""
     return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
@@ -28,7 +28,9 @@ def mlp_by_tokens(
     x: mx.array, gate: Projection, up: Projection, down: Projection,
     act: Callable[[mx.array], mx.array], plus: mx.array | None,
 ) -> list[mx.array]:  # fmt: skip
-    """`plain_mlp` by tiles of tokens: for the GPU, whose products unpack no weights."""
+    """Returns the result of `plain_mlp`, in tiles of tokens: for a GPU, whose products do not
+    unpack weights.
+    """
     length, features = x.shape[1], down.a.shape[0]
     ys, gates, ups = [], [], []
     for rows in tiles.cut(length, max(length * tiles.NUMBERS_A_TOKEN // features, 8)):
@@ -44,6 +46,8 @@ def plain_mlp(
     x: mx.array, gate: Projection, up: Projection, down: Projection,
     act: Callable[[mx.array], mx.array], plus: mx.array | None,
 ) -> list[mx.array]:  # fmt: skip
-    """[plus + down(act(gate(x)) ∘ up(x)), gate(x), up(x)], float32, of x [1, T, hidden]."""
+    """Returns [plus + down(act(gate(x)) ∘ up(x)), gate(x), up(x)], float32, for x [1, T,
+    hidden].
+    """
     gates, ups = gate(x), up(x)
     return [down(act(gates) * ups, plus), gates, ups]

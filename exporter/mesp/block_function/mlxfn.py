@@ -27,9 +27,9 @@ import mlx.core as mx
 from mesp.errors import MespError
 from mesp.files import read_object
 
-# Which primitives a block function has; `mesp.block_function.check` holds a file to it.
+# The primitives of block functions; `mesp.block_function.check` checks files with them.
 ALLOWED = read_object(Path(__file__).with_name("allowed_primitives.json"))
-# The MLX of phones, the first that has this layout.
+# The first MLX with this layout, which phones have.
 MLX = ALLOWED["mlx"]
 DEVICES = {"cpu": 0, "gpu": 1}
 # In the order of MLX's codes.
@@ -39,19 +39,21 @@ DTYPES = (
 )
 
 STREAM = "<iii"
-SHAPE = "S"  # among the codes of `struct`
-# The state of each primitive that a block function has.
+SHAPE = "S"  # a shape, among the codes of `struct`
+# The layout of the state of each primitive in block functions.
 STATES = {name: each["state"] for name, each in ALLOWED["primitives"].items()}
 
 
 def has_layout(version: str) -> bool:
-    """Whether MLX `version` is known to write and read this layout. Another can crash on it."""
+    """Returns whether MLX `version` is known to use this layout. Another version can crash on a
+    file.
+    """
     release = re.fullmatch(r"0\.32\.(\d{1,9})", version)
     return release is not None and int(release[1]) >= 2
 
 
 def check_mlx() -> None:
-    """Raises MespError unless the installed MLX writes and reads this layout."""
+    """Raises MespError unless the installed MLX uses this layout."""
     if not has_layout(mx.__version__):
         raise MespError(
             f"The layout of the functions of MLX {mx.__version__!r:.40} is not known; "
@@ -62,9 +64,9 @@ def check_mlx() -> None:
 def one_primitive(
     name: str, state: tuple, inputs: list[mx.array], shape: tuple[int, ...], dtype: mx.Dtype
 ) -> bytes:
-    """A file with one function: a primitive, on the CPU, of arrays like `inputs`.
+    """Returns a file with one function: a primitive, on the CPU, of arrays like `inputs`.
 
-    It gives one array. A primitive's state is what `STATES` says, without shapes.
+    It returns one array. `state` has the items in `STATES`, without shapes.
     """
     ids = [_pack("Q", i) for i in range(len(inputs) + 1)]
     *taken, result = ids
@@ -80,7 +82,7 @@ def one_primitive(
 
 
 def on_device(file: bytes, device: str) -> bytes:
-    """The same functions, with every primitive on the first stream of `device`, "cpu" or "gpu".
+    """Returns the file with every primitive on the first stream of `device`, "cpu" or "gpu".
 
     Raises what `primitives` does.
     """
@@ -91,7 +93,7 @@ def on_device(file: bytes, device: str) -> bytes:
 
 
 def _header(traces: int) -> bytes:
-    """The header before the traces, with empty metadata."""
+    """Returns the header before the traces, with empty metadata."""
     return _text(MLX) + _pack("i?", traces, False) + _text("")
 
 
@@ -113,7 +115,7 @@ def _array(shape: tuple[int, ...], dtype: mx.Dtype) -> bytes:
 
 @dataclass(frozen=True)
 class Array:
-    """An array in a file: its type is a code of MLX's and the bytes of an element."""
+    """An array in a file; its type is MLX's code and the bytes of an element."""
 
     shape: tuple[int, ...]
     dtype: tuple[int, int]
@@ -125,7 +127,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Primitive:
-    """A primitive in a file: where its stream is, in bytes from the start, and what it has."""
+    """A primitive in a file, and the place of its stream in bytes from the start."""
 
     stream: int
     device: int
@@ -137,8 +139,9 @@ class Primitive:
 
 @dataclass(frozen=True)
 class Function:
-    """A trace: the inputs and constants by their ids, the primitives in the order in which they
-    are computed, and the outputs' ids."""
+    """A trace: inputs and constants by id, primitives in order of computation, and the outputs'
+    ids.
+    """
 
     keywords: list[str]
     inputs: dict[int, Array]
@@ -148,14 +151,15 @@ class Function:
 
 
 class _Reader:
-    """Goes through a file. Raises struct.error where it is shorter than it says, and ValueError
-    where something in it cannot be."""
+    """A reader of a file. It raises struct.error if the file is too short, and ValueError if it is
+    invalid.
+    """
 
     def __init__(self, file: bytes):
         self.file, self.at = file, 0
 
     def header(self) -> int:
-        """The number of traces."""
+        """Reads the header, and returns the number of traces."""
         if not has_layout(self.text()):
             raise ValueError(f"it is not in the layout of MLX {MLX}")
         traces, shapeless = self.take("i?")
@@ -207,12 +211,12 @@ class _Reader:
 
 
 def functions(file: bytes) -> list[Function]:
-    """The functions in a file, whose primitives may be any with a state in `STATES`.
+    """Returns the functions in a file. All their primitives must be in `STATES`.
 
-    Raises ValueError if it is not valid, and KeyError where it has a primitive that `STATES` lacks.
+    Raises ValueError if the file is not valid, and KeyError for a primitive that `STATES` lacks.
     """
     reader = _Reader(file)
-    constants: dict[int, tuple[Array, bytes]] = {}  # of all traces: MLX writes each once
+    constants: dict[int, tuple[Array, bytes]] = {}  # of all traces: MLX writes each constant once
 
     def function() -> Function:
         keywords = reader.list(reader.text)
@@ -260,5 +264,5 @@ def functions(file: bytes) -> list[Function]:
 
 
 def primitives(file: bytes) -> list[Primitive]:
-    """The primitives of all functions, in the file's order. Raises what `functions` does."""
+    """Returns the primitives of all functions, in file order. Raises what `functions` does."""
     return [each for function in functions(file) for each in function.primitives]

@@ -13,7 +13,7 @@ from mesp.block_function.projection import Projection
 
 @dataclass(frozen=True)
 class Parts:
-    """A block's projections and vectors, and how they are computed with."""
+    """A block's projections and vectors, and the way to compute with them."""
 
     p: dict[str, Projection]
     arrays: dict[str, mx.array]
@@ -21,30 +21,31 @@ class Parts:
     dtype: mx.Dtype
     plain: bool
     fast: ModuleType
-    # Of each token of packed records the position at which its record begins: int32 [T].
+    # For each token of packed records, the position at which its record begins: int32 [T].
     starts: mx.array | None = None
-    # Its layer's part of the tokens' embeddings [1, T, size], where the model has such.
+    # The layer's part of the tokens' embeddings for each layer [1, T, size], if the model has them.
     per_layer: mx.array | None = None
-    # Keys, after norm and RoPE, and values [1, kv_heads, T, D] of another block, where it has none.
+    # Another block's keys, after norm and RoPE, and values [1, kv_heads, T, D], for a block
+    # without.
     shared: tuple[mx.array, mx.array] | None = None
-    # Gate, up and down of an expert, by its number, where there are some.
+    # Returns gate, up and down of an expert, by its number; None in a block without experts.
     expert: Callable[[int], Sequence[Projection]] | None = None
 
     def norm(self, name: str, x: mx.array, eps: float | None = None) -> mx.array:
-        """RMSNorm by the norm `name`, with the blocks' ε or its own; x's dtype."""
+        """Returns the RMSNorm `name` of x, in x's dtype. `eps` replaces the blocks' ε."""
         function = rms_norm if self.plain else self.fast.rms_norm
         return function(x, self.arrays[f"{name}.weight"], eps or self.eps)
 
     def vector(self, name: str) -> mx.array:
-        """A weight that no linear layer has, float32."""
+        """Returns a weight outside of linear layers, float32."""
         return self.arrays[name].astype(mx.float32)
 
     def project(
         self, name: str, x: mx.array, after: mx.array | None = None, plus: mx.array | None = None
     ) -> mx.array:
-        """The projection `name` of x, or that + plus, float32; not computed before `after` is.
+        """Returns the projection `name` of x, plus `plus` if it is given, float32.
 
-        (In plain operations, MLX chooses the order.)
+        It is computed after `after`, except in plain operations, whose order MLX chooses.
         """
         projection = self.p[name]
         if after is not None and not self.plain:
@@ -53,7 +54,9 @@ class Parts:
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """`mx.fast.rms_norm` in plain operations: computed in float32, x's dtype."""
+    """Returns `mx.fast.rms_norm` in plain operations: computed in float32, returned in x's
+    dtype.
+    """
     wide = x.astype(mx.float32)
     wide = wide * mx.rsqrt(mx.mean(mx.square(wide), axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * weight

@@ -26,16 +26,17 @@ class Projection:
     scale: mx.array
     quantization: Quantization
     device: str
-    dtype: mx.Dtype  # of what the GPU multiplies
+    dtype: mx.Dtype  # of the matrices that the GPU multiplies
 
     def __call__(self, x: mx.array, plus: mx.array | None = None) -> mx.array:
-        """y, or y + plus: x [1, T, in] -> float32 [1, T, out]"""
+        """Returns y, or y + plus: x [1, T, in] -> float32 [1, T, out]."""
         wide = x.astype(mx.float32)
         packed = (self.weight, self.scales, self.biases)
         addends = [a.astype(mx.float32) for a in (plus, self.bias) if a is not None]
         total = reduce(mx.add, addends) if addends else None
         if self.device == "gpu":
-            # Sums that MLX fuses with what follows; `addmm` would need its addend in an array.
+            # MLX fuses these sums with the operations that follow; `addmm` would need its addend in
+            # an array.
             product = mx.quantized_matmul(
                 x.astype(self.dtype), *packed, **asdict(self.quantization)
             )
@@ -46,7 +47,7 @@ class Projection:
         return mx.addmm(total, self.scale * (wide @ self.a), self.b)
 
     def outputs(self, rows: slice) -> Projection:
-        """The projection to some of the outputs."""
+        """Returns the projection to some of the outputs."""
         return replace(
             self,
             weight=self.weight[rows],
@@ -57,7 +58,7 @@ class Projection:
         )
 
     def after(self, done: mx.array) -> Projection:
-        """The same projection, not to be computed before `done` is."""
+        """Returns the projection, to be computed after `done`."""
         return replace(self, weight=mx.depends([self.weight], [done])[0])
 
 
@@ -65,7 +66,7 @@ def projections(
     block: Block, layout: Layout, arrays: dict[str, mx.array], lora: mx.array,
     scale: mx.array, device: str, dtype: mx.Dtype,
 ) -> dict[str, Projection]:  # fmt: skip
-    """The block's projections (`q`, …, `down`) as views of `arrays` and the flat `lora`."""
+    """Returns the block's projections (`q`, …, `down`) as views of `arrays` and the flat `lora`."""
     modules, start = {}, 0
     sizes = block.sizes()
     rank = lora.size // block.lora_size(1)

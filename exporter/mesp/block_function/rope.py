@@ -1,4 +1,4 @@
-"""RoPE: turns q and k by their positions."""
+"""RoPE: rotates q and k by their positions."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ import mlx.core as mx
 
 from mesp.models.mixers import AttentionMixer
 
-Turn = Callable[[mx.array, slice], mx.array]  # of rows of [1, heads, T, head_dim] by their angles
+Turn = Callable[[mx.array, slice], mx.array]  # rotates rows of [1, heads, T, head_dim]
 
 
 def _periods(mixer: AttentionMixer) -> mx.array:
-    """Positions a radian, as MLX takes frequencies; the largest number for a pair that stays.
+    """Returns MLX's form of the frequencies: positions a radian; the largest number for an
+    unrotated pair.
 
-    In a kernel under fast math the inverse of an infinite one is undefined. The largest turns a
-    pair by less than 1e-32, which changes no bit of it.
+    The inverse of an infinite number is undefined in a kernel under fast math. The largest number
+    rotates a pair by less than 1e-32, which changes none of its bits.
     """
     most = float(mx.finfo(mx.float32).max)
     return mx.array([min(1 / f, most) if f else most for f in mixer.frequencies])
 
 
 def fast_rope(mixer: AttentionMixer, fast: ModuleType) -> Turn:
-    """RoPE of the first dimensions in float32, by the fused primitive of `fast`; the rest stays."""
+    """Returns RoPE of the first dimensions in float32, by the fused primitive of `fast`.
+
+    The other dimensions stay.
+    """
     if not mixer.frequencies:
         return lambda x, rows: x
     size, periods = 2 * len(mixer.frequencies), _periods(mixer)
@@ -38,7 +42,7 @@ def fast_rope(mixer: AttentionMixer, fast: ModuleType) -> Turn:
 
 
 def rope(mixer: AttentionMixer, everywhere: slice) -> Turn:
-    """`fast_rope` in plain operations, which compute the angles once."""
+    """Returns RoPE in plain operations, which compute the angles once."""
     half = len(mixer.frequencies)
     if not half:
         return lambda x, rows: x

@@ -24,17 +24,16 @@ def export_block(
     ranks: list[int],
     packed: bool = False,
 ) -> None:
-    """Writes `function` to `path` (``….mlxfn``) with a trace for each sequence length and rank,
-    of a function that takes packed records or not.
+    """Writes `function` to `path` (``….mlxfn``) with a trace for each sequence length and rank.
 
-    For either device the trace is the CPU's, which every machine has; a file for the GPU differs in
-    the device of its primitives alone. Raises RuntimeError or OSError where the
-    file cannot be written, ValueError where `check_block_functions` refuses it, and MespError where
-    no phone could read what this MLX writes.
+    `packed` tells whether it takes packed records. Traces for both devices are made on the CPU,
+    which every machine has; a file for the GPU differs only in the device of its primitives. Raises
+    RuntimeError or OSError if the file cannot be written, ValueError if `check_block_functions`
+    refuses it, and MespError if no phone could read the files of this MLX.
     """
     mlxfn.check_mlx()
     with mx.stream(mx.cpu), mx.exporter(path, function) as trace:
-        weights = mx.zeros(layout.words, mx.uint32)  # only the shape is read
+        weights = mx.zeros(layout.words, mx.uint32)  # only its shape is used
         for rank in ranks:
             lora = mx.zeros(block.lora_size(rank))
             for seq_len in seq_lens:

@@ -1,4 +1,6 @@
-"""Whether a bundle is its source's model: what quantization changes, and whether all else is so."""
+"""Compares a bundle with its source: what quantization changes, and whether anything else
+differs.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ from mesp.source_model.forward_pass import SourceModel
 from mesp.source_model.quantization_loss import QuantizationLoss, compute_head_inputs, measure_loss
 from mesp.source_model.safetensors import SafetensorsWeights
 
-LENGTH = 64  # tokens that are read, or as many as a window has: mlx-lm ignores some families'
-# Of float32, whose roundings differ by the order of sums: 1e-6 in tiny models, and some 1e-5 after
-# dozens of blocks. A norm's epsilon or a position's angle that is read wrongly changes more.
+LENGTH = 64  # tokens; at most a window, which mlx-lm ignores for some families
+# For float32, whose rounding depends on the order of sums: 1e-6 in tiny models, and some 1e-5 after
+# dozens of blocks. A wrong ε of a norm or a wrong angle of a position changes more.
 TOLERANCE = 1e-3
 _ROPE = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
@@ -35,31 +37,30 @@ _ROPE = (
 
 @dataclass(frozen=True)
 class SourceComparison:
-    """The relative errors of logits in float32, and what quantization loses."""
+    """The relative errors of logits in float32, and the loss of quantization."""
 
-    read: float  # of the source's weights in the bundle's architecture, against the source's own
-    written: float  # of the bundle's weights in its architecture, against those in mlx-lm
+    read: float  # the source's weights in the bundle's architecture, against the source
+    written: float  # the bundle's weights in its architecture, against those in mlx-lm
     loss: QuantizationLoss
 
     def check(self) -> None:
-        """Raises MespError where more than quantization tells the bundle from its source."""
+        """Raises MespError if the bundle differs from its source by more than quantization."""
         for error, sentence in (
-            (self.read, "With the source's weights it is not what mlx-lm makes of the source"),
-            (self.written, "Its blocks are not what mlx-lm makes of its config.json"),
+            (self.read, "With the source's weights, its logits differ from the source's in mlx-lm"),
+            (self.written, "Its logits differ from those of its config.json in mlx-lm"),
         ):
-            if not error <= TOLERANCE:  # or NaN
+            if not error <= TOLERANCE:  # or if it is NaN
                 raise MespError(
-                    f"The bundle does not compute as its source's own model. {sentence}: logits "
-                    f"differ by {error:.2g} of their norm, which quantization does not explain; "
-                    "export the model again."
+                    f"The bundle does not compute what its source does. {sentence} by {error:.2g} "
+                    "of their norm, which quantization does not explain; export the model again."
                 )
 
 
 def compare_with_source(bundle: Bundle, source: Source) -> SourceComparison:
     """Compares logits of a short text; see `SourceComparison`.
 
-    The source's own model is in memory, in float32, and of others about a block. Raises MespError
-    where the bundle is of another model, or mlx-lm does not run it.
+    The source's whole model is in memory, in float32; of the other models about one block is.
+    Raises MespError if the bundle is of another model, or mlx-lm does not run it.
     """
     if source.gguf or source.folder is None:
         raise MespError(
@@ -97,7 +98,7 @@ def _error(found: mx.array, model: nn.Module, tokens: list[int]) -> float:
     with mx.stream(mx.cpu):  # GPUs may round the factors of products
         model.set_dtype(mx.float32)
         modules: list[Any] = model.modules()
-        for module in modules:  # of Gemma 4: bfloat16, in which it is published, rounds its scale
+        for module in modules:  # Gemma 4 is published in bfloat16, which rounds its scale
             if hasattr(module, "embed_scale"):
                 module.embed_scale = mx.array(module.embed_scale, mx.bfloat16).item()
         expected = model(mx.array([tokens]))[0, :, : found.shape[1]]
@@ -110,16 +111,16 @@ def _bundled(bundle: Bundle, source: Source) -> nn.Module:
 
 
 def _own_model(bundle: Bundle, source: Source) -> nn.Module:
-    """The source's model as mlx-lm loads it, without code that its folder may have."""
-    from mlx_lm.utils import load_model  # here, as it takes tens of MB
+    """Returns the source's model as mlx-lm loads it, without running code from its folder."""
+    from mlx_lm.utils import load_model  # imported here, because it takes tens of MB
 
     assert source.folder is not None
     told = _for_mlx_lm(source.config, max(bundle.manifest.seq_lens))
     try:
         model, _ = load_model(source.folder, lazy=True, model_config=told | {"model_file": None})
-    except Exception as error:  # what a model raises that mlx-lm does not know differs
+    except Exception as error:  # mlx-lm raises various errors for unknown models
         raise MespError(
-            f"The installed mlx-lm cannot load {source.name}, so that nothing is there to compare "
+            f"The installed mlx-lm cannot load {source.name}, so there is nothing to compare "
             "the bundle with; leave out --source."
         ) from error
     assert isinstance(model, nn.Module)
@@ -127,8 +128,9 @@ def _own_model(bundle: Bundle, source: Source) -> nn.Module:
 
 
 def _for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
-    """The source's config.json, with RoPE by mlx-lm's keys where it has transformers 5's or long
-    factors; all else is mlx-lm's to read."""
+    """Returns the source's config.json, with RoPE in mlx-lm's keys if it has transformers 5's or
+    long factors. mlx-lm reads the rest.
+    """
     read = for_mlx_lm(complete(config), length)
     rope = {key: read[key] for key in _ROPE if key in read}
     is_long = (read.get("rope_scaling") or {}).get("type") == "longrope"

@@ -1,4 +1,4 @@
-"""The data of a bundle, written into it and replaced there."""
+"""Writes the data of a bundle, and replaces it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ FOLDERS = ("data", "data.2")
 
 
 def check_packing(splits: Mapping[str, Split], bundle: Path, manifest: Manifest) -> None:
-    """Raises MespError where examples share sequences, and the bundle's functions for a GPU take
-    one a sequence."""
+    """Raises MespError if examples share sequences, but the bundle's GPU functions do not
+    allow it.
+    """
     if any(split.pack for split in splits.values()) and not manifest.takes_packed:
         raise MespError(
             f"The block functions of {bundle} take one record a sequence: leave out --pack, or "
@@ -32,7 +33,7 @@ def check_packing(splits: Mapping[str, Split], bundle: Path, manifest: Manifest)
 
 
 def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str, DataSplit]:
-    """Writes the splits to a new `folder` of the bundle; returns what the manifest says of them."""
+    """Writes the splits to a new `folder` of the bundle; returns their entries in the manifest."""
     if splits:
         remove_link(bundle / folder)
         (bundle / folder).mkdir(exist_ok=True)
@@ -61,12 +62,12 @@ def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str,
 
 
 def end_tokens_of(splits: Mapping[str, Split]) -> tuple[int, ...]:
-    """The tokens at which generation stops after any of the splits, ascending."""
+    """Returns the tokens at which generation stops, of all splits, ascending."""
     return tuple(sorted({token for split in splits.values() for token in split.ends}))
 
 
 def encoding_of(splits: Mapping[str, Split]) -> Mapping[str, bool]:
-    """The options that changed how the text of the splits became tokens."""
+    """Returns the options that changed how the text of the splits was encoded."""
     return next((split.encoding for split in splits.values()), {})
 
 
@@ -79,8 +80,8 @@ def write_index(folder: Path, data: Mapping[str, DataSplit]) -> None:
 def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:
     """Replaces the data of a finished bundle; returns its new manifest.
 
-    The new manifest, put in place by one rename, is what makes the new data the bundle's: ended at
-    any time, this leaves a whole bundle. What else it leaves is removed by the next call.
+    One rename puts the new manifest in place, and so the new data. If the process ends at any time,
+    the bundle is whole. The next call removes what is left over.
     """
     with (
         plain_os_errors(f"Cannot write the data to {bundle}"),
@@ -108,7 +109,9 @@ def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:
 
 
 def _remove_unused(bundle: Path) -> str:
-    """Removes the folder for data that is not the manifest's, if it is there; returns its name."""
+    """Removes the folder for data that the manifest does not name, if it exists; returns its
+    name.
+    """
     files = read_object(bundle / "manifest.json")["files"]
     used = {file["path"].split("/")[0] for file in files}
     unused = next((folder for folder in FOLDERS if folder not in used), None)
@@ -120,7 +123,7 @@ def _remove_unused(bundle: Path) -> str:
 
 
 def describe_data(data: Mapping[str, DataSplit]) -> str:
-    """The manifest's ``data`` in words; empty if there is none."""
+    """Returns a description of the manifest's ``data``; empty if there is none."""
 
     def describe(name: str, split: DataSplit) -> str:
         if split.count is None:

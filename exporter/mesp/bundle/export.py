@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 StrPath = str | os.PathLike[str]
 
 QUANTIZERS = ("least-squares", "nearest")
-MEASURE_SEQUENCES = 8  # that `ExportJob.measure` reads, of `MEASURE_LENGTH` tokens each
+MEASURE_SEQUENCES = 8  # sequences that `ExportJob.measure` reads, of `MEASURE_LENGTH` tokens each
 MEASURE_LENGTH = 256
 
 
 @dataclass(frozen=True)
 class ExportJob:
-    """An export to do: the model, found, and how it becomes a bundle."""
+    """An export that is ready to run: the model that was found, and the checked options."""
 
     source: Source
     weights: Weights
@@ -68,7 +68,7 @@ class ExportJob:
         return manifest
 
     def describe_gguf(self) -> str | None:
-        """A sentence on the matrices of a GGUF file; None for another source."""
+        """Returns a sentence on the matrices of a GGUF file; None for another source."""
         if self.source.gguf is None or isinstance(self.weights, RandomWeights):
             return None
         from mesp.source_model.gguf.weights import GGUFWeights
@@ -77,7 +77,10 @@ class ExportJob:
         return self.weights.describe(self.options.dtype)
 
     def sequences_to_measure(self, data: str) -> list[list[int]]:
-        """Some sequences of a text. Raises MespError if there is no tokenizer, or no text."""
+        """Returns some sequences of a text.
+
+        Raises MespError if there is no tokenizer or no text.
+        """
         if isinstance(self.weights, RandomWeights):
             raise MespError("Random weights predict nothing; leave out --measure.")
         assert self.source.folder is not None
@@ -88,7 +91,7 @@ class ExportJob:
         return choose_excerpts(split.tokens, self.source, self.architecture, count, length)
 
     def measure(self, sequences: list[list[int]]) -> QuantizationLoss:
-        """The distance of the written bundle's predictions from the model's."""
+        """Returns the distance between the predictions of the written bundle and of the model."""
         model = SourceModel(self.weights, self.architecture, self.options.quantizations)
         bundle = Bundle(self.options.out, to_run=False)
         return measure_loss(model, to_source_model(bundle), sequences)
@@ -115,9 +118,11 @@ def prepare_export(
     seed: int,
     overwrite: bool,
 ) -> ExportJob:
-    """Finds the model, which may be downloaded, and checks how it is to be exported; the arguments
-    are `export`'s, which has their defaults. Raises MespError where something cannot be used.
-    Nothing is written."""
+    """Finds or downloads the model, checks the options and returns the export. Writes no bundle.
+
+    The arguments are those of `export`, which has their defaults. Raises MespError if one cannot be
+    used.
+    """
     device = DEVICE if device in (None, "auto") else device
     _check_choices(
         device=(device, DTYPE_OF),
@@ -134,8 +139,8 @@ def prepare_export(
         raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
     if layers and arch.per_layer and not random_weights:
         raise MespError(
-            f"A row of {source.name}'s table of embeddings for each layer holds all layers; leave "
-            "out --layers, or take --random-weights."
+            f"{source.name} has embeddings for each layer, which are stored for all layers together"
+            "; leave out --layers, or take --random-weights."
         )
     asked = mode, bits, group_size, head_bits
     quantizations = find_quantizations(source.name, source.config, arch, *asked)
@@ -146,13 +151,13 @@ def prepare_export(
         source = replace(source, name=f"{source.name}-random", revision=None)
         weights = RandomWeights(seed, norm=1 - arch.norm_offset)
     elif source.gguf:
-        from mesp.source_model.gguf.weights import GGUFWeights  # which needs the gguf package
+        from mesp.source_model.gguf.weights import GGUFWeights  # this needs the gguf package
 
         weights = GGUFWeights(source.gguf, arch)
     else:
         assert source.folder is not None
         weights = SafetensorsWeights(source.folder, arch)
-        arch = weights.arch  # with a head of its own where one is stored
+        arch = weights.arch  # with a head of its own if one is stored
         if weights.left_out:
             log.warning(
                 "Note: %s tensors are left out: the text alone is trained, without layers that "
@@ -204,7 +209,7 @@ def export(
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Bundle:
-    """Quantizes a model, writes it as a bundle to fine-tune, and returns that.
+    """Quantizes a model, writes it as a bundle for fine-tuning, and returns the bundle.
 
     Args:
         model: A short name such as ``Qwen2.5-0.5B``, a name on the Hugging Face Hub, a folder, a
@@ -212,23 +217,23 @@ def export(
         out: The bundle's folder; ``NAME.mesp`` by default.
         data: Training data: a file of records or of text, a folder or a dataset on the Hub with
             files called train, valid and test, ``python-docs`` or ``python-docs-pairs``. None for
-            none, of the demo model ``python-docs``.
-        data_options: How the data is taken.
+            no data; for the demo model, ``python-docs``.
+        data_options: How the data is read and encoded.
         seq_len: The sequence lengths to train with, in tokens.
         rank: The LoRA ranks to train with.
         mode: ``affine`` (the default), ``mxfp4``, ``nvfp4`` or ``mxfp8``.
         bits: Bits a weight, 4 by default; 5, 6 or 8.
         group_size: Weights that share a scale, 64 by default; 32 or 128.
-        head_bits: Bits of the output head, and of an embedding tied to it: 6, or `bits` where that
+        head_bits: Bits of the output head, and of an embedding tied to it: 6, or `bits` if that
             is more.
-        quantize: ``least-squares``, so that what the matrices give changes least, or ``nearest``.
-        calibrate: Data on which that is to change least; None for random tokens.
-        dtype: Of the activations, ``float32`` or ``bfloat16``; by default as the device has it.
-        device: ``cpu`` or ``gpu``, for an iPhone ``gpu``; None for what is here.
-        random_weights: The model's geometry with random weights.
-        layers: The number of blocks, the first ones; all by default.
-        seed: Of random weights.
-        overwrite: Replace a bundle that is there.
+        quantize: ``least-squares``, which changes the outputs of matrices least, or ``nearest``.
+        calibrate: Data on which the outputs are to change least; None for random tokens.
+        dtype: The dtype of activations, ``float32`` or ``bfloat16``; the device's by default.
+        device: ``cpu`` or ``gpu``, for an iPhone ``gpu``; None for this machine's.
+        random_weights: Whether to give the model's geometry random weights.
+        layers: The number of blocks, from the first; all by default.
+        seed: The seed of random weights.
+        overwrite: Whether to replace an existing bundle.
         progress: Called with the progress of the export.
 
     Raises:
@@ -258,8 +263,9 @@ def rewrite(
 ) -> Bundle:
     """Writes a bundle again with other functions and the same weights and data, and returns it.
 
-    What is not given is the bundle's; `out` may be the bundle itself, with `overwrite`. Raises
-    MespError where the bundle, its data or the disk do not allow it; `bundle` is whole then.
+    Arguments that are not given are the bundle's. `out` may be the bundle itself, with `overwrite`.
+    Raises MespError if the bundle, its data or the disk does not allow it; `bundle` is unchanged
+    then.
     """
     old = Path(bundle)
     has = read_manifest(old, to_run=False, formats=OF_SAME_WEIGHTS)
@@ -281,7 +287,7 @@ def rewrite(
 
 
 def sort_numbers(numbers: int | Sequence[int]) -> list[int]:
-    """Each of the numbers once, in order. Raises MespError where one is below 1."""
+    """Returns the different numbers, ascending. Raises MespError if one is below 1."""
     found = [numbers] if isinstance(numbers, int) else sorted(set(numbers))
     if any(number < 1 for number in found):
         raise MespError(f"Sequence lengths and ranks are 1 or more, and not {found[0]}.")
@@ -298,9 +304,11 @@ def _check_choices(**given: tuple[Any, Collection[Any]]) -> None:
 
 
 def _check_calibrate(quantizations: Quantizations, quantize: str, random_weights: bool) -> None:
-    """Raises MespError where --calibrate would change nothing."""
+    """Raises MespError if --calibrate would change nothing."""
     if quantizations.config is not None:
-        raise MespError("The model comes quantized, and stays as it is; leave out --calibrate.")
+        raise MespError(
+            "The model is quantized already, and stays unchanged; leave out --calibrate."
+        )
     reasons = {
         "--quantize nearest": quantize == "nearest",
         "--random-weights": random_weights,

@@ -10,13 +10,14 @@ import mlx.core as mx
 from mesp.data.load import DataOptions
 from mesp.quantization.choose import Quantizations
 
-DEVICE = "gpu" if mx.metal.is_available() else "cpu"  # where none is asked for
+DEVICE = "gpu" if mx.metal.is_available() else "cpu"  # the default
 
 
 @dataclass(frozen=True)
 class BundleOptions:
-    """The bundle to write, and what its functions are for; those for a GPU take packed records too
-    with `pack`."""
+    """The bundle to write, and its functions' lengths, ranks and device. With `pack`, a GPU's
+    functions take packed records too.
+    """
 
     out: Path
     seq_lens: list[int]
@@ -29,11 +30,11 @@ class BundleOptions:
 
 @dataclass(frozen=True)
 class ExportOptions(BundleOptions):
-    """The options of an export of one model, checked."""
+    """The checked options of a model's export."""
 
     data: str | None
     data_options: DataOptions
     quantizations: Quantizations
     seed: int
     quantize: str = "least-squares"  # or "nearest"
-    calibrate: str | None = None  # the data that moments are taken of; None: random tokens
+    calibrate: str | None = None  # the data that moments are computed from; None: random tokens

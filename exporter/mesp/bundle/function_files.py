@@ -19,11 +19,11 @@ from mesp.models.layout import DTYPES, Layout
 def write_functions(
     folder: Path, arch: Architecture, layouts: list[Layout], options: BundleOptions
 ) -> list[BlockGroup]:
-    """Writes the block functions, a file for each sequence length; for a GPU plain ones too and,
-    with `options.pack`, those for packed records.
+    """Writes the block functions, a file for each sequence length.
 
-    Blocks of one layout, one mixer and one MLP are a group, with functions of its own for the
-    lengths at which no group before has the same: a window counts only for longer sequences.
+    For a GPU it writes plain functions too and, with `options.pack`, functions for packed records.
+    Blocks of one layout, mixer and MLP are a group. Its functions for a length are those of an
+    earlier group if they are the same: a window matters only in sequences that are longer.
     """
     members: dict[tuple[Layout, Block], list[int]] = {}
     for i, described in enumerate(zip(layouts, arch.blocks, strict=True)):
@@ -38,9 +38,11 @@ def write_functions(
         kinds = {"": group.functions, "plain.": group.plain_functions}
         kinds |= {"packed.": group.packed_functions} if options.pack and on_gpu else {}
         if block.mlp.experts:
-            kinds = {}  # a function computes the same experts for any token
+            # Blocks with experts have no functions: a function computes the same experts for every
+            # token.
+            kinds = {}
         for kind, files in kinds.items():
-            # On a CPU both kinds are the plain one.
+            # On a CPU, both kinds are the plain function.
             kind = kind if on_gpu else ""
             plain = kind == "plain." or not on_gpu
             function = block_function(block, layout, options.device, plain, fast)

@@ -1,4 +1,4 @@
-"""A bundle's manifest.json, read with its checks, and written."""
+"""A bundle's manifest.json: reads and checks it, and writes it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mesp.models.layout import Layout
 from mesp.models.quantization_formats import Quantization
 
 FORMAT = 6
-# The formats that differ only in their functions: `mesp-export --from` reads a bundle of any.
+# The formats that differ only in their functions; `mesp-export --from` reads bundles of each.
 OF_SAME_WEIGHTS = (5, FORMAT)
 PER_LAYER = {
     "per_layer_embedding": PER_LAYER_EMBEDDING,
     "per_layer_projection": PER_LAYER_PROJECTION,
 }
 MODEL = ("id", "revision", "license")
-MORE_OF_MODEL = ("license_name", "license_link")  # may be absent
+MORE_OF_MODEL = ("license_name", "license_link")  # these keys may be absent
 ENCODING = ("chat", "split_special_tokens")  # each may be absent
 
 _PACKED = {
@@ -55,7 +55,7 @@ READ = {
 
 
 def fits(value: Any, wanted: Any) -> bool:
-    """Whether a JSON value has the keys and types `wanted`; a number may not be negative."""
+    """Returns whether a JSON value has the keys and types `wanted`, and no negative number."""
     if isinstance(wanted, dict):
         return isinstance(value, dict) and all(fits(value.get(k), wanted[k]) for k in wanted)
     if isinstance(wanted, list):
@@ -64,7 +64,9 @@ def fits(value: Any, wanted: Any) -> bool:
 
 
 def _is_line(value: Any) -> bool:
-    """Whether it is a line of text, or nothing: it goes to terminals and into model cards."""
+    """Returns whether a value is None or a line of text, which may go to terminals and model
+    cards.
+    """
     return value is None or (isinstance(value, str) and value.isprintable())
 
 
@@ -80,7 +82,7 @@ def _is_split(entry: Any) -> bool:
 
 @dataclass(frozen=True)
 class ModelName:
-    """The model that a bundle was exported from; `revision` is None where it came from a folder."""
+    """The model that a bundle was exported from; `revision` is None if it came from a folder."""
 
     id: str
     revision: str | None = None
@@ -93,7 +95,7 @@ class ModelName:
         return {k: v for k, v in entries.items() if k in MODEL or v is not None}
 
     def __str__(self) -> str:
-        """`ID` or `ID@REVISION`."""
+        """Returns `ID` or `ID@REVISION`."""
         return f"{self.id}@{self.revision}" if self.revision else self.id
 
 
@@ -101,9 +103,9 @@ class ModelName:
 class BlockGroup:
     """Blocks of one layout, one mixer and one MLP, and their functions' files by length.
 
-    `packed_functions` are those that a GPU trains packed records with; there may be none. Blocks
-    with experts have no functions at all, nor have those of a bundle that mesp-export did not
-    write: a GPU computes them by the trainer's formulas.
+    A GPU trains packed records with `packed_functions`, if there are any. Blocks with experts have
+    no functions, and neither have bundles that mesp-export did not write. The trainer computes such
+    blocks by its formulas.
     """
 
     layers: tuple[int, ...]
@@ -122,7 +124,7 @@ class BlockGroup:
 
     @property
     def files(self) -> list[dict[str, str]]:
-        """The functions of each kind that there is; those of the first two are there together."""
+        """The functions of each kind that exists. Functions and plain functions exist together."""
         packed = [self.packed_functions] if self.packed_functions else []
         kinds = [self.functions, self.plain_functions, *packed]
         return kinds if any(kinds) else []
@@ -150,10 +152,11 @@ class Table:
 
 @dataclass(frozen=True)
 class DataSplit:
-    """The files of a split of the data: `tokens` ids, of a packed stream or of `count` examples.
+    """The files of a split of the data, which has `tokens` ids: a packed stream, or `count`
+    examples.
 
-    `begin` is the token that takes the place of the first one of each window of a packed stream;
-    None where it stays. With `pack` short examples share a sequence when they are trained on.
+    `begin` is a token that replaces the first of each window of a packed stream; None: nothing
+    does. With `pack`, short examples share a sequence in training.
     """
 
     file: str
@@ -186,7 +189,7 @@ class DataSplit:
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Its files, and how many bytes each has."""
+        """The split's files and their sizes in bytes."""
         files = {
             self.file: 4 * self.tokens,
             self.examples: 8 * (self.count or 0),
@@ -220,26 +223,28 @@ class Manifest:
     blocks: tuple[BlockGroup, ...]
     embedding: Table
     head: Table
-    # Of the matrices that embeddings for each layer are made with, by their names.
+    # The files of the matrices of embeddings for each layer, by their names.
     per_layer: Mapping[str, Table] = field(default_factory=dict)
     data: Mapping[str, DataSplit] = field(default_factory=dict)
-    # At which generation stops, ascending: the model's and what the data end with.
+    # The tokens at which generation stops, ascending: the model's, and those that end the data.
     end_tokens: tuple[int, ...] = ()
-    # The options, of `ENCODING`, that changed how the text of the data became tokens.
+    # The options, of `ENCODING`, that changed how the text of the data was encoded.
     encoding: Mapping[str, bool] = field(default_factory=dict)
     files: tuple[File, ...] = ()
 
     @property
     def takes_packed(self) -> bool:
-        """Whether several records may share a sequence: the formulas need no functions for it."""
+        """Whether several records may share a sequence. The formulas need no functions for it."""
         return self.device == "cpu" or all(
             group.packed_functions or not group.files for group in self.blocks
         )
 
     @classmethod
     def of(cls, entries: dict[str, Any]) -> Manifest:
-        """The manifest of a JSON object. Raises ValueError, TypeError, KeyError or ArithmeticError
-        if it is not valid."""
+        """Returns the manifest of a JSON object.
+
+        Raises ValueError, TypeError, KeyError or ArithmeticError if it is not valid.
+        """
         data, model = entries.get("data") or {}, entries.get("model")
         encoding = entries.get("encoding", {})
         if not (
@@ -282,7 +287,7 @@ class Manifest:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `of` reads."""
+        """Returns the object that `of` reads."""
         return {
             "format": FORMAT,
             "name": self.name,
@@ -317,12 +322,11 @@ class Manifest:
 def read_manifest(
     path: Path, to_run: bool = True, formats: tuple[int, ...] = (FORMAT,)
 ) -> Manifest:
-    """The manifest of the bundle at `path`, after checking that this machine can run it.
+    """Returns the manifest of the bundle at `path`, after checking that this machine can run it.
 
-    Raises MespError where the folder is not a bundle, is of none of the `formats`, or lacks a file
-    or part of one; and with `to_run` where this MLX does not read its functions, or it needs a GPU
-    that is not there.
-    Contents are checked by `Bundle.verify`.
+    Raises MespError if the folder is not a bundle, is of none of the `formats`, or lacks a file or
+    part of one; with `to_run` also if this MLX does not read its functions, or if it needs a GPU
+    that is not here. `Bundle.verify` checks the contents.
     """
     try:
         entries = read_object(path / "manifest.json")
@@ -367,12 +371,12 @@ def read_manifest(
 
 
 def damaged(path: Path) -> MespError:
-    """The error for a bundle whose manifest contradicts itself."""
+    """Returns the error for a bundle whose manifest contradicts itself."""
     return MespError(f"{path / 'manifest.json'} is damaged; write the bundle again.")
 
 
 def describe_files(bundle: Path, folder: str = ".") -> tuple[File, ...]:
-    """Every file in the bundle, or in a folder of it."""
+    """Returns an entry for every file in the bundle, or in a folder of it."""
     files = sorted(path for path in (bundle / folder).rglob("*") if path.is_file())
     return tuple(
         File(file.relative_to(bundle).as_posix(), file.stat().st_size, sha256(file))
@@ -381,6 +385,6 @@ def describe_files(bundle: Path, folder: str = ".") -> tuple[File, ...]:
 
 
 def sha256(path: Path) -> str:
-    """The digest of a file, in hexadecimal digits."""
+    """Returns the digest of a file, in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

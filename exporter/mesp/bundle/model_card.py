@@ -1,4 +1,4 @@
-"""What is made of a bundle has the terms of the bundle's model with it: files, and a card."""
+"""Writes a model's terms beside everything made from its bundle: files, and a model card."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mesp.source_model.copied_files import copy_files
 
 
 def front_matter(manifest: Manifest, **others: str) -> str:
-    """The head of a card as the Hub reads it, with `others` first."""
+    """Returns the front matter of a model card on the Hub, with `others` first."""
     model = manifest.model
     entries: dict[str, Any] = {**others}
     if model.revision:  # otherwise it came from a folder
@@ -32,8 +32,9 @@ def front_matter(manifest: Manifest, **others: str) -> str:
 
 
 def write_card(manifest: Manifest, folder: Path) -> None:
-    """Writes a README.md that names the model and its licence, where they are known and there is
-    no README.md."""
+    """Writes a README.md with the model and its licence, if they are known and there is no
+    README.md.
+    """
     path, head = folder / "README.md", front_matter(manifest)
     if not head or os.path.lexists(path):
         return
@@ -49,14 +50,14 @@ Made with MeSP. The terms of {manifest.name} apply to it too.
 def write_terms(bundle: Path, manifest: Manifest, folder: Path) -> None:
     """Copies the files with a bundle's terms into a folder, and writes a card there.
 
-    Raises MespError where one is a link that leads out of the bundle, and OSError.
+    Raises MespError if one is a link that leads out of the bundle, and OSError.
     """
     copy_files(bundle, filter(is_terms, (file.path for file in manifest.files)), folder)
     write_card(manifest, folder)
 
 
 def write_terms_of_run(bundle: Path, manifest: Manifest, run: Path) -> None:
-    """`write_terms` beside each of a run's adapters, which people share by themselves."""
+    """Writes the terms beside each of a run's adapters, because people share these separately."""
     for name in ("adapters", "adapters/peft", "best", "best/peft"):
         if (run / name).is_dir():
             write_terms(bundle, manifest, run / name)

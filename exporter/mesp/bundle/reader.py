@@ -1,4 +1,4 @@
-"""A bundle, read: its weights, its block functions and its data."""
+"""Reads a bundle: its weights, its block functions and its data."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from mesp.models.layout import (
 from mesp.models.quantization_formats import Quantization
 from mesp.models.tensor_names import CONVOLUTIONS, name_there
 
-FUNCTIONS = 64 << 20  # the most bytes of a file of functions, a hundred times what any has
+FUNCTIONS = 64 << 20  # the most bytes of a file of functions, a hundred times the size of any
 
 
 def block_file(index: int) -> str:
-    """The file of a block's weights."""
+    """Returns the path of a block's weight file."""
     return f"blocks/{index:02d}.bin"
 
 
@@ -64,7 +64,7 @@ class Bundle:
         to_run: bool = True,
         formats: tuple[int, ...] = (FORMAT,),
     ):
-        """Raises MespError where the bundle cannot be used; see `read_manifest`."""
+        """Raises MespError if the bundle cannot be used; see `read_manifest`."""
         self.path = Path(path)
         self.manifest = read_manifest(self.path, to_run, formats)
         self.architecture = self.manifest.architecture
@@ -81,7 +81,8 @@ class Bundle:
 
     def _check_groups(self) -> None:
         """Raises ValueError unless each block is in one group, of one mixer and MLP, and every
-        layout holds the architecture's arrays."""
+        layout holds the architecture's arrays.
+        """
         arch, dtype = self.architecture, self.manifest.dtype
         layers = [layer for group in self.manifest.blocks for layer in group.layers]
         if sorted(layers) != list(range(arch.num_hidden_layers)):
@@ -97,14 +98,15 @@ class Bundle:
             _check_arrays(table.layout, expected[table.file])
 
     def tables(self) -> list[Table]:
-        """The files of weights beside the blocks'."""
+        """Returns the weight files other than the blocks'."""
         return [
             self.manifest.embedding, self.manifest.head, *self.manifest.per_layer.values()
         ]  # fmt: skip
 
     def _check_files(self) -> None:
-        """Raises ValueError unless each file that the manifest names is in its list, and each
-        array within its file."""
+        """Raises ValueError unless the manifest lists each file that it names, and each array lies
+        within its file.
+        """
         manifest = self.manifest
         sizes = {entry.path: entry.size for entry in manifest.files}
         data = {
@@ -127,7 +129,7 @@ class Bundle:
                 raise ValueError("an array is not within its file")
 
     def weight_files(self) -> dict[str, Layout]:
-        """The layouts of the weight files, by path."""
+        """Returns the layouts of the weight files, by path."""
         files = {
             block_file(i): group.layout for group in self.manifest.blocks for i in group.layers
         }
@@ -136,9 +138,10 @@ class Bundle:
         return files
 
     def layouts_in(self, dtype: str) -> dict[str, Layout]:
-        """`weight_files` of the same architecture and quantization in a dtype.
+        """Returns the layouts of `weight_files` with the same architecture and quantization in a
+        dtype.
 
-        Raises ValueError or KeyError where a matrix is not there, or of no quantization.
+        Raises ValueError or KeyError if a matrix is missing, or has no known quantization.
         """
         arch, files = self.architecture, self.weight_files()
         for group in self.manifest.blocks:
@@ -163,37 +166,42 @@ class Bundle:
         return files
 
     def function_files(self) -> set[str]:
-        """The paths of the functions' files."""
+        """Returns the paths of the functions' files."""
         named = [each for group in self.manifest.blocks for each in group.files]
         return {file for functions in named for file in functions.values()}
 
     def group(self, index: int) -> BlockGroup:
-        """The group that block `index` is in."""
+        """Returns the group that block `index` is in."""
         return next(group for group in self.manifest.blocks if index in group.layers)
 
     def words(self, name: str) -> mx.array:
-        """A weight file: uint32 [words]."""
+        """Returns the words of a weight file, uint32 [words]."""
         return mx.array(self._map(name))
 
     def block_words(self, index: int) -> mx.array:
-        """A block's file as the block function takes it: uint32 [words]."""
+        """Returns the words of a block's file, uint32 [words], an input of the block function."""
         return self.words(block_file(index))
 
     def block(self, index: int) -> dict[str, mx.array]:
-        """A block's arrays by their names, such as ``self_attn.q_proj.weight``."""
+        """Returns a block's arrays by their names, such as ``self_attn.q_proj.weight``."""
         return self.group(index).layout.unpack(self.block_words(index))
 
     def embedding(self) -> dict[str, mx.array]:
-        """The embedding's ``weight`` (packed [vocab_size, …]), ``scales`` and ``biases``."""
+        """Returns the embedding's ``weight`` (packed [vocab_size, …]), ``scales`` and
+        ``biases``.
+        """
         return self._table(self.manifest.embedding)
 
     def head(self) -> dict[str, mx.array]:
-        """The output projection's arrays as in `embedding`, and ``norm``, the final RMSNorm's."""
+        """Returns the output projection's arrays, as `embedding` does, and ``norm``, the final
+        RMSNorm's.
+        """
         return self._table(self.manifest.head)
 
     def per_layer(self) -> dict[str, mx.array]:
-        """The arrays of the matrices that embeddings for each layer are made with, by mlx-lm's
-        names; none where the model has no such embeddings."""
+        """Returns the arrays of embeddings for each layer by mlx-lm's names; empty if there are
+        none.
+        """
         arrays = {}
         for name, table in self.manifest.per_layer.items():
             for part, array in self._table(table).items():
@@ -202,11 +210,11 @@ class Bundle:
         return arrays
 
     def to_mlx_lm(self) -> nn.Module:
-        """The weights, quantized as they are, as mlx-lm's model.
+        """Returns mlx-lm's model with the bundle's quantized weights.
 
-        Raises MespError where mlx-lm has no models of the family, or computes another one.
+        Raises MespError if mlx-lm does not have the family, or computes it differently.
         """
-        from mlx_lm.utils import _get_classes  # here, as it takes tens of MB
+        from mlx_lm.utils import _get_classes  # imported here, because it takes tens of MB
 
         arch = self.architecture
         config = for_mlx_lm(self.config(), max(self.manifest.seq_lens))
@@ -219,7 +227,7 @@ class Bundle:
             ) from error
         try:
             model = model_class(arguments.from_dict(config))
-        except Exception as error:  # what a config.json that is not in order raises differs
+        except Exception as error:  # an invalid config.json raises various errors
             raise self._other_model() from error
 
         weights = self.checkpoint()
@@ -230,7 +238,7 @@ class Bundle:
         names = {path.rpartition(".")[2] for path, _ in model.named_modules()}
         if not arch.is_tied_in_mlx_lm and "lm_head" not in names:
             raise MespError(
-                f"The model's head is not its embedding, as mlx-lm has it of {arch.model_type} "
+                f"The model's head is not its embedding, but mlx-lm ties both in {arch.model_type} "
                 "models; use the adapters in adapters/peft with PEFT."
             )
 
@@ -248,8 +256,10 @@ class Bundle:
         return model
 
     def checkpoint(self) -> dict[str, mx.array]:
-        """The weights by the names and in the form of Hugging Face's checkpoints, with matrices
-        quantized as they are; what these hold together, as parts."""
+        """Returns the weights with the names and shapes of Hugging Face's checkpoints.
+
+        Matrices stay quantized. Checkpoints may join several matrices; here they are separate.
+        """
         arch = self.architecture
         head = self.head()
         norm = head.pop("norm") * arch.logits_scaling - arch.norm_offset
@@ -270,12 +280,15 @@ class Bundle:
         return weights
 
     def config(self) -> dict[str, Any]:
-        """The model's config.json, as mlx-lm reads it. Raises MespError where it is not the
-        manifest's, or is of a model that is not the architecture's."""
+        """Returns the model's config.json for mlx-lm.
+
+        Raises MespError if the manifest does not list it, or if it is of another model.
+        """
         arch = self.architecture
         wanted = {
             "model_type": FAMILIES[arch.model_type].mlx_type or arch.model_type,
-            "num_hidden_layers": arch.num_hidden_layers,  # without which mlx-lm makes any number
+            # Without this key, mlx-lm builds some default number.
+            "num_hidden_layers": arch.num_hidden_layers,
         }
         if not any(entry.path == "config.json" for entry in self.manifest.files):
             raise damaged(self.path)
@@ -305,10 +318,11 @@ class Bundle:
     def function(
         self, seq_len: int, index: int = 0, plain: bool = False, packed: bool = False
     ) -> Any:
-        """Block `index`'s function, or its plain one: (x, lora, scale, weights) to its arrays. The
-        one for packed records takes starts too.
+        """Returns block `index`'s function, or its plain one: (x, lora, scale, weights) to its
+        arrays.
 
-        Raises MespError where there is none, or `check_block_functions` refuses it.
+        The function for packed records also takes starts. Raises MespError if there is none, or if
+        `check_block_functions` refuses it.
         """
         group = self.group(index)
         if not group.files and self.architecture.blocks[index].mlp.experts:
@@ -339,11 +353,12 @@ class Bundle:
         return mx.import_function(str(path))
 
     def tokens(self, split: str) -> np.ndarray:
-        """The token stream ``train``, ``valid`` or ``test``: uint32 [N], mapped."""
+        """Returns the token stream ``train``, ``valid`` or ``test``: uint32 [N], mapped."""
         return self._map(self._data(split).file)
 
     def examples(self, split: str) -> np.ndarray | None:
-        """The range of each example in `tokens`: uint32 [M, 2], mapped; None for a packed stream.
+        """Returns the range of each example in `tokens`: uint32 [M, 2], mapped; None for a packed
+        stream.
 
         A row is (start, length): the tokens [start, start + length).
         """
@@ -351,29 +366,36 @@ class Bundle:
         return None if file is None else self._map(file).reshape(-1, 2)
 
     def pack(self, split: str) -> bool:
-        """Whether short examples share a sequence when they are trained on."""
+        """Returns whether short examples share a sequence in training."""
         return self._data(split).pack
 
     def begin(self, split: str) -> int | None:
-        """The token that takes the place of the first one of each window of a packed stream; None
-        where it stays."""
+        """Returns the token that replaces the first of each window of a packed stream; None:
+        nothing does.
+        """
         return self._data(split).begin
 
     def mask(self, split: str) -> np.ndarray | None:
-        """1 for each token of `tokens` whose prediction is in the loss, 0 for the others: uint8
-        [N], mapped; None where all are."""
+        """Returns 1 for each token of `tokens` whose prediction is in the loss, else 0: uint8 [N],
+        mapped.
+
+        None: all are in the loss.
+        """
         return self._bytes(self._data(split).mask)
 
     def labels(self, split: str) -> np.ndarray | None:
-        """The judgement of each example, as `mesp.data.preferences` numbers it: uint8 [M],
-        mapped; None where nobody did."""
+        """Returns the label of each example, with the numbers of `mesp.data.preferences`: uint8
+        [M], mapped.
+
+        None: the data has no labels.
+        """
         return self._bytes(self._data(split).labels)
 
     def _bytes(self, file: str | None) -> np.ndarray | None:
         return None if file is None else np.memmap(self.path / file, dtype=np.uint8, mode="r")
 
     def verify(self) -> None:
-        """Raises MespError naming the first file whose content is not what was exported."""
+        """Raises MespError naming the first file whose content has changed since the export."""
         for entry in self.manifest.files:
             with plain_os_errors(f"{self.path / entry.path} cannot be read"):
                 digest = sha256(self.path / entry.path)
@@ -396,9 +418,9 @@ class Bundle:
 
 
 def load(path: str | os.PathLike[str], to_run: bool = True) -> Bundle:
-    """Opens the bundle in a folder; its contents are checked by `Bundle.verify`.
+    """Opens the bundle in a folder. `Bundle.verify` checks its contents.
 
-    Raises MespError if it is not valid, or damaged, or, unless it is not `to_run`, where this MLX
-    does not read its functions, or it is for a GPU that is not there.
+    Raises MespError if it is not valid or damaged. With `to_run`, raises it also if this MLX does
+    not read its functions, or if it is for a GPU that is not here.
     """
     return Bundle(path, to_run)

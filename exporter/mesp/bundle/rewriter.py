@@ -1,4 +1,4 @@
-"""Writes a bundle again from one that there is, with the same weights and data."""
+"""Writes an existing bundle again, with the same weights and data."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def rewrite_bundle(
 ) -> Manifest:
     """Writes the bundle `options.out`, which may be `source`, and returns its manifest.
 
-    Functions are traced again. Weights are written again where the dtype changes, and
-    configurations without the code that they name; other files are links to the same content, or
-    copies where there can be none. Raises MespError where
-    the bundle, its data or the disk do not allow it; nothing is left then, and `source` is whole.
+    Functions are traced again. Weights are written again if the dtype changes, and configurations
+    are written without the code that they name. Other files are hard links, or copies if links are
+    not possible. Raises MespError if the bundle, its data or the disk does not allow it; then
+    nothing is left, and `source` is whole.
     """
     in_place = options.out.resolve() == source.resolve()
     another = f"mesp-export or mesp data is writing to {source}"
@@ -92,7 +92,7 @@ def rewrite_bundle(
 
 
 def check_data(bundle: Bundle, seq_len: int) -> None:
-    """Raises MespError where a packed split is shorter than one sequence of `seq_len`."""
+    """Raises MespError if a packed split is shorter than one sequence of `seq_len`."""
     for split, entry in bundle.manifest.data.items():
         if entry.examples is None and entry.tokens < seq_len + 1:
             raise MespError(
@@ -103,9 +103,9 @@ def check_data(bundle: Bundle, seq_len: int) -> None:
 
 
 def link(file: Path, new: Path) -> None:
-    """Gives a file a second name, or copies it where it cannot have one."""
+    """Makes a hard link to a file, or copies it if a link is not possible."""
     new.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(file, new)
-    except OSError:  # another disk, or a file system without links
+    except OSError:  # for example on another disk, or on a file system without links
         shutil.copyfile(file, new)

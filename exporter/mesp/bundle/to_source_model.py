@@ -1,4 +1,4 @@
-"""A bundle's weights as those of a source model."""
+"""A bundle's weights in the form of a source model's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BundleWeights:
     """The arrays of a bundle, mapped, and read by rows; see `Weights`."""
 
     has_float16_scales = False
-    is_converted = True  # norms are stored as they are computed with
+    is_converted = True  # norms are stored in the form of the formulas
 
     def __init__(self, bundle: Bundle):
         self.bundle = bundle
@@ -47,7 +47,7 @@ class BundleWeights:
         return found
 
     def quantizations(self) -> Quantizations:
-        """Of every matrix, as the shapes of its arrays say."""
+        """Returns the quantization of every matrix, from the shapes of its arrays."""
         arch = self.bundle.architecture
         columns = {"lm_head": arch.hidden_size} | arch.embedding_columns
         for i, block in enumerate(arch.blocks):
@@ -61,7 +61,7 @@ class BundleWeights:
         return Quantizations(self.bundle.manifest.quantization, found)
 
     def _place(self, name: str) -> tuple[str, str]:
-        """The file with a tensor, and what it is called there."""
+        """Returns the file with a tensor, and the tensor's name there."""
         if name.startswith("model.layers."):
             _, _, index, array = name.split(".", 3)
             return block_file(int(index)), array
@@ -76,6 +76,6 @@ class BundleWeights:
 
 
 def to_source_model(bundle: Bundle) -> SourceModel:
-    """The model of a bundle, to run its blocks one after another."""
+    """Returns the model of a bundle, whose blocks run one after another."""
     weights = BundleWeights(bundle)
     return SourceModel(weights, bundle.architecture, weights.quantizations())

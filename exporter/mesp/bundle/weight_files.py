@@ -1,4 +1,4 @@
-"""The weight files of a bundle: what goes into each, and how it is written."""
+"""The weight files of a bundle: their arrays, and how they are written."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from mesp.quantization.choose import Quantizations
 from mesp.quantization.quantize_rows import Quantizer, least_squares_of, matrix_pieces, nearest
 from mesp.source_model.calibration import Moments
 
-# The files of the matrices that embeddings for each layer are made with. A GPU would hold all of a
-# file of which it reads a part, so the table, of which it reads some rows, has one of its own.
+# The files of the matrices of embeddings for each layer. A GPU keeps the whole of a file in memory
+# even if it reads a part. Only some rows of the table are read, so the table has a separate file.
 PER_LAYER = {
     PER_LAYER_EMBEDDING: "per_layer_embedding.bin",
     PER_LAYER_PROJECTION: "per_layer_projection.bin",
@@ -44,10 +44,10 @@ def weight_files(
     options: ExportOptions,
     moments: Moments | None = None,
 ) -> WeightFiles:
-    """The layout and the content of every weight file; no content where there are no `weights`.
+    """Returns the layout and the content of every weight file; without `weights`, no content.
 
-    Matrices are quantized to lose least by the `moments`; without these to the nearest value. The
-    files' content is to be taken in their order.
+    Matrices are quantized with the least loss by the `moments`; without moments, to the nearest
+    value. The contents must be read in order.
     """
     quantizations = options.quantizations
     files: WeightFiles = {}
@@ -74,7 +74,7 @@ def weight_files(
 
 
 def weight_bytes(files: WeightFiles) -> int:
-    """Of all weight files together."""
+    """Returns the size of all weight files together."""
     return sum(layout.words * 4 for layout, _ in files.values())
 
 
@@ -82,7 +82,7 @@ def block_pieces(
     weights: Weights, index: int, layout: Layout, block: Block, quantizations: Quantizations,
     moments: Moments | None,
 ) -> Iterator[Piece]:  # fmt: skip
-    """The arrays of a block's file."""
+    """Yields the arrays of a block's file."""
     prefix = f"model.layers.{index}."
     for name in block.norms():
         yield name, 0, read_norm(weights, prefix + name, layout[name].shape, block.arch)
@@ -97,7 +97,7 @@ def block_pieces(
         yield from matrix_pieces(
             weights, prefix + name, layout, f"{name}.", quantizations, quantize
         )
-    # Few of the tokens that moments are taken of go to each expert: it gets none.
+    # Few of the tokens in the moments reach each expert, so experts are quantized without moments.
     quantize = least_squares_of(None) if moments else nearest
     for expert in range(block.num_experts):
         for name in block.stacked():
@@ -110,7 +110,9 @@ def table_pieces(
     weights: Weights, source: str, layout: Layout, arch: Architecture, quantizations: Quantizations,
     moments: Moments | None,
 ) -> Iterator[Piece]:  # fmt: skip
-    """The arrays of the file of the embedding or the head; the one used as head has the norm."""
+    """Yields the arrays of the embedding's or the head's file; the one used as head has the
+    norm.
+    """
     is_head = "norm" in layout
     quantize: Quantizer = nearest
     if moments:
@@ -124,7 +126,7 @@ def table_pieces(
 def per_layer_pieces(
     weights: Weights, name: str, layout: Layout, arch: Architecture, quantizations: Quantizations
 ) -> Iterator[Piece]:
-    """The arrays of the file of a matrix that embeddings for each layer are made with."""
+    """Yields the arrays of the file with a matrix of embeddings for each layer."""
     yield from matrix_pieces(weights, name, layout, "", quantizations, nearest)
     if "norm" in layout:
         its = "model.per_layer_projection_norm.weight"
@@ -134,7 +136,7 @@ def per_layer_pieces(
 def write_weights(
     path: Path, layout: Layout, pieces: Iterable[Piece], progress: Callable[[int], Any]
 ) -> None:
-    """Writes a weight file; `progress` is called with the number of bytes after each piece."""
+    """Writes a weight file; calls `progress` with the number of bytes after each piece."""
     with open(path, "xb") as file:
         file.truncate(layout.words * 4)
         for name, row, array in pieces:

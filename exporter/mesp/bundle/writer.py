@@ -45,7 +45,7 @@ from mesp.source_model.random_weights import RandomWeights
 
 log = logging.getLogger(__name__)
 
-# Where a model may have more chat templates, or that of a processor of images.
+# Files that may hold more chat templates, or the template of an image processor.
 OTHER_TEMPLATES = ("additional_chat_templates", "chat_template.json")
 
 
@@ -58,7 +58,7 @@ def write_bundle(
 ) -> Manifest:
     """Writes the bundle `options.out` and returns its manifest.
 
-    Raises MespError where the disk, the weights or the data do not allow it; nothing is left then.
+    Raises MespError if the disk, the weights or the data do not allow it; nothing is left then.
     """
     check_quantizations(arch, options.quantizations)
     check_lengths(source.config, options.seq_lens)
@@ -92,7 +92,7 @@ def write_model(
     folder: Path, source: Source, arch: Architecture, files: WeightFiles, options: ExportOptions,
     progress: Callable[[int], Any],
 ) -> Manifest:  # fmt: skip
-    """Writes functions and weights, and returns the manifest but for its data and files."""
+    """Writes functions and weights, and returns the manifest without its data and files."""
     (folder / "blocks").mkdir()
     layouts = {file: layout for file, (layout, _) in files.items()}
     blocks = [layouts[f"blocks/{i:02d}.bin"] for i in range(arch.num_hidden_layers)]
@@ -119,7 +119,7 @@ def write_model(
 
 
 def check_disk(out: Path, folder: Path, size: int) -> None:
-    """Raises MespError unless the disk that `folder` is on has `size` bytes free."""
+    """Raises MespError unless the disk of `folder` has `size` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < size:
         raise MespError(
@@ -131,7 +131,7 @@ def check_disk(out: Path, folder: Path, size: int) -> None:
 def tokenize(
     source: Source, weights: Weights, arch: Architecture, options: ExportOptions, tokenizer: Any
 ) -> dict[str, Split]:
-    """The tokenized data by split; empty if there is none."""
+    """Returns the tokenized data by split; empty if there is none."""
     longest = max(options.seq_lens)
     if options.data is None:
         if isinstance(weights, RandomWeights):
@@ -142,14 +142,16 @@ def tokenize(
             f"{source.name} has no tokenizer here, so --data cannot be used with it; leave out "
             "--data (random weights then get random tokens), or give a folder with a tokenizer."
         )
-    tokenizer = tokenizer or load_tokenizer(source.folder)  # which says that there is none
+    tokenizer = tokenizer or load_tokenizer(source.folder)  # raises the error that there is none
     return load(options.data, tokenizer, longest, arch.vocab_size, options.data_options)
 
 
 def find_moments(
     source: Source, weights: Weights, arch: Architecture, options: ExportOptions
 ) -> Moments | None:
-    """The moments to quantize by; None with --quantize nearest, or for a quantized model."""
+    """Returns the moments for quantizing; None with --quantize nearest, or for a quantized
+    model.
+    """
     quantizations = options.quantizations
     comes_quantized = quantizations.config is not None
     if options.quantize == "nearest" or comes_quantized or isinstance(weights, RandomWeights):
@@ -169,7 +171,7 @@ def find_moments(
 def write_config_and_tokenizer(
     source: Source, folder: Path, arch: Architecture, quantizations: Quantizations
 ) -> None:
-    """Writes config.json as of the bundle's weights; copies the tokenizer and the terms."""
+    """Writes a config.json for the bundle's weights; copies the tokenizer and the terms."""
     family = FAMILIES[arch.model_type]
     config = complete(source.config) | {
         "num_hidden_layers": arch.num_hidden_layers,
@@ -180,10 +182,11 @@ def write_config_and_tokenizer(
     for key in ("quantization", "quantization_config"):
         if config.get(key):
             config[key] = in_2_bits(config[key])
-    for key in ("layer_types", "no_rope_layers"):  # one entry a block
+    for key in ("layer_types", "no_rope_layers"):  # keys with one entry a block
         if isinstance(config.get(key), list):
             config[key] = config[key][: arch.num_hidden_layers]
-    if family.texts:  # mlx-lm reads it there; what else reads it, such as its end tokens, above
+    # Mlx-lm reads the keys there; others, such as those of end tokens, are read above.
+    if family.texts:
         text = source.config.get("text_config", {}).get("model_type", family.texts[0])
         config["text_config"] = config | {"model_type": text}
     config["model_type"] = family.mlx_type or arch.model_type

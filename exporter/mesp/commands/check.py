@@ -1,4 +1,4 @@
-"""`mesp check`: whether a bundle is whole, and trains as it should on this machine."""
+"""`mesp check`: checks a bundle's files, and training with it on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mesp.errors import EngineError
 from mesp.formatting import printable
 from mesp.source_model.find import find_source
 
-# The engine's checks of exactness. tools/check_gpu.py measures the machine.
+# The engine's checks of exactness. tools/check_gpu.py also measures the machine.
 CHECKS = ("block.outputs", "gradients.cpu", "gradients.mebp", "repeats", "resume")
 
 

@@ -1,4 +1,4 @@
-"""Shared behaviour of all commands: their errors, exit codes, notes and help."""
+"""The shared behaviour of all commands: their errors, exit codes, notes and help."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mesp.formatting import printable
 
 
 class _Notes(logging.Handler):
-    """Says on standard error what the package notes."""
+    """A logging handler that writes the package's notes to standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(printable(record.getMessage()), err=True)
 
 
 class Failed(click.ClickException):
-    """An error of the package's, said as ``Error: <sentence>``.
+    """An error of the package, printed as ``Error: <sentence>``.
 
-    The exit code is 2 for what the user can mend, 1 for a failure of mesp-engine, and 128 plus the
-    first signal's number where a second one has ended the command.
+    The exit code is 2 for an error that the user can fix, 1 for a failure of mesp-engine, and 128
+    plus the first signal's number if a second one has ended the command.
     """
 
     def __init__(self, error: MespError) -> None:
@@ -40,7 +40,9 @@ class Failed(click.ClickException):
 
 
 class Command(click.Command):
-    """A command that says in a sentence what the package, or the system of a path, refuses."""
+    """A command that prints a refusal of the package, or of the system for a path, as a
+    sentence.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         settings = {"show_default": True, "help_option_names": ["-h", "--help"]}
@@ -66,7 +68,7 @@ class Command(click.Command):
         except MespError as error:
             raise Failed(error) from error
         except OSError as error:
-            if error.filename is None:  # of a pipe, for one, which click sees to
+            if error.filename is None:  # for example of a pipe, which click handles
                 raise
             said = f"{error.filename!s:.200} cannot be used: {error.strerror}."
             raise Failed(MespError(said)) from error
@@ -78,7 +80,7 @@ class Command(click.Command):
             logger.removeHandler(notes)
 
 
-# The metavar of a value in the help, by its type.
+# The metavars in the help, by type.
 _METAVARS: dict[type, str] = {
     type(click.INT): "N",
     click.IntRange: "N",
@@ -90,7 +92,7 @@ _METAVARS: dict[type, str] = {
 
 
 class Several(click.ParamType[list[Any]]):
-    """Values of a kind, separated by commas; an option that has them may be given again too."""
+    """Values of one kind, separated by commas. An option of this type may also be repeated."""
 
     name = "list"
 
@@ -103,7 +105,7 @@ class Several(click.ParamType[list[Any]]):
         if isinstance(value, list):
             return value
         parts = [part for part in map(str.strip, re.split(self.comma, str(value))) if part]
-        if not parts and param is not None:  # as of a variable of the shell that is not set
+        if not parts and param is not None:  # for example from an unset variable of the shell
             raise MespError(f"{param.opts[0]} has no value; give one, or leave it out.")
         return [self.kind.convert(part, param, ctx) for part in parts]
 
@@ -115,8 +117,10 @@ def several(
     then: Callable[[click.Option, list[Any]], Any] = lambda _, values: tuple(values),
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An option of several values, repeated or separated by commas, of which the command gets what
-    `then` makes."""
+    """Returns an option of several values, repeated or separated by commas.
+
+    The command gets the result of `then`.
+    """
 
     def flat(_: click.Context, option: click.Parameter, given: tuple[list[Any], ...]) -> Any:
         assert isinstance(option, click.Option)
@@ -126,7 +130,7 @@ def several(
 
 
 def pairs(keys: tuple[str, ...]) -> Callable[[click.Option, list[str]], dict[str, str]]:
-    """Makes a dictionary of several KEY=VALUE."""
+    """Returns a function that makes a dictionary of several KEY=VALUE."""
 
     def made(option: click.Option, given: list[str]) -> dict[str, str]:
         found = dict(pair.partition("=")[::2] for pair in given)

@@ -1,4 +1,4 @@
-"""`--config FILE`: a command's options from a YAML file, by their long names."""
+"""`--config FILE`: reads a command's options, by their long names, from a YAML file."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from mesp.files import parse_yaml, read_bytes
 
 
 def read_config(context: click.Context, _: click.Parameter, path: Path | None) -> None:
-    """The callback of an eager `--config`: what the file says stands where no option is typed.
+    """Reads the file of an eager `--config`. An option that is typed takes precedence over the
+    file.
 
-    A key is the name of an option or argument, with `_` or `-`; `null` leaves the default.
-    Raises MespError, in a sentence that names the file and the key.
+    A key is the name of an option or argument, with `_` or `-`; `null` leaves the default. Raises
+    MespError with a sentence that names the file and the key.
     """
     if path is None:
         return
@@ -28,9 +29,9 @@ def read_config(context: click.Context, _: click.Parameter, path: Path | None) -
         raise MespError(f"{path}{where} is not valid YAML: {error.problem}.") from error
     except UnicodeError as error:
         raise MespError(f"{path} is not valid YAML: it has half a character.") from error
-    except yaml.YAMLError as error:  # bytes that are no text
+    except yaml.YAMLError as error:  # bytes that are not text
         raise MespError(f"{path} is not valid YAML: it is not a text file.") from error
-    except ValueError as error:  # too large, too deep, a day that no month has
+    except ValueError as error:  # too large, nested too deep, or a date that does not exist
         raise MespError(f"{path} is not valid YAML: {error}.") from error
     if entries is None:
         entries = {}
@@ -53,7 +54,7 @@ def read_config(context: click.Context, _: click.Parameter, path: Path | None) -
             )
         if value is None:
             continue
-        # As it would be typed: click takes the text 2.5 for no count, but the number for 2.
+        # As typed text: click refuses the text 2.5 as a count, but takes the number as 2.
         listed = value if isinstance(value, list) else [value]
         if not all(isinstance(each, str | int | float) for each in listed):
             raise MespError(f"{path} sets {key} to {value}, which must be a plain value or a list.")

@@ -1,4 +1,4 @@
-"""`mesp evaluate`: how good a bundle's model is, with adapters and without."""
+"""`mesp evaluate`: measures a bundle's model, with adapters and without."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def main(
         cut = f"Prompts that --max-length {found.max_length:,} cut to their end: {found.cut:,}."
         click.echo(cut, err=True)
     console = Console()
-    # Without a terminal there is no width to keep to, and cut-off figures help nobody.
+    # Output that is not a terminal has no width to fit, and nothing is cut off.
     click.echo(format_table(found.rows, console.width if console.is_terminal else 200))
     if out is not None:
         names = dict.fromkeys(row.adapters for row in found.rows)

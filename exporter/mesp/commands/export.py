@@ -26,8 +26,8 @@ from mesp.source_model.quantization_loss import QuantizationLoss
 
 
 def list_and_exit(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    """The callback of --list-models."""
-    if wanted and not context.resilient_parsing:  # which only looks for what to complete
+    """Prints the list of --list-models and exits: the option's callback."""
+    if wanted and not context.resilient_parsing:  # not while click only looks for completions
         from mesp.commands.models import show_models
 
         show_models()
@@ -166,7 +166,7 @@ def main(
 
 
 def describe_loss(loss: QuantizationLoss) -> str:
-    """The distance of a bundle's predictions from those of its source."""
+    """Returns a description of the distance between a bundle's predictions and its source's."""
     before, after = loss.perplexities
     return (
         f"KL to the source {loss.kl.mean():.4f} nats, perplexity {before:.2f} -> {after:.2f}, on "
@@ -175,7 +175,9 @@ def describe_loss(loss: QuantizationLoss) -> str:
 
 
 def tell(out: Path, manifest: Manifest, repo: str | None, gguf: str | None = None) -> None:
-    """Summarizes the bundle, of a GGUF file its quantization, and uploads it to `repo`, if any."""
+    """Prints a summary of the bundle and, of a GGUF file, its quantization. Uploads it to `repo`,
+    if any.
+    """
     click.echo(summary(out, manifest))
     if gguf is not None:
         click.echo(f"  {'GGUF':10} {gguf}")
@@ -186,7 +188,7 @@ def tell(out: Path, manifest: Manifest, repo: str | None, gguf: str | None = Non
 
 
 def check_options_of_from(out: Path | None, overwrite: bool) -> None:
-    """Raises MespError unless the options given say what --from needs, and nothing else."""
+    """Raises MespError unless the given options are those that --from needs, and no others."""
     context = click.get_current_context()
     given = [
         parameter.opts[0]
@@ -203,7 +205,7 @@ def check_options_of_from(out: Path | None, overwrite: bool) -> None:
 
 
 def summary(out: Path, manifest: Manifest) -> str:
-    """A summary of an export, for people."""
+    """Returns a summary of an export, for people."""
     arch = manifest.architecture
     size = sum(file.size for file in manifest.files)
     lora = {r: sum(block.lora_size(r) for block in arch.blocks) for r in manifest.ranks}
@@ -225,7 +227,9 @@ def summary(out: Path, manifest: Manifest) -> str:
 
 
 def describe_weights(manifest: Manifest) -> str:
-    """The quantization, that of the head where it alone has another, or that some do."""
+    """Returns a description of the quantization, with the head's if only that differs, or that some
+    differ.
+    """
     main, arch = manifest.quantization, manifest.architecture
     of_blocks = {
         Quantization.of(group.layout, f"{name}.", columns)

@@ -1,6 +1,6 @@
-"""`mesp federate`: many people train one bundle's adapters, and nobody's text leaves them.
+"""`mesp federate`: many people train one bundle's adapters, and their texts stay with them.
 
-Simulates them on this machine with Flower, or writes the app that Flower runs on real ones.
+It simulates them on this machine with Flower, or writes the app that Flower runs on real machines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mesp.settings.declaration import list_settings, refuse_changes
 from mesp.settings.rules import check_use
 from mesp.settings.train_settings import TrainSettings
 
-# The settings of training that a federation has.
+# The settings of training in a federation.
 TRAINED = {
     name: declared
     for name, declared in list_settings(TrainSettings).items()
@@ -97,8 +97,11 @@ def main(
 
 
 def prepare_federation(context: click.Context, simulated: bool = True) -> Federation:
-    """A federation of the command's options, in a folder with its settings and tokens, of all
-    clients where they are simulated; or the one to resume. Raises MespError."""
+    """Returns a federation with the command's options, or the one to resume.
+
+    It is in a folder with its settings and tokens, which are those of all clients if they are
+    simulated. Raises MespError if something cannot be used.
+    """
     bundle, output, resume = (context.params[name] for name in ("bundle", "output", "resume"))
     own, training = find_given(context, FederationSettings), find_given(context, TrainSettings)
     if resume:
@@ -151,8 +154,11 @@ def read_resumed(
     own: Mapping[str, Any],
     training: Mapping[str, Any],
 ) -> tuple[Path, FederationSettings, TrainSettings]:
-    """The bundle and the settings of the federation in `output`, with those that are given: of a
-    federation and of its training. Raises MespError where another one would change it."""
+    """Returns the bundle and the settings of the federation in `output`, changed by the given ones.
+
+    These are a federation's own and those of its training. Raises MespError if one would change the
+    results.
+    """
     if output is None:
         raise MespError("Name the run to resume: --resume --out FOLDER.")
     entries = read_recorded_settings(output, SETTINGS_NAME)
@@ -167,7 +173,7 @@ def read_resumed(
             f"A resumed run keeps its settings: BUNDLE is {path} and cannot become {bundle}."
         )
     refuse_changes(settings, own, list_settings(FederationSettings))
-    # The number of a round's steps is part of what a federation is.
+    # A federation's result depends on the number of a round's steps.
     fixed = {name: replace(each, may_change=False) for name, each in TRAINED.items()}
     refuse_changes(trained, training, fixed)
     return path, replace(settings, **own), trained
@@ -176,7 +182,7 @@ def read_resumed(
 def write_tokens(
     federation: Federation, manifest: Manifest, data_options: DataOptions, simulated: bool
 ) -> None:
-    """Writes the held-out tokens, and those of clients that are simulated. Raises MespError."""
+    """Writes the held-out tokens, and those of simulated clients. Raises MespError if it cannot."""
     options, bundle = federation.options, Path(federation.options["bundle"])
     topics, held_out = read_topics(options["data"], data_options.selection, data_options.hold_out)
     documents = {"valid": held_out}
@@ -201,5 +207,5 @@ def write_tokens(
                 write_index(client.data, data)
         federation.held_out.mkdir(parents=True, exist_ok=True)
         data = write_data(federation.held_out, "data", {"valid": tokens["valid"]})
-        # An engine's run has data to train on, even where it takes no step.
+        # A run of the engine needs data to train on, even if it takes no step.
         write_index(federation.held_out, {"train": data["valid"], **data})

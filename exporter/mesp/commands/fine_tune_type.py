@@ -1,4 +1,4 @@
-"""`--fine-tune-type`, by which mlx-lm chooses what is trained: lora, dora or full."""
+"""`--fine-tune-type`, mlx-lm's option for what is trained: lora, dora or full."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Command = Callable[..., Any]
 
 
 def fine_tune_type_option(command: Command) -> Command:
-    """Adds the option, for a command that trains DoRA too. Training all weights is refused."""
+    """Adds the option to a command that can train DoRA. Training all weights is refused."""
     return click.option("--fine-tune-type", hidden=True, callback=_check)(command)
 
 
 def no_dora_options(command: Command) -> Command:
-    """Adds what asks for DoRA, for a command that refuses it in a sentence."""
+    """Adds the options for DoRA to a command that refuses DoRA with a sentence."""
     hidden: dict[str, Any] = {"hidden": True, "expose_value": False, "callback": _refuse_dora}
     for names in (["--dora", "--use-dora"], ["--fine-tune-type"]):
         command = click.option(*names, is_flag="--dora" in names, **hidden)(command)

@@ -1,4 +1,4 @@
-"""`mesp fuse`: writes a bundle's model with adapters in it, for mlx-lm and llama.cpp."""
+"""`mesp fuse`: writes a bundle's model with fused adapters, for mlx-lm and llama.cpp."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mesp.formatting import decimal
 from mesp.models.quantization_formats import Quantization, describe_quantization
 from mesp.progress import ProgressCallback, Task
 
-MOST_LOST = 0.1  # the part of what the adapters gained that quantizing may take without a word
+MOST_LOST = 0.1  # the part of the adapters' gain that quantizing may lose without a warning
 FUSED_GGUF = "model.gguf"
 WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 
@@ -102,7 +102,8 @@ def main(
         save(folder, model, opened, quantized)
         if gguf_base is not None:
             write_modelfile(folder, FUSED_GGUF, opened)
-        model.set_dtype(mx.float32)  # weights as written, in the arithmetic of the others
+        # Weights as written, in the arithmetic of the other measurements.
+        model.set_dtype(mx.float32)
         losses.append(measure_with_progress(progress, "fused", model, opened, measured))
     if measured:
         click.echo(describe_losses(losses[0], losses[1], losses[2], bits))
@@ -118,7 +119,7 @@ def main(
 def measure_with_progress(
     progress: ProgressCallback, what: str, model: nn.Module, bundle: Bundle, count: int
 ) -> float:
-    """The held-out loss; nan where none is asked for."""
+    """Returns the held-out loss; nan if none is asked for."""
     if not count:
         return float("nan")
     task = Task(progress, f"Held-out loss, {what}", count)
@@ -126,7 +127,10 @@ def measure_with_progress(
 
 
 def describe_changes(bundle: Bundle, quantized: dict[str, dict[str, int]]) -> str:
-    """How the matrices were quantized and are now, in words; `quantized` is what `fuse` returns."""
+    """Returns a description of the matrices' quantization before and now.
+
+    `quantized` is the result of `fuse`.
+    """
     had = BundleWeights(bundle).quantizations()
     if not quantized:
         kinds = dict.fromkeys(describe_quantization(had.of(name)) for name in had.others)
@@ -148,7 +152,7 @@ def describe_changes(bundle: Bundle, quantized: dict[str, dict[str, int]]) -> st
 
 
 def describe_losses(base: float, tuned: float, fused: float, bits: str) -> str:
-    """The three losses in words, and what quantizing took."""
+    """Returns a description of the three losses, and of the loss by quantizing."""
     lines = [
         f"Held-out loss {decimal(base, 3)}, {decimal(tuned, 3)} with adapters, "
         f"{decimal(fused, 3)} fused (nats a token)."

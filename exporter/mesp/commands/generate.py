@@ -1,4 +1,4 @@
-"""`mesp generate`: writes on from a prompt with a bundle's model."""
+"""`mesp generate`: continues a prompt with a bundle's model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def main(bundle: Path, prompt: str, **options: Any) -> None:
     if prompt == "-":
         prompt = read_utf8("Standard input", sys.stdin.buffer.read)
     stream = TextStream(bundle, prompt, **options)
-    # A terminal would obey what a model writes.
+    # A terminal would execute control characters in a model's text.
     shown = printable if sys.stdout.isatty() else str
     for piece in stream:
         click.echo(shown(piece), nl=False)
@@ -69,7 +69,7 @@ def main(bundle: Path, prompt: str, **options: Any) -> None:
 
 
 def summary(end: dict[str, Any], prompt_tokens: int) -> str:
-    """An end record as a line of text."""
+    """Returns an end record as a line of text."""
 
     def speed(tokens: int, seconds: float) -> str:
         return f"{tokens} tokens, {decimal(tokens / seconds if seconds else None, 1)} tokens/s"

@@ -1,4 +1,4 @@
-"""`mesp models`: the models that have short names, as a table."""
+"""`mesp models`: prints the models that have short names, as a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mesp.source_model.find import Source
 
 LISTED_LENGTHS, LISTED_RANK = [256, 1024], 8
 
-# Columns of the list, and to which side their text goes.
+# The columns of the list, and the alignment of their text.
 LISTED = {"model": "<", "parameters": ">", "MB on disk": ">", "licence": "<"}
 LISTED |= {f"peak MB, {length:,} tokens": ">" for length in LISTED_LENGTHS}
 
@@ -94,7 +94,9 @@ def show_models() -> None:
 def plans_without_weights(
     source: Source, arch: Architecture, files: WeightFiles, options: ExportOptions
 ) -> dict[int, dict[str, Any]]:
-    """`find_plans` of a bundle whose weight files are holes: planning reads none of them."""
+    """Returns the plans of a bundle with empty weight files, because planning does not read
+    weights.
+    """
     with (
         plain_os_errors("Cannot plan the training"),
         tempfile.TemporaryDirectory(prefix="mesp-") as path,

@@ -1,4 +1,4 @@
-"""The progress of an export, a training run or an evaluation, on standard error."""
+"""Shows the progress of an export, a training run or an evaluation on standard error."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ from mesp.formatting import decimal, duration, megabytes, printable, quality
 from mesp.progress import Progress, ProgressCallback
 from mesp.runs.log import Speed
 
-# Steps over which the displayed loss and speed are averaged.
+# The number of steps over which the displayed loss and speed are averaged.
 SMOOTHING = 10
 
 
 class TrainingProgress:
-    """Shows records on standard error: a live bar on a terminal. Elsewhere lines: one for the first
-    step, then one every 10 s, after some minutes every 30 s, and one for the last step."""
+    """Shows a run's records on standard error: a live bar on a terminal.
+
+    Elsewhere it prints lines: one for the first step, then one every 10 s, after some minutes every
+    30 s, and one for the last step.
+    """
 
     def __init__(self, method: str, steps: int) -> None:
         self.steps = steps
@@ -64,7 +67,7 @@ class TrainingProgress:
         elif kind == "stopping":
             self.task.description = "stopping"
         elif kind == "plan" and not self.recent:
-            # Said before the first evaluation, which can take as long as many steps.
+            # Printed before the first evaluation, which can take as long as many steps.
             peak = megabytes(record.get("predicted_peak_bytes"))
             self.console.print(f"started, with a predicted peak of {peak} MB")
         elif kind == "eval":
@@ -76,7 +79,7 @@ class TrainingProgress:
             )
         elif (
             kind == "event" and record.get("event") != "error"
-        ):  # an error ends the run, and is said then
+        ):  # an error ends the run, and is printed then
             self.console.print(
                 printable(f"{record.get('event')}: {record.get('message')}"),
                 markup=False,
@@ -103,7 +106,7 @@ class TrainingProgress:
 
 @contextmanager
 def _bars(*columns: ProgressColumn) -> Iterator[ProgressCallback]:
-    """Bars on standard error, where that is a terminal: one for each task that is reported."""
+    """Shows a bar for each reported task on standard error, if that is a terminal."""
     console = Console(stderr=True)
     tasks: dict[str, TaskID] = {}
     with Bars(
@@ -114,7 +117,7 @@ def _bars(*columns: ProgressColumn) -> Iterator[ProgressCallback]:
 
         def report(progress: Progress) -> None:
             if progress.task not in tasks:
-                # It may have the name of a stranger's bundle.
+                # The name may be that of a stranger's bundle.
                 task = bars.add_task(printable(progress.task), total=progress.total)
                 tasks[progress.task] = task
             bars.update(tasks[progress.task], completed=progress.done)
@@ -123,10 +126,10 @@ def _bars(*columns: ProgressColumn) -> Iterator[ProgressCallback]:
 
 
 def export_progress() -> AbstractContextManager[ProgressCallback]:
-    """The bars of an export, in bytes."""
+    """Returns the progress bars of an export, in bytes."""
     return _bars(DownloadColumn())
 
 
 def evaluation_progress() -> AbstractContextManager[ProgressCallback]:
-    """The bars of an evaluation, one a model."""
+    """Returns the progress bars of an evaluation, one a model."""
     return _bars(MofNCompleteColumn())

@@ -1,4 +1,4 @@
-"""`mesp report`: a page about runs."""
+"""`mesp report`: writes a page about runs."""
 
 from __future__ import annotations
 

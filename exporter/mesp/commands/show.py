@@ -1,4 +1,4 @@
-"""Records of a bundle as they are trained, for people to look at."""
+"""Prints records of a bundle as they are trained on."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.formatting import printable
 
 LONGEST = 2000  # characters of a record that are shown
-OPEN, CLOSE = "⟦", "⟧"  # around what is in the loss
+OPEN, CLOSE = "⟦", "⟧"  # around the tokens in the loss
 NAMES = {CHOSEN: "chosen", REJECTED: "rejected", GOOD: "good", BAD: "bad"}
 
 
 def show_records(path: Path, count: int) -> None:
-    """Prints the first `count` records of the train split of the bundle at `path`, with what is in
-    the loss between ⟦ and ⟧, and in colour on a terminal, and the tokens at which generation stops.
-    A packed text is one record; its first sequence is shown."""
+    """Prints the first `count` records of the train split of the bundle at `path`.
+
+    The part in the loss is between ⟦ and ⟧, in colour on a terminal. The tokens at which generation
+    stops follow. A packed text is one record, of which the first sequence is shown.
+    """
     bundle, console = Bundle(path, to_run=False), Console(soft_wrap=True, highlight=False)
     tokenizer = load_bundle_tokenizer(path)
     for record in trained_records(bundle, tokenizer, count):
@@ -34,7 +36,7 @@ def show_records(path: Path, count: int) -> None:
 
 
 def trained_records(bundle: Bundle, tokenizer: Any, count: int) -> Iterator[Text]:
-    """The first `count` records of the train split, each with a heading."""
+    """Yields the first `count` records of the train split, each with a heading."""
     tokens, mask, labels = bundle.tokens("train"), bundle.mask("train"), bundle.labels("train")
     examples = bundle.examples("train")
     if examples is None:
@@ -52,7 +54,8 @@ def trained_records(bundle: Bundle, tokenizer: Any, count: int) -> Iterator[Text
         edges = [0, *(np.flatnonzero(np.diff(counted)) + 1).tolist(), length]
         shown = 0
         for first, stop in pairwise(edges):
-            # The text that these tokens add: some tokenizers decode a space only after others.
+            # The text that these tokens add. Some tokenizers decode a space only after another
+            # token.
             piece = tokenizer.decode(ids[:stop])[len(tokenizer.decode(ids[:first])) :]
             piece = printable(piece)[: LONGEST - shown].replace("\n", "↵\n")
             shown += len(piece)

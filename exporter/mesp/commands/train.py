@@ -74,7 +74,7 @@ def main(
     job = prepare_training(
         bundle, output, resume, paper, settings, not dry_run, may_import=is_typed
     )
-    find_engine()  # which is built first, where it has not been
+    find_engine()  # builds the engine, if it is missing
     is_private = job.settings.dp_clip is not None
     if is_private or dry_run:
         plan = find_plan(find_engine(), job.to_json())
@@ -92,21 +92,22 @@ def main(
 
 
 def show_plan(job: TrainingJob, plan: dict[str, Any]) -> None:
-    """Prints what a run would take."""
+    """Prints the plan of a run, and its memory and time."""
     engine, settings = find_engine(), job.to_json()
     click.echo(describe_plan(plan))
     click.echo(describe_optimizers(engine, settings))
-    # Nothing counts on a Mac, nor where kernels depend on the experts' choice.
+    # mesp-count runs only on Linux, and cannot count experts, whose kernels depend on the router's
+    # choice.
     can_count = sys.platform != "darwin" and not job.manifest.architecture.has_experts
     if job.manifest.device == "gpu" and can_count:
         try:
             click.echo(describe_count(find_count(settings)))
-        except MespError as error:  # the plan stands without it
+        except MespError as error:  # the plan is shown without the counts
             log.warning("A phone's work is not counted: %s", error)
 
 
 def summary(run: RunLog, output: Path) -> str:
-    """The results of a run, in a few lines."""
+    """Returns a summary of a run, in a few lines."""
     done = "Finished" if run.end["reason"] == "finished" else "Stopped"
     lines = [
         f"{done} after {run.last_step} steps in {duration(run.end['seconds'])}: "

@@ -1,8 +1,8 @@
-"""What a chat template makes of a conversation, and where each of its texts is in it.
+"""Renders a conversation with its chat template, and finds each of its texts in the result.
 
 A template is a program: it can reorder messages, rewrite them, or leave them out. So a conversation
-is rendered twice, as it is and with a mark in place of each of its texts. Where both are alike but
-for the marks, which stand for the texts, every text is there, and its place is known exactly:
+is rendered twice, as it is and with a mark in place of each of its texts. If the two renderings
+differ only in the marks and their texts, every text is there, and its place is known exactly:
 
     marked    <|im_start|>user\\nM0<|im_end|>\\n<|im_start|>assistant\\nM1<|im_end|>\\n
     rendered  <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
@@ -28,14 +28,15 @@ from mesp.data.special_tokens import special_pattern
 from mesp.errors import MespError
 
 # The tags around a thought that is part of an answer's content. Templates look for them, so they
-# stay where they are.
+# are not replaced by marks.
 TAGS = re.compile(r"(</?think>)")
-# Of a message. The last four say which message it is, and change no text where a template has no
-# use for them.
+# The keys of a message. The last four identify a message; a template that does not use them changes
+# no text by that.
 KNOWN = ("role", "content", "weight", CALLS, *REASONING, "name", "tool_call_id", "id", "index")
-# At the end of a text they tell a template whether to ask for thoughts; it may leave them out.
+# The flags at the end of a text, which tell a template whether to ask for thoughts. It may leave
+# them out.
 ENDS = re.compile(r"(?s)(?P<before>\s*)(?P<body>.*?)(?P<after>(?:\s|/no_?think\b|/think\b)*)")
-PROBE = "MeSP"  # a message's text, found again in what the template makes of it
+PROBE = "MeSP"  # a message's text that can be found in a rendering
 MARK, MARKS = "Mk{:04}yQ", re.compile(r"Mk(\d{4,})yQ")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MEANT = {
@@ -45,8 +46,10 @@ MEANT = {
 
 
 class Text(NamedTuple):
-    """A text of message `message`: its `content`, `reasoning`, the name of a `call` or a string
-    among its `arguments`."""
+    """A text of the message with the index `message`.
+
+    `kind` is `content`, `reasoning`, the name of a `call`, or a string in its `arguments`.
+    """
 
     message: int
     kind: str
@@ -54,8 +57,10 @@ class Text(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A mark, the number of its text, and its bounds in the marked and the rendered conversation;
-    `start` is the first character, `stop` the one after the last."""
+    """A mark, the number of its text, and its bounds in the marked and the rendered conversation.
+
+    `start` is the first character, `stop` the one after the last.
+    """
 
     text: int
     marked_start: int
@@ -66,9 +71,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Rendering:
-    """A conversation in its chat template. With `split_special` special tokens in its texts are
-    text. Raises MespError, without the record's name, where the template leaves something out or
-    refuses the conversation."""
+    """A conversation in its chat template. With `split_special`, special tokens in its texts become
+    text.
+
+    Raises MespError, without the record's name, if the template leaves something out or refuses the
+    conversation.
+    """
 
     tokenizer: Any
     conversation: Conversation
@@ -79,12 +87,12 @@ class Rendering:
 
     @cached_property
     def text(self) -> str:
-        """What the template makes of the conversation."""
+        """The conversation in the template."""
         return self.render(self.conversation.messages)
 
     @cached_property
     def marked(self) -> str:
-        """What it makes of it with marks for texts."""
+        """The conversation in the template, with marks in place of its texts."""
         return self.render(self._marks[0])
 
     @property
@@ -93,13 +101,14 @@ class Rendering:
         return self._marks[1]
 
     def render(self, messages: list[Message], asks: bool = False) -> str:
-        """What the template makes of other messages; with `asks` up to where an answer begins."""
+        """Returns other messages in the template; with `asks`, up to where an answer begins."""
         return self._render(template_messages(messages, self.with_text), asks)
 
     @cached_property
     def with_text(self) -> bool:
         """Whether the template takes the arguments of tool calls as JSON in a string, and refuses
-        objects."""
+        objects.
+        """
         messages = self.conversation.messages
         if not any(CALLS in message for message in messages):
             return False
@@ -123,8 +132,10 @@ class Rendering:
         )
 
     def render_marked(self, count: int, asks: bool = False) -> str:
-        """The first `count` messages, with marks for texts; after a question where there is none
-        and the template wants one."""
+        """Returns the first `count` messages in the template, with marks in place of texts.
+
+        If the template needs a question and there is none, one is added before them.
+        """
         messages = self._marks[0][:count]
         try:
             return self.render(messages, asks)
@@ -140,7 +151,7 @@ class Rendering:
         texts: list[Text] = []
 
         def mark(message: int, kind: str, text: str) -> str:
-            """The text with a mark in place of it, but for white space and flags at its ends."""
+            """Returns a mark in place of the text, between the text's white space and flags."""
             found = ENDS.fullmatch(text)
             assert found is not None
             if not found["body"]:
@@ -151,8 +162,11 @@ class Rendering:
         return [_marked(i, each, mark) for i, each in enumerate(self.conversation.messages)], texts
 
     def check(self) -> list[str]:
-        """Raises MespError unless every text is in what was rendered; returns what the template
-        leaves out by rights, the reasoning of answers before the last question."""
+        """Raises MespError unless the rendering has every text.
+
+        Returns notes on what the template may leave out, the reasoning of answers before the last
+        question.
+        """
         seen = {int(number) for number in MARKS.findall(self.marked)}
         messages, notes = self.conversation.messages, []
         last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
@@ -185,9 +199,9 @@ class Rendering:
         return notes
 
     def _check_tools(self) -> None:
-        """Raises MespError where the template leaves out a tool, or a value in a tool call."""
+        """Raises MespError if the template leaves out a tool, or a value in a tool call."""
         tools = self.conversation.tools or []
-        # Numbers of marks that texts have too, so these are counted.
+        # These marks have numbers that texts' marks also have, so the occurrences are counted.
         renamed = [_renamed(tool, MARK.format(number)) for number, tool in enumerate(tools)]
         rendered = self._render(template_messages(self._marks[0], self.with_text), False, renamed)
         for number, tool in enumerate(tools):
@@ -209,7 +223,9 @@ class Rendering:
                         )
 
     def _check_others(self) -> None:
-        """Raises MespError where a message has something that changes nothing."""
+        """Raises MespError if a message has a key or value that changes nothing in the
+        rendering.
+        """
         messages = self._marks[0]
         for key in dict.fromkeys(key for m in messages for key in m if key not in KNOWN):
             without = [{k: v for k, v in each.items() if k != key} for each in messages]
@@ -230,12 +246,16 @@ class Rendering:
 
     @cached_property
     def places(self) -> list[Place]:
-        """Where the texts are, in the order of the rendering. Raises MespError where it is not the
-        marked rendering with texts for marks."""
+        """The places of the texts, in the order of the rendering.
+
+        Raises MespError if the rendering is not the marked one with texts in place of marks.
+        """
         return self._places(self.marked, self.text)
 
     def _places(self, marked: str, text: str) -> list[Place]:
-        """Where texts are in the rendering `text`, which is `marked` with texts for marks."""
+        """Returns the places of texts in the rendering `text`, which is `marked` with texts in
+        place of marks.
+        """
         found, at = [], 0
         bounds = [(0, 0), *((m.start(), m.end()) for m in MARKS.finditer(marked))]
         bounds.append((len(marked), len(marked)))
@@ -260,16 +280,18 @@ class Rendering:
         return found
 
     def written(self, marked: str, text: str) -> list[tuple[int, int]]:
-        """The bounds of the special tokens that people wrote and that become text, in the rendering
-        `text`, which is `marked` with texts for marks. Raises MespError where they cannot be told
-        from the template's."""
+        """Returns the bounds of the special tokens in people's texts, which are to become text.
+
+        `text` is a rendering, and `marked` the same with marks in place of texts. Raises MespError
+        if these tokens cannot be told from the template's.
+        """
         if not self.split_special:
             return []
         pattern = special_pattern(self.tokenizer)
         if found := pattern.search(self._beside_texts):
             raise MespError(
-                f"it has the special token {found[0]} outside of its texts, as in its tools, where "
-                "it stays one: take it out, or leave out --split-special-tokens."
+                f"it has the special token {found[0]} outside of its texts, for example in its "
+                "tools, where it stays special: take it out, or leave out --split-special-tokens."
             )
         if not any(pattern.search(each.text) for each in self.texts):
             return []
@@ -289,7 +311,7 @@ class Rendering:
 
     @property
     def _beside_texts(self) -> str:
-        """What a record has beside its texts and roles, without the tags around thoughts."""
+        """The parts of a record besides its texts and roles, without the tags around thoughts."""
         messages = [
             {k: v for k, v in m.items() if k != "role"} for m in template_messages(self._marks[0])
         ]
@@ -304,7 +326,9 @@ class Rendering:
         )
 
     def to_rendered(self, position: int) -> int:
-        """The place in the rendering of one in the marked rendering that is not within a mark."""
+        """Returns the place in the rendering of a place in the marked rendering outside of
+        marks.
+        """
         shift = 0
         for place in self.places:
             if place.marked_stop > position:
@@ -314,15 +338,17 @@ class Rendering:
 
 
 def _renamed(tool: dict[str, Any], name: str) -> dict[str, Any]:
-    """A tool of another name."""
+    """Returns a tool with another name."""
     if "function" in tool:
         return tool | {"function": tool["function"] | {"name": name}}
     return tool | {"name": name}
 
 
 def template_messages(messages: list[Message], with_text: bool = False) -> list[Message]:
-    """Messages as templates take them, without weights; `with_text` the arguments of tool calls are
-    JSON in a string."""
+    """Returns messages in the form for templates, without weights.
+
+    With `with_text`, the arguments of tool calls are JSON in a string.
+    """
     found = [{key: value for key, value in each.items() if key != "weight"} for each in messages]
     for message in found if with_text else []:
         message[CALLS] = [
@@ -337,7 +363,9 @@ def _as_json(call: dict[str, Any]) -> str:
 
 
 def check_roles(tokenizer: Any, messages: list[Message]) -> None:
-    """Raises MespError where a message has a role that nobody knows, nor the chat template."""
+    """Raises MespError if a message has a role that is neither known nor used by the chat
+    template.
+    """
     template = str(tokenizer.chat_template)
     for number, message in enumerate(messages, 1):
         role = message["role"]
@@ -351,7 +379,7 @@ def check_roles(tokenizer: Any, messages: list[Message]) -> None:
 
 
 def _marked(index: int, message: Message, mark: Callable[[int, str, str], str]) -> Message:
-    """A message with marks in place of its texts."""
+    """Returns a message with marks in place of its texts."""
     changed = dict(message)
     thoughts = [key for key in REASONING if key in message]
     if thoughts:
@@ -385,8 +413,11 @@ def _marked_call(
 
 
 def _changes(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The numbers, truth values and empty strings in a tool call's arguments, which have no mark,
-    each with the arguments in which it is another."""
+    """Yields the values in a tool call's arguments that have no mark, each with changed arguments.
+
+    These are numbers, truth values and empty strings. In the arguments beside each, this value
+    differs.
+    """
     if isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         for key, each in entries:
@@ -403,8 +434,9 @@ def _changes(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _forms(text: str) -> Iterator[str]:
-    """A text as templates write it: as it is, in JSON, and as Python has it, between either
-    quotes."""
+    """Yields a text in the forms that templates write: unchanged, in JSON, and as Python's repr
+    between either quotes.
+    """
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]

@@ -1,4 +1,4 @@
-"""Records to token ids, as mlx-lm's datasets make them."""
+"""Encodes records as token ids, as mlx-lm's datasets do."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from mesp.errors import MespError, plain_errors
 
 SPLIT = "--split-special-tokens"
 PIECE = 1 << 14  # characters of a text that are tokenized at a time
-LOSS_ON = ("answers", "last", "all")  # what is in the loss, of records with answers
+LOSS_ON = ("answers", "last", "all")  # the parts of records with answers that are in the loss
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes token ids of documents of one kind, and marks those in the loss: the ``answers``, the
-    ``last`` message, or ``all``. With `chat` prompts and completions go through the chat template,
-    else they are joined. With `split_special` special tokens in what people wrote become text.
+    """An encoder of documents of one kind, which marks the tokens in the loss.
+
+    `loss_on` is ``answers``, ``last`` (the last message) or ``all``. With `chat`, prompts and
+    completions go through the chat template; otherwise they are joined. With `split_special`,
+    special tokens in people's texts become text.
     """
 
     kind: str
@@ -38,7 +40,7 @@ class Encoder:
     split_special: bool = False
 
     def __call__(self, document: Document) -> Encoded:
-        """A document's ids. Raises MespError, with its name, where that fails."""
+        """Returns a document's ids. Raises MespError, with the document's name, if that fails."""
         if (
             self.loss_on == "last"
             and self.kind == "messages"
@@ -63,15 +65,17 @@ class Encoder:
             return self.joined(document.content["prompt"], document.content["completion"])
 
     def conversation(self, conversation: Conversation) -> Encoded:
-        """The ids of a conversation. Raises MespError where it cannot be trained on."""
+        """Returns the ids of a conversation. Raises MespError if it cannot be trained on."""
         encoded = encode_conversation(
             self.tokenizer, conversation, self.loss_on, self.split_special
         )
         return self._noted(encoded, *(message["content"] for message in conversation.messages))
 
     def joined(self, prompt: str, answer: str) -> Encoded:
-        """The ids of a prompt, of the answer right after it, and of the end-of-text token. Raises
-        MespError where the answer is empty."""
+        """Returns the ids of a prompt, the answer right after it, and the end-of-text token.
+
+        Raises MespError if the answer is empty.
+        """
         check_answers(Conversation([{"role": "assistant", "content": answer}]))
         ids, context = encode_joined(self.tokenizer, prompt, answer, self.split_special)
         ends = end_tokens(self.tokenizer)
@@ -82,8 +86,10 @@ class Encoder:
         return self._noted(Encoded(ids, mask), prompt, answer)
 
     def _noted(self, encoded: Encoded, *texts: str) -> Encoded:
-        """What was made of these texts, with a note where one has control tokens within: but for
-        one that begins or ends it they are seldom meant."""
+        """Returns the encoding of these texts, with a note if one has control tokens inside.
+
+        Control tokens that neither begin nor end a text are seldom intended.
+        """
         note = f"Records with control tokens in their text, which {SPLIT} encodes as text"
         within = list(texts)
         if not self.split_special:
@@ -100,7 +106,7 @@ class Encoder:
 
 @contextmanager
 def named(document: Document) -> Iterator[None]:
-    """Raises MespError, which begins with where the document is, for whatever is raised."""
+    """Turns any error into a MespError that begins with the document's place."""
     with plain_errors(f"{document.where} cannot be tokenized"):
         try:
             yield
@@ -111,11 +117,11 @@ def named(document: Document) -> Iterator[None]:
 def encode_joined(
     tokenizer: Any, prompt: str, answer: str, split_special: bool = False
 ) -> tuple[list[int], int]:
-    """The ids of a prompt with the answer right after it and the end-of-text token, and how many
-    of them are the prompt's. With `split_special` special tokens in both become text.
+    """Returns the ids of a prompt, the answer right after it and the end-of-text token, and the
+    number of the prompt's ids.
 
-    The prompt has the ids that it has by itself, as when the model is asked, so that no token has
-    a part of both.
+    With `split_special`, special tokens in both become text. The prompt has the ids of a prompt
+    without an answer, as at inference, so that no token has a part of both.
     """
     end = tokenizer.eos_token or ""
     ends: list[int] = []
@@ -125,8 +131,9 @@ def encode_joined(
     elif not answer.rstrip().endswith(end):
         answer += end
     asked = encode_plain_prompt(tokenizer, prompt, split_special)
-    # After a line feed: SentencePiece puts a space before what begins a text. After another
-    # character where the answer begins with one, and would share a token with it.
+    # The answer is encoded after a line feed, because SentencePiece puts a space before the
+    # beginning of a text. If the answer would share a token with the line feed, another character
+    # takes its place.
     for feed in ("\n", ":", ""):
         before, after = (encode(text) for text in (feed, feed + answer))
         if after[: len(before)] == before:
@@ -138,14 +145,16 @@ def encode_joined(
 
 
 def _normal(text: str) -> str:
-    """A text with characters composed, as many tokenizers do."""
+    """Returns a text with characters composed, as many tokenizers do."""
     return unicodedata.normalize("NFC", text)
 
 
 def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False) -> list[int]:
-    """The ids of a text to go on from: with the token that begins a text, without one that ends it,
-    and without a second one of those that the text has itself. With `split_special` the text's own
-    special tokens become text."""
+    """Returns the ids of a text to be continued.
+
+    They begin with the token that begins a text, if the text does not, and have no end token added.
+    With `split_special`, special tokens in the text become text.
+    """
     begins = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
     if split_special:
         begins, ids = False, encode_split(tokenizer, prompt, add_special_tokens=True)
@@ -156,9 +165,11 @@ def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False
 
 
 def _encode_text(tokenizer: Any, content: str | dict[str, str], split_special: bool) -> list[int]:
-    """A record as mlx-lm's TextDataset has it, which cannot take an empty one; a file in pieces.
-    A record that has the begin or end token in its text gets no second one, unless `split_special`
-    makes text of it."""
+    """Returns the ids of a record as mlx-lm's TextDataset does, which cannot take an empty one.
+
+    A file is encoded in pieces. A text that has the begin or end token gets no second one, unless
+    `split_special` makes it text.
+    """
     text = content if isinstance(content, str) else content["text"]
     if isinstance(content, str):
         begin = begin_of_text(tokenizer)
@@ -178,22 +189,22 @@ def _encode_text(tokenizer: Any, content: str | dict[str, str], split_special: b
 
 
 def _has_end(tokenizer: Any, text: str) -> bool:
-    """Whether a text ends with a token that ends a text, but for white space after it."""
+    """Returns whether a text ends with an end token, except for white space after it."""
     last = text.rstrip()[-100:]
     ids = tokenizer.encode(last, add_special_tokens=False)
     return bool(ids) and ids[-1] in end_tokens(tokenizer)
 
 
 def begin_of_text(tokenizer: Any) -> int | None:
-    """The token that the tokenizer puts before a text; None where it puts none."""
+    """Returns the token that the tokenizer puts before a text; None if it puts none."""
     begin = tokenizer.bos_token_id
     return begin if begin is not None and tokenizer.encode("")[:1] == [begin] else None
 
 
 def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
-    """Cuts a long text at starts of lines, as tokenizing it whole takes much memory.
+    """Cuts a long text at starts of lines, because encoding it whole takes much memory.
 
-    Byte-level BPE cuts there too; at most the white space before a cut is tokenized differently.
+    Byte-level BPE cuts there too; at most the white space before a cut is encoded differently.
     """
     start = 0
     while start < len(text):

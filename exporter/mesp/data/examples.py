@@ -1,4 +1,4 @@
-"""Token ids to what training takes: one stream, or an example a sequence."""
+"""Makes splits for training from token ids: one stream, or one example a sequence."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mesp.errors import MespError
 class Split:
     """A split, tokenized: `tokens` uint32 [N], and unless it is a stream `examples` uint32 [M, 2].
 
-    An example is (start, length): the tokens [start, start + length). `mask` uint8 [N] is 1 where
-    the prediction of a token is in the loss, 0 elsewhere; None where all are. The first token of an
-    example is not a prediction, whatever its mask; each has another that counts. `labels` uint8 [M]
-    are what people said of the examples, None where nobody did. `begin` is the token that takes the
-    place of the first one of each window, None where it stays. With `pack` short examples share a
-    sequence when they are trained on, and see each other's tokens no more than in sequences of
-    their own. `ends` are the tokens at which generation stops, ascending: the tokenizer's and those
-    that the examples end with, and `encoding` the options that changed how text became tokens.
-    `too_long` of the records were cut or split, and `left_out` have nothing that can be predicted.
+    An example is (start, length): the tokens [start, start + length). `mask` uint8 [N] is 1 if the
+    prediction of a token is in the loss, else 0; None: all are. The first token of an example is no
+    prediction, whatever its mask; each example has another token that counts. `labels` uint8 [M]
+    are people's labels of the examples; None: there are none. `begin` is a token that replaces the
+    first of each window; None: nothing does. With `pack`, short examples share a sequence in
+    training, but do not see each other's tokens. `ends` are the tokens at which generation stops,
+    ascending: the tokenizer's, and those that end the examples. `encoding` has the options that
+    changed the encoding of texts. `too_long` is the number of records that were cut or split, and
+    `left_out` of those without a prediction.
     """
 
     tokens: np.ndarray
@@ -39,7 +39,7 @@ class Split:
 
 
 def as_stream(encoded: Iterable[Encoded], begin: int | None) -> Split:
-    """One stream, of one text after another; `begin` is that of `Split`."""
+    """Returns one stream of all texts, one after another; `begin` is as in `Split`."""
     parts = list(encoded)
     tokens, _ = _joined(parts)
     left_out = sum(not part.ids for part in parts)
@@ -49,11 +49,11 @@ def as_stream(encoded: Iterable[Encoded], begin: int | None) -> Split:
 def as_examples(
     data: str, split: str, encoded: Iterable[Encoded], seq_len: int, long: str, pack: bool = False
 ) -> Split:
-    """Examples, none longer than `seq_len` tokens and the token after; `pack` is that of `Split`.
+    """Returns examples of at most `seq_len` tokens and the token after; `pack` is as in `Split`.
 
-    A longer one is cut to that, or split into examples that follow each other as windows do: each
-    begins with the last token of the one before, and those in which nothing counts are left out,
-    so every token that counts counts once.
+    A longer one is cut, or split into successive examples: each begins with the last token of the
+    one before. Examples in which nothing counts are left out. So each token that counts does so
+    once.
     """
     longest = seq_len + 1
     parts, examples = [], []
@@ -87,7 +87,7 @@ def as_examples(
 
 
 def _joined(parts: list[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:
-    """The tokens of all parts, uint32 [N], and their mask, uint8 [N], None where all count."""
+    """Returns the tokens of all parts, uint32 [N], and their mask, uint8 [N]; None: all count."""
     tokens = np.concatenate([np.array(part.ids, np.uint32) for part in parts])
     mask = np.concatenate([part.mask for part in parts])
     return tokens, None if mask.all() else mask.astype(np.uint8)

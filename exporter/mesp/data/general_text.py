@@ -17,9 +17,9 @@ SIZE = 1 << 22  # bytes of a text; an evaluation reads the first 16 sequences
 
 
 def read_general_text(file: Path | None, tokenizer: Any, vocab_size: int) -> Split:
-    """The tokens of a text as a stream: of `file`, or of the page that comes with MeSP.
+    """Returns the tokens of `file`, or of the page that comes with MeSP, as a stream.
 
-    Raises MespError where the file cannot be read, is none of text or has less than two tokens.
+    Raises MespError if the file cannot be read, has no text or has fewer than two tokens.
     """
     if file is None:
         text = (files("mesp.data") / "general.txt").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""A part of the data that is held out, where it has no valid split of its own."""
+"""Holds out a part of data that has no valid split."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from mesp.data.examples import Split
 from mesp.data.records import Document
 from mesp.errors import MespError
 
-HELD_OUT = 0.1  # the part of the data, where nobody says another
+HELD_OUT = 0.1  # the default part of the data
 
 
 def held_out_of(count: int, fraction: float, least: int = 1) -> int:
-    """How many of `count` are held out: a `fraction`, at `least` so many, or none where it is 0.
-    Raises MespError where it is no fraction."""
+    """Returns how many of `count` are held out: a `fraction`, but at `least` so many; none for 0.
+
+    Raises MespError if `fraction` is not one.
+    """
     if not 0 <= fraction < 1:
         raise MespError(f"--hold-out is 0 or more and below 1, and not {fraction}.")
     return max(int(count * fraction), least) if fraction else 0
 
 
 def hold_out_records(data: str, documents: dict[str, list[Document]], fraction: float) -> None:
-    """Makes the last records ``valid``. Raises MespError where they are too few."""
+    """Moves the last records to ``valid``. Raises MespError if there are too few."""
     if "valid" in documents:
         return
     train = documents["train"]
@@ -35,7 +37,7 @@ def hold_out_records(data: str, documents: dict[str, list[Document]], fraction: 
 
 
 def hold_out_tokens(data: str, splits: dict[str, Split], seq_len: int, fraction: float) -> None:
-    """Makes the end of the stream ``valid``. Raises MespError where it is too short for that."""
+    """Moves the end of the stream to ``valid``. Raises MespError if it is too short for that."""
     if "valid" in splits:
         return
     train = splits["train"]

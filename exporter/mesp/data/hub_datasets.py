@@ -1,4 +1,4 @@
-"""Datasets as the `datasets` library finds them: with configurations, splits and parts of these."""
+"""Datasets with configurations, splits and parts of splits, found by the `datasets` library."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from mesp.errors import MespError
 from mesp.files import root_of
 from mesp.hub_download import download
 
-# Of a dataset's configuration, what says which files it has, and nothing of how to read them.
+# The keys of a dataset's configuration that name its files, and not how to read them.
 OF_FILES = ("name", "version", "data_dir", "data_files", "description")
 
 
 def read_dataset(
     data: str, subset: str | None, splits: Mapping[str, str], names: Sequence[str] = ()
 ) -> dict[str, list[Row]]:
-    """The records of a dataset by MeSP's names of splits.
+    """Returns the records of a dataset by MeSP's names of splits.
 
     `data` is a file, a folder or a name on the Hugging Face Hub, `subset` its configuration.
-    `splits` says what is taken as each split, as `datasets` spells it: a name, or part of one, as
-    in ``train[:1000]``; where it is empty, what is called so. The library says which files each
-    split has, and `read_file` reads them. Raises MespError where the library is not there, or says
-    no, where a file of these `names` is of no split, or a split of no name that is known.
+    `splits` has the source of each split in the spelling of `datasets`: a name, or part of one, as
+    in ``train[:1000]``. If it is empty, splits with known names are taken. The library tells the
+    files of each split, and `read_file` reads them. Raises MespError if the library is missing or
+    fails, if a file of these `names` is in no split, or if a split has an unknown name.
     """
     try:
         import datasets
@@ -61,7 +61,7 @@ def read_dataset(
         }
     except MespError:
         raise
-    except Exception as error:  # what a broken connection or dataset raises differs
+    except Exception as error:  # a broken connection or dataset raises various errors
         reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
         raise MespError(
             f"The datasets library cannot read {data}: {reason}; check its name and the network, "
@@ -70,8 +70,9 @@ def read_dataset(
 
 
 def refuse_scripts(datasets: ModuleType) -> None:
-    """Raises MespError where the library is one that runs the Python scripts of a dataset: it did
-    so before version 4."""
+    """Raises MespError if the library would run the Python scripts of a dataset, as it did before
+    version 4.
+    """
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise MespError(
             f"The datasets library is {datasets.__version__}, which runs scripts that come with a "
@@ -82,7 +83,7 @@ def refuse_scripts(datasets: ModuleType) -> None:
 def _find_files(
     datasets: ModuleType, data: str, subset: str | None, names: Sequence[str]
 ) -> dict[str, Callable[[], Iterator[Row]]]:
-    """What reads each of the library's splits."""
+    """Returns a function for each of the library's splits that reads it."""
     path = Path(data)
     if path.exists() and not path.is_dir():
         if subset is not None:
@@ -99,14 +100,14 @@ def _find_files(
     for name in names:
         if name not in used:
             raise MespError(
-                f"{data} has {name}, which is of none of the splits {', '.join(files)}; say with "
-                "--splits which are read."
+                f"{data} has {name}, which is in none of the splits {', '.join(files)}; name "
+                "the splits to read with --splits."
             )
     return {split: partial(_read, data, each) for split, each in files.items()}
 
 
 def _read(data: str, files: Sequence[tuple[str, str | None]]) -> Iterator[Row]:
-    """The records of files of a folder, or of a dataset on the Hub, of a revision."""
+    """Yields the records of files in a folder, or in a revision of a dataset on the Hub."""
     for name, revision in files:
         folder = Path(data)
         if revision is not None:
@@ -115,9 +116,11 @@ def _read(data: str, files: Sequence[tuple[str, str | None]]) -> Iterator[Row]:
 
 
 def _within(data: str, builder: Any, file: str) -> tuple[str, str | None]:
-    """The name of a file within its dataset, and on the Hub the revision. Raises MespError where it
-    is of another place, which a dataset's README.md may name: a file of this machine would be
-    trained on as if it were the dataset's."""
+    """Returns a file's name within its dataset and, on the Hub, the revision.
+
+    Raises MespError if the file is elsewhere. A dataset's README.md may name such a file, and a
+    file of this machine would be trained on as if it were the dataset's.
+    """
     folder = Path(data)
     if folder.is_dir():
         if "://" not in file and Path(file).resolve().is_relative_to(root_of(folder)):
@@ -131,8 +134,9 @@ def _within(data: str, builder: Any, file: str) -> tuple[str, str | None]:
 
 
 def _refuse_ways_of_reading(data: str, config: Any, names: Iterable[str]) -> None:
-    """Raises MespError where a dataset's README.md says how its files are read, which is for the
-    library alone."""
+    """Raises MespError if a dataset's README.md says how to read its files, which only the library
+    does.
+    """
     usual = type(config)()
     ways = [
         each.name
@@ -153,7 +157,9 @@ def _is_tsv(name: str) -> bool:
 
 
 def _find_subset(data: str, subset: str | None, there: list[str]) -> str:
-    """The configuration to read; MespError where it has to be named, or is not there."""
+    """Returns the configuration to read. Raises MespError if it must be named, or does not
+    exist.
+    """
     if subset is None and (len(there) == 1 or "default" in there):
         return "default" if "default" in there else there[0]
     if subset not in there:
@@ -163,8 +169,11 @@ def _find_subset(data: str, subset: str | None, there: list[str]) -> str:
 
 
 def _find_splits(data: str, splits: Mapping[str, str], there: list[str]) -> Mapping[str, str]:
-    """The source of each split; MespError where one is not there, none is to train on, or without
-    `splits` there is one that is of none."""
+    """Returns the source of each split.
+
+    Raises MespError if a source does not exist, if nothing is to train on, or if there are no
+    `splits` and a split has an unknown name.
+    """
     for expression in splits.values():
         for name in _names_in(expression):
             if name not in there:
@@ -192,5 +201,5 @@ def _find_splits(data: str, splits: Mapping[str, str], there: list[str]) -> Mapp
 
 
 def _names_in(expression: str) -> list[str]:
-    """The library's splits in an expression such as ``train[:10%]+test``."""
+    """Returns the library's splits in an expression such as ``train[:10%]+test``."""
     return [re.split(r"[\[(]", part)[0].strip() for part in expression.split("+")]

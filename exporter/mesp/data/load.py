@@ -1,7 +1,8 @@
-"""Data as mlx-lm takes it, to token ids and examples.
+"""Loads data in mlx-lm's formats, as token ids and examples.
 
-A split of the data is one stream of token ids. Packed, training takes windows of the stream;
-otherwise it takes one example a sequence, and says where in the stream each lies.
+A split of the data is one stream of token ids. If it is packed, training takes windows of the
+stream. Otherwise it takes one example a sequence, and the split has each example's place in the
+stream.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How to read data: with `pack` text as one stream and of other records several a sequence
-    (None: only text), what is in the loss, one of `LOSS_ON` (None: the answers, of text all), what
-    becomes of examples longer than the longest sequence, ``cut`` or ``split``, what of a dataset is
-    the `selection`, whether prompts and answers that are strings go through the chat template
-    (None: where the tokenizer has one), the part to `hold_out` where there is no valid split, 0 for
-    none, and whether special tokens in what people wrote become text, with `split_special_tokens`
-    as transformers has it."""
+    """The options for reading data.
+
+    `pack`: text as one stream, and several other records in a sequence (None: only text).
+    `loss_on`: the part in the loss, one of `LOSS_ON` (None: the answers; of text, all). `long`:
+    whether examples longer than the longest sequence are ``cut`` or ``split``. `selection`: the
+    part of a dataset that is read. `chat`: whether prompts and answers that are strings go through
+    the chat template (None: if the tokenizer has one). `hold_out`: the part to hold out if there is
+    no valid split, 0 for none. `split_special_tokens`: whether special tokens in people's texts
+    become text, as in transformers.
+    """
 
     pack: bool | None = None
     loss_on: str | None = None
@@ -53,7 +57,7 @@ class DataOptions:
 
     @property
     def encoding(self) -> dict[str, bool]:
-        """The options of these that change how text becomes tokens."""
+        """The options that change the encoding of texts, if they differ from the default."""
         found = {"chat": False} if self.chat is False else {}
         return found | ({"split_special_tokens": True} if self.split_special_tokens else {})
 
@@ -61,14 +65,14 @@ class DataOptions:
 def load(
     data: str, tokenizer: Any, seq_len: int, vocab_size: int, options: DataOptions | None = None
 ) -> dict[str, Split]:
-    """The splits train and, where there are some, valid and test of `data`, tokenized.
+    """Returns the splits train and, if they exist, valid and test of `data`, tokenized.
 
-    `data` is one of `SOURCES`; what exists here wins over a name. `tokenizer` is as
-    `load_tokenizer` gives it. Records become what mlx-lm's datasets make of them; the text of a
-    file ends with the end-of-text token. Without a valid split of its own the end of the data is
-    held out, as the options say. Notes how many examples were cut, split or left out. Raises
-    MespError where the data cannot be read or used, a packed split is shorter than one sequence
-    of `seq_len` tokens and the token after, or ids do not fit the model's `vocab_size`.
+    `data` is one of `SOURCES`; an existing file or folder takes precedence over a name. `tokenizer`
+    is that of `load_tokenizer`. Records are encoded as in mlx-lm's datasets; the text of a file
+    ends with the end-of-text token. Without a valid split, the end of the data is held out, as the
+    options say. Logs how many examples were cut, split or left out. Raises MespError if the data
+    cannot be read or used, if a packed split is shorter than one sequence of `seq_len` tokens and
+    the token after, or if ids do not fit the model's `vocab_size`.
     """
     options = options or DataOptions()
     documents = read_documents(data, options.selection)
@@ -78,8 +82,11 @@ def load(
 def load_additional(
     data: str, tokenizer: Any, seq_len: int, vocab_size: int, encoding: Mapping[str, bool]
 ) -> Split:
-    """The train split of data that is used beside a bundle's own, with nothing held out, encoded by
-    the bundle's `encoding` (see `DataOptions.encoding`). Raises MespError as `load` does."""
+    """Returns the train split of data that is used beside a bundle's, with nothing held out.
+
+    It is encoded with the bundle's `encoding` (see `DataOptions.encoding`). Raises MespError as
+    `load` does.
+    """
     documents = read_documents(data, Selection())
     has_messages = any(each.has_messages for split in documents.values() for each in split)
     options = DataOptions(
@@ -98,8 +105,10 @@ def tokenize(
     vocab_size: int,
     options: DataOptions,
 ) -> dict[str, Split]:
-    """The splits of documents that were read of `data`, as `load` has them. With a ``valid`` among
-    them the others may have any names."""
+    """Returns the splits of documents from `data`, as `load` does.
+
+    If ``valid`` is among them, the others may have any names.
+    """
     documents, weightless = leave_out(data, documents)
     kind = kind_of(documents)
     pack = kind == "text" if options.pack is None else options.pack
@@ -144,7 +153,7 @@ def tokenize(
 
 
 def ends_of(split: Split, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens at which generation stops, of a model that has learned from a split."""
+    """Returns the tokens at which a model that was trained on a split stops generating."""
     ends = end_tokens(tokenizer)
     if split.examples is not None:
         special = special_tokens(tokenizer)
@@ -160,8 +169,10 @@ def ends_of(split: Split, tokenizer: Any) -> tuple[int, ...]:
 def leave_out(
     data: str, documents: dict[str, list[Document]]
 ) -> tuple[dict[str, list[Document]], int]:
-    """The documents but for records whose weight is 0, and how many these are. Raises MespError
-    where a split has no others."""
+    """Returns the documents without the records of weight 0, and the number of these.
+
+    Raises MespError if a split has no other records.
+    """
     kept = {
         split: [each for each in those if not each.is_left_out]
         for split, those in documents.items()
@@ -169,8 +180,8 @@ def leave_out(
     for split, those in kept.items():
         if not those:
             raise MespError(
-                f"All records of the {split} data of {data} are marked not to be trained, as by "
-                "the weight 0: remove the mark from some."
+                f"All records of the {split} data of {data} are marked not to be trained, for "
+                "example by the weight 0: remove the mark from some."
             )
     return kept, sum(map(len, documents.values())) - sum(map(len, kept.values()))
 
@@ -178,8 +189,10 @@ def leave_out(
 def encode_all(
     data: str, documents: dict[str, list[Document]], encoder: Encoder
 ) -> dict[str, list[Any]]:
-    """The documents of each split, tokenized; of preference data their answers, one by one. Raises
-    MespError, which names the first record that cannot be used and counts the others."""
+    """Returns the encoded documents of each split; of preference data, the answers one by one.
+
+    Raises MespError, which names the first record that cannot be used and counts the others.
+    """
     encoded: dict[str, list[Any]] = {split: [] for split in documents}
     refused: list[MespError] = []
     for split, each in documents.items():
@@ -200,7 +213,7 @@ def encode_all(
 
 
 def make_random_data(vocab_size: int, seq_len: int, seed: int) -> dict[str, Split]:
-    """Streams of random ids for 64 windows each, to time training without a text."""
+    """Returns streams of random ids for 64 windows each, to time training without a text."""
     generator = np.random.default_rng(seed)
     tokens = 64 * seq_len + 1
     return {
@@ -217,7 +230,7 @@ def _check_options(
     loss_on: str,
     options: DataOptions,
 ) -> None:
-    """Raises MespError where the data cannot be taken in the way asked for."""
+    """Raises MespError if the options do not fit the data."""
     if loss_on != "all" and kind == "text":
         raise MespError(f"{data} has text, which has no answers: leave out --loss-on {loss_on}.")
     if options.chat and kind == "text":
@@ -240,8 +253,11 @@ def _check_options(
 def _check_chat(
     data: str, documents: dict[str, list[Document]], tokenizer: Any, chat: bool | None
 ) -> None:
-    """Raises MespError where records need a chat template that there is not, or that is not to be
-    used, or where it is asked for by `chat` and records have no place for it."""
+    """Raises MespError if the chat template does not fit the records.
+
+    They need one that is missing or not to be used, or `chat` asks for one that they have no place
+    for.
+    """
     records = [each for split in documents.values() for each in split]
     if any(each.has_messages for each in records):
         if chat is False:
@@ -284,7 +300,7 @@ def _check_lengths(data: str, splits: dict[str, Split], seq_len: int) -> None:
 
 
 def _report(splits: dict[str, Split], seq_len: int, long: str) -> list[str]:
-    """Sentences on the data that were changed or left out."""
+    """Returns sentences on the data that were changed or left out."""
 
     def counts(of: Callable[[Split], int]) -> str:
         return ", ".join(f"{of(each):,} in {split}" for split, each in splits.items() if of(each))
@@ -301,7 +317,7 @@ def _report(splits: dict[str, Split], seq_len: int, long: str) -> list[str]:
 def _notes(
     documents: dict[str, list[Document]], encoded: dict[str, Any], weightless: int
 ) -> list[str]:
-    """Sentences on what a reader of the records would not expect of their tokens."""
+    """Returns sentences on what a reader of the records would not expect of their tokens."""
     sentences = []
     if weightless:
         sentences.append(

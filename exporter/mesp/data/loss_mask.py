@@ -20,8 +20,10 @@ from mesp.errors import MespError
 
 
 class Span(NamedTuple):
-    """An answer's characters in a rendering, from `start` until before `stop`; `said` is where the
-    last of its texts ends, and what follows is the template's."""
+    """The characters of an answer in a rendering, from `start` until before `stop`.
+
+    `said` is the end of its last text; the template writes the rest.
+    """
 
     start: int
     said: int
@@ -30,8 +32,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A text's N token ids, and a `mask` [N], true for tokens that are in the loss. `notes` say
-    what a reader of the data would not expect."""
+    """The N token ids of a text, and a `mask` [N], true for tokens in the loss.
+
+    `notes` say what a reader of the data would not expect.
+    """
 
     ids: list[int]
     mask: np.ndarray
@@ -41,17 +45,17 @@ class Encoded:
 def encode_conversation(
     tokenizer: Any, conversation: Conversation, loss_on: str, split_special: bool = False
 ) -> Encoded:
-    """The ids of a conversation, with its ``answers``, its ``last`` message or ``all`` in the loss.
-    With `split_special` special tokens in its texts are encoded as text.
+    """Returns the ids of a conversation, with its ``answers``, its ``last`` message or ``all`` in
+    the loss.
 
-    An answer is what the template writes of an assistant's message after what asks for one (its
-    generation prompt), with the token that ends it: what TRL's `assistant_only_loss` takes. A
-    template says so itself by `{% generation %}`; of others it is found by what they make of the
-    conversation's beginnings. Where the template ends an answer with no token at which generation
-    could stop, the tokenizer's end token is put there.
+    With `split_special`, special tokens in its texts are encoded as text. An answer is what the
+    template writes for an assistant's message after the generation prompt, with the token that ends
+    it, as in TRL's `assistant_only_loss`. Some templates mark answers by `{% generation %}`. For
+    others, an answer is found by rendering the conversation's beginnings. If the template ends an
+    answer with no token at which generation could stop, the tokenizer's end token is added.
 
-    Raises MespError, without the record's name, where the template leaves out what the conversation
-    has, or an answer cannot be located, is empty or has an end token in it.
+    Raises MespError, without the record's name, if the template leaves out part of the
+    conversation, or if an answer cannot be located, is empty or contains an end token.
     """
     check_answers(conversation)
     rendering = Rendering(tokenizer, conversation, split_special)
@@ -86,7 +90,7 @@ def encode_conversation(
 
 
 def check_answers(conversation: Conversation) -> None:
-    """Raises MespError where an answer that is trained says nothing."""
+    """Raises MespError if an answer that is trained is empty."""
     for index in conversation.answers:
         message = conversation.messages[index]
         if not message["content"].strip() and CALLS not in message:
@@ -96,8 +100,11 @@ def check_answers(conversation: Conversation) -> None:
 
 
 def rendered_tokens(rendering: Rendering, count: int, asks: bool = False) -> list[int]:
-    """The ids of the first `count` messages, and with `asks` of what asks for an answer to them.
-    Raises MespError where people's special tokens cannot be told from the template's."""
+    """Returns the ids of the first `count` messages and, with `asks`, of the generation prompt
+    after them.
+
+    Raises MespError if people's special tokens cannot be told from the template's.
+    """
     text = rendering.render(rendering.conversation.messages[:count], asks)
     if not rendering.split_special:
         return list(rendering.tokenizer.encode(text, add_special_tokens=False))
@@ -106,8 +113,10 @@ def rendered_tokens(rendering: Rendering, count: int, asks: bool = False) -> lis
 
 
 def _tokens(rendering: Rendering, text: str, written: Bounds, marked: str) -> dict[str, Any]:
-    """The ids of a rendering and their bounds, where the special tokens that people have `written`
-    are text. Raises MespError unless its others are those of the `marked` rendering."""
+    """Returns the ids of a rendering and their bounds; special tokens within `written` become text.
+
+    Raises MespError unless its other special tokens are those of the `marked` rendering.
+    """
     encoded = tokens(rendering.tokenizer, text, written)
     if rendering.split_special:
         expected = tokens(rendering.tokenizer, marked)["input_ids"]
@@ -116,33 +125,39 @@ def _tokens(rendering: Rendering, text: str, written: Bounds, marked: str) -> di
 
 
 def _encode_last(rendering: Rendering, notes: list[str]) -> Encoded:
-    """A conversation whose last message is not an answer, with that message in the loss."""
+    """Returns the ids of a conversation whose last message is no answer, with that message in the
+    loss.
+    """
     messages = rendering.conversation.messages
     ids = rendered_tokens(rendering, len(messages))
     prompt = rendered_tokens(rendering, len(messages) - 1)
     if ids[: len(prompt)] != prompt:
         raise MespError(
-            "what the chat template makes of the messages before the last is not how it begins "
-            "the conversation: take --loss-on answers or all."
+            "in the chat template, the messages before the last are not the beginning of the "
+            "conversation: take --loss-on answers or all."
         )
     return Encoded(ids, np.arange(len(ids)) >= len(prompt), tuple(notes))
 
 
 def _check_asked(rendering: Rendering, index: int, prompt: Sequence[int]) -> None:
-    """Raises MespError unless what comes before the answer in message `index` is how the model is
-    asked for it."""
+    """Raises MespError unless the text before the answer in message `index` begins with
+    `prompt`.
+    """
     if index and rendered_tokens(rendering, index, asks=True)[: len(prompt)] != prompt:
         raise MespError(
-            f"what asks for the answer in message {index + 1} is not how the chat template begins "
-            "the conversation: take records of messages and --loss-on answers, or leave it out."
+            f"the prompt for the answer in message {index + 1} is not the beginning of the "
+            "conversation in the chat template: take records of messages and --loss-on answers, "
+            "or leave it out."
         )
 
 
-# Where answers are
+# Finding where answers are
 
 
 def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> list[Span]:
-    """Where answers, the messages of these indices, are in the rendering."""
+    """Returns the places in the rendering of the answers, which are the messages of these
+    indices.
+    """
     said = {
         index: [p for p in rendering.places if rendering.texts[p.text].message == index]
         for index in answers
@@ -162,7 +177,8 @@ def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> li
     spans = []
     for index, (start, stop) in zip(answers, bounds, strict=True):
         inside = {p.text for p in rendering.places if p.start < stop and p.stop > start}
-        # A template may write a text elsewhere too, as a tool's name in what the tool answers.
+        # A template may write a text elsewhere too, for example a tool's name before the tool's
+        # answer.
         if not 0 <= start < stop or inside < {p.text for p in said[index]}:
             raise _not_found(index)
         if any(rendering.texts[text].message != index for text in inside):
@@ -179,8 +195,10 @@ def _not_found(index: int) -> MespError:
 
 
 def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
-    """What the template marks by `{% generation %}`, by characters, marks of one answer that touch
-    joined; None where it marks nothing."""
+    """Returns the bounds of the characters that the template marks by `{% generation %}`.
+
+    Marks of one answer that touch are joined. None if the template marks nothing.
+    """
     tokenizer, conversation = rendering.tokenizer, rendering.conversation
     template = tokenizer.chat_template
     if not (isinstance(template, str) and re.search(r"{%-?\s*generation\s*-?%}", template)):
@@ -200,7 +218,7 @@ def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
         **{**tokenizer.special_tokens_map, thinking: tokenizer.has_thinking, **options},
     )
     found: list[tuple[int, int]] = []
-    said: set[int] = set()  # which message the last of those has texts of
+    said: set[int] = set()  # the message whose texts the last mark contains
     for start, stop in marked:
         inside = {
             rendering.texts[place.text].message
@@ -217,8 +235,10 @@ def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
 
 
 def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> int:
-    """Where the answer in message `index` begins, whose first text is at `first`: where the
-    rendering ceases to agree with what asks for the answer."""
+    """Returns where the answer in message `index` begins; its first text is at `first`.
+
+    It begins where the rendering stops agreeing with the rendering that asks for the answer.
+    """
     marked = rendering.marked
     asked = _asked(rendering, index)
     anchor, after = _last_mark(rendering, asked)
@@ -247,7 +267,7 @@ def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> 
         anchor = before[-1] if before else 0
         gap = marked[anchor : first.marked_start]
     # The turn before ends differently here, or there is none. A template may write less of the
-    # header than it asks with, but a special token of it at least.
+    # header than it asks with, but at least one of its special tokens.
     opened = tokens(rendering.tokenizer, header)
     special = special_tokens(rendering.tokenizer)
     for count in range(len(opened["input_ids"]), 0, -1):
@@ -260,8 +280,11 @@ def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> 
 
 
 def _asked(rendering: Rendering, index: int) -> str:
-    """What asks for the answer in message `index`; empty where the template has no such thing, as
-    none can be asked to begin a conversation, and some want a question first."""
+    """Returns the rendering that asks for the answer in message `index`.
+
+    It is empty if the template has none: no answer that begins a conversation can be asked for, and
+    some templates need a question first.
+    """
     try:
         return rendering.render_marked(index, asks=True) if index else ""
     except Exception:  # a template can raise anything
@@ -269,8 +292,10 @@ def _asked(rendering: Rendering, index: int) -> str:
 
 
 def _stop(rendering: Rendering, index: int) -> int:
-    """Where the answer in message `index` ends: where the rendering ceases to agree with that of
-    the messages up to it."""
+    """Returns where the answer in message `index` ends.
+
+    It ends where the rendering stops agreeing with the rendering of the messages up to it.
+    """
     if index == len(rendering.conversation.messages) - 1:
         return len(rendering.text)
     until = rendering.render_marked(index + 1)
@@ -280,10 +305,13 @@ def _stop(rendering: Rendering, index: int) -> int:
 
 
 def _last_mark(rendering: Rendering, beginning: str) -> tuple[int, int]:
-    """The last text in a rendering of the conversation's beginning that is in the whole one too:
-    where it ends in the whole one, and in the beginning. 0 and 0 where there is none."""
+    """Returns the end of the last text that a rendering of the beginning shares with the whole one.
+
+    The first number is the text's end in the whole rendering, the second its end in the beginning.
+    Both are 0 if they share no text.
+    """
     for found in reversed(list(MARKS.finditer(beginning))):
-        # A template may write the name of a tool again in what the tool answers.
+        # A template may write the name of a tool again before the tool's answer.
         before = beginning.count(found[0], 0, found.start())
         there = [each.end() for each in re.finditer(found[0], rendering.marked)]
         if len(there) > before:
@@ -292,7 +320,7 @@ def _last_mark(rendering: Rendering, beginning: str) -> tuple[int, int]:
 
 
 def _agreed(tokenizer: Any, a: str, b: str) -> int:
-    """How many characters the common beginning of two texts has, in whole tokens."""
+    """Returns the length of the common beginning of two texts, in characters of whole tokens."""
     longest = min(len(a), len(b))
     if a[:longest] == b[:longest]:
         return longest
@@ -301,14 +329,16 @@ def _agreed(tokenizer: Any, a: str, b: str) -> int:
     return int(one["offset_mapping"][same - 1][1]) if same else 0
 
 
-# Where answers end
+# Finding where answers end
 
 
 def _with_ends(
     tokenizer: Any, text: str, spans: dict[int, Span], written: Bounds, notes: list[str]
 ) -> tuple[str, dict[int, Span], Bounds, str]:
-    """A rendering in which each answer ends with an end token; the places in it of the answers and
-    of what people have `written`; and all text that was added."""
+    """Returns a rendering in which each answer ends with an end token.
+
+    Returns also the places in it of the answers and of `written`, and all text that was added.
+    """
     pieces, ended, at, shift = [], {}, 0, 0
     moved: list[tuple[int, int]] = []
     for index, span in sorted(spans.items(), key=lambda item: item[1].start):
@@ -317,7 +347,7 @@ def _with_ends(
         if not _ends(tokenizer, tail):
             following = next((start for start, _ in written if start >= stop), len(text))
             after = _next_token(tokenizer, text[stop:following])
-            if after:  # the template's marks leave it out, or it opens the next turn too
+            if after:  # the template's marks leave it out, or it also opens the next turn
                 stop += len(after)
             else:
                 added = tokenizer.eos_token or ""
@@ -340,13 +370,15 @@ def _with_ends(
 
 
 def _ends(tokenizer: Any, tail: str) -> bool:
-    """Whether what the template writes after an answer's text ends it, but for white space."""
+    """Returns whether the template's text after an answer ends it, except for white space."""
     ids = tokenizer.encode(tail.rstrip(), add_special_tokens=False)
     return bool(ids) and ids[-1] in end_tokens(tokenizer) | template_ends(tokenizer, asks_on=True)
 
 
 def _next_token(tokenizer: Any, text: str) -> str:
-    """The end token that a text begins with, after white space; empty where it does not."""
+    """Returns the end token that a text begins with, after white space; empty if it begins with
+    none.
+    """
     encoded = tokens(tokenizer, text[:200])
     ends = end_tokens(tokenizer) | template_ends(tokenizer, asks_on=True)
     for token, (_, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
@@ -358,14 +390,19 @@ def _next_token(tokenizer: Any, text: str) -> str:
 
 
 def end_tokens(tokenizer: Any) -> set[int]:
-    """The tokens at which generation stops: the tokenizer's, which may be the model's, and those
-    that the chat template ends an answer with."""
+    """Returns the tokens at which generation stops.
+
+    They are the tokenizer's, which may be the model's, and those that end an answer in the chat
+    template.
+    """
     return {*tokenizer.eos_token_ids} | template_ends(tokenizer)
 
 
 def template_ends(tokenizer: Any, asks_on: bool = False) -> set[int]:
-    """The special tokens that the chat template ends an answer with: the last one of a
-    conversation, or where it `asks_on` one that is followed by a question."""
+    """Returns the special tokens that end an answer in the chat template.
+
+    The answer is the last message or, with `asks_on`, one that is followed by a question.
+    """
     if not tokenizer.has_chat_template:
         return set()
     return {*_template_ends(tokenizer, str(tokenizer.chat_template))[asks_on]}
@@ -391,13 +428,13 @@ def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]
     )
     if not ends:
         return [], []
-    # What ends each message, and does not begin the next.
+    # The token that ends each message, if it does not begin the next.
     turn = others[:1] if others[:1] == after_question[:1] else []
     return [ends[-1], *shared[-1:]], shared[-1:] or turn
 
 
 def _tail(tokenizer: Any, turns: list[dict[str, str]], number: int) -> list[int]:
-    """The ids of what the chat template writes after a message, up to the next one."""
+    """Returns the ids of the chat template's text between a message and the next one."""
     text = tokenizer.apply_chat_template(turns, tokenize=False)
     _, _, after = text.partition(turns[number]["content"])
     return list(tokenizer.encode(MARKS.split(after)[0], add_special_tokens=False))
@@ -406,7 +443,7 @@ def _tail(tokenizer: Any, turns: list[dict[str, str]], number: int) -> list[int]
 def _check_ends(
     tokenizer: Any, ids: Sequence[int], offsets: np.ndarray, span: Span, index: int
 ) -> None:
-    """Raises MespError where an answer has an end token within, at which generation would stop."""
+    """Raises MespError if an answer contains an end token, at which generation would stop."""
     ends = end_tokens(tokenizer)
     inside = (offsets[:, 0] < span.said) & (offsets[:, 1] > span.start)
     for at in np.flatnonzero(inside).tolist():

@@ -1,6 +1,6 @@
-"""The messages of a record, in the one form that chat templates take.
+"""Reads the messages of a record, in the one form that chat templates take.
 
-OpenAI's, Mistral's, Axolotl's and TRL's forms of a message differ. `read_messages` brings them
+OpenAI's, Mistral's, Axolotl's and TRL's forms of a message differ. `read_messages` converts them
 into one: `content` is a string, the `arguments` of a tool call are an object, and `weight` is 0 for
 an answer that is not trained. Every other key is kept, so that the check after rendering can tell
 whether the chat template uses it.
@@ -24,27 +24,26 @@ PART_KEYS = (
     "index",
     "annotations",
     "cache_control",
-)  # the last ones are no text
-# Fields that say whether an answer or a record is trained, with the value that means it is:
-# Mistral's and OpenAI's `weight`, Axolotl's `train` and `training`, ms-swift's `loss`,
-# torchtune's `masked`.
+)  # the last ones are not text
+# Fields that say whether an answer or a record is trained, with the value for yes: Mistral's and
+# OpenAI's `weight`, Axolotl's `train` and `training`, ms-swift's `loss`, torchtune's `masked`.
 WEIGHTS = {"weight": 1, "train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}
 CALLS = "tool_calls"
 CALL_KEYS = ("id", "type", "index", "function")
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names that transformers takes for one
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names with one meaning in transformers
 
 
 def are_messages(value: Any) -> bool:
-    """Whether `value` is a list of objects, one or more."""
+    """Returns whether `value` is a list of one or more objects."""
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) for m in value)
 
 
 def read_messages(
     where: str, messages: list[Message], ignored: tuple[str, ...] = ()
 ) -> list[Message]:
-    """The messages of the record that is called `where`, without the keys that are `ignored`.
+    """Returns the messages of the record called `where`, without the `ignored` keys.
 
-    Raises MespError where one has no role, no content, or content that is not text.
+    Raises MespError if one has no role, no content, or content that is not text.
     """
     return [
         _read(f"{where} has a message {number}", message, ignored)
@@ -96,7 +95,7 @@ def _keys(message: Message) -> str:
 
 
 def _text(where: str, content: Any) -> str:
-    """Content as one text: a string, or the texts of a list of parts, joined."""
+    """Returns content as one text: a string, or the joined texts of a list of parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -126,8 +125,10 @@ def _text(where: str, content: Any) -> str:
 
 
 def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Tool calls as transformers has them: OpenAI's without ``function`` around a call too, and
-    with arguments that are JSON in a string."""
+    """Returns tool calls in transformers' form.
+
+    OpenAI's calls may lack ``function``, and may have arguments as JSON in a string.
+    """
     if not isinstance(calls, list):
         raise MespError(f'{where} with "{CALLS}" that is not a list.')
     found = []
@@ -170,15 +171,17 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def without_null(value: Any) -> Any:
-    """A value without the entries of its objects that are null: the columns of a table cannot tell
-    null from absent, so neither does a line of JSON."""
+    """Returns a value without entries of objects that are null.
+
+    The columns of a table cannot tell null from absent, so lines of JSON are read in the same way.
+    """
     if isinstance(value, dict):
         return {key: without_null(each) for key, each in value.items() if each is not None}
     return [without_null(each) for each in value] if isinstance(value, list) else value
 
 
 def read_tools(where: str, tools: Any) -> list[Any] | None:
-    """A record's tools: a list, also as JSON in a string. Raises MespError for anything else."""
+    """Returns a record's tools, a list or JSON in a string. Raises MespError for anything else."""
     if isinstance(tools, str):
         try:
             tools = parse_json(tools or "[]")
@@ -202,17 +205,20 @@ def read_tools(where: str, tools: Any) -> list[Any] | None:
 
 
 def read_weight(where: str, entries: dict[str, Any]) -> int | None:
-    """Takes out of a message, or of a record, what says whether it is trained: 1 or 0, and None
-    where nothing does. Raises MespError, which begins with `where`, for other values."""
+    """Takes the field that says whether it is trained out of a message or a record.
+
+    Returns 1 or 0, and None if there is no such field. Raises MespError, which begins with `where`,
+    for other values.
+    """
     found: int | None = None
     for key, trained in WEIGHTS.items():
         value = as_truth(entries.pop(key, None))
         if value is None:
             continue
-        if value not in (0, 1):  # true and false are
+        if value not in (0, 1):  # true and false are in it
             raise MespError(
-                f'{where} "{key}" {json.dumps(value):.40}, which is neither 0 nor 1: an answer is '
-                f"trained or not. Write one of both, or leave it out with --ignore {key}."
+                f'{where} "{key}" {json.dumps(value):.40}, which is neither 0 nor 1: write 1 '
+                f"to train it and 0 not to, or leave the field out with --ignore {key}."
             )
         weight = int(value == trained)
         found = weight if found is None else min(found, weight)
@@ -220,6 +226,8 @@ def read_weight(where: str, entries: dict[str, Any]) -> int | None:
 
 
 def as_truth(value: Any) -> Any:
-    """A value, or what a cell of a table means by it: 0, 1, true, false, or nothing."""
+    """Returns the truth value 0, 1, true or false that a table's cell means, None for an empty
+    cell, and any other value as it is.
+    """
     words = {"0": 0, "1": 1, "true": True, "false": False, "": None}
     return words.get(value.lower(), value) if isinstance(value, str) else value

@@ -1,9 +1,9 @@
-"""Preference data as token ids: as TRL's trainers take them.
+"""Encodes preference data as token ids, as TRL's trainers do.
 
-A record is a pair, `chosen` and `rejected` answers to a `prompt`, or an answer by itself, a
-`completion` with a `label`, true where it is good. They are strings or lists of messages, and go
-through the chat template. A pair without a prompt begins alike, and that is its prompt; two strings
-without one are joined to it as text.
+A record is a pair, `chosen` and `rejected` answers to a `prompt`, or a single answer, a
+`completion` with a `label`, which is true for a good one. They are strings or lists of messages,
+and go through the chat template. The prompt of a pair without one is the common beginning of its
+answers; two strings without a prompt are joined to it as text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from mesp.errors import MespError
 
 PREFERENCE_KINDS = (PAIRS, LABELS)
 
-# A byte an example: of an answer by itself, and of a pair, its chosen right before its rejected.
+# The labels, a byte for each example: of a single answer, and of a pair, whose chosen answer stands
+# right before the rejected one.
 BAD, GOOD, REJECTED, CHOSEN = range(4)
 
 
@@ -35,7 +36,7 @@ class LabelledAnswer(NamedTuple):
 
 
 def encode_answers(document: Document, encoder: Encoder) -> list[LabelledAnswer]:
-    """The answers of a record. Raises MespError where it cannot be used."""
+    """Returns the answers of a record. Raises MespError if it cannot be used."""
     prompt, answers = _answers(document)
     found = []
     for answer, label in answers:
@@ -49,10 +50,11 @@ def encode_answers(document: Document, encoder: Encoder) -> list[LabelledAnswer]
 def as_preference_data(
     data: str, split: str, answers: Iterable[LabelledAnswer], seq_len: int
 ) -> Split:
-    """An example for each answer, with its prompt, cut to `seq_len` tokens and the token after.
+    """Returns an example for each answer, with its prompt, of at most `seq_len` tokens and the next
+    one.
 
-    The answer alone counts. Raises MespError where a prompt leaves no room for an answer, or where
-    all labels of answers without a pair are alike.
+    Only the answer counts. Raises MespError if a prompt leaves no room for an answer, or if all
+    labels of single answers are alike.
     """
     longest = seq_len + 1
     parts, examples, masks, labels = [], [], [], []
@@ -93,7 +95,7 @@ def as_preference_data(
 
 
 def _answers(document: Document) -> tuple[Said, list[tuple[Said, int]]]:
-    """The prompt of a record, and its answers with their labels."""
+    """Returns the prompt of a record, and its answers with their labels."""
     record, where = document.content, document.where
     assert isinstance(record, dict)
     prompt = record.get("prompt")
@@ -120,7 +122,7 @@ def _answers(document: Document) -> tuple[Said, list[tuple[Said, int]]]:
 
 
 def _is_within(prompt: Said, chosen: Said, rejected: Said) -> bool:
-    """Whether both answers are conversations that have the prompt in them."""
+    """Returns whether both answers are conversations that contain the prompt."""
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
         return False
     alike = _alike(chosen, rejected)
@@ -131,7 +133,7 @@ def _is_within(prompt: Said, chosen: Said, rejected: Said) -> bool:
 
 
 def _alike(chosen: Said, rejected: Said) -> Said:
-    """How two answers begin alike; of strings without the space before the next word."""
+    """Returns the common beginning of two answers; of strings, without a space at its end."""
     alike = itertools.takewhile(
         lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)
     )
@@ -140,8 +142,8 @@ def _alike(chosen: Said, rejected: Said) -> Said:
 
 
 def _encode(document: Document, encoder: Encoder, prompt: Said, answer: Said) -> Encoded:
-    """A prompt with an answer, which alone is in the loss."""
-    # Where two strings happen to differ is not where a message ends.
+    """Returns the ids of a prompt with an answer, which alone is in the loss."""
+    # The place where two strings begin to differ need not be the end of a message.
     is_conversation = encoder.chat and "prompt" in document.content
     if isinstance(prompt, str) and isinstance(answer, str) and not is_conversation:
         return encoder.joined(prompt, answer)

@@ -1,4 +1,4 @@
-"""Makes token ids of prompts and conversations to answer, as mlx_lm.generate does."""
+"""Encodes prompts and conversations to answer, as mlx_lm.generate does."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ def encode_prompt(
     system: str | None = None,
     split_special: bool = False,
 ) -> list[int]:
-    """Token ids of `prompt`, as mlx_lm.generate makes them.
+    """Returns the token ids of `prompt`, as mlx_lm.generate makes them.
 
-    With `chat` it is a user's message in the chat template, after a `system` message where there is
-    one; None means where there is a template. With `split_special` special tokens in both become
-    text.
+    With `chat` it is a user's message in the chat template, after the `system` message if one is
+    given; None: if there is a template. With `split_special`, special tokens in both become text.
     """
     try:
         prompt.encode()
-    except UnicodeEncodeError as error:  # of bytes that the shell, or an escape, made no text of
+    except UnicodeEncodeError as error:  # bytes from the shell, or an escape, may be no text
         raise MespError("The prompt is not UTF-8 text; convert it first.") from error
     if chat and not tokenizer.has_chat_template:
         raise MespError("The bundle's tokenizer has no chat template; leave out --chat.")
@@ -51,16 +50,20 @@ def encode_prompt(
 def encode_in_template(
     tokenizer: Any, conversation: Conversation, split_special: bool = False
 ) -> list[int]:
-    """The token ids of a conversation in the chat template, up to where the answer begins, as
-    `encode_prompt` makes them. Raises MespError where the template refuses it or leaves something
-    out."""
+    """Returns the token ids of a conversation in the chat template, up to where the answer begins.
+
+    They are made as in `encode_prompt`. Raises MespError if the template refuses the conversation
+    or leaves something out.
+    """
     rendering = render_checked(tokenizer, conversation, split_special)
     return rendered_tokens(rendering, len(conversation.messages), asks=True)
 
 
 def render_checked(tokenizer: Any, conversation: Conversation, split_special: bool) -> Rendering:
-    """A conversation in the chat template. Raises MespError where the template refuses it or leaves
-    something out."""
+    """Returns a conversation in the chat template.
+
+    Raises MespError if the template refuses it or leaves something out.
+    """
     if not tokenizer.has_chat_template:
         raise MespError("the bundle's tokenizer has no chat template; give prompts without --chat")
     with plain_errors("the chat template refuses the messages"):

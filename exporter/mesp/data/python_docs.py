@@ -1,4 +1,4 @@
-"""A text that is there without a download: what `python-docs` and `python-docs-pairs` name."""
+"""Texts that need no download: the data named `python-docs` and `python-docs-pairs`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 
 from mesp.data.records import Document
 
-HELD_OUT = 10  # one section in so many
+HELD_OUT = 10  # one in this many sections is held out
 
 
 def python_docs() -> dict[str, list[Document]]:
-    """The prose of Python's language reference, which comes with Python (`help("topics")`).
+    """Returns the prose of Python's language reference, which comes with Python (`help("topics")`).
 
-    Code and grammar are left out, and lines are joined: a small model would learn little but their
-    layout. Topics repeat each other's passages; each is kept once, so that none is on both sides.
-    One section in `HELD_OUT` is held out.
+    Code and grammar are left out, and lines are joined, because a small model would learn mainly
+    their layout. Topics repeat each other's passages; each passage is kept once, so that no split
+    shares one with another. One section in `HELD_OUT` is held out.
     """
     from pydoc_data.topics import topics
 
@@ -43,8 +43,11 @@ PROMPT_WORDS, ANSWER_WORDS = 8, 12
 
 
 def python_docs_pairs() -> dict[str, list[Document]]:
-    """Pairs of answers made of `python_docs`: a prompt is how a paragraph begins, the chosen answer
-    how it continues, and the rejected one the same words from the last to the first."""
+    """Returns pairs of answers made from `python_docs`.
+
+    A prompt is the beginning of a paragraph, the chosen answer its continuation, and the rejected
+    answer the same words in reverse order.
+    """
     return {split: _pairs(documents) for split, documents in python_docs().items()}
 
 

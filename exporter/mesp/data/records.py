@@ -1,4 +1,4 @@
-"""The kinds of records that data is made of."""
+"""The kinds of records that data consists of."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ RECORDS = (
     '"chosen" and "rejected", or "prompt", "completion" and "label"'
 )
 COLUMNS = "Name other columns with --columns, as in prompt=question,completion=answer."
-# The keys of a record that are read, and that --columns can take from columns of other names.
+# The keys of a record that are read. --columns can give them columns of other names.
 KEYS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected", "label")
-OPTIONS = "chat_template_kwargs"  # of the chat template, as TRL has them in a record
+OPTIONS = "chat_template_kwargs"  # options of the chat template, a key of TRL's records
 # Arguments that every chat template gets, or that would replace it.
 FIXED_OPTIONS = (
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
@@ -35,7 +35,7 @@ FIXED_OPTIONS = (
 )  # fmt: skip
 SAID = ("prompt", "completion", "chosen", "rejected")
 PAIRS, LABELS = "chosen and rejected", "completion and label"  # preference data
-# Columns that would change what an answer is an answer to, and that nothing here can use.
+# Columns that would change the question of an answer, and that nothing here can use.
 UNUSABLE = (
     "images", "image", "audios", "audio", "videos", "video", "documents", "functions", "history",
     "system", "system_prompt",
@@ -46,8 +46,11 @@ Said = str | list[Message]  # a prompt or an answer: a string, or messages
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages that go through the chat template. Those before the `prompt`-th are never trained,
-    and of the others the assistant's, unless their weight is 0. `options` are the template's."""
+    """Messages that go through the chat template.
+
+    Messages before the index `prompt` are never trained. Of the others, the assistant's are, unless
+    their weight is 0. `options` are the template's.
+    """
 
     messages: list[Message]
     prompt: int = 0
@@ -70,14 +73,16 @@ class Conversation:
 
 
 class Document(NamedTuple):
-    """A text that is tokenized at once: of a file, or a record; `where` it is, for messages."""
+    """A text that is encoded as a whole: a file's or a record's. `where` is its place, for
+    messages.
+    """
 
     where: str
     content: str | dict[str, Any]
 
     @property
     def kind(self) -> str:
-        """Which of mlx-lm's kinds of record it is, found as mlx-lm finds it, or of TRL's."""
+        """The kind of record, one of mlx-lm's, found as mlx-lm finds it, or of TRL's."""
         if isinstance(self.content, str):
             return "text"
         for kind in (PAIRS, LABELS):
@@ -89,7 +94,7 @@ class Document(NamedTuple):
 
     @property
     def has_messages(self) -> bool:
-        """Whether a record of another kind than text has messages, which only a template joins."""
+        """Whether a record that is not text has messages, which only a template can join."""
         content = {} if isinstance(self.content, str) else self.content
         return self.kind == "messages" or any(isinstance(content.get(key), list) for key in SAID)
 
@@ -104,7 +109,7 @@ class Document(NamedTuple):
         return self.of(len(prompt), prompt + answer)
 
     def of(self, prompt: int, messages: list[Message]) -> Conversation:
-        """A conversation with the record's tools and options."""
+        """Returns a conversation with the record's tools and options."""
         return Conversation(
             messages, prompt, self.content.get("tools"), self.content.get(OPTIONS, {})
         )
@@ -116,13 +121,15 @@ class Document(NamedTuple):
 
 
 def as_messages(role: str, said: Said) -> list[Message]:
-    """A prompt or an answer as messages: a string is one message of `role`."""
+    """Returns a prompt or an answer as messages: a string becomes one message of `role`."""
     return [{"role": role, "content": said}] if isinstance(said, str) else said
 
 
 def read_utf8(name: str, read: Callable[[], bytes]) -> str:
-    """The text that `read` gives of what is called `name`, its lines ended as Python's are. Raises
-    MespError where that fails, or bytes are not text."""
+    """Returns the text from `read`, with line ends as in Python; `name` is its name.
+
+    Raises MespError if reading fails, or if the bytes are not text.
+    """
     try:
         return io.TextIOWrapper(io.BytesIO(read()), encoding="utf-8-sig").read()
     except UnicodeDecodeError as error:
@@ -132,12 +139,15 @@ def read_utf8(name: str, read: Callable[[], bytes]) -> str:
 
 
 def read_value(where: str, text: str) -> Any:
-    """The value of a JSON text. Raises MespError where it is not valid, has a key twice or a number
-    that JSON lacks, or a string that a tokenizer cannot take."""
+    """Returns the value of a JSON text.
+
+    Raises MespError if it is not valid, has a key twice, a number that JSON lacks, or a string that
+    a tokenizer cannot take.
+    """
     try:
         return parse_json(text, strict=True)
     except UnicodeEncodeError as error:
-        raise MespError(f"{where} has half a character, as \\ud83d alone is; fix it.") from error
+        raise MespError(f"{where} has half a character, such as \\ud83d; fix it.") from error
     except UnclearError as error:
         raise MespError(f"{where} {error}.") from error
     except ValueError as error:
@@ -145,20 +155,20 @@ def read_value(where: str, text: str) -> Any:
 
 
 def as_object(where: str, record: Any) -> dict[str, Any]:
-    """A value of JSON as the object of a record. Raises MespError for anything else."""
+    """Returns a JSON value as the object of a record. Raises MespError for anything else."""
     if not isinstance(record, dict):
-        raise MespError(f"{where} is not an object, as a record is; fix it.")
+        raise MespError(f"{where} is not an object; write each record as one.")
     return record
 
 
 def read_record(
     where: str, record: dict[str, Any], columns: dict[str, str], ignored: tuple[str, ...] = ()
 ) -> Document:
-    """A record of one of `RECORDS`, in which a key of `columns` stands for that column's value, and
-    without the fields that are `ignored`, of its messages too. Null is as absent.
+    """Returns a record of one of `RECORDS`, with the values of `columns` under their keys.
 
-    Its messages and tools are as chat templates take them, and its ``weight`` is 0 or 1. Raises
-    MespError where it is not one of them, lacks a column, or has what cannot be used.
+    `ignored` fields are removed, also from its messages. Null counts as absent. Messages and tools
+    are in the form for chat templates, and ``weight`` is 0 or 1. Raises MespError if it is none of
+    these records, lacks a column, or has a value that cannot be used.
     """
     for column in columns.values():
         if column not in record:
@@ -205,8 +215,8 @@ def read_record(
         record["label"] = as_truth(record["label"])
         if not isinstance(record["label"], bool):
             raise MespError(
-                f'{where} has a "label" that is neither true nor false: write one of both, or '
-                "leave it out with --ignore label."
+                f'{where} has a "label" that is neither true nor false: write true or false, '
+                "or leave it out with --ignore label."
             )
     for key in (key for key in keys if key in record):
         record[key] = _said(where, key, record[key], ignored)
@@ -214,7 +224,9 @@ def read_record(
 
 
 def refuse_unusable(where: str, record: dict[str, Any]) -> None:
-    """Raises MespError where a record has what its answer depends on, and nothing can use."""
+    """Raises MespError if a record has a field that its answer depends on, and that nothing can
+    use.
+    """
     for key in UNUSABLE:
         if record.get(key) not in (None, "", [], {}):
             raise MespError(
@@ -224,7 +236,7 @@ def refuse_unusable(where: str, record: dict[str, Any]) -> None:
 
 
 def _said(where: str, key: str, value: Any, ignored: tuple[str, ...]) -> Said:
-    """A text, or of a prompt or an answer messages."""
+    """Returns a text or, of a prompt or an answer, messages."""
     if isinstance(value, str):
         return value
     if key not in SAID:
@@ -240,7 +252,7 @@ def _said(where: str, key: str, value: Any, ignored: tuple[str, ...]) -> Said:
 
 
 def unread_columns(documents: dict[str, list[Document]]) -> list[str]:
-    """The columns of the records that nothing reads."""
+    """Returns the columns of the records that are not read."""
     found: dict[str, None] = {}
     for document in (each for split in documents.values() for each in split):
         if isinstance(document.content, dict):
@@ -250,7 +262,7 @@ def unread_columns(documents: dict[str, list[Document]]) -> list[str]:
 
 
 def _read_of(kind: str) -> tuple[str, ...]:
-    """The keys that are read of a kind of record."""
+    """Returns the keys that are read in a kind of record."""
     if kind == "text":
         return ("text", "weight")
     prompt = () if kind == "messages" else ("prompt",)
@@ -258,7 +270,7 @@ def _read_of(kind: str) -> tuple[str, ...]:
 
 
 def kind_of(documents: dict[str, list[Document]]) -> str:
-    """The kind of all documents. Raises MespError where it is not one."""
+    """Returns the kind of all documents. Raises MespError if they are of several kinds."""
     first = next(iter(documents.values()))[0]
     for document in (each for split in documents.values() for each in split):
         if document.kind != first.kind:

@@ -1,4 +1,4 @@
-"""Files of data: which kinds there are, which split a name says, and how each is read."""
+"""Files of data: their kinds, the splits that their names mean, and their readers."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ SPLITS = {
 }
 SPLIT_OF = {name: split for split, names in SPLITS.items() for name in names}
 
-SIZE = 4 << 30  # bytes of a file's text
-# A compressed file's text is at most so many bytes, or so many times the file's.
+SIZE = 4 << 30  # the most bytes of a file's text
+# A compressed file's text has at most UNPACKED bytes, or TIMES as many bytes as the file.
 UNPACKED, TIMES = 16 << 20, 200
-ROWS = 4096  # of a parquet file that are read at once
+ROWS = 4096  # rows of a parquet file that are read at once
 
-Row = tuple[str, str | dict[str, Any]]  # where it is, for messages, and a text or a record
+Row = tuple[str, str | dict[str, Any]]  # its place, for messages, and a text or a record
 
 
 class FileName(NamedTuple):
-    """A file's name: its `stem`, the `kind` that it ends with, in lower case, and whether it is
-    compressed by gzip."""
+    """A file's name: its `stem`, its ending `kind` in lower case, and whether gzip compressed the
+    file.
+    """
 
     stem: str
     kind: str
@@ -44,7 +45,7 @@ class FileName(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> FileName:
-        """The parts of a file's name, without folders."""
+        """Returns the parts of a file's name, without folders."""
         lower = name.lower()
         stem, dot, end = lower.removesuffix(".gz").rpartition(".")
         return cls(stem, dot + end, lower.endswith(".gz"))
@@ -61,30 +62,31 @@ class FileName(NamedTuple):
 
     @property
     def split(self) -> str | None:
-        """The split that it says; None where it says none."""
+        """The split that the name means; None if it means none."""
         shard = SHARD.fullmatch(self.stem)
         return SPLIT_OF.get(shard["stem"] if shard else self.stem) if self.is_read else None
 
 
-# As the Hub names the parts of a split.
+# The Hub's names for the parts of a split.
 SHARD = re.compile(r"(?P<stem>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(-[0-9a-f]+)?")
 
 
 def read_file(
     path: Path, name: str | None = None, root: Path | None = None, size: int = SIZE
 ) -> Iterator[Row]:
-    """The records of a file, or its one text, one by one; messages call it `name`.
+    """Yields the records of a file, one by one, or its one text; messages call it `name`.
 
-    A file in a folder, whose `root_of` is `root`, is no link out of there. Raises MespError where
-    the file cannot be read, is not regular, of none of the `READERS`' kinds or not in order, or has
-    more than `size` bytes of text, of a compressed file more than `TIMES` its own.
+    A file in a folder, whose `root_of` is `root`, must not be a link that leads out of the folder.
+    Raises MespError if the file cannot be read, is not regular, of none of the `READERS`' kinds or
+    damaged, or if it has more than `size` bytes of text. A compressed file may have at most `TIMES`
+    its own bytes.
     """
     name, parts = name or str(path), FileName.of(path.name)
     with _plain_errors(name):
         if path.is_dir():
             raise MespError(f"{name} is a folder; name a file in it.")
     if not parts.is_read:
-        raise MespError(f"{name} is of no kind of file that is read; {KINDS}.")
+        raise MespError(f"{name} is a kind of file that is not read; {KINDS}.")
     with _plain_errors(name), _opened(path, root) as file:
         most, content = size, file
         if parts.packed or parts.kind == ".parquet":
@@ -97,7 +99,7 @@ def read_file(
 
 
 def read_text(path: Path, size: int = SIZE) -> str:
-    """The text of a file. Raises MespError where it has records, and as `read_file` does."""
+    """Returns the text of a file. Raises MespError if it has records, and as `read_file` does."""
     for _, content in read_file(path, size=size):
         if isinstance(content, str):
             return content
@@ -106,8 +108,10 @@ def read_text(path: Path, size: int = SIZE) -> str:
 
 
 def read_lines(file: BinaryIO, name: str) -> Iterator[Row]:
-    """The records of JSON lines in an open file. Raises MespError where a line is none, or the
-    lines are not text."""
+    """Yields the records of JSON lines in an open file.
+
+    Raises MespError if a line is not a record, or if the lines are not text.
+    """
     text = io.TextIOWrapper(file, "utf-8-sig")
     try:
         with _plain_errors(name):
@@ -115,7 +119,7 @@ def read_lines(file: BinaryIO, name: str) -> Iterator[Row]:
                 if line.strip():
                     yield _line(name, number, line)
     finally:
-        text.detach()  # or it would close the file
+        text.detach()  # otherwise it would close the file
 
 
 def _opened(path: Path, root: Path | None) -> BinaryIO:
@@ -129,7 +133,7 @@ def _opened(path: Path, root: Path | None) -> BinaryIO:
 
 @contextmanager
 def _plain_errors(name: str) -> Iterator[None]:
-    """Turns what reading a file raises into a sentence that begins with its name."""
+    """Turns errors of reading a file into a sentence that begins with its name."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -141,7 +145,7 @@ def _plain_errors(name: str) -> Iterator[None]:
 
 
 class _Bounded(io.RawIOBase):
-    """A file of which no more than `most` bytes are read."""
+    """A file that raises MespError if more than `most` bytes are read."""
 
     def __init__(self, file: BinaryIO, name: str, most: int) -> None:
         self._file, self._name, self._most, self._left = file, name, most, most
@@ -162,7 +166,7 @@ def _too_large(name: str, most: int) -> MespError:
     return MespError(f"{name} has more than {most >> 20:,} MiB of text; put less in a file.")
 
 
-# The readers of each kind, of a file, its name, and the most bytes of text.
+# The readers of each kind. Their arguments are a file, its name, and the most bytes of text.
 
 
 def _read_text(file: BinaryIO, name: str, _: int) -> Iterator[Row]:
@@ -170,7 +174,7 @@ def _read_text(file: BinaryIO, name: str, _: int) -> Iterator[Row]:
 
 
 def _read_json(file: BinaryIO, name: str, _: int) -> Iterator[Row]:
-    """A list of records or JSON lines, whichever it is."""
+    """Yields the records of a list or of JSON lines."""
     text = io.TextIOWrapper(file, "utf-8-sig")
     # Not str.splitlines, which also splits at characters that JSON allows in a string.
     lines = ((number, line) for number, line in enumerate(text, 1) if line.strip())
@@ -196,7 +200,7 @@ def _line(name: str, number: int, line: str) -> Row:
 
 
 def _read_table(delimiter: str) -> Callable[[BinaryIO, str, int], Iterator[Row]]:
-    """The reader of a table with a header, whose cells are strings."""
+    """Returns the reader of a table with a header, whose cells are strings."""
 
     def read(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
         csv.field_size_limit(most)
@@ -230,8 +234,11 @@ def _read_table(delimiter: str) -> Callable[[BinaryIO, str, int], Iterator[Row]]
 
 
 def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
-    """The rows of a parquet file, some at a time. Text that repeats stays one text with indices
-    until its size is known: a few bytes of a file may stand for gigabytes."""
+    """Yields the rows of a parquet file, some at a time.
+
+    A few bytes of a file may stand for gigabytes: repeated text is read as indices until its size
+    is known.
+    """
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
@@ -244,7 +251,7 @@ def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
     try:
         whole = ParquetFile(content)
         columns = [whole.schema.column(i) for i in range(len(whole.schema))]
-        # Of a damaged file that raises, where what its index says would end the process.
+        # For a damaged file this raises, where its index could make the library end the process.
         whole.scan_contents()
         table = ParquetFile(content, read_dictionary=[column.path for column in columns])
         if len({*table.schema_arrow.names}) < len(table.schema_arrow.names):
@@ -272,7 +279,9 @@ def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
 
 
 def _decoded_size(array: Any) -> int:
-    """The bytes of an Arrow array's values, each by itself, and 8 for each."""
+    """Returns the bytes of an Arrow array's values, with repeated ones counted each time, and 8 for
+    each.
+    """
     from pyarrow import ExtensionArray, StructArray, compute
 
     size = 8 * len(array)
@@ -289,7 +298,9 @@ def _decoded_size(array: Any) -> int:
 
 
 def _parsed(where: str, value: Any, type: Any) -> Any:
-    """A value of a parquet file, in which a string of Arrow's type for JSON is the value it has."""
+    """Returns a value of a parquet file; a string of Arrow's JSON type becomes the value in the
+    JSON.
+    """
     from pyarrow import types
 
     if value is None:

@@ -22,8 +22,8 @@ SOURCES = (
     "python-docs-pairs"
 )
 BUILT_IN = {"python-docs": python_docs, "python-docs-pairs": python_docs_pairs}
-MOST_FILES = 10_000  # in a folder of data
-HIDDEN = (".", "__")  # how names of files begin that are not data
+MOST_FILES = 10_000  # the most files in a folder of data
+HIDDEN = (".", "__")  # beginnings of the names of files that are not data
 # Files beside data that change nothing.
 NO_DATA = re.compile(
     r"(readme|licen[cs]e|notice|copying|citation|changelog)([-_]\w+)*(\.(md|txt|rst|cff|bib))?"
@@ -33,9 +33,12 @@ NO_DATA = re.compile(
 
 @dataclass(frozen=True)
 class Selection:
-    """The part of a dataset that is read: its configuration `subset`; what is taken as each of our
-    `splits`, as the datasets library spells it; the column that stands for each key of a record;
-    and the fields of records, and of their messages, that are `ignored`."""
+    """The part of a dataset that is read.
+
+    It has the configuration `subset`, the source of each of our `splits` in the datasets library's
+    spelling, the column for each key of a record, and the fields of records and of their messages
+    that are `ignored`.
+    """
 
     subset: str | None = None
     splits: dict[str, str] = field(default_factory=dict)
@@ -44,12 +47,14 @@ class Selection:
 
     @property
     def is_of_dataset(self) -> bool:
-        """Whether it says what of a dataset's files is read."""
+        """Whether it selects among a dataset's files."""
         return self.subset is not None or bool(self.splits)
 
 
 def read_documents(data: str, selection: Selection) -> dict[str, list[Document]]:
-    """The documents of `data`, one of `SOURCES`, by split. Raises MespError if it is not valid."""
+    """Returns the documents of `data`, one of `SOURCES`, by split. Raises MespError if it is
+    invalid.
+    """
     path = Path(data)
     is_named = re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not FileName.of(path.name).is_read
     is_folder, is_file = path.is_dir(), path.exists() and not path.is_dir()
@@ -74,8 +79,11 @@ def read_documents(data: str, selection: Selection) -> dict[str, list[Document]]
 
 
 def documents_of(name: str, rows: Iterable[Row], selection: Selection) -> list[Document]:
-    """The documents of what is called `name`. Raises MespError where there are none, a record is of
-    no kind or lacks one of the columns, or text has no words or is to have columns."""
+    """Returns the documents in the rows of `name`.
+
+    Raises MespError if there are none, if a record is of no kind or lacks a column, if a text has
+    no words, or if columns are named for text.
+    """
     documents = []
     for where, content in rows:
         if not isinstance(content, str):
@@ -91,7 +99,7 @@ def documents_of(name: str, rows: Iterable[Row], selection: Selection) -> list[D
 
 
 def may_be_data(name: str) -> bool:
-    """Whether a file of this name, with its folders, is not known to change nothing."""
+    """Returns whether a file may be data, by its name with folders."""
     parts = PurePosixPath(name).parts
     return not any(part.startswith(HIDDEN) for part in parts) and not NO_DATA.fullmatch(
         parts[-1].lower()
@@ -99,8 +107,11 @@ def may_be_data(name: str) -> bool:
 
 
 def data_files(folder: Path) -> list[str]:
-    """The names in a folder, at whatever depth, of files that may be data; links to folders are
-    files. Raises MespError where they are too many, or cannot be listed."""
+    """Returns the names in a folder, at any depth, of files that may be data.
+
+    Links to folders count as files. Raises MespError if there are too many, or if they cannot be
+    listed.
+    """
 
     def stop(error: OSError) -> None:
         raise MespError(f"{error.filename} cannot be read: {error.strerror}.") from error
@@ -119,8 +130,10 @@ def data_files(folder: Path) -> list[str]:
 def _read_tree(
     data: str, folder: Path | None, names: list[str], selection: Selection
 ) -> dict[str, list[Document]]:
-    """The documents of a folder, or of a dataset on the Hub where it is None, with files of these
-    `names`."""
+    """Returns the documents of files with these `names` in a folder.
+
+    If it is None, they are in a dataset on the Hub.
+    """
     home = next((each for each in ("", "data/") if _splits_in(each, names).get("train")), None)
     splits = _splits_in(home or "", names)
     others = [name for name in names if all(name not in each for each in splits.values())]
@@ -152,17 +165,17 @@ def _read_tree(
 
 
 def of_no_split(data: str, name: str) -> MespError:
-    """The error for a file in a folder that is of no split, or of no kind that is read."""
+    """Returns the error for a file in a folder that is in no split, or of no kind that is read."""
     if not FileName.of(PurePosixPath(name).name).is_read:
-        return MespError(f"{data} has {name}, of no kind of file that is read; {KINDS}.")
+        return MespError(f"{data} has {name}, a kind of file that is not read; {KINDS}.")
     return MespError(
-        f"{data} has {name}, which is of no split: call it train, valid or test, put it elsewhere, "
-        "or say with --splits what is read."
+        f"{data} has {name}, which is in no split: name it train, valid or test, put it elsewhere, "
+        "or choose the splits with --splits."
     )
 
 
 def _splits_in(home: str, names: list[str]) -> dict[str, list[str]]:
-    """The files of each split that lie in the folder `home`."""
+    """Returns the files of each split in the folder `home`."""
     splits: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
     for name in names:
         place, slash, file = name.rpartition("/")
@@ -173,8 +186,10 @@ def _splits_in(home: str, names: list[str]) -> dict[str, list[str]]:
 
 
 def _whole(data: str, names: list[str]) -> list[str]:
-    """The files of a split: one, or the parts in which the Hub keeps it. Raises MespError where
-    there are several, or a part is missing."""
+    """Returns the files of a split: one, or the Hub's parts of one.
+
+    Raises MespError if there are several, or if a part is missing.
+    """
     shards = [SHARD.fullmatch(FileName.of(name).stem) for name in names]
     first, numbers = shards[0], set[int]()
     for name, shard in zip(names, shards, strict=True):
@@ -194,7 +209,9 @@ def _whole(data: str, names: list[str]) -> list[str]:
 def _of_dataset(
     data: str, selection: Selection, names: Sequence[str] = ()
 ) -> dict[str, list[Document]]:
-    """The documents of what the datasets library finds, which is to be all files of `names`."""
+    """Returns the documents that the datasets library finds, which must include all files of
+    `names`.
+    """
     rows = read_dataset(data, selection.subset, selection.splits, names)
     return {
         split: documents_of(f"The {split} data of {data}", each, selection)
@@ -203,7 +220,7 @@ def _of_dataset(
 
 
 def _has_configs(folder: Path) -> bool:
-    """Whether the README.md of a dataset says which files are data."""
+    """Returns whether the README.md of a dataset names its files."""
     readme = folder / "README.md"
     if not readme.is_file():
         return False

@@ -1,10 +1,10 @@
-"""Special tokens in what people wrote: encoded as themselves, or split into ordinary text.
+"""Encodes special tokens in people's texts: as themselves, or split into ordinary text.
 
-They are split as transformers splits them. A text by itself is encoded with its option
-`split_special_tokens`. In a conversation the template's special tokens stay, and each of a person's
-is encoded by itself, as `apply_chat_template` with `sanitize_control_tokens` does for the tokens
-that the tokenizer marks as special. Where transformers adds a space of SentencePiece's to the text,
-this module adds none.
+They are split as transformers splits them. A text outside of a conversation is encoded with
+transformers' option `split_special_tokens`. In a conversation, the template's special tokens stay,
+and each in a person's text is encoded separately, as `apply_chat_template` with
+`sanitize_control_tokens` does for the tokens that the tokenizer marks as special. transformers may
+add a space of SentencePiece's to the text; this module adds none.
 """
 
 from __future__ import annotations
@@ -18,35 +18,39 @@ from typing import Any
 
 from mesp.errors import MespError
 
-Bounds = Sequence[tuple[int, int]]  # of parts of a text: the first character, and the one after it
+# The bounds of parts of a text: the first character of each, and the one after its last.
+Bounds = Sequence[tuple[int, int]]
 
 
 def special_tokens(tokenizer: Any) -> set[int]:
-    """The ids of the tokens that mark something, and are no text."""
+    """Returns the ids of the tokens that mark something and are not text."""
     added = tokenizer.added_tokens_decoder
     return {*tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
 
 
 @lru_cache(maxsize=4)
 def special_pattern(tokenizer: Any) -> re.Pattern[str]:
-    """A pattern that finds special tokens in a text, at each place the longest."""
+    """Returns a pattern that finds special tokens in a text, the longest one at each place."""
     added = tokenizer.added_tokens_decoder.values()
     tokens = sorted((t.content for t in added if t.special and t.content), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
 def encode_split(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
-    """The ids of a text that a person wrote. With `add_special_tokens` they have the special tokens
-    that the tokenizer puts around a text. Raises MespError where it makes others."""
+    """Returns the ids of a person's text.
+
+    With `add_special_tokens`, they include the tokens that the tokenizer puts around a text. Raises
+    MespError if they include other special tokens.
+    """
     ids = tokenizer.encode(text, add_special_tokens=add_special_tokens, split_special_tokens=True)
     check_special(tokenizer, ids, tokenizer.encode("") if add_special_tokens else [])
     return list(ids)
 
 
 def check_special(tokenizer: Any, ids: Iterable[int], expected: Iterable[int]) -> None:
-    """Raises MespError unless `ids` have the special tokens of `expected`, and no others."""
+    """Raises MespError unless `ids` have exactly the special tokens of `expected`."""
     special = special_tokens(tokenizer)
-    # What stands for an unknown character marks nothing, unless it is an end token too.
+    # The token for an unknown character marks nothing, unless it is an end token too.
     if tokenizer.unk_token_id not in (*tokenizer.eos_token_ids, tokenizer.bos_token_id):
         special.discard(tokenizer.unk_token_id)
     found, wanted = (Counter(id for id in each if id in special) for each in (ids, expected))
@@ -59,12 +63,11 @@ def check_special(tokenizer: Any, ids: Iterable[int], expected: Iterable[int]) -
 
 
 def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> dict[str, Any]:
-    """The ids of a text, and the bounds of each token's characters; white space that a token takes
-    from beside it is not among them.
+    """Returns the ids of a text, and the bounds of each token's characters.
 
-    The parts that are `written`, in order, are special tokens that are encoded as text. What is
-    between two of them is encoded by itself, so that no token has parts of both. Raises MespError
-    where the tokenizer makes special tokens of text.
+    The bounds exclude white space that a token absorbs. The parts in `written`, in order, are
+    special tokens that are encoded as text. The text between two of them is encoded separately, so
+    that no token has parts of both. Raises MespError if the tokenizer makes special tokens of text.
     """
     ids: list[int] = []
     bounds: list[tuple[int, int]] = []
@@ -81,9 +84,12 @@ def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> dict[str, Any]:
 def _piece(
     tokenizer: Any, text: str, is_first: bool, is_written: bool
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """The ids of a piece of a text and their bounds. A piece that is not the first is encoded after
-    a line feed, as SentencePiece puts a space before what begins a text. A piece that would share
-    a token with the line feed is encoded after another character."""
+    """Returns the ids of a piece of a text and their bounds.
+
+    A piece that is not the first is encoded after a line feed, as SentencePiece puts a space before
+    the beginning of a text. If it would share a token with the line feed, it is encoded after
+    another character.
+    """
     for feed in () if is_first else ("\n", ":"):
         before = tokenizer.encode(feed, add_special_tokens=False)
         ids, bounds = _encode(tokenizer, feed + text, is_written)
@@ -113,6 +119,6 @@ def _own(text: str, token: str, start: int, stop: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4)
 def _tokens_that_take_space(tokenizer: Any) -> dict[int, str]:
-    """The tokens that take white space from beside them, which becomes no token."""
+    """Returns the tokens that absorb the white space beside them."""
     added = tokenizer.added_tokens_decoder.items()
     return {id: token.content for id, token in added if token.lstrip or token.rstrip}

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a model or a bundle, as mlx-lm wraps it, and checks it."""
+"""Loads the tokenizer of a model or a bundle in mlx-lm's wrapper, and checks it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ ROUND_TRIP_TEXT = "A text of 2 lines,\nwhich comes back."
 
 
 def load_checked_tokenizer(folder: Path, model: str) -> Any:
-    """The tokenizer in a model's folder, with which a text survives; None where there is none.
+    """Returns the tokenizer in a model's folder, if it decodes a text to itself; None if there is
+    none.
 
-    `model` is its name, for messages. Raises MespError where it cannot be loaded, or a text does
-    not come back.
+    `model` is its name, for messages. Raises MespError if it cannot be loaded, or if a text is
+    decoded differently.
     """
     if not _has_tokenizer(folder):
         return None
@@ -36,9 +37,9 @@ def load_checked_tokenizer(folder: Path, model: str) -> Any:
 
 
 def write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Writes the `tokenizer.json` of a tokenizer whose vocabulary is in files of another form.
+    """Writes the `tokenizer.json` of a tokenizer whose vocabulary is in files of another format.
 
-    Raises MespError where transformers cannot, or its file gives other tokens.
+    Raises MespError if transformers cannot write it, or if the file encodes differently.
     """
     failed = f"The tokenizer {type(tokenizer._tokenizer).__name__} cannot be written"
     with plain_errors(failed):
@@ -61,11 +62,11 @@ def _has_tokenizer(folder: Path) -> bool:
 def load_tokenizer(
     folder: Path, without: str = "so --data cannot be used with it; take a model with one"
 ) -> Any:
-    """The tokenizer in a model's folder or a bundle, as mlx-lm wraps it, with the tokens at which
-    its generation stops: the model's, its own, and what its chat template ends an answer with.
+    """Returns the tokenizer in a model's folder or a bundle, in mlx-lm's wrapper.
 
-    Code in the folder is never run: a tokenizer is one of those that transformers has. Raises
-    MespError if there is none, and says what `without` it, or where it cannot be loaded.
+    Its end tokens are the model's, its own, and those that end an answer in its chat template. Code
+    in the folder is never run: tokenizers are those of transformers. Raises MespError if it cannot
+    be loaded, or if there is none; then the message includes `without`.
     """
     if not _has_tokenizer(folder):
         raise MespError(f"{folder} has no tokenizer, {without}.")
@@ -74,7 +75,7 @@ def load_tokenizer(
 
     failed = f"The tokenizer in {folder} cannot be loaded"
     root = root_of(folder)
-    # Those that transformers may open.
+    # Files that transformers may open.
     for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         if file.suffix in (".json", ".jinja", ".txt", ".model") and not (
             file.is_file() and file.resolve().is_relative_to(root)
@@ -96,7 +97,7 @@ def load_tokenizer(
                     "is data."
                 ) from error
             raise
-        # A tokenizer's fault may appear only when it is used.
+        # Some errors of a tokenizer appear only when it is used.
         tokenizer.encode("a")
         _ = tokenizer.detokenizer
         tokenizer.eos_token_ids = end_tokens(tokenizer)
@@ -104,8 +105,11 @@ def load_tokenizer(
 
 
 def _ends_of_model(folder: Path) -> list[int] | None:
-    """The end tokens that generation_config.json names, or else config.json; None where neither
-    does. Raises ValueError where they are not numbers."""
+    """Returns the end tokens in generation_config.json, or else in config.json; None if neither has
+    any.
+
+    Raises ValueError if they are not numbers.
+    """
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         ends = read_object(file).get("eos_token_id") if file.exists() else None
@@ -120,8 +124,11 @@ def _ends_of_model(folder: Path) -> list[int] | None:
 
 
 def _kind_of_model(folder: Path) -> Any:
-    """The configuration that transformers chooses a tokenizer's class by, without the sizes in
-    config.json: transformers makes lists of as many blocks or labels as these say."""
+    """Returns the configuration by which transformers chooses a tokenizer's class.
+
+    The sizes in config.json are left out, because transformers makes lists of that many blocks or
+    labels.
+    """
     from transformers import AutoConfig, PreTrainedConfig
 
     file = folder / "config.json"
@@ -129,13 +136,14 @@ def _kind_of_model(folder: Path) -> Any:
     named = {key: config[key] for key in ("tokenizer_class", "model_name") if key in config}
     try:
         return AutoConfig.for_model(config.get("model_type", ""), **named)
-    except (ValueError, TypeError):  # of a kind that it does not know
+    except (ValueError, TypeError):  # unknown kinds
         return PreTrainedConfig(**named)
 
 
 def load_bundle_tokenizer(bundle: Path) -> Any:
-    """The bundle's tokenizer, with the tokens at which generation stops: those of `load_tokenizer`,
-    and what the bundle's data end with."""
+    """Returns the bundle's tokenizer. Its end tokens are those of `load_tokenizer`, and those that
+    end the bundle's data.
+    """
     tokenizer = load_tokenizer(bundle, "which generating needs; export a model that has one")
     with plain_errors(f"The manifest of {bundle} cannot be read"):
         ends = read_object(bundle / "manifest.json").get("end_tokens", [])

@@ -19,8 +19,10 @@ from mesp.errors import MespError
 
 
 def main() -> None:
-    """Builds mesp-engine, or mesp-count where that is named, and prints where it is; with --mlx
-    only prints the folder of the mlx package that they are built with."""
+    """Builds mesp-engine, or mesp-count if it is named, and prints its path.
+
+    With --mlx, only prints the folder of the mlx package that they are built with.
+    """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         if sys.argv[1:] == ["--mlx"]:

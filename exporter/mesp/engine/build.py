@@ -1,4 +1,4 @@
-"""Finds mesp-engine, the trainer, and mesp-count, and builds them where they are missing."""
+"""Finds mesp-engine, the trainer, and mesp-count, and builds them if they are missing."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from mesp.errors import MespError, plain_os_errors
 
 log = logging.getLogger(__name__)
 
-# Installed editable, the package lies in exporter/ of the checkout it came from.
+# The folder of the checkout: an editable install leaves the package in the checkout's exporter/.
 CHECKOUT = Path(__file__).resolve().parents[3]
-# The folder into which `setup.py` puts the Swift package, laid out as in a checkout.
+# The folder that `setup.py` copies the Swift package into, laid out as in a checkout.
 SOURCES = Path(__file__).with_name("sources")
-# The folder into which it puts a built engine, and `mlx-version`, the MLX that it is built with.
+# The folder that `setup.py` copies a built engine into, with `mlx-version`, the MLX that it needs.
 CARRIED = Path(__file__).with_name("programs")
-# From there to the `mlx` package beside this one, as the loader of programs writes it.
+# The `mlx` package beside this one, relative to CARRIED, in the notation of the program loader.
 MLX_FROM_CARRIED = f"{'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}/../../../mlx"
 
 
@@ -41,17 +41,18 @@ class Program(NamedTuple):
 
 
 ENGINE = Program("mesp-engine", ".")
-# Counts a step on a phone's GPU. On Linux alone.
+# Counts a step on a phone's GPU. Only on Linux.
 COUNTER = Program("mesp-count", "ios/HostMLXLedger")
 
 
 def find_engine(
     checkout: Path = CHECKOUT, sources: Path = SOURCES, carried: Path = CARRIED
 ) -> Path:
-    """A ready engine: MESP_ENGINE, the checkout's, the wheel's, or the one in the user's cache.
+    """Returns a ready engine: MESP_ENGINE, the checkout's, the wheel's, or the one in the user's
+    cache.
 
-    The checkout's and the cache's are built first where they are missing or old. Raises
-    MespError where that fails.
+    The checkout's and the cache's are built first if they are missing or old. Raises MespError if
+    that fails.
     """
     if named := os.environ.get("MESP_ENGINE"):
         engine = Path(named)
@@ -76,15 +77,15 @@ def find_engine(
 
 
 def has_engine(carried: Path) -> bool:
-    """Whether the package came with a built engine."""
+    """Returns whether the package contains a built engine."""
     return (carried / ENGINE.name).is_file()
 
 
 def misfit(carried: Path) -> str:
-    """Why the engine that came with the package cannot be used here; empty where it can.
+    """Returns why the engine in the package cannot be used here; empty if it can.
 
-    It is compiled with the headers of one version of MLX, which go with that version's library
-    alone.
+    It is compiled with the headers of one version of MLX, and works only with that version's
+    library.
     """
     wanted = (carried / "mlx-version").read_text(encoding="utf-8").strip()
     if wanted != (installed := metadata.version("mlx")):
@@ -94,11 +95,11 @@ def misfit(carried: Path) -> str:
 
 
 def find_counter(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
-    """A ready mesp-count: the one beside the engine that MESP_ENGINE names, the checkout's, or the
-    one in the user's cache.
+    """Returns a ready mesp-count.
 
-    The last two are built first where they are missing or old. Raises MespError where that fails,
-    or where nothing can be counted.
+    It is the one beside the engine that MESP_ENGINE names, the checkout's, or the one in the user's
+    cache. The last two are built first if they are missing or old. Raises MespError if that fails,
+    or if this machine cannot count.
     """
     if sys.platform != "linux":
         raise MespError("mesp-count counts on Linux only.")
@@ -119,7 +120,7 @@ def _find(program: Program, checkout: Path, sources: Path) -> Path:
 
 
 def engine_path() -> Path:
-    """The path of the engine, which `find_engine` builds."""
+    """Returns the path of the engine, which `find_engine` builds."""
     if named := os.environ.get("MESP_ENGINE"):
         return Path(named)
     if has_sources(CHECKOUT):
@@ -130,32 +131,33 @@ def engine_path() -> Path:
 
 
 def has_sources(folder: Path) -> bool:
-    """Whether what both programs are built from lies there, as in a checkout."""
+    """Returns whether a folder has the sources of both programs, as a checkout does."""
     return (folder / "Package.swift").is_file()
 
 
 def built_program(checkout: Path, program: Program = ENGINE) -> Path:
-    """The path of a checkout's program."""
+    """Returns the path of a checkout's program."""
     return checkout / program.package / ".build" / "release" / program.name
 
 
 def is_older_than_sources(program: Path, checkout: Path) -> bool:
-    """Whether a Swift source of the checkout was written after the program."""
+    """Returns whether a Swift source of the checkout was written after the program."""
     built = program.stat().st_mtime
     sources = [checkout / "Package.swift"]
     for folder, folders, files in os.walk(checkout / "ios"):
-        folders[:] = [name for name in folders if name != ".build"]  # of tests that run beside
+        # The folders of tests that run at the same time.
+        folders[:] = [name for name in folders if name != ".build"]
         sources += [Path(folder, name) for name in files]
     return any(source.stat().st_mtime > built for source in sources)
 
 
 def expected_version(program: Program = ENGINE) -> str:
-    """The output of `PROGRAM --version` for this package's program."""
+    """Returns the output of `PROGRAM --version` for this package's program."""
     return f"{program.name} {mesp.__version__} with MLX {metadata.version('mlx')}"
 
 
 def version_of(program: Path) -> str:
-    """The last line that `PROGRAM --version` prints, on standard output or error."""
+    """Returns the last line that `PROGRAM --version` prints, on standard output or error."""
     try:
         done = subprocess.run(
             [program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -166,8 +168,10 @@ def version_of(program: Path) -> str:
 
 
 def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
-    """The user's program, built first where it is missing, or where it no longer starts: it needs
-    the libraries of the Swift that built it."""
+    """Returns the user's program, built first if it is missing or no longer starts.
+
+    It needs the libraries of the Swift that built it.
+    """
     if not has_sources(sources):
         raise MespError(
             f"{program.name}'s sources have not been installed with this package: install MeSP "
@@ -184,7 +188,7 @@ def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
         return cached
     with lock_folder(cached.parent):
         if not is_ready():
-            # Reuses what a killed build has left.
+            # Reuses the files of a killed build.
             scratch = cached.with_name(f"build-{program.name}")
             built = build_program(sources, scratch, program)
             with plain_os_errors(f"Cannot write {cached}"):
@@ -195,15 +199,16 @@ def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
 
 
 def _set_engine(program: Program) -> str:
-    """What a user who has the program built does."""
+    """Returns the remedy for a user who has a built program."""
     beside = " with mesp-count beside it" if program == COUNTER else ""
     return f"set MESP_ENGINE to a built mesp-engine{beside}"
 
 
 def _require_own(path: Path) -> None:
-    """Raises MespError where somebody else could have put the program `path` there, or one into
-    the folder `path`."""
-    with suppress(FileNotFoundError, NotADirectoryError):  # `alone` says what cannot be made
+    """Raises MespError if somebody else could have put the program `path` there, or one into the
+    folder `path`.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):  # `alone` names what cannot be created
         status = path.stat()
         if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
             raise MespError(
@@ -213,15 +218,15 @@ def _require_own(path: Path) -> None:
 
 
 def user_cache() -> Path:
-    """The user's folder of what can be rebuilt: the XDG Base Directory's, on a Mac Apple's."""
+    """Returns the user's cache folder: that of the XDG Base Directory, or of Apple on a Mac."""
     own = "Library/Caches" if sys.platform == "darwin" else ".cache"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / own) / "mesp"
 
 
 def cached_program(sources: Path, mlx: Path, program: Program = ENGINE) -> Path:
-    """The path of the program of these sources and this `mlx` package.
+    """Returns the path of the program with these sources and this `mlx` package.
 
-    It finds MLX's library by its path: another environment's is another program.
+    The program contains the path of MLX's library, so each environment has a separate program.
     """
     digest = hashlib.sha256(str(mlx).encode())
     for path in sorted(path for path in sources.rglob("*") if path.is_file()):
@@ -231,8 +236,11 @@ def cached_program(sources: Path, mlx: Path, program: Program = ENGINE) -> Path:
 
 
 def prune(newest: Path) -> None:
-    """Removes cached engines beside the folder `newest` that can run no more: their `mlx` package,
-    which the folder's file `mlx` names, is gone. Another environment's stay."""
+    """Removes cached engines beside the folder `newest` that can no longer run.
+
+    The `mlx` package in such a folder's file `mlx` no longer exists. Engines of other environments
+    stay.
+    """
     (newest / "mlx").write_text(str(mlx_folder()))
     for folder in newest.parent.glob("engine-*"):
         with suppress(OSError):
@@ -242,9 +250,9 @@ def prune(newest: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Makes the folder, and lets one process in at a time.
+    """Creates a folder, and lets one process in at a time.
 
-    A process that ends, however it does, lets the next one in.
+    When a process ends for any reason, the next one may enter.
     """
     with plain_os_errors(f"Cannot keep the engine in {folder} (XDG_CACHE_HOME moves it)"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -259,7 +267,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def mlx_folder() -> Path:
-    """The installed `mlx` package, whose headers and library the engine is built with."""
+    """Returns the installed `mlx` package, whose headers and library the engine is built with."""
     spec = importlib.util.find_spec("mlx.core")
     if spec is None or spec.origin is None:
         raise MespError("The Python package mlx is missing: install MeSP with its dependencies.")
@@ -273,11 +281,11 @@ def build_program(
     *,
     for_wheel: bool = False,
 ) -> Path:
-    """Builds a program for release and returns its path. Only what has changed is compiled.
+    """Builds a program for release and returns its path. Only changed files are compiled.
 
-    `checkout`: the folder of the first Package.swift; `scratch`: of what the compiler writes, where
-    that is not the package's .build; `for_wheel`: it needs no Swift where it runs, and finds MLX
-    from the folder CARRIED.
+    `checkout`: the folder of the first Package.swift; `scratch`: the compiler's folder, by default
+    the package's .build; `for_wheel`: whether the program runs without Swift, and finds MLX from
+    the folder CARRIED.
     """
     swift = shutil.which("swift")
     if swift is None:
@@ -301,14 +309,14 @@ def build_program(
         *(["--scratch-path", str(scratch)] if scratch else []),
     ]
     if not scratch or program == COUNTER:
-        # In a checkout as `make` compiles the tests, which then share what is compiled. And
-        # mesp-count is of another package than the trainer, whose parts it counts.
+        # As `make` compiles the tests, so that the tests use the same compiled files. mesp-count is
+        # in another package than the parts of the trainer that it counts.
         command += ["-Xswiftc", "-enable-testing"]
-    # On macOS too: SwiftPM does not compile Metal shaders, and the wheel brings them compiled.
+    # On macOS too, because SwiftPM does not compile Metal shaders, and the wheel has them compiled.
     environment = {"MESP_HOST_MLX": str(mlx_folder()), **os.environ}
     if for_wheel:
         environment["MESP_WHEEL"] = MLX_FROM_CARRIED
-        # Messages of MLX's headers name them.
+        # Messages in MLX's headers contain their paths.
         command += ["-Xcxx", f"-ffile-prefix-map={environment['MESP_HOST_MLX']}=mlx"]
         if sys.platform == "linux":  # a Mac has Swift's libraries
             command += ["--static-swift-stdlib", "-Xlinker", "-s"]
@@ -332,5 +340,5 @@ def build_program(
     if process.returncode != 0:
         log.error("%s", "\n".join(tail))
         raise MespError(f"{program.name} could not be built; the compiler's last lines are above.")
-    built.touch()  # where no source needed compiling, the program keeps its old date
+    built.touch()  # if no source needed compiling, the program keeps its old date
     return built

@@ -1,4 +1,4 @@
-"""Text from a bundle's model, with or without adapters."""
+"""Generates text with a bundle's model, with or without adapters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from mesp.errors import plain_errors
 
 
 class TextStream:
-    """The text after a prompt, in pieces as they come; see `generate` for the arguments.
+    """The text after a prompt, in pieces as they arrive; see `generate` for the arguments.
 
-    `prompt_tokens` is the number of the prompt's tokens. Once all pieces were taken, `end` is the
-    engine's last record: its ``reason`` is ``stopped`` where a signal, such as Ctrl-C's, ended the
-    text.
+    `prompt_tokens` is the number of the prompt's tokens. After all pieces, `end` is the engine's
+    last record: its ``reason`` is ``stopped`` if a signal, such as Ctrl-C's, ended the text.
     """
 
     def __init__(
@@ -88,16 +87,15 @@ def generate(
     Args:
         bundle: A bundle or its folder.
         prompt: The text to continue.
-        adapters: A folder of adapters, of `RunLog.adapters`, mlx-lm or PEFT, or several, whose
+        adapters: A folder of adapters, from `RunLog.adapters`, mlx-lm or PEFT, or several, whose
             sum is added to the model; None for the base model.
-        weights: A factor from 0 to 10 for each folder of `adapters`, 1 where none are given; 0
-            leaves it out.
+        weights: A factor from 0 to 10 for each folder of `adapters`, by default 1; 0 leaves it out.
         max_tokens: The most tokens of the text.
-        temperature: From 0, which takes the likeliest token each time, to 100.
-        top_p: Draw from the fewest tokens that are together as likely as this, above 0 up to 1.
+        temperature: From 0, which always takes the likeliest token, to 100.
+        top_p: Draw from the fewest tokens whose probabilities sum to this, above 0 up to 1.
         seed: Seed of sampling.
         system_prompt: The system message of the chat template.
-        chat: Whether the prompt goes into the chat template; None: where the tokenizer has one.
+        chat: Whether the prompt goes into the chat template; None: if the tokenizer has one.
         split_special_tokens: Whether special tokens in the prompts become ordinary text; the chat
             template's stay.
 

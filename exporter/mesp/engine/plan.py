@@ -1,4 +1,4 @@
-"""The engine's plan for a run, and the memory that it predicts; nothing is trained."""
+"""The engine's plan for a run and the memory that it predicts, without training."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mesp.settings.train_settings import OPTIMIZERS, TrainSettings
 
 
 def find_plans(bundle: Path, manifest: Manifest) -> dict[int, dict[str, Any]]:
-    """The plan of mesp-train's defaults by length, for the bundle's first rank.
+    """Returns the plan of mesp-train's defaults by length, for the bundle's first rank.
 
-    Raises MespError where the engine has not been built, or refuses.
+    Raises MespError if the engine has not been built, or if it refuses.
     """
     size = {"bundle": str(bundle.resolve()), "rank": manifest.ranks[0]}
     size["optimizer"] = choose_optimizer("mesp")
@@ -26,10 +26,11 @@ def find_plans(bundle: Path, manifest: Manifest) -> dict[int, dict[str, Any]]:
 
 
 def predicted_memory(out: Path, manifest: Manifest) -> str | None:
-    """The trainer's predicted peak for each length with its default plan, and the lowest memory
-    limit of a run, which is the least peak with a margin.
+    """Returns a description of the predicted peak for each length, and the lowest memory limit of a
+    run.
 
-    None where the engine has not been built: exporting does not need it.
+    The peak is that of the default plan. The limit is the least peak with a margin. None if the
+    engine has not been built, because exporting does not need it.
     """
     try:
         plans = find_plans(out, manifest)
@@ -43,7 +44,7 @@ def predicted_memory(out: Path, manifest: Manifest) -> str | None:
     return "training peaks at " + ", ".join(peaks)
 
 
-# The order of a step's sequences, by `order` of a plan.
+# The order of a step's sequences, in words, by `order` of a plan.
 ORDERS = {
     "sequences": "one sequence after the other",
     "blocks": "all its sequences go through a block before the next",
@@ -51,7 +52,7 @@ ORDERS = {
 
 
 def describe_plan(plan: Record) -> str:
-    """The engine's plan in words."""
+    """Returns a description of the engine's plan."""
     answer = "; of a pair the inputs of one answer kept" if plan.get("keeps_answer") else ""
     metal = ""
     if "metal_bytes" in plan:
@@ -70,7 +71,7 @@ def describe_plan(plan: Record) -> str:
 
 
 def describe_count(count: Record) -> str:
-    """The engine's counts of a step, in words."""
+    """Returns a description of the engine's counts of a step."""
     return (
         f"On a phone's GPU a step has {count['evals']:,} evals and {count['kernels']:,} kernels "
         f"(counted), {count['tflop']:.3f} TFLOP, and takes {count['modelled_seconds']:.2f} s "
@@ -80,8 +81,10 @@ def describe_count(count: Record) -> str:
 
 
 def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
-    """The memory of a run with each optimizer, without a limit and all in memory."""
-    # As of a new run: a run that goes on keeps its optimizer.
+    """Returns a description of the memory of a run with each optimizer, without a limit and
+    offloading.
+    """
+    # The settings of a new run, because a resumed run keeps its optimizer.
     free = {**settings, "memory_limit_mb": None, "offload": "none", "resume": False, "output": ""}
     peaks = (
         f"{megabytes(find_plan(engine, free | {'optimizer': name})['predicted_peak_bytes'])} MB "
@@ -92,7 +95,7 @@ def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
 
 
 def describe_privacy(settings: TrainSettings, examples: int, steps: int) -> str:
-    """The ε of this many steps of a run with DP-SGD, in a sentence."""
+    """Returns a sentence with the ε of this many steps of a run with DP-SGD."""
     if not settings.dp_noise:
         return "Differential privacy: none, as gradients are clipped and get no noise."
     sampled = settings.batch_size / examples

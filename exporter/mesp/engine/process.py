@@ -1,5 +1,4 @@
-"""Runs mesp-engine: starts it, takes the records that it prints, passes signals on, and says how it
-failed."""
+"""Runs mesp-engine: starts it, reads its records, forwards signals, and reports its failures."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ class Engine:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self.last: Record = {}
-        self.signals: list[int] = []  # those that asked for its end
-        self.said = ""  # on standard error, once it has ended
+        self.signals: list[int] = []  # the signals that asked it to end
+        self.said = ""  # its standard error, once it has ended
         self.is_waiting = False
 
     def __iter__(self) -> Iterator[Record]:
@@ -47,20 +46,22 @@ class Engine:
             yield self.last
 
     def ask(self, request: Any) -> Record:
-        """Its answer to a request, a line of JSON each."""
+        """Returns the engine's answer to a request; both are a line of JSON."""
         self.send(request)
         return self.receive()
 
     def send(self, answer: Any) -> None:
-        """Writes a line of JSON to it."""
+        """Sends a line of JSON to the engine."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(answer) + "\n")
         self.process.stdin.flush()
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """While the engine waits for what is computed here: the signal that kills it raises
-        KeyboardInterrupt."""
+        """Makes the signal that kills the engine raise KeyboardInterrupt in this context.
+
+        It is for computations that the engine waits for.
+        """
         self.is_waiting = True
         try:
             yield
@@ -68,21 +69,22 @@ class Engine:
             self.is_waiting = False
 
     def receive(self) -> Record:
-        """The next record."""
+        """Returns the next record."""
         for record in self:
             return record
-        raise BrokenPipeError  # `check` says why
+        raise BrokenPipeError  # `check` raises the error with the reason
 
     def check(self) -> None:
-        """Raises MespError where it refused, EngineError where it failed otherwise or has not
-        printed an ``end`` record."""
+        """Raises MespError if the engine refused, and EngineError if it failed otherwise or has not
+        printed an ``end`` record.
+        """
         status = self.process.returncode
         if status != 0 or self.last.get("type") != "end":
             raise failure(status, self.said)
 
 
 def _as_json(settings: Settings) -> str:
-    """Raises MespError where a setting is a number that the engine has no room for."""
+    """Returns the settings in JSON. Raises MespError if the engine cannot hold a number in them."""
     for name, value in settings.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and not is_held(value):
             raise MespError(f"{name} is {value!r:.40}, which is too large or too small a number.")
@@ -100,11 +102,11 @@ def running(
     interruptible: bool = False,
     timeout: float | None = None,
 ) -> Iterator[Engine]:
-    """`mesp-engine COMMAND SETTINGS`, or mesp-count, which is ended where it has not ended itself.
+    """Runs `mesp-engine COMMAND SETTINGS`, or mesp-count, and ends it with the context.
 
-    `environment` is added to this process's. With `interruptible` signals that ask for an end go
-    to the engine, which ends in order; else Ctrl-C raises KeyboardInterrupt. Raises MespError where
-    it cannot be started, or takes more than `timeout` seconds.
+    `environment` is added to this process's. With `interruptible`, signals that ask for an end go
+    to the engine, which ends in order; otherwise Ctrl-C raises KeyboardInterrupt. Raises MespError
+    if the engine cannot be started, or takes more than `timeout` seconds.
     """
     program = engine or find_engine()
     with ExitStack() as stack:
@@ -157,7 +159,7 @@ def running(
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Ends a process that has not ended by itself."""
+    """Kills a process that has not ended."""
     if process.poll() is None:
         process.kill()
         process.wait()
@@ -165,7 +167,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def _held_signals() -> Iterator[None]:
-    """Holds signals that ask for an end until the process that is being started can be ended."""
+    """Delays signals that ask for an end until the process that is starting can be ended."""
     came: list[int] = []
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
@@ -178,8 +180,10 @@ def _held_signals() -> Iterator[None]:
 
 @contextmanager
 def _handling(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
-    """Handles signals in the main thread, where alone Python takes them. Signals that nohup, or a
-    shell's background job, ignores stay ignored."""
+    """Handles signals in the main thread, the only one in which Python handles them.
+
+    Signals that are ignored, as by nohup or a shell's background job, stay ignored.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     previous = {
         number: signal.signal(number, handler)
@@ -195,10 +199,10 @@ def _handling(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> 
 
 @contextmanager
 def _forwarded_signals(engine: Engine) -> Iterator[None]:
-    """Passes signals on to the engine, and notes those that ask for an end.
+    """Forwards signals to the engine, and records those that ask for an end.
 
-    The engine has a session of its own: a Ctrl-C, whether typed or sent to this process alone,
-    arrives here only, and at the engine exactly once. The second one kills the engine.
+    The engine has a session of its own. So a Ctrl-C, typed or sent to this process alone, arrives
+    only here, and reaches the engine exactly once. The second one kills the engine.
     """
     process = engine.process
 
@@ -227,7 +231,7 @@ def _forwarded_signals(engine: Engine) -> Iterator[None]:
 
 
 def failure(status: int, said: str, after: str = "", program: str = "mesp-engine") -> MespError:
-    """Why a program ended with this status, having `said` that on standard error."""
+    """Returns the error for a program that ended with this status and the standard error `said`."""
     if status > 0 and said:
         return MespError(said)
     if status > 0:
@@ -243,15 +247,15 @@ def failure(status: int, said: str, after: str = "", program: str = "mesp-engine
 
 
 def find_plan(engine: Path, settings: Settings) -> Record:
-    """The engine's plan for these settings, its ``plan`` record. Nothing is written."""
+    """Returns the engine's plan for these settings, its ``plan`` record. Nothing is written."""
     return _answer(engine, settings)
 
 
 def find_count(settings: Settings) -> Record:
-    """The counts of a step with these settings on a phone's GPU: the record of mesp-count, which is
-    built first where it is missing or old.
+    """Returns the counts of a step with these settings on a phone's GPU, the record of mesp-count.
 
-    Raises MespError where it cannot: of a bundle for the CPU, or on a Mac.
+    mesp-count is built first if it is missing or old. Raises MespError if it cannot count: for a
+    bundle for the CPU, or on a Mac.
     """
     return _answer(find_counter(), settings, "mesp-count")
 
@@ -269,10 +273,10 @@ def _answer(program: Path, settings: Settings, name: str = "mesp-engine") -> Rec
 def stream_records(
     command: str, settings: Settings, environment: Mapping[str, str] | None = None
 ) -> Iterator[Record]:
-    """The records that `mesp-engine COMMAND` prints with these settings. An ``end`` record has the
-    ``signal`` that asked for the end, if one did.
+    """Yields the records that `mesp-engine COMMAND` prints with these settings.
 
-    Signals reach the engine. Raises MespError where the engine fails.
+    An ``end`` record has the ``signal`` that asked for the end, if one did. Signals reach the
+    engine. Raises MespError if the engine fails.
     """
     with running([command], settings, environment=environment, interruptible=True) as started:
         for record in started:
@@ -293,9 +297,9 @@ def generate(
     seed: int = 0,
     stop: Sequence[int] = (),
 ) -> Iterator[Record]:
-    """The engine's records as they come: ``token`` records, then one ``end`` record.
+    """Yields the engine's records as they arrive: ``token`` records, then one ``end`` record.
 
-    A signal ends the text early, with reason "stopped". Raises MespError where the engine fails.
+    A signal ends the text early, with reason "stopped". Raises MespError if the engine fails.
     """
     settings = {
         "bundle": str(bundle.resolve()),
@@ -311,31 +315,31 @@ def generate(
 
 
 def _named(adapters: Sequence[WeightedAdapters]) -> list[Settings]:
-    """Adapters as the engine's settings have them."""
+    """Returns the adapters in the form of the engine's settings."""
     return [{"folder": str(each.folder.resolve()), "weight": each.weight} for each in adapters]
 
 
 class Score(NamedTuple):
-    """The log-likelihood of a continuation in nats, and whether greedy choice would write it."""
+    """The log-likelihood of a continuation in nats, and whether greedy decoding would write it."""
 
     log_likelihood: float
     is_greedy: bool
 
 
 class Evaluator:
-    """A running engine with a bundle's model, which takes its requests in token ids."""
+    """A running engine with a bundle's model. Its requests consist of token ids."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def choices(self, prompt: Sequence[int], choices: Sequence[Sequence[int]]) -> list[Score]:
-        """The log-likelihood of each choice after the `prompt`, which is computed once."""
+        """Returns the log-likelihood of each choice after the `prompt`, which is computed once."""
         request = {"type": "choices", "prompt": list(prompt), "choices": [*map(list, choices)]}
         record = self._engine.ask(request)
         return [*map(Score, record["log_likelihoods"], record["greedy"])]
 
     def text(self, tokens: Sequence[int], window: int) -> float:
-        """The log-likelihood in nats of all `tokens` but the first, in windows of `window`."""
+        """Returns the log-likelihood of `tokens[1:]` in nats, in windows of `window` tokens."""
         request = {"type": "text", "tokens": list(tokens), "window": window}
         return float(self._engine.ask(request)["log_likelihood"])
 
@@ -349,10 +353,12 @@ class Evaluator:
         temperature: float = 0.0,
         seed: int = 0,
     ) -> Iterator[int]:
-        """Gives each token after each of the `prompts` to `go_on`, with the prompt's index before
-        it, until that is false or a token of `stop` comes, which is not given. They are the
-        likeliest, or with a `temperature` drawn by `seed` and the index. `at_once` prompts, from 1
-        to 16, run together. Yields the index of each prompt whose text has ended."""
+        """Passes each token after each of the `prompts` to `go_on`, after the prompt's index.
+
+        A text ends when `go_on` returns false, or before a token of `stop`. Tokens are the
+        likeliest ones or, with a `temperature`, drawn by `seed` and the index. `at_once` prompts,
+        from 1 to 16, run together. Yields the index of each prompt whose text has ended.
+        """
         how = {"max_tokens": max_tokens, "temperature": temperature, "top_p": 1}
         requests = [
             {"prompt": list(each), **how, "seed": seed + index, "stop": list(stop)}
@@ -371,7 +377,7 @@ class Evaluator:
 
 @contextmanager
 def evaluator(bundle: Path, adapters: Sequence[WeightedAdapters] = ()) -> Iterator[Evaluator]:
-    """An engine with the model of `bundle` and `adapters`. Raises MespError where it fails."""
+    """Yields an engine with the model of `bundle` and `adapters`. Raises MespError if it fails."""
     settings = {"bundle": str(bundle.resolve()), "adapters": _named(adapters)}
     with running(["evaluate"], settings, stdin=subprocess.PIPE) as started:
         try:

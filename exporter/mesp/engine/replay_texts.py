@@ -1,7 +1,7 @@
-"""Texts that a model writes itself, to be replayed while it is trained.
+"""Samples texts from the model, which are replayed while it is trained.
 
-Drawn from the model they are its distribution, so that the gradient of their loss is, in the mean,
-that of the Kullback-Leibler divergence from it (docs/method.md, "Forgetting").
+They have the model's distribution, so the expected gradient of their loss is the gradient of the
+Kullback-Leibler divergence from it (docs/method.md, "Forgetting").
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from mesp.engine.process import evaluator
 from mesp.errors import MespError
 
 MOST_TEXTS = 64
-TIMES = 2  # that a text is replayed, unless they are too few: to write one takes longer than a step
-LENGTH = 128  # tokens of a text after its opening, where sequences have as many
+TIMES = 2  # uses of a text, if there are enough: writing one takes longer than a step
+LENGTH = 128  # tokens of a text after its opening, if sequences are long enough
 AT_ONCE = 8
 
 
 def sample_replay_texts(
     bundle: Path, adapters: StrPath | None, tokenizer: Any, count: int, seq_len: int, seed: int
 ) -> Split:
-    """Texts drawn from the bundle's model with `adapters` at temperature 1, an example each, for
-    `count` sequences: of `LENGTH` tokens after their opening, or as many as a sequence holds.
+    """Returns texts that the bundle's model with `adapters` wrote at temperature 1, for `count`
+    sequences.
 
-    They begin as the chat template begins a conversation, or where there is none as a text does;
-    that is not in the loss. Raises MespError where that alone fills a sequence.
+    Each is an example of `LENGTH` tokens after its opening, or as many as a sequence holds. The
+    opening is what the chat template writes before a conversation's first text, or the token that
+    begins a text; it is not in the loss. Raises MespError if the opening fills a sequence.
     """
     start = find_opening(tokenizer)
     length = min(seq_len + 1, len(start) + LENGTH)
@@ -58,7 +59,7 @@ def sample_replay_texts(
 
 
 def find_opening(tokenizer: Any) -> list[int]:
-    """The tokens before a person's first words in a conversation, or before a text."""
+    """Returns the tokens before a person's first words in a conversation, or before a text."""
     if tokenizer.has_chat_template:
         first, second = (
             tokenizer.apply_chat_template([{"role": "user", "content": text}], return_dict=False)

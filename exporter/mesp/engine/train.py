@@ -40,7 +40,7 @@ from mesp.settings.rules import check_settings
 from mesp.settings.train_settings import TrainSettings
 
 SETTINGS_NAME = "settings.json"
-# Folders of a run with tokens: of its general text, and of what is replayed.
+# Folders with tokens in a run's folder: its general text, and the replayed texts.
 GENERAL, REPLAY = "general", "replay"
 
 StrPath = str | os.PathLike[str]
@@ -48,7 +48,7 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A run to begin, or to continue: settings that are complete, checked and for this bundle."""
+    """A run to begin or to continue, with complete settings that were checked for its bundle."""
 
     bundle: Path
     manifest: Manifest
@@ -58,7 +58,7 @@ class TrainingJob:
     reward: Reward | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The settings that mesp-engine reads."""
+        """Returns the settings that mesp-engine reads."""
         paths = {"bundle": str(self.bundle), "output": str(self.folder.resolve())}
         settings = {**paths, **self.settings.to_json(), "resume": self.resume, "dry_run": False}
         if self.settings.reward is not None:
@@ -76,7 +76,7 @@ class TrainingJob:
         finally:
             try:
                 write_terms_of_run(self.bundle, self.manifest, self.folder)
-            except (MespError, OSError) as error:  # the adapters are there
+            except (MespError, OSError) as error:  # the adapters exist already
                 log.warning("The licence could not be put beside the adapters: %s", error)
 
     def _train(self, progress: Callable[[Record], None] | None) -> RunLog:
@@ -94,7 +94,8 @@ class TrainingJob:
             with running([], path, stdin=stdin, interruptible=True) as engine:
                 for record in engine:
                     if path != written:
-                        # The engine goes on with them. Of a run that it refuses, nothing changes.
+                        # The engine continues with these settings. If it refuses the run, nothing
+                        # changes.
                         path = written
                         with plain_os_errors(f"Cannot write the run to {self.folder}"):
                             write_whole(written, settings)
@@ -108,8 +109,8 @@ class TrainingJob:
                         progress(record)
                         if engine.signals:
                             progress({"type": "stopping"})
-            # The log, not what was printed: that of a resumed run begins with what it had
-            # done before.
+            # Reads the log, not the printed records, because the log of a resumed run also has the
+            # records from before.
             has_log = (self.folder / LOG_NAME).exists()
             run = RunLog.load(self.folder) if has_log else RunLog()
             if engine.process.returncode == 0 and run.end:
@@ -127,8 +128,10 @@ class TrainingJob:
             raise type(error)(error.message + self._left())
 
     def _write_tokens(self, name: str, tokens: Callable[[Any], Split], made: list[Path]) -> None:
-        """Writes a folder of tokens that the engine reads. A resumed run keeps its own, as other
-        texts would change it. Adds the folder to those `made`, where it was not there."""
+        """Writes a folder of tokens that the engine reads, and adds it to `made`.
+
+        A resumed run keeps the folder that it has, because other texts would change the run.
+        """
         folder = self.folder / name
         if self.resume:
             if not (folder / "data.json").exists():
@@ -173,7 +176,7 @@ class TrainingJob:
         )
 
     def _left(self) -> str:
-        """The files that a failed run has left, as sentences."""
+        """Returns sentences on the files that a failed run has left."""
         if not (self.folder / LOG_NAME).exists():
             return ""
         adapters = self.folder / "adapters"
@@ -185,8 +188,10 @@ class TrainingJob:
 
 
 class _Rewards:
-    """Rewards the answers of a running engine. Where that fails, it keeps the error, and the
-    engine ends the run in order."""
+    """Rewards the answers of a running engine.
+
+    If a reward fails, it keeps the error, and the engine ends the run in order.
+    """
 
     def __init__(self, reward: Reward, tokenizer: Any) -> None:
         self._reward, self._tokenizer = reward, tokenizer
@@ -224,18 +229,18 @@ def train(
 ) -> RunLog:
     """Fine-tunes a bundle's model with LoRA, and returns the run.
 
-    Ctrl-C ends it after the step at hand, with its adapters saved: the run that is returned says so
-    by its `state`, and `resume` continues with it.
+    Ctrl-C ends it after the current step, with its adapters saved. The returned run's `state` says
+    so, and `resume` continues it.
 
     Args:
         bundle: A bundle or its folder; a resumed run has it.
         out: The run's folder; by default ``runs/BUNDLE-METHOD-TIME``.
-        resume: Go on with the run in `out`. Of its settings those may change on which nothing
-            that is computed depends, such as `steps` and `memory_limit`. Where its reward is
-            ``module:function``, name it again: a run's folder imports no code.
-        paper: Update as the paper does, by SGD at 1e-4.
-        progress: Is called with each record of the run's log as it comes, described in
-            docs/formats.md.
+        resume: Continue the run in `out`. Only settings that change no result may change, such as
+            `steps` and `memory_limit`. If its reward is ``module:function``, name it again: a run's
+            folder imports no code.
+        paper: Update as in the paper, with SGD at 1e-4.
+        progress: Called with each record of the run's log as it arrives; docs/formats.md describes
+            them.
         settings: Fields of `TrainSettings`, of which `steps` is needed: ``rank=8``,
             ``memory_limit=60`` (10⁶ bytes).
 
@@ -256,9 +261,11 @@ def prepare_training(
     to_run: bool = True,
     may_import: bool = True,
 ) -> TrainingJob:
-    """The run that `train` begins, or continues with; it must be the bundle's machine where it is
-    `to_run`. A reward that is `given` is imported only where the user named it, `may_import`.
-    Raises MespError where something cannot be used. Nothing is written."""
+    """Returns the run that `train` begins or continues. Nothing is written.
+
+    With `to_run`, the bundle must be for this machine. A module of a `given` reward is imported
+    only if the user named it, `may_import`. Raises MespError if something cannot be used.
+    """
     given = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in given.items()
@@ -297,8 +304,7 @@ def prepare_training(
 
 
 def check_prompts(bundle: Bundle) -> None:
-    """Raises MespError unless each training record is a prompt and one answer, which rewards
-    need."""
+    """Raises MespError unless each training record is a prompt and one answer, as rewards need."""
     if "train" not in bundle.manifest.data:
         return
     examples, mask = bundle.examples("train"), bundle.mask("train")
@@ -315,16 +321,16 @@ def check_prompts(bundle: Bundle) -> None:
 
 
 def default_folder(manifest: Manifest, kind: str) -> Path:
-    """A run's folder where none is named: `runs/BUNDLE-KIND-TIME`."""
+    """Returns the default folder of a run: `runs/BUNDLE-KIND-TIME`."""
     return Path("runs") / f"{manifest.name}-{kind}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
 
 
 def _resumed(
     folder: Path | None, bundle: Path | None, given: Mapping[str, Any]
 ) -> tuple[Path, TrainSettings]:
-    """The bundle and the settings of the run in `folder`, with those that are `given`.
+    """Returns the bundle of the run in `folder`, and its settings, changed by those in `given`.
 
-    Raises MespError if there is no run, or where another setting would change it.
+    Raises MespError if there is no run, or if a setting would change its results.
     """
     if folder is None:
         raise MespError("Name the run to resume: --resume --out FOLDER.")
@@ -338,8 +344,10 @@ def _resumed(
 
 
 def read_recorded_settings(folder: Path, begun: str) -> dict[str, Any]:
-    """The settings of the run in `folder`, which has `begun` where there is a file of that name.
-    Raises MespError if there are none."""
+    """Returns the settings of the run in `folder`. Raises MespError if there are none.
+
+    `begun` is the name of a file that a run in the folder has once it has begun.
+    """
     path = folder / SETTINGS_NAME
     if not (folder / begun).exists():
         raise MespError(f"{folder} holds no run to resume; start one without --resume.")
@@ -356,9 +364,11 @@ def not_settings(folder: Path) -> MespError:
 
 @contextmanager
 def _settings_file(path: Path, settings: bytes, resume: bool) -> Iterator[tuple[Path, list[Path]]]:
-    """Writes settings.json in a run's folder, and takes a list of folders that are made there. A
-    run that fails before it has a log leaves none of them behind. Of a run to resume it leaves the
-    file as it is, and the settings are in another."""
+    """Writes settings.json into a run's folder, and yields its path and a list for new folders.
+
+    If a run fails before it has a log, the settings and the folders in the list are removed. For a
+    resumed run, settings.json stays, and the settings are in another file.
+    """
     home, made = path.parent, list[Path]()
     if resume:
         with tempfile.TemporaryDirectory(prefix="mesp-") as temporary:
@@ -375,7 +385,7 @@ def _settings_file(path: Path, settings: bytes, resume: bool) -> Iterator[tuple[
         yield path, made
     except BaseException:
         if not (home / LOG_NAME).exists():
-            for file in (path, home / ".lock"):  # the engine's, which has ended
+            for file in (path, home / ".lock"):  # the engine's lock; it has ended
                 with suppress(OSError):
                     file.unlink()
             for folder in made:

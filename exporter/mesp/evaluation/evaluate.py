@@ -1,4 +1,4 @@
-"""Scores a bundle's model with mesp-engine, with adapters and without."""
+"""Evaluates a bundle's model with mesp-engine, with adapters and without."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mesp.progress import ProgressCallback, Task
 if TYPE_CHECKING:
     from mesp.evaluation.harness import Tasks
 
-# Tokens that a model is given at once where nobody says: keys and values of all of them are held.
+# The default for the tokens that a model sees at once, whose keys and values are held in memory.
 MAX_LENGTH = 2048
 MAX_TOKENS = 256  # of an answer
 
@@ -35,9 +35,9 @@ MAX_TOKENS = 256  # of an answer
 class Evaluation:
     """The figures of an evaluation: a row for each metric of each model.
 
-    `samples` are what each model, in the order of the rows, made of each record. `max_length` is
-    the most tokens that a model saw at once, and `cut` how many prompts lost their beginning to it.
-    As a text it is a table.
+    `samples` has each model's results for each record, in the order of the rows. `max_length` is
+    the most tokens that a model saw at once, and `cut` the number of prompts whose beginning was
+    cut off. As a text it is a table.
     """
 
     rows: tuple[Row, ...]
@@ -71,9 +71,10 @@ def evaluate(
 ) -> Evaluation:
     """Measures how good a bundle's model is, with adapters and without.
 
-    Records with ``text`` give its perplexity, with ``prompt``, ``choices`` and ``answer`` the
-    accuracy of choosing, with ``prompt`` and ``completion``, or ``messages``, how many answers are
-    right. Intervals are those of 95% of a bootstrap over the records.
+    Records with ``text`` measure its perplexity, records with ``prompt``, ``choices`` and
+    ``answer`` the accuracy of choosing, and records with ``prompt`` and ``completion``, or
+    ``messages``, the share of right answers. Intervals are those of 95% of a bootstrap over the
+    records.
 
     Args:
         bundle: A bundle or its folder.
@@ -83,15 +84,16 @@ def evaluate(
             their sum, and not with each.
         base: Whether the base model is measured too.
         tasks: Tasks of lm-evaluation-harness, in place of `data`.
-        limit: The number of records, the first ones.
-        max_length: The tokens that the model sees at once; longer prompts lose their beginning.
-            None: the model's, at most 2,048.
-        chat: Whether prompts go into the chat template; None: for answers to write, where the
+        limit: The number of records, from the first.
+        max_length: The tokens that the model sees at once; the beginning of longer prompts is cut
+            off. None: the model's, at most 2,048.
+        chat: Whether prompts go into the chat template; None: for answers to write, if the
             tokenizer has one.
         max_tokens: The most tokens of an answer; 256 by default.
         stop: Texts that end an answer, and are not part of it.
-        extract: A regular expression; an answer is what it finds first, its group where it has one.
-        is_json: Answers are JSON: values are compared, and how many are valid is measured.
+        extract: A regular expression; an answer is its first match, or its group if it has one.
+        is_json: Whether answers are JSON: values are compared, and the share of valid ones is
+            measured.
         at_once: How many answers are written together, from 1 to 16.
         ignore: Fields of records and of their messages to leave out.
         split_special_tokens: Whether special tokens in the records become ordinary text; the chat
@@ -131,7 +133,8 @@ def evaluate(
 
     tokenizer = load_bundle_tokenizer(path)
     max_length = max_length or min(read_context_length(path), MAX_LENGTH)
-    for weighted in models[1:]:  # what cannot be loaded is said before the others take hours
+    # Loads the others first, so that an error appears before hours of work.
+    for weighted in models[1:]:
         with running_model(path, weighted, tokenizer, max_length):
             pass
     names = [describe(weighted) or None for weighted in models]
@@ -150,7 +153,7 @@ def evaluate(
 
 
 def check_unused(options: dict[str, Any], why: str) -> None:
-    """Raises MespError where one of the options was given."""
+    """Raises MespError if one of the options was given."""
     for name, value in options.items():
         if value not in (None, (), []) and value is not False:
             raise MespError(f"{name} {why}.")
@@ -164,7 +167,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def read_context_length(bundle: Path) -> int:
-    """The number of tokens that the model was made for."""
+    """Returns the number of tokens that the model was made for."""
     try:
         length = read_object(bundle / "config.json").get("max_position_embeddings")
     except (OSError, ValueError) as error:

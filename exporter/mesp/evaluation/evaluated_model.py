@@ -1,4 +1,4 @@
-"""A bundle's model as evaluations take it: text in, log-likelihoods and text out."""
+"""A bundle's model for evaluations, which takes text, and returns log-likelihoods and text."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ Encode = Callable[..., list[int]]  # takes a text, and the keyword `add_special_
 
 
 class EvaluatedModel:
-    """The engine with a tokenizer beside it. What is longer than `max_length` tokens is cut, and
-    `at_once` texts are written together."""
+    """The engine and a tokenizer. Prompts are cut to `max_length` tokens, and `at_once` texts are
+    written together.
+    """
 
     def __init__(
         self, engine: Evaluator, tokenizer: Any, max_length: int, at_once: int = AT_ONCE
     ) -> None:
         self.engine, self.tokenizer, self.max_length = engine, tokenizer, max_length
         self.at_once = at_once
-        self.cut = 0  # prompts that lost their beginning
+        self.cut = 0  # prompts whose beginning was cut off
 
     @property
     def prefix_token(self) -> int:
-        """The token before a text, so that its first token has a probability too."""
+        """The token before a text, so that the text's first token has a probability too."""
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return int(token)
@@ -38,9 +39,11 @@ class EvaluatedModel:
     def encode_pair(
         self, prompt: str, continuation: str, special: bool = True, encode: Encode | None = None
     ) -> tuple[list[int], list[int]]:
-        """Token ids of both, cut where lm-evaluation-harness cuts: white space at the end of the
-        prompt goes to the continuation, and both are tokenized together, by `encode` or else the
-        tokenizer's."""
+        """Returns the token ids of a prompt and its continuation, cut as in lm-evaluation-harness.
+
+        White space at the end of the prompt moves to the continuation, and both are encoded
+        together, by `encode` or else the tokenizer.
+        """
         kept = prompt.rstrip()
         continuation = prompt[len(kept) :] + continuation
         encode = encode or self.tokenizer.encode
@@ -51,9 +54,9 @@ class EvaluatedModel:
         return before, both[len(before) :]
 
     def scores(self, prompt: list[int], continuations: Sequence[list[int]]) -> list[Score]:
-        """The log-likelihood of each continuation of the same prompt.
+        """Returns the log-likelihood of each continuation of the same prompt.
 
-        Raises MespError where one has no token of its own, or more than `max_length`.
+        Raises MespError if one has no tokens, or more than `max_length`.
         """
         longest = max(map(len, continuations))
         if not all(continuations):
@@ -70,7 +73,7 @@ class EvaluatedModel:
         )
 
     def log_likelihood(self, text: str, encode: Encode | None = None) -> tuple[float, int]:
-        """The log-likelihood in nats of a text, and how many tokens it has."""
+        """Returns the log-likelihood of a text in nats, and its number of tokens."""
         tokens = (encode or self.tokenizer.encode)(text, add_special_tokens=False)
         if not tokens:
             return 0.0, 0
@@ -83,11 +86,9 @@ class EvaluatedModel:
         stops: Sequence[str],
         advance: Callable[[], None] = lambda: None,
     ) -> list[str]:
-        """The likeliest text after each prompt, until one of `stops`, which is left out.
+        """Returns the likeliest text after each prompt, until one of `stops`, which is left out.
 
-        `advance` is called after each.
-
-        Raises MespError where `max_tokens` leave no room for a prompt.
+        `advance` is called after each. Raises MespError if `max_tokens` leave no room for a prompt.
         """
         if max_tokens >= self.max_length:
             raise MespError(
@@ -129,6 +130,8 @@ def running_model(
     max_length: int,
     at_once: int = AT_ONCE,
 ) -> Iterator[EvaluatedModel]:
-    """The model of `bundle`, with adapters or without. Raises MespError where the engine fails."""
+    """Yields the model of `bundle`, with adapters or without. Raises MespError if the engine
+    fails.
+    """
     with evaluator(bundle, adapters) as engine:
         yield EvaluatedModel(engine, tokenizer, max_length, at_once)

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness's tasks on a bundle's model."""
+"""Evaluates a bundle's model on lm-evaluation-harness's tasks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mesp.errors import MespError
 from mesp.evaluation.evaluated_model import EvaluatedModel
 from mesp.evaluation.metrics import Metric, exponential, mean
 
-os.environ.setdefault("TQDM_DISABLE", "1")  # read on import; `advance` shows how far it is
+os.environ.setdefault("TQDM_DISABLE", "1")  # read on import; `advance` shows the progress
 try:
     import datasets
     import lm_eval
@@ -31,15 +31,15 @@ except ImportError as error:
 refuse_scripts(datasets)
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 datasets.disable_progress_bars()
-# It asks git, which says on standard error if there is no repository.
+# The function asks git, which prints an error if there is no repository.
 lm_eval.evaluator.get_git_commit_hash = lambda: None
 
-DEFAULT_MAX_TOKENS = 256  # lm-evaluation-harness's, where a task names none
+DEFAULT_MAX_TOKENS = 256  # lm-evaluation-harness's default
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """An evaluation, with the harness's names of the options."""
+    """An evaluation; its options have the harness's names."""
 
     names: tuple[str, ...]
     include_path: Path | None = None
@@ -48,8 +48,10 @@ class Tasks:
     chat: bool = False
 
     def manager(self) -> TaskManager:
-        """Knows the harness's tasks and those in `include_path`. Raises MespError where one is not
-        among them."""
+        """Returns a manager of the harness's tasks and those in `include_path`.
+
+        Raises MespError if a task is not among them.
+        """
         include = None if self.include_path is None else str(self.include_path)
         manager = TaskManager(include_path=include)
         for name in self.names:
@@ -62,12 +64,12 @@ class Tasks:
 
 
 class HarnessModel(TemplateLM):
-    """A bundle's model as the harness takes one."""
+    """A bundle's model with the harness's interface."""
 
     def __init__(self, model: EvaluatedModel, advance: Callable[[], None]) -> None:
         super().__init__()
         self.model, self.tokenizer, self.advance = model, model.tokenizer, advance
-        self.special = True  # whether a prompt gets the tokens that begin one
+        self.special = True  # whether prompts get the tokens that begin a text
 
     @property
     def eot_token_id(self) -> int:
@@ -106,7 +108,9 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Those with one prompt at once."""
+        """Returns the log-likelihood of each continuation; those of one prompt are computed
+        together.
+        """
         by_prompt: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             by_prompt[tuple(request[1])].append(index)
@@ -142,9 +146,9 @@ class HarnessModel(TemplateLM):
 def run(
     model: EvaluatedModel, advance: Callable[[], None], tasks: Tasks, manager: TaskManager
 ) -> tuple[list[Metric], dict[str, Any]]:
-    """The figures of the tasks, and what the harness logs of each document.
+    """Returns the figures of the tasks, and the harness's records of each document.
 
-    Raises MespError where a task cannot be run.
+    Raises MespError if a task cannot be run.
     """
     if tasks.chat and not model.tokenizer.has_chat_template:
         raise MespError("The bundle's tokenizer has no chat template; leave out --chat.")
@@ -156,13 +160,13 @@ def run(
             num_fewshot=tasks.num_fewshot,
             limit=tasks.limit,
             apply_chat_template=tasks.chat,
-            bootstrap_iters=0,  # `compare` has its own, paired
+            bootstrap_iters=0,  # `compare` makes its own, paired bootstrap
         )
-    except BrokenPipeError:  # the engine has ended, and says why
+    except BrokenPipeError:  # the engine has ended, and its error says why
         raise
     except MespError as error:
         raise MespError(f"{', '.join(tasks.names)}: {error.message.rstrip('.')}.") from error
-    except Exception as error:  # a task is YAML and Python of its own
+    except Exception as error:  # a task consists of YAML and Python of its own
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise MespError(
             f"lm-evaluation-harness cannot run {', '.join(tasks.names)}: {reason}"
@@ -193,8 +197,11 @@ def _negated_exponential(value: float) -> float:
 
 
 def _metric(name: str, value: float, values: Sequence[Any], **known: Any) -> Metric:
-    """Of the harness's value of a metric and those of its documents: numbers, or pairs of a
-    log-likelihood and what it is divided by. How they make the one is what gives it."""
+    """Returns a metric of the harness, with its `value` and the documents' `values`.
+
+    These are numbers, or pairs of a log-likelihood and its divisor. They are combined in the way
+    that results in `value`.
+    """
     try:
         columns = np.asarray(values, float)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Figures over records, and how sure they are."""
+"""Figures over records, and their uncertainty."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ def mean(value: float) -> float:
 
 
 def exponential(value: float) -> float:
-    """exp, infinite where it is too large for a float."""
+    """Returns exp(value), or infinity if that is too large for a float."""
     return math.exp(value) if value < 700 else math.inf
 
 
 def bootstrap(sums: np.ndarray, weights: np.ndarray, resamples: int, seed: int = 0) -> np.ndarray:
-    """Σ sums / Σ weights over n rows drawn with replacement, `resamples` times: float [resamples].
+    """Returns Σ sums / Σ weights over n rows drawn with replacement, `resamples` times.
 
-    The draws depend on n and `seed` alone: figures of the same rows are paired.
+    float [resamples]. The draws depend only on n and `seed`, so figures of the same rows are
+    paired.
     """
     n, random = len(sums), np.random.default_rng(seed)
     draws = (random.integers(n, size=n) for _ in range(resamples))
@@ -32,14 +33,14 @@ def bootstrap(sums: np.ndarray, weights: np.ndarray, resamples: int, seed: int =
 
 
 def interval(drawn: np.ndarray) -> tuple[float, float]:
-    """The bounds of 95% of a bootstrap's draws."""
+    """Returns the bounds of 95% of a bootstrap's draws."""
     low, high = np.percentile(drawn, [2.5, 97.5]).tolist()
     return low, high
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of n records: `final` of Σ sums / Σ weights. Without sums only `value` is known."""
+    """A figure of n records: `final` of Σ sums / Σ weights. Without sums, only `value` is known."""
 
     name: str
     value: float
@@ -53,20 +54,20 @@ class Metric:
     def of(
         cls, name: str, sums: Sequence[float], weights: Sequence[float] | None = None, **others: Any
     ) -> Metric:
-        """With the value that its records give; the weights are 1 if there are none."""
+        """Returns the metric, with the value that its records give. The default weights are 1."""
         given = np.asarray(sums, float), np.asarray([1] * len(sums) if weights is None else weights)
         metric = cls(name, math.nan, *given, **others)
         return replace(metric, value=metric.final(float(given[0].sum() / given[1].sum())))
 
     def resampled(self) -> np.ndarray:
-        """The values of the bootstrap's draws, float [RESAMPLES]."""
+        """Returns the values of the bootstrap's draws, float [RESAMPLES]."""
         assert self.sums is not None and self.weights is not None
         return np.array([*map(self.final, bootstrap(self.sums, self.weights, RESAMPLES).tolist())])
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure, and between what bounds 95% of its bootstrap's are; None without a bootstrap."""
+    """A figure, and the bounds of 95% of its bootstrap's draws; None without a bootstrap."""
 
     value: float
     low: float | None = None
@@ -74,10 +75,11 @@ class Estimate:
 
 
 def compare(metrics: Sequence[Metric]) -> list[tuple[Estimate, Estimate | None]]:
-    """Of one metric of several models on the same records: each with its interval, and from the
-    second on its difference from the first's.
+    """Returns each model's figure with its interval and, from the second on, its difference from
+    the first.
 
-    The bootstrap is paired: all models are measured on the same draws of records.
+    `metrics` is one metric of several models on the same records. The bootstrap is paired: all
+    models are measured on the same draws of records.
     """
     first = metrics[0]
     n = 0 if first.sums is None else len(first.sums)

@@ -21,7 +21,7 @@ RECORDS = (
 
 @dataclass(frozen=True)
 class TextRecord:
-    """A text, which is as likely as it is."""
+    """A text whose likelihood is measured."""
 
     where: str
     text: str
@@ -29,7 +29,7 @@ class TextRecord:
 
 @dataclass(frozen=True)
 class ChoiceRecord:
-    """A prompt and what may follow it; `answer` is the index of what is right."""
+    """A prompt and its possible continuations; `answer` is the index of the right one."""
 
     where: str
     prompt: str
@@ -39,7 +39,7 @@ class ChoiceRecord:
 
 @dataclass(frozen=True)
 class AnswerRecord:
-    """A prompt, or the conversation before an answer, and the answer that is right."""
+    """A prompt, or the conversation before an answer, and the right answer."""
 
     where: str
     prompt: str | Conversation
@@ -50,9 +50,12 @@ Record = TextRecord | ChoiceRecord | AnswerRecord
 
 
 def read_records(data: str, limit: int | None, ignored: tuple[str, ...] = ()) -> list[Record]:
-    """The records of a file of any kind, a file of text being one, or of JSON lines on standard
-    input for ``-``; all of one kind, the first `limit` of them, without the `ignored` fields of
-    records and messages. Raises MespError if there are none, or one is wrong."""
+    """Returns the first `limit` records of a file of any kind, or of JSON lines on standard input
+    for ``-``.
+
+    A file of text is one record. All must be of one kind. The `ignored` fields of records and
+    messages are left out. Raises MespError if there are no records, or if one is wrong.
+    """
     if data == "-":
         name, rows = "standard input", read_lines(sys.stdin.buffer, "standard input")
     else:

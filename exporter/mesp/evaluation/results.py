@@ -19,9 +19,12 @@ from mesp.formatting import decimal
 
 @dataclass(frozen=True)
 class Row:
-    """A metric of a model. `adapters` is their folder, or those of a sum with their weights, and
-    None of the base model. `difference` is to the base model's, None where that was not measured,
-    and of itself."""
+    """A metric of a model.
+
+    `adapters` is their folder, or the folders of a sum with their weights; None for the base model.
+    `difference` is the difference from the base model; None for the base model, and if it was not
+    measured.
+    """
 
     task: str | None
     metric: str
@@ -34,8 +37,10 @@ class Row:
 def make_rows(
     adapters: Sequence[str | None], metrics: Sequence[Sequence[Metric]]
 ) -> tuple[Row, ...]:
-    """A row for each metric of each model, which are named by their adapters. Where the first has
-    none, it is what the others are compared with."""
+    """Returns a row for each metric of each model, which is named by its adapters.
+
+    If the first model has none, the others are compared with it.
+    """
     return tuple(
         Row(
             metric.task,
@@ -51,7 +56,7 @@ def make_rows(
 
 
 def format_table(found: Sequence[Row], width: int = 200) -> str:
-    """The rows as a table of at most `width` columns of text."""
+    """Returns the rows as a table of at most `width` columns of text."""
     from rich.console import Console
     from rich.table import Table
 
@@ -87,17 +92,19 @@ def _estimate(estimate: Estimate | None, sign: str = "") -> list[str]:
 
 
 def check_writable(path: Path) -> None:
-    """Raises MespError where `path` cannot be written: better now than after hours."""
+    """Raises MespError if `path` cannot be written, before hours of work."""
     with plain_os_errors(f"Cannot write {path}"):
         folder = next(parent for parent in path.resolve().parents if parent.exists())
-        is_other = path.exists() and not path.is_file()  # a folder, a device
+        is_other = path.exists() and not path.is_file()  # a folder or a device
         if is_other or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise MespError(f"{path} cannot be written; name another --out.")
-        partial_of(path).exists()  # raises where that name is too long
+        partial_of(path).exists()  # raises if that name is too long
 
 
 def write_results(path: Path, what: dict[str, Any], found: Sequence[Row], samples: Any) -> None:
-    """Writes `path`: `what` was evaluated, ``results``, and what became of each record."""
+    """Writes `path`: the evaluated models and data, `what`, the ``results``, and those of each
+    record.
+    """
     results = [
         {
             "task": row.task,
@@ -116,7 +123,7 @@ def write_results(path: Path, what: dict[str, Any], found: Sequence[Row], sample
 
 
 def _numbers(estimate: Estimate | None) -> dict[str, float | None]:
-    """For JSON, which has no infinity."""
+    """Returns the numbers for JSON, which has no infinity."""
     return {
         name: value if value is not None and math.isfinite(value) else None
         for name, value in ({} if estimate is None else asdict(estimate)).items()

@@ -1,4 +1,4 @@
-"""Records and a model to figures: perplexity, choices, or answers."""
+"""Measures a model on records: perplexity, choices, or answers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mesp.exact_match import canonical_json, exact_match, extract, f1
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """The form of prompts, and the ways of writing and comparing answers."""
+    """The form of prompts, and the ways to write and compare answers."""
 
-    chat: bool | None = None  # None: prompts of answers, where the tokenizer has a template
+    chat: bool | None = None  # None: for answers, if the tokenizer has a template
     max_tokens: int = 256
     stops: tuple[str, ...] = ()
     pattern: re.Pattern[str] | None = None
     is_json: bool = False
-    split_special: bool = False  # whether special tokens in what people wrote become text
+    split_special: bool = False  # whether special tokens in people's texts become text
 
 
 Sample = dict[str, Any]
@@ -42,7 +42,9 @@ def score_records(
     records: Sequence[Record],
     options: ScoringOptions,
 ) -> tuple[list[Metric], list[Sample]]:
-    """The figures of all records, which are of one kind, and what the model made of each."""
+    """Returns the figures of all records, which are of one kind, and the model's results for
+    each.
+    """
     if isinstance(records[0], AnswerRecord):
         samples = _score_answers(model, advance, records, options)
         return _answer_metrics(samples), samples
@@ -61,7 +63,7 @@ def score_records(
 
 @contextmanager
 def _named(record: Record) -> Iterator[None]:
-    """Says in an error which record it is about."""
+    """Adds the record's name to an error."""
     try:
         yield
     except MespError as error:
@@ -118,8 +120,10 @@ def _score_choices(model: EvaluatedModel, record: ChoiceRecord, options: Scoring
 
 
 def _in_chat(rendering: Rendering, prompt: str, text: str, add_special_tokens: bool) -> list[int]:
-    """The ids of `text`, which is a `prompt` in the chat template and a choice after it, with the
-    template's special tokens alone."""
+    """Returns the ids of `text`, a `prompt` in the chat template and a choice after it.
+
+    The only special tokens in them are the template's.
+    """
     written = rendering.written(rendering.render_marked(1, asks=True), prompt)
     choice = special_pattern(rendering.tokenizer).finditer(text, len(prompt.rstrip()))
     bounds = [*written, *(found.span() for found in choice)]

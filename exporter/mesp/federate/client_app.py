@@ -1,4 +1,4 @@
-"""Flower's ClientApp around a client's part of a round."""
+"""Flower's ClientApp, which runs a client's part of a round."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ from mesp.federate.flower_messages import in_float32, to_numpy, to_record
 from mesp.federate.local_training import Client, Trained, train
 from mesp.runs.privacy import Steps, epsilon, gaussian_epsilon, noise_for
 
-# Of a --node-config: the noise that is a client's own, and what else there is.
+# Keys of a --node-config: the client's own noise; and other keys.
 NOISE = ("clip", "epsilon", "delta")
 NODE = ("name", "bundle", "data")
-# Of a --node-config: DP-SGD in the client's own training.
+# Keys of a --node-config: DP-SGD in the client's training.
 PRIVATE = ("dp_clip", "dp_noise", "dp_delta")
 MOST_EPSILON = 1000
-# A client's count of its answers with noise in a `flwr run`, until its node ends; and its steps of
-# DP-SGD.
+# The client's count of its answers with noise in a `flwr run`, until its node ends; and of its
+# steps of DP-SGD.
 KEPT, KEPT_STEPS = "privacy", "private-steps"
 
 
 def client_app(find: Callable[[Context], Client], tells: bool) -> ClientApp:
-    """An app that trains as the client which `find` gives. What fails is answered in a sentence,
-    which `tells` the server why: it may name files."""
+    """Returns an app that trains as the client that `find` returns.
+
+    A failure is answered with a sentence. If it `tells`, the server learns the reason, which may
+    name files.
+    """
     app = ClientApp(mods=[in_float32, with_own_noise])
 
     @app.train()
@@ -67,8 +70,11 @@ def client_app(find: Callable[[Context], Client], tells: bool) -> ClientApp:
 def log_privacy(
     client: Client, trained: Trained, config: Mapping[str, Any], context: Context
 ) -> None:
-    """Logs the ε of all of a client's steps of DP-SGD in this `flwr run`, since its node was
-    started. A server may change the number of a round's steps and the size of their batches."""
+    """Logs the ε of all of a client's steps of DP-SGD in this `flwr run` since its node was
+    started.
+
+    A server may change the number of a round's steps and their batch size.
+    """
     sampled = config["batch_size"] / trained.examples
     counts, probabilities = [config["steps"]], [sampled]
     if KEPT_STEPS in context.state:
@@ -88,12 +94,12 @@ def log_privacy(
 def with_own_noise(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """The mod for a client that trusts no server, by `clip`, `epsilon` and `delta` of its
-    --node-config: what it adds is clipped and gets noise before it leaves.
+    """Adds noise to the answer of a client that trusts no server: a mod of Flower.
 
-    `epsilon` is that of one answer; the log has that of all answers in this `flwr run` since the
-    node was started. It is about all of the client's text: any two updates of norm C
-    at most differ by 2 C, the sensitivity.
+    `clip`, `epsilon` and `delta` of its --node-config say how: the client's update is clipped and
+    gets noise before it leaves. `epsilon` is that of one answer; the log has that of all answers in
+    this `flwr run` since the node was started. It protects all of the client's text: any two
+    updates of norm at most C differ by at most 2 C, the sensitivity.
     """
     given = {name: context.node_config[name] for name in NOISE if name in context.node_config}
     if not given:
@@ -157,6 +163,6 @@ def _of_node(context: Context) -> Client:
     return Client(name, Path(str(bundle)), None if data is None else Path(str(data)), private)
 
 
-# The app that `flower-supernode` runs: the bundle of its --node-config, with its `data` or the
-# bundle's.
+# The app that `flower-supernode` runs: it trains with the bundle of its --node-config, and with its
+# `data` or the bundle's.
 app = client_app(_of_node, tells=False)

@@ -1,11 +1,11 @@
-"""The messages between the server and its clients: LoRA matrices, of all blocks in one array.
+"""The messages between the server and its clients: LoRA matrices, with all blocks in one array.
 
-`self_attn.q_proj.lora_b` [blocks, rank, out] are the B of that module in each trained block that
-has it: few arrays, as each costs a phone some requests. A client gets the round's and sends back
-what it made of them. With `freeze_a` only each B travels: every A is that of the run's seed, at
-every client the same. In `bfloat16` the server sends them rounded, and a client sends what it added
-to them, rounded too: the server adds that to its own, so no small update is lost to the rounding of
-a large number. In `float32` both send them as they are, and nothing is rounded.
+`self_attn.q_proj.lora_b` [blocks, rank, out] is the B of that module in each trained block that has
+it. There are few arrays, because each costs a phone some requests. A client gets the round's arrays
+and returns the trained ones. With `freeze_a` only each B travels: every client makes the same A
+from the run's seed. In `bfloat16` the server sends rounded arrays, and a client returns its change,
+also rounded: the server adds it to its own arrays, so that rounding a large number loses no small
+update. In `float32` both send arrays unrounded.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from mesp.models.architecture import Architecture
 
 Arrays = dict[str, np.ndarray]
 EXCHANGES = ("float32", "bfloat16")
-# The largest number of an adapter that is averaged. No training comes near it, and neither the sum
-# of a million such numbers nor of their squares overflows in float32.
+# The largest number of an adapter that is averaged. No training comes near it, and sums of a
+# million such numbers or of their squares do not overflow in float32.
 MOST = 1e6
 
 
 def read_arrays(folder: Path) -> Arrays:
-    """The matrices of an adapter folder, float32 A [blocks, in, rank] and B [blocks, rank, out]; of
-    experts A [blocks, experts, rank, in] and B [blocks, experts, out, rank]."""
+    """Returns the matrices of an adapter folder, float32 A [blocks, in, rank] and B [blocks, rank,
+    out].
+
+    Those of experts are A [blocks, experts, rank, in] and B [blocks, experts, out, rank].
+    """
     try:
         matrices = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -45,9 +48,11 @@ def read_arrays(folder: Path) -> Arrays:
 
 
 def write_arrays(folder: Path, arrays: Arrays, rank: int, scale: float, arch: Architecture) -> None:
-    """Writes the matrices of the last blocks of a model that have the module, as a folder of
-    adapters that mesp-engine starts from. Raises MespError where the model has no such module, or
-    fewer blocks with it."""
+    """Writes matrices as a folder of adapters that mesp-engine can start from.
+
+    They are those of the last blocks of the model that have the module. Raises MespError if the
+    model has no such module, or fewer blocks with it.
+    """
     blocks: dict[str, list[int]] = {}
     for index, block in enumerate(arch.blocks):
         for module in (*block.modules, *block.stacked()):
@@ -63,44 +68,44 @@ def write_arrays(folder: Path, arrays: Arrays, rank: int, scale: float, arch: Ar
     }
     with plain_os_errors(f"Cannot write the adapters to {folder}"):
         folder.mkdir(parents=True)
-        (folder / WEIGHTS).write_bytes(
-            save(matrices)
-        )  # which raises OSError, as save_file does not
+        (folder / WEIGHTS).write_bytes(save(matrices))  # raises OSError, which save_file does not
         (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
 
 
 def select_exchanged(arrays: Arrays, freeze_a: bool) -> Arrays:
-    """Those that are trained, and so travel."""
+    """Returns the matrices that are trained, and so travel."""
     return {name: each for name, each in arrays.items() if not freeze_a or name.endswith("lora_b")}
 
 
 def to_bfloat16(array: np.ndarray) -> np.ndarray:
-    """Finite float32 numbers as bfloat16's 16 bits, uint16, rounded to the nearest, ties to even.
+    """Returns finite float32 numbers as bfloat16's 16 bits, uint16, rounded to nearest, ties to
+    even.
 
-    NumPy has no bfloat16, nor has a Flower message.
+    Neither NumPy nor Flower's messages have bfloat16.
     """
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """The float32 numbers that bfloat16's bits, uint16, stand for."""
+    """Returns the float32 numbers of bfloat16's bits, uint16."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def pack(arrays: Arrays) -> Arrays:
-    """float32 as bfloat16's bits."""
+    """Returns float32 arrays as bfloat16's bits."""
     return {name: to_bfloat16(array) for name, array in arrays.items()}
 
 
 def unpack(arrays: Arrays) -> Arrays:
-    """bfloat16's bits as float32."""
+    """Returns bfloat16's bits as float32 arrays."""
     return {name: from_bfloat16(array) for name, array in arrays.items()}
 
 
 def check_arrays(arrays: Arrays, expected: Arrays) -> None:
-    """Raises MespError, in a sentence, unless names, shapes and dtypes agree and all numbers are
-    finite and at most `MOST`."""
+    """Raises MespError unless names, shapes and dtypes agree and all numbers are finite and at most
+    `MOST`.
+    """
     for name in expected.keys() ^ arrays.keys():
         what = "lacks" if name in expected else "has"
         raise MespError(f"it {what} {name}, and so is of another model or other settings")
@@ -119,7 +124,7 @@ def check_arrays(arrays: Arrays, expected: Arrays) -> None:
 
 
 def clip_update(arrays: Arrays, start: Arrays, norm: float) -> Arrays:
-    """The change from `start`, scaled down to this norm where its own is larger."""
+    """Returns the change from `start`, scaled down to the norm `norm` if its norm is larger."""
     added = {name: array.astype(np.float64) - start[name] for name, array in arrays.items()}
     # In float32 the squares of small numbers are 0.
     own = math.sqrt(sum(float(np.square(each).sum()) for each in added.values()))
@@ -129,8 +134,10 @@ def clip_update(arrays: Arrays, start: Arrays, norm: float) -> Arrays:
 
 
 def drift(clients: list[Arrays], weights: list[float], start: Arrays) -> float:
-    """The distance of clients from each other, relative to their common way:
-    √(Σ pᵢ ‖wᵢ - w̄‖²) / ‖w̄ - w‖, with w̄ = Σ pᵢ wᵢ; 0 where nobody moved."""
+    """Returns the distance of clients from each other, relative to the change of their mean.
+
+    √(Σ pᵢ ‖wᵢ - w̄‖²) / ‖w̄ - w‖, with w̄ = Σ pᵢ wᵢ; 0 if no client changed.
+    """
     apart = moved = 0.0
     for name, before in start.items():
         mean = _mean(clients, weights, name)
@@ -141,10 +148,11 @@ def drift(clients: list[Arrays], weights: list[float], start: Arrays) -> float:
 
 
 def averaging_error(clients: list[Arrays], weights: list[float], start: Arrays) -> float:
-    """The error of averaging A and B apart, relative to the change of the clients' products:
-    ‖Σ pᵢ AᵢBᵢ - ĀB̄‖ / ‖Σ pᵢ AᵢBᵢ - AB‖ over all modules; 0 where only B travels.
+    """Returns the error of averaging A and B separately, relative to the change of the clients'
+    products.
 
-    No product is made: for U [in, k] and V [k, out], ‖UV‖² = Σ (UᵀU) ∘ (VVᵀ).
+    ‖Σ pᵢ AᵢBᵢ - ĀB̄‖ / ‖Σ pᵢ AᵢBᵢ - AB‖ over all modules; 0 if only B travels. No product is
+    computed: for U [in, k] and V [k, out], ‖UV‖² = Σ (UᵀU) ∘ (VVᵀ).
     """
     wrong = moved = 0.0
     for name in start:
@@ -170,7 +178,7 @@ def _mean(clients: list[Arrays], weights: list[float], name: str) -> np.ndarray:
 
 
 def _squared_norm(left: list[np.ndarray], right: list[np.ndarray]) -> float:
-    if left[0].ndim == 4:  # of experts, of which mlx-lm has Aᵀ and Bᵀ
+    if left[0].ndim == 4:  # of experts, for which mlx-lm has Aᵀ and Bᵀ
         left, right = [each.mT for each in left], [each.mT for each in right]
     u = np.concatenate(left, axis=-1).astype(np.float64)
     v = np.concatenate(right, axis=-2).astype(np.float64)

@@ -1,4 +1,4 @@
-"""A federation in its folder: the settings, the rounds, and the Flower app for real machines."""
+"""A federation in a folder: the settings, the rounds, and the Flower app for real machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mesp.files import create, read_object, read_settings, remove_link, sync, wr
 from mesp.settings.declaration import Setting, Settings, setting
 
 RECORD_NAME, STATE_NAME = "round.json", "strategy.npz"
-# Flower's strategies by their names here.
+# Flower's strategies, by their names here.
 STRATEGIES = {
     "fedavg": "FedAvg",
     "fedadam": "FedAdam",
@@ -78,7 +78,7 @@ class FederationSettings(Settings):
     )  # fmt: skip
 
     def check(self) -> None:
-        """Raises MespError where settings do not go together."""
+        """Raises MespError if settings do not go together."""
         if self.noise is not None and self.clip is None:
             raise MespError("--noise needs --clip, the norm that it is a multiple of.")
         if self.noise is not None and 0 < self.noise < 1e-3:
@@ -91,15 +91,16 @@ class FederationSettings(Settings):
             )
 
 
-# Of a client's training where nobody says.
+# Defaults of a client's training.
 TRAINING = {"steps": 10, "freeze_a": True}
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Rounds in `folder`, of adapters that `training`, settings of mesp-engine's, is about.
+    """The rounds in `folder`.
 
-    `evaluation` are the settings of a run that only evaluates: bundle, data and how much of it.
+    `training` are settings of mesp-engine for the adapters. `evaluation` are the settings of a run
+    that only evaluates: the bundle, the data and how much of it.
     """
 
     folder: Path
@@ -107,21 +108,21 @@ class Rounds:
     evaluation: dict[str, Any]
 
     def path(self, number: int) -> Path:
-        """The folder of a round; 0 is where the first begins."""
+        """Returns the folder of a round; 0 has the adapters that the first round begins with."""
         return self.folder / f"{number:03d}"
 
     @property
     def last(self) -> int | None:
-        """The number of the last round that is there; None before there is one."""
+        """The number of the last complete round; None before the first."""
         found = (each.name for each in self.folder.glob("[0-9]*"))
         return max((int(name) for name in found if name.isdigit()), default=None)
 
     def records(self) -> list[dict[str, Any]]:
-        """The reports of the rounds that are there, from 0."""
+        """Returns the reports of all complete rounds, from 0."""
         return [self.record(number) for number in range((self.last or 0) + 1)]
 
     def record(self, number: int) -> dict[str, Any]:
-        """The report of a round. Raises MespError."""
+        """Returns the report of a round. Raises MespError if it cannot be read."""
         path = self.path(number) / RECORD_NAME
         try:
             return read_object(path)
@@ -129,24 +130,24 @@ class Rounds:
             raise MespError(f"{path} is missing or damaged; begin again elsewhere.") from error
 
     def arrays(self, number: int) -> Arrays:
-        """The matrices of a round that travel."""
+        """Returns the matrices of a round that travel."""
         arrays = read_arrays(self.path(number) / "adapters")
         return select_exchanged(arrays, self.training["freeze_a"])
 
     def save(
         self, number: int, arrays: Arrays | None, report: dict[str, Any], state: bytes | None = None
     ) -> dict[str, Any]:
-        """Evaluates the matrices that were averaged and keeps them; returns the round's record.
+        """Evaluates the averaged matrices and keeps them; returns the round's record.
 
-        Without `arrays` they are the initial ones. `state` is what the strategy continues from. The
-        adapters are written by an engine's run of no steps, for mlx-lm and PEFT as any run's.
+        Without `arrays` they are the initial ones. The strategy continues from `state`. A run of
+        the engine without steps writes the adapters, for mlx-lm and PEFT.
         """
         partial = self.folder / "partial"
         remove_link(partial)
         shutil.rmtree(partial, ignore_errors=True)
         start = partial / "start"
         settings = self.training | self.evaluation | {"steps": 0, "warmup": 0}
-        # Clients keep theirs in bfloat16, perhaps; a mean of them is not.
+        # Clients may keep theirs in bfloat16; the mean stays in float32.
         settings |= {"lora_dtype": "float32", "output": str(partial / "run")}
         if arrays is not None:
             arch = read_manifest(Path(settings["bundle"])).architecture
@@ -161,7 +162,7 @@ class Rounds:
                     file.write(state)
             with create(partial / "run" / RECORD_NAME) as file:
                 file.write((json.dumps(record, indent=2) + "\n").encode())
-            # After a loss of power a round is there whole or not at all.
+            # After a power loss, a round exists whole or not at all.
             for written in (*(partial / "run").rglob("*"), partial / "run"):
                 sync(written)
             os.replace(partial / "run", self.path(number))
@@ -179,7 +180,9 @@ class Federation:
 
     @classmethod
     def read(cls, folder: Path) -> Federation:
-        """The one whose settings are in `folder`. Raises MespError if there are none."""
+        """Returns the federation whose settings are in `folder`. Raises MespError if there are
+        none.
+        """
         path = folder / SETTINGS_NAME
         try:
             options = read_settings(path)
@@ -191,7 +194,7 @@ class Federation:
 
     @property
     def training(self) -> dict[str, Any]:
-        """mesp-engine's settings of a client's run, those that are set."""
+        """The settings of mesp-engine for a client's run that have a value."""
         return {n: self.options[n] for n in SETTINGS if self.options.get(n) is not None}
 
     @property
@@ -209,13 +212,15 @@ class Federation:
         return self.folder / "held-out"
 
     def client(self, number: int) -> Client:
-        """A simulated client, from 0, with the folder of its tokens."""
+        """Returns a simulated client, from 0, with the folder of its tokens."""
         name = f"client {number:0{len(str(self.options['clients'] - 1))}}"
         return Client(name, Path(self.options["bundle"]), self.folder / "clients" / name[7:])
 
     @property
     def config(self) -> dict[str, Any]:
-        """A client's configuration in each round, besides its number: see docs/federation.md."""
+        """The configuration of a client in each round, without its number: see
+        docs/federation.md.
+        """
         return {
             "model": str(read_manifest(Path(self.options["bundle"])).model),
             "exchange": self.options["exchange"],
@@ -231,7 +236,7 @@ class Federation:
             write_whole(path, (json.dumps(settings, indent=2) + "\n").encode())
 
 
-# Server and clients have this package; the app only says where its two halves are.
+# The server and the clients have this package; the app only names its two parts.
 PROJECT = """\
 [build-system]
 requires = ["hatchling"]
@@ -257,7 +262,7 @@ output = {output}
 
 
 def write_app(federation: Federation) -> str:
-    """Writes OUTPUT/app, and returns what to do with it."""
+    """Writes OUTPUT/app, and returns instructions for it."""
     folder = federation.folder / "app"
     with plain_os_errors(f"Cannot write {folder}"):
         folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Matrices in Flower's messages, and the mod that makes float32 of what travels in bfloat16."""
+"""Converts matrices in Flower's messages, and makes float32 of messages in bfloat16."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from mesp.federate.exchange import Arrays, pack, unpack
 
 
 def to_numpy(record: ArrayRecord) -> Arrays:
-    """The arrays of a record. Raises MespError where one is an archive, which NumPy opens too, and
-    NumPy's errors where one is not a file of it."""
+    """Returns the arrays of a record.
+
+    Raises MespError if one is an archive, which NumPy would open, and NumPy's errors if one is not
+    a NumPy file.
+    """
     arrays = {name: array.numpy() for name, array in record.items()}
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray):
@@ -28,7 +31,7 @@ def to_record(arrays: Arrays) -> ArrayRecord:
 def in_float32(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """The mod that lets the app, and mods within, see float32, whatever travels."""
+    """Gives the app, and the mods after this one, float32 arrays for any dtype of the message."""
     if message.content["config"]["exchange"] == "float32":
         return call_next(message, context)
     received = unpack(to_numpy(message.content["arrays"]))

@@ -29,8 +29,9 @@ SETTINGS = tuple(
 
 @dataclass(frozen=True)
 class Client:
-    """One who takes part: `data` is a folder of tokens, None for the bundle's own. `privacy` are
-    settings of DP-SGD, which are the client's own."""
+    """A client. `data` is a folder of tokens, None for the bundle's own. `privacy` are settings of
+    DP-SGD, which the client chooses.
+    """
 
     name: str
     bundle: Path
@@ -40,7 +41,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Trained:
-    """A client's answer to a round's matrices, after training on `targets` targets that counted.
+    """A client's answer to a round's matrices, after training on `targets` counted targets.
 
     `examples`: the number of records that DP-SGD draws from; None without it.
     """
@@ -53,19 +54,21 @@ class Trained:
 
 
 def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Trained:
-    """Trains from the `received` matrices, float32, as the server's `config` says.
+    """Trains from the `received` matrices, float32, with the server's `config`.
 
-    The optimizer and the learning rate's schedule start again in each round; the order of the data
-    and every random number continue. Raises MespError where the run fails, lasts more than
-    ``timeout`` seconds, or the bundle is of another model than the server's.
+    The optimizer and the learning rate's schedule begin again in each round; the order of the data
+    and the random numbers continue. Raises MespError if the run fails, lasts more than ``timeout``
+    seconds, or if the bundle is of another model than the server's.
     """
     manifest = read_manifest(client.bundle)
     model, arch = str(manifest.model), manifest.architecture
     if config["model"] != model:
-        raise MespError(f"{client.bundle} is of {model}, and the round is of {config['model']}.")
+        raise MespError(
+            f"{client.bundle} is a bundle of {model}, and the round is for {config['model']}."
+        )
     settings = {name: config[name] for name in SETTINGS if name in config}
     settings |= client.privacy
-    if config.get("proximal-mu"):  # FedProx's
+    if config.get("proximal-mu"):  # of FedProx
         settings["proximal_mu"] = config["proximal-mu"]
     with tempfile.TemporaryDirectory(prefix="mesp-federate-") as folder:
         start, output = Path(folder, "start"), Path(folder, "run")
@@ -93,7 +96,7 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
 
 
 def run_engine(settings: dict[str, Any], timeout: float | None = None) -> RunLog:
-    """Runs mesp-engine to its end, and returns its log. Raises MespError where it fails."""
+    """Runs mesp-engine to its end, and returns its log. Raises MespError if it fails."""
     output = Path(settings["output"])
     path = output / "settings.json"
     with plain_os_errors(f"Cannot write to {output}"):
@@ -112,6 +115,6 @@ def run_engine(settings: dict[str, Any], timeout: float | None = None) -> RunLog
 
 
 def scale(settings: Mapping[str, Any]) -> float:
-    """The factor of the adapters' product: alpha / rank, or alpha / √rank."""
+    """Returns the factor of the adapters' product: alpha / rank, or alpha / √rank."""
     rank = settings["rank"]
     return float(settings["alpha"] / (math.sqrt(rank) if settings["rslora"] else rank))

@@ -1,7 +1,7 @@
-"""Data shared out among the people of a simulation.
+"""Divides data among the people of a simulation.
 
-A topic is a file of the data. Texts are shared out by paragraphs, other records whole, and each
-share keeps the order of the data: one client's share is the data.
+A topic is a file of the data. Texts are divided into paragraphs, and other records stay whole. Each
+share keeps the order of the data, so the share of a single client is the data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PARAGRAPH = "\n\n"
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit that is not divided: a record, or a paragraph of the text that `origin` numbers."""
+    """A unit that is not divided: a record, or a paragraph of the text with the number `origin`."""
 
     origin: int
     document: Document
@@ -41,14 +41,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Partition:
-    """The way in which topics are shared out: `iid`, `by-file`, or `dirichlet` with its alpha."""
+    """The way to divide topics: `iid`, `by-file`, or `dirichlet` with its alpha."""
 
     kind: str
     alpha: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> Partition:
-        """Raises MespError where it is not one of them."""
+        """Returns the partition that a text names. Raises MespError if it names none."""
         if text in ("iid", "by-file"):
             return cls(text)
         match = re.fullmatch(r"dirichlet:(\d+\.?\d*|\.\d+)", text)
@@ -62,12 +62,12 @@ class Partition:
 def read_topics(
     data: str, selection: Selection | None = None, hold_out: float = HELD_OUT
 ) -> tuple[dict[str, list[Unit]], list[Document]]:
-    """The units of each topic, and the held-out documents.
+    """Returns the units of each topic, and the held-out documents.
 
-    `data` is a folder with a file a topic and perhaps one called valid, or what `mesp data` takes,
-    of which `selection` is read. Test data is for nobody.
-    Without held-out data the last part of each topic is, the fraction `hold_out`. There may be no
-    topics. Raises MespError.
+    `data` is a folder with a file a topic and perhaps one called valid, or data for `mesp data`, of
+    which `selection` is read. Test data is not used. Without held-out data, the last part of each
+    topic is held out, the fraction `hold_out`. There may be no topics. Raises MespError if the data
+    cannot be read.
     """
     selection = selection or Selection()
     topics, valid = _read_files(data, selection) or _read_splits(data, selection)
@@ -102,7 +102,9 @@ def _read_splits(data: str, selection: Selection) -> Topics:
 
 
 def _read_files(data: str, selection: Selection) -> Topics | None:
-    """The topics of a folder with a file each, and its held-out documents; None for other data."""
+    """Returns the topics of a folder with a file each, and its held-out documents; None for other
+    data.
+    """
     folder = Path(data)
     if selection.is_of_dataset or not folder.is_dir():
         return None
@@ -128,11 +130,11 @@ def _read_files(data: str, selection: Selection) -> Topics | None:
 def share_out(
     data: str, topics: dict[str, list[Unit]], clients: int, split: Partition, seed: int
 ) -> list[list[Document]]:
-    """The documents of each client. Raises MespError where one would get none.
+    """Returns the documents of each client. Raises MespError if one would get none.
 
-    - iid: every unit to a random client, all of them as many;
+    - iid: every unit to a random client, equally many to each;
     - by-file: topic i to client i mod N;
-    - dirichlet: of each topic client i gets a share p[i], p ~ Dirichlet(alpha, …, alpha): the
+    - dirichlet: client i gets a share p[i] of each topic, p ~ Dirichlet(alpha, …, alpha): the
       smaller alpha, the fewer clients have most of a topic (Hsu, Qi, Brown, arXiv:1909.06335).
     """
     if not topics:
@@ -157,7 +159,7 @@ def share_out(
     for number, each in enumerate(documents):
         if not each:
             raise MespError(
-                f"Of {data}, client {number} of {clients} would get nothing: take fewer --clients, "
+                f"Client {number} of {clients} would get nothing of {data}: take fewer --clients, "
                 "more data, or another --split or --seed."
             )
     return documents

@@ -1,4 +1,4 @@
-"""Progress of the rounds, for people: a line each on standard error, and a few at the end."""
+"""The progress of the rounds: a line each on standard error, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mesp.formatting import decimal, megabytes, printable
 
 
 class RoundsProgress:
-    """Shows rounds as they end; on a terminal also which one is on its way."""
+    """Shows rounds as they end; on a terminal also the current one."""
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
@@ -28,7 +28,7 @@ class RoundsProgress:
         self.status.stop()
 
     def show(self, record: dict[str, Any]) -> None:
-        """A round's record; the first is of the round that this one begins after."""
+        """Shows a round's record; the first is that of the round before the first one here."""
         number = record["round"]
         self.console.print(line(record, self.rounds, self.before), markup=False, soft_wrap=True)
         if "discarded" in record:
@@ -39,7 +39,7 @@ class RoundsProgress:
                 soft_wrap=True,
             )
         for sentence in record.get("left_out", ()):
-            # It may be a client's.
+            # The sentence may be a client's.
             said = printable(f"  left out: {sentence}")
             self.console.print(said, markup=False, soft_wrap=True)
         self.before = record
@@ -48,8 +48,11 @@ class RoundsProgress:
 
 
 def line(record: dict[str, Any], rounds: int, before: dict[str, Any] | None) -> str:
-    """A round in a line: loss before and after, drift, megabytes, the largest footprint; of the
-    first its loss."""
+    """Returns a line about a round: its loss before and after, drift, megabytes, the largest
+    footprint.
+
+    Of the first it shows the loss only.
+    """
     loss = decimal(record["held_out_loss"], 3)
     if before is None:
         return f"round {record['round']}/{rounds}: held-out loss {loss}"
@@ -64,14 +67,14 @@ def line(record: dict[str, Any], rounds: int, before: dict[str, Any] | None) -> 
 
 
 def privacy(record: dict[str, Any]) -> str:
-    """The differential privacy of all rounds up to this one; empty if there is none."""
+    """Returns the differential privacy of all rounds up to this one; empty if there is none."""
     if "epsilon" not in record:
         return ""
     return f", ε {decimal(record['epsilon'])} at δ {record['delta']:g} so far"
 
 
 def summary(federation: Federation) -> str:
-    """The results of all rounds."""
+    """Returns a summary of all rounds."""
     rounds = federation.rounds
     records = rounds.records()
     before, after = records[0]["held_out_loss"], records[-1]["held_out_loss"]

@@ -1,4 +1,4 @@
-"""Flower's ServerApp: a strategy of Flower's over the rounds of a folder."""
+"""Flower's ServerApp: runs a strategy of Flower's over the rounds of a folder."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from mesp.federate.strategies import Screened, make_strategy, restore, state_of
 from mesp.folders import locked
 from mesp.runs.privacy import gaussian_epsilon
 
-# Seconds that a client's answer may take beyond its training.
+# Seconds that a client's answer may take besides its training.
 TO_ANSWER = 30.0
 
 Show = Callable[[dict[str, Any]], None]
 
 
 def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None) -> None:
-    """All rounds that are not there yet, each kept as it ends and given to `show`. After `timeout`
-    seconds a round continues without those that have not answered."""
+    """Runs all missing rounds; keeps each at its end, and passes it to `show`.
+
+    After `timeout` seconds a round continues without the clients that have not answered.
+    """
     with locked(federation.folder, f"server is at work in {federation.folder}"):
         options, rounds = federation.options, federation.rounds
         if rounds.last is None:
@@ -47,8 +49,8 @@ def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None)
             try:
                 record = rounds.save(number, arrays, report, state_of(inner))
             except MespError as error:
-                # Nothing can be trained from adapters that cannot be evaluated. If the failure is
-                # of this machine, the adapters before them cannot be evaluated either.
+                # Adapters that cannot be evaluated must not be trained further. If this machine has
+                # failed, the adapters before them cannot be evaluated either.
                 arrays, before = rounds.arrays(number - 1), rounds.path(number - 1) / STATE_NAME
                 restore(inner, before)
                 report = report | {"discarded": error.message}
@@ -79,7 +81,9 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """The app that a SuperLink runs: the federation in the folder of its configuration."""
+    """Serves the federation in the folder of the run's configuration: the app that a SuperLink
+    runs.
+    """
     federation = Federation.read(Path(str(context.run_config["output"])))
     with RoundsProgress(federation.options["rounds"]) as report:
         timeout = federation.options["timeout"] + TO_ANSWER

@@ -1,15 +1,15 @@
-"""A federation on one machine: Flower's simulation engine, with mesp-engine for every client."""
+"""A federation on one machine: Flower's simulation engine, with a mesp-engine for each client."""
 
 from __future__ import annotations
 
 import logging
 import os
 
-# Before Flower and Ray are imported: nothing is reported to anybody.
+# Set before Flower and Ray are imported, so that nothing is reported to anybody.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or Ray warns of its future
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or Ray warns of a future change
 
 # isort: split
 from flwr.app import Context
@@ -24,23 +24,26 @@ from mesp.federate.server_app import Show, serve
 
 
 def simulate(federation: Federation, show: Show) -> None:
-    """All rounds that are not there yet, each client of a round in turn or, with several cores,
-    beside another. Raises MespError."""
+    """Runs all missing rounds, with a round's clients in turn or, with several cores, at the same
+    time.
+
+    Raises MespError if a round fails.
+    """
     failed: list[MespError] = []
     server = ServerApp()
 
     @server.main()
     def _(grid: Grid, _: Context) -> None:
         try:
-            # Clients wait for each other here; each has its time from its own start.
+            # Clients wait for each other here; each has its time limit from its own start.
             serve(federation, grid, show, timeout=None)
-        except MespError as error:  # Flower would say where it was raised
+        except MespError as error:  # Flower would log where it was raised
             failed.append(error)
 
     def find(context: Context) -> Client:
         return federation.client(int(context.node_config["partition-id"]))
 
-    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # `show` says what it would
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # `show` reports the same
     run_simulation(
         server,
         client_app(find, tells=True),

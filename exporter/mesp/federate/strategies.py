@@ -1,4 +1,4 @@
-"""Flower's strategies, made of options; who is left out of a round; and what is kept of them."""
+"""Flower's strategies from options; the answers that a round leaves out; the state that is kept."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from mesp.federate.flower_messages import to_numpy, to_record
 
 # FedAdam's state: its moments, by the matrices' names.
 KEPT = ("m_t", "v_t")
-# The metric of a client that is 1 for all: a weight.
+# A client's metric that is 1 for all, used as a weight.
 ONE = "client"
 MOST_CHARACTERS = 500  # of a name or a reason
-HEADER = 256  # more bytes than NumPy puts before an array's numbers
-# Keeps a round's adapters and its report, and returns the adapters to continue with.
+HEADER = 256  # more bytes than NumPy writes before an array's numbers
+# A function that keeps a round's adapters and its report, and returns the adapters to continue
+# with.
 Keep = Callable[[int, Arrays, dict[str, Any]], Arrays]
 
 
 def make_strategy(options: dict[str, Any]) -> Strategy:
-    """Flower's strategy of that name with these options. Raises MespError where it takes none."""
+    """Returns Flower's strategy with these options. Raises MespError if it does not take one."""
     kind = getattr(strategy, STRATEGIES[options["strategy"]])
     given = dict(options["strategy_options"])
     numbers = {
@@ -72,7 +73,7 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
             )
     clients = {"min_available_nodes": options["clients"], "min_train_nodes": 1}
     private = options["noise"] is not None
-    # For the noise to hide any one client, all must count the same.
+    # The noise can hide any one client only if all count equally.
     weight = {"weighted_by_key": ONE if private else "num-examples"}
     try:
         inner = kind(**{**clients, **weight, **given})
@@ -80,14 +81,14 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
         raise MespError(f"--strategy-options do not suit {options['strategy']}: {error}") from error
     if not private:
         return inner
-    # The answers are clipped when they are screened; this one adds noise to their mean.
+    # Answers are clipped when they are screened; this strategy adds noise to their mean.
     return strategy.DifferentialPrivacyClientSideFixedClipping(
         inner, options["noise"], options["clip"], options["clients"]
     )
 
 
 def state_of(inner: Strategy) -> bytes | None:
-    """The state that a strategy keeps from round to round: FedAdam's moments."""
+    """Returns the state that a strategy keeps between rounds: FedAdam's moments."""
     arrays = {
         f"{field}/{name}": array
         for field in KEPT
@@ -101,7 +102,7 @@ def state_of(inner: Strategy) -> bytes | None:
 
 
 def restore(inner: Strategy, path: Path) -> None:
-    """Gives a strategy what `state_of` kept in a file, or, if there is none, nothing."""
+    """Gives a strategy the state that `state_of` kept in a file, if there is one."""
     kept = dict(np.load(path)) if path.exists() else {}
     for field in KEPT:
         if hasattr(_innermost(inner), field):
@@ -114,12 +115,12 @@ def _innermost(inner: Strategy) -> Strategy:
 
 
 class Screened(Strategy):
-    """A strategy that gets only what it can take: float32 matrices of the model, no number larger
-    than `MOST`, no update longer than `clip`.
+    """A strategy that receives only valid answers.
 
-    Whoever fails, stays silent or sends anything else is left out of the round, and named in
-    `report`. `first` is the number of the round before the strategy's first. `keep` gets what the
-    strategy made of the others.
+    An answer has float32 matrices of the model, no number larger than `MOST`, and no update longer
+    than `clip`. Clients that fail, stay silent or send anything else are left out of the round, and
+    named in `report`. `first` is the number of the round before the strategy's first. `keep` gets
+    the strategy's result from the others.
     """
 
     def __init__(
@@ -178,8 +179,8 @@ class Screened(Strategy):
                 taken.append((name, node, self._screened(reply)))
             except MespError as error:
                 left_out.append(f"{name}: {_printable(error.message)}")
-            except Exception as error:  # what a stranger sends can raise anything
-                why = _printable(f"its answer is not as docs/federation.md has it: {error}")
+            except Exception as error:  # a stranger's message can raise anything
+                why = _printable(f"its answer does not follow docs/federation.md: {error}")
                 left_out.append(f"{name}: {why}")
         left_out += [f"{self.names.get(n, f'node {n}')}: did not answer in time." for n in silent]
         number = self.first + server_round
@@ -188,7 +189,7 @@ class Screened(Strategy):
                 f"Round {number} has adapters of {len(taken)} clients and needs {self.needed}: "
                 + " ".join(sorted(left_out))
             )
-        # In an order of their own: sums of float32 depend on it, and answers come as they come.
+        # In a fixed order: sums of float32 depend on it, and answers arrive in any order.
         taken.sort(key=lambda each: each[:2])
         replies = [reply for *_, reply in taken]
         self.report |= self._report(replies) | {"bytes_up": up, "left_out": sorted(left_out)}
@@ -201,25 +202,27 @@ class Screened(Strategy):
         return to_record(self.keep(number, arrays, self.report)), metrics
 
     def _screened(self, reply: Message) -> Message:
-        """An answer with what a strategy takes of it, matrices in float32 and metrics. Raises
-        MespError, or anything, where it is not an answer."""
+        """Returns an answer with what a strategy uses of it, matrices in float32 and metrics.
+
+        Raises MespError, or any other error, if it is not a valid answer.
+        """
         metrics = reply.content["metrics"]
         targets, loss = metrics["num-examples"], metrics["loss"]
         footprint = metrics["footprint-bytes"]
         if not (isinstance(targets, int) and 0 < targets <= self.most_targets):
-            raise MespError(f"it counts {targets} targets, of {self.most_targets} at most")
+            raise MespError(f"it counts {targets} targets, more than {self.most_targets}")
         if not (
             isinstance(loss, float)
             and math.isfinite(loss)
             and isinstance(footprint, int)
             and footprint >= 0
         ):
-            raise MespError("its metrics are not as docs/federation.md has them")
+            raise MespError("its metrics do not follow docs/federation.md")
         expected = self.sent if self.exchange == "float32" else pack(self.sent)
         wanted = sum(array.nbytes + HEADER for array in expected.values())
-        # Up to the size of another dtype, arrays are read, and the error is named.
+        # Arrays that may have another dtype are read, so that the error can name it.
         if (size := _size(reply.content["arrays"])) > 4 * wanted:
-            raise MespError(f"it sends {size} bytes, of which {wanted} are enough")
+            raise MespError(f"it sends {size} bytes, more than the {wanted} needed")
         arrays = to_numpy(reply.content["arrays"])
         check_arrays(arrays, expected)
         if self.exchange == "bfloat16":
@@ -227,7 +230,7 @@ class Screened(Strategy):
         if self.clip is not None:
             arrays = clip_update(arrays, self.sent, self.clip)
         kept = {"num-examples": targets, "loss": loss, "footprint-bytes": footprint, ONE: 1}
-        # In one order and nothing more: Flower gives a round up in which clients differ in that.
+        # In one order and without others: Flower aborts a round in which clients differ in that.
         arrays = {name: arrays[name] for name in self.sent}
         content = {"arrays": to_record(arrays), "metrics": MetricRecord(kept)}
         reply.content = RecordDict(content)
@@ -255,7 +258,7 @@ class Screened(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        return ()  # the server has held-out data, and evaluates once for all
+        return ()  # the server has held-out data, and evaluates for all clients
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -267,15 +270,15 @@ class Screened(Strategy):
 
 
 def _is_private(inner: Strategy) -> bool:
-    """Whether a strategy adds noise."""
+    """Returns whether a strategy adds noise."""
     return hasattr(inner, "num_sampled_clients")
 
 
 def _printable(text: object) -> str:
-    """A stranger's text without control characters, for a terminal."""
+    """Returns a stranger's text without control characters, for a terminal."""
     return "".join(each if each.isprintable() else " " for each in str(text))[:MOST_CHARACTERS]
 
 
 def _size(record: ArrayRecord) -> int:
-    """The bytes of a record's arrays, as they travel."""
+    """Returns the bytes of a record's arrays in the message."""
     return sum(len(array.data) for array in record.values())

@@ -1,4 +1,4 @@
-"""One description of a model's blocks, for every family."""
+"""The description of a model's blocks, the same for every family."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from mesp.models.mlps import (
 )
 from mesp.models.mlps_by_layer import mlps_by_layer
 
-# The matrices that embeddings for each layer are made with.
+# Names of the two matrices of embeddings for each layer.
 PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer"
 PER_LAYER_PROJECTION = "model.per_layer_model_projection"
 
 
 class Rows(NamedTuple):
-    """The place of one of a block's projections: these rows of the W of a module, [out, in]."""
+    """The rows of a module's W [out, in] that belong to one of a block's projections."""
 
     module: str
     rows: slice
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 class Architecture:
     """A model's blocks; the fields are the manifest's ``architecture``.
 
-    docs/formats.md explains each.
+    docs/formats.md explains each field.
     """
 
     model_type: str
@@ -63,18 +63,18 @@ class Architecture:
     hf_prefix: str
     biases: tuple[str, ...]
     mixers: tuple[Mixer, ...]
-    layers: tuple[int, ...]  # of each block its mixer
+    layers: tuple[int, ...]  # index in `mixers`, by block
     mlps: tuple[MLP, ...]
-    mlp_layers: tuple[int, ...]  # of each block its MLP
+    mlp_layers: tuple[int, ...]  # index in `mlps`, by block
     hf_modules: Modules = ()
     per_layer: PerLayerEmbedding | None = None
 
     @classmethod
     def from_config(cls, config: dict[str, Any], length: int = 1) -> Architecture:
-        """The description of the model of a Hugging Face ``config.json``, for sequences of `length`
-        tokens: LongRoPE has other frequencies in long ones.
+        """Returns the description of the model of a Hugging Face ``config.json``.
 
-        Raises MespError where the architecture, or a variant of it, is not supported.
+        It is for sequences of `length` tokens, because LongRoPE has other frequencies in long
+        sequences. Raises MespError if the architecture, or a variant of it, is not supported.
         """
         try:
             return cls._from_complete(complete(config) | {"sequence_length": length})
@@ -96,8 +96,8 @@ class Architecture:
             raise unsupported("hidden_act", activation)
         check_numbers(config)
         by_layer = mixers_by_layer(config)
-        # A norm does not see how long its input is. So where what a block adds is multiplied by
-        # m, x + m·out(…), that is x/m + out(…), with ε/m² in the norms.
+        # A norm's output does not depend on its input's scale. So if a block multiplies what it
+        # adds by m, x + m·out(…), this is x/m + out(…), with ε/m² in the norms.
         residual = config.get("residual_multiplier") or 1.0
         embedding_scale = family.embedding_scale(config["hidden_size"])
         embedding_scale *= config.get("embedding_multiplier") or 1.0
@@ -137,7 +137,10 @@ class Architecture:
 
     @classmethod
     def from_manifest(cls, entry: dict[str, Any]) -> Architecture:
-        """The inverse of `to_manifest`. Raises ValueError, TypeError or KeyError where damaged."""
+        """Returns the architecture of a manifest's entry, the inverse of `to_manifest`.
+
+        Raises ValueError, TypeError or KeyError if the entry is damaged.
+        """
         return cls(
             **{
                 **entry,
@@ -157,7 +160,7 @@ class Architecture:
         return {**asdict(self), "mixers": mixers, "mlps": mlps}
 
     def _checked(self) -> Architecture:
-        """Itself. Raises ValueError where a field can't be what it says."""
+        """Returns itself. Raises ValueError if a field has an impossible value."""
         for each in (*self.mixers, *self.mlps, *([self.per_layer] if self.per_layer else [])):
             each.check()
         refuse_unsound(
@@ -190,7 +193,9 @@ class Architecture:
         return self
 
     def _has_keys_for(self, layer: int, mixer: Mixer) -> bool:
-        """Whether a block has keys and values: its own, or those of one before it that has."""
+        """Returns whether a block has keys and values, or takes those of an earlier block
+        that has.
+        """
         if not isinstance(mixer, AttentionMixer) or mixer.keys_of is None:
             return True
         owner = mixer.keys_of
@@ -211,18 +216,18 @@ class Architecture:
 
     @property
     def owners(self) -> set[int]:
-        """The blocks whose keys and values others take too."""
+        """The blocks whose keys and values other blocks use too."""
         found = (block.keys_of for block in self.kinds)
         return {owner for owner in found if owner is not None}
 
     @property
     def kinds(self) -> tuple[Block, ...]:
-        """The kinds of block: each pair of a mixer and an MLP that some block has, in order."""
+        """The different blocks, in order: each pair of a mixer and an MLP that some block has."""
         return tuple(dict.fromkeys(self.blocks))
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """Of each layer its block."""
+        """The block of each layer."""
         kinds = zip(self.layers, self.mlp_layers, strict=True)
         return tuple(Block(self, self.mixers[mixer], self.mlps[mlp]) for mixer, mlp in kinds)
 
@@ -232,16 +237,18 @@ class Architecture:
 
     @property
     def modules(self) -> list[str]:
-        """The names of the linear layers in its blocks, those of each kind in their order."""
+        """The names of the linear layers in all blocks, each once, in order."""
         return list(dict.fromkeys(name for block in self.kinds for name in block.modules))
 
     @property
     def trainable(self) -> list[str]:
-        """The modules' short names, as in `q` and `gate_up`, and that of the experts' matrices."""
+        """The short names of the modules, such as `q` and `gate_up`, and `EXPERTS` if there are
+        experts.
+        """
         return list(dict.fromkeys(map(short, self.modules))) + [EXPERTS] * self.has_experts
 
     def training_experts(self) -> Architecture:
-        """The same with adapters of the experts too."""
+        """Returns the architecture with adapters of the experts too."""
         mlps = (
             replace(mlp, experts=replace(mlp.experts, trained=True)) if mlp.experts else mlp
             for mlp in self.mlps
@@ -255,11 +262,11 @@ class Architecture:
 
     @property
     def is_tied_in_mlx_lm(self) -> bool:
-        """Whether the embedding is mlx-lm's head too; where not, a copy of it may be."""
+        """Whether mlx-lm uses the embedding as head. If not, its head may still be a copy of it."""
         return self.tie_word_embeddings and FAMILIES[self.model_type].mlx_ties
 
     def first(self, count: int) -> Architecture:
-        """The same without the blocks after the first `count`."""
+        """Returns the architecture without the blocks after the first `count`."""
         kept = self.blocks[:count]
         mixers = tuple(dict.fromkeys(block.mixer for block in kept))
         mlps = tuple(dict.fromkeys(block.mlp for block in kept))
@@ -273,12 +280,14 @@ class Architecture:
 
     @property
     def mlp_norm(self) -> str:
-        """The norm before the MLP; where there are post norms, Llama's name for it is theirs."""
+        """The norm before the MLP. In a model with post norms, Llama's name for it means a post
+        norm.
+        """
         return "pre_feedforward_layernorm" if self.post_norms else "post_attention_layernorm"
 
     @property
     def num_parameters(self) -> int:
-        """The numbers in the model, with those of a tied head counted once."""
+        """The number of parameters in the model, with a tied head counted once."""
         tables = 1 if self.tie_word_embeddings else 2
         ends = (tables * self.vocab_size + 1) * self.hidden_size
         ends += sum(rows * columns for rows, columns in self.per_layer_shapes.values())
@@ -287,7 +296,9 @@ class Architecture:
 
     @property
     def per_layer_shapes(self) -> dict[str, tuple[int, int]]:
-        """Of the matrices that embeddings for each layer are made with, by their names."""
+        """The shapes of the matrices of embeddings for each layer, by name; empty if there are
+        none.
+        """
         if self.per_layer is None:
             return {}
         width = self.num_hidden_layers * self.per_layer.size
@@ -297,8 +308,9 @@ class Architecture:
         }
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all its tensors, unquantized, by their names; of stacked matrices
-        [experts, out, in]."""
+        """Returns the shapes of all tensors, unquantized, by name. Stacked matrices are [experts,
+        out, in].
+        """
         tables = ["model.embed_tokens", *(["lm_head"] * (not self.tie_word_embeddings))]
         shapes = {f"{name}.weight": (self.vocab_size, self.hidden_size) for name in tables}
         shapes["model.norm.weight"] = (self.hidden_size,)
@@ -319,7 +331,7 @@ class Architecture:
 
     @property
     def embedding_columns(self) -> dict[str, int]:
-        """The inputs of the matrices outside of the blocks, by their names."""
+        """The number of inputs of each matrix outside of the blocks, by name."""
         columns = {"model.embed_tokens": self.hidden_size}
         columns |= {} if self.tie_word_embeddings else {"lm_head": self.hidden_size}
         return columns | {name: size for name, (_, size) in self.per_layer_shapes.items()}
@@ -335,7 +347,9 @@ class Block:
 
     @property
     def modules(self) -> dict[str, tuple[str, ...]]:
-        """Its linear layers, and the projections that each computes, in the order of their rows."""
+        """The block's linear layers, and the projections that each computes, in the order of their
+        rows.
+        """
         per_layer = self.arch.per_layer
         return dict(
             self.mixer.modules + self.mlp.modules + (per_layer.modules if per_layer else ())
@@ -343,12 +357,17 @@ class Block:
 
     @property
     def keys_of(self) -> int | None:
-        """The block whose keys and values it takes; None: its own, or it has none."""
+        """The block whose keys and values this block takes. None if it has keys and values, or
+        needs none.
+        """
         return self.mixer.keys_of if isinstance(self.mixer, AttentionMixer) else None
 
     def given_shapes(self, length: int) -> list[tuple[int, ...]]:
-        """Of what it takes besides its input: its layer's part of the tokens' embeddings, and the
-        keys and values of another block."""
+        """Returns the shapes of a block's inputs besides the output of the block before.
+
+        These are its layer's part of the tokens' embeddings, and the keys and values of another
+        block.
+        """
         shapes: list[tuple[int, ...]] = []
         if self.arch.per_layer:
             shapes.append((1, length, self.arch.per_layer.size))
@@ -357,7 +376,7 @@ class Block:
         return shapes
 
     def projections(self) -> dict[str, Rows]:
-        """The place of each of its projections (`q`, …, `down`)."""
+        """Returns the place of each projection (`q`, …, `down`) in its module."""
         hidden = self.arch.hidden_size
         shapes = self.mixer.shapes(hidden) | self.mlp.shapes(hidden)
         shapes |= self.arch.per_layer.shapes(hidden) if self.arch.per_layer else {}
@@ -371,18 +390,20 @@ class Block:
         return found
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Each module's (output size, input size), in the order of its flat LoRA vector."""
+        """Returns the (output size, input size) of each module, in the order of the flat LoRA
+        vector.
+        """
         sizes = dict.fromkeys(self.modules, (0, 0))
         for module, rows, (_, inp) in self.projections().values():
             sizes[module] = (max(sizes[module][0], rows.stop), inp)
         return sizes
 
     def biases(self) -> dict[str, int]:
-        """The lengths of its biases by the modules that have them."""
+        """Returns the lengths of the biases, by the names of their modules."""
         return {name: out for name, (out, _) in self.sizes().items() if name in self.arch.biases}
 
     def norms(self) -> dict[str, int]:
-        """The lengths of its norms by the names of their weights."""
+        """Returns the lengths of the norms' weights, by name."""
         names = ["input_layernorm", "post_attention_layernorm"]
         if self.arch.post_norms:
             names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -391,33 +412,42 @@ class Block:
         return {f"{name}.weight": self.arch.hidden_size for name in names} | self.mixer.norms()
 
     def vectors(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of its other weights that no linear layer has, by their names."""
+        """Returns the shapes of the other weights outside of linear layers, by name."""
         found = self.mixer.vectors(self.arch.hidden_size)
         found |= self.mlp.experts.vectors() if self.mlp.experts else {}
         return found | ({"layer_scalar": (1,)} if self.arch.per_layer else {})
 
     @property
     def num_experts(self) -> int:
-        """0 where there are none."""
+        """The number of experts; 0 in a block without experts."""
         return self.mlp.experts.num_experts if self.mlp.experts else 0
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """The (output size, input size) of every quantized matrix; of stacked ones, of each."""
+        """Returns the (output size, input size) of every quantized matrix, and of each
+        stacked one.
+        """
         return self.sizes() | self.frozen() | self.stacked()
 
     def frozen(self) -> dict[str, tuple[int, int]]:
-        """The (output size, input size) of the linear layers without adapters, which are no
-        modules: those that choose experts, and weigh the MLP beside them."""
+        """Returns the (output size, input size) of the linear layers that cannot have adapters.
+
+        These are the router, and the layer that weighs the MLP beside the experts.
+        """
         return self.mlp.experts.linears(self.arch.hidden_size) if self.mlp.experts else {}
 
     def stacked(self) -> dict[str, tuple[int, int]]:
-        """The (output size, input size) of one expert's matrices, by the names of all experts'
-        together. None where there are no experts."""
+        """Returns the (output size, input size) of one expert's matrices, by the names of the
+        stacked matrices. Empty in a block without experts.
+        """
         return self.mlp.experts.stacked(self.arch.hidden_size) if self.mlp.experts else {}
 
     def adapted(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each weight with adapters, in the order of the flat LoRA vector: modules',
-        [out, in], and where experts are trained their stacked matrices', [experts, out, in]."""
+        """Returns the shape of each weight that can have adapters, in the order of the flat LoRA
+        vector.
+
+        Modules are [out, in]. If experts are trained, their stacked matrices are [experts, out,
+        in].
+        """
         trained = self.mlp.experts is not None and self.mlp.experts.trained
         stacked = self.stacked() if trained else {}
         return {
@@ -426,23 +456,23 @@ class Block:
         }
 
     def lora_size(self, rank: int) -> int:
-        """The number of LoRA parameters of this rank."""
+        """Returns the number of LoRA parameters of this rank."""
         shapes = self.adapted().values()
         return rank * sum(math.prod(stack) * (out + inp) for *stack, out, inp in shapes)
 
     @property
     def num_parameters(self) -> int:
-        """The numbers in it."""
+        """The number of parameters in the block."""
         weights = sum(out * inp for out, inp in (self.sizes() | self.frozen()).values())
         weights += self.num_experts * sum(out * inp for out, inp in self.stacked().values())
         vectors = sum(map(math.prod, self.vectors().values()))
         return weights + vectors + sum(self.norms().values()) + sum(self.biases().values())
 
     def within(self, length: int) -> Block:
-        """The same for sequences of `length` tokens; see `AttentionMixer.within`."""
+        """Returns the block for sequences of `length` tokens; see `AttentionMixer.within`."""
         return replace(self, mixer=self.mixer.within(length))
 
 
 def _index(layers: tuple[Any, ...], kinds: tuple[Any, ...]) -> bool:
-    """Whether each layer's number is that of a kind."""
+    """Returns whether each layer's number is an index in `kinds`."""
     return all(type(i) is int and 0 <= i < len(kinds) for i in layers)

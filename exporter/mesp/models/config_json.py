@@ -1,4 +1,4 @@
-"""A Hugging Face config.json, with what it leaves out."""
+"""A Hugging Face config.json, completed with the defaults of missing keys."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mesp.models.families import FAMILIES, LACKING
 from mesp.models.mixers import is_positive, refuse_unsound
 from mesp.models.rope_scaling import COMMON, SCALINGS, complete_scaling, type_of
 
-# The largest values, checked before lists of such lengths are made.
+# The largest values of some keys, which are checked before lists of such lengths are made.
 MOST = {"num_hidden_layers": 1024, "head_dim": 4096, "partial_rotary_factor": 1}
-# Numbers above 0, where they are said and not 0, which means the same as none.
+# Keys whose values must be above 0. They may also be missing or 0, which both mean none.
 _POSITIVE = (
     "rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
     "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
@@ -25,10 +25,11 @@ _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def complete(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with what it leaves out, and RoPE by the keys that mlx-lm reads.
+    """Returns a config.json with the values of missing keys, and with RoPE in the keys that mlx-lm
+    reads.
 
-    (transformers 5 keeps RoPE in `rope_parameters`.) Raises MespError where the architecture is
-    not supported.
+    transformers 5 keeps RoPE in `rope_parameters`. Raises MespError if the architecture is not
+    supported.
     """
     config = _plain(config)
     model_type = config.get("model_type")
@@ -39,9 +40,9 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         if model_type in LACKING:
             missing = f" ({LACKING[model_type]})"
         elif any("expert" in key for key in (*config, *(config.get("text_config") or ()))):
-            missing = " (it mixes experts in a way of its own)"
+            missing = " (its mixture of experts is of another kind)"
         elif "text_config" in config:
-            missing = " (it is of several modalities, and the trainer takes text alone)"
+            missing = " (it has several modalities, and the trainer takes only text)"
         raise MespError(
             f"The architecture {model_type!r} is not supported{missing}; "
             f"supported are {', '.join(FAMILIES)}."
@@ -51,7 +52,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         text = config.get("text_config") or {}
         if text.get("model_type", family.texts[0]) not in family.texts:
             raise unsupported("text_config's model_type", text["model_type"])
-        # Some things are said of the whole model, such as how it is quantized.
+        # Some keys stand outside of text_config, such as the quantization.
         whole = {k: v for k, v in config.items() if k not in ("text_config", "vision_config")}
         config = {**whole, **text, "model_type": model_type}
         if "tie_word_embeddings" in whole:
@@ -61,7 +62,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         if type(config.get(key)) in (int, float) and not 0 < config[key] <= most:
             raise unsupported(key, config[key])
     refuse_unsound({"num_hidden_layers": type(config.get("num_hidden_layers", 1)) is int})
-    if family.experts and config.get("num_local_experts"):  # as transformers 5 names it
+    if family.experts and config.get("num_local_experts"):  # the key of transformers 5
         config.setdefault("num_experts", config["num_local_experts"])
         if config["num_experts"] != config["num_local_experts"]:
             raise unsupported("num_local_experts", config["num_local_experts"])
@@ -88,7 +89,8 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     config["rope_scaling"] = None if kind == "default" else complete_scaling(named, config)
     if family.rope_by_type:
         config["rope_parameters"] = by_type
-    # mlx-lm reads these of some families there alone, where there is one base.
+    # For some families, mlx-lm reads these keys only in `rope_parameters`, unless there are two
+    # bases.
     if (rope or family.texts) and "rope_local_base_freq" not in config:
         keys = ("rope_theta", "partial_rotary_factor")
         turning = {key: config[key] for key in keys if key in config}
@@ -97,7 +99,9 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A JSON value with the numbers that transformers 5 writes as {"__float__": "Infinity"}."""
+    """Returns a JSON value with plain numbers in place of those that transformers 5 writes as
+    {"__float__": "Infinity"}.
+    """
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in _NUMBERS:
             return _NUMBERS[value["__float__"]]
@@ -106,7 +110,9 @@ def _plain(value: Any) -> Any:
 
 
 def check_numbers(config: dict[str, Any]) -> None:
-    """Raises ValueError for a number that no model has, of those beside RoPE's and sizes."""
+    """Raises ValueError for a number that no model has. RoPE's numbers and sizes are checked
+    elsewhere.
+    """
     refuse_unsound({key: is_positive(config[key]) for key in _POSITIVE if config.get(key)})
 
 
@@ -121,10 +127,10 @@ def _check_scaling(scaling: dict[str, Any], key: str) -> None:
 
 
 def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
-    """Raises MespError where the blocks do not describe sequences of all `lengths`, in tokens.
+    """Raises MespError if the blocks do not describe sequences of all `lengths`, in tokens.
 
-    Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / limit⌋), 1 below the limit.
-    LongRoPE has other factors in sequences longer than it.
+    Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / limit⌋), which is 1 below
+    the limit. LongRoPE has other factors in sequences beyond a limit.
     """
     rope = complete(config)["rope_scaling"] or {}
     limit = rope.get("original_max_position_embeddings", max(lengths))
@@ -135,16 +141,17 @@ def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
         )
     if rope.get("type") == "longrope" and min(lengths) <= limit < max(lengths):
         raise MespError(
-            f"Beyond {limit:,} tokens the model turns positions by other factors; export sequences "
-            "up to that and longer ones as two bundles."
+            f"Beyond {limit:,} tokens the model scales positions differently; export shorter and "
+            "longer sequences as two bundles."
         )
 
 
 def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
-    """A bundle's config.json such that mlx-lm computes the same in sequences of `length` tokens.
+    """Returns a bundle's config.json with which mlx-lm computes the same in sequences of `length`
+    tokens.
 
-    It takes the long factors of LongRoPE whatever the length. Raises MespError for a key of RoPE
-    that it ignores.
+    mlx-lm uses the long factors of LongRoPE for any length. Raises MespError for a key of RoPE that
+    mlx-lm ignores.
     """
     config = dict(config)
     scaling = config.get("rope_scaling") or {}
@@ -174,7 +181,7 @@ def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 def unsupported(key: str, value: object) -> MespError:
-    """The error for a config.json that asks for something the trainer lacks."""
+    """Returns the error for a config.json that asks for something the trainer lacks."""
     said = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return MespError(
         f"The model's config.json sets {key} to {said}, which is not supported; take a model "

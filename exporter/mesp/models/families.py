@@ -1,4 +1,4 @@
-"""The families of models that can be trained: what each `model_type` says by its name alone."""
+"""The families of models that can be trained, and what each `model_type` implies."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _LFM_MLP: Modules = (
     ("feed_forward.w2", ("down",)),
 )
 FUSED_MLP: Modules = (("mlp.gate_up_proj", ("gate", "up")), ("mlp.down_proj", ("down",)))
-# Granite 4's MLP in Hugging Face's checkpoints, and the layers that mlx-lm makes of each where
-# there are no experts.
+# The layers of Granite 4's MLP in Hugging Face's checkpoints, and mlx-lm's layers in their place,
+# for a model without experts.
 _SHARED_MLP: Modules = (
     ("shared_mlp.input_linear", ("mlp.gate_proj", "mlp.up_proj")),
     ("shared_mlp.output_linear", ("mlp.down_proj",)),
@@ -51,17 +51,17 @@ _SHARED_MLP: Modules = (
 _GRANITE_EXPERTS = "block_sparse_moe.switch_mlp"
 
 
-# Of Mamba's time steps: the upper one is a number that JSON has.
+# The limits of Mamba's time steps if there are none. JSON has no infinity, so the upper is 1e38.
 NO_LIMITS = [0.0, 1e38]
 
 
 def short(module: str) -> str:
-    """`q` of ``self_attn.q_proj``."""
+    """Returns the short name of a module, such as `q` of ``self_attn.q_proj``."""
     return module.split(".")[-1].removesuffix("_proj")
 
 
-EXPERTS = "experts"  # the name of all experts' matrices together, as modules have short names
-# The short names of all modules that some model has, in the order of the projections.
+EXPERTS = "experts"  # the short name of the experts' matrices together
+# The short names of all modules of all models, in the order of the projections.
 TRAINABLE = (
     "q", "k", "v", "qkv", "g", "o", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in",
     "out", "gate", "up", "gate_up", "down", "w1", "w3", "w2", "input_linear", "output_linear",
@@ -69,7 +69,7 @@ TRAINABLE = (
 )  # fmt: skip
 
 
-# The factor of the embedding: 1, √hidden, or √hidden in bfloat16.
+# The name of the embedding's factor: 1, √hidden, or √hidden in bfloat16.
 EmbeddingFactor = Literal["one", "root", "rounded_root"]
 
 
@@ -79,54 +79,60 @@ class Family:
 
     attention: Modules = SEPARATE_ATTENTION
     mlp: Modules = SEPARATE_MLP
-    biases: tuple[str, ...] = ()  # modules that have one, whatever the config.json says
+    biases: tuple[str, ...] = ()  # modules that have a bias, whatever the config.json says
     qk_norm: bool = False
     v_norm: bool = False
-    experts: Experts | None = None  # with the sizes of a config.json
-    beside_experts: Modules = ()  # the linear layers of an MLP whose output is added to theirs
-    per_layer: Modules = ()  # the linear layers of embeddings for each layer; none: it has none
+    experts: Experts | None = None  # the experts; a config.json has their sizes
+    beside_experts: Modules = ()  # the linear layers of the MLP beside the experts
+    per_layer: Modules = ()  # the linear layers of embeddings for each layer; empty without these
     output_gate: bool = False
-    rope_by_type: bool = False  # mlx-lm reads `rope_parameters` by the type of a layer
+    rope_by_type: bool = False  # whether mlx-lm reads `rope_parameters` by the type of a layer
     post_norms: bool = False
-    norm_offset: int = 0  # a norm multiplies by this plus the weight in the checkpoint
-    # Norms and linear layers that checkpoints name otherwise, by their names here.
+    norm_offset: int = 0  # is added to a norm's weight in a checkpoint
+    # The names of norms and linear layers in checkpoints that differ from the names here.
     names: dict[str, str] = field(default_factory=dict)
-    # The `model_type`s of the text, where it is published in a model of several modalities.
+    # The `model_type`s of the text, in a model that is published with several modalities.
     texts: tuple[str, ...] = ()
-    mlx_type: str | None = None  # mlx-lm's `model_type`, where it has another
-    mlx_ties: bool = True  # mlx-lm ties the head where the model does; otherwise it has a copy
-    # Linear layers that Hugging Face's checkpoints have in place of ours, of which each holds the
-    # rows of some, in equal parts; and the same of all experts' matrices.
+    mlx_type: str | None = None  # mlx-lm's `model_type`, if it differs
+    mlx_ties: bool = True  # whether mlx-lm ties a tied model's head; if not, it has a copy
+    # Linear layers of Hugging Face's checkpoints that hold several of our layers, whose rows are
+    # equal parts of theirs; and such layers of all experts' matrices.
     hf_modules: Modules = ()
     hf_experts: Modules = ()
-    mlx_prefix: str = "model"  # before `.layers` in adapters for mlx-lm, and for PEFT
+    mlx_prefix: str = "model"  # before `.layers` in adapters for mlx-lm and for PEFT
     hf_prefix: str = "model"
     activation: str = "silu"
-    full_every: float = 1  # each how many-th layer has full attention; inf: none
-    other_layers: str = "sliding_attention"  # what the others are in `layer_types`
+    full_every: float = 1  # the distance of layers with full attention; inf: none has it
+    other_layers: str = "sliding_attention"  # the type of the other layers in `layer_types`
     has_no_rope_layers: bool = False  # whether a config.json may name blocks without RoPE
     embedding_factor: EmbeddingFactor = "one"
-    takes: tuple[str, ...] = ()  # of VARIANTS
-    defaults: dict[str, Any] = field(default_factory=dict)  # of keys that may be missing
-    read: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # keys of another name
+    takes: tuple[str, ...] = ()  # keys of VARIANTS that the family reads
+    defaults: dict[str, Any] = field(default_factory=dict)  # the values of missing keys
+    read: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # reads keys of other names
 
     @property
     def is_plain(self) -> bool:
-        """Whether its blocks are attention and one MLP, by a config.json's own keys: what the app
-        reads without this package."""
+        """Whether its blocks are attention and one MLP, described by the config.json's standard
+        keys.
+
+        The app reads such a config.json without this package.
+        """
         special = (self.read, self.experts, self.per_layer, self.v_norm, self.hf_modules)
         return not any(special) and self.other_layers == "sliding_attention"
 
     def embedding_scale(self, hidden: int) -> float:
-        """The factor of the embedding of a model of this width."""
+        """Returns the embedding's factor in a model of this width."""
         root = math.sqrt(hidden)
         rounded = mx.array(root, mx.bfloat16).item()
         return {"one": 1.0, "root": root, "rounded_root": rounded}[self.embedding_factor]
 
 
 def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
-    """Its own names of the norms' ε, of tying and of layers, the width of its MLP, and what mlx-lm
-    wants to be said."""
+    """Returns the keys that LFM2 names differently, the width of its MLP, and keys that mlx-lm
+    needs.
+
+    The keys are the norms' ε, the tied head and the layers.
+    """
     found = {"rms_norm_eps": config["norm_eps"], "block_dim": config["hidden_size"]}
     if config.get("tie_embedding") is not None:
         found["tie_word_embeddings"] = config["tie_embedding"]
@@ -144,13 +150,13 @@ def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_lfm2_moe(config: dict[str, Any]) -> dict[str, Any]:
-    """LFM2's names, with the width of the layers without experts as others have it."""
+    """Returns LFM2's keys, with the usual width of the layers without experts."""
     width = {"block_ff_dim": config["intermediate_size"], "block_auto_adjust_ff_dim": False}
     return _read_lfm2({**config, **width})
 
 
 def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
-    """Its own names of the norms' ε and of layers, and its RoPE.
+    """Returns the keys that LFM3 names differently, the norms' ε and the layers, and its RoPE.
 
     The published config.json calls the RoPE of full attention "default", with a share of 0.5;
     Liquid AI's own code rotates half of the pairs, with the frequencies of the whole head.
@@ -173,10 +179,9 @@ def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
-    """The widths of its MLPs where mlx-lm looks for them, its names of layers, and whether it has
-    RoPE.
+    """Returns the widths of Granite 4's MLPs in mlx-lm's keys, its layers, and whether it has RoPE.
 
-    transformers has RoPE for "rope" alone, mlx-lm unless this is "nope".
+    transformers uses RoPE only for "rope"; mlx-lm uses it unless the value is "nope".
     """
     if not config.get("layer_types"):
         raise KeyError("layer_types")
@@ -186,7 +191,7 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
     mlx_width = config["intermediate_size" if experts else "shared_intermediate_size"]
     limits = [*(config.get("time_step_limit") or (0.0, math.inf))]
     return {
-        # Without it mlx-lm has limits of its own.
+        # Without this key mlx-lm applies limits that the model does not have.
         "time_step_limit": NO_LIMITS if limits == [0.0, math.inf] else limits,
         "num_experts": experts,
         "moe_intermediate_size": config["intermediate_size"],
@@ -197,14 +202,17 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
-    """The size of heads in full attention, which transformers 5 says layer by layer; the last layer
-    has full attention whatever it says."""
+    """Returns the head size of Gemma 4's full attention, which transformers 5 states for each
+    layer.
+
+    The last layer has full attention, whatever the config.json says.
+    """
     types = config.get("layer_types") or [
         "sliding_attention" if (i + 1) % 6 else "full_attention"
         for i in range(config["num_hidden_layers"])
     ]
     types = [*types[:-1], "full_attention"]
-    # The norm of q holds the scale.
+    # The weight of q's norm includes the attention scale.
     found: dict[str, Any] = {"query_pre_attn_scalar": 1, "layer_types": types}
     if sizes := config.get("per_layer_config"):
         full = [str(i) for i, each in enumerate(types) if each == "full_attention"]
@@ -217,7 +225,10 @@ def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_several(text: Family, *names: str, **changes: Any) -> Family:
-    """The family of models of several modalities whose text, by one of the names, is like this."""
+    """Returns the family of models of several modalities whose text is of the family `text`.
+
+    `names` are the `model_type`s that the text may have.
+    """
     return replace(
         text,
         texts=names,
@@ -228,7 +239,7 @@ def _in_several(text: Family, *names: str, **changes: Any) -> Family:
 
 
 def _read_minicpm(config: dict[str, Any]) -> dict[str, Any]:
-    """Granite's names of its factors."""
+    """Returns MiniCPM's factors under Granite's names."""
     return {
         "embedding_multiplier": config["scale_emb"],
         "residual_multiplier": config["scale_depth"] / math.sqrt(config["num_hidden_layers"]),
@@ -529,7 +540,7 @@ FAMILIES = {
             "post_attention_layernorm": "post_operator_norm",
             "pre_feedforward_layernorm": "ffn_norm",
             "post_feedforward_layernorm": "post_ffn_norm",
-            "self_attn.g_proj": "self_attn.gate_proj",  # "g_proj" in transformers, and so in PEFT
+            "self_attn.g_proj": "self_attn.gate_proj",  # "g_proj" in transformers and PEFT
             "model.norm": "model.embedding_norm",
         },
         takes=("partial_rotary_factor", "rope_local_base_freq"),
@@ -554,7 +565,8 @@ FAMILIES = {
     ),
 }
 
-# Keys that some families have and others lack, with the value that means the same as none.
+# Keys that some families read, with the value that changes nothing. Other families take only this
+# value.
 VARIANTS = {
     "use_sliding_window": False,
     "attention_bias": False,
@@ -566,7 +578,7 @@ VARIANTS = {
     "conv_bias": False,
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
-    "mamba_n_groups": 1,  # of more, transformers norms each by itself
+    "mamba_n_groups": 1,  # with more groups, transformers norms each separately
     "time_step_limit": NO_LIMITS,
     "use_attention_gate": True,
     "use_sandwich_norm": True,
@@ -598,30 +610,30 @@ VARIANTS = {
     "use_double_wide_mlp": False,
 }
 
-# Other models that mlx-lm can run, by `model_type`, and the parts that the trainer lacks.
+# Other models that mlx-lm can run, by `model_type`, and why the trainer cannot.
 LACKING = {
     **dict.fromkeys(
         ("olmo2", "olmo3"),
-        "its blocks norm what comes out of attention and MLP alone, and q and k over all heads",
+        "its blocks norm only the outputs of attention and MLP, and q and k over all heads",
     ),
-    "exaone4": "its blocks norm what comes out of attention and MLP alone",
-    "olmoe": "its weights of experts do not add up to 1, and it norms q and k over all heads",
+    "exaone4": "its blocks norm only the outputs of attention and MLP",
+    "olmoe": "its experts' weights do not add up to 1, and it norms q and k over all heads",
     **dict.fromkeys(
         ("glm", "glm4", "ernie4_5", "helium"),
-        "its RoPE turns neighbours, where the trainer's turns halves",
+        "its RoPE rotates neighbours, and the trainer's rotates halves",
     ),
     "hunyuan_v1_dense": "it norms q and k after RoPE",
     "gemma": "its activation in mlx-lm is not the one that it was trained with",
     **dict.fromkeys(
         ("gemma3n", "gemma3n_text"),
-        "each of its blocks has four streams, of which one is computed and the others predicted",
+        "its blocks have four streams: one is computed, and the others are predicted",
     ),
     **dict.fromkeys(("mamba", "mamba2", "falcon_h1", "nemotron_h", "jamba"), "it has Mamba mixers"),
     **dict.fromkeys(
         ("olmo", "cohere", "cohere2", "phi", "stablelm", "starcoder2", "gpt2", "gpt_neox"),
         "its norms are LayerNorms",
     ),
-    "bitnet": "its blocks norm what goes into o_proj and down_proj, and its activation is a "
+    "bitnet": "its blocks norm the inputs of o_proj and down_proj, and its activation is a "
     "squared ReLU",
     "prism_hadamard_qwen35": "its weights are in a basis that a Hadamard transform rotates",
 }

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mesp.models.architecture import PER_LAYER_PROJECTION, Architecture, Block
 from mesp.models.quantization_formats import Quantization
 
-PAGE = 16384  # bytes: the page of Apple's processors; weight files are whole pages, to be mapped
+PAGE = 16384  # bytes: a page of Apple's processors; files to be mapped consist of whole pages
 ALIGNMENT = 16  # words: every array starts on a 64-byte boundary
 DTYPES = {
     "uint32": mx.uint32,
@@ -20,12 +20,13 @@ DTYPES = {
     "float32": mx.float32,
     "bfloat16": mx.bfloat16,
 }
-DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # of a bundle, by device, where none is asked for
+DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # a bundle's default dtype, by device
 
 Array = tuple[str, tuple[int, ...], str]  # name, shape and dtype of an array
 
-# float32 whatever the bundle's dtype: the exponential of A_log counts, Δ and D are by head, and
-# which scores are the highest may be a matter of their last bits.
+# Arrays that are float32 whatever the bundle's dtype. A_log is exponentiated, Δ and D are few
+# numbers (one for each head), and rounding the experts' bias may change which scores are the
+# highest.
 KEPT_WIDE = (
     "linear_attn.A_log", "mamba.A_log", "mamba.dt_bias", "mamba.D", "feed_forward.expert_bias",
 )  # fmt: skip
@@ -35,8 +36,8 @@ KEPT_WIDE = (
 class ArraySpec:
     """The place of an array in a weight file: `offset` in 32-bit words.
 
-    Of stacked matrices, each lies `stride` words behind the one before: what belongs to one expert
-    lies together.
+    A stacked matrix starts `stride` words after the one before, so that all arrays of an expert lie
+    together.
     """
 
     name: str
@@ -47,19 +48,23 @@ class ArraySpec:
 
     @property
     def words(self) -> int:
-        """Those of its numbers: of all of them, or of one of the stacked matrices."""
+        """The words of the array's numbers; for stacked matrices, the words of one matrix."""
         shape = self.shape if self.stride is None else self.shape[1:]
         return math.ceil(math.prod(shape) * DTYPES[self.dtype].size / 4)
 
     def is_within(self, words: int) -> bool:
-        """Whether it lies in a file of so many words, and of stacked matrices none in another."""
+        """Returns whether the array lies within a file of `words` words, and its matrices don't
+        overlap.
+        """
         if self.stride is None:
             return self.offset + self.words <= words
         apart = type(self.stride) is int and self.words <= self.stride
         return apart and self.offset + (self.shape[0] - 1) * self.stride + self.words <= words
 
     def place(self, row: int) -> int:
-        """The byte of the file at which a row begins, of those of all stacked matrices."""
+        """Returns the byte of the file at which a row begins. Rows are counted through stacked
+        matrices.
+        """
         shape, start = self.shape, 4 * self.offset
         if self.stride is not None:
             number, row = divmod(row, self.shape[1])
@@ -67,7 +72,7 @@ class ArraySpec:
         return start + row * math.prod(shape[1:]) * DTYPES[self.dtype].size
 
     def view(self, words: mx.array) -> mx.array:
-        """The array in `words` (uint32 [n]), as a view of the same memory."""
+        """Returns the array in `words` (uint32 [n]), as a view of the same memory."""
         dtype = DTYPES[self.dtype]
         if self.stride is None:
             # An array of 8 or 16 bits may be padded to a whole word.
@@ -78,7 +83,7 @@ class ArraySpec:
         return stacked[:, : math.prod(self.shape[1:])].reshape(self.shape)
 
     def pieces(self, words: mx.array) -> Iterator[Piece]:
-        """The array in `words`, as it is written; of stacked matrices one after the other."""
+        """Yields the array in `words` as it is written: stacked matrices one after another."""
         array = self.view(words)
         if self.stride is None:
             yield self.name, 0, array
@@ -99,7 +104,9 @@ class Layout:
 
     @classmethod
     def of(cls, arrays: Iterable[Array], stacked: Iterable[Array] = (), count: int = 0) -> Layout:
-        """Lays (name, shape, dtype) out one after another, then `count` times those to stack."""
+        """Lays out `arrays` (name, shape, dtype) one after another, then each of `count` experts'
+        `stacked`.
+        """
         specs, offset = [], 0
 
         def add(arrays: Iterable[Array]) -> Iterator[ArraySpec]:
@@ -134,12 +141,12 @@ class Layout:
         return {"words": self.words, "arrays": [a.to_json() for a in self.arrays]}
 
     def unpack(self, words: mx.array) -> dict[str, mx.array]:
-        """The arrays in `words` (uint32 [self.words]), as views of the same memory."""
+        """Returns the arrays in `words` (uint32 [self.words]), as views of the same memory."""
         return {spec.name: spec.view(words) for spec in self.arrays}
 
 
 def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype: str) -> Layout:
-    """The layout of a block whose matrices are quantized so; docs/formats.md has the names."""
+    """Returns the layout of a block with these quantizations; docs/formats.md has the names."""
     arrays: list = [(name, (size,), dtype) for name, size in block.norms().items()]
     arrays += [
         (name, shape, "float32" if name in KEPT_WIDE else dtype)
@@ -160,7 +167,9 @@ def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype:
 
 
 def table_layout(arch: Architecture, quantization: Quantization, dtype: str, norm: bool) -> Layout:
-    """The layout of ``embedding.bin`` or ``head.bin``; the one used as head has the `norm`."""
+    """Returns the layout of ``embedding.bin`` or ``head.bin``; the one used as head has a
+    `norm`.
+    """
     arrays = quantization.arrays("", arch.vocab_size, arch.hidden_size, dtype)
     if norm:
         arrays.append(("norm", (arch.hidden_size,), dtype))
@@ -170,14 +179,16 @@ def table_layout(arch: Architecture, quantization: Quantization, dtype: str, nor
 def per_layer_layout(
     arch: Architecture, name: str, quantization: Quantization, dtype: str
 ) -> Layout:
-    """The layout of the file of one of the matrices that embeddings for each layer are made with;
-    behind the projection it has the norm of what that gives."""
+    """Returns the layout of a file with one of the matrices of embeddings for each layer.
+
+    In the file of the projection, the norm of its output follows.
+    """
     arrays = quantization.arrays("", *arch.per_layer_shapes[name], dtype)
     if arch.per_layer and name == PER_LAYER_PROJECTION:
         arrays.append(("norm", (arch.per_layer.size,), dtype))
     return Layout.of(arrays)
 
 
-# An array of the layout, a row of it, the rows from there on. The rows of stacked matrices are
-# counted through all of them.
+# The name of an array of the layout, the index of a row in it, and the rows from there on. Rows are
+# counted through stacked matrices.
 Piece = tuple[str, int, mx.array]

@@ -1,4 +1,4 @@
-"""The part of a block that mixes tokens, by its kind: data that the formulas of the kind read."""
+"""The part of a block that mixes tokens, by its kind: the numbers that the kind's formulas read."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-Modules = tuple[tuple[str, tuple[str, ...]], ...]  # linear layers, and which projections each is
+Modules = tuple[tuple[str, tuple[str, ...]], ...]  # linear layers, and the projections of each
 Shape = tuple[int, int]  # (outputs, inputs) of a projection
 
 
 @dataclass(frozen=True)
 class AttentionMixer:
-    """Attention; a model with sliding windows has two that differ in those alone."""
+    """Attention. A model may have one such mixer with sliding windows and one without."""
 
     type: ClassVar[str] = "attention"
     out: ClassVar[str] = "o"  # the projection of its result
@@ -22,33 +22,36 @@ class AttentionMixer:
     num_key_value_heads: int
     head_dim: int
     qk_norm: bool
-    output_gate: bool  # q_proj gives of each head the query, then the gate of its output
+    output_gate: bool  # whether q_proj computes each head's query, then the gate of its output
     attention_scale: float
     attn_logit_softcapping: float | None
-    # Radians a position of each pair that RoPE rotates; a pair with 0 stays. Empty: no RoPE.
+    # The frequency of each pair that RoPE rotates, in radians a position; 0: not rotated. Empty: no
+    # RoPE.
     frequencies: tuple[float, ...]
     rope_scale: float = 1.0  # multiplies the rotated part of q and k
     sliding_window: int | None = None  # a query at t sees the keys t - window + 1 … t
-    v_norm: bool = False  # v over its root mean square, as RMSNorm without a weight
-    keys_of: int | None = None  # the block whose keys and values it takes; None: its own
+    v_norm: bool = False  # whether v goes through an RMSNorm without a weight
+    keys_of: int | None = None  # the block whose keys and values it takes; None: it computes them
 
     @property
     def head_gate(self) -> bool:
-        """Whether the projection g gives of each head one number, the gate of its output."""
+        """Whether the projection g computes one number for each head, the gate of its output."""
         return "g" in projections_of(self.modules)
 
     @property
     def gate_dim(self) -> int:
-        """The numbers of a head's gate, which lie behind its query in `q`."""
+        """The size of a head's gate, which follows its query in `q`."""
         return self.head_dim if self.output_gate else int(self.head_gate)
 
     def within(self, length: int) -> AttentionMixer:
-        """The same for sequences of `length` tokens: a window of that many or more is no limit."""
+        """Returns the mixer for sequences of `length` tokens: a window of at least that many is no
+        limit.
+        """
         unlimited = self.sliding_window is None or self.sliding_window >= length
         return replace(self, sliding_window=None) if unlimited else self
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Its projections."""
+        """Returns the shapes of its projections."""
         heads = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         queries = 2 * heads if self.output_gate else heads
@@ -63,16 +66,16 @@ class AttentionMixer:
         return f"{own}g" if self.head_gate else own
 
     def norms(self) -> dict[str, int]:
-        """The lengths of its norms, by the names of their weights."""
+        """Returns the lengths of its norms' weights, by name."""
         normed = [each for each in "qk" if self.qk_norm and each in self._projections]
         return {f"self_attn.{each}_norm.weight": self.head_dim for each in normed}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of its other weights that no linear layer has."""
+        """Returns the shapes of its other weights outside of linear layers."""
         return {}
 
     def check(self) -> None:
-        """Raises ValueError where a field can't be what it says."""
+        """Raises ValueError if a field has an impossible value."""
         sizes = [self.num_attention_heads, self.num_key_value_heads, self.head_dim]
         sizes += [] if self.sliding_window is None else [self.sliding_window]
         cap = self.attn_logit_softcapping
@@ -111,7 +114,7 @@ class GatedDeltaNet:
     kernel_size: int  # tokens that the convolution sees
 
     def within(self, length: int) -> GatedDeltaNet:
-        """Itself: it is the same for any length."""
+        """Returns itself: it is the same for any length."""
         return self
 
     @property
@@ -121,11 +124,11 @@ class GatedDeltaNet:
 
     @property
     def values(self) -> int:
-        """The numbers that all value heads give together."""
+        """The size of all value heads' outputs together."""
         return self.num_value_heads * self.value_head_dim
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Its projections."""
+        """Returns the shapes of its projections."""
         outputs = {"qkv": self.conv_dim, "z": self.values}
         outputs |= {"b": self.num_value_heads, "a": self.num_value_heads}
         return {name: (out, hidden) for name, out in outputs.items()} | {
@@ -133,11 +136,13 @@ class GatedDeltaNet:
         }
 
     def norms(self) -> dict[str, int]:
-        """None that a family may store minus 1; `vectors` has its norm."""
+        """Returns nothing: no family stores its norm minus 1, so the norm is one of `vectors`."""
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the weights that no linear layer has; a row of conv1d is a channel."""
+        """Returns the shapes of the weights outside of linear layers; a row of conv1d is a
+        channel.
+        """
         shapes = {
             "conv1d.weight": (self.conv_dim, self.kernel_size),
             "norm.weight": (self.value_head_dim,),
@@ -147,7 +152,7 @@ class GatedDeltaNet:
         return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
     def check(self) -> None:
-        """Raises ValueError where a field can't be what it says."""
+        """Raises ValueError if a field has an impossible value."""
         sizes = (
             self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim,
             self.kernel_size,
@@ -172,23 +177,23 @@ class ShortConvolution:
     kernel_size: int  # tokens that it sees
 
     def within(self, length: int) -> ShortConvolution:
-        """Itself: it is the same for any length."""
+        """Returns itself: it is the same for any length."""
         return self
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Its projections."""
+        """Returns the shapes of its projections."""
         return {"in": (3 * hidden, hidden), "out": (hidden, hidden)}
 
     def norms(self) -> dict[str, int]:
-        """It has none."""
+        """Returns nothing: it has no norms."""
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """The shape of the convolution's weights; a row is a channel."""
+        """Returns the shape of the convolution's weights; a row is a channel."""
         return {"conv.conv.weight": (hidden, self.kernel_size)}
 
     def check(self) -> None:
-        """Raises ValueError where a field can't be what it says."""
+        """Raises ValueError if a field has an impossible value."""
         refuse_unsound(
             {
                 "kernel_size": is_size(self.kernel_size),
@@ -201,8 +206,8 @@ class ShortConvolution:
 class Mamba2Mixer:
     """A state for each head, which decays and is written to (Dao & Gu, arXiv:2405.21060).
 
-    The projection gives z, xBC and dt side by side, of which xBC goes through a causal convolution
-    of each channel and silu.
+    The projection computes z, xBC and dt side by side. xBC goes through a causal convolution of
+    each channel and silu.
     """
 
     type: ClassVar[str] = "mamba2"
@@ -211,18 +216,18 @@ class Mamba2Mixer:
     modules: Modules
     num_heads: int
     head_dim: int
-    num_groups: int  # of heads that share B and C
+    num_groups: int  # groups of heads; each group shares B and C
     state_size: int  # the numbers of B, and of C
     kernel_size: int  # tokens that the convolution sees
-    norm_eps: float  # of the norm of its output, whatever the factor of what a block adds
+    norm_eps: float  # of its output's norm; no residual factor changes it
 
     def within(self, length: int) -> Mamba2Mixer:
-        """Itself: it is the same for any length."""
+        """Returns itself: it is the same for any length."""
         return self
 
     @property
     def values(self) -> int:
-        """The numbers that all heads give together."""
+        """The size of all heads' outputs together."""
         return self.num_heads * self.head_dim
 
     @property
@@ -231,16 +236,18 @@ class Mamba2Mixer:
         return self.values + 2 * self.num_groups * self.state_size
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Its projections."""
+        """Returns the shapes of its projections."""
         outputs = self.values + self.conv_dim + self.num_heads
         return {"in": (outputs, hidden), "out": (hidden, self.values)}
 
     def norms(self) -> dict[str, int]:
-        """None that a family may store minus 1; `vectors` has its norm."""
+        """Returns nothing: no family stores its norm minus 1, so the norm is one of `vectors`."""
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the weights that no linear layer has; a row of conv1d is a channel."""
+        """Returns the shapes of the weights outside of linear layers; a row of conv1d is a
+        channel.
+        """
         shapes = {
             "conv1d.weight": (self.conv_dim, self.kernel_size),
             "conv1d.bias": (self.conv_dim,),
@@ -252,7 +259,7 @@ class Mamba2Mixer:
         return {f"mamba.{name}": shape for name, shape in shapes.items()}
 
     def check(self) -> None:
-        """Raises ValueError where a field can't be what it says."""
+        """Raises ValueError if a field has an impossible value."""
         sizes = (
             self.num_heads, self.head_dim, self.num_groups, self.state_size, self.kernel_size,
         )  # fmt: skip
@@ -273,7 +280,9 @@ _TYPES = {
 
 
 def mixer_from_manifest(entry: dict[str, Any]) -> Mixer:
-    """Raises ValueError, TypeError or KeyError where the entry is damaged."""
+    """Returns the mixer of a manifest's entry. Raises ValueError, TypeError or KeyError if it is
+    damaged.
+    """
     fields = {**entry, "modules": modules_from_manifest(entry["modules"])}
     if "frequencies" in fields:
         fields["frequencies"] = tuple(fields["frequencies"])
@@ -281,27 +290,29 @@ def mixer_from_manifest(entry: dict[str, Any]) -> Mixer:
 
 
 def modules_from_manifest(entry: list[list]) -> Modules:
-    """A JSON list of pairs as `Modules`."""
+    """Returns a JSON list of pairs as `Modules`."""
     return tuple((name, tuple(computes)) for name, computes in entry)
 
 
 def projections_of(modules: Modules) -> Iterator[str]:
-    """The projections that the modules are, in their order."""
+    """Returns the projections that the modules compute, in order."""
     return (name for _, computes in modules for name in computes)
 
 
 def is_size(value: Any) -> bool:
-    """Whether it is a valid count."""
+    """Returns whether a value is a valid count."""
     return type(value) is int and 0 < value < 1 << 31
 
 
 def is_positive(value: Any) -> bool:
-    """Whether it is a number above 0 that MLX takes: as float32, and of an integer 64 bits."""
+    """Returns whether a value is a number above 0 that MLX can hold, in float32 or as a 64-bit
+    integer.
+    """
     return type(value) in (int, float) and 2**-126 <= value < 1 << 63
 
 
 def refuse_unsound(checks: dict[str, Any]) -> None:
-    """Raises ValueError naming the first of the checks that does not hold."""
+    """Raises ValueError naming the first of the checks that fails."""
     for what, is_sound in checks.items():
         if not is_sound:
             raise ValueError(f"its {what} cannot be used")

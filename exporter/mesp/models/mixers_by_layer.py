@@ -1,4 +1,4 @@
-"""Which mixer each layer of a model has, by its config.json."""
+"""The mixer of each layer of a model, from its config.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mesp.models.rope_scaling import rope_frequencies
 
 
 def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
-    """The mixer of each layer, as Hugging Face's implementation has it."""
+    """Returns the mixer of each layer, as in Hugging Face's implementation."""
     count, family = config["num_hidden_layers"], FAMILIES[config["model_type"]]
     keys = ("sliding_window_pattern", "full_attention_interval")
     every = next((config[key] for key in keys if config.get(key)), family.full_every)
@@ -39,7 +39,7 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
                 f"The model's config.json is not valid: {key} has {len(each)} entries for "
                 f"{count} blocks; take an unchanged config.json."
             )
-    # The last blocks take the keys and values of the last one before them of their type.
+    # Each of the last blocks takes the keys and values of the last block of its type before them.
     owners = types[: max(count - (config.get("num_kv_shared_layers") or 0), 0)]
     if lacking := set(types) - set(owners):
         raise MespError(

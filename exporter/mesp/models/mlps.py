@@ -1,4 +1,4 @@
-"""The parts of a block that take each token by itself."""
+"""The parts of a block that compute each token separately."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from mesp.models.mixers import (
     refuse_unsound,
 )
 
-MOST_EXPERTS = 1 << 12  # of a block
+MOST_EXPERTS = 1 << 12  # the largest number in a block
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Gated MLPs of one width, of which a router chooses some for each token.
+    """Gated MLPs of one width; a router chooses some of them for each token.
 
-    y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over the `num_experts_per_tok` experts whose scores
-    are the highest, with w_e = scaling · s_e / Σ s. The router is frozen, and so is g, by which the
-    output of an MLP beside them is multiplied: sigmoid(x gᵀ).
+    y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over the `num_experts_per_tok` experts with the
+    highest scores, with w_e = scaling · s_e / Σ s. The output of an MLP beside them may be
+    multiplied by sigmoid(x gᵀ). The router and g are frozen.
     """
 
-    router: str  # the linear layer [num_experts, hidden] that gives the scores
-    matrices: str  # before the names of the matrices, which are stacked expert by expert
-    scores: str  # s of what the router gives: "softmax", or "sigmoid"
-    bias: str | None  # is added to the scores, for the choice alone
+    router: str  # the linear layer [num_experts, hidden] whose outputs are the scores
+    matrices: str  # the beginning of the matrices' names; each matrix is stacked, expert by expert
+    scores: str  # the function that makes s of the router's output: "softmax" or "sigmoid"
+    bias: str | None  # is added to the scores that decide the choice, not to the weights
     num_experts: int = 0
     num_experts_per_tok: int = 0
     intermediate_size: int = 0
     scaling: float = 1.0
     mlp_gate: str | None = None  # the linear layer [1, hidden] that is g; None: the factor is 1
-    trained: bool = False  # whether the experts' matrices have adapters; a run's, not a manifest's
+    trained: bool = False  # whether the experts' matrices have adapters, which a run decides
 
     def stacked(self, hidden: int) -> dict[str, Shape]:
-        """The shape of one expert's matrices, by the names of all experts' together."""
+        """Returns the shape of one expert's matrices, by the names of the stacked matrices."""
         inner = (self.intermediate_size, hidden)
         shapes = {"gate_proj": inner, "up_proj": inner, "down_proj": inner[::-1]}
         return {f"{self.matrices}.{name}": shape for name, shape in shapes.items()}
 
     def hf_modules(self) -> Modules:
-        """The parameters that transformers has in place of the stacked matrices."""
+        """Returns the parameters in transformers that correspond to the stacked matrices."""
         gate, up, down = self.stacked(0)
         experts = f"{self.matrices.rpartition('.')[0]}.experts"
         return ((f"{experts}.gate_up_proj", (gate, up)), (f"{experts}.down_proj", (down,)))
 
     def linears(self, hidden: int) -> dict[str, Shape]:
-        """The shapes of the router and, where there is one, of g."""
+        """Returns the shapes of the router and, if there is one, of g."""
         gate = {} if self.mlp_gate is None else {self.mlp_gate: (1, hidden)}
         return {self.router: (self.num_experts, hidden)} | gate
 
     def vectors(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the weights that no linear layer has."""
+        """Returns the shapes of the weights outside of linear layers."""
         return {} if self.bias is None else {self.bias: (self.num_experts,)}
 
     def check(self) -> None:
-        """Raises ValueError where a field can't be what it says."""
+        """Raises ValueError if a field has an impossible value."""
         names = (self.router, self.matrices, self.bias or "", self.mlp_gate or "")
         sizes = (self.num_experts, self.num_experts_per_tok, self.intermediate_size)
         refuse_unsound(
@@ -78,21 +78,21 @@ class Experts:
 class MLP:
     """down(act(gate(x)) ∘ up(x)), a mixture of experts, or the sum of both.
 
-    A model may have several, that differ in their width or in that some have experts.
+    A model may have several MLPs, which differ in their width or in having experts.
     """
 
-    modules: Modules  # none where there are only experts
-    intermediate_size: int  # 0 then
+    modules: Modules  # empty if there are only experts
+    intermediate_size: int  # 0 if there are only experts
     experts: Experts | None = None
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Its projections."""
+        """Returns the shapes of its projections."""
         inner = (self.intermediate_size, hidden)
         shapes = {"gate": inner, "up": inner, "down": inner[::-1]}
         return shapes if self.modules else {}
 
     def check(self) -> None:
-        """Raises ValueError where a field can't be what it says."""
+        """Raises ValueError if a field has an impossible value."""
         if self.experts:
             self.experts.check()
         has_none = self.experts is not None and not self.modules
@@ -109,7 +109,7 @@ class MLP:
         )
 
     def to_manifest(self) -> dict[str, Any]:
-        """The entry that `mlp_from_manifest` reads."""
+        """Returns the entry that `mlp_from_manifest` reads."""
         entry = {key: value for key, value in asdict(self).items() if value is not None}
         if self.experts:
             del entry["experts"]["trained"]
@@ -118,20 +118,20 @@ class MLP:
 
 @dataclass(frozen=True)
 class PerLayerEmbedding:
-    """The term that a block adds to h, its stream behind the MLP: norm(out(act(gate(h)) ∘ p)).
+    """The term that a block adds to h, its output after the MLP: norm(out(act(gate(h)) ∘ p)).
 
-    p [T, size] is made of the token and of the first block's input, for each block another.
+    p [T, size] is computed from the tokens and the first block's input, differently for each block.
     """
 
     modules: Modules
     size: int
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Its projections."""
+        """Returns the shapes of its projections."""
         return {"ple_gate": (self.size, hidden), "ple_out": (hidden, self.size)}
 
     def check(self) -> None:
-        """Raises ValueError where a field can't be what it says."""
+        """Raises ValueError if a field has an impossible value."""
         refuse_unsound(
             {
                 "sizes": is_size(self.size),
@@ -141,14 +141,19 @@ class PerLayerEmbedding:
 
 
 def mlp_from_manifest(entry: dict[str, Any]) -> MLP:
-    """Raises ValueError, TypeError or KeyError where the entry is damaged."""
+    """Returns the MLP of a manifest's entry. Raises ValueError, TypeError or KeyError if it is
+    damaged.
+    """
     experts = entry.get("experts")
     fields = {**entry, "modules": modules_from_manifest(entry["modules"])}
     return MLP(**{**fields, "experts": None if experts is None else Experts(**experts)})
 
 
 def per_layer_from_manifest(entry: dict[str, Any] | None) -> PerLayerEmbedding | None:
-    """Raises ValueError, TypeError or KeyError where the entry is damaged."""
+    """Returns the embedding of a manifest's entry, if it has one.
+
+    Raises ValueError, TypeError or KeyError if the entry is damaged.
+    """
     if entry is None:
         return None
     return PerLayerEmbedding(**{**entry, "modules": modules_from_manifest(entry["modules"])})

@@ -1,4 +1,4 @@
-"""Which MLP each layer of a model has, by its config.json."""
+"""The MLP of each layer of a model, from its config.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mesp.models.mlps import MLP
 
 
 def mlps_by_layer(config: dict[str, Any], mixers: list[Mixer]) -> list[MLP]:
-    """The MLP of each layer, as Hugging Face's implementation has it."""
+    """Returns the MLP of each layer, as in Hugging Face's implementation."""
     family = FAMILIES[config["model_type"]]
     dense = [MLP(family.mlp, width) for width in _widths(config, mixers)]
     if family.experts is None or config["num_experts"] == 0:
@@ -30,14 +30,21 @@ def mlps_by_layer(config: dict[str, Any], mixers: list[Mixer]) -> list[MLP]:
 
 
 def _has_experts(config: dict[str, Any], layer: int) -> bool:
-    """LFM2 names the first layers without, Qwen3 every how many-th layer has them."""
+    """Returns whether a layer has experts.
+
+    LFM2 states how many layers at the beginning have none, Qwen3 the distance of layers with
+    experts.
+    """
     if layer < config.get("num_dense_layers", 0) or layer in (config.get("mlp_only_layers") or ()):
         return False
     return (layer + 1) % config.get("decoder_sparse_step", 1) == 0
 
 
 def _widths(config: dict[str, Any], mixers: list[Mixer]) -> list[int]:
-    """Of each layer; Gemma 4 may have those twice as wide that have no keys and values."""
+    """Returns the width of each layer's MLP.
+
+    In Gemma 4, layers without keys and values may be twice as wide.
+    """
     width = config["intermediate_size"]
     wide = 2 * width if config.get("use_double_wide_mlp") else width
     return [

@@ -1,19 +1,19 @@
-"""The ways of quantizing a matrix: MLX's modes, with their bits and groups."""
+"""The formats of quantized matrices: MLX's modes, with their bits and groups."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-# MLX's modes: their (bits, group size), where the mode leaves no choice.
+# MLX's modes, with their (bits, group size), or None if the mode has a choice.
 MODES = {"affine": None, "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
-AFFINE = {2, 3, 4, 5, 6, 8}, {32, 64, 128}  # bits and group sizes of the one that does
-# The MLX of phones has no 1 bit: a model's codes of 1 bit become 2 bits in a bundle.
+AFFINE = {2, 3, 4, 5, 6, 8}, {32, 64, 128}  # bits and group sizes of the affine mode
+# MLX on phones has no 1 bit, so a model's 1-bit codes are stored with 2 bits in a bundle.
 ONE_BIT = 1
 
 
 class Arrays(Protocol):
-    """Arrays, or where they lie, by name."""
+    """Arrays by name, or their places."""
 
     def __getitem__(self, name: str, /) -> Any: ...
 
@@ -22,10 +22,10 @@ class Arrays(Protocol):
 
 @dataclass(frozen=True)
 class Quantization:
-    """One of MLX's: `bits` a weight, and for each `group_size` weights a scale.
+    """One of MLX's formats: `bits` a weight, and a scale for each `group_size` weights.
 
-    ``affine`` has a bias for each group too; the other modes' weights are small floating-point
-    numbers, and their scales as well, in a `uint8` each.
+    ``affine`` has a bias for each group too. In the other modes, weights are small floating-point
+    numbers, and so are the scales, of a `uint8` each.
     """
 
     bits: int = 4
@@ -34,10 +34,10 @@ class Quantization:
 
     @classmethod
     def of(cls, arrays: Arrays, prefix: str, columns: int) -> Quantization:
-        """The quantization of a matrix with this many columns, or of stacked ones, by the shapes of
-        `prefix`weight, `prefix`scales and, where there are, `prefix`biases.
+        """Returns the quantization of a matrix with this many columns, or of stacked matrices.
 
-        Raises ValueError where they fit none.
+        The shapes of `prefix`weight, `prefix`scales and, if there are any, `prefix`biases tell it.
+        Raises ValueError if they fit no format.
         """
         weight, scales = (arrays[prefix + part].shape[-1] for part in ("weight", "scales"))
         bits, group_size = 32 * weight // columns, columns // scales
@@ -57,19 +57,19 @@ class Quantization:
 
     @property
     def in_bundle(self) -> Quantization:
-        """The quantization that a bundle stores it in, with the same values: scale · code + bias.
+        """The quantization of the matrix in a bundle, with the same values: scale · code + bias.
 
-        It is another one for 1 bit alone.
+        It differs only for 1 bit.
         """
         return replace(self, bits=2) if self.bits == ONE_BIT else self
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The arrays of a quantized matrix."""
+        """The names of a quantized matrix's arrays."""
         return ("weight", "scales", "biases")[: 3 if self.mode == "affine" else 2]
 
     def arrays(self, prefix: str, rows: int, columns: int, dtype: str) -> list:
-        """(name, shape, dtype) of the arrays of a quantized [rows, columns] matrix."""
+        """Returns (name, shape, dtype) of the arrays of a quantized [rows, columns] matrix."""
         groups = (rows, columns // self.group_size)
         kinds = [
             ((rows, columns * self.bits // 32), "uint32"),
@@ -80,7 +80,7 @@ class Quantization:
 
 
 def describe_quantization(quantization: Quantization) -> str:
-    """As in `4 bits in groups of 64`."""
+    """Returns a description, such as `4 bits in groups of 64`."""
     mode = "" if quantization.mode == "affine" else f"{quantization.mode}, "
     unit = "bit" if quantization.bits == ONE_BIT else "bits"
     return f"{mode}{quantization.bits} {unit} in groups of {quantization.group_size}"

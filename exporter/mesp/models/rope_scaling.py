@@ -12,10 +12,10 @@ from mesp.models.mixers import is_positive, refuse_unsound
 def rope_frequencies(
     config: dict[str, Any], head_dim: int, local: bool = False
 ) -> tuple[tuple[float, ...], float]:
-    """The frequencies of the rotated pairs, in radians a position, and what scales the pairs.
+    """Returns the frequencies of the rotated pairs, in radians a position, and the pairs' factor.
 
-    θ^(-2i/D) for i < D/2, D = head_dim · partial_rotary_factor, and scaled by `rope_scaling`; where
-    sliding windows have a base of their own (`local`), that base with D = head_dim and no scaling.
+    They are θ^(-2i/D) for i < D/2, D = head_dim · partial_rotary_factor, changed by `rope_scaling`.
+    Sliding windows may have another base θ (`local`); then D = head_dim, and nothing is scaled.
     """
     theta, scaling = config["rope_theta"], config["rope_scaling"] or {"type": "default"}
     share = config.get("partial_rotary_factor") or 1.0
@@ -35,9 +35,9 @@ def rope_frequencies(
 
 
 def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """A `rope_scaling` of a type of `SCALINGS`, with what it leaves out by the config.json.
+    """Returns a `rope_scaling` of a type of `SCALINGS`, with missing keys from the config.json.
 
-    Raises KeyError where that lacks it too.
+    Raises KeyError if the config.json lacks them too.
     """
     kind = scaling["type"]
     if kind not in ("llama3", "longrope", "yarn"):
@@ -67,7 +67,7 @@ def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[st
 
 
 def _check_numbers(scaling: dict[str, Any]) -> None:
-    """Raises ValueError for a number that is not above 0, but for one that may be 0."""
+    """Raises ValueError for a number that is not above 0, except for those that may be 0."""
     keys = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor")
     refuse_unsound({k: is_positive(scaling[k]) for k in keys if scaling.get(k) is not None})
     keys = ("beta_fast", "beta_slow")
@@ -79,14 +79,16 @@ def _linear(base: list[float], scaling: dict, config: dict) -> tuple[list[float]
 
 
 def _proportional(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """The first pairs turn, a share `partial_rotary_factor` of them; the others stay."""
+    """Rotates the first pairs, a share `partial_rotary_factor` of them, and keeps the others."""
     turning = int((config.get("partial_rotary_factor") or 1.0) * len(base))
     turned = [f / scaling.get("factor", 1.0) for f in base[:turning]]
     return turned + [0.0] * (len(base) - turning), 1.0
 
 
 def _llama3(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """Slow pairs turn slower by `factor`, fast ones as ever, and between them in between."""
+    """Divides the frequencies of slow pairs by `factor`, keeps those of fast pairs, and
+    interpolates between them.
+    """
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     length = scaling["original_max_position_embeddings"]
     frequencies = []
@@ -98,8 +100,9 @@ def _llama3(base: list[float], scaling: dict, config: dict) -> tuple[list[float]
 
 
 def _longrope(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """Each pair slower by a factor of its own, which sequences beyond the original length have
-    others of."""
+    """Divides each pair's frequency by a factor. Sequences beyond the original length have other
+    factors.
+    """
     is_long = config.get("sequence_length", 1) > scaling["original_max_position_embeddings"]
     factors = scaling["long_factor" if is_long else "short_factor"]
     return [f / slower for f, slower in zip(base, factors, strict=True)], scaling[
@@ -108,11 +111,15 @@ def _longrope(base: list[float], scaling: dict, config: dict) -> tuple[list[floa
 
 
 def _yarn(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """A ramp over the pairs, from those that turn as ever to those slowed down."""
+    """Divides the frequencies by 1 for fast pairs up to `factor` for slow ones, with a ramp between
+    them.
+    """
     factor, size = scaling["factor"], 2 * len(base)
     length = scaling["original_max_position_embeddings"]
 
-    def pair(turns: float) -> float:  # which turns so often within the original length
+    def pair(
+        turns: float,
+    ) -> float:  # the pair that turns this many times within the original length
         return (
             size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config["rope_theta"]))
         )
@@ -127,7 +134,9 @@ def _yarn(base: list[float], scaling: dict, config: dict) -> tuple[list[float], 
 
 
 def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
-    """The factor of q and k: what is said, or else by `mscale` and `mscale_all_dim` together."""
+    """Returns the factor of q and k: `attention_factor`, or else what `mscale` and `mscale_all_dim`
+    give.
+    """
 
     def magnitude(weight: float) -> float:
         factor = scaling["factor"]
@@ -145,21 +154,21 @@ def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
 class Scaling(NamedTuple):
     """A way to scale RoPE."""
 
-    # Makes of the unscaled frequencies, the `rope_scaling` and the config.json the scaled
-    # frequencies, and the factor of the rotated part of q and k.
+    # A function of the unscaled frequencies, the `rope_scaling` and the config.json that returns
+    # the scaled frequencies, and the factor of the rotated part of q and k.
     frequencies: Callable[[list[float], dict, dict], tuple[list[float], float]]
-    keys: frozenset[str] = frozenset()  # that it has, beside `COMMON`
+    keys: frozenset[str] = frozenset()  # its keys besides `COMMON`
 
 
-# Keys of any `rope_scaling`: what is read elsewhere, and what changes nothing. A text has three
-# equal positions, of which `mrope_section` takes parts; transformers reads none of the last two.
+# Keys of any `rope_scaling` that other code reads, or that change nothing. In a text, the three
+# positions whose parts `mrope_section` divides are equal. transformers does not read the last two.
 COMMON = frozenset(
     ("type", "rope_type", "rope_theta", "partial_rotary_factor", "llama_4_scaling_beta",
      "mrope_section", "mrope_interleaved", "max_position_embeddings", "finetuned")
 )  # fmt: skip
 _LENGTH = frozenset(("factor", "original_max_position_embeddings"))
 _LONGROPE = Scaling(_longrope, _LENGTH | {"long_factor", "short_factor", "attention_factor"})
-# By their names in config.json.
+# The scalings by their names in config.json.
 SCALINGS: dict[str, Scaling] = {
     "default": Scaling(lambda base, scaling, config: (base, 1.0)),
     "mrope": Scaling(lambda base, scaling, config: (base, 1.0)),
@@ -177,6 +186,6 @@ _NAMES = {"su": "longrope"}  # older names
 
 
 def type_of(scaling: dict[str, Any]) -> str:
-    """The type that a `rope_scaling` names."""
+    """Returns the type that a `rope_scaling` names."""
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     return _NAMES.get(kind, kind)

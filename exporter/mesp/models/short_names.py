@@ -1,6 +1,6 @@
-"""Models that have a short name, with what their config.json says of geometry and arithmetic.
+"""Models that have a short name, with the geometry and arithmetic in their config.json.
 
-So `mesp-export` can list them, and export them with random weights, without a download.
+With these, `mesp-export` lists them, and exports them with random weights, without a download.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _granite = partial(
 def _granite4h(
     hidden: int, layers: int, intermediate: int, attention: tuple[int, ...], **others: float
 ) -> dict[str, Any]:
-    """Mamba-2 but for the layers in `attention`."""
+    """Returns the config.json of a Granite 4.0-H: Mamba-2 except in the layers in `attention`."""
     types = ["attention" if i in attention else "mamba" for i in range(layers)]
     experts = {"num_local_experts": 0, "num_experts_per_tok": 0}
     return _config(
@@ -97,7 +97,7 @@ _mistral = partial(
 
 
 def _ministral3(*sizes: int, **others: Any) -> dict[str, Any]:
-    """As it is published, beside vision."""
+    """Returns the config.json as it is published, with a vision part."""
     text = _config(
         "ministral3", *sizes, head_dim=128, vocab_size=131072, max_position_embeddings=262144,
         rms_norm_eps=1e-5, sliding_window=None, hidden_act="silu",
@@ -139,7 +139,9 @@ def _lfm2_moe(vocab_size: int, rope_theta: float) -> dict[str, Any]:
 
 
 def _lfm2(hidden: int, block_ff_dim: int, heads: int) -> dict[str, Any]:
-    """The MLP is a good two thirds as wide as `block_ff_dim`."""
+    """Returns the config.json of an LFM2, whose MLP is a little wider than two thirds of
+    `block_ff_dim`.
+    """
     return {
         "model_type": "lfm2", "hidden_size": hidden, "block_dim": hidden, "num_hidden_layers": 16,
         "block_ff_dim": block_ff_dim, "block_auto_adjust_ff_dim": True, "block_multiple_of": 256,
@@ -202,14 +204,14 @@ _PHI4_ROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": _PH
 
 
 def _tuned(repo: str, suffix: str = "-Instruct") -> tuple[str, str]:
-    """A model's id and that of its variant for chats."""
+    """Returns a model's id and the id of its variant for chats."""
     return repo, repo + suffix
 
 
-# Of Qwen2.5 from 7B on.
+# The changes of Qwen2.5 from 7B on.
 _UNTIED = {"vocab_size": 152064, "tie_word_embeddings": False}
 
-# Ids on the Hugging Face Hub, the licence that their cards name, and their common config.json.
+# Ids on the Hugging Face Hub, the licence in their cards, and their common config.json.
 _MODELS = (
     (_tuned("Qwen/Qwen2.5-0.5B"), "apache-2.0", _qwen25(896, 24, 4864, 14, 2)),
     (_tuned("Qwen/Qwen2.5-1.5B"), "apache-2.0", _qwen25(1536, 28, 8960, 12, 2)),
@@ -388,7 +390,7 @@ _MODELS = (
     ),
 )  # fmt: skip
 
-# Short names that are not the last part of the id.
+# Short names that differ from the last part of the id.
 _SHORT_NAMES = {
     "google/gemma-3-270m": "Gemma-3-270m",
     "google/gemma-3-270m-it": "Gemma-3-270m-it",
@@ -422,8 +424,8 @@ _SHORT_NAMES = {
     "LiquidAI/LFM2.5-1.2B-Base": "LFM2.5-1.2B",
 }
 
-# By short name: the id on the Hub, the licence, and the config.json. Names of one geometry follow
-# each other and share the config.
+# By short name: the id on the Hub, the licence, and the config.json. Names of one geometry stand
+# together and share the config.
 KNOWN: dict[str, tuple[str, str, dict[str, Any]]] = {
     _SHORT_NAMES.get(repo, repo.split("/")[1]): (repo, license, config)
     for repos, license, config in _MODELS
@@ -432,5 +434,5 @@ KNOWN: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def geometries() -> list[list[str]]:
-    """The short names, those of one geometry together."""
+    """Returns the short names in lists of equal geometry."""
     return [list(names) for _, names in groupby(KNOWN, key=lambda name: id(KNOWN[name][2]))]

@@ -1,4 +1,6 @@
-"""The names of tensors in checkpoints, and those that they have here, whatever the family."""
+"""The names of tensors in checkpoints, and their names here, which are the same for every
+family.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,10 @@ import re
 from mesp.models.architecture import Architecture
 from mesp.models.families import FAMILIES
 
-# Before the text's part in a model of several modalities, in Hugging Face's form and in mlx-lm's.
+# Prefixes of the text's tensors in a model of several modalities, in Hugging Face's form and in
+# mlx-lm's.
 TEXT = {"model.language_model.": "model.", "language_model.": ""}
-# Parts of such a model besides its text, and layers that predict more than the next token.
+# Prefixes of such a model's other parts, and of layers that predict more than the next token.
 UNUSED = (
     "mtp.", "language_model.mtp.", "visual.", "model.visual.",
     "vision_tower.", "model.vision_tower.", "multi_modal_projector.",
@@ -17,27 +20,29 @@ UNUSED = (
     "model.embed_vision.", "embed_audio.", "model.embed_audio.", "vision_embedder.",
     "model.vision_embedder.",
 )  # fmt: skip
-# The limits of what goes into a linear layer and comes out, which Gemma 4's training left.
+# Suffixes of the limits of a linear layer's input and output, which remain of Gemma 4's training.
 LIMITS = (".input_min", ".input_max", ".output_min", ".output_max")
-# What changes nothing: RoPE's frequencies and masks, which older checkpoints hold, and the scales
-# of a cache of keys and values in 8 bits.
+# Suffixes of tensors that change nothing: RoPE's frequencies and masks in older checkpoints, and
+# the scales of a cache of keys and values in 8 bits.
 BUFFERS = (
     "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias",
     "self_attn.k_scale", "self_attn.v_scale", "self_attn.kv_scale",
 )  # fmt: skip
 # The beginnings of names in the checkpoint of a model without its head.
 HEADLESS = ("layers.", "embed_tokens.", "norm.", "embedding_norm.")
-# An expert's matrices in checkpoints that have each by itself, and LFM2's names of them.
+# The name of an expert's matrix in checkpoints that store each separately, and LFM2's names.
 _EXPERT = re.compile(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(.*)")
 _KEYS = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)")
 _MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _STACKED = re.compile(r"(.*\.switch_mlp)\.(\d+)\.(.*)")
-# Matrices here, [channels, kernel]; in checkpoints they are [channels, 1, kernel].
+# Matrices that are [channels, kernel] here, and [channels, 1, kernel] in checkpoints.
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 
 
 def name_here(name: str, model_type: str) -> str | None:
-    """The name of a checkpoint's tensor or module; None where it takes no part in the training."""
+    """Returns the name here of a checkpoint's tensor or module; None if the training does not use
+    it.
+    """
     family = FAMILIES[model_type]
     if name.startswith(UNUSED) or name.endswith(LIMITS):
         return None
@@ -54,8 +59,10 @@ def name_here(name: str, model_type: str) -> str | None:
 
 
 def changes_nothing(name: str, arch: Architecture) -> bool:
-    """Whether a checkpoint's tensor is one that no model of the family computes with: a buffer, or
-    keys and values of a block that takes those of another."""
+    """Returns whether no model of the family computes with a checkpoint's tensor.
+
+    Such are buffers, and keys and values of a block that takes those of another.
+    """
     if name.endswith(BUFFERS):
         return True
     if found := _KEYS.fullmatch(name_here(name, arch.model_type) or ""):
@@ -65,8 +72,9 @@ def changes_nothing(name: str, arch: Architecture) -> bool:
 
 
 def names_here(name: str, arch: Architecture) -> list[str]:
-    """The names of the tensors that a checkpoint's holds, with equal parts of its rows, in their
-    order; none where it takes no part in the training."""
+    """Returns the names here of the tensors in a checkpoint's tensor, which are equal parts of its
+    rows, in their order. Empty if the training does not use it.
+    """
     ours, family = name_here(name, arch.model_type), FAMILIES[arch.model_type]
     if ours is None:
         return []
@@ -76,7 +84,7 @@ def names_here(name: str, arch: Architecture) -> list[str]:
         matrix = _MATRICES.get(matrix, matrix)
         return [f"{layer}.{experts.matrices}.{number}.{matrix}.{suffix}"]
     for theirs, parts in arch.hf_modules + family.hf_experts:
-        # transformers 5 has experts' matrices as parameters, not as weights of linear layers.
+        # In transformers 5, experts' matrices are parameters, not weights of linear layers.
         if ours.endswith(f".{theirs}"):
             ours = f"{ours}.weight"
         layer, is_there, suffix = ours.partition(f".{theirs}.")
@@ -86,25 +94,28 @@ def names_here(name: str, arch: Architecture) -> list[str]:
 
 
 def name_of_expert(name: str, number: int) -> str:
-    """The name of one expert's matrix, by that of the stacked ones."""
+    """Returns the name of one expert's matrix, from the name of the stacked matrices."""
     matrices, _, matrix = name.rpartition(".")
     return f"{matrices}.{number}.{matrix}"
 
 
 def name_of_stacked(name: str) -> tuple[str, int | None]:
-    """The name of stacked matrices, or of a tensor of theirs, and the number, by that of one; any
-    other name as it is."""
+    """Returns the name of the stacked matrices, and the expert's number, from the name of one of
+    them.
+
+    Any other name is returned as it is, with None.
+    """
     found = _STACKED.fullmatch(name)
     return (f"{found[1]}.{found[3]}", int(found[2])) if found else (name, None)
 
 
 def name_there(name: str, model_type: str) -> str:
-    """The name of a tensor in a checkpoint of the text alone: the inverse of `name_here`."""
+    """Returns a tensor's name in a checkpoint of the text alone: the inverse of `name_here`."""
     for ours, theirs in FAMILIES[model_type].names.items():
         name = _renamed(name, ours, theirs)
     return name
 
 
 def _renamed(name: str, old: str, new: str) -> str:
-    """With `new` in place of the parts `old`, as in ``model.layers.0.old.weight``."""
+    """Returns a name with `new` for each part `old`, as in ``model.layers.0.old.weight``."""
     return f".{name}.".replace(f".{old}.", f".{new}.").strip(".")

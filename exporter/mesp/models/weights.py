@@ -1,4 +1,4 @@
-"""A source model's weights, wherever they come from."""
+"""The weights of a source model, in any format."""
 
 from __future__ import annotations
 
@@ -12,32 +12,34 @@ from mesp.models.architecture import Architecture
 class Weights(Protocol):
     """The tensors of a model, by their names in Hugging Face's checkpoints.
 
-    A matrix is named without the `.weight` behind it.
+    A matrix is named without the suffix `.weight`.
     """
 
     @property
     def has_float16_scales(self) -> bool:
-        """Whether some matrix comes quantized with float16 scales."""
+        """Whether some matrix is quantized with float16 scales."""
 
     @property
     def is_converted(self) -> bool:
-        """Whether norms and convolutions are what is computed with, as mlx-lm and llama.cpp
-        convert them."""
+        """Whether norms and convolutions are already in the form of the formulas, as in models that
+        mlx-lm or llama.cpp converted.
+        """
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the matrix comes quantized, as MLX packs it."""
+        """Returns whether the source has the matrix quantized, in MLX's format."""
 
     def is_stored_unquantized(self, name: str) -> bool:
-        """Whether a file holds the matrix as it is."""
+        """Returns whether a file holds the matrix unquantized."""
 
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
-        """Some rows of the tensor `name`, with its suffix, in the dtype that it comes in.
+        """Returns some rows of the tensor `name`, which includes the suffix, in the dtype that is
+        stored.
 
-        Raises MespError unless it is there, in this `shape`.
+        Raises MespError unless the tensor is there, in this `shape`.
         """
 
 
 def read_norm(weights: Weights, name: str, shape: tuple[int, ...], arch: Architecture) -> mx.array:
-    """The weight of an RMSNorm, with its offset, float32."""
+    """Returns the weight of an RMSNorm, float32, with the family's offset added."""
     offset = 0 if weights.is_converted else arch.norm_offset
     return weights.rows(name, shape, slice(0, *shape)).astype(mx.float32) + offset

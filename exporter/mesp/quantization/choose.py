@@ -1,4 +1,4 @@
-"""Which quantization each matrix of a model gets: the one asked for, or the one that it has."""
+"""The choice of each matrix's quantization: the one asked for, or the one that the model has."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from mesp.models.quantization_formats import (
 )
 from mesp.models.tensor_names import name_here
 
-BITS = (4, 5, 6, 8)  # that a model is quantized to here
-HEAD_BITS = 6  # of the head, where the rest has fewer
-ROUTER_BITS = 8  # of what chooses experts, as in mlx-lm: with 4 it would choose others
+BITS = (4, 5, 6, 8)  # a weight, to which a model can be quantized
+HEAD_BITS = 6  # of the head, if the rest has fewer
+ROUTER_BITS = 8  # of the router, as in mlx-lm: with 4 bits it would choose other experts
 
 
 @dataclass(frozen=True)
 class Quantizations:
-    """Of a model's matrices: the main one, and those of modules that differ, by their names.
+    """The quantizations of a model's matrices: the main one, and those of modules that differ, by
+    name.
 
-    They are as the model's files have them. A module that is named with None is not quantized.
+    They are those in the model's files. A module with None is not quantized.
     """
 
     main: Quantization
@@ -33,7 +34,9 @@ class Quantizations:
     config: dict[str, Any] | None = None  # the model's own ``quantization``
 
     def of(self, module: str) -> Quantization:
-        """The quantization of a module in a bundle. Raises MespError where it is not quantized."""
+        """Returns the quantization of a module in a bundle. Raises MespError if it is not
+        quantized.
+        """
         return self.in_files(module).in_bundle
 
     @property
@@ -46,16 +49,18 @@ class Quantizations:
         return self.main, *self.others.values()
 
     def in_files(self, module: str) -> Quantization:
-        """The quantization of a module in the model's files. Raises MespError where it is not
-        quantized."""
+        """Returns a module's quantization in the model's files. Raises MespError if it is not
+        quantized.
+        """
         quantization = self.others.get(module, self.main)
         if quantization is None:
             raise not_quantized(module)
         return quantization
 
     def to_config(self, arch: Architecture) -> dict[str, Any]:
-        """``quantization`` as mlx-lm's config.json has it: the main one, and by their paths those
-        of modules that differ."""
+        """Returns ``quantization`` of mlx-lm's config.json: the main one, and the modules that
+        differ, by path.
+        """
         prefix = arch.mlx_prefix.removesuffix("model")
         others = {f"{prefix}{name}": each and asdict(each) for name, each in self.others.items()}
         if arch.tie_word_embeddings and not arch.is_tied_in_mlx_lm and others:
@@ -64,14 +69,15 @@ class Quantizations:
 
 
 def in_2_bits(section: dict[str, Any]) -> dict[str, Any]:
-    """``quantization`` of a model's config.json as its bundle's has it: with 2 bits in place of
-    1."""
+    """Returns ``quantization`` of a bundle's config.json: the model's, with 2 bits in place
+    of 1.
+    """
     section = {k: in_2_bits(v) if isinstance(v, dict) else v for k, v in section.items()}
     return section | {"bits": 2} if section.get("bits") == ONE_BIT else section
 
 
 def not_quantized(module: str) -> MespError:
-    """The error for a matrix that is not quantized in a model that is."""
+    """Returns the error for a matrix that is not quantized in a model that is."""
     return MespError(
         f"{module} is not quantized, unlike the rest of the model, which is not supported; take "
         "the model it was made from."
@@ -85,15 +91,16 @@ def _not_in_order(key: str) -> MespError:
     )
 
 
-_KEYS = ("bits", "group_size", "mode")  # of a quantization
-_MODULES = ("lm_head", "embed_tokens")  # whose paths have no dot
+_KEYS = ("bits", "group_size", "mode")  # the keys of a quantization
+_MODULES = ("lm_head", "embed_tokens")  # modules whose paths have no dot
 
 
 def _check_sections(name: str, config: dict[str, Any]) -> None:
-    """Raises MespError where a config.json says something of how its model is quantized that is not
-    read here, such as a rotation of the weights' basis.
+    """Raises MespError if a config.json states a property of the quantization that is not read
+    here.
 
-    Of a model of several modalities, the text's part may say it too.
+    An example is a rotation of the weights' basis. In a model of several modalities, the text's
+    part may state it too.
     """
     text = config.get("text_config")
     parts = [config, text] if isinstance(text, dict) else [config]
@@ -111,7 +118,7 @@ def _check_sections(name: str, config: dict[str, Any]) -> None:
                             raise unsupported(f"{key}'s {inner} of {each}", its)
                 elif each not in _KEYS and value:
                     raise unsupported(f"{key}'s {each}", value)
-            if not config.get("quantization"):  # which alone mlx-lm reads
+            if not config.get("quantization"):  # mlx-lm reads only this key
                 raise unsupported(key, section)
 
 
@@ -137,11 +144,11 @@ def find_quantizations(
     group_size: int | None,
     head_bits: int | None,
 ) -> Quantizations:
-    """The quantization asked for (None: the default), or that of a model that has one already.
+    """Returns the quantization asked for (None: the default), or the one that the model already
+    has.
 
-    `name` is the model's, for messages, and `config` its config.json.
-
-    Raises MespError where MLX lacks it, or where a model that has one is asked for another.
+    `name` is the model's, for messages, and `config` its config.json. Raises MespError if MLX lacks
+    the quantization, or if another one is asked for than the model has.
     """
     given = config.get("quantization")
     _check_sections(name, config)
@@ -170,7 +177,8 @@ def find_quantizations(
             f"{name} is quantized already, to {describe_quantization(main)}; leave out "
             "--mode, --bits, --head-bits and --group-size."
         )
-    # As mlx-lm: a dictionary for a module's own, or whether it is quantized as the rest.
+    # As in mlx-lm, a module has a quantization of its own, or true for the main one and false for
+    # none.
     others = {
         name_here(name, config["model_type"]): (
             read(entry) if isinstance(entry, dict) else main if entry else None
@@ -182,7 +190,7 @@ def find_quantizations(
 
 
 def choose_quantization(mode: str | None, bits: int | None, group_size: int | None) -> Quantization:
-    """The quantization asked for. Raises MespError where the mode leaves no such choice."""
+    """Returns the quantization asked for. Raises MespError if the mode does not allow it."""
     mode = mode or "affine"
     if mode == "affine":
         return Quantization(bits or 4, group_size or 64)
@@ -198,9 +206,9 @@ def choose_quantization(mode: str | None, bits: int | None, group_size: int | No
 def choose_quantizations(
     arch: Architecture, main: Quantization, head_bits: int | None
 ) -> Quantizations:
-    """`main`, with more bits for the head, which a tied embedding is too.
+    """Returns `main`, with more bits for the head, and so for an embedding tied to it.
 
-    Raises MespError where bits are asked for that the mode does not have.
+    Raises MespError if the mode does not have the bits asked for.
     """
     routers = [
         f"model.layers.{i}.{name}" for i, block in enumerate(arch.blocks) for name in block.frozen()
@@ -216,7 +224,7 @@ def choose_quantizations(
 
 
 def check_quantizations(arch: Architecture, quantizations: Quantizations) -> None:
-    """Raises MespError unless every matrix is quantized, and groups divide its rows."""
+    """Raises MespError unless every matrix is quantized, and the group size divides its rows."""
     columns = arch.embedding_columns
     for i, block in enumerate(arch.blocks):
         for name, (_, inp) in block.matrices().items():

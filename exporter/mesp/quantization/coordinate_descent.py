@@ -1,4 +1,6 @@
-"""Coordinate descent over the codes of a matrix: each makes up for the errors of the others."""
+"""Coordinate descent over the codes of a matrix: each code compensates for the errors of the
+others.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ from mesp.block_function.dequantize import pack, unpack
 from mesp.models.quantization_formats import Quantization
 from mesp.quantization.least_squares import damp
 
-SWEEPS = 2  # over all codes; more change little
-# By how much the mean products of two different inputs are made smaller: few tokens say less of
-# them than of squares.
+SWEEPS = 2  # passes over all codes; more change little
+# The share by which the mean products of two different inputs are reduced, because few tokens
+# estimate them less well than squares.
 SHRINKAGE = 0.2
 
 
 def shrink(moments: mx.array) -> np.ndarray:
-    """The products [in, in] that `descend` takes, of sums of x xᵀ over what a matrix multiplies."""
+    """Returns the products [in, in] for `descend`, from sums of x xᵀ over the matrix's inputs x."""
     squares = mx.diag(moments)
     products = np.array((1 - SHRINKAGE) / mx.maximum(squares.mean(), 1e-30) * moments)
     np.fill_diagonal(products, damp(squares, len(squares)))
@@ -27,21 +29,21 @@ def descend(
     matrix: mx.array, packed: mx.array, scales: mx.array, biases: mx.array, products: np.ndarray,
     quantization: Quantization, last: int | None = None,
 ) -> mx.array:  # fmt: skip
-    """Better codes of W [out, in], packed; its scales and biases stay.
+    """Returns better codes of W [out, in], packed; its scales and biases stay.
 
-    Each in its turn becomes the one that minimizes eᵀ P e of its row's errors e, all else as it is,
-    where P are the `products`. Codes go up to `last`; None: to the last that the bits have.
+    With all other codes fixed, each in turn becomes the code that minimizes eᵀ P e, where e are its
+    row's errors and P the `products`. `last` is the highest code; None: the highest of the bits.
     """
     size, levels = quantization.group_size, last or 2**quantization.bits - 1
     squares = np.diagonal(products)
     codes = unpack(packed, quantization.bits).reshape(matrix.shape)
-    # By columns of W, so that all rows' codes of one lie together.
+    # Arrays by columns of W, so that a column's codes of all rows lie together.
     W, q, s, b = (
         np.array(mx.contiguous(each.astype(mx.float32).T))
         for each in (matrix, codes, scales, biases)
     )
     error = W - (np.repeat(s, size, axis=0) * q + np.repeat(b, size, axis=0))
-    gradient = products @ error  # half of that of eᵀ P e
+    gradient = products @ error  # half the gradient of eᵀ P e
     inverse = np.divide(1, s, out=np.zeros_like(s), where=np.abs(s) > 1e-30)
     for _ in range(SWEEPS):
         for group in range(len(s)):

@@ -1,4 +1,4 @@
-"""Scales and biases that lose least: a search of grids, each refitted by least squares."""
+"""Scales and biases with the least loss: a search over grids, each refitted by least squares."""
 
 from __future__ import annotations
 
@@ -10,39 +10,42 @@ import mlx.core as mx
 from mesp.block_function.dequantize import pack
 from mesp.models.quantization_formats import Quantization
 
-# Steps from the smallest to the largest weight of a group, less those that the codes have: below 0
-# the last codes stay unused, above 0 the largest weights are clipped. Twice as many grids lower the
-# error by 1%.
+# The numbers of steps from a group's smallest to its largest weight, less those of the codes.
+# Below 0 the last codes stay unused; above 0 the largest weights are clipped. Twice as many grids
+# reduce the error by 1%.
 GRIDS = (-4, -3, -2, -1, -0.5, 0, 0.5, 1, 2)
-REFITS = 2  # of the best grid, with the codes that its own scale and bias give
-DAMPING = 1e-3  # of the mean moment, added to each: a channel that was not seen counts a little
-ROUNDER = 1.5 * 2**23  # a float32 that this is added to has no fraction left
+REFITS = 2  # fits of the best grid, each with the codes that its scale and bias give
+# A share of the mean moment that is added to each, so that an unseen channel counts a little.
+DAMPING = 1e-3
+ROUNDER = 1.5 * 2**23  # float32: adding and subtracting it rounds to whole numbers
 
 
 def quantize(
     matrix: mx.array, quantization: Quantization, moments: mx.array | None, dtype: mx.Dtype
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """The packed codes, scales and biases of W [out, in], whose scales are stored as `dtype`.
+    """Returns the packed codes, scales and biases of W [out, in], which are stored as `dtype`.
 
-    They minimize, of each group, the sum over its weights of m (W - scale · code - bias)², where m
-    are the `moments` [in]: the mean squares of what W multiplies, or all the same. The error is at
-    most that of MLX's own scales and biases.
+    In each group they minimize the sum over its weights of m (W - scale · code - bias)². m are the
+    `moments` [in], the mean squares of W's inputs; None: all equal. The error is at most that of
+    MLX's scales and biases.
     """
     size, levels = quantization.group_size, 2**quantization.bits - 1
     x = matrix.astype(mx.float32).reshape(len(matrix), -1, size)
-    # Sums over the first axis are twice as fast on a CPU as those over the last.
+    # On a CPU, sums over the first axis are twice as fast as sums over the last.
     x = mx.contiguous(mx.moveaxis(x, -1, 0))  # [size, out, groups]
     m = damp(moments, matrix.shape[1]).reshape(-1, size).T[:, None]
     m = m / m.sum(axis=0)
 
     mean = (m * x).sum(axis=0)
-    x = x - mean  # of weighted mean 0: a fit then takes fewer sums
+    x = x - mean  # now the weighted mean is 0, so a fit needs fewer sums
     mx_ = m * x
     low, high = x.min(axis=0), x.max(axis=0)
     per_range = _reciprocal(high - low)
 
     def fit(start: mx.array, inverse: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """The scale and bias that fit best the codes of a grid, and the variance they explain."""
+        """Returns the scale and bias that best fit a grid's codes, and the variance they
+        explain.
+        """
         q = _codes(x, start, inverse, levels)
         mean_q, with_x = (m * q).sum(axis=0), (mx_ * q).sum(axis=0)
         variance = (m * mx.square(q)).sum(axis=0) - mx.square(mean_q)
@@ -60,7 +63,7 @@ def quantize(
         best = better(best, fit(bias, _reciprocal(scale)))
 
     def stored(scale: mx.array, bias: mx.array) -> tuple[mx.array, ...]:
-        """The same as they are stored, the codes for these, and the variance left, negated."""
+        """Returns scale and bias as stored, their codes, and the remaining variance, negated."""
         scale, bias = scale.astype(dtype), (bias + mean).astype(dtype)
         s, b = scale.astype(mx.float32), bias.astype(mx.float32) - mean
         q = _codes(x, b, _reciprocal(s), levels)
@@ -74,18 +77,18 @@ def quantize(
 
 
 def damp(moments: mx.array | None, columns: int) -> mx.array:
-    """The weights [columns] of a row's errors: 1 on the average, and more than 0."""
+    """Returns the weights [columns] of a row's errors: 1 on average, and more than 0."""
     if moments is None:
         return mx.ones(columns)
     return moments / mx.maximum(moments.mean(), 1e-30) + DAMPING
 
 
 def _reciprocal(x: mx.array) -> mx.array:
-    """1 / x, and 0 where x is 0 or so small that it counts as 0."""
+    """Returns 1 / x, and 0 for x that is 0 or too small."""
     small = mx.abs(x) < 1e-30
     return mx.where(small, 0.0, 1 / mx.where(small, 1.0, x))
 
 
 def _codes(x: mx.array, start: mx.array, inverse: mx.array, levels: int) -> mx.array:
-    """The nearest codes, as float32. (The CPU's `mx.round` takes four times as long.)"""
+    """Returns the nearest codes, as float32. (The CPU's `mx.round` takes four times as long.)"""
     return mx.clip((x - start) * inverse + ROUNDER - ROUNDER, 0, levels)

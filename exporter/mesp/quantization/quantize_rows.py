@@ -21,22 +21,25 @@ from mesp.quantization import least_squares
 from mesp.quantization.choose import Quantizations, not_quantized
 from mesp.quantization.coordinate_descent import descend, shrink
 
-TILE = 1 << 18  # elements of a matrix that are quantized at a time: they fit a core's cache
-MOST_STREAMS = 8  # that quantize at once: each takes some 20 MB
+TILE = 1 << 18  # elements of a matrix that are quantized at a time; they fit into a core's cache
+MOST_STREAMS = 8  # the most streams that quantize at once; each takes some 20 MB
 
-# Quantizes rows of a matrix, with scales and biases of the dtype: to its arrays.
+# A function that quantizes rows of a matrix, with scales and biases of the dtype, to its arrays.
 Quantizer = Callable[[mx.array, Quantization, mx.Dtype], tuple[mx.array, ...]]
 
 
 def nearest(matrix: mx.array, quantization: Quantization, dtype: mx.Dtype) -> tuple[mx.array, ...]:
-    """As MLX quantizes: each weight becomes the nearest value of a grid from the smallest to the
-    largest of its group."""
+    """Returns rows quantized by MLX: each weight to the nearest value of its group's grid.
+
+    The grid goes from the smallest to the largest weight of the group.
+    """
     return mx.quantize(matrix.astype(mx.float32), **asdict(quantization))
 
 
 def least_squares_of(moments: mx.array | None) -> Quantizer:
-    """`least_squares.quantize` with these moments [in], where the mode has scales and biases to
-    fit, and with moments [in, in] `descend` after it."""
+    """Returns a quantizer: `least_squares.quantize` with the moments [in], if the mode has scales
+    and biases to fit. With moments [in, in], `descend` follows.
+    """
     products = None
     if moments is not None and moments.ndim == 2:
         products, moments = shrink(moments), mx.diag(moments)
@@ -58,11 +61,10 @@ def matrix_pieces(
     weights: Weights, source: str, layout: Layout, prefix: str, quantizations: Quantizations,
     quantize: Quantizer, expert: int | None = None,
 ) -> Iterator[Piece]:  # fmt: skip
-    """The matrix `source` quantized, some rows at a time; as it is where it comes quantized.
+    """Yields the matrix `source` quantized, some rows at a time; if it is quantized, as it is.
 
-    Of stacked matrices that of the `expert`.
-
-    A bfloat16 bundle rounds float16 scales and biases, by 3 bits of their mantissa.
+    `expert` is the index of one of stacked matrices. A bfloat16 bundle rounds float16 scales and
+    biases, by 3 bits of their mantissa.
     """
     quantization, in_files = quantizations.of(source), quantizations.in_files(source)
     parts = quantization.parts
@@ -90,8 +92,10 @@ def matrix_pieces(
 def read_rows(
     weights: Weights, name: str, shape: tuple[int, int], in_files: Quantization, rows: slice
 ) -> tuple[mx.array, ...]:
-    """The arrays of some rows of a matrix that comes quantized, as a bundle has them: the codes of
-    1 bit in 2, with the scales and biases that they have, and so the same values."""
+    """Returns the arrays of some rows of a quantized matrix, in the bundle's format.
+
+    Codes of 1 bit become codes of 2 bits with the same scales and biases, and so the same values.
+    """
     packed, *others = (
         weights.rows(array, its_shape, rows)
         for array, its_shape, _ in in_files.arrays(f"{name}.", *shape, "float32")
@@ -104,7 +108,9 @@ def read_rows(
 def _on_every_core(
     compute: Callable[[slice], tuple[mx.array, ...]], tiles: Iterable[slice]
 ) -> Iterator[tuple[slice, tuple[mx.array, ...]]]:
-    """Each tile with what is computed of it, in their order. A CPU's stream has one thread."""
+    """Yields each tile and its result, in order, computed on all cores: a CPU's stream has one
+    thread.
+    """
     pending: deque[tuple[slice, tuple[mx.array, ...]]] = deque()
     for tile, stream in zip(tiles, cycle(_streams()), strict=False):
         with mx.stream(stream):

@@ -1,19 +1,19 @@
-"""The mathematics of MeSP in plain MLX: the oracle that every other part is compared with.
+"""The mathematics of MeSP in plain MLX, which every other part is compared with.
 
-Right below each formula is its derivative, the backward pass, in which `dy` is the gradient of the
-loss by `y`. Read
+Each formula is followed by its derivative, the backward pass. There `dy` is the gradient of the
+loss by `y`. The modules are
 
-- `pieces`: what is shared, such as a linear layer with LoRA, and `dropout`, its masks;
+- `pieces`: shared formulas, such as a linear layer with LoRA; `dropout`: its masks;
 - `attention`, `gated_delta_net`, `short_convolution`, `mamba2`: the mixers of a block;
-- `experts`: a mixture of experts, frozen;
+- `experts`: a mixture of experts;
 - `per_layer`: embeddings for each layer;
 - `block`, and `head` with the loss;
 - `methods`: MeSP, by hand from a block's input and its intermediates; MeBP, the same loop over
   blocks, each differentiated by `mx.vjp`; MeZO, two forward passes with a seeded perturbation;
-- `preferences`, `rewards`, `adamw8bit` and `private` (DP-SGD) beside them; `model` has the weights.
+- `preferences`, `rewards`, `adamw8bit` and `private` (DP-SGD); `model` has the weights.
 
-Everything is float32, whatever the bundle's dtype; nothing is tiled and nothing is tuned. What a
-family of models lacks (QK-norm, a soft cap, …) its formula leaves out. Sizes: T tokens, heads (of
+Everything is float32, whatever the bundle's dtype; nothing is tiled and nothing is tuned. A formula
+leaves out what a family of models lacks (QK-norm, a soft cap, …). Sizes: T tokens, heads (of
 queries), kv_heads (of keys and values), D = head_dim, V = vocabulary; ∘ is the elementwise product.
 """
 

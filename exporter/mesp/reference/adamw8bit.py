@@ -10,17 +10,19 @@ MOMENT_BLOCK = 256  # numbers that share a scale
 
 
 class Quantized(NamedTuple):
-    """P numbers in 8 bits: what each code stands for, times its block's scale."""
+    """P numbers in 8 bits: a number is the value of its code times the scale of its block."""
 
     codes: mx.array  # uint8 [P]
     scales: mx.array  # float32 [⌈P / MOMENT_BLOCK⌉]
 
 
 def dynamic_map(signed: bool) -> mx.array:
-    """The value of each of 256 codes, ascending, float32 [256].
+    """Returns the value of each of 256 codes, ascending, float32 [256].
 
-    0, 1, and of each power of ten from 10⁻⁶ to 1 the middles of equal parts of its upper nine
-    tenths, twice as many as of the last: 1 to 64 and their negatives, or, not signed, 2 to 128.
+    The values are 0, 1 and some numbers for each power of ten p from 10⁻⁶ to 1. The interval from
+    0.1 p to p is cut into equal parts, and the middle of each part is a value. Each power has twice
+    as many parts as the one below it: 1 to 64 if `signed`, where the negatives are values too, else
+    2 to 128.
     """
     numbers = [0.0, 1.0]
     for power in range(7):
@@ -32,10 +34,11 @@ def dynamic_map(signed: bool) -> mx.array:
 
 
 def quantize(x: mx.array, signed: bool) -> Quantized:
-    """Each of x [P] as the nearest fraction of its block's largest absolute value.
+    """Returns x [P] in codes: each number as the nearest fraction of its block's largest absolute
+    value.
 
-    Of two that are equally near the lower: the code is the number of middles between neighbours of
-    the map that are below.
+    The lower of two equally near values is taken: the code is the number of midpoints between
+    neighbouring values that are below the fraction.
     """
     numbers = dynamic_map(signed)
     middles = (numbers[:-1] + numbers[1:]) / 2
@@ -47,7 +50,7 @@ def quantize(x: mx.array, signed: bool) -> Quantized:
 
 
 def dequantize_moment(moment: Quantized, signed: bool) -> mx.array:
-    """float32 [P]"""
+    """Returns the numbers, float32 [P]."""
     scales = mx.repeat(moment.scales, MOMENT_BLOCK)[: moment.codes.size]
     return dynamic_map(signed)[moment.codes] * scales
 
@@ -62,9 +65,9 @@ def adamw8bit(
     epsilon: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> tuple[mx.array, Quantized, Quantized]:
-    """w [P], m and v after a step with the gradient g [P]: `mlx.optimizers.AdamW`'s.
+    """Returns w [P], m and v after a step of `mlx.optimizers.AdamW` with the gradient g [P].
 
-    w moves by m and v as they are before they are rounded.
+    w is updated with m and v as they are before they are rounded.
     """
     new_m = betas[0] * dequantize_moment(m, signed=True) + (1 - betas[0]) * g
     new_v = betas[1] * dequantize_moment(v, signed=False) + (1 - betas[1]) * mx.square(g)

@@ -1,4 +1,4 @@
-"""Attention, causal and grouped-query, with what becomes of q and k before it."""
+"""Attention, causal and grouped-query, with the norms and RoPE of q and k."""
 
 from __future__ import annotations
 
@@ -31,25 +31,27 @@ def _turn(x: mx.array, mixer: AttentionMixer, direction: int) -> mx.array:
 
 
 def rope(x: mx.array, mixer: AttentionMixer) -> mx.array:
-    """y_t = m R(t) x_t: dimensions i and i + n turn by the angle t f_i, i < n.   x, y [..., T, D]
+    """Returns y_t = m R(t) x_t: dimensions i and i + n turn by the angle t f_i, i < n.
 
-    f are the mixer's n frequencies and m its scale. Dimensions from 2n on stay.
+    x, y [..., T, D]. f are the mixer's n frequencies and m its scale. Dimensions from 2n on stay.
     """
     return _turn(x, mixer, 1)
 
 
 def rope_backward(dy: mx.array, mixer: AttentionMixer) -> mx.array:
-    """dx_t = m R(t)ᵀ dy_t = m R(-t) dy_t: turn back."""
+    """Returns dx_t = m R(t)ᵀ dy_t = m R(-t) dy_t, the rotation back."""
     return _turn(dy, mixer, -1)
 
 
 def _by_group(q: mx.array, kv_heads: int) -> mx.array:
-    """[1, heads, T, D] -> [1, kv_heads, group, T, D]: query heads sharing a key and value head."""
+    """Returns [1, heads, T, D] as [1, kv_heads, group, T, D]: the query heads of a group share a
+    key and value head.
+    """
     return q.reshape(1, kv_heads, -1, *q.shape[2:])
 
 
 def _scores(q: mx.array, k: mx.array, mixer: AttentionMixer) -> tuple[mx.array, mx.array]:
-    """S = cap(a q kᵀ) and P = softmax(S) over the keys s that t sees: t - window < s ≤ t.
+    """Returns S = cap(a q kᵀ) and P = softmax(S) over the keys s that t sees: t - window < s ≤ t.
 
     q [1, kv_heads, group, T, D], k [1, kv_heads, 1, T, D]; a is the attention scale.
     """
@@ -63,7 +65,7 @@ def _scores(q: mx.array, k: mx.array, mixer: AttentionMixer) -> tuple[mx.array, 
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, mixer: AttentionMixer) -> mx.array:
-    """O = P v, P = softmax(cap(a q kᵀ)), causal and grouped-query; heads concatenated.
+    """Returns O = P v, P = softmax(cap(a q kᵀ)), causal and grouped-query; heads concatenated.
 
     q [1, heads, T, D], k and v [1, kv_heads, T, D] -> attn_out [1, T, heads·D]
     """
@@ -80,14 +82,14 @@ def attention_backward(
     d_attn_out: mx.array,
     mixer: AttentionMixer,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """dq, dk, dv. S and P were not stored: they are computed again. Shapes as in `attention`.
+    """Returns dq, dk, dv. S and P are not stored but recomputed. Shapes as in `attention`.
 
     dv = Pᵀ dO     dP = dO vᵀ     dS = P ∘ (dP - δ)     dZ = cap'(S) ∘ dS, Z = a q kᵀ
 
     dq = a dZ k     dk = a dZᵀ q
 
-    δ = rowsum(P ∘ dP), the softmax's normalization, equals rowsum(O ∘ dO). dk and dv sum over the
-    query heads that share them.
+    δ = rowsum(P ∘ dP), which comes from the softmax's normalization, equals rowsum(O ∘ dO). dk and
+    dv are sums over the query heads that share a key and value head.
     """
     q_shape = q.shape
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -106,7 +108,7 @@ def attention_backward(
 
 
 def place(x: mx.array, weight: mx.array | None, eps: float, mixer: AttentionMixer) -> mx.array:
-    """y = RoPE(QKNorm(x)), what attention takes of q and k.   x, y [1, heads, T, D]"""
+    """Returns y = RoPE(QKNorm(x)), the q or k of the attention formula.   x, y [1, heads, T, D]"""
     if weight is not None:
         x = rms_norm(x, weight, eps)
     return rope(x, mixer)
@@ -115,16 +117,19 @@ def place(x: mx.array, weight: mx.array | None, eps: float, mixer: AttentionMixe
 def place_backward(
     x: mx.array, dy: mx.array, weight: mx.array | None, eps: float, mixer: AttentionMixer
 ) -> mx.array:
-    """dx, through RoPE and then QK-norm, where there is one"""
+    """Returns dx, through RoPE and then through QK-norm if the model has it."""
     dy = rope_backward(dy, mixer)
     return dy if weight is None else rms_norm_backward(x, dy, weight, eps)
 
 
-Shared = tuple[mx.array, mx.array]  # k̂ and v̂ [1, kv_heads, T, D], or the gradients by these
+Shared = tuple[mx.array, mx.array]  # k̂ and v̂ [1, kv_heads, T, D], or the gradients by them
 
 
 def keys_and_values(k: mx.array, v: mx.array, parts: Parts, mixer: AttentionMixer) -> Shared:
-    """k̂ = place(k), v̂ = v, or with a norm of v RMSNorm(v) with no weight.   [1, kv_heads, T, D]"""
+    """Returns k̂ = place(k), and v̂ = v or, with a norm of v, RMSNorm(v) without a weight.
+
+    All are [1, kv_heads, T, D].
+    """
     _, vector, eps = parts
     placed = place(k, vector.get("self_attn.k_norm.weight"), eps, mixer)
     return placed, rms_norm(v, 1.0, eps) if mixer.v_norm else v
@@ -133,7 +138,9 @@ def keys_and_values(k: mx.array, v: mx.array, parts: Parts, mixer: AttentionMixe
 def keys_and_values_backward(
     k: mx.array, v: mx.array, dy: Shared, parts: Parts, mixer: AttentionMixer
 ) -> Shared:
-    """dk and dv from the gradients by k̂ and v̂: sums over all blocks that take them."""
+    """Returns dk and dv from the gradients by k̂ and v̂, which are sums over all blocks that use
+    them.
+    """
     _, vector, eps = parts
     dk = place_backward(k, dy[0], vector.get("self_attn.k_norm.weight"), eps, mixer)
     return dk, rms_norm_backward(v, dy[1], 1.0, eps) if mixer.v_norm else dy[1]
@@ -147,11 +154,11 @@ def mix_by_attention(
     stored: Stored,
     shared: Shared | None = None,
 ) -> list[mx.array]:
-    """[q, k, v, attn_out] of x [1, T, hidden]
+    """Returns [q, k, v, attn_out] of x [1, T, hidden].
 
-    attn_out = attention(place(q(x)), k̂, v̂). Behind each head's query, q has the gate of its output:
-    D numbers of q(x) with an output gate, or one of g(x) with a head gate. A block without keys and
-    values of its own takes another's, `shared`, in place of k and v.
+    attn_out = attention(place(q(x)), k̂, v̂). In each head of q, the gate of the head's output
+    follows the query: D numbers of q(x) with an output gate, or one of g(x) with a head gate. A
+    block without keys and values takes those of another block, `shared`, as k and v.
     """
     p, vector, eps = parts
     heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
@@ -173,9 +180,9 @@ def mix_by_attention(
 def output_of_attention(
     intermediates: list[mx.array], parts: Parts, mixer: AttentionMixer
 ) -> mx.array:
-    """attn_out ∘ sigmoid(gate), or attn_out: what o takes.   [1, T, heads·D]
+    """Returns attn_out ∘ sigmoid(gate), or attn_out: the input of o.   [1, T, heads·D]
 
-    A gate [1, heads, T, 1 or D] multiplies attn_out by head.
+    A gate [1, heads, T, 1 or D] multiplies each head of attn_out.
     """
     q, _, _, attn_out = intermediates
     if not mixer.gate_dim:
@@ -193,19 +200,20 @@ def mix_by_attention_backward(
     mixer: AttentionMixer,
     d_shared: Shared | None = None,
 ) -> tuple[mx.array, Matrices, Shared | None]:
-    """dx, and dA and dB of q, k, v and g.   intermediates is what `mix_by_attention` gives
+    """Returns dx, dA and dB of q, k, v and g, and the gradient by `shared`.
 
-    dy is by what o takes, y. With a gate, and s = sigmoid(gate),
+    `intermediates` are the result of `mix_by_attention`. dy is the gradient by the input of o. With
+    a gate, and s = sigmoid(gate),
 
     d_attn_out = dy ∘ s        d_gate = dy ∘ attn_out ∘ s ∘ (1 - s)
 
-    A gate of one number a head sums d_gate over the D numbers that it multiplies.
+    For a gate of one number a head, d_gate is the sum over the D numbers that it multiplies.
 
-    Where other blocks took k̂ and v̂ too, `d_shared` are the sums of their gradients by these, and
+    If other blocks use k̂ and v̂ too, `d_shared` has the sums of their gradients by k̂ and v̂, and
 
     d_k̂ += d_shared[0]        d_v̂ += d_shared[1]
 
-    A block that took another's k̂ and v̂ gives its gradients by these, and none of k and v.
+    A block that uses another's k̂ and v̂ returns the gradients by these, and none of k and v.
     """
     p, vector, eps = parts
     q, k, v, attn_out = intermediates

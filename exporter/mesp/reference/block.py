@@ -1,4 +1,4 @@
-"""A block."""
+"""The forward and backward pass of a block."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from mesp.reference.short_convolution import (
     output_of_short_convolution,
 )
 
-# The outputs of a mixer's projections, and the result of its formula.
+# The intermediates of each mixer: the outputs of its projections, and the result of its formula.
 MIXER_INTERMEDIATES = {
     AttentionMixer: ("q", "k", "v", "attn_out"),
     GatedDeltaNet: ("qkv", "z", "ba", "o"),
@@ -54,7 +54,8 @@ MIXER_INTERMEDIATES = {
 }
 POST_NORMED = ("mixer_out", "mlp_out")  # more intermediates of a block with post norms
 
-# A mixer's intermediates; the input of its output projection, made of them; the derivative.
+# For each mixer: the function for its intermediates, the function that makes the input of its
+# output projection of them, and the derivative.
 MIXERS = {
     AttentionMixer: (mix_by_attention, output_of_attention, mix_by_attention_backward),
     GatedDeltaNet: (
@@ -72,13 +73,15 @@ MIXERS = {
 
 
 def intermediate_names(block: Block) -> tuple[str, ...]:
-    """The names of what `block_forward` returns after y."""
+    """Returns the names of the arrays that `block_forward` returns after y."""
     of_mixer = MIXER_INTERMEDIATES[type(block.mixer)]
     return ("mixer_in", *of_mixer, "x_mid", "gate", "up", *POST_NORMED[: 2 * block.arch.post_norms])
 
 
 def records(starts: Sequence[int], T: int) -> list[slice]:
-    """The records of a sequence of T tokens that begin at the positions `starts`, ascending."""
+    """Returns the ranges of the records of a sequence of T tokens; they begin at `starts`,
+    ascending.
+    """
     return [slice(*ends) for ends in pairwise([*starts, T])]
 
 
@@ -94,23 +97,26 @@ def block_forward(
     shared: Shared | None = None,
     masks: Masks | None = None,
 ) -> list[mx.array]:
-    """[y, mixer_in, the four of `MIXER_INTERMEDIATES`, x_mid, gate, up]: see docs/formats.md.
+    """Returns [y, mixer_in, the four of `MIXER_INTERMEDIATES`, x_mid, gate, up]: see
+    docs/formats.md.
 
     x_mid = x + out(mix(RMSNorm(x)))        y = x_mid + w down(act(gate) ∘ up) + experts
 
-    w is 1 but beside some mixtures of experts: see `weigh_mlp`.
+    w is 1 except in some mixtures of experts: see `weigh_mlp`.
 
-    With post norms (out and down are normed before they are added) also mixer_out and mlp_out,
-    which those take. Gate and up, which are recomputed where they are needed, are not `stored`.
+    With post norms, out and down are normed before they are added. Then mixer_out and mlp_out, the
+    inputs of these norms, are returned too. Gate and up are recomputed when they are needed, so
+    `stored` is not applied to them.
 
-    The records of a packed sequence begin at the positions `starts`. The mixer, alone in a block,
-    relates tokens to each other, so it takes each record by itself.
+    The records of a packed sequence begin at the positions `starts`. In a block only the mixer
+    relates tokens to each other, so it runs on each record separately.
 
-    Gate and up are empty in a block whose MLP has experts alone, which `mix_by_experts` has.
+    Gate and up are empty in a block whose MLP consists of experts: see `mix_by_experts`.
 
-    `per_layer` is p of `add_per_layer`, which then ends the block, and `shared` are the keys and
-    values of another block, where it has none of its own: see `shared_keys_and_values`. `masks` are
-    those of `Dropout.masks`, where there is dropout: their rows are the sequence's tokens.
+    `per_layer` is p of `add_per_layer`, which is then the block's last formula. `shared` are the
+    keys and values of another block, for a block without keys and values: see
+    `shared_keys_and_values`. `masks` are those of `Dropout.masks` in a run with dropout: their rows
+    are the sequence's tokens.
     """
     parts, arch, mixer = Parts.of(weights, lora, block, masks), block.arch, block.mixer
     p, vector, eps = parts
@@ -161,7 +167,9 @@ def block_forward(
 
 
 def _of_record(shared: Shared | None, record: slice) -> list[Shared]:
-    """Of some keys and values, or of gradients by these, those of a record; none of none."""
+    """Returns a record's part of keys and values, or of the gradients by them; [] if `shared` is
+    None.
+    """
     return [] if shared is None else [(shared[0][..., record, :], shared[1][..., record, :])]
 
 
@@ -172,7 +180,9 @@ def shared_keys_and_values(
     block: Block,
     starts: Sequence[int] = (0,),
 ) -> Shared:
-    """k̂ and v̂ [1, kv_heads, T, D] of a block's intermediates, which others take too."""
+    """Returns k̂ and v̂ [1, kv_heads, T, D] from a block's intermediates; other blocks use them
+    too.
+    """
     parts = Parts.of(weights, lora, block)
     _, _, k, v, *_ = intermediates
     of_records = [
@@ -196,11 +206,12 @@ def block_backward(
     d_shared: Shared | None = None,
     masks: Masks | None = None,
 ) -> tuple[mx.array, mx.array, Shared | None]:
-    """dx [1, T, hidden], the gradient [P] by the flat LoRA vector, and that by `shared`.
+    """Returns dx [1, T, hidden], the gradient [P] by the flat LoRA vector, and the gradient by
+    `shared`.
 
-    From x and the intermediates of `block_forward`, last formula first. `starts`, `per_layer` and
-    `masks` are its; `d_shared` is the gradient by the block's keys and values, summed over all
-    blocks that took them.
+    The formulas of `block_forward` are differentiated from the last to the first, from x and the
+    intermediates. `starts`, `per_layer` and `masks` are as in `block_forward`. `d_shared` is the
+    gradient by the block's keys and values, summed over all other blocks that use them.
     """
     parts, arch, mixer = Parts.of(weights, lora, block, masks), block.arch, block.mixer
     p, vector, eps = parts

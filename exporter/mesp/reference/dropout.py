@@ -1,7 +1,7 @@
 """LoRA dropout: which inputs of a LoRA layer a training step drops.
 
-A mask follows from the seed, the step, the sequence, the block and the layer, and from the numbers
-of a token and an input: it is computed again wherever it is needed, and never stored.
+A mask follows from the seed, the step, the sequence, the block and the layer, and from the indices
+of a token and an input. It is never stored, but recomputed wherever it is needed.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ import numpy as np
 from mesp.models.architecture import Block
 from mesp.reference.pieces import scattered
 
-Masks = dict[str, mx.array]  # M [T, in] of a LoRA layer, of stacked experts [experts, T, in]
+Masks = dict[str, mx.array]  # M [T, in] of a LoRA layer; M [experts, T, in] of stacked experts
 
 
 class Dropout(NamedTuple):
     """The dropout of a sequence in a step of training."""
 
-    p: float  # probability of an input to be dropped, 0 < p < 1
+    p: float  # probability that an input is dropped, 0 < p < 1
     seed: int
     step: int  # from 0
-    sequence: int = 0  # of the step, from 0
+    sequence: int = 0  # index in the step, from 0
 
     def masks(self, block: int, described: Block, T: int) -> Masks:
-        """The masks of all linear layers of a block that can have an adapter, whichever have one.
+        """Returns the masks of all linear layers of a block that can have an adapter, trained or
+        not.
 
-        An expert has a mask of its own for all tokens, of which it reads those that chose it.
+        Each expert has a mask for all tokens. It reads the rows of the tokens that chose it.
         """
         masks = {}
         for layer, (name, (*stack, _, in_size)) in enumerate(described.adapted().items()):
@@ -39,8 +40,10 @@ class Dropout(NamedTuple):
         return masks
 
     def key(self, block: int, layer: int) -> int:
-        """The key of a LoRA layer's mask, 64 bits: s(s(s(s(s(seed) + step) + sequence) + block) +
-        layer), where s is `scattered`."""
+        """Returns the key of a LoRA layer's mask, 64 bits.
+
+        It is s(s(s(s(s(seed) + step) + sequence) + block) + layer), where s is `scattered`.
+        """
         key = scattered(self.seed)
         for number in (self.step, self.sequence, block, layer):
             key = scattered(key + number)
@@ -48,15 +51,16 @@ class Dropout(NamedTuple):
 
 
 def dropout_mask(key: int, p: float, T: int, in_size: int) -> mx.array:
-    """M [T, in]: 0 with the probability p, and else 1 / (1 - p), so that its mean is 1.
+    """Returns M [T, in]: 0 with the probability p, and else 1 / (1 - p), so that the mean of M is
+    1.
 
     r_t = hash(t + low half of key)        c_j = hash(j + high half of key) | 1
 
     M_tj = 0 where r_t c_j < p 2³²
 
-    In unsigned integers of 32 bits, which wrap. As c_j is odd, the products of a column are as
-    uniform and as independent as the r_t are: multiply-shift hashing (Dietzfelbinger et al. 1997).
-    p is a float32, as the trainer has it.
+    The integers are unsigned, have 32 bits and wrap. As c_j is odd, the products of a column are as
+    uniform and as independent as the r_t: multiply-shift hashing (Dietzfelbinger et al. 1997). p is
+    rounded to float32, as in the trainer.
     """
     p = np.float32(p)
     r = hash_32(mx.arange(T, dtype=mx.uint32) + _uint32(key & 0xFFFFFFFF))
@@ -68,7 +72,9 @@ def dropout_mask(key: int, p: float, T: int, in_size: int) -> mx.array:
 
 
 def hash_32(x: mx.array) -> mx.array:
-    """A bijection of uint32 in which each bit of x changes about half of the bits."""
+    """Returns a bijective hash of uint32, in which each bit of x changes about half of the result's
+    bits.
+    """
     x = (x ^ (x >> 16)) * _uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * _uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -1,4 +1,4 @@
-"""A mixture of experts: gated MLPs, of which a router chooses some for each token."""
+"""A mixture of experts: gated MLPs; a router chooses some of them for each token."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from mesp.reference.dropout import Masks
 from mesp.reference.model import Matrices, Weights, dequantize
 from mesp.reference.pieces import Projection, gated, gated_backward, linear, linear_backward
 
-# Keeps the sum of sigmoids that w is divided by above 0, as in LFM2; a softmax needs none.
+# A number that is added to the sum that w is divided by, so that a sum of sigmoids is above 0, as
+# in LFM2. A softmax needs none.
 EPSILON = {"sigmoid": 1e-6, "softmax": 0.0}
 
 
 def choose(z: mx.array, bias: mx.array | None, experts: Experts) -> mx.array:
-    """The experts of each token, int [T, k], whose scores are the highest; of equal ones the first.
+    """Returns the experts of each token with the highest scores, int [T, k]; of equal scores the
+    first.
 
-    z [T, E] is what the router gives. The choice has no gradient.
+    z [T, E] is the router's output. The choice has no gradient.
     """
     p = mx.sigmoid(z) if experts.scores == "sigmoid" else z
     p = p if bias is None else p + bias
@@ -25,10 +27,10 @@ def choose(z: mx.array, bias: mx.array | None, experts: Experts) -> mx.array:
 
 
 def weigh(z: mx.array, experts: Experts) -> tuple[mx.array, mx.array, mx.array]:
-    """w = c p / (Σ p + ε) [T, k],   p = sigmoid(z), or exp(z) where scores are a softmax.
+    """Returns w = c p / (Σ p + ε) [T, k], p, and Σ p + ε, where p = sigmoid(z), or exp(z) for a
+    softmax.
 
-    z [T, k] is what the router gives for the chosen experts, and c the scaling. Also p, and the
-    sum that it is divided by.
+    z [T, k] is the router's output for the chosen experts, and c the scaling.
     """
     highest = mx.stop_gradient(mx.max(z, axis=-1, keepdims=True))
     p = mx.sigmoid(z) if experts.scores == "sigmoid" else mx.exp(z - highest)
@@ -37,7 +39,9 @@ def weigh(z: mx.array, experts: Experts) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def weigh_backward(z: mx.array, dw: mx.array, experts: Experts) -> mx.array:
-    """dz = dp ∘ p',   dp = (c dw - Σ w dw) / (Σ p + ε).   p' = p (1 - p) of a sigmoid, p of exp"""
+    """Returns dz = dp ∘ p',   dp = (c dw - Σ w dw) / (Σ p + ε).   p' = p (1 - p) of a sigmoid, p of
+    exp
+    """
     w, p, total = weigh(z, experts)
     dp = (experts.scaling * dw - mx.sum(w * dw, axis=-1, keepdims=True)) / total
     return dp * p * (1 - p) if experts.scores == "sigmoid" else dp * p
@@ -52,11 +56,11 @@ def mix_by_experts(
     hidden_act: str,
     masks: Masks | None = None,
 ) -> mx.array:
-    """y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts.   x, y [1, T, hidden]
+    """Returns y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts.
 
-    Each expert computes the tokens that chose it, and no others. `lora` has A [experts, in, rank]
-    and B [experts, rank, out] of each stacked matrix, where the experts are trained, and `masks`
-    M [experts, T, in] of it, where there is dropout too.
+    x, y [1, T, hidden]. Each expert computes only the tokens that chose it. Where the experts are
+    trained, `lora` has A [experts, in, rank] and B [experts, rank, out] of each stacked matrix.
+    With dropout, `masks` has its M [experts, T, in] too.
     """
     x = x[0]
     chosen, w = _route(x, weights, experts)
@@ -79,14 +83,15 @@ def mix_by_experts_backward(
     hidden_act: str,
     masks: Masks | None = None,
 ) -> tuple[mx.array, Matrices]:
-    """dx, and the gradients of `lora`. Of the rows X of an expert's tokens, with gate and up of X,
-    and H = act(gate) ∘ up:
+    """Returns dx and the gradients of `lora`.
 
-    Q = the gradient of H by down where that of its output is dY
-    dw = rowsum(Q ∘ H)        dH = w ∘ Q        dX = that by gate + that by up
+    For the rows X of an expert's tokens, gate and up of X, and H = act(gate) ∘ up,
 
-    so that the output of down is not recomputed. Through the router dx += dz R. An expert without
-    tokens has the gradient 0.
+    Q = down's gradient by H for the gradient dY of its output
+    dw = rowsum(Q ∘ H)        dH = w ∘ Q        dX = gate's gradient by X + up's gradient by X
+
+    so the output of down is not recomputed. The router adds dz R to dx. An expert without tokens
+    has the gradient 0.
     """
     x, dy = x[0], dy[0]
     chosen, w = _route(x, weights, experts)
@@ -115,8 +120,10 @@ def mix_by_experts_backward(
 
 
 def weigh_mlp(x: mx.array, out: mx.array, weights: Weights, mlp: MLP) -> mx.array:
-    """y = w ∘ out [1, T, hidden],   w = sigmoid(x gᵀ), of an MLP's output beside experts; out where
-    there is no g."""
+    """Returns y = w ∘ out [1, T, hidden], w = sigmoid(x gᵀ), of an MLP's output beside experts.
+
+    Without g, y is out.
+    """
     g = _mlp_gate(weights, mlp, x.shape[-1])
     return out if g is None else mx.sigmoid(x @ g.T) * out
 
@@ -124,7 +131,7 @@ def weigh_mlp(x: mx.array, out: mx.array, weights: Weights, mlp: MLP) -> mx.arra
 def weigh_mlp_backward(
     x: mx.array, out: mx.array, dy: mx.array, weights: Weights, mlp: MLP
 ) -> tuple[mx.array, mx.array]:
-    """d_out = w ∘ dy,   dx = w (1 - w) rowsum(dy ∘ out) g"""
+    """Returns d_out = w ∘ dy and dx = w (1 - w) rowsum(dy ∘ out) g."""
     g = _mlp_gate(weights, mlp, x.shape[-1])
     if g is None:
         return dy, mx.zeros(x.shape)
@@ -134,13 +141,13 @@ def weigh_mlp_backward(
 
 
 def _mlp_gate(weights: Weights, mlp: MLP, hidden: int) -> mx.array | None:
-    """g [1, hidden] float32; see `Experts`."""
+    """Returns g [1, hidden], float32: see `Experts`. None if the MLP has none."""
     name = mlp.experts and mlp.experts.mlp_gate
     return dequantize(weights, f"{name}.", hidden) if name else None
 
 
 def _route(x: mx.array, weights: Weights, experts: Experts) -> tuple[mx.array, mx.array]:
-    """The experts of each token and their weights, both [T, k]."""
+    """Returns the experts of each token and their weights, both [T, k]."""
     z = x @ dequantize(weights, f"{experts.router}.", x.shape[-1]).T
     bias = None if experts.bias is None else weights[experts.bias].astype(mx.float32)
     chosen = choose(z, bias, experts)
@@ -149,7 +156,9 @@ def _route(x: mx.array, weights: Weights, experts: Experts) -> tuple[mx.array, m
 
 
 def _by_expert(chosen: mx.array, experts: Experts) -> list[tuple[int, mx.array, mx.array]]:
-    """Each expert that some token chose, with the tokens, and the places in their lists."""
+    """Returns each expert that some token chose, the indices of these tokens, and the expert's
+    place in the list of each.
+    """
     found = []
     for e in range(experts.num_experts):
         rows, slots = np.nonzero(np.array(chosen) == e)
@@ -167,7 +176,9 @@ def _projections(
     hidden: int,
     masks: Masks | None,
 ) -> list[Projection]:
-    """An expert's gate, up and down for its tokens; where it is frozen with adapters that are 0."""
+    """Returns an expert's gate, up and down for its tokens. The adapters of a frozen expert
+    are 0.
+    """
     found = []
     for name, (rows, columns) in experts.stacked(hidden).items():
         prefix = f"{name}."

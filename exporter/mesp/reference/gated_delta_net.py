@@ -1,17 +1,18 @@
 """The gated delta net (Yang et al., arXiv:2412.06464), a mixer with a state instead of scores.
 
 A value head h has a state S [key_dim, value_dim], and q, k of key head h // (value heads / key
-heads). A token decays it by g = exp(κ), κ ≤ 0, and moves what it says of k towards v by β:
+heads). A token multiplies the state by g = exp(κ), κ ≤ 0, and then moves Sᵀ k towards v by β:
 
     S ← g S        S ← S + k (β (v - Sᵀ k))ᵀ        o = Sᵀ q
 
-C tokens are computed at once. In a chunk that begins with the state S, row i has
+C tokens, a chunk, are computed at once. In a chunk that begins with the state S, row i has
 
     d_i = β_i (v_i - γ_i Sᵀ k_i - Σ_{j<i} Γ_ij (k_j · k_i) d_j)
     o_i = γ_i Sᵀ q_i + Σ_{j≤i} Γ_ij (k_j · q_i) d_j
 
 where Γ_ij = exp(κ_{j+1} + … + κ_i) is the decay between two of its tokens, and γ_i = exp(κ_1 + … +
-κ_i) that since the chunk began: a linear system in the rows of D. docs/method.md derives the rest.
+κ_i) the decay since the chunk began. This is a linear system in the rows of D. docs/method.md
+derives the rest.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Chunk(NamedTuple):
 
 
 def unit_inverse(E: mx.array) -> mx.array:
-    """M = (I + E)⁻¹ of strictly lower E [..., n, n], n a power of two, by halves:
+    """Returns M = (I + E)⁻¹ of strictly lower E [..., n, n], n a power of two, by halves:
 
     [[I + E₁, 0], [E₂₁, I + E₂]]⁻¹ = [[M₁, 0], [-M₂ E₂₁ M₁, M₂]]
     """
@@ -62,9 +63,11 @@ def unit_inverse(E: mx.array) -> mx.array:
 
 
 def decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Γ [Hv, C, C], 0 above the diagonal; γ, since the start, and δ, until the end: [Hv, C, 1].
+    """Returns the decays Γ [Hv, C, C], 0 above the diagonal; γ, since the start, and δ, until the
+    end.
 
-    Each sum is added up by itself: differences of one running sum would lose digits.
+    γ and δ are [Hv, C, 1]. Each sum of κ is computed separately, because differences of one running
+    sum would lose digits.
     """
     C = log_g.shape[-2]
     row, column = mx.arange(C)[:, None], mx.arange(C)
@@ -74,7 +77,7 @@ def decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def _products(c: Chunk, Gamma: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """A = Γ ∘ K Kᵀ strictly below the diagonal, P = Γ ∘ Q Kᵀ, M = (I + β A)⁻¹"""
+    """Returns A = Γ ∘ K Kᵀ strictly below the diagonal, P = Γ ∘ Q Kᵀ, M = (I + β A)⁻¹."""
     below = mx.tri(Gamma.shape[-1], k=-1)
     A = below * Gamma * (c.k @ c.k.swapaxes(-1, -2))
     P = Gamma * (c.q @ c.k.swapaxes(-1, -2))
@@ -82,7 +85,9 @@ def _products(c: Chunk, Gamma: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def chunk_forward(c: Chunk, S: mx.array) -> tuple[mx.array, mx.array]:
-    """O [Hv, C, value_dim] and the state after a chunk, from S [Hv, key_dim, value_dim] before it.
+    """Returns O [Hv, C, value_dim] and the state after a chunk.
+
+    S [Hv, key_dim, value_dim] is the state before it.
 
     D = M β (V - γ K S)        O = γ Q S + P D        S₊ = γ_C S + (δ K)ᵀ D
     """
@@ -96,7 +101,7 @@ def chunk_forward(c: Chunk, S: mx.array) -> tuple[mx.array, mx.array]:
 def chunk_backward(
     c: Chunk, S: mx.array, dO: mx.array, dS_after: mx.array
 ) -> tuple[Chunk, mx.array]:
-    """The gradients by the chunk's arrays and by S. D was not stored: it is computed again.
+    """Returns the gradients by the chunk's arrays and by S. D is not stored but recomputed.
 
     dD = Pᵀ dO + δ K dS₊        Z = Mᵀ dD        dV = β Z        dβ = rowsum(Z ∘ (V - γ K S - A D))
 
@@ -106,8 +111,8 @@ def chunk_backward(
 
     dS = γ_C dS₊ + (γ Q)ᵀ dO - (γ K)ᵀ dV
 
-    κ_m is in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m, and in γ_C. With
-    X = P ∘ dP + A ∘ dA, u = rowsum(dO ∘ γ Q S - dV ∘ γ K S) and w = rowsum(δ K dS₊ ∘ D)
+    κ_m is in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m, and in γ_C. With X = P ∘ dP +
+    A ∘ dA, u = rowsum(dO ∘ γ Q S - dV ∘ γ K S) and w = rowsum(δ K dS₊ ∘ D)
 
     dκ_m = Σ_{j<m≤i} X_ij + Σ_{i≥m} u_i + Σ_{j<m} w_j + γ_C ⟨S, dS₊⟩
     """
@@ -144,7 +149,9 @@ def chunk_backward(
 
 
 def _chunks(c: Chunk) -> list[Chunk]:
-    """Cuts T tokens, padded with ones that neither decay, write nor are read: k = β = κ = 0."""
+    """Cuts T tokens into chunks. The last is padded with tokens of k = β = κ = 0, which don't
+    change the state; nobody reads their outputs.
+    """
     T = c.q.shape[1]
     padded = [mx.pad(each, ((0, 0), (0, -T % CHUNK), (0, 0))) for each in c]
     return [
@@ -153,7 +160,7 @@ def _chunks(c: Chunk) -> list[Chunk]:
 
 
 def _states(chunks: list[Chunk]) -> tuple[list[mx.array], list[mx.array]]:
-    """The state before each chunk, and what each gives."""
+    """Returns the state before each chunk, and each chunk's output."""
     heads, _, key_dim = chunks[0].k.shape
     S, states, outputs = mx.zeros((heads, key_dim, chunks[0].v.shape[-1])), [], []
     for chunk in chunks:
@@ -170,7 +177,7 @@ def _by_value_head(x: mx.array, value_heads: int) -> mx.array:
 def gated_delta_rule(
     q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array
 ) -> mx.array:
-    """O [Hv, T, value_dim] from a state of zeros.
+    """Returns O [Hv, T, value_dim]; the first state is zero.
 
     q, k [Hk, T, key_dim], v [Hv, T, value_dim], κ = log g and β [Hv, T]
     """
@@ -185,9 +192,10 @@ def gated_delta_rule(
 def gated_delta_rule_backward(
     q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, dO: mx.array
 ) -> tuple[mx.array, ...]:
-    """dq, dk, dv, dκ, dβ, over the chunks in reverse. dq and dk sum over a key head's value heads.
+    """Returns dq, dk, dv, dκ, dβ, from the last chunk to the first. Shapes as in
+    `gated_delta_rule`.
 
-    Shapes as in `gated_delta_rule`.
+    dq and dk are sums over the value heads of a key head.
     """
     Hk, (Hv, T, _) = q.shape[0], v.shape
     whole = Chunk(
@@ -208,42 +216,43 @@ def gated_delta_rule_backward(
 
 
 def log_decay(a: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
-    """κ = -exp(A_log) ∘ softplus(a + dt_bias), as g = exp(κ) underflows.   a, κ [..., Hv]"""
+    """Returns κ = -exp(A_log) ∘ softplus(a + dt_bias), a, κ [..., Hv], as g = exp(κ) underflows."""
     return -mx.exp(A_log) * mx.logaddexp(a + dt_bias, 0)
 
 
 def log_decay_backward(
     a: mx.array, d_log_g: mx.array, A_log: mx.array, dt_bias: mx.array
 ) -> mx.array:
-    """da = -exp(A_log) ∘ sigmoid(a + dt_bias) ∘ dκ. A_log and dt_bias are frozen."""
+    """Returns da = -exp(A_log) ∘ sigmoid(a + dt_bias) ∘ dκ. A_log and dt_bias are frozen."""
     return -mx.exp(A_log) * mx.sigmoid(a + dt_bias) * d_log_g
 
 
 def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """y = RMSNorm(x) ∘ silu(z), the norm a head's.   x, z, y [..., value_dim]"""
+    """Returns y = RMSNorm(x) ∘ silu(z), with a norm for each head.   x, z, y [..., value_dim]"""
     return rms_norm(x, weight, eps) * silu(z)
 
 
 def gated_norm_backward(
     x: mx.array, z: mx.array, dy: mx.array, weight: mx.array, eps: float
 ) -> tuple[mx.array, mx.array]:
-    """dx = RMSNorm's of dy ∘ silu(z)        dz = dy ∘ RMSNorm(x) ∘ silu'(z)"""
+    """Returns dx = RMSNorm's of dy ∘ silu(z) and dz = dy ∘ RMSNorm(x) ∘ silu'(z)."""
     dx = rms_norm_backward(x, dy * silu(z), weight, eps)
     return dx, dy * rms_norm(x, weight, eps) * silu_derivative(z)
 
 
 def _heads(x: mx.array, size: int) -> mx.array:
-    """[1, T, n·size] -> [n, T, size]"""
+    """Returns [1, T, n·size] as [n, T, size]."""
     return x.reshape(x.shape[1], -1, size).swapaxes(0, 1)
 
 
 def _merged(x: mx.array) -> mx.array:
-    """[n, T, size] -> [1, T, n·size], the inverse of `_heads`"""
+    """Returns [n, T, size] as [1, T, n·size], the inverse of `_heads`."""
     return x.swapaxes(0, 1).reshape(1, x.shape[1], -1)
 
 
 def _rule_inputs(qkv: mx.array, ba: mx.array, parts: Parts, mixer: GatedDeltaNet) -> tuple:
-    """The convolution's output, q and k before their norms, and the inputs of `gated_delta_rule`.
+    """Returns the convolution's output, q and k before their norms, and the inputs of
+    `gated_delta_rule`.
 
     q = RMSNorm(q') / key_dim and k = RMSNorm(k') / √key_dim for q', k', v = silu(conv(qkv)) by
     heads, with ε = 10⁻⁶ / key_dim.
@@ -267,9 +276,10 @@ def _rule_inputs(qkv: mx.array, ba: mx.array, parts: Parts, mixer: GatedDeltaNet
 def mix_by_gated_delta_net(
     x: mx.array, scale: float, parts: Parts, mixer: GatedDeltaNet, stored: Stored
 ) -> list[mx.array]:
-    """[qkv, z, ba, o] of x [1, T, hidden]: the projections (b and a side by side), and the rule's
+    """Returns [qkv, z, ba, o] of x [1, T, hidden].
 
-    output with its heads side by side.
+    ba is the projections b and a side by side; o is the output of the rule, with its heads side by
+    side.
     """
     p = parts.p
     qkv, z = (stored(linear(x, p[name], scale)) for name in ("qkv", "z"))
@@ -281,7 +291,10 @@ def mix_by_gated_delta_net(
 def output_of_gated_delta_net(
     intermediates: list[mx.array], parts: Parts, mixer: GatedDeltaNet
 ) -> mx.array:
-    """RMSNorm(o) ∘ silu(z) by heads, what the output projection takes.   [1, T, Hv·value_dim]"""
+    """Returns RMSNorm(o) ∘ silu(z) by heads, the input of the output projection.
+
+    [1, T, Hv·value_dim]
+    """
     _, z, _, o = intermediates
     o, z = (_heads(each, mixer.value_head_dim) for each in (o, z))
     return _merged(gated_norm(o, z, parts.vector["linear_attn.norm.weight"], parts.eps))
@@ -295,7 +308,10 @@ def mix_by_gated_delta_net_backward(
     parts: Parts,
     mixer: GatedDeltaNet,
 ) -> tuple[mx.array, Matrices]:
-    """dx, and dA and dB of qkv, z, b and a.   dy [1, T, Hv·value_dim] is by what out takes"""
+    """Returns dx, and dA and dB of qkv, z, b and a.
+
+    dy [1, T, Hv·value_dim] is the gradient by the input of the output projection.
+    """
     p, vector, eps = parts
     qkv, z, ba, o = intermediates
     heads = (_heads(each, mixer.value_head_dim) for each in (o, z, dy))

@@ -16,10 +16,10 @@ def cross_entropy(
     arch: Architecture,
     weights: mx.array | None = None,
 ) -> mx.array:
-    """ℒ = Σ_t w_t (logsumexp(z_t) - z_t[target_t]),   z = cap(RMSNorm(x) Wᵀ).
+    """Returns ℒ = Σ_t w_t (logsumexp(z_t) - z_t[target_t]),   z = cap(RMSNorm(x) Wᵀ).
 
-    x [1, T, hidden], the last block's output; targets [T] int; the weights w [T] are 1 / T each
-    where there are none -> ℒ [], in nats, or then nats per token
+    x [1, T, hidden], the last block's output; targets [T] int; weights w [T], by default 1 / T each
+    -> ℒ [], in nats; with the default weights, in nats per token
     """
     z = _logits(x, head, arch)
     z_target = mx.take_along_axis(z, targets[None, :, None], axis=-1)[..., 0]
@@ -34,9 +34,10 @@ def cross_entropy_backward(
     arch: Architecture,
     weights: mx.array | None = None,
 ) -> mx.array:
-    """dz = w ∘ cap'(z) ∘ (softmax(z) - onehot(target)),   d_normed = dz W,   dx = RMSNorm's.
+    """Returns dx. W is frozen, and w_t = 1 / T if there are no weights.
 
-    w_t = 1 / T where there are no weights. W is frozen.
+    dz = w ∘ cap'(z) ∘ (softmax(z) - onehot(target)),   d_normed = dz W,   dx = RMSNorm's of
+    d_normed
     """
     z = _logits(x, head, arch)
     onehot = mx.arange(z.shape[-1]) == targets[:, None]

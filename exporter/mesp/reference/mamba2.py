@@ -1,12 +1,13 @@
 """Mamba-2 (Dao & Gu, arXiv:2405.21060): a mixer with a state for each head, in Granite 4.0-H.
 
-A head has a state S [P, N], and B, C of its group (heads / groups heads share them). A token decays
-it by exp(κ), κ = a Δ with a = -exp(A_log) and the time step Δ, and writes Δ x into it along B:
+A head has a state S [P, N], and B, C of its group (heads / groups heads share them). A token
+multiplies the state by exp(κ), κ = a Δ with a = -exp(A_log) and the time step Δ, and then adds Δ x
+Bᵀ:
 
     S ← exp(κ) S + (Δ x) Bᵀ        y = S C + D x
 
-Tokens are computed a chunk at once, as those of the gated delta rule are: with Γ, γ and δ of
-`decays`, the state S before the chunk and U = Δ ∘ X, of one head,
+A chunk of tokens is computed at once, as in the gated delta rule. With Γ, γ and δ of `decays`, the
+state S before the chunk and U = Δ ∘ X, of one head,
 
     Π = Γ ∘ C Bᵀ        Y = γ ∘ (C Sᵀ) + Π U + D X        S₊ = γ_last S + (δ ∘ U)ᵀ B
 """
@@ -32,7 +33,7 @@ from mesp.reference.short_convolution import convolution, convolution_backward
 
 
 class StateSpaceChunk(NamedTuple):
-    """Tokens of all heads: u = Δ ∘ x [H, n, P], κ [H, n, 1], and B and C [H, n, N] of the group."""
+    """Tokens of all heads: u = Δ ∘ x [H, n, P], κ [H, n, 1], and the group's B and C [H, n, N]."""
 
     u: mx.array
     log_decay: mx.array
@@ -41,7 +42,9 @@ class StateSpaceChunk(NamedTuple):
 
 
 def state_space_chunk(c: StateSpaceChunk, S: mx.array) -> tuple[mx.array, mx.array]:
-    """Y - D X [H, n, P] and the state after the chunk, from that before it, S [H, P, N]."""
+    """Returns Y - D X [H, n, P] and the state after the chunk; S [H, P, N] is the state
+    before it.
+    """
     Gamma, gamma, delta = decays(c.log_decay)
     Pi = Gamma * (c.C @ c.B.swapaxes(-1, -2))
     out = gamma * (c.C @ S.swapaxes(-1, -2)) + Pi @ c.u
@@ -51,7 +54,7 @@ def state_space_chunk(c: StateSpaceChunk, S: mx.array) -> tuple[mx.array, mx.arr
 def state_space_chunk_backward(
     c: StateSpaceChunk, S: mx.array, dY: mx.array, dS_after: mx.array
 ) -> tuple[StateSpaceChunk, mx.array]:
-    """The gradients by the chunk's arrays, of B and C a head's, and by S.
+    """Returns the gradients by the chunk's arrays, B and C for each head, and by S.
 
     dΠ = dY Uᵀ        dU = Πᵀ dY + δ ∘ (B dS₊ᵀ)        dS = γ_last dS₊ + (γ ∘ dY)ᵀ C
 
@@ -86,7 +89,9 @@ def state_space_chunk_backward(
 def _chunks(
     x: mx.array, dt: mx.array, B: mx.array, C: mx.array, a: mx.array
 ) -> list[StateSpaceChunk]:
-    """Cuts T tokens, padded with ones that neither decay nor write: Δ = 0."""
+    """Cuts T tokens into chunks. The last is padded with tokens of Δ = 0, which don't change the
+    state.
+    """
     heads, T = dt.shape
     step = dt[..., None]
     B, C = (mx.repeat(each, heads // each.shape[0], axis=0) for each in (B, C))
@@ -99,7 +104,7 @@ def _chunks(
 
 
 def _states(chunks: list[StateSpaceChunk]) -> tuple[list[mx.array], list[mx.array]]:
-    """The state before each chunk, and what each gives."""
+    """Returns the state before each chunk, and each chunk's output."""
     heads, _, size = chunks[0].u.shape
     S, states, outputs = mx.zeros((heads, size, chunks[0].B.shape[-1])), [], []
     for chunk in chunks:
@@ -112,7 +117,7 @@ def _states(chunks: list[StateSpaceChunk]) -> tuple[list[mx.array], list[mx.arra
 def state_space(
     x: mx.array, dt: mx.array, B: mx.array, C: mx.array, a: mx.array, D: mx.array
 ) -> mx.array:
-    """y [H, T, P] from a state of zeros.
+    """Returns y [H, T, P]; the first state is zero.
 
     x [H, T, P], Δ [H, T], B and C [groups, T, N], a = -exp(A_log) and D [H]
     """
@@ -123,11 +128,11 @@ def state_space(
 def state_space_backward(
     x: mx.array, dt: mx.array, B: mx.array, C: mx.array, a: mx.array, D: mx.array, dy: mx.array
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """dx, dΔ, dB, dC, over the chunks in reverse; a and D are frozen. Shapes as in `state_space`.
+    """Returns dx, dΔ, dB, dC, from the last chunk to the first. Shapes as in `state_space`.
 
     dx = Δ ∘ dU + D dy        dΔ = rowsum(dU ∘ x) + a dκ
 
-    dB and dC sum over a group's heads.
+    dB and dC are sums over the heads of a group. a and D are frozen.
     """
     T = x.shape[1]
     chunks = _chunks(x, dt, B, C, a)
@@ -148,7 +153,9 @@ def state_space_backward(
 
 
 class Mamba2(NamedTuple):
-    """The weights between the projections, all frozen. heads·P are the numbers of all heads."""
+    """The weights between the projections, all frozen. heads·P is the size of all heads
+    together.
+    """
 
     conv_weight: mx.array  # [heads·P + 2 groups·N, K]
     conv_bias: mx.array  # [heads·P + 2 groups·N]
@@ -166,13 +173,15 @@ class Mamba2(NamedTuple):
         return cls(*arrays, mixer.num_groups, mixer.norm_eps)
 
     def split(self, projected: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """z, xBC and dt, which lie side by side in a projection of x."""
+        """Returns z, xBC and dt, which lie side by side in a projection of x."""
         values, channels = self.norm.size, self.conv_bias.size
         z, xBC, dt = mx.split(projected, [values, values + channels], axis=-1)
         return z, xBC, dt
 
     def inputs(self, conv: mx.array, dt: mx.array) -> tuple[mx.array, ...]:
-        """Of the convolution's output and dt: x, Δ = softplus(dt + dt_bias), B and C, by heads."""
+        """Returns x, Δ = softplus(dt + dt_bias), B and C by heads, from the convolution's output
+        and dt.
+        """
         values = self.norm.size
         size = (self.conv_bias.size - values) // 2
         x, B, C = mx.split(silu(conv), [values, values + size], axis=-1)
@@ -183,21 +192,22 @@ class Mamba2(NamedTuple):
 
 
 def _heads(x: mx.array, count: int) -> mx.array:
-    """[1, T, count·size] -> [count, T, size]"""
+    """Returns [1, T, count·size] as [count, T, size]."""
     return x.reshape(x.shape[1], count, -1).swapaxes(0, 1)
 
 
 def _merged(x: mx.array) -> mx.array:
-    """[count, T, size] -> [1, T, count·size], the inverse of `_heads`"""
+    """Returns [count, T, size] as [1, T, count·size], the inverse of `_heads`."""
     return x.swapaxes(0, 1).reshape(1, x.shape[1], -1)
 
 
 def mamba2(projected: mx.array, weights: Mamba2) -> tuple[mx.array, mx.array]:
-    """o, the heads' outputs side by side, and what the output projection takes of them and z:
+    """Returns o, the heads' outputs side by side, and y, the input of the output projection.
 
     o = state_space(silu(conv(xBC) + bias), Δ)        y = RMSNorm(o ∘ silu(z))
 
-    projected [1, T, 2 heads·P + 2 groups·N + heads] -> o, y [1, T, heads·P]; the norm is over all.
+    projected [1, T, 2 heads·P + 2 groups·N + heads] -> o, y [1, T, heads·P]; the norm is over all
+    heads.
     """
     z, xBC, dt = weights.split(projected)
     conv = convolution(xBC, weights.conv_weight) + weights.conv_bias
@@ -206,7 +216,8 @@ def mamba2(projected: mx.array, weights: Mamba2) -> tuple[mx.array, mx.array]:
 
 
 def mamba2_backward(projected: mx.array, o: mx.array, dy: mx.array, weights: Mamba2) -> mx.array:
-    """d_projected. o is stored, and the rule's inputs are computed again. With M = o ∘ silu(z),
+    """Returns d_projected. o is stored, and the inputs of `state_space` are recomputed. With M = o
+    ∘ silu(z),
 
     dM by RMSNorm        do = dM ∘ silu(z)        dz = dM ∘ o ∘ silu'(z)
 
@@ -230,14 +241,14 @@ def mamba2_backward(projected: mx.array, o: mx.array, dy: mx.array, weights: Mam
 def mix_by_mamba2(
     x: mx.array, scale: float, parts: Parts, mixer: Mamba2Mixer, stored: Stored
 ) -> list[mx.array]:
-    """[z, xBC, dt, o] of x [1, T, hidden], where in(x) is z, xBC and dt side by side."""
+    """Returns [z, xBC, dt, o] of x [1, T, hidden], where in(x) is z, xBC and dt side by side."""
     weights, projected = Mamba2.of(parts, mixer), stored(linear(x, parts.p["in"], scale))
     o, _ = mamba2(projected, weights)
     return [*weights.split(projected), stored(o)]
 
 
 def output_of_mamba2(intermediates: list[mx.array], parts: Parts, mixer: Mamba2Mixer) -> mx.array:
-    """RMSNorm(o ∘ silu(z)), what the output projection takes.   [1, T, heads·P]"""
+    """Returns RMSNorm(o ∘ silu(z)), the input of the output projection.   [1, T, heads·P]"""
     z, _, _, o = intermediates
     return rms_norm(o * silu(z), parts.vector["mamba.norm.weight"], mixer.norm_eps)
 
@@ -250,7 +261,10 @@ def mix_by_mamba2_backward(
     parts: Parts,
     mixer: Mamba2Mixer,
 ) -> tuple[mx.array, Matrices]:
-    """dx, and dA and dB of in.   dy [1, T, heads·P] is by what the output takes"""
+    """Returns dx, and dA and dB of in.
+
+    dy [1, T, heads·P] is the gradient by the input of the output projection.
+    """
     *split, o = intermediates
     weights, projected = Mamba2.of(parts, mixer), mx.concatenate(split, axis=-1)
     d_projected = mamba2_backward(projected, o, dy, weights)

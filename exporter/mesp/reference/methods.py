@@ -19,7 +19,7 @@ from mesp.reference.pieces import scattered
 
 
 def embed(model: Model, tokens: mx.array) -> mx.array:
-    """The first block's input [1, T, hidden].   tokens [T] int"""
+    """Returns the first block's input [1, T, hidden].   tokens [T] int"""
     rows = {name: array[tokens] for name, array in model.embedding.items() if name != "norm"}
     return model.arch.embedding_scale * dequantize(rows, "", model.arch.hidden_size)[None]
 
@@ -32,10 +32,11 @@ def forward(
     starts: Sequence[int] = (0,),
     dropout: Dropout | None = None,
 ) -> list[mx.array]:
-    """The input of each block and the output of the last, [1, T, hidden] each.   tokens [T] int
+    """Returns the input of each block and the output of the last, [1, T, hidden] each.   tokens [T]
+    int
 
-    The records of a packed sequence begin at the positions `starts`. `dropout` is of training
-    alone: a loss that is only evaluated has none.
+    The records of a packed sequence begin at the positions `starts`. `dropout` is for training; an
+    evaluated loss has none.
     """
     return forward_with_shared(model, lora, tokens, scale, starts, dropout)[0]
 
@@ -48,8 +49,10 @@ def forward_with_shared(
     starts: Sequence[int] = (0,),
     dropout: Dropout | None = None,
 ) -> tuple[list[mx.array], dict[int, Shared]]:
-    """The block inputs, as of `forward`, and the keys and values that later blocks took, by the
-    block that has them. Where there are none, a block takes its input alone of the others.
+    """Returns the block inputs, as `forward` does, and the shared keys and values by the block that
+    has them.
+
+    A block that shares no keys and values depends on the other blocks through its input alone.
     """
     hidden, shared = [embed(model, tokens)], {}
     for i, block in enumerate(model.arch.blocks):
@@ -72,12 +75,12 @@ def forward_with_shared(
 
 
 def _masks(dropout: Dropout | None, index: int, block: Block, T: int) -> Masks | None:
-    """The masks of a block, where there is dropout."""
+    """Returns the masks of a block; None without dropout."""
     return dropout.masks(index, block, T) if dropout else None
 
 
 def layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) -> mx.array | None:
-    """`per_layer_input`, where the model has such."""
+    """Returns `per_layer_input`; None if the model has no embeddings for each layer."""
     return per_layer_input(model, tokens, x0, layer) if model.arch.per_layer else None
 
 
@@ -90,15 +93,18 @@ def loss(
     starts: Sequence[int] = (0,),
     dropout: Dropout | None = None,
 ) -> mx.array:
-    """Cross-entropy [] of a window of T + 1 tokens: T inputs and, shifted by one, T targets.
+    """Returns the cross-entropy [] of a window of T + 1 tokens: T inputs and, shifted by one, T
+    targets.
 
-    The targets' weights are as `cross_entropy` has them, `starts` and `dropout` as `forward` has.
+    `weights` are those of the targets, as in `cross_entropy`; `starts` and `dropout` as in
+    `forward`.
     """
     y = forward(model, lora, window[:-1], scale, starts, dropout)[-1]
     return cross_entropy(y, window[1:], model.head, model.arch, weights)
 
 
-# Takes besides x, dy, … what `block_forward` does, and the gradient by its keys and values.
+# A function that returns dx, the gradient by the LoRA vector and that by the shared keys and values
+# of a block. Its arguments are x, dy and those of `block_forward`.
 BlockGradient = Callable[..., tuple[mx.array, mx.array, Shared | None]]
 
 
@@ -115,8 +121,9 @@ def mesp_block_gradient(
     d_shared: Shared | None = None,
     masks: Masks | None = None,
 ) -> tuple[mx.array, mx.array, Shared | None]:
-    """MeSP: dx, the flat LoRA gradient and that by `shared` of a block by hand. Recomputes the
-    intermediates, with the masks that the forward pass had.
+    """Returns dx, the flat LoRA gradient and the gradient by `shared` of a block: MeSP, by hand.
+
+    It recomputes the intermediates, with the masks of the forward pass.
     """
     given = {"starts": starts, "per_layer": per_layer, "masks": masks}
     _, *intermediates = block_forward(x, lora, scale, weights, block, shared=shared, **given)
@@ -138,7 +145,7 @@ def mebp_block_gradient(
     d_shared: Shared | None = None,
     masks: Masks | None = None,
 ) -> tuple[mx.array, mx.array, Shared | None]:
-    """MeBP: the same by automatic differentiation."""
+    """Returns what `mesp_block_gradient` does, by automatic differentiation: MeBP."""
 
     def outputs(x: mx.array, lora: mx.array, *shared: mx.array) -> list[mx.array]:
         y, *intermediates = block_forward(
@@ -161,11 +168,11 @@ def mebp_block_gradient(
 
 
 class Gradients(NamedTuple):
-    """Of one window: the loss, what `forward` gives, and the loss's gradients."""
+    """The loss of a window, the result of `forward`, and the loss's gradients."""
 
     loss: mx.array  # []
     x: list[mx.array]  # each block's input and the last one's output, [1, T, hidden]
-    dx: list[mx.array]  # by each of those
+    dx: list[mx.array]  # by each array of x
     lora: list[mx.array]  # by each block's flat LoRA vector, [P]
 
 
@@ -179,12 +186,14 @@ def gradients(
     starts: Sequence[int] = (0,),
     dropout: Dropout | None = None,
 ) -> Gradients:
-    """Forward keeping only block inputs, then backward from the last block.   window [T + 1] int
+    """Returns the gradients of a window: the forward pass keeps block inputs alone.   window [T +
+    1] int
 
-    The targets' weights are as `cross_entropy` has them, `starts` and `dropout` as `forward` has.
+    `weights` are as in `cross_entropy`, `starts` and `dropout` as in `forward`.
 
-    Keys and values that several blocks take are kept too, until their own block: the sum of the
-    gradients by these, which each of the others adds to, is its d_shared.
+    Keys and values that several blocks use are kept too, until the block that computed them is
+    differentiated. The gradients of the other blocks by them are added up: this is that block's
+    d_shared.
     """
     arch, targets = model.arch, window[1:]
     x, shared = forward_with_shared(model, lora, window[:-1], scale, starts, dropout)
@@ -237,19 +246,23 @@ def mesp_step(
     learning_rate: float,
     dropout: Dropout | None = None,
 ) -> float:
-    """One MeSP step with SGD. Updates `lora` in place; the loss before the update."""
+    """Takes one MeSP step with SGD: updates `lora` in place, and returns the loss before the
+    update.
+    """
     return _sgd_step(model, lora, window, scale, learning_rate, mesp_block_gradient, dropout)
 
 
 def mebp_step(
     model: Model, lora: list[mx.array], window: mx.array, scale: float, learning_rate: float
 ) -> float:
-    """One MeBP step with SGD. Updates `lora` in place; the loss before the update."""
+    """Takes one MeBP step with SGD: updates `lora` in place, and returns the loss before the
+    update.
+    """
     return _sgd_step(model, lora, window, scale, learning_rate, mebp_block_gradient)
 
 
 def mezo_noise(lora: list[mx.array], seed: int, step: int) -> list[mx.array]:
-    """z: standard normal, one flat vector a block, the same for the same seed and step."""
+    """Returns z: standard normal, one flat vector a block, equal for an equal seed and step."""
     keys = mx.random.split(mx.random.key((scattered(seed) + step) % 2**64), len(lora))
     return [mx.random.normal(w.shape, key=key) for w, key in zip(lora, keys, strict=True)]
 
@@ -265,7 +278,9 @@ def mezo_step(
     step: int,
     epsilon: float = 1e-3,
 ) -> float:
-    """One MeZO step with SGD. Updates `lora` in place; returns (ℒ₊ + ℒ₋) / 2, the loss up to O(ε²).
+    """Takes one MeZO step with SGD: updates `lora` in place, and returns (ℒ₊ + ℒ₋) / 2.
+
+    This mean is the loss up to O(ε²).
 
     ℒ± = ℒ(lora ± ε z)        g = (ℒ₊ - ℒ₋) / 2ε ≈ z · ∇ℒ        lora -= lr g z
     """
@@ -284,9 +299,10 @@ def mezo_step(
 
 
 def step_window(step: int, seed: int, windows: int) -> int:
-    """The window that `step` (from 0) trains on. Each is visited once an epoch, in scattered order:
+    """Returns the window that `step` (from 0) trains on.
 
-    the stride is the smallest integer ≥ 0.618 · windows that is coprime to windows.
+    Each window is visited once an epoch. Successive steps are a stride apart: the smallest integer
+    ≥ 0.618 · windows that is coprime to windows.
     """
     stride = -(-618 * windows // 1000) if windows > 1 else 1
     while math.gcd(stride, windows) != 1:
@@ -297,25 +313,27 @@ def step_window(step: int, seed: int, windows: int) -> int:
 def step_example(
     step: int, seed: int, examples: Sequence[Sequence[int]], mask: Sequence[int], seq_len: int
 ) -> tuple[int, int]:
-    """The example (start, length) of the split's `examples` that `step` (from 0) takes,
+    """Returns the example (start, length) of a split that `step` (from 0) takes.
 
-    its length at most `seq_len` + 1, in the order of `step_window` over those that then have a
-    target left. It is tokens[start : start + length]; the loss is the mean over the predictions of
-    its tokens after the first for which `mask`, beside the tokens, is not 0.
+    Examples are cut to `seq_len` + 1 tokens. Those that then have a target left are visited in the
+    order of `step_window`. An example is tokens[start : start + length]. Its loss is the mean over
+    the predictions of its tokens after the first for which `mask`, which lies beside the tokens, is
+    not 0.
     """
     cut = [(start, min(length, seq_len + 1)) for start, length in examples]
     usable = [(start, length) for start, length in cut if any(mask[start + 1 : start + length])]
     return usable[step_window(step, seed, len(usable))]
 
 
-OPEN = 16  # sequences that may take another record
+OPEN = 16  # open sequences: those that may take another record
 
 
 def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
-    """Which records share a sequence of at most `seq_len` inputs, by their lengths in tokens.
+    """Returns the records that share each sequence of at most `seq_len` inputs, by their lengths in
+    tokens.
 
-    Each goes into the first of the last `OPEN` sequences that has room for all of its tokens, or
-    else begins another. The last token of a sequence is a target alone, no input.
+    Each record goes into the first of the last `OPEN` sequences that has room for all of its
+    tokens, or else begins another. The last token of a sequence is only a target, not an input.
     """
     sequences: list[list[int]] = []
     room: list[int] = []
@@ -349,9 +367,9 @@ def train(
     epsilon: float = 1e-3,
     dropout: float = 0.0,
 ) -> list[float]:
-    """Trains `lora` in place on the stream `tokens` [N] int; the loss of each step.
+    """Trains `lora` in place on the stream `tokens` [N] int, and returns the loss of each step.
 
-    `method` is `mesp`, `mebp` or `mezo`; `mesp` alone has `dropout`.
+    `method` is `mesp`, `mebp` or `mezo`; only `mesp` has `dropout`.
     """
     windows = (tokens.size - 1) // seq_len
     losses = []
@@ -379,7 +397,9 @@ def evaluate(
     scale: float,
     val_batches: int,
 ) -> float:
-    """Mean loss, in nats per token, of the first `val_batches` windows of `tokens` [N] int."""
+    """Returns the mean loss, in nats per token, of the first `val_batches` windows of `tokens` [N]
+    int.
+    """
     windows = min(val_batches, (tokens.size - 1) // seq_len)
     losses = [loss(model, lora, _window(tokens, i, seq_len), scale).item() for i in range(windows)]
     return sum(losses) / windows

@@ -31,20 +31,21 @@ class Model:
     blocks: list[Weights]
     embedding: Weights
     head: Weights
-    # With embeddings for each layer `model.embed_tokens_per_layer`, the rows of all layers,
-    # `model.per_layer_model_projection` and the norm of what that gives.
+    # With embeddings for each layer: `model.embed_tokens_per_layer`, which has the rows of all
+    # layers, `model.per_layer_model_projection` and the norm of its output.
     per_layer: Weights = field(default_factory=dict)
 
     @classmethod
     def of(cls, bundle: Bundle) -> Model:
-        """All weights of a bundle, read into memory."""
+        """Returns the model with all weights of a bundle, read into memory."""
         arch = bundle.architecture
         blocks = [bundle.block(i) for i in range(arch.num_hidden_layers)]
         return cls(arch, blocks, bundle.embedding(), bundle.head(), bundle.per_layer())
 
 
 def dequantize(weights: Weights, name: str, in_size: int) -> mx.array:
-    """W [out, in] float32 from `name`weight, `name`scales and, where there are, `name`biases.
+    """Returns W [out, in], float32, from `name`weight, `name`scales and, if it has them,
+    `name`biases.
 
     The arrays' shapes tell the quantization.
     """
@@ -64,19 +65,21 @@ def dequantize(weights: Weights, name: str, in_size: int) -> mx.array:
 
 
 # LoRA parameters: one flat float32 vector a block, with A [in, rank] then B [rank, out] of each
-# module in the order of `Block.modules`. The projections of a fused module share its A, and
-# each has its columns of B. Of trained experts, A [experts, in, rank] and B [experts, rank, out] of
-# each kind of matrix follow. With DoRA m [out] comes behind each B; experts have none.
+# module in the order of `Block.modules`. The projections of a fused module share its A, and each
+# has its columns of B. Then come A [experts, in, rank] and B [experts, rank, out] of each kind of
+# expert matrix, if experts are trained. With DoRA, m [out] follows each B; experts have none.
 
 Matrices = dict[str, tuple[mx.array, ...]]
 
 
 def unpack_lora(flat: mx.array, block: Block) -> Matrices:
-    """The matrices A and B of each module and, where they are trained, of experts, from the flat
-    vector [P]; and m of each module where the vector has them too."""
+    """Returns the matrices A and B of each module and of trained experts from the flat vector [P].
+
+    If the vector has magnitudes, m of each module is returned too.
+    """
     matrices: Matrices = {}
     start = 0
-    # The magnitudes are fewer numbers than the matrices of one rank.
+    # The magnitudes are fewer numbers than the matrices of rank 1, so they are the remainder.
     rank, magnitudes = divmod(flat.size, block.lora_size(1))
     for name, (*stack, out_size, in_size) in block.adapted().items():
         middle = start + math.prod(stack) * in_size * rank
@@ -93,19 +96,21 @@ def unpack_lora(flat: mx.array, block: Block) -> Matrices:
 
 
 def experts_lora(flat: mx.array, block: Block) -> Matrices:
-    """Those of the experts' stacked matrices; none where they are frozen."""
+    """Returns the matrices of the experts; none where they are frozen."""
     of_modules = block.modules
     matrices = unpack_lora(flat, block)
     return {name: pair for name, pair in matrices.items() if name not in of_modules}
 
 
 def pack_lora(matrices: Matrices, block: Block) -> mx.array:
-    """The flat vector [P] of each module's A, B and, with DoRA, m (or of their gradients)."""
+    """Returns the flat vector [P] of each module's A, B and, with DoRA, m, or of their
+    gradients.
+    """
     return mx.concatenate([m.reshape(-1) for name in block.adapted() for m in matrices[name]])
 
 
 def init_lora(arch: Architecture, rank: int, seed: int) -> list[mx.array]:
-    """Initial flat LoRA vectors, one a block: A uniform in ±1/√in, B zero."""
+    """Returns initial flat LoRA vectors, one a block: A uniform in ±1/√in, B zero."""
     vectors = []
     block_keys = mx.random.split(mx.random.key(seed), arch.num_hidden_layers)
     for block, block_key in zip(arch.blocks, block_keys, strict=True):
@@ -121,7 +126,7 @@ def init_lora(arch: Architecture, rank: int, seed: int) -> list[mx.array]:
 
 
 def add_magnitudes(flat: mx.array, weights: Weights, block: Block) -> mx.array:
-    """The vector with DoRA's m behind each B, as training begins: m = ‖W‖ by output."""
+    """Returns the vector with DoRA's m after each B, as training begins: m = ‖W‖ of each output."""
     matrices = unpack_lora(flat, block)
     for module, (_, in_size) in block.sizes().items():
         m = mx.linalg.norm(dequantize(weights, f"{module}.", in_size), axis=1)
@@ -129,11 +134,11 @@ def add_magnitudes(flat: mx.array, weights: Weights, block: Block) -> mx.array:
     return pack_lora(matrices, block)
 
 
-Stored = Callable[[mx.array], mx.array]  # what becomes of an array in memory, such as rounding
+Stored = Callable[[mx.array], mx.array]  # how an array is stored in memory, such as rounded
 
 
 class Parts(NamedTuple):
-    """The operands of a block's formulas: projections by their short names, vectors by theirs."""
+    """The operands of a block's formulas: projections and vectors, by their names."""
 
     p: dict[str, Projection]
     vector: Weights
@@ -143,8 +148,11 @@ class Parts(NamedTuple):
     def of(
         cls, weights: Weights, lora: mx.array, block: Block, masks: Masks | None = None
     ) -> Parts:
-        """A projection of a fused module takes its rows of W and bias, and its columns of B; A and
-        the mask of dropout are the module's."""
+        """Returns the operands of a block.
+
+        A projection of a fused module takes its rows of W and bias, and its columns of B. It has
+        the module's A and mask of dropout.
+        """
         matrices = unpack_lora(lora, block)
         projections = {}
         for name, (module, rows, (_, in_size)) in block.projections().items():
@@ -165,7 +173,7 @@ class Parts(NamedTuple):
         return cls(projections, vectors, block.arch.rms_norm_eps)
 
     def of_record(self, record: slice) -> Parts:
-        """Those of some tokens of the sequence, which have their rows of the masks."""
+        """Returns the operands for some tokens of the sequence, with their rows of the masks."""
         return self._replace(
             p={
                 name: each if each.M is None else each._replace(M=each.M[record])
@@ -175,9 +183,10 @@ class Parts(NamedTuple):
 
 
 def fuse(gradients: Matrices, block: Block) -> Matrices:
-    """The gradients by A and B of each module, from those of its projections.
+    """Returns the gradients by A and B of each module, from the gradients of its projections.
 
-    Its outputs lie side by side, so dB and dm do; they share A, so dA adds up.
+    The outputs of the projections lie side by side, and so do their dB and dm. They share A, so
+    their dA are added.
     """
     fused = {}
     for module, names in block.modules.items():

@@ -20,12 +20,14 @@ NORM = "post_per_layer_input_norm.weight"
 
 
 def per_layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) -> mx.array:
-    """p of a layer, [1, T, size], of the tokens [T] and the first block's input x₀ [1, T, hidden]:
+    """Returns p of a layer, [1, T, size], of the tokens [T] and the first block's input x₀ [1, T,
+    hidden].
 
     p = (RMSNorm(x₀ Wᵀ / √hidden) + √size e) / √2
 
     e are the layer's columns of the tokens' rows in the table of all layers, and W [size, hidden]
-    its rows of the projection. Nothing here is trained, nor depends on what is.
+    are the layer's rows of the projection. p is not trained, and does not depend on anything
+    trained.
     """
     arch, arrays = model.arch, model.per_layer
     assert arch.per_layer
@@ -43,7 +45,7 @@ def per_layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) ->
 def add_per_layer(
     h: mx.array, per_layer: mx.array, scale: float, parts: Parts, hidden_act: str
 ) -> mx.array:
-    """y = c (h + RMSNorm(out(act(gate(h)) ∘ p))).   h, y [1, T, hidden]; p [1, T, size]
+    """Returns y = c (h + RMSNorm(out(act(gate(h)) ∘ p))).   h, y [1, T, hidden]; p [1, T, size]
 
     c is the block's `layer_scalar`.
     """
@@ -56,9 +58,9 @@ def add_per_layer(
 def add_per_layer_backward(
     h: mx.array, per_layer: mx.array, dy: mx.array, scale: float, parts: Parts, hidden_act: str
 ) -> tuple[mx.array, Matrices]:
-    """dh, and dA and dB of gate and out. u, m = act(u) ∘ p and z are recomputed from h.
+    """Returns dh, and dA and dB of gate and out. u, m = act(u) ∘ p and z are recomputed from h.
 
-    dh₁ = c dy        dm = out's derivative of RMSNorm's of dh₁, at z        du = dm ∘ p ∘ act'(u)
+    dh₁ = c dy     dz = RMSNorm's of dh₁     dm = out's derivative of dz     du = dm ∘ p ∘ act'(u)
 
     dh = dh₁ + gate's derivative of du. p is frozen.
     """

@@ -1,4 +1,4 @@
-"""Pieces that several parts of a model share."""
+"""Formulas that several parts of a model share."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import mlx.core as mx
 
 
 class Projection(NamedTuple):
-    """Frozen W [out, in] and bias [out] or None; trained A [in, rank] and B [rank, out].
+    """A linear layer: frozen W [out, in] and bias [out] or None; trained A [in, rank] and B [rank,
+    out].
 
-    h = x A [..., rank] where it was stored, which nothing in the package does: it is there for
-    comparison. M [T, in] is the mask of LoRA dropout, where there is dropout. m [out] are the
-    trained magnitudes of DoRA, where it is DoRA.
+    h = x A [..., rank] is None unless it was stored. Only comparisons store it. M [T, in] is the
+    mask of LoRA dropout, and m [out] the trained magnitudes of DoRA; both are None if they are not
+    used.
     """
 
     W: mx.array
@@ -26,7 +27,7 @@ class Projection(NamedTuple):
 
 
 def linear(x: mx.array, p: Projection, scale: float) -> mx.array:
-    """y = z + bias,   z = x Wᵀ + s ((x ∘ M) A) B.   x [..., T, in] -> y [..., T, out]
+    """Returns y = z + bias,   z = x Wᵀ + s ((x ∘ M) A) B.   x [..., T, in] -> y [..., T, out]
 
     With DoRA y = (m / n) ∘ z + bias, where n is `row_norms`.
     """
@@ -37,11 +38,12 @@ def linear(x: mx.array, p: Projection, scale: float) -> mx.array:
 
 
 def linear_backward(x: mx.array, dy: mx.array, p: Projection, scale: float) -> tuple[mx.array, ...]:
-    """dx, dA and dB. W and bias are frozen. h is computed again where it was not stored.
+    """Returns dx, dA and dB. W and bias are frozen. h is recomputed unless it was stored.
 
     h = (x ∘ M) A     dh = s dy Bᵀ     dB = s hᵀ dy     dA = (x ∘ M)ᵀ dh     dx = dy W + (dh Aᵀ) ∘ M
 
-    With DoRA also dm = Σ_t dy_t ∘ z_t / n, and (m / n) ∘ dy takes the place of dy in the others.
+    With DoRA, it also returns dm = Σ_t dy_t ∘ z_t / n, and (m / n) ∘ dy takes the place of dy in
+    the others.
     """
     dm = []
     if p.m is not None:
@@ -59,9 +61,10 @@ def linear_backward(x: mx.array, dy: mx.array, p: Projection, scale: float) -> t
 
 
 def row_norms(p: Projection, scale: float) -> mx.array:
-    """n [out], the norm of each output's weights: of the row of W + s (A B)ᵀ. It has no gradient.
+    """Returns n [out], the norm of each row of W + s (A B)ᵀ. It has no gradient.
 
-    n² = ‖W‖² + 2 s ⟨W, (A B)ᵀ⟩ + s² ‖A B‖² by output, from W A [out, rank] and Aᵀ A [rank, rank]:
+    n² = ‖W‖² + 2 s ⟨W, (A B)ᵀ⟩ + s² ‖A B‖² for each output, from W A [out, rank] and Aᵀ A [rank,
+    rank]:
 
     ⟨W, (A B)ᵀ⟩ = rowsum(W A ∘ Bᵀ)        ‖A B‖² = rowsum(Bᵀ Aᵀ A ∘ Bᵀ)
     """
@@ -72,23 +75,25 @@ def row_norms(p: Projection, scale: float) -> mx.array:
 
 
 def _masked(x: mx.array, M: mx.array | None) -> mx.array:
-    """x ∘ M, or x where there is no dropout."""
+    """Returns x ∘ M, or x without dropout."""
     return x if M is None else x * M
 
 
 def _rows(x: mx.array) -> mx.array:
-    """[..., n] -> [tokens, n]: a gradient of a matrix sums over all tokens."""
+    """Returns [..., n] as [tokens, n], because a matrix's gradient is a sum over all tokens."""
     return x.reshape(-1, x.shape[-1])
 
 
 def rms_norm(x: mx.array, weight: mx.array | float, eps: float) -> mx.array:
-    """y = x r ∘ w,   r = 1 / √(mean(x²) + ε).   x [..., n], w [n] or 1 -> y [..., n]"""
+    """Returns y = x r ∘ w,   r = 1 / √(mean(x²) + ε).   x [..., n], w [n] or 1 -> y [..., n]"""
     r = mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps)
     return x * r * weight
 
 
 def rms_norm_backward(x: mx.array, dy: mx.array, weight: mx.array | float, eps: float) -> mx.array:
-    """dx = r g - x r³ mean(g ∘ x),   g = dy ∘ w. The second term comes through r. w is frozen."""
+    """Returns dx = r g - x r³ mean(g ∘ x), g = dy ∘ w. The second term comes through r. w is
+    frozen.
+    """
     r = mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps)
     g = dy * weight
     dx_direct = r * g
@@ -97,44 +102,46 @@ def rms_norm_backward(x: mx.array, dy: mx.array, weight: mx.array | float, eps: 
 
 
 def split_heads(x: mx.array, heads: int) -> mx.array:
-    """[1, T, heads·D] -> [1, heads, T, D]"""
+    """Returns [1, T, heads·D] as [1, heads, T, D]."""
     return x.reshape(1, x.shape[1], heads, -1).transpose(0, 2, 1, 3)
 
 
 def merge_heads(x: mx.array) -> mx.array:
-    """[1, heads, T, D] -> [1, T, heads·D], the inverse of `split_heads` and so its backward too"""
+    """Returns [1, heads, T, D] as [1, T, heads·D], the inverse of `split_heads` and so its backward
+    too.
+    """
     return x.transpose(0, 2, 1, 3).reshape(1, x.shape[2], -1)
 
 
 def soft_cap(x: mx.array, cap: float | None) -> mx.array:
-    """y = c tanh(x / c), or x where there is no cap."""
+    """Returns y = c tanh(x / c), or x if there is no cap."""
     return x if cap is None else cap * mx.tanh(x / cap)
 
 
 def soft_cap_backward(y: mx.array, dy: mx.array, cap: float | None) -> mx.array:
-    """dx = dy ∘ (1 - (y / c)²)"""
+    """Returns dx = dy ∘ (1 - (y / c)²)."""
     return dy if cap is None else dy * (1 - (y / cap) ** 2)
 
 
 def silu(x: mx.array) -> mx.array:
-    """y = x sigmoid(x)"""
+    """Returns y = x sigmoid(x)."""
     return x * mx.sigmoid(x)
 
 
 def silu_derivative(x: mx.array) -> mx.array:
-    """sigmoid(x) (1 + x (1 - sigmoid(x)))"""
+    """Returns sigmoid(x) (1 + x (1 - sigmoid(x)))."""
     sigma = mx.sigmoid(x)
     return sigma * (1 + x * (1 - sigma))
 
 
 def gelu(x: mx.array) -> mx.array:
-    """y = ½ x (1 + tanh u),   u = √(2/π) (x + 0.044715 x³)"""
+    """Returns y = ½ x (1 + tanh u),   u = √(2/π) (x + 0.044715 x³)."""
     u = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
     return 0.5 * x * (1 + mx.tanh(u))
 
 
 def gelu_derivative(x: mx.array) -> mx.array:
-    """½ (1 + tanh u) + ½ x (1 - tanh² u) u',   u' = √(2/π) (1 + 3 · 0.044715 x²)"""
+    """Returns ½ (1 + tanh u) + ½ x (1 - tanh² u) u',   u' = √(2/π) (1 + 3 · 0.044715 x²)."""
     tanh = mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
     du = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
     return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh**2) * du
@@ -144,7 +151,7 @@ ACTIVATIONS = {"silu": (silu, silu_derivative), "gelu": (gelu, gelu_derivative)}
 
 
 def gated(gate: mx.array, up: mx.array, hidden_act: str) -> mx.array:
-    """y = act(gate) ∘ up.   All [..., n]"""
+    """Returns y = act(gate) ∘ up.   All [..., n]"""
     act, _ = ACTIVATIONS[hidden_act]
     return act(gate) * up
 
@@ -152,16 +159,16 @@ def gated(gate: mx.array, up: mx.array, hidden_act: str) -> mx.array:
 def gated_backward(
     gate: mx.array, up: mx.array, dy: mx.array, hidden_act: str
 ) -> tuple[mx.array, mx.array]:
-    """d_gate = dy ∘ up ∘ act'(gate)        d_up = dy ∘ act(gate)"""
+    """Returns d_gate = dy ∘ up ∘ act'(gate) and d_up = dy ∘ act(gate)."""
     act, derivative = ACTIVATIONS[hidden_act]
     return dy * up * derivative(gate), dy * act(gate)
 
 
 def scattered(seed: int) -> int:
-    """The first output of SplitMix64 with this state, in 64 bits.
+    """Returns the first output of SplitMix64 with this state, in 64 bits.
 
-    Neighbouring seeds lie so far apart afterwards that counting steps from one does not lead to the
-    other.
+    The results of neighbouring seeds lie so far apart that counting up from one does not reach
+    another.
     """
     z = (seed + 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64

@@ -1,7 +1,7 @@
-"""Objectives on preference data, as TRL 1.9.0 has them.
+"""Objectives on preference data, as in TRL 1.9.0.
 
-In formulas c is the chosen and r the rejected answer of a pair, ρ = log π - log π₀, and
-μ = log π / n of an answer with n targets.
+In formulas c is the chosen and r the rejected answer of a pair, ρ = log π - log π₀, and μ = log π /
+n for an answer with n targets.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 
 class Answer(NamedTuple):
-    """The terms of an answer of n tokens in an objective: log π(y) and log π₀(y) of the answer y,
+    """The terms of an answer y of n tokens in an objective: log π(y) and log π₀(y).
 
-    sums over its targets, in nats. π₀ is the model as it was when the run began.
+    They are sums over its targets, in nats. π₀ is the model as it was when the run began.
     """
 
     logp: float
@@ -28,9 +28,9 @@ class Answer(NamedTuple):
 
 
 class Preference(NamedTuple):
-    """A pair's loss, and its derivatives by the two answers' -log π: each is the weight of all of
+    """A pair's loss, and its derivatives by -log π of the two answers.
 
-    its answer's targets in the gradient.
+    Each derivative is the weight of all targets of its answer in the gradient.
     """
 
     loss: float
@@ -43,35 +43,36 @@ def _sigmoid(x: float) -> float:
 
 
 def _softplus(x: float) -> float:
-    """-log sigmoid(-x)"""
+    """Returns -log sigmoid(-x)."""
     return max(x, 0) + math.log1p(math.exp(-abs(x)))
 
 
 def dpo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
-    """ℒ = -log sigmoid(m),   m = β (ρ_c - ρ_r)"""
+    """Returns ℒ = -log sigmoid(m),   m = β (ρ_c - ρ_r)."""
     margin = beta * (chosen.ratio - rejected.ratio)
     weight = beta * _sigmoid(-margin)
     return Preference(_softplus(-margin), weight, -weight)
 
 
 def ipo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
-    """ℒ = h²,   h = ρ_c / n_c - ρ_r / n_r - 1 / 2β"""
+    """Returns ℒ = h²,   h = ρ_c / n_c - ρ_r / n_r - 1 / 2β."""
     difference = chosen.ratio / chosen.tokens - rejected.ratio / rejected.tokens - 1 / (2 * beta)
     slope = 2 * difference
     return Preference(difference**2, -slope / chosen.tokens, slope / rejected.tokens)
 
 
 def simpo(chosen: Answer, rejected: Answer, beta: float, gamma: float) -> Preference:
-    """ℒ = -log sigmoid(m),   m = β (μ_c - μ_r) - γ"""
+    """Returns ℒ = -log sigmoid(m),   m = β (μ_c - μ_r) - γ."""
     margin = beta * (chosen.logp / chosen.tokens - rejected.logp / rejected.tokens) - gamma
     weight = beta * _sigmoid(-margin)
     return Preference(_softplus(-margin), weight / chosen.tokens, -weight / rejected.tokens)
 
 
 def orpo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
-    """ℒ = -β log sigmoid(o),   o = f(μ_c) - f(μ_r),   f(x) = x - log(1 - eˣ), the log odds of eˣ.
+    """Returns ℒ = -β log sigmoid(o),   o = f(μ_c) - f(μ_r),   f(x) = x - log(1 - eˣ), the log odds
+    of eˣ.
 
-    To it comes the chosen's mean loss over all of its targets, those of the prompt too.
+    The caller adds the chosen answer's mean loss over all of its targets, the prompt's too.
     """
     means = [answer.logp / answer.tokens for answer in (chosen, rejected)]
     odds = [mean - math.log(-math.expm1(mean)) for mean in means]
@@ -93,11 +94,11 @@ def kto(
     desirable: float = 1.0,
     undesirable: float = 1.0,
 ) -> tuple[float, list[float]]:
-    """The mean loss of a batch, and the weight of each answer's targets.
+    """Returns the mean loss of a batch, and the weight of each answer's targets.
 
-    ℒ = w (1 - sigmoid(± β (ρ - k))), + and the weight `desirable` for good answers, - and
-    `undesirable` for bad ones; k = max(0, the mean ρ of `mismatched`), each prompt's with the
-    answer before it in the batch, and no function of the parameters.
+    ℒ = w (1 - sigmoid(± β (ρ - k))), with + and w = `desirable` for good answers, and with - and w
+    = `undesirable` for bad ones. k = max(0, the mean ρ of `mismatched`) is a constant in the
+    gradient. `mismatched` are the batch's prompts, each with the answer before it in the batch.
     """
     kl = max(0.0, sum(each.ratio for each in mismatched) / len(mismatched))
     total, weights = 0.0, []

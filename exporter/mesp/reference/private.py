@@ -1,4 +1,6 @@
-"""DP-SGD (Abadi et al., arXiv:1607.00133): gradients clipped by the example, and noise."""
+"""DP-SGD (Abadi et al., arXiv:1607.00133): each example's gradient is clipped, and noise is
+added.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import mlx.core as mx
 
 
 def clip_factor(gradient: Sequence[mx.array], clip: float) -> float:
-    """min(1, C / (‖g‖ + 10⁻⁶)), with the norm over all arrays of an example's gradient."""
+    """Returns min(1, C / (‖g‖ + 10⁻⁶)), with the norm over all arrays of an example's gradient."""
     norm = math.sqrt(sum(mx.square(part).sum().item() for part in gradient))
     return min(1.0, clip / (norm + 1e-6))
 
@@ -22,10 +24,10 @@ def private_gradient(
     multiplier: float,
     expected: float,
 ) -> list[mx.array]:
-    """(Σ clip_factor(gᵢ) gᵢ + Z C n) / B
+    """Returns (Σ clip_factor(gᵢ) gᵢ + Z C n) / B.
 
-    for the gradients of the examples that were drawn, as many arrays each as there are of `noise`,
-    n from a standard normal distribution; B is the `expected` number of examples.
+    gᵢ are the `gradients` of the examples that were drawn. Each has as many arrays as `noise`, n,
+    which comes from a standard normal distribution. B is the `expected` number of examples.
     """
     sums = [multiplier * clip * n for n in noise]
     for gradient in gradients:
@@ -35,21 +37,23 @@ def private_gradient(
 
 
 def _numbers(key: bytes, purpose: bytes, step: int, index: int) -> list[int]:
-    """Four numbers of 64 bits: the SHA-256 of the key, a purpose, a step and an index."""
+    """Returns four numbers of 64 bits: the SHA-256 of the key, a purpose, a step and an index."""
     counters = step.to_bytes(8, "little") + index.to_bytes(8, "little")
     digest = hashlib.sha256(key + purpose + counters).digest()
     return [int.from_bytes(digest[at : at + 8], "little") for at in range(0, 32, 8)]
 
 
 def poisson_sample(key: bytes, step: int, expected: int, count: int) -> list[int]:
-    """The examples of a step (from 0): each of `count` with the probability `expected` / `count`,
-    independently of the others."""
+    """Returns the examples that a step (from 0) draws.
+
+    Each of `count` is drawn with the probability `expected` / `count`, independently of the others.
+    """
     limit = expected * 2**64 // count
     return [i for i in range(count) if _numbers(key, b"draw", step, i // 4)[i % 4] < limit]
 
 
 def private_noise(key: bytes, step: int, sizes: Sequence[int]) -> list[mx.array]:
-    """n of each block: a standard normal vector of its size."""
+    """Returns n of each block: a standard normal vector of its size."""
     seeds = (_numbers(key, b"noise", step, block)[0] for block in range(len(sizes)))
     return [
         mx.random.normal((size,), key=mx.random.key(seed))

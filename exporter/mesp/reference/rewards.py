@@ -9,17 +9,19 @@ from collections.abc import Sequence
 def grpo(
     rewards: Sequence[float], tokens: Sequence[int], longest: int | None = None
 ) -> tuple[float, list[float]]:
-    """The loss of a group's answers, and of each the weight of its targets in the gradient.
+    """Returns the loss of a group's answers, and the weight of each answer's targets in the
+    gradient.
 
-        GRPO        A = (r - mean r) / (std r + 1e-4)      a = A / (G n)
-        Dr. GRPO    A = r - mean r                         a = A / (G n_max)
+    GRPO        A = (r - mean r) / (std r + 1e-4)      a = A / (G n)
+    Dr. GRPO    A = r - mean r                         a = A / (G n_max)
 
-    The answers are samples of the model that is updated; std is that of a sample, as in TRL.
+    The answers are samples of the model that is updated; std is the sample standard deviation, as
+    in TRL.
 
     Args:
-        rewards: r of G answers to one prompt, G at least 2.
-        tokens: n, the number of targets of each.
-        longest: n_max of Dr. GRPO (arXiv:2503.20783); None for GRPO.
+    rewards: r of G answers to one prompt, G at least 2.
+    tokens: n, the number of targets of each.
+    longest: n_max of Dr. GRPO (arXiv:2503.20783); None for GRPO.
     """
     group = len(rewards)
     mean = sum(rewards) / group

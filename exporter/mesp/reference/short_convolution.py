@@ -1,4 +1,4 @@
-"""The short convolution, a mixer that sees some tokens back."""
+"""The short convolution: a mixer in which a token sees a few tokens before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mesp.reference.pieces import linear, linear_backward
 
 
 def convolution(x: mx.array, w: mx.array) -> mx.array:
-    """y_t = Σ_j w_j ∘ x_{t-K+1+j}, each channel by itself; x is 0 before its start.
+    """Returns y_t = Σ_j w_j ∘ x_{t-K+1+j}, each channel separately; x is 0 before its start.
 
     x, y [1, T, channels], w [channels, K]
     """
@@ -20,7 +20,7 @@ def convolution(x: mx.array, w: mx.array) -> mx.array:
 
 
 def convolution_backward(dy: mx.array, w: mx.array) -> mx.array:
-    """dx_s = Σ_j w_j ∘ dy_{s+K-1-j}. w is frozen."""
+    """Returns dx_s = Σ_j w_j ∘ dy_{s+K-1-j}. w is frozen."""
     T, K = dy.shape[1], w.shape[1]
     padded = mx.pad(dy, ((0, 0), (0, K - 1), (0, 0)))
     return sum(w[:, j] * padded[:, K - 1 - j : K - 1 - j + T] for j in range(K))
@@ -29,7 +29,7 @@ def convolution_backward(dy: mx.array, w: mx.array) -> mx.array:
 def mix_by_short_convolution(
     x: mx.array, scale: float, parts: Parts, mixer: ShortConvolution, stored: Stored
 ) -> list[mx.array]:
-    """[b, c, u, conv(b ∘ u)] of x [1, T, hidden], each the same shape.   b, c, u = in(x)"""
+    """Returns [b, c, u, conv(b ∘ u)] of x [1, T, hidden], each the same shape.   b, c, u = in(x)"""
     b, c, u = (stored(each) for each in mx.split(linear(x, parts.p["in"], scale), 3, axis=-1))
     return [b, c, u, stored(convolution(b * u, parts.vector["conv.conv.weight"]))]
 
@@ -37,7 +37,7 @@ def mix_by_short_convolution(
 def output_of_short_convolution(
     intermediates: list[mx.array], parts: Parts, mixer: ShortConvolution
 ) -> mx.array:
-    """y = c ∘ conv_out, what the output projection takes."""
+    """Returns y = c ∘ conv_out, the input of the output projection."""
     _, c, _, conv_out = intermediates
     return c * conv_out
 
@@ -50,7 +50,7 @@ def mix_by_short_convolution_backward(
     parts: Parts,
     mixer: ShortConvolution,
 ) -> tuple[mx.array, Matrices]:
-    """dx, and dA and dB of in.
+    """Returns dx, and dA and dB of in.
 
     dc = dy ∘ conv_out     d_conv_out = dy ∘ c        db = u ∘ conv's dx        du = b ∘ conv's dx
     """

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     import pandas
 
 LOG_NAME = "metrics.jsonl"
-SIZE = 1 << 28  # bytes: a step has some 500
+SIZE = 1 << 28  # bytes; the record of a step has some 500
 LINE = 1 << 20
 
-# A log without an end record is of a run in progress, unless nothing was added for this long.
+# A log without an end record belongs to a running run, unless nothing was added for this long.
 SILENCE = timedelta(minutes=10)
 
-# The fields that are read without asking whether they are there, by the kind of record.
+# The fields that every record of a kind must have, by kind.
 FIELDS: dict[str, dict[str, type]] = {
     "start": {},
     "step": {
@@ -49,7 +49,7 @@ FIELDS: dict[str, dict[str, type]] = {
     },
     "end": {"reason": str, "step": int, "seconds": float, "footprint_peak_bytes": int},
 }
-# The fields that are read where they are there.
+# The fields that a record of a kind may have, by kind.
 OPTIONAL: dict[str, dict[str, type]] = {
     "start": {"host": str, "settings": dict, "model": dict},
     "plan": {"predicted_peak_bytes": int, "examples": int},
@@ -70,7 +70,9 @@ Record = dict[str, Any]
 
 
 def is_record(value: object) -> bool:
-    """Whether a value is a record with what is read of its kind; other kinds may hold anything."""
+    """Returns whether a value is a record with the fields of its kind; other kinds may have any
+    fields.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         return False
     needed, optional = FIELDS.get(value["type"], {}), OPTIONAL.get(value["type"], {})
@@ -80,7 +82,7 @@ def is_record(value: object) -> bool:
 
 
 def is_a(kind: type, value: object) -> bool:
-    """Whether a JSON value is text, an object, a count or a finite number."""
+    """Returns whether a JSON value is text, an object, a count or a finite number."""
     if kind in (str, dict):
         return isinstance(value, kind)
     if isinstance(value, bool):
@@ -91,15 +93,16 @@ def is_a(kind: type, value: object) -> bool:
 
 
 class Speed(NamedTuple):
-    """Tokens a second: those that the model reads, and those of them that count in the loss; None
-    where no time has passed."""
+    """Tokens a second: all that the model reads, and those that count in the loss; None if no time
+    has passed.
+    """
 
     tokens: float | None
     in_loss: float | None
 
     @classmethod
     def of(cls, steps: Iterable[Record]) -> Speed:
-        """That of some steps' records. Old logs have no `input_tokens`."""
+        """Returns the speed of some steps, from their records. Old logs have no `input_tokens`."""
         steps = list(steps)
         seconds = sum(step["seconds"] for step in steps)
         if not seconds:
@@ -108,7 +111,7 @@ class Speed(NamedTuple):
         return cls(read / seconds, sum(step["tokens"] for step in steps) / seconds)
 
     def words(self, unit: str) -> str:
-        """Both with their unit; one where they are equal, as of a packed text."""
+        """Returns both with their unit; one if they are equal, as for packed text."""
         said = f"{decimal(self.tokens, 0)} {unit}"
         if self.tokens == self.in_loss:
             return said
@@ -117,10 +120,10 @@ class Speed(NamedTuple):
 
 @dataclass(frozen=True)
 class RunLog:
-    """A run, as its log says so far: its records by kind, described in docs/formats.md.
+    """A run as its log describes it so far: its records by kind, described in docs/formats.md.
 
-    `folder` is None for a log that has none, and `stopped_by` the number of the signal by which
-    `mesp.train` was asked to end the run; None where none was.
+    `folder` is None for a log without a folder. `stopped_by` is the number of the signal that asked
+    `mesp.train` to end the run; None if there was none.
     """
 
     start: Record = field(default_factory=dict)
@@ -136,7 +139,7 @@ class RunLog:
 
     @classmethod
     def of(cls, records: Iterable[Record], folder: Path | None = None) -> RunLog:
-        """The run of these records; kinds that this version does not know are passed over."""
+        """Returns the run with these records. Records of unknown kinds are skipped."""
         found: dict[str, Any] = {}
         several: dict[str, list[Record]] = {"step": [], "eval": [], "event": []}
         last_time = None
@@ -154,8 +157,8 @@ class RunLog:
     def load(cls, folder: str | os.PathLike[str]) -> RunLog:
         """Reads the log in a run's folder, also during the run.
 
-        A last line that is cut off is left out: its writer was killed, or is writing it. Raises
-        MespError if there is no log, or a line of it is not a record.
+        An incomplete last line is skipped: its writer was killed, or is still writing. Raises
+        MespError if there is no log, or if another line is not a record.
         """
         path = Path(folder) / LOG_NAME
         with plain_os_errors(f"Cannot read the log {path}"):
@@ -180,14 +183,14 @@ class RunLog:
 
     @property
     def losses(self) -> list[float]:
-        """Training loss of each step, nats a token."""
+        """The training loss of each step, nats a token."""
         return [step["loss"] for step in self.steps]
 
     @property
     def adapters(self) -> Path:
-        """The folder of the adapters last saved, in mlx-lm's form, and for PEFT in `peft`.
+        """The folder of the adapters last saved, in mlx-lm's form, and in PEFT's in `peft`.
 
-        Raises MespError where none have been saved.
+        Raises MespError if none have been saved.
         """
         folder = None if self.folder is None else self.folder / "adapters"
         if folder is None or not (folder / "adapters.safetensors").exists():
@@ -195,8 +198,9 @@ class RunLog:
         return folder
 
     def to_pandas(self) -> pandas.DataFrame:
-        """The records of the steps, a row each: `loss` in nats a token, `seconds`, `tokens`,
-        `footprint_bytes` and what else docs/formats.md lists. Needs pandas."""
+        """Returns the records of the steps, a row each: `loss` in nats a token, `seconds`,
+        `tokens`, `footprint_bytes` and the other fields in docs/formats.md. Needs pandas.
+        """
         import pandas
 
         return pandas.DataFrame(list(self.steps)).drop(columns="type").set_index("step")
@@ -212,7 +216,7 @@ class RunLog:
         return max([*peaks, self.end.get("footprint_peak_bytes") or 0]) or None
 
     def evals_of(self, split: str) -> list[Record]:
-        """The evaluations on `valid` or `test` data."""
+        """Returns the evaluations on `valid` or `test` data."""
         return [record for record in self.evals if record.get("split", "valid") == split]
 
     @property
@@ -227,8 +231,9 @@ class RunLog:
         return self.evals_of("test")[-1]["loss"] if self.evals_of("test") else None
 
     def describe_strength(self) -> str | None:
-        """The strength that the adapters were given at the end, as a sentence; None where they are
-        as they were trained."""
+        """Returns a sentence on the strength that the adapters were given at the end; None if they
+        are unchanged.
+        """
         if not self.strength:
             return None
         record = self.strength
@@ -245,14 +250,16 @@ class RunLog:
 
     @property
     def held_out(self) -> tuple[float | None, float | None]:
-        """Held-out loss before the first step and the latest one after it, nats a token."""
+        """The held-out loss before the first step and the latest one after it, nats a token."""
         evals = self.evals_of("valid")
         before = [record["loss"] for record in evals if record["step"] == 0]
         after = [record["loss"] for record in evals if record["step"] > 0]
         return (before[0] if before else None, after[-1] if after else None)
 
     def state(self, now: datetime | None = None) -> str:
-        """The reason in the end record; without one `running`, or `killed` if the log is silent."""
+        """Returns the reason in the end record; without one `running`, or `killed` if the log is
+        silent.
+        """
         if self.end:
             return str(self.end.get("reason", "?"))
         if self.last_time is None:
@@ -262,14 +269,16 @@ class RunLog:
             last = datetime.fromisoformat(self.last_time)
             if last.tzinfo is None:
                 last = last.replace(tzinfo=UTC)
-            # It is later than now where this clock was set back since, or another one is ahead.
+            # It may be later than now, if this clock was set back, or if another clock is ahead.
             return "running" if abs(now - last) < SILENCE else "killed"
-        except (ValueError, OverflowError):  # no time, or one beyond the years that there are
+        except (ValueError, OverflowError):  # not a time, or one beyond the years of datetime
             return "killed"
 
 
 def _records(path: Path, data: bytes) -> Iterator[Record]:
-    """The records of a log. Raises MespError for a line that is none, but for a cut-off last."""
+    """Yields the records of a log. Raises MespError for an invalid line, except an incomplete last
+    one.
+    """
     for number, line in enumerate(io.BytesIO(data), 1):
         if not line.strip():
             continue
@@ -284,5 +293,5 @@ def _records(path: Path, data: bytes) -> Iterator[Record]:
 
 
 def find_runs(root: Path) -> list[Path]:
-    """Folders at or below `root` that hold a log, in order of name."""
+    """Returns the folders at or below `root` that hold a log, in order of name."""
     return sorted(path.parent for path in root.rglob(LOG_NAME))

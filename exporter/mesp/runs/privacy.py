@@ -1,14 +1,14 @@
-"""The differential privacy that noise gives, by Google's dp-accounting.
+"""Computes the differential privacy of noise, with Google's dp-accounting.
 
-In a run with DP-SGD each step draws each of N examples with the probability q = B / N (Poisson
-sampling) and adds Gaussian noise of Z times the norm that an example's gradient is clipped to: the
-subsampled Gaussian mechanism, of which Rényi differential privacy composes over the steps (Mironov
-et al., arXiv:1908.10530). Adjacent are data sets of which one has one example more.
+In a run with DP-SGD, each step draws each of N examples with the probability q = B / N (Poisson
+sampling), and adds Gaussian noise of Z times the norm that an example's gradient is clipped to.
+This is the subsampled Gaussian mechanism, whose Rényi differential privacy composes over the steps
+(Mironov et al., arXiv:1908.10530). Two data sets are adjacent if one has one example more.
 
-A federation's guarantees are of the Gaussian mechanism, whose ε is computed exactly (the analytic
-Gaussian mechanism, arXiv:1805.06530). k answers with noise, also where each depends on those
-before, have the ε of one with 1/√k of the noise. No sampling of clients is assumed, so none makes
-ε smaller.
+A federation's guarantees are those of the Gaussian mechanism, whose ε is computed exactly (the
+analytic Gaussian mechanism, arXiv:1805.06530). k answers with noise, even if each depends on those
+before, have the ε of one answer with 1/√k of the noise. No sampling of clients is assumed, so none
+reduces ε.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from mesp.errors import MespError
 
 @dataclass(frozen=True)
 class Steps:
-    """So many steps with Gaussian noise of `noise` times an example's largest norm, each of which
-    draws each example with the probability `sampled`."""
+    """The number of steps with Gaussian noise of `noise` times an example's largest norm.
+
+    Each step draws each example with the probability `sampled`.
+    """
 
     count: int
     noise: float
@@ -32,9 +34,9 @@ class Steps:
 
 
 def epsilon(steps: Iterable[Steps], delta: float) -> float:
-    """The ε of all of these steps together; infinite without noise.
+    """Returns the ε of all of these steps together; infinite without noise.
 
-    Raises MespError where dp-accounting is not installed.
+    Raises MespError if dp-accounting is not installed.
     """
     try:
         from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
@@ -43,7 +45,7 @@ def epsilon(steps: Iterable[Steps], delta: float) -> float:
         raise MespError(
             "The ε of --dp-noise needs dp-accounting: `pip install 'mesp[privacy]'`."
         ) from error
-    # It warns of each order that it leaves out, which only makes ε larger.
+    # It warns of each order that it leaves out, which only increases ε.
     logging.getLogger("absl").setLevel(logging.ERROR)
     accountant = RdpAccountant()
     for each in steps:
@@ -55,15 +57,19 @@ def epsilon(steps: Iterable[Steps], delta: float) -> float:
 
 
 def gaussian_epsilon(noise: float, delta: float, releases: int = 1) -> float:
-    """The ε of this many releases together, with Gaussian noise whose standard deviation is `noise`
-    times the sensitivity of one."""
+    """Returns the ε of this many releases together.
+
+    Each has Gaussian noise with a standard deviation of `noise` times the sensitivity of one.
+    """
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
     return float(get_epsilon_gaussian(noise / math.sqrt(releases), delta))
 
 
 def noise_for(epsilon: float, delta: float) -> float:
-    """The smallest noise of a single release that has this ε, as a multiple of its sensitivity."""
+    """Returns the smallest noise with which one release has this ε, as a multiple of its
+    sensitivity.
+    """
     from dp_accounting.gaussian_mechanism import get_sigma_gaussian
 
     return float(get_sigma_gaussian(epsilon, delta))

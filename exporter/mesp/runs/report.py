@@ -1,6 +1,6 @@
-"""A page about one or several runs, with everything in it.
+"""Writes a page about one or several runs, which needs no other file.
 
-A run's `samples.json`, a list of `{"prompt", "before", "after"}`, is shown where there is one.
+If a run has a `samples.json`, a list of `{"prompt", "before", "after"}`, the page shows it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from mesp.runs.report_columns import COLUMNS, table_row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-POINTS = 40  # that a smoothed line keeps: each step's loss is a few sequences', and noisy
+POINTS = 40  # of a smoothed line; the loss of a single step, over few sequences, is noisy
 SAMPLES_SIZE = 16 << 20  # bytes
 PHASES = ("forward", "loss", "backward")
 WIDTH, HEIGHT = 5, 3.5  # of a picture, in inches of 72 points
-INK = "#010203"  # stands for the page's text colour in what matplotlib draws
+INK = "#010203"  # stands for the page's text colour in matplotlib's drawings
 Row = tuple[str, list[str]]
 Paint = Callable[["Axes", str, RunLog, str], None]
 
 
 def write_report(folders: Iterable[Path], out: Path) -> None:
-    """Writes a page about the runs in `folders`, each a run's or a folder of runs.
+    """Writes a page about the runs in `folders`, each a run's folder or a folder of runs.
 
-    Raises MespError where a folder has no run, or `out` is no *.html.
+    Raises MespError if a folder has no run, or if `out` is not *.html.
     """
     if out.suffix != ".html":
         raise MespError(f"--out {out} must end in .html.")
@@ -48,7 +48,7 @@ def write_report(folders: Iterable[Path], out: Path) -> None:
         if not found:
             raise MespError(f"There is no run in {folder}.")
         for path in found:
-            # It may have bytes that are no text.
+            # The name may have bytes that are not text.
             name = unique_name(os.fsencode(path.name).decode("utf-8", "replace"), runs)
             runs[name], samples[name] = RunLog.load(path), read_samples(path / "samples.json")
     text = render_page(runs, samples)
@@ -65,7 +65,7 @@ def unique_name(name: str, taken: dict[str, RunLog]) -> str:
 
 
 def read_samples(path: Path) -> list[dict[str, str]]:
-    """The model's answers before and after; nothing where the run has no samples."""
+    """Returns the model's answers before and after; empty if the run has no samples."""
     if not path.exists():
         return []
     try:
@@ -84,7 +84,7 @@ def read_samples(path: Path) -> list[dict[str, str]]:
 def smooth(
     run: RunLog, value: Callable[[dict[str, Any]], float]
 ) -> tuple[list[float], list[float]]:
-    """Steps and values, as means over as many neighbours as leave some `POINTS` points."""
+    """Returns steps and values, as means over enough neighbours to leave some `POINTS` points."""
     size = max(1, len(run.steps) // POINTS)
     groups = [run.steps[i : i + size] for i in range(0, len(run.steps), size)]
     return (
@@ -94,7 +94,9 @@ def smooth(
 
 
 def draw_picture(title: str, runs: dict[str, RunLog], paint: Paint, **axes_properties: Any) -> str:
-    """An SVG that `paint(axes, name, run, color)` draws each run into, in the page's colours."""
+    """Returns an SVG in the page's colours. `paint(axes, name, run, color)` draws each run
+    into it.
+    """
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -124,7 +126,7 @@ def draw_picture(title: str, runs: dict[str, RunLog], paint: Paint, **axes_prope
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = file.getvalue().decode()
     drawing = svg[svg.index("<defs>") :].replace(INK, "currentColor").replace("xlink:", "")
-    # Names count for the whole page, which has several pictures.
+    # Names must be unique in the whole page, which has several pictures.
     drawing = re.sub(
         r'(id="|href="#|url\(#)', rf"\g<1>{paint.__qualname__.split('.')[0]}-", drawing
     )
@@ -153,7 +155,7 @@ def draw_loss(runs: dict[str, RunLog]) -> str:
 
 
 def draw_reward(runs: dict[str, RunLog]) -> str:
-    """The mean reward of each step's answers; nothing where no run has one."""
+    """Returns a picture of the mean reward of each step's answers; empty if no run has rewards."""
     rewarded = {name: run for name, run in runs.items() if rewarded_steps(run)}
     if not rewarded:
         return ""
@@ -184,7 +186,9 @@ def draw_memory(runs: dict[str, RunLog]) -> str:
 
 
 def draw_time(runs: dict[str, RunLog]) -> str:
-    """Seconds a step: over the steps of one run, the mean of each of several; by phase."""
+    """Returns a picture of seconds a step by phase: over the steps of one run, or the means of
+    several.
+    """
     if len(runs) > 1:
         return draw_phases(runs)
 
@@ -228,7 +232,7 @@ def has_phases(run: RunLog) -> bool:
 
 
 def render_page(runs: dict[str, RunLog], samples: dict[str, list[dict[str, str]]]) -> str:
-    """The page, which loads nothing: style and pictures are in it."""
+    """Returns the page, which loads nothing: it contains its style and pictures."""
     pictures = [
         draw_loss(runs), draw_reward(runs), draw_memory(runs), draw_time(runs),
     ]  # fmt: skip
@@ -245,7 +249,7 @@ def render_page(runs: dict[str, RunLog], samples: dict[str, list[dict[str, str]]
 
 
 def render_document(title: str, *parts: str) -> str:
-    """A whole page of these parts, with the style of all pages."""
+    """Returns a whole page of these parts, with the style of all pages."""
     body = "\n".join(parts)
     return f"""<!doctype html>
 <html lang="en">
@@ -284,7 +288,7 @@ small { opacity: .7 }
 
 
 def render_table(runs: dict[str, RunLog], rows: list[Row], kind: str = "") -> str:
-    """A column for each run: on a phone one or two runs need no scrolling."""
+    """Returns a table with a column for each run: on a phone, one or two runs need no scrolling."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in runs)
     lines = [f"<tr><th></th>{head}</tr>"]
     for name, values in rows:
@@ -319,7 +323,7 @@ def summary_rows(runs: dict[str, RunLog]) -> list[Row]:
 
 
 def describe_reward(run: RunLog) -> str:
-    """The mean reward of the first tenth of the steps and of the last."""
+    """Returns the mean reward of the first tenth of the steps and of the last."""
     steps = rewarded_steps(run)
     some = max(1, len(steps) // 10)
     means = (sum(step["reward"] for step in part) / some for part in (steps[:some], steps[-some:]))
@@ -348,7 +352,7 @@ def settings_rows(runs: dict[str, RunLog]) -> list[Row]:
 
 
 def render_events(runs: dict[str, RunLog]) -> str:
-    """The events of a run, such as a pause or a failure."""
+    """Returns the events of a run, such as a pause or a failure."""
     items = []
     for name, run in runs.items():
         for event in run.events:
@@ -359,7 +363,7 @@ def render_events(runs: dict[str, RunLog]) -> str:
 
 
 def render_samples(name: str, samples: list[dict[str, str]]) -> str:
-    """The answers of one run's model before and after."""
+    """Returns the answers of one run's model before and after."""
     parts = [f"<h2>Samples of {html.escape(name)}</h2>"]
     for sample in samples:
         parts.append(f"<p><b>{html.escape(sample['prompt'])}</b></p><div class='sample'>")

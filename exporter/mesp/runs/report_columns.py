@@ -1,4 +1,4 @@
-"""The table of runs that tools/collect.py prints and mesp.runs.report begins with."""
+"""The table of runs that tools/collect.py prints, and that mesp.runs.report begins with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ COLUMNS = (
 
 
 def table_row(run: RunLog) -> list[str]:
-    """One run under `COLUMNS`: losses as first → last, tokens a second, footprint in MB."""
+    """Returns the row of a run under `COLUMNS`: losses as first → last, tokens a second, footprint
+    in MB.
+    """
     losses = run.losses
     before, after = run.held_out
     return [

@@ -1,4 +1,4 @@
-"""The options of a command, made of the settings as they are declared."""
+"""Makes the options of a command from the declared settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Number(click.FloatRange):
-    """A finite number in a range: click's own comparisons let `nan` through."""
+    """A finite number in a range: click's comparisons accept `nan`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         converted = super().convert(value, param, ctx)
@@ -28,7 +28,7 @@ class Number(click.FloatRange):
 
 
 class SomeOf(click.ParamType[list[str]]):
-    """Some of a setting's choices, as in `q,v` or `qkv,gate_up`; a list in the engine's order."""
+    """Some of a setting's choices, such as `q,v` or `qkv,gate_up`; a list in the engine's order."""
 
     name = "list"
 
@@ -46,7 +46,7 @@ class SomeOf(click.ParamType[list[str]]):
 
 
 def make_type(declared: Setting) -> click.ParamType[Any]:
-    """The value of an option from its text."""
+    """Returns click's type of a setting's option."""
     if declared.kind is list:
         return SomeOf(declared.choices or ())
     if declared.choices is not None:
@@ -70,7 +70,7 @@ def make_type(declared: Setting) -> click.ParamType[Any]:
 def _read_numbers(
     _: click.Context, option: click.Parameter, given: tuple[str, ...]
 ) -> dict[str, float]:
-    """Makes a dictionary of several NAME=NUMBER, repeated or separated by commas."""
+    """Returns a dictionary of several NAME=NUMBER, repeated or separated by commas."""
     parts = [part.strip() for text in given for part in text.split(",") if part.strip()]
     try:
         return {key: float(value) for key, value in (pair.split("=") for pair in parts)}
@@ -87,8 +87,10 @@ def _whole(bound: float | None) -> int | None:
 def add_options(
     kind: type[Settings], defaults: Mapping[str, Any] | None = None, names: Collection[str] = ()
 ) -> Decorator:
-    """A decorator that adds an option for each setting that a dataclass declares, or for those with
-    these `names`. `defaults` are other than the declared ones."""
+    """Returns a decorator that adds an option for each setting that a dataclass declares.
+
+    With `names`, only these settings have one. `defaults` replace the declared defaults.
+    """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for each in reversed(fields(kind)):
@@ -122,7 +124,7 @@ def _option(name: str, declared: Setting, default: Any) -> Decorator:
 
 
 def find_given(context: click.Context, kind: type[Settings]) -> dict[str, Any]:
-    """The settings that were typed, or that --config has."""
+    """Returns the settings that were typed, or that --config has."""
     found = {}
     for each in fields(kind):
         key = each.metadata["setting"].key or each.name

@@ -1,8 +1,9 @@
-"""How a setting is declared, checked, written to JSON and read from it.
+"""The declaration, check and JSON form of settings.
 
-The settings of a dataclass that derives from `Settings` are its fields, each with a `Setting`. The
-options of the commands, `--config`, what a federation's server may set, what may change when a run
-is resumed, and `RunSettings` in Swift derive from these declarations.
+The settings of a dataclass that derives from `Settings` are its fields, each with a `Setting`.
+These declarations determine the options of the commands, `--config`, the settings that a
+federation's server may set, those that may change when a run is resumed, and `RunSettings` in
+Swift.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mesp.errors import MespError
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of a setting besides its name and its default."""
+    """The declaration of a setting, without its name and default."""
 
     kind: type  # int, float, bool, str, list (some of `choices`), dict (of numbers) or Path
     help: str = ""
@@ -29,16 +30,19 @@ class Setting:
     below: float | None = None
     choices: Collection[str] | None = None  # or a dictionary that describes each
     default_text: str | None = None  # of a default that is None
-    key: str = ""  # in settings.json, where that is not the name
+    key: str = ""  # in settings.json, if it differs from the name
     metavar: str | None = None
-    aliases: Collection[str] = ()  # names of its option that other trainers have
+    aliases: Collection[str] = ()  # names of the option in other trainers
     federated: bool = False  # whether the server of a federation may set it
-    may_change: bool = False  # when a run is resumed: no result depends on it
-    can_be_refused: bool = False  # whether there is an option with --no- too
-    only_with: tuple[str, Collection[str]] | None = None  # a setting, and values, that it needs
+    may_change: bool = False  # whether it may change when a run is resumed: no result depends on it
+    can_be_refused: bool = False  # whether there is also an option with --no-
+    # Another setting, and its values, that it needs.
+    only_with: tuple[str, Collection[str]] | None = None
 
     def find_problem(self, value: Any) -> str | None:
-        """The requirement that a value does not meet, as the end of a sentence, or None."""
+        """Returns the requirement that a value does not meet, as the end of a sentence; None if it
+        meets all.
+        """
         if self.kind is list:
             choices = self.choices or ()
             names = value if isinstance(value, list) else [None]
@@ -74,8 +78,10 @@ class Setting:
 
 
 def is_held(value: object) -> bool:
-    """Whether mesp-engine has room for a value: a whole number of 64 bits, or a finite one of 32,
-    where it is not too small."""
+    """Returns whether mesp-engine can hold a value.
+
+    It holds whole numbers of 64 bits, and finite numbers of 32 bits that are not too small.
+    """
     if type(value) is int:
         return abs(value) < 1 << 63
     try:
@@ -86,12 +92,12 @@ def is_held(value: object) -> bool:
 
 
 def setting(kind: type, default: Any, help: str = "", **others: Any) -> Any:
-    """A field of a dataclass of settings."""
+    """Returns a field of a dataclass of settings."""
     return field(default=default, metadata={"setting": Setting(kind, help, **others)})
 
 
 def list_settings(kind: type[Settings]) -> dict[str, Setting]:
-    """The settings that a dataclass declares, by name."""
+    """Returns the settings that a dataclass declares, by name."""
     return {each.name: each.metadata["setting"] for each in fields(kind)}
 
 
@@ -100,7 +106,7 @@ class Settings:
     """Settings that are declared as fields."""
 
     def __post_init__(self) -> None:
-        """Raises MespError where a value is not one that the setting can have."""
+        """Raises MespError if a setting has an invalid value."""
         for each in fields(self):
             value, declared = getattr(self, each.name), each.metadata["setting"]
             if value is None and each.default is None:
@@ -110,13 +116,16 @@ class Settings:
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> Self:
-        """The settings in the object of a `settings.json`; those that it lacks, as a file of an
-        older version does, have their defaults. Raises TypeError or MespError if invalid."""
+        """Returns the settings in the object of a `settings.json`.
+
+        Missing ones, as in a file of an older version, have their defaults. Raises TypeError or
+        MespError if the object is invalid.
+        """
         keys = {declared.key or name: name for name, declared in list_settings(cls).items()}
         return cls(**{name: entries[key] for key, name in keys.items() if key in entries})
 
     def to_json(self) -> dict[str, Any]:
-        """By their keys in `settings.json`."""
+        """Returns the settings by their keys in `settings.json`."""
         return {
             declared.key or name: getattr(self, name)
             for name, declared in list_settings(type(self)).items()
@@ -124,14 +133,14 @@ class Settings:
 
 
 def name_option(name: str) -> str:
-    """The option of a setting, as in `--seq-len`."""
+    """Returns the option of a setting, such as `--seq-len`."""
     return "--" + name.replace("_", "-")
 
 
 def refuse_changes(
     before: Settings, given: Mapping[str, Any], declared: Mapping[str, Setting]
 ) -> None:
-    """Raises MespError where what is `given` would change a resumed run."""
+    """Raises MespError if a setting in `given` would change a resumed run."""
     for name, value in given.items():
         was = getattr(before, name)
         if not declared[name].may_change and value != was:

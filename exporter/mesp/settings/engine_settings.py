@@ -1,7 +1,7 @@
-"""The settings that a settings.json of mesp-engine has besides those of `TrainSettings`.
+"""The settings in a settings.json of mesp-engine besides those of `TrainSettings`.
 
-Programs set them, and no command has an option for them. They are declared here for Swift, whose
-`Core/Run/RunSettings.swift` is written of both.
+Programs set them, and no command has an option for them. They are declared here for Swift:
+`Core/Run/RunSettings.swift` is generated from both.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ ORDERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(Settings):
-    """The settings that programs set. A folder of tokens is one that `TextData` or `mesp data`
-    wrote."""
+    """The settings that programs set. `TextData` or `mesp data` wrote the folders of tokens."""
 
     bundle: str = setting(Path, MISSING, "Folder of the bundle.", may_change=True)
     output: str = setting(

@@ -1,7 +1,6 @@
-"""The optimizer and the learning rate of a run that names none: docs/decisions.md says why.
+"""The default optimizer and learning rate of a run; docs/decisions.md has the reasons.
 
-`Core/Run/OptimizerDefaults.swift` has the same rule for the app, and RunTests.swift holds both
-together.
+`Core/Run/OptimizerDefaults.swift` has the same rule for the app, and RunTests.swift compares them.
 """
 
 from __future__ import annotations
@@ -9,14 +8,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-# The paper's update, and the engine's where a settings file names none.
+# The paper's update, and the engine's default in a settings file.
 PAPER: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 1e-4}
 
 ADAMW = ("adamw8bit", "adamw")  # with its moments in 8 bits, and in float32
 
 
 def choose_optimizer(method: str) -> str:
-    """AdamW with its moments in 8 bits; MeZO's is SGD."""
+    """Returns AdamW with its moments in 8 bits; for MeZO, SGD."""
     return "sgd" if method == "mezo" else "adamw8bit"
 
 
@@ -27,8 +26,11 @@ def choose_learning_rate(
     objective: str | None = None,
     is_rewarded: bool = False,
 ) -> float:
-    """0.007 / √hidden_size for AdamW: 5.1e-4 for the demo model, 2.3e-4 for Qwen2.5-0.5B; 0.1 for
-    SGD; a tenth of these with an objective, a third with a reward; 1e-4 for MeZO."""
+    """Returns the default learning rate.
+
+    0.007 / √hidden_size for AdamW: 5.1e-4 for the demo model, 2.3e-4 for Qwen2.5-0.5B; 0.1 for SGD;
+    a tenth of these with an objective, a third with a reward; 1e-4 for MeZO.
+    """
     if method == "mezo":
         return float(PAPER["learning_rate"])
     rate = 0.007 / math.sqrt(hidden_size) if optimizer in ADAMW else 0.1

@@ -1,4 +1,4 @@
-"""The rules between settings: what goes together, and what a bundle can serve."""
+"""The rules between settings: which go together, and which a bundle supports."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from mesp.settings.train_settings import MAX_SEQUENCES, TrainSettings
 
 
 def check_settings(settings: TrainSettings, manifest: Manifest) -> None:
-    """Raises MespError where settings do not go together, have no use, or the bundle cannot
-    serve them."""
+    """Raises MespError if settings do not go together, have no use, or the bundle does not support
+    them.
+    """
     check_use(settings, manifest)
     _check_goal(settings, manifest)
     _check_privacy(settings)
@@ -22,11 +23,12 @@ def check_settings(settings: TrainSettings, manifest: Manifest) -> None:
 
 
 def check_use(settings: TrainSettings, manifest: Manifest) -> None:
-    """Raises MespError where a setting of the update or the adapters has no use, or the model
-    cannot serve it."""
+    """Raises MespError if a setting of the update or the adapters has no use, or the model does not
+    support it.
+    """
     for each in fields(settings):
         needs = each.metadata["setting"].only_with
-        # A default is not a request, even where a settings.json that is a --config has it.
+        # A default is not a request, even if a settings.json that is used as --config has it.
         if needs and getattr(settings, each.name) != each.default:
             other, values = needs
             if getattr(settings, other) not in values:
@@ -55,8 +57,8 @@ def check_use(settings: TrainSettings, manifest: Manifest) -> None:
     if (settings.num_layers or 1) > layers:
         raise MespError(f"--num-layers {settings.num_layers} is more than the {layers} blocks.")
     if settings.dropout:
-        # MeZO's two losses and an objective's likelihoods are compared, and the function that MeBP
-        # differentiates has no input for a mask.
+        # MeZO's two losses, and an objective's likelihoods, are compared with each other. The
+        # function that MeBP differentiates has no input for a mask.
         refused = {
             f"--method {settings.method}": settings.method != "mesp",
             f"--objective {settings.objective}": settings.objective is not None,
@@ -64,8 +66,8 @@ def check_use(settings: TrainSettings, manifest: Manifest) -> None:
         }
         _refuse_beside("--dropout", refused)
     if settings.dora:
-        # The function that MeBP differentiates has no input for magnitudes, of experts neither
-        # mlx-lm nor PEFT has any, and a factor of B does not weaken what they changed.
+        # The function that MeBP differentiates has no input for magnitudes. Neither mlx-lm nor PEFT
+        # has magnitudes of experts. A factor of B does not weaken the change by magnitudes.
         refused = {
             "--method mebp": settings.method == "mebp",
             "--freeze-a": settings.freeze_a,
@@ -97,7 +99,9 @@ def _check_goal(settings: TrainSettings, manifest: Manifest) -> None:
 
 
 def _check_labels(settings: TrainSettings, manifest: Manifest) -> None:
-    """Refuses data without preferences for an objective, and preference data without one."""
+    """Refuses data without preferences for an objective, and preference data without an
+    objective.
+    """
     train = manifest.data.get("train")
     if train is None or (train.labels is not None) == (settings.objective is not None):
         return
@@ -115,7 +119,9 @@ def _check_labels(settings: TrainSettings, manifest: Manifest) -> None:
 
 
 def _check_reward(settings: TrainSettings, manifest: Manifest) -> None:
-    """Refuses what does not go together with rewards, and their settings without them."""
+    """Refuses settings that do not go together with rewards, and settings of rewards without
+    them.
+    """
     if settings.reward is None:
         for name in ("group_size", "max_tokens", "dr_grpo"):
             (default,) = [each.default for each in fields(settings) if each.name == name]
@@ -144,8 +150,9 @@ def _check_reward(settings: TrainSettings, manifest: Manifest) -> None:
 
 
 def _check_forgetting(settings: TrainSettings, manifest: Manifest) -> None:
-    """Refuses replay where sequences are not what is trained on, and a choice of the adapters'
-    strength where nothing is held out to choose by."""
+    """Refuses replay if the run does not train on sequences, and choosing the adapters' strength
+    without held-out data.
+    """
     if settings.replay is None and settings.replay_data is not None:
         raise MespError("--replay-data has no use without --replay: say which share.")
     refused = {
@@ -158,7 +165,7 @@ def _check_forgetting(settings: TrainSettings, manifest: Manifest) -> None:
         if settings.general is not None:
             raise MespError("--general has no use without --max-forgetting: leave it out.")
         return
-    # Their loss on the data's answers says little about what they learn.
+    # The loss on the data's answers says little about what these runs learn.
     for typed, is_given in refused.items():
         _refuse_beside(typed, {"--max-forgetting": is_given})
     if not settings.val_batches or "valid" not in manifest.data:
@@ -169,7 +176,7 @@ def _check_forgetting(settings: TrainSettings, manifest: Manifest) -> None:
 
 
 def _check_privacy(settings: TrainSettings) -> None:
-    """Refuses what does not go together with DP-SGD."""
+    """Refuses settings that do not go together with DP-SGD."""
     if settings.dp_clip is None and settings.dp_noise is None:
         return
     if settings.dp_clip is None or settings.dp_noise is None:
@@ -191,8 +198,7 @@ def _check_privacy(settings: TrainSettings) -> None:
 
 
 def _refuse_beside(option: str, others: Mapping[str, bool]) -> None:
-    """Raises MespError where one of the `others` is given: those that do not go together with
-    `option`."""
+    """Raises MespError if one of the `others` is given, which do not go together with `option`."""
     for typed, is_given in others.items():
         if is_given:
             raise MespError(f"{typed} does not go together with {option}: leave out one of them.")

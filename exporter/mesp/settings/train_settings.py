@@ -1,7 +1,7 @@
-"""The settings of a training run, each declared once: `declaration.py` says what derives from them.
+"""The settings of a training run, each declared once; `declaration.py` says what uses them.
 
-After a change `make generated` writes `Core/Run/RunSettings.swift` of them. `rules.py` says which
-go together.
+After a change, `make generated` writes `Core/Run/RunSettings.swift` from them. `rules.py` has the
+rules between them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mesp.settings.optimizer_defaults import (
     choose_optimizer,
 )
 
-# The choices of a setting, described for those who read the API of Swift.
+# The choices of a setting, with descriptions for readers of the Swift API.
 METHODS = {
     "mesp": "The structured backward pass, written by hand.",
     "mebp": "The same loop over blocks, with gradients from automatic differentiation.",
@@ -56,7 +56,7 @@ OFFLOADS = {
 }
 PREFERRED_SEQ_LEN = 256
 GROUP_SIZE = 8  # of sampled answers
-MAX_STEPS = 10**6  # so many that nobody minds, and so few that no product of them overflows
+MAX_STEPS = 10**6  # large enough for any run, and small enough that no product of it overflows
 MAX_SEQUENCES = 1 << 16  # of a step
 
 
@@ -64,8 +64,8 @@ MAX_SEQUENCES = 1 << 16  # of a step
 class TrainSettings(Settings):
     """The settings of a run, which depends on nothing else besides its bundle.
 
-    A setting that is None, where None is not a value, depends on the bundle: `complete` fills it
-    in.
+    A setting that is None, although None is not one of its values, depends on the bundle:
+    `complete` fills it in.
     """
 
     steps: int = setting(
@@ -275,8 +275,9 @@ class TrainSettings(Settings):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> TrainSettings:
-        """The settings by these names. Raises MespError where one is unknown, or there are no
-        `steps`."""
+        """Returns the settings with these names. Raises MespError if one is unknown, or if `steps`
+        is missing.
+        """
         known = [each.name for each in fields(cls)]
         if unknown := [name for name in given if name not in known]:
             raise MespError(f"There is no setting {unknown[0]}; there are {', '.join(known)}.")
@@ -285,10 +286,11 @@ class TrainSettings(Settings):
         return cls(**given)
 
     def complete(self, manifest: Manifest, paper: bool = False) -> TrainSettings:
-        """With what goes by the bundle filled in: the sequence length, the rank and the update,
-        the `paper`'s or the default.
+        """Returns the settings with the bundle's defaults filled in.
 
-        Raises MespError where the bundle cannot serve it, or `paper` and another update are given.
+        These are the sequence length, the rank and the update, the `paper`'s or the default. Raises
+        MespError if the bundle does not support a setting, or if `paper` and another update are
+        given.
         """
         update = PAPER if paper else {}
         for name, value in update.items():
@@ -317,7 +319,9 @@ class TrainSettings(Settings):
 
 
 def _choose(available: Iterable[int], wanted: int | None, what: str, preferred: int) -> int:
-    """The value asked for, if the bundle has it; by default the preferred one or the largest."""
+    """Returns the value asked for, if the bundle has it; by default the preferred one or the
+    largest.
+    """
     if wanted is None:
         return preferred if preferred in available else max(available)
     if wanted not in available:

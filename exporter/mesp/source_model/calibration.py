@@ -13,14 +13,14 @@ from mesp.source_model.find import Source
 from mesp.source_model.forward_pass import SideInputs, SourceModel, product
 
 SEQUENCES, LENGTH = 4, 128  # that the model reads; more of both change little
-# Sequences of a text, of which products of two inputs are taken too. There are many of them, so
-# fewer tokens do not tell them from chance.
+# Sequences of a text, if products of two inputs are computed too. Products are many, so few tokens
+# estimate them badly.
 CALIBRATION_SEQUENCES = 16
-WIDEST = 4096  # inputs whose products are taken: these are 67.1 MB a matrix
+WIDEST = 4096  # the most inputs with products, which take 67.1 MB a matrix
 
 
 def draw_tokens(vocab_size: int) -> np.ndarray:
-    """Ids that are all as likely: without any text, moments are taken of these."""
+    """Returns equally likely ids, from which moments are computed if there is no text."""
     return np.random.default_rng(0).integers(vocab_size, size=SEQUENCES * LENGTH)
 
 
@@ -28,7 +28,9 @@ def choose_excerpts(
     tokens: np.ndarray, source: Source, arch: Architecture, count: int = SEQUENCES,
     length: int = LENGTH,
 ) -> list[list[int]]:  # fmt: skip
-    """Sequences of tokens from places spread over a text, each after the id that begins one."""
+    """Returns sequences of tokens from evenly spread places of a text, each after the begin
+    token.
+    """
     count = min(count, max(len(tokens) // length, 1))
     starts = np.linspace(0, max(len(tokens) - length, 0), count, dtype=int)
     begin = complete(source.config).get("bos_token_id")
@@ -37,10 +39,11 @@ def choose_excerpts(
 
 
 class Moments:
-    """Of what each matrix of a model multiplies while it reads `sequences`: sums over the tokens of
-    each input's square, and `with_products` of the products of two inputs.
+    """The second moments of matrices' inputs, while the model reads `sequences`.
 
-    Blocks are run in their order, each as it is asked for: only what goes into the next is kept.
+    They are sums over the tokens of each input's square, and `with_products` of the products of two
+    inputs. Blocks run in order, each when it is asked for: only the inputs of the next block are
+    kept.
     """
 
     def __init__(
@@ -50,17 +53,19 @@ class Moments:
         self.sequences = sequences
         self.with_products = with_products
         self.done = 0
-        self.xs: list[mx.array] = []  # what goes into the next block
+        self.xs: list[mx.array] = []  # the inputs of the next block
         self.side_inputs: list[SideInputs] = []
 
     def of_block(self, index: int) -> dict[str, mx.array]:
-        """By the block's modules [in], and with products [in, in] of modules with at most WIDEST
-        inputs. Raises ValueError where it is not the next one's turn.
+        """Returns the moments [in] of a block's modules, by name.
+
+        With products, modules with at most WIDEST inputs have [in, in]. Raises ValueError unless
+        the block is the next one.
         """
         if index != self.done:
             raise ValueError(f"block {self.done} comes before block {index}")
         found: dict[str, mx.array] = {}
-        last: tuple[mx.array, mx.array] | None = None  # several modules multiply the same
+        last: tuple[mx.array, mx.array] | None = None  # several modules have the same input
 
         def seen(module: str, x: mx.array) -> None:
             nonlocal last
@@ -83,5 +88,5 @@ class Moments:
         return mx.square(x).sum(axis=0)
 
     def of_head(self) -> mx.array:
-        """Of what the head multiplies, after all blocks: the squares alone."""
+        """Returns the moments of the head's input, after all blocks: squares only."""
         return sum(mx.square(self.model.final(x)[0]).sum(axis=0) for x in self.xs)

@@ -19,15 +19,15 @@ CODE = ("auto_map", "custom_pipelines", "model_file")
 
 
 def files_to_copy(names: Iterable[str]) -> list[str]:
-    """Of the files in a model's folder, those that are copied beside its weights: no code."""
+    """Returns the files of a model's folder that are copied beside its weights; none is code."""
     return sorted(name for name in names if name in TOKENIZER_FILES or is_terms(name))
 
 
 def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
-    """Copies files of `source`, configurations without the code that they name.
+    """Copies files of `source`; configurations are written without the code that they name.
 
-    Raises MespError where one is a link to a file outside of `source`; a file in a cache of the
-    Hugging Face Hub is one to a folder beside it. OSError where one cannot be copied.
+    Raises MespError if one is a link to a file outside of `source`. In a cache of the Hugging Face
+    Hub, links to the folder beside it are allowed. Raises OSError if a file cannot be copied.
     """
     root = root_of(source)
     for name in names:
@@ -42,9 +42,9 @@ def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
 
 
 def configs_naming_code(source: Path, names: Iterable[str]) -> list[str]:
-    """Of the files in a folder, the configurations that name code.
+    """Returns the configurations in a folder that name code.
 
-    Raises MespError where one is not a JSON object, and OSError where it cannot be read.
+    Raises MespError if one is not a JSON object, and OSError if it cannot be read.
     """
     configs = {name: _read(source / name) for name in names if name in _CONFIGS}
     return [name for name, config in configs.items() if without_code(config) != config]
@@ -72,7 +72,7 @@ def write_config(path: Path, config: dict[str, Any]) -> None:
 
 
 def without_code(value: Any) -> Any:
-    """A JSON value without what names Python code, at any depth."""
+    """Returns a JSON value without keys that name Python code, at any depth."""
     if isinstance(value, dict):
         return {key: without_code(each) for key, each in value.items() if key not in CODE}
     return [*map(without_code, value)] if isinstance(value, list) else value

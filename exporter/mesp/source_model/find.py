@@ -32,7 +32,7 @@ DEMO = Path(__file__).parents[1] / "demo_model"
 class Source:
     """The source of a model; `folder` is None for random weights of a known geometry.
 
-    For a GGUF file, `folder` holds its tokenizer, and goes when `temporary` does.
+    For a GGUF file, `folder` holds its tokenizer, and is deleted with `temporary`.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Source:
 
 
 def find_source(model: str, random_weights: bool) -> Source:
-    """Finds a model by short name, folder, GGUF file, Hub id or ``demo``, downloading it where need
-    be. A GGUF file on the Hub is ``owner/name/file.gguf`` or, by its quantization, as llama.cpp has
-    it, ``owner/name:Q4_K_M``.
+    """Finds a model by short name, folder, GGUF file, Hub id or ``demo``, and downloads it if
+    necessary.
 
-    With `random_weights` only its geometry and tokenizer are needed, and for a short name nothing
-    is downloaded. Raises MespError if there is no such model.
+    A GGUF file on the Hub is ``owner/name/file.gguf`` or, with its quantization, as in llama.cpp,
+    ``owner/name:Q4_K_M``. With `random_weights` only the geometry and tokenizer are needed; for a
+    short name nothing is downloaded. Raises MespError if there is no such model.
     """
     if model == "demo":
         return replace(_local_source(DEMO), name="demo", id="demo")
@@ -77,13 +77,13 @@ def find_source(model: str, random_weights: bool) -> Source:
 
 
 def _has_model(folder: Path, random_weights: bool) -> bool:
-    """Whether a folder has a config.json and, where they are needed, weights."""
+    """Returns whether a folder has a config.json and, unless they are random, weights."""
     has_weights = random_weights or any(folder.glob("model*.safetensors"))
     return has_weights and (folder / "config.json").exists()
 
 
 def _refuse_gguf(name: str, files: list[str]) -> None:
-    """Raises MespError if there are GGUF files: one of them must be named."""
+    """Raises MespError if there are GGUF files, because one of them must be named."""
     if files:
         raise MespError(
             f"{name} holds its model as GGUF files; name the one to read: --model {files[0]}"
@@ -110,8 +110,10 @@ def _hub_source(repo: str, random_weights: bool = False) -> Source:
 
 
 def _gguf_source(file: Path, repository: Path) -> Source:
-    """The model of a GGUF file, with its tokenizer, and its terms as the folder `repository` has
-    them, in a temporary folder."""
+    """Returns the model of a GGUF file, with a temporary folder for its tokenizer and terms.
+
+    The terms are those in the folder `repository`.
+    """
     try:
         from mesp.source_model.gguf.config import config_of
         from mesp.source_model.gguf.header import GGUF
@@ -140,7 +142,7 @@ def _gguf_source(file: Path, repository: Path) -> Source:
 
 
 def _hub_gguf(repo: str, file: str) -> Source:
-    """A GGUF file of a repository."""
+    """Returns the model of a GGUF file in a Hub repository."""
     folder = download_gguf_file(repo, file)
     source = _gguf_source(folder / file, folder)
     return replace(source, id=f"{repo}/{file}", revision=folder.name)

@@ -1,4 +1,4 @@
-"""The forward pass of a source model, block after block, some rows of a matrix at a time."""
+"""The forward pass of a source model, one block after another, some rows of a matrix at a time."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from mesp.quantization.quantize_rows import read_rows
 
 TILE = 1 << 22  # elements of a matrix that are multiplied at a time
 
-Seen = Callable[[str, mx.array], None]  # is told what goes into a module
+Seen = Callable[[str, mx.array], None]  # is called with the name and input of a module
 
 
 def product(x: mx.array, W: mx.array) -> mx.array:
-    """x Wᵀ by NumPy: the BLAS in MLX's wheels for Linux takes some 30 times as long."""
+    """Returns x Wᵀ by NumPy: the BLAS in MLX's wheels for Linux takes some 30 times as long."""
     return mx.array(np.asarray(x.astype(mx.float32)) @ np.asarray(W).T)
 
 
 @dataclass(frozen=True)
 class SourceProjection:
-    """x Wᵀ + bias, float32: some outputs of a module, W [out, in] and bias [out] or None."""
+    """Some outputs of a module, x Wᵀ + bias, float32; W [out, in] and bias [out] or None."""
 
-    read: Callable[[slice], mx.array]  # rows of W
+    read: Callable[[slice], mx.array]  # returns rows of W
     shape: tuple[int, int]
     bias: mx.array | None
     seen: Callable[[mx.array], None]
@@ -55,22 +55,24 @@ class SideInputs:
 
     tokens: Sequence[int]
     x0: mx.array  # the first block's input
-    # By the block that has them, keys and values that others take too.
+    # Keys and values that other blocks use too, by the block that computes them.
     shared: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SourceModel:
-    """A source model that is run without LoRA, in float32."""
+    """A source model that runs without LoRA, in float32."""
 
     weights: Weights
     arch: Architecture
-    quantizations: Quantizations  # of matrices that come quantized
+    quantizations: Quantizations  # of matrices that are quantized in the source
 
     def matrix(
         self, name: str, shape: tuple[int, int], rows: slice, expert: int | None = None
     ) -> mx.array:
-        """Some rows of a matrix [out, in], float32; of stacked matrices that of the `expert`."""
+        """Returns some rows of a matrix [out, in], float32; `expert` is the index of a stacked
+        matrix.
+        """
         stacked, name = name, name if expert is None else name_of_expert(name, expert)
         if not self.weights.is_quantized(name):
             return self.weights.rows(f"{name}.weight", shape, rows).astype(mx.float32)
@@ -79,16 +81,18 @@ class SourceModel:
         return dequantize(packed, scales, *(biases or [None]), quantization.in_bundle)
 
     def embed(self, tokens: Sequence[int]) -> mx.array:
-        """The input of the first block, float32 [1, T, hidden]."""
+        """Returns the input of the first block, float32 [1, T, hidden]."""
         rows = [self.table("model.embed_tokens", slice(t, t + 1)) for t in tokens]
         return self.arch.embedding_scale * mx.concatenate(rows)[None]
 
     def table(self, name: str, rows: slice) -> mx.array:
-        """Some rows of the embedding or the head, float32."""
+        """Returns some rows of the embedding or the head, float32."""
         return self.matrix(name, (self.arch.vocab_size, self.arch.hidden_size), rows)
 
     def per_layer(self, index: int, side: SideInputs) -> mx.array | None:
-        """A layer's part of the tokens' embeddings for each layer, [1, T, size]."""
+        """Returns a layer's part of the tokens' embeddings for each layer, [1, T, size]; None
+        without them.
+        """
         if self.arch.per_layer is None:
             return None
         size, shapes = self.arch.per_layer.size, self.arch.per_layer_shapes
@@ -106,7 +110,7 @@ class SourceModel:
     def block(
         self, index: int, x: mx.array, side: SideInputs, seen: Seen = lambda module, x: None
     ) -> mx.array:
-        """The output of a block for the input x [1, T, hidden]."""
+        """Returns the output of a block for the input x [1, T, hidden]."""
         block, prefix, weights = self.arch.blocks[index], f"model.layers.{index}.", self.weights
 
         def vector(name: str, shape: tuple[int, ...]) -> mx.array:
@@ -125,7 +129,7 @@ class SourceModel:
                 return self.matrix(prefix + module, sizes[module], some)
 
             bias = vector(f"{module}.bias", (biases[module],))[rows] if module in biases else None
-            is_first = rows.start == 0  # of those in a fused module, which take the same
+            is_first = rows.start == 0  # of a fused module's projections, which have the same input
             return SourceProjection(
                 read, shape, bias, lambda x: seen(module, x) if is_first else None
             )
@@ -159,13 +163,13 @@ class SourceModel:
         return y
 
     def final(self, x: mx.array) -> mx.array:
-        """The input of the head, from the output of the last block."""
+        """Returns the input of the head, from the output of the last block."""
         size, arch = (self.arch.hidden_size,), self.arch
         weight = read_norm(self.weights, "model.norm.weight", size, arch) / arch.logits_scaling
         return rms_norm(x, weight, arch.rms_norm_eps)
 
     def logits(self, final: mx.array, rows: slice) -> mx.array:
-        """The logits of some ids, of what `final` gives."""
+        """Returns the logits of some ids, from the result of `final`."""
         name = "model.embed_tokens" if self.arch.tie_word_embeddings else "lm_head"
         z = product(final, self.table(name, rows))
         return soft_cap(z, self.arch.final_logit_softcapping)

@@ -17,10 +17,10 @@ TILE = 1 << 20  # logits that are computed at a time
 
 @dataclass(frozen=True)
 class QuantizationLoss:
-    """Over the positions of some sequences, of a model and of its source.
+    """The distance of a model from its source over the positions of some sequences.
 
-    `kl` [n] is of each position the sum of p ln(p / q) over the vocabulary, p the source's and q
-    the model's; `source` and `model` [m] are -ln p and -ln q of the tokens that come next.
+    `kl` [n] has, for each position, the sum of p ln(p / q) over the vocabulary, p of the source and
+    q of the model; `source` and `model` [m] are -ln p and -ln q of the tokens that come next.
     """
 
     kl: np.ndarray
@@ -29,17 +29,17 @@ class QuantizationLoss:
 
     @classmethod
     def of(cls, parts: Iterable[QuantizationLoss]) -> QuantizationLoss:
-        """Of several together."""
+        """Returns several losses as one."""
         return cls(*map(np.concatenate, zip(*(vars(p).values() for p in parts), strict=True)))
 
     @property
     def perplexities(self) -> tuple[float, float]:
-        """The source's and the model's."""
+        """The perplexities of the source and of the model."""
         return math.exp(self.source.mean()), math.exp(self.model.mean())
 
 
 def compute_head_inputs(model: SourceModel, sequences: Sequence[Sequence[int]]) -> list[mx.array]:
-    """The inputs of the head, float32 [T, hidden] a sequence; blocks run one by one."""
+    """Returns the inputs of the head, float32 [T, hidden] a sequence; blocks run one by one."""
     xs = [model.embed(tokens) for tokens in sequences]
     side_inputs = list(map(SideInputs, sequences, xs))
     for index in range(model.arch.num_hidden_layers):
@@ -55,8 +55,10 @@ def measure_loss(
     of_source: list[mx.array] | None = None,
     of_model: list[mx.array] | None = None,
 ) -> QuantizationLoss:
-    """The distance of `model` from `source`; the results of `compute_head_inputs`
-    for both may be given."""
+    """Returns the distance of `model` from `source`.
+
+    The results of `compute_head_inputs` for both may be given.
+    """
     found = (
         of_source or compute_head_inputs(source, sequences),
         of_model or compute_head_inputs(model, sequences),
@@ -69,7 +71,9 @@ def measure_loss(
 
 
 class _Distribution:
-    """ln Σ exp(z) of logits that come in tiles, and the logits of the tokens that come next."""
+    """The sum ln Σ exp(z) over logits that come in tiles, and the logits of the tokens that come
+    next.
+    """
 
     def __init__(self, length: int):
         self.top = mx.full((length,), -mx.inf)
@@ -96,7 +100,9 @@ class _Distribution:
 def _compare(
     source: SourceModel, model: SourceModel, x: mx.array, y: mx.array, tokens: Sequence[int]
 ) -> QuantizationLoss:
-    """Of one sequence, from what `compute_head_inputs` gives for both models."""
+    """Returns the loss of one sequence, from the results of `compute_head_inputs` for both
+    models.
+    """
     p, q = _Distribution(len(tokens)), _Distribution(len(tokens))
     for rows in cut(source.arch.vocab_size, max(TILE // len(tokens), 1)):
         zp, zq = source.logits(x, rows), model.logits(y, rows)

@@ -1,4 +1,4 @@
-"""Random weights, for those who only measure memory and time."""
+"""Random weights, for measuring memory and time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 
 class RandomWeights:
-    """Weights of a geometry, drawn at random as they are asked for; see `Weights`."""
+    """Weights of a geometry, drawn at random when they are read; see `Weights`."""
 
     has_float16_scales = False
     is_converted = False
 
     def __init__(self, seed: int, norm: float = 1.0):
-        """`norm` is what the norms' weights are."""
+        """Sets the seed, and the value `norm` of all weights of norms."""
         self.seed, self.norm = seed, norm
         self.generators: dict[str, np.random.Generator] = {}
 

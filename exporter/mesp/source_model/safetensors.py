@@ -1,4 +1,4 @@
-"""Reads the weights of a model folder, `model*.safetensors`."""
+"""Reads the weights in a model folder, `model*.safetensors`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from mesp.models.architecture import Architecture
 from mesp.models.mlps import MOST_EXPERTS
 from mesp.models.tensor_names import CONVOLUTIONS, changes_nothing, name_of_expert, names_here
 
-# Types in a safetensors file: as NumPy reads them (it has no bfloat16), and what they are.
+# Types in a safetensors file: the NumPy dtype to read them with (it has no bfloat16), and MLX's
+# dtype.
 TENSOR_DTYPES = {
     "F32": (np.float32, mx.float32),
     "F16": (np.float16, mx.float16),
@@ -27,8 +28,8 @@ TENSOR_DTYPES = {
 FLOATS = ("F32", "F16", "BF16")
 
 
-HEADER = 16 << 20  # bytes: of a file with 100,000 tensors
-ROWS = 1 << 12  # of a table that are compared at a time
+HEADER = 16 << 20  # bytes: enough for a file with 100,000 tensors
+ROWS = 1 << 12  # of a table, that are compared at a time
 _EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
 
 
@@ -36,11 +37,12 @@ class SafetensorsWeights:
     """The tensors of a model folder, mapped, and read by rows; see `Weights`."""
 
     def __init__(self, folder: Path, arch: Architecture):
-        """Raises MespError where a file is missing or damaged, and where the files hold other
-        tensors than the architecture has."""
+        """Raises MespError if a file is missing or damaged, or if the files hold other tensors than
+        the architecture.
+        """
         self.folder, self.arch = folder, arch
         self.is_converted = False
-        self.left_out = 0  # tensors that take no part, of vision for example
+        self.left_out = 0  # tensors that are not used, for example of vision
         self.tensors: dict[str, tuple[np.ndarray, mx.Dtype]] = {}
         self.expected = _names(arch)
         for file in _files(folder):
@@ -54,9 +56,10 @@ class SafetensorsWeights:
             )
 
     def _map(self, file: Path) -> None:
-        """Adds a file's tensors: after its length, a JSON header says where in the rest each lies.
+        """Adds a file's tensors: a JSON header, after its length, tells the place of each in the
+        rest.
 
-        The safetensors package is not used as it cannot read part of a bfloat16 tensor.
+        The safetensors package is not used, because it cannot read part of a bfloat16 tensor.
         """
         try:
             if not stat.S_ISREG(file.stat().st_mode):
@@ -77,13 +80,13 @@ class SafetensorsWeights:
             raise MespError(
                 f"The weights {file} cannot be read ({error.strerror}); download the model again."
             ) from error
-        except Exception as error:  # a damaged header can say anything
+        except Exception as error:  # a damaged header can contain anything
             raise MespError(
                 f"The weights {file} are truncated or damaged; download the model again."
             ) from error
 
     def _add(self, theirs: str, tensor: dict[str, Any], data: np.ndarray) -> None:
-        """Adds a tensor of a file by its names here."""
+        """Adds a tensor of a file under its names here."""
         names = names_here(theirs, self.arch)
         if not names:
             self.left_out += 1
@@ -103,7 +106,7 @@ class SafetensorsWeights:
             raise ValueError("a shape or an offset that is no count")
         array = data[begin:end].view(stored).reshape(tensor["shape"])
         if names[0].endswith(CONVOLUTIONS) and array.ndim == 3:
-            # [channels, 1, kernel], or as mlx-lm has it [channels, kernel, 1]
+            # [channels, 1, kernel], or in mlx-lm's form [channels, kernel, 1]
             self.is_converted = array.shape[2] == 1
             array = array.reshape(len(array), -1)
         are_stacked = ".switch_mlp." in names[0] and array.ndim == 3
@@ -135,13 +138,13 @@ class SafetensorsWeights:
                 self.tensors[each] = its
 
     def _is_known(self, name: str) -> bool:
-        """Whether the architecture has the tensor, or a matrix that it is a part of."""
+        """Returns whether the architecture has the tensor, or a matrix that it is part of."""
         stem, _, part = name.rpartition(".")
         if part in ("scales", "biases"):
             name = f"{stem}.weight"
         if name in self.expected or name == f"{_HEAD}weight":
             return True
-        return f"{name_of_expert(stem, 0)}.weight" in self.expected  # stacked
+        return f"{name_of_expert(stem, 0)}.weight" in self.expected  # one of stacked matrices
 
     def _unused(self, name: str) -> MespError:
         if name.startswith("language_model."):
@@ -155,8 +158,10 @@ class SafetensorsWeights:
         )
 
     def _find_head(self) -> None:
-        """Takes what is stored: where the config.json ties the head to the embedding, one of them
-        may be missing, or both may be there and differ."""
+        """Chooses the head and the embedding that are stored.
+
+        If the config.json ties them, one may be missing, or both may be stored and differ.
+        """
         embedding, head = (
             {name.removeprefix(its): a for name, a in self.tensors.items() if name.startswith(its)}
             for its in (_EMBEDDING, _HEAD)
@@ -174,8 +179,9 @@ class SafetensorsWeights:
             self.arch = replace(self.arch, tie_word_embeddings=False)
 
     def _check_types(self) -> None:
-        """Raises MespError unless packed weights are of 32 bits, scales without biases of 8, and
-        all others are numbers with a fraction."""
+        """Raises MespError unless packed weights have 32 bits, scales without biases 8, and all
+        others are floating-point numbers.
+        """
         for name, (_, dtype) in self.tensors.items():
             stem, _, part = name.rpartition(".")
             allowed = FLOATS
@@ -218,8 +224,9 @@ class SafetensorsWeights:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a folder's weights, as transformers chooses: one for all, or else those of the
-    index; without an index all that there are. Raises MespError where one is missing."""
+    """Returns the weight files of a folder, chosen as transformers does: one for all, or those of
+    the index, or without an index all of them. Raises MespError if one is missing.
+    """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
         return [whole]
@@ -240,7 +247,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _names(arch: Architecture) -> set[str]:
-    """The names here of the architecture's tensors, each of stacked matrices by itself."""
+    """Returns the names here of the architecture's tensors, with each stacked matrix separately."""
     names = set()
     for name, (count, *_) in arch.tensors().items():
         if ".switch_mlp." in name:
@@ -252,7 +259,7 @@ def _names(arch: Architecture) -> set[str]:
 
 
 def _are_equal(one: tuple[np.ndarray, mx.Dtype], other: tuple[np.ndarray, mx.Dtype]) -> bool:
-    """Whether two tensors hold the same numbers."""
+    """Returns whether two tensors hold the same numbers."""
     (a, dtype), (b, other_dtype) = one, other
     return (dtype, a.shape) == (other_dtype, b.shape) and all(
         np.array_equal(a[i : i + ROWS], b[i : i + ROWS]) for i in range(0, len(a), ROWS)
@@ -260,5 +267,5 @@ def _are_equal(one: tuple[np.ndarray, mx.Dtype], other: tuple[np.ndarray, mx.Dty
 
 
 def _is_name(name: object) -> bool:
-    """Whether it is a file's name, without a folder."""
+    """Returns whether a value is a file name without a folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not {*"/\0"} & {*name}

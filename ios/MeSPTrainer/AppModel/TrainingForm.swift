@@ -208,7 +208,7 @@ import Observation
                 ? "\(bundle.name) learns to write like \(file.lastPathComponent)."
                 : "\(bundle.name) learns the records of \(file.lastPathComponent)."
         case .pasted: return "\(bundle.name) learns to write like the text that you paste under More."
-        case .choices: return "\(bundle.name) learns which answers you like, from what you chose under Try It."
+        case .choices: return "\(bundle.name) learns which answers you like, from your choices under Try It."
         }
     }
 

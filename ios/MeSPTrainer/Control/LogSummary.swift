@@ -129,7 +129,7 @@ extension LogRecord.Strength {
     public var sentence: Sentence {
         guard strength > 0 else {
             return
-                "The model is as it was before: nothing that was learned improves held-out text and leaves the rest as it was."
+                "The model is unchanged: nothing it learned improves held-out text and leaves other text as good as before."
         }
         let loss = (String(format: "%.2f", lossBefore), String(format: "%.2f", lossAfter))
         let other = String(format: "%+.1f", 100 * expm1(generalAfter - generalBefore))

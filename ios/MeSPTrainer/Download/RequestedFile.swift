@@ -39,7 +39,7 @@ struct RequestedFile: Sendable {
         case 401, 403:
             // The Hub redirects to addresses that expire.
             guard response.url?.host == request.url?.host else {
-                throw RetryableFailure(sentence: "The Hub's address of \(what) is no longer good; try again.")
+                throw RetryableFailure(sentence: "The Hub's address of \(what) is no longer valid; try again.")
             }
             throw MeSPError("\(repository) is not open to everybody; see \(page), or take another repository.")
         case 404:

@@ -51,7 +51,7 @@ package struct FederatedRun {
         let model = manifest.model
         let name = [model.id, model.revision].compactMap { $0 }.joined(separator: "@")
         guard config["model"] == .text(name) else {
-            throw MeSPError("\(bundle.path) is of \(name), and the round is of another model.")
+            throw MeSPError("\(bundle.path) is a bundle of \(name), and the round is for another model.")
         }
         switch config["exchange"] {
         case .text("float32"): isRounded = false
@@ -198,7 +198,7 @@ package struct FederatedRun {
 /// A matrix that came, in float32: rounded it is bfloat16, as the bits of uint16.
 private func numbers(_ array: FlowerArray, isRounded: Bool) throws -> [Float] {
     guard array.kind == (isRounded ? .uint16 : .float32) else {
-        throw MeSPError("The server sent matrices in another form than it says.")
+        throw MeSPError("The server sent matrices in a form other than the one it states.")
     }
     let numbers: [Float] = array.data.withUnsafeBytes { bytes in
         stride(from: 0, to: bytes.count, by: isRounded ? 2 : 4).map { place in

@@ -69,11 +69,11 @@ struct FleetAPI: Sendable {
             throw Unreachable(sentence: "\(server.absoluteString) takes too long to answer.")
         } catch HTTPTransport.Failure.tooLong {
             throw MeSPError(
-                "\(server.absoluteString) answers \(name) with more bytes than any answer of Flower's has; ask its operator."
+                "\(server.absoluteString) answers \(name) with more bytes than any answer of Flower has; ask its operator."
             )
         } catch HTTPTransport.Failure.unsaidLength {
             throw MeSPError(
-                "\(server.absoluteString) answers \(name) compressed or without a length, as no SuperLink of Flower's does; ask its operator."
+                "\(server.absoluteString) answers \(name) compressed or without a length, which no SuperLink of Flower does; ask its operator."
             )
         }
         switch status {

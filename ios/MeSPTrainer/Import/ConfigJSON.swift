@@ -92,7 +92,7 @@ struct ConfigJSON {
         if PlainFamilies.families[modelType] != nil { return modelType }
         guard !PlainFamilies.names.contains(modelType) else {
             throw MeSPError(
-                "\(model) is a \(modelType) model, which is not made into a bundle here; export it on a computer: mesp-export --model \(source)"
+                "\(model) is a \(modelType) model, which cannot be made into a bundle here; export it on a computer: mesp-export --model \(source)"
             )
         }
         let inText = config["text_config"]?.fields ?? [:]
@@ -100,9 +100,9 @@ struct ConfigJSON {
             if let reason = PlainFamilies.lacking[modelType] {
                 " (\(Sentence(english: reason)))"
             } else if (Array(config.keys) + Array(inText.keys)).contains(where: { $0.contains("expert") }) {
-                " (it mixes experts in a way of its own)"
+                " (its mixture of experts is of another kind)"
             } else if config["text_config"] != nil {
-                " (it is of several modalities, and the trainer takes text alone)"
+                " (it has several modalities, and the trainer takes only text)"
             } else { "" }
         throw MeSPError(
             "The architecture '\(modelType)' is not supported\(lacking); supported are \(PlainFamilies.names.joined(separator: ", "))."

@@ -24,7 +24,7 @@ public struct Adapters: Sendable, Equatable {
         }
         guard url.hasAdapters else {
             throw FineTuningError(
-                "The adapters in \(url.path) are no longer there: a later run has finished; take the present ones.")
+                "The adapters in \(url.path) are no longer there: a later run has finished; take its adapters.")
         }
         defer { try? files.removeItem(at: partial) }
         do {

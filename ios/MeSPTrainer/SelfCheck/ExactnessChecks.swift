@@ -209,7 +209,7 @@ extension CheckSuite {
 
     func compareGradientsWithMeBP() throws -> Finding {
         guard bundle.manifest.blocks.allSatisfy(\.hasFunctions) else {
-            throw Skipped(reason: "The bundle lacks functions, which automatic differentiation takes.")
+            throw Skipped(reason: "The bundle lacks functions, which automatic differentiation needs.")
         }
         let trainer = try makeTrainer(fewBlocks(.mesp))
         let (loss, ours) = try gradients(trainer)

@@ -1,4 +1,4 @@
-"""The README's picture of peak memory."""
+"""Tests of the README's picture of peak memory."""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""tools/studies/parity.py: MeSP against mlx-lm's trainer, and how differences are assessed."""
+"""Tests of tools/studies/parity.py: MeSP and mlx-lm's trainer, and the assessment of
+differences.
+"""
 
 import dataclasses
 import json
@@ -37,12 +39,12 @@ def test_an_interval_is_that_of_paired_means():
     noise = draw.normal(0, 0.2, 400)
     baseline = scores(base, exact)
     assert paired([baseline], [baseline], what="loss") == (0, 0, 0)
-    # Nats a token: of two targets each. The sequences' own spread, much larger, is not in it.
+    # Nats a token, for two targets each. The sequences' own spread, which is much larger, cancels.
     other = scores(base + 0.1 + noise, exact)
     difference = paired([other], [baseline], what="loss")
     half = 1.96 * noise.std() / 2 / np.sqrt(400)
     assert difference.mean == pytest.approx(0.05 + noise.mean() / 2)
-    # The ends are themselves drawn: 10,000 resamples find them to a few hundredths of the half.
+    # The bounds are random too: 10,000 resamples find them to a few hundredths of the half-width.
     assert difference.high - difference.mean == pytest.approx(half, rel=0.1)
     assert difference.mean - difference.low == pytest.approx(half, rel=0.1)
     assert not difference.is_within(0.01) and difference.is_within(0.1)
@@ -53,13 +55,13 @@ def test_what_is_right_counts_by_the_sequence():
     better = scores(np.ones(100), np.arange(100) < 60)
     difference = paired([better] * 3, [scores(np.ones(100), exact)] * 3, what="exact")
     assert difference.mean == pytest.approx(0.1)
-    # Three seeds that agree say no more than one: the sequences are what is drawn.
+    # Three seeds that agree are no more information than one, because sequences are drawn.
     assert difference.low == pytest.approx(0.1 - 1.96 * 0.03, abs=0.01)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def in_this_process() -> Iterator[None]:
-    """The project's commands: starting Python takes longer than most do."""
+    """Runs the project's commands in this process: starting Python takes longer than most do."""
 
     def command(module: str, *arguments: object) -> None:
         call(module.rpartition(".")[2], *arguments)
@@ -72,7 +74,7 @@ def in_this_process() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A bundle of the demo model with problems of GSM8K's form, of which three are held out."""
+    """Returns a bundle of the demo model with problems in GSM8K's form, three of them held out."""
     pytest.importorskip("datasets", reason="what reads GSM8K is an extra")
     folder = tmp_path_factory.mktemp("gsm8k")
     splits = {"train": range(12), "test": range(100, 103)}
@@ -92,7 +94,7 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def test_a_problem_is_right_where_the_number_written_is(
     monkeypatch: pytest.MonkeyPatch, problems: Bundle
 ):
-    """However the solution goes; one that ends without a number is wrong."""
+    """The solution does not matter; one that ends without a number is wrong."""
     tokenizer = load_bundle_tokenizer(problems.path)
     asked, says = [], iter(["As I see it:\n#### 101", "It is 101 + 1.\n#### 101", "It is 103."])
 
@@ -137,7 +139,7 @@ def test_qlora_is_left_out_where_there_is_no_bitsandbytes(
 
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """A function that runs the tool with few held-out windows and returns its output.
+    """Returns a function that runs the tool with few held-out windows and returns its output.
 
     MLX is restored after the test.
     """
@@ -158,7 +160,7 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
 
 @pytest.mark.slow
 def test_packed_records_train_as_many_a_step(study: Callable[..., str]):
-    """As a batch of as many records does, and with fewer updates than one a step."""
+    """A batch of as many records does too, with fewer updates than one record a step."""
     small = ("--task", "classification", "--steps", 3, "--seeds", 1, "--optimizer", "sgd")
     printed = study("--packed", *small)
     rows = [line.split(" | ") for line in printed.splitlines() if "MeSP" in line]
@@ -182,7 +184,7 @@ def test_every_plan_trains_the_same(tmp_path: Path):
         for number, each in enumerate(options.values())
     )
     for each in others:
-        # The study's declaration; to the last digit of the log when this was written.
+        # The study promises this; when it was written, they agreed to the last digit of the log.
         assert np.abs(np.subtract(each.losses, first.losses)).max() <= parity.PLAN_MARGIN
 
 
@@ -191,8 +193,8 @@ def test_mesp_is_equivalent_to_mlx_lms_trainer(study: Callable[..., str]):
     find_engine()
     printed = study("--quick")
     apart = re.findall(r"^\| MeSP \|.*\| (\S+) \| [^|]+ \| [^|]+ \| yes \|$", printed, re.M)
-    # float32 on both sides, 8 steps: 2e-6 of a loss near 5 when this was written. AdamW divides by
-    # the gradient's own size, and so makes differences of small ones large.
+    # Both sides are float32, in 8 steps: the difference was 2e-6 of a loss near 5 when this was
+    # written. AdamW divides by the gradient's size, which enlarges differences of small gradients.
     assert len(apart) == 2 and all(float(each) < 1e-3 for each in apart)
     untrained, trained = (
         float(re.search(rf"^\| {row} \|[^|]*\| ([\d.]+) \|", printed, re.M)[1])
@@ -201,5 +203,5 @@ def test_mesp_is_equivalent_to_mlx_lms_trainer(study: Callable[..., str]):
     assert trained < untrained - 1
     header, _, none, *_ = printed.split("\n\n")[1].splitlines()
     other = header.split("|").index(" other text ")
-    # Of the demo model on another kind of text than its own.
+    # The demo model's perplexity on another kind of text.
     assert 20 < float(none.split("|")[other]) < 2000

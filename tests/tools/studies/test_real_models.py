@@ -1,4 +1,4 @@
-"""The small real models that PyPI has."""
+"""Tests of the small real models on PyPI."""
 
 from __future__ import annotations
 

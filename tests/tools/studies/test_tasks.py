@@ -1,4 +1,4 @@
-"""The tasks of the demos and the studies: what they ask, and when an answer is right."""
+"""Tests of the tasks of demos and studies: their questions, and when an answer is right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_neither_the_commands_nor_the_wordings_that_are_held_out_are_trained_on(
     commands = [{case.completion for case in cases} for cases in (train, held_out)]
     assert not commands[0] & commands[1]
     assert not set(house_requests.HEARD) & set(house_requests.UNHEARD)
-    # Every word that is to be found was heard in training, of another command.
+    # Every word that must be found occurs in training, in another command.
     words = [{w for c in each for w in json.loads(c).values()} for each in commands]
     assert words[1] <= words[0]
 
@@ -46,7 +46,7 @@ def test_a_request_names_what_its_answer_has(whens: dict[str, list[str]]):
 
 @pytest.mark.parametrize("wrong", [None, 3], ids=["right", "wrong"])
 def test_an_answer_is_right_to_the_letter(monkeypatch: pytest.MonkeyPatch, wrong: int | None):
-    """A wrong one is read to its end only where it is shown."""
+    """A wrong answer is read to its end only if it is shown."""
     case = house_requests.Case("Open the door.", '{"do": "open"}')
     tokenizer = load_bundle_tokenizer(DEMO_BUNDLE)
     right = [*tokenizer.encode(f" {case.completion}"), tokenizer.eos_token_id]
@@ -105,7 +105,7 @@ def test_a_note_says_what_its_entry_has():
 
 
 def times(spoken: str) -> list[str]:
-    """The times of day that a note has, by its words."""
+    """Returns the times of day in a note, by its words."""
     hour = "|".join(NUMBERS)
     found = []
     for match in re.finditer(

@@ -1,4 +1,4 @@
-"""Ternary forms of a model: what their codes stand for, and that an export keeps them."""
+"""Tests of ternary forms of a model: the meaning of their codes, and that an export keeps them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE = 24, 256
 
 
 def products(tokens: int = 512) -> mx.array:
-    """Of inputs that go together, some far larger than others."""
+    """Returns products of correlated inputs, some far larger than others."""
     generator = np.random.default_rng(1)
     mix = generator.normal(size=(SHAPE[1], SHAPE[1])) * generator.gamma(0.5, size=SHAPE[1])
     inputs = generator.normal(size=(tokens, SHAPE[1])) @ mix

@@ -1,4 +1,4 @@
-"""A step on weights of fewer bits beside the same on 4, also with less memory than these take."""
+"""Compares steps on weights of fewer bits with 4 bits, also with less memory than these take."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ from studies.benchmarks.processes import Tell, engine_program, run_program
 from studies.benchmarks.rows import engine_settings
 from studies.benchmarks.variants import Variant
 
-QUANTIZATIONS = ((4, 64), (3, 64), (2, 64), (2, 128))  # bits and groups; the first is compared with
+# Bits and group size; the first is the reference.
+QUANTIZATIONS = ((4, 64), (3, 64), (2, 64), (2, 128))
 GROUPS = Path("/sys/fs/cgroup")
-HELD = 0.75  # of the bytes of the first one's weights: what a control group holds
-# Puts the process into a control group, and becomes the program.
+HELD = 0.75  # the share of the first one's weights, in bytes, that fits into a control group
+# A command that puts its process into a control group, and becomes the program.
 JOIN = ("sh", "-c", 'echo $$ > "$0" && exec "$@"')
 
 
 def measure_bits(
     cells: list[Cell], steps: int, rounds: int, work: Path, tell: Tell
 ) -> Iterator[Row]:
-    """A row for each quantization of a geometry in memory, all on disk, and so in a control group
-    that holds less than the first one's weights. Their runs alternate."""
+    """Yields a row for each quantization of a geometry in memory, all on disk, and on disk in a
+    control group.
+
+    The group holds less than the first one's weights. Runs alternate.
+    """
     runs: dict[tuple[Cell, str], list[tuple[RunLog, float, int]]] = {}
     for _ in range(rounds):
         held = 0
@@ -71,8 +75,10 @@ def measure_bits(
 def run_and_count(
     command: list[str | Path], settings: dict[str, Any], work: Path, tell: Tell
 ) -> tuple[RunLog, float, int]:
-    """A run, the processor time of all its threads, and the bytes that it read from disks, with
-    those of mapped files."""
+    """Returns a run, the processor time of its threads, and the bytes read from disks for it.
+
+    These bytes include those of mapped files.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = run_program(command, settings, work, tell)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -81,7 +87,9 @@ def run_and_count(
 
 
 def forget(folder: Path) -> None:
-    """Has the system drop a folder's files from its cache: a control group has what it reads."""
+    """Makes the system drop a folder's files from its cache, as cached files count in a control
+    group.
+    """
     for file in folder.rglob("*"):
         if file.is_file():
             with open(file, "rb") as opened:
@@ -90,7 +98,7 @@ def forget(folder: Path) -> None:
 
 
 def limit_file() -> Path | None:
-    """Where a control group is limited, below its parent, in the version that is mounted."""
+    """Returns the path of a control group's limit, below its parent, in the mounted version."""
     for parent, name in ((GROUPS / "memory", "memory.limit_in_bytes"), (GROUPS, "memory.max")):
         if (parent / "cgroup.procs").exists() and os.access(parent, os.W_OK):
             return parent / f"mesp-bench-{os.getpid()}" / name
@@ -99,8 +107,10 @@ def limit_file() -> Path | None:
 
 @contextmanager
 def control_group(limit: int) -> Iterator[Path]:
-    """A control group whose processes have so many bytes of memory, with the cache of what they
-    read; yields the file that takes a process into it."""
+    """Yields the file that takes a process into a control group with a limit of memory.
+
+    The limit includes the cache of files that the group's processes read.
+    """
     file = limit_file()
     if file is None:
         raise MespError("This machine lets nobody make a control group.")

@@ -1,4 +1,4 @@
-"""The models of a table, exported as bundles, by length and rank."""
+"""The bundles of a table's models, by length and rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mesp.models.short_names import KNOWN
 from mesp.source_model.find import find_source
 from studies.benchmarks.machine import cpu
 
-DEVICE = "cpu"  # that bundles are exported for and run on; a table with another only counts
+DEVICE = "cpu"  # of bundles and their runs; a table with another device only counts
 Row = dict[str, Any]
 
 
@@ -39,15 +39,17 @@ class Cell(NamedTuple):
     dtype: str
 
     def row(self) -> Row:
-        """The beginning of every row: its cell and the machine."""
+        """Returns the beginning of every row: its cell and the machine."""
         row = self._asdict() | {"cpu": cpu(), "os": platform.platform()}
         del row["bundle"]
         return row
 
 
 def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[Cell]:
-    """Every model with every length and rank of a table's options, its bundle ready; of a table
-    with quantizations, in each of them."""
+    """Returns every model with every length and rank of a table's options, with a ready bundle.
+
+    A table with quantizations has a cell for each.
+    """
     cells = []
     for model in quantized_models(options, work):
         bundle = Path(model)
@@ -65,8 +67,10 @@ def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[
 
 
 def quantized_models(options: dict[str, Any], work: Path) -> Iterator[str]:
-    """The table's models; with quantizations, folders with each geometry's config.json, as models
-    in MLX's format have it where all matrices are in these bits and groups."""
+    """Yields the table's models, or with quantizations, folders with a config.json for each.
+
+    They are models in MLX's format whose matrices all have these bits and groups.
+    """
     for model in options["models"]:
         if "quantizations" not in options:
             yield model
@@ -85,10 +89,11 @@ def quantized_models(options: dict[str, Any], work: Path) -> Iterator[str]:
 
 
 def export(model: str, options: dict[str, Any], layers: int | None, work: Path) -> Path:
-    """The model's bundle in `work`: with its weights where the table is about what is learned,
-    from data, or it is the demo model or a GGUF file; otherwise with random ones.
+    """Returns the model's bundle in `work`.
 
-    Of a known geometry, one that is there serves again, and keeps the lengths and ranks it has.
+    It has the model's weights if the table is about learning, or if it is the demo model or a GGUF
+    file; otherwise random weights. An existing bundle of a known geometry is used again, and keeps
+    its lengths and ranks.
     """
     seq_lens, ranks = {*options["seq_lens"]}, {*options["ranks"]}
     learns = "data" in options

@@ -1,4 +1,4 @@
-"""The columns of a table: what is shown of a row, where it has it."""
+"""The columns of a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from studies.benchmarks.cells import Row
 
-# The columns that are shown, where a row has them: heading, key and form. Bytes are shown in MB.
+# The columns that are shown if a row has a value: heading, key and form. Bytes are shown in MB.
 COLUMNS = {
     "model": ("model", "{}"),
     "blocks": ("blocks", "{}"),
@@ -97,7 +97,7 @@ AVERAGED = ("s/step", "peak MB", "of paper", "of MeSP", "peak of MeBP", "time of
 
 
 def texts(row: Row) -> dict[str, str]:
-    """A row's line in a table: text by heading."""
+    """Returns a row's line in a table: text by heading."""
     return {
         heading: "-" if row[key] is None else form.format(in_unit(heading, row[key]))
         for heading, (key, form) in COLUMNS.items()
@@ -106,12 +106,14 @@ def texts(row: Row) -> dict[str, str]:
 
 
 def in_unit(heading: str, value: Any) -> Any:
-    """A row's value as it stands under a heading."""
+    """Returns a row's value in the unit of a heading."""
     return value / 1e6 if heading.endswith("MB") else value
 
 
 def averages(rows: list[Row], by: tuple[str, ...], headings: list[str]) -> dict[str, str]:
-    """A line for rows that have the same under the headings `by`: how many, and their means."""
+    """Returns a line for rows that are equal under the headings `by`: their number, and their
+    means.
+    """
     line = {name: texts(rows[0])[name] for name in by} | {"rows": str(len(rows))}
     for key, _ in map(COLUMNS.get, headings):
         values = [row[key] for row in rows if row[key] is not None]
@@ -120,7 +122,7 @@ def averages(rows: list[Row], by: tuple[str, ...], headings: list[str]) -> dict[
 
 
 def grouped(rows: list[Row], headings: tuple[str, ...]) -> list[list[Row]]:
-    """The rows that have the same under these headings, together."""
+    """Returns the rows in groups that are equal under these headings."""
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[COLUMNS[name][0]] for name in headings), []).append(row)

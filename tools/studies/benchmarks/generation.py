@@ -1,4 +1,4 @@
-"""Tokens a second of generation, beside mlx-lm's and llama.cpp's or with several adapters."""
+"""Measures generation in tokens a second: beside mlx-lm and llama.cpp, or with several adapters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from studies.benchmarks.processes import (
 )
 from studies.in_peft.inputs import first_adapters
 
-ROUNDS = 5  # which alternate
+ROUNDS = 5  # measurements of each, which alternate
 TOGETHER = 8
 ADAPTERS = (0, 1, 2, 4)  # at once
 
@@ -51,7 +51,7 @@ class Writer:
         self.process, self.is_engine = process, is_engine
 
     def write(self, prompts: list[list[int]], tokens: int) -> Use:
-        """Writes so many of the likeliest tokens after each of the prompts, together."""
+        """Writes this many of the likeliest tokens after each of the prompts, together."""
         began, cpu = time.perf_counter(), self._cpu_seconds()
         peak, adapters = (
             self._ask_engine(prompts, tokens) if self.is_engine else (self._ask(prompts, tokens), 0)
@@ -88,12 +88,12 @@ class Writer:
     def _receive(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         while line := self.process.stdout.readline():
-            if line.startswith("{"):  # a library may have something to say, too
+            if line.startswith("{"):  # a library may also print
                 return json.loads(line)
         raise MespError("A process that generates ended early.")
 
     def _cpu_seconds(self) -> float | None:
-        """User and system time of all threads so far; None but on Linux."""
+        """Returns the user and system time of all threads so far; None except on Linux."""
         path = Path(f"/proc/{self.process.pid}/stat")
         if not path.exists():
             return None
@@ -105,7 +105,7 @@ class Writer:
 def running(
     command: list[str | Path], settings: dict[str, Any], work: Path, threads: int, preload: str = ""
 ) -> Iterator[Writer]:
-    """A process with a file of settings."""
+    """Runs a process with a file of settings."""
     paths = (str(TOOLS), os.environ.get("PYTHONPATH"))
     environment = with_threads(threads) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment |= {"LD_PRELOAD": preload} if preload else {}
@@ -126,8 +126,12 @@ def measure_generation(
     cell: Cell, gguf: Path | None, llama: Path | None, tokens: int, threads: int | None, work: Path,
     tell: Callable[[int], None],
 ) -> Iterator[Row]:  # fmt: skip
-    """Rows for prompts of the cell's length and `tokens` after them: of one text and of eight
-    together. Each round measures each once, so that a slow minute is no one's."""
+    """Yields rows for prompts of the cell's length and `tokens` after them, for one text and for
+    eight.
+
+    The eight are written together. Each round measures each once, so that a slow minute affects
+    all.
+    """
     threads = threads or blas_threads()
     bundle = str(cell.bundle.resolve())
     texts = {"one": 1, "together": TOGETHER}
@@ -158,8 +162,10 @@ def measure_generation(
 def measure_adapters(
     cell: Cell, tokens: int, threads: int | None, work: Path, tell: Callable[[int], None]
 ) -> Iterator[Row]:
-    """Rows for one text at a time with no adapters and with several, which round by round
-    alternate. The adapters are those that runs of the cell's rank begin with."""
+    """Yields rows for one text at a time, without adapters and with several, alternating in rounds.
+
+    The adapters are those that runs of the cell's rank begin with.
+    """
     threads = threads or blas_threads()
     bundle = str(cell.bundle.resolve())
     with ExitStack() as stack:
@@ -204,8 +210,9 @@ def write_adapters(folder: Path, cell: Cell) -> None:
 def _measure(
     cell: Cell, writers: dict[tuple[str, int], Writer], tokens: int, tell: Callable[[int], None]
 ) -> dict[tuple[str, int], list[tuple[Use, Use]]]:
-    """By writer and number of texts together the costs of prompts alone and with `tokens` after
-    them."""
+    """Returns the costs of prompts alone and with `tokens` after them, by writer and number of
+    texts.
+    """
     vocabulary = read_manifest(cell.bundle).architecture.vocab_size
     random = np.random.default_rng(0)
     uses: dict[tuple[str, int], list[tuple[Use, Use]]] = {key: [] for key in writers}

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 @cache
 def cpu() -> str:
-    """The processor's name."""
+    """Returns the processor's name."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -27,7 +27,7 @@ def cpu() -> str:
 
 
 def host() -> dict[str, Any]:
-    """The machine, as it is written beside the rows."""
+    """Returns a description of the machine, which is written beside the rows."""
     return {
         "cpu": cpu(),
         "cores": os.cpu_count(),

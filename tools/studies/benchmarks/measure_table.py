@@ -1,4 +1,4 @@
-"""Measures a table from its first row to what is printed, written and drawn."""
+"""Measures a table: prints, writes and draws its rows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def measure_table(
     table: str, options: dict[str, Any], work: Path, command: str, *, json_file: Path | None,
     plot: Path | None,
 ) -> list[Row]:  # fmt: skip
-    """Prints the rows, and returns those that failed. `json_file` has what is measured so far, with
-    `command`, which was typed."""
+    """Prints the rows, and returns those that failed.
+
+    `json_file` has the rows measured so far, with the typed `command`.
+    """
     if plot:
         check_plot(plot)
     engine_program()

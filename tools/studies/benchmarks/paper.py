@@ -1,4 +1,4 @@
-"""The paper's figures of MeSP, which ios/MeSPTrainer/AppModel/paper.json holds."""
+"""The paper's figures for MeSP, from ios/MeSPTrainer/AppModel/paper.json."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ PEAK_MB: dict[str, dict[int, float]] = {
     model: {int(length): mb for length, mb in peaks.items()}
     for model, peaks in TABLE["peak_mb"].items()
 }
-# The goal for MeSP's peak is half of the paper's; at the first of these lengths, which the paper
-# does not report, it is the paper's own at the second, its longest.
+# The goal for MeSP's peak is half of the paper's. At the first of these lengths, which the paper
+# does not report, the goal is the paper's peak at the second, its longest length.
 _GOAL_LENGTH, _LONGEST = 4096, 1024
 
 
 def peak_and_goal(cell: Cell) -> tuple[float | None, float | None]:
-    """The paper's peak of MeSP and the goal for ours, bytes; it used whole models and rank 8."""
+    """Returns the paper's peak of MeSP and the goal for ours, in bytes.
+
+    The paper has whole models and rank 8.
+    """
     name = cell.model.removesuffix("-Instruct")
     peaks = {t: mb * 1e6 for t, mb in PEAK_MB.get(name, {}).items()}
     if not peaks:

@@ -15,11 +15,11 @@ from studies.benchmarks.tables import Kind
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LOG_FROM = 10  # ratio of largest to smallest above which a plot is logarithmic
+LOG_FROM = 10  # a plot is logarithmic above this ratio of the largest to the smallest value
 
 
 def check_plot(path: Path) -> None:
-    """Raises MespError unless a plot can be drawn there."""
+    """Raises MespError unless a plot can be drawn to this file."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise MespError(f"{path} must end in .png, .svg or .pdf.")
     try:
@@ -29,7 +29,9 @@ def check_plot(path: Path) -> None:
 
 
 def draw(path: Path, rows: list[Row], kind: Kind) -> None:
-    """A panel for each y, with a line for each combination of the things that rows differ in."""
+    """Draws a panel for each y, with a line for each combination of the values in which rows
+    differ.
+    """
     from matplotlib.figure import Figure
 
     lengths, ranks = ({row[name] for row in rows} for name in ("seq_len", "rank"))
@@ -52,7 +54,7 @@ def draw(path: Path, rows: list[Row], kind: Kind) -> None:
                 )
                 lines.setdefault(label, set()).add((row[x], in_unit(heading, row[key])))
         for number, (label, line) in enumerate(lines.items()):
-            dashes = "o--" if number % 2 else "o-"  # for lines that lie on each other
+            dashes = "o--" if number % 2 else "o-"  # makes lines visible that coincide
             axes.plot(*zip(*sorted(line), strict=True), dashes, label=label or heading)
         heights = [height for line in lines.values() for _, height in line] or [1]
         if 0 < LOG_FROM * min(heights) < max(heights):
@@ -66,7 +68,7 @@ def draw(path: Path, rows: list[Row], kind: Kind) -> None:
 
 
 def write(figure: Figure, path: Path, dpi: int) -> None:
-    """The picture, in the format that its suffix says; whole or not at all."""
+    """Writes the picture, in the format of its suffix, as a whole or not at all."""
     image = io.BytesIO()
     figure.savefig(image, format=path.suffix[1:], dpi=dpi)
     with plain_os_errors(f"Cannot write {path}"):

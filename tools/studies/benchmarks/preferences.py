@@ -1,4 +1,4 @@
-"""A step on preference data beside a supervised one on the same sequences."""
+"""Compares a step on preference data with a supervised one on the same sequences."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from studies.benchmarks.variants import Variant
 
 
 def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterator[Row]:
-    """A row for supervised steps, whose gradients are summed and clipped, and one an objective; of
-    DPO also with block inputs on disk, where one answer's wait for its gradient.
+    """Yields a row for supervised steps, whose gradients are summed and clipped, and one an
+    objective.
 
-    Twice the same pairs, so that the second time what the first model says of them is known.
+    For DPO there is also a row with block inputs on disk, where an answer's inputs wait for its
+    gradient. The pairs are read twice, so that the second time the first model's likelihoods are
+    known.
     """
     supervised: Row = {}
     variants = [(objective, "", {}) for objective in (None, *OBJECTIVES)]
@@ -62,8 +64,11 @@ def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterat
 
 
 def write_pairs(cell: Cell, count: int, folder: Path, labelled: bool) -> Path:
-    """A folder of data with `count` pairs of random answers as long as a sequence, half of it
-    prompt: what `data` in the engine's settings names. Without labels they are examples."""
+    """Writes and returns a folder of data with `count` pairs of random answers, for `data` in the
+    settings.
+
+    A pair is as long as a sequence, and half of it is prompt. Without labels they are examples.
+    """
     length, vocabulary = cell.seq_len + 1, read_manifest(cell.bundle).architecture.vocab_size
     examples = np.arange(2 * count, dtype="<u4")[:, None] * length
     examples = np.concatenate([examples, np.full_like(examples, length)], axis=1)

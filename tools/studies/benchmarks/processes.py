@@ -1,4 +1,4 @@
-"""Runs of the engine, and of what is measured in Python, in processes of their own."""
+"""Runs the engine, and the measurements in Python, in separate processes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from mesp.settings.optimizer_defaults import PAPER
 from mesp.settings.train_settings import TrainSettings
 from studies.benchmarks.cells import Cell
 
-# Settings that are missing are the paper's, the engine's default: SGD at 1e-4 on seven
-# projections, batch 1. Runs in Python are told.
+# Settings for runs in Python. The engine's defaults for missing settings are the paper's: SGD at
+# 1e-4 on seven projections, batch 1.
 SETTING = {"learning_rate": PAPER["learning_rate"]} | {
     each.name: each.default
     for each in fields(TrainSettings)
     if each.name in ("alpha", "seed", "mezo_epsilon")
 }
 
-# glibc's allocator much as the engine sets it: memory is given back instead of kept.
+# Settings of glibc's allocator that are nearly the engine's: memory is returned to the system.
 ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -41,18 +41,20 @@ ENVIRONMENT = {
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 TOOLS = Path(__file__).resolve().parents[2]
 
-Tell = Callable[[int], None]  # gets the number of steps done
+Tell = Callable[[int], None]  # is called with the number of finished steps
 engine_program = cache(find_engine)
 
 
 def blas_threads() -> int:
-    """Threads of products where nobody says: as the engine has it, the cores, but at most 8."""
+    """Returns the default number of threads of products, as in the engine: the cores, but at most
+    8.
+    """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return int(os.environ.get(THREADS[0]) or min(8, cores))
 
 
 def with_threads(threads: int) -> dict[str, str]:
-    """The environment of a run with this many threads of BLAS."""
+    """Returns the environment of a run with this many threads of BLAS."""
     return os.environ | dict.fromkeys(THREADS, str(threads))
 
 
@@ -60,7 +62,9 @@ def run_python(
     cell: Cell, settings: dict[str, Any], work: Path, tell: Tell, preload: bool = True,
     threads: int | None = None,
 ) -> RunLog:  # fmt: skip
-    """The report of `benchmarks.in_python`; `preload`: with OpenBLAS, where there is one."""
+    """Returns the report of `benchmarks.in_python`, with OpenBLAS if `preload` is set and there is
+    one.
+    """
     size = {"bundle": str(cell.bundle), "seq_len": cell.seq_len, "rank": cell.rank}
     environment = ENVIRONMENT | with_threads(threads or blas_threads())
     environment["LD_PRELOAD"] = (preload and find_openblas()) or ""
@@ -73,13 +77,13 @@ def run_python(
 def run_peft(
     python: Path, settings: dict[str, Any], folder: Path, threads: int, tell: Tell
 ) -> RunLog:
-    """The report of `in_peft.train` on the inputs in `folder`, by a Python with torch and peft.
+    """Returns the report of `in_peft.train` on the inputs in `folder`.
 
-    The allocator is left as PyTorch's users have it.
+    `python` has torch and peft. The allocator keeps PyTorch's defaults.
     """
     environment = with_threads(threads) | {"PYTHONPATH": str(TOOLS)}
     settings = settings | {"output": str(folder.resolve())}
-    # Not resolved: a link says which environment it is of.
+    # Not resolved, because a link tells its environment.
     command = [python.absolute(), "-m", "studies.in_peft.train"]
     return run_program(command, settings, folder, tell, environment)
 
@@ -88,9 +92,9 @@ def run_program(
     command: list[str | Path], settings: dict[str, Any], work: Path, tell: Tell,
     environment: dict[str, str] | None = None,
 ) -> RunLog:  # fmt: skip
-    """Runs a program with a file of settings, and sorts the records that it prints.
+    """Runs a program with a file of settings, and returns a log of the records that it prints.
 
-    Raises MespError with the last line it said where it fails.
+    Raises MespError with the last line that it printed if it fails.
     """
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="run-", dir=work.resolve()) as folder:
@@ -104,7 +108,7 @@ def run_program(
             ) as process,
         ):  # fmt: skip
             for line in process.stdout:
-                if line.startswith("{"):  # a library may have something to say, too
+                if line.startswith("{"):  # a library may also print
                     records.append(json.loads(line))
                     if records[-1]["type"] == "step":
                         tell(records[-1]["step"])
@@ -118,7 +122,9 @@ def run_program(
 
 @cache
 def find_openblas() -> str | None:
-    """An OpenBLAS to preload, on Linux: MLX calls what the executable brings before its wheel's."""
+    """Returns an OpenBLAS to preload, on Linux: MLX uses the executable's BLAS before its
+    wheel's.
+    """
     name = ctypes.util.find_library("openblas") if sys.platform == "linux" else None
     with suppress(OSError):
         if name and hasattr(ctypes.CDLL(name), "cblas_sgemm"):

@@ -1,4 +1,4 @@
-"""A row of a table of runs: one training, and what it took. Sizes are bytes, times seconds."""
+"""The rows of a table of runs: a training and its costs. Sizes are bytes, times seconds."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ from studies.benchmarks.variants import (
 )
 from studies.in_peft.inputs import first_adapters, write_inputs
 
-SETTLED_AFTER = 10  # steps before memory is compared with the last step's, to see whether it grows
+# Steps, after which the memory is compared with the last step's, to see whether it grows.
+SETTLED_AFTER = 10
 
-# Entries of the engine's plan of a run.
+# The entries of the engine's plan of a run.
 PLANNED = ("offload", "kept_blocks", "tile_bytes", "mapped_bytes", "predicted_peak_bytes",
            "least_peak_bytes")  # fmt: skip
 
-# Ratios: the value, and of what, the paper's or that of the cell's first row of a method.
+# The ratios: the value, and its divisor, the paper's value or that of the cell's first row of a
+# method.
 RATIOS = {
     "peak_to_paper": ("footprint_peak_bytes", "paper"),
     "peak_to_mesp": ("footprint_peak_bytes", "mesp"),
@@ -53,7 +55,7 @@ RATIOS = {
 
 
 def new_row(cell: Cell, variant: Variant) -> Row:
-    """A row without a measurement; None if there is no such figure."""
+    """Returns a row without measurements; values that do not exist are None."""
     peak, goal = paper.peak_and_goal(cell)
     return {
         **cell.row(),
@@ -64,12 +66,12 @@ def new_row(cell: Cell, variant: Variant) -> Row:
         "memory_limit_mb": None,
         **dict.fromkeys(PLANNED),
         "steps": 0,
-        "seconds": None,  # a step: the median, without the first where there are several
+        "seconds": None,  # a step: the median, without the first if there are several
         "tflop": None,  # of the products alone
         "losses": [],
         "footprint_peak_bytes": None,
-        "growth_bytes": None,  # of a step's peak, once settled, in a long run
-        "baseline_bytes": None,  # Python and MLX before anything is loaded; in the peak
+        "growth_bytes": None,  # of a step's peak, after SETTLED_AFTER steps, in a long run
+        "baseline_bytes": None,  # Python and MLX before anything is loaded; included in the peak
         "mlx_peak_bytes": None,
         "written_bytes": None,  # a step
         "paper_bytes": peak if variant.method in ("mesp", "mesp-paper") else None,
@@ -78,7 +80,7 @@ def new_row(cell: Cell, variant: Variant) -> Row:
         "prediction_error": None,  # relative
         **dict.fromkeys(RATIOS),
         "peak_to_first_rank": None,
-        "extrapolated_from": None,  # block counts that were measured
+        "extrapolated_from": None,  # the numbers of blocks that were measured
         "error": None,
     }
 
@@ -87,10 +89,10 @@ def measure(
     cell: Cell, variant: Variant, before: list[Row], steps: int, work: Path, peft: Path | None,
     tell: Tell,
 ) -> Row:  # fmt: skip
-    """Trains some steps in a process of its own. A run that fails gives a row with its error.
+    """Trains some steps in a separate process. The row of a run that fails has its error.
 
-    `before` has the rows so far, MeBP's of the same cell among them where it is the limit; `peft`
-    is a Python that has PyTorch and PEFT.
+    `before` has the previous rows; if MeBP's peak is the limit, MeBP's row of the same cell is
+    among them. `peft` is a Python with PyTorch and PEFT.
     """
     row = new_row(cell, variant)
     try:
@@ -129,7 +131,7 @@ def measure(
 def train_with_peft(
     cell: Cell, variant: Variant, steps: int, work: Path, python: Path, tell: Tell
 ) -> RunLog:
-    """Trains the bundle's dequantized weights with PEFT, on the windows that the engine takes."""
+    """Trains the bundle's dequantized weights with PEFT, on the windows of the engine."""
     bundle, (seed, rank) = Bundle(cell.bundle), (SETTING["seed"], cell.rank)
     ids = np.stack([np.array(w)[None] for w in windows(bundle, cell.seq_len, seed, steps)])
     settings = {"optimizer": "sgd", "rates": [SETTING["learning_rate"]] * steps, "rank": rank}
@@ -143,9 +145,10 @@ def train_with_peft(
 
 
 def extrapolate(full: Cell, variant: Variant, rows: list[Row]) -> Row | None:
-    """The whole model's row: straight through the fewest and the most blocks that were run.
+    """Returns the whole model's row, on the line through the fewest and the most blocks that were
+    run.
 
-    The plan and the predicted peak beside it are the engine's for the whole model.
+    The plan and the predicted peak in it are the engine's for the whole model.
     """
     row = new_row(full, variant)
     names = ("model", "seq_len", "rank", "variant")
@@ -169,7 +172,7 @@ def extrapolate(full: Cell, variant: Variant, rows: list[Row]) -> Row | None:
 
 
 def planned(row: Row, cell: Cell, variant: Variant, before: list[Row]) -> dict[str, Any]:
-    """The engine's settings for the variant; its memory limit is noted in the row."""
+    """Returns the engine's settings for the variant, and writes its memory limit into the row."""
     settings = engine_settings(cell, variant)
     if variant.limit == "auto":
         return settings
@@ -182,7 +185,7 @@ def planned(row: Row, cell: Cell, variant: Variant, before: list[Row]) -> dict[s
             size = row["bar_bytes"]
         if size is None:
             raise MespError(f"There is no figure here for the memory limit {variant.limit}.")
-        limit = (math.ceil(size) + 1) / 1e6  # the engine cuts fractions of a byte off
+        limit = (math.ceil(size) + 1) / 1e6  # the engine cuts off fractions of a byte
     else:
         limit = EVERYTHING_MB if variant.limit == "all" else float(variant.limit)
     row["memory_limit_mb"] = limit
@@ -190,21 +193,23 @@ def planned(row: Row, cell: Cell, variant: Variant, before: list[Row]) -> dict[s
 
 
 def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
-    """The settings that differ from the engine's defaults."""
+    """Returns the settings that differ from the engine's defaults."""
     what = {"bundle": str(cell.bundle.resolve()), "seq_len": cell.seq_len, "rank": cell.rank}
     how = {"method": variant.method, "offload": variant.offload}
     return {**what, **how, "val_batches": 0, "save_every": 0}
 
 
 def first(row: Row, rows: list[Row], method: str) -> Row:
-    """The first row of this method in the row's cell, with its threads; empty where none is."""
+    """Returns the first row of this method in the row's cell with its threads; empty if there is
+    none.
+    """
     same = {name: row[name] for name in ("model", "blocks", "seq_len", "rank", "threads")}
     same["method"] = method
     return next((r for r in rows if all(r[n] == value for n, value in same.items())), {})
 
 
 def compare(rows: list[Row]) -> None:
-    """Fills in what follows from figures of a row and of others in its cell."""
+    """Fills in the values that follow from figures of a row and of others in its cell."""
     for row in rows:
         peak = row["footprint_peak_bytes"]
         if peak and row["baseline_bytes"]:

@@ -1,4 +1,4 @@
-"""Prints a table, with averages and what there is to note."""
+"""Prints a table, with averages and notes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLE_WIDTH = 250  # columns, if there is no terminal
 
 
 def present(rows: list[Row], kind: Kind) -> None:
-    """The rows, averages over those that were measured, and what there is to note."""
+    """Prints the rows, averages over those that were measured, and notes."""
     show([texts(point) for point in drawn(rows)])
     averaged = [heading for heading in AVERAGED if COLUMNS[heading][0] in rows[0]]
     if averaged:
@@ -35,7 +35,7 @@ def present(rows: list[Row], kind: Kind) -> None:
 
 
 def drawn(rows: list[Row]) -> list[Row]:
-    """The rows; in the place of one with several held-out losses, one for each, by step."""
+    """Returns the rows; a row with several held-out losses becomes one for each, by step."""
     points = [row for row in rows if "held_out" not in row]
     for row in rows:
         since = 0

@@ -1,4 +1,6 @@
-"""The tables that can be measured: their options with defaults, and how their rows are made."""
+"""The tables that can be measured: their options with defaults, and the functions for their
+rows.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ HYBRIDS = ("Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "LFM2-350M", "LFM2-700M",
 # MeZO's estimate is so noisy that it diverges at the exact methods' learning rate.
 CONVERGENCE_RATES = {"mesp": 0.1, "mebp": 0.1, "mezo": 1e-4}
 CONVERGENCE_REPORTS = 10
-ROUNDS = 3  # of parts, which alternate
+ROUNDS = 3  # measurements of the table `parts`, which alternate
 PARTS: dict[str, dict[str, Any]] = {
     "all": {},
     "q,v": {"projections": ["q", "v"]},
@@ -51,21 +53,21 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 VAL_BATCHES = 25
 SGD_RATES = (1e-4, 0.1, 0.5)  # the paper's, mesp-train's, and a higher one
-AGREEMENT = 1e-4  # relative: losses of MeSP and MeBP
+AGREEMENT = 1e-4  # the largest relative difference between MeSP's and MeBP's losses
 
 _SIZE = {"models": SIZES[:1], "seq_lens": (256,), "ranks": (paper.RANK,), "steps": 3}
 _RUNS = {**_SIZE, "methods": ("mesp",), "layers": (), "offload": "auto", "limits": ("auto",),
          "threads": (), "peft": None}  # fmt: skip
 _DEMO = {**_SIZE, "models": ("demo",)}
 
-RECORDS = 512  # of which short ones are measured
+RECORDS = 512  # records, of which the short ones are measured
 
-# Entries of the engine's count in a row.
+# The entries of the engine's counts in a row.
 COUNTED = ("evals", "kernels", "tflop", "ledger_peak_bytes", "predicted_peak_bytes",
            "modelled_seconds", "new_buffer_bytes", "command_buffers", "spinning_seconds",
            "first_kernels", "most_first_kernels")  # fmt: skip
 
-# The options that apply to a table, with their defaults.
+# The options of each table, with their defaults.
 TABLES: dict[str, dict[str, Any]] = {
     "memory": {**_RUNS, "methods": ENGINE_METHODS},
     "length": {
@@ -115,7 +117,7 @@ TABLES: dict[str, dict[str, Any]] = {
 
 
 class Bench:
-    """The table's options, where its runs work, and how far they are, shown on a terminal."""
+    """A table's options, the folder of its runs, and their progress on a terminal."""
 
     def __init__(self, table: str, options: dict[str, Any], work: Path) -> None:
         self.table, self.options, self.work = table, options, work
@@ -128,14 +130,14 @@ class Bench:
         return [cell for count in counts for cell in find_cells(self.options, count, self.work)]
 
     def doing(self, cell: Cell, what: object) -> Tell:
-        """Shows the run that begins; the returned function shows its step."""
+        """Shows that a run begins; returns a function that shows its steps."""
         text = f"{cell.model}, {cell.seq_len} tokens, {what}"
         self.status.update(text)
         return lambda step: self.status.update(f"{text}: step {step} of {self.steps}")
 
 
 def run_rows(bench: Bench) -> Iterator[Row]:
-    """A row for each cell and each way to train."""
+    """Yields a row for each cell and each way to train."""
     options, rows = bench.options, []
     names = ("methods", "limits", "offload", "threads")
     variants = find_variants(*(options[name] for name in names))
@@ -155,25 +157,25 @@ def run_rows(bench: Bench) -> Iterator[Row]:
 
 
 def gpu_rows(bench: Bench) -> Iterator[Row]:
-    """A row for each step that is counted; MespError where a bundle is not for the GPU."""
+    """Yields a row for each counted step. Raises MespError if a bundle is not for the GPU."""
     for cell in bench.cells():
         yield count_step(bench, cell)
 
 
 def count_step(bench: Bench, cell: Cell, **settings: float) -> Row:
-    """The row of a step that is counted, with these settings."""
+    """Returns the row of a counted step with these settings."""
     bench.doing(cell, "counting")
     count = find_count(engine_settings(cell, Variant("mesp")) | settings)
     row = cell.row() | {name: count[name] for name in COUNTED}
     row["moved_bytes"] = count["read_bytes"] + count["written_bytes"]
     for rules in ("fast", "strict", "slow"):
         row |= {f"{rules}_{name}": value for name, value in count[rules].items()}
-    del row["cpu"], row["os"]  # no matter where it is counted
+    del row["cpu"], row["os"]  # the counting machine does not matter
     return row
 
 
 def functions_rows(bench: Bench) -> Iterator[Row]:
-    """Yield four rows for each step: with the bundle's functions, without, and with LoRA dropout
+    """Yields four rows for each step: with the bundle's functions, without, and with LoRA dropout
     and DoRA, which functions do not have."""
     for cell in bench.cells():
         bare = cell._replace(bundle=without_functions(cell.bundle, bench.work / "bare.mesp"))
@@ -184,7 +186,7 @@ def functions_rows(bench: Bench) -> Iterator[Row]:
 
 
 def python_rows(bench: Bench) -> Iterator[Row]:
-    """A row for each result in Python, where a kind of run is named like the table."""
+    """Yields a row for each result of the measurement in Python that is named like the table."""
     for cell in bench.cells():
         settings = {"kind": bench.table, "steps": bench.steps}
         run = run_python(cell, settings, bench.work, bench.doing(cell, bench.table))
@@ -194,7 +196,7 @@ def python_rows(bench: Bench) -> Iterator[Row]:
 
 
 def convergence_rows(bench: Bench) -> Iterator[Row]:
-    """A row with the losses of each of the engine's methods."""
+    """Yields a row with the losses of each of the engine's methods."""
     for cell, method in itertools.product(bench.cells(), ENGINE_METHODS):
         rate = bench.options["learning_rate"] or CONVERGENCE_RATES[method]
         settings = engine_settings(cell, Variant(method)) | {
@@ -216,8 +218,11 @@ def convergence_rows(bench: Bench) -> Iterator[Row]:
 
 
 def defaults_rows(bench: Bench) -> Iterator[Row]:
-    """A row for mesp-train's default update and for each other of a sweep around it, with the first
-    rank, and for the default with each other rank; all of a model and a length are compared."""
+    """Yields a row for mesp-train's default update and for each other update of a sweep around it.
+
+    They have the first rank. There is also a row for the default with each other rank. All rows of
+    a model and a length are compared.
+    """
     cells = itertools.groupby(bench.cells(), key=lambda cell: (cell.bundle, cell.seq_len))
     for (bundle, _), ranks in cells:
         width = read_manifest(bundle).architecture.hidden_size
@@ -244,7 +249,7 @@ def defaults_rows(bench: Bench) -> Iterator[Row]:
 
 
 def sweep(rate: float, warmup: int) -> dict[str, dict[str, Any]]:
-    """Updates by name, around AdamW at its default rate."""
+    """Returns updates by name, around AdamW at its default rate."""
 
     def adamw(factor: float, **more: Any) -> dict[str, Any]:
         return {"optimizer": "adamw8bit", "learning_rate": factor * rate} | more
@@ -261,8 +266,10 @@ def sweep(rate: float, warmup: int) -> dict[str, dict[str, Any]]:
 
 
 def records_rows(bench: Bench) -> Iterator[Row]:
-    """A row for records that are all padded to the longest length, and one where each runs at the
-    shortest length that holds it."""
+    """Yields a row for records that are padded to the longest length, and one at their own lengths.
+
+    A record's own length is the shortest of the bundle's that holds it.
+    """
     lengths = sorted(set(bench.options["seq_lens"]))
     for cell in bench.cells():
         if cell.seq_len != lengths[-1]:
@@ -291,8 +298,10 @@ def records_rows(bench: Bench) -> Iterator[Row]:
 
 
 def packing_rows(bench: Bench) -> Iterator[Row]:
-    """A row for records of 40 to 120 tokens, one a step at the shortest of the shorter lengths that
-    holds it, and one for as many packed into the longest."""
+    """Yields a row for records of 40 to 120 tokens, one a step, and one for as many packed records.
+
+    Without packing, a record runs at the shortest length that holds it; packed ones at the longest.
+    """
     lengths, sizes = sorted(set(bench.options["seq_lens"])), like_chat()
     for cell in bench.cells():
         if cell.seq_len != lengths[-1]:
@@ -320,10 +329,10 @@ def packing_rows(bench: Bench) -> Iterator[Row]:
 
 
 def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
-    """The rows of `packing_rows`, by a phone's GPU in the ledger's model of the time."""
+    """Yields the rows of `packing_rows` for a phone's GPU, with the ledger's model of the time."""
     *shorter, longest = sorted(set(bench.options["seq_lens"]))
     sizes = like_chat()
-    # Those alone, by the length that they run at; a record's last token is a target alone.
+    # Unpacked records, by the length of their step; a record's last token is only a target.
     alone = {n: sizes[(sizes <= n + 1) & (sizes > before + 1)]
              for before, n in zip([0, *shorter], shorter, strict=False)}  # fmt: skip
     alone = {n: these for n, these in alone.items() if len(these)}
@@ -339,7 +348,7 @@ def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
     for cell in bench.cells():
         if cell.seq_len != longest:
             continue
-        # The first of the records stands for those of its length.
+        # One record stands for all those of its length.
         each = {n: counts(cell, np.full(RECORDS, these.mean().round(), int), n)
                 for n, these in alone.items()}  # fmt: skip
         share = {n: len(these) / len(sizes) for n, these in alone.items()}
@@ -356,18 +365,20 @@ def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
                 "records_per_second": per_second,
                 "to_alone": per_second / alone_per_second,
             }  # fmt: skip
-            del row["cpu"], row["os"]  # no matter where it is counted
+            del row["cpu"], row["os"]  # the counting machine does not matter
             yield row
 
 
 def like_chat() -> np.ndarray:
-    """Lengths of short chats, 40 to 120 tokens."""
+    """Returns lengths of short chats, 40 to 120 tokens."""
     return np.random.default_rng(0).integers(40, 121, RECORDS)
 
 
 def like_gsm8k(seq_len: int) -> np.ndarray:
-    """Lengths in tokens of GSM8K's questions and answers in a chat template of Qwen's: log-normal
-    around 185."""
+    """Returns lengths in tokens of GSM8K's questions and answers in a chat template of Qwen's.
+
+    They are log-normal around 185.
+    """
     lengths = np.random.default_rng(0).lognormal(np.log(185), 0.4, RECORDS)
     return np.clip(lengths.astype(int), 16, seq_len + 1)
 
@@ -375,8 +386,10 @@ def like_gsm8k(seq_len: int) -> np.ndarray:
 def with_records(
     cell: Cell, lengths: list[int], sizes: np.ndarray, work: Path, pack: bool = False
 ) -> Path:
-    """The cell's bundle with these lengths alone, and with questions and answers of random tokens,
-    of which two in five are the question's."""
+    """Returns the cell's bundle with only these lengths, and with records of random tokens.
+
+    Two in five of a record's tokens are the question's.
+    """
     these = "-".join(map(str, lengths))
     out = work / f"{cell.bundle.stem}-records-{these}{'-packed' * pack}.mesp"
     size = (lengths, [cell.rank], cell.dtype, cell.device)
@@ -394,7 +407,7 @@ def with_records(
 
 
 def generation_rows(bench: Bench) -> Iterator[Row]:
-    """A row for each program and number of texts that are written together."""
+    """Yields a row for each program and number of texts that are written together."""
     cells, models = bench.cells(), bench.options["models"]
     for index, cell in enumerate(cells):
         model = models[index * len(models) // len(cells)]
@@ -407,7 +420,7 @@ def generation_rows(bench: Bench) -> Iterator[Row]:
 
 
 def adapters_rows(bench: Bench) -> Iterator[Row]:
-    """A row for the base model and for each number of adapters at once."""
+    """Yields a row for the base model and for each number of adapters at once."""
     for cell in bench.cells():
         for threads in bench.options["threads"] or (None,):
             tell = bench.doing(cell, "writing with adapters")
@@ -415,7 +428,7 @@ def adapters_rows(bench: Bench) -> Iterator[Row]:
 
 
 def bits_rows(bench: Bench) -> Iterator[Row]:
-    """Rows for each quantization of each geometry, those of a geometry together."""
+    """Yields rows for each quantization of each geometry; those of a geometry stand together."""
     cells, count = bench.cells(), len(bench.options["quantizations"])
     each = len(bench.options["seq_lens"]) * len(bench.options["ranks"])
     for start in range(0, len(cells), count * each):
@@ -427,15 +440,17 @@ def bits_rows(bench: Bench) -> Iterator[Row]:
 
 
 def preferences_rows(bench: Bench) -> Iterator[Row]:
-    """A row for supervised steps and one for each objective."""
+    """Yields a row for supervised steps and one for each objective."""
     for cell in bench.cells():
         tell = bench.doing(cell, "preferences")
         yield from measure_objectives(cell, bench.steps, bench.work, tell)
 
 
 def parts_rows(bench: Bench) -> Iterator[Row]:
-    """A row for each choice of what is trained, by the default optimizer. Their runs alternate, so
-    that a slow minute is no one's."""
+    """Yields a row for each choice of trained parts, with the default optimizer.
+
+    Runs alternate, so that a slow minute affects all.
+    """
     for cell in bench.cells():
         runs: dict[str, list] = {name: [] for name in PARTS}
         for _, (name, part) in itertools.product(range(ROUNDS), PARTS.items()):
@@ -479,7 +494,7 @@ class Kind(NamedTuple):
     """The variants, columns and explanation of a table."""
 
     rows: Callable[[Bench], Iterator[Row]]
-    x: str | None  # None: the length, or the rank where only that varies
+    x: str | None  # None: the length, or the rank if only that varies
     ys: tuple[str, ...]
     note: str
 
@@ -488,27 +503,27 @@ RUNS = Kind(
     run_rows,
     None,
     ("peak MB", "s/step"),
-    f"""The paper's figures are of an iPhone 17 Pro, where its MeSP takes \
+    f"""The paper's figures were measured on an iPhone 17 Pro, where its MeSP takes \
 {paper.TIME_OF_MEBP} times as long as MeBP, and at rank 32 {paper.RANK_32_OF_RANK_4} times the \
 memory of rank 4.
-Net is the peak without Python and MLX as they are before anything is loaded. The trainer uses
+Net is the peak less the memory of Python and MLX before anything is loaded. The trainer uses
 OpenBLAS; MLX's own BLAS is some 50 times slower. A row with "from blocks" has not been run, but is
-extrapolated from those numbers of blocks, beside the plan for all. Products are those with frozen
-matrices alone, on NumPy's BLAS: what a step takes above them is all that a trainer can save.""",
+extrapolated from runs of these numbers of blocks; its plan is that of all blocks. Products are only
+those with frozen matrices, on NumPy's BLAS: a trainer can save no more than the rest of a step.""",
 )
 KINDS = {
     "gpu": Kind(
         gpu_rows,
         None,
         ("ledger peak MB", "modelled s"),
-        """Nothing was run: a step of MeSP with SGD, the second, as it would run on a phone's GPU.
-Counted: evals (round trips), kernels, TFLOP (of matrix products and attention), the ledger's peak,
-of MLX's arrays and its cache, without the process and the mapped weights, and the new buffers,
-which the system makes and fills with zeros. The predicted peak is the planner's of the same.
-Polling is how long `eval` keeps a core busy at most. Fast, strict and slow are with the trainer's
-command buffers in place of MLX's own. Fast: each is complete at once. Strict: none is complete
-before it must be, and the last one's completion handlers are late. Slow: those of many are late.
-Modelled: the seconds, from the counts and a phone's supposed speeds.
+        """Nothing was run: these are counts of a step, the second, of MeSP with SGD on a phone's
+GPU. Counted: evals (round trips), kernels, TFLOP (of matrix products and attention), the ledger's
+peak (of MLX's arrays and its cache, without the process and the mapped weights), and the new
+buffers, which the system makes and fills with zeros. The predicted peak is the planner's.
+Polling is the longest time in which `eval` keeps a core busy. Fast, strict and slow use the
+trainer's command buffers in place of MLX's. Fast: each is complete at once. Strict: none is
+complete before it must be, and the last one's completion handlers are late. Slow: those of many are
+late. Modelled: the seconds, from the counts and assumed speeds of a phone.
 See docs/ledger.md.""",
     ),
     "functions": Kind(
@@ -523,30 +538,31 @@ Moved: what kernels read and write.""",
         python_rows,
         None,
         ("h of all MB", "share"),
-        """MB are what storing h = xA of a block's modules would add, in float32. Times are of
+        """MB would be added by storing h = xA of a block's modules in float32. Times are those of
 one block, medians with mesp.reference; the gradient's includes recomputing its forward pass.""",
     ),
     "mezo-quality": Kind(
         python_rows,
         "layer",
         ("cosine", "equal signs", "relative error"),
-        """Means over draws of z, with mesp.reference in float32, after some exact steps (as B is
-zero at first, so is A's gradient).""",
+        """Means over draws of z, with mesp.reference in float32, after some exact steps, because
+A's gradient is zero for the initial B of zeros.""",
     ),
     "generation": Kind(
         generation_rows,
         None,
         ("decoded tokens/s",),
-        """Prompts of random tokens and so many of the likeliest after them, medians of rounds that
-alternate. CPU: user and system time of all threads. llama.cpp multiplies with activations in 8
-bits, the others in float32. mlx-lm's linear layers are MLX's own.""",
+        """Prompts of random tokens, and this many of the likeliest tokens after them; medians of
+rounds that alternate. CPU: user and system time of all threads. llama.cpp multiplies with
+activations in 8 bits, the others in float32. mlx-lm's linear layers are MLX's own.""",
     ),
     "adapters": Kind(
         adapters_rows,
         None,
         ("decoded tokens/s",),
-        """Prompts of random tokens and so many of the likeliest after them with several adapters
-at once, medians of rounds that alternate. Beyond none: the peak without that of the base model.
+        """Prompts of random tokens, and this many of the likeliest tokens after them, with several
+adapters at once; medians of rounds that alternate. Beyond none: the peak less that of the base
+model.
 Predicted: the adapters' matrices.""",
     ),
     "bits": Kind(
@@ -554,18 +570,19 @@ Predicted: the adapters' matrices.""",
         None,
         ("peak MB", "s/step"),
         f"""Steps by MeSP with SGD on random weights, all matrices quantized to the bits and groups
-in the name: medians of runs that alternate. Of 4 bits: of the first of these lines. CPU: of all
-threads, with the program's start. Of memory: in a control group that holds {HELD:.0%} of what 4
-bits take, with the cache of what is read; the files were not in memory before. Read: from the disk,
-a step.""",
+in the name: medians of runs that alternate. Of 4 bits: relative to the first line. CPU: time of all
+threads, with the program's start. Of memory: in a control group that holds {HELD:.0%} of the bytes
+of 4 bits, with the cache of the files; the files were not in memory before. Read: from the disk, a
+step.""",
     ),
     "preferences": Kind(
         preferences_rows,
         None,
         ("s/step",),
-        """A step of an objective has a pair of answers, of kto two: each of a sequence's length,
-half of it prompt. Time of supervised: of a step with one of these sequences, whose gradients are
-summed to be clipped. First: what a pair takes more when it is met, for the first model's part.""",
+        """A step of an objective has a pair of answers, or for kto two answers. Each is as long as
+a sequence, and half of it is prompt. Of supervised: relative to a step with one of these sequences,
+whose gradients are summed to be clipped. First: the added time when a pair is read for the first
+time, for the first model's likelihoods.""",
     ),
     "parts": Kind(
         parts_rows,
@@ -598,13 +615,13 @@ length that holds it, and packed into one sequence a step.""",
         packing_gpu_rows,
         None,
         ("kernels", "evals", "modelled s", "records/s"),
-        """The same on a phone's GPU, by the ledger's model of the time (docs/ledger.md). Counts of
-records alone are means of a step's, and the peak is the largest.""",
+        """The table packing on a phone's GPU, with the ledger's model of the time (docs/ledger.md).
+Counts of unpacked records are means over steps, and the peak is the largest.""",
     ),
     "convergence": Kind(
         convergence_rows,
         "step",
         ("held-out loss",),
-        "Nats a token, with SGD. Training: the mean since the line before of the same method.",
+        "Nats a token, with SGD. Training: the mean since the method's previous line.",
     ),
 }

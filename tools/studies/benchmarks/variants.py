@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mesp.errors import MespError
 
-# By method, what can be on disk: MeZO keeps no block inputs.
+# The arrays that can be on disk, by method: MeZO keeps no block inputs.
 OFFLOADS = {
     "mesp": ("none", "inputs", "all"),
     "mebp": ("none", "inputs", "all"),
@@ -15,7 +15,7 @@ OFFLOADS = {
 }
 ENGINE_METHODS = tuple(OFFLOADS)
 
-# Settings of `benchmarks.in_python`; OpenBLAS is preloaded but where mlx-lm is as shipped.
+# Settings of `benchmarks.in_python`; OpenBLAS is preloaded unless mlx-lm runs as shipped.
 MLX_LM = {"kind": "mlx-lm", "checkpoint": False, "fast": False}
 PYTHON_METHODS: dict[str, dict[str, Any]] = {
     "mesp-paper": {"kind": "paper", "store_h": False},
@@ -27,19 +27,20 @@ PYTHON_METHODS: dict[str, dict[str, Any]] = {
     "products": {"kind": "products", "recompute": False},
     "products-recomputed": {"kind": "products", "recompute": True},
 }
-# Settings of `in_peft.train`, in an environment of its own.
+# Settings of `in_peft.train`, which has a separate environment.
 PEFT_METHODS: dict[str, dict[str, Any]] = {
     "torch-peft": {"checkpoint": False},
     "torch-peft-checkpoint": {"checkpoint": True},
 }
 METHODS = (*ENGINE_METHODS, *PYTHON_METHODS, *PEFT_METHODS)
 LIMITS = ("auto", "least", "bar", "mebp", "all")
-EVERYTHING_MB = 1e6  # more than keeping every intermediate takes
+EVERYTHING_MB = 1e6  # more than keeping every intermediate needs
 
 
 class Variant(NamedTuple):
-    """A variant of training. `limit`: one of LIMITS, or MB; `threads`: of products, by default
-    a core each, up to 8."""
+    """A variant of training. `limit`: one of LIMITS, or MB; `threads`: of products, by default one
+    for each core, up to 8.
+    """
 
     method: str
     limit: str = "auto"
@@ -57,7 +58,7 @@ class Variant(NamedTuple):
 def find_variants(
     methods: tuple, limits: tuple, offload: str, threads: tuple[int, ...]
 ) -> list[Variant]:
-    """In the order of the methods; MeBP first where its peak is a limit."""
+    """Returns the variants in the order of the methods; MeBP first if its peak is a limit."""
     if "mebp" in limits:
         if "mebp" not in methods:
             raise MespError("--memory-limit mebp needs mebp among the --methods.")

@@ -1,4 +1,4 @@
-"""The plans by which MeSP trains: what is on disk, and of how many blocks all is kept."""
+"""The plans of MeSP's training: what is on disk, and for how many blocks intermediates are kept."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from mesp.engine.process import find_plan
 from studies.tasks.bundles import RANK, Task
 
 ON_DISK = {"none": "nothing on disk", "inputs": "inputs on disk", "all": "all on disk"}
-EVERYTHING_MB = 1e6  # more than keeping every intermediate takes
-MARGIN = 1.08  # of a limit over the peak that the planner predicts
+EVERYTHING_MB = 1e6  # more than keeping every intermediate needs
+MARGIN = 1.08  # the ratio of a limit to the planner's predicted peak
 
 
 def plans(bundle: Path, task: Task, optimizer: str) -> dict[str, tuple[object, ...]]:
-    """Of mesp-train, the options by which each plan is taken, by what it is called.
+    """Returns the options of mesp-train for each plan, by the plan's name.
 
-    Without a limit nothing is kept; with one that is far off, the intermediates of all blocks; with
-    one that is half-way between what these two take, of some.
+    Without a limit no intermediates are kept; with a very high limit, those of all blocks; with a
+    limit half-way between the two peaks, those of some blocks.
     """
     engine, found = find_engine(), {}
     settings = {

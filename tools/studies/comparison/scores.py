@@ -1,4 +1,4 @@
-"""Scores of adapters, and whether two of them are equivalent."""
+"""Scores of adapters, and the test whether two of them are equivalent."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from studies.tasks.bundles import TEXT, Task
 from studies.tasks.gsm8k_number import final_number
 
 RESAMPLES = 10_000
-TEXT_WINDOWS = 40  # of the text whose perplexity says what is forgotten
-DATA = {"model_file": None}  # mlx-lm would run it
+TEXT_WINDOWS = 40  # of the text whose perplexity measures forgetting
+DATA = {"model_file": None}  # mlx-lm would run this file
 
 
 class Scores(NamedTuple):
-    """Of each held-out sequence: the sum of its losses in nats, its number of targets that count,
-    and whether the model, writing the likeliest token each time, answers right, float64 [n] each.
+    """The scores of each held-out sequence, float64 [n] each.
+
+    They are the sum of its losses in nats, its number of counted targets, and whether the greedy
+    answer of the model is right.
     """
 
     losses: np.ndarray
@@ -39,13 +41,15 @@ class Scores(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Nats a token."""
+        """The loss in nats a token."""
         return self.losses.sum() / self.targets.sum()
 
 
 def model_with(bundle: Bundle, adapters: Path | None, base: Path | None = None) -> nn.Module:
-    """The bundle's weights as mlx-lm's model, or those of the Hugging Face model `base`, with
-    adapters in mlx-lm's form; it computes in float32, with the weights dequantized once."""
+    """Returns the bundle's weights as mlx-lm's model, or those of the Hugging Face model `base`.
+
+    Adapters are in mlx-lm's form. The model computes in float32, with weights dequantized once.
+    """
     model = bundle.to_mlx_lm() if base is None else load_model(base, model_config=DATA)[0]
     model.set_dtype(mx.float32)
     model = dequantize_model(model)
@@ -56,7 +60,7 @@ def model_with(bundle: Bundle, adapters: Path | None, base: Path | None = None) 
 
 
 def score(model: nn.Module, bundle: Bundle, task: Task) -> Scores:
-    """All trainers' adapters are measured by one program, none of theirs: mlx-lm's model."""
+    """Returns the scores of a model. mlx-lm's model measures all trainers' adapters."""
     tokenizer = load_bundle_tokenizer(bundle.path)
     rows = []
     for ids, counts in islice(read_sequences(bundle, "valid", task.seq_len), task.held_out):
@@ -67,7 +71,9 @@ def score(model: nn.Module, bundle: Bundle, task: Task) -> Scores:
             written = write(model, ids[:start], task.seq_len - start, tokenizer.eos_token_id)
             number = final_number(tokenizer.decode(ids[start:].tolist()))
             right = number is not None and final_number(tokenizer.decode(written)) == number
-        else:  # each token the likeliest after those before it: what would be written, to the end
+        # Checks that each token is the likeliest after those before it, so that it would be
+        # written.
+        else:
             missed = (mx.argmax(logits, axis=-1) != targets) * mx.array(counts)
             right = missed.sum().item() == 0
         rows.append((losses.sum().item(), counts.sum(), right))
@@ -75,15 +81,17 @@ def score(model: nn.Module, bundle: Bundle, task: Task) -> Scores:
 
 
 def write(model: nn.Module, prompt: np.ndarray, most: int, end: int) -> list[int]:
-    """The likeliest tokens after a prompt, int [n], until `end`."""
+    """Returns the likeliest tokens after a prompt, int [n], until `end`."""
     tokens = (token for token, _ in generate_step(mx.array(prompt), model, max_tokens=most))
     return [*takewhile(lambda token: token != end, tokens)]
 
 
 def other_text(bundle: Bundle, task: Task, file: Path | None) -> np.ndarray | None:
-    """The ids of a text that the task is not about, int32 [n]: its loss says what a model forgets.
-    It is the end of `file`, or of the prose of Python's language reference; None where that
-    prose is the task."""
+    """Returns the ids of a text that the task is not about, int32 [n], to measure forgetting.
+
+    It is the end of `file`, or of the prose of Python's language reference; None if that prose is
+    the task.
+    """
     if file is not None:
         text = read_text(file)
     elif task.name == TEXT.name:
@@ -96,7 +104,7 @@ def other_text(bundle: Bundle, task: Task, file: Path | None) -> np.ndarray | No
 
 
 def loss_of_text(model: nn.Module, ids: np.ndarray, seq_len: int) -> float:
-    """Nats a token of windows of a text, int [n]."""
+    """Returns the loss of windows of a text, int [n], in nats a token."""
     rows = (len(ids) - 1) // seq_len
     total = 0.0
     for start in range(0, rows * seq_len, seq_len):
@@ -119,9 +127,10 @@ class Difference(NamedTuple):
 def paired(
     ours: Sequence[Scores], theirs: Sequence[Scores], *, what: str, seed: int = 0
 ) -> Difference:
-    """The difference, ours less theirs, of the `loss` a token or the share that is `exact`.
+    """Returns the difference, ours less theirs, of the `loss` a token or the share that is `exact`.
 
-    Each pair is of one seed; a resample draws held-out sequences, the same for both and all seeds.
+    Each pair has one seed. A resample draws held-out sequences, the same for both and for all
+    seeds.
     """
     if what == "loss":
         above = sum(a.losses - b.losses for a, b in zip(ours, theirs, strict=True))

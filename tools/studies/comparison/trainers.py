@@ -1,4 +1,4 @@
-"""The trainers that are compared, each from the same adapters over the same batches."""
+"""The trainers that are compared; all train from the same adapters on the same batches."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ MEZO_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Trained:
-    """A run: its loss at each step, and the folder of its adapters in mlx-lm's form; `base`: the
-    Hugging Face model that they are of, where that is another than the bundle's."""
+    """A run: its loss at each step, and the folder of its adapters in mlx-lm's form.
+
+    `base` is the Hugging Face model of the adapters, if it is not the bundle's.
+    """
 
     losses: list[float]
     adapters: Path
@@ -41,13 +43,15 @@ class Trained:
 
 
 def rate_of(task: Task, optimizer: str) -> float:
-    """The first, which falls to 0 in a line."""
+    """Returns the first learning rate, which falls to 0 linearly."""
     return SGD_RATE if optimizer == "sgd" else task.rate
 
 
 def multiply_dequantized() -> None:
-    """Lets mlx-lm's models in this process multiply with whole dequantized matrices: the same, but
-    packed ones are slow on a CPU."""
+    """Makes mlx-lm's models in this process multiply with whole dequantized matrices.
+
+    The result is the same, but packed matrices are slow on a CPU.
+    """
     nn.QuantizedLinear.__call__ = dequantized_linear
     nn.QuantizedEmbedding.as_linear = lambda self, x: x @ whole_matrix(self).T
 
@@ -74,7 +78,7 @@ def with_mesp(
 
 
 def with_mlx_lm(bundle: Path, task: Task, optimizer: str, seed: int, folder: Path) -> Trained:
-    """Trains with mlx-lm's own trainer, on the bundle's 4-bit weights in mlx-lm's model."""
+    """Trains with mlx-lm's trainer, on the bundle's 4-bit weights in mlx-lm's model."""
     opened = Bundle(bundle)
     model = opened.to_mlx_lm()
     model.freeze()
@@ -90,7 +94,7 @@ def with_mlx_lm(bundle: Path, task: Task, optimizer: str, seed: int, folder: Pat
 
     def iterate_batches(**_: Any) -> Iterator[tuple[mx.array, mx.array]]:
         for ids, counted in batches(opened, task, seed):
-            # mlx-lm counts targets from 1, from the first that counts to the last.
+            # mlx-lm counts targets from 1, and all between the first and the last that count.
             spans = [(row.argmax() + 1, row.size - row[::-1].argmax()) for row in counted]
             yield mx.array(ids), mx.array(np.array(spans))
 
@@ -130,8 +134,11 @@ def with_peft(
     folder: Path,
     nf4: Path | None = None,
 ) -> Trained:
-    """Trains with PEFT on PyTorch, in another environment, on the dequantized weights; or as QLoRA,
-    on those of the Hugging Face model `nf4`, which bitsandbytes quantizes to NF4."""
+    """Trains with PEFT on PyTorch, in another environment, on the dequantized weights.
+
+    As QLoRA it trains on the weights of the Hugging Face model `nf4`, which bitsandbytes quantizes
+    to NF4.
+    """
     opened = Bundle(bundle)
     folder.mkdir(parents=True)
     ids, counted = map(np.stack, zip(*batches(opened, task, seed), strict=True))
@@ -148,6 +155,6 @@ def with_peft(
 
 
 def has_bitsandbytes(python: Path) -> bool:
-    """Whether that Python can train on weights in NF4."""
+    """Returns whether that Python can train on weights in NF4."""
     line = [python.absolute(), "-c", "import bitsandbytes"]
     return subprocess.run(line, capture_output=True).returncode == 0

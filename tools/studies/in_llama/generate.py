@@ -2,10 +2,9 @@
 
     python -m studies.in_llama.generate SETTINGS.json
 
-Reads a request a line, `{"prompts": [[1, 2]], "tokens": 8}` in token ids, and when all texts have
-so many tokens, which are the likeliest, prints a line with the highest footprint so far. Keys and
-values are in float32, and products of quantized weights as llama.cpp has them: with activations in
-8 bits.
+Reads a request a line, `{"prompts": [[1, 2]], "tokens": 8}` in token ids. When every text has this
+many of the likeliest tokens, it prints a line with the highest footprint so far. Keys and values
+are float32. Products of quantized weights are llama.cpp's, with activations in 8 bits.
 """
 
 from __future__ import annotations

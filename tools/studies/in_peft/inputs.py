@@ -1,4 +1,4 @@
-"""The inputs of a run of PEFT: a folder that needs neither MLX nor MeSP to be read."""
+"""The inputs of a run of PEFT: a folder that is read without MLX and MeSP."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def write_inputs(
 ) -> None:
     """Writes `model/`, `first.safetensors` and `batches.npz`.
 
-    `first`: the adapters to begin with, by mlx-lm's names; of each step the `ids`, int32 [steps,
-    batch, T + 1], and which of their targets count, bool [steps, batch, T].
+    `first`: the initial adapters, by mlx-lm's names; `ids`: those of each step, int32 [steps,
+    batch, T + 1]; `counted`: which of their targets count, bool [steps, batch, T].
     """
     write_model(bundle, folder / "model")
     mx.save_safetensors(str(folder / "first.safetensors"), first)
@@ -30,7 +30,7 @@ def write_inputs(
 
 
 def first_adapters(bundle: Bundle, rank: int, seed: int) -> dict[str, mx.array]:
-    """The adapters that the engine begins with, by mlx-lm's names."""
+    """Returns the engine's initial adapters, by mlx-lm's names."""
     arch, arrays = bundle.architecture, {}
     for layer, flat in enumerate(reference.init_lora(arch, rank, seed)):
         for module, (a, b) in reference.unpack_lora(flat, arch.blocks[layer]).items():
@@ -40,7 +40,7 @@ def first_adapters(bundle: Bundle, rank: int, seed: int) -> dict[str, mx.array]:
 
 
 def write_model(bundle: Bundle, folder: Path) -> None:
-    """The bundle's weights, dequantized, as a Hugging Face model in float32."""
+    """Writes the bundle's weights, dequantized, as a Hugging Face model in float32."""
     arch = bundle.architecture
     columns, head = arch.hidden_size, bundle.head()
     tensors = {"model.norm.weight": head["norm"]}

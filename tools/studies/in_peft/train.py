@@ -2,7 +2,7 @@
 
     python -m studies.in_peft.train SETTINGS.json
 
-The folder `output` of the settings holds what `inputs.py` writes. Prints a record a line, as the
+The folder `output` of the settings has the files of `inputs.py`. Prints a record a line, as the
 engine does, and leaves `adapters.safetensors` there. With `nf4`, a Hugging Face model, it trains on
 that model's weights in NF4, as QLoRA does. They are dequantized once and left in `base/`, since on
 a CPU bitsandbytes dequantizes a matrix more slowly than PyTorch multiplies by it.
@@ -32,7 +32,7 @@ def report(kind: str, **fields: Any) -> None:
 
 
 class AdamW(torch.optim.Optimizer):
-    """As mlx.optimizers has it, without bias correction; PyTorch's has no such option."""
+    """AdamW as in mlx.optimizers, without bias correction, for which PyTorch has no option."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], lr: float, beta2: float) -> None:
         super().__init__(parameters, {"lr": lr, "beta2": beta2})
@@ -49,7 +49,9 @@ class AdamW(torch.optim.Optimizer):
 
 
 def load(folder: Path, settings: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """The model with its first adapters, and what is trained by mlx-lm's names, [in, out]ᵀ."""
+    """Returns the model with its initial adapters, and the trained tensors by mlx-lm's names, [in,
+    out]ᵀ.
+    """
     first = load_file(folder / "first.safetensors")
     dtype = getattr(torch, settings["dtype"])
     weights = folder / "model"
@@ -58,7 +60,7 @@ def load(folder: Path, settings: dict[str, Any]) -> tuple[torch.nn.Module, dict[
         source = Path(settings["nf4"])
         write_base(in_nf4(source, dtype), source, weights)
     model = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype, trust_remote_code=False)
-    model.train()  # in which alone it checkpoints; there is no dropout
+    model.train()  # it checkpoints only in this mode; there is no dropout
     if settings.get("checkpoint"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     targets = sorted({name.split(".")[-2] for name in first})
@@ -82,7 +84,7 @@ def load(folder: Path, settings: dict[str, Any]) -> tuple[torch.nn.Module, dict[
 
 
 def in_nf4(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """A model with the matrices of its blocks as QLoRA has them: NF4, and the scales in 8 bits."""
+    """Returns a model with the matrices of its blocks as in QLoRA: NF4, with scales in 8 bits."""
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -99,12 +101,12 @@ def in_nf4(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def write_base(model: torch.nn.Module, source: Path, folder: Path) -> None:
-    """Writes what a quantized model multiplies with, in float32, as a Hugging Face model."""
+    """Writes the dequantized weights of a quantized model, in float32, as a Hugging Face model."""
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Params4bit
 
     tensors = {}
-    for name, parameter in model.named_parameters():  # of tied matrices the first
+    for name, parameter in model.named_parameters():  # has the first of tied matrices
         if isinstance(parameter, Params4bit):
             parameter = dequantize_4bit(parameter.data, parameter.quant_state)
         tensors[name] = parameter.detach().float().contiguous()
@@ -131,7 +133,7 @@ def main() -> None:
             group["lr"] = rate
         ids, counted = torch.from_numpy(ids).long(), torch.from_numpy(counted)
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
-        targets = ids[:, 1:].where(counted, -100)  # which cross_entropy leaves out
+        targets = ids[:, 1:].where(counted, -100)  # cross_entropy ignores -100
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         del logits
         optimizer.zero_grad()

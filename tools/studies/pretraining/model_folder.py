@@ -1,4 +1,4 @@
-"""The demo model as a Hugging Face folder, with its model card."""
+"""Writes the demo model as a Hugging Face folder, with its model card."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 
 from studies.pretraining.text import END_OF_TEXT
 
-# It learned no conversations; with this one chat records can be tried. A token ends each answer.
+# The model learned no conversations; with this template, chat records can be tried. A token ends
+# each answer.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{- message.role + ': ' + (message.content or '') -}}
@@ -26,7 +27,7 @@ CHAT_TEMPLATE = """\
 
 
 def model_card(facts: dict[str, str], config: dict, parameters: int) -> str:
-    """README.md of the model folder."""
+    """Returns the README.md of the model folder."""
     return f"""---
 license: mit
 language: en
@@ -65,7 +66,7 @@ The weights are under the MIT licence.
 def write_folder(
     out: Path, model: Model, tokenizer: Tokenizer, config: dict, facts: dict[str, str]
 ) -> None:
-    """Write the Hugging Face folder beside `out`, then put it in `out`'s place."""
+    """Writes the Hugging Face folder beside `out`, then puts it in `out`'s place."""
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         folder.chmod(0o755)
@@ -111,7 +112,9 @@ def write_folder(
 
 
 def check_out(out: Path) -> None:
-    """Refuse an output that cannot be written, or would replace something other than a model."""
+    """Refuses an output that cannot be written, or that would replace something other than a
+    model.
+    """
     if out.exists() and not out.is_dir():
         raise click.UsageError(f"{out} is a file, not a folder.")
     if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():

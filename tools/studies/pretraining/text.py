@@ -25,7 +25,7 @@ QWEN2_PATTERN = (
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 text file, unify its line ends and drop its control characters."""
+    """Reads a UTF-8 text file, unifies its line ends and drops its control characters."""
     try:
         text = source_files.read_text(path)
     except MespError as error:
@@ -37,7 +37,7 @@ def read_text(path: Path) -> str:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer of exactly `vocab_size` tokens, laid out as Qwen2's is."""
+    """Trains a byte-level BPE tokenizer of exactly `vocab_size` tokens, laid out as Qwen2's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -63,7 +63,9 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
-    """Token ids of all texts, each followed by the end-of-text token; shape [tokens]."""
+    """Returns the token ids of all texts, each followed by the end-of-text token; shape
+    [tokens].
+    """
     end = tokenizer.token_to_id(END_OF_TEXT)
     ids: list[int] = []
     for encoding in tokenizer.encode_batch(texts):
@@ -75,9 +77,9 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 def shuffled_batches(
     tokens: np.ndarray, batch_size: int, seq_len: int, seed: int
 ) -> Iterator[mx.array]:
-    """Endless batches [batch_size, seq_len + 1], covering the tokens once an epoch.
+    """Yields endless batches [batch_size, seq_len + 1], which cover the tokens once an epoch.
 
-    Every epoch cuts the text at other places, so that no two epochs show the same windows.
+    Every epoch cuts the text at other places, so no two epochs have the same windows.
     """
     rng = np.random.default_rng(seed)
     window = np.arange(seq_len + 1)

@@ -23,9 +23,12 @@ SCALE = ALPHA / RANK
 
 @dataclass(frozen=True)
 class Task:
-    """A task: trained on sequences of `seq_len` tokens, `batch_size` a step, for `steps`, at
-    AdamW's `rate`; of `held_out` sequences the loss is taken, and how many answers are right: to
-    the `letter`, by their final `number`, or, if there are none, neither."""
+    """A task, trained on sequences of `seq_len` tokens, `batch_size` a step, for `steps`, at
+    AdamW's `rate`.
+
+    The loss is measured on `held_out` sequences, and so is the share of right answers: by the
+    `letter`, or by their final `number`; None: not at all.
+    """
 
     name: str
     seq_len: int
@@ -54,9 +57,11 @@ def export(
     gsm8k: str = GSM8K_DATA,
     more_lengths: Iterable[int] = (),
 ) -> Path:
-    """The task's bundle of a model: its data is written, and the model exported with it, to be
-    trained at `RANK` or `more_ranks` and its length or `more_lengths`; `gsm8k` is where that task's
-    data are."""
+    """Writes a task's data, exports a model with it, and returns the bundle.
+
+    It can be trained at `RANK` or `more_ranks`, and at the task's length or `more_lengths`. `gsm8k`
+    is the place of that task's data.
+    """
     bundle = folder / f"{task.name}.mesp"
     if task.name == GSM8K.name:
         columns = ("--columns", "prompt=question,completion=answer")
@@ -79,7 +84,7 @@ def export(
 
 
 def write_data(task: Task, folder: Path) -> Path:
-    """Writes requests with what is asked for: all of it as JSON, or what is to be done alone."""
+    """Writes requests with the answers asked for: all of it as JSON, or only the action."""
     splits = {
         "train": house_requests.cases(task.steps * task.batch_size, seed=0, held_out=False),
         "valid": house_requests.cases(task.held_out, seed=1, held_out=True),
@@ -94,7 +99,7 @@ def write_data(task: Task, folder: Path) -> Path:
 
 
 def command(module: str, *arguments: object) -> None:
-    """Runs one of the project's commands. Raises MespError with what it says where it fails."""
+    """Runs a command of the project. Raises MespError with its output if it fails."""
     line = [sys.executable, "-c", f"from {module} import main; main()", *map(str, arguments)]
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode != 0:
@@ -103,8 +108,11 @@ def command(module: str, *arguments: object) -> None:
 
 
 def batches(bundle: Bundle, task: Task, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The batches that the engine trains on, in its order: of each step the ids int32 [batch_size,
-    seq_len + 1], padded with 0, and which of their targets count, bool [batch_size, seq_len]."""
+    """Returns the engine's batches, in its order.
+
+    Each step has the ids, int32 [batch_size, seq_len + 1], padded with 0, and which of their
+    targets count, bool [batch_size, seq_len].
+    """
     tokens, examples, mask = bundle.tokens("train"), bundle.examples("train"), bundle.mask("train")
     if examples is None:
         windows = (len(tokens) - 1) // task.seq_len

@@ -1,4 +1,4 @@
-"""The answer to one of GSM8K's problems: the number after its solution."""
+"""The answer to a problem of GSM8K: the number after its solution."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ NUMBER = re.compile(r"####\s*(-?)\$?\s*(\d[\d,]*(?:\.\d+)?)")
 
 
 def final_number(text: str) -> str | None:
-    """The text after the first `####`, without the commas between thousands; None where there is
-    no number. Further text of the model does not count."""
+    """Returns the number after the first `####`, without commas; None if there is no number.
+
+    Further text of the model does not count.
+    """
     found = NUMBER.search(text)
     return None if found is None else "".join(found.groups()).replace(",", "")

@@ -1,8 +1,7 @@
 """Requests to a house, and the JSON that each asks for.
 
-A command is what is to be done with which thing, where and when, and a request says it in one of
-many ways. Neither the held-out commands nor the ways of saying them are trained on: one command in
-five, and `UNHEARD`.
+A command names an action, a thing, a place and a time. A request states it in one of many wordings.
+Neither the held-out commands, one in five, nor their wordings, `UNHEARD`, are trained on.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ WHEN = {
     "tomorrow": ["tomorrow"],
     **{day: [f"on {day}", f"next {day}"] for day in calendar.day_name},
 }
-# Times that a model of the demo's size tells apart in two minutes of training, wherever they stand.
+# Times that the demo model learns to tell apart in two minutes of training, wherever they stand.
 SOON = {
     "now": ["now", "right now"],
     "today": ["today"],
@@ -68,7 +67,7 @@ UNHEARD = [
 def cases(
     count: int, seed: int, *, held_out: bool, whens: dict[str, list[str]] = WHEN
 ) -> list[Case]:
-    """`count` cases that are different, of what is held out or of the rest, at one of `whens`."""
+    """Returns `count` different cases, held out or not, at one of `whens`."""
     draw = random.Random(seed)
     found: dict[Case, None] = {}
     while len(found) < count:

@@ -25,9 +25,9 @@ class Answer(NamedTuple):
 def answers(
     bundle: Path, cases: list[Case], adapters: Path | None = None, *, whole: int
 ) -> list[Answer]:
-    """The model's answers, always its likeliest token, until they are as long as the right ones.
+    """Returns the model's greedy answers, up to the length of the right ones.
 
-    Those after the first `whole` are read until they are wrong.
+    Answers after the first `whole` are read until they are wrong.
     """
     tokenizer = load_bundle_tokenizer(bundle)
     prompts, right = [], []

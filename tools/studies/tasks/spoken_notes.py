@@ -1,9 +1,9 @@
 """Spoken notes, and the calendar entry that each asks for, as JSON.
 
-A note says what there is, when, and perhaps with whom and where, as people dictate: without
-punctuation, with hesitations, and with words that take back what was said before them. Held-out
-notes have other titles, names, places, wordings, hesitations and corrections than those that are
-trained on, and days and times that do not occur together there.
+A note names an event, its time, and perhaps people and a place, as people dictate: without
+punctuation, with hesitations, and with corrections of earlier words. Held-out notes have other
+titles, names, places, wordings, hesitations and corrections than the trained ones, and other pairs
+of days and times.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 HELD_OUT = 5  # one day and time in this many
 
-# Asked of the model without fine-tuning too.
+# the instruction, also for the model without fine-tuning
 INSTRUCTION = "Calendar entry as JSON with title, with, where, day, time: "
 
 
@@ -44,7 +44,7 @@ class Words(NamedTuple):
 
 
 def _pairs(first: str, second: str) -> list[str]:
-    """Each of the first words before each of the second."""
+    """Returns each of the first words before each of the second."""
     return [" ".join(pair) for pair in itertools.product(first.split(), second.split())]
 
 
@@ -79,7 +79,7 @@ BUILDINGS = """
 cafe hall room office school library hotel bar restaurant theater clinic gym pool studio
 club house center square shop inn tower terrace
 """
-# Many, so that copying a word is easier to learn than all words.
+# Many words, so that copying a word is easier to learn than all words.
 HEARD = Words(
     titles=_pairs(SUBJECTS, KINDS),
     people=PEOPLE.split(),
@@ -139,7 +139,7 @@ FIRST, LAST = 7, 21  # hours of the day in which there are entries
 
 
 def cases(count: int, seed: int, *, held_out: bool) -> list[Case]:
-    """`count` cases that are different, of what is held out or of the rest."""
+    """Returns `count` different cases, held out or not."""
     draw = random.Random(seed)
     words = UNHEARD if held_out else HEARD
     found: dict[Case, None] = {}
@@ -163,7 +163,7 @@ def _case(draw: random.Random, words: Words, day: str, time: tuple[int, int]) ->
         where, place = "", None
     said = {"day": _say_day(draw, day), "time": _say_time(draw, *time)}
     if draw.random() < 0.3:
-        # The note takes back the first day or time.
+        # The note corrects the first day or time.
         changed = draw.choice([*said])
         if changed == "day":
             wrong = _say_day(draw, draw.choice([each for each in DAYS if each != day]))

@@ -1,8 +1,8 @@
-"""The block types of GGUF whose values MLX's quantizations hold, and their arrays there.
+"""The block types of GGUF whose values MLX can hold quantized, and their arrays in MLX.
 
-A row is blocks of 32 to 256 weights, each with scales of its own. https://github.com/ggml-org/ggml
-defines the types in ggml-common.h and their values in ggml-quants.c, and
-https://github.com/PrismML-Eng/llama.cpp those that begin with P.
+A row consists of blocks of 32 to 256 weights with scales of their own.
+https://github.com/ggml-org/ggml defines the types in ggml-common.h and their values in
+ggml-quants.c; https://github.com/PrismML-Eng/llama.cpp defines the types that begin with P.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from mesp.models.quantization_formats import Quantization
 
 Arrays = tuple[np.ndarray, ...]  # codes [rows, columns], scales and biases [rows, groups]
 
-# Groups of 16 weights, which MLX lacks: their values are quantized to this.
+# Types with groups of 16 weights, which MLX lacks. Their values are quantized again, to `WIDE`.
 REQUANTIZED = ("Q6_K", "Q2_K")
 UNQUANTIZED = ("F32", "F16", "BF16")
 WIDE = Quantization(8, 32)
 
 
 def _half(fields: np.ndarray) -> np.ndarray:
-    """float16 bytes [..., 2] as float32 [...]."""
+    """Returns float16 bytes [..., 2] as float32 [...]."""
     return np.ascontiguousarray(fields).view("<f2")[..., 0].astype(np.float32)
 
 
 def _nibbles(fields: np.ndarray) -> np.ndarray:
-    """Bytes [..., n] as codes [..., 2 n]: the low halves of all, then the high ones."""
+    """Returns bytes [..., n] as codes [..., 2 n]: the low halves of all bytes, then the high
+    halves.
+    """
     return np.concatenate([fields & 15, fields >> 4], axis=-1)
 
 
 def _fifth_bits(fields: np.ndarray) -> np.ndarray:
-    """32 bits [..., 4] as the fifth bits of codes [..., 32]."""
+    """Returns 32 bits [..., 4] as the fifth bits of codes [..., 32]."""
     return np.unpackbits(fields, axis=-1, bitorder="little") << 4
 
 
@@ -62,7 +64,7 @@ def _q8_0(blocks: np.ndarray) -> Arrays:
 
 
 def _six_bits(fields: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The factors of 8 groups' scales and biases, of 6 bits each, in 12 bytes [..., 12]."""
+    """Returns the factors of 8 groups' scales and biases, 6 bits each, from 12 bytes [..., 12]."""
     low, middle, high = fields[..., :4], fields[..., 4:8], fields[..., 8:]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=-1)
     biases = np.concatenate([middle & 63, (high >> 4) | (middle >> 6 << 4)], axis=-1)
@@ -87,7 +89,10 @@ def _q5_k(blocks: np.ndarray) -> Arrays:
 
 
 def _q3_k(blocks: np.ndarray) -> Arrays:
-    """The scale times an integer in -124…128, the product of a group's factor and a code."""
+    """Returns the codes, scales and biases of blocks of Q3_K.
+
+    A value is the scale times an integer in -124…128, the product of a group's factor and a code.
+    """
     shifts = np.arange(4, dtype=np.uint8)[:, None]
     low = blocks[..., 32:96].reshape(*blocks.shape[:-1], 2, 1, 32) >> 2 * shifts & 3
     bits = np.arange(8, dtype=np.uint8).reshape(2, 4, 1)
@@ -109,37 +114,44 @@ def _mxfp4(blocks: np.ndarray) -> Arrays:
 
 
 def _q1_0(blocks: np.ndarray) -> Arrays:
-    """A code of 0 is -d, and of 1 d."""
+    """Returns the codes, scales and biases of blocks of Q1_0: a code of 0 is -d, and 1 is d."""
     scale = _half(blocks[..., :2])
     return np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little"), 2 * scale, -scale
 
 
 def _quarters(fields: np.ndarray) -> np.ndarray:
-    """Bytes [..., n] as codes [..., 4, n] of 2 bits: the lowest bits of all come first."""
+    """Returns bytes [..., n] as codes [..., 4, n] of 2 bits: first the lowest bits of all bytes."""
     return fields[..., None, :] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
 
 
 def _q2_0(blocks: np.ndarray) -> Arrays:
-    """A code of 0 is -d, of 1 0, of 2 d and of 3 2 d. Each byte has neighbours."""
+    """Returns the codes, scales and biases of blocks of Q2_0, in which a byte holds neighbours.
+
+    A code of 0 is -d, 1 is 0, 2 is d and 3 is 2 d.
+    """
     scale = _half(blocks[..., :2])
     codes = np.swapaxes(_quarters(blocks[..., 2:]), -1, -2)
     return codes.reshape(*blocks.shape[:-1], -1), scale, -scale
 
 
 def _of_two_groups(codes: np.ndarray, fields: np.ndarray) -> Arrays:
-    """Blocks of 256 codes with one scale d as two groups of 128."""
+    """Returns blocks of 256 codes with one scale d as two groups of 128."""
     scale = np.repeat(_half(fields)[..., None], 2, axis=-1)
     return codes, scale, -scale
 
 
 def _tq2_0(blocks: np.ndarray) -> Arrays:
-    """As in Q2_0. Each 32 bytes have the lowest bits of 32 codes, then the next bits."""
+    """Returns the codes, scales and biases of blocks of TQ2_0.
+
+    Codes are as in Q2_0. 32 bytes hold the lowest bits of 32 codes, then the next bits, and so on.
+    """
     codes = _quarters(blocks[..., :64].reshape(*blocks.shape[:-1], 2, 32))
     return _of_two_groups(codes.reshape(*blocks.shape[:-1], 256), blocks[..., 64:])
 
 
 def _trits(fields: np.ndarray, count: int) -> np.ndarray:
-    """Bytes [..., n] as codes 0 to 2 [..., count · n]: the first of all bytes, then the second.
+    """Returns bytes [..., n] as codes 0 to 2 [..., count · n]: the first of all bytes, then the
+    second.
 
     A byte is a fraction of 256 whose digits in base 3 are the codes.
     """
@@ -149,13 +161,16 @@ def _trits(fields: np.ndarray, count: int) -> np.ndarray:
 
 
 def _tq1_0(blocks: np.ndarray) -> Arrays:
-    """As in TQ2_0, of codes 0 to 2: five in a byte, but for the last 16."""
+    """Returns the codes, scales and biases of blocks of TQ1_0.
+
+    Codes are 0 to 2, as in TQ2_0. A byte holds five of them, but four of the last 16.
+    """
     parts = [_trits(blocks[..., :32], 5), _trits(blocks[..., 32:48], 5)]
     codes = np.concatenate([*parts, _trits(blocks[..., 48:52], 4)], axis=-1)
     return _of_two_groups(codes, blocks[..., 52:])
 
 
-# By llama.cpp's names: bytes of a block, MLX's quantization, and what makes its arrays.
+# By llama.cpp's name: the bytes of a block, MLX's quantization, and the function for the arrays.
 CARRIED: dict[str, tuple[int, Quantization, Callable[[np.ndarray], Arrays]]] = {
     "Q4_0": (18, Quantization(4, 32), _q4_0),
     "Q4_1": (20, Quantization(4, 32), _q4_1),
@@ -172,18 +187,20 @@ CARRIED: dict[str, tuple[int, Quantization, Callable[[np.ndarray], Arrays]]] = {
     "TQ1_0": (54, Quantization(2, 128), _tq1_0),
     "TQ2_0": (66, Quantization(2, 128), _tq2_0),
 }
-_NOT_OF_THE_PACKAGE = ("Q1_0", "Q2_0", "PQ2_0")  # which the gguf package may not decode
+_NOT_OF_THE_PACKAGE = ("Q1_0", "Q2_0", "PQ2_0")  # types that the gguf package may not decode
 
 
 def arrays(kind: str, data: np.ndarray) -> Arrays:
-    """Rows of blocks of a type of `CARRIED` as codes, scales and, where there are, biases."""
+    """Returns rows of blocks of a type of `CARRIED` as codes, scales and, if it has them,
+    biases.
+    """
     size, _, decode = CARRIED[kind]
     parts = decode(data.reshape(len(data), -1, size))
     return tuple(np.ascontiguousarray(part.reshape(len(data), -1)) for part in parts)
 
 
 def numbers(kind: str, data: np.ndarray) -> np.ndarray:
-    """Rows of blocks of any type as float32."""
+    """Returns rows of blocks of any type as float32."""
     if kind not in _NOT_OF_THE_PACKAGE:
         return gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
     codes, *others = arrays(kind, data)

@@ -1,4 +1,4 @@
-"""The config.json of a GGUF file, of its metadata and its tensors."""
+"""Makes the config.json of a GGUF file, from its metadata and its tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _MODEL_TYPES = {
     MODEL_ARCH_NAMES[MODEL_ARCH[name]]: model_type
     for model_type, name in reversed(ARCHITECTURES.items())
 }
-# Gemma's models of 27B scale attention by the width over the heads, by their number of blocks.
+# The number of blocks of Gemma's 27B models, which scale attention by the width over the heads.
 _GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 _NUMBER = (int, float)
-# Keys that change nothing: a text has three equal positions. LFM2's list of heads is read as is.
+# Keys that change nothing: a text's three positions are equal. LFM2's list of heads is read
+# elsewhere.
 _NOTHING = ("rope.scaling.finetuned", "rope.dimension_sections", "attention.head_count_kv")
 
 
@@ -33,8 +34,10 @@ class _Metadata:
         self.read: set[str] = set()
 
     def get(self, key: str, kind: type | tuple[type, ...] = int) -> Any:
-        """The value of ``{architecture}.{key}``; None if there is none. Floating-point numbers
-        are as their shortest decimals in float32 say."""
+        """Returns the value of ``{architecture}.{key}``; None if there is none.
+
+        A floating-point number becomes its shortest decimal in float32.
+        """
         self.read.add(key)
         key = f"{self.prefix}.{key}"
         value = self.gguf.metadata.get(key)
@@ -56,7 +59,7 @@ class _Metadata:
         return value
 
     def refuse_unread(self) -> None:
-        """Raises MespError for a key of RoPE or attention that nothing reads."""
+        """Raises MespError for a key of RoPE or attention that is not read."""
         for key in self.gguf.metadata:
             name = key.removeprefix(f"{self.prefix}.")
             if (
@@ -71,9 +74,9 @@ class _Metadata:
 
 
 def config_of(gguf: GGUF) -> dict[str, Any]:
-    """The model's config.json, without its quantization.
+    """Returns the model's config.json, without its quantization.
 
-    Raises MespError where the architecture is not supported, or a key is missing.
+    Raises MespError if the architecture is not supported, or if a key is missing.
     """
     if rotation := next((key for key in sorted(gguf.metadata) if "hadamard" in key), None):
         raise MespError(
@@ -137,10 +140,10 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
     if rotated and rotated != head_dim:
         config["partial_rotary_factor"] = rotated / (head_dim or 1)
     config |= _READ.get(model_type, lambda its, config: {})(its, config)
-    if not model_type.startswith("lfm2"):  # whose blocks with convolutions have none
+    if not model_type.startswith("lfm2"):  # its blocks with convolutions have none
         config["num_key_value_heads"] = its.get("attention.head_count_kv") or heads
     config["rope_scaling"] = _rope_scaling(its, config)
-    if model_type == "ministral3":  # where mlx-lm reads it
+    if model_type == "ministral3":  # mlx-lm reads the value here
         scaling = config.pop("rope_scaling") or {"type": "default"}
         config["rope_parameters"] = {
             "rope_type": scaling.pop("type"),
@@ -196,7 +199,7 @@ def _minicpm(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lfm2(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """A block without heads of keys has a convolution."""
+    """Returns LFM2's keys. A block without key heads has a convolution."""
     key = f"{its.prefix}.attention.head_count_kv"
     counts = its.gguf.metadata.get(key)
     if not isinstance(counts, np.ndarray) or len({*counts.tolist()} - {0}) != 1:
@@ -219,7 +222,9 @@ def _lfm2(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts(its: _Metadata, scores: ExpertGatingFuncType) -> dict[str, Any]:
-    """Of a mixture whose weights add up to 1, as llama.cpp has it of these architectures."""
+    """Returns the keys of a mixture whose weights add up to 1, as llama.cpp computes these
+    families.
+    """
     if its.get("expert_gating_func") not in (None, scores.value) or its.get(
         "expert_weights_scale", _NUMBER
     ) not in (None, 0, 1):
@@ -269,7 +274,9 @@ _READ = {
 
 
 def _rope_scaling(its: _Metadata, config: dict[str, Any]) -> dict[str, Any] | None:
-    """``rope_scaling`` of config.json, read as llama.cpp reads the metadata."""
+    """Returns ``rope_scaling`` for config.json, with the values that llama.cpp reads from the
+    metadata.
+    """
     length = config["original_max_position_embeddings"] or config["max_position_embeddings"]
     kind = its.get("rope.scaling.type", str) or "linear"
     factor, older = (its.get(f"rope.{key}", _NUMBER) for key in ("scaling.factor", "scale_linear"))
@@ -313,7 +320,7 @@ def _rope_scaling(its: _Metadata, config: dict[str, Any]) -> dict[str, Any] | No
 
 
 def _factors(gguf: GGUF, name: str) -> list[float]:
-    """The factors of RoPE's frequencies, which a tensor has."""
+    """Returns the factors of RoPE's frequencies in a tensor."""
     tensor = gguf.tensors.get(name)
     if tensor is None or tensor.type != "F32" or len(tensor.shape) != 1:
         raise MespError(f"{gguf.path} has no {name} of float32 numbers; download it again.")
@@ -321,7 +328,7 @@ def _factors(gguf: GGUF, name: str) -> list[float]:
 
 
 def _llama3(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Llama 3's scaling, of which the file has the result: the factor of each frequency."""
+    """Returns Llama 3's scaling. The file has only its result, the factor of each frequency."""
     factors = np.array(_factors(its.gguf, "rope_freqs.weight"))
     size = config["head_dim"]
     theta = config["rope_theta"]
@@ -338,5 +345,6 @@ def _llama3(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
         if len(scaled) == len(factors) and np.allclose(np.divide(base, scaled), factors, 1e-4):
             return scaling
     raise MespError(
-        f"{its.gguf.path} scales RoPE's frequencies otherwise than Llama 3, which is not supported."
+        f"{its.gguf.path} scales RoPE's frequencies differently from Llama 3, which is not "
+        "supported."
     )

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: its metadata, and where its tensors lie. Copies files.
+"""Reads the header of a GGUF file: its metadata, and the places of its tensors. Copies such files.
 
 The gguf package's reader trusts the file's counts and takes 20 s for a vocabulary of 262,144.
 """
@@ -33,15 +33,18 @@ _STRING, _ARRAY = 8, 9
 _KINDS = {
     kind.value: (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()
 }  # by number: the name, and the weights and bytes of a block
-_Q2_0 = 42  # llama.cpp's, and that of PrismML's files from before it was llama.cpp's
+_Q2_0 = 42  # llama.cpp's type; earlier PrismML's type with the same number
 _OF_BOTH = [("Q2_0", 64, 18), ("PQ2_0", 128, 34)]
 _KINDS |= {_Q2_0: _OF_BOTH[0], 142: _OF_BOTH[1], 143: ("PTQ1_0", 128, 28)}
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the file: `type` is llama.cpp's name of its block type, `shape` is [rows,
-    columns], and `data` has the bytes of each row. `number` is the type's in the file."""
+    """A tensor of the file.
+
+    `type` is llama.cpp's name of its block type and `number` the type's number in the file; `shape`
+    is [rows, columns], and `data` has the bytes of each row.
+    """
 
     type: str
     shape: tuple[int, ...]
@@ -64,14 +67,15 @@ class GGUF:
     alignment: int
 
     def text(self, key: str, default: str = "") -> str:
-        """The text of a key of the metadata, empty if its value is not text; `default` if there
-        is no such key."""
+        """Returns the text of a key of the metadata; `default` if there is no such key, empty if
+        its value is not text.
+        """
         value = self.metadata.get(key, default)
         return value if isinstance(value, str) else ""
 
     @classmethod
     def read(cls, path: Path) -> GGUF:
-        """Raises MespError where the file is not a whole GGUF file."""
+        """Returns the file at `path`. Raises MespError if it is not a whole GGUF file."""
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise ValueError("it is not a regular file")
@@ -92,8 +96,11 @@ def copy(
     changed: Mapping[str, Callable[[np.ndarray], np.ndarray]],
     kind: GGMLQuantizationType,
 ) -> None:
-    """Writes a file with other blocks, of type `kind`, in the tensors that are `changed`: what is
-    made of their numbers, in float32. All else is copied."""
+    """Writes a file with other blocks, of type `kind`, in the tensors in `changed`.
+
+    The functions in `changed` make the new numbers from the old ones, in float32. The rest is
+    copied.
+    """
     block, size = GGML_QUANT_SIZES[kind]
     with open(path, "xb") as out:
         out.write(file.keys)
@@ -117,7 +124,7 @@ def copy(
 
 
 class _Cursor:
-    """Reads little-endian values one after another, none beyond the end."""
+    """A reader of little-endian values, one after another, none beyond the end."""
 
     def __init__(self, data: np.ndarray):
         self.data, self.at = memoryview(data), 0
@@ -148,7 +155,7 @@ class _Cursor:
         if kind not in _NUMBERS:
             raise ValueError(f"a value has the unknown type {kind}")
         dtype = np.dtype(_NUMBERS[kind])
-        if kind == 7:  # other bytes than 0 and 1 are no bool
+        if kind == 7:  # a byte other than 0 and 1 is no bool
             return np.frombuffer(self.take(size), "u1") != 0
         return np.frombuffer(self.take(size * dtype.itemsize), dtype)
 
@@ -191,7 +198,9 @@ def _read(path: Path, file: np.ndarray) -> GGUF:
 def _kind_of_q2_0(
     found: list[tuple[str, tuple[int, ...], int, int]], length: int, alignment: int
 ) -> dict[int, tuple[str, int, int]]:
-    """Which of two types the tensors of number 42 have: that whose blocks fill the room of each."""
+    """Returns the type of tensors with the number 42: the one of two types whose blocks fill each
+    tensor's space.
+    """
     ends = sorted({*(offset for *_, offset in found), length})
     rooms = [
         (math.prod(shape), ends[bisect(ends, offset)] - offset)
@@ -204,7 +213,7 @@ def _kind_of_q2_0(
         if all(0 <= room - size * kind[2] // kind[1] < alignment for size, room in rooms)
     ]
     if rooms and len(fitting) != 1:
-        raise ValueError("its tensors do not say which blocks of Q2_0 they have, of 64 or of 128")
+        raise ValueError("its tensors fit neither or both sizes of Q2_0 blocks, 64 and 128")
     return {_Q2_0: fitting[0]}
 
 

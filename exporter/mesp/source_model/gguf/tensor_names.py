@@ -20,12 +20,13 @@ ARCHITECTURES = {
     "qwen3_5_text": "QWEN35", "lfm2": "LFM2", "phi3": "PHI3", "qwen3_moe": "QWEN3MOE",
     "lfm2_moe": "LFM2MOE",
 }  # fmt: skip
-# Those whose q and k llama.cpp turns in pairs of neighbours: rows of a head's halves alternate.
+# Architectures whose q and k llama.cpp rotates in pairs of neighbours: rows of a head's halves
+# alternate.
 _INTERLEAVED = ("LLAMA", "SMOLLM3", "GRANITE", "GRANITE_HYBRID", "MINICPM", "MISTRAL3")
 
 
 class Names:
-    """The names and the order that a GGUF file of an architecture has."""
+    """The names, and the order of rows and columns, in a GGUF file of an architecture."""
 
     def __init__(self, arch: Architecture):
         self.arch = arch
@@ -37,9 +38,10 @@ class Names:
         self.map = gguf.get_tensor_name_map(number, arch.num_hidden_layers)
 
     def tensor(self, name: str) -> str:
-        """The name there of a tensor, such as ``model.layers.0.mlp.up_proj.weight``.
+        """Returns a tensor's name in the file, from its name here, as in
+        ``model.layers.0.mlp.up_proj.weight``.
 
-        Raises KeyError where the architecture has none.
+        Raises KeyError if the architecture has no such tensor.
         """
         theirs = name_there(name, self.arch.model_type).replace(".dt_bias", ".dt_proj.bias")
         theirs = theirs.replace(".expert_bias", ".expert_bias.bias")
@@ -50,7 +52,9 @@ class Names:
         return found
 
     def rows(self, block: Block, name: str) -> np.ndarray | None:
-        """The row there of each row of a block's tensor; None where they are in the same order."""
+        """Returns the row in the file of each row of a block's tensor; None if the order is the
+        same.
+        """
         module, mixer = name.removesuffix(".weight").removesuffix(".bias"), block.mixer
         if isinstance(mixer, GatedDeltaNet):
             values = _heads(mixer, mixer.value_head_dim)
@@ -75,14 +79,19 @@ class Names:
         return None
 
     def columns(self, block: Block, module: str) -> np.ndarray | None:
-        """The column there of each column of a block's matrix, likewise."""
+        """Returns the column in the file of each column of a block's matrix; None if the order is
+        the same.
+        """
         if module == "linear_attn.out_proj":
             return _heads(block.mixer, block.mixer.value_head_dim)
         return None
 
 
 def _heads(mixer: GatedDeltaNet, size: int) -> np.ndarray:
-    """The place there of each of the value heads' numbers, `size` a head: heads of one key head
-    follow each other here, and there heads that are first of a key head, then the second ones."""
+    """Returns the place in the file of each number of the value heads, which have `size` each.
+
+    Here the value heads of a key head stand together. In the file, the first value heads of all key
+    heads come first, then the second ones.
+    """
     shape = (mixer.num_value_heads // mixer.num_key_heads, mixer.num_key_heads, size)
     return np.arange(mixer.num_value_heads * size).reshape(shape).swapaxes(0, 1).ravel()

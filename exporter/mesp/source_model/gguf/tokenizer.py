@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json."""
+"""Writes the tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from mesp.source_model.gguf.header import GGUF
 
 # The types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-_LONGEST, _MOST = 1024, 1 << 20  # characters of a token, and tokens
-# Characters of all merges: 500,000, as a vocabulary of 262,144 has, of 32 characters each.
+_LONGEST, _MOST = 1024, 1 << 20  # limits: characters of a token, and tokens
+# The limit of the characters of all merges: 500,000 merges, as for a vocabulary of 262,144, of 32
+# characters each.
 _MERGED = 1 << 24
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
@@ -44,7 +45,7 @@ _GPT4O = (
     + _REST_WITH_SLASH
 )
 # The pattern that splits a text into words before BPE, by `tokenizer.ggml.pre`. None: GPT-2's
-# pattern; "digits": the same, after single digits are split off.
+# pattern; "digits": GPT-2's, after single digits are split off.
 PRE_TOKENIZERS = {
     "gpt-2": None,
     **dict.fromkeys(("smollm", "refact", "starcoder"), "digits"),
@@ -54,12 +55,12 @@ PRE_TOKENIZERS = {
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
 }
-# Those where a word that is a token is not merged from its parts, and that begin with a token.
+# Tokenizers that never merge a word that is a token, and that begin a text with a token.
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "lfm2", "tekken")
-# Those of models that compose a character and its accents before.
+# Tokenizers that compose a character and its accents first.
 _COMPOSED = ("qwen2", "qwen35")
 
-# Tokens that end an answer, beside those that the metadata names.
+# Tokens that end an answer, besides those that the metadata names.
 _ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
     "<|eom_id|>", "<EOT>",
@@ -67,10 +68,10 @@ _ENDS = (
 
 
 def write_tokenizer(file: GGUF, folder: Path) -> None:
-    """Writes the tokenizer of the file into a folder, as Hugging Face has it, with its chat
-    template and the tokens that end a text.
+    """Writes the file's tokenizer into a folder, in Hugging Face's format.
 
-    Raises MespError where it is of a kind that is not supported, or not in order.
+    The chat template and the tokens that end a text are written too. Raises MespError if the
+    tokenizer is invalid, or of an unsupported kind.
     """
     kind = file.text("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
@@ -107,7 +108,7 @@ _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def _vocabulary(file: GGUF) -> tuple[list[str], np.ndarray]:
-    """The tokens, and their types."""
+    """Returns the tokens, and their types."""
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not 0 < len(tokens) <= _MOST:
         raise ValueError("it has no list of tokens")
@@ -122,7 +123,7 @@ def _vocabulary(file: GGUF) -> tuple[list[str], np.ndarray]:
 
 
 def _special_tokens(file: GGUF, tokens: list[str]) -> dict[str, int]:
-    """The ids of tokens that have a part, by it."""
+    """Returns the ids of the special tokens, by their roles."""
     found = {}
     for role, name in {**_ROLES, "eot": "eot", "eom": "eom"}.items():
         number = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -132,7 +133,7 @@ def _special_tokens(file: GGUF, tokens: list[str]) -> dict[str, int]:
 
 
 def _byte_level(file: GGUF, tokens: list[str]) -> Tokenizer:
-    """BPE over bytes, with the merges of the file."""
+    """Returns a tokenizer with BPE over bytes, and the file's merges."""
     name = file.metadata.get("tokenizer.ggml.pre")
     if name not in PRE_TOKENIZERS:
         raise ValueError(f"its pre-tokenizer {name!r:.40} is not supported")
@@ -146,7 +147,7 @@ def _byte_level(file: GGUF, tokens: list[str]) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     for first, second in pairs:
         if not {first, second, first + second} <= vocabulary.keys():
-            raise ValueError("a merge is not of its tokens")
+            raise ValueError("a merge has a part that is not a token")
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=name in _WHOLE_WORDS))
     pattern = PRE_TOKENIZERS[name]
     steps: list[Any] = []
@@ -164,8 +165,10 @@ def _byte_level(file: GGUF, tokens: list[str]) -> Tokenizer:
 
 
 def _pieces(file: GGUF, tokens: list[str], types: np.ndarray) -> Tokenizer:
-    """BPE over characters as SentencePiece has it: the pair that is joined first is the one whose
-    token has the highest score."""
+    """Returns a tokenizer with SentencePiece's BPE over characters.
+
+    It first merges the pair whose token has the highest score.
+    """
     scores = file.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
         raise ValueError("tokens and their scores differ in number")
@@ -181,7 +184,7 @@ def _pieces(file: GGUF, tokens: list[str], types: np.ndarray) -> Tokenizer:
                     found.extend((i, left, right))
                     merged += len(token)
         if merged > _MERGED:
-            raise ValueError("its tokens are made of each other in too many ways")
+            raise ValueError("its tokens can be merged in too many ways")
     order = np.array(found).reshape(-1, 3)
     order = order[np.lexsort((order[:, 2], order[:, 1], -scores[order[:, 0]]))]
     merges = [(tokens[left], tokens[right]) for _, left, right in order.tolist()]
@@ -209,9 +212,8 @@ def _pieces(file: GGUF, tokens: list[str], types: np.ndarray) -> Tokenizer:
 
 
 def _add_tokens(tokenizer: Tokenizer, file: GGUF, tokens: list[str], types: np.ndarray) -> None:
-    """Lets tokens be found whole in a text: those of control, which are special, and those that
-    somebody defined."""
-    # Phi-3's tokens of control take the white space behind them, but for these.
+    """Adds the tokens that are found whole in a text: special ones, and user-defined ones."""
+    # Phi-3's control tokens include the white space after them, except for three.
     strips = file.metadata.get("general.architecture") == "phi3" and (
         file.metadata.get("tokenizer.ggml.model") == "llama"
     )
@@ -235,8 +237,9 @@ def _add_tokens(tokenizer: Tokenizer, file: GGUF, tokens: list[str], types: np.n
 
 
 def _template(file: GGUF, kind: str, tokens: list[str], special: dict[str, int]) -> Any:
-    """The post-processor that adds the tokens at a text's begin and end; None where there is
-    neither."""
+    """Returns the post-processor that adds the tokens at a text's beginning and end; None if there
+    is neither.
+    """
     begins = kind == "llama" or file.metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
     begins = file.metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos" in special
     ends = file.metadata.get("tokenizer.ggml.add_eos_token", False) and "eos" in special

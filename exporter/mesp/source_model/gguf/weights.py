@@ -1,4 +1,4 @@
-"""The weights of a GGUF file: quantized ones as MLX packs them, where it can hold their values."""
+"""The weights of a GGUF file: quantized in MLX's format, if it can hold their values."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ _PARTS = ("weight", "scales", "biases")
 class GGUFWeights:
     """The tensors of a GGUF file, mapped, and read by rows; see `Weights`."""
 
-    has_float16_scales = False  # they become float32
+    has_float16_scales = False  # scales become float32
     is_converted = True
 
     def __init__(self, file: GGUF, arch: Architecture):
-        """Raises MespError unless the file has the architecture's tensors, of its shapes and in
-        types that are supported, and no others."""
+        """Raises MespError unless the file has exactly the architecture's tensors, with their
+        shapes and in supported types.
+        """
         self.file, self.arch, self.names = file, arch, Names(arch)
         self.quantized: tuple[Any, tuple[mx.array, ...]] = (None, ())
         self.blocks = {f"model.layers.{i}.": block for i, block in enumerate(arch.blocks)}
@@ -68,11 +69,11 @@ class GGUFWeights:
 
     @property
     def is_quantized_file(self) -> bool:
-        """Whether some matrix is quantized; if not, all are as in any unquantized model."""
+        """Whether some matrix is quantized. If not, it is like any unquantized model."""
         return any(kind not in UNQUANTIZED for kind in self.types)
 
     def quantization(self) -> dict[str, Any]:
-        """The quantization of the matrices, in the form of mlx-lm's config.json."""
+        """Returns the quantization of the matrices, in the form of mlx-lm's config.json."""
         sizes: Counter[Quantization] = Counter()
         for kind, size in self.types.items():
             sizes[_quantization(kind)] += size
@@ -88,7 +89,7 @@ class GGUFWeights:
         return entries
 
     def describe(self, dtype: str) -> str:
-        """The part of the weights that has the file's own values, in words."""
+        """Returns a description of how much of the weights keeps the file's values."""
         total = sum(self.types.values())
 
         def share(kinds: tuple[str, ...]) -> str:
@@ -119,7 +120,7 @@ class GGUFWeights:
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
         module, _, part = name.rpartition(".")
         module, expert = name_of_stacked(module)
-        if expert is not None:  # the rows of all experts lie behind each other
+        if expert is not None:  # the rows of all experts follow one another
             first, name = expert * shape[0], f"{module}.{part}"
             rows = slice(first + rows.start, first + rows.stop)
         if self.is_quantized_file and module in self.matrices and part in _PARTS:
@@ -127,7 +128,7 @@ class GGUFWeights:
         return self._floats(name, self._tensor(name), rows)
 
     def _tensor(self, name: str) -> Tensor:
-        """A tensor by its name here."""
+        """Returns a tensor by its name here."""
         theirs = self.names.tensor(name)
         tensor = self.file.tensors.get(theirs)
         if tensor is None:
@@ -142,14 +143,14 @@ class GGUFWeights:
         return tensor
 
     def _block(self, name: str) -> tuple[Block | None, str]:
-        """The block that a tensor is in, and its name there."""
+        """Returns a tensor's block, and its name in the block."""
         for prefix, block in self.blocks.items():
             if name.startswith(prefix):
                 return block, name.removeprefix(prefix)
         return None, name
 
     def _data(self, name: str, tensor: Tensor, rows: slice) -> np.ndarray:
-        """The bytes of rows of a matrix, in the order that they have here."""
+        """Returns the bytes of rows of a matrix, in the order of rows here."""
         block, local = self._block(name)
         order = None if block is None else self.names.rows(block, local)
         if order is None:
@@ -159,7 +160,9 @@ class GGUFWeights:
         return tensor.data[order[rows]]
 
     def _quantized(self, module: str, rows: slice) -> tuple[mx.array, ...]:
-        """Packed codes, scales and biases of rows; the last ones are kept, as each is asked for."""
+        """Returns packed codes, scales and biases of rows. The last result is kept, because each
+        array is asked for separately.
+        """
         key = (module, rows.start, rows.stop)
         if self.quantized[0] != key:
             tensor = self._tensor(f"{module}.weight")
@@ -179,7 +182,7 @@ class GGUFWeights:
         return self.quantized[1]
 
     def _decode(self, module: str, tensor: Tensor, rows: slice) -> tuple[np.ndarray, ...]:
-        """Codes, scales and, where there are, biases of rows."""
+        """Returns codes, scales and, if the type has them, biases of rows."""
         codes, *others = arrays(tensor.type, self._data(f"{module}.weight", tensor, rows))
         order = self._columns(module)
         if order is None:
@@ -199,7 +202,7 @@ class GGUFWeights:
         return None if block is None else self.names.columns(block, local)
 
     def _floats(self, name: str, tensor: Tensor, rows: slice) -> mx.array:
-        """Rows of a tensor as numbers."""
+        """Returns rows of a tensor as numbers."""
         if len(tensor.shape) == 1:
             array = _numbers(tensor, tensor.data)[0]
             block, local = self._block(name)
@@ -216,7 +219,7 @@ class GGUFWeights:
 
 
 def _numbers(tensor: Tensor, data: np.ndarray) -> mx.array:
-    """Rows of bytes as numbers: of unquantized types in these, of others in float32."""
+    """Returns rows of bytes as numbers: in the dtype of an unquantized type, else in float32."""
     data = np.ascontiguousarray(data)
     if tensor.type == "BF16":
         return mx.array(data.view("<u2")).view(mx.bfloat16)
@@ -226,11 +229,11 @@ def _numbers(tensor: Tensor, data: np.ndarray) -> mx.array:
 
 
 def _quantization(kind: str) -> Quantization:
-    """The quantization of a tensor of this type in a file that has quantized ones."""
+    """Returns the quantization of a tensor of this type in a quantized file."""
     return CARRIED[kind][1] if kind in CARRIED else WIDE
 
 
 def _entry(quantization: Quantization) -> dict[str, Any]:
-    """As mlx-lm's config.json has it."""
+    """Returns the quantization's entry in mlx-lm's config.json."""
     entry = {"group_size": quantization.group_size, "bits": quantization.bits}
     return entry if quantization.mode == "affine" else {**entry, "mode": quantization.mode}

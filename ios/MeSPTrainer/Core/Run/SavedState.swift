@@ -100,7 +100,7 @@ package struct SavedState: Codable {
         // The first format had no seal.
         guard version.format == Self.format || (tensors.isSealed && !tensors.isIntact) else {
             throw MeSPError(
-                "\(url.path) is of another version of the trainer, in format \(version.format) and not \(Self.format); start the run again in another folder."
+                "\(url.path) was saved by another version of the trainer, in format \(version.format) and not \(Self.format); start the run again in another folder."
             )
         }
         guard tensors.isIntact, let saved = try? JSONDecoder.snakeCase.decode(SavedState.self, from: json),
@@ -130,7 +130,7 @@ extension SavedState {
         let names = ["train", "valid", "test", "replay", "general"]
         guard let changed = names.first(where: { self.sources.data[$0] != sources.data[$0] }) else { return }
         throw MeSPError(
-            "The \(changed) data is not what the run in \(folder.path) was started with; start a new run, with --adapters \(folder.appendingPathComponent("adapters").path) to go on from its adapters."
+            "The \(changed) data has changed since the run in \(folder.path) was started; start a new run, with --adapters \(folder.appendingPathComponent("adapters").path) to continue from its adapters."
         )
     }
 }

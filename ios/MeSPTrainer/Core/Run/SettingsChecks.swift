@@ -97,7 +97,7 @@ extension Manifest {
         if settings.method == .mebp, !blocks.allSatisfy(\.hasFunctions) {
             throw MeSPError(
                 architecture.hasExperts
-                    ? "\(name) mixes experts, and MeBP differentiates a function, which such blocks have not; take another method."
+                    ? "\(name) mixes experts, and its blocks have no functions, which MeBP differentiates; take another method."
                     : "\(name) has no functions of its blocks, which MeBP differentiates; take another method, or add them with mesp-export --from BUNDLE --device \(device.rawValue) --overwrite."
             )
         }

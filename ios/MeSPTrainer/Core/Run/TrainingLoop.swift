@@ -163,7 +163,7 @@ final class TrainingLoop {
         record.footprintPeakBytes = sampler.takePeak()
         peak = max(peak, record.footprintPeakBytes)
         if record.tokens == 0 {
-            try note("empty_batch", "step \(record.step) drew no example, and added noise alone")
+            try note("empty_batch", "step \(record.step) drew no example, and added only noise")
         } else {
             try append(.step(record))
         }

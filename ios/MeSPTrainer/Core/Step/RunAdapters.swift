@@ -50,7 +50,7 @@ extension BlockwiseModel {
     private func take(_ adapters: LoadedAdapters, of folder: URL) throws {
         guard adapters.rank == settings.rank else {
             throw MeSPError(
-                "The adapters in \(folder.path) have rank \(adapters.rank), the run has \(settings.rank); choose theirs."
+                "The adapters in \(folder.path) have rank \(adapters.rank), and the run has \(settings.rank); choose the adapters' rank."
             )
         }
         guard abs(adapters.scale - scale) <= 1e-6 * abs(adapters.scale) else {
@@ -70,7 +70,7 @@ extension BlockwiseModel {
             for module in its.modules where !layout.modules.contains(module) {
                 guard try isBase(its, module, vector, block) else {
                     throw MeSPError(
-                        "The adapters in \(folder.path) have adapters of \(module.shortName) in block \(block), which this run does not train and would lose; train it too."
+                        "The adapters in \(folder.path) include \(module.shortName) in block \(block), which this run does not train and would lose; train it too."
                     )
                 }
             }

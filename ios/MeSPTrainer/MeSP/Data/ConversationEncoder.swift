@@ -175,7 +175,7 @@ struct ConversationEncoder {
         let before = conversation.beginning(index)
         guard try plainIDs(before, shape.argumentsAreText, addsGenerationPrompt: true).starts(with: prompt) else {
             throw MeSPError(
-                "the opening of the answer in message \(index + 1) is not how the chat template begins the conversation; leave it out."
+                "the prompt for the answer in message \(index + 1) is not the beginning of the conversation in the chat template; leave it out."
             )
         }
     }
@@ -277,7 +277,7 @@ struct ConversationEncoder {
         }
         if let special = shape.special {
             throw MeSPError(
-                "it has the special token \(special) outside of its texts, as in its tools, where it stays one; take it out."
+                "it has the special token \(special) outside of its texts, for example in its tools, where it stays special; take it out."
             )
         }
         return dropsThoughts

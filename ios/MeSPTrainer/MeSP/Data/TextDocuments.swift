@@ -19,7 +19,7 @@ package enum TextFileKind: Sendable {
         case "json": self = .list
         default:
             throw MeSPError(
-                "\(file.lastPathComponent) is of no kind that is read; take a text as .txt or .md, or records as .jsonl, .ndjson or .json."
+                "\(file.lastPathComponent) is a kind of file that is not read; take a text as .txt or .md, or records as .jsonl, .ndjson or .json."
             )
         }
     }

@@ -70,7 +70,7 @@ import Testing
         await model.updatePreview()
         #expect(model.preview.current != nil && model.preview.problem == nil)
         try await choose("c.csv", "a,b")
-        #expect(model.problem?.english.hasPrefix("c.csv is of no kind that is read") == true)
+        #expect(model.problem?.english.hasPrefix("c.csv is a kind of file that is not read") == true)
         #expect(model.form.file?.lastPathComponent == "b.jsonl", "the last stays")
     }
 

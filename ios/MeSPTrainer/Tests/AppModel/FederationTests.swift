@@ -256,7 +256,7 @@ import Testing
         var asked = try question(model)
         asked.configs["config"]?["model"] = .text("another/model")
         try SuperLink.ask(host, asked)
-        #expect(try await round(model).problem?.english.contains("the round is of another model") == true)
+        #expect(try await round(model).problem?.english.contains("the round is for another model") == true)
         #expect(try SuperLink.answered(host).reason == "The node could not do it.")
     }
 

@@ -1,14 +1,23 @@
-"""Stands in for the Hub: serves a folder's files, and misbehaves as it is told.
+"""Stands in for the Hub in tests: serves a folder's files, with the faults that it is given.
 
     python hub_server.py FOLDER FAULTS
 
-FAULTS is a JSON object: for a path the faults of its answers, one after the other. `cut` closes
-the connection in the middle, `stall` falls silent there, `flip` changes a byte, `long` and `short`
-send more and less than there is, `whole` forgets that a part was asked for, `other` sends another
-part, `trickle` sends byte after byte until `/go-on` is asked for, `expired` leads to another host
-that refuses, a number is the answer's status, and an object has in `answer` another body, which is
-sent so many `times`. Prints its port, and then each request with its Range; the list of files is
-`api`. It has the files of one commit, and the newest manifest.
+FAULTS is a JSON object: for a path, the list of the faults of its answers, in order. The path of
+the list of files is `api`. A fault is one of these:
+
+- `cut`: the connection is closed in the middle of the body.
+- `stall`: nothing is sent after the middle of the body; 30 seconds later the connection is closed.
+- `flip`: the file's first byte is changed.
+- `long`, `short`: more, or fewer, bytes are sent than the file has.
+- `whole`: the whole file is sent although a part was asked for.
+- `other`: the answer says that it begins one byte later than the part that was asked for.
+- `trickle`: the first half is sent slowly, byte by byte, until someone requests `/go-on`.
+- `expired`: the answer redirects to another host, which refuses.
+- a number: the answer has this status.
+- an object: the answer's body is the text in `answer`, repeated `times` times (default 1).
+
+The server prints its port, and then each request with its Range. It has the files of one commit;
+only `manifest.json` is also served for other revisions.
 """
 
 import hashlib
@@ -27,7 +36,7 @@ folder, faults = Path(sys.argv[1]), json.loads(sys.argv[2])
 
 
 def file_list() -> bytes:
-    """What the Hub answers of a model: its files, with the SHA-256 of large ones alone."""
+    """Returns the Hub's list of a model's files, with a SHA-256 only for the safetensors files."""
     siblings = []
     for file in sorted(folder.rglob("*")):
         if file.is_file():

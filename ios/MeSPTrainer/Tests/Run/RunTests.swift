@@ -372,7 +372,7 @@ import Testing
         let (message, changed) = try run.resume()
         #expect(
             message
-                == "The \(split) data is not what the run in \(run.output.path) was started with; start a new run, with --adapters \(run.output.path)/adapters to go on from its adapters."
+                == "The \(split) data has changed since the run in \(run.output.path) was started; start a new run, with --adapters \(run.output.path)/adapters to continue from its adapters."
         )
         #expect(!changed)
     }
@@ -419,7 +419,7 @@ import Testing
         turned(&other)
         try other.write(to: data.appendingPathComponent("train.bin"))
         let (message, changed) = try run.resume()
-        #expect(message.hasPrefix("The train data is not what the run in"))
+        #expect(message.hasPrefix("The train data has changed since the run in"))
         #expect(!changed)
         try tokens.write(to: data.appendingPathComponent("train.bin"))
         #expect(try run.resume().message.isEmpty)
@@ -455,7 +455,7 @@ import Testing
         let (message, changed) = try run.resume()
         #expect(
             message
-                == "\(url.path) is of another version of the trainer, in format 1 and not 2; start the run again in another folder."
+                == "\(url.path) was saved by another version of the trainer, in format 1 and not 2; start the run again in another folder."
         )
         #expect(!changed)
     }

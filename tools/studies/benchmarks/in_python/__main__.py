@@ -1,4 +1,4 @@
-"""Measurements of tools/bench.py in Python, beside the engine.
+"""The measurements of tools/bench.py that run in Python, without the engine.
 
     python -m studies.benchmarks.in_python SETTINGS.json
 

@@ -1,4 +1,4 @@
-"""The distance of MeZO's estimates of the gradient from the gradient."""
+"""The distance between MeZO's estimates of the gradient and the gradient."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from mesp import reference
 from mesp.bundle.reader import Bundle
 from studies.benchmarks.in_python.steps import report, windows
 
-# MeZO's estimate is compared after some exact steps: with B = 0, as at first, A has no gradient.
+# Exact steps before MeZO's estimate is compared: with the initial B = 0, A has no gradient.
 WARM_UP_STEPS = 3
 WARM_UP_LEARNING_RATE = 0.1
 QUALITIES = ("cosine", "sign_agreement", "relative_error")
 
 
 def mezo_quality(bundle: Bundle, settings: dict[str, Any]) -> None:
-    """MeZO's estimate of each block's gradient against the exact one, averaged over draws of z."""
+    """Compares MeZO's estimate of each block's gradient with the exact one, averaged over draws of
+    z.
+    """
     model, seed = reference.Model.of(bundle), settings["seed"]
     scale, epsilon = settings["scale"], settings["mezo_epsilon"]
     lora = reference.init_lora(bundle.architecture, settings["rank"], seed)
@@ -44,7 +46,7 @@ def mezo_quality(bundle: Bundle, settings: dict[str, Any]) -> None:
 
 
 def quality(estimate: mx.array, exact: mx.array) -> tuple[float, float, float]:
-    """Cosine, share of equal signs, and ‖estimate - exact‖₂ / ‖exact‖₂."""
+    """Returns the cosine, the share of equal signs, and ‖estimate - exact‖₂ / ‖exact‖₂."""
     norm = mx.linalg.norm
     cosine = (estimate * exact).sum() / (norm(estimate) * norm(exact))
     signs = mx.mean(mx.sign(estimate) == mx.sign(exact))

@@ -1,4 +1,4 @@
-"""mlx-lm's trainer."""
+"""Measures mlx-lm's trainer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ COMPILED_WITH = 8  # tokens of a first step, which is not measured
 
 
 def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:
-    """Trains with mlx-lm's own trainer, on the same weights and windows."""
-    # Here, as they take tens of MB that the other measurements have no use for.
+    """Trains with mlx-lm's trainer, on the same weights and windows."""
+    # imported here, because they take tens of MB that the other measurements do not need
     from mlx_lm.tuner import trainer
     from mlx_lm.tuner.callbacks import TrainingCallback
     from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -57,18 +57,18 @@ def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:
         trainer.train(model, sgd, None, None, args, trainer.default_loss, batches, callback)
 
     with contextlib.redirect_stdout(sys.stderr):
-        # On a CPU, MLX has a C++ compiler make the kernels that mlx-lm's step needs.
+        # On a CPU, MLX runs a C++ compiler for the kernels of mlx-lm's step.
         train(min(settings["seq_len"], COMPILED_WITH), 1, 0.0, None)
         train(settings["seq_len"], settings["steps"], settings["learning_rate"], Report())
 
 
 def dequantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
-    """`nn.QuantizedLinear` by way of the whole matrix."""
+    """Computes `nn.QuantizedLinear` with the whole dequantized matrix."""
     y = x @ whole_matrix(self).T
     return y + self.bias if "bias" in self else y
 
 
 def whole_matrix(layer: nn.Module) -> mx.array:
-    """The dequantized W [out, in] of a layer."""
+    """Returns the dequantized W [out, in] of a layer."""
     how = {name: getattr(layer, name) for name in ("group_size", "bits", "mode")}
     return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)

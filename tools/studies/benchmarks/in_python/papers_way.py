@@ -1,4 +1,4 @@
-"""The paper's own way to train."""
+"""Training as the paper does it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mesp.reference.model import Parts, Weights
 from mesp.reference.pieces import gated
 from studies.benchmarks.in_python.steps import Steps, report_baseline, windows
 
-HEAD_ROWS = 8192  # of the vocabulary, dequantized at a time
+HEAD_ROWS = 8192  # rows of the vocabulary that are dequantized at a time
 
 # NumPy's types of the arrays in a bundle.
 STORED = {"uint32": "<u4", "uint8": "u1", "float32": "<f4"}
@@ -27,10 +27,10 @@ def paper(bundle: Bundle, settings: dict[str, Any]) -> None:
     """Trains as the paper does, with the formulas of `mesp.reference`.
 
     A block's weights are read into memory and dequantized whole, attention has its [heads, T, T]
-    weights and the loss its [T, V] logits whole, and all eight intermediates are there before the
-    backward pass begins. The output matrix is read and dequantized by rows, and the gradient by
-    the logits takes their place: whole, these would take several times as much. Where `store_h` is
-    set, the forward pass keeps h = x A of all modules for the backward pass.
+    weights and the loss its [T, V] logits whole, and all eight intermediates exist before the
+    backward pass begins. The output matrix is read and dequantized by rows, and the gradient by the
+    logits overwrites them: otherwise these would take several times as much. With `store_h`, the
+    forward pass keeps h = x A of all modules for the backward pass.
     """
     report_baseline()
     lora = reference.init_lora(bundle.architecture, settings["rank"], settings["seed"])
@@ -51,7 +51,7 @@ def paper_step(
     learning_rate: float,
     store_h: bool,
 ) -> float:
-    """One step; updates `lora` and returns the loss before."""
+    """Takes one step: updates `lora`, and returns the loss before."""
     arch = bundle.architecture
     inputs = [arch.embedding_scale * Table(bundle, "embedding")[np.array(window[:-1])][None]]
     kept: list[dict[str, mx.array]] = []
@@ -79,7 +79,7 @@ def paper_step(
 def h_of(
     intermediates: list[mx.array], lora: mx.array, weights: Weights, block: Block
 ) -> dict[str, mx.array]:
-    """h = x A [1, T, rank] of each projection, from a block's intermediates."""
+    """Returns h = x A [1, T, rank] of each projection, from a block's intermediates."""
     parts, (_, output, _) = Parts.of(weights, lora, block), MIXERS[type(block.mixer)]
     mixer_in, *of_mixer, x_mid, gate, up = intermediates[:8]
     norm = parts.vector[f"{block.arch.mlp_norm}.weight"]
@@ -94,7 +94,7 @@ def h_of(
 
 
 class Table:
-    """The embedding or the head, of which only the rows that are asked for are read."""
+    """The embedding or the head, which reads only the rows that are asked for."""
 
     def __init__(self, bundle: Bundle, which: str) -> None:
         table = getattr(bundle.manifest, which)
@@ -108,7 +108,7 @@ class Table:
         self.columns = bundle.architecture.hidden_size
 
     def __getitem__(self, rows: np.ndarray | slice) -> mx.array:
-        """These rows, dequantized: float32 [rows, hidden]."""
+        """Returns these rows, dequantized: float32 [rows, hidden]."""
         packed = {
             part: mx.array(array[rows]) for part, array in self.arrays.items() if part != "norm"
         }
@@ -116,7 +116,9 @@ class Table:
 
 
 def whole_loss(bundle: Bundle, x: mx.array, targets: mx.array) -> tuple[float, mx.array]:
-    """The loss and its gradient by x, as in `reference.cross_entropy`: logits whole."""
+    """Returns the loss and its gradient by x, as in `reference.cross_entropy`, with whole
+    logits.
+    """
     arch, head = bundle.architecture, Table(bundle, "head")
     cap = arch.final_logit_softcapping
     tiles = [slice(i, i + HEAD_ROWS) for i in range(0, arch.vocab_size, HEAD_ROWS)]
@@ -131,7 +133,7 @@ def whole_loss(bundle: Bundle, x: mx.array, targets: mx.array) -> tuple[float, m
     mx.eval(loss)
     del target
     capped = None if cap is None else z
-    # dz = (softmax(z) - onehot(target)) / T, in the place of z
+    # dz = (softmax(z) - onehot(target)) / T, which replaces z
     z = mx.softmax(z, axis=-1) / targets.size
     mx.eval(z)
     dz = z.at[0, mx.arange(targets.size), targets].add(-1 / targets.size)

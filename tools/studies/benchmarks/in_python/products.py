@@ -1,4 +1,4 @@
-"""The products with frozen matrices alone, of random numbers: what no trainer can do without."""
+"""Measures the products with frozen matrices, which every trainer needs, on random numbers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from studies.benchmarks.in_python.steps import report
 
 
 def products(bundle: Bundle, settings: dict[str, Any]) -> None:
-    """Times y = x Wᵀ and dx = dy W of every linear layer and of the head, one after the other.
+    """Times y = x Wᵀ and dx = dy W of every linear layer and of the head, one after another.
 
-    `recompute`: the forward products of the blocks twice, but the down projections', as MeSP does.
-    x [T, in] and dy [T, out] are float32, and so is W [out, in], which a kind of layer shares.
-    LoRA's own products, of rank columns, and attention's are left out.
+    `recompute`: whether the forward products of the blocks run twice, except the down projections,
+    as in MeSP. x [T, in] and dy [T, out] are float32, and so is W [out, in], which layers of one
+    kind share. LoRA's products, of rank columns, and attention's are left out.
     """
     arch, rows = bundle.architecture, settings["seq_len"]
     random = np.random.default_rng(settings["seed"])
@@ -35,7 +35,7 @@ def products(bundle: Bundle, settings: dict[str, Any]) -> None:
     forward = [name for block in arch.blocks for name in block.modules] + ["head"]
     downs = {block.mlp.modules[-1][0] for block in arch.kinds}
     again = [name for name in forward[:-1] if name not in downs]
-    # Nothing before the first block is trained: its mixer needs no gradient by x.
+    # Nothing before the first block is trained, so its mixer needs no gradient by x.
     unused = [name for name, _ in arch.blocks[0].mixer.modules[:-1]]
     backward = forward[:]
     for name in unused:

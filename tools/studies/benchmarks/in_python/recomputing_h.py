@@ -15,7 +15,7 @@ from studies.benchmarks.in_python.steps import report
 
 
 def h(bundle: Bundle, settings: dict[str, Any]) -> None:
-    """The time of h = xA for a block's modules, and of the block's whole gradient."""
+    """Measures the time of h = xA for a block's modules, and of the block's whole gradient."""
     arch, weights = bundle.architecture, bundle.block(0)
     described = arch.blocks[0]
     lora = mx.random.normal((described.lora_size(settings["rank"]),)) * 0.01
@@ -48,7 +48,7 @@ def h(bundle: Bundle, settings: dict[str, Any]) -> None:
 
 
 def measured(compute: Callable[[], Any], times: int) -> float:
-    """The median time, after one that is not counted."""
+    """Returns the median time, after a first one that is not counted."""
     seconds = []
     for _ in range(times + 1):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Steps of training: the windows that they take, and what they report."""
+"""Steps of training: their windows and their records."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mesp import reference
 from mesp.bundle.reader import Bundle
 from studies.benchmarks.footprint import Peak, footprint
 
-# A run ends early, with the steps it has, once it has taken this long: mlx-lm as shipped needs
-# minutes a step on a CPU.
+# Seconds after which a run ends early with the steps that it has: mlx-lm as shipped needs minutes a
+# step on a CPU.
 PATIENCE = 120.0
 
 
@@ -38,13 +38,13 @@ class Steps:
 
 
 def report_baseline() -> None:
-    """The memory of Python, MLX and its BLAS before anything is loaded."""
+    """Reports the memory of Python, MLX and its BLAS before anything is loaded."""
     mx.eval(mx.ones((256, 256)) @ mx.ones((256, 256)))
     report("start", baseline_bytes=footprint())
 
 
 def windows(bundle: Bundle, seq_len: int, seed: int, steps: int) -> Iterator[mx.array]:
-    """The windows [T + 1] that the engine trains on, until the patience ends."""
+    """Yields the windows [T + 1] that the engine trains on, until PATIENCE is over."""
     tokens = bundle.tokens("train")
     count = (len(tokens) - 1) // seq_len
     began = time.monotonic()

@@ -170,7 +170,7 @@ import Testing
         let (b, c) = (#"{"role": "assistant", "content": "b"}"#, #"{"role": "assistant", "content": "c"}"#)
         #expect(
             refusal(#"{"prompt": [\#(asked), \#(b)], "completion": [\#(c)]}"#, tokenizer).contains(
-                "the opening of the answer in message 3 is not how the chat template begins the conversation"))
+                "the prompt for the answer in message 3 is not the beginning of the conversation in the chat template"))
     }
 
     /// Its question is in what the template writes of it.
@@ -472,7 +472,7 @@ import Testing
         for name in ["a.csv", "a.pdf", "a"] {
             try text.write(to: folder.appendingPathComponent(name), atomically: true, encoding: .utf8)
             let found = message { try data.write(.file(folder.appendingPathComponent(name)), to: target) }
-            #expect(found.hasPrefix("\(name) is of no kind that is read"))
+            #expect(found.hasPrefix("\(name) is a kind of file that is not read"))
         }
     }
 
