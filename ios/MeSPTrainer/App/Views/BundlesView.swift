@@ -2,7 +2,7 @@ import MeSPAppModel
 import SwiftUI
 import UniformTypeIdentifiers
 
-/// The bundles on the phone, and the way to bring in more.
+/// The bundles on the phone, with the ways to add more.
 struct BundlesView: View {
     @Environment(AppModel.self) private var model
     @State private var choosesBundle = false
@@ -62,7 +62,7 @@ struct BundlesView: View {
     }
 }
 
-/// A bundle or a model from the Hub: by name, with what there is to know before it is downloaded.
+/// The download of a bundle or a model from the Hub, by its name. It shows the facts to know before the download.
 private struct DownloadSection: View {
     @Environment(AppModel.self) private var model
 

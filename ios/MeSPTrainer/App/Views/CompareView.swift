@@ -2,7 +2,7 @@ import MeSPAppModel
 import SwiftUI
 import UniformTypeIdentifiers
 
-/// The base model beside the fine-tuned one, and MeSP, MeBP and MeZO on this phone beside the paper's figures.
+/// Comparisons: the base model with the fine-tuned model, and MeSP, MeBP and MeZO on this phone with the paper's figures.
 struct CompareView: View {
     @Environment(AppModel.self) private var model
     @State private var steps = 5
@@ -67,7 +67,7 @@ private struct BenchmarkRow: View {
     var body: some View {
         VStack(alignment: .leading, spacing: 4) {
             Text(row.method.name).font(.headline)
-            // Three columns where large type leaves room for them.
+            // The three columns are used if the text size leaves room for them.
             ViewThatFits(in: .horizontal) {
                 Grid(alignment: .trailing, horizontalSpacing: 16) {
                     GridRow {

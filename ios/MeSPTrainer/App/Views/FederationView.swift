@@ -1,7 +1,7 @@
 import MeSPAppModel
 import SwiftUI
 
-/// Training a model together with others, whose texts stay with them.
+/// Training a model together with other people. Everybody's text stays on their device.
 struct FederationView: View {
     @Environment(AppModel.self) private var model
     @State private var asks = false
@@ -53,7 +53,7 @@ struct FederationView: View {
     }
 }
 
-/// Bytes received and sent.
+/// A round, with the bytes received and sent.
 private struct RoundRow: View {
     let round: Federation.Round
 

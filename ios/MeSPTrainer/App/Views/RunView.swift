@@ -60,7 +60,7 @@ struct RunView: View {
     }
 }
 
-/// Curves, figures and events of a log, for a run in progress and for one that has ended.
+/// The curves, figures and events of a log, for a run in progress or one that has ended.
 struct LogSections: View {
     let log: LogSummary
 
@@ -137,7 +137,7 @@ struct LogSections: View {
     }
 }
 
-/// The controller's state in words and a symbol.
+/// The state of the controller, as text with a symbol.
 struct StateLabel: View {
     let state: RunController.State
 
@@ -158,7 +158,7 @@ struct StateLabel: View {
     }
 }
 
-/// The dark screen of a run overnight. A tap ends it.
+/// The dark screen of an overnight run. A tap ends it.
 struct NightView: View {
     @Environment(AppModel.self) private var model
     var body: some View {

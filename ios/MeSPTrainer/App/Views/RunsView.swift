@@ -1,10 +1,10 @@
 import MeSPAppModel
 import SwiftUI
 
-/// All runs, to look at, continue, share and delete.
+/// The list of all runs, to open, continue, share and delete them.
 struct RunsView: View {
     @Environment(AppModel.self) private var model
-    /// The run that is opened.
+    /// The opened run; empty for the list.
     @State private var path: [StoredRun.ID] = []
 
     var body: some View {

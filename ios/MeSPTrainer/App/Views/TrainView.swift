@@ -2,7 +2,7 @@ import MeSPAppModel
 import SwiftUI
 import UniformTypeIdentifiers
 
-/// The form for a run, or the run.
+/// The form for a new run, or the present or last run.
 struct TrainView: View {
     @Environment(AppModel.self) private var model
 
@@ -17,7 +17,7 @@ struct TrainView: View {
     }
 }
 
-/// Offers to resume the run that the app was ended in.
+/// Offers to resume the run during which the app was terminated.
 private struct InterruptedSection: View {
     @Environment(AppModel.self) private var model
     let run: StoredRun
@@ -34,7 +34,7 @@ private struct InterruptedSection: View {
     }
 }
 
-/// One sentence on the lesson of a new run, and the button that starts it.
+/// A sentence about what a new run teaches the model, and the button that starts it.
 struct SetupView: View {
     @Environment(AppModel.self) private var model
 
@@ -70,7 +70,7 @@ struct SetupView: View {
     }
 }
 
-/// The first record as it is trained, and what else there is to know of the data.
+/// The first record as it will be trained, with notices about the data.
 private struct PreviewSection: View {
     let preview: TrainingPreview
 
@@ -94,7 +94,7 @@ private struct PreviewSection: View {
 }
 
 extension View {
-    /// With the button that starts a run below, always in view.
+    /// Shows the button that starts a run at the bottom, always visible.
     fileprivate func startBar() -> some View { safeAreaInset(edge: .bottom) { StartBar() } }
 }
 
@@ -124,9 +124,9 @@ private struct StartBar: View {
     }
 }
 
-/// Everything about a new run that has a good value already: model, text, method, memory.
+/// The settings of a new run that have good defaults: model, text, method and memory.
 private struct MoreView: View {
-    /// A field that the keyboard is for.
+    /// A field with keyboard focus.
     private enum Field: Hashable {
         case number(NumberField)
         case pasted
