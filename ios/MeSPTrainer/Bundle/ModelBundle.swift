@@ -180,7 +180,7 @@ package struct ModelBundle {
         try splits[split].map { try tokens($0, split, in: dataFolder) }
     }
 
-    /// Returns the mapped tokens of a folder that `TextData` or `mesp data` wrote, without the held-out part.
+    /// Returns the mapped tokens of a folder that `TextData` or `mesp train` wrote, without the held-out part.
     package func tokens(in folder: URL) throws -> TokenStream {
         guard let entry = try TokenFolder.entries(in: folder)["train"] else {
             throw MeSPError("\(folder.path) holds no tokens; tokenize the text again.")

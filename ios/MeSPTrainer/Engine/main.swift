@@ -1,8 +1,9 @@
-// mesp-engine SETTINGS.json: runs one training. Prints the log's records as they are written. mesp train drives it. mesp-engine federate
-// SETTINGS.json: takes part in a federation until a signal arrives. Prints a record for each event. mesp-engine generate SETTINGS.json: continues a
-// prompt. Prints a record for each token. mesp generate drives it. mesp-engine evaluate SETTINGS.json: reads requests from standard input. Prints a
-// record for each. mesp evaluate drives it. mesp-engine import SETTINGS.json: makes a bundle of a model in MLX's format. Prints a record for each
-// part that is written. mesp-engine self-check SETTINGS.json: checks the machine. Prints a record for each check. tools/check_gpu.py drives it.
+// mesp-engine SETTINGS.json: runs one training. Prints the log's records as they are written. mesp train drives it.
+// mesp-engine federate SETTINGS.json: takes part in a federation until a signal arrives. Prints a record for each event.
+// mesp-engine generate SETTINGS.json: continues a prompt. Prints a record for each token. mesp generate drives it.
+// mesp-engine evaluate SETTINGS.json: reads requests from standard input. Prints a record for each. mesp evaluate drives it.
+// mesp-engine import SETTINGS.json: makes a bundle of a model in MLX's format. Prints a record for each part that is written.
+// mesp-engine self-check SETTINGS.json: checks the machine. Prints a record for each check. tools/check_gpu.py drives it.
 // mesp-engine --version: prints its version and MLX's, which the Python package compares with its own.
 
 import Foundation
