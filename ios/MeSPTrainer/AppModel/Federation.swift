@@ -65,7 +65,7 @@ import Observation
 
     /// A statement of the data that leave the device and those that do not. The person agrees to it before joining.
     public static let agreement: Sentence =
-        "What leaves this device: the adapters that it trains, how many tokens they were trained on, the mean loss, the peak of memory, and the name that you give it. Your texts, your choices and what the model writes stay here. Adapters can give away something about the text they were trained on: take part where you trust who runs the server."
+        "This device sends the adapters that it trains, the number of tokens that they were trained on, the mean loss, the peak of memory, and the name that you give it. Your texts, your choices and the model's answers stay here. Adapters can reveal something about the text that they were trained on, so take part only if you trust the operator of the server."
 
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let controller: RunController

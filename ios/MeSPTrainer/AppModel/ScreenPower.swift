@@ -51,7 +51,7 @@ import Observation
         let advice: Sentence =
             controller.usesGPU
             ? "Leave the app in front and don't lock the phone: iOS stops training on the GPU in the background, and it continues only when you come back."
-            : "In front, with the phone not locked, it trains all night; in the background iOS decides when, on the charger."
+            : "With the app in front and the phone unlocked, training continues all night. In the background iOS decides when it trains, and only on the charger."
         guard let battery = monitor.battery, !battery.isCharging else { return advice }
         return "Connect the charger: below 20% the run pauses. \(advice)."
     }

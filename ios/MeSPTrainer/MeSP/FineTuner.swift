@@ -88,8 +88,8 @@ public final class FineTuner: Sendable {
     /// Begins a run on conversations. It holds out the last tenth of them.
     ///
     /// - Parameters:
-    ///   - conversations: two or more conversations. Each becomes one sequence, cut to the sequence length. The loss covers the assistant's answers:
-    ///     their text, their tool calls and the token that ends each.
+    ///   - conversations: two or more conversations. Each becomes one sequence, cut to the sequence length. By default the loss covers the
+    ///     assistant's answers: their text, their tool calls and the token that ends each.
     ///   - options: the choices of the run.
     /// - Returns: the updates of the run, which end with it. They throw a ``FineTuningError`` before training begins if a conversation or an option
     ///   is refused, if the memory does not suffice, or if another run is in progress.

@@ -96,7 +96,7 @@
                 #expect(report.faults == [:], "evaluation \(first)")
                 #expect(adapters == nil || adapters == whole.adapters, "evaluation \(first)")
                 #expect(log.map(loss) == Array(losses.prefix(log.count)), "evaluation \(first)")
-                // This is at most what a block or the head evaluates.
+                // The run evaluates only up to the end of the block or the head.
                 #expect(report.evaluations - first < 80, "evaluation \(first): \(report.evaluations - first)")
             }
         }
@@ -169,7 +169,7 @@
                 func pass() { places[text] += 1 }
                 try generator.generate(request, atBlock: pass) { texts[text].append($0) }
             }
-            // The prompt and a token take four passes in all.
+            // A text takes four passes. In the first text two of them, of the prompt and of a token, also wait within blocks.
             #expect(places[1] == 4 * fixture.layers && places[0] > 5 * 2 * fixture.layers)
             #expect(texts[0] == texts[1])
 

@@ -40,7 +40,7 @@ struct BundlesView: View {
                     }
                 } footer: {
                     Text(
-                        "Get a model from the Hugging Face Hub below, or from Files with +: a folder in MLX's 4-bit format. Bundles that mesp-export has written also come by AirDrop."
+                        "Get a model from the Hugging Face Hub below, or with + from Files, as a folder in MLX's 4-bit format. Bundles from mesp-export can also arrive by AirDrop."
                     )
                 }
                 DownloadSection()
@@ -116,7 +116,7 @@ private struct DownloadSection: View {
             Text("From the Hugging Face Hub")
         } footer: {
             Text(
-                "A bundle, or a model in MLX's 4-bit format such as those of mlx-community. Each file is checked, a model is rewritten into a bundle, and its download is deleted. A download continues while you use other apps. If it stops, the next one starts from what is there."
+                "A bundle, or a model in MLX's 4-bit format such as those of mlx-community. Each file is checked. A model is rewritten into a bundle, and its download is deleted. A download continues while you use other apps. If it stops, the next download continues it."
             )
         }
     }

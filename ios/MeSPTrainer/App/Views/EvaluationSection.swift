@@ -52,7 +52,7 @@ private struct ScoreRows: View {
 
     private var name: LocalizedStringKey {
         switch score.kind {
-        case .perplexity: "Perplexity a token, lower is better"
+        case .perplexity: "Perplexity per token, lower is better"
         case .accuracy: "Right choices"
         case .exactMatch: "Right answers"
         }

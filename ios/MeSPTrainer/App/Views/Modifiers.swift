@@ -71,7 +71,7 @@ private struct Awake: ViewModifier {
                     wanted
                     ? ProcessInfo.processInfo.beginActivity(
                         options: [.userInitiated, .idleSystemSleepDisabled],
-                        reason: String(localized: "A model is trained.")) : nil
+                        reason: String(localized: "A model is being trained.")) : nil
             #endif
         }
     }

@@ -70,7 +70,7 @@ struct LogSections: View {
         if let strength = log.strength {
             Section { Text(strength.sentence.localized) }
         }
-        Section("Loss, nats a token") {
+        Section("Loss, nats per token") {
             Chart {
                 ForEach(log.curve { Double($0.loss) }) {
                     LineMark(x: .value("Step", $0.id), y: .value("Loss", $0.value), series: .value("Data", training))
@@ -113,9 +113,9 @@ struct LogSections: View {
                 LabeledContent("Time of a step", value: String(localized: "\(time) s"))
             }
             if let speed = log.tokensPerSecond, let inLoss = log.lossTokensPerSecond {
-                LabeledContent("Tokens a second", value: speed.formatted(.number.precision(.fractionLength(0))))
+                LabeledContent("Tokens per second", value: speed.formatted(.number.precision(.fractionLength(0))))
                 LabeledContent(
-                    "Of these in the loss", value: inLoss.formatted(.number.precision(.fractionLength(0))))
+                    "Tokens per second in the loss", value: inLoss.formatted(.number.precision(.fractionLength(0))))
             }
             if let state = log.steps.last?.thermalState { LabeledContent("Thermal state", value: state) }
             if let used = log.batteryUsed {

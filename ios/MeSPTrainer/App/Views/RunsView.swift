@@ -25,7 +25,7 @@ struct RunsView: View {
                 if model.library.hasLooked, model.library.runs.isEmpty {
                     ContentUnavailableView(
                         "No Runs Yet", systemImage: "list.bullet.rectangle",
-                        description: Text("What you train is kept here, and in the app’s folder in Files."))
+                        description: Text("Your runs are kept here, and in the app’s folder in Files."))
                 }
             }
             .navigationTitle("Runs")

@@ -23,7 +23,7 @@ private struct InterruptedSection: View {
     let run: StoredRun
 
     var body: some View {
-        Section("The app was ended during this run") {
+        Section("The app ended during this run") {
             LabeledContent("\(run.name)", value: String(localized: "step \(run.log?.lastStep ?? 0)"))
             Button("Resume from the Last Saved State", systemImage: "play.fill") {
                 Task { await model.resume(run) }
@@ -157,7 +157,7 @@ private struct MoreView: View {
             } header: {
                 Text("Method")
             } footer: {
-                Text("AdamW learns faster. SGD takes less memory, and needs a rate some hundred times as high.")
+                Text("AdamW learns faster. SGD takes less memory and needs a learning rate about a hundred times higher.")
             }
             settingsSection
             memorySection
@@ -165,7 +165,7 @@ private struct MoreView: View {
                 Toggle("Keep the screen on", isOn: $screen.keepsAwake)
             } footer: {
                 Text(
-                    "A run on the GPU waits while the app is not in front or the phone is locked, and continues when you come back. A run on the CPU continues while iOS gives it time: for a while after you leave (iOS 26), and at night on the charger."
+                    "A run on the GPU waits while the app is in the background or the phone is locked, and continues when you return. A run on the CPU continues while iOS grants it time: for a while after you leave the app (iOS 26), and at night on the charger."
                 )
             }
             Section { NavigationLink("Train with Others") { FederationView() } }
@@ -224,7 +224,7 @@ private struct MoreView: View {
                     .accessibilityLabel("Text to train on")
             case .choices:
                 if model.choices.list.isEmpty {
-                    Text("Under Try It, say which of two answers is better, or what it should have been.")
+                    Text("Under Try It, choose the better of two answers, or correct an answer.")
                         .foregroundStyle(.secondary)
                 } else {
                     NavigationLink("Choices: \(model.choices.list.count)") { ChoicesView() }
@@ -237,7 +237,7 @@ private struct MoreView: View {
     @ViewBuilder private var settingsSection: some View {
         @Bindable var form = model.form
         Section("Settings") {
-            Picker("Learning rate over time", selection: $form.settings.schedule) {
+            Picker("Learning rate schedule", selection: $form.settings.schedule) {
                 Text("Constant").tag(RunSettings.Schedule.constant)
                 Text("Linear decay").tag(RunSettings.Schedule.linear)
                 Text("Cosine decay").tag(RunSettings.Schedule.cosine)

@@ -26,7 +26,7 @@ struct TryView: View {
                 }
                 Section("Prompt") {
                     TextField(
-                        request.isChat ? "Say something" : "Write on from here", text: $chat.draft.prompt,
+                        request.isChat ? "Say something" : "Text to continue", text: $chat.draft.prompt,
                         axis: .vertical
                     )
                     .lineLimit(2...6)
@@ -43,9 +43,9 @@ struct TryView: View {
                     if let problem = chat.problem {
                         ProblemLabel(problem.localized)
                     }
-                    if model.controller.isRunning { Text("A run is in progress: writing has to wait for its end.") }
+                    if model.controller.isRunning { Text("A run is in progress. Writing is possible when it has ended.") }
                 }
-                Section("Who writes") {
+                Section("Writing models") {
                     if let bundle = model.writingBundle { LabeledContent("Model", value: bundle.name) }
                     if trained.isEmpty, model.library.hasLooked {
                         Text("Train a run first; until then only the base model writes.").foregroundStyle(.secondary)
@@ -68,7 +68,7 @@ struct TryView: View {
                 Section {
                     DisclosureGroup("More") {
                         if request.isChat {
-                            TextField("What the model is told first", text: $chat.draft.system, axis: .vertical)
+                            TextField("Instructions to the model", text: $chat.draft.system, axis: .vertical)
                                 .lineLimit(1...6)
                                 .accessibilityLabel("System prompt")
                         }
@@ -203,7 +203,7 @@ private struct WrittenText: View {
             Text(text.text).font(.callout).textSelection(.enabled)
             if let summary = text.summary, summary.seconds > 0 {
                 Text(
-                    "\((Double(summary.tokens) / summary.seconds).formatted(.number.precision(.fractionLength(1)))) tokens a second"
+                    "\((Double(summary.tokens) / summary.seconds).formatted(.number.precision(.fractionLength(1)))) tokens per second"
                 )
                 .font(.caption).foregroundStyle(.secondary)
             }

@@ -64,7 +64,7 @@ struct ConversationEncoder {
         /// The end of the answer's last text; text of the template follows.
         var said: Int
         var stop: Int
-        /// Whether the template writes no token after it at which generation stops.
+        /// Whether the template writes no token after the answer at which generation stops.
         var isEndless = false
     }
 

@@ -220,7 +220,7 @@ package struct TextData: Sendable {
 
     /// Encodes a conversation, or an answer with its prompt. Returns nil if no token of it can be trained.
     ///
-    /// - Throws: `MeSPError`, which continues the record's place.
+    /// - Throws: `MeSPError`. Its sentence continues the record's place.
     private func encode(
         _ document: TextDocuments.Document, _ encoder: inout ConversationEncoder, _ notices: inout DataNotices
     ) throws -> Encoded? {

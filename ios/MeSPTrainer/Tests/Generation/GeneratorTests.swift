@@ -156,7 +156,7 @@ import Testing
     /// was stopped within a block. A recurrent model reads the whole text again after a cut.
     @Test(arguments: cases) func aTurnReadsOnlyWhatIsNew(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
-        // With this chunk each token calls each block once.
+        // With chunks of one token, each token calls each block once.
         let generator = Generator(try CachedModel(fixture.bundle, chunk: 1))
         let whole = try Generator(fixture.bundle)
         let tokens = Array(1...10)

@@ -186,7 +186,7 @@ import Testing
     func aPromptIsReadAgainWithOtherAdapters(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")
         let (a, b) = (try adapters("a", of: fixture, rank: 4), try adapters("b", of: fixture, rank: 2))
-        // With this chunk each token calls each block once.
+        // With chunks of one token, each token calls each block once.
         var generator = Generator(try CachedModel(fixture.bundle, chunk: 1))
         var (cache, prompt) = (PromptCache(), Array(1...20))
         func check(_ selection: [WeightedAdapters], known: Int) throws {

@@ -167,7 +167,7 @@ import Testing
             }
         }
         try Run.run(try settings(whole))
-        for blocks in [3, 7, 2] {  // stops soon, late, and at once
+        for blocks in [3, 7, 2] {  // stops at the 30th, the 70th and the 20th boundary
             var (left, resumed) = (blocks * 10, try settings(parts))
             resumed.resume = FileManager.default.fileExists(atPath: SavedState.url(in: parts).path)
             try Run.run(

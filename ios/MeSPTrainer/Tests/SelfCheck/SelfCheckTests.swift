@@ -109,7 +109,7 @@ import Testing
         "decode.mamba2",
     ])
     func anErrorIsFound(_ name: String) throws {
-        // The tampered error is small, but large enough for each check to detect.
+        // The mapped array is copied, and other arrays are changed by a thousandth. Each check must detect that.
         let faulty = try makeSuite(settings()) { check, array in
             guard check == name else { return array }
             return array.dtype == .uint32 ? array + MLXArray(UInt32(0)) : array * 1.001

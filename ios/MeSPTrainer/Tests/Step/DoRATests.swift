@@ -99,7 +99,7 @@ import Testing
     }
 
     /// The error of bfloat16 is the same as without DoRA; see `TrainerTests.bfloat16CostsLittleMoreThanStoringIt`. A gate with one output per head
-    /// has few numbers, so its errors are left to chance.
+    /// has few numbers, whose errors vary, so its bound is larger.
     @Test(arguments: roundedCases) func bfloat16CostsLittleMoreThanStoringIt(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
         let trainer = try trainer(fixture)
