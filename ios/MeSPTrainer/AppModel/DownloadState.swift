@@ -46,7 +46,7 @@ import Observation
     /// Whether the person has stopped the download in progress.
     @ObservationIgnored private var isStopped = false
 
-    /// The size in bytes from which the person is asked.
+    /// The size in bytes from which a download asks the person first.
     @ObservationIgnored var askedFrom = 50_000_000
 
     /// - Parameters:

@@ -12,7 +12,7 @@ public struct Architecture: Decodable, Sendable, Equatable {
     package let hiddenAct: Activation
     package let postNorms: Bool
     package let finalLogitSoftcapping: Float?
-    /// The factor of the embedding.
+    /// The factor by which the embeddings of tokens are multiplied.
     package let embeddingScale: Float
     /// The prefix of `.layers.N.` in the names of mlx-lm's adapters; `hfPrefix` is that of PEFT's.
     package let mlxPrefix: String

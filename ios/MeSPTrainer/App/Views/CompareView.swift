@@ -119,7 +119,8 @@ private struct BenchmarkRow: View {
             Figure(id: 1, name: "Before the run", here: row.footprintBeforeBytes.bytes, paper: nil),
             Figure(id: 2, name: "Predicted", here: row.predictedPeakBytes.bytes, paper: nil),
             Figure(id: 3, name: "Time of a step", here: String(localized: "\(seconds) s"), paper: nil),
-            Figure(id: 4, name: "Time relative to MeBP", here: row.timeOfMebp?.times, paper: row.paperTimeOfMebp?.times),
+            Figure(
+                id: 4, name: "Time relative to MeBP", here: row.timeOfMebp?.times, paper: row.paperTimeOfMebp?.times),
         ]
     }
 }
