@@ -294,7 +294,7 @@ import Observation
             if case .start = record { log = LogSummary() }  // a run that has saved nothing begins again
             log.append(record)
             switch record {
-            case .start: update()  // the record has the bundle's device
+            case .start: update()  // the reasons to pause depend on the bundle's device, which this record has
             case .step: blocksAtLastStep = gate.boundaries
             default: break
             }

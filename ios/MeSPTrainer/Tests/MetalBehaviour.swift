@@ -63,8 +63,8 @@
             return .init(failingBuffers: failing)
         }
 
-        /// Evaluations of a run on a CPU fail from one on. The run ends there with the error and reads no array that was not computed. It saves no
-        /// adapters except those of the whole run, and logs no wrong step.
+        /// From a certain evaluation on, all evaluations of a run on a CPU fail. The run ends there with the error and reads no array that was not
+        /// computed. It logs no wrong step, and saves adapters only if all steps were completed.
         @Test(
             arguments: zip([GradientMethod.mesp, .mesp, .mebp, .mezo], [RunSettings.Offload.none, .all, .none, .all]))
         func anErrorEndsTheRunWhereItOccurs(_ method: GradientMethod, _ offload: RunSettings.Offload) throws {

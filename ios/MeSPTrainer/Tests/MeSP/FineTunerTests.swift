@@ -565,7 +565,7 @@ import Testing
     }
 
     @Test func itSetsNoVariableOfTheProcess() async throws {
-        // The engine sets them, because it has a process of its own.
+        // Only the engine's process sets them. A library must not change the variables of the app's process.
         let names = ["MLX_ENABLE_TF32", "MLX_MAX_OPS_PER_BUFFER", "MLX_METAL_GPU_ARCH"]
         let before = names.map { getenv($0).map { String(cString: $0) } }
         for name in names { unsetenv(name) }

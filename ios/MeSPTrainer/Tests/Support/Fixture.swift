@@ -19,8 +19,8 @@ struct Fixture {
     /// The cases with activations in bfloat16.
     static let roundedCases = folders.filter { !cases.contains($0) }
 
-    /// The cases in bfloat16 where rounding stored arrays alone changes a gradient by up to a seventh, because biases of k are large or a gated delta
-    /// net normalizes few small heads.
+    /// The cases in bfloat16 in which the rounding of stored arrays changes a gradient by up to a seventh, because biases of k are large or a gated
+    /// delta net normalizes few small heads.
     static let noisyCases = roundedCases.filter {
         ["wide", "qwen3_5"].contains(where: $0.lastPathComponent.hasPrefix)
     }
