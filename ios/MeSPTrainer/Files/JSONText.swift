@@ -1,7 +1,7 @@
 import Foundation
 
 extension JSONValue {
-    /// Reads JSON. Numbers without a fraction and an exponent become integers.
+    /// Reads JSON. Numbers without a fraction or an exponent become integers.
     ///
     /// - Throws: an error if the JSON is not valid, repeats a key in an object, has half a surrogate pair, or has more than 100 levels.
     package init(json: some Sequence<UInt8>) throws {
