@@ -34,7 +34,7 @@ final class ScreensTests: XCTestCase {
         see(app.buttons["More"]).tap()
         reach(app.identified("train-on"), in: app).tap()
         see(app.buttons["My choices"]).tap()
-        reach(app.saying("Under Try It, say which of two answers is better"), in: app)
+        reach(app.saying("Under Try It, choose the better of two answers"), in: app)
         keep(app, as: "Choices")
     }
 
